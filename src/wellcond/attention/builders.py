@@ -1,0 +1,183 @@
+"""How adapters say where projections are: one builder per storage style, each checking shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from wellcond.attention.layout import Arrangement, QKVLayout, head_rows
+from wellcond.attention.registry import Place
+from wellcond.attention.site import AttentionSite, Slot
+from wellcond.errors import UnsupportedLayoutError
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether this is Hugging Face's Conv1D, which stores (in_features, out_features)."""
+    return any(base.__name__ == "Conv1D" and hasattr(module, "nf") for base in type(module).__mro__)
+
+
+def is_projection(module: object) -> bool:
+    """Whether a module is a plain linear map with a weight: Linear, Conv1D, 1x1 convolution."""
+    if not isinstance(module, nn.Module):
+        return False
+    if isinstance(module, (nn.Conv1d, nn.Conv2d)):
+        return set(module.kernel_size) == {1} and module.groups == 1
+    weight = getattr(module, "weight", None)
+    is_linear_like = isinstance(module, nn.Linear) or is_conv1d(module) or hasattr(module, "in_features")
+    return is_linear_like and isinstance(weight, Tensor) and weight.dim() == 2
+
+
+def out_features(projection: nn.Module) -> int:
+    """Output rows of a projection, whatever its storage."""
+    weight: Tensor = projection.weight  # type: ignore[assignment]
+    return weight.shape[1] if is_conv1d(projection) else weight.shape[0]
+
+
+def projection_slot(projection: nn.Module, rows: Tensor, *, heads_on_input: bool = False) -> Slot:
+    """Slot of a projection that is a module of its own."""
+    has_bias = getattr(projection, "bias", None) is not None
+    return Slot(
+        owner=projection,
+        weight_name="weight",
+        rows=rows,
+        transposed=is_conv1d(projection),
+        heads_on_input=heads_on_input,
+        bias_name="bias" if has_bias else None,
+    )
+
+
+def output_slot(place: Place, output: nn.Module | None, num_heads: int, head_dim: int) -> Slot | None:
+    """Slot of W_O, whose heads are columns; None where there is no plain output projection."""
+    if output is None or isinstance(output, nn.Identity):
+        return None
+    slot = projection_slot(output, head_rows(num_heads, head_dim), heads_on_input=True)
+    if slot.in_features != num_heads * head_dim:
+        raise UnsupportedLayoutError(
+            place.name,
+            "the output projection does not match the declared heads.\n"
+            f"  expected columns: {num_heads * head_dim} = {num_heads} * {head_dim}     got: {slot.in_features}",
+            class_name=place.class_name,
+        )
+    return slot
+
+
+def check_rows(place: Place, what: str, got: int, counts: list[int], head_dims: list[int]) -> None:
+    """Refuse a projection whose rows are not the declared heads."""
+    expected = sum(count * dim for count, dim in zip(counts, head_dims, strict=True))
+    if got != expected:
+        terms = " + ".join(f"{count}*{dim}" for count, dim in zip(counts, head_dims, strict=True))
+        raise UnsupportedLayoutError(
+            place.name,
+            f"{what}: rows do not match the declared heads.\n  expected rows: {expected} = {terms}     got: {got}",
+            class_name=place.class_name,
+        )
+
+
+def divide_heads(place: Place, what: str, rows: int, num_heads: int) -> int:
+    """Head width when only the number of heads is declared."""
+    if num_heads < 1 or rows % num_heads:
+        raise UnsupportedLayoutError(
+            place.name,
+            f"{what}: {rows} rows cannot be divided into {num_heads} heads.",
+            class_name=place.class_name,
+        )
+    return rows // num_heads
+
+
+def separate_site(
+    place: Place,
+    q: nn.Module,
+    k: nn.Module,
+    v: nn.Module,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    output: nn.Module | None = None,
+    family: str,
+    **facts: Any,
+) -> AttentionSite:
+    """Site of an attention with three projections of their own; heads follow each other in the rows."""
+    kv_heads = num_kv_heads or num_heads
+    head_dim = head_dim or divide_heads(place, "query", out_features(q), num_heads)
+    value_dim = divide_heads(place, "value", out_features(v), kv_heads)
+    check_rows(place, "query", out_features(q), [num_heads], [head_dim])
+    check_rows(place, "key", out_features(k), [kv_heads], [head_dim])
+    return AttentionSite(
+        name=place.name,
+        module=place.module,
+        family=family,
+        arrangement="separate",
+        q=projection_slot(q, head_rows(num_heads, head_dim)),
+        k=projection_slot(k, head_rows(kv_heads, head_dim)),
+        v=projection_slot(v, head_rows(kv_heads, value_dim)),
+        o=output_slot(place, output, num_heads, value_dim),
+        **facts,
+    )
+
+
+def fused_site(
+    place: Place,
+    qkv: nn.Module,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    arrangement: Arrangement = "blocks",
+    order: str = "qkv",
+    shards: int = 1,
+    output: nn.Module | None = None,
+    family: str,
+    **facts: Any,
+) -> AttentionSite:
+    """Site of an attention with one projection that holds Q, K and V."""
+    kv_heads = num_kv_heads or num_heads
+    rows = out_features(qkv)
+    head_dim = head_dim or divide_heads(place, "fused q, k, v", rows, num_heads + 2 * kv_heads)
+    check_rows(place, "fused q, k, v", rows, [num_heads, kv_heads, kv_heads], [head_dim] * 3)
+    layout = QKVLayout(num_heads, head_dim, kv_heads, arrangement=arrangement, order=order, shards=shards)
+    sharded = "" if shards == 1 else f", {shards} shards of {order}"
+    return AttentionSite(
+        name=place.name,
+        module=place.module,
+        family=family,
+        arrangement=f"fused {arrangement}{sharded}{', transposed' if is_conv1d(qkv) else ''}",
+        q=projection_slot(qkv, layout.rows("q")),
+        k=projection_slot(qkv, layout.rows("k")),
+        v=projection_slot(qkv, layout.rows("v")),
+        o=output_slot(place, output, num_heads, head_dim),
+        **facts,
+    )
+
+
+def query_and_kv_site(
+    place: Place,
+    q: nn.Module,
+    kv: nn.Module,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    arrangement: Arrangement = "blocks",
+    output: nn.Module | None = None,
+    family: str,
+    **facts: Any,
+) -> AttentionSite:
+    """Site of an attention with a query projection and one that holds K and V."""
+    kv_heads = num_kv_heads or num_heads
+    head_dim = head_dim or divide_heads(place, "query", out_features(q), num_heads)
+    check_rows(place, "query", out_features(q), [num_heads], [head_dim])
+    check_rows(place, "fused k, v", out_features(kv), [kv_heads, kv_heads], [head_dim] * 2)
+    layout = QKVLayout(num_heads, head_dim, kv_heads, arrangement=arrangement, order="kv")
+    return AttentionSite(
+        name=place.name,
+        module=place.module,
+        family=family,
+        arrangement=f"q + fused kv {arrangement}",
+        q=projection_slot(q, head_rows(num_heads, head_dim)),
+        k=projection_slot(kv, layout.rows("k")),
+        v=projection_slot(kv, layout.rows("v")),
+        o=output_slot(place, output, num_heads, head_dim),
+        **facts,
+    )

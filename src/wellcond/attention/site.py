@@ -1,0 +1,200 @@
+"""One attention of a model: where its Q, K, V, O are stored and what changes its mathematics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from wellcond.errors import WeightError, check_choice
+
+Kind = Literal["softmax", "cross_covariance", "channel", "nystrom"]
+Normaliser = Literal["layer", "rms", "l2", "other"]
+
+# by_role("value") of an ordinary attention is its v slot; DaViT's channel attention differs.
+USUAL_ROLES: Mapping[str, str] = {"query": "q", "key": "k", "value": "v"}
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """Where one projection of one attention is stored.
+
+    The stored tensor may be ``(out, in)`` (Linear), ``(in, out)`` (`transposed`, Hugging Face Conv1D) or
+    ``(out, in, 1, 1)`` (1x1 convolution). `rows` names, for each head, its positions on the head axis: the output
+    axis for Q, K, V, the input axis for O (`heads_on_input`). Reading always gives ``(heads, out, in)`` of each head.
+    """
+
+    owner: nn.Module
+    weight_name: str
+    rows: Tensor
+    transposed: bool = False
+    heads_on_input: bool = False
+    bias_owner: nn.Module | None = None
+    bias_name: str | None = None
+    bias_rows: Tensor | None = None
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The stored parameter itself, without any correction."""
+        stored = self.owner._parameters.get(self.weight_name)
+        if stored is None:
+            raise WeightError(
+                f"{type(self.owner).__name__}.{self.weight_name} holds no parameter "
+                "(quantised, parametrised or pruned by another library?); use the plain model"
+            )
+        return stored  # type: ignore[return-value]
+
+    @property
+    def num_heads(self) -> int:
+        """Heads stored in this slot."""
+        return self.rows.shape[0]
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.rows.shape[1]
+
+    def as_matrix(self, stored: Tensor) -> Tensor:
+        """The stored tensor as a matrix (out, in); always a view, so that writing into it writes the storage."""
+        matrix = stored.T if self.transposed else stored
+        return matrix if matrix.dim() == 2 else matrix.view(matrix.shape[0], -1)
+
+    def take_heads(self, stored: Tensor) -> Tensor:
+        """Per-head matrices ``(heads, out, in)`` of a tensor stored like this slot's weight."""
+        matrix = self.as_matrix(stored)
+        rows = self.rows.to(matrix.device)
+        if self.heads_on_input:
+            return matrix[:, rows].transpose(0, 1)
+        return matrix[rows]
+
+    def put_heads_(self, stored: Tensor, heads: Tensor) -> None:
+        """Write per-head matrices into a tensor stored like this slot's weight, in place."""
+        rows = self.rows.to(stored.device)
+        heads = heads.to(stored)
+        if self.heads_on_input:
+            self.as_matrix(stored)[:, rows] = heads.transpose(0, 1)
+        else:
+            self.as_matrix(stored)[rows] = heads
+
+    def read(self) -> Tensor:
+        """Heads of the weight that the forward pass uses (corrections of `condition_` included)."""
+        return self.take_heads(getattr(self.owner, self.weight_name))
+
+    def read_raw(self) -> Tensor:
+        """Heads of the stored parameter (what the optimiser updates)."""
+        return self.take_heads(self.parameter)
+
+    @torch.no_grad()
+    def write_(self, heads: Tensor) -> None:
+        """Write heads ``(heads, out, in)`` into the stored parameter, cast to its dtype."""
+        expected = (*self.rows.shape, self.in_features)
+        if self.heads_on_input:
+            expected = (self.num_heads, self.out_features, self.head_dim)
+        if tuple(heads.shape) != expected:
+            raise ValueError(f"expected heads of shape {expected}, got {tuple(heads.shape)}")
+        self.put_heads_(self.parameter, heads)
+
+    @property
+    def in_features(self) -> int:
+        """Columns of the stored matrix (out, in)."""
+        return self.as_matrix(self.parameter).shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """Rows of the stored matrix (out, in)."""
+        return self.as_matrix(self.parameter).shape[0]
+
+    def _bias(self) -> Tensor | None:
+        if self.bias_name is None:
+            return None
+        return getattr(self.bias_owner or self.owner, self.bias_name)
+
+    def read_bias(self) -> Tensor | None:
+        """Bias of each head ``(heads, head_dim)``, of the whole output for O, or None where there is none."""
+        bias = self._bias()
+        if bias is None or self.heads_on_input:
+            return bias
+        rows = self.rows if self.bias_rows is None else self.bias_rows
+        return bias[rows.to(bias.device)]
+
+    @torch.no_grad()
+    def write_bias_(self, values: Tensor) -> None:
+        """Write what `read_bias` returned."""
+        bias = self._bias()
+        if bias is None:
+            raise ValueError("this projection has no bias")
+        if self.heads_on_input:
+            bias.copy_(values)
+        else:
+            rows = self.rows if self.bias_rows is None else self.bias_rows
+            bias[rows.to(bias.device)] = values.to(bias)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSite:
+    """One attention: per-head access to Q, K, V, O and the facts that change its mathematics.
+
+    `q`, `k`, `v` are the slices by the name under which the model stores them; `by_role` says which of them is
+    compared, which is compared with, and which lies on the linear path.
+    """
+
+    name: str
+    module: nn.Module
+    family: str
+    arrangement: str
+    q: Slot
+    k: Slot
+    v: Slot
+    o: Slot | None = None
+    kind: Kind = "softmax"
+    scale: float | None = None
+    """Logit scale; None where it is learned or not known."""
+    causal: bool | None = False
+    """None where the caller's mask decides (nn.MultiheadAttention)."""
+    cross: bool = False
+    """Keys and values come from another sequence than the queries."""
+    relative_position_bias: bool = False
+    qk_norm: Normaliser | None = None
+    rotary: bool = False
+    talking_heads: bool = False
+    roles: Mapping[str, str] = field(default_factory=lambda: USUAL_ROLES)
+
+    def __post_init__(self) -> None:
+        """Check what an adapter claims against what is stored."""
+        check_choice("attention kind", self.kind, get_args(Kind))
+        if self.qk_norm is not None:
+            check_choice("qk_norm", self.qk_norm, get_args(Normaliser))
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+        return self.q.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads; fewer than `num_heads` under grouped-query attention."""
+        return self.k.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a query (and key) head."""
+        return self.q.head_dim
+
+    @property
+    def in_features(self) -> int:
+        """Width of the tokens that the queries read."""
+        return self.q.in_features
+
+    @property
+    def slots(self) -> dict[str, Slot]:
+        """Q, K, V and, where there is one, O."""
+        named = {"q": self.q, "k": self.k, "v": self.v}
+        return named if self.o is None else {**named, "o": self.o}
+
+    def by_role(self, role: str) -> Slot:
+        """The slot that plays ``"query"``, ``"key"`` or ``"value"``."""
+        check_choice("role", role, tuple(USUAL_ROLES))
+        return self.slots[self.roles[role]]

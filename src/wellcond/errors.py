@@ -1,0 +1,85 @@
+"""Every exception and warning of the package; each carries its own message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+class WellcondError(Exception):
+    """Base of every error that wellcond raises on purpose."""
+
+
+class AttentionNotFoundError(WellcondError, ValueError):
+    """No attention was recognised anywhere in a model."""
+
+    def __init__(self, classes_seen: Iterable[str], families: Iterable[str]) -> None:
+        """List the module classes that were seen and the families that are known."""
+        self.classes_seen = sorted(set(classes_seen))
+        super().__init__(
+            "no attention was found in this model.\n"
+            f"  module classes seen: {', '.join(self.classes_seen) or 'none'}\n"
+            f"  families known: {', '.join(sorted(set(families)))}\n"
+            "  If one of these classes is an attention, describe it with @wellcond.register_adapter(ThatClass)."
+        )
+
+
+class UnsupportedLayoutError(WellcondError, ValueError):
+    """An attention was seen, but where its heads are stored cannot be known."""
+
+    def __init__(self, name: str, problem: str, *, class_name: str = "ThatClass") -> None:
+        """Say which module, what is wrong, and what to register."""
+        self.name = name
+        self.class_name = class_name
+        self.problem = problem
+        super().__init__(
+            f"{name or '(the model itself)'} ({class_name}): {problem}\n"
+            f"  A wrong layout would be silent, so wellcond does not guess. Declare it with\n"
+            f"  @wellcond.register_adapter({class_name}); see docs/layouts.md."
+        )
+
+
+class MissingExtraError(WellcondError, ImportError):
+    """An optional dependency is needed for what was asked."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        """Name the package and the install line."""
+        super().__init__(f"this needs {package}, which is not installed. Run: pip install 'wellcond[{extra}]'")
+
+
+class UnknownChoiceError(WellcondError, ValueError):
+    """A method or an option that does not exist."""
+
+    def __init__(self, what: str, got: object, choices: Sequence[object]) -> None:
+        """List the choices."""
+        listed = ", ".join(repr(choice) for choice in choices)
+        super().__init__(f"unknown {what}: got {got!r}, expected one of {listed}.")
+
+
+class WeightError(WellcondError, ValueError):
+    """A projection weight on which the operation asked for is not defined."""
+
+
+class ConditioningError(WellcondError, RuntimeError):
+    """A conditioned model was needed and this one is not, or the reverse."""
+
+
+class CheckpointMismatchError(WellcondError, RuntimeError):
+    """A checkpoint was written under another correction than the model carries."""
+
+
+class NumericalWarning(UserWarning):
+    """The numbers are defined, but probably not what the user hopes for."""
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint was accepted under an interpretation that the user should know of."""
+
+
+class PerformanceWarning(UserWarning):
+    """The slow way was taken."""
+
+
+def check_choice(what: str, got: object, choices: Sequence[object]) -> None:
+    """Raise `UnknownChoiceError` unless `got` is one of `choices`."""
+    if got not in choices:
+        raise UnknownChoiceError(what, got, choices)
