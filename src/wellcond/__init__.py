@@ -1,6 +1,53 @@
 """Well-conditioned attention for PyTorch: find it, initialise it, condition it, fold it."""
 
+from wellcond.attention.builders import fused_site, query_and_kv_site, separate_site
 from wellcond.attention.find import find_attention
 from wellcond.attention.registry import register_adapter
+from wellcond.attention.site import AttentionSite, Slot
+from wellcond.conditioning.apply import condition_, conditioning_of, fold_, folded
+from wellcond.errors import (
+    AttentionNotFoundError,
+    CheckpointMismatchError,
+    CheckpointWarning,
+    ConditioningError,
+    MissingExtraError,
+    NumericalWarning,
+    PerformanceWarning,
+    UnknownChoiceError,
+    UnsupportedLayoutError,
+    WeightError,
+    WellcondError,
+)
+from wellcond.init.apply import init_
+from wellcond.linalg.spectrum import spectrum
+from wellcond.records import Spectrum
 
-__all__ = ["find_attention", "register_adapter"]
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionNotFoundError",
+    "AttentionSite",
+    "CheckpointMismatchError",
+    "CheckpointWarning",
+    "ConditioningError",
+    "MissingExtraError",
+    "NumericalWarning",
+    "PerformanceWarning",
+    "Slot",
+    "Spectrum",
+    "UnknownChoiceError",
+    "UnsupportedLayoutError",
+    "WeightError",
+    "WellcondError",
+    "condition_",
+    "conditioning_of",
+    "find_attention",
+    "fold_",
+    "folded",
+    "fused_site",
+    "init_",
+    "query_and_kv_site",
+    "register_adapter",
+    "separate_site",
+    "spectrum",
+]

@@ -1,0 +1,118 @@
+"""What must hold before the projections of a model are rewritten; every verb that writes asks here first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from wellcond.attention.find import find_attention
+from wellcond.attention.site import AttentionSite, Slot
+from wellcond.errors import ConditioningError, WeightError, check_choice
+
+
+def choose_sites(model: nn.Module, sites: Sequence[AttentionSite] | None) -> list[AttentionSite]:
+    """The sites asked for, or all of the model's.
+
+    Raises: ValueError if a site belongs to another model or none is given.
+    """
+    if sites is None:
+        return find_attention(model)
+    inside = {id(module) for module in model.modules()}
+    for site in sites:
+        if id(site.module) not in inside:
+            raise ValueError(f"site {site.name!r} is not a part of this model; call find_attention on this model")
+    if not sites:
+        raise ValueError("expected at least one attention site, got an empty list")
+    return list(sites)
+
+
+def choose_projections(projections: str) -> str:
+    """Validate a subset of q, k, v given as letters.
+
+    Raises: UnknownChoiceError for another letter, ValueError for none or twice the same.
+    """
+    if not isinstance(projections, str) or not projections or len(set(projections)) != len(projections):
+        raise ValueError(f"projections: expected a subset of 'qkv' such as 'qk', got {projections!r}")
+    for letter in projections:
+        check_choice("projection", letter, ("q", "k", "v"))
+    return projections
+
+
+def check_writable(model: nn.Module, sites: Iterable[AttentionSite], projections: Iterable[str], verb: str) -> None:
+    """Refuse parameters that must not, or cannot, be rewritten; nothing is changed.
+
+    Raises:
+        WeightError: a parameter on the meta device, quantised, frozen, or tied to something that is not rewritten.
+        ConditioningError: a conditioned weight.
+    """
+    chosen = [(site, role, site.slots[role]) for site in sites for role in projections if role in site.slots]
+    for site, role, slot in chosen:
+        parameter = slot.parameter
+        where = f"{site.name or 'the model itself'} ({role})"
+        if getattr(slot.owner, slot.weight_name) is not parameter:
+            raise ConditioningError(f"{where} is already conditioned; call wellcond.fold_(model) before {verb}")
+        if parameter.is_meta:
+            raise WeightError(
+                f"{where} is on the meta device and has no values yet. Call {verb} after the model is materialised: "
+                "model.to_empty(device=...), then the model's own initialisation or load_state_dict, then this."
+            )
+        if not parameter.dtype.is_floating_point:
+            raise WeightError(f"{where} is stored as {parameter.dtype} (quantised?): expected floating point weights")
+        if not parameter.requires_grad:
+            raise WeightError(
+                f"{where} is frozen (requires_grad=False), so {verb} refuses to change it. "
+                "Unfreeze it first, or leave the site out with sites=..."
+            )
+    _check_tied(model, chosen, verb)
+
+
+def _check_tied(model: nn.Module, chosen: list[tuple[AttentionSite, str, Slot]], verb: str) -> None:
+    """A weight shared by two modules may only be rewritten if every holder is, and in the same way."""
+    holders: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(parameter), []).append(name)
+    shared_modules = _names_per_module(model)
+    uses: dict[int, dict[tuple[int, str], dict[str, Slot]]] = {}
+    for _site, role, slot in chosen:
+        place = (id(slot.owner), slot.weight_name)
+        uses.setdefault(id(slot.parameter), {}).setdefault(place, {})[role] = slot
+    for site, role, slot in chosen:
+        key = id(slot.parameter)
+        # A module that appears twice in the model (shared layers) is one holder.
+        num_holders = len(holders.get(key, [])) - shared_modules.get(id(slot.owner), 1) + 1
+        places = list(uses[key].values())
+        alike = all(
+            place.keys() == places[0].keys()
+            and all(torch.equal(place[r].rows, places[0][r].rows) for r in place)
+            for place in places
+        )
+        if num_holders > len(places) or not alike:
+            raise WeightError(
+                f"{site.name} ({role}) is tied: the same parameter is used as {', '.join(holders.get(key, []))}. "
+                f"{verb} would change all of them; untie it first, or leave the site out with sites=..."
+            )
+
+
+def _names_per_module(model: nn.Module) -> dict[int, int]:
+    counts: dict[int, int] = {}
+    for _name, module in model.named_modules(remove_duplicate=False):
+        counts[id(module)] = counts.get(id(module), 0) + 1
+    return counts
+
+
+def check_finite(sites: Iterable[AttentionSite], projections: Iterable[str]) -> None:
+    """Refuse weights with NaN or infinity.
+
+    Raises: WeightError naming the first.
+    """
+    for site in sites:
+        for role in projections:
+            bad = ~torch.isfinite(site.slots[role].read_raw()).flatten(1).all(1)
+            if bool(bad.any()):
+                heads = bad.nonzero().flatten().tolist()
+                raise WeightError(
+                    f"{site.name or 'the model itself'} ({role}): NaN or infinite weights in heads {heads}; "
+                    "expected finite weights. Nothing was changed."
+                )

@@ -1,0 +1,1 @@
+"""Corrections that act on every forward pass."""

@@ -1,0 +1,247 @@
+"""The verbs `condition_`, `fold_` and `folded`."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wellcond.attention.checks import check_finite, check_writable, choose_projections, choose_sites
+from wellcond.attention.site import AttentionSite, Slot
+from wellcond.conditioning import warnings as advice
+from wellcond.conditioning.attach import attach, corrections_of, detach
+from wellcond.conditioning.checkpoint import mark, marker_of, read_settings, restore_mark, unmark
+from wellcond.conditioning.corrections import Correction, FrozenCorrection, SpectralCorrection
+from wellcond.conditioning.methods import METHODS, Method, per_projection
+from wellcond.errors import ConditioningError, UnknownChoiceError, WeightError, check_choice
+
+
+def condition_(
+    model: nn.Module,
+    method: str = "balanced",
+    *,
+    sites: Sequence[AttentionSite] | None = None,
+    projections: str = "qkv",
+    num_tokens: int = advice.DEFAULT_NUM_TOKENS,
+    **options: Any,
+) -> nn.Module:
+    """Add a correction C to Q, K and V in every forward pass, in place; `fold_` merges it for good.
+
+    No parameter is added or replaced: optimisers, parameter names and state-dict keys stay, and gradients flow to the
+    original weights only. Biases and W_O are not corrected. One extra state-dict entry marks the weights as raw.
+
+    Args:
+        model: any model whose attention `find_attention` recognises.
+        method: ``identity`` (lam I), ``polar`` (condition number at most 2) or ``balanced`` (the same without
+            changing the largest singular value).
+        sites: only these attentions (from `find_attention(model)`); all by default.
+        projections: which of q, k, v.
+        num_tokens: sequence length assumed by the saturation warning.
+        **options: of the method: ``lam``, ``layout``; ``layout``, ``frozen``; ``target``, ``layout``, ``frozen``.
+
+    Returns: the same model.
+
+    Raises:
+        UnknownChoiceError: a method or option that does not exist.
+        AttentionNotFoundError, UnsupportedLayoutError: from `find_attention`.
+        WeightError: NaN or infinite weights; parameters on the meta device, quantised, frozen or tied.
+        ConditioningError: the model is conditioned already.
+
+    Example:
+        >>> model = condition_(nn.MultiheadAttention(8, 2), "polar")
+        >>> from wellcond import find_attention
+        >>> float(torch.linalg.cond(find_attention(model)[0].q.read()).max()) <= 2.0
+        True
+
+    Reference: Saratchandran and Lucey, Spectral Conditioning of Attention Improves Transformer Performance,
+    theorems 3.5 and 3.8, arXiv 2603.07162.
+    """
+    chosen_method = make_method(method, options)
+    chosen = choose_projections(projections)
+    conditioned = [name for name, module in model.named_modules() if corrections_of(module)]
+    if conditioned:
+        raise ConditioningError(
+            f"{conditioned[0] or 'the model'} is already conditioned; call wellcond.fold_(model) first"
+        )
+    found = choose_sites(model, sites)
+    check_writable(model, found, chosen, "wellcond.condition_")
+    check_finite(found, chosen)
+    _advise(chosen_method, found, chosen, num_tokens)
+
+    # Everything that can fail is computed before the model is touched.
+    corrections = [
+        (owner, name, chosen_method.build(parts)) for (owner, name), parts in _by_weight(found, chosen).items()
+    ]
+    planned = [(owner, name, _frozen(owner, name, c) if chosen_method.frozen else (c, None)) for owner, name, c in corrections]
+    for owner, name, (correction, buffer) in planned:
+        if isinstance(correction, FrozenCorrection):
+            owner.register_buffer(correction.buffer_name, buffer)
+        attach(owner, name, correction)
+    mark(model, _call_text(chosen_method, chosen, sites is not None), _settings(chosen_method, chosen, found))
+    return model
+
+
+def make_method(method: str, options: dict[str, Any]) -> Method:
+    """Validate a method and its options.
+
+    Raises: UnknownChoiceError for either.
+    """
+    check_choice("conditioning method", method, sorted(METHODS))
+    known = list(inspect.signature(METHODS[method]).parameters)
+    for name in options:
+        if name not in known:
+            raise UnknownChoiceError(f"option of {method!r}", name, known)
+    return METHODS[method](**options)
+
+
+def _by_weight(sites: list[AttentionSite], projections: str) -> dict[tuple[nn.Module, str], list[tuple[str, Slot]]]:
+    parts: dict[tuple[nn.Module, str], list[tuple[str, Slot]]] = {}
+    for site in sites:
+        for role in projections:
+            slot = site.slots[role]
+            parts.setdefault((slot.owner, slot.weight_name), []).append((role, slot))
+    return parts
+
+
+def _frozen(owner: nn.Module, name: str, correction: Correction) -> tuple[FrozenCorrection, Tensor]:
+    assert isinstance(correction, SpectralCorrection)
+    raw = owner._parameters[name]
+    assert raw is not None
+    return FrozenCorrection(f"{name}_wellcond_correction", correction), correction.compute(raw)
+
+
+def _advise(method: Method, sites: list[AttentionSite], projections: str, num_tokens: int) -> None:
+    if method.name != "identity":
+        advice.warn_if_degenerate(sites, projections)
+        return
+    lams = {role: lam if role in projections else 0.0 for role, lam in per_projection(method.settings["lam"]).items()}
+    advice.warn_if_saturating(sites, lams, num_tokens)
+    advice.warn_if_rounded_away(sites, lams)
+
+
+def _settings(method: Method, projections: str, sites: list[AttentionSite]) -> dict[str, Any]:
+    return {
+        "method": method.name,
+        **method.settings,
+        "projections": "".join(sorted(projections)),
+        "sites": [site.name for site in sites],
+    }
+
+
+def _call_text(method: Method, projections: str, some_sites: bool) -> str:
+    text = method.call()
+    extra = "" if projections == "qkv" else f", projections={projections!r}"
+    extra += ", sites=[…]" if some_sites else ""
+    return text[:-1] + extra + ")"
+
+
+def conditioning_of(model: nn.Module) -> dict[str, Any] | None:
+    """Method and settings with which a model was conditioned; None for a plain model."""
+    name = marker_of(model)
+    marker = None if name is None else model._buffers[name]
+    return None if marker is None else read_settings(marker)
+
+
+@dataclass(frozen=True)
+class _Attached:
+    owner: nn.Module
+    name: str
+    correction: Correction
+    raw: Tensor
+    effective: Tensor
+
+
+def fold_(model: nn.Module) -> nn.Module:
+    """Write W + C into the parameters and remove every trace of conditioning: a plain model again.
+
+    Parameter objects, module classes, state-dict keys and their order are those from before `condition_`; outputs are
+    unchanged. All sites are folded, or none. Folding is one-way: rounding forbids an exact way back.
+
+    Returns: the same model.
+
+    Raises:
+        ConditioningError: the model is not conditioned, or is a part of a conditioned one.
+        WeightError: an effective weight is not finite; nothing was changed.
+
+    Example:
+        >>> model = nn.MultiheadAttention(8, 2)
+        >>> keys = list(model.state_dict())
+        >>> list(fold_(condition_(model, "polar")).state_dict()) == keys
+        True
+    """
+    attached = _attached(model)
+    for part in attached:
+        if not bool(torch.isfinite(part.effective).all()):
+            raise WeightError(f"{part.name}: the effective weight has NaN or infinite entries; nothing was folded")
+    for root in [module for module in model.modules() if marker_of(module)]:
+        unmark(root)
+    _commit_(attached)
+    return model
+
+
+@contextlib.contextmanager
+def folded(model: nn.Module) -> Iterator[nn.Module]:
+    """Within this context the model is plain and holds its effective weights, for export; then it is as before.
+
+    The raw weights come back bit for bit; what is done to the parameters inside is lost.
+
+    Raises: as `fold_`.
+
+    Example:
+        >>> model = condition_(nn.MultiheadAttention(8, 2), "polar")
+        >>> with folded(model) as plain:
+        ...     type(plain).__name__
+        'MultiheadAttention'
+    """
+    attached = _attached(model)
+    markers = [(module, name, module._buffers[name]) for module in model.modules() if (name := marker_of(module))]
+    frozen = {id(part.owner): dict(part.owner._buffers) for part in attached}
+    fold_(model)
+    try:
+        yield model
+    finally:
+        for part in attached:
+            parameter = part.owner._parameters[part.name]
+            assert parameter is not None
+            with torch.no_grad():
+                parameter.copy_(part.raw)
+            if isinstance(part.correction, FrozenCorrection):
+                name = part.correction.buffer_name
+                part.owner.register_buffer(name, frozen[id(part.owner)][name])
+            attach(part.owner, part.name, part.correction)
+        for root, name, marker in markers:
+            restore_mark(root, name, marker)
+
+
+@torch.no_grad()
+def _attached(model: nn.Module) -> list[_Attached]:
+    """Every correction in a model, with raw and effective weight.
+
+    Raises: ConditioningError if there is none, or if the model is a part of what was conditioned.
+    """
+    found = [
+        _Attached(module, name, correction, module._parameters[name].clone(), getattr(module, name).clone())  # type: ignore[union-attr]
+        for module in model.modules()
+        for name, correction in corrections_of(module).items()
+    ]
+    if not found:
+        raise ConditioningError("this model is not conditioned: there is nothing to fold")
+    if not any(marker_of(module) for module in model.modules()):
+        raise ConditioningError("this is a part of a conditioned model; fold the whole model that was conditioned")
+    return found
+
+
+@torch.no_grad()
+def _commit_(attached: list[_Attached]) -> None:
+    for part in attached:
+        detach(part.owner, part.name)
+        if isinstance(part.correction, FrozenCorrection):
+            del part.owner._buffers[part.correction.buffer_name]
+        parameter = part.owner._parameters[part.name]
+        assert parameter is not None
+        parameter.copy_(part.effective)

@@ -1,0 +1,79 @@
+"""How a correction is put between a stored parameter and the forward pass that reads it.
+
+The parameter stays where it is, under its own name, in `module._parameters`: optimisers, state dicts, DDP, `.to()` and
+`functional_call` see the plain, raw weight. The module's class is replaced by a subclass whose attribute of that name
+is a property that returns the effective weight, so every forward, whoever wrote it, reads W + C. (This is torch's
+parametrisation with the parameter left in place, so that neither keys nor parameter names change.)
+
+    attach(m, "weight", c);  detach(m, "weight")   =>   type(m), m._parameters and m.__dict__ are as before
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor, nn
+
+from wellcond.conditioning.corrections import Correction
+
+ATTRIBUTE = "_wellcond_corrections"
+
+
+def corrections_of(module: nn.Module) -> dict[str, Correction]:
+    """Corrections attached to a module, by parameter name."""
+    return module.__dict__.get(ATTRIBUTE, {})
+
+
+def attach(module: nn.Module, name: str, correction: Correction) -> None:
+    """Make `module.name` read as the effective weight."""
+    corrections = corrections_of(module)
+    base = _plain_class(module)
+    module.__dict__[ATTRIBUTE] = {**corrections, name: correction}
+    module.__class__ = conditioned_class(base, tuple(sorted(module.__dict__[ATTRIBUTE])))
+
+
+def detach(module: nn.Module, name: str) -> Correction:
+    """Undo `attach`; the stored parameter is not touched."""
+    remaining = dict(corrections_of(module))
+    correction = remaining.pop(name)
+    base = _plain_class(module)
+    if remaining:
+        module.__dict__[ATTRIBUTE] = remaining
+        module.__class__ = conditioned_class(base, tuple(sorted(remaining)))
+    else:
+        del module.__dict__[ATTRIBUTE]
+        module.__class__ = base
+    return correction
+
+
+def _plain_class(module: nn.Module) -> type[nn.Module]:
+    return getattr(type(module), "_wellcond_plain_class", type(module))
+
+
+@functools.cache
+def conditioned_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """The subclass of `base` whose attributes `names` are effective weights."""
+
+    def effective_weight(name: str) -> property:
+        def read(module: nn.Module) -> Tensor | None:
+            raw = module._parameters[name]
+            if raw is None:
+                return None
+            return module.__dict__[ATTRIBUTE][name].effective(module, raw)
+
+        return property(read)
+
+    def reduce(module: nn.Module, protocol: Any) -> Any:
+        # A class made at run time cannot be found by name: copies and pickles rebuild it.
+        return rebuild, (base, names), module.__dict__
+
+    members = {name: effective_weight(name) for name in names}
+    extra = {"_wellcond_plain_class": base, "__reduce_ex__": reduce, "__module__": base.__module__}
+    return type(f"Conditioned{base.__name__}", (base,), {**members, **extra})
+
+
+def rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    """An empty instance of `conditioned_class(base, names)`, for copy and pickle."""
+    cls = conditioned_class(base, names)
+    return cls.__new__(cls)

@@ -1,0 +1,114 @@
+"""What a checkpoint of a conditioned model says, and what happens when it meets another model.
+
+The plain keys of a training checkpoint hold the raw weights, because that is what training resumes from. Raw weights
+without their correction are another model, so one more key marks them. It is a buffer of the conditioned model whose
+*name* is the line to run: a plain model that is given such a checkpoint reports the name as an unexpected key, and so
+tells its user what to do. Its value is the settings as JSON.
+
+| checkpoint | loaded into | result |
+|---|---|---|
+| raw, marked | same conditioning | resumes |
+| raw, marked | other conditioning | CheckpointMismatchError, nothing loaded |
+| raw, marked | plain model | torch's error; the unexpected key is the line to run |
+| plain | conditioned model | weights are taken as raw (as if loaded first, then conditioned); CheckpointWarning |
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wellcond.conditioning.attach import corrections_of
+from wellcond.conditioning.corrections import FrozenCorrection
+from wellcond.errors import CheckpointMismatchError, CheckpointWarning
+
+PREFIX = "wellcond: "
+ATTRIBUTE = "_wellcond_marker"
+
+
+def mark(model: nn.Module, call: str, settings: dict[str, Any]) -> None:
+    """Give a conditioned model its marker and its load hook."""
+    text = json.dumps(settings, sort_keys=True).encode()
+    restore_mark(model, f"{PREFIX}load this after {call}", torch.tensor(list(text), dtype=torch.uint8))
+
+
+def restore_mark(model: nn.Module, name: str, marker: Tensor | None) -> None:
+    """Attach a marker that is known by name and value."""
+    model.register_buffer(name, marker)
+    model.__dict__[ATTRIBUTE] = name
+    model.register_load_state_dict_pre_hook(check_incoming)
+
+
+def unmark(model: nn.Module) -> None:
+    """Undo `mark`."""
+    del model._buffers[model.__dict__.pop(ATTRIBUTE)]
+    hooks = model._load_state_dict_pre_hooks
+    for key in [key for key, hook in hooks.items() if getattr(hook, "hook", None) is check_incoming]:
+        del hooks[key]
+
+
+def marker_of(model: nn.Module) -> str | None:
+    """Name of the model's marker, if it was conditioned as a whole."""
+    return model.__dict__.get(ATTRIBUTE)
+
+
+def read_settings(marker: Tensor) -> dict[str, Any]:
+    """Settings out of a marker's value."""
+    return json.loads(bytes(marker.cpu().tolist()))
+
+
+def find_markers(state_dict: dict[str, Tensor], prefix: str = "") -> list[str]:
+    """Keys of a state dict that mark raw weights."""
+    return [key for key in state_dict if key.startswith(prefix + PREFIX)]
+
+
+def check_incoming(
+    module: nn.Module, state_dict: dict[str, Tensor], prefix: str, metadata: Any, strict: bool, *_lists: Any
+) -> None:
+    """Load hook of a conditioned model; runs before anything is copied.
+
+    Raises: CheckpointMismatchError if the checkpoint was made under other settings.
+    """
+    own = marker_of(module)
+    assert own is not None
+    own_marker = module._buffers[own]
+    assert own_marker is not None
+    found = find_markers(state_dict, prefix)
+    for key in found:
+        theirs, ours = read_settings(state_dict[key]), read_settings(own_marker)
+        if theirs != ours:
+            raise CheckpointMismatchError(
+                "the checkpoint holds raw weights of another conditioning; nothing was loaded.\n"
+                f"  expected (this model): {ours}\n  got (the checkpoint):  {theirs}\n"
+                "  Call wellcond.fold_(model), or rebuild it, and condition it as the checkpoint says."
+            )
+    if found:
+        return
+    state_dict[prefix + own] = own_marker
+    if _fill_in_frozen(module, state_dict, prefix):
+        warnings.warn(
+            "loading a plain checkpoint into a conditioned model: its weights are taken as raw weights, to which the "
+            f"correction is added ({own.removeprefix(PREFIX)}). A folded checkpoint already contains it: "
+            "load that one into a plain model.",
+            CheckpointWarning,
+            stacklevel=6,
+        )
+
+
+def _fill_in_frozen(model: nn.Module, state_dict: dict[str, Tensor], prefix: str) -> bool:
+    """Add what a plain checkpoint lacks; True if it holds any conditioned weight."""
+    touched = False
+    for module_name, module in model.named_modules():
+        for weight_name, correction in corrections_of(module).items():
+            path = f"{prefix}{module_name}." if module_name else prefix
+            weight = state_dict.get(path + weight_name)
+            if weight is None:
+                continue
+            touched = True
+            if isinstance(correction, FrozenCorrection):
+                state_dict[path + correction.buffer_name] = correction.spectral.compute(weight)
+    return touched

@@ -1,0 +1,1 @@
+"""Weights at step 0."""

@@ -1,0 +1,156 @@
+"""Conditioned initialisation (paper C) and its controls: semi-orthogonal Q and K, identity V.
+
+The paper writes W as D x d; stored heads are its transpose, d x D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from wellcond.attention.checks import choose_projections
+from wellcond.attention.site import AttentionSite, Slot
+from wellcond.errors import check_choice
+from wellcond.init.plan import InitContext, Write, head_write, register_init
+from wellcond.linalg.orthogonal import Source, draw_normal, random_semi_orthogonal
+
+Value = Literal["per_head", "joint", "orthogonal"]
+Heads = Literal["independent", "joint"]
+Roles = Literal["by_role", "by_name"]
+Output = Literal["identity", "orthogonal"]
+
+
+def identity_heads(slot: Slot, *, layout: str) -> Tensor:
+    """Rectangular identity for every head (heads, d, D), float32.
+
+    ``per_head``: the same I in every head, which then all read coordinates 0..d-1. ``joint``: the identity of the
+    whole hd x D matrix, so that head k reads coordinates kd..(k+1)d; rows beyond D stay zero.
+    """
+    num_heads, head_dim = slot.rows.shape
+    if layout == "per_head":
+        return torch.eye(head_dim, slot.in_features).expand(num_heads, -1, -1)
+    return torch.eye(num_heads * head_dim, slot.in_features).reshape(num_heads, head_dim, -1)
+
+
+def semi_orthogonal_heads(slot: Slot, context: InitContext, *, source: Source, heads: Heads) -> Tensor:
+    """Semi-orthogonal heads (heads, d, D): one draw per head, or one for the whole hd x D matrix."""
+    num_heads, head_dim = slot.rows.shape
+    count, rows = (num_heads, head_dim) if heads == "independent" else (1, num_heads * head_dim)
+    drawn = random_semi_orthogonal(
+        count, rows, slot.in_features, generator=context.generator, device=slot.parameter.device, source=source
+    )
+    return drawn.reshape(num_heads, head_dim, -1)
+
+
+@register_init("conditioned")
+def conditioned(
+    context: InitContext,
+    *,
+    orthogonal: Source = "svd",
+    heads: Heads = "independent",
+    value: Value = "per_head",
+    value_scale: float = 1.0,
+    projections: str = "qkv",
+    output: bool | Output = False,
+    roles: Roles = "by_role",
+    match_norm: bool = False,
+) -> Iterator[Write]:
+    """W_Q and W_K semi-orthogonal, W_V the rectangular identity (paper C, section 3.3).
+
+    Args:
+        context: the model and its sites.
+        orthogonal: how a semi-orthogonal matrix is drawn; both give the Haar distribution.
+        heads: draw each head independently (the paper), or one matrix for all heads of a projection.
+        value: W_V: the same identity in every head (the paper), one identity over all heads, or semi-orthogonal.
+        value_scale: factor on W_V.
+        projections: which of q, k, v to set.
+        output: also set W_O: True or ``"orthogonal"``, or ``"identity"``.
+        roles: where an attention stores its linear path under another name (DaViT's channel attention keeps it in the
+            q slice), give the identity to the slice on the linear path, or to the slice called v.
+        match_norm: rescale every head to the Frobenius norm it has now (control for scale).
+    """
+    check_choice("heads", heads, get_args(Heads))
+    check_choice("value", value, get_args(Value))
+    check_choice("roles", roles, get_args(Roles))
+    chosen = choose_projections(projections)
+    output = "orthogonal" if output is True else output
+    if output:
+        check_choice("output", output, get_args(Output))
+    for site in context.sites:
+        linear_path = site.roles["value"] if roles == "by_role" else "v"
+        for role in "qkv":
+            if role not in chosen:
+                continue
+            slot = site.slots[role]
+            if role == linear_path and value != "orthogonal":
+                weights = value_scale * identity_heads(slot, layout=value)
+            else:
+                weights = semi_orthogonal_heads(slot, context, source=orthogonal, heads=heads)
+                weights = weights * value_scale if role == linear_path else weights
+            yield head_write(site, role, _with_norm_of(slot, weights) if match_norm else weights)
+        if output and site.o is not None:
+            yield head_write(site, "o", output_heads(site, context, kind=output, source=orthogonal))
+
+
+def _with_norm_of(slot: Slot, weights: Tensor) -> Tensor:
+    now = slot.read_raw().detach().float().flatten(1).norm(dim=1)
+    planned = weights.to(now.device).flatten(1).norm(dim=1)
+    return weights.to(now.device) * (now / planned)[:, None, None]
+
+
+def output_heads(site: AttentionSite, context: InitContext, *, kind: Output, source: Source) -> Tensor:
+    """W_O as one identity or one semi-orthogonal matrix, cut into heads (heads, out, d)."""
+    assert site.o is not None
+    num_heads, head_dim = site.o.rows.shape
+    rows, columns = site.o.out_features, num_heads * head_dim
+    if kind == "identity":
+        whole = torch.eye(rows, columns)
+    else:
+        whole = random_semi_orthogonal(
+            1, rows, columns, generator=context.generator, device=site.o.parameter.device, source=source
+        )[0]
+    return whole.reshape(rows, num_heads, head_dim).transpose(0, 1)
+
+
+@register_init("orthogonal")
+def orthogonal(
+    context: InitContext, *, orthogonal: Source = "svd", heads: Heads = "independent", projections: str = "qkv"
+) -> Iterator[Write]:
+    """Q, K and V all semi-orthogonal: `conditioned` without the identity."""
+    return conditioned(context, orthogonal=orthogonal, heads=heads, value="orthogonal", projections=projections)
+
+
+@register_init("gaussian")
+def gaussian(
+    context: InitContext,
+    *,
+    std: float | None = None,
+    value: Literal["gaussian", "per_head", "joint"] = "gaussian",
+    projections: str = "qkv",
+) -> Iterator[Write]:
+    """Independent normal entries of standard deviation 1/sqrt(D): the control that matches only the scale.
+
+    Each head has the same expected Frobenius norm sqrt(d) as a semi-orthogonal one.
+
+    Args:
+        context: the model and its sites.
+        std: another standard deviation.
+        value: W_V Gaussian too, or the identity of `conditioned`.
+        projections: which of q, k, v to set.
+    """
+    check_choice("value", value, ("gaussian", "per_head", "joint"))
+    chosen = choose_projections(projections)
+    for site in context.sites:
+        for role in "qkv":
+            if role not in chosen:
+                continue
+            slot = site.slots[role]
+            if role == site.roles["value"] and value != "gaussian":
+                yield head_write(site, role, identity_heads(slot, layout=value))
+                continue
+            shape = (*slot.rows.shape, slot.in_features)
+            normal = draw_normal(shape, generator=context.generator, device=slot.parameter.device)
+            yield head_write(site, role, normal * (slot.in_features**-0.5 if std is None else std))

@@ -1,0 +1,91 @@
+"""An initialisation is first planned, then written: a failure while planning leaves the model as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from wellcond.attention.site import AttentionSite, Slot
+from wellcond.errors import WeightError
+
+
+class Write(Protocol):
+    """One pending assignment."""
+
+    what: str
+
+    @property
+    def values(self) -> Tensor:
+        """The values to be written."""
+        ...
+
+    def commit_(self) -> None:
+        """Write them."""
+        ...
+
+
+@dataclass(frozen=True)
+class HeadWrite:
+    """New per-head weights of one slot."""
+
+    what: str
+    slot: Slot
+    values: Tensor
+
+    def commit_(self) -> None:
+        """Write into the parameter."""
+        self.slot.write_(self.values)
+
+
+@dataclass(frozen=True)
+class ParameterWrite:
+    """New values of a whole parameter."""
+
+    what: str
+    parameter: Tensor
+    values: Tensor
+
+    @torch.no_grad()
+    def commit_(self) -> None:
+        """Write into the parameter."""
+        self.parameter.copy_(self.values)
+
+
+@dataclass(frozen=True)
+class InitContext:
+    """What every initialisation method receives."""
+
+    model: nn.Module
+    sites: list[AttentionSite]
+    generator: torch.Generator | None
+
+
+Method = Callable[..., Iterable[Write]]
+METHODS: dict[str, Method] = {}
+
+
+def register_init(name: str) -> Callable[[Method], Method]:
+    """Decorate a function `(context, **options) -> writes` that plans an initialisation."""
+
+    def decorate(method: Method) -> Method:
+        METHODS[name] = method
+        return method
+
+    return decorate
+
+
+def head_write(site: AttentionSite, role: str, values: Tensor) -> HeadWrite:
+    """Plan new heads for one projection of one site."""
+    return HeadWrite(f"{site.name} ({role})", site.slots[role], values)
+
+
+def checked(writes: Iterable[Write]) -> Iterator[Write]:
+    """Pass planned writes through, refusing values that are not finite."""
+    for write in writes:
+        if not bool(torch.isfinite(write.values).all()):
+            raise WeightError(f"{write.what}: the planned weights are not finite; nothing was changed")
+        yield write

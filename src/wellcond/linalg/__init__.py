@@ -1,0 +1,1 @@
+"""Formulas on tensors; nothing here knows an nn.Module."""

@@ -1,0 +1,140 @@
+"""Semi-orthogonal matrices: drawn at random, and the nearest one to a given matrix (polar factor)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from wellcond.errors import check_choice
+
+Source = Literal["svd", "qr"]
+
+
+@dataclass(frozen=True)
+class Polar:
+    """Polar factors U V^T of a batch of matrices W = U S V^T, with the extreme singular values of W."""
+
+    factor: Tensor
+    sigma_max: Tensor
+    sigma_min: Tensor
+
+
+def polar(matrices: Tensor) -> Polar:
+    r"""Polar factor and extreme singular values of each matrix of a batch (count, m, n), in the input's dtype.
+
+    .. math:: W = U S V^T \;\mapsto\; U V^T = (W W^T)^{-1/2} W
+
+    The second form needs one symmetric eigenproblem of the short side, many times cheaper than an SVD. Squaring loses
+    a factor kappa(W)^2 of the precision, so each matrix is accepted from the cheapest route that keeps its answer
+    within 100 rounding errors of the dtype asked for: Gram matrix in that dtype, Gram matrix in float64, SVD in
+    float64. The choice depends on the matrix alone, so the same weights always give the same factor.
+
+    A zero matrix has factor 0. A rank-deficient one gets one of its many polar factors (all singular values 1). A
+    matrix with NaN or infinite entries gets factor 0 and NaN singular values.
+
+    Example:
+        >>> polar(torch.tensor([[[0.0, -3.0], [1.0, 0.0]]])).factor[0].round().tolist()
+        [[0.0, -1.0], [1.0, 0.0]]
+    """
+    if matrices.shape[-2] > matrices.shape[-1]:
+        tall = polar(matrices.mT)
+        return Polar(tall.factor.mT, tall.sigma_max, tall.sigma_min)
+    target = torch.promote_types(matrices.dtype, torch.float32)
+    work = matrices.to(target)
+    finite = torch.isfinite(work).all(-1).all(-1)
+    everything_finite = bool(finite.all())
+    if not everything_finite:
+        work = torch.where(finite[:, None, None], work, torch.zeros((), dtype=target, device=work.device))
+
+    result, lost = _polar_from_gram(work)
+    allowed = 100 * torch.finfo(target).eps
+    if target is not torch.float64:
+        result, lost = _redo_where(lost > allowed, work, result, lost, _polar_from_gram)
+    result, _ = _redo_where(lost > allowed, work, result, lost, _polar_from_svd)
+
+    if not everything_finite:
+        nan = torch.full((), float("nan"), dtype=target, device=work.device)
+        result = Polar(
+            result.factor, torch.where(finite, result.sigma_max, nan), torch.where(finite, result.sigma_min, nan)
+        )
+    return Polar(result.factor.to(matrices.dtype), result.sigma_max, result.sigma_min)
+
+
+def _polar_from_gram(wide: Tensor) -> tuple[Polar, Tensor]:
+    """(W W^T)^{-1/2} W, and the relative error eps * kappa^2 to expect of it (infinite if singular)."""
+    eigenvalues, vectors = torch.linalg.eigh(wide @ wide.mT)
+    smallest, largest = eigenvalues[:, 0], eigenvalues[:, -1]
+    lost = torch.finfo(wide.dtype).eps * largest / smallest
+    lost = torch.where(smallest > 0, lost, torch.full_like(lost, float("inf")))
+    inverse_root = (vectors * eigenvalues.clamp_min(torch.finfo(wide.dtype).tiny).rsqrt()[:, None, :]) @ vectors.mT
+    return Polar(inverse_root @ wide, largest.clamp_min(0).sqrt(), smallest.clamp_min(0).sqrt()), lost
+
+
+def _polar_from_svd(wide: Tensor) -> tuple[Polar, Tensor]:
+    u, s, vh = torch.linalg.svd(wide, full_matrices=False)
+    # A zero matrix has no direction at all: its factor is 0, not an arbitrary rotation.
+    factor = (u @ vh) * (s[:, :1, None] > 0)
+    return Polar(factor, s[:, 0], s[:, -1]), torch.zeros_like(s[:, 0])
+
+
+def _redo_where(mask: Tensor, work: Tensor, old: Polar, lost: Tensor, method) -> tuple[Polar, Tensor]:
+    """Recompute the matrices in `mask` in float64 by `method`."""
+    if not bool(mask.any()):
+        return old, lost
+    new, new_lost = method(work[mask].double())
+
+    def merged(into: Tensor, values: Tensor) -> Tensor:
+        into = into.clone()
+        into[mask] = values.to(into.dtype)
+        return into
+
+    result = Polar(
+        merged(old.factor, new.factor), merged(old.sigma_max, new.sigma_max), merged(old.sigma_min, new.sigma_min)
+    )
+    return result, merged(lost, new_lost)
+
+
+def random_semi_orthogonal(
+    count: int,
+    rows: int,
+    columns: int,
+    *,
+    generator: torch.Generator | None = None,
+    device: torch.device | str = "cpu",
+    source: Source = "svd",
+) -> Tensor:
+    """Independent semi-orthogonal matrices (count, rows, columns), uniformly distributed (Haar), float32.
+
+    The shorter side is orthonormal: all min(rows, columns) singular values are 1. Numbers are drawn on the
+    generator's device (the CPU without one) and moved, so a seed gives the same matrices on every device.
+
+    Args:
+        count: number of matrices.
+        rows: output features of one head.
+        columns: input features.
+        generator: source of randomness; torch's global one if None.
+        device: where to compute and return them.
+        source: ``svd``, the polar factor of a Gaussian (paper C, A.1.1), or ``qr`` with the signs fixed, as
+            `torch.nn.init.orthogonal_` does: the same distribution, other numbers.
+
+    Raises: UnknownChoiceError for another source.
+    """
+    check_choice("orthogonal", source, get_args(Source))
+    normal = draw_normal((count, rows, columns), generator=generator, device=device)
+    if source == "svd":
+        return polar(normal).factor
+    tall = normal if rows >= columns else normal.mT
+    q, r = torch.linalg.qr(tall)
+    q = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]
+    return q if rows >= columns else q.mT
+
+
+def draw_normal(
+    shape: tuple[int, ...], *, generator: torch.Generator | None, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Standard normal float32 numbers, drawn on the generator's device, then moved."""
+    source = "cpu" if generator is None else generator.device
+    return torch.randn(shape, generator=generator, device=source, dtype=torch.float32).to(device)
