@@ -4,7 +4,7 @@ from wellcond.attention.builders import fused_site, query_and_kv_site, separate_
 from wellcond.attention.find import find_attention
 from wellcond.attention.registry import register_adapter
 from wellcond.attention.site import AttentionSite, Slot
-from wellcond.conditioning.apply import condition_, conditioning_of, fold_, folded
+from wellcond.conditioning.apply import condition_, conditioning_of, fold_, folded, recondition_
 from wellcond.errors import (
     AttentionNotFoundError,
     CheckpointMismatchError,
@@ -47,6 +47,7 @@ __all__ = [
     "fused_site",
     "init_",
     "query_and_kv_site",
+    "recondition_",
     "register_adapter",
     "separate_site",
     "spectrum",

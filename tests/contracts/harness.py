@@ -31,7 +31,8 @@ class Call:
 def randomise_(model: nn.Module, seed: int = 0) -> nn.Module:
     """Give every parameter (biases, tables, norms too) random values of moderate size; float64, evaluation mode."""
     generator = torch.Generator().manual_seed(seed)
-    model = model.double().eval()
+    model = model.double()
+    model.eval()
     with torch.no_grad():
         for parameter in model.parameters():
             fan_in = parameter.shape[-1] if parameter.dim() > 1 else 4

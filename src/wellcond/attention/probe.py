@@ -152,7 +152,8 @@ def observe(site: AttentionSite, describe: Any) -> Observation:
 def _random_replica(module: nn.Module, on_meta: bool) -> nn.Module:
     replica = copy.deepcopy(module)
     replica = replica.to_empty(device="cpu") if on_meta else replica.to("cpu")
-    replica = replica.double().eval()
+    replica = replica.double()
+    replica.eval()  # on its own: some classes override train() and return nothing
     generator = torch.Generator().manual_seed(0)
     for part in replica.modules():
         # A copy must not call the user's hooks.

@@ -13,6 +13,7 @@ from wellcond.errors import WeightError, check_choice
 
 Kind = Literal["softmax", "cross_covariance", "channel", "nystrom"]
 Normaliser = Literal["layer", "rms", "l2", "other"]
+Evidence = Literal["adapter", "forward", "structure"]
 
 # by_role("value") of an ordinary attention is its v slot; DaViT's channel attention differs.
 USUAL_ROLES: Mapping[str, str] = {"query": "q", "key": "k", "value": "v"}
@@ -160,6 +161,9 @@ class AttentionSite:
     qk_norm: Normaliser | None = None
     rotary: bool = False
     talking_heads: bool = False
+    evidence: Evidence = "adapter"
+    """How the facts are known: a named family; a trial run of the module's own forward; or only where the projections
+    are, by structure, while scale, rotary embedding and normalisation are not known."""
     roles: Mapping[str, str] = field(default_factory=lambda: USUAL_ROLES)
 
     def __post_init__(self) -> None:

@@ -61,9 +61,9 @@ def describe_by_structure(place: Place) -> AttentionSite | None:
     confirmed = [(site, o) for site, o in zip(sites, seen, strict=True) if o.agrees]
     if len(confirmed) == 1 or (confirmed and confirmed[0][0].num_heads == 1):
         site, observation = confirmed[0]
-        return replace(site, **observation.facts)
+        return replace(site, evidence="forward", **observation.facts)
     if len(sites) == 1 and seen[0].agrees is None:
-        return sites[0]
+        return replace(sites[0], evidence="structure")
     raise UnsupportedLayoutError(place.name, _why(sites, seen, confirmed), class_name=place.class_name)
 
 

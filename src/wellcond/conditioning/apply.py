@@ -86,6 +86,20 @@ def condition_(
     return model
 
 
+def recondition_(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
+    """Condition a model as `conditioning_of` (or a checkpoint's marker) says.
+
+    Raises: as `condition_`; WeightError if the model lacks an attention that the settings name.
+    """
+    options = {key: value for key, value in settings.items() if key not in ("method", "projections", "sites")}
+    sites = {site.name: site for site in choose_sites(model, None)}
+    missing = [name for name in settings["sites"] if name not in sites]
+    if missing:
+        raise WeightError(f"the checkpoint was made with an attention {missing[0]!r}, which this model does not have")
+    chosen = None if len(sites) == len(settings["sites"]) else [sites[name] for name in settings["sites"]]
+    return condition_(model, settings["method"], sites=chosen, projections=settings["projections"], **options)
+
+
 def make_method(method: str, options: dict[str, Any]) -> Method:
     """Validate a method and its options.
 

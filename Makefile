@@ -1,0 +1,48 @@
+# Everything runs in a virtual environment that the first command makes. VENV=/elsewhere puts its 6 GB elsewhere.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+# One environment per content of pyproject.toml: a new dependency always means a new install.
+STAMP  := $(VENV)/.installed-$(shell $(PYTHON) -c "import hashlib;print(hashlib.sha256(open('pyproject.toml','rb').read()).hexdigest()[:16])")
+
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: help setup demo test test-slow lint bench zoo clean
+
+help:  ## Show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+setup: $(STAMP)  ## Make the virtual environment and install wellcond with all extras
+
+$(STAMP):
+	@$(PYTHON) -c "import sys; sys.exit('wellcond needs Python >= 3.11, found %s; run make PYTHON=python3.11' % sys.version.split()[0]) if sys.version_info < (3, 11) else None"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing wellcond and its dependencies into $(VENV) (torch is large: a few minutes, 6 GB) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@rm -f $(VENV)/.installed-*
+	@touch $(STAMP)
+
+demo: $(STAMP)  ## Train a small ViT on digits, initialised and conditioned in several ways, and compare
+	$(BIN)/wellcond demo
+
+test: $(STAMP)  ## Run the default tests (a few minutes)
+	PYTHONPATH=$(CURDIR)/src $(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(STAMP)  ## Run the slow tests as well
+	PYTHONPATH=$(CURDIR)/src $(BIN)/python -m pytest
+
+lint: $(STAMP)  ## Style, import order, docstrings, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)  ## Ratios of training-step and initialisation times, all in one run
+	$(BIN)/python benchmarks/overhead.py
+
+zoo: $(STAMP)  ## Walk every architecture of timm and transformers
+	$(BIN)/wellcond inspect --zoo timm
+	$(BIN)/wellcond inspect --zoo hf
+
+clean:  ## Remove the virtual environment and caches
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache

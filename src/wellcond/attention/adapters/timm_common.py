@@ -1,0 +1,74 @@
+"""What the timm adapters share: which facts a timm module states, and values wider or narrower than the keys."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch import nn
+
+from wellcond.attention.builders import check_rows, out_features, output_slot, projection_slot
+from wellcond.attention.layout import Arrangement, QKVLayout
+from wellcond.attention.registry import Place
+from wellcond.attention.site import AttentionSite, Normaliser
+from wellcond.errors import UnsupportedLayoutError
+
+
+def logit_scale(module: Any, head_dim: int) -> float:
+    """The factor on the logits: the module's `scale`, or torch's own where its fused kernel ignores that attribute."""
+    return head_dim**-0.5 if getattr(module, "fused_attn", False) else float(module.scale)
+
+
+def norm_kind(norm: nn.Module | None) -> Normaliser | None:
+    """Which normaliser a q_norm or k_norm is; None for none or Identity."""
+    if norm is None or isinstance(norm, nn.Identity):
+        return None
+    names = [base.__name__.lower() for base in type(norm).__mro__]
+    if any(name.startswith("rmsnorm") for name in names):
+        return "rms"
+    return "layer" if isinstance(norm, nn.LayerNorm) else "other"
+
+
+def query_key_norm(place: Place) -> Normaliser | None:
+    """The normaliser between the projections and their product, under timm's usual names."""
+    module: Any = place.module
+    kinds = {norm_kind(getattr(module, "q_norm", None)), norm_kind(getattr(module, "k_norm", None))}
+    return kinds.pop() if len(kinds) == 1 else "other"
+
+
+def ancestor_has(place: Place, attribute: str) -> bool:
+    """Whether a containing module holds `attribute` and passes it down (a shared rotary table or position bias)."""
+    return any(getattr(module, attribute, None) is not None for module in place.ancestors())
+
+
+def refuse(place: Place, reason: str) -> NoReturn:
+    """Raise with the reason why this module has no Q, K, V that a site could name."""
+    raise UnsupportedLayoutError(place.name, reason, class_name=place.class_name)
+
+
+def wide_value_site(
+    place: Place,
+    qkv: nn.Module,
+    *,
+    num_heads: int,
+    head_dim: int,
+    value_head_dim: int,
+    arrangement: Arrangement,
+    output: nn.Module | None,
+    family: str,
+    **facts: Any,
+) -> AttentionSite:
+    """Site of a fused projection whose value heads have another width than its key heads."""
+    widths = [head_dim, head_dim, value_head_dim]
+    check_rows(place, "fused q, k, v", out_features(qkv), [num_heads] * 3, widths)
+    layout = QKVLayout(num_heads, head_dim, value_head_dim=value_head_dim, arrangement=arrangement)
+    return AttentionSite(
+        name=place.name,
+        module=place.module,
+        family=family,
+        arrangement=f"fused {arrangement}",
+        q=projection_slot(qkv, layout.rows("q")),
+        k=projection_slot(qkv, layout.rows("k")),
+        v=projection_slot(qkv, layout.rows("v")),
+        o=output_slot(place, output, num_heads, value_head_dim),
+        **facts,
+    )

@@ -1,0 +1,1 @@
+"""The `wellcond` command: one file per sub-command, each a thin door to the library."""

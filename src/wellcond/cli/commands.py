@@ -1,0 +1,134 @@
+"""Arguments of every sub-command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import torch
+import typer
+
+import wellcond
+from wellcond.cli import inspect as inspect_command
+from wellcond.cli.models import build_model, parse_values
+from wellcond.cli.weights import conditioning_in, load_state, load_weights, read_state_dict, save_weights
+from wellcond.errors import WeightError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Well-conditioned attention for PyTorch.")
+
+MODEL_HELP = "timm:NAME, hf:CONFIG_TYPE_OR_LOCAL_PATH, or path/to/file.py:callable"
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+ModelArguments = Annotated[
+    Optional[list[str]], typer.Option("--model-arg", metavar="KEY=VALUE", help="Argument for building MODEL; repeatable.")
+]
+Weights = Annotated[Optional[Path], typer.Option(help="Checkpoint to load (.safetensors, or .pt with tensors only).")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Checkpoint to write (.safetensors).")]
+Force = Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")]
+Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"wellcond {wellcond.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    pass
+
+
+@app.command("inspect")
+def inspect(
+    model: Annotated[Optional[str], typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
+    weights: Weights = None,
+    model_arg: ModelArguments = None,
+    seed: Seed = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    zoo: Annotated[Optional[str], typer.Option(help="Walk a whole library instead: timm or hf.")] = None,
+) -> None:
+    """Table of every attention: layer, kind, heads, dims, arrangement, condition numbers of W_Q, W_K, W_V."""
+    if (model is None) == (zoo is None):
+        raise typer.BadParameter("give either a MODEL or --zoo timm|hf")
+    if zoo is not None:
+        inspect_command.print_zoo(zoo, as_json=json)
+        return
+    assert model is not None
+    torch.manual_seed(seed)
+    built = build_model(model, parse_values(model_arg or []))
+    if weights is not None:
+        _load_raw_or_plain(built, weights)
+    inspect_command.print_model(built, as_json=json)
+
+
+@app.command("init")
+def init(
+    model: Model,
+    output: Output,
+    method: Annotated[str, typer.Option(help="conditioned, orthogonal, gaussian, mimetic, weight_selection, default")] = (
+        "conditioned"
+    ),
+    weights: Weights = None,
+    option: Annotated[
+        Optional[list[str]], typer.Option("--option", metavar="KEY=VALUE", help="Option of the method; repeatable.")
+    ] = None,
+    teacher: Annotated[Optional[str], typer.Option(help="Larger MODEL, for weight_selection.")] = None,
+    teacher_weights: Annotated[Optional[Path], typer.Option(help="Checkpoint of the teacher.")] = None,
+    model_arg: ModelArguments = None,
+    seed: Seed = 0,
+    force: Force = False,
+) -> None:
+    """Initialise the attention of MODEL and write a plain checkpoint."""
+    torch.manual_seed(seed)
+    built = build_model(model, parse_values(model_arg or []))
+    if weights is not None:
+        load_weights(built, weights)
+    options = parse_values(option or [])
+    if teacher is not None:
+        options["teacher"] = build_model(teacher)
+        if teacher_weights is not None:
+            load_weights(options["teacher"], teacher_weights)
+    wellcond.init_(built, method, generator=torch.Generator().manual_seed(seed), **options)
+    save_weights(built, output, overwrite=force)
+    typer.echo(f"wrote {output}: {len(wellcond.find_attention(built))} attentions initialised as {method!r}")
+
+
+@app.command("fold")
+def fold(
+    model: Model,
+    output: Output,
+    weights: Annotated[Path, typer.Option(help="Checkpoint of a conditioned model.")],
+    model_arg: ModelArguments = None,
+    force: Force = False,
+) -> None:
+    """Merge the correction that a conditioned checkpoint names into its weights, and write a plain checkpoint."""
+    built = build_model(model, parse_values(model_arg or []))
+    settings = _load_raw_or_plain(built, weights)
+    if settings is None:
+        raise WeightError(f"{weights} is a plain checkpoint already: it names no correction to fold")
+    wellcond.fold_(built)
+    save_weights(built, output, overwrite=force)
+    typer.echo(f"wrote {output}: folded {settings['method']!r} into {len(settings['sites'])} attentions")
+
+
+def _load_raw_or_plain(model: torch.nn.Module, path: Path) -> dict | None:
+    """Load a checkpoint; if it holds raw weights, condition the model as it says first."""
+    state = read_state_dict(path)
+    settings = conditioning_in(state)
+    if settings is not None:
+        wellcond.recondition_(model, settings)
+    load_state(model, state, str(path))
+    return settings
+
+
+@app.command("demo")
+def demo(
+    epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 10,
+    seeds: Annotated[int, typer.Option(help="Number of seeds, from 0.")] = 3,
+) -> None:
+    """Train a small ViT on scikit-learn's digits, initialised and conditioned in several ways, and compare."""
+    from wellcond.cli.demo import run_demo
+
+    run_demo(epochs=epochs, num_seeds=seeds)

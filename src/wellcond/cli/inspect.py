@@ -1,0 +1,137 @@
+"""`wellcond inspect`: what was found in a model, or in a whole library."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import nn
+
+from wellcond.attention.find import scan_attention
+from wellcond.attention.site import AttentionSite
+from wellcond.conditioning.apply import conditioning_of
+from wellcond.errors import AttentionNotFoundError, check_choice
+from wellcond.linalg.spectrum import spectra
+
+FLAGS = ("causal", "cross", "relative_position_bias", "rotary", "talking_heads")
+
+
+def describe(site: AttentionSite) -> dict[str, Any]:
+    """One row: where, what, and the worst condition number over heads of each projection (effective weights)."""
+    row: dict[str, Any] = {
+        "layer": site.name or "(model)",
+        "class": type(site.module).__name__.removeprefix("Conditioned"),
+        "kind": site.kind,
+        "num_heads": site.num_heads,
+        "num_kv_heads": site.num_kv_heads,
+        "head_dim": site.head_dim,
+        "in_features": site.in_features,
+        "arrangement": site.arrangement,
+        "scale": site.scale,
+        "qk_norm": site.qk_norm,
+        "flags": [flag for flag in FLAGS if getattr(site, flag)],
+        "evidence": site.evidence,
+    }
+    for role in "qkv":
+        heads = site.slots[role].read().detach()
+        kappas = [s.condition_number for s in spectra(heads)] if not heads.is_meta else []
+        row[f"kappa_{role}"] = max(kappas, default=None)
+    return row
+
+
+def make_console() -> Console:
+    """Standard output; wide enough for a table when it is not a terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=140)
+
+
+def print_model(model: nn.Module, *, as_json: bool = False) -> None:
+    """Print every attention of a model; modules that were refused are listed with the reason.
+
+    Raises: AttentionNotFoundError if there is none.
+    """
+    console = Console(stderr=True)
+    scan = scan_attention(model)
+    if not scan.sites and not scan.refusals:
+        raise AttentionNotFoundError((type(m).__name__ for m in model.modules()), [])
+    with torch.no_grad():
+        rows = [
+            describe(site)
+            for site in track(scan.sites, "condition numbers", console=console, transient=True, disable=as_json)
+        ]
+    if as_json:
+        refused = [str(refusal) for refusal in scan.refusals]
+        print(json.dumps({"conditioning": conditioning_of(model), "sites": rows, "refused": refused}, indent=2))
+        return
+    out = make_console()
+    out.print(_model_table(rows))
+    conditioning = conditioning_of(model)
+    weights = "W" if conditioning is None else f"W + C ({conditioning['method']})"
+    out.print(f"κ: worst over heads of σ_max/σ_min of each head's {weights}. {len(rows)} attentions.")
+    for refusal in scan.refusals:
+        out.print(f"[yellow]not understood:[/] {refusal}")
+
+
+def _model_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("layer", "kind", "heads", "dims", "arrangement"):
+        table.add_column(column, no_wrap=True)
+    for role in "QKV":
+        table.add_column(f"κ(W_{role})", justify="right", no_wrap=True)
+    table.add_column("remarks")
+    for row in rows:
+        grouped = row["num_kv_heads"] != row["num_heads"]
+        heads = f"{row['num_heads']}/{row['num_kv_heads']}" if grouped else str(row["num_heads"])
+        remarks = [flag.replace("_", " ") for flag in row["flags"]]
+        if row["qk_norm"]:
+            remarks.append(f"{row['qk_norm']} qk-norm")
+        if row["evidence"] == "structure":
+            remarks.append("by structure only")
+        kappas = [format_kappa(row[f"kappa_{role}"]) for role in "qkv"]
+        dims = f"{row['head_dim']} x {row['in_features']}"
+        table.add_row(row["layer"], row["kind"], heads, dims, row["arrangement"], *kappas, ", ".join(remarks))
+    return table
+
+
+def format_kappa(value: float | None) -> str:
+    """A condition number at a glance."""
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if value < 1000 else f"{value:.2e}"
+
+
+def print_zoo(library: str, *, as_json: bool = False) -> None:
+    """Walk every architecture of an installed library and print how much of it is understood.
+
+    Raises: UnknownChoiceError for a library that is not known.
+    """
+    check_choice("zoo", library, ("timm", "hf"))
+    if library == "timm":
+        from wellcond.cli.zoo import walk_timm as walk
+    else:
+        from wellcond.cli.zoo_hf import walk_hf as walk
+    console = Console(stderr=True)
+    rows = walk(progress=lambda items: track(items, f"walking {library}", console=console, disable=as_json))
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+        return
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("family", "model", "status", "sites", "kinds", "remark"):
+        table.add_column(column, overflow="fold", justify="right" if column == "sites" else "left")
+    for row in rows:
+        table.add_row(row.family, row.model, row.status, str(row.num_sites), row.kinds, row.detail)
+    out = make_console()
+    out.print(table)
+    counts = Counter(row.status for row in rows)
+    out.print(", ".join(f"{status}: {count}" for status, count in counts.most_common()))
+    with_attention = len(rows) - counts["no attention"] - counts["not built"]
+    if with_attention:
+        share = counts["found"] / with_attention
+        out.print(f"coverage: {counts['found']} of {with_attention} architectures with attention ({share:.0%})")

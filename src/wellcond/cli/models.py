@@ -1,0 +1,124 @@
+"""Building the MODEL of a command line: ``timm:NAME``, ``hf:TYPE_OR_PATH`` or ``path/to/file.py:callable``."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from wellcond.errors import MissingExtraError, WellcondError
+
+
+class ModelSpecError(WellcondError, ValueError):
+    """A MODEL argument that does not lead to a model."""
+
+
+def parse_values(pairs: Sequence[str]) -> dict[str, Any]:
+    """``key=value`` pairs of a command line; values are JSON where they parse as JSON, else text.
+
+    Raises: ModelSpecError for a pair without ``=``.
+
+    Example:
+        >>> parse_values(["depth=2", "value=joint", "lam=0.5"])
+        {'depth': 2, 'value': 'joint', 'lam': 0.5}
+    """
+    values = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not key:
+            raise ModelSpecError(f"expected key=value, got {pair!r}")
+        try:
+            values[key] = json.loads(text)
+        except json.JSONDecodeError:
+            values[key] = text
+    return values
+
+
+def build_model(spec: str, arguments: dict[str, Any] | None = None) -> nn.Module:
+    """Build a model from a MODEL argument; nothing is downloaded.
+
+    Args:
+        spec: what to build.
+        arguments: keyword arguments for timm's constructor, the Hugging Face configuration or the callable.
+
+    Raises:
+        ModelSpecError: the spec leads nowhere.
+        MissingExtraError: the library it names is not installed.
+    """
+    arguments = arguments or {}
+    kind, colon, rest = spec.partition(":")
+    if colon and kind == "timm":
+        return _build_timm(rest, arguments)
+    if colon and kind == "hf":
+        return _build_hf(rest, arguments)
+    if ".py:" in spec:
+        return _build_from_file(spec, arguments)
+    raise ModelSpecError(
+        f"unknown MODEL {spec!r}: expected timm:NAME, hf:CONFIG_TYPE_OR_LOCAL_PATH or path/to/file.py:callable"
+    )
+
+
+def _build_timm(name: str, arguments: dict[str, Any]) -> nn.Module:
+    try:
+        import timm
+    except ImportError as error:
+        raise MissingExtraError("timm", "vision") from error
+    if not timm.is_model(name):
+        close = timm.list_models(f"*{name}*")[:5] or timm.list_models(f"{name[:6]}*")[:5]
+        raise ModelSpecError(f"timm has no model {name!r}. Similar names: {', '.join(close) or 'none'}")
+    return timm.create_model(name, pretrained=False, **arguments)
+
+
+def _build_hf(name: str, arguments: dict[str, Any]) -> nn.Module:
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtraError("transformers", "text") from error
+    path = Path(name)
+    if path.is_dir():
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, **arguments)
+    elif name in transformers.CONFIG_MAPPING:
+        config = transformers.AutoConfig.for_model(name, **arguments)
+    else:
+        known = sorted(transformers.CONFIG_MAPPING)
+        close = [key for key in known if key.startswith(name[:3])][:8]
+        raise ModelSpecError(
+            f"{name!r} is neither a folder nor a configuration type of transformers. Similar: {', '.join(close)}"
+        )
+    architecture = (getattr(config, "architectures", None) or [None])[0]
+    model_class = getattr(transformers, architecture, None) if architecture else None
+    if model_class is not None:
+        model = model_class(config)
+    else:
+        model = transformers.AutoModel.from_config(config)
+    weights = path / "model.safetensors"
+    if weights.is_file():
+        from wellcond.cli.weights import load_weights
+
+        load_weights(model, weights)
+    return model
+
+
+def _build_from_file(spec: str, arguments: dict[str, Any]) -> nn.Module:
+    path_text, _, name = spec.rpartition(":")
+    path = Path(path_text)
+    if not path.is_file():
+        raise ModelSpecError(f"no such file: {path}")
+    module_spec = importlib.util.spec_from_file_location(f"wellcond_user_{path.stem}", path)
+    assert module_spec is not None and module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module
+    module_spec.loader.exec_module(module)
+    build = getattr(module, name, None)
+    if not callable(build):
+        defined = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ModelSpecError(f"{path} has no callable {name!r}. It defines: {', '.join(defined) or 'none'}")
+    model = build(**arguments)
+    if not isinstance(model, nn.Module):
+        raise ModelSpecError(f"{spec} returned {type(model).__name__}, expected a torch.nn.Module")
+    return model

@@ -1,0 +1,99 @@
+"""Reading and writing checkpoints: safetensors, or `torch.load` with `weights_only=True`; never a pickle."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from wellcond.conditioning.checkpoint import find_markers, read_settings
+from wellcond.errors import MissingExtraError, WeightError
+
+
+def _safetensors():
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise MissingExtraError("safetensors", "cli") from error
+    return safetensors.torch
+
+
+def read_state_dict(path: Path) -> dict[str, Tensor]:
+    """Tensors of a checkpoint file.
+
+    Raises: WeightError if it is missing, damaged, or holds anything but tensors.
+    """
+    if not path.is_file():
+        raise WeightError(f"no such weights file: {path}")
+    if path.suffix == ".safetensors":
+        try:
+            return _safetensors().load_file(path)
+        except Exception as error:
+            raise WeightError(f"{path} is not a readable safetensors file: {error}") from error
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise WeightError(
+            f"{path} could not be read with weights_only=True, and wellcond never unpickles code: {error}"
+        ) from error
+    for key in ("state_dict", "model"):
+        if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
+            loaded = loaded[key]
+    if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
+        raise WeightError(f"{path} does not hold a state dict: expected names with tensors")
+    return loaded
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Load a checkpoint into a model that must match it exactly; tied weights may be stored once.
+
+    Raises: WeightError naming what is missing, unexpected, or of another shape; the model is then unchanged.
+    """
+    load_state(model, read_state_dict(path), str(path))
+
+
+def load_state(model: nn.Module, state: dict[str, Tensor], what: str) -> None:
+    """`load_weights` for tensors already read."""
+    own = model.state_dict(keep_vars=True)
+    present = {id(own[key]) for key in state if key in own}
+    problems = [f"missing {key}" for key in own if key not in state and id(own[key]) not in present]
+    problems += [f"unexpected {key}" for key in state if key not in own]
+    problems += [
+        f"{key}: {tuple(state[key].shape)} in the file, {tuple(own[key].shape)} in the model"
+        for key in state
+        if key in own and state[key].shape != own[key].shape
+    ]
+    if problems:
+        shown = "; ".join(problems[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else "")
+        raise WeightError(f"{what} does not fit this model: {shown}")
+    model.load_state_dict(state, strict=False)
+
+
+def conditioning_in(state: dict[str, Tensor]) -> dict[str, object] | None:
+    """Settings under which a checkpoint's raw weights were trained; None for a plain checkpoint."""
+    markers = find_markers(state)
+    return read_settings(state[markers[0]]) if markers else None
+
+
+def save_weights(model: nn.Module, path: Path, *, overwrite: bool = False) -> None:
+    """Write a model as safetensors, whole or not at all: a new file is made beside it, then renamed.
+
+    Raises: WeightError if the file exists and may not be replaced, or is not named ``.safetensors``.
+    """
+    if path.suffix != ".safetensors":
+        raise WeightError(f"expected an output named *.safetensors, got {path}")
+    if path.exists() and not overwrite:
+        raise WeightError(f"{path} exists; give another name or --force")
+    if not path.parent.is_dir():
+        raise WeightError(f"no such folder: {path.parent}")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".partial")
+    os.close(handle)
+    try:
+        _safetensors().save_model(model, temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

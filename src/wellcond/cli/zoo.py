@@ -1,0 +1,154 @@
+"""Which attention of timm's architectures is described: a small model of each architecture file, walked."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from wellcond.attention.find import Scan, scan_attention
+from wellcond.errors import MissingExtraError
+
+# From the smallest up: the first word that a model's name contains decides; names with none of them come last.
+SMALL_WORDS = (
+    "test", "zepto", "atto", "femto", "pico", "nano", "xxs", "xs", "tiny", "t0", "mini", "s0", "b0", "m0",
+    "small", "s1", "m1", "d1", "18", "s12", "050", "26", "medium", "base",
+)  # fmt: skip
+ATTENTION_NAME = re.compile(r"attention|attn", re.IGNORECASE)
+# A module that holds one of these projects queries, keys or values; a squeeze-excite gate holds none.
+PROJECTION_NAME = re.compile(r"^(to_|c_|in_proj_)?(q|k|v|qk|kv|qkv|qkvs|query|key|value)(_proj|_lin|_gate)?$")
+
+
+@dataclass(frozen=True)
+class ZooRow:
+    """What a walk found in one model.
+
+    `status` is ``found`` (every attention described), ``partly``, ``refused``, ``no attention`` or ``not built``.
+    """
+
+    family: str
+    model: str
+    status: str
+    num_sites: int
+    kinds: str
+    detail: str
+
+
+def walk_timm(progress: Callable[[str], None] | None = None) -> list[ZooRow]:
+    """Build a small model of every architecture file of timm, without weights, and look for its attention.
+
+    The smallest model that has any attention stands for its file (FastViT's smallest are convolutional); "no
+    attention" means that no model of the file has any.
+
+    Args:
+        progress: called with the name of each architecture before it is built.
+
+    Returns: one row per architecture file, in timm's order.
+
+    Raises:
+        MissingExtraError: timm is not installed.
+    """
+    try:
+        import timm
+    except ImportError as error:
+        raise MissingExtraError("timm", "vision") from error
+
+    rows = []
+    for family in timm.list_modules():
+        if progress is not None:
+            progress(family)
+        rows.append(_first_with_attention(family, timm.list_models(module=family), timm.create_model))
+    return rows
+
+
+def _first_with_attention(family: str, names: Iterable[str], create: Callable[[str], nn.Module]) -> ZooRow:
+    rows = []
+    for name in smallest_first(names):
+        row = inspect_model(family, name, partial(create, name))
+        if row.status in ("found", "partly", "refused"):
+            return row
+        rows.append(row)
+    return rows[0]
+
+
+def smallest_first(names: Iterable[str]) -> list[str]:
+    """The names in the order of how small they sound; among equals the shortest first.
+
+    Example:
+        >>> smallest_first(["vit_base", "vit_tiny_384", "vit_tiny"])
+        ['vit_tiny', 'vit_tiny_384', 'vit_base']
+    """
+
+    def rank(name: str) -> tuple[int, int, str]:
+        words = re.split(r"[^a-z0-9]+", name)
+        first = next((n for n, word in enumerate(SMALL_WORDS) if word in words), len(SMALL_WORDS))
+        return first, len(name), name
+
+    return sorted(names, key=rank)
+
+
+def inspect_model(family: str, name: str, build: Callable[[], nn.Module]) -> ZooRow:
+    """Build a model on the meta device (on the CPU where that fails) and describe what is found in it."""
+    try:
+        model = build_without_weights(build)
+    except Exception as error:  # a model that cannot be built is a row of the table, whatever it raised
+        return ZooRow(family, name, "not built", 0, "", f"{type(error).__name__}: {first_line(error)}")
+    return summarise(family, name, model, scan_attention(model))
+
+
+def build_without_weights(build: Callable[[], nn.Module]) -> nn.Module:
+    """Call `build` on the meta device; on the CPU if the constructor needs values."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # constructors warn of their own affairs (deprecated names, meta copies)
+        try:
+            with torch.device("meta"):
+                return build()
+        except Exception:  # data-dependent constructors raise many kinds of errors on meta tensors
+            return build()
+
+
+def summarise(family: str, name: str, model: nn.Module, scan: Scan) -> ZooRow:
+    """The row of one scanned model."""
+    kinds = ", ".join(sorted({site.kind for site in scan.sites}))
+    reasons = list(dict.fromkeys(f"{r.class_name}: {first_line(r.problem)}" for r in scan.refusals))
+    missed = unrecognised_attention(model, scan)
+    if missed:
+        reasons.append(f"has modules named {', '.join(missed)} that were not recognised")
+    if scan.sites:
+        status = "partly" if reasons else "found"
+    else:
+        status = "refused" if reasons else "no attention"
+    return ZooRow(family, name, status, len(scan.sites), kinds, "; ".join(reasons))
+
+
+def unrecognised_attention(model: nn.Module, scan: Scan) -> list[str]:
+    """Classes called attention that hold query, key or value projections and were neither described nor refused."""
+    known = [site.name for site in scan.sites] + [refusal.name for refusal in scan.refusals]
+
+    def is_known(name: str) -> bool:
+        # Inside something known, the same, or a container of it (MobileAttention holds a MultiQueryAttention2d).
+        return any(f"{name}.".startswith(f"{k}.") or f"{k}.".startswith(f"{name}.") for k in known)
+
+    missed = {
+        type(module).__name__
+        for name, module in model.named_modules()
+        if ATTENTION_NAME.search(type(module).__name__) and holds_projection(module) and not is_known(name)
+    }
+    return sorted(missed)
+
+
+def holds_projection(module: nn.Module) -> bool:
+    """Whether a module has a child or parameter that is named like a query, key or value projection."""
+    names = [name for name, _ in module.named_children()] + list(module._parameters)
+    return any(PROJECTION_NAME.match(name) for name in names)
+
+
+def first_line(message: object) -> str:
+    """The first line of an error, shortened."""
+    lines = str(message).strip().splitlines() or [""]
+    return lines[0][:200]

@@ -1,0 +1,123 @@
+"""Families that nobody named: confirmed by their own forward pass, or refused."""
+
+import pytest
+import torch
+from models import (
+    Block,
+    FusedWithMask,
+    InterleavedAttention,
+    NanoGPTAttention,
+    StrangeAttention,
+    XTransformersAttention,
+    stack,
+)
+from torch import nn
+
+import wellcond as wc
+
+
+def test_nanogpt_is_found_with_its_facts():
+    sites = wc.find_attention(stack(NanoGPTAttention, num_heads=3))
+    assert [site.name for site in sites] == ["0.attn", "1.attn"]
+    site = sites[0]
+    assert (site.arrangement, site.num_heads, site.head_dim) == ("fused blocks", 3, 4)
+    assert site.scale == pytest.approx(0.5, abs=1e-12) and site.causal is True and not site.rotary
+
+
+def test_nanogpt_without_flash_has_a_causal_buffer():
+    site = wc.find_attention(NanoGPTAttention(flash=False))[0]
+    assert site.causal is True and site.arrangement == "fused blocks"
+
+
+def test_the_same_weights_read_per_head_are_told_apart():
+    site = wc.find_attention(InterleavedAttention())[0]
+    assert site.arrangement == "fused groups"
+    assert site.scale == pytest.approx(0.7, abs=1e-12) and site.causal is False
+    assert site.k.rows[1].tolist() == [16, 17, 18, 19]
+
+
+def test_an_unexpected_order_is_refused_not_guessed():
+    with pytest.raises(wc.UnsupportedLayoutError, match="multiplies other rows") as error:
+        wc.find_attention(Block(StrangeAttention()))
+    assert "register_adapter(StrangeAttention)" in str(error.value)
+
+
+def test_a_forward_that_cannot_be_tried_is_refused():
+    with pytest.raises(wc.UnsupportedLayoutError, match="needs the arguments x, table, position"):
+        wc.find_attention(FusedWithMask())
+
+
+def test_x_transformers_style_with_grouped_queries():
+    site = wc.find_attention(XTransformersAttention(heads=4, kv_heads=2))[0]
+    assert (site.num_heads, site.num_kv_heads, site.head_dim, site.arrangement) == (4, 2, 5, "separate")
+    assert site.o is not None and site.o.read().shape == (4, 12, 5)
+
+
+def test_a_projection_without_head_count_is_refused():
+    module = XTransformersAttention()
+    del module.heads
+    with pytest.raises(wc.UnsupportedLayoutError, match="no head count"):
+        wc.find_attention(module)
+
+
+def test_rows_that_heads_do_not_divide_are_refused():
+    module = XTransformersAttention()
+    module.heads, module.dim_head = 3, 7
+    with pytest.raises(wc.UnsupportedLayoutError, match=r"expected rows: 21 = 3\*7     got: 20"):
+        wc.find_attention(module)
+
+
+def test_strict_false_leaves_the_unknown_out():
+    model = nn.Sequential(Block(NanoGPTAttention()), Block(StrangeAttention()))
+    with pytest.raises(wc.UnsupportedLayoutError):
+        wc.find_attention(model)
+    assert [site.name for site in wc.find_attention(model, strict=False)] == ["0.attn"]
+
+
+def test_no_attention_lists_what_was_seen():
+    with pytest.raises(wc.AttentionNotFoundError, match="module classes seen: Linear, ReLU, Sequential"):
+        wc.find_attention(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+
+
+def test_a_registered_adapter_decides_and_is_inherited_only_with_the_forward():
+    class Mine(StrangeAttention):
+        pass
+
+    @wc.register_adapter(Mine)
+    def mine(place):
+        module = place.module
+        return wc.fused_site(place, module.c_attn, num_heads=module.n_head, order="vkq", family="mine")
+
+    class Heir(Mine):
+        pass
+
+    class Rebel(Mine):
+        def forward(self, x):
+            return x
+
+    assert wc.find_attention(Mine())[0].family == "mine"
+    assert wc.find_attention(Heir())[0].q.rows[0].tolist() == [24, 25, 26, 27]
+    with pytest.raises(wc.UnsupportedLayoutError):
+        wc.find_attention(Rebel())
+
+
+def test_finding_changes_nothing():
+    model = stack()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    calls = []
+    model[0].attn.register_forward_hook(lambda *_: calls.append(1))
+    wc.find_attention(model)
+    assert not calls and torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_meta_device_models_are_described():
+    with torch.device("meta"):
+        model = stack()
+    assert len(wc.find_attention(model)) == 2
+
+
+def test_shared_modules_are_listed_once():
+    block = Block(NanoGPTAttention())
+    assert len(wc.find_attention(nn.Sequential(block, block))) == 1

@@ -1,0 +1,350 @@
+"""What the corrections compute, and what they leave alone."""
+
+import copy
+import math
+
+import pytest
+import timm
+import torch
+import torch.utils.checkpoint
+from models import NanoGPTAttention, XTransformersAttention, stack
+from torch import nn
+from transformers import GPT2Config, GPT2Model
+
+import wellcond as wc
+from wellcond.conditioning.attach import corrections_of
+from wellcond.linalg.orthogonal import polar
+from wellcond.linalg.spectrum import spectra
+
+METHODS = [
+    ("identity", {"lam": 0.5}),
+    ("identity", {"lam": {"q": 0.3, "v": 2.0}, "layout": "per_head"}),
+    ("polar", {}),
+    ("polar", {"layout": "joint"}),
+    ("polar", {"frozen": True}),
+    ("balanced", {}),
+    ("balanced", {"target": 1.25}),
+]
+IDS = [f"{name}-{'-'.join(map(str, options))}{i}" for i, (name, options) in enumerate(METHODS)]
+
+
+def every_storage():
+    """The same attention in five storages, all initialised alike."""
+    models = {
+        "timm": timm.models.VisionTransformer(
+            img_size=8, patch_size=4, embed_dim=24, depth=1, num_heads=3, num_classes=0
+        ),
+        "nanogpt": NanoGPTAttention(24, 3),
+        "x-transformers": XTransformersAttention(24, heads=3, dim_head=8),
+        "torch": nn.MultiheadAttention(24, 3),
+        "gpt2": GPT2Model(GPT2Config(n_embd=24, n_head=3, n_layer=1, vocab_size=11, n_positions=16)),
+    }
+    for model in models.values():
+        wc.init_(model, "gaussian", std=0.2, generator=torch.Generator().manual_seed(1))
+    return models
+
+
+def vit(depth=2):
+    return timm.models.VisionTransformer(
+        img_size=16, patch_size=4, embed_dim=24, depth=depth, num_heads=3, num_classes=5
+    )
+
+
+def effective(model, role="q"):
+    return wc.find_attention(model)[0].slots[role].read().detach()
+
+
+@pytest.mark.parametrize("method, options", METHODS, ids=IDS)
+def test_the_correction_does_not_depend_on_the_storage(method, options):
+    results = {}
+    for name, model in every_storage().items():
+        wc.condition_(model, method, **options)
+        results[name] = {role: effective(model, role) for role in "qkv"}
+    for name, heads in results.items():
+        for role in "qkv":
+            torch.testing.assert_close(heads[role], results["torch"][role], msg=f"{name} {role}")
+
+
+@pytest.mark.parametrize("layout", ["joint", "per_head"])
+def test_identity_adds_lam_on_the_diagonal_of_q_k_and_v(layout):
+    for model in every_storage().values():
+        before = {role: effective(model, role) for role in "qkv"}
+        wc.condition_(model, "identity", lam={"q": 0.5, "k": 0.25, "v": 3.0}, layout=layout)
+        for role, lam in (("q", 0.5), ("k", 0.25), ("v", 3.0)):
+            eye = torch.eye(24).reshape(3, 8, 24) if layout == "joint" else torch.eye(8, 24).expand(3, 8, 24)
+            torch.testing.assert_close(effective(model, role) - before[role], lam * eye)
+
+
+def test_weight_activation_and_folded_forms_agree():
+    # X (W + lam I) = X W + lam X[:, :d]
+    module = XTransformersAttention(12, heads=1, dim_head=5)
+    x = torch.randn(2, 7, 12)
+    activation_form = module.to_q(x) + 0.7 * x[..., :5]
+    wc.condition_(module, "identity", lam=0.7, layout="per_head")
+    weight_form = module.to_q(x)
+    folded_form = wc.fold_(module).to_q(x)
+    torch.testing.assert_close(weight_form, activation_form)
+    assert torch.equal(folded_form, weight_form)
+
+
+def test_polar_is_theorem_35_per_head():
+    model = vit()
+    before = effective(model)
+    s = spectra(before)
+    wc.condition_(model, "polar")
+    for was, now in zip(s, spectra(effective(model)), strict=True):
+        assert now.condition_number == pytest.approx(2 * was.sigma_max / (was.sigma_max + was.sigma_min), rel=1e-5)
+        assert now.condition_number <= 2
+    parts = polar(before.double())
+    expected = before + parts.sigma_max[:, None, None] * parts.factor
+    torch.testing.assert_close(effective(model).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("target", [1.0, 1.5, 2.0, 5.0])
+def test_balanced_keeps_the_spectral_norm(target):
+    model = vit()
+    before = spectra(effective(model))
+    wc.condition_(model, "balanced", target=target)
+    for was, now in zip(before, spectra(effective(model)), strict=True):
+        assert now.sigma_max == pytest.approx(was.sigma_max, rel=1e-5)
+        assert now.condition_number <= target * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("method, options", METHODS, ids=IDS)
+def test_gradients_flow_to_the_original_weights_only(method, options):
+    model = vit()
+    parameters = dict(model.named_parameters())
+    wc.condition_(model, method, **options)
+    assert dict(model.named_parameters()).keys() == parameters.keys()
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    x = torch.randn(2, 3, 16, 16)
+    model(x).square().sum().backward()
+    grads = {name: p.grad.clone() for name, p in parameters.items()}
+    # C carries no gradient, so the gradient of W is that of the effective weight in the folded model.
+    wc.fold_(model)
+    model.zero_grad()
+    model(x).square().sum().backward()
+    for name, p in parameters.items():
+        torch.testing.assert_close(grads[name], p.grad, msg=name)
+
+
+def test_projections_subset():
+    model = vit()
+    before = {role: effective(model, role) for role in "qkv"}
+    wc.condition_(model, "balanced", projections="qk")
+    assert torch.equal(effective(model, "v"), before["v"])
+    assert not torch.allclose(effective(model, "k"), before["k"])
+
+
+def corrections(model):
+    return [c for module in model.modules() for c in corrections_of(module).values()]
+
+
+def test_polar_is_recomputed_when_the_weights_change_and_not_twice():
+    model = vit(depth=1)
+    wc.condition_(model, "polar")
+    [correction] = corrections(model)
+    x = torch.randn(2, 3, 16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def computed():
+        start = correction.num_computed
+        model(x).sum().backward()
+        model(x)
+        return correction.num_computed - start
+
+    computed()
+    assert computed() == 0
+    optimizer.step()
+    assert computed() == 1
+    with torch.no_grad():
+        model.blocks[0].attn.qkv._parameters["weight"].data.mul_(1.5)  # does not raise the version counter
+    assert computed() == 1
+    w = model.blocks[0].attn.qkv._parameters["weight"].detach()
+    assert max(s.condition_number for s in spectra((w + correction.cached)[:24].reshape(3, 8, 24))) <= 2
+
+
+def test_frozen_keeps_the_first_correction():
+    model = vit(depth=1)
+    wc.condition_(model, "polar", frozen=True)
+    raw = model.blocks[0].attn.qkv._parameters["weight"]
+    first = (model.blocks[0].attn.qkv.weight - raw).detach()
+    with torch.no_grad():
+        raw.add_(torch.randn_like(raw))
+    torch.testing.assert_close((model.blocks[0].attn.qkv.weight - raw).detach(), first, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_fixed_correction_is_an_initialisation_without_weight_decay(optimizer):
+    # theory.md section 7: training W with C added equals training from W + C; decay differs by lr * wd * C.
+    torch.set_default_dtype(torch.float64)
+    try:
+        conditioned, plain = vit(depth=1), vit(depth=1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    plain.load_state_dict(conditioned.state_dict())
+    wc.condition_(conditioned, "identity", lam=0.3)
+    wc.condition_(plain, "identity", lam=0.3)
+    wc.fold_(plain)
+    optimizers = [optimizer(m.parameters(), lr=0.01, weight_decay=0.0) for m in (conditioned, plain)]
+    x, y = torch.randn(4, 3, 16, 16, dtype=torch.float64), torch.tensor([0, 1, 2, 3])
+    for _ in range(5):
+        for model, step in zip((conditioned, plain), optimizers, strict=True):
+            step.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            step.step()
+    torch.testing.assert_close(effective(conditioned), effective(plain), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_weight_decay_acts_on_w_only(optimizer):
+    # theory.md T1: lr = wd = 0.1, lam = 10: the diagonals differ by lr * wd * lam = 0.1 after one step.
+    fixed = XTransformersAttention(6, heads=1, dim_head=6).double()
+    start = copy.deepcopy(fixed)
+    wc.condition_(fixed, "identity", lam=10.0, projections="v")
+    wc.fold_(wc.condition_(start, "identity", lam=10.0, projections="v"))
+    x = torch.randn(2, 4, 6, dtype=torch.float64)
+    for model in (fixed, start):
+        step = optimizer(model.parameters(), lr=0.1, weight_decay=0.1)
+        model(x).sum().backward()
+        step.step()
+    difference = (effective(fixed, "v") - effective(start, "v"))[0]
+    torch.testing.assert_close(difference, 0.1 * torch.eye(6, dtype=torch.float64), rtol=0, atol=1e-9)
+
+
+def test_c_does_not_accumulate():
+    # theory.md E24: with zero gradients W_eff stays W0 + C.
+    model = vit(depth=1)
+    wc.condition_(model, "identity", lam=0.5)
+    before = effective(model)
+    for _ in range(3):
+        model(torch.randn(1, 3, 16, 16))
+    assert torch.equal(effective(model), before)
+
+
+def test_fused_qkv_is_split_before_the_identity_is_added():
+    # theory.md section 7: lam * eye(3D, D) on the fused weight would land on Q only.
+    model = vit(depth=1)
+    wc.condition_(model, "identity", lam=10.0, projections="kv")
+    weight = model.blocks[0].attn.qkv.weight.detach()
+    assert weight[:24].abs().max() < 1
+    assert weight[24:48].diag().min() > 9 and weight[48:].diag().min() > 9
+
+
+def test_wide_heads_and_grouped_queries():
+    # head_dim > in_features; 4 query heads on 2 key/value heads
+    model = XTransformersAttention(4, heads=4, kv_heads=2, dim_head=6)
+    wc.condition_(model, "balanced")
+    for role in "qkv":
+        assert all(s.condition_number <= 2 + 1e-5 for s in spectra(effective(model, role)))
+    wc.fold_(model)
+    before = effective(model)
+    wc.condition_(model, "identity", lam=1.0)
+    # joint: rows beyond in_features get nothing
+    torch.testing.assert_close((effective(model) - before).reshape(24, 4), torch.eye(24, 4))
+
+
+def test_saturation_warning_names_balanced():
+    with pytest.warns(wc.NumericalWarning, match=r"lam=10 saturates the softmax.*'balanced'"):
+        wc.condition_(vit(depth=1), "identity", lam=10.0)
+    # The rule: s lam^2 d > ln N + 5.
+    d, n = 8, 197
+    edge = math.sqrt((math.log(n) + 5) / (d**-0.5 * d))
+    wc.condition_(vit(depth=1), "identity", lam=0.99 * edge)  # warnings are errors in these tests
+    with pytest.warns(wc.NumericalWarning):
+        wc.condition_(vit(depth=1), "identity", lam=1.01 * edge)
+    wc.condition_(vit(depth=1), "identity", lam=1.01 * edge, num_tokens=4096)
+    wc.condition_(vit(depth=1), "identity", lam=10.0, projections="v")
+    wc.condition_(vit(depth=1), "identity", lam={"q": 10.0, "v": 10.0})
+
+
+def test_degenerate_heads_are_named():
+    model = vit(depth=1)
+    site = wc.find_attention(model)[0]
+    heads = site.k.read().detach().clone()
+    heads[1] = 0
+    heads[2, :, 3:] = 0
+    site.k.write_(heads)
+    with pytest.warns(wc.NumericalWarning) as caught:
+        wc.condition_(model, "polar")
+    messages = [str(w.message) for w in caught]
+    assert any("blocks.0.attn (k, head 1): zero weights" in m for m in messages)
+    assert any("blocks.0.attn (k, head 2): rank-deficient" in m for m in messages)
+    now = effective(model, "k")
+    assert torch.equal(now[1], torch.zeros(8, 24))
+    assert spectra(now)[2].condition_number == pytest.approx(2.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_non_finite_weights_are_refused(bad):
+    model = stack(depth=2)
+    with torch.no_grad():
+        model[1].attn.c_attn.weight[13, 0] = bad
+    with pytest.raises(wc.WeightError, match=r"1.attn \(k\): NaN or infinite weights in heads \[0\]"):
+        wc.condition_(model, "polar")
+    assert not corrections(model) and wc.conditioning_of(model) is None
+
+
+def test_diverged_weights_stay_visible_in_the_forward():
+    model = stack(depth=1)
+    wc.condition_(model, "polar")
+    with torch.no_grad():
+        model[0].attn.c_attn._parameters["weight"][30, 0] = float("nan")
+    assert model(torch.randn(1, 4, 12)).isnan().any()
+    with pytest.raises(wc.WeightError, match="nothing was folded"):
+        wc.fold_(model)
+    assert corrections(model)
+
+
+def test_bad_options_list_the_choices():
+    model = stack(depth=1)
+    with pytest.raises(wc.UnknownChoiceError, match="'balanced', 'identity', 'polar'"):
+        wc.condition_(model, "svd")
+    with pytest.raises(wc.UnknownChoiceError, match="expected one of 'lam', 'layout'"):
+        wc.condition_(model, "identity", lambda_=1.0)
+    with pytest.raises(wc.UnknownChoiceError, match="'joint', 'per_head'"):
+        wc.condition_(model, "identity", layout="fused")
+    with pytest.raises(ValueError, match="lam: expected a finite number, got nan"):
+        wc.condition_(model, "identity", lam=float("nan"))
+    with pytest.raises(ValueError, match="at least 1, got 0.5"):
+        wc.condition_(model, "balanced", target=0.5)
+    with pytest.raises(wc.UnknownChoiceError, match="projection of lam"):
+        wc.condition_(model, "identity", lam={"o": 1.0})
+    assert not corrections(model)
+
+
+def test_conditioning_twice_and_initialising_a_conditioned_model_are_refused():
+    model = wc.condition_(stack(depth=1), "balanced")
+    with pytest.raises(wc.ConditioningError, match="already conditioned; call wellcond.fold_"):
+        wc.condition_(model, "balanced")
+    with pytest.raises(wc.ConditioningError, match="already conditioned; call wellcond.fold_"):
+        wc.init_(model)
+    wc.fold_(model)
+    wc.init_(model)
+    wc.condition_(model, "polar")
+
+
+def test_meta_frozen_and_tied_parameters_are_refused():
+    with torch.device("meta"):
+        on_meta = stack(depth=1)
+    with pytest.raises(wc.WeightError, match="meta device"):
+        wc.condition_(on_meta, "polar")
+    frozen = stack(depth=1)
+    frozen[0].attn.c_attn.weight.requires_grad_(False)
+    with pytest.raises(wc.WeightError, match="frozen"):
+        wc.condition_(frozen, "polar")
+    tied = stack(XTransformersAttention, depth=1)
+    tied[0].attn.to_k.weight = tied[0].attn.to_q.weight
+    with pytest.raises(wc.WeightError, match="tied"):
+        wc.condition_(tied, "polar", projections="q")
+
+
+def test_weights_tied_alike_are_folded_once():
+    model = stack(XTransformersAttention, depth=2)
+    model[1].attn.to_q.weight = model[0].attn.to_q.weight
+    x = torch.randn(1, 4, 12)
+    wc.condition_(model, "identity", lam=0.5)
+    conditioned = model(x)
+    wc.fold_(model)
+    assert model[1].attn.to_q.weight is model[0].attn.to_q.weight
+    torch.testing.assert_close(model(x), conditioned)

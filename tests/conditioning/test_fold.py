@@ -1,0 +1,300 @@
+"""Surgery restoration, checkpoints and everything that people do with models in between."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import timm
+import torch
+from conditioning.test_condition import IDS, METHODS, corrections, every_storage, vit
+from models import XTransformersAttention, stack
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import wellcond as wc
+
+X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+def everything_about(model):
+    """All that must survive `condition_` then `fold_`, except values."""
+    return {
+        "classes": [type(m) for m in model.modules()],
+        "instance dicts": [sorted(vars(m)) for m in model.modules()],
+        "parameters": [(name, id(p), p.dtype, p.device, p.requires_grad) for name, p in model.named_parameters()],
+        "keys": list(model.state_dict()),
+        "training": [m.training for m in model.modules()],
+        "hooks": [
+            (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._load_state_dict_pre_hooks))
+            for m in model.modules()
+        ],
+    }
+
+
+@pytest.mark.parametrize("method, options", METHODS, ids=IDS)
+def test_folding_restores_a_plain_model_with_the_same_outputs(method, options):
+    model = vit().eval()
+    model.blocks[0].attn.register_forward_hook(lambda *_: None)
+    model.blocks[1].train()
+    before = everything_about(model)
+    wc.condition_(model, method, **options)
+    conditioned = model(X)
+    assert wc.fold_(model) is model
+    assert everything_about(model) == before
+    torch.testing.assert_close(model(X), conditioned, rtol=0, atol=1e-6)
+    fresh = vit().eval()
+    fresh.load_state_dict(model.state_dict())
+    torch.testing.assert_close(fresh(X), conditioned, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", list(every_storage()))
+def test_every_storage_folds(name):
+    model = every_storage()[name].eval()
+    before = everything_about(model)
+    wc.fold_(wc.condition_(model, "balanced"))
+    assert everything_about(model) == before
+
+
+def test_an_optimiser_made_before_still_trains_after():
+    model = vit()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    wc.condition_(model, "balanced")
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(X).square().sum().backward()
+        optimizer.step()
+    wc.fold_(model)
+    before = model.blocks[0].attn.qkv.weight.clone()
+    model(X).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.blocks[0].attn.qkv.weight, before)
+
+
+def test_folding_a_plain_model_or_a_part_is_refused():
+    model = vit()
+    with pytest.raises(wc.ConditioningError, match="nothing to fold"):
+        wc.fold_(model)
+    wc.condition_(model, "balanced")
+    with pytest.raises(wc.ConditioningError, match="fold the whole model"):
+        wc.fold_(model.blocks[0])
+    wrapper = nn.Sequential(model)
+    wc.fold_(wrapper)
+    assert wc.conditioning_of(model) is None
+
+
+@pytest.mark.parametrize("method, options", METHODS, ids=IDS)
+def test_folded_is_plain_inside_and_exact_after(method, options):
+    model = vit().eval()
+    keys = list(model.state_dict())
+    wc.condition_(model, method, **options)
+    raw = {name: p.clone() for name, p in model.named_parameters()}
+    output, inside = model(X), everything_about(model)
+    with wc.folded(model) as plain:
+        assert plain is model and list(model.state_dict()) == keys
+        torch.testing.assert_close(model(X), output, rtol=0, atol=1e-6)
+        assert wc.conditioning_of(model) is None
+    assert everything_about(model) == inside
+    assert all(torch.equal(p, raw[name]) for name, p in model.named_parameters())
+    assert torch.equal(model(X), output)
+
+
+def test_folded_restores_after_an_error():
+    model = wc.condition_(vit(), "polar")
+    with pytest.raises(ZeroDivisionError), wc.folded(model):
+        raise ZeroDivisionError
+    assert wc.conditioning_of(model)["method"] == "polar" and corrections(model)
+
+
+@pytest.mark.parametrize("method, options", METHODS, ids=IDS)
+def test_training_checkpoints_resume_exactly(method, options):
+    def make():
+        torch.manual_seed(1)
+        model = wc.condition_(vit(), method, **options)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def train(model, optimizer, steps):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(X), torch.tensor([0, 1])).backward()
+            optimizer.step()
+
+    model, optimizer = make()
+    plain_keys = set(vit().state_dict())
+    train(model, optimizer, 2)
+    buffer = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
+    extra = set(model.state_dict()) - plain_keys
+    assert plain_keys <= set(model.state_dict()) and sum(key.startswith("wellcond: ") for key in extra) == 1
+    train(model, optimizer, 2)
+
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    torch.manual_seed(99)
+    resumed = wc.condition_(vit(), method, **options)
+    resumed_optimizer = torch.optim.AdamW(resumed.parameters(), lr=0.01)
+    resumed.load_state_dict(saved["model"])
+    resumed_optimizer.load_state_dict(saved["optimizer"])
+    train(resumed, resumed_optimizer, 2)
+    for (name, a), b in zip(model.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_a_marked_checkpoint_tells_a_plain_model_what_to_run():
+    conditioned = wc.condition_(vit(), "identity", lam=0.5)
+    with pytest.raises(RuntimeError, match=r"load this after condition_\(model, 'identity', lam=5e-1, layout='joint'\)"):
+        vit().load_state_dict(conditioned.state_dict())
+
+
+@pytest.mark.parametrize("options", [{}, {"frozen": True}])
+def test_a_plain_checkpoint_in_a_conditioned_model_counts_as_raw(options):
+    source, target = vit().eval(), wc.condition_(vit().eval(), "polar", **options)
+    with pytest.warns(wc.CheckpointWarning, match="taken as raw weights"):
+        target.load_state_dict(source.state_dict())
+    wc.condition_(source, "polar", **options)
+    torch.testing.assert_close(target(X), source(X))
+
+
+def test_a_partial_state_dict_without_attention_loads_quietly():
+    model = wc.condition_(vit(), "polar")
+    result = model.load_state_dict({"head.bias": torch.ones(5)}, strict=False)
+    assert not result.unexpected_keys and torch.equal(model.head.bias, torch.ones(5))
+
+
+def test_a_checkpoint_of_another_conditioning_is_refused_whole():
+    source = wc.condition_(vit(), "identity", lam=0.5)
+    target = wc.condition_(vit(), "identity", lam=0.25)
+    before = {key: value.clone() for key, value in target.state_dict().items()}
+    with pytest.raises(wc.CheckpointMismatchError, match="nothing was loaded"):
+        target.load_state_dict(source.state_dict())
+    assert all(torch.equal(value, before[key]) for key, value in target.state_dict().items())
+
+
+def test_a_conditioned_submodule_keeps_its_prefix():
+    model = nn.Sequential(nn.Identity(), wc.condition_(vit().eval(), "balanced"))
+    fresh = nn.Sequential(nn.Identity(), wc.condition_(vit().eval(), "balanced"))
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(fresh(X), model(X))
+
+
+@pytest.mark.parametrize("method, options", METHODS, ids=IDS)
+def test_deepcopy_and_pickle_are_independent_models(method, options):
+    model = wc.condition_(vit().eval(), method, **options)
+    output = model(X)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(X), output)
+        with torch.no_grad():
+            for p in twin.parameters():
+                p.add_(0.01)
+        assert torch.equal(model(X), output) and not torch.equal(twin(X), output)
+        wc.fold_(twin)
+        assert corrections(model) and not corrections(twin)
+
+
+def test_recondition_follows_a_record():
+    model = vit()
+    sites = wc.find_attention(model)[1:]
+    wc.condition_(model, "balanced", target=1.5, projections="kq", sites=sites)
+    record = wc.conditioning_of(model)
+    assert record == {
+        "method": "balanced", "target": 1.5, "layout": "per_head", "frozen": False, "projections": "kq",
+        "sites": ["blocks.1.attn"],
+    }  # fmt: skip
+    twin = wc.recondition_(vit(), record)
+    assert wc.conditioning_of(twin) == record
+    with pytest.raises(wc.WeightError, match="which this model does not have"):
+        wc.recondition_(vit(depth=1), record)
+
+
+@pytest.mark.parametrize("method, options", METHODS, ids=IDS)
+def test_gradient_checkpointing(method, options):
+    model = wc.condition_(vit(), method, **options)
+    model(X).sum().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    for reentrant in (True, False):
+        model.zero_grad()
+        x = X.clone().requires_grad_()
+        checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p.grad, expected[name], msg=name)
+
+
+def test_timm_gradient_checkpointing_switch():
+    model = wc.condition_(vit(), "balanced")
+    expected = model(X)
+    model.set_grad_checkpointing(True)
+    out = model(X)
+    torch.testing.assert_close(out, expected)
+    out.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("method, options", METHODS, ids=IDS)
+def test_moving_between_dtypes(method, options):
+    model = wc.condition_(vit().eval(), method, **options)
+    output = model(X)
+    torch.testing.assert_close(model.double()(X.double()).float(), output, rtol=1e-4, atol=1e-5)
+    assert torch.equal(model.float()(X), output)
+
+
+def test_bfloat16_storage_warns_when_the_weight_would_vanish():
+    with pytest.warns(wc.NumericalWarning) as caught:
+        wc.condition_(vit(depth=1).bfloat16(), "identity", lam=10.0)
+    assert any("rounded away" in str(w.message) for w in caught)
+    wc.condition_(vit(depth=1).bfloat16(), "identity", lam=0.5)
+
+
+def test_functional_call_sees_the_correction():
+    model = wc.condition_(vit().eval(), "polar")
+    parameters = {name: p.detach() * 1.1 for name, p in model.named_parameters()}
+    output = torch.func.functional_call(model, parameters, (X,))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(parameters[name])
+    torch.testing.assert_close(model(X), output)
+    grads = torch.func.grad(lambda p: torch.func.functional_call(model, p, (X,)).sum())(dict(model.named_parameters()))
+    model(X).sum().backward()
+    torch.testing.assert_close(grads["blocks.0.attn.qkv.weight"], model.blocks[0].attn.qkv._parameters["weight"].grad)
+
+
+def test_inference_mode_and_eval_fast_path():
+    layer = nn.TransformerEncoderLayer(24, 3, 32, batch_first=True, dropout=0.0)
+    wc.condition_(layer, "identity", lam=0.4)
+    x = torch.randn(2, 5, 24)
+    trained = layer(x)
+    layer.eval()
+    with torch.inference_mode():
+        torch.testing.assert_close(layer(x), trained, rtol=1e-4, atol=1e-5)
+    wc.fold_(layer)
+    torch.testing.assert_close(layer(x), trained, rtol=1e-4, atol=1e-5)
+
+
+def test_exponential_moving_average_of_timm():
+    model = wc.condition_(vit(), "balanced")
+    average = timm.utils.ModelEmaV3(model, decay=0.5)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1)
+    average.update(model)
+    assert wc.conditioning_of(average.module) == wc.conditioning_of(model)
+    assert average.module(X).isfinite().all()
+
+
+def test_failure_part_way_leaves_the_model_as_it_was(monkeypatch):
+    model = stack(XTransformersAttention, depth=2)
+    before = everything_about(model)
+    import wellcond.conditioning.apply as apply
+
+    calls = []
+    original = apply.SpectralCorrection.compute
+
+    def breaks(self, raw):
+        calls.append(raw)
+        if len(calls) == 4:
+            raise RuntimeError("out of memory")
+        return original(self, raw)
+
+    monkeypatch.setattr(apply.SpectralCorrection, "compute", breaks)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        wc.condition_(model, "polar", frozen=True)
+    assert everything_about(model) == before

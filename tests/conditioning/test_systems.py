@@ -1,0 +1,133 @@
+"""torch.compile, mixed precision and DistributedDataParallel, each in the real thing."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing
+from conditioning.test_condition import corrections, vit
+from torch import nn
+
+import wellcond as wc
+
+X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+Y = torch.tensor([0, 1, 2, 3])
+CASES = [("identity", {"lam": 0.5}), ("polar", {}), ("balanced", {}), ("polar", {"frozen": True})]
+
+
+def train(model, steps, data=(X, Y)):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(data[0]), data[1])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def twins(method, options):
+    torch.manual_seed(0)
+    model = vit()
+    other = vit()
+    other.load_state_dict(model.state_dict())
+    return wc.condition_(model, method, **options), wc.condition_(other, method, **options)
+
+
+@pytest.mark.parametrize("method, options", CASES)
+def test_compiled_training_follows_eager_training_without_graph_breaks(method, options):
+    eager, other = twins(method, options)
+    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
+    assert train(compiled, 4) == pytest.approx(train(eager, 4), rel=1e-5)
+    if method != "identity" and not options:
+        # one computation per weight version, in the compiled graph too
+        assert {c.num_computed for c in corrections(other)} == {4}
+
+
+@pytest.mark.filterwarnings("ignore")  # inductor's own
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor():
+    eager, other = twins("balanced", {})
+    compiled = torch.compile(other, fullgraph=True)
+    assert train(compiled, 3) == pytest.approx(train(eager, 3), rel=1e-4)
+    wc.fold_(other)
+    torch._dynamo.reset()
+    torch.testing.assert_close(other(X), eager(X), rtol=1e-3, atol=1e-4)
+
+
+AUTOCAST = """
+import torch, warnings
+from torch import nn
+torch.set_num_threads(1)
+import sys; sys.path.insert(0, {tests!r})
+from conditioning.test_systems import X, Y, twins
+import wellcond as wc
+for method, options in (("identity", dict(lam=0.5)), ("polar", {{}}), ("balanced", {{}})):
+    full, mixed = twins(method, options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = nn.functional.cross_entropy(mixed(X).float(), Y)
+    loss.backward()
+    reference = nn.functional.cross_entropy(full(X), Y)
+    reference.backward()
+    assert abs(loss.item() - reference.item()) < 0.02, (method, loss, reference)
+    for (name, a), b in zip(mixed.named_parameters(), full.parameters()):
+        assert a.dtype == a.grad.dtype == torch.float32
+        assert (a.grad - b.grad).norm() <= 0.1 * b.grad.norm() + 1e-4, (method, name)
+    # the correction itself is computed in float32, not in the autocast dtype
+    site, plain = wc.find_attention(mixed)[0], wc.find_attention(full)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(site.q.read(), plain.q.read())
+    for dtype in (torch.bfloat16, torch.float16):
+        half = twins(method, options)[0].to(dtype)
+        assert half(X.to(dtype)).dtype == dtype
+        out = wc.fold_(half)(X.to(dtype))
+        assert out.isfinite().all()
+print("done")
+"""
+
+
+def test_autocast_and_half_precision():
+    # bfloat16 products need this variable on some CPUs (illegal instruction otherwise), so a process of its own.
+    tests = str(Path(__file__).parents[1])
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
+    command = [sys.executable, "-c", AUTOCAST.format(tests=tests)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip().endswith("done")
+
+
+def ddp_worker(rank, path, method, options):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
+    model, _ = twins(method, options)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    half = slice(2 * rank, 2 * rank + 2)
+    train(parallel, 3, (X[half], Y[half]))
+    if rank == 0:
+        torch.save(model.state_dict(), f"{path}/state.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("method, options", [("identity", {"lam": 0.5}), ("balanced", {})])
+def test_two_ddp_ranks_equal_one_process(tmp_path, method, options):
+    torch.multiprocessing.spawn(ddp_worker, args=(str(tmp_path), method, options), nprocs=2)
+    single, fresh = twins(method, options)
+    train(single, 3)
+    fresh.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for (name, a), b in zip(fresh.named_parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("method, options", CASES)
+def test_gpu(method, options):
+    on_cpu, on_gpu = twins(method, options)
+    on_gpu.cuda()
+    torch.testing.assert_close(on_gpu(X.cuda()).cpu(), on_cpu(X), rtol=1e-3, atol=1e-4)
+    wc.fold_(on_gpu)
+    torch.testing.assert_close(on_gpu(X.cuda()).cpu(), on_cpu(X), rtol=1e-3, atol=1e-4)

@@ -1,0 +1,120 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wellcond.errors import UnknownChoiceError, WeightError
+from wellcond.linalg.corrections import balanced_correction, polar_correction
+from wellcond.linalg.orthogonal import polar, random_semi_orthogonal
+from wellcond.linalg.spectrum import singular_values, spectra, spectrum
+
+F64 = torch.float64
+
+
+def svd_polar(w):
+    u, s, vh = torch.linalg.svd(w.double(), full_matrices=False)
+    return u @ vh, s
+
+
+def with_singular_values(s, rows, columns, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    u = torch.linalg.qr(torch.randn(rows, len(s), generator=generator, dtype=F64)).Q
+    v = torch.linalg.qr(torch.randn(columns, len(s), generator=generator, dtype=F64)).Q
+    return (u * torch.tensor(s, dtype=F64)) @ v.T
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 12), st.floats(0, 12), st.sampled_from([torch.float32, F64]))
+def test_polar_is_the_svd_one_at_any_condition_number(rows, columns, log_kappa, dtype):
+    k = min(rows, columns)
+    log_kappa = min(log_kappa, 5.0) if dtype is torch.float32 else log_kappa
+    s = torch.logspace(0, -log_kappa if k > 1 else 0, k, dtype=F64).tolist()
+    w = with_singular_values(s, rows, columns).to(dtype)
+    factor, exact = svd_polar(w)
+    parts = polar(w[None])
+    eps = torch.finfo(dtype).eps
+    # The factor is semi-orthogonal whatever kappa; its distance to the SVD's grows like kappa * eps by nature.
+    torch.testing.assert_close(singular_values(parts.factor[0]), torch.ones(k, dtype=F64), rtol=0, atol=300 * eps)
+    assert (parts.factor[0].double() - factor).norm() <= 300 * 10**log_kappa * 2.3e-16 + 300 * eps
+    assert parts.sigma_max[0].item() == pytest.approx(exact[0].item(), rel=50 * eps)
+
+
+def test_a_batch_mixes_all_routes():
+    rows = [torch.eye(3, dtype=F64), with_singular_values([1, 1e-3, 1e-6], 3, 3), torch.zeros(3, 3, dtype=F64)]
+    parts = polar(torch.stack(rows))
+    assert torch.equal(parts.factor[2], torch.zeros(3, 3, dtype=F64))
+    torch.testing.assert_close(parts.factor[1], svd_polar(rows[1])[0], atol=1e-9, rtol=0)
+    torch.testing.assert_close(parts.factor[0], torch.eye(3, dtype=F64))
+
+
+def test_non_finite_matrices_do_not_spoil_their_neighbours():
+    w = torch.stack([torch.eye(2), torch.full((2, 2), torch.nan)])
+    parts = polar(w)
+    torch.testing.assert_close(parts.factor[0], torch.eye(2))
+    assert torch.equal(parts.factor[1], torch.zeros(2, 2)) and parts.sigma_max[1].isnan()
+
+
+@pytest.mark.parametrize("source", ["svd", "qr"])
+@pytest.mark.parametrize("rows, columns", [(4, 9), (9, 4), (6, 6)])
+def test_random_semi_orthogonal_has_unit_singular_values(source, rows, columns):
+    drawn = random_semi_orthogonal(7, rows, columns, source=source)
+    ones = torch.ones(7, min(rows, columns), dtype=F64)
+    torch.testing.assert_close(singular_values(drawn), ones, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("source", ["svd", "qr"])
+def test_random_semi_orthogonal_is_haar(source):
+    # Under the Haar measure every entry has mean 0, variance 1/D and fourth moment 3 / (D (D + 2)).
+    D = 8
+    drawn = random_semi_orthogonal(40_000, 3, D, source=source, generator=torch.Generator().manual_seed(0))
+    assert drawn.mean((0)).abs().max() < 0.01
+    torch.testing.assert_close(drawn.square().mean(0), torch.full((3, D), 1 / D), rtol=0.03, atol=0)
+    torch.testing.assert_close(drawn.pow(4).mean(0), torch.full((3, D), 3 / (D * (D + 2))), rtol=0.06, atol=0)
+
+
+def test_unknown_source_lists_the_choices():
+    with pytest.raises(UnknownChoiceError, match="'svd', 'qr'"):
+        random_semi_orthogonal(1, 2, 2, source="cayley")
+
+
+def test_theorem_35_numbers():
+    # theory.md, T1
+    cases = [
+        ([[3.0, 0], [0, 1]], [[3.0, 0], [0, 3]], 1.5),
+        ([[0.0, -3], [1, 0]], [[0.0, -3], [3, 0]], 1.5),
+        ([[1.0, 0], [0, 0]], None, 2.0),
+    ]
+    for w, expected, kappa in cases:
+        w = torch.tensor(w, dtype=F64)
+        c = polar_correction(w[None])[0]
+        if expected is not None:
+            torch.testing.assert_close(c, torch.tensor(expected, dtype=F64))
+        assert spectrum(w + c).condition_number == pytest.approx(kappa, rel=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 8), st.integers(2, 8), st.floats(1.0, 10.0), st.integers(0, 10_000))
+def test_balanced_keeps_the_norm_and_meets_the_target(rows, columns, target, seed):
+    w = torch.randn(1, rows, columns, generator=torch.Generator().manual_seed(seed), dtype=F64)
+    before, after = spectra(w)[0], spectra(w + balanced_correction(w, target=target))[0]
+    assert after.sigma_max == pytest.approx(before.sigma_max, rel=1e-9)
+    assert after.condition_number <= target * (1 + 1e-9)
+    # Exactly: sigma_i becomes (1 - 1/t) sigma_i + sigma_1 / t.
+    assert after.sigma_min == pytest.approx((1 - 1 / target) * before.sigma_min + before.sigma_max / target, rel=1e-8)
+
+
+def test_balanced_reaches_its_target_on_rank_deficient_weights():
+    w = torch.diag(torch.tensor([2.0, 1.0, 0.0], dtype=F64))[None]
+    assert spectra(w + balanced_correction(w, target=4.0))[0].condition_number == pytest.approx(4.0)
+
+
+def test_spectrum_of_degenerate_matrices():
+    zero = spectrum(torch.zeros(2, 3))
+    assert (zero.rank, zero.nullity) == (0, 2) and zero.condition_number != zero.condition_number
+    deficient = spectrum(torch.diag(torch.tensor([2.0, 1.0, 0.0])))
+    assert deficient.condition_number == float("inf") and deficient.pseudo_condition_number == 2.0
+    with pytest.raises(WeightError, match="NaN or infinity"):
+        spectrum(torch.tensor([[float("nan")]]))
+    with pytest.raises(ValueError, match="expected a matrix"):
+        spectrum(torch.zeros(3))
+    assert deficient.to_dict()["nullity"] == 1
