@@ -197,7 +197,7 @@ def test_recondition_follows_a_record():
     wc.condition_(model, "balanced", target=1.5, projections="kq", sites=sites)
     record = wc.conditioning_of(model)
     assert record == {
-        "method": "balanced", "target": 1.5, "layout": "per_head", "frozen": False, "projections": "kq",
+        "method": "balanced", "target": 1.5, "layout": "per_head", "frozen": False, "projections": "qk",
         "sites": ["blocks.1.attn"],
     }  # fmt: skip
     twin = wc.recondition_(vit(), record)

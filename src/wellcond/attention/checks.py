@@ -29,7 +29,7 @@ def choose_sites(model: nn.Module, sites: Sequence[AttentionSite] | None) -> lis
 
 
 def choose_projections(projections: str) -> str:
-    """Validate a subset of q, k, v given as letters.
+    """Validate a subset of q, k, v given as letters; returned in that order.
 
     Raises: UnknownChoiceError for another letter, ValueError for none or twice the same.
     """
@@ -37,7 +37,7 @@ def choose_projections(projections: str) -> str:
         raise ValueError(f"projections: expected a subset of 'qkv' such as 'qk', got {projections!r}")
     for letter in projections:
         check_choice("projection", letter, ("q", "k", "v"))
-    return projections
+    return "".join(letter for letter in "qkv" if letter in projections)
 
 
 def check_writable(model: nn.Module, sites: Iterable[AttentionSite], projections: Iterable[str], verb: str) -> None:

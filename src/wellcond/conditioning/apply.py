@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.checks import check_finite, check_writable, choose_projections, choose_sites
+from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.conditioning import warnings as advice
 from wellcond.conditioning.attach import attach, corrections_of, detach
@@ -82,7 +83,8 @@ def condition_(
         if isinstance(correction, FrozenCorrection):
             owner.register_buffer(correction.buffer_name, buffer)
         attach(owner, name, correction)
-    mark(model, _call_text(chosen_method, chosen, sites is not None), _settings(chosen_method, chosen, found))
+    some = sites is not None and len(found) < len(find_attention(model, strict=False))
+    mark(model, _call_text(chosen_method, chosen, some), _settings(chosen_method, chosen, found))
     return model
 
 
@@ -142,7 +144,7 @@ def _settings(method: Method, projections: str, sites: list[AttentionSite]) -> d
     return {
         "method": method.name,
         **method.settings,
-        "projections": "".join(sorted(projections)),
+        "projections": projections,
         "sites": [site.name for site in sites],
     }
 

@@ -81,9 +81,7 @@ def conditioned(
         check_choice("output", output, get_args(Output))
     for site in context.sites:
         linear_path = site.roles["value"] if roles == "by_role" else "v"
-        for role in "qkv":
-            if role not in chosen:
-                continue
+        for role in chosen:
             slot = site.slots[role]
             if role == linear_path and value != "orthogonal":
                 weights = value_scale * identity_heads(slot, layout=value)
@@ -144,9 +142,7 @@ def gaussian(
     check_choice("value", value, ("gaussian", "per_head", "joint"))
     chosen = choose_projections(projections)
     for site in context.sites:
-        for role in "qkv":
-            if role not in chosen:
-                continue
+        for role in chosen:
             slot = site.slots[role]
             if role == site.roles["value"] and value != "gaussian":
                 yield head_write(site, role, identity_heads(slot, layout=value))

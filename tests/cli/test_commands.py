@@ -1,0 +1,191 @@
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file, save_model
+
+import wellcond as wc
+from wellcond.cli.main import main
+from wellcond.cli.models import ModelSpecError, build_model, parse_values
+from wellcond.linalg.spectrum import spectra
+
+SMALL_VIT = ["--model-arg", "depth=2", "--model-arg", "embed_dim=24", "--model-arg", "num_heads=3"]
+VIT = "timm:vit_tiny_patch16_224"
+
+
+def small_vit():
+    return timm.create_model("vit_tiny_patch16_224", depth=2, embed_dim=24, num_heads=3)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Call the command as the console script does: (exit code or message, standard output)."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["wellcond", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code, capsys.readouterr().out
+
+    return call
+
+
+def test_inspect_prints_every_attention(run):
+    code, out = run("inspect", VIT, *SMALL_VIT)
+    assert code == 0
+    for word in ("blocks.0.attn", "blocks.1.attn", "softmax", "8 x 24", "fused blocks", "κ(W_Q)", "2 attentions"):
+        assert word in out
+
+
+def test_inspect_json_holds_the_true_condition_numbers(run, tmp_path):
+    model = wc.init_(small_vit(), "conditioned")
+    save_model(model, tmp_path / "w.safetensors")
+    code, out = run("inspect", VIT, *SMALL_VIT, "--weights", tmp_path / "w.safetensors", "--json")
+    row = json.loads(out)["sites"][0]
+    expected = max(s.condition_number for s in spectra(wc.find_attention(model)[0].k.read()))
+    assert code == 0 and row["kappa_k"] == pytest.approx(expected) and row["kappa_v"] == 1.0
+    assert (row["num_heads"], row["head_dim"], row["in_features"], row["scale"]) == (3, 8, 24, 8**-0.5)
+
+
+def test_init_writes_a_plain_checkpoint(run, tmp_path):
+    source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    save_model(small_vit(), source)
+    code, out = run(
+        "init", VIT, *SMALL_VIT, "--method", "conditioned", "--option", "value=joint", "--weights", source, "-o", target
+    )
+    assert code == 0 and "2 attentions" in out
+    before, after = load_file(source), load_file(target)
+    assert before.keys() == after.keys()
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert changed == {"blocks.0.attn.qkv.weight", "blocks.1.attn.qkv.weight"}
+    torch.testing.assert_close(after["blocks.0.attn.qkv.weight"][48:], torch.eye(24))
+
+
+def test_init_by_weight_selection(run, tmp_path):
+    teacher = timm.create_model("vit_small_patch16_224")
+    save_model(teacher, tmp_path / "teacher.safetensors")
+    code, _ = run(
+        "init", "timm:vit_tiny_patch16_224", "--method", "weight_selection", "--teacher", "timm:vit_small_patch16_224",
+        "--teacher-weights", tmp_path / "teacher.safetensors", "-o", tmp_path / "student.safetensors",
+    )  # fmt: skip
+    student = load_file(tmp_path / "student.safetensors")
+    assert code == 0 and torch.equal(student["blocks.3.norm1.weight"], teacher.blocks[3].norm1.weight[::2])
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_fold_reads_the_correction_from_the_checkpoint(run, tmp_path, suffix):
+    model = wc.condition_(small_vit().eval(), "balanced", target=1.5)
+    source, target = tmp_path / f"conditioned.{suffix}", tmp_path / "plain.safetensors"
+    if suffix == "pt":
+        torch.save({"state_dict": model.state_dict()}, source)
+    else:
+        save_file(model.state_dict(), source)
+    code, out = run("fold", VIT, *SMALL_VIT, "--weights", source, "-o", target)
+    assert code == 0 and "folded 'balanced' into 2 attentions" in out
+    plain = small_vit().eval()
+    plain.load_state_dict(load_file(target))
+    x = torch.randn(1, 3, 224, 224)
+    torch.testing.assert_close(plain(x), model(x), rtol=0, atol=1e-6)
+    code, _ = run("fold", VIT, *SMALL_VIT, "--weights", target, "-o", tmp_path / "again.safetensors")
+    assert "plain checkpoint already" in code
+
+
+def test_inspect_shows_effective_weights_of_a_conditioned_checkpoint(run, tmp_path):
+    save_file(wc.condition_(small_vit(), "balanced", target=1.5).state_dict(), tmp_path / "c.safetensors")
+    _, out = run("inspect", VIT, *SMALL_VIT, "--weights", tmp_path / "c.safetensors", "--json")
+    report = json.loads(out)
+    assert report["conditioning"]["method"] == "balanced" and report["sites"][0]["kappa_q"] <= 1.5
+
+
+def test_outputs_are_never_overwritten_by_accident(run, tmp_path):
+    target = tmp_path / "out.safetensors"
+    target.write_bytes(b"precious")
+    code, _ = run("init", VIT, *SMALL_VIT, "-o", target)
+    assert "exists; give another name or --force" in code and target.read_bytes() == b"precious"
+    code, _ = run("init", VIT, *SMALL_VIT, "-o", target, "--force")
+    assert code == 0 and list(tmp_path.iterdir()) == [target]
+    code, _ = run("init", VIT, *SMALL_VIT, "-o", tmp_path / "out.pt")
+    assert "expected an output named *.safetensors" in code
+
+
+def test_hugging_face_types_and_folders(run, tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    arguments = ["n_layer=1", "n_embd=24", "n_head=3", "vocab_size=50"]
+    pairs = [part for argument in arguments for part in ("--model-arg", argument)]
+    code, out = run("inspect", "hf:gpt2", *pairs)
+    assert code == 0 and "h.0.attn" in out and "transposed" in out
+    model = GPT2LMHeadModel(GPT2Config(**parse_values(arguments)))
+    model.save_pretrained(tmp_path / "gpt2")
+    loaded = build_model(f"hf:{tmp_path / 'gpt2'}")
+    assert type(loaded) is GPT2LMHeadModel
+    assert torch.equal(loaded.transformer.h[0].attn.c_attn.weight, model.transformer.h[0].attn.c_attn.weight)
+    # tied lm_head: saved once, loaded whole
+    code, _ = run("init", f"hf:{tmp_path / 'gpt2'}", "-o", tmp_path / "tied.safetensors")
+    code, out = run("inspect", f"hf:{tmp_path / 'gpt2'}", "--weights", tmp_path / "tied.safetensors", "--json")
+    assert code == 0 and json.loads(out)["sites"][0]["kappa_q"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_models_from_a_python_file(run, tmp_path):
+    source = tmp_path / "mine.py"
+    source.write_text(
+        textwrap.dedent("""
+        from torch import nn
+        def build(heads=2):
+            return nn.TransformerEncoderLayer(8, heads)
+        number = 3
+        """)
+    )
+    code, out = run("inspect", f"{source}:build", "--model-arg", "heads=4")
+    assert code == 0 and "self_attn" in out
+    assert "It defines: build" in run("inspect", f"{source}:biuld")[0]
+    assert "no such file" in run("inspect", f"{tmp_path}/none.py:build")[0]
+
+
+def test_bad_models_and_weights_say_what_to_do(run, tmp_path):
+    assert "expected timm:NAME, hf:" in run("inspect", "vit_tiny_patch16_224")[0]
+    assert "Similar names: vit_tiny_patch16_224" in run("inspect", "timm:vit_tiny_patch16")[0]
+    assert "neither a folder nor a configuration type" in run("inspect", "hf:bertt")[0]
+    assert "no such weights file" in run("inspect", VIT, "--weights", tmp_path / "none.safetensors")[0]
+    assert "no attention was found" in run("inspect", "timm:test_convnext")[0]
+    (tmp_path / "bad.safetensors").write_bytes(b"not a checkpoint")
+    assert "not a readable safetensors" in run("inspect", VIT, "--weights", tmp_path / "bad.safetensors")[0]
+    save_model(small_vit(), tmp_path / "small.safetensors")
+    assert "does not fit this model: missing blocks.2" in run("inspect", VIT, "--weights", tmp_path / "small.safetensors")[0]
+    assert "unknown initialisation method" in run("init", VIT, *SMALL_VIT, "--method", "xavier", "-o", tmp_path / "o.safetensors")[0]
+    with pytest.raises(ModelSpecError, match="expected key=value"):
+        parse_values(["depth"])
+
+
+def test_pickles_are_never_loaded(run, tmp_path):
+    class Payload:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "owned"), "w"))
+
+    torch.save({"model": Payload()}, tmp_path / "evil.pt")
+    assert "never unpickles code" in run("inspect", VIT, "--weights", tmp_path / "evil.pt")[0]
+    assert not (tmp_path / "owned").exists()
+
+
+def test_every_command_has_help(run):
+    code, out = run("--help")
+    assert code == 0
+    for command in ("inspect", "init", "fold", "demo"):
+        assert command in out
+        assert run(command, "--help")[0] == 0
+    assert run("--version")[1].strip() == f"wellcond {wc.__version__}"
+
+
+def test_inspect_needs_exactly_one_of_model_and_zoo(run):
+    assert run("inspect")[0] == 2
+    assert run("inspect", VIT, "--zoo", "timm")[0] == 2
+    assert "expected one of 'timm', 'hf'" in run("inspect", "--zoo", "fairseq")[0]
+
+
+def test_the_module_runs_as_a_script():
+    done = subprocess.run([sys.executable, "-m", "wellcond.cli.main", "--version"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("wellcond ")

@@ -1,0 +1,92 @@
+"""Rules of the source tree that a reader relies on."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import wellcond
+
+SRC = Path(wellcond.__file__).parent
+BASE = {"records", "errors"}
+ALLOWED = {
+    "records": set(),
+    "errors": set(),
+    "linalg": BASE,
+    "attention": BASE | {"linalg"},
+    "init": BASE | {"linalg", "attention"},
+    "conditioning": BASE | {"linalg", "attention"},
+    "experiments": BASE | {"linalg", "attention", "init", "conditioning"},
+    "cli": BASE | {"linalg", "attention", "init", "conditioning", "experiments"},
+}
+EXTRAS = ["timm", "torchvision", "transformers", "datasets", "sklearn", "typer", "rich", "safetensors", "pydantic", "plotly"]
+
+
+def imported(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "absolute imports only"
+            yield from ([f"wellcond.{a.name}" for a in node.names] if node.module == "wellcond" else [node.module])
+
+
+@pytest.mark.parametrize("path", sorted(SRC.rglob("*.py")), ids=lambda path: str(path.relative_to(SRC)))
+def test_imports_point_downwards(path):
+    layer = path.relative_to(SRC).parts[0].removesuffix(".py")
+    if layer in ("__init__",):
+        return
+    for name in imported(ast.parse(path.read_text())):
+        root, *rest = name.split(".")
+        if root == "wellcond" and layer != "cli":
+            assert rest and rest[0] in ALLOWED[layer] | {layer}, f"{layer} may not import {name}"
+
+
+def test_importing_wellcond_imports_no_extra():
+    code = f"import sys, wellcond; print([name for name in {EXTRAS} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_importing_wellcond_changes_no_global_state():
+    code = (
+        "import torch, warnings, logging\n"
+        "before = (torch.get_rng_state().tolist(), torch.get_num_threads(), torch.get_default_dtype(), "
+        "len(warnings.filters), logging.getLogger().handlers[:])\n"
+        "import wellcond\n"
+        "after = (torch.get_rng_state().tolist(), torch.get_num_threads(), torch.get_default_dtype(), "
+        "len(warnings.filters), logging.getLogger().handlers[:])\n"
+        "assert before == after"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_no_submodule_hides_a_public_function():
+    modules = {path.stem for path in SRC.iterdir() if path.stem != "__init__"}
+    assert not modules & set(wellcond.__all__)
+
+
+def test_every_public_name_exists_and_is_documented():
+    for name in wellcond.__all__:
+        assert getattr(wellcond, name).__doc__, name
+
+
+def test_a_missing_extra_names_its_install_line():
+    code = (
+        "import sys\n"
+        "for name in ('timm', 'transformers', 'typer', 'sklearn'): sys.modules[name] = None\n"
+        "from wellcond.cli.models import build_model\n"
+        "from wellcond.errors import MissingExtraError\n"
+        "from wellcond.experiments.digits import load_digits, build_vit\n"
+        "for call in (lambda: build_model('timm:x'), lambda: build_model('hf:x'), load_digits, build_vit):\n"
+        "    try: call()\n"
+        "    except MissingExtraError as error: print(error)\n"
+        "from wellcond.cli.main import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    for extra, count in (("vision", 2), ("text", 1), ("train", 1)):
+        assert done.stdout.count(f"pip install 'wellcond[{extra}]'") == count
+    assert done.returncode == 1 and "pip install 'wellcond[cli]'" in done.stderr
