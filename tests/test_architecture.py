@@ -21,7 +21,18 @@ ALLOWED = {
     "experiments": BASE | {"linalg", "attention", "init", "conditioning"},
     "cli": BASE | {"linalg", "attention", "init", "conditioning", "experiments"},
 }
-EXTRAS = ["timm", "torchvision", "transformers", "datasets", "sklearn", "typer", "rich", "safetensors", "pydantic", "plotly"]
+EXTRAS = [
+    "timm",
+    "torchvision",
+    "transformers",
+    "datasets",
+    "sklearn",
+    "typer",
+    "rich",
+    "safetensors",
+    "pydantic",
+    "plotly",
+]
 
 
 def imported(tree):

@@ -2,6 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
+
+import wellcond as wc
+from contracts.harness import randomise_
 from models import (
     Block,
     FusedWithMask,
@@ -11,9 +15,6 @@ from models import (
     XTransformersAttention,
     stack,
 )
-from torch import nn
-
-import wellcond as wc
 
 
 def test_nanogpt_is_found_with_its_facts():
@@ -21,7 +22,7 @@ def test_nanogpt_is_found_with_its_facts():
     assert [site.name for site in sites] == ["0.attn", "1.attn"]
     site = sites[0]
     assert (site.arrangement, site.num_heads, site.head_dim) == ("fused blocks", 3, 4)
-    assert site.scale == pytest.approx(0.5, abs=1e-12) and site.causal is True and not site.rotary
+    assert site.scale == pytest.approx(0.5, rel=1e-6) and site.causal is True and not site.rotary
 
 
 def test_nanogpt_without_flash_has_a_causal_buffer():
@@ -32,7 +33,7 @@ def test_nanogpt_without_flash_has_a_causal_buffer():
 def test_the_same_weights_read_per_head_are_told_apart():
     site = wc.find_attention(InterleavedAttention())[0]
     assert site.arrangement == "fused groups"
-    assert site.scale == pytest.approx(0.7, abs=1e-12) and site.causal is False
+    assert site.scale == pytest.approx(0.7, rel=1e-6) and site.causal is False
     assert site.k.rows[1].tolist() == [16, 17, 18, 19]
 
 
@@ -121,3 +122,42 @@ def test_meta_device_models_are_described():
 def test_shared_modules_are_listed_once():
     block = Block(NanoGPTAttention())
     assert len(wc.find_attention(nn.Sequential(block, block))) == 1
+
+
+@pytest.mark.parametrize(
+    "module",
+    [NanoGPTAttention(), NanoGPTAttention(flash=False), InterleavedAttention(), XTransformersAttention(kv_heads=2)],
+    ids=lambda module: type(module).__name__,
+)
+def test_heads_reproduce_the_forward(module):
+    randomise_(module)
+    site = wc.find_attention(module)[0]
+    x = torch.randn(2, 6, 12, dtype=torch.float64)
+    output = module(x) * 0
+    for h in range(site.num_heads):
+        kv = h // (site.num_heads // site.num_kv_heads)
+        q, k, v = (
+            x @ slot.read()[at].T + (0 if slot.read_bias() is None else slot.read_bias()[at])
+            for slot, at in ((site.q, h), (site.k, kv), (site.v, kv))
+        )
+        logits = site.scale * q @ k.mT
+        if site.causal:
+            logits = logits.masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
+        output = output + logits.softmax(-1) @ v @ site.o.read()[h].T
+    bias = site.o.read_bias()
+    torch.testing.assert_close(output + (0 if bias is None else bias), module(x))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.ao announces its end
+def test_quantised_modules_are_refused_by_name():
+    import timm
+
+    model = timm.models.VisionTransformer(img_size=8, patch_size=4, embed_dim=24, depth=1, num_heads=3)
+    quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+    with pytest.raises(wc.WeightError, match=r"dynamic.*holds no weight tensor \(quantised\?\)"):
+        wc.find_attention(quantised)
+    stored_as_integers = nn.MultiheadAttention(8, 2)
+    stored_as_integers.in_proj_weight = nn.Parameter(torch.zeros(24, 8, dtype=torch.int8), requires_grad=False)
+    for verb in (wc.init_, wc.condition_):
+        with pytest.raises(wc.WeightError, match=r"stored as torch.int8 \(quantised\?\)"):
+            verb(stored_as_integers)

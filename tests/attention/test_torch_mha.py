@@ -1,9 +1,9 @@
 import pytest
 import torch
-from contracts.harness import randomise_
 from torch import nn
 
 import wellcond as wc
+from contracts.harness import randomise_
 
 
 def reference(site, query, key, value, *, causal=False):

@@ -155,8 +155,14 @@ def test_bad_models_and_weights_say_what_to_do(run, tmp_path):
     (tmp_path / "bad.safetensors").write_bytes(b"not a checkpoint")
     assert "not a readable safetensors" in run("inspect", VIT, "--weights", tmp_path / "bad.safetensors")[0]
     save_model(small_vit(), tmp_path / "small.safetensors")
-    assert "does not fit this model: missing blocks.2" in run("inspect", VIT, "--weights", tmp_path / "small.safetensors")[0]
-    assert "unknown initialisation method" in run("init", VIT, *SMALL_VIT, "--method", "xavier", "-o", tmp_path / "o.safetensors")[0]
+    assert (
+        "does not fit this model: missing blocks.2"
+        in run("inspect", VIT, "--weights", tmp_path / "small.safetensors")[0]
+    )
+    assert (
+        "unknown initialisation method"
+        in run("init", VIT, *SMALL_VIT, "--method", "xavier", "-o", tmp_path / "o.safetensors")[0]
+    )
     with pytest.raises(ModelSpecError, match="expected key=value"):
         parse_values(["depth"])
 

@@ -7,11 +7,11 @@ import pytest
 import timm
 import torch
 import torch.utils.checkpoint
-from models import NanoGPTAttention, XTransformersAttention, stack
 from torch import nn
 from transformers import GPT2Config, GPT2Model
 
 import wellcond as wc
+from models import NanoGPTAttention, XTransformersAttention, stack
 from wellcond.conditioning.attach import corrections_of
 from wellcond.linalg.orthogonal import polar
 from wellcond.linalg.spectrum import spectra

@@ -7,12 +7,12 @@ import pickle
 import pytest
 import timm
 import torch
-from conditioning.test_condition import IDS, METHODS, corrections, every_storage, vit
-from models import XTransformersAttention, stack
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import wellcond as wc
+from conditioning.test_condition import IDS, METHODS, corrections, every_storage, vit
+from models import XTransformersAttention, stack
 
 X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
@@ -142,7 +142,9 @@ def test_training_checkpoints_resume_exactly(method, options):
 
 def test_a_marked_checkpoint_tells_a_plain_model_what_to_run():
     conditioned = wc.condition_(vit(), "identity", lam=0.5)
-    with pytest.raises(RuntimeError, match=r"load this after condition_\(model, 'identity', lam=5e-1, layout='joint'\)"):
+    with pytest.raises(
+        RuntimeError, match=r"load this after condition_\(model, 'identity', lam=5e-1, layout='joint'\)"
+    ):
         vit().load_state_dict(conditioned.state_dict())
 
 

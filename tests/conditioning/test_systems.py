@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing
-from conditioning.test_condition import corrections, vit
 from torch import nn
 
 import wellcond as wc
+from conditioning.test_condition import corrections, vit
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, 2, 3])

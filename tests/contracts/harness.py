@@ -82,11 +82,15 @@ def heads_of(site: AttentionSite, role: str, x: Tensor) -> Tensor:
     return heads.flatten(0, 1)
 
 
+@torch.no_grad()
 def appears(operands: list[Tensor], expected: Tensor, tokens: slice = slice(None)) -> bool:
     """Whether some recorded operand (or its transpose) is `expected`, up to one factor, on the chosen tokens."""
     for operand in operands:
         for candidate in (operand, operand.mT):
-            if candidate.shape == expected.shape and proportional(candidate[:, tokens], expected[:, tokens]) is not None:
+            if (
+                candidate.shape == expected.shape
+                and proportional(candidate[:, tokens], expected[:, tokens]) is not None
+            ):
                 return True
     return False
 
@@ -110,4 +114,6 @@ def assert_heads_multiplied(
         source = x if role == "q" or memory is None else memory
         chosen = slice(None) if role == "v" else tokens
         expected = heads_of(site, role, source)
-        assert appears(operands, expected, chosen), f"{site.name}: the model did not multiply what the site calls {role}"
+        assert appears(operands, expected, chosen), (
+            f"{site.name}: the model did not multiply what the site calls {role}"
+        )

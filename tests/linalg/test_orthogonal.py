@@ -67,7 +67,7 @@ def test_random_semi_orthogonal_is_haar(source):
     # Under the Haar measure every entry has mean 0, variance 1/D and fourth moment 3 / (D (D + 2)).
     D = 8
     drawn = random_semi_orthogonal(40_000, 3, D, source=source, generator=torch.Generator().manual_seed(0))
-    assert drawn.mean((0)).abs().max() < 0.01
+    assert drawn.mean(0).abs().max() < 0.01
     torch.testing.assert_close(drawn.square().mean(0), torch.full((3, D), 1 / D), rtol=0.03, atol=0)
     torch.testing.assert_close(drawn.pow(4).mean(0), torch.full((3, D), 3 / (D * (D + 2))), rtol=0.06, atol=0)
 

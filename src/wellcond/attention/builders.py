@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from wellcond.attention.layout import Arrangement, QKVLayout, head_rows
 from wellcond.attention.registry import Place
 from wellcond.attention.site import AttentionSite, Slot
-from wellcond.errors import UnsupportedLayoutError
+from wellcond.errors import UnsupportedLayoutError, WeightError
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -29,8 +29,16 @@ def is_projection(module: object) -> bool:
 
 
 def out_features(projection: nn.Module) -> int:
-    """Output rows of a projection, whatever its storage."""
-    weight: Tensor = projection.weight  # type: ignore[assignment]
+    """Output rows of a projection, whatever its storage.
+
+    Raises: WeightError if it holds no weight tensor.
+    """
+    weight = getattr(projection, "weight", None)
+    if not isinstance(weight, Tensor):
+        raise WeightError(
+            f"a {type(projection).__module__}.{type(projection).__name__} holds no weight tensor (quantised?); "
+            "expected a projection with floating point weights: use the model before quantisation"
+        )
     return weight.shape[1] if is_conv1d(projection) else weight.shape[0]
 
 
@@ -124,6 +132,7 @@ def fused_site(
     num_heads: int,
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
+    value_head_dim: int | None = None,
     arrangement: Arrangement = "blocks",
     order: str = "qkv",
     shards: int = 1,
@@ -135,8 +144,9 @@ def fused_site(
     kv_heads = num_kv_heads or num_heads
     rows = out_features(qkv)
     head_dim = head_dim or divide_heads(place, "fused q, k, v", rows, num_heads + 2 * kv_heads)
-    check_rows(place, "fused q, k, v", rows, [num_heads, kv_heads, kv_heads], [head_dim] * 3)
-    layout = QKVLayout(num_heads, head_dim, kv_heads, arrangement=arrangement, order=order, shards=shards)
+    value_dim = value_head_dim or head_dim
+    check_rows(place, "fused q, k, v", rows, [num_heads, kv_heads, kv_heads], [head_dim, head_dim, value_dim])
+    layout = QKVLayout(num_heads, head_dim, kv_heads, value_dim, arrangement, order, shards)
     sharded = "" if shards == 1 else f", {shards} shards of {order}"
     return AttentionSite(
         name=place.name,
@@ -146,7 +156,7 @@ def fused_site(
         q=projection_slot(qkv, layout.rows("q")),
         k=projection_slot(qkv, layout.rows("k")),
         v=projection_slot(qkv, layout.rows("v")),
-        o=output_slot(place, output, num_heads, head_dim),
+        o=output_slot(place, output, num_heads, value_dim),
         **facts,
     )
 

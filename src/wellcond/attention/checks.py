@@ -84,8 +84,7 @@ def _check_tied(model: nn.Module, chosen: list[tuple[AttentionSite, str, Slot]],
         num_holders = len(holders.get(key, [])) - shared_modules.get(id(slot.owner), 1) + 1
         places = list(uses[key].values())
         alike = all(
-            place.keys() == places[0].keys()
-            and all(torch.equal(place[r].rows, places[0][r].rows) for r in place)
+            place.keys() == places[0].keys() and all(torch.equal(place[r].rows, places[0][r].rows) for r in place)
             for place in places
         )
         if num_holders > len(places) or not alike:

@@ -161,6 +161,9 @@ class AttentionSite:
     qk_norm: Normaliser | None = None
     rotary: bool = False
     talking_heads: bool = False
+    modifiers: tuple[str, ...] = ()
+    """What else changes the mathematics and no other field expresses: ``"attention sinks"``, ``"gated output"``,
+    ``"logit softcap"``, ``"output norm"``, ... Empty for plain attention."""
     evidence: Evidence = "adapter"
     """How the facts are known: a named family; a trial run of the module's own forward; or only where the projections
     are, by structure, while scale, rotary embedding and normalisation are not known."""

@@ -36,10 +36,10 @@ SEPARATE_NAMES = (
     ("queries", "keys", "values"),
 )
 QUERY_KV_NAMES = (("q", "kv"), ("to_q", "to_kv"), ("q_proj", "kv_proj"), ("wq", "wkv"), ("c_q", "c_kv"))
-FUSED_NAMES = ("qkv", "qkv_proj", "to_qkv", "c_attn", "query_key_value", "Wqkv", "wqkv", "W_pack", "qkv_net", "in_proj_qkv")
+FUSED_NAMES = ("qkv", "qkv_proj", "to_qkv", "c_attn", "query_key_value", "Wqkv", "wqkv", "W_pack", "qkv_net")
 OUTPUT_NAMES = (
-    "o_proj", "out_proj", "proj", "c_proj", "to_out", "out", "out_lin", "wo", "w_o", "W_o", "W_O", "dense", "o", "output",
-    "projection", "fc_out", "linear_out", "out_linear",
+    "o_proj", "out_proj", "proj", "c_proj", "to_out", "out", "out_lin", "wo", "w_o", "W_o", "W_O", "dense", "o",
+    "output", "projection", "fc_out", "linear_out", "out_linear",
 )  # fmt: skip
 HEAD_NAMES = ("num_heads", "n_head", "n_heads", "heads", "num_attention_heads", "nhead", "head_num", "num_head", "h")
 KV_HEAD_NAMES = ("num_kv_heads", "num_key_value_heads", "n_kv_heads", "n_kv_head", "kv_heads", "num_kv")
@@ -129,12 +129,12 @@ def _declared_facts(place: Place) -> dict[str, Any]:
             f"it has query, key and value projections, but no head count under any of {', '.join(HEAD_NAMES)}.",
             class_name=place.class_name,
         )
-    scale = next((s for s in (getattr(place.module, n, None) for n in ("scale", "scaling")) if isinstance(s, float)), None)
+    scales = (getattr(place.module, name, None) for name in ("scale", "scaling"))
     return {
         "num_heads": num_heads,
         "num_kv_heads": _first_int(place, KV_HEAD_NAMES),
         "head_dim": _first_int(place, HEAD_DIM_NAMES),
-        "scale": scale,
+        "scale": next((scale for scale in scales if isinstance(scale, float)), None),
         "causal": getattr(place.module, "is_causal", None),
     }
 

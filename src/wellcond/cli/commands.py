@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import torch
 import typer
@@ -19,9 +19,10 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="Well-conditi
 MODEL_HELP = "timm:NAME, hf:CONFIG_TYPE_OR_LOCAL_PATH, or path/to/file.py:callable"
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 ModelArguments = Annotated[
-    Optional[list[str]], typer.Option("--model-arg", metavar="KEY=VALUE", help="Argument for building MODEL; repeatable.")
+    list[str] | None,
+    typer.Option("--model-arg", metavar="KEY=VALUE", help="Argument for building MODEL; repeatable."),
 ]
-Weights = Annotated[Optional[Path], typer.Option(help="Checkpoint to load (.safetensors, or .pt with tensors only).")]
+Weights = Annotated[Path | None, typer.Option(help="Checkpoint to load (.safetensors, or .pt with tensors only).")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Checkpoint to write (.safetensors).")]
 Force = Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
@@ -35,19 +36,21 @@ def _show_version(asked: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print it.")
+    ] = False,
 ) -> None:
     pass
 
 
 @app.command("inspect")
 def inspect(
-    model: Annotated[Optional[str], typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
     weights: Weights = None,
     model_arg: ModelArguments = None,
     seed: Seed = 0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    zoo: Annotated[Optional[str], typer.Option(help="Walk a whole library instead: timm or hf.")] = None,
+    zoo: Annotated[str | None, typer.Option(help="Walk a whole library instead: timm or hf.")] = None,
 ) -> None:
     """Table of every attention: layer, kind, heads, dims, arrangement, condition numbers of W_Q, W_K, W_V."""
     if (model is None) == (zoo is None):
@@ -67,15 +70,15 @@ def inspect(
 def init(
     model: Model,
     output: Output,
-    method: Annotated[str, typer.Option(help="conditioned, orthogonal, gaussian, mimetic, weight_selection, default")] = (
-        "conditioned"
-    ),
+    method: Annotated[
+        str, typer.Option(help="conditioned, orthogonal, gaussian, mimetic, weight_selection, default")
+    ] = ("conditioned"),
     weights: Weights = None,
     option: Annotated[
-        Optional[list[str]], typer.Option("--option", metavar="KEY=VALUE", help="Option of the method; repeatable.")
+        list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="Option of the method; repeatable.")
     ] = None,
-    teacher: Annotated[Optional[str], typer.Option(help="Larger MODEL, for weight_selection.")] = None,
-    teacher_weights: Annotated[Optional[Path], typer.Option(help="Checkpoint of the teacher.")] = None,
+    teacher: Annotated[str | None, typer.Option(help="Larger MODEL, for weight_selection.")] = None,
+    teacher_weights: Annotated[Path | None, typer.Option(help="Checkpoint of the teacher.")] = None,
     model_arg: ModelArguments = None,
     seed: Seed = 0,
     force: Force = False,
@@ -125,7 +128,7 @@ def _load_raw_or_plain(model: torch.nn.Module, path: Path) -> dict | None:
 
 @app.command("demo")
 def demo(
-    epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 10,
+    epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 15,
     seeds: Annotated[int, typer.Option(help="Number of seeds, from 0.")] = 3,
 ) -> None:
     """Train a small ViT on scikit-learn's digits, initialised and conditioned in several ways, and compare."""

@@ -118,7 +118,7 @@ def print_zoo(library: str, *, as_json: bool = False) -> None:
     else:
         from wellcond.cli.zoo_hf import walk_hf as walk
     console = Console(stderr=True)
-    rows = walk(progress=lambda items: track(items, f"walking {library}", console=console, disable=as_json))
+    rows = walk(progress=lambda names: track(names, f"walking {library}", console=console, disable=as_json))
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return

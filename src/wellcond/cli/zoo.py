@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,14 +39,17 @@ class ZooRow:
     detail: str
 
 
-def walk_timm(progress: Callable[[str], None] | None = None) -> list[ZooRow]:
+Progress = Callable[[Sequence[str]], Iterable[str]]
+
+
+def walk_timm(progress: Progress = iter) -> list[ZooRow]:
     """Build a small model of every architecture file of timm, without weights, and look for its attention.
 
     The smallest model that has any attention stands for its file (FastViT's smallest are convolutional); "no
     attention" means that no model of the file has any.
 
     Args:
-        progress: called with the name of each architecture before it is built.
+        progress: wraps the sequence of names that is walked, to show how far it is.
 
     Returns: one row per architecture file, in timm's order.
 
@@ -58,12 +61,10 @@ def walk_timm(progress: Callable[[str], None] | None = None) -> list[ZooRow]:
     except ImportError as error:
         raise MissingExtraError("timm", "vision") from error
 
-    rows = []
-    for family in timm.list_modules():
-        if progress is not None:
-            progress(family)
-        rows.append(_first_with_attention(family, timm.list_models(module=family), timm.create_model))
-    return rows
+    return [
+        _first_with_attention(family, timm.list_models(module=family), timm.create_model)
+        for family in progress(timm.list_modules())
+    ]
 
 
 def _first_with_attention(family: str, names: Iterable[str], create: Callable[[str], nn.Module]) -> ZooRow:
@@ -97,8 +98,14 @@ def inspect_model(family: str, name: str, build: Callable[[], nn.Module]) -> Zoo
     try:
         model = build_without_weights(build)
     except Exception as error:  # a model that cannot be built is a row of the table, whatever it raised
-        return ZooRow(family, name, "not built", 0, "", f"{type(error).__name__}: {first_line(error)}")
-    return summarise(family, name, model, scan_attention(model))
+        return not_built(family, name, error)
+    scan = scan_attention(model)
+    return summarise(family, name, scan, unrecognised_attention(model, scan))
+
+
+def not_built(family: str, name: str, error: Exception) -> ZooRow:
+    """The row of a model whose constructor failed."""
+    return ZooRow(family, name, "not built", 0, "", f"{type(error).__name__}: {first_line(error)}")
 
 
 def build_without_weights(build: Callable[[], nn.Module]) -> nn.Module:
@@ -112,11 +119,10 @@ def build_without_weights(build: Callable[[], nn.Module]) -> nn.Module:
             return build()
 
 
-def summarise(family: str, name: str, model: nn.Module, scan: Scan) -> ZooRow:
-    """The row of one scanned model."""
+def summarise(family: str, name: str, scan: Scan, missed: Sequence[str]) -> ZooRow:
+    """The row of one scanned model; `missed` are classes that look like attention and were not recognised."""
     kinds = ", ".join(sorted({site.kind for site in scan.sites}))
     reasons = list(dict.fromkeys(f"{r.class_name}: {first_line(r.problem)}" for r in scan.refusals))
-    missed = unrecognised_attention(model, scan)
     if missed:
         reasons.append(f"has modules named {', '.join(missed)} that were not recognised")
     if scan.sites:
@@ -128,18 +134,18 @@ def summarise(family: str, name: str, model: nn.Module, scan: Scan) -> ZooRow:
 
 def unrecognised_attention(model: nn.Module, scan: Scan) -> list[str]:
     """Classes called attention that hold query, key or value projections and were neither described nor refused."""
-    known = [site.name for site in scan.sites] + [refusal.name for refusal in scan.refusals]
-
-    def is_known(name: str) -> bool:
-        # Inside something known, the same, or a container of it (MobileAttention holds a MultiQueryAttention2d).
-        return any(f"{name}.".startswith(f"{k}.") or f"{k}.".startswith(f"{name}.") for k in known)
-
     missed = {
         type(module).__name__
         for name, module in model.named_modules()
-        if ATTENTION_NAME.search(type(module).__name__) and holds_projection(module) and not is_known(name)
+        if ATTENTION_NAME.search(type(module).__name__) and holds_projection(module) and not is_known(name, scan)
     }
     return sorted(missed)
+
+
+def is_known(name: str, scan: Scan) -> bool:
+    """Whether a module is described or refused, lies inside such a module, or contains one."""
+    known = [site.name for site in scan.sites] + [refusal.name for refusal in scan.refusals]
+    return any(k in ("", name) or name.startswith(f"{k}.") or k.startswith(f"{name}.") for k in known)
 
 
 def holds_projection(module: nn.Module) -> bool:

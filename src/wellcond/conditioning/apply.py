@@ -78,7 +78,9 @@ def condition_(
     corrections = [
         (owner, name, chosen_method.build(parts)) for (owner, name), parts in _by_weight(found, chosen).items()
     ]
-    planned = [(owner, name, _frozen(owner, name, c) if chosen_method.frozen else (c, None)) for owner, name, c in corrections]
+    planned = [
+        (owner, name, _frozen(owner, name, c) if chosen_method.frozen else (c, None)) for owner, name, c in corrections
+    ]
     for owner, name, (correction, buffer) in planned:
         if isinstance(correction, FrozenCorrection):
             owner.register_buffer(correction.buffer_name, buffer)

@@ -10,7 +10,6 @@ parametrisation with the parameter left in place, so that neither keys nor param
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import Tensor, nn
@@ -51,9 +50,17 @@ def _plain_class(module: nn.Module) -> type[nn.Module]:
     return getattr(type(module), "_wellcond_plain_class", type(module))
 
 
-@functools.cache
+_CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
+
+
 def conditioned_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """The subclass of `base` whose attributes `names` are effective weights."""
+    """The subclass of `base` whose attributes `names` are effective weights; made once."""
+    if (base, names) not in _CLASSES:
+        _CLASSES[base, names] = _make_class(base, names)
+    return _CLASSES[base, names]
+
+
+def _make_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
 
     def effective_weight(name: str) -> property:
         def read(module: nn.Module) -> Tensor | None:

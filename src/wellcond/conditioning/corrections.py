@@ -127,7 +127,7 @@ class FrozenCorrection:
 
     def effective(self, module: nn.Module, raw: Tensor) -> Tensor:
         """W + C; the gradient passes through unchanged."""
-        return raw + module._buffers[self.buffer_name]
+        return raw + module.get_buffer(self.buffer_name)
 
 
 @torch.no_grad()

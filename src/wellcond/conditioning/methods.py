@@ -86,7 +86,7 @@ def identity(*, lam: float | Mapping[str, float] = 10.0, layout: Layout = "joint
 
 
 def per_projection(lam: float | Mapping[str, float]) -> dict[str, float]:
-    """lam for each of q, k, v.
+    """Lam for each of q, k, v.
 
     Raises:
         UnknownChoiceError: another projection than q, k, v.

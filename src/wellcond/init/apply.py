@@ -72,6 +72,8 @@ def _check_options(method: str, options: dict[str, Any]) -> None:
     for name in options:
         if name not in known:
             raise UnknownChoiceError(f"option of {method!r}", name, known)
-    missing = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in options]
+    missing = [
+        p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in options
+    ]
     if missing:
         raise ValueError(f"{method!r} needs the option {missing[0]}=")

@@ -118,7 +118,7 @@ def orthogonal(
     context: InitContext, *, orthogonal: Source = "svd", heads: Heads = "independent", projections: str = "qkv"
 ) -> Iterator[Write]:
     """Q, K and V all semi-orthogonal: `conditioned` without the identity."""
-    return conditioned(context, orthogonal=orthogonal, heads=heads, value="orthogonal", projections=projections)
+    yield from conditioned(context, orthogonal=orthogonal, heads=heads, value="orthogonal", projections=projections)
 
 
 @register_init("gaussian")

@@ -16,7 +16,10 @@ from wellcond.errors import WeightError
 class Write(Protocol):
     """One pending assignment."""
 
-    what: str
+    @property
+    def what(self) -> str:
+        """What is written, for messages."""
+        ...
 
     @property
     def values(self) -> Tensor:
@@ -86,6 +89,7 @@ def head_write(site: AttentionSite, role: str, values: Tensor) -> HeadWrite:
 def checked(writes: Iterable[Write]) -> Iterator[Write]:
     """Pass planned writes through, refusing values that are not finite."""
     for write in writes:
-        if not bool(torch.isfinite(write.values).all()):
+        # The sum is cheap and shows NaN and infinity; a finite overflow of the sum is told apart by looking closely.
+        if not bool(torch.isfinite(write.values.sum())) and not bool(torch.isfinite(write.values).all()):
             raise WeightError(f"{write.what}: the planned weights are not finite; nothing was changed")
         yield write

@@ -45,8 +45,8 @@ def _vision_table(model: nn.Module) -> ParameterWrite:
     grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
     if not isinstance(table, nn.Parameter) or table.dim() != 3 or grid is None or table.shape[2] % 4:
         raise WeightError(
-            "position='sincos2d' needs a learned pos_embed (1, tokens, width divisible by 4) and patch_embed.grid_size, "
-            "as timm's ViT has; this model has none. Use position='keep'."
+            "position='sincos2d' needs a learned pos_embed (1, tokens, width divisible by 4) and a "
+            "patch_embed.grid_size, as timm's ViT has; this model has none. Use position='keep'."
         )
     height, width = grid
     patches = sincos_2d(height, width, table.shape[2])

@@ -61,7 +61,9 @@ def weight_selection(
         if any(part in name for part in exclude) or not target.dtype.is_floating_point:
             continue
         if name not in teacher_state:
-            raise WeightError(f"the teacher has no weight {name!r}: expected the same family and at least as many layers")
+            raise WeightError(
+                f"the teacher has no weight {name!r}: expected the same family and at least as many layers"
+            )
         source = teacher_state[name]
         if source.dim() != target.dim() or any(t < s for t, s in zip(source.shape, target.shape, strict=True)):
             raise WeightError(

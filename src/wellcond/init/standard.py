@@ -67,7 +67,7 @@ def _clear_initialised_flags(model: nn.Module) -> None:
     """Hugging Face marks modules and parameters it has initialised, and skips them."""
     for marked in (*model.modules(), *model.parameters()):
         if getattr(marked, "_is_hf_initialized", False):
-            marked._is_hf_initialized = False  # type: ignore[union-attr]
+            marked._is_hf_initialized = False  # type: ignore[attr-defined, union-attr]
 
 
 def _reset(module: nn.Module) -> None:
@@ -89,9 +89,7 @@ def _owners(context: InitContext, replica: nn.Module, output: bool) -> list[nn.M
     return list(owners)
 
 
-def _copy_slot(
-    site: AttentionSite, role: str, slot: Slot, counterparts: dict[nn.Module, nn.Module]
-) -> Iterator[Write]:
+def _copy_slot(site: AttentionSite, role: str, slot: Slot, counterparts: dict[nn.Module, nn.Module]) -> Iterator[Write]:
     fresh = counterparts[slot.owner]._parameters[slot.weight_name]
     assert fresh is not None
     yield HeadWrite(f"{site.name} ({role})", slot, slot.take_heads(fresh.detach()))

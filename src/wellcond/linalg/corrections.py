@@ -5,7 +5,6 @@ The forward pass uses W + C, and C carries no gradient.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from wellcond.linalg.orthogonal import polar

@@ -44,28 +44,30 @@ def polar(matrices: Tensor) -> Polar:
         return Polar(tall.factor.mT, tall.sigma_max, tall.sigma_min)
     target = torch.promote_types(matrices.dtype, torch.float32)
     work = matrices.to(target)
-    finite = torch.isfinite(work).all(-1).all(-1)
-    everything_finite = bool(finite.all())
-    if not everything_finite:
+    # NaN, infinity and squares that overflow all show in the trace of the Gram matrix, which is cheap to look at.
+    gram = work @ work.mT
+    suspicious = not bool(torch.isfinite(gram.diagonal(dim1=-2, dim2=-1).sum()))
+    finite = torch.isfinite(work).all(-1).all(-1) if suspicious else None
+    if finite is not None:
         work = torch.where(finite[:, None, None], work, torch.zeros((), dtype=target, device=work.device))
-
-    result, lost = _polar_from_gram(work)
-    allowed = 100 * torch.finfo(target).eps
-    if target is not torch.float64:
-        result, lost = _redo_where(lost > allowed, work, result, lost, _polar_from_gram)
-    result, _ = _redo_where(lost > allowed, work, result, lost, _polar_from_svd)
-
-    if not everything_finite:
-        nan = torch.full((), float("nan"), dtype=target, device=work.device)
+        result, _ = _polar_from_svd(work.double())
         result = Polar(
-            result.factor, torch.where(finite, result.sigma_max, nan), torch.where(finite, result.sigma_min, nan)
+            result.factor.to(target),
+            result.sigma_max.to(target).masked_fill(~finite, float("nan")),
+            result.sigma_min.to(target).masked_fill(~finite, float("nan")),
         )
+    else:
+        result, lost = _polar_from_gram(work, gram)
+        allowed = 100 * torch.finfo(target).eps
+        if target is not torch.float64:
+            result, lost = _redo_where(lost > allowed, work, result, lost, _polar_from_gram)
+        result, _ = _redo_where(lost > allowed, work, result, lost, _polar_from_svd)
     return Polar(result.factor.to(matrices.dtype), result.sigma_max, result.sigma_min)
 
 
-def _polar_from_gram(wide: Tensor) -> tuple[Polar, Tensor]:
+def _polar_from_gram(wide: Tensor, gram: Tensor | None = None) -> tuple[Polar, Tensor]:
     """(W W^T)^{-1/2} W, and the relative error eps * kappa^2 to expect of it (infinite if singular)."""
-    eigenvalues, vectors = torch.linalg.eigh(wide @ wide.mT)
+    eigenvalues, vectors = torch.linalg.eigh(wide @ wide.mT if gram is None else gram)
     smallest, largest = eigenvalues[:, 0], eigenvalues[:, -1]
     lost = torch.finfo(wide.dtype).eps * largest / smallest
     lost = torch.where(smallest > 0, lost, torch.full_like(lost, float("inf")))

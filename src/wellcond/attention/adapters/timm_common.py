@@ -1,4 +1,4 @@
-"""What the timm adapters share: which facts a timm module states, and values wider or narrower than the keys."""
+"""What the timm adapters share: which facts a timm module states."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from wellcond.attention.builders import check_rows, out_features, output_slot, projection_slot
-from wellcond.attention.layout import Arrangement, QKVLayout
 from wellcond.attention.registry import Place
-from wellcond.attention.site import AttentionSite, Normaliser
+from wellcond.attention.site import Normaliser
 from wellcond.errors import UnsupportedLayoutError
 
 
@@ -43,32 +41,3 @@ def ancestor_has(place: Place, attribute: str) -> bool:
 def refuse(place: Place, reason: str) -> NoReturn:
     """Raise with the reason why this module has no Q, K, V that a site could name."""
     raise UnsupportedLayoutError(place.name, reason, class_name=place.class_name)
-
-
-def wide_value_site(
-    place: Place,
-    qkv: nn.Module,
-    *,
-    num_heads: int,
-    head_dim: int,
-    value_head_dim: int,
-    arrangement: Arrangement,
-    output: nn.Module | None,
-    family: str,
-    **facts: Any,
-) -> AttentionSite:
-    """Site of a fused projection whose value heads have another width than its key heads."""
-    widths = [head_dim, head_dim, value_head_dim]
-    check_rows(place, "fused q, k, v", out_features(qkv), [num_heads] * 3, widths)
-    layout = QKVLayout(num_heads, head_dim, value_head_dim=value_head_dim, arrangement=arrangement)
-    return AttentionSite(
-        name=place.name,
-        module=place.module,
-        family=family,
-        arrangement=f"fused {arrangement}",
-        q=projection_slot(qkv, layout.rows("q")),
-        k=projection_slot(qkv, layout.rows("k")),
-        v=projection_slot(qkv, layout.rows("v")),
-        o=output_slot(place, output, num_heads, value_head_dim),
-        **facts,
-    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from wellcond.attention.adapters.timm_common import logit_scale, wide_value_site
+from wellcond.attention.adapters.timm_common import logit_scale
 from wellcond.attention.builders import (
     check_rows,
     fused_site,
@@ -108,7 +108,7 @@ def low_resolution(place: Place) -> AttentionSite:
 def bottleneck(place: Place) -> AttentionSite:
     """BoTNet: a position term on the logits that is linear in the query; no output projection."""
     module: Any = place.module
-    return wide_value_site(
+    return fused_site(
         place,
         module.qkv,
         num_heads=module.num_heads,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from wellcond.attention.adapters.timm_common import logit_scale, refuse, wide_value_site
+from wellcond.attention.adapters.timm_common import logit_scale, refuse
 from wellcond.attention.adapters.timm_vit import fused_blocks, with_apart_biases
 from wellcond.attention.builders import fused_site
 from wellcond.attention.registry import Place, register_adapter
@@ -121,7 +121,7 @@ def biased_groups(place: Place) -> AttentionSite:
     TinyViT normalises its tokens inside the module: the projection reads ``norm(x)``.
     """
     module: Any = place.module
-    return wide_value_site(
+    return fused_site(
         place,
         module.qkv,
         num_heads=module.num_heads,

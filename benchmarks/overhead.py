@@ -1,0 +1,154 @@
+"""Cost of conditioning per training step, and speed of conditioned initialisation. Run: make bench.
+
+Every ratio is measured within one run: the variants take turns, step by step, and the median of the per-round ratios is
+reported, so that a slow moment of the machine hits all of them alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+
+import timm
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import wellcond as wc
+
+METHODS = {"plain": None, "identity": "identity", "polar": "polar", "balanced": "balanced", "folded": "polar"}
+GOALS = {"identity": 1.01, "polar": 1.05, "balanced": 1.05, "folded": 1.00}
+
+
+def seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def vit_step(model: nn.Module) -> Callable[[], None]:
+    images, labels = torch.randn(8, 3, 224, 224), torch.randint(1000, (8,))
+    return training_step(model, lambda: nn.functional.cross_entropy(model(images), labels))
+
+
+def gpt2_step(model: nn.Module) -> Callable[[], None]:
+    tokens = torch.randint(50257, (1, 512))
+    return training_step(model, lambda: model(tokens, labels=tokens).loss)
+
+
+def training_step(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        loss().backward()
+        optimizer.step()
+
+    return step
+
+
+def variants(build: Callable[[], nn.Module], make_step: Callable[[nn.Module], Callable[[], None]]):
+    steps = {}
+    for name, method in METHODS.items():
+        torch.manual_seed(0)
+        model = build().train()
+        if method is not None:
+            wc.condition_(model, method)
+        if name == "folded":
+            wc.fold_(model)
+        steps[name] = make_step(model)
+    return steps
+
+
+def step_ratios(build, make_step, rounds: int, console: Console) -> tuple[dict[str, float], float]:
+    steps = variants(build, make_step)
+    for step in steps.values():
+        step()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in track(range(rounds), "training steps", console=console):
+        # Rotate who goes first.
+        names = list(steps)
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            times[name].append(seconds(steps[name]))
+    ratios = {
+        name: statistics.median(t / p for t, p in zip(times[name], times["plain"], strict=True)) for name in steps
+    }
+    return ratios, statistics.median(times["plain"])
+
+
+def loop_of_orthogonal(model: nn.Module, roles: str) -> None:
+    """What one would write without wellcond: `orthogonal_` on each head's rows of the fused weight."""
+    with torch.no_grad():
+        for block in model.blocks:
+            weight, heads = block.attn.qkv.weight, block.attn.num_heads
+            d = weight.shape[1] // heads
+            for role in range(3):
+                for head in range(heads):
+                    start = role * weight.shape[1] + head * d
+                    if "qkv"[role] in roles:
+                        torch.nn.init.orthogonal_(weight[start : start + d])
+                    else:
+                        weight[start : start + d].copy_(torch.eye(d, weight.shape[1]))
+
+
+def init_ratios(rounds: int, console: Console) -> dict[str, float]:
+    model = timm.create_model("vit_base_patch16_224")
+    calls = {
+        "init_(model, 'conditioned')": lambda: wc.init_(model, "conditioned"),
+        "init_(model, 'conditioned', orthogonal='qr')": lambda: wc.init_(model, "conditioned", orthogonal="qr"),
+        "loop of orthogonal_, Q and K per head, identity V": lambda: loop_of_orthogonal(model, "qk"),
+        "loop of orthogonal_, Q, K and V per head": lambda: loop_of_orthogonal(model, "qkv"),
+    }
+    for call in calls.values():
+        call()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in track(range(rounds), "initialising ViT-B", console=console):
+        for name, call in calls.items():
+            times[name].append(seconds(call))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--skip-steps", action="store_true", help="only the initialisation")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    warnings.simplefilter("ignore", wc.NumericalWarning)
+    console, out = Console(stderr=True), Console(width=120)
+    out.print(f"torch {torch.__version__}, {options.threads} thread(s), {options.rounds} rounds, float32, CPU")
+
+    if not options.skip_steps:
+        table = Table("training step", "plain step, s", *(f"{name} / plain" for name in GOALS))
+        cases = {
+            "ViT-S, batch 8, 224 px": (lambda: timm.create_model("vit_small_patch16_224"), vit_step),
+            "GPT-2 small, 512 tokens": (lambda: GPT2LMHeadModel(GPT2Config()), gpt2_step),
+        }
+        for name, (build, make_step) in cases.items():
+            ratios, plain = step_ratios(build, make_step, options.rounds, console)
+            table.add_row(name, f"{plain:.2f}", *(f"{ratios[method]:.3f}" for method in GOALS))
+        table.add_row("goal", "", *(f"<= {goal:.2f}" for goal in GOALS.values()))
+        out.print(table)
+
+    medians = init_ratios(3 * options.rounds, console)
+    ours = medians["init_(model, 'conditioned')"]
+    table = Table("initialising ViT-B (144 heads x 3)", "ms", "/ init_ conditioned")
+    for name, value in medians.items():
+        table.add_row(name, f"{1e3 * value:.0f}", f"{value / ours:.2f}")
+    out.print(table)
+
+    build = seconds(lambda: timm.create_model("vit_giant_patch14_224"))
+    giant = timm.create_model("vit_giant_patch14_224")
+    init = seconds(lambda: wc.init_(giant, "conditioned"))
+    out.print(f"ViT-Giant: timm builds it in {build:.1f} s, init_ conditioned takes {init:.1f} s ({init / build:.2f})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,315 @@
+"""Every Hugging Face family against its own forward pass: places, facts, writing."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from contracts.cases_hf import CASES, Case
+from contracts.harness import Call, assert_heads_multiplied, heads_of, randomise_, watch
+from wellcond.attention.find import find_attention
+from wellcond.attention.probe import proportional
+from wellcond.attention.site import AttentionSite
+from wellcond.errors import UnsupportedLayoutError
+
+PAIRS = [pytest.param(case, part, id=f"{case.name}:{part}") for case in CASES for part in case.sites]
+FIRST_TOKEN = slice(0, 1)
+
+
+@cache
+def built(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    [case] = [case for case in CASES if case.name == name]
+    return randomise_(case.build())
+
+
+@pytest.fixture(autouse=True)
+def tolerance(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """Compare as closely as the family computes."""
+    case = getattr(request.node, "callspec", None) and request.node.callspec.params.get("case")
+    if case is not None and case.in_float32:
+        monkeypatch.setattr("wellcond.attention.probe.RELATIVE_TOLERANCE", 1e-5)
+    with torch.no_grad():
+        yield
+
+
+def site_of(model: nn.Module, part: str) -> AttentionSite:
+    return next(site for site in find_attention(model) if part in site.name)
+
+
+def tokens_of(call: Call) -> Tensor:
+    return call.args[0] if call.args else call.kwargs["hidden_states"]
+
+
+def memory_of(site: AttentionSite, call: Call) -> Tensor | None:
+    if not site.cross:
+        return None
+    named = {**call.kwargs}
+    given = named.get("encoder_hidden_states", named.get("key_value_states"))
+    return call.args[1] if given is None else given
+
+
+def run(model: nn.Module, case: Case) -> None:
+    with torch.no_grad():
+        model(**case.inputs())
+
+
+def captured(modules: dict[str, nn.Module], model: nn.Module, case: Case) -> dict[str, tuple[Tensor, Any]]:
+    """Input and output of the first call of each module."""
+    seen: dict[str, tuple[Tensor, Any]] = {}
+
+    def keep(name: str) -> Any:
+        return lambda _, args, output: seen.setdefault(name, (args[0].clone(), output)) and None
+
+    handles = [module.register_forward_hook(keep(name)) for name, module in modules.items()]
+    try:
+        run(model, case)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize(("case", "part"), PAIRS)
+def test_facts_are_those_of_the_family(case: Case, part: str):
+    site = site_of(built(case.name), part)
+    assert (site.num_heads, site.num_kv_heads, site.head_dim) == case.heads
+    assert site.arrangement == case.arrangement
+    got = {name: getattr(site, name) for name in case.sites[part]}
+    assert got == {**case.sites[part], "scale": pytest.approx(case.sites[part]["scale"])}
+    assert site.o is not None
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_attention_is_found(case: Case):
+    model = built(case.name)
+    found = [site.module for site in find_attention(model)]
+    output_projections = [id(site.o.owner) for site in find_attention(model) if site.o is not None]
+    assert len({id(module) for module in found}) == len(found)
+    assert len(set(output_projections)) == len(found)
+
+
+@pytest.mark.parametrize(("case", "part"), PAIRS)
+def test_heads_are_what_the_forward_multiplies(case: Case, part: str):
+    model = built(case.name)
+    site = site_of(model, part)
+    call = watch(site, lambda: model(**case.inputs()))
+    x, memory = tokens_of(call), memory_of(site, call)
+    roles = "v" if site.qk_norm else "qkv"
+    # A rotation leaves position 0 alone; everything else is compared at every position.
+    chosen = FIRST_TOKEN if site.rotary else slice(None)
+    assert_heads_multiplied(site, call, x, memory, roles=roles, tokens=chosen)
+    if site.rotary and not site.qk_norm:
+        with pytest.raises(AssertionError, match="did not multiply"):
+            assert_heads_multiplied(site, call, x, memory, roles="q")
+
+
+@pytest.mark.parametrize(("case", "part"), [p for p in PAIRS if p.values[0].sites[p.values[1]]["qk_norm"]])
+def test_normalised_queries_and_keys_enter_the_norm_as_described(case: Case, part: str):
+    model = built(case.name)
+    site = site_of(model, part)
+    call = watch(site, lambda: model(**case.inputs()))
+    norms = {"q": site.module.q_norm, "k": site.module.k_norm}
+    for role, (entering, _) in captured(norms, model, case).items():
+        slot = site.slots[role]
+        heads = torch.einsum("bnc,hdc->bnhd", tokens_of(call), slot.read())
+        assert torch.allclose(entering.reshape(heads.shape), heads, rtol=1e-10, atol=1e-12), role
+
+
+def softmax_of(site: AttentionSite, call: Call) -> tuple[Tensor, Tensor]:
+    """Logits and weights of the call's softmax, (leading * heads, queries, keys)."""
+    logits, weights = call.recorder.softmaxes[0]
+    shape = (-1, *weights.shape[-2:])
+    return logits.reshape(shape), weights.reshape(shape)
+
+
+@pytest.mark.parametrize(("case", "part"), PAIRS)
+def test_causality_is_what_the_forward_shows(case: Case, part: str):
+    model = built(case.name)
+    site = site_of(model, part)
+    if site.kind == "nystrom":
+        pytest.skip("its softmax maps are between tokens and landmarks")
+    _, weights = softmax_of(site, watch(site, lambda: model(**case.inputs())))
+    future = torch.ones(weights.shape[-2:], dtype=torch.bool).triu(1)
+    # GPT-OSS appends a column for its sink, which is no future token.
+    future[:, weights.shape[-2] :] = False if not site.cross else future[:, weights.shape[-2] :]
+    assert bool((weights[:, future] == 0).all()) == site.causal
+
+
+@pytest.mark.parametrize(("case", "part"), PAIRS)
+def test_scale_is_what_the_forward_shows(case: Case, part: str):
+    model = copy.deepcopy(built(case.name))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "relative" in name:
+                parameter.zero_()
+    site = site_of(model, part)
+    if site.kind == "nystrom" or site.qk_norm:
+        pytest.skip("its logits are not products of projected tokens")
+    call = watch(site, lambda: model(**case.inputs()))
+    logits, _ = softmax_of(site, call)
+    x, memory = tokens_of(call), memory_of(site, call)
+    q, k = heads_of(site, "q", x), heads_of(site, "k", x if memory is None else memory)
+    if site.relative_position_bias:
+        # Token 1 and token 0, both against token 0: a bias that depends on the key alone (ALiBi) drops out.
+        products, logits_seen = ((q[:, 1] - q[:, 0]) * k[:, 0]).sum(-1), logits[:, 1, 0] - logits[:, 0, 0]
+    else:
+        # Position 0 against itself: no rotation, no distance, no mask.
+        products, logits_seen = (q[:, 0] * k[:, 0]).sum(-1), logits[:, 0, 0]
+    if hasattr(site.module, "sinks"):
+        # GPT-OSS subtracts each row's maximum; its last column is the sink, whose logit is a parameter.
+        logits_seen = logits[:, 0, 0] - logits[:, 0, -1] + site.module.sinks
+    factor = proportional(logits_seen, products)
+    assert factor == (None if site.scale is None else pytest.approx(site.scale, rel=1e-5))
+
+
+@pytest.mark.parametrize(("case", "part"), PAIRS)
+def test_output_slot_reproduces_the_projection(case: Case, part: str):
+    model = built(case.name)
+    site = site_of(model, part)
+    heads_in, out = captured({"o": site.o.owner}, model, case)["o"]
+    by_head = heads_in[..., site.o.rows]
+    rebuilt = torch.einsum("...hd,hod->...o", by_head, site.o.read())
+    bias = site.o.read_bias()
+    assert torch.allclose(rebuilt + (0 if bias is None else bias), out, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("case", "part"), PAIRS)
+def test_zeroing_a_value_head_removes_exactly_its_heads(case: Case, part: str):
+    model = copy.deepcopy(built(case.name))
+    site = site_of(model, part)
+    before, _ = captured({"o": site.o.owner}, model, case)["o"]
+    zeroed = site.num_kv_heads - 1
+    values = site.v.read_raw().detach().clone()
+    values[zeroed] = 0
+    site.v.write_(values)
+    if site.v.read_bias() is not None:
+        biases = site.v.read_bias().detach().clone()
+        biases[zeroed] = 0
+        site.v.write_bias_(biases)
+    after, _ = captured({"o": site.o.owner}, model, case)["o"]
+    group = site.num_heads // site.num_kv_heads
+    for head in range(site.num_heads):
+        columns = site.o.rows[head]
+        if head // group == zeroed:
+            assert before[..., columns].abs().max() > 1e-3
+            assert after[..., columns].abs().max() == 0
+        else:
+            assert torch.equal(before[..., columns], after[..., columns])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_writing_back_what_was_read_changes_no_bit(case: Case):
+    model = copy.deepcopy(built(case.name))
+    original = {name: value.clone() for name, value in model.state_dict().items()}
+    for site in find_attention(model):
+        for slot in site.slots.values():
+            heads = slot.read().detach().clone()
+            slot.write_(torch.zeros_like(heads))
+            assert slot.read().abs().max() == 0
+            slot.write_(heads)
+            if slot.read_bias() is not None:
+                slot.write_bias_(slot.read_bias().detach().clone())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, original[name]), name
+
+
+def test_wrong_reading_of_a_fused_weight_is_noticed():
+    """The contract itself can fail: GPT-NeoX's rows read as blocks are not what the model multiplies."""
+    from wellcond.attention.builders import fused_site
+    from wellcond.attention.registry import Place
+
+    [case] = [case for case in CASES if case.name == "gpt-neox"]
+    model = built(case.name)
+    right = site_of(model, "layers.0")
+    place = Place(right.name, right.module, model)
+    wrong = fused_site(place, right.q.owner, num_heads=3, arrangement="blocks", family="wrong")
+    call = watch(wrong, lambda: model(**case.inputs()))
+    with pytest.raises(AssertionError, match="calls v"):
+        assert_heads_multiplied(wrong, call, tokens_of(call), roles="v")
+
+
+def refused_models() -> dict[str, Any]:
+    import transformers as tf
+
+    from contracts.cases_hf import BERT, LLAMA, SPECIAL
+
+    layers = {"vocab_size": 32, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3}
+    return {
+        "low-rank": lambda: tf.DeepseekV3Model(
+            tf.DeepseekV3Config(**layers, num_key_value_heads=3, n_routed_experts=8)
+        ),
+        "disentangled": lambda: tf.DebertaV2Model(tf.DebertaV2Config(**BERT)),
+        "differential": lambda: tf.DiffLlamaModel(tf.DiffLlamaConfig(**LLAMA)),
+        "global tokens": lambda: tf.LongformerModel(tf.LongformerConfig(**BERT, attention_window=4)),
+        "three-dimensional": lambda: tf.XLNetModel(tf.XLNetConfig(d_model=24, n_layer=2, n_head=3, d_inner=16)),
+        "convolutions": lambda: tf.ConvBertModel(tf.ConvBertConfig(**BERT | {"num_attention_heads": 6})),
+        "hashing": lambda: tf.YosoModel(tf.YosoConfig(**BERT)),
+        "entity-aware": lambda: tf.LukeModel(tf.LukeConfig(**BERT, entity_vocab_size=8, entity_emb_size=8, **SPECIAL)),
+    }
+
+
+@pytest.mark.parametrize("reason", refused_models())
+def test_what_slots_cannot_express_is_refused_with_the_reason(reason: str):
+    with warnings.catch_warnings():
+        # DeBERTa scripts functions when its file is imported.
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", FutureWarning)
+        model = refused_models()[reason]()
+    with pytest.raises(UnsupportedLayoutError, match=reason):
+        find_attention(model)
+
+
+def test_recurrent_models_have_no_attention():
+    import transformers as tf
+
+    from wellcond.attention.find import scan_attention
+
+    model = tf.RwkvModel(tf.RwkvConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, intermediate_size=16))
+    scan = scan_attention(model)
+    assert scan.sites == [] and scan.refusals == []
+
+
+@pytest.mark.parametrize(
+    ("model_type", "status"),
+    [
+        ("bert", "found"),
+        ("falcon", "found"),
+        ("detr", "found"),
+        ("reformer", "partly"),
+        ("deepseek_v3", "refused"),
+        ("resnet", "no attention"),
+        ("mamba", "no attention"),
+        ("timm_backbone", "not built"),
+    ],
+)
+def test_zoo_reports_what_became_of_a_model(model_type: str, status: str, capfd: pytest.CaptureFixture[str]):
+    from wellcond.cli.zoo_hf import quiet, walk_one
+
+    with quiet():
+        row = walk_one(model_type)
+    assert row.status == status
+    assert (row.num_sites > 0) == (status in ("found", "partly"))
+    assert bool(row.detail) == (status in ("partly", "refused", "not built"))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_registered_names_exist_in_transformers():
+    import importlib
+
+    from wellcond.attention.registry import ADAPTERS
+
+    sample = [name for name in ADAPTERS if name.startswith("transformers.models.")][::15]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # importing forty old families warns about everything from jit to natten
+        missing = [
+            name
+            for name in sample
+            if not hasattr(importlib.import_module(name.rpartition(".")[0]), name.rpartition(".")[2])
+        ]
+    assert len(sample) > 30 and missing == []
