@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Literal, get_args
 
 import torch
 from torch import nn
 
+from wellcond.attention.builders import is_conv1d
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.errors import check_choice
 from wellcond.init.plan import HeadWrite, InitContext, ParameterWrite, Write, register_init
 
 Rule = Literal["family", "torch"]
+FUNCTION_NAMES = ("_init_weights", "init_weight_vit")
 
 
 @register_init("default")
@@ -47,20 +51,47 @@ def default(context: InitContext, *, rule: Rule = "family", output: bool = True)
 def run_family_initialisation(model: nn.Module) -> None:
     """Re-run a model's own weight initialisation in place.
 
-    timm and Hugging Face models keep theirs in `init_weights` or `_init_weights`; others are reset module by module.
+    First what the constructors of its parts do (`reset_parameters`), then what the model as a whole does: the method
+    `init_weights` or `_init_weights`, or the function of that name in its source file (timm, Hugging Face). A model
+    without any is searched for parts that have one, so that a wrapper does not hide its backbone's. They run with
+    their default arguments: what was passed to the constructor (`weight_init="jax"`) is not known any more.
     """
-    per_module = getattr(model, "_init_weights", None)
-    whole = getattr(model, "init_weights", None)
+    for module in model.modules():
+        _reset(module)
+    _run_own(model)
+
+
+def _run_own(model: nn.Module) -> None:
+    whole, per_module = getattr(model, "init_weights", None), getattr(model, "_init_weights", None)
     if hasattr(model, "config") and callable(per_module):  # Hugging Face
         _clear_initialised_flags(model)
         model.apply(per_module)
-        return
-    for module in model.modules():
-        _reset(module)
-    if callable(whole):
+    elif callable(whole):
         whole()
-    elif callable(per_module):
-        model.apply(per_module)
+    elif callable(per_module) or (per_module := _function_beside(type(model))) is not None:
+        for name, module in reversed(list(model.named_modules())):
+            _call(per_module, module, name)
+        if callable(fix_depth := getattr(model, "fix_init_weight", None)):
+            fix_depth()
+    else:
+        for child in model.children():
+            _run_own(child)
+
+
+def _function_beside(cls: type) -> Callable[..., None] | None:
+    """timm keeps some initialisations as functions in the file of the model."""
+    if not cls.__module__.startswith("timm.models."):
+        return None
+    file = vars(sys.modules[cls.__module__])
+    return next((file[name] for name in FUNCTION_NAMES if callable(file.get(name))), None)
+
+
+def _call(initialise: Callable[..., None], module: nn.Module, name: str) -> None:
+    """Some take the module, some its name as well."""
+    if "name" in inspect.signature(initialise).parameters:
+        initialise(module, name=name)
+    else:
+        initialise(module)
 
 
 def _clear_initialised_flags(model: nn.Module) -> None:
@@ -71,11 +102,13 @@ def _clear_initialised_flags(model: nn.Module) -> None:
 
 
 def _reset(module: nn.Module) -> None:
-    reset: Callable[[], None] | None = getattr(module, "reset_parameters", None) or getattr(
-        module, "_reset_parameters", None
-    )
-    if callable(reset):
-        reset()
+    if is_conv1d(module):  # it has no method of its own for what its constructor does
+        nn.init.normal_(module.weight, std=0.02)  # type: ignore[arg-type]
+        nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+    for name in ("reset_parameters", "_reset_parameters"):
+        reset = getattr(module, name, None)
+        if callable(reset):
+            reset()
 
 
 def _owners(context: InitContext, replica: nn.Module, output: bool) -> list[nn.Module]:
