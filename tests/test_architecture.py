@@ -18,6 +18,8 @@ ALLOWED = {
     "attention": BASE | {"linalg"},
     "init": BASE | {"linalg", "attention"},
     "conditioning": BASE | {"linalg", "attention"},
+    "theory": BASE | {"linalg"},
+    "jacobian": BASE | {"linalg", "attention"},
     "experiments": BASE | {"linalg", "attention", "init", "conditioning"},
     "cli": BASE | {"linalg", "attention", "init", "conditioning", "experiments"},
 }

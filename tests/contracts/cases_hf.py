@@ -89,7 +89,7 @@ def make(family: str, **values: Any) -> Callable[[], nn.Module]:
 def facts(**given: Any) -> dict[str, Any]:
     usual = {
         "scale": 8**-0.5, "causal": False, "cross": False, "relative_position_bias": False, "qk_norm": None,
-        "rotary": False, "kind": "softmax", "talking_heads": False,
+        "rotary": False, "kind": "softmax", "talking_heads": False, "modifiers": (),
     }  # fmt: skip
     return usual | given
 
@@ -107,6 +107,7 @@ VIT = {
 GPT2 = {"vocab_size": VOCABULARY, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 32}
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 ROTARY = facts(causal=True, rotary=True)
+WINDOW = ("local window",)
 GROUPED = (6, 2, 8)
 
 
@@ -176,16 +177,16 @@ CASES = [
         "modernbert",
         make("ModernBert", **BERT, **SPECIAL, cls_token_id=1, sep_token_id=2),
         tokens,
-        {"layers.0": facts(rotary=True), "layers.1": facts(rotary=True)},
+        {"layers.0": facts(rotary=True), "layers.1": facts(rotary=True, modifiers=WINDOW)},
         arrangement="fused blocks", in_float32=True),
     Case(
         "nystromformer",
         make("Nystromformer", **BERT, num_landmarks=4, segment_means_seq_len=12),
         twelve_tokens,
-        {"layer.0": facts(kind="nystrom")},
+        {"layer.0": facts(kind="nystrom", modifiers=("value convolution",))},
     ),
     Case("vit", make("ViT", **VIT), image, {"layers.0": facts()}),
-    Case("swin", swin, lambda: image(16), {"blocks.0": facts(relative_position_bias=True)}),
+    Case("swin", swin, lambda: image(16), {"blocks.0": facts(relative_position_bias=True, modifiers=WINDOW)}),
     Case(
         "clip",
         clip,
@@ -226,7 +227,8 @@ CASES = [
             attention_types=[[["global", "local"], 1]], window_size=2, max_position_embeddings=16, **SPECIAL,
         ),
         tokens,
-        {"h.0": facts(causal=True, scale=1.0), "h.1": facts(causal=True, scale=1.0)}, in_float32=True),
+        {"h.0": facts(causal=True, scale=1.0), "h.1": facts(causal=True, scale=1.0, modifiers=WINDOW)},
+        in_float32=True),
     Case(
         "gpt-neox",
         make("GPTNeoX", **BERT),
@@ -273,7 +275,7 @@ CASES = [
         arrangement="fused groups",
     ),
     Case("llama", make("Llama", **LLAMA), tokens, {"layers.0": ROTARY}, heads=GROUPED),
-    Case("mistral", make("Mistral", **LLAMA), tokens, {"layers.0": ROTARY}, heads=GROUPED),
+    Case("mistral", make("Mistral", **LLAMA), tokens, {"layers.0": ROTARY | {"modifiers": WINDOW}}, heads=GROUPED),
     Case("qwen2", make("Qwen2", **SQUARE_LLAMA), tokens, {"layers.0": ROTARY}, heads=GROUPED),
     Case(
         "qwen3",
@@ -286,7 +288,7 @@ CASES = [
         "qwen3-next",
         qwen3_next,
         tokens,
-        {"layers.0": facts(causal=True, rotary=True, qk_norm="rms")},
+        {"layers.0": facts(causal=True, rotary=True, qk_norm="rms", modifiers=("gated output",))},
         heads=GROUPED,
         arrangement="separate, query and gate interleaved",
     ),
@@ -347,7 +349,7 @@ CASES = [
         "gemma2",
         make("Gemma2", **LLAMA, attn_logit_softcapping=0.05),
         tokens,
-        {"layers.0": facts(causal=True, rotary=True, scale=None)},
+        {"layers.0": facts(causal=True, rotary=True, scale=None, modifiers=(*WINDOW, "logit softcap"))},
         heads=GROUPED, in_float32=True),
     Case(
         "cohere2",
@@ -355,14 +357,15 @@ CASES = [
             layer_types=["sliding_attention", "full_attention"], sliding_window=4,
         ),
         tokens,
-        {"layers.0": ROTARY, "layers.1": facts(causal=True)},
+        {"layers.0": ROTARY | {"modifiers": WINDOW}, "layers.1": facts(causal=True)},
         heads=GROUPED, in_float32=True),
     Case(
         "gpt-oss",
         make("GptOss", **LLAMA, num_local_experts=2, num_experts_per_tok=1, experts_implementation="eager"),
         tokens,
         # YaRN multiplies queries and keys by 0.1 log(32) + 1.
-        {"layers.0": ROTARY | {"scale": 8**-0.5 * (0.1 * math.log(32) + 1) ** 2}},
+        {"layers.0": ROTARY | {"scale": 8**-0.5 * (0.1 * math.log(32) + 1) ** 2,
+                               "modifiers": ("attention sinks", *WINDOW)}},
         heads=GROUPED, in_float32=True),
     Case("esm", make("Esm", **BERT, **SPECIAL, position_embedding_type="rotary", mask_token_id=3),
          tokens, {"layer.0": facts(rotary=True)}, in_float32=True),

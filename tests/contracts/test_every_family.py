@@ -4,10 +4,10 @@ import warnings
 
 import pytest
 import torch
-from contracts import cases_hf, cases_timm
-from contracts.harness import randomise_
 
 import wellcond as wc
+from contracts import cases_hf, cases_timm
+from contracts.harness import randomise_
 from wellcond.linalg.spectrum import singular_values, spectra
 
 BUILD = {f"timm-{name}": (case.build, case.input) for name, case in cases_timm.CASES.items()}

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from wellcond.attention.adapters import hf_common as hf
+from wellcond.attention.adapters import modifiers
 from wellcond.attention.registry import Place, register_adapter
 from wellcond.attention.site import AttentionSite
 
@@ -92,8 +93,8 @@ def lxmert(place: Place) -> AttentionSite:
 @register_adapter(*hf.hf("bros.BrosSelfAttention"))
 def bros(place: Place) -> AttentionSite:
     """Embeddings of box distances are multiplied with the queries."""
-    causal = hf.is_decoder_self_attention
-    return hf.separate(place, scale=None, causal=causal, relative_position_bias=True)
+    facts: dict[str, Any] = {"scale": None, "causal": hf.is_decoder_self_attention, "relative_position_bias": True}
+    return hf.separate(place, modifiers=(modifiers.QUERY_POSITION_TERM,), **facts)
 
 
 @register_adapter(
@@ -122,8 +123,11 @@ def nystromformer(place: Place) -> AttentionSite:
     With as many landmarks as tokens and no convolution it is plain softmax attention.
     """
     module: Any = place.module
-    exact = module.num_landmarks == module.seq_len and module.conv_kernel_size is None
-    return hf.separate(place, scale=hf.inverse_root, causal=False, kind="softmax" if exact else "nystrom")
+    convolves = module.conv_kernel_size is not None
+    exact = module.num_landmarks == module.seq_len and not convolves
+    added = modifiers.those({modifiers.VALUE_CONVOLUTION: convolves})
+    kind = "softmax" if exact else "nystrom"
+    return hf.separate(place, scale=hf.inverse_root, causal=False, kind=kind, modifiers=added)
 
 
 @register_adapter(*hf.hf("reformer.LocalSelfAttention"))

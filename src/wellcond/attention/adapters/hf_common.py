@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from wellcond.attention import builders
+from wellcond.attention.adapters import hf_modifiers, modifiers
 from wellcond.attention.registry import Adapter, Place, register_adapter
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import UnsupportedLayoutError
@@ -88,10 +89,9 @@ def head_count_of(place: Place) -> int:
 
 def scale_of(place: Place) -> float | None:
     """Logit scale as the module states it; None under soft-capping or clipping."""
-    module = place.module
-    if first_attribute(module, ("attn_logit_softcapping", "clip_qkv")) or place.config("clip_qkv"):
+    if hf_modifiers.soft_caps(place) or hf_modifiers.clips(place):
         return None
-    stated = first_attribute(module, SCALE_NAMES)
+    stated = first_attribute(place.module, SCALE_NAMES)
     return float(stated) if isinstance(stated, (int, float)) and not isinstance(stated, bool) else None
 
 
@@ -183,8 +183,12 @@ def resolve(place: Place, rules: dict[str, Any]) -> dict[str, Any]:
 
 
 def facts_of(place: Place, rules: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """What the module states about itself, overridden by `rules`; the scale includes the rotation's own factor."""
+    """What the module states about itself, overridden by `rules`; the scale includes the rotation's own factor.
+
+    A rule for `modifiers` adds to those that the module states.
+    """
     facts = resolve(place, DEFAULT_RULES | rules)
+    facts["modifiers"] = modifiers.union(hf_modifiers.stated(place), facts.get("modifiers", ()))
     if facts.get("rotary") and facts["scale"] is not None:
         factor = rotation_factor(place, head_dim)
         facts["scale"] = None if factor is None else facts["scale"] * factor**2

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from wellcond.attention.adapters import hf_common as hf
+from wellcond.attention.adapters import modifiers
 from wellcond.attention.builders import fused_site
 from wellcond.attention.registry import Place, register_adapter
 from wellcond.attention.site import AttentionSite
@@ -66,15 +67,17 @@ def _multiplies_positions(place: Place) -> bool:
 def sam_vision(place: Place) -> AttentionSite:
     """Image encoder of SAM and its relatives."""
     relative = _multiplies_positions(place)
-    return fused(place, scale=None if relative else hf.scale_of, relative_position_bias=relative)
+    added = modifiers.those({modifiers.QUERY_POSITION_TERM: relative})
+    return fused(place, scale=None if relative else hf.scale_of, relative_position_bias=relative, modifiers=added)
 
 
 @register_adapter(*hf.hf("sam2.Sam2MultiScaleAttention hiera.HieraMaskUnitAttention"))
 def pooled_query(place: Place) -> AttentionSite:
     """Queries may be max-pooled over tokens; their logits are then not products of projected tokens."""
-    stride = place.module.query_stride
+    stride: Any = place.module.query_stride
     pools = stride is not None and stride != 1
-    return fused(place, causal=False, scale=None if pools else hf.scale_of)
+    added = modifiers.those({modifiers.POOLED_QUERIES: pools})
+    return fused(place, causal=False, scale=None if pools else hf.scale_of, modifiers=added)
 
 
 @register_adapter(*hf.hf("exaone4_5.Exaone4_5_VisionAttention"))

@@ -11,6 +11,7 @@ from typing import Any
 
 from wellcond.attention import builders
 from wellcond.attention.adapters import hf_common as hf
+from wellcond.attention.adapters import modifiers
 from wellcond.attention.layout import head_rows
 from wellcond.attention.registry import Place, register_adapter
 from wellcond.attention.site import AttentionSite
@@ -161,15 +162,17 @@ for _names, _rule in ROTARY_WHERE.items():
 def llama4_text(place: Place) -> AttentionSite:
     """Layers without rotation scale their queries by position, so they have no one scale."""
     module: Any = place.module
-    tuned = module.attn_temperature_tuning and not module.use_rope
-    return hf.separate(place, rotary=bool(module.use_rope), scale=None if tuned else hf.scale_of)
+    tuned = bool(module.attn_temperature_tuning and not module.use_rope)
+    added = modifiers.those({modifiers.POSITION_DEPENDENT_SCALE: tuned})
+    return hf.separate(place, rotary=bool(module.use_rope), scale=None if tuned else hf.scale_of, modifiers=added)
 
 
 @register_adapter(*hf.hf("ministral3.Ministral3Attention"))
 def ministral3(place: Place) -> AttentionSite:
     """Queries are multiplied by a factor that grows with the position if `llama_4_scaling_beta` is set."""
     beta = (place.config("rope_parameters") or {}).get("llama_4_scaling_beta")
-    return hf.separate(place, rotary=True, scale=None if beta else hf.scale_of)
+    added = modifiers.those({modifiers.POSITION_DEPENDENT_SCALE: bool(beta)})
+    return hf.separate(place, rotary=True, scale=None if beta else hf.scale_of, modifiers=added)
 
 
 @register_adapter(*hf.hf("muse_glimmer.MuseGlimmerTextAttention muse_spark.MuseSparkTextAttention"))
@@ -236,13 +239,15 @@ def conformer(place: Place) -> AttentionSite:
     kind = getattr(place.module, "position_embeddings_type", "relative")
     relative = kind in ("relative", "relative_key")
     scale = None if relative else hf.inverse_root
-    return hf.separate(place, causal=False, scale=scale, relative_position_bias=relative)
+    added = modifiers.those({modifiers.QUERY_POSITION_TERM: relative})
+    return hf.separate(place, causal=False, scale=scale, relative_position_bias=relative, modifiers=added)
 
 
 @register_adapter(*hf.hf("parakeet.ParakeetEncoderAttention"))
 def parakeet(place: Place) -> AttentionSite:
     """Relative positions are multiplied with the queries."""
-    return hf.separate(place, scale=None, relative_position_bias=True)
+    added = (modifiers.QUERY_POSITION_TERM,)
+    return hf.separate(place, scale=None, relative_position_bias=True, modifiers=added)
 
 
 @register_adapter(*hf.hf("speecht5.SpeechT5Attention"))
@@ -251,7 +256,8 @@ def speecht5(place: Place) -> AttentionSite:
     in_encoder = not getattr(place.module, "is_decoder", False)
     scale = None if in_encoder else hf.scale_of
     causal = hf.is_decoder_self_attention
-    return hf.separate(place, causal=causal, scale=scale, relative_position_bias=in_encoder)
+    added = modifiers.those({modifiers.QUERY_POSITION_TERM: in_encoder})
+    return hf.separate(place, causal=causal, scale=scale, relative_position_bias=in_encoder, modifiers=added)
 
 
 @register_adapter(*hf.hf("mpnet.MPNetSelfAttention"))
@@ -289,5 +295,5 @@ def gated_query(place: Place) -> AttentionSite:
         k=builders.projection_slot(module.k_proj, head_rows(num_kv_heads, head_dim)),
         v=builders.projection_slot(module.v_proj, head_rows(num_kv_heads, head_dim)),
         o=builders.output_slot(place, module.o_proj, num_heads, head_dim),
-        **hf.facts_of(place, {"rotary": True}, head_dim),
+        **hf.facts_of(place, {"rotary": True, "modifiers": (modifiers.GATED_OUTPUT,)}, head_dim),
     )

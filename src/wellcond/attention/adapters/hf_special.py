@@ -7,6 +7,7 @@ from typing import Any
 
 from wellcond.attention import builders
 from wellcond.attention.adapters import hf_common as hf
+from wellcond.attention.adapters import hf_modifiers, modifiers
 from wellcond.attention.registry import Place, register_adapter
 from wellcond.attention.site import AttentionSite
 
@@ -41,7 +42,16 @@ def _layer_index(place: Place) -> int:
 hf.register(DETECTORS, partial(hf.separate, causal=False))
 hf.register(ROTARY_MEMORY, partial(hf.separate, causal=False, cross=_is_not_self, rotary=True))
 hf.register(BLOCK_SPARSE, partial(hf.separate, causal=False, scale=hf.inverse_root))
-hf.register(RELATIVE_KEYS, partial(hf.separate, causal=False, scale=None, relative_position_bias=True))
+hf.register(
+    RELATIVE_KEYS,
+    partial(
+        hf.separate,
+        causal=False,
+        scale=None,
+        relative_position_bias=True,
+        modifiers=(modifiers.QUERY_POSITION_TERM,),
+    ),
+)
 # A selection of blocks or a longer key sequence changes nothing about the projections.
 hf.register(
     "minimax_m3_vl.MiniMaxM3VLAttention muse_glimmer_assistant.MuseGlimmerAssistantAttention",
@@ -90,7 +100,8 @@ def rotary_by_layer_type(place: Place) -> AttentionSite:
     layer_type = place.config("layer_types")[place.module.layer_idx]
     rotary = place.config("rope_parameters")[layer_type] is not None
     by_position = place.class_name == "BeamAttention" and not rotary
-    return hf.separate(place, rotary=rotary, scale=None if by_position else hf.scale_of)
+    added = modifiers.those({modifiers.POSITION_DEPENDENT_SCALE: by_position})
+    return hf.separate(place, rotary=rotary, scale=None if by_position else hf.scale_of, modifiers=added)
 
 
 @register_adapter(*hf.hf("olmo_hybrid.OlmoHybridAttention"))
@@ -222,4 +233,5 @@ def granite_speech(place: Place) -> AttentionSite:
         family=place.class_name,
         scale=None,
         relative_position_bias=True,
+        modifiers=modifiers.union(hf_modifiers.stated(place), (modifiers.QUERY_POSITION_TERM,)),
     )

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from wellcond.attention.adapters import modifiers
 from wellcond.attention.registry import Place
 from wellcond.attention.site import Normaliser
 from wellcond.errors import UnsupportedLayoutError
@@ -31,6 +32,21 @@ def query_key_norm(place: Place) -> Normaliser | None:
     module: Any = place.module
     kinds = {norm_kind(getattr(module, "q_norm", None)), norm_kind(getattr(module, "k_norm", None))}
     return kinds.pop() if len(kinds) == 1 else "other"
+
+
+def before_output(module: Any) -> tuple[str, ...]:
+    """What stands between the heads and W_O in ViT, EVA and NaFlexViT: a norm (`scale_norm`), a gate (`gated`)."""
+    return modifiers.those(
+        {
+            modifiers.OUTPUT_NORM: norm_kind(getattr(module, "norm", None)) is not None,
+            modifiers.GATED_OUTPUT: getattr(module, "gate", None) is not None,
+        }
+    )
+
+
+def in_windows(divided: bool) -> tuple[str, ...]:
+    """The modifiers of an attention that is, or is not, divided into windows, blocks or grids of the image."""
+    return modifiers.those({modifiers.LOCAL_WINDOW: divided})
 
 
 def ancestor_has(place: Place, attribute: str) -> bool:

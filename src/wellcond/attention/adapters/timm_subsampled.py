@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from wellcond.attention.adapters import modifiers
 from wellcond.attention.adapters.timm_common import logit_scale
 from wellcond.attention.builders import (
     check_rows,
@@ -119,6 +120,7 @@ def bottleneck(place: Place) -> AttentionSite:
         family="timm BoTNet",
         scale=float(module.scale),
         relative_position_bias=True,
+        modifiers=(modifiers.QUERY_POSITION_TERM,),
     )
 
 
@@ -141,6 +143,7 @@ def halo(place: Place) -> AttentionSite:
         # Keys come from the block and a halo around it.
         cross=True,
         relative_position_bias=True,
+        modifiers=(modifiers.LOCAL_WINDOW, modifiers.QUERY_POSITION_TERM),
     )
 
 

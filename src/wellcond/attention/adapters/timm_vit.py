@@ -7,7 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from wellcond.attention.adapters.timm_common import ancestor_has, logit_scale, query_key_norm
+from wellcond.attention.adapters import modifiers
+from wellcond.attention.adapters.timm_common import (
+    ancestor_has,
+    before_output,
+    logit_scale,
+    query_key_norm,
+)
 from wellcond.attention.builders import fused_site, output_slot, projection_slot, separate_site
 from wellcond.attention.layout import QKVLayout, head_rows
 from wellcond.attention.registry import Place, register_adapter
@@ -33,7 +39,7 @@ def fused_blocks(place: Place, *, family: str, **facts: Any) -> AttentionSite:
 )
 def vit_attention(place: Place) -> AttentionSite:
     """ViT's attention, and copies of it that read tokens, maps (FastViT) or use 1x1 convolutions (Visformer)."""
-    return fused_blocks(place, family="timm ViT")
+    return fused_blocks(place, family="timm ViT", modifiers=before_output(place.module))
 
 
 @register_adapter("timm.layers.attention.AttentionRope")
@@ -42,7 +48,7 @@ def rope_attention(place: Place) -> AttentionSite:
     module: Any = place.module
     rotary = ancestor_has(place, "rope")
     if module.qkv is not None:
-        return fused_blocks(place, family="timm rotary ViT", rotary=rotary)
+        return fused_blocks(place, family="timm rotary ViT", rotary=rotary, modifiers=before_output(module))
     return separate_site(
         place,
         module.q_proj,
@@ -55,6 +61,7 @@ def rope_attention(place: Place) -> AttentionSite:
         scale=logit_scale(module, module.head_dim),
         qk_norm=query_key_norm(place),
         rotary=rotary,
+        modifiers=before_output(module),
     )
 
 
@@ -78,7 +85,8 @@ def eva_attention(place: Place) -> AttentionSite:
     module: Any = place.module
     rotary = ancestor_has(place, "rope")
     if module.qkv is not None:
-        return with_apart_biases(fused_blocks(place, family="timm EVA", rotary=rotary))
+        site = fused_blocks(place, family="timm EVA", rotary=rotary, modifiers=before_output(module))
+        return with_apart_biases(site)
     return separate_site(
         place,
         module.q_proj,
@@ -90,6 +98,7 @@ def eva_attention(place: Place) -> AttentionSite:
         scale=logit_scale(module, module.head_dim),
         qk_norm=query_key_norm(place),
         rotary=rotary,
+        modifiers=before_output(module),
     )
 
 
@@ -113,7 +122,16 @@ def sam_attention(place: Place) -> AttentionSite:
     """SAM: either a position term on the logits that is linear in the unscaled query, or a rotary embedding."""
     module: Any = place.module
     return fused_blocks(
-        place, family="timm SAM", relative_position_bias=module.use_rel_pos, rotary=module.rope is not None
+        place,
+        family="timm SAM",
+        relative_position_bias=module.use_rel_pos,
+        rotary=module.rope is not None,
+        modifiers=modifiers.those(
+            {
+                modifiers.QUERY_POSITION_TERM: module.use_rel_pos,
+                modifiers.LOCAL_WINDOW: bool(getattr(place.parent, "window_size", 0)),
+            }
+        ),
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from wellcond.attention.adapters import modifiers
 from wellcond.attention.builders import output_slot
 from wellcond.attention.layout import QKVLayout, head_rows
 from wellcond.attention.registry import Place, register_adapter
@@ -39,6 +40,7 @@ def torch_mha(place: Place) -> AttentionSite:
         o=output_slot(place, module.out_proj, module.num_heads, module.head_dim),
         scale=module.head_dim**-0.5,
         causal=None,
+        modifiers=modifiers.those({modifiers.EXTRA_KEYS: module.bias_k is not None or module.add_zero_attn}),
     )
     return replace(site, cross=_is_cross_attention(place))
 

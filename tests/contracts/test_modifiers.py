@@ -1,0 +1,336 @@
+"""Modifiers: every word on a model that has it, the same family with the setting off, and what the forward shows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import timm
+import torch
+import transformers as tf
+from torch import Tensor, nn
+
+from contracts import cases_hf, cases_timm
+from contracts.cases_hf import BART, BERT, LLAMA, SQUARE_LLAMA, VIT, make, qwen3_next, tokens
+from contracts.harness import heads_of, randomise_, watch
+from wellcond.attention.adapters import modifiers
+from wellcond.attention.adapters.modifiers import (
+    ATTENTION_SINKS,
+    CLIPPED_QKV,
+    EXTRA_KEYS,
+    GATED_OUTPUT,
+    LOCAL_WINDOW,
+    LOGIT_SOFTCAP,
+    OUTPUT_NORM,
+    POOLED_QUERIES,
+    POSITION_DEPENDENT_SCALE,
+    QUERY_POSITION_TERM,
+    SCALED_VALUES,
+    SELECTED_KEYS,
+    VALUE_CONVOLUTION,
+    VOCABULARY,
+)
+from wellcond.attention.find import find_attention
+from wellcond.attention.site import AttentionSite
+
+Words = tuple[str, ...]
+WITHOUT_HEAD_DIM = {key: value for key, value in SQUARE_LLAMA.items() if key != "head_dim"}
+SLIDING_THEN_FULL = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 2}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "experts_implementation": "eager"}
+WAVE = {
+    **{key: value for key, value in BERT.items() if key != "max_position_embeddings"},
+    "conv_dim": [8], "conv_kernel": [4], "conv_stride": [4], "num_feat_extract_layers": 1,
+    "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
+}  # fmt: skip
+
+
+def text(family: str, **values: Any) -> Callable[[], nn.Module]:
+    """Build `<family>TextModel` from `<family>TextConfig`."""
+    return lambda: getattr(tf, f"{family}TextModel")(getattr(tf, f"{family}TextConfig")(**values))
+
+
+def kosmos() -> nn.Module:
+    layers = {"vocab_size": 32, "embed_dim": 24, "layers": 1, "ffn_dim": 16, "attention_heads": 3}
+    return tf.Kosmos2Model(tf.Kosmos2Config(text_config=layers, vision_config=VIT))
+
+
+def hiera() -> nn.Module:
+    patches = {"patch_size": [7, 7], "patch_stride": [4, 4], "patch_padding": [3, 3], "image_size": [32, 32]}
+    config = tf.HieraConfig(
+        **patches, embed_dim=8, depths=[1, 2], num_heads=[2, 2], query_stride=[2, 2], num_query_pool=1,
+        masked_unit_size=[2, 2], masked_unit_attention=[True, False],
+    )  # fmt: skip
+    return tf.HieraModel(config)
+
+
+def sam(use_rel_pos: bool) -> nn.Module:
+    config = tf.SamVisionConfig(
+        hidden_size=24, num_hidden_layers=2, num_attention_heads=3, image_size=16, patch_size=4, output_channels=8,
+        window_size=2, global_attn_indexes=[1], use_rel_pos=use_rel_pos,
+    )  # fmt: skip
+    return tf.SamVisionModel(config)
+
+
+def ministral3(beta: float | None) -> nn.Module:
+    rope = {
+        "rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": beta,
+        "original_max_position_embeddings": 16,
+    }  # fmt: skip
+    return tf.Ministral3Model(tf.Ministral3Config(**LLAMA, rope_parameters=rope, sliding_window=None))
+
+
+def vit(**options: Any) -> Callable[[], nn.Module]:
+    return partial(timm.create_model, "vit_tiny_patch16_224", num_classes=3, **cases_timm.VIT, **options)
+
+
+def swin(window: int) -> Callable[[], nn.Module]:
+    values = {"image_size": 16, "patch_size": 2, "embed_dim": 24, "depths": [1], "num_heads": [3]}
+    return make("Swin", **values, window_size=window)
+
+
+def mpt(clip: float | None) -> Callable[[], nn.Module]:
+    return make("Mpt", vocab_size=32, d_model=24, n_heads=3, n_layers=1, max_seq_len=16, attn_config={"clip_qkv": clip})
+
+
+def gpt_oss() -> nn.Module:
+    return tf.GptOssModel(tf.GptOssConfig(**LLAMA, **SLIDING_THEN_FULL, **EXPERTS))
+
+
+def mimo(**values: Any) -> Callable[[], nn.Module]:
+    # Its sliding layers have twice as many key/value heads.
+    layers = LLAMA | SLIDING_THEN_FULL | {"num_key_value_heads": 1, "v_head_dim": 4}
+    return make("MiMoV2Flash", **layers, mlp_layer_types=["dense", "dense"], **values)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model and, by parts of their names, the modifiers of its sites in a setting."""
+
+    build: Callable[[], nn.Module]
+    sites: dict[str, Words]
+
+
+ROWS: dict[str, Row] = {
+    "gpt-oss": Row(gpt_oss, {"layers.0": (ATTENTION_SINKS, LOCAL_WINDOW), "layers.1": (ATTENTION_SINKS,)}),
+    "mimo-v2-flash": Row(
+        mimo(attention_value_scale=0.5),
+        {"layers.0": (ATTENTION_SINKS, LOCAL_WINDOW, SCALED_VALUES), "layers.1": (SCALED_VALUES,)},
+    ),
+    "mimo-v2-flash, unscaled": Row(
+        mimo(attention_value_scale=None), {"layers.0": (ATTENTION_SINKS, LOCAL_WINDOW), "layers.1": ()}
+    ),
+    "mvp with prompts": Row(
+        make("Mvp", **BART, use_prompt=True, prompt_length=2, prompt_mid_dim=8),
+        {"encoder.layers.0.self_attn": (EXTRA_KEYS,), "decoder.layers.0.encoder_attn": (EXTRA_KEYS,)},
+    ),
+    "mvp": Row(make("Mvp", **BART), {"encoder.layers.0.self_attn": (), "decoder.layers.0.encoder_attn": ()}),
+    "torch, learned key": Row(partial(nn.MultiheadAttention, 8, 2, add_bias_kv=True), {"": (EXTRA_KEYS,)}),
+    "torch, zero key": Row(partial(nn.MultiheadAttention, 8, 2, add_zero_attn=True), {"": (EXTRA_KEYS,)}),
+    "torch": Row(partial(nn.MultiheadAttention, 8, 2), {"": ()}),
+    "mistral": Row(make("Mistral", **LLAMA, sliding_window=2), {"layers.1": (LOCAL_WINDOW,)}),
+    "mistral, full": Row(make("Mistral", **LLAMA, sliding_window=None), {"layers.1": ()}),
+    "qwen2": Row(
+        make("Qwen2", **SQUARE_LLAMA, use_sliding_window=True, **SLIDING_THEN_FULL),
+        {"layers.0": (LOCAL_WINDOW,), "layers.1": ()},
+    ),
+    "exaone4": Row(
+        make("Exaone4", **LLAMA, **SLIDING_THEN_FULL, sliding_window_pattern="LG"),
+        {"layers.0": (LOCAL_WINDOW,), "layers.1": ()},
+    ),
+    "swin": Row(swin(4), {"blocks.0": (LOCAL_WINDOW,)}),
+    "swin, one window": Row(swin(8), {"blocks.0": ()}),
+    "big bird": Row(
+        make("BigBird", **BERT, attention_type="block_sparse", block_size=4, num_random_blocks=1),
+        {"layer.0": (LOCAL_WINDOW, SELECTED_KEYS)},
+    ),
+    "big bird, full": Row(make("BigBird", **BERT, attention_type="original_full"), {"layer.0": ()}),
+    "minimax m3": Row(
+        text("MiniMaxM3VL", **LLAMA, layer_types=["minimax_m3_sparse", "full_attention"]),
+        {"layers.0": (SELECTED_KEYS,), "layers.1": ()},
+    ),
+    "sam": Row(
+        partial(sam, True), {"layers.0": (LOCAL_WINDOW, QUERY_POSITION_TERM), "layers.1": (QUERY_POSITION_TERM,)}
+    ),
+    "sam, no positions": Row(partial(sam, False), {"layers.0": (LOCAL_WINDOW,), "layers.1": ()}),
+    "wav2vec2 conformer": Row(
+        make("Wav2Vec2Conformer", **WAVE, position_embeddings_type="relative"), {"layers.0": (QUERY_POSITION_TERM,)}
+    ),
+    "wav2vec2 conformer, rotary": Row(
+        make("Wav2Vec2Conformer", **WAVE, position_embeddings_type="rotary"), {"layers.0": ()}
+    ),
+    "llama4": Row(
+        text("Llama4", **LLAMA, **EXPERTS, no_rope_layers=[1, 0], attn_temperature_tuning=True),
+        {"layers.0": (LOCAL_WINDOW,), "layers.1": (POSITION_DEPENDENT_SCALE,)},
+    ),
+    "llama4, untuned": Row(
+        text("Llama4", **LLAMA, **EXPERTS, no_rope_layers=[1, 0], attn_temperature_tuning=False), {"layers.1": ()}
+    ),
+    "ministral3": Row(partial(ministral3, 0.1), {"layers.0": (POSITION_DEPENDENT_SCALE,)}),
+    "ministral3, one scale": Row(partial(ministral3, None), {"layers.0": ()}),
+    "gemma2": Row(
+        make("Gemma2", **LLAMA, **SLIDING_THEN_FULL, attn_logit_softcapping=0.05),
+        {"layers.0": (LOCAL_WINDOW, LOGIT_SOFTCAP), "layers.1": (LOGIT_SOFTCAP,)},
+    ),
+    "gemma2, uncapped": Row(
+        make("Gemma2", **LLAMA, **SLIDING_THEN_FULL, attn_logit_softcapping=None),
+        {"layers.0": (LOCAL_WINDOW,), "layers.1": ()},
+    ),
+    # Its config has the cap, and its forward does not use it.
+    "gemma3": Row(
+        text("Gemma3", **LLAMA, **SLIDING_THEN_FULL, attn_logit_softcapping=0.05),
+        {"layers.0": (LOCAL_WINDOW,), "layers.1": ()},
+    ),
+    "hiera": Row(
+        hiera, {"stages.0.layers.0": (LOCAL_WINDOW,), "stages.1.layers.0": (LOCAL_WINDOW, POOLED_QUERIES),
+                "stages.1.layers.1": ()}
+    ),
+    "olmo": Row(make("Olmo", **WITHOUT_HEAD_DIM, clip_qkv=0.05), {"layers.0": (CLIPPED_QKV,)}),
+    "olmo, unclipped": Row(make("Olmo", **WITHOUT_HEAD_DIM, clip_qkv=None), {"layers.0": ()}),
+    "mpt": Row(mpt(0.05), {"blocks.0": (CLIPPED_QKV,)}),
+    "mpt, unclipped": Row(mpt(None), {"blocks.0": ()}),
+    "nystromformer": Row(
+        make("Nystromformer", **BERT, num_landmarks=4, segment_means_seq_len=12), {"layer.0": (VALUE_CONVOLUTION,)}
+    ),
+    "bitnet": Row(make("BitNet", **WITHOUT_HEAD_DIM), {"layers.0": (OUTPUT_NORM,)}),
+    "kosmos2": Row(kosmos, {"text_model.model.layers.0": (OUTPUT_NORM,), "image_to_text_projection": ()}),
+    "eva": Row(
+        partial(timm.create_model, "eva02_tiny_patch14_224", scale_attn_inner=True, **cases_timm.ROPE),
+        {"blocks.0": (OUTPUT_NORM,)},
+    ),
+    "vit, norm and gate": Row(
+        partial(timm.layers.Attention, 12, num_heads=4, gated=True, scale_norm=True, norm_layer=nn.LayerNorm),
+        {"": (OUTPUT_NORM, GATED_OUTPUT)},
+    ),
+    "vit, norm": Row(vit(scale_attn_norm=True), {"blocks.0": (OUTPUT_NORM,)}),
+    "vit": Row(vit(), {"blocks.0": ()}),
+    "qwen3-next": Row(qwen3_next, {"layers.0": (GATED_OUTPUT,)}),
+    "beam": Row(
+        make("Beam", **LLAMA), {"layers.0": (LOCAL_WINDOW, GATED_OUTPUT),
+                                "layers.1": (POSITION_DEPENDENT_SCALE, GATED_OUTPUT)}
+    ),
+}  # fmt: skip
+PLAIN_HF = """
+    bert bert-decoder roberta distilbert vit clip gpt2 gpt2-cross gpt-neox opt bloom falcon-new falcon-multi-query
+    falcon-old-alibi llama qwen2 qwen3 phi3 t5 whisper bart codegen gpt-bigcode mpt gptj persimmon esm olmo2 openai-gpt
+    imagegpt beit siglip-vision wav2vec2 albert
+""".split()
+PLAIN_TIMM = """
+    vit vit_qk_norm vit_parallel deit deit3 beit beit_plain eva_fused eva_no_rope rope_fused rope_grouped relpos xcit
+    edgenext cait crossvit volo pvt_v2 coatnet_2d_blocks tnt visformer fastvit metaformer nextvit attention_2d
+    efficientformer lowformer non_local pool_2d pool_latent
+""".split()
+
+
+def built(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return randomise_(ROWS[name].build())
+
+
+def site_of(model: nn.Module, part: str) -> AttentionSite:
+    return next(site for site in find_attention(model) if part in site.name)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_modifiers_are_those_of_the_settings(name: str):
+    model = ROWS[name].build()
+    found = {part: site_of(model, part).modifiers for part in ROWS[name].sites}
+    assert found == ROWS[name].sites
+
+
+def test_every_word_is_set_somewhere_and_means_something():
+    used = {word for row in ROWS.values() for words in row.sites.values() for word in words}
+    assert used == set(VOCABULARY)
+    assert all(VOCABULARY.values())
+
+
+@pytest.mark.parametrize("name", PLAIN_HF)
+def test_plain_hugging_face_families_have_none(name: str):
+    [case] = [case for case in cases_hf.CASES if case.name == name]
+    assert {site.modifiers for site in find_attention(case.build())} == {()}
+
+
+@pytest.mark.parametrize("name", PLAIN_TIMM)
+def test_plain_timm_families_have_none(name: str):
+    assert {site.modifiers for site in find_attention(cases_timm.CASES[name].build())} == {()}
+
+
+def test_words_come_in_one_order_and_unknown_ones_are_refused():
+    assert modifiers.union((GATED_OUTPUT,), (OUTPUT_NORM, GATED_OUTPUT)) == (OUTPUT_NORM, GATED_OUTPUT)
+    assert modifiers.those({GATED_OUTPUT: False}) == ()
+    with pytest.raises(ValueError, match="sliding"):
+        modifiers.those({"sliding": True})
+
+
+@dataclass
+class Seen:
+    """One attention inside its model's forward, on six tokens."""
+
+    site: AttentionSite
+    tokens: Tensor
+    logits: Tensor
+    weights: Tensor
+    before_output: Tensor
+
+
+def see(name: str, part: str) -> Seen:
+    model = built(name)
+    site = site_of(model, part)
+    read: list[Tensor] = []
+    hook = site.o.owner.register_forward_pre_hook(lambda _, args: read.append(args[0].clone()))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        call = watch(site, lambda: model(**tokens()))
+    hook.remove()
+    x = call.args[0] if call.args else call.kwargs["hidden_states"]
+    logits, weights = (side.reshape(-1, *side.shape[-2:]) for side in call.recorder.softmaxes[0])
+    return Seen(site, x, logits, weights, read[0])
+
+
+TEXT = [
+    (name, part)
+    for name in ("gpt-oss", "mimo-v2-flash", "mimo-v2-flash, unscaled", "mistral", "mistral, full", "qwen2", "exaone4",
+                 "gemma2", "gemma2, uncapped", "gemma3", "olmo", "olmo, unclipped", "mpt", "mpt, unclipped", "bitnet",
+                 "qwen3-next")
+    for part in ROWS[name].sites
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "part"), TEXT)
+def test_window_is_what_the_forward_shows(name: str, part: str):
+    seen = see(name, part)
+    num_tokens = seen.tokens.shape[1]
+    past = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
+    hidden = (seen.weights[:, :, :num_tokens] == 0)[:, past].any()
+    assert bool(hidden) == (LOCAL_WINDOW in seen.site.modifiers)
+
+
+@pytest.mark.parametrize(("name", "part"), TEXT)
+def test_sinks_are_what_the_forward_shows(name: str, part: str):
+    seen = see(name, part)
+    extra_columns = seen.weights.shape[-1] - seen.tokens.shape[1]
+    assert extra_columns == (ATTENTION_SINKS in seen.site.modifiers)
+
+
+@pytest.mark.parametrize(("name", "part"), TEXT)
+def test_cap_is_what_the_forward_shows(name: str, part: str):
+    seen = see(name, part)
+    if CLIPPED_QKV in seen.site.modifiers:
+        pytest.skip("products of clipped queries and keys are small too")
+    # Of one query, over the keys it sees: a constant that is subtracted from all logits drops out.
+    last, previous = seen.logits[:, -1, seen.tokens.shape[1] - 1], seen.logits[:, -1, seen.tokens.shape[1] - 2]
+    is_capped = bool(((last - previous).abs() <= 2 * 0.05).all())
+    assert is_capped == (LOGIT_SOFTCAP in seen.site.modifiers)
+
+
+@pytest.mark.parametrize(("name", "part"), TEXT)
+def test_heads_reach_the_output_projection_as_they_are_unless_a_word_says_otherwise(name: str, part: str):
+    seen = see(name, part)
+    values = heads_of(seen.site, "v", seen.tokens)
+    heads = seen.weights[:, :, : seen.tokens.shape[1]].double() @ values
+    found = seen.before_output.reshape(-1, seen.before_output.shape[-1])[:, seen.site.o.rows].transpose(0, 1)
+    changing = {GATED_OUTPUT, OUTPUT_NORM, SCALED_VALUES, CLIPPED_QKV, VALUE_CONVOLUTION}
+    assert torch.allclose(found, heads, rtol=1e-4, atol=1e-5) != bool(changing & set(seen.site.modifiers))
