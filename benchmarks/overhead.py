@@ -1,7 +1,7 @@
 """Cost of conditioning per training step, and speed of conditioned initialisation. Run: make bench.
 
-Every ratio is measured within one run: the variants take turns, step by step, and the fastest round of each is compared,
-since whatever else the machine does can only make a round slower.
+Every ratio is measured within one run: the variants take turns, step by step, and the fastest round of each is
+compared, since whatever else the machine does can only make a round slower.
 """
 
 from __future__ import annotations

@@ -1,0 +1,67 @@
+"""What is known about the singular values of one Jacobian."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Convention = Literal["wide", "stack"]
+MethodName = Literal["dense", "gram", "cholesky", "implicit"]
+Status = Literal["exact", "estimate", "numerically singular"]
+
+
+@dataclass(frozen=True)
+class JacobianSpectrum:
+    """Extreme singular values of an attention head's parameter Jacobian, and how they are known.
+
+    `status` is ``exact`` (to rounding), ``estimate`` (only the certified interval is sure) or ``numerically singular``
+    (sigma_min is below what float64 can tell from zero: only the interval is known).
+    """
+
+    convention: Convention
+    shape: tuple[int, int]
+    sigma_max: float
+    sigma_min: float
+    """The last of the min(shape) singular values."""
+    sigma_rank: float
+    """The last one that is not zero."""
+    rank: int
+    nullity: int
+    """min(shape) - rank."""
+    null_space: str
+    """Names of structural null directions, empty if there are none that matter."""
+    sigma_max_bounds: tuple[float, float]
+    sigma_rank_bounds: tuple[float, float]
+    rtol: float
+    method: MethodName
+    reason: str
+    status: Status
+    num_products: int = 0
+    singular_values: tuple[float, ...] | None = None
+    dtype: str = "float64"
+
+    @property
+    def condition_number(self) -> float:
+        """Strict: infinite if the rank is not full, NaN if the Jacobian is zero."""
+        if self.rank == 0:
+            return float("nan")
+        return float("inf") if self.nullity or self.sigma_min == 0 else self.sigma_max / self.sigma_min
+
+    @property
+    def pseudo_condition_number(self) -> float:
+        """Over the non-zero singular values."""
+        if self.rank == 0 or self.sigma_rank == 0:
+            return float("nan") if self.rank == 0 else float("inf")
+        return self.sigma_max / self.sigma_rank
+
+    def kappa(self, kind: Literal["strict", "pseudo"] = "strict") -> float:
+        """One of the two condition numbers by name."""
+        return self.condition_number if kind == "strict" else self.pseudo_condition_number
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, with both condition numbers."""
+        return dataclasses.asdict(self) | {
+            "condition_number": self.condition_number,
+            "pseudo_condition_number": self.pseudo_condition_number,
+        }

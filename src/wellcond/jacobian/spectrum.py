@@ -1,0 +1,292 @@
+"""`jacobian_spectrum`: singular values of an attention head's parameter Jacobian, by the method that fits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import scipy.linalg
+import torch
+from torch import Tensor
+
+from wellcond.errors import check_choice
+from wellcond.jacobian.bounds import lower_bound, upper_bound
+from wellcond.jacobian.dense import dense_jacobian
+from wellcond.jacobian.gram import explicit_jacobian, output_gram, parameter_gram, stack_gram
+from wellcond.jacobian.head import Blocks, SoftmaxHead, build_blocks
+from wellcond.jacobian.operator import gram_operator
+from wellcond.jacobian.records import Convention, JacobianSpectrum, Status
+from wellcond.jacobian.select import Choice, available_bytes, choose_method
+from wellcond.jacobian.structure import Structure, stack_structure, wide_structure
+from wellcond.linalg.lanczos import largest_eigenvalue
+from wellcond.linalg.spectrum import default_rtol, resolve_rank, singular_values
+
+# Squaring keeps about 1e-16 kappa^2 of relative accuracy: 1e-6 at kappa = 1e5 (theory.md, section 9).
+LARGEST_SQUARED_KAPPA = 1e5
+EXHAUSTIVE_LIMIT = 1500
+
+
+def jacobian_spectrum(
+    x: Tensor,
+    w_q: Tensor,
+    w_k: Tensor,
+    w_v: Tensor,
+    *,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    memory: Tensor | None = None,
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
+    convention: Convention = "wide",
+    method: Literal["auto", "dense", "gram", "cholesky", "implicit"] = "auto",
+    rtol: float | None = None,
+    memory_limit: int | None = None,
+) -> JacobianSpectrum:
+    r"""Singular values of the Jacobian of one head's output with respect to W_Q, W_K, W_V.
+
+    .. math:: J = \partial\, \mathrm{vec}(P V) / \partial (W_Q, W_K, W_V)
+
+    Args:
+        x: tokens (N, D).
+        w_q: (d, D), or (g, d, D) for g query heads that share a key/value head.
+        w_k: (d, E).
+        w_v: (dv, E).
+        scale: logit scale; 1/sqrt(d) if None.
+        mask: added to the logits (N, N): -inf, position biases; or boolean, True where attention is allowed.
+        memory: tokens (M, E) of keys and values under cross attention; x if None.
+        biases: of q, k, v; they count as parameters.
+        convention: ``wide``, the Jacobian (outputs x parameters), or ``stack``, the papers' [J_Q; J_K; J_V].
+        method: see `wellcond.jacobian.select`.
+        rtol: singular values up to rtol * sigma_max count as zero; max(shape) * eps if None.
+        memory_limit: bytes that may be used; what is free if None.
+
+    Returns: a `JacobianSpectrum`; its status says whether the numbers are exact.
+
+    Raises:
+        ValueError: shapes that do not fit, a mask that hides everything from some token.
+        WeightError: NaN or infinite tokens or weights.
+        MemoryLimitError: the method asked for does not fit.
+
+    Example:
+        >>> x = torch.tensor([[1.0], [2.0]])
+        >>> one = torch.ones(1, 1)
+        >>> round(jacobian_spectrum(x, one, one, one, scale=1.0).condition_number, 3)
+        753.489
+    """
+    check_choice("convention", convention, get_args(Convention))
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=torch.float64, device=mask.device).masked_fill(~mask, -torch.inf)
+    b_q, b_k, b_v = biases or (None, None, None)
+    head = SoftmaxHead(
+        x, w_q, w_k, w_v, w_k.shape[0] ** -0.5 if scale is None else scale,
+        y=memory, b_q=b_q, b_k=b_k, b_v=b_v, logit_bias=mask,
+    )  # fmt: skip
+    return head_spectrum(head, biases=biases is not None, convention=convention, method=method, rtol=rtol,
+                         memory_limit=memory_limit)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class _Task:
+    head: SoftmaxHead
+    structure: Structure
+    choice: Choice
+    convention: Convention
+    biases: bool
+    rtol: float
+    limit: int
+
+
+def head_spectrum(
+    head: SoftmaxHead,
+    *,
+    biases: bool = False,
+    convention: Convention = "wide",
+    method: str = "auto",
+    rtol: float | None = None,
+    memory_limit: int | None = None,
+) -> JacobianSpectrum:
+    """`jacobian_spectrum` of a head that is described already."""
+    limit = available_bytes() if memory_limit is None else memory_limit
+    if convention == "stack":
+        if head.num_query_heads > 1 or head.y is not None or biases or head.value_dim != head.head_dim:
+            raise ValueError("the stacked convention is defined for one self-attention head without biases, dv = d")
+        structure = stack_structure(head)
+        if method not in ("auto", "gram", "dense"):
+            raise ValueError(f"the stacked convention has the methods 'auto', 'gram' and 'dense', not {method!r}")
+        smaller = head.head_dim * min(head.x.shape)
+        choice = Choice(
+            "dense" if method == "dense" else "gram", f"the stacked Gram has side {smaller}", 24 * smaller**2
+        )
+    else:
+        structure = wide_structure(head, biases=biases)
+        choice = choose_method(head, structure, asked=method, memory_limit=limit)
+    shape = (structure.num_outputs, structure.num_parameters)
+    task = _Task(head, structure, choice, convention, biases, default_rtol(shape) if rtol is None else rtol, limit)
+    run = {"dense": _dense, "gram": _gram, "cholesky": _cholesky, "implicit": _implicit}[choice.method]
+    return run(task)
+
+
+def _dense(task: _Task) -> JacobianSpectrum:
+    blocks = dense_jacobian(task.head, biases=task.biases)
+    jacobian = torch.cat(list(blocks.values()), dim=1 if task.convention == "wide" else 0)
+    return _from_singular_values(task, singular_values(jacobian))
+
+
+def _from_singular_values(task: _Task, sigma: Tensor, reason: str | None = None) -> JacobianSpectrum:
+    """Record of singular values that were not squared; missing ones (compressed away) are zero."""
+    full = torch.zeros(task.structure.smaller_side, dtype=torch.float64)
+    full[: min(len(sigma), len(full))] = sigma[: len(full)].cpu()
+    shape = (task.structure.num_outputs, task.structure.num_parameters)
+    rank = int(resolve_rank(full, shape, rtol=task.rtol))
+    sigma_rank, error = float(full[rank - 1]) if rank else 0.0, default_rtol(shape) * float(full[0])
+    return _record(
+        task, float(full[0]), float(full[-1]), sigma_rank, rank, "exact", values=full, reason=reason,
+        max_bounds=(float(full[0]) - error, float(full[0]) + error),
+        rank_bounds=(max(0.0, sigma_rank - error), sigma_rank + error),
+    )  # fmt: skip
+
+
+def _record(
+    task: _Task,
+    sigma_max: float,
+    sigma_min: float,
+    sigma_rank: float,
+    rank: int,
+    status: Status,
+    *,
+    max_bounds: tuple[float, float],
+    rank_bounds: tuple[float, float],
+    values: Tensor | None = None,
+    reason: str | None = None,
+    num_products: int = 0,
+) -> JacobianSpectrum:
+    structure = task.structure
+    return JacobianSpectrum(
+        convention=task.convention,
+        shape=(structure.num_outputs, structure.num_parameters),
+        sigma_max=sigma_max,
+        sigma_min=sigma_min,
+        sigma_rank=sigma_rank,
+        rank=rank,
+        nullity=structure.smaller_side - rank,
+        null_space=structure.null_space,
+        sigma_max_bounds=max_bounds,
+        sigma_rank_bounds=rank_bounds,
+        rtol=task.rtol,
+        method=task.choice.method,
+        reason=task.choice.reason if reason is None else f"{task.choice.reason}; {reason}",
+        status=status,
+        num_products=num_products,
+        singular_values=None if values is None else tuple(values.tolist()),
+    )
+
+
+def _gram(task: _Task) -> JacobianSpectrum:
+    # The stacked form mixes the three parameter spaces, so their common basis must be kept: compress x and y alike.
+    blocks = build_blocks(task.head, biases=task.biases)
+    if task.convention == "stack":
+        matrix = stack_gram(blocks)
+    elif task.head.num_outputs <= _num_parameters(blocks):
+        matrix = output_gram(blocks)
+    else:
+        matrix = parameter_gram(blocks)
+    squares = torch.linalg.eigvalsh(matrix).flip(0).clamp_min(0)
+    sigma, rank = squares.sqrt(), min(task.structure.max_rank, len(squares))
+    largest, smallest = float(sigma[0]), float(sigma[rank - 1])
+    if largest == 0:
+        return _from_singular_values(task, sigma)
+    if smallest * LARGEST_SQUARED_KAPPA >= largest:
+        values = torch.zeros(task.structure.smaller_side, dtype=torch.float64)
+        values[:rank] = sigma[:rank]
+        return _record(
+            task, largest, float(values[-1]), smallest, rank, "exact", values=values,
+            max_bounds=_squared_interval(largest, largest, len(squares)),
+            rank_bounds=_squared_interval(smallest, largest, len(squares)),
+        )  # fmt: skip
+    return _without_squaring(task, blocks, largest, len(squares))
+
+
+def _squared_interval(sigma: float, largest: float, side: int) -> tuple[float, float]:
+    """Weyl: an eigenvalue computed with backward error side * eps * lambda_max is off by no more than that."""
+    error = side * torch.finfo(torch.float64).eps * largest**2
+    return math.sqrt(max(0.0, sigma**2 - error)), math.sqrt(sigma**2 + error)
+
+
+def _num_parameters(blocks: Blocks) -> int:
+    _rows, dv, d = blocks.m.shape
+    return blocks.x.shape[1] * d + blocks.b.shape[2] * d + blocks.py.shape[1] * dv
+
+
+def _without_squaring(task: _Task, blocks: Blocks, largest: float, side: int) -> JacobianSpectrum:
+    """Squaring lost the small singular values: take the SVD of the compressed J itself, if it fits."""
+    rows, columns = task.head.num_outputs, _num_parameters(blocks)
+    if task.convention == "stack":
+        rows, columns = 3 * rows, columns // 3
+    if 24 * rows * columns > task.limit or rows * columns * min(rows, columns) > 2e13:
+        return _record(
+            task, largest, 0.0, 0.0, task.structure.max_rank, "numerically singular",
+            reason="squaring loses the small ones and J itself is too large",
+            max_bounds=_squared_interval(largest, largest, side),
+            rank_bounds=(lower_bound(blocks), _squared_interval(largest / LARGEST_SQUARED_KAPPA, largest, side)[1]),
+        )  # fmt: skip
+    jacobian = explicit_jacobian(blocks)
+    if task.convention == "stack":
+        jacobian = torch.cat(jacobian.tensor_split(3, dim=1), dim=0)
+    if jacobian.shape[0] < jacobian.shape[1]:
+        jacobian = jacobian.T
+    triangle = torch.linalg.qr(jacobian, mode="r").R
+    return _from_singular_values(task, torch.linalg.svdvals(triangle), reason="squaring loses the small ones: SVD of J")
+
+
+def _cholesky(task: _Task) -> JacobianSpectrum:
+    operator = gram_operator(task.head, biases=task.biases)
+    blocks, n = build_blocks(task.head, biases=task.biases), operator.size
+    top = largest_eigenvalue(operator, n)
+    largest, sure = math.sqrt(top.value), lower_bound(blocks)
+    max_bounds = (largest, upper_bound(blocks))
+    gram = output_gram(blocks).cpu().numpy()
+    # A symmetric matrix is its own transpose: LAPACK factorises in place, without a second copy.
+    factor, info = scipy.linalg.lapack.dpotrf(gram.T, lower=1, clean=0, overwrite_a=1)
+    if info > 0:
+        # Rounding made G indefinite, so its least eigenvalue is below n eps |G|.
+        return _record(
+            task, largest, 0.0, 0.0, n, "numerically singular", reason="Cholesky broke down",
+            max_bounds=max_bounds, rank_bounds=(sure, _squared_interval(0.0, largest, n)[1]),
+            num_products=top.num_products,
+        )  # fmt: skip
+
+    def solve(vector: Tensor) -> Tensor:
+        return torch.from_numpy(np.asarray(scipy.linalg.cho_solve((factor, True), vector.numpy(), check_finite=False)))
+
+    bottom = largest_eigenvalue(solve, n)
+    smallest = 1 / math.sqrt(bottom.value)
+    status: Status = "exact" if smallest * LARGEST_SQUARED_KAPPA >= largest else "estimate"
+    # A Ritz value of the inverse never exceeds its largest eigenvalue, so sigma_min is at most this, up to rounding.
+    return _record(
+        task, largest, smallest, smallest, n, status, max_bounds=max_bounds,
+        rank_bounds=(sure, _squared_interval(smallest, largest, n)[1]),
+        num_products=top.num_products + bottom.num_products,
+    )  # fmt: skip
+
+
+def _implicit(task: _Task) -> JacobianSpectrum:
+    operator = gram_operator(task.head, biases=task.biases)
+    blocks, n = build_blocks(task.head, biases=task.biases), operator.size
+    top = largest_eigenvalue(operator, n)
+    largest = math.sqrt(max(top.value, 0.0))
+    # shift I - G turns the smallest eigenvalue into the largest one. It converges slowly when eigenvalues cluster at
+    # the lower end, but its Ritz value bounds sigma_min^2 from above in any case, and n steps exhaust the space.
+    shift = top.value + top.residual
+    exhaustive = n <= EXHAUSTIVE_LIMIT and task.structure.max_rank == n
+    steps = n if exhaustive else 300
+    low = largest_eigenvalue(lambda u: shift * u - operator(u), n, max_steps=steps, tolerance=1e-15)
+    smallest = math.sqrt(max(shift - low.value, 0.0))
+    exact = exhaustive and smallest * LARGEST_SQUARED_KAPPA >= largest
+    full = task.structure.max_rank == n
+    return _record(
+        task, largest, smallest if full else 0.0, smallest, task.structure.max_rank, "exact" if exact else "estimate",
+        max_bounds=(largest, upper_bound(blocks)),
+        rank_bounds=(lower_bound(blocks), _squared_interval(smallest, largest, n)[1]) if full else (0.0, largest),
+        num_products=top.num_products + low.num_products,
+    )  # fmt: skip

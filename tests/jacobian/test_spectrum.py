@@ -1,0 +1,295 @@
+"""The numerical core on tensors: every method against automatic differentiation, and the numbers of the theory."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wellcond.errors import UnknownChoiceError, WeightError
+from wellcond.jacobian.bounds import lower_bound, upper_bound
+from wellcond.jacobian.dense import dense_jacobian
+from wellcond.jacobian.gram import explicit_jacobian, output_gram, parameter_gram, stack_gram
+from wellcond.jacobian.head import SoftmaxHead, build_blocks
+from wellcond.jacobian.operator import gram_operator
+from wellcond.jacobian.select import MemoryLimitError, choose_method
+from wellcond.jacobian.spectrum import head_spectrum, jacobian_spectrum
+from wellcond.jacobian.structure import wide_structure
+
+F64 = torch.float64
+
+
+def tensor(rows):
+    return torch.tensor(rows, dtype=F64)
+
+
+G1 = {
+    "x": tensor([[1, 0, 0, 1], [0, 1, 0, -1], [0, 0, 1, 1]]),
+    "w_q": tensor([[1, 0], [0, 1], [1, -1], [0, 1]]).T,
+    "w_k": tensor([[0, 1], [1, 0], [1, 1], [-1, 0]]).T,
+    "w_v": tensor([[1, -1], [0, 2], [1, 0], [1, 1]]).T,
+}
+G2 = {
+    "x": tensor([[1, 0], [0, 1], [1, 1], [1, -1], [2, 1]]),
+    "w_q": tensor([[1, 0], [1, 1]]).T,
+    "w_k": tensor([[0, 1], [1, -1]]).T,
+    "w_v": tensor([[1, 1], [0, 1]]).T,
+}
+METHODS = ["dense", "gram", "cholesky", "implicit"]
+
+
+def causal(n):
+    return torch.zeros(n, n, dtype=F64).masked_fill(torch.ones(n, n).triu(1).bool(), -math.inf)
+
+
+@st.composite
+def heads(draw, masked=True):
+    g = draw(st.sampled_from([1, 1, 2, 3]))
+    n, m = draw(st.integers(1, 7)), draw(st.sampled_from([None, 3, 6]))
+    D, E = draw(st.integers(1, 9)), draw(st.integers(1, 8))
+    d, dv = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=F64)
+
+    E = D if m is None else E
+    biased = draw(st.booleans())
+    mask = None
+    if masked and draw(st.booleans()):
+        mask = causal(n) if m is None else normal(n, m)
+    return SoftmaxHead(
+        normal(n, D), normal(g, d, D), normal(d, E), normal(dv, E), 0.7,
+        y=None if m is None else normal(m, E), logit_bias=mask,
+        b_q=normal(g, d) if biased else None, b_k=normal(d) if biased else None, b_v=normal(dv) if biased else None,
+    )  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(heads(), st.booleans())
+def test_every_form_has_the_singular_values_of_the_dense_jacobian(head, biases):
+    dense = torch.linalg.svdvals(torch.cat(list(dense_jacobian(head, biases=biases).values()), 1))
+    blocks = build_blocks(head, biases=biases)
+    explicit = torch.linalg.svdvals(explicit_jacobian(blocks))
+    k = min(len(dense), len(explicit))
+    tolerance = {"rtol": 0, "atol": 1e-12 * float(dense[0] + 1e-300)}
+    torch.testing.assert_close(explicit[:k], dense[:k], **tolerance)
+    assert (dense[k:] <= 1e-12 * dense[0]).all()
+    squares = (dense**2).flip(0)
+    tolerance["atol"] = 1e-12 * float(squares[-1] + 1e-300)
+    for gram in (output_gram(blocks), parameter_gram(blocks)):
+        eigenvalues = torch.linalg.eigvalsh(gram)[-k:]
+        torch.testing.assert_close(eigenvalues, squares[-k:], **tolerance)
+    operator = gram_operator(head, biases=biases)
+    columns = torch.stack([operator(e) for e in torch.eye(operator.size, dtype=F64)])
+    torch.testing.assert_close(columns, output_gram(blocks), **tolerance)
+
+
+@settings(max_examples=60, deadline=None)
+@given(heads())
+def test_certified_bounds_hold(head):
+    dense = torch.linalg.svdvals(torch.cat(list(dense_jacobian(head).values()), 1))
+    blocks = build_blocks(head)
+    smallest = float(dense[-1]) if len(dense) == head.num_outputs else 0.0
+    assert lower_bound(blocks) <= smallest * (1 + 1e-9) + 1e-12 * float(dense[0])
+    assert upper_bound(blocks) >= float(dense[0]) * (1 - 1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(heads(), st.booleans())
+def test_the_structural_rank_is_never_exceeded(head, biases):
+    dense = torch.linalg.svdvals(torch.cat(list(dense_jacobian(head, biases=biases).values()), 1))
+    structure = wide_structure(head, biases=biases)
+    assert int((dense > 1e-10 * dense[0]).sum()) <= structure.max_rank
+    assert len(dense) == structure.smaller_side
+
+
+@pytest.mark.parametrize("shape, ranks", [
+    ((4, 8, 2), (8, 8)), ((8, 8, 3), (24, 24)), ((12, 4, 2), (20, 8)), ((9, 3, 3), (18, 9)), ((16, 4, 2), (20, 8)),
+])  # fmt: skip
+def test_T08_generic_ranks(shape, ranks):
+    n, D, d = shape
+    x, w = torch.randn(n, D, dtype=F64), torch.randn(3, d, D, dtype=F64)
+    assert jacobian_spectrum(x, *w).rank == ranks[0]
+    assert jacobian_spectrum(x, *w, convention="stack").rank == ranks[1]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_T04_golden_head(method):
+    s = jacobian_spectrum(**G1, method=method)
+    assert s.shape == (6, 24) and s.rank == 6 and s.nullity == 0 and s.status == "exact"
+    assert s.sigma_max == pytest.approx(3.103644745, rel=1e-9)
+    assert s.sigma_min == pytest.approx(0.1192922252, rel=1e-9)
+    assert s.condition_number == pytest.approx(26.01715862, rel=1e-9)
+    if s.singular_values is not None:
+        expected = [3.103644745, 1.816294001, 1.400224125, 1.155349006, 0.6149469127, 0.1192922252]
+        assert s.singular_values == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("method", ["dense", "gram"])
+def test_T04_golden_head_stacked(method):
+    s = jacobian_spectrum(**G1, convention="stack", method=method)
+    assert s.shape == (18, 8) and (s.rank, s.nullity) == (6, 2) and s.condition_number == math.inf
+    assert s.pseudo_condition_number == pytest.approx(16.93875407, rel=1e-9)
+    assert "outside the span" in s.null_space
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_T04_causal_mask_and_biases(method):
+    s = jacobian_spectrum(**G1, mask=causal(3), method=method)
+    assert s.condition_number == pytest.approx(19.05601996, rel=1e-9)
+    assert jacobian_spectrum(**G1, mask=causal(3) == 0, method=method).sigma_min == pytest.approx(
+        0.1433031803, rel=1e-9
+    )
+    s = jacobian_spectrum(**G1, biases=(tensor([0.5, -0.5]), tensor([1, 2]), tensor([0, 1])), method=method)
+    assert (s.sigma_max, s.sigma_min) == pytest.approx((3.328662303, 0.04878559476), rel=1e-9)
+
+
+def test_G2_names_its_null_space():
+    s = jacobian_spectrum(**G2)
+    assert (s.rank, s.nullity, s.shape) == (8, 2, (10, 12)) and s.condition_number == math.inf
+    assert s.null_space == "gauge (W_Q E, -W_K E^T): 4"
+    assert (s.sigma_max, s.sigma_rank) == pytest.approx((3.867627819, 0.05514428172), rel=1e-9)
+    assert s.kappa("pseudo") == pytest.approx(70.1365164, rel=1e-8)
+
+
+def test_E17_the_scale_does_not_drop_out():
+    kappas = [jacobian_spectrum(**G1, scale=s).condition_number for s in (1, 2**-0.5, 0.5, 0.125)]
+    assert kappas == pytest.approx([29.62, 26.02, 24.30, 39.77], abs=5e-3)
+
+
+@pytest.mark.parametrize("t, kappa", [(1, 753.488981), (10, 259.623987), (1e3, 18614.75582), (1e5, 1861402.108)])
+@pytest.mark.parametrize("method", ["dense", "gram"])
+def test_T02_two_tokens(t, kappa, method):
+    x, one = tensor([[1], [2]]), tensor([[1]])
+    s = jacobian_spectrum(x, one, one, t * one, scale=1.0, method=method)
+    assert s.condition_number == pytest.approx(kappa, rel=1e-6)
+    if method == "gram" and kappa > 1e5:
+        assert "squaring loses the small ones" in s.reason
+
+
+@pytest.mark.parametrize("lam, kappa", [(0.5, 10.35572493), (1, 1.680948668), (2, 1.000001801)])
+def test_T13_saturation(lam, kappa):
+    h = tensor([[1, 1], [1, -1]])
+    x = torch.kron(torch.kron(h, h), torch.kron(h, h))
+    w = lam * torch.eye(16, dtype=F64)
+    assert jacobian_spectrum(x, w, w, w, scale=0.25).condition_number == pytest.approx(kappa, rel=1e-9)
+
+
+def test_T13_block_norms_keep_relative_accuracy():
+    h = tensor([[1, 1], [1, -1]])
+    x = torch.kron(torch.kron(h, h), torch.kron(h, h))
+    w = 10.0 * torch.eye(16, dtype=F64)
+    blocks = build_blocks(SoftmaxHead(x, w, w, w, 0.25))
+    j_q = torch.einsum("ra,roc->roac", blocks.x, blocks.m).reshape(256, -1)
+    scaled = j_q / j_q.abs().max()
+    norm = float(torch.linalg.matrix_norm(scaled, 2) * j_q.abs().max())
+    assert norm == pytest.approx(4.9028e-170, rel=1e-4)
+
+
+@pytest.mark.parametrize("N, D, d", [(32, 96, 32), (24, 16, 8), (40, 8, 4)])
+def test_methods_agree_with_dense(N, D, d):
+    torch.manual_seed(N)
+    x = torch.nn.functional.layer_norm(torch.randn(N, D, dtype=F64), (D,))
+    w = torch.randn(3, d, D, dtype=F64) / D**0.5
+    dense = jacobian_spectrum(x, *w, method="dense") if N * d <= 512 else None
+    gram = jacobian_spectrum(x, *w, method="gram")
+    explicit = torch.linalg.svdvals(explicit_jacobian(build_blocks(SoftmaxHead(x, *w, d**-0.5))))
+    assert gram.sigma_max == pytest.approx(float(explicit[0]), rel=1e-9)
+    assert gram.sigma_rank == pytest.approx(float(explicit[gram.rank - 1]), rel=1e-6)
+    if dense is not None:
+        assert dense.rank == gram.rank and dense.sigma_rank == pytest.approx(gram.sigma_rank, rel=1e-6)
+    if gram.nullity == 0:
+        for method in ("cholesky", "implicit"):
+            other = jacobian_spectrum(x, *w, method=method)
+            assert other.condition_number == pytest.approx(gram.condition_number, rel=1e-6)
+            for bounds, value in ((other.sigma_rank_bounds, gram.sigma_rank), (other.sigma_max_bounds, gram.sigma_max)):
+                assert bounds[0] * (1 - 1e-9) <= value <= bounds[1] * (1 + 1e-9)
+
+
+def test_numerically_singular_is_said_not_guessed():
+    # Two tokens that both attend to one other token: two equal rows of P, so J is singular to rounding.
+    x = torch.randn(6, 12, dtype=F64)
+    mask = torch.zeros(6, 6, dtype=F64)
+    mask[:2, 0] = 1e4
+    w = torch.randn(3, 4, 12, dtype=F64)
+    exact = jacobian_spectrum(x, *w, mask=mask, method="dense")
+    assert exact.rank < 24
+    by_gram = jacobian_spectrum(x, *w, mask=mask, method="gram")
+    assert (by_gram.rank, by_gram.condition_number) == (exact.rank, math.inf)
+    assert by_gram.sigma_rank == pytest.approx(exact.sigma_rank, rel=1e-6)
+    by_cholesky = jacobian_spectrum(x, *w, mask=mask, method="cholesky")
+    assert by_cholesky.status != "exact"
+    assert by_cholesky.sigma_rank_bounds[0] < 1e-12
+
+
+def test_auto_is_a_table_that_can_be_asked():
+    def ask(n, D, d, limit=10**11):
+        head = SoftmaxHead(torch.randn(n, D), *torch.randn(3, d, D), d**-0.5)
+        return choose_method(head, wide_structure(head), memory_limit=limit)
+
+    assert ask(32, 96, 32).method == "gram"
+    assert ask(197, 256, 64).method == "cholesky"
+    assert "full row rank" in ask(197, 256, 64).reason
+    assert ask(197, 256, 64, limit=200_000_000).method == "implicit"
+    with pytest.raises(MemoryLimitError, match="use fewer tokens"):
+        ask(197, 256, 64, limit=1000)
+
+
+def test_a_method_that_does_not_fit_names_the_bytes_and_what_would():
+    x, w = torch.randn(64, 32), torch.randn(3, 16, 32)
+    with pytest.raises(MemoryLimitError, match=r"'dense' needs about [\d,]+ bytes .* would fit: .*implicit"):
+        jacobian_spectrum(x, *w, method="dense", memory_limit=10_000_000)
+    with pytest.raises(UnknownChoiceError, match="'auto', 'dense', 'gram', 'cholesky', 'implicit'"):
+        jacobian_spectrum(x, *w, method="svd")
+    with pytest.raises(UnknownChoiceError, match="'wide', 'stack'"):
+        jacobian_spectrum(x, *w, convention="tall")
+
+
+def test_bad_input():
+    x, w = torch.randn(4, 6), torch.randn(3, 2, 6)
+    with pytest.raises(WeightError, match="x has NaN"):
+        jacobian_spectrum(x * torch.nan, *w)
+    with pytest.raises(ValueError, match=r"tokens \[2\] may attend to nothing"):
+        jacobian_spectrum(x, *w, mask=torch.tensor([[True] * 4] * 2 + [[False] * 4] + [[True] * 4]))
+    with pytest.raises(ValueError, match="w_k: expected 6 columns"):
+        jacobian_spectrum(x, w[0], w[1][:, :5], w[2])
+    with pytest.raises(ValueError, match="mask: expected shape"):
+        jacobian_spectrum(x, *w, mask=torch.zeros(3, 4))
+    with pytest.raises(ValueError, match="stacked convention is defined"):
+        jacobian_spectrum(x, *w, memory=x, convention="stack")
+
+
+def test_one_token_and_zero_weights():
+    # One token attends to itself: P = 1, J_Q = J_K = 0, J_V = x (x) I.
+    x = tensor([[3, 4]])
+    s = jacobian_spectrum(x, *torch.randn(3, 2, 2, dtype=F64))
+    assert s.rank == 2 and s.condition_number == pytest.approx(1.0) and s.sigma_max == pytest.approx(5.0)
+    zero = jacobian_spectrum(tensor([[0, 0]]), *torch.randn(3, 2, 2, dtype=F64))
+    assert zero.rank == 0 and math.isnan(zero.condition_number)
+
+
+def test_half_precision_and_non_contiguous_tensors():
+    x, w = torch.randn(6, 5).T.contiguous().T, torch.randn(3, 5, 2).transpose(1, 2)
+    reference = jacobian_spectrum(x.bfloat16().double(), *w.bfloat16().double())
+    assert jacobian_spectrum(x.bfloat16(), *w.bfloat16()).to_dict() == reference.to_dict()
+
+
+def test_stack_needs_one_flatten_order():
+    # T4: permuting the K block by T_Dd changes the spectrum, so the order is fixed.
+    blocks = dense_jacobian(SoftmaxHead(**G1, scale=2**-0.5))
+    j_k = blocks["k"].view(6, 4, 2).mT.reshape(6, 8)
+    mixed = torch.cat([blocks["q"], j_k, blocks["v"]])
+    assert int(torch.linalg.matrix_rank(mixed)) == 8
+    H = stack_gram(build_blocks(SoftmaxHead(**G1, scale=2**-0.5), compress=False))
+    torch.testing.assert_close(H, sum(b.T @ b for b in blocks.values()))
+
+
+def test_grouped_heads_share_keys_and_values():
+    # Two equal query heads: outputs repeat, so the rank is that of one head plus the second head's own queries.
+    torch.manual_seed(0)
+    x, w = torch.randn(5, 8, dtype=F64), torch.randn(3, 2, 8, dtype=F64)
+    pair = jacobian_spectrum(x, torch.stack([w[0], w[0]]), w[1], w[2])
+    dense = head_spectrum(SoftmaxHead(x, torch.stack([w[0], w[0]]), w[1], w[2], 2**-0.5), method="dense")
+    assert pair.rank == dense.rank and pair.sigma_max == pytest.approx(dense.sigma_max)
