@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from wellcond.errors import UnknownChoiceError, WeightError
 from wellcond.jacobian.bounds import lower_bound, upper_bound
 from wellcond.jacobian.dense import dense_jacobian
+from wellcond.jacobian.forms import WideForm
 from wellcond.jacobian.gram import explicit_jacobian, output_gram, parameter_gram, stack_gram
 from wellcond.jacobian.head import SoftmaxHead, build_blocks
 from wellcond.jacobian.operator import gram_operator
@@ -227,7 +228,7 @@ def test_numerically_singular_is_said_not_guessed():
 def test_auto_is_a_table_that_can_be_asked():
     def ask(n, D, d, limit=10**11):
         head = SoftmaxHead(torch.randn(n, D), *torch.randn(3, d, D), d**-0.5)
-        return choose_method(head, wide_structure(head), memory_limit=limit)
+        return choose_method(WideForm(head), wide_structure(head), memory_limit=limit)
 
     assert ask(32, 96, 32).method == "gram"
     assert ask(197, 256, 64).method == "cholesky"

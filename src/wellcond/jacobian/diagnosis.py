@@ -119,8 +119,8 @@ def _explain(verdict: Verdict, ratios: dict[Verdict, float], statistics: Attenti
         where = "itself" if statistics.diagonal_mass >= DEAD_MASS else "one other token"
         return (
             f"attention has collapsed: every token attends to {where} (largest probability "
-            f"{statistics.max_probability:.4f}), so W_Q and W_K receive almost no gradient; the condition number is that "
-            "of the tokens alone and says nothing good"
+            f"{statistics.max_probability:.4f}), so W_Q and W_K receive almost no gradient; the condition number is "
+            "that of the tokens alone and says nothing good"
         )
     text = {
         "P": f"the attention map is nearly singular (kappa {ratios['P']:.3g}): many tokens attend alike",

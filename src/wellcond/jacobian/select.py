@@ -2,10 +2,10 @@
 
 | method | what it does | all singular values | wants |
 |---|---|---|---|
-| dense | automatic differentiation, then SVD | yes | n x p entries; tests and tiny heads |
+| dense | automatic differentiation (or J itself), then SVD | yes | n x p entries; tests and tiny heads |
 | gram | J J^T or J^T J from blocks, eigenvalues; SVD of J where squaring loses them | yes | smaller side <= 6200 |
-| cholesky | J J^T from blocks, Cholesky, inverse Lanczos | no | full row rank, n up to 20000 |
-| implicit | Lanczos on products with J J^T | no | nothing but tokens; sigma_min is only bounded |
+| cholesky | J J^T from blocks, Cholesky, inverse Lanczos | no | full row rank, n <= 20000 |
+| implicit | Lanczos on products with J J^T | no | nothing but products; sigma_min is only bounded |
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import os
 from dataclasses import dataclass
 
 from wellcond.errors import WellcondError, check_choice
-from wellcond.jacobian.head import SoftmaxHead
+from wellcond.jacobian.forms import Form, gram_side
 from wellcond.jacobian.records import MethodName
 from wellcond.jacobian.structure import Structure
 
-DENSE_LIMIT = 256
 GRAM_LIMIT = 6200
 CHOLESKY_LIMIT = 20_000
 METHODS = ("dense", "gram", "cholesky", "implicit")
@@ -37,24 +36,22 @@ class Choice:
     num_bytes: int
 
 
-def needed_bytes(method: str, head: SoftmaxHead, structure: Structure) -> int:
-    """Peak memory of a method, roughly, in bytes."""
-    n, rows, m = head.num_outputs, head.num_rows, head.memory.shape[0]
-    blocks = n * (head.head_dim + min(head.memory.shape))
-    compressed = 3 * head.head_dim * min(head.x.shape)
+def needed_bytes(method: str, form: Form, structure: Structure) -> int:
+    """Peak memory of a method, roughly, in bytes of float64."""
+    n, side = form.num_outputs, gram_side(form)
+    # Covariance blocks hold n entries for every key dimension; Lanczos keeps up to 300 vectors.
+    blocks = n * (min(structure.memory_rank, n) + 64)
     entries = {
         "dense": 3 * n * structure.num_parameters,
-        "gram": 3 * min(n, compressed) ** 2 + 2 * blocks,
-        "cholesky": n * n + 3 * blocks,
-        "implicit": 8 * rows * max(rows, m) + 300 * n,
+        "gram": 3 * side**2 + 2 * blocks,
+        "cholesky": n * n + 2 * blocks,
+        "implicit": 2 * blocks + 300 * n,
     }
     return 8 * entries[method]
 
 
-def choose_method(
-    head: SoftmaxHead, structure: Structure, *, asked: str = "auto", memory_limit: int | None = None
-) -> Choice:
-    """The method for a head, with the reason.
+def choose_method(form: Form, structure: Structure, *, asked: str = "auto", memory_limit: int | None = None) -> Choice:
+    """The method for a form, with the reason.
 
     Raises:
         UnknownChoiceError: no such method.
@@ -62,31 +59,28 @@ def choose_method(
     """
     check_choice("Jacobian method", asked, ("auto", *METHODS))
     limit = available_bytes() if memory_limit is None else memory_limit
-    fitting = [name for name in METHODS if needed_bytes(name, head, structure) <= limit]
+    needed = {name: needed_bytes(name, form, structure) for name in METHODS}
+    fitting = [name for name in METHODS if needed[name] <= limit]
     if asked != "auto":
-        num_bytes = needed_bytes(asked, head, structure)
-        if num_bytes > limit:
+        if asked not in fitting:
             raise MemoryLimitError(
-                f"method {asked!r} needs about {num_bytes:,} bytes for {head.num_rows} rows of width {head.value_dim}, "
-                f"and {limit:,} are available; would fit: {', '.join(fitting) or 'none, use fewer tokens'}"
+                f"method {asked!r} needs about {needed[asked]:,} bytes for {form.num_outputs} outputs, and {limit:,} "
+                f"are available; would fit: {', '.join(fitting) or 'none, use fewer tokens'}"
             )
-        return Choice(asked, "asked for", num_bytes)  # type: ignore[arg-type]
-    n, smaller = head.num_outputs, min(head.num_outputs, 3 * head.head_dim * min(head.x.shape))
+        return Choice(asked, "asked for", needed[asked])  # type: ignore[arg-type]
+    n, side = form.num_outputs, gram_side(form)
     full_row_rank = structure.max_rank == n
-    if smaller <= GRAM_LIMIT and "gram" in fitting:
-        return Choice("gram", f"the smaller side has {smaller} <= {GRAM_LIMIT}", needed_bytes("gram", head, structure))
+    if side <= GRAM_LIMIT and "gram" in fitting:
+        return Choice("gram", f"the smaller side has {side} <= {GRAM_LIMIT}", needed["gram"])
     if full_row_rank and n <= CHOLESKY_LIMIT and "cholesky" in fitting:
-        reason = f"full row rank and {GRAM_LIMIT} < n = {n} <= {CHOLESKY_LIMIT}"
-        return Choice("cholesky", reason, needed_bytes("cholesky", head, structure))
-    if "implicit" not in fitting:
-        raise MemoryLimitError(
-            f"even matrix-free products need about {needed_bytes('implicit', head, structure):,} bytes, and {limit:,} "
-            "are available; use fewer tokens"
-        )
-    reason = (
-        f"n = {n} is too large to factorise" if full_row_rank else f"n = {n}, rank-deficient, too large for eigenvalues"
+        return Choice("cholesky", f"full row rank and {GRAM_LIMIT} < n = {n} <= {CHOLESKY_LIMIT}", needed["cholesky"])
+    if "implicit" in fitting:
+        why = "too large to factorise" if full_row_rank else "rank-deficient and too large for all eigenvalues"
+        return Choice("implicit", f"n = {n} is {why}", needed["implicit"])
+    raise MemoryLimitError(
+        f"even matrix-free products need about {needed['implicit']:,} bytes, and {limit:,} are available; "
+        "use fewer tokens"
     )
-    return Choice("implicit", reason, needed_bytes("implicit", head, structure))
 
 
 def available_bytes() -> int:

@@ -12,20 +12,19 @@ import torch
 from torch import Tensor
 
 from wellcond.errors import check_choice
-from wellcond.jacobian.bounds import lower_bound, upper_bound
 from wellcond.jacobian.dense import dense_jacobian
-from wellcond.jacobian.gram import explicit_jacobian, output_gram, parameter_gram, stack_gram
-from wellcond.jacobian.head import Blocks, SoftmaxHead, build_blocks
-from wellcond.jacobian.operator import gram_operator
+from wellcond.jacobian.forms import Form, StackForm, WideForm, certified, smaller_gram
+from wellcond.jacobian.head import SoftmaxHead
 from wellcond.jacobian.records import Convention, JacobianSpectrum, Status
 from wellcond.jacobian.select import Choice, available_bytes, choose_method
-from wellcond.jacobian.structure import Structure, stack_structure, wide_structure
+from wellcond.jacobian.structure import Structure
 from wellcond.linalg.lanczos import largest_eigenvalue
 from wellcond.linalg.spectrum import default_rtol, resolve_rank, singular_values
 
 # Squaring keeps about 1e-16 kappa^2 of relative accuracy: 1e-6 at kappa = 1e5 (theory.md, section 9).
 LARGEST_SQUARED_KAPPA = 1e5
 EXHAUSTIVE_LIMIT = 1500
+LARGEST_SVD = 2e13
 
 
 def jacobian_spectrum(
@@ -88,11 +87,10 @@ def jacobian_spectrum(
 
 @dataclass(frozen=True, eq=False)
 class _Task:
-    head: SoftmaxHead
+    form: Form
     structure: Structure
     choice: Choice
     convention: Convention
-    biases: bool
     rtol: float
     limit: int
 
@@ -106,30 +104,40 @@ def head_spectrum(
     rtol: float | None = None,
     memory_limit: int | None = None,
 ) -> JacobianSpectrum:
-    """`jacobian_spectrum` of a head that is described already."""
+    """`jacobian_spectrum` of a head that is described already; `biases` counts its biases as parameters."""
+    if convention == "wide":
+        return form_spectrum(WideForm(head, biases), method=method, rtol=rtol, memory_limit=memory_limit)
+    if biases or method not in ("auto", "gram", "dense"):
+        raise ValueError("the stacked convention is defined without biases, by the methods 'auto', 'gram' and 'dense'")
+    return form_spectrum(StackForm(head), convention="stack", method=method, rtol=rtol, memory_limit=memory_limit)
+
+
+def form_spectrum(
+    form: Form,
+    *,
+    convention: Convention = "wide",
+    method: str = "auto",
+    rtol: float | None = None,
+    memory_limit: int | None = None,
+) -> JacobianSpectrum:
+    """Spectrum of any structured form of the Jacobian; arguments as in `jacobian_spectrum`."""
     limit = available_bytes() if memory_limit is None else memory_limit
-    if convention == "stack":
-        if head.num_query_heads > 1 or head.y is not None or biases or head.value_dim != head.head_dim:
-            raise ValueError("the stacked convention is defined for one self-attention head without biases, dv = d")
-        structure = stack_structure(head)
-        if method not in ("auto", "gram", "dense"):
-            raise ValueError(f"the stacked convention has the methods 'auto', 'gram' and 'dense', not {method!r}")
-        smaller = head.head_dim * min(head.x.shape)
-        choice = Choice(
-            "dense" if method == "dense" else "gram", f"the stacked Gram has side {smaller}", 24 * smaller**2
-        )
-    else:
-        structure = wide_structure(head, biases=biases)
-        choice = choose_method(head, structure, asked=method, memory_limit=limit)
+    structure = form.structure()
+    choice = choose_method(form, structure, asked=method, memory_limit=limit)
     shape = (structure.num_outputs, structure.num_parameters)
-    task = _Task(head, structure, choice, convention, biases, default_rtol(shape) if rtol is None else rtol, limit)
+    task = _Task(form, structure, choice, convention, default_rtol(shape) if rtol is None else rtol, limit)
     run = {"dense": _dense, "gram": _gram, "cholesky": _cholesky, "implicit": _implicit}[choice.method]
     return run(task)
 
 
 def _dense(task: _Task) -> JacobianSpectrum:
-    blocks = dense_jacobian(task.head, biases=task.biases)
-    jacobian = torch.cat(list(blocks.values()), dim=1 if task.convention == "wide" else 0)
+    form = task.form
+    if isinstance(form, WideForm | StackForm):
+        biases = isinstance(form, WideForm) and form.biases
+        blocks = dense_jacobian(form.head, biases=biases)
+        jacobian = torch.cat(list(blocks.values()), dim=1 if task.convention == "wide" else 0)
+    else:
+        jacobian = form.explicit_jacobian()
     return _from_singular_values(task, singular_values(jacobian))
 
 
@@ -183,15 +191,7 @@ def _record(
 
 
 def _gram(task: _Task) -> JacobianSpectrum:
-    # The stacked form mixes the three parameter spaces, so their common basis must be kept: compress x and y alike.
-    blocks = build_blocks(task.head, biases=task.biases)
-    if task.convention == "stack":
-        matrix = stack_gram(blocks)
-    elif task.head.num_outputs <= _num_parameters(blocks):
-        matrix = output_gram(blocks)
-    else:
-        matrix = parameter_gram(blocks)
-    squares = torch.linalg.eigvalsh(matrix).flip(0).clamp_min(0)
+    squares = torch.linalg.eigvalsh(smaller_gram(task.form)).flip(0).clamp_min(0)
     sigma, rank = squares.sqrt(), min(task.structure.max_rank, len(squares))
     largest, smallest = float(sigma[0]), float(sigma[rank - 1])
     if largest == 0:
@@ -204,7 +204,7 @@ def _gram(task: _Task) -> JacobianSpectrum:
             max_bounds=_squared_interval(largest, largest, len(squares)),
             rank_bounds=_squared_interval(smallest, largest, len(squares)),
         )  # fmt: skip
-    return _without_squaring(task, blocks, largest, len(squares))
+    return _without_squaring(task, largest, len(squares))
 
 
 def _squared_interval(sigma: float, largest: float, side: int) -> tuple[float, float]:
@@ -213,26 +213,19 @@ def _squared_interval(sigma: float, largest: float, side: int) -> tuple[float, f
     return math.sqrt(max(0.0, sigma**2 - error)), math.sqrt(sigma**2 + error)
 
 
-def _num_parameters(blocks: Blocks) -> int:
-    _rows, dv, d = blocks.m.shape
-    return blocks.x.shape[1] * d + blocks.b.shape[2] * d + blocks.py.shape[1] * dv
-
-
-def _without_squaring(task: _Task, blocks: Blocks, largest: float, side: int) -> JacobianSpectrum:
-    """Squaring lost the small singular values: take the SVD of the compressed J itself, if it fits."""
-    rows, columns = task.head.num_outputs, _num_parameters(blocks)
-    if task.convention == "stack":
-        rows, columns = 3 * rows, columns // 3
-    if 24 * rows * columns > task.limit or rows * columns * min(rows, columns) > 2e13:
+def _without_squaring(task: _Task, largest: float, side: int) -> JacobianSpectrum:
+    """Squaring lost the small singular values: take the SVD of J itself, if it fits."""
+    rows, columns = task.form.num_outputs, task.structure.num_parameters
+    if 24 * rows * columns > task.limit or rows * columns * min(rows, columns) > LARGEST_SVD:
         return _record(
             task, largest, 0.0, 0.0, task.structure.max_rank, "numerically singular",
             reason="squaring loses the small ones and J itself is too large",
             max_bounds=_squared_interval(largest, largest, side),
-            rank_bounds=(lower_bound(blocks), _squared_interval(largest / LARGEST_SQUARED_KAPPA, largest, side)[1]),
+            rank_bounds=(
+                certified(task.form)[0], _squared_interval(largest / LARGEST_SQUARED_KAPPA, largest, side)[1]
+            ),
         )  # fmt: skip
-    jacobian = explicit_jacobian(blocks)
-    if task.convention == "stack":
-        jacobian = torch.cat(jacobian.tensor_split(3, dim=1), dim=0)
+    jacobian = task.form.explicit_jacobian()
     if jacobian.shape[0] < jacobian.shape[1]:
         jacobian = jacobian.T
     triangle = torch.linalg.qr(jacobian, mode="r").R
@@ -240,12 +233,11 @@ def _without_squaring(task: _Task, blocks: Blocks, largest: float, side: int) ->
 
 
 def _cholesky(task: _Task) -> JacobianSpectrum:
-    operator = gram_operator(task.head, biases=task.biases)
-    blocks, n = build_blocks(task.head, biases=task.biases), operator.size
-    top = largest_eigenvalue(operator, n)
-    largest, sure = math.sqrt(top.value), lower_bound(blocks)
-    max_bounds = (largest, upper_bound(blocks))
-    gram = output_gram(blocks).cpu().numpy()
+    n = task.form.num_outputs
+    top = largest_eigenvalue(task.form.product, n)
+    largest, (sure, highest) = math.sqrt(top.value), certified(task.form)
+    max_bounds = (largest, highest)
+    gram = task.form.output_gram().cpu().numpy()
     # A symmetric matrix is its own transpose: LAPACK factorises in place, without a second copy.
     factor, info = scipy.linalg.lapack.dpotrf(gram.T, lower=1, clean=0, overwrite_a=1)
     if info > 0:
@@ -271,22 +263,21 @@ def _cholesky(task: _Task) -> JacobianSpectrum:
 
 
 def _implicit(task: _Task) -> JacobianSpectrum:
-    operator = gram_operator(task.head, biases=task.biases)
-    blocks, n = build_blocks(task.head, biases=task.biases), operator.size
-    top = largest_eigenvalue(operator, n)
-    largest = math.sqrt(max(top.value, 0.0))
+    n, product = task.form.num_outputs, task.form.product
+    top = largest_eigenvalue(product, n)
+    largest, (sure, highest) = math.sqrt(max(top.value, 0.0)), certified(task.form)
     # shift I - G turns the smallest eigenvalue into the largest one. It converges slowly when eigenvalues cluster at
     # the lower end, but its Ritz value bounds sigma_min^2 from above in any case, and n steps exhaust the space.
     shift = top.value + top.residual
     exhaustive = n <= EXHAUSTIVE_LIMIT and task.structure.max_rank == n
     steps = n if exhaustive else 300
-    low = largest_eigenvalue(lambda u: shift * u - operator(u), n, max_steps=steps, tolerance=1e-15)
+    low = largest_eigenvalue(lambda u: shift * u - product(u), n, max_steps=steps, tolerance=1e-15)
     smallest = math.sqrt(max(shift - low.value, 0.0))
     exact = exhaustive and smallest * LARGEST_SQUARED_KAPPA >= largest
     full = task.structure.max_rank == n
     return _record(
         task, largest, smallest if full else 0.0, smallest, task.structure.max_rank, "exact" if exact else "estimate",
-        max_bounds=(largest, upper_bound(blocks)),
-        rank_bounds=(lower_bound(blocks), _squared_interval(smallest, largest, n)[1]) if full else (0.0, largest),
+        max_bounds=(largest, highest),
+        rank_bounds=(sure, _squared_interval(smallest, largest, n)[1]) if full else (0.0, largest),
         num_products=top.num_products + low.num_products,
     )  # fmt: skip

@@ -1,0 +1,167 @@
+"""What a method needs to know of an attention: the common face of all structured forms of the Jacobian."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from wellcond.jacobian import bounds
+from wellcond.jacobian.gram import explicit_jacobian, output_gram, parameter_gram, stack_gram
+from wellcond.jacobian.head import Blocks, SoftmaxHead, build_blocks
+from wellcond.jacobian.operator import GramOperator, gram_operator
+from wellcond.jacobian.structure import Structure, stack_structure, wide_structure
+
+
+class Form(Protocol):
+    """One attention head (or layer) whose parameter Jacobian is asked for."""
+
+    @property
+    def num_outputs(self) -> int:
+        """Rows n of the wide Jacobian."""
+        ...
+
+    def structure(self) -> Structure:
+        """Sizes, and the largest rank that such a Jacobian can have."""
+        ...
+
+    def output_gram(self) -> Tensor:
+        """J J^T, n x n."""
+        ...
+
+    def explicit_jacobian(self) -> Tensor:
+        """J, or a matrix with fewer columns and the same non-zero singular values."""
+        ...
+
+    def product(self, flat: Tensor) -> Tensor:
+        """J J^T times a vector."""
+        ...
+
+
+@dataclass(frozen=True)
+class WideForm:
+    """The Jacobian of a plain softmax head, outputs x parameters."""
+
+    head: SoftmaxHead
+    biases: bool = False
+
+    @property
+    def num_outputs(self) -> int:
+        """R dv."""
+        return self.head.num_outputs
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """Built once, when first needed."""
+        return build_blocks(self.head, biases=self.biases)
+
+    @cached_property
+    def operator(self) -> GramOperator:
+        """Matrix-free J J^T."""
+        return gram_operator(self.head, biases=self.biases)
+
+    def structure(self) -> Structure:
+        """See `wide_structure`."""
+        return wide_structure(self.head, biases=self.biases)
+
+    @property
+    def gram_side(self) -> int:
+        """Side of the smaller of the two Gram matrices."""
+        g, d, dv = self.head.num_query_heads, self.head.head_dim, self.head.value_dim
+        columns = g * d * min(self.head.x.shape) + (d + dv) * min(self.head.memory.shape)
+        return min(self.num_outputs, columns)
+
+    def smaller_gram(self) -> Tensor:
+        """J J^T, or J^T J where that is smaller."""
+        return output_gram(self.blocks) if self.num_outputs <= self.gram_side else parameter_gram(self.blocks)
+
+    def output_gram(self) -> Tensor:
+        """J J^T."""
+        return output_gram(self.blocks)
+
+    def explicit_jacobian(self) -> Tensor:
+        """The compressed J."""
+        return explicit_jacobian(self.blocks)
+
+    def product(self, flat: Tensor) -> Tensor:
+        """J J^T u."""
+        return self.operator(flat)
+
+    def certified(self) -> tuple[float, float]:
+        """Bounds (L) on sigma_min and (U1) on sigma_max."""
+        return bounds.lower_bound(self.blocks), bounds.upper_bound(self.blocks)
+
+
+@dataclass(frozen=True)
+class StackForm:
+    """The papers' stacked matrix [J_Q; J_K; J_V] of one head. Its rows outnumber its columns: it has no J J^T here."""
+
+    head: SoftmaxHead
+
+    def __post_init__(self) -> None:
+        """Refuse heads on which it is not defined."""
+        head = self.head
+        if head.num_query_heads > 1 or head.y is not None or head.value_dim != head.head_dim:
+            raise ValueError("the stacked convention is defined for one self-attention head without biases, dv = d")
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """Queries and keys read the same tokens, compressed alike: the three parameter spaces keep one basis."""
+        return build_blocks(self.head)
+
+    @property
+    def num_outputs(self) -> int:
+        """3 R dv."""
+        return 3 * self.head.num_outputs
+
+    def structure(self) -> Structure:
+        """See `stack_structure`."""
+        return stack_structure(self.head)
+
+    @property
+    def gram_side(self) -> int:
+        """Side of the stacked Gram matrix."""
+        return self.head.head_dim * min(self.head.x.shape)
+
+    def smaller_gram(self) -> Tensor:
+        """H of theory.md 2.3."""
+        return stack_gram(self.blocks)
+
+    def explicit_jacobian(self) -> Tensor:
+        """The three blocks on top of each other."""
+        return torch.cat(explicit_jacobian(self.blocks).tensor_split(3, dim=1), dim=0)
+
+    def output_gram(self) -> Tensor:
+        """Of the stacked matrix itself."""
+        jacobian = self.explicit_jacobian()
+        return jacobian @ jacobian.T
+
+    def product(self, flat: Tensor) -> Tensor:
+        """Through the explicit matrix."""
+        jacobian = self.explicit_jacobian()
+        return jacobian @ (jacobian.T @ flat)
+
+    def certified(self) -> tuple[float, float]:
+        """(U1) holds for the stacked matrix too."""
+        return 0.0, bounds.upper_bound(self.blocks)
+
+
+def gram_side(form: Form) -> int:
+    """Side of the smaller Gram matrix that a form can build."""
+    return getattr(form, "gram_side", form.num_outputs)
+
+
+def smaller_gram(form: Form) -> Tensor:
+    """The smaller Gram matrix that a form can build."""
+    build = getattr(form, "smaller_gram", form.output_gram)
+    return build()
+
+
+def certified(form: Form) -> tuple[float, float]:
+    """Sure bounds on sigma_min (of all n rows) and sigma_max; (0, inf) where none is known."""
+    known = getattr(form, "certified", None)
+    return (0.0, math.inf) if known is None else known()
