@@ -37,8 +37,10 @@ lint: $(STAMP)  ## Style, import order, docstrings, types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP)  ## Ratios of training-step and initialisation times, all in one run
+bench: $(STAMP)  ## Times of training steps, initialisation and Jacobians, each against its rivals in one run
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,bench]'
+	$(BIN)/python benchmarks/jacobian.py
 
 zoo: $(STAMP)  ## Walk every architecture of timm and transformers
 	$(BIN)/wellcond inspect --zoo timm

@@ -20,6 +20,9 @@ ALLOWED = {
     "conditioning": BASE | {"linalg", "attention"},
     "theory": BASE | {"linalg"},
     "jacobian": BASE | {"linalg", "attention"},
+    "measurement": BASE | {"linalg", "attention", "conditioning", "jacobian", "theory"},
+    "tracking": BASE | {"linalg", "attention", "jacobian", "measurement"},
+    "report": BASE,
     "experiments": BASE | {"linalg", "attention", "init", "conditioning"},
     "cli": BASE | {"linalg", "attention", "init", "conditioning", "experiments"},
 }

@@ -1,4 +1,4 @@
-"""Well-conditioned attention for PyTorch: find it, initialise it, condition it, fold it."""
+"""Well-conditioned attention for PyTorch: find it, initialise it, condition it, fold it, measure it."""
 
 from wellcond.attention.builders import fused_site, query_and_kv_site, separate_site
 from wellcond.attention.find import find_attention
@@ -19,8 +19,12 @@ from wellcond.errors import (
     WellcondError,
 )
 from wellcond.init.apply import init_
+from wellcond.jacobian.records import JacobianSpectrum
+from wellcond.jacobian.spectrum import jacobian_spectrum
 from wellcond.linalg.spectrum import spectrum
+from wellcond.measurement import HeadReport, LayerReport, MeasurementReport, measure
 from wellcond.records import Spectrum
+from wellcond.tracking import ConditionTracker, TrackPoint
 
 __version__ = "0.1.0"
 
@@ -29,12 +33,18 @@ __all__ = [
     "AttentionSite",
     "CheckpointMismatchError",
     "CheckpointWarning",
+    "ConditionTracker",
     "ConditioningError",
+    "HeadReport",
+    "JacobianSpectrum",
+    "LayerReport",
+    "MeasurementReport",
     "MissingExtraError",
     "NumericalWarning",
     "PerformanceWarning",
     "Slot",
     "Spectrum",
+    "TrackPoint",
     "UnknownChoiceError",
     "UnsupportedLayoutError",
     "WeightError",
@@ -46,6 +56,8 @@ __all__ = [
     "folded",
     "fused_site",
     "init_",
+    "jacobian_spectrum",
+    "measure",
     "query_and_kv_site",
     "recondition_",
     "register_adapter",

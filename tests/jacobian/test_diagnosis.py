@@ -2,8 +2,8 @@ import math
 
 import pytest
 import torch
-from jacobian.test_spectrum import G1, causal
 
+from jacobian.test_spectrum import G1, causal
 from wellcond.jacobian.dense import dense_jacobian
 from wellcond.jacobian.diagnosis import attention_statistics, block_norms, diagnose
 from wellcond.jacobian.head import SoftmaxHead, build_blocks
@@ -34,7 +34,8 @@ def test_block_norms_are_those_of_the_dense_blocks(g):
 
 
 @pytest.mark.parametrize(
-    "lam, norm, dead", [(0.5, 0.5541549861, False), (1, 2.885509451, False), (2, 1.152356e-4, True), (10, 4.9028e-170, True)]
+    "lam, norm, dead",
+    [(0.5, 0.5541549861, False), (1, 2.885509451, False), (2, 1.152356e-4, True), (10, 4.9028e-170, True)],
 )
 def test_T13_a_saturated_head_is_dead_not_well_conditioned(lam, norm, dead):
     w = lam * torch.eye(16, dtype=F64)

@@ -79,7 +79,7 @@ def _run_own(model: nn.Module) -> None:
 
 
 def _function_beside(cls: type) -> Callable[..., None] | None:
-    """timm keeps some initialisations as functions in the file of the model."""
+    """Timm keeps some initialisations as functions in the file of the model."""
     if not cls.__module__.startswith("timm.models."):
         return None
     file = vars(sys.modules[cls.__module__])

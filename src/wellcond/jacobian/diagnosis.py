@@ -21,6 +21,7 @@ Verdict = Literal["dead head", "P", "X", "norms", "balanced"]
 # excellent (theory.md, section 8.1), so it must be named.
 DEAD_RATIO = 1e-3
 DEAD_MASS = 0.99
+COLLAPSED_MASS = 0.9999
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,9 @@ def diagnose(head: SoftmaxHead, blocks: Blocks | None = None) -> Diagnosis:
     kappa_x = spectrum(head.memory).pseudo_condition_number
     statistics = attention_statistics(head)
     moving = max(norm_q, norm_k)
-    collapsed = statistics.max_probability >= DEAD_MASS and head.memory.shape[0] > 1
-    dead = collapsed and moving <= DEAD_RATIO * norm_v
+    several = head.memory.shape[0] > 1
+    nearly, fully = statistics.max_probability >= DEAD_MASS, statistics.max_probability >= COLLAPSED_MASS
+    dead = several and (fully or (nearly and moving <= DEAD_RATIO * norm_v))
     spread = max(moving, norm_v) / max(min(norm_q, norm_k, norm_v), 1e-300)
     ratios: dict[Verdict, float] = {"P": kappa_p, "X": kappa_x, "norms": spread}
     worst = max(ratios, key=lambda name: ratios[name] if math.isfinite(ratios[name]) else -1.0)

@@ -6,8 +6,8 @@ are already null for another reason, and count once. Directions outside the span
 compressed Jacobian has none of these.
 
 A query bias b that is not a parameter breaks the gauge: the change of q . k then is (terms that are the same for all
-keys, which the softmax ignores) - b . E Wk^T y, so only the d (d - 1) directions with E^T b = 0 remain. A key bias
-never matters, by the same softmax.
+keys, which the softmax ignores) - b . E Wk^T y, so only the d (d - 1) directions with E^T b = 0 remain, and with g
+query heads only the d (d - rank(b_1 .. b_g)) that suit all their biases. A key bias never matters, by the same softmax.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def wide_structure(head: SoftmaxHead, *, biases: bool = False) -> Structure:
     qx = token_rank(torch.cat([head.x, torch.ones_like(head.x[:, :1])], 1)) if with_q else rx
     vy = token_rank(torch.cat([head.memory, torch.ones_like(head.memory[:, :1])], 1)) if with_v else ry
     seen = g * d * qx + d * ry + dv * vy
-    fixed_bias = head.b_q is not None and not biases and bool(head.b_q.any())
-    gauge = max(0, (d * (d - 1) if fixed_bias else d * d) - max(0, d - rx) * max(0, d - ry))
+    fixed = 0 if head.b_q is None or biases else token_rank(head.b_q)
+    gauge = max(0, d * (d - fixed) - max(0, d - rx) * max(0, d - ry))
     rank = min(head.num_outputs, seen - gauge)
     names = []
     if rank < min(head.num_outputs, parameters):

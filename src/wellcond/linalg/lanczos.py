@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+import scipy.linalg
 import torch
 from torch import Tensor
 
@@ -33,37 +35,39 @@ def largest_eigenvalue(
     """
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(size, generator=generator, dtype=torch.float64)
-    basis = [start / start.norm()]
+    max_steps = min(max_steps, size)
+    basis = torch.empty(min(max_steps, 32), size, dtype=torch.float64)
+    basis[0] = start / start.norm()
     diagonal: list[float] = []
     off: list[float] = []
-    previous, agreed, converged = 0.0, 0, False
-    ritz = torch.zeros(1, dtype=torch.float64)
-    weights = torch.ones(1, dtype=torch.float64)
-    for step in range(min(max_steps, size)):
-        w = product(basis[-1])
-        diagonal.append(float(basis[-1] @ w))
-        stacked = torch.stack(basis)
+    value, agreed, converged = 0.0, 0, False
+    for step in range(max_steps):
+        w = product(basis[step])
+        diagonal.append(float(basis[step] @ w))
+        known = basis[: step + 1]
         for _ in range(2):  # once is not enough when the new direction nearly lies in the old ones
-            w = w - stacked.T @ (stacked @ w)
+            w = w - known.T @ (known @ w)
         norm = float(w.norm())
-        ritz, vectors = torch.linalg.eigh(_tridiagonal(diagonal, off))
-        value, weights = float(ritz[-1]), vectors[:, -1]
+        previous, value = value, _largest_of_tridiagonal(diagonal, off)[0]
         agreed = agreed + 1 if abs(value - previous) <= tolerance * abs(value) else 0
-        previous = value
         exhausted = norm <= 1e-13 * max(abs(value), 1e-300) or step == size - 1
         if agreed >= 3 or exhausted:
             converged = True
             break
+        if step + 1 == max_steps:
+            break
+        if step + 1 == len(basis):
+            basis = torch.cat([basis, torch.empty_like(basis)])[:max_steps]
         off.append(norm)
-        basis.append(w / norm)
-    vector = torch.stack(basis[: len(weights)]).T @ weights
-    residual = float((product(vector) - previous * vector).norm())
-    return Estimate(previous, converged, residual, len(diagonal) + 1, vector)
+        basis[step + 1] = w / norm
+    _, weights = _largest_of_tridiagonal(diagonal, off)
+    vector = basis[: len(weights)].T @ torch.from_numpy(weights)
+    residual = float((product(vector) - value * vector).norm())
+    return Estimate(value, converged, residual, len(diagonal) + 1, vector)
 
 
-def _tridiagonal(diagonal: list[float], off: list[float]) -> Tensor:
-    matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
-    if off:
-        beside = torch.tensor(off, dtype=torch.float64)
-        matrix = matrix + torch.diag(beside, 1) + torch.diag(beside, -1)
-    return matrix
+def _largest_of_tridiagonal(diagonal: list[float], off: list[float]) -> tuple[float, np.ndarray]:
+    """Largest eigenvalue and its vector of a symmetric tridiagonal matrix, O(k)."""
+    last = len(diagonal) - 1
+    values, vectors = scipy.linalg.eigh_tridiagonal(diagonal, off[:last], select="i", select_range=(last, last))
+    return float(values[0]), vectors[:, 0]

@@ -1,0 +1,203 @@
+r"""Which tokens a recorded attention multiplied: the site's account, believed only where the recorded operands agree.
+
+A projection reads tokens in the shape its module likes: (B, N, D), (N, B, D), (B, D, h, w), (B, nh, nw, w, w, D). The
+products are batched over samples, windows and heads, in an order of the module's own. Both are tried in their usual
+forms, and a form is accepted if, for every window l, head h and token,
+
+    left = c_q (x_l W_q^T + b_q),   right^T = c_k (y_l W_k^T + b_k),   values = y_l W_v^T + b_v
+
+with one number c_q and one c_k. The logits cannot serve for this: what does not fit would count as a bias.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from wellcond.attention.site import AttentionSite, Slot
+from wellcond.jacobian.capture_watch import SiteCall, first_tensor
+
+View = Callable[[Tensor], Tensor]
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, eq=False)
+class Alignment:
+    """Tokens x (L, N, D) and y (L, M, E); logits and probabilities (L, H, N, M) of the same windows, in that order."""
+
+    x: Tensor
+    y: Tensor
+    logits: Tensor
+    probabilities: Tensor
+    operand_dtype: torch.dtype
+
+
+def align(site: AttentionSite, call: SiteCall) -> Alignment | str:
+    """The tokens that this attention multiplied, or the reason why they are not known."""
+    if not call.softmaxes:
+        return "no softmax was seen; a fused kernel other than scaled_dot_product_attention computes it"
+    reason = "its forward pass multiplies something else than the projected tokens"
+    products = [pair for a, b in call.products for pair in ((a, b), (b.mT, a.mT))]
+    for logits, p in call.softmaxes:
+        for weights, values in products:
+            if not _same_numbers(weights, p):
+                continue
+            for left, right in products:
+                if left.shape[:2] != weights.shape[:2] or right.mT.shape != (*values.shape[:2], site.head_dim):
+                    continue
+                for view in head_views(p, site.num_heads):
+                    found = _tokens_of(site, call, view(left), view(right.mT), view(values))
+                    if not isinstance(found, str):
+                        return Alignment(*found, view(logits), view(p), left.dtype)
+                    reason = found or reason
+    return reason
+
+
+def _same_numbers(weights: Tensor, p: Tensor) -> bool:
+    if weights.numel() != p.numel() or weights.shape[-2:] != p.shape[-2:]:
+        return False
+    return torch.equal(p.reshape_as(weights).to(weights.dtype), weights)
+
+
+def head_views(p: Tensor, num_heads: int) -> Iterator[View]:
+    """Ways to read the leading dimensions of a softmax as windows and heads: tensors (..., n, m) -> (L, H, n, m)."""
+    lead = tuple(p.shape[:-2])
+    if not lead and num_heads == 1:
+        lead = (1,)
+    splits = [(lead, axis) for axis, size in enumerate(lead) if size == num_heads]
+    for axis, size in enumerate(lead):
+        if size != num_heads and size % num_heads == 0:
+            rest = size // num_heads
+            splits.append(((*lead[:axis], rest, num_heads, *lead[axis + 1 :]), axis + 1))
+            splits.append(((*lead[:axis], num_heads, rest, *lead[axis + 1 :]), axis))
+    for shape, axis in splits:
+        yield functools.partial(_view_heads, shape=shape, axis=axis)
+
+
+def _view_heads(tensor: Tensor, shape: tuple[int, ...], axis: int) -> Tensor:
+    matrix = tensor.shape[-2:]
+    return tensor.reshape(*shape, *matrix).movedim(axis, -3).reshape(-1, shape[axis], *matrix)
+
+
+def _tokens_of(
+    site: AttentionSite, call: SiteCall, q_LHNd: Tensor, k_LHMd: Tensor, v_LHMd: Tensor
+) -> tuple[Tensor, Tensor] | str:
+    """Tokens x and y behind these operands; an empty string if they are something else, a reason if one is known."""
+    values = _match(site, call, "value", v_LHMd)
+    if values is None:
+        return ""
+    z, factor = values
+    keys = _match(site, call, "key", k_LHMd, like=z)
+    queries = _match(site, call, "query", q_LHNd, like=z)
+    if keys is None or queries is None:
+        return ""
+    slot, y = site.by_role("value"), keys[0]
+    if abs(factor - 1) > tolerance(v_LHMd.dtype, slot.parameter.dtype):
+        return f"values are multiplied by {factor:.6g}"
+    if z.shape != y.shape or not torch.equal(z, y):
+        # Where the tokens of the keys give the same values, the difference does not matter.
+        if slot.in_features != y.shape[-1] or agreement(v_LHMd, slot, y, site.num_heads) is None:
+            return "keys and values are made of different tokens"
+    return queries[0], y
+
+
+def _match(
+    site: AttentionSite, call: SiteCall, role: str, heads: Tensor, like: Tensor | None = None
+) -> tuple[Tensor, float] | None:
+    """Tokens behind the heads of one role, and the factor.
+
+    Weights of zero agree with any order of the tokens; the order of `like` is then taken, if it is among them.
+    """
+    matching = _matching(site, call, role, heads)
+    first = next(matching, None)
+    if first is None or like is None or like.shape != first[0].shape or torch.equal(like, first[0]):
+        return first
+    return next((match for match in matching if torch.equal(like, match[0])), first)
+
+
+def _matching(site: AttentionSite, call: SiteCall, role: str, heads: Tensor) -> Iterator[tuple[Tensor, float]]:
+    slot = site.by_role(role)
+    for tokens in candidates(call, role, slot):
+        for arranged in arrangements(tokens, slot, heads.shape[0], heads.shape[2]):
+            factor = agreement(heads, slot, arranged, site.num_heads)
+            if factor is not None:
+                yield arranged, factor
+
+
+def candidates(call: SiteCall, role: str, slot: Slot) -> Iterator[Tensor]:
+    """Tensors that this projection may have read, the surest first."""
+    if role in call.inputs:
+        yield call.inputs[role]
+        return
+    # F.linear(x, self.qkv.weight): the product whose right side is the weight.
+    weight = slot.as_matrix(getattr(slot.owner, slot.weight_name).detach())
+    for left, right in call.products:
+        if right.shape == (1, *weight.T.shape) and torch.equal(right[0], weight.T.to(right.dtype)):
+            yield left[0]
+    for value in (*call.args, *call.kwargs.values()):
+        tensor = first_tensor(value)
+        if tensor is not None and tensor.is_floating_point() and tensor.shape[-1:] == (slot.in_features,):
+            yield tensor
+
+
+def is_map(slot: Slot, tokens: Tensor) -> bool:
+    """Whether these tokens are a map (B, D, h, w) or (B, D, n), read by a 1x1 convolution."""
+    return isinstance(slot.owner, (nn.Conv1d, nn.Conv2d)) and tokens.dim() > 2
+
+
+def arrangements(tokens: Tensor, slot: Slot, num_windows: int, num_tokens: int) -> Iterator[Tensor]:
+    """Ways to read what a projection read as tokens (L, N, D)."""
+    if is_map(slot, tokens):
+        tokens = tokens.flatten(2).mT
+    L, N, D = num_windows, num_tokens, slot.in_features
+    if tokens.shape[-1] != D:
+        return
+    if tokens.numel() == L * N * D:
+        yield tokens.reshape(L, N, D)
+        if tokens.dim() == 2:  # flattened by F.linear; perhaps from (N, B, D)
+            yield tokens.reshape(N, L, D).transpose(0, 1)
+        else:
+            yield tokens.transpose(0, 1).reshape(L, N, D)  # (N, B, D)
+            B = tokens.shape[0]
+            if L % B == 0:  # windows of every (L / B)-th token
+                yield tokens.reshape(B, N, L // B, D).transpose(1, 2).reshape(L, N, D)
+    elif tokens.numel() == N * D:  # projected once, used in every window
+        yield tokens.reshape(1, N, D).expand(L, N, D)
+
+
+def project(slot: Slot, x_LND: Tensor, num_heads: int) -> Tensor:
+    """The site's account of one projection in float64, (L, H, N, d); key/value heads repeated for their group."""
+    heads = torch.einsum("lnc,hdc->lhnd", to_float64(x_LND), to_float64(slot.read()))
+    bias = slot.read_bias()
+    if bias is not None:
+        heads = heads + to_float64(bias)[None, :, None, :]
+    return heads.repeat_interleave(num_heads // slot.num_heads, dim=1)
+
+
+def to_float64(tensor: Tensor) -> Tensor:
+    """The same numbers in float64, on the CPU where the device has none."""
+    tensor = tensor.detach()
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).to(torch.float64)
+
+
+def tolerance(*dtypes: torch.dtype) -> float:
+    """Relative error up to which two computations of one thing in these dtypes agree."""
+    return max(TOLERANCE, *(8 * torch.finfo(dtype).eps for dtype in dtypes))
+
+
+def agreement(found: Tensor, slot: Slot, tokens: Tensor, num_heads: int) -> float | None:
+    """The factor c with found = c * (the projected tokens), to rounding, or None."""
+    expected = project(slot, tokens, num_heads)
+    if found.shape != expected.shape:
+        return None
+    error, found = tolerance(found.dtype, slot.parameter.dtype), to_float64(found)
+    square = float((expected * expected).sum())
+    if square == 0:
+        return 1.0 if not bool(found.any()) else None
+    factor = float((found * expected).sum()) / square
+    off = float((found - factor * expected).norm())
+    return factor if factor != 0 and off <= error * float(found.norm()) else None

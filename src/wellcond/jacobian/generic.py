@@ -1,0 +1,271 @@
+r"""The Jacobian of any attention, plain or not, through the module's own forward pass.
+
+    f(W_q, W_k, W_v) = what W_O reads from the heads of one group, (g, tokens, dv)
+
+with every other weight of the module fixed. J v is forward-mode differentiation and J^T u reverse-mode; the two are
+independent of each other, so that <u, J v> = <J^T u, v> is a real test of both.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from wellcond.attention.site import AttentionSite, Slot
+from wellcond.errors import WeightError, WellcondError
+from wellcond.jacobian.capture_align import is_map, tolerance
+from wellcond.jacobian.capture_record import CapturedAttention
+from wellcond.jacobian.capture_watch import ROLES
+from wellcond.jacobian.generic_replica import Replica, as_double
+from wellcond.jacobian.structure import Structure, token_rank
+
+
+class ReplayError(WellcondError, RuntimeError):
+    """An attention module does not give again what it gave in its model."""
+
+
+class GenericHead:
+    """The query heads of one key/value head as a function of their weights, whatever the attention does with them.
+
+    Rows of the Jacobian are ordered (query head, token, o), over all tokens of the captured call; columns Q, K, V, each
+    flattened as the D x d matrix row by row (Q per query head), as in `dense_jacobian`. Under talking heads the weights
+    act on the other heads too; the output is that of this group alone. Where there is no W_O and the module mixes the
+    heads before it returns, the output is all that it returns, (1, tokens, width). Everything is float64 on the CPU.
+
+    Example:
+        >>> from torch import nn
+        >>> from wellcond.jacobian.capture import capture_attention
+        >>> x = torch.randn(1, 5, 8)
+        >>> [captured] = capture_attention(nn.MultiheadAttention(8, 2, batch_first=True), (x, x, x))
+        >>> head = GenericHead(captured, 0)
+        >>> head.structure.num_outputs, head.structure.num_parameters, head.adjoint_error() < 1e-10
+        (20, 96, True)
+    """
+
+    def __init__(self, captured: CapturedAttention, kv_head: int = 0) -> None:
+        """Copy the module of a captured call, and check that the copy gives what the model gave.
+
+        Raises:
+            ValueError: the attention was not called.
+            IndexError: no such head.
+            WeightError: the weights changed since the capture.
+            UnsupportedLayoutError: where the heads leave the module is not known.
+            ReplayError: the copy gives something else, for instance because it keeps state between calls.
+        """
+        if captured.call is None:
+            raise ValueError(f"{captured.site.name}: {captured.why_not_plain}")
+        if not 0 <= kv_head < captured.site.num_kv_heads:
+            raise IndexError(
+                f"{captured.site.name}: expected a key/value head below {captured.site.num_kv_heads}, got {kv_head}"
+            )
+        captured.check_weights()
+        self.captured, self.kv_head = captured, kv_head
+        self._replica = Replica(captured.site, captured.call)
+        group = captured.query_heads(kv_head)
+        self._rows = [self.site.by_role("query").rows[group]]
+        self._rows += [self.site.by_role(role).rows[kv_head : kv_head + 1] for role in ("key", "value")]
+        self._columns = self._replica.columns[group]
+        self._forward_mode = True
+        self._graph: tuple[tuple[Tensor, ...], Tensor] | None = None
+        heads = [self._rows_of(slot, rows) for slot, rows in zip(self._slots, self._rows, strict=True)]
+        self.w_q, self.w_k, self.w_v = heads[0], heads[1][0], heads[2][0]
+        with torch.no_grad():
+            everything = self._all_heads(self.w_q, self.w_k, self.w_v)
+        self.num_rows = everything.shape[0]
+        self._check_replay(everything)
+        if not self._heads_are_apart(everything):
+            self._columns = torch.arange(everything.shape[1])[None]
+
+    @property
+    def site(self) -> AttentionSite:
+        """The attention."""
+        return self.captured.site
+
+    @property
+    def _slots(self) -> list[Slot]:
+        return [self.site.by_role(role) for role in ROLES]
+
+    @property
+    def size(self) -> int:
+        """Outputs n = g * tokens * dv."""
+        return self.num_rows * self._columns.numel()
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters p: the entries of W_q (of all query heads of the group), W_k and W_v."""
+        return sum(w.numel() for w in self._weights)
+
+    @property
+    def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.w_q, self.w_k, self.w_v
+
+    @property
+    def structure(self) -> Structure:
+        """Sizes, and the null directions that any attention has: weights outside the span of what they multiply.
+
+        `max_rank` is an upper bound, which a generic attention need not reach.
+        """
+        ranks, missing = [], 0
+        for role, slot, weight in zip(ROLES, self._slots, self._weights, strict=True):
+            ranks.append(self._token_rank(role, slot))
+            missing += (weight.numel() // slot.in_features) * (slot.in_features - ranks[-1])
+        seen = self.num_parameters - missing
+        named = f"outside the span of the tokens: {missing}" if missing and seen < self.size else ""
+        return Structure(self.size, self.num_parameters, ranks[0], ranks[1], min(self.size, seen), named)
+
+    def _token_rank(self, role: str, slot: Slot) -> int:
+        call = self.captured.call
+        assert call is not None
+        tokens = call.inputs.get(role)
+        if tokens is None:  # used by other means than one call of its module: nothing is known
+            return slot.in_features
+        tokens = tokens.movedim(1, -1) if is_map(slot, tokens) else tokens
+        return token_rank(as_double(tokens).reshape(-1, slot.in_features))
+
+    def _rows_of(self, slot: Slot, rows: Tensor) -> Tensor:
+        return slot.as_matrix(self._replica.weight(slot))[rows].clone()
+
+    def _all_heads(self, *heads: Tensor) -> Tensor:
+        """What W_O reads (tokens, width) with these rows in place of the stored ones."""
+        weights: dict[str, Tensor] = {}
+        for slot, rows, head in zip(self._slots, self._rows, heads, strict=True):
+            key = self._replica.weight_key(slot)
+            stored = weights.get(key, self._replica.weight(slot))
+            matrix = stored.T if slot.transposed else stored.reshape(stored.shape[0], -1)
+            matrix = matrix.index_copy(0, rows.flatten(), head.reshape(rows.numel(), -1))
+            weights[key] = matrix.T if slot.transposed else matrix.reshape(stored.shape)
+        return self._replica.heads(weights)
+
+    def output(self, w_q: Tensor | None = None, w_k: Tensor | None = None, w_v: Tensor | None = None) -> Tensor:
+        """Output (g, tokens, dv) with other weights (g, d, D), (d, E), (dv, E); the captured ones where None."""
+        given = (w_q, w_k, w_v)
+        heads = [own if new is None else new for own, new in zip(self._weights, given, strict=True)]
+        return self._all_heads(*heads)[:, self._columns].transpose(0, 1)
+
+    @torch.no_grad()
+    def _heads_are_apart(self, everything: Tensor) -> bool:
+        """Whether the columns of this group can be taken out of what the module returns, where there is no W_O to ask.
+
+        Another value of W_v must change these columns and no others.
+        """
+        if self._replica.reads_o or self._replica.has_own_o:
+            return True
+        if everything.shape[1] != self._replica.width:
+            return False
+        other = self._all_heads(self.w_q, self.w_k, self.w_v + 1.0)
+        changed = (other - everything).norm(dim=0) > 1e-9 * other.norm()
+        own = torch.zeros_like(changed).index_fill(0, self._columns.flatten(), True)
+        return not bool((changed & ~own).any())
+
+    def _check_replay(self, everything: Tensor) -> None:
+        call, slot = self.captured.call, self.site.o
+        assert call is not None
+        found = everything
+        if call.heads is not None:
+            expected = call.heads
+        else:
+            expected = call.output
+            if self._replica.has_own_o:  # the copy has the identity in the place of W_O
+                assert slot is not None
+                found = everything @ as_double(slot.as_matrix(getattr(slot.owner, slot.weight_name))).T
+                bias = slot.read_bias()
+                found = found if bias is None else found + as_double(bias)
+        expected = self._replica.as_rows(as_double(expected))
+        off = float((found - expected).norm()) / max(float(expected.norm()), torch.finfo(torch.float64).tiny)
+        if not off <= 10 * tolerance(self.captured.dtype):
+            raise ReplayError(
+                f"{self.site.name}: run again in float64, its module gives something else than in the model (relative "
+                f"difference {off:.1e}); it depends on more than its arguments and weights"
+            )
+
+    def vjp(self, u: Tensor) -> Tensor:
+        """J^T u, (p,), for u of length n."""
+        if self._graph is None:
+            with torch.enable_grad():
+                leaves = tuple(w.clone().requires_grad_(True) for w in self._weights)
+                self._graph = leaves, self.output(*leaves)
+        leaves, output = self._graph
+        # A weight that does not matter (the queries of a single token) has no path to the output.
+        grads = _grad(output, leaves, u.view_as(output))
+        return self.flatten(*grads)
+
+    def jvp(self, v: Tensor) -> Tensor:
+        """J v, (n,), for v of length p."""
+        tangents = self.unflatten(v)
+        if self._forward_mode:
+            try:
+                return self._jvp_forward(tangents)
+            except (NotImplementedError, RuntimeError) as error:
+                if "forward" not in str(error).lower():
+                    raise
+                self._forward_mode = False  # an operation of this module has no forward-mode derivative
+        return self._jvp_reverse(tangents)
+
+    def _jvp_forward(self, tangents: tuple[Tensor, ...]) -> Tensor:
+        with forward_ad.dual_level(), torch.no_grad():
+            duals = [forward_ad.make_dual(w, t) for w, t in zip(self._weights, tangents, strict=True)]
+            output = self.output(*duals)
+            tangent = forward_ad.unpack_dual(output).tangent
+            return torch.zeros(self.size, dtype=torch.float64) if tangent is None else tangent.flatten()
+
+    def _jvp_reverse(self, tangents: tuple[Tensor, ...]) -> Tensor:
+        """J v = d<J^T u, v>/du: reverse mode twice."""
+        with torch.enable_grad():
+            leaves = tuple(w.clone().requires_grad_(True) for w in self._weights)
+            output = self.output(*leaves)
+            u = torch.zeros_like(output, requires_grad=True)
+            pulled = _grad(output, leaves, u, create_graph=True)
+            total = torch.stack([(p * t).sum() for p, t in zip(pulled, tangents, strict=True)]).sum()
+        return _grad(total, (u,), None)[0].flatten()
+
+    def matvec(self, u: Tensor) -> Tensor:
+        """J J^T u."""
+        return self.jvp(self.vjp(u))
+
+    __call__ = matvec
+
+    def adjoint_error(self, generator: torch.Generator | None = None) -> float:
+        """|<u, J v> - <J^T u, v>| / (|u| |J v| + |J^T u| |v|) for random u and v: rounding, if all is well."""
+        generator = torch.Generator().manual_seed(0) if generator is None else generator
+        u = torch.randn(self.size, dtype=torch.float64, generator=generator)
+        v = torch.randn(self.num_parameters, dtype=torch.float64, generator=generator)
+        pushed, pulled = self.jvp(v), self.vjp(u)
+        size = float(u.norm() * pushed.norm() + pulled.norm() * v.norm())
+        return 0.0 if size == 0 else abs(float(u @ pushed - pulled @ v)) / size
+
+    def explicit_jacobian(self) -> Tensor:
+        """J (n, p), one reverse pass per output: for small sizes.
+
+        Raises: WeightError if it has NaN or infinite entries.
+        """
+        jacobian = torch.empty(self.size, self.num_parameters, dtype=torch.float64)
+        unit = torch.zeros(self.size, dtype=torch.float64)
+        for row in range(self.size):
+            unit[row] = 1.0
+            jacobian[row] = self.vjp(unit)
+            unit[row] = 0.0
+        if not bool(torch.isfinite(jacobian).all()):
+            raise WeightError(f"{self.site.name}: its derivative has NaN or infinite entries")
+        return jacobian
+
+    def flatten(self, w_q: Tensor, w_k: Tensor, w_v: Tensor) -> Tensor:
+        """Weights as one vector (p,), in the order of the columns."""
+        return torch.cat([w.mT.reshape(-1) for w in (w_q, w_k, w_v)])
+
+    def unflatten(self, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The inverse of `flatten`."""
+        parts = vector.split([w.numel() for w in self._weights])
+        w_q, w_k, w_v = (part.view(w.mT.shape).mT for part, w in zip(parts, self._weights, strict=True))
+        return w_q, w_k, w_v
+
+
+def _grad(
+    output: Tensor, inputs: tuple[Tensor, ...], weight: Tensor | None, *, create_graph: bool = False
+) -> tuple[Tensor, ...]:
+    """Gradients; zero where no path leads from an input to the output."""
+    if not output.requires_grad:
+        return tuple(torch.zeros_like(w) for w in inputs)
+    return torch.autograd.grad(
+        output, inputs, weight, retain_graph=True, create_graph=create_graph, allow_unused=True, materialize_grads=True
+    )

@@ -1,0 +1,185 @@
+"""A float64 copy of an attention module that can be run again with other weights, up to the input of W_O."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+
+from wellcond.attention.layout import head_rows
+from wellcond.attention.site import AttentionSite, Slot
+from wellcond.errors import UnsupportedLayoutError
+from wellcond.jacobian.capture_watch import SiteCall, copy_argument, first_tensor, plain_kernels
+
+SHORT = (torch.float32, torch.float16, torch.bfloat16)
+TO_SHORT = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
+
+
+class InDouble(TorchFunctionMode):
+    """Casts to float32 and below become casts to float64.
+
+    Many forward passes compute their softmax in float32, whatever the dtype of the model. Such rounding is no part of
+    the function that is differentiated, and would hide all of a Jacobian below 1e-7 of it.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation with float64 in place of shorter dtypes."""
+        if func in TO_SHORT:
+            return args[0].double()
+        widened = {name: _widen(value) for name, value in (kwargs or {}).items()}
+        return func(*(_widen(value) for value in args), **widened)
+
+
+def _widen(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in SHORT else value
+
+
+def as_double(tensor: Tensor) -> Tensor:
+    """A copy in float64 or complex128 on the CPU; integers and booleans stay what they are."""
+    tensor = tensor.detach().cpu()
+    if tensor.is_complex():
+        return tensor.to(torch.complex128, copy=True)
+    return tensor.to(torch.float64, copy=True) if tensor.is_floating_point() else tensor.clone()
+
+
+class _Reached(Exception):  # noqa: N818 - no error: it carries what W_O was about to read out of the forward pass
+    def __init__(self, heads: Tensor) -> None:
+        self.heads = heads
+
+
+class Replica:
+    """The module of one captured call, in float64, evaluation mode and without hooks.
+
+    What is read is the input of W_O. Where W_O stands outside the module, or there is none, the module returns the
+    heads itself. Where W_O is used without calling its module (nn.MultiheadAttention), the copy has the identity in its
+    place.
+    """
+
+    def __init__(self, site: AttentionSite, call: SiteCall) -> None:
+        """Copy the module and the arguments of the call.
+
+        Raises: UnsupportedLayoutError if the place of the projections or of the heads in this module is not known.
+        """
+        self.site = site
+        self.module = _double_copy(site.module)
+        memo: dict[int, Any] = {}
+        self.args = copy_argument(call.args, memo, as_double)
+        self.kwargs = copy_argument(call.kwargs, memo, as_double)
+        self.names = {id(module): name for name, module in site.module.named_modules()}
+        self.reads_o = call.heads is not None
+        if self.reads_o:
+            assert site.o is not None
+            self._counterpart(site.o).register_forward_pre_hook(_stop)
+        elif self.has_own_o:
+            self._forget_o()
+
+    def _counterpart(self, slot: Slot) -> nn.Module:
+        name = self.names.get(id(slot.owner))
+        if name is None:
+            raise UnsupportedLayoutError(
+                self.site.name,
+                f"its {type(slot.owner).__name__} is no part of the module, which cannot be run with other weights.",
+                class_name=type(self.site.module).__name__,
+            )
+        return self.module.get_submodule(name)
+
+    @property
+    def has_own_o(self) -> bool:
+        """Whether W_O is stored in the module."""
+        return self.site.o is not None and id(self.site.o.owner) in self.names
+
+    def _forget_o(self) -> None:
+        """W_O = I, b_O = 0."""
+        slot = self.site.o
+        assert slot is not None
+        if slot.in_features != slot.out_features or slot.rows.numel() != slot.in_features:
+            raise UnsupportedLayoutError(
+                self.site.name,
+                "its output projection is used without being called, and is not square: its input cannot be read.",
+                class_name=type(self.site.module).__name__,
+            )
+        owner = self._counterpart(slot)
+        with torch.no_grad():
+            slot.as_matrix(owner._parameters[slot.weight_name]).copy_(torch.eye(slot.in_features))  # type: ignore[arg-type]
+            if slot.bias_name is not None:
+                getattr(owner, slot.bias_name).zero_()
+
+    def weight_key(self, slot: Slot) -> str:
+        """Name of a slot's weight in the state of the copy."""
+        self._counterpart(slot)
+        name = self.names[id(slot.owner)]
+        return f"{name}.{slot.weight_name}" if name else slot.weight_name
+
+    def weight(self, slot: Slot) -> Tensor:
+        """The copied weight that holds this slot, corrections of `condition_` included."""
+        stored = self._counterpart(slot)._parameters[slot.weight_name]
+        assert stored is not None
+        return stored.detach()
+
+    def heads(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """Concatenated heads (tokens, width) with these weights in place of the stored ones."""
+        memo: dict[int, Any] = {}  # the forward pass may write into its arguments
+        args, kwargs = copy_argument(self.args, memo), copy_argument(self.kwargs, memo)
+        try:
+            with plain_kernels(), InDouble():
+                out = first_tensor(functional_call(self.module, dict(weights), args, kwargs))
+        except _Reached as reached:
+            return self.as_rows(reached.heads)
+        assert out is not None
+        return self.as_rows(out)
+
+    def as_rows(self, heads: Tensor) -> Tensor:
+        """What W_O reads, or the module returns, as (tokens, width)."""
+        # What works on maps with 1x1 convolutions hands on maps (B, width, h, w).
+        slot = self.site.o or self.site.by_role("query")
+        if isinstance(slot.owner, (nn.Conv1d, nn.Conv2d)) and heads.dim() > 2:
+            heads = heads.movedim(1, -1)
+        return heads.reshape(-1, heads.shape[-1])
+
+    @property
+    def width(self) -> int:
+        """All heads side by side."""
+        return self.columns.numel()
+
+    @property
+    def columns(self) -> Tensor:
+        """Columns of each head (H, dv)."""
+        if self.site.o is not None:
+            return self.site.o.rows
+        return head_rows(self.site.num_heads, self.site.by_role("value").head_dim)
+
+
+def _stop(module: nn.Module, args: Any) -> None:
+    raise _Reached(args[0])
+
+
+def _double_copy(module: nn.Module) -> nn.Module:
+    replica = copy.deepcopy(module)
+    for part in replica.modules():
+        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
+            hooks.clear()
+        _fold(part)
+    replica = replica.to("cpu").double()
+    replica.eval()
+    return replica.requires_grad_(False)
+
+
+def _fold(module: nn.Module) -> None:
+    """Store what a conditioned module reads as its weight, and make it a plain module again.
+
+    See `wellcond.conditioning.attach`: the correction has no gradient, so that derivatives with respect to the stored
+    and to the effective weight are the same.
+    """
+    plain = getattr(type(module), "_wellcond_plain_class", None)
+    if plain is None:
+        return
+    names = [name for name, member in vars(type(module)).items() if isinstance(member, property)]
+    effective = {name: getattr(module, name).detach().clone() for name in names}
+    module.__class__ = plain
+    for name, value in effective.items():
+        module._parameters[name] = nn.Parameter(value)

@@ -1,0 +1,142 @@
+r"""A relative position table as one more parameter (Swin, BEiT, T5): logits += t[index].
+
+Legend (theory.md, section 3, on top of the legends of `wellcond.jacobian.head` and `.normalised`):
+
+    t  (T) or (g, T)          the table, one per query head
+    R_r  M x T                onehot(index[i, :]): which entry each key of row r = (head, i) reads
+    W_r = V^T Lambda_r        (dv x M)
+
+    J_t[r] = W_r R_r          column e: sum of W_r[:, j] over the keys j with index[i, j] = e
+    G += J_t J_t^T            per query head; tables of different heads do not meet
+
+The table is not multiplied by the scale of the logits. Its values matter through P only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from wellcond.jacobian.head import SoftmaxHead
+from wellcond.jacobian.normalised import NormalisedHead, softmax_weights, through_softmax
+from wellcond.jacobian.output_projection import PlainHead
+from wellcond.jacobian.structure import Structure
+
+
+def with_position_table(head: SoftmaxHead, table: Tensor, index: Tensor) -> SoftmaxHead:
+    """A head with t[index] added to its logits, beside the mask it may have.
+
+    Args:
+        head: tokens and weights.
+        table: (T), or (g, T) for g query heads.
+        index: integers (N, M).
+    """
+    bias = table.detach().double()[..., index]
+    return replace(head, logit_bias=bias if head.logit_bias is None else bias + head.logit_bias)
+
+
+@dataclass(frozen=True, eq=False)
+class PositionBiasHead:
+    """A head whose parameters include its relative position table.
+
+    Attributes:
+        base: the form of a head whose logits contain the table already (see `with_position_table`).
+        index: integers (N, M) in [0, table_size).
+        table_size: entries T of the table of one query head.
+    """
+
+    base: PlainHead | NormalisedHead
+    index: Tensor
+    table_size: int
+
+    def __post_init__(self) -> None:
+        """Check the index."""
+        expected = (self.base.head.num_tokens, self.base.head.memory.shape[0])
+        if tuple(self.index.shape) != expected or self.index.is_floating_point():
+            raise ValueError(f"index: expected integers of shape {expected}, got {tuple(self.index.shape)}")
+        if int(self.index.min()) < 0 or int(self.index.max()) >= self.table_size:
+            raise ValueError(f"index: expected entries in [0, {self.table_size})")
+
+    @property
+    def num_outputs(self) -> int:
+        """Rows of the wide Jacobian, R dv."""
+        return self.base.num_outputs
+
+    def output(self) -> Tensor:
+        """P V, (g, N, dv)."""
+        return self.base.output()
+
+    def structure(self) -> Structure:
+        """Sizes and an upper bound on the rank.
+
+        The softmax ignores a constant added to the whole table, and entries that no visible pair of tokens reads do
+        nothing: a table adds at most (entries read) - 1. A row of one visible key adds nothing at all.
+        """
+        base, head, g = self.base.structure(), self.base.head, self.base.num_query_heads
+        visible = torch.ones_like(self.index, dtype=torch.bool)[None].expand(g, -1, -1)
+        if head.logit_bias is not None:
+            visible = (head.logit_bias > -torch.inf).expand(g, -1, -1)
+        several = visible & (visible.sum(-1, keepdim=True) > 1)
+        read = [len(self.index[some].unique()) for some in several]
+        rank = min(self.num_outputs, base.max_rank + sum(max(0, one - 1) for one in read))
+        names = [base.null_space] if base.null_space else []
+        if rank < self.num_outputs:
+            names = ["upper bound on the rank", f"constant and unread table entries: {_unread(self, read)}", *names]
+        return Structure(
+            self.num_outputs, base.num_parameters + g * self.table_size, base.token_rank, base.memory_rank, rank,
+            "; ".join(dict.fromkeys(names)),
+        )  # fmt: skip
+
+    def parameter_blocks(self) -> dict[str, Tensor]:
+        """J of the base, ``qkv``, and J_t, ``table``, (n, g T)."""
+        return {"qkv": self.base.explicit_jacobian(), "table": torch.block_diag(*self._table_jacobians())}
+
+    def explicit_jacobian(self) -> Tensor:
+        """J with compressed tokens: the same singular values."""
+        return torch.cat(list(self.parameter_blocks().values()), dim=1)
+
+    def output_gram(self) -> Tensor:
+        """J J^T: that of the base, plus J_t J_t^T of every query head."""
+        tables = [jacobian @ jacobian.T for jacobian in self._table_jacobians()]
+        return self.base.output_gram() + torch.block_diag(*tables)
+
+    def product(self, flat: Tensor) -> Tensor:
+        """J J^T times a vector: pulled back to the logits, summed per table entry, spread again, pushed forward."""
+        p, v, g = self.base.p, self.base.v, self.base.num_query_heads
+        pulled = through_softmax(p, flat.view(len(p), -1) @ v.T).view(g, -1)
+        entries = pulled.new_zeros(g, self.table_size).index_add_(1, self._flat_index, pulled)
+        logits = entries[:, self._flat_index].view_as(p)
+        return self.base.product(flat) + (through_softmax(p, logits) @ v).flatten()
+
+    @cached_property
+    def _flat_index(self) -> Tensor:
+        return self.index.flatten().long()
+
+    def _table_jacobians(self) -> list[Tensor]:
+        """J_t of each query head, (N dv, T)."""
+        weights = softmax_weights(self.base.p, self.base.v)  # (R, dv, M)
+        rows, dv, keys = weights.shape
+        g = self.base.num_query_heads
+        index = self.index.long().repeat(g, 1)[:, None, :].expand(rows, dv, keys)
+        table = weights.new_zeros(rows, dv, self.table_size).scatter_add_(2, index, weights)
+        return list(table.view(g, rows // g * dv, self.table_size))
+
+
+def swin_head(head: SoftmaxHead, table: Tensor, index: Tensor, *, biases: bool = False) -> PositionBiasHead:
+    """Window attention of Swin: a plain head and its table; `head.logit_bias` is the mask of shifted windows, if any.
+
+    Example:
+        >>> one = torch.ones(1, 1)
+        >>> head = SoftmaxHead(torch.tensor([[1.0], [2.0]]), one, one, one, scale=1.0)
+        >>> form = swin_head(head, torch.zeros(3), torch.tensor([[1, 0], [2, 1]]))
+        >>> form.structure().num_parameters
+        6
+    """
+    return PositionBiasHead(PlainHead(with_position_table(head, table, index), biases), index, table.shape[-1])
+
+
+def _unread(form: PositionBiasHead, read: list[int]) -> int:
+    return sum(form.table_size - max(0, one - 1) for one in read)

@@ -1,0 +1,257 @@
+"""Section 12, the heads: T2 to T7, T12, T13, G1, G2, G3. Every J is by automatic differentiation."""
+
+import math
+
+import pytest
+import torch
+
+from theory import cases
+from theory.reference import (
+    F64,
+    attention,
+    blocks,
+    channel_attention,
+    commutation,
+    gram_product,
+    jacobian_of,
+    kappa,
+    rank,
+    row_form,
+    sigma,
+    stack,
+    tensor,
+    wide,
+)
+from wellcond.linalg.spectrum import spectrum
+from wellcond.theory import (
+    exact_case,
+    gauge_direction,
+    kappa_bound,
+    lower_bound,
+    norm_upper_bound,
+    papers_bound,
+    sigma_min_upper_bound,
+    softmax_spectrum,
+    structural_ranks,
+    theorem35,
+    upper_bound,
+)
+from wellcond.theory.head import keys, mixed_tokens, probabilities, query_blocks, values
+
+
+def near(value, rel=1e-9):
+    return pytest.approx(value, rel=rel, abs=0.0)
+
+
+def test_T2_two_tokens():
+    expected = tensor([[0.1966119332, 0.1966119332, 1.7310585786], [0.2099871708, 0.2099871708, 1.8807970780]])
+    j = wide(cases.two_tokens(1, 1, 1))
+    torch.testing.assert_close(j, expected, rtol=0, atol=1e-10)
+    assert sigma(j).tolist() == [near(2.588329844), near(0.003435126337)]
+    for t, expected_kappa in ((1, 753.488981), (10, 259.623987), (1e3, 18614.75582), (1e5, 1861402.108)):
+        h = cases.two_tokens(1, 1, t)
+        bound = papers_bound(h)
+        assert kappa(wide(h)) == near(expected_kappa, 1e-6)
+        assert bound.value == near(12.96494351)
+        assert (bound.kappa_lambda, bound.kappa_p) == (near(1.872609003), near(9.219725502))
+
+
+def test_T3_scaling_family():
+    expected = {1: 11.41615132, 10: 4.328930497, 100: 12.30791168, 1e3: 120.4968125, 1e4: 1204.711568}
+    for t, expected_kappa in expected.items():
+        h = cases.scaling_family(t)
+        assert papers_bound(h).value == near(29.16680024)
+        assert kappa(wide(h)) == near(expected_kappa, 1e-7)
+        assert rank(blocks(h)[1]) == structural_ranks(h).ranks.key == 1
+
+
+def test_T4_spectra_of_G1():
+    h = cases.g1()
+    p = [[0.140029245, 0.5759753452, 0.2839954097], [1 / 3] * 3, [0.08794873878, 0.7336811065, 0.1783701547]]
+    torch.testing.assert_close(probabilities(h), tensor(p), rtol=1e-9, atol=0)
+    assert sigma(wide(h)).tolist() == [
+        near(s) for s in (3.103644745, 1.816294001, 1.400224125, 1.155349006, 0.6149469127, 0.1192922252)
+    ]
+    assert kappa(wide(h)) == near(26.01715862)
+    stacked = sigma(stack(h))
+    expected = (2.893019868, 1.745541643, 1.654719259, 1.186222947, 1.014156466, 0.1707929554)
+    assert stacked[:6].tolist() == [near(s) for s in expected] and stacked[6:].max() < 1e-14
+    assert spectrum(stack(h)).pseudo_condition_number == near(16.93875407)
+    parts = blocks(h)
+    assert [float(sigma(j)[0]) for j in parts] == [near(2.4931075, 1e-8), near(1.890186556), near(1.148771619)]
+    assert [rank(j) for j in (*parts, wide(h), stack(h))] == [6, 4, 6, 6, 6]
+    ranks = structural_ranks(h).ranks
+    assert [ranks.query, ranks.key, ranks.value, ranks.wide, ranks.stack] == [6, 4, 6, 6, 6]
+
+
+def test_T4_bounds_of_G1():
+    h = cases.g1()
+    bound = papers_bound(h)
+    assert (bound.kappa_x, bound.kappa_q, bound.kappa_k) == (near(2), near(1.618033989), near(1.618033989))
+    assert (bound.kappa_v, bound.kappa_p) == (near(math.sqrt(2)), near(22.04378249))
+    assert (bound.kappa_lambda, bound.value) == (near(3.544466782), near(173.8573339))
+    assert 10**bound.log10 == near(bound.value) and bound.literal_bound_infinite
+    assert lower_bound(h).value == near(0.002849003383) and upper_bound(h).value == near(12.33883401)
+    assert norm_upper_bound(h).value == near(216.1788676) and softmax_spectrum(h).norm == near(0.3932557081)
+    assert norm_upper_bound(h, lambda_norm="half").value == near(348.6509392)
+    assert kappa_bound(h).value == near(65.80980113)
+    assert float(sigma(mixed_tokens(h))[-1]) == near(0.05084155384)
+    assert sigma_min_upper_bound(h).value == near(0.136348443, 4e-9)
+
+
+def test_T4_gram_product_flatten_order_and_gauge_of_G1():
+    h = cases.g1()
+    expected = [[-7.232784463, 2.460605198], [-0.03240386385, 0.6530906993], [1.06477533, 1.901403978]]
+    torch.testing.assert_close(gram_product(h, tensor([[-2, -1], [0, 1], [2, 3]])), tensor(expected), rtol=1e-9, atol=0)
+    j_q, j_k, j_v = blocks(h)
+    assert rank(torch.cat([j_q, j_k @ commutation(4, 2), j_v])) == 8
+    step = gauge_direction(h, tensor([[1, 2], [3, -1]]))
+    moved = j_q @ step.w_q.T.reshape(-1)
+    assert (moved + j_k @ step.w_k.T.reshape(-1)).norm() < 1e-14
+    assert float(moved.norm()) == near(4.37649287) and not step.w_v.any()
+
+
+def test_T4_two_heads_biases_and_output_projection_of_G1():
+    x, wq, wk, wv = map(tensor, (cases.G1_X, cases.G1_WQ, cases.G1_WK, cases.G1_WV))
+    s = cases.ROOT_HALF
+
+    first, second = (
+        sigma(wide(cases.g1())),
+        torch.linalg.svdvals(torch.cat(jacobian_of(lambda q, k, v: attention(x, q, k, v, s), wk, wq, wv), 1)),
+    )
+    assert (float(second[0]), float(second[-1])) == (near(2.341408432), near(0.1666479525))
+    assert float(max(first[0], second[0]) / min(first[-1], second[-1])) == near(26.01715862)
+
+    def biased(q, bq, k, bk, v, bv):
+        scores = s * (x @ q + bq) @ (x @ k + bk).T
+        return torch.softmax(scores, -1) @ (x @ v + bv)
+
+    parts = jacobian_of(biased, wq, tensor([0.5, -0.5]), wk, tensor([1, 2]), wv, tensor([0, 1]))
+    spread = sigma(torch.cat(parts, 1))
+    assert (float(spread[0]), float(spread[-1])) == (near(3.328662303), near(0.04878559476))
+    assert parts[3].abs().max() < 1e-15
+
+    w_o = tensor([[1, 0, 2], [0, 1, -1]])
+    projected = sigma(torch.cat(jacobian_of(lambda q, k, v: attention(x, q, k, v, s) @ w_o, wq, wk, wv), 1))
+    expected = (7.304639179, 4.364226907, 3.298677553, 1.194312369, 0.6289412481, 0.1244719749)
+    assert projected[:6].tolist() == [near(v) for v in expected] and projected[6:].max() < 1e-14
+
+
+def test_T4_causal_mask_on_G1():
+    h = cases.g1(causal=True)
+    bound = papers_bound(h)
+    assert (kappa(wide(h)), float(sigma(wide(h))[-1])) == (near(19.05601996), near(0.1433031803))
+    assert (bound.kappa_lambda, bound.kappa_p, bound.value) == (near(4.506567495), near(12.82950956), near(190.6531518))
+    assert [rank(j) for j in blocks(h)] == [3, 2, 6]
+    assert (lower_bound(h).value, upper_bound(h).value) == (near(0.01334486111), near(19.60728536))
+
+
+def test_T4_corrections_on_G1():
+    h = cases.g1()
+    assert theorem35(h.w_q).value == near(1.236067977)
+    expected = {
+        0.5: (2.643670431, 76.9254235),
+        1.0: (3.776668234, 70.15009581),
+        2.0: (2.795207995, 53.81245436),
+        10.0: (1.231065035, 51.21039658),
+    }
+    for lam, (kappa_k, kappa_j) in expected.items():
+        q, k, v = (w.T + lam * torch.eye(4, 2, dtype=F64) for w in (h.w_q, h.w_k, h.w_v))
+        changed = cases.head(h.x, q, k, v, h.scale)
+        assert (spectrum(changed.w_k).condition_number, kappa(wide(changed))) == (near(kappa_k), near(kappa_j))
+
+
+def test_G2_more_tokens_than_a_full_row_rank_allows():
+    h = cases.g2()
+    s = sigma(wide(h))
+    assert rank(wide(h)) == structural_ranks(h).ranks.wide == 8
+    assert (float(s[0]), float(s[7]), float(s[0] / s[7])) == (near(3.867627819), near(0.05514428172), near(70.1365164))
+    expected = (3.903690119, 3.241889184, 1.022428602, 0.8270396445)
+    assert sigma(stack(h)).tolist() == [near(v) for v in expected]
+    low, up = lower_bound(h, convention="stack").value, upper_bound(h, convention="stack").value
+    assert (low, up) == (near(0.2099543456), near(20.6536575))
+    assert kappa(stack(h)) == near(4.720076172)
+    assert kappa_bound(h, convention="stack").value == near(9.918272846)
+    assert papers_bound(h).value == near(1300.369025)
+
+
+def test_G3_exact_case():
+    h = cases.g3()
+    s = sigma(wide(h))
+    assert s.tolist() == [near(v) for v in (3.188317488, 1.689689437, 1.065010709, 0.7711878382)]
+    assert exact_case(h).value == near(0.7711878382)
+
+
+def test_T5_closed_form_of_the_papers_bound():
+    for (wq, wk), expected in {(1, 1): 3.313035285, (2, 1): 3.037314721, (0.5, 1): 4.163953414}.items():
+        value = papers_bound(cases.two_tokens(wq, wk, 1, x=(1, -1))).value
+        assert value == near(expected) and value == near(2 + 1 / math.tanh(wq * wk))
+    for lam, expected in {1: 12.96494351, 2: 216.634845, 3: 32410.33738, 10: 5.376234284e43}.items():
+        assert papers_bound(cases.two_tokens(lam, lam, lam)).value == near(expected)
+
+
+def test_T6_condition_numbers_do_not_multiply():
+    e = 1e-3
+    c, d = torch.eye(2, 3, dtype=F64), tensor([[1, 0], [0, e], [0, math.sqrt(1 - e**2)]])
+    assert (kappa(c), kappa(d), kappa(c @ d)) == (near(1), near(1), near(1 / e))
+    x, wk = torch.eye(4, 8, dtype=F64), torch.zeros(8, 2, dtype=F64)
+    wk[0, 0], wk[1, 1], wk[5, 1] = 1, 1e-3, math.sqrt(1 - 1e-6)
+    assert (kappa(x), kappa(wk), kappa(x @ wk)) == (near(1), near(1), near(1000))
+
+
+def test_T7_stack_counterexamples():
+    first, second, third = cases.stack_counterexamples()
+    bound = papers_bound(first)
+    assert sigma(stack(first)).tolist() == [near(161.836852, 1e-8), near(1.993489157, 1e-6)]
+    assert (bound.kappa_x, bound.kappa_q) == (near(1.000805938), near(1))
+    assert (bound.kappa_lambda, bound.kappa_p) == (near(3.534827503), near(15.51872647))
+    assert kappa_bound(first, convention="stack").value == near(328.5994485, 1e-6)
+    expected = ((81.18270994, 22.61799551, 1e-9), (763445.2, 10202.527, 1e-6), (873.30904, 272.19971, 1e-7))
+    for h, (kappa_j, bound, rel) in zip((first, second, third), expected, strict=True):
+        assert rank(stack(h)) == stack(h).shape[1]
+        assert (kappa(stack(h)), papers_bound(h).value) == (near(kappa_j, max(rel, 1e-6)), near(bound, rel))
+        assert papers_bound(h).value < kappa(stack(h)) <= kappa_bound(h, convention="stack").value
+    assert kappa_bound(second, convention="stack").value == near(788829.6, 1e-6)
+
+
+def test_T12_channel_attention_on_G1():
+    x, wq, wk, wv = map(tensor, (cases.G1_X, cases.G1_WQ, cases.G1_WK, cases.G1_WV))
+    out, p = channel_attention(x, wq, wk, wv, 1.0)
+    expected = [[0.2114465795, 0.7885534205], [0.2397008336, 0.7602991664]]
+    torch.testing.assert_close(p, tensor(expected), rtol=1e-9, atol=0)
+    s = sigma(torch.cat(jacobian_of(lambda q, k, v: channel_attention(x, q, k, v, 1.0)[0], wq, wk, wv), 1))
+    assert (float(s[0]), float(s[-1])) == (near(2.456715868), near(0.02476705854))
+    assert float(s[-1]) == near(float(sigma(p)[-1] * sigma(x)[-1]))
+    scaled = jacobian_of(lambda q, k, v: channel_attention(x, q, k, v, 1.0)[0], 7 * wq, wk / 7, wv)
+    torch.testing.assert_close(channel_attention(x, 7 * wq, wk / 7, wv, 1.0)[0], out)
+    assert float(sigma(torch.cat(scaled, 1))[0]) == near(3.635242585)
+
+
+def test_T13_saturation_ends_in_a_dead_head():
+    expected = {
+        0.5: (0.1534167847, 10.35572493, 0.5541549861, 1e-9),
+        1.0: (0.78447703, 1.680948668, 2.885509451, 1e-9),
+        2.0: (0.999998312, 1.000001801, 1.152356e-4, 1e-6),
+        10.0: (1.0, 1.0, 4.9028e-170, 1e-4),
+    }
+    for lam, (diagonal, kappa_j, norm, rel) in expected.items():
+        h = cases.saturated(lam)
+        j_q, j_k, j_v = row_form(h)
+        assert float(probabilities(h)[0, 0]) == near(diagonal)
+        assert float(probabilities(h)[0, 0]) == near(1 / (1 + 15 * math.exp(-4 * lam**2)))
+        assert kappa(torch.cat([j_q, j_k, j_v], 1)) == near(kappa_j)
+        assert [float(sigma(j)[0]) for j in (j_q, j_k)] == [near(norm, rel)] * 2
+    # The uncentred form loses what is left of the gradient.
+    h = cases.saturated(10.0)
+    p, k, v = probabilities(h), keys(h), values(h)
+    uncentred = torch.einsum("ij,jo,jc->ioc", p, v, k) - torch.einsum("io,ic->ioc", p @ v, p @ k)
+    assert not uncentred.any() and torch.cat(list(query_blocks(h))).any()
+    assert float(probabilities(cases.saturated(1.0, 64))[0, 0]) == near(0.9793032623)
+    assert float(probabilities(cases.saturated(2.0, 64))[0, 1]) == near(1.266416555e-14)
+    assert float(probabilities(cases.saturated(10.0, 64))[0, 1]) == 0.0
+
+
+def test_all_forms_of_the_jacobian_agree():
+    for h in (cases.g1(), cases.g2(), cases.g3(), cases.g1(causal=True), *cases.stack_counterexamples()):
+        for fast, automatic in zip(row_form(h), blocks(h), strict=True):
+            torch.testing.assert_close(fast, automatic, rtol=1e-12, atol=1e-13 * float(wide(h).abs().max()))

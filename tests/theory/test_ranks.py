@@ -1,0 +1,154 @@
+"""Section 4: T8, the generic ranks on every small shape, the named null directions, the table of nullities."""
+
+import itertools
+
+import pytest
+import torch
+
+from theory import cases
+from theory.reference import F64, attention, blocks, head, jacobian_of, rank, stack, wide
+from wellcond.theory import (
+    Head,
+    HypothesisError,
+    Ranks,
+    deficient_case,
+    gauge_direction,
+    generic_ranks,
+    key_shift_direction,
+    parameter_nullity,
+    structural_ranks,
+)
+from wellcond.theory.ranks import contains_ones
+
+
+def gaussian_head(n, width, d, *, value_dim=None, tokens=None) -> Head:
+    x = torch.randn(n, width, dtype=F64) if tokens is None else tokens
+    weights = [0.5 * torch.randn(x.shape[1], k, dtype=F64) for k in (d, d, value_dim or d)]
+    return head(x, *weights, d**-0.5)
+
+
+def found_ranks(h: Head) -> Ranks:
+    query, key, value = (rank(j) for j in blocks(h))
+    return Ranks(query, key, value, rank(wide(h)), rank(stack(h)) if h.value_dim == h.head_dim else None)
+
+
+T8 = {
+    (4, 8, 2): (8, 6, 8, 8, 8),
+    (8, 8, 3): (24, 21, 24, 24, 24),
+    (12, 4, 2): (8, 8, 8, 20, 8),
+    (9, 3, 3): (9, 9, 9, 18, 9),
+    (16, 4, 2): (8, 8, 8, 20, 8),
+}
+
+
+@pytest.mark.parametrize("shape", T8)
+def test_T8_ranks(shape):
+    h = gaussian_head(*shape)
+    assert found_ranks(h) == structural_ranks(h).ranks == Ranks(*T8[shape])
+
+
+SHAPES = list(itertools.product((2, 3, 5, 7), (1, 2, 3, 4), (1, 2, 4), (1, 3), (False, True)))
+
+
+def test_generic_ranks_on_every_small_shape():
+    # Ranks are generic: one unlucky draw may be numerically short, three in a row are not luck.
+    for n, width, d, value_dim, bias in SHAPES:
+        for _ in range(3):
+            x = torch.randn(n, width, dtype=F64)
+            x = torch.cat([x, torch.ones(n, 1, dtype=F64)], 1) if bias else x
+            h = gaussian_head(n, width, d, value_dim=value_dim, tokens=x)
+            expected = generic_ranks(n, min(x.shape), d, value_dim=value_dim, ones_in_range=bias)
+            assert structural_ranks(h).ranks == expected
+            if found_ranks(h) == expected:
+                break
+        else:
+            raise AssertionError((n, width, d, value_dim, bias, found_ranks(h), expected))
+
+
+def test_full_row_rank_ends_at_3r_minus_d_tokens():
+    for r, d in ((3, 1), (3, 2), (4, 2), (3, 3)):
+        last = 3 * r - d
+        assert [generic_ranks(n, r, d).wide == n * d for n in (last, last + 1)] == [True, False]
+        assert rank(wide(gaussian_head(last, r, d))) == last * d
+
+
+def test_heads_wider_than_the_tokens_have_rank():
+    # N = 16, D = d = 4, zero-mean rows, r = 3: 3dr - d^2 + (d - r)^2 = 21.
+    x = torch.randn(16, 4, dtype=F64)
+    h = gaussian_head(16, 4, 4, tokens=x - x.mean(-1, keepdim=True))
+    assert rank(wide(h)) == structural_ranks(h).ranks.wide == 21
+    # Few tokens: values have rank r < d, so only (N - r) r of the (N - r) d outputs beyond J_V can move: 18, not 20.
+    h = gaussian_head(5, 3, 4)
+    assert rank(wide(h)) == structural_ranks(h).ranks.wide == 18 < min(4 * 5, 3 * 4 * 3 - 16 + 1)
+    # J_Q of d > r: the keys have rank r, so r^2 and not dr.
+    assert rank(blocks(gaussian_head(12, 3, 4))[0]) == generic_ranks(12, 3, 4).query == 9
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 2), (7, 3, 2), (6, 2, 4)])
+def test_gauge_directions_are_null(shape):
+    h = gaussian_head(*shape)
+    e = torch.randn(shape[2], shape[2], dtype=F64)
+    step = gauge_direction(h, e)
+    j_q, j_k, _ = blocks(h)
+    moved = j_q @ step.w_q.T.reshape(-1)
+    assert moved.norm() > 1e-3 > 1e-12 > (moved + j_k @ step.w_k.T.reshape(-1)).norm()
+
+
+def test_key_shifts_are_null():
+    h, z = gaussian_head(3, 5, 2), torch.randn(2, dtype=F64)
+    step = key_shift_direction(h, z)
+    torch.testing.assert_close(h.x @ step.w_k.T, z.expand(3, 2))
+    assert (blocks(h)[1] @ step.w_k.T.reshape(-1)).norm() < 1e-13
+    with pytest.raises(ValueError, match="all-ones"):
+        key_shift_direction(gaussian_head(5, 3, 2), z)
+
+
+def test_structural_ranks_refuse_masks():
+    with pytest.raises(HypothesisError, match="masked"):
+        structural_ranks(cases.g1(causal=True))
+    assert structural_ranks(cases.g1(causal=True), strict=False).ranks is None
+    with pytest.raises(ValueError, match="between 1 and 3"):
+        generic_ranks(3, 4, 2)
+
+
+def test_deficient_case():
+    # N > r with values that contain the constant vector: biased tokens and an invertible Wv.
+    x = torch.cat([torch.randn(5, 1, dtype=F64), torch.ones(5, 1, dtype=F64)], 1)
+    h = gaussian_head(5, 2, 2, tokens=x)
+    assert contains_ones(h.x @ h.w_v.T) and rank(wide(h)) <= deficient_case(h).value == 7
+    with pytest.raises(HypothesisError, match="N > rank X"):
+        deficient_case(cases.g3())
+
+
+def rotate(z: torch.Tensor) -> torch.Tensor:
+    """RoPE: coordinates in pairs, pair k of token n turned by n / 3^k."""
+    n, d = z.shape
+    angle = torch.arange(n, dtype=F64)[:, None] / 3.0 ** torch.arange(d // 2, dtype=F64)
+    a, b = z[:, ::2], z[:, 1::2]
+    return torch.stack([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1).reshape(n, d)
+
+
+def rope_attention(x, wq, wk, wv, s):
+    return torch.softmax(s * rotate(x @ wq) @ rotate(x @ wk).T, -1) @ (x @ wv)
+
+
+@pytest.mark.parametrize(
+    "d, width, bias, rope",
+    [(2, 3, 0, 0), (3, 3, 0, 0), (2, 3, 1, 0), (4, 2, 0, 0), (4, 2, 1, 0), (2, 3, 0, 1), (4, 4, 0, 1)],
+)
+def test_nullity_table(d, width, bias, rope):
+    n = 24
+    x = torch.cat([torch.randn(n, width, dtype=F64), torch.ones(n, bias, dtype=F64)], 1)
+    weights = [0.5 * torch.randn(width + bias, d, dtype=F64) for _ in range(3)]
+    forward = rope_attention if rope else attention
+    j = torch.cat(jacobian_of(lambda *w: forward(x, *w, d**-0.5), *weights), 1)
+    assert j.shape[1] - rank(j) == parameter_nullity(d, width, bias=bool(bias), rope=bool(rope)).value
+
+
+def test_nullity_table_values_and_limits():
+    assert parameter_nullity(64, 768).value == 64**2 and parameter_nullity(64, 768, bias=True).value == 64**2 + 64
+    assert parameter_nullity(64, 768, rope=True).value == 64
+    assert parameter_nullity(5, 3).value == 2 * 3 * 5 - 9
+    for options in ({"bias": True}, {"head_dim": 800}, {"head_dim": 3}):
+        with pytest.raises(HypothesisError, match="RoPE"):
+            parameter_nullity(**({"head_dim": 64, "width": 768, "rope": True} | options))
