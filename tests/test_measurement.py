@@ -119,14 +119,18 @@ def test_causal_and_grouped_and_rotary_models():
     assert "rotary" in layer.heads[0].how and layer.heads[0].jacobian.shape == (2 * 5 * 4, 4 * 4 * 16)
 
 
+def small(name, **arguments):
+    return lambda: timm.create_model(name, **arguments)
+
+
 @pytest.mark.parametrize(
     "name, build, size",
     [
-        ("structured: cross-covariance attention", lambda: timm.create_model("xcit_nano_12_p16_224", depth=1, img_size=32), 32),
-        ("structured: channel attention", lambda: timm.create_model("davit_tiny", embed_dims=(24,), depths=(1,), num_heads=(2,)), 16),
+        ("structured: cross-covariance attention", small("xcit_nano_12_p16_224", depth=1, img_size=32), 32),
+        ("structured: channel attention", small("davit_tiny", embed_dims=(24,), depths=(1,), num_heads=(2,)), 16),
         ("structured: layer norm on queries and keys", lambda: vit(depth=1, qk_norm=True), 16),
     ],
-)  # fmt: skip
+)
 def test_other_structured_forms_equal_the_generic_derivatives(name, build, size):
     torch.manual_seed(0)
     model, x = build(), torch.randn(1, 3, size, size)

@@ -93,8 +93,8 @@ class ConditionTracker:
         >>> model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         >>> tracker = ConditionTracker(model, torch.randn(1, 5, 8), every=1, budget=1.0)
         >>> for _ in range(3):
-        ...     _ = model(torch.randn(4, 5, 8)).sum().backward()
-        ...     tracker.step()
+        ...     model(torch.randn(4, 5, 8)).sum().backward()
+        ...     new_points = tracker.step()
         >>> tracker.points[0].step, tracker.points[0].layer
         (0, 'self_attn')
     """

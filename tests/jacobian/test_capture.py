@@ -286,16 +286,28 @@ def test_queries_that_see_nothing_are_left_out(implementation, dtype):
     torch.testing.assert_close(stacked.output()[0], expected, **close)
 
 
-def test_weights_of_zero_do_not_lose_the_order_of_the_tokens():
-    """Hiera's windows are every sixteenth token; queries of zero (muP) agree with any order."""
+@pytest.mark.parametrize("role", ["q", "k", "v"])
+def test_weights_of_zero_do_not_lose_the_order_of_the_tokens(role):
+    """Hiera's windows are every sixteenth token; a projection of zero (muP's queries) agrees with any order."""
     case = cases_timm.CASES["hiera"]
     model = randomise_(case.build())
     site = wc.find_attention(model, strict=False)[0]
     expected = capture_attention(model, case.input(), sites=[site])[0].x
-    site.q.write_(torch.zeros_like(site.q.read()))
-    site.q.write_bias_(torch.zeros_like(site.q.read_bias()))
+    slot = site.slots[role]
+    slot.write_(torch.zeros_like(slot.read()))
+    slot.write_bias_(torch.zeros_like(slot.read_bias()))
     [captured] = capture_attention(model, case.input(), sites=[site])
     assert captured.is_plain and torch.equal(captured.x, expected) and captured.memory is None
+
+
+def test_equal_values_of_different_tokens_are_not_plain():
+    """With W_V = 0 the values are the same, but the Jacobian by W_V is that of the tokens that made them."""
+    module = nn.MultiheadAttention(8, 2)
+    x = torch.randn(5, 8)
+    with torch.no_grad():
+        module.in_proj_weight[16:] = 0
+    assert "different tokens" in capture_attention(module, (x, x, x + 1))[0].why_not_plain
+    assert capture_attention(module, (x, x, x))[0].is_plain
 
 
 def test_causal_mask_is_exact():

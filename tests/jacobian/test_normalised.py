@@ -239,7 +239,7 @@ def test_rank_of_generic_norm_heads(g, n, d, mapped, loss):
 
 
 def test_rank_of_a_norm_head_that_is_wider_than_its_tokens():
-    """Queries and keys span 2 r = 4 of d = 7 dimensions: 3 of the 21 rotations move neither and are no null direction."""
+    """Queries and keys span 2 r = 4 of d = 7 dimensions: 3 of the 21 rotations move neither: no null directions."""
     normal = normals(12)
     head = SoftmaxHead(normal(40, 2), normal(7, 2), normal(7, 2), normal(2, 2), 0.3)
     form = mapped_head(head, lambda rows: rms_norm(rows, eps=0.1))

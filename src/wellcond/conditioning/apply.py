@@ -56,7 +56,7 @@ def condition_(
     Example:
         >>> model = condition_(nn.MultiheadAttention(8, 2), "polar")
         >>> from wellcond import find_attention
-        >>> float(torch.linalg.cond(find_attention(model)[0].q.read()).max()) <= 2.0
+        >>> torch.linalg.cond(find_attention(model)[0].q.read()).max().item() <= 2.0
         True
 
     Reference: Saratchandran and Lucey, Spectral Conditioning of Attention Improves Transformer Performance,

@@ -12,6 +12,7 @@ with one number c_q and one c_k. The logits cannot serve for this: what does not
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -88,20 +89,19 @@ def _tokens_of(
 ) -> tuple[Tensor, Tensor] | str:
     """Tokens x and y behind these operands; an empty string if they are something else, a reason if one is known."""
     values = _match(site, call, "value", v_LHMd)
-    if values is None:
+    keys = None if values is None else _match(site, call, "key", k_LHMd, like=values[0])
+    if keys is None:
+        return ""
+    y = keys[0]
+    values = _match(site, call, "value", v_LHMd, like=y)
+    queries = _match(site, call, "query", q_LHNd, like=y)
+    if values is None or queries is None:
         return ""
     z, factor = values
-    keys = _match(site, call, "key", k_LHMd, like=z)
-    queries = _match(site, call, "query", q_LHNd, like=z)
-    if keys is None or queries is None:
-        return ""
-    slot, y = site.by_role("value"), keys[0]
-    if abs(factor - 1) > tolerance(v_LHMd.dtype, slot.parameter.dtype):
+    if abs(factor - 1) > tolerance(v_LHMd.dtype, site.by_role("value").parameter.dtype):
         return f"values are multiplied by {factor:.6g}"
     if z.shape != y.shape or not torch.equal(z, y):
-        # Where the tokens of the keys give the same values, the difference does not matter.
-        if slot.in_features != y.shape[-1] or agreement(v_LHMd, slot, y, site.num_heads) is None:
-            return "keys and values are made of different tokens"
+        return "keys and values are made of different tokens"
     return queries[0], y
 
 
@@ -132,6 +132,10 @@ def candidates(call: SiteCall, role: str, slot: Slot) -> Iterator[Tensor]:
     """Tensors that this projection may have read, the surest first."""
     if role in call.inputs:
         yield call.inputs[role]
+        return
+    if isinstance(slot.owner, nn.MultiheadAttention):  # its arguments are named after the roles
+        bound = inspect.signature(slot.owner.forward).bind(*call.args, **call.kwargs)
+        yield bound.arguments[role]
         return
     # F.linear(x, self.qkv.weight): the product whose right side is the weight.
     weight = slot.as_matrix(getattr(slot.owner, slot.weight_name).detach())

@@ -18,6 +18,7 @@ def polar_correction(heads: Tensor) -> Tensor:
     Equality holds exactly for rank-deficient W. W = 0 gives C = 0.
 
     Example:
+        >>> import torch
         >>> polar_correction(torch.diag(torch.tensor([3.0, 1.0]))[None])[0].round().tolist()
         [[3.0, 0.0], [0.0, 3.0]]
     """
@@ -36,6 +37,7 @@ def balanced_correction(heads: Tensor, *, target: float = 2.0) -> Tensor:
     kappa(W + C) <= target, with equality for rank-deficient W. target = 2 is half of W + C of theorem 3.5.
 
     Example:
+        >>> import torch
         >>> w = torch.diag(torch.tensor([3.0, 1.0]))[None]
         >>> (w + balanced_correction(w))[0].round().tolist()
         [[3.0, 0.0], [0.0, 2.0]]

@@ -1,0 +1,322 @@
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch import nn
+
+import wellcond as wc
+from wellcond.cli.main import main
+from wellcond.cli.measure import InputError, MeasureError, make_batch, parse_numbers, what_it_reads
+from wellcond.experiments.digits import load_digits
+
+SOURCE = """
+import torch
+from timm.models.vision_transformer import VisionTransformer
+
+def vit(channels=1, dead=False, depth=2):
+    model = VisionTransformer(
+        img_size=8, patch_size=4, in_chans=channels, num_classes=3, embed_dim=12, depth=depth, num_heads=2
+    )
+    if dead:
+        with torch.no_grad():
+            for start in (6, 18):
+                model.blocks[1].attn.qkv.weight[start : start + 6] = 200 * torch.eye(12)[:6]
+    return model
+
+def layer():
+    return torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+"""
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Call the command as the console script does: (exit code or message, standard output)."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["wellcond", "measure", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code, capsys.readouterr().out
+
+    return call
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "tiny.py").write_text(SOURCE)
+    return tmp_path / "tiny.py"
+
+
+def tiny(name="vit", **arguments):
+    space = {}
+    exec(SOURCE, space)
+    torch.manual_seed(0)
+    return space[name](**arguments)
+
+
+def same(path, report):
+    """JSON of the command and of the library; times and rounding do not enter it."""
+    assert json.loads(path.read_text()) == json.loads(report.to_json())
+
+
+def test_digits_json_and_page(run, file, tmp_path):
+    output, html = tmp_path / "r.json", tmp_path / "r.html"
+    code, out = run(f"{file}:vit", "--input", "digits", "--samples", 2, "-o", output, "--html", html)
+    assert code == 0
+    same(output, wc.measure(tiny(), load_digits().train_images[:2], samples=2))
+    for word in (
+        "layer",
+        "κ(J)",
+        "status",
+        "|J_Q|",
+        "entropy",
+        "diagonal",
+        "κ(W_V)",
+        "verdict",
+        "blocks.1.attn",
+        "exact",
+    ):
+        assert word in out
+    assert "4 heads of 2 attentions" in out and "dead heads: none" in out
+    page = html.read_text()
+    for name in ("blocks.0.attn, head 0", "blocks.1.attn, head 1", "scikit-learn&#x27;s digits", f"{file}:vit"):
+        assert name in page
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["r.html", "r.json", "tiny.py"]
+
+
+def test_options_reach_measure(run, file, tmp_path):
+    output = tmp_path / "r.json"
+    options = ["--layers", "1", "--heads", "0", "--kappa", "pseudo", "--samples", 2, "--combine", "stack", "--biases"]
+    code, _ = run(f"{file}:vit", *options, "--method", "dense", "--seed", 3, "--input", "random", "-o", output)
+    assert code == 0
+    torch.manual_seed(3)
+    space = {}
+    exec(SOURCE, space)
+    model = space["vit"]()
+    x = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(3))
+    expected = wc.measure(
+        model, x, layers=[1], heads=[0], kappa="pseudo", samples=2, combine="stack", biases=True, method="dense"
+    )
+    same(output, expected)
+    code, _ = run(f"{file}:vit", "--convention", "stack", "--layers", "0", "-o", output, "--force")
+    assert code == 0 and json.loads(output.read_text())["convention"] == "stack"
+
+
+def test_a_folder_of_images(run, file, tmp_path):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    pixels = {name: rng.integers(0, 256, (8, 8, 3), dtype=np.uint8) for name in ("b.png", "a.PNG", "c.png")}
+    for name, array in pixels.items():
+        Image.fromarray(array).save(folder / name)
+    Image.fromarray(pixels["b.png"]).resize((20, 11)).save(folder / "d.jpg")
+    (folder / "notes.txt").write_text("not an image")
+    output = tmp_path / "r.json"
+    code, _ = run(f"{file}:vit", "--model-arg", "channels=3", "--input", folder, "--samples", 2, "-o", output)
+    assert code == 0
+    x = torch.stack([torch.tensor(pixels[name]).permute(2, 0, 1).float() / 255 for name in ("a.PNG", "b.png")])
+    same(output, wc.measure(tiny(channels=3), (x - 0.5) / 0.5, samples=2))
+    code, _ = run(f"{file}:vit", "--input", folder, "--samples", 4)  # one channel, another size
+    assert code == 0
+    assert "expected at least 5 images" in run(f"{file}:vit", "--input", folder, "--samples", 5)[0]
+    (folder / "0.png").write_bytes(b"damaged")
+    assert "0.png, which cannot be read" in run(f"{file}:vit", "--input", folder)[0]
+
+
+def test_images_take_the_models_own_mean_and_size(tmp_path):
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=12, num_heads=2, img_size=32)
+    model.pretrained_cfg = model.pretrained_cfg | {"mean": (0.1, 0.2, 0.3), "std": (0.5, 1.0, 2.0)}
+    Image.fromarray(np.full((40, 30, 3), 255, dtype=np.uint8)).save(tmp_path / "white.png")
+    batch, text = make_batch(model, str(tmp_path), samples=1)
+    assert batch.shape == (1, 3, 32, 32) and "white.png" in text
+    torch.testing.assert_close(batch[0, :, 5, 5], torch.tensor([1.8, 0.8, 0.35]))
+    digits, _ = make_batch(model, "digits", samples=3)
+    assert digits.shape == (3, 3, 32, 32) and torch.equal(digits[:, 0], digits[:, 2])
+
+
+def test_arrays(run, file, tmp_path):
+    x = torch.randn(3, 1, 8, 8)
+    np.save(tmp_path / "x.npy", x.numpy())
+    output = tmp_path / "r.json"
+    code, _ = run(f"{file}:vit", "--input", tmp_path / "x.npy", "--samples", 2, "-o", output)
+    assert code == 0
+    same(output, wc.measure(tiny(), x[:2], samples=2))
+    np.save(tmp_path / "embeddings.npy", torch.randn(1, 5, 8).numpy())
+    code, out = run(f"{file}:layer", "--input", tmp_path / "embeddings.npy")
+    assert code == 0 and "self_attn" in out
+
+
+def test_arrays_that_do_not_fit(run, file, tmp_path):
+    def said(array, *more):
+        np.save(tmp_path / "x.npy", array, allow_pickle=True)
+        return run(f"{file}:vit", "--input", tmp_path / "x.npy", *more)[0]
+
+    assert "expected floats (samples, 1, 8, 8), found float64 (1, 3, 8, 8)" in said(np.zeros((1, 3, 8, 8)))
+    assert "found float64 (8, 8)" in said(np.zeros((8, 8)))
+    assert "Divide pixels by 255" in said(np.zeros((1, 1, 8, 8), dtype=np.uint8))
+    assert "expected at least 2 samples" in said(np.zeros((1, 1, 8, 8)), "--samples", 2)
+    assert "found NaN or infinity" in said(np.full((1, 1, 8, 8), np.nan))
+    assert "pickles are refused" in said(np.array([{"a": 1}], dtype=object))
+    assert "found complex128" in said(np.zeros((1, 1, 8, 8), dtype=complex))
+    (tmp_path / "empty.npy").write_bytes(b"")
+    assert "expected an array of numbers" in run(f"{file}:vit", "--input", tmp_path / "empty.npy")[0]
+    assert "found nothing at" in run(f"{file}:vit", "--input", tmp_path / "none.npy")[0]
+    np.save(tmp_path / "e.npy", np.zeros((1, 5, 9)))
+    told = run(f"{file}:layer", "--input", tmp_path / "e.npy")[0]
+    assert "found (1, 5, 9), on which its forward pass fails" in told and "wellcond.measure(model, batch)" in told
+
+
+GPT2 = [
+    p for a in ("n_layer=1", "n_embd=12", "n_head=2", "vocab_size=40", "n_positions=16") for p in ("--model-arg", a)
+]
+
+
+def test_text_models_read_random_ids_or_a_file(run, tmp_path):
+    output = tmp_path / "r.json"
+    code, out = run("hf:gpt2", *GPT2, "--tokens", 6, "-o", output)
+    assert code == 0 and "h.0.attn" in out
+    assert json.loads(output.read_text())["layers"][0]["num_tokens"] == 6
+    np.save(tmp_path / "ids.npy", np.arange(10).reshape(2, 5))
+    code, _ = run("hf:gpt2", *GPT2, "--input", tmp_path / "ids.npy", "-o", output, "--force")
+    assert code == 0 and json.loads(output.read_text())["layers"][0]["num_tokens"] == 5
+    np.save(tmp_path / "ids.npy", np.array([[0, 40]]))
+    assert "expected token ids from 0 to 39, found 40" in run("hf:gpt2", *GPT2, "--input", tmp_path / "ids.npy")[0]
+    np.save(tmp_path / "e.npy", np.zeros((1, 4, 11)))
+    assert "expected embeddings (samples, tokens, 12)" in run("hf:gpt2", *GPT2, "--input", tmp_path / "e.npy")[0]
+    told = run("hf:gpt2", *GPT2, "--input", "digits")[0]
+    assert "expected a model that reads images, found one that reads token ids" in told and "--input random" in told
+    assert "reads token ids" in run("hf:gpt2", *GPT2, "--input", tmp_path)[0]
+    assert "expected at most 16" in run("hf:gpt2", *GPT2)[0]
+
+
+def test_encoder_decoders_get_both_inputs(run):
+    from transformers import AutoConfig, AutoModel
+
+    arguments = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 30}
+    model = AutoModel.from_config(AutoConfig.for_model("t5", **arguments))
+    batch, _ = make_batch(model, "random", samples=2, tokens=5)
+    assert {key: tuple(value.shape) for key, value in batch.items()} == {
+        "input_ids": (2, 5),
+        "decoder_input_ids": (2, 5),
+    }
+    assert not torch.equal(batch["input_ids"], batch["decoder_input_ids"])
+    code, out = run("hf:t5", *[p for k, v in arguments.items() for p in ("--model-arg", f"{k}={v}")], "--tokens", 5)
+    assert code == 0 and "EncDecAttention" in out
+
+
+def test_hugging_face_vision(run, tmp_path):
+    arguments = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    pairs = [
+        p for k, v in (arguments | {"image_size": 8, "patch_size": 4}).items() for p in ("--model-arg", f"{k}={v}")
+    ]
+    code, out = run("hf:vit", *pairs, "--input", "digits")
+    assert code == 0 and "2 heads of 1 attentions" in out
+
+
+def test_what_models_read():
+    assert what_it_reads(nn.Linear(2, 2)).kind == "unknown"
+    reads = what_it_reads(timm.create_model("vit_tiny_patch16_224", depth=1, img_size=(32, 48), in_chans=1))
+    assert (reads.kind, reads.channels, reads.size) == ("images", 1, (32, 48))
+    reads = what_it_reads(timm.create_model("levit_128s"))
+    assert (reads.channels, reads.size) == (3, (224, 224))
+    with pytest.raises(InputError, match="tells its image size"):
+        make_batch(nn.Linear(2, 2), "random", samples=1)
+    half = timm.create_model("test_vit").half()
+    assert make_batch(half, "random", samples=1)[0].dtype == torch.float16
+
+
+def test_dead_heads_are_named(run, file, tmp_path):
+    html = tmp_path / "r.html"
+    code, out = run(f"{file}:vit", "--model-arg", "dead=true", "--html", html)
+    assert code == 0 and "dead heads: 1 (blocks.1.attn head 1)" in out and "dead head" in out
+    assert 'data-head="1.1" data-kind="dead"' in html.read_text()
+
+
+def test_conditioned_checkpoints_are_measured_with_their_correction(run, file, tmp_path):
+    model = wc.condition_(tiny(), "balanced", target=1.5)
+    save_file(model.state_dict(), tmp_path / "c.safetensors")
+    output, html = tmp_path / "r.json", tmp_path / "r.html"
+    weights = tmp_path / "c.safetensors"
+    code, out = run(f"{file}:vit", "--input", "digits", "--weights", weights, "-o", output, "--html", html)
+    assert code == 0 and "conditioned by 'balanced'" in out
+    found = json.loads(output.read_text())
+    assert found["conditioning"]["method"] == "balanced" and "balanced" in html.read_text()
+    assert found["layers"][0]["heads"][0]["weights"]["q"]["condition_number"] <= 1.5 + 1e-4
+
+
+def test_outputs_are_never_overwritten_by_accident(run, file, tmp_path):
+    output, html = tmp_path / "r.json", tmp_path / "r.html"
+    for path, option in ((output, "-o"), (html, "--html")):
+        path.write_text("precious")
+        code, out = run(f"{file}:vit", option, path)
+        assert "exists; give another name or --force" in code and path.read_text() == "precious" and not out
+    assert run(f"{file}:vit", "-o", output, "--html", html, "--force")[0] == 0
+    assert json.loads(output.read_text())["schema"] == 1 and html.read_text().startswith("<!DOCTYPE")
+    assert "no such folder" in run(f"{file}:vit", "-o", tmp_path / "none" / "r.json")[0]
+    assert "found the folder" in run(f"{file}:vit", "-o", tmp_path)[0]
+    assert "expected different files" in run(f"{file}:vit", "-o", tmp_path / "a", "--html", tmp_path / "a")[0]
+
+
+def test_bad_options_say_what_to_do(run, file):
+    model = f"{file}:vit"
+    assert "expected numbers from 0 to 1 (2 attentions" in run(model, "--layers", "2")[0]
+    assert "expected 'all' or numbers such as 0,5,11" in run(model, "--layers", "first")[0]
+    assert "expected numbers from 0 to 1 (2 key/value heads" in run(model, "--heads", "0,2")[0]
+    assert "expected every number once" in run(model, "--heads", "0,0")[0]
+    assert "expected one of 'wide', 'stack'" in run(model, "--convention", "tall")[0]
+    assert "expected one of 'strict', 'pseudo'" in run(model, "--kappa", "loose")[0]
+    assert "expected one of 'mean', 'stack'" in run(model, "--combine", "sum")[0]
+    assert "'cholesky'" in run(model, "--method", "magic")[0]
+    assert "--samples: expected at least 1" in run(model, "--samples", 0)[0]
+    assert "defined without biases" in run(model, "--convention", "stack", "--biases")[0]
+    assert "'nowhere', which does not exist" in run(model, "--input", "nowhere")[0]
+    assert "expected 'digits', 'random'" in run(model, "--input", file)[0]
+    assert "no attention was found" in run("timm:test_convnext")[0]
+    with pytest.raises(MeasureError):
+        parse_numbers("", "--layers", 3, "attentions")
+
+
+def test_missing_extras_name_their_install_line(tmp_path):
+    code = (
+        "import sys\n"
+        "for name in ('PIL', 'sklearn'): sys.modules[name] = None\n"
+        "from torch import nn\n"
+        "from wellcond.cli.measure import make_batch\n"
+        "from wellcond.errors import MissingExtraError\n"
+        "model = nn.Module(); model.image_size = 8; model.conv_proj = nn.Conv2d(3, 4, 2)\n"
+        f"for source in ('digits', {str(tmp_path)!r}):\n"
+        "    try: make_batch(model, source, samples=1)\n"
+        "    except MissingExtraError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "wellcond[train]" in done.stdout and "wellcond[vision]" in done.stdout, done.stderr
+
+
+def test_progress_is_on_standard_error(file):
+    command = [sys.executable, "-m", "wellcond.cli.main", "measure", f"{file}:vit", "--layers", "0"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "2/2" in done.stderr and "2/2" not in done.stdout
+
+
+def test_layer_names_are_not_markup(run, tmp_path):
+    (tmp_path / "odd.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.add_module('[red]<b>', torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))\n"
+        "    def forward(self, x):\n"
+        "        return self._modules['[red]<b>'](x)\n"
+    )
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(1, 4, 8)))
+    html = tmp_path / "r.html"
+    code, out = run(f"{tmp_path / 'odd.py'}:Net", "--input", tmp_path / "x.npy", "--html", html)
+    assert code == 0 and "[red]<b>.self_attn" in out
+    page = html.read_text()
+    assert "[red]&lt;b&gt;.self_attn, head 1" in page and "<b>.self" not in page

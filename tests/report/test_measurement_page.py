@@ -1,0 +1,228 @@
+import copy
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from torch import nn
+
+import wellcond as wc
+from wellcond.report.heat_map import colour_range, ramp_colour
+from wellcond.report.markup import tag
+from wellcond.report.measurement_page import ReportDataError, describe_conditioning, render_measurement
+from wellcond.report.values import HeadView, head_views
+
+VOID = {"meta", "br"}
+
+
+class Checker(HTMLParser):
+    """Every element is closed in its order; what could load or run something is collected."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.loads, self.handlers, self.names = [], [], [], []
+
+    def handle_starttag(self, name, attributes):
+        self.names.append(name)
+        self.loads += [value for key, value in attributes if key in ("src", "href", "xlink:href", "srcset", "action")]
+        self.handlers += [key for key, _ in attributes if key.startswith("on")]
+        if name not in VOID:
+            self.open.append(name)
+
+    def handle_startendtag(self, name, attributes):
+        self.handle_starttag(name, attributes)
+        self.open.pop()
+
+    def handle_endtag(self, name):
+        assert self.open.pop() == name
+
+
+def check(page):
+    checker = Checker()
+    checker.feed(page)
+    checker.close()
+    assert not checker.open
+    return checker
+
+
+@pytest.fixture(scope="module")
+def report():
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False
+    )  # fmt: skip
+    return wc.measure(model, torch.randn(2, 5, 8), samples=2)
+
+
+@pytest.fixture
+def data(report):
+    return copy.deepcopy(report.to_dict())
+
+
+def kill(head, kappa=1.5):
+    """A head that collapsed, and whose condition number looks excellent."""
+    head.update(dead=True, verdict="dead head", mean_kappa=kappa, samples=[kappa])
+    head["diagnosis"].update(dead=True, verdict="dead head", explanation="attention has collapsed")
+    head["diagnosis"]["attention"].update(entropy=0.0, normalised_entropy=float("nan"))
+
+
+def cell(page, layer, head):
+    return re.search(rf'<g data-head="{layer}\.{head}".*?</g>', page, re.S).group()
+
+
+def test_the_page_is_whole_and_loads_nothing(data):
+    page = render_measurement(data)
+    found = check(page)
+    assert page.startswith("<!DOCTYPE html>") and '<html lang="en">' in page and "prefers-color-scheme:dark" in page
+    assert not found.loads and not found.handlers and "script" not in found.names
+    assert "http://" not in page and "https://" not in page and "@import" not in page and "nan" not in page
+    pictures = re.findall(r"<svg .*?>", page)
+    assert pictures and all('role="img"' in p or 'aria-hidden="true"' in p for p in pictures)
+
+
+def test_every_layer_and_head_is_in_heat_map_and_table(data):
+    page = render_measurement(data)
+    for at, layer in enumerate(data["layers"]):
+        for head in layer["heads"]:
+            assert f"{layer['name']}, head {head['index']}" in cell(page, at, head["index"])
+            assert f"{head['mean_kappa']:.4g}" in page and head["diagnosis"]["explanation"] in page
+    assert page.count('<th scope="row">') == 2 * 2 * 2  # verdicts and weights
+    assert page.count("curve c0") == 2 + 1  # one line per layer, and the legend
+
+
+def test_json_gives_the_same_page(report):
+    assert render_measurement(json.loads(report.to_json())) == render_measurement(report.to_dict())
+
+
+def test_dead_heads_are_marked_and_off_the_scale(data):
+    kill(data["layers"][1]["heads"][0])
+    page = render_measurement(data)
+    dead, alive = cell(page, 1, 0), cell(page, 1, 1)
+    assert 'data-kind="dead"' in dead and ">dead</text>" in dead and "url(#dead)" in dead and "DEAD HEAD" in dead
+    assert not re.search(r'fill="#[0-9a-f]{6}" class="cell', dead) and re.search(
+        r'fill="#[0-9a-f]{6}" class="cell', alive
+    )
+    assert page.count('<tr class="dead">') == 1 and '<span class="tag alarm">dead head</span>' in page
+    assert re.search(r'<div class="tile alarm"><b>1</b><span>dead head</span>', page)
+    assert page.count("dot dead-dot") == 2 and "curve c0 dashed" in page
+    # neither the colour scale nor the median is drawn towards its good-looking number
+    assert colour_range(head_views(data))[0] > 0.5
+    assert not re.search(r"<b>1\.5</b>", page)
+
+
+def test_infinite_singular_and_estimated_heads_differ_from_exact_ones(data):
+    first, second = data["layers"][0]["heads"]
+    third, fourth = data["layers"][1]["heads"]
+    first["mean_kappa"] = "inf"
+    second["mean_kappa"] = "inf"
+    second["jacobian"].update(
+        status="numerically singular", sigma_max_bounds=[10.0, 11.0], sigma_rank_bounds=[0.0, 1e-6]
+    )  # fmt: skip
+    third["jacobian"]["status"] = "estimate"
+    fourth["mean_kappa"] = "nan"
+    page = render_measurement(data)
+    assert "url(#infinite)" in cell(page, 0, 0) and ">∞</text>" in cell(page, 0, 0)
+    assert ">≥7.0</text>" in cell(page, 0, 1) and "1e+07 to ∞" in page
+    assert re.search(r">~\d+\.\d</text>", cell(page, 1, 0))
+    assert ">–</text>" in cell(page, 1, 1)
+    assert "1 numerically singular, 1 estimate of 4 heads" in page
+
+
+def test_notes_are_honest(data):
+    page = render_measurement(data)
+    assert "It is not a bound" in page and "Certified interval" in page and "status &#x27;exact&#x27;" in page
+    for layer in data["layers"]:
+        for head in layer["heads"]:
+            head["papers_bound_log10"] = -1.0
+    assert "exceeds it in 4 of 4 heads." in render_measurement(data)
+    assert "is not the Jacobian of the head" in render_measurement(data | {"convention": "stack"})
+
+
+HOSTILE = "\"><script>alert(1)</script><img src=x onerror=alert(1)>&'"
+
+
+def test_hostile_strings_are_escaped(data):
+    layer, other = data["layers"]
+    layer["name"], other["problem"] = HOSTILE, HOSTILE
+    data["run"] = dict.fromkeys(("model", "input", "command"), HOSTILE)
+    data["conditioning"] = {"method": HOSTILE, HOSTILE: HOSTILE, "sites": [HOSTILE]}
+    data["convention"], data["combine"] = HOSTILE, HOSTILE
+    head = layer["heads"][0]
+    head.update(verdict=HOSTILE, how=HOSTILE, diagnosis=None)
+    head["jacobian"].update(status=HOSTILE, method=HOSTILE, reason=HOSTILE, null_space=HOSTILE, rank=HOSTILE)
+    layer["heads"][1]["diagnosis"].update(explanation=HOSTILE, norm_q=HOSTILE)
+    page = render_measurement(data)
+    found = check(page)
+    assert "script" not in found.names and "img" not in found.names and not found.handlers and not found.loads
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+
+
+def test_heads_without_diagnosis_or_spectrum(data):
+    for layer in data["layers"]:
+        for head in layer["heads"]:
+            head.update(diagnosis=None, verdict="unknown", how="generic derivatives: rotary", papers_bound_log10=None)
+            head["jacobian"]["singular_values"] = None
+    page = render_measurement(data)
+    check(page)
+    assert "4 of 4 heads are too large for a full spectrum" in page and "No attention map is known" in page
+    assert "4 heads are not plain softmax attention" in page and "generic derivatives: rotary" in page
+    assert "surrogate is the expression" not in page
+
+
+def test_layers_that_were_not_measured_are_listed(data):
+    data["layers"][0].update(heads=[], problem="it is broken")
+    page = render_measurement(data)
+    check(page)
+    assert "not measured: it is broken" in page and "attentions not measured" in page
+    data["layers"][1].update(heads=[], problem="so is this")
+    assert "No head was measured" in render_measurement(data)
+    assert "No head was measured" in render_measurement(data | {"layers": []})
+
+
+def test_long_spectra_are_thinned_and_keep_their_ends(data):
+    head = data["layers"][0]["heads"][0]
+    head["jacobian"]["singular_values"] = [10.0 ** (-10 * i / 4999) for i in range(5000)]
+    page = render_measurement(data)
+    points = max(re.findall(r'points="([^"]*)"', page), key=len).split()
+    assert len(points) <= 200 and "5000 singular values from 1 to 1e-10" in page
+
+
+def test_grouped_heads_name_their_queries(data):
+    data["layers"][0]["heads"][0]["query_heads"] = [0, 1, 2, 3]
+    assert "head 0 (query heads 0 to 3)" in render_measurement(data)
+
+
+def test_conditioning_in_words():
+    assert describe_conditioning(None) == "none: plain weights"
+    said = describe_conditioning({"method": "balanced", "target": 1.5, "sites": ["a", "b"]})
+    assert said.startswith("balanced (target=1.5) on 2 attentions")
+
+
+@pytest.mark.parametrize("bad", [[], {}, {"schema": 1, "layers": 3}, {"schema": 1, "layers": [{}]}, None])
+def test_data_that_is_no_measurement(bad):
+    with pytest.raises(ReportDataError, match="expected"):
+        render_measurement(bad)
+
+
+def test_another_schema_is_refused(data):
+    with pytest.raises(ReportDataError, match="expected a measurement of schema 1, found 7"):
+        render_measurement(data | {"schema": 7})
+
+
+def test_the_ramp_darkens():
+    def light(share):
+        colour = ramp_colour(share)[0]
+        return sum(int(colour[i : i + 2], 16) for i in (1, 3, 5))
+
+    assert [light(s / 10) for s in range(11)] == sorted((light(s / 10) for s in range(11)), reverse=True)
+    assert ramp_colour(-1) == ramp_colour(0) and ramp_colour(2) == ramp_colour(1)
+
+
+def test_the_interval_of_a_zero_bound_is_infinite():
+    view = HeadView(0, "a", {"index": 0, "jacobian": {"sigma_max_bounds": [2, 3], "sigma_rank_bounds": [0, 1]}})
+    assert view.interval == (2.0, float("inf"))
+
+
+def test_tag_escapes_text_and_attributes():
+    assert tag("a", "<b>", tag("i", "&"), title='"') == '<a title="&quot;">&lt;b&gt;<i>&amp;</i></a>'
