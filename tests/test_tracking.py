@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 import wellcond as wc
-from wellcond.tracking import Allowance, unwrap
+from wellcond.attention.wrappers import unwrap
+from wellcond.tracking import Allowance
 
 X = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(8) % 5

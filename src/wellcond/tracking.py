@@ -16,6 +16,7 @@ from torch import nn
 from wellcond.attention.checks import choose_sites
 from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite
+from wellcond.attention.wrappers import unwrap
 from wellcond.errors import WellcondError
 from wellcond.jacobian.records import Convention
 from wellcond.measurement import HeadReport, Kappa, measure
@@ -222,17 +223,6 @@ def _point(step: int, layer: str, head: HeadReport, seconds: float) -> TrackPoin
         dead=head.dead,
         seconds=seconds,
     )
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside torch.compile's and DistributedDataParallel's wrappers: same parameters, no collectives."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
-            inner = model.module
-        if inner is None:
-            return model
-        model = inner
 
 
 def _is_first_rank() -> bool:

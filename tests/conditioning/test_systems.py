@@ -60,6 +60,22 @@ def test_inductor():
     torch.testing.assert_close(other(X), eager(X), rtol=1e-3, atol=1e-4)
 
 
+def test_conditioning_a_model_that_is_compiled_already():
+    torch.manual_seed(0)
+    model = vit().eval()
+    keys = list(model.state_dict())
+    compiled = torch.compile(model, backend="aot_eager")
+    plain = compiled(X)
+    assert wc.condition_(compiled, "balanced") is compiled
+    # The wrapper is looked through: names and marker are those of the model inside.
+    assert wc.conditioning_of(compiled)["sites"][0] == "blocks.0.attn" == wc.conditioning_of(model)["sites"][0]
+    assert not torch.allclose(compiled(X), plain)
+    torch.testing.assert_close(compiled(X), model(X))
+    wc.fold_(compiled)
+    assert list(model.state_dict()) == keys
+    torch.testing.assert_close(compiled(X), model(X))
+
+
 AUTOCAST = """
 import torch, warnings
 from torch import nn

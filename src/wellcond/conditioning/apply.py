@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from wellcond.attention.checks import check_finite, check_writable, choose_projections, choose_sites
 from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite, Slot
+from wellcond.attention.wrappers import unwrap
 from wellcond.conditioning import warnings as advice
 from wellcond.conditioning.attach import attach, corrections_of, detach
 from wellcond.conditioning.checkpoint import mark, marker_of, read_settings, restore_mark, unmark
@@ -62,6 +63,7 @@ def condition_(
     Reference: Saratchandran and Lucey, Spectral Conditioning of Attention Improves Transformer Performance,
     theorems 3.5 and 3.8, arXiv 2603.07162.
     """
+    given, model = model, unwrap(model)
     chosen_method = make_method(method, options)
     chosen = choose_projections(projections)
     conditioned = [name for name, module in model.named_modules() if corrections_of(module)]
@@ -87,7 +89,7 @@ def condition_(
         attach(owner, name, correction)
     some = sites is not None and len(found) < len(find_attention(model, strict=False))
     mark(model, _call_text(chosen_method, chosen, some), _settings(chosen_method, chosen, found))
-    return model
+    return given
 
 
 def recondition_(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
@@ -96,7 +98,7 @@ def recondition_(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
     Raises: as `condition_`; WeightError if the model lacks an attention that the settings name.
     """
     options = {key: value for key, value in settings.items() if key not in ("method", "projections", "sites")}
-    sites = {site.name: site for site in choose_sites(model, None)}
+    sites = {site.name: site for site in choose_sites(unwrap(model), None)}
     missing = [name for name in settings["sites"] if name not in sites]
     if missing:
         raise WeightError(f"the checkpoint was made with an attention {missing[0]!r}, which this model does not have")
@@ -160,6 +162,7 @@ def _call_text(method: Method, projections: str, some_sites: bool) -> str:
 
 def conditioning_of(model: nn.Module) -> dict[str, Any] | None:
     """Method and settings with which a model was conditioned; None for a plain model."""
+    model = unwrap(model)
     name = marker_of(model)
     marker = None if name is None else model._buffers[name]
     return None if marker is None else read_settings(marker)
