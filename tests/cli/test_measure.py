@@ -195,6 +195,13 @@ def test_text_models_read_random_ids_or_a_file(run, tmp_path):
     assert "expected at most 16" in run("hf:gpt2", *GPT2)[0]
 
 
+def test_heads_without_a_diagnosis_are_not_called_alive(run):
+    sizes = ("hidden_size=16", "num_hidden_layers=1", "num_attention_heads=2", "num_key_value_heads=1", "vocab_size=30")
+    pairs = [p for a in (*sizes, "intermediate_size=16") for p in ("--model-arg", a)]
+    code, out = run("hf:llama", *pairs, "--tokens", 4)
+    assert code == 0 and "dead heads: none; 1 heads are not plain softmax attention" in out
+
+
 def test_encoder_decoders_get_both_inputs(run):
     from transformers import AutoConfig, AutoModel
 

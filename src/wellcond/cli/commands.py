@@ -126,6 +126,41 @@ def _load_raw_or_plain(model: torch.nn.Module, path: Path) -> dict | None:
     return settings
 
 
+@app.command("measure")
+def measure(
+    model: Model,
+    input: Annotated[
+        str,
+        typer.Option("--input", metavar="INPUT", help="digits, random, a FOLDER of images (png, jpg), or FILE.npy"),
+    ] = "random",
+    layers: Annotated[str, typer.Option(help="all, or numbers such as 0,5,11 in the order of inspect.")] = "all",
+    heads: Annotated[str, typer.Option(help="all, or numbers of key/value heads such as 0,1.")] = "all",
+    convention: Annotated[str, typer.Option(help="wide (the Jacobian) or stack (the papers' matrix)")] = "wide",
+    kappa: Annotated[str, typer.Option(help="strict, or pseudo (over non-zero singular values)")] = "strict",
+    samples: Annotated[int, typer.Option(help="Samples (or windows) to measure.")] = 1,
+    combine: Annotated[str, typer.Option(help="mean (one by one) or stack (one Jacobian of all samples)")] = "mean",
+    method: Annotated[str, typer.Option(help="auto, dense, gram, cholesky or implicit")] = "auto",
+    biases: Annotated[bool, typer.Option("--biases/--no-biases", help="Biases count as parameters.")] = False,
+    tokens: Annotated[int, typer.Option(help="Length of random token ids.")] = 32,
+    weights: Weights = None,
+    model_arg: ModelArguments = None,
+    seed: Seed = 0,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON report to write.")] = None,
+    html: Annotated[Path | None, typer.Option(help="HTML page to write.")] = None,
+    force: Force = False,
+) -> None:
+    """Condition numbers of weights and Jacobians, attention and verdicts of every head, on an input."""
+    from wellcond.cli.measure import Options, check_outputs, run_measure
+
+    check_outputs([path for path in (output, html) if path is not None], force=force)
+    torch.manual_seed(seed)
+    built = build_model(model, parse_values(model_arg or []))
+    if weights is not None:
+        _load_raw_or_plain(built, weights)
+    options = Options(layers, heads, convention, kappa, samples, combine, method, biases)
+    run_measure(built, model, input, options, tokens=tokens, seed=seed, output=output, html=html, force=force)
+
+
 @app.command("demo")
 def demo(
     epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 15,

@@ -1,0 +1,1 @@
+"""Pages and tables made of stored records; nothing here trains or measures."""

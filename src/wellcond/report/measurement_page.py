@@ -1,0 +1,328 @@
+"""`render_measurement`: one self-contained page about one measurement. No script, no network."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from wellcond.errors import WellcondError
+from wellcond.report.charts import draw_attention, draw_spectra, draw_weights
+from wellcond.report.heat_map import draw_heat_map
+from wellcond.report.markup import Markup, join, tag
+from wellcond.report.style import STYLE
+from wellcond.report.values import HeadView, head_views, layer_name, log10, number, show
+
+SCHEMA = 1
+CONVENTIONS = {
+    "wide": "wide: the parameter Jacobian itself, outputs by parameters, blocks of W_Q, W_K and W_V side by side",
+    "stack": "stack: the papers' matrix, the blocks of W_Q, W_K and W_V on top of each other",
+}
+KAPPAS = {
+    "strict": "strict: largest over smallest singular value; infinite where the rank is not full",
+    "pseudo": "pseudo: largest over smallest non-zero singular value",
+}
+COMBINES = {
+    "mean": "samples measured one by one, geometric mean",
+    "stack": "all samples as one Jacobian, since they share the weights",
+}
+VERDICTS = {
+    "dead head": "attention has collapsed: W_Q and W_K receive almost no gradient",
+    "P": "the attention map dominates",
+    "X": "the tokens dominate",
+    "norms": "the sizes of J_Q, J_K and J_V differ most",
+    "balanced": "nothing stands out",
+    "unknown": "not diagnosed: not plain softmax attention",
+}
+
+
+class ReportDataError(WellcondError, ValueError):
+    """Data that is not a measurement."""
+
+
+def render_measurement(data: dict[str, Any]) -> str:
+    """HTML of a measurement: facts, heat map, weights, spectra, attention, verdicts and what to be careful about.
+
+    Args:
+        data: `MeasurementReport.to_dict()`, or the JSON of it read back. ``data["run"]``, if there, names what the
+            record cannot know: ``model``, ``input``, ``command``.
+
+    Raises: ReportDataError if it is not a measurement.
+
+    Example:
+        >>> page = render_measurement({"schema": 1, "layers": [], "convention": "wide", "kappa": "strict"})
+        >>> page.startswith("<!DOCTYPE html>")
+        True
+    """
+    _check(data)
+    views = head_views(data)
+    run = data.get("run") or {}
+    model = str(run.get("model") or "a model")
+    title = f"Conditioning of {model}"
+    body = [
+        _header(data, title, run),
+        _tiles(data, views),
+        _section(
+            "Condition number of the Jacobian",
+            "log₁₀ of the condition number of each head's parameter Jacobian: how unevenly a small change of W_Q, W_K "
+            "and W_V moves the output. Dark blue is ill conditioned.",
+            draw_heat_map(data),
+        ),
+        _section(
+            "What dominates, head by head",
+            "A condition number must not be read without the attention map behind it. The verdict names the largest of "
+            "κ(P) of the attention map, κ(X) of the tokens, and the spread of the norms of J_Q, J_K and J_V.",
+            _verdict_counts(views),
+            _verdict_table(views),
+            _problems(data),
+        ),
+        _section(
+            "Spectra of the weights",
+            "From σ_max (blue) to σ_min (orange) of each head's weight as the forward pass uses it, with corrections. "
+            "A red triangle is a weight without full rank. Where names do not fit, layers are numbered from 0.",
+            draw_weights(data),
+            _weight_table(views),
+        ),
+        _section(
+            "Spectra of the Jacobians",
+            "All singular values, where they were computed; of the first sample unless samples are stacked.",
+            draw_spectra(data),
+        ),
+        _section("Attention", "One dot per head; the line is the mean of a layer. Red rings are dead heads. "
+            "Where names do not fit, layers are numbered from 0.",
+                 draw_attention(data)),
+        _section("Read with care", "", _notes(data, views)),
+    ]  # fmt: skip
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("title", title),
+        tag("style", Markup(STYLE)),
+    )
+    footer = tag("footer", "Made by wellcond. This page is one file: it loads nothing and runs no script.")
+    page = tag("html", head, tag("body", tag("main", *[part for part in body if part], footer)), lang="en")
+    return f"<!DOCTYPE html>\n{page}\n"
+
+
+def _check(data: Any) -> None:
+    if not isinstance(data, dict) or not isinstance(data.get("layers"), (list, tuple)):
+        found = f"keys {sorted(map(str, data))[:8]}" if isinstance(data, dict) else type(data).__name__
+        raise ReportDataError(
+            f"expected a measurement (a mapping with 'layers', as MeasurementReport.to_dict() gives), found {found}. "
+            "Make one with: wellcond measure MODEL -o report.json"
+        )
+    if data.get("schema") != SCHEMA:
+        raise ReportDataError(
+            f"expected a measurement of schema {SCHEMA}, found {data.get('schema')!r}. It is of another version of "
+            "wellcond: measure again, or use that version"
+        )
+    for layer in data["layers"]:
+        if not isinstance(layer, dict) or not isinstance(layer.get("heads"), (list, tuple)):
+            raise ReportDataError("expected 'heads' in every layer of a measurement, found a layer without them")
+
+
+def _section(title: str, lead: str, *parts: Markup) -> Markup:
+    introduction = tag("p", lead, class_="lead") if lead else Markup("")
+    return tag("section", tag("h2", title), introduction, *parts)
+
+
+def _header(data: dict[str, Any], title: str, run: dict[str, Any]) -> Markup:
+    convention, kappa, combine = (str(data.get(key, "")) for key in ("convention", "kappa", "combine"))
+    facts = [
+        ("Model", str(run.get("model") or "not recorded")),
+        ("Input", str(run.get("input") or "not recorded")),
+        ("Jacobian", CONVENTIONS.get(convention, convention)),
+        ("Condition number", KAPPAS.get(kappa, kappa)),
+        ("Samples", COMBINES.get(combine, combine or "not recorded")),
+        ("Conditioning", describe_conditioning(data.get("conditioning"))),
+    ]
+    if run.get("command"):
+        facts.append(("Command", str(run["command"])))
+    rows = [part for name, text in facts for part in (tag("dt", name), tag("dd", text))]
+    return tag("header", tag("h1", title), tag("dl", *rows))
+
+
+def describe_conditioning(settings: Any) -> str:
+    """Correction of a model in words."""
+    if not settings:
+        return "none: plain weights"
+    if not isinstance(settings, dict):
+        return str(settings)
+    others = {key: value for key, value in settings.items() if key not in ("method", "sites", "version", "schema")}
+    text = f"{settings.get('method', 'unnamed')}"
+    if others:
+        text += " (" + ", ".join(f"{key}={json.dumps(value, default=str)}" for key, value in others.items()) + ")"
+    sites = settings.get("sites")
+    return f"{text} on {len(sites)} attentions; effective weights are measured" if isinstance(sites, list) else text
+
+
+def _tiles(data: dict[str, Any], views: Sequence[HeadView]) -> Markup:
+    alive = sorted(view.kappa for view in views if not view.dead and not math.isnan(view.kappa))
+    dead, infinite = sum(view.dead for view in views), sum(math.isinf(view.kappa) for view in views)
+    unknown = sum(not view.diagnosis for view in views)
+    undiagnosed = f", {unknown} not diagnosed" if unknown else ""
+    inexact = sum(view.status != "exact" for view in views)
+    unmeasured = sum(bool(layer.get("problem")) for layer in data["layers"])
+
+    def tile(value: str, label: str, alarm: bool = False) -> Markup:
+        return tag("div", tag("b", value), tag("span", label), class_="tile alarm" if alarm else "tile")
+
+    tiles = [
+        tile(str(len(views)), f"heads in {len(data['layers'])} attentions"),
+        tile(show(alive[(len(alive) - 1) // 2]) if alive else show(None), "median κ(J), dead heads left out"),
+        tile(show(alive[-1]) if alive else show(None), "worst κ(J), dead heads left out"),
+        tile(str(dead), ("dead head" if dead == 1 else "dead heads") + undiagnosed, dead > 0),
+        tile(str(infinite), "infinite κ(J)", infinite > 0),
+        tile(str(inexact), "not exact", inexact > 0),
+    ]
+    if unmeasured:
+        tiles.append(tile(str(unmeasured), "attentions not measured", True))
+    return tag("div", *tiles, class_="tiles")
+
+
+def _verdict_counts(views: Sequence[HeadView]) -> Markup:
+    counts = Counter(str(view.row.get("verdict", "unknown")) for view in views)
+    items = [
+        tag("li", _badge(verdict), f" {count} × {VERDICTS.get(verdict, 'see the explanation')}")
+        for verdict, count in counts.most_common()
+    ]
+    return tag("ul", *items, class_="legend") if items else Markup("")
+
+
+def _badge(verdict: str) -> Markup:
+    return tag("span", verdict, class_="tag alarm" if verdict == "dead head" else "tag")
+
+
+def _table(caption: str, columns: Sequence[tuple[str, bool]], rows: Sequence[Markup]) -> Markup:
+    heads = [tag("th", name, scope="col", class_="n" if numeric else None) for name, numeric in columns]
+    table = tag("table", tag("caption", caption), tag("thead", tag("tr", *heads)), tag("tbody", *rows))
+    return tag("div", table, class_="scroll", tabindex=0, role="region", aria_label=caption)
+
+
+def _verdict_table(views: Sequence[HeadView]) -> Markup:
+    several = any(len(view.row.get("samples") or ()) > 1 for view in views)
+    certified = "certified, first sample" if several else "certified"
+    columns = [
+        ("layer", False), ("head", True), ("κ(J)", True), (certified, True), ("status", False),
+        ("verdict", False), ("which term dominates", False), ("|J_Q|", True), ("|J_K|", True), ("|J_V|", True),
+        ("κ(P)", True), ("κ(X)", True), ("entropy", True), ("diagonal", True), ("σ_max", True), ("σ_rank", True),
+        ("rank", True), ("nullity", True), ("method", False), ("surrogate*", True),
+    ]  # fmt: skip
+
+    def cell(text: str) -> Markup:
+        return tag("td", text, class_="n")
+
+    rows = []
+    for view in views:
+        low, high = view.interval
+        bound = number(view.row.get("papers_bound_log10"))
+        j, diagnosis, attention = view.jacobian, view.diagnosis, view.attention
+        null = f" ({j['null_space']})" if j.get("null_space") else ""
+        rows.append(
+            tag(
+                "tr",
+                tag("th", view.layer_name, scope="row"),
+                cell(str(view.index)),
+                cell(show(view.kappa, 4)),
+                cell(f"{show(low)} to {show(high)}"),
+                tag("td", view.status),
+                tag("td", _badge(str(view.row.get("verdict", "unknown")))),
+                tag("td", view.explanation, class_="wide"),
+                *(cell(show(diagnosis.get(f"norm_{role}"))) for role in "qkv"),
+                cell(show(diagnosis.get("kappa_p"))),
+                cell(show(diagnosis.get("kappa_x"))),
+                cell(show(attention.get("entropy"), 4)),
+                cell(show(attention.get("diagonal_mass"), 4)),
+                cell(show(j.get("sigma_max"))),
+                cell(show(j.get("sigma_rank"))),
+                cell(str(j.get("rank", ""))),
+                cell(f"{j.get('nullity', '')}{null}"),
+                tag("td", str(j.get("method", "")), title=str(j.get("reason", ""))),
+                cell("" if math.isnan(bound) else f"10^{bound:.1f}"),
+                class_="dead" if view.dead else None,
+            )
+        )
+    caption = "Verdicts. * The papers' surrogate is not a bound; see the notes."
+    return _table(caption, columns, rows) if rows else tag("p", "No head was measured.")
+
+
+def _problems(data: dict[str, Any]) -> Markup:
+    items = [
+        tag("li", tag("b", layer_name(layer)), f": {layer['problem']}")
+        for layer in data["layers"]
+        if layer.get("problem")
+    ]
+    if not items:
+        return Markup("")
+    return join(tag("h3", "Not measured"), tag("ul", *items, class_="notes"))
+
+
+def _weight_table(views: Sequence[HeadView]) -> Markup:
+    if not views:
+        return Markup("")
+    columns = [("layer", False), ("head", True)]
+    columns += [(f"{what} W_{role}", True) for role in "QKV" for what in ("σ_max", "σ_min", "κ")]
+    rows = []
+    for view in views:
+        cells = [
+            tag("td", show(view.row["weights"][role].get(key)), class_="n")
+            for role in "qkv"
+            for key in ("sigma_max", "sigma_min", "condition_number")
+        ]
+        rows.append(
+            tag("tr", tag("th", view.layer_name, scope="row"), tag("td", str(view.index), class_="n"), *cells)
+        )  # fmt: skip
+    table = _table("Extreme singular values of the weights; of grouped queries, the worst", columns, rows)
+    return tag("details", tag("summary", "Table of weights"), table)
+
+
+def _notes(data: dict[str, Any], views: Sequence[HeadView]) -> Markup:
+    notes = [
+        "A condition number of one head on one input is not a property of the model: other inputs give other numbers.",
+        "Dead heads: where attention has collapsed, the Jacobian is nearly that of W_V alone. Its condition number is "
+        "that of the tokens and can look excellent while W_Q and W_K no longer learn. Such heads are kept off the "
+        "colour scale and out of medians.",
+        "Certified interval: σ_max and the last non-zero σ are enclosed by rounding bounds or by inequalities that "
+        "hold for certain; the interval is about the condition number over non-zero singular values. Where the "
+        "nullity is not zero, the strict condition number is infinite all the same.",
+    ]
+    counts = Counter(view.status for view in views)
+    if set(counts) - {"exact"}:
+        said = ", ".join(f"{count} {status}" for status, count in counts.items() if status != "exact")
+        notes.append(
+            f"Not exact: {said} of {len(views)} heads. An estimate may be off by any factor its interval allows; "
+            "'numerically singular' means that σ_min cannot be told from zero in float64, so only a lower bound on the "
+            "condition number is known."
+        )
+    else:
+        notes.append("Every Jacobian here has status 'exact': its singular values are right to float64 rounding.")
+    bounds = [(view, number(view.row.get("papers_bound_log10"))) for view in views]
+    known = [(view, bound) for view, bound in bounds if math.isfinite(bound)]
+    if known:
+        broken = sum(log10(view.jacobian.get("pseudo_condition_number")) > bound for view, bound in known)
+        notes.append(
+            "The surrogate is the expression that the papers print as an upper bound on κ(J). It is not a bound, in "
+            "either convention, and lowering it need not lower κ(J). Here the measured pseudo condition number exceeds "
+            f"it in {broken} of {len(known)} heads{'.' if broken else '; that is luck, not a theorem.'}"
+        )
+    if data.get("convention") == "stack":
+        notes.append(
+            "The stacked matrix is the papers' convention. It is not the Jacobian of the head's output, and its "
+            "condition number is not comparable with that of the wide one."
+        )
+    if any(len(view.row.get("samples") or ()) > 1 for view in views):
+        notes.append(
+            "Several samples: κ(J) is the geometric mean; intervals, ranks, spectra, norms and verdicts are of "
+            "the first sample."
+        )
+    generic = sum(str(view.row.get("how", "")).startswith("generic") for view in views)
+    if generic:
+        notes.append(
+            f"{generic} heads are not plain softmax attention: their Jacobians go through the module's own "
+            "derivatives, and there is no diagnosis that could unmask a dead head."
+        )
+    return tag("ul", *(tag("li", note) for note in notes), class_="notes")
