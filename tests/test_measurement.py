@@ -174,3 +174,22 @@ def test_layers_unite_their_heads_and_go_through_the_output_projection():
     assert layer.with_output.shape[0] == 5 * 24
     assert layer.with_output.sigma_max == pytest.approx(float(sigma[0]), rel=1e-5)
     assert layer.with_output.sigma_rank == pytest.approx(float(sigma[layer.with_output.rank - 1]), rel=1e-4)
+
+
+class TwoTowers(nn.Module):
+    """One of two attentions is never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.idle = (nn.TransformerEncoderLayer(8, 2, 8, batch_first=True) for _ in range(2))
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def test_an_attention_that_is_not_called_is_said_so():
+    used, idle = wc.measure(TwoTowers(), torch.randn(1, 4, 8)).layers
+    assert used.heads and not used.problem
+    assert not idle.heads and "does not call it" in idle.problem
+    with pytest.raises(ValueError, match="no attention that is measured has a key/value head 9"):
+        wc.measure(TwoTowers(), torch.randn(1, 4, 8), heads=[9])

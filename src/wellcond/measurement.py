@@ -210,11 +210,15 @@ def measure(
         if outside:
             raise ValueError(f"layers: expected numbers below {len(chosen)}, got {outside[0]}")
         chosen = [chosen[layer] for layer in layers]
-    captured = capture_attention(model, batch, sites=chosen, max_samples=samples)
+    asked = sites is not None or layers is not None
+    captured = capture_attention(model, batch, sites=chosen if asked else None, max_samples=samples)
+    for head in heads or ():
+        if not any(0 <= head < c.site.num_kv_heads for c in captured):
+            raise ValueError(f"heads: no attention that is measured has a key/value head {head}")
     options = {"convention": convention, "method": method, "memory_limit": memory_limit}
-    plan = [(number, head) for number, c in enumerate(captured) for head in _chosen_heads(c, heads)]
+    plan = [(number, head) for number, c in enumerate(captured) if c.call for head in _chosen_heads(c, heads)]
     found: dict[int, list[HeadReport]] = {number: [] for number in range(len(captured))}
-    problems: dict[int, str] = {}
+    problems = {number: c.why_not_plain for number, c in enumerate(captured) if c.call is None}
     for number, index in progress(plan):
         if number in problems:
             continue
@@ -276,7 +280,7 @@ def _without_biases(head: SoftmaxHead) -> Head:
 
 def _through_output(captured: CapturedAttention, biases: bool, options: dict[str, Any]) -> JacobianSpectrum | None:
     site = captured.site
-    if not captured.is_plain or site.o is None or options["convention"] != "wide":
+    if captured.call is None or not captured.is_plain or site.o is None or options["convention"] != "wide":
         return None
     heads = [PlainHead(captured.head(index), biases) for index in range(site.num_kv_heads)]
     w_o = site.o.read().detach().double().cpu()  # (heads, out, dv)

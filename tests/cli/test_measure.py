@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import wellcond as wc
+from wellcond.cli.inputs import InputError, make_batch, what_it_reads
 from wellcond.cli.main import main
-from wellcond.cli.measure import InputError, MeasureError, make_batch, parse_numbers, what_it_reads
+from wellcond.cli.measure import MeasureError, parse_numbers
 from wellcond.experiments.digits import load_digits
 
 SOURCE = """
@@ -294,7 +295,7 @@ def test_missing_extras_name_their_install_line(tmp_path):
         "import sys\n"
         "for name in ('PIL', 'sklearn'): sys.modules[name] = None\n"
         "from torch import nn\n"
-        "from wellcond.cli.measure import make_batch\n"
+        "from wellcond.cli.inputs import make_batch\n"
         "from wellcond.errors import MissingExtraError\n"
         "model = nn.Module(); model.image_size = 8; model.conv_proj = nn.Conv2d(3, 4, 2)\n"
         f"for source in ('digits', {str(tmp_path)!r}):\n"

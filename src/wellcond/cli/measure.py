@@ -7,33 +7,24 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
-import numpy as np
-import torch
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
 from wellcond.attention.find import scan_attention
 from wellcond.attention.site import AttentionSite
+from wellcond.cli.inputs import make_batch, try_forward
 from wellcond.cli.inspect import make_console
-from wellcond.errors import AttentionNotFoundError, MissingExtraError, WellcondError, check_choice
-from wellcond.jacobian.capture_watch import run, undisturbed
+from wellcond.errors import AttentionNotFoundError, WellcondError, check_choice
 from wellcond.jacobian.records import Convention
 from wellcond.jacobian.select import METHODS
 from wellcond.measurement import Combine, HeadReport, Kappa, MeasurementReport, measure
 from wellcond.report.measurement_page import render_measurement
-
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
-PYTHON_WAY = "build the batch in Python and call wellcond.measure(model, batch)"
-
-
-class InputError(WellcondError, ValueError):
-    """An input that is missing, unreadable, or not what the model reads."""
 
 
 class OutputError(WellcondError, ValueError):
@@ -42,23 +33,6 @@ class OutputError(WellcondError, ValueError):
 
 class MeasureError(WellcondError, ValueError):
     """Options that do not fit the model or each other."""
-
-
-@dataclass(frozen=True)
-class Reads:
-    """What a model reads."""
-
-    kind: Literal["images", "tokens", "unknown"]
-    keyword: str | None = None
-    """Name of the argument; None for the first one."""
-    channels: int = 0
-    size: tuple[int, int] | None = None
-    mean: tuple[float, ...] = (0.5,)
-    std: tuple[float, ...] = (0.5,)
-    vocabulary: int = 0
-    longest: int | None = None
-    width: int | None = None
-    decoder: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,7 +73,7 @@ def run_measure(
         )
     arguments = check_options(options, scan.sites)
     batch, described = make_batch(model, source, samples=options.samples, tokens=tokens, seed=seed)
-    _try_forward(model, batch)
+    try_forward(model, batch)
     try:
         report = _measure_with_bar(model, batch, scan.sites, arguments)
     except WellcondError:
@@ -164,256 +138,6 @@ def parse_numbers(text: str, option: str, count: int, what: str) -> list[int] | 
     if len(set(numbers)) < len(numbers):
         raise MeasureError(f"{option}: expected every number once, found {text!r}")
     return numbers
-
-
-# Inputs
-
-
-def what_it_reads(model: nn.Module) -> Reads:
-    """Images or token ids, and of which size, as far as the model tells: timm, transformers, torchvision, nanoGPT."""
-    config = getattr(model, "config", None)
-    main = getattr(model, "main_input_name", None)
-    keyword = main if isinstance(main, str) else None
-    if keyword == "pixel_values":
-        channels, size = getattr(config, "num_channels", 3), getattr(config, "image_size", None)
-        return Reads("images", keyword, int(channels), _pair(size))
-    if keyword in (None, "input_ids"):
-        text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
-        vocabulary = getattr(text, "vocab_size", None)
-        if isinstance(vocabulary, int):
-            longest = getattr(text, "max_position_embeddings", None) or getattr(text, "block_size", None)
-            width = getattr(text, "hidden_size", None)
-            limit = longest if isinstance(longest, int) and longest > 0 else None
-            decoder = bool(getattr(config, "is_encoder_decoder", False))
-            return Reads("tokens", keyword, vocabulary=vocabulary, longest=limit, width=width, decoder=decoder)
-    return Reads("unknown") if keyword is not None else _image_model(model)
-
-
-def _image_model(model: nn.Module) -> Reads:
-    # timm keeps default_cfg as it was when img_size= or in_chans= are given: the modules know better.
-    found = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
-    cfg: dict[str, Any] = found if isinstance(found, dict) else {}
-    declared = tuple(cfg.get("input_size") or ())
-    patches = getattr(model, "patch_embed", None)
-    size = _pair(getattr(patches, "img_size", None)) or _pair(getattr(model, "image_size", None))
-    size = size or (_pair(declared[1:]) if len(declared) == 3 else None)
-    names = cfg.get("first_conv") or ()
-    channels = _channels(model, [names] if isinstance(names, str) else list(names)) or (declared[0] if declared else 0)
-    if not channels or (size is None and not cfg):
-        return Reads("unknown")
-    mean, std = (tuple(cfg.get(key) or (0.5,)) for key in ("mean", "std"))
-    return Reads("images", None, channels, size, mean, std)
-
-
-def _channels(model: nn.Module, names: list[str]) -> int:
-    for name in [*names, "patch_embed.proj", "conv_proj"]:
-        try:
-            count = getattr(model.get_submodule(name), "in_channels", None)
-        except AttributeError:
-            continue
-        if isinstance(count, int):
-            return count
-    return 0
-
-
-def _pair(size: Any) -> tuple[int, int] | None:
-    if isinstance(size, int):
-        return size, size
-    if isinstance(size, (tuple, list)) and len(size) == 2 and all(isinstance(s, int) for s in size):
-        return size[0], size[1]
-    return None
-
-
-def make_batch(model: nn.Module, source: str, *, samples: int, tokens: int = 32, seed: int = 0) -> tuple[Any, str]:
-    """The batch that ``--input`` names, and a description of it.
-
-    Raises: InputError if it does not exist or is not what the model reads.
-    """
-    reads = what_it_reads(model)
-    path = Path(source)
-    if source == "random":
-        values, text = _random(reads, samples, tokens, seed)
-    elif source == "digits":
-        values, text = _digits(reads, samples)
-    elif path.is_dir():
-        values, text = _folder(reads, path, samples)
-    elif path.suffix == ".npy":
-        values, text = _array(reads, path, samples)
-    else:
-        raise InputError(
-            f"--input: expected 'digits', 'random', a folder of images or a file named *.npy, found {source!r}"
-            + ("" if path.exists() else ", which does not exist")
-        )
-    return _arguments(model, reads, values, seed, second_draw=source == "random"), text
-
-
-def _arguments(model: nn.Module, reads: Reads, values: Tensor, seed: int, *, second_draw: bool) -> Any:
-    weight = next((p for p in model.parameters() if p.is_floating_point()), None)
-    if weight is not None:
-        values = values.to(weight.device, weight.dtype if values.is_floating_point() else None)
-    if reads.keyword is None:
-        return values
-    name = "inputs_embeds" if reads.kind == "tokens" and values.is_floating_point() else reads.keyword
-    batch = {name: values}
-    if reads.decoder:
-        other = values
-        if second_draw:
-            drawn = torch.randint(reads.vocabulary, values.shape, generator=torch.Generator().manual_seed(seed + 1))
-            other = drawn.to(values)
-        batch[{"input_ids": "decoder_input_ids", "inputs_embeds": "decoder_inputs_embeds"}[name]] = other
-    return batch
-
-
-def _image_shape(reads: Reads, source: str) -> tuple[int, int, int]:
-    """(channels, height, width), or why not."""
-    if reads.kind == "tokens":
-        raise InputError(
-            f"--input {source}: expected a model that reads images, found one that reads token ids (vocabulary "
-            f"{reads.vocabulary}). Use --input random, or a .npy file of integer ids (samples, tokens)"
-        )
-    if reads.kind == "unknown" or reads.size is None:
-        raise InputError(
-            f"--input {source}: expected a model that tells its image size (patch_embed.img_size, default_cfg, "
-            f"config.image_size), found none. Give the batch as a .npy file, or {PYTHON_WAY}"
-        )
-    return reads.channels, *reads.size
-
-
-def _random(reads: Reads, samples: int, tokens: int, seed: int) -> tuple[Tensor, str]:
-    generator = torch.Generator().manual_seed(seed)
-    if reads.kind == "tokens":
-        if tokens < 1:
-            raise InputError(f"--tokens: expected at least 1, found {tokens}")
-        if reads.longest is not None and tokens > reads.longest:
-            raise InputError(f"--tokens: expected at most {reads.longest} for this model, found {tokens}")
-        ids = torch.randint(reads.vocabulary, (samples, tokens), generator=generator)
-        return ids, f"{samples} x {tokens} random token ids below {reads.vocabulary}, seed {seed}"
-    shape = _image_shape(reads, "random")
-    images = torch.randn(samples, *shape, generator=generator)
-    return images, f"{samples} x {_times(shape)} standard normal noise, seed {seed}"
-
-
-def _digits(reads: Reads, samples: int) -> tuple[Tensor, str]:
-    channels, *size = _image_shape(reads, "digits")
-    from wellcond.experiments.digits import load_digits
-
-    images = load_digits().train_images
-    if samples > len(images):
-        raise InputError(f"--samples: expected at most {len(images)} digits, found {samples}")
-    scaled = nn.functional.interpolate(images[:samples], size, mode="bilinear", antialias=False)
-    shown = f"{samples} of scikit-learn's digits, zero mean and unit variance, resized to {_times((channels, *size))}"
-    return scaled.expand(-1, channels, -1, -1).contiguous(), shown
-
-
-def _folder(reads: Reads, folder: Path, samples: int) -> tuple[Tensor, str]:
-    channels, height, width = _image_shape(reads, str(folder))
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise MissingExtraError("pillow", "vision") from error
-    if channels not in (1, 3):
-        raise InputError(f"--input {folder}: expected a model of 1 or 3 channels, found {channels}. Use a .npy file")
-    files = sorted(f for f in folder.iterdir() if f.suffix.lower() in IMAGE_SUFFIXES and f.is_file())
-    if len(files) < samples:
-        raise InputError(
-            f"--input {folder}: expected at least {samples} images ({', '.join(IMAGE_SUFFIXES)}), found {len(files)}. "
-            "Lower --samples or add images"
-        )
-    pictures = []
-    for file in files[:samples]:
-        try:
-            with Image.open(file) as opened:
-                picture = opened.convert("L" if channels == 1 else "RGB")
-                resized = picture.resize((width, height), Image.Resampling.BILINEAR)
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise InputError(f"expected an image, found {file}, which cannot be read: {error}") from error
-        pixels = torch.from_numpy(np.array(resized, dtype=np.float32)) / 255
-        pictures.append(pixels.view(height, width, channels).permute(2, 0, 1))
-    mean, std = (_per_channel(numbers, channels) for numbers in (reads.mean, reads.std))
-    names = ", ".join(file.name for file in files[: min(samples, 3)]) + (", ..." if samples > 3 else "")
-    text = f"{samples} images of {folder} ({names}) resized to {_times((channels, height, width))}, "
-    text += f"mean {mean.flatten().tolist()}, std {std.flatten().tolist()}"
-    return (torch.stack(pictures) - mean) / std, text
-
-
-def _per_channel(numbers: tuple[float, ...], channels: int) -> Tensor:
-    if len(numbers) != channels:
-        numbers = (sum(numbers) / len(numbers),) * channels
-    return torch.tensor(numbers, dtype=torch.float64).round(decimals=6).float().view(channels, 1, 1)
-
-
-def _array(reads: Reads, path: Path, samples: int) -> tuple[Tensor, str]:
-    if not path.is_file():
-        raise InputError(f"--input: expected a .npy file, found nothing at {path}")
-    try:
-        array = np.load(path, allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise InputError(
-            f"{path}: expected an array of numbers saved by numpy.save (pickles are refused): {error}"
-        ) from error
-    if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiu":
-        found = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
-        raise InputError(f"{path}: expected floats (images, embeddings) or integers (token ids), found {found}")
-    if array.ndim == 0 or len(array) < samples:
-        count = 0 if array.ndim == 0 else len(array)
-        raise InputError(f"{path}: expected at least {samples} samples along the first axis, found {count}")
-    problem = _does_not_fit(reads, array)
-    if problem:
-        raise InputError(f"{path}: {problem}")
-    text = f"the first {samples} of {path}, {array.dtype} {array.shape}"
-    kept = array[:samples]
-    if array.dtype.kind == "f":
-        if not np.isfinite(kept).all():
-            raise InputError(f"{path}: expected finite numbers, found NaN or infinity")
-        return torch.from_numpy(kept.astype(np.float64)), text
-    return torch.from_numpy(kept.astype(np.int64)), text
-
-
-def _does_not_fit(reads: Reads, array: np.ndarray) -> str:
-    """Why an array is not what the model reads; empty if it may be."""
-    found = f"found {array.dtype} {array.shape}"
-    whole = array.dtype.kind in "iu"
-    if reads.kind == "images":
-        size = ("height", "width") if reads.size is None else reads.size
-        expected = f"expected floats (samples, {reads.channels}, {size[0]}, {size[1]})"
-        if whole:
-            return f"{expected}, {found}. Divide pixels by 255, subtract the mean, divide by the standard deviation"
-        if array.ndim != 4 or array.shape[1] != reads.channels:
-            return f"{expected}, {found}"
-        return f"{expected}, {found}" if reads.size is not None and array.shape[2:] != reads.size else ""
-    if reads.kind == "tokens" and whole:
-        if array.ndim != 2 or array.shape[1] < 1:
-            return f"expected token ids (samples, tokens), {found}"
-        if array.min() < 0 or array.max() >= reads.vocabulary:
-            outside = array.min() if array.min() < 0 else array.max()
-            return f"expected token ids from 0 to {reads.vocabulary - 1}, found {outside}"
-        if reads.longest is not None and array.shape[1] > reads.longest:
-            return f"expected at most {reads.longest} tokens, {found}"
-    elif reads.kind == "tokens":
-        if reads.keyword is None:
-            return f"expected integer token ids (samples, tokens), {found}"
-        if array.ndim != 3 or (reads.width is not None and array.shape[2] != reads.width):
-            return f"expected embeddings (samples, tokens, {reads.width or 'width'}) or integer token ids, {found}"
-    return ""
-
-
-def _times(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape))
-
-
-def _try_forward(model: nn.Module, batch: Any) -> None:
-    """Run the model once, so that a wrong batch is told from a failure to measure."""
-    tensors = batch.values() if isinstance(batch, dict) else [batch]
-    shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
-    try:
-        with undisturbed(model):
-            run(model, batch)
-    except Exception as error:  # whatever a model raises
-        said = (str(error) or type(error).__name__).splitlines()[0][:300]
-        raise InputError(
-            f"expected a batch that this model can read, found {shapes}, on which its forward pass fails: {said}\n"
-            f"  Give another --input (a .npy file has any shape), or {PYTHON_WAY}."
-        ) from error
 
 
 # Measuring and printing
