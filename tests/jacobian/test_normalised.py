@@ -11,20 +11,9 @@ from hypothesis import strategies as st
 from wellcond.errors import UnknownChoiceError, WeightError
 from wellcond.jacobian.dense import dense_jacobian
 from wellcond.jacobian.head import SoftmaxHead
-from wellcond.jacobian.normalised import (
-    NormalisedHead,
-    TokenMap,
-    chain,
-    cosine_head,
-    identity_map,
-    l2_norm,
-    layer_norm,
-    mapped_head,
-    rms_norm,
-    rotary,
-    softmax_weights,
-)
+from wellcond.jacobian.normalised import NormalisedHead, cosine_head, mapped_head, softmax_weights
 from wellcond.jacobian.spectrum import form_spectrum
+from wellcond.jacobian.token_maps import TokenMap, chain, identity_map, l2_norm, layer_norm, rms_norm, rotary
 
 F64 = torch.float64
 

@@ -14,8 +14,9 @@ from wellcond.jacobian.channel import ChannelHead
 from wellcond.jacobian.forms import Form, WideForm
 from wellcond.jacobian.generic import GenericHead
 from wellcond.jacobian.head import SoftmaxHead
-from wellcond.jacobian.normalised import MapRows, NormalisedHead, layer_norm, mapped_head, rms_norm
+from wellcond.jacobian.normalised import NormalisedHead, mapped_head
 from wellcond.jacobian.structure import Structure
+from wellcond.jacobian.token_maps import MapRows, layer_norm, rms_norm
 
 
 @dataclass(frozen=True)

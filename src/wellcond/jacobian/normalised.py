@@ -15,149 +15,21 @@ Rows of the Jacobian:
 J_K[r] is not a Kronecker product with q_r, because N_j^k differs from key to key; it is formed one channel c of the
 keys at a time, F_c = s (W * t[., ., c]) Y, and J_K J_K^T = sum_c F_c F_c^T. For the same reason a bias of the keys,
 which the plain softmax ignores, has a Jacobian that is not zero: it is one more constant column of Y.
-
-Maps used here (x a row, rho = 1/sqrt(mean square + eps), 1 the all-ones vector):
-
-    LayerNorm  z = x - mean, zhat = rho z:   diag(w) rho (I - 1 1^T/d - zhat zhat^T/d)
-    RMSNorm    xhat = rho x:                 diag(w) rho (I - xhat xhat^T/d)
-    l2         xhat = x/|x|:                 (I - xhat xhat^T)/|x|;   x/eps where |x| <= eps
-    rotary     x cos + (S x) sin:            diag(cos) + diag(sin) S,  S a signed permutation
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from wellcond.errors import WeightError, check_choice
+from wellcond.errors import WeightError
 from wellcond.jacobian.head import SoftmaxHead, compressed
 from wellcond.jacobian.structure import Structure, token_rank
+from wellcond.jacobian.token_maps import MapRows, Symmetry, TokenMap, eye_like, is_present, l2_norm
 from wellcond.linalg.spectrum import resolve_rank
-
-RotaryLayout = Literal["half", "interleaved"]
-Symmetry = Literal["linear", "orthogonal", "centred", "half", "interleaved", "none"]
-
-
-@dataclass(frozen=True, eq=False)
-class TokenMap:
-    """A map of rows, evaluated: its values (..., T, d') and one Jacobian per row (..., T, d', d).
-
-    `symmetry` names the matrices E that the map commutes with, as in Note [Symmetry].
-    """
-
-    value: Tensor
-    jacobian: Tensor
-    symmetry: Symmetry = "none"
-
-
-MapRows = Callable[[Tensor], TokenMap]
-
-
-def identity_map(rows: Tensor) -> TokenMap:
-    """Rows as they are."""
-    return TokenMap(rows, _eye(rows).expand(*rows.shape, -1), "linear")
-
-
-def layer_norm(
-    rows: Tensor, *, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> TokenMap:
-    """LayerNorm over the last axis."""
-    d = rows.shape[-1]
-    centred = rows - rows.mean(-1, keepdim=True)
-    rho = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
-    hat = rho * centred
-    # d(rho z) = rho dz - rho^3 z (z . dz)/d with dz = (I - 1 1^T/d) dx, and z . dz = z . dx because z sums to zero
-    jacobian = rho[..., None] * (_eye(rows) - 1 / d - _outer(hat, hat) / d)
-    symmetry: Symmetry = "centred" if _constant(weight) and not _present(bias) else "none"
-    return _affine(hat, jacobian, weight, bias, symmetry)
-
-
-def rms_norm(rows: Tensor, *, weight: Tensor | None = None, eps: float = 1e-6) -> TokenMap:
-    """RMSNorm over the last axis."""
-    rho = (rows.square().mean(-1, keepdim=True) + eps).rsqrt()
-    hat = rho * rows
-    jacobian = rho[..., None] * (_eye(rows) - _outer(hat, hat) / rows.shape[-1])
-    return _affine(hat, jacobian, weight, None, "orthogonal" if _constant(weight) else "none")
-
-
-def l2_norm(rows: Tensor, *, eps: float = 1e-12) -> TokenMap:
-    """Rows over max(norm, eps), as `torch.nn.functional.normalize`."""
-    norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-    inverse = 1 / norm.clamp_min(eps)
-    hat = rows * inverse
-    radial = _outer(hat, hat) * (norm > eps)[..., None]  # a row within eps is only divided by eps
-    return TokenMap(hat, inverse[..., None] * (_eye(rows) - radial), "orthogonal")
-
-
-def rotary(rows: Tensor, cos: Tensor, sin: Tensor, *, layout: RotaryLayout) -> TokenMap:
-    """Rotary position embedding of the first w channels, w the width of `cos` and `sin`; the others pass.
-
-    Args:
-        rows: (..., T, d).
-        cos: (T, w), one number per channel, as the models multiply it: both channels of a pair have the same.
-        sin: (T, w).
-        layout: ``half``, channel c is paired with c + w/2, or ``interleaved``, 2c with 2c + 1.
-
-    Raises:
-        UnknownChoiceError: another layout.
-        ValueError: a width that is odd or exceeds d.
-    """
-    check_choice("rotary layout", layout, get_args(RotaryLayout))
-    width, d = cos.shape[-1], rows.shape[-1]
-    if cos.shape != sin.shape or width % 2 or width > d:
-        raise ValueError(f"rotary: expected cos and sin of one even width up to {d}, got {cos.shape} and {sin.shape}")
-    swap = rows.new_zeros(d, d)
-    first = torch.arange(width // 2) if layout == "half" else torch.arange(0, width, 2)
-    second = first + (width // 2 if layout == "half" else 1)
-    swap[first, second], swap[second, first] = -1.0, 1.0
-    ones, zeros = rows.new_ones(*cos.shape[:-1], d - width), rows.new_zeros(*cos.shape[:-1], d - width)
-    cos, sin = torch.cat([cos.to(rows), ones], -1), torch.cat([sin.to(rows), zeros], -1)
-    jacobian = (torch.diag_embed(cos) + sin[..., :, None] * swap).expand(*rows.shape, d)
-    paired = all(torch.equal(t[..., first], t[..., second]) for t in (cos, sin)) and width == d
-    return TokenMap((jacobian @ rows[..., None])[..., 0], jacobian, layout if paired else "none")
-
-
-def chain(*maps: MapRows) -> MapRows:
-    """Maps one after the other, the first one first: `chain(rms_norm, rope)` is rope(rms_norm(rows))."""
-
-    def mapped(rows: Tensor) -> TokenMap:
-        result = identity_map(rows)
-        for one in maps:
-            then = one(result.value)
-            kinds = {result.symmetry, then.symmetry} - {"linear"}
-            symmetry: Symmetry = "none" if len(kinds) > 1 else next(iter(kinds), "linear")
-            result = TokenMap(then.value, then.jacobian @ result.jacobian, symmetry)
-        return result
-
-    return mapped
-
-
-def _eye(rows: Tensor) -> Tensor:
-    return torch.eye(rows.shape[-1], dtype=rows.dtype, device=rows.device)
-
-
-def _outer(left: Tensor, right: Tensor) -> Tensor:
-    return left[..., :, None] * right[..., None, :]
-
-
-def _constant(weight: Tensor | None) -> bool:
-    return weight is None or bool((weight == weight.flatten()[0]).all())
-
-
-def _present(bias: Tensor | None) -> bool:
-    return bias is not None and bool(bias.any())
-
-
-def _affine(hat: Tensor, jacobian: Tensor, weight: Tensor | None, bias: Tensor | None, kind: Symmetry) -> TokenMap:
-    if weight is not None:
-        weight = weight.detach().to(hat)
-        hat, jacobian = hat * weight, jacobian * weight[..., :, None]
-    return TokenMap(hat if bias is None else hat + bias.detach().to(hat), jacobian, kind)
 
 
 def softmax_weights(p: Tensor, v: Tensor) -> Tensor:
@@ -254,7 +126,7 @@ class NormalisedHead:
         x, y, vy = self._inputs()
         j_q = torch.einsum("ra,roc->roac", self._rows_of(x), self._m(weights)).reshape(n, -1)
         j_k = torch.stack([self._key_column(weights, y, c) for c in range(self.head.head_dim)], dim=2).reshape(n, -1)
-        j_v = torch.einsum("ra,ok->roak", self.p @ vy, _eye(self.v)).reshape(n, -1)
+        j_v = torch.einsum("ra,ok->roak", self.p @ vy, eye_like(self.v)).reshape(n, -1)
         return {"q": j_q, "k": j_k, "v": j_v}
 
     def explicit_jacobian(self) -> Tensor:
@@ -377,7 +249,7 @@ def _structure(form: NormalisedHead) -> Structure:
     )
     inputs_q, inputs_k = head.x.shape[1] + with_q, head.memory.shape[1] + with_k
     parameters = g * d * inputs_q + d * inputs_k + head.value_dim * (head.memory.shape[1] + with_v)
-    fixed_q, fixed_k = _present(head.b_q) and not with_q, _present(head.b_k) and not with_k
+    fixed_q, fixed_k = is_present(head.b_q) and not with_q, is_present(head.b_k) and not with_k
     queries, keys = head.queries().flatten(0, 1), head.keys()
     per_head = len(queries) // g
     seen = sum(
