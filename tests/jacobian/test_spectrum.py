@@ -230,7 +230,7 @@ def test_auto_is_a_table_that_can_be_asked():
         head = SoftmaxHead(torch.randn(n, D), *torch.randn(3, d, D), d**-0.5)
         return choose_method(WideForm(head), wide_structure(head), memory_limit=limit)
 
-    assert ask(32, 96, 32).method == "gram"
+    assert ask(32, 96, 32).method == "gram"  # sizes alone; the closed form needs the values
     assert ask(197, 256, 64).method == "cholesky"
     assert "full row rank" in ask(197, 256, 64).reason
     assert ask(197, 256, 64, limit=200_000_000).method == "implicit"
@@ -294,3 +294,37 @@ def test_grouped_heads_share_keys_and_values():
     pair = jacobian_spectrum(x, torch.stack([w[0], w[0]]), w[1], w[2])
     dense = head_spectrum(SoftmaxHead(x, torch.stack([w[0], w[0]]), w[1], w[2], 2**-0.5), method="dense")
     assert pair.rank == dense.rank and pair.sigma_max == pytest.approx(dense.sigma_max)
+
+
+@settings(max_examples=60, deadline=None)
+@given(heads())
+def test_the_closed_form_of_sigma_min_is_an_interval_that_holds(head):
+    interval = WideForm(head).minimum_from_values()
+    dense = torch.linalg.svdvals(torch.cat(list(dense_jacobian(head).values()), 1))
+    if interval is not None and len(dense) == head.num_outputs:
+        smallest = float(dense[-1])
+        rounding = 1e-12 * float(dense[0])
+        assert interval[0] - rounding <= smallest <= interval[1] + rounding
+
+
+def test_auto_uses_the_closed_form_for_large_heads_with_few_tokens():
+    torch.manual_seed(0)
+    x = torch.nn.functional.layer_norm(torch.randn(28, 64, dtype=F64), (64,))
+    w = 0.02 * torch.randn(3, 32, 64, dtype=F64)
+    quick, gram = jacobian_spectrum(x, *w), jacobian_spectrum(x, *w, method="gram")
+    assert quick.method == "implicit" and quick.status == "exact" and "values span a constant" in quick.reason
+    assert quick.condition_number == pytest.approx(gram.condition_number, rel=1e-7)
+    assert quick.sigma_max == pytest.approx(gram.sigma_max, rel=1e-9)
+    # With more tokens than the head is wide there is no closed form.
+    x = torch.nn.functional.layer_norm(torch.randn(40, 64, dtype=F64), (64,))
+    assert jacobian_spectrum(x, *w).method == "gram"
+
+
+def test_G3_exact_case():
+    # theory.md: sigma_min(J) = sigma_min(PX) = .7711878382
+    head = SoftmaxHead(
+        tensor([[1, 0, 1], [0, 1, -1]]), tensor([[1, 0], [0, 1], [1, 0]]).T, tensor([[1, 1], [0, 1], [-1, 0]]).T,
+        tensor([[2, 0], [0, 1], [1, 1]]).T, 2**-0.5,
+    )  # fmt: skip
+    assert WideForm(head).minimum_from_values() == pytest.approx((0.7711878382, 0.7711878382), rel=1e-9)
+    assert head_spectrum(head).sigma_min == pytest.approx(0.7711878382, rel=1e-9)

@@ -95,6 +95,30 @@ class WideForm:
         """Bounds (L) on sigma_min and (U1) on sigma_max."""
         return bounds.lower_bound(self.blocks), bounds.upper_bound(self.blocks)
 
+    def minimum_from_values(self) -> tuple[float, float] | None:
+        """An interval for sigma_min that closes when the values can make a constant, V u = 1 (theory.md, section 6).
+
+        Then M_r^T u = 0 and B_r^T u = 0, because Lambda_r 1 = 0: on w (x) u only J_V acts, and with w the last left
+        singular vector of P Y the lower bound sigma_R(PY) of (L) is attained. The upper end is |J^T v| of that very
+        vector, whatever the residual of V u = 1, so the interval is sure. None if P Y has more rows than columns.
+        """
+        py, v = self.blocks.py, self.blocks.v
+        if py.shape[0] > py.shape[1]:
+            return None
+        left, sigma, _ = torch.linalg.svd(py, full_matrices=False)
+        u = torch.linalg.lstsq(v, torch.ones_like(v[:, :1]), driver="gelsd").solution[:, 0]
+        if not bool(u.any()) or not bool(torch.isfinite(u).all()):
+            return None
+        vector = left[:, -1:] * (u / u.norm())
+        return float(sigma[-1]), float(self._pull_back(vector))
+
+    def _pull_back(self, u: Tensor) -> Tensor:
+        """|J^T u| for u (R, dv), without squaring J."""
+        b = self.blocks
+        to_q = b.x.T @ torch.einsum("roc,ro->rc", b.m, u)
+        to_k = torch.einsum("roe,ro->re", b.b, u).T @ b.q
+        return torch.cat([to_q.flatten(), to_k.flatten(), (b.py.T @ u).flatten()]).norm()
+
 
 @dataclass(frozen=True)
 class StackForm:

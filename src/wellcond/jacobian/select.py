@@ -6,6 +6,10 @@
 | gram | J J^T or J^T J from blocks, eigenvalues; SVD of J where squaring loses them | yes | smaller side <= 6200 |
 | cholesky | J J^T from blocks, Cholesky, inverse Lanczos | no | full row rank, n <= 20000 |
 | implicit | Lanczos on products with J J^T | no | nothing but products; sigma_min is only bounded |
+
+`auto` takes the first of gram, cholesky and implicit that fits. For more than 768 outputs it first tries the closed
+form sigma_min(J) = sigma_min(PY), which holds when the values span a constant (N <= d suffices), and then needs
+products only: the record says ``implicit``, ``exact``, and why. Ask for ``gram`` to have all singular values.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -25,6 +25,8 @@ from wellcond.linalg.spectrum import default_rtol, resolve_rank, singular_values
 LARGEST_SQUARED_KAPPA = 1e5
 EXHAUSTIVE_LIMIT = 1500
 LARGEST_SVD = 2e13
+SPECTRUM_LIMIT = 768  # up to here `auto` computes all singular values
+CLOSED = 1e-8
 
 
 def jacobian_spectrum(
@@ -126,8 +128,31 @@ def form_spectrum(
     choice = choose_method(form, structure, asked=method, memory_limit=limit)
     shape = (structure.num_outputs, structure.num_parameters)
     task = _Task(form, structure, choice, convention, default_rtol(shape) if rtol is None else rtol, limit)
+    if method == "auto" and isinstance(form, WideForm) and form.num_outputs > SPECTRUM_LIMIT:
+        quick = _from_values(task)
+        if quick is not None:
+            return quick
     run = {"dense": _dense, "gram": _gram, "cholesky": _cholesky, "implicit": _implicit}[choice.method]
     return run(task)
+
+
+def _from_values(task: _Task) -> JacobianSpectrum | None:
+    """Both ends in milliseconds where sigma_min is known in closed form; None where it is not."""
+    assert isinstance(task.form, WideForm)
+    n = task.form.num_outputs
+    interval = task.form.minimum_from_values() if task.structure.max_rank == n else None
+    if interval is None or interval[0] == 0 or interval[1] > interval[0] * (1 + CLOSED):
+        return None
+    top = largest_eigenvalue(task.form.product, n)
+    largest = math.sqrt(top.value)
+    if interval[0] <= task.rtol * largest:
+        return None
+    reason = f"n = {n} > {SPECTRUM_LIMIT} and the values span a constant: sigma_min(J) = sigma_min(PY)"
+    return _record(
+        replace(task, choice=Choice("implicit", reason, task.choice.num_bytes)),
+        largest, interval[0], interval[0], n, "exact",
+        max_bounds=(largest, certified(task.form)[1]), rank_bounds=interval, num_products=top.num_products,
+    )  # fmt: skip
 
 
 def _dense(task: _Task) -> JacobianSpectrum:
