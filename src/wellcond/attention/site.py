@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, get_args
 
 import torch
@@ -71,10 +72,26 @@ class Slot:
             return matrix[:, rows].transpose(0, 1)
         return matrix[rows]
 
+    @cached_property
+    def span(self) -> slice | None:
+        """The positions of all heads, if they follow each other without gaps."""
+        flat = self.rows.flatten()
+        start = int(flat[0])
+        return slice(start, start + len(flat)) if bool((flat == start + torch.arange(len(flat))).all()) else None
+
+    def view_heads(self, stored: Tensor) -> Tensor:
+        """As `take_heads`, but without a copy where the storage allows: do not write into it or keep it."""
+        if self.span is None or self.heads_on_input:
+            return self.take_heads(stored)
+        return self.as_matrix(stored)[self.span].unflatten(0, tuple(self.rows.shape))
+
     def put_heads_(self, stored: Tensor, heads: Tensor) -> None:
         """Write per-head matrices into a tensor stored like this slot's weight, in place."""
-        rows = self.rows.to(stored.device)
         heads = heads.to(stored)
+        if self.span is not None and not self.heads_on_input:
+            self.view_heads(stored).copy_(heads)
+            return
+        rows = self.rows.to(stored.device)
         if self.heads_on_input:
             self.as_matrix(stored)[:, rows] = heads.transpose(0, 1)
         else:

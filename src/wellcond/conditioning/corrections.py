@@ -84,7 +84,7 @@ class SpectralCorrection:
         with torch.autocast(raw.device.type, enabled=False):
             correction = torch.zeros_like(raw)
             for slot in self.slots:
-                heads = slot.take_heads(raw.detach())
+                heads = slot.view_heads(raw.detach())
                 matrices = heads if self.layout == "per_head" else heads.reshape(1, -1, heads.shape[2])
                 slot.put_heads_(correction, self.correct(matrices).reshape(heads.shape))
         self.num_computed += 1
@@ -132,9 +132,12 @@ class FrozenCorrection:
 
 @torch.no_grad()
 def bit_sum(weight: Tensor) -> int:
-    """Sum of the bit patterns of all entries: a cheap, exact sign of change."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
-    return int(weight.detach().view(integers).sum(dtype=torch.int64))
+    """Sum of the bit patterns of all entries, taken eight bytes at a time where possible: a cheap sign of change."""
+    flat = weight.detach().flatten()
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    if flat.numel() * flat.element_size() % 8 == 0:
+        integers = torch.int64
+    return int(flat.view(integers).sum(dtype=torch.int64))
 
 
 # A compiled graph cannot hold a Python cache, but it can call an opaque operator, which finds the correction by number.

@@ -22,8 +22,7 @@ def polar_correction(heads: Tensor) -> Tensor:
         >>> polar_correction(torch.diag(torch.tensor([3.0, 1.0]))[None])[0].round().tolist()
         [[3.0, 0.0], [0.0, 3.0]]
     """
-    parts = polar(heads)
-    return (parts.sigma_max.nan_to_num()[:, None, None] * parts.factor).to(heads.dtype)
+    return polar(heads, times_norm=True).factor
 
 
 def balanced_correction(heads: Tensor, *, target: float = 2.0) -> Tensor:

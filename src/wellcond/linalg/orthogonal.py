@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -22,7 +23,7 @@ class Polar:
     sigma_min: Tensor
 
 
-def polar(matrices: Tensor) -> Polar:
+def polar(matrices: Tensor, *, times_norm: bool = False) -> Polar:
     r"""Polar factor and extreme singular values of each matrix of a batch (count, m, n), in the input's dtype.
 
     .. math:: W = U S V^T \;\mapsto\; U V^T = (W W^T)^{-1/2} W
@@ -32,15 +33,16 @@ def polar(matrices: Tensor) -> Polar:
     within 100 rounding errors of the dtype asked for: Gram matrix in that dtype, Gram matrix in float64, SVD in
     float64. The choice depends on the matrix alone, so the same weights always give the same factor.
 
-    A zero matrix has factor 0. A rank-deficient one gets one of its many polar factors (all singular values 1). A
-    matrix with NaN or infinite entries gets factor 0 and NaN singular values.
+    With `times_norm` the factor comes multiplied by sigma_max, which is cheaper than doing so afterwards. A zero matrix
+    has factor 0. A rank-deficient one gets one of its many polar factors (all singular values 1). A matrix with NaN or
+    infinite entries gets factor 0 and NaN singular values.
 
     Example:
         >>> polar(torch.tensor([[[0.0, -3.0], [1.0, 0.0]]])).factor[0].round().tolist()
         [[0.0, -1.0], [1.0, 0.0]]
     """
     if matrices.shape[-2] > matrices.shape[-1]:
-        tall = polar(matrices.mT)
+        tall = polar(matrices.mT, times_norm=times_norm)
         return Polar(tall.factor.mT, tall.sigma_max, tall.sigma_min)
     target = torch.promote_types(matrices.dtype, torch.float32)
     work = matrices.to(target)
@@ -50,43 +52,51 @@ def polar(matrices: Tensor) -> Polar:
     finite = torch.isfinite(work).all(-1).all(-1) if suspicious else None
     if finite is not None:
         work = torch.where(finite[:, None, None], work, torch.zeros((), dtype=target, device=work.device))
-        result, _ = _polar_from_svd(work.double())
+        result, _ = _polar_from_svd(work.double(), times_norm)
         result = Polar(
             result.factor.to(target),
             result.sigma_max.to(target).masked_fill(~finite, float("nan")),
             result.sigma_min.to(target).masked_fill(~finite, float("nan")),
         )
     else:
-        result, lost = _polar_from_gram(work, gram)
+        result, lost = _polar_from_gram(work, times_norm, gram)
         allowed = 100 * torch.finfo(target).eps
         if target is not torch.float64:
-            result, lost = _redo_where(lost > allowed, work, result, lost, _polar_from_gram)
-        result, _ = _redo_where(lost > allowed, work, result, lost, _polar_from_svd)
+            result, lost = _redo_where(lost > allowed, work, result, lost, times_norm, _polar_from_gram)
+        result, _ = _redo_where(lost > allowed, work, result, lost, times_norm, _polar_from_svd)
     return Polar(result.factor.to(matrices.dtype), result.sigma_max, result.sigma_min)
 
 
-def _polar_from_gram(wide: Tensor, gram: Tensor | None = None) -> tuple[Polar, Tensor]:
+def _polar_from_gram(wide: Tensor, times_norm: bool, gram: Tensor | None = None) -> tuple[Polar, Tensor]:
     """(W W^T)^{-1/2} W, and the relative error eps * kappa^2 to expect of it (infinite if singular)."""
     eigenvalues, vectors = torch.linalg.eigh(wide @ wide.mT if gram is None else gram)
     smallest, largest = eigenvalues[:, 0], eigenvalues[:, -1]
     lost = torch.finfo(wide.dtype).eps * largest / smallest
     lost = torch.where(smallest > 0, lost, torch.full_like(lost, float("inf")))
-    inverse_root = (vectors * eigenvalues.clamp_min(torch.finfo(wide.dtype).tiny).rsqrt()[:, None, :]) @ vectors.mT
-    return Polar(inverse_root @ wide, largest.clamp_min(0).sqrt(), smallest.clamp_min(0).sqrt()), lost
+    norm = largest.clamp_min(0).sqrt()
+    roots = eigenvalues.clamp_min(torch.finfo(wide.dtype).tiny).rsqrt()
+    roots = roots * norm[:, None] if times_norm else roots
+    inverse_root = (vectors * roots[:, None, :]) @ vectors.mT
+    # The result in the memory order of the input, so that transposed weights are not transposed twice.
+    column_major = wide.stride(-2) == 1 and wide.stride(-1) != 1
+    factor = (wide.mT @ inverse_root).mT if column_major else inverse_root @ wide
+    return Polar(factor, norm, smallest.clamp_min(0).sqrt()), lost
 
 
-def _polar_from_svd(wide: Tensor) -> tuple[Polar, Tensor]:
+def _polar_from_svd(wide: Tensor, times_norm: bool) -> tuple[Polar, Tensor]:
     u, s, vh = torch.linalg.svd(wide, full_matrices=False)
     # A zero matrix has no direction at all: its factor is 0, not an arbitrary rotation.
-    factor = (u @ vh) * (s[:, :1, None] > 0)
+    factor = (u @ vh) * (s[:, :1, None] if times_norm else s[:, :1, None] > 0)
     return Polar(factor, s[:, 0], s[:, -1]), torch.zeros_like(s[:, 0])
 
 
-def _redo_where(mask: Tensor, work: Tensor, old: Polar, lost: Tensor, method) -> tuple[Polar, Tensor]:
+def _redo_where(
+    mask: Tensor, work: Tensor, old: Polar, lost: Tensor, times_norm: bool, method: Callable[..., tuple[Polar, Tensor]]
+) -> tuple[Polar, Tensor]:
     """Recompute the matrices in `mask` in float64 by `method`."""
     if not bool(mask.any()):
         return old, lost
-    new, new_lost = method(work[mask].double())
+    new, new_lost = method(work[mask].double(), times_norm)
 
     def merged(into: Tensor, values: Tensor) -> Tensor:
         into = into.clone()
