@@ -328,3 +328,10 @@ def test_G3_exact_case():
     )  # fmt: skip
     assert WideForm(head).minimum_from_values() == pytest.approx((0.7711878382, 0.7711878382), rel=1e-9)
     assert head_spectrum(head).sigma_min == pytest.approx(0.7711878382, rel=1e-9)
+
+
+def test_products_alone_do_not_pretend_to_know_a_rank_deficient_spectrum():
+    s = jacobian_spectrum(**G2, method="implicit")
+    assert s.status == "estimate" and s.condition_number == math.inf and math.isnan(s.pseudo_condition_number)
+    low, high = s.sigma_rank_bounds
+    assert low <= 0.05514428172 <= high and s.sigma_max == pytest.approx(3.867627819, rel=1e-9)

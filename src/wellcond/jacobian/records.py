@@ -25,7 +25,7 @@ class JacobianSpectrum:
     sigma_min: float
     """The last of the min(shape) singular values."""
     sigma_rank: float
-    """The last one that is not zero."""
+    """The last one that is not zero; NaN where only its interval is known."""
     rank: int
     nullity: int
     """min(shape) - rank."""

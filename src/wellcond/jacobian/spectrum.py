@@ -301,7 +301,8 @@ def _implicit(task: _Task) -> JacobianSpectrum:
     exact = exhaustive and smallest * LARGEST_SQUARED_KAPPA >= largest
     full = task.structure.max_rank == n
     return _record(
-        task, largest, smallest if full else 0.0, smallest, task.structure.max_rank, "exact" if exact else "estimate",
+        task, largest, smallest if full else 0.0, smallest if full else math.nan, task.structure.max_rank,
+        "exact" if exact else "estimate",
         max_bounds=(largest, highest),
         rank_bounds=(sure, _squared_interval(smallest, largest, n)[1]) if full else (0.0, largest),
         num_products=top.num_products + low.num_products,
