@@ -77,6 +77,7 @@ def condition_(
     _advise(chosen_method, found, chosen, num_tokens)
 
     # Everything that can fail is computed before the model is touched.
+    some = sites is not None and len(found) < len(find_attention(model, strict=False))
     corrections = [
         (owner, name, chosen_method.build(parts)) for (owner, name), parts in _by_weight(found, chosen).items()
     ]
@@ -87,7 +88,6 @@ def condition_(
         if isinstance(correction, FrozenCorrection):
             owner.register_buffer(correction.buffer_name, buffer)
         attach(owner, name, correction)
-    some = sites is not None and len(found) < len(find_attention(model, strict=False))
     mark(model, _call_text(chosen_method, chosen, some), _settings(chosen_method, chosen, found))
     return given
 
@@ -98,7 +98,7 @@ def recondition_(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
     Raises: as `condition_`; WeightError if the model lacks an attention that the settings name.
     """
     options = {key: value for key, value in settings.items() if key not in ("method", "projections", "sites")}
-    sites = {site.name: site for site in choose_sites(unwrap(model), None)}
+    sites = {site.name: site for site in find_attention(unwrap(model), strict=False)}
     missing = [name for name in settings["sites"] if name not in sites]
     if missing:
         raise WeightError(f"the checkpoint was made with an attention {missing[0]!r}, which this model does not have")
