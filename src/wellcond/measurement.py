@@ -54,13 +54,18 @@ class HeadReport:
     """The papers' surrogate, which is not a bound; None where it is not defined."""
 
     def mean_kappa(self) -> float:
-        """Geometric mean over samples; infinite if any is."""
-        finite = [math.log(s) for s in self.samples if math.isfinite(s)]
-        return math.inf if len(finite) < len(self.samples) else math.exp(sum(finite) / len(finite))
+        """Geometric mean over samples; infinite if any is, NaN if one is not known."""
+        if any(math.isnan(s) for s in self.samples):
+            return math.nan
+        if math.inf in self.samples:
+            return math.inf
+        return math.exp(sum(math.log(s) for s in self.samples) / len(self.samples))
 
     def spread(self) -> float:
-        """Geometric standard deviation over samples; 1 for one sample."""
-        logs = [math.log(s) for s in self.samples if math.isfinite(s)]
+        """Geometric standard deviation over samples; 1 for one sample, NaN if one is not finite."""
+        if not all(math.isfinite(s) for s in self.samples):
+            return math.nan
+        logs = [math.log(s) for s in self.samples]
         if len(logs) < 2:
             return 1.0
         mean = sum(logs) / len(logs)

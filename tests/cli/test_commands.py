@@ -195,3 +195,17 @@ def test_inspect_needs_exactly_one_of_model_and_zoo(run):
 def test_the_module_runs_as_a_script():
     done = subprocess.run([sys.executable, "-m", "wellcond.cli.main", "--version"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("wellcond ")
+
+
+def test_sharded_and_unknown_folders(tmp_path):
+    from transformers import GPT2Config, GPT2Model
+
+    model = GPT2Model(GPT2Config(n_layer=1, n_embd=24, n_head=3, vocab_size=50, bos_token_id=0, eos_token_id=0))
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert (tmp_path / "sharded" / "model.safetensors.index.json").is_file()
+    loaded = build_model(f"hf:{tmp_path / 'sharded'}")
+    assert torch.equal(loaded.h[0].attn.c_attn.weight, model.h[0].attn.c_attn.weight)
+    model.config.save_pretrained(tmp_path / "strange")
+    (tmp_path / "strange" / "weights.safetensors").write_bytes(b"")
+    with pytest.raises(ModelSpecError, match="found weights.safetensors"):
+        build_model(f"hf:{tmp_path / 'strange'}")

@@ -300,3 +300,68 @@ def test_failure_part_way_leaves_the_model_as_it_was(monkeypatch):
     with pytest.raises(RuntimeError, match="out of memory"):
         wc.condition_(model, "polar", frozen=True)
     assert everything_about(model) == before
+
+
+def test_a_projection_shared_by_two_attentions_is_corrected_once():
+    a, b = XTransformersAttention(12), XTransformersAttention(12)
+    b.to_q = a.to_q
+    model = nn.Sequential(a, b)
+    before = a.to_q.weight.detach().clone()
+    sites = wc.find_attention(model)
+    wc.condition_(model, "identity", lam=1.0, sites=[*sites, *sites])
+    torch.testing.assert_close((a.to_q.weight - before).detach(), torch.eye(20, 12))
+
+
+def test_sites_found_in_a_part_are_named_by_the_whole():
+    def build():
+        torch.manual_seed(3)
+        return nn.Sequential(XTransformersAttention(12), nn.Sequential(*(XTransformersAttention(12) for _ in range(2))))
+
+    model, twin = build(), build()
+    wc.condition_(model, "polar", sites=[wc.find_attention(model[1])[0]])
+    assert wc.conditioning_of(model)["sites"] == ["1.0"]
+    wc.recondition_(twin, wc.conditioning_of(model))
+    twin.load_state_dict(model.state_dict())
+    x = torch.randn(1, 3, 12)
+    assert torch.equal(twin(x), model(x))
+
+
+def test_folding_a_mixture_of_wholes_and_parts_is_refused():
+    model = wc.condition_(stack(depth=2), "polar")
+    mixture = nn.Sequential(model[0], wc.condition_(XTransformersAttention(12), "polar"))
+    with pytest.raises(wc.ConditioningError, match="fold the whole model"):
+        wc.fold_(mixture)
+    assert len(corrections(model)) == 2
+
+
+def test_a_spoilt_marker_is_survived():
+    model = wc.condition_(vit(), "polar")
+    average = timm.utils.ModelEmaV2(model, decay=0.9999)
+    for _ in range(3):
+        average.update(model)
+    assert wc.conditioning_of(average.module) == wc.conditioning_of(model)
+    model.load_state_dict(average.module.state_dict())
+
+
+def test_shared_layers_take_a_plain_checkpoint_under_a_frozen_correction():
+    block = XTransformersAttention(12)
+    model = nn.Sequential(block, block)
+    plain = {key: value.clone() for key, value in model.state_dict().items()}
+    wc.condition_(model, "polar", frozen=True)
+    with pytest.warns(wc.CheckpointWarning):
+        model.load_state_dict(plain)
+
+
+def test_resetting_a_conditioned_layer_is_refused():
+    model = wc.condition_(stack(depth=1), "polar")
+    with pytest.raises(wc.ConditioningError, match="fold_"):
+        model[0].attn.c_attn.reset_parameters()
+
+
+def test_a_permutation_written_through_data_is_noticed():
+    model = wc.condition_(stack(depth=1), "polar")
+    model(torch.randn(1, 4, 12))
+    weight = model[0].attn.c_attn._parameters["weight"]
+    weight.data.copy_(weight.data.flip(0).clone())
+    worst = max(torch.linalg.cond(s.read().detach()).max().item() for s in (wc.find_attention(model)[0].q,))
+    assert worst <= 2 + 1e-5

@@ -350,3 +350,34 @@ def test_davit_channel_attention_gets_its_identity_on_the_linear_path():
     assert torch.equal(by_role[0].q.read(), eye) and not torch.equal(by_role[0].v.read(), eye)
     wc.init_(model, roles="by_name")
     assert torch.equal(by_role[0].v.read(), eye) and not torch.equal(by_role[0].q.read(), eye)
+
+
+def test_default_of_torch_resets_parts_before_wholes():
+    mha = nn.MultiheadAttention(64, 2)
+    wc.init_(mha, "default", generator=generator())
+    assert torch.equal(mha.out_proj.bias, torch.zeros(64))
+    wc.init_(mha, "default", rule="torch", generator=generator())
+    assert mha.in_proj_weight.abs().max() <= 1 / 8 and mha.in_proj_weight.std().item() == pytest.approx(0.072, rel=0.05)
+    gpt = GPT2Model(GPT2Config(n_embd=96, n_head=3, n_layer=1, vocab_size=11, n_positions=16))
+    wc.init_(gpt, "default", rule="torch", generator=generator())
+    assert gpt.h[0].attn.c_attn.weight.std().item() == pytest.approx((3 * 96) ** -0.5, rel=0.05)
+
+
+def test_weight_selection_refuses_what_it_would_spoil():
+    block = timm.models.vision_transformer.ParallelScalingBlock
+    teacher, student = tiny_vit(embed_dim=48, num_heads=6, block_fn=block), tiny_vit(block_fn=block)
+    with pytest.raises(wc.UnsupportedLayoutError, match="holds more than q, k and v"):
+        wc.init_(student, "weight_selection", teacher=teacher, layout="heads")
+    wc.init_(student, "weight_selection", teacher=teacher)
+    conditioned = wc.condition_(tiny_vit(embed_dim=48, num_heads=6), "polar")
+    with pytest.raises(wc.ConditioningError, match="the teacher is conditioned"):
+        wc.init_(tiny_vit(), "weight_selection", teacher=conditioned)
+    frozen = tiny_vit()
+    frozen.norm.weight.requires_grad_(False)
+    with pytest.raises(wc.WeightError, match="norm.weight is frozen"):
+        wc.init_(frozen, "weight_selection", teacher=tiny_vit(embed_dim=48, num_heads=6))
+
+
+def test_values_that_overflow_the_stored_dtype_are_refused():
+    with pytest.raises(wc.WeightError, match="not finite"):
+        wc.init_(tiny_vit().half(), "conditioned", value_scale=1e6)

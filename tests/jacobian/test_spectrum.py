@@ -335,3 +335,21 @@ def test_products_alone_do_not_pretend_to_know_a_rank_deficient_spectrum():
     assert s.status == "estimate" and s.condition_number == math.inf and math.isnan(s.pseudo_condition_number)
     low, high = s.sigma_rank_bounds
     assert low <= 0.05514428172 <= high and s.sigma_max == pytest.approx(3.867627819, rel=1e-9)
+
+
+def test_cholesky_refuses_what_it_cannot_factorise():
+    with pytest.raises(ValueError, match="needs full row rank, and this Jacobian has at most 8 of 10"):
+        jacobian_spectrum(**G2, method="cholesky")
+
+
+def test_dependent_tokens_get_no_positive_lower_bound():
+    torch.manual_seed(0)
+    x = torch.randn(6, 9, dtype=F64)
+    x[-1] = x[0]
+    assert lower_bound(build_blocks(SoftmaxHead(x, *torch.randn(3, 2, 9, dtype=F64), 0.7))) == 0.0
+
+
+def test_the_tables_of_a_parameter_gram_count_as_memory():
+    x, w = torch.randn(2500, 256), torch.randn(3, 2, 256)
+    with pytest.raises(MemoryLimitError, match="'gram' needs about"):
+        jacobian_spectrum(x, *w, method="gram", memory_limit=200 * 2**20)

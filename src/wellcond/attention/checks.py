@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from wellcond.attention.find import find_attention
-from wellcond.attention.site import AttentionSite, Slot
+from wellcond.attention.site import CORRECTIONS_ATTRIBUTE, AttentionSite, Slot
 from wellcond.errors import ConditioningError, WeightError, check_choice
 
 
@@ -19,13 +20,16 @@ def choose_sites(model: nn.Module, sites: Sequence[AttentionSite] | None) -> lis
     """
     if sites is None:
         return find_attention(model)
-    inside = {id(module) for module in model.modules()}
+    names = {id(module): name for name, module in reversed(list(model.named_modules()))}
+    order = {key: place for place, key in enumerate(reversed(list(names)))}
     for site in sites:
-        if id(site.module) not in inside:
+        if id(site.module) not in names:
             raise ValueError(f"site {site.name!r} is not a part of this model; call find_attention on this model")
     if not sites:
         raise ValueError("expected at least one attention site, got an empty list")
-    return list(sites)
+    # Each once, in the order and under the name of this model, whatever part of it they were found in.
+    chosen = {id(site.module): replace(site, name=names[id(site.module)]) for site in sites}
+    return [chosen[key] for key in sorted(chosen, key=order.__getitem__)]
 
 
 def choose_projections(projections: str) -> str:
@@ -99,6 +103,11 @@ def _names_per_module(model: nn.Module) -> dict[int, int]:
     for _name, module in model.named_modules(remove_duplicate=False):
         counts[id(module)] = counts.get(id(module), 0) + 1
     return counts
+
+
+def is_conditioned(model: nn.Module) -> bool:
+    """Whether some weight of a model carries a correction."""
+    return any(CORRECTIONS_ATTRIBUTE in vars(module) for module in model.modules())
 
 
 def check_finite(sites: Iterable[AttentionSite], projections: Iterable[str]) -> None:

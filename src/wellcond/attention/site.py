@@ -16,6 +16,9 @@ Kind = Literal["softmax", "cross_covariance", "channel", "nystrom"]
 Normaliser = Literal["layer", "rms", "l2", "other"]
 Evidence = Literal["adapter", "forward", "structure"]
 
+# Where a conditioned module keeps its corrections; see `wellcond.conditioning.attach`.
+CORRECTIONS_ATTRIBUTE = "_wellcond_corrections"
+
 # by_role("value") of an ordinary attention is its v slot; DaViT's channel attention differs.
 USUAL_ROLES: Mapping[str, str] = {"query": "q", "key": "k", "value": "v"}
 

@@ -96,12 +96,35 @@ def _build_hf(name: str, arguments: dict[str, Any]) -> nn.Module:
         model = model_class(config)
     else:
         model = transformers.AutoModel.from_config(config)
-    weights = path / "model.safetensors"
-    if weights.is_file():
-        from wellcond.cli.weights import load_weights
-
-        load_weights(model, weights)
+    if path.is_dir():
+        _load_folder(model, path)
     return model
+
+
+def _load_folder(model: nn.Module, path: Path) -> None:
+    """Weights of a saved folder: one file or shards; a folder with a configuration alone keeps random weights."""
+    from wellcond.cli.weights import load_state, read_state_dict
+
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        names = [name for name in ("model.safetensors", "pytorch_model.bin") if (path / name).is_file()][:1]
+    if not names:
+        others = sorted(
+            p.name for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".msgpack", ".h5")
+        )
+        if others:
+            raise ModelSpecError(
+                f"{path}: expected model.safetensors, its index, or pytorch_model.bin, found {', '.join(others[:4])}; "
+                "load those weights with --weights"
+            )
+        return
+    for name in names:
+        if Path(name).name != name:
+            raise ModelSpecError(f"{index}: a shard may not lie outside its folder, found {name!r}")
+    state = {key: value for name in names for key, value in read_state_dict(path / name).items()}
+    load_state(model, state, str(path))
 
 
 def _build_from_file(spec: str, arguments: dict[str, Any]) -> nn.Module:

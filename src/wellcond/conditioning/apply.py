@@ -17,7 +17,7 @@ from wellcond.attention.site import AttentionSite, Slot
 from wellcond.attention.wrappers import unwrap
 from wellcond.conditioning import warnings as advice
 from wellcond.conditioning.attach import attach, corrections_of, detach
-from wellcond.conditioning.checkpoint import mark, marker_of, read_settings, restore_mark, unmark
+from wellcond.conditioning.checkpoint import mark, marker_of, restore_mark, settings_of, unmark
 from wellcond.conditioning.corrections import Correction, FrozenCorrection, SpectralCorrection
 from wellcond.conditioning.methods import METHODS, Method, per_projection
 from wellcond.errors import ConditioningError, UnknownChoiceError, WeightError, check_choice
@@ -102,7 +102,7 @@ def recondition_(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
     missing = [name for name in settings["sites"] if name not in sites]
     if missing:
         raise WeightError(f"the checkpoint was made with an attention {missing[0]!r}, which this model does not have")
-    chosen = None if len(sites) == len(settings["sites"]) else [sites[name] for name in settings["sites"]]
+    chosen = [sites[name] for name in settings["sites"]]
     return condition_(model, settings["method"], sites=chosen, projections=settings["projections"], **options)
 
 
@@ -124,7 +124,16 @@ def _by_weight(sites: list[AttentionSite], projections: str) -> dict[tuple[nn.Mo
     for site in sites:
         for role in projections:
             slot = site.slots[role]
-            parts.setdefault((slot.owner, slot.weight_name), []).append((role, slot))
+            known = parts.setdefault((slot.owner, slot.weight_name), [])
+            if any(other == role and torch.equal(seen.rows, slot.rows) for other, seen in known):
+                continue  # a projection that two attentions share is corrected once
+            taken = torch.cat([seen.rows.flatten() for _, seen in known]) if known else slot.rows.new_empty(0)
+            if bool(torch.isin(slot.rows, taken).any()):
+                raise WeightError(
+                    f"{site.name} ({role}) shares rows of {type(slot.owner).__name__}.{slot.weight_name} with another "
+                    "projection; leave one of them out with sites=... or projections=..."
+                )
+            known.append((role, slot))
     return parts
 
 
@@ -162,10 +171,7 @@ def _call_text(method: Method, projections: str, some_sites: bool) -> str:
 
 def conditioning_of(model: nn.Module) -> dict[str, Any] | None:
     """Method and settings with which a model was conditioned; None for a plain model."""
-    model = unwrap(model)
-    name = marker_of(model)
-    marker = None if name is None else model._buffers[name]
-    return None if marker is None else read_settings(marker)
+    return settings_of(unwrap(model))
 
 
 @dataclass(frozen=True)
@@ -220,7 +226,11 @@ def folded(model: nn.Module) -> Iterator[nn.Module]:
         'MultiheadAttention'
     """
     attached = _attached(model)
-    markers = [(module, name, module._buffers[name]) for module in model.modules() if (name := marker_of(module))]
+    markers = [
+        (module, name, module._buffers[name], settings_of(module))
+        for module in model.modules()
+        if (name := marker_of(module))
+    ]
     frozen = {id(part.owner): dict(part.owner._buffers) for part in attached}
     fold_(model)
     try:
@@ -235,8 +245,8 @@ def folded(model: nn.Module) -> Iterator[nn.Module]:
                 name = part.correction.buffer_name
                 part.owner.register_buffer(name, frozen[id(part.owner)][name])
             attach(part.owner, part.name, part.correction)
-        for root, name, marker in markers:
-            restore_mark(root, name, marker)
+        for root, name, marker, settings in markers:
+            restore_mark(root, name, marker, settings)
 
 
 @torch.no_grad()
@@ -252,7 +262,9 @@ def _attached(model: nn.Module) -> list[_Attached]:
     ]
     if not found:
         raise ConditioningError("this model is not conditioned: there is nothing to fold")
-    if not any(marker_of(module) for module in model.modules()):
+    roots = [module for module in model.modules() if marker_of(module)]
+    inside = {id(part) for root in roots for part in root.modules()}
+    if not all(id(part.owner) in inside for part in found):
         raise ConditioningError("this is a part of a conditioned model; fold the whole model that was conditioned")
     return found
 

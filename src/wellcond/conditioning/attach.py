@@ -14,22 +14,22 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from wellcond.attention.site import CORRECTIONS_ATTRIBUTE
 from wellcond.conditioning.corrections import Correction
-
-ATTRIBUTE = "_wellcond_corrections"
+from wellcond.errors import ConditioningError
 
 
 def corrections_of(module: nn.Module) -> dict[str, Correction]:
     """Corrections attached to a module, by parameter name."""
-    return module.__dict__.get(ATTRIBUTE, {})
+    return module.__dict__.get(CORRECTIONS_ATTRIBUTE, {})
 
 
 def attach(module: nn.Module, name: str, correction: Correction) -> None:
     """Make `module.name` read as the effective weight."""
     corrections = corrections_of(module)
     base = _plain_class(module)
-    module.__dict__[ATTRIBUTE] = {**corrections, name: correction}
-    module.__class__ = conditioned_class(base, tuple(sorted(module.__dict__[ATTRIBUTE])))
+    module.__dict__[CORRECTIONS_ATTRIBUTE] = {**corrections, name: correction}
+    module.__class__ = conditioned_class(base, tuple(sorted(module.__dict__[CORRECTIONS_ATTRIBUTE])))
 
 
 def detach(module: nn.Module, name: str) -> Correction:
@@ -38,10 +38,10 @@ def detach(module: nn.Module, name: str) -> Correction:
     correction = remaining.pop(name)
     base = _plain_class(module)
     if remaining:
-        module.__dict__[ATTRIBUTE] = remaining
+        module.__dict__[CORRECTIONS_ATTRIBUTE] = remaining
         module.__class__ = conditioned_class(base, tuple(sorted(remaining)))
     else:
-        del module.__dict__[ATTRIBUTE]
+        del module.__dict__[CORRECTIONS_ATTRIBUTE]
         module.__class__ = base
     return correction
 
@@ -67,7 +67,7 @@ def _make_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
             raw = module._parameters[name]
             if raw is None:
                 return None
-            return module.__dict__[ATTRIBUTE][name].effective(module, raw)
+            return module.__dict__[CORRECTIONS_ATTRIBUTE][name].effective(module, raw)
 
         return property(read)
 
@@ -75,7 +75,12 @@ def _make_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
         # A class made at run time cannot be found by name: copies and pickles rebuild it.
         return rebuild, (base, names), module.__dict__
 
-    members = {name: effective_weight(name) for name in names}
+    def refuse_reset(module: nn.Module) -> None:
+        # It would write into an effective weight, which is computed anew at every reading: a silent no-op.
+        raise ConditioningError("this weight is conditioned; call wellcond.fold_(model) before initialising it again")
+
+    members: dict[str, Any] = {name: effective_weight(name) for name in names}
+    members |= {name: refuse_reset for name in ("reset_parameters", "_reset_parameters") if hasattr(base, name)}
     extra = {"_wellcond_plain_class": base, "__reduce_ex__": reduce, "__module__": base.__module__}
     return type(f"Conditioned{base.__name__}", (base,), {**members, **extra})
 

@@ -24,28 +24,31 @@ from torch import Tensor, nn
 
 from wellcond.conditioning.attach import corrections_of
 from wellcond.conditioning.corrections import FrozenCorrection
-from wellcond.errors import CheckpointMismatchError, CheckpointWarning
+from wellcond.errors import CheckpointMismatchError, CheckpointWarning, WeightError
 
 PREFIX = "wellcond: "
 ATTRIBUTE = "_wellcond_marker"
+SETTINGS = "_wellcond_settings"
 
 
 def mark(model: nn.Module, call: str, settings: dict[str, Any]) -> None:
     """Give a conditioned model its marker and its load hook."""
     text = json.dumps(settings, sort_keys=True).encode()
-    restore_mark(model, f"{PREFIX}load this after {call}", torch.tensor(list(text), dtype=torch.uint8))
+    restore_mark(model, f"{PREFIX}load this after {call}", torch.tensor(list(text), dtype=torch.uint8), settings)
 
 
-def restore_mark(model: nn.Module, name: str, marker: Tensor | None) -> None:
+def restore_mark(model: nn.Module, name: str, marker: Tensor | None, settings: dict[str, Any] | None) -> None:
     """Attach a marker that is known by name and value."""
     model.register_buffer(name, marker)
-    model.__dict__[ATTRIBUTE] = name
+    # The buffer is for checkpoints; averages over whole state dicts (EMA) may spoil its value, so this is what counts.
+    model.__dict__[ATTRIBUTE], model.__dict__[SETTINGS] = name, settings
     model.register_load_state_dict_pre_hook(check_incoming)
 
 
 def unmark(model: nn.Module) -> None:
     """Undo `mark`."""
     del model._buffers[model.__dict__.pop(ATTRIBUTE)]
+    del model.__dict__[SETTINGS]
     hooks = model._load_state_dict_pre_hooks
     for key in [key for key, hook in hooks.items() if getattr(hook, "hook", None) is check_incoming]:
         del hooks[key]
@@ -56,9 +59,23 @@ def marker_of(model: nn.Module) -> str | None:
     return model.__dict__.get(ATTRIBUTE)
 
 
+def settings_of(model: nn.Module) -> dict[str, Any] | None:
+    """Settings of a model that was conditioned as a whole."""
+    return model.__dict__.get(SETTINGS)
+
+
 def read_settings(marker: Tensor) -> dict[str, Any]:
-    """Settings out of a marker's value."""
-    return json.loads(bytes(marker.cpu().tolist()))
+    """Settings out of a marker's value.
+
+    Raises: WeightError if it was spoilt.
+    """
+    try:
+        return json.loads(bytes(marker.cpu().tolist()))
+    except ValueError as error:
+        raise WeightError(
+            "the checkpoint's wellcond marker is not readable (averaged with other weights?); condition a model as the "
+            "marker's name says, then load into it"
+        ) from error
 
 
 def find_markers(state_dict: dict[str, Tensor], prefix: str = "") -> list[str]:
@@ -79,10 +96,19 @@ def check_incoming(
     assert own_marker is not None
     found = find_markers(state_dict, prefix)
     for key in found:
-        theirs, ours = read_settings(state_dict[key]), read_settings(own_marker)
+        ours = settings_of(module)
+        try:
+            theirs: dict[str, Any] | None = read_settings(state_dict[key])
+        except WeightError:
+            if key != prefix + own:
+                raise
+            theirs = ours  # the name agrees; only the value was spoilt
+        state_dict.pop(key)
+        state_dict[prefix + own] = own_marker
         if theirs != ours:
+            where = f"nothing was loaded into {prefix}" if prefix else "nothing was loaded"
             raise CheckpointMismatchError(
-                "the checkpoint holds raw weights of another conditioning; nothing was loaded.\n"
+                f"the checkpoint holds raw weights of another conditioning; {where}.\n"
                 f"  expected (this model): {ours}\n  got (the checkpoint):  {theirs}\n"
                 "  Call wellcond.fold_(model), or rebuild it, and condition it as the checkpoint says."
             )
@@ -102,7 +128,7 @@ def check_incoming(
 def _fill_in_frozen(model: nn.Module, state_dict: dict[str, Tensor], prefix: str) -> bool:
     """Add what a plain checkpoint lacks; True if it holds any conditioned weight."""
     touched = False
-    for module_name, module in model.named_modules():
+    for module_name, module in model.named_modules(remove_duplicate=False):
         for weight_name, correction in corrections_of(module).items():
             path = f"{prefix}{module_name}." if module_name else prefix
             weight = state_dict.get(path + weight_name)

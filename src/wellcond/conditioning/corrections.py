@@ -51,7 +51,10 @@ class IdentityCorrection:
         self.transposed = parts[0].slot.transposed
         self.rows = torch.cat([rows for rows, _ in entries])
         self.columns = torch.cat([columns for _, columns in entries])
-        lams = [torch.full(rows.shape, part.lam) for part, (rows, _) in zip(parts, entries, strict=True)]
+        lams = [
+            torch.full(rows.shape, part.lam, dtype=torch.float64)
+            for part, (rows, _) in zip(parts, entries, strict=True)
+        ]
         self.lams = torch.cat(lams)
 
     def effective(self, module: nn.Module, raw: Tensor) -> Tensor:
@@ -132,12 +135,17 @@ class FrozenCorrection:
 
 @torch.no_grad()
 def bit_sum(weight: Tensor) -> int:
-    """Sum of the bit patterns of all entries, taken eight bytes at a time where possible: a cheap sign of change."""
-    flat = weight.detach().flatten()
+    """Sums of the bit patterns over rows and columns, weighted by position: a cheap sign of change, also of order."""
+    flat = weight.detach().flatten(1) if weight.dim() > 1 else weight.detach()[None]
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    if flat.numel() * flat.element_size() % 8 == 0:
-        integers = torch.int64
-    return int(flat.view(integers).sum(dtype=torch.int64))
+    if flat.is_contiguous() and flat.shape[1] * flat.element_size() % 8 == 0:
+        integers = torch.int64  # eight bytes at a time
+    bits = flat.view(integers)
+    total = 0
+    for axis in (0, 1):
+        sums = bits.sum(axis, dtype=torch.int64)
+        total += int((sums * (2 * torch.arange(len(sums), device=sums.device) + 1)).sum())
+    return total
 
 
 # A compiled graph cannot hold a Python cache, but it can call an opaque operator, which finds the correction by number.

@@ -26,6 +26,11 @@ class Write(Protocol):
         """The values to be written."""
         ...
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameter that is written."""
+        ...
+
     def commit_(self) -> None:
         """Write them."""
         ...
@@ -39,9 +44,32 @@ class HeadWrite:
     slot: Slot
     values: Tensor
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameter."""
+        return self.slot.parameter.dtype
+
     def commit_(self) -> None:
         """Write into the parameter."""
         self.slot.write_(self.values)
+
+
+@dataclass(frozen=True)
+class BiasWrite:
+    """New biases of one slot."""
+
+    what: str
+    slot: Slot
+    values: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameter."""
+        return self.slot.parameter.dtype
+
+    def commit_(self) -> None:
+        """Write into the bias."""
+        self.slot.write_bias_(self.values)
 
 
 @dataclass(frozen=True)
@@ -51,6 +79,11 @@ class ParameterWrite:
     what: str
     parameter: Tensor
     values: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameter."""
+        return self.parameter.dtype
 
     @torch.no_grad()
     def commit_(self) -> None:
@@ -89,7 +122,13 @@ def head_write(site: AttentionSite, role: str, values: Tensor) -> HeadWrite:
 def checked(writes: Iterable[Write]) -> Iterator[Write]:
     """Pass planned writes through, refusing values that are not finite."""
     for write in writes:
+        if isinstance(write, ParameterWrite) and isinstance(write.parameter, nn.Parameter):
+            if not write.parameter.requires_grad:
+                raise WeightError(
+                    f"{write.what} is frozen (requires_grad=False); unfreeze or exclude it. Nothing was changed"
+                )
         # The sum is cheap and shows NaN and infinity; a finite overflow of the sum is told apart by looking closely.
-        if not bool(torch.isfinite(write.values.sum())) and not bool(torch.isfinite(write.values).all()):
+        stored = write.values.to(write.dtype)
+        if not bool(torch.isfinite(stored.sum())) and not bool(torch.isfinite(stored).all()):
             raise WeightError(f"{write.what}: the planned weights are not finite; nothing was changed")
         yield write

@@ -8,9 +8,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from wellcond.attention.checks import is_conditioned
 from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite, Slot
-from wellcond.errors import UnsupportedLayoutError, WeightError, check_choice
+from wellcond.errors import ConditioningError, UnsupportedLayoutError, WeightError, check_choice
 from wellcond.init.plan import InitContext, ParameterWrite, Write, register_init
 
 Layout = Literal["blind", "heads"]
@@ -55,6 +56,11 @@ def weight_selection(
         UnsupportedLayoutError: with ``heads``, a student with more heads than its teacher.
     """
     check_choice("layout", layout, get_args(Layout))
+    for model, who in ((teacher, "teacher"), (context.model, "model")):
+        if is_conditioned(model):
+            raise ConditioningError(
+                f"the {who} is conditioned, so its stored weights are not the ones it uses: fold_ it first"
+            )
     teacher_state = teacher.state_dict()
     by_heads = _head_axes(context.model, teacher) if layout == "heads" else {}
     for name, target in context.model.state_dict(keep_vars=True).items():
@@ -99,6 +105,14 @@ def _head_axes(student: nn.Module, teacher: nn.Module) -> dict[str, dict[int, Te
                 bias_positions = _teacher_positions(site, slot, teacher_slot, teacher_rows=teacher_slot.bias_rows)
             bias = getattr(slot.bias_owner or slot.owner, slot.bias_name)
             _assign(axes, bias_key, 0, bias.shape, rows, bias_positions)
+    for key, tables in axes.items():
+        for table in tables.values():
+            if bool((table < 0).any()):
+                raise UnsupportedLayoutError(
+                    key,
+                    "this weight holds more than q, k and v (a gate, an MLP), so heads cannot be picked from it; "
+                    "use layout='blind'.",
+                )
     return axes
 
 
@@ -117,5 +131,5 @@ def _teacher_positions(site: AttentionSite, slot: Slot, teacher: Slot, *, teache
 def _assign(
     axes: dict[str, dict[int, Tensor]], key: str, axis: int, shape: torch.Size, rows: Tensor, positions: Tensor
 ) -> None:
-    table = axes.setdefault(key, {}).setdefault(axis, torch.zeros(shape[axis], dtype=torch.long))
+    table = axes.setdefault(key, {}).setdefault(axis, torch.full((shape[axis],), -1))
     table[rows.flatten()] = positions.flatten()

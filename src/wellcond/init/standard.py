@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from wellcond.attention.builders import is_conv1d
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.errors import check_choice
-from wellcond.init.plan import HeadWrite, InitContext, ParameterWrite, Write, register_init
+from wellcond.init.plan import BiasWrite, HeadWrite, InitContext, ParameterWrite, Write, register_init
 
 Rule = Literal["family", "torch"]
 FUNCTION_NAMES = ("_init_weights", "init_weight_vit")
@@ -31,21 +31,38 @@ def default(context: InitContext, *, rule: Rule = "family", output: bool = True)
         output: include W_O.
     """
     check_choice("rule", rule, get_args(Rule))
+    if rule == "torch":
+        yield from _as_bare_linears(context, output)
+        return
     # The model's own code draws from the global generator: give it a fork, seeded from ours.
     seed = int(torch.randint(2**62, (), generator=context.generator, device=_device(context.generator)))
     replica = copy.deepcopy(context.model)
     with torch.random.fork_rng(devices=_cuda_devices(replica)), torch.no_grad():
         torch.manual_seed(seed)
-        if rule == "family":
-            run_family_initialisation(replica)
-        else:
-            for owner in _owners(context, replica, output):
-                _reset(owner)
+        run_family_initialisation(replica)
     counterparts = dict(zip(context.model.modules(), replica.modules(), strict=True))
     for site in context.sites:
         for role, slot in site.slots.items():
             if role != "o" or output:
                 yield from _copy_slot(site, role, slot, counterparts)
+
+
+def _as_bare_linears(context: InitContext, output: bool) -> Iterator[Write]:
+    """Weights and biases uniform within 1/sqrt(in_features), whatever module stores them."""
+
+    def uniform(shape: tuple[int, ...], bound: float) -> Tensor:
+        drawn = torch.rand(shape, generator=context.generator, device=_device(context.generator))
+        return (2 * drawn - 1) * bound
+
+    for site in context.sites:
+        for role, slot in site.slots.items():
+            if role == "o" and not output:
+                continue
+            bound = slot.in_features**-0.5
+            yield HeadWrite(f"{site.name} ({role})", slot, uniform(tuple(slot.read_raw().shape), bound))
+            bias = slot.read_bias()
+            if bias is not None:
+                yield BiasWrite(f"{site.name} ({role} bias)", slot, uniform(tuple(bias.shape), bound))
 
 
 def run_family_initialisation(model: nn.Module) -> None:
@@ -56,7 +73,7 @@ def run_family_initialisation(model: nn.Module) -> None:
     without any is searched for parts that have one, so that a wrapper does not hide its backbone's. They run with
     their default arguments: what was passed to the constructor (`weight_init="jax"`) is not known any more.
     """
-    for module in model.modules():
+    for module in reversed(list(model.modules())):  # parts before wholes, as constructors run
         _reset(module)
     _run_own(model)
 
@@ -109,17 +126,6 @@ def _reset(module: nn.Module) -> None:
         reset = getattr(module, name, None)
         if callable(reset):
             reset()
-
-
-def _owners(context: InitContext, replica: nn.Module, output: bool) -> list[nn.Module]:
-    counterparts = dict(zip(context.model.modules(), replica.modules(), strict=True))
-    owners = {
-        counterparts[slot.owner]: None
-        for site in context.sites
-        for role, slot in site.slots.items()
-        if role != "o" or output
-    }
-    return list(owners)
 
 
 def _copy_slot(site: AttentionSite, role: str, slot: Slot, counterparts: dict[nn.Module, nn.Module]) -> Iterator[Write]:

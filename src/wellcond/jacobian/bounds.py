@@ -26,7 +26,8 @@ def lower_bound(blocks: Blocks) -> float:
 def upper_bound(blocks: Blocks) -> float:
     """The square root of (U1): never below sigma_max, in both conventions."""
     m_max, b_max = (float(torch.linalg.matrix_norm(t, 2).max()) for t in (blocks.m, blocks.b))
-    return ((_norm(blocks.x) * m_max) ** 2 + (_norm(blocks.q) * b_max) ** 2 + _norm(blocks.py) ** 2) ** 0.5
+    bound = ((_norm(blocks.x) * m_max) ** 2 + (_norm(blocks.q) * b_max) ** 2 + _norm(blocks.py) ** 2) ** 0.5
+    return bound * (1 + 1e-12)  # rounding must not make it smaller than what it bounds
 
 
 def _norm(matrix: Tensor) -> float:
@@ -37,4 +38,6 @@ def _last(matrix: Tensor) -> float:
     """The singular value number `rows`; zero if there are more rows than columns."""
     if matrix.shape[0] > matrix.shape[1]:
         return 0.0
-    return float(torch.linalg.svdvals(matrix)[-1])
+    sigma = torch.linalg.svdvals(matrix)
+    # Less the rounding of the SVD: dependent rows must not get a positive bound.
+    return max(0.0, float(sigma[-1]) - max(matrix.shape) * torch.finfo(torch.float64).eps * float(sigma[0]))

@@ -75,6 +75,14 @@ class WideForm:
         columns = g * d * min(self.head.x.shape) + (d + dv) * min(self.head.memory.shape)
         return min(self.num_outputs, columns)
 
+    @property
+    def table_entries(self) -> int:
+        """Entries of the tables of products that J^T J is assembled from; none for J J^T."""
+        if self.num_outputs <= self.gram_side:
+            return 0
+        widest = max(self.head.num_query_heads * min(self.head.x.shape), min(self.head.memory.shape))
+        return 2 * self.head.num_rows * widest**2
+
     def smaller_gram(self) -> Tensor:
         """J J^T, or J^T J where that is smaller."""
         return output_gram(self.blocks) if self.num_outputs <= self.gram_side else parameter_gram(self.blocks)
@@ -145,6 +153,11 @@ class StackForm:
     def structure(self) -> Structure:
         """See `stack_structure`."""
         return stack_structure(self.head)
+
+    @property
+    def table_entries(self) -> int:
+        """Entries of the tables of products that it is assembled from."""
+        return 2 * self.head.num_rows * min(self.head.x.shape) ** 2
 
     @property
     def gram_side(self) -> int:

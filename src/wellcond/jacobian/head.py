@@ -48,11 +48,11 @@ class SoftmaxHead:
     logit_bias: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Cast to float64 and check shapes and values."""
+        """Take to the CPU in float64, where LAPACK is, and check shapes and values."""
         for name in ("x", "w_q", "w_k", "w_v", "y", "b_q", "b_k", "b_v", "logit_bias"):
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, value.detach().to(torch.float64))
+                object.__setattr__(self, name, value.detach().to("cpu", torch.float64))
         if self.w_q.dim() == 2:
             object.__setattr__(self, "w_q", self.w_q[None])
         if self.b_q is not None and self.b_q.dim() == 1:

@@ -129,7 +129,10 @@ def union_condition_number(spectra: Sequence[JacobianSpectrum], kind: Literal["s
     if largest == 0:
         return math.nan
     if kind == "pseudo":
-        return largest / min(one.sigma_rank for one in spectra if one.rank)
+        last = [one.sigma_rank for one in spectra if one.rank]
+        if any(math.isnan(sigma) for sigma in last):
+            return math.nan
+        return largest / min(last) if min(last) > 0 else math.inf
     rows, columns = (sum(one.shape[axis] for one in spectra) for axis in (0, 1))
     complete = min(rows, columns) == sum(min(one.shape) for one in spectra)
     smallest = min(one.sigma_min for one in spectra)

@@ -47,7 +47,7 @@ def needed_bytes(method: str, form: Form, structure: Structure) -> int:
     blocks = n * (min(structure.memory_rank, n) + 64)
     entries = {
         "dense": 3 * n * structure.num_parameters,
-        "gram": 3 * side**2 + 2 * blocks,
+        "gram": 3 * side**2 + 2 * blocks + getattr(form, "table_entries", 0),
         "cholesky": n * n + 2 * blocks,
         "implicit": 2 * blocks + 300 * n,
     }
