@@ -38,11 +38,12 @@ class Write(Protocol):
 
 @dataclass(frozen=True)
 class HeadWrite:
-    """New per-head weights of one slot."""
+    """New per-head weights, or biases, of one slot."""
 
     what: str
     slot: Slot
     values: Tensor
+    to_bias: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,25 +52,10 @@ class HeadWrite:
 
     def commit_(self) -> None:
         """Write into the parameter."""
-        self.slot.write_(self.values)
-
-
-@dataclass(frozen=True)
-class BiasWrite:
-    """New biases of one slot."""
-
-    what: str
-    slot: Slot
-    values: Tensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the parameter."""
-        return self.slot.parameter.dtype
-
-    def commit_(self) -> None:
-        """Write into the bias."""
-        self.slot.write_bias_(self.values)
+        if self.to_bias:
+            self.slot.write_bias_(self.values)
+        else:
+            self.slot.write_(self.values)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from wellcond.attention.builders import is_conv1d
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.errors import check_choice
-from wellcond.init.plan import BiasWrite, HeadWrite, InitContext, ParameterWrite, Write, register_init
+from wellcond.init.plan import HeadWrite, InitContext, ParameterWrite, Write, register_init
 
 Rule = Literal["family", "torch"]
 FUNCTION_NAMES = ("_init_weights", "init_weight_vit")
@@ -62,7 +62,7 @@ def _as_bare_linears(context: InitContext, output: bool) -> Iterator[Write]:
             yield HeadWrite(f"{site.name} ({role})", slot, uniform(tuple(slot.read_raw().shape), bound))
             bias = slot.read_bias()
             if bias is not None:
-                yield BiasWrite(f"{site.name} ({role} bias)", slot, uniform(tuple(bias.shape), bound))
+                yield HeadWrite(f"{site.name} ({role} bias)", slot, uniform(tuple(bias.shape), bound), to_bias=True)
 
 
 def run_family_initialisation(model: nn.Module) -> None:
