@@ -1,5 +1,6 @@
 """`measure` on real models: what it reports is what the tensors say."""
 
+import dataclasses
 import json
 import math
 
@@ -193,3 +194,21 @@ def test_an_attention_that_is_not_called_is_said_so():
     assert not idle.heads and "does not call it" in idle.problem
     with pytest.raises(ValueError, match="no attention that is measured has a key/value head 9"):
         wc.measure(TwoTowers(), torch.randn(1, 4, 8), heads=[9])
+
+
+def test_a_sample_without_a_condition_number_is_not_averaged_away():
+    head = wc.measure(vit(depth=1), X[:1], heads=[0]).layers[0].heads[0]
+    unknown = dataclasses.replace(head, samples=(2.0, math.nan))
+    assert math.isnan(unknown.mean_kappa()) and math.isnan(unknown.spread())
+    assert dataclasses.replace(head, samples=(2.0, math.inf)).mean_kappa() == math.inf
+    assert dataclasses.replace(head, samples=(2.0, 8.0)).mean_kappa() == pytest.approx(4.0)
+
+
+def test_a_layer_with_an_unknown_head_is_unknown_in_any_order():
+    layer = wc.measure(vit(depth=1), X[:1], heads=[0, 1]).layers[0]
+    first, second = layer.heads
+    lost = dataclasses.replace(first, jacobian=dataclasses.replace(first.jacobian, sigma_rank=math.nan))
+    singular = dataclasses.replace(first, jacobian=dataclasses.replace(first.jacobian, sigma_rank=0.0))
+    for heads in ((lost, second), (second, lost)):
+        assert math.isnan(dataclasses.replace(layer, heads=heads).kappa("pseudo"))
+    assert dataclasses.replace(layer, heads=(singular, second)).kappa("pseudo") == math.inf

@@ -75,10 +75,6 @@ class CheckpointWarning(UserWarning):
     """A checkpoint was accepted under an interpretation that the user should know of."""
 
 
-class PerformanceWarning(UserWarning):
-    """The slow way was taken."""
-
-
 def check_choice(what: str, got: object, choices: Sequence[object]) -> None:
     """Raise `UnknownChoiceError` unless `got` is one of `choices`."""
     if got not in choices:
