@@ -10,9 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from wellcond.attention.adapters.timm_common import logit_scale, query_key_norm, refuse
+from wellcond.attention.adapters.timm_common import logit_scale, query_key_norm, refuse, with_projections
 from wellcond.attention.adapters.timm_vit import fused_blocks
-from wellcond.attention.builders import query_and_kv_site, separate_site
 from wellcond.attention.registry import Place, register_adapter
 from wellcond.attention.site import AttentionSite
 
@@ -21,13 +20,11 @@ from wellcond.attention.site import AttentionSite
 def cait_class(place: Place) -> AttentionSite:
     """CaiT, XCiT: the class token attends to all tokens, itself included."""
     module: Any = place.module
-    return separate_site(
+    return with_projections(
         place,
-        module.q,
-        module.k,
-        module.v,
-        num_heads=module.num_heads,
-        output=module.proj,
+        "q",
+        "k",
+        "v",
         family="timm CaiT",
         scale=logit_scale(module, module.q.out_features // module.num_heads),
         cross=True,
@@ -44,13 +41,11 @@ def cait_talking_heads(place: Place) -> AttentionSite:
 def crossvit_cross(place: Place) -> AttentionSite:
     """CrossViT: the class token of one branch attends to the tokens of the other."""
     module: Any = place.module
-    return separate_site(
+    return with_projections(
         place,
-        module.wq,
-        module.wk,
-        module.wv,
-        num_heads=module.num_heads,
-        output=module.proj,
+        "wq",
+        "wk",
+        "wv",
         family="timm CrossViT",
         scale=float(module.scale),
         cross=True,
@@ -61,12 +56,10 @@ def crossvit_cross(place: Place) -> AttentionSite:
 def volo_class(place: Place) -> AttentionSite:
     """VOLO: the class token attends to all tokens."""
     module: Any = place.module
-    return query_and_kv_site(
+    return with_projections(
         place,
-        module.q,
-        module.kv,
-        num_heads=module.num_heads,
-        output=module.proj,
+        "q",
+        "kv",
         family="timm VOLO",
         scale=float(module.scale),
         cross=True,
@@ -79,12 +72,10 @@ def latent_pool(place: Place) -> AttentionSite:
     module: Any = place.module
     if isinstance(module.q, nn.Identity):
         refuse(place, "its learned latents are the queries themselves: it has no query projection.")
-    return query_and_kv_site(
+    return with_projections(
         place,
-        module.q,
-        module.kv,
-        num_heads=module.num_heads,
-        output=module.proj,
+        "q",
+        "kv",
         family="timm attention pool",
         scale=logit_scale(module, module.head_dim),
         qk_norm=query_key_norm(place),
@@ -99,13 +90,11 @@ def map_pool(place: Place) -> AttentionSite:
     rotary = place.class_name.startswith("Rot")
     if module.qkv is not None:
         return fused_blocks(place, family="timm attention pool", rotary=rotary)
-    return separate_site(
+    return with_projections(
         place,
-        module.q,
-        module.k,
-        module.v,
-        num_heads=module.num_heads,
-        output=module.proj,
+        "q",
+        "k",
+        "v",
         family="timm attention pool",
         scale=logit_scale(module, module.head_dim),
         rotary=rotary,

@@ -7,8 +7,9 @@ from typing import Any, NoReturn
 from torch import nn
 
 from wellcond.attention.adapters import modifiers
+from wellcond.attention.builders import query_and_kv_site, separate_site
 from wellcond.attention.registry import Place
-from wellcond.attention.site import Normaliser
+from wellcond.attention.site import AttentionSite, Normaliser
 from wellcond.errors import UnsupportedLayoutError
 
 
@@ -57,3 +58,11 @@ def ancestor_has(place: Place, attribute: str) -> bool:
 def refuse(place: Place, reason: str) -> NoReturn:
     """Raise with the reason why this module has no Q, K, V that a site could name."""
     raise UnsupportedLayoutError(place.name, reason, class_name=place.class_name)
+
+
+def with_projections(place: Place, *names: str, **facts: Any) -> AttentionSite:
+    """Site of a timm module with the projections `names` (three, or a query and a fused kv), `num_heads` and `proj`."""
+    module: Any = place.module
+    build = separate_site if len(names) == 3 else query_and_kv_site
+    projections = [getattr(module, name) for name in names]
+    return build(place, *projections, num_heads=module.num_heads, output=module.proj, **facts)

@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from wellcond.attention.adapters import modifiers
-from wellcond.attention.adapters.timm_common import logit_scale
+from wellcond.attention.adapters.timm_common import logit_scale, with_projections
 from wellcond.attention.builders import (
     check_rows,
     fused_site,
     out_features,
     projection_slot,
-    query_and_kv_site,
     separate_site,
 )
 from wellcond.attention.layout import QKVLayout, head_rows
@@ -28,12 +27,10 @@ def subsampled_kv(place: Place) -> AttentionSite:
     """PVTv2, Twins: keys and values of a strided (or pooled) and normalised map."""
     module: Any = place.module
     head_dim = module.dim // module.num_heads
-    return query_and_kv_site(
+    return with_projections(
         place,
-        module.q,
-        module.kv,
-        num_heads=module.num_heads,
-        output=module.proj,
+        "q",
+        "kv",
         family="timm PVT",
         scale=logit_scale(module, head_dim),
         cross=module.sr is not None,
@@ -44,13 +41,11 @@ def subsampled_kv(place: Place) -> AttentionSite:
 def nextvit_attention(place: Place) -> AttentionSite:
     """NextViT: keys and values of pooled and normalised tokens."""
     module: Any = place.module
-    return separate_site(
+    return with_projections(
         place,
-        module.q,
-        module.k,
-        module.v,
-        num_heads=module.num_heads,
-        output=module.proj,
+        "q",
+        "k",
+        "v",
         family="timm NextViT",
         scale=logit_scale(module, module.head_dim),
         cross=module.sr is not None,
