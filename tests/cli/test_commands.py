@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file, save_model
 
 import wellcond as wc
 from wellcond.cli.main import main
-from wellcond.cli.models import ModelSpecError, build_model, parse_values
+from wellcond.experiments.models import ModelSpecError, build_model, parse_values
 from wellcond.linalg.spectrum import spectra
 
 SMALL_VIT = ["--model-arg", "depth=2", "--model-arg", "embed_dim=24", "--model-arg", "num_heads=3"]

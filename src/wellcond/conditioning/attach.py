@@ -10,6 +10,7 @@ parametrisation with the parameter left in place, so that neither keys nor param
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from torch import Tensor, nn
@@ -65,8 +66,8 @@ def _make_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
     def effective_weight(name: str) -> property:
         def read(module: nn.Module) -> Tensor | None:
             raw = module._parameters[name]
-            if raw is None:
-                return None
+            if raw is None or (hasattr(raw, "placements") and is_sharded_by_fsdp(module, name)):
+                return raw
             return module.__dict__[CORRECTIONS_ATTRIBUTE][name].effective(module, raw)
 
         return property(read)
@@ -83,6 +84,26 @@ def _make_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
     members |= {name: refuse_reset for name in ("reset_parameters", "_reset_parameters") if hasattr(base, name)}
     extra = {"_wellcond_plain_class": base, "__reduce_ex__": reduce, "__module__": base.__module__}
     return type(f"Conditioned{base.__name__}", (base,), {**members, **extra})
+
+
+def is_sharded_by_fsdp(module: nn.Module, name: str) -> bool:
+    """Whether FSDP2 holds this parameter in shards just now.
+
+    Then no forward pass can be reading it, since FSDP puts the whole weight in its place for that: it is FSDP's own
+    book-keeping, which wants the parameter itself.
+    """
+    # FSDP2 offers no public way from a parameter to its state.
+    from torch.distributed._composable_state import _module_state_mapping
+
+    for held in list(_module_state_mapping.values()):
+        state = held() if isinstance(held, weakref.ref) else held
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for param in (p for group in groups if group is not None for p in group.fsdp_params):
+            places = [(param._module_info.module, param._module_info.param_name)]
+            places += zip(param._module_info.shared_modules, param._module_info.shared_param_names, strict=True)
+            if any(owner is module and own == name for owner, own in places):
+                return param.sharded_state.name == "SHARDED"
+    return False
 
 
 def rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:

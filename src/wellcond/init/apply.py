@@ -57,7 +57,7 @@ def init_(
     Reference: Saratchandran and Lucey, Conditioned Initialization for Attention, section 3.3.
     """
     check_choice("initialisation method", method, sorted(METHODS))
-    _check_options(method, options)
+    check_options(method, options)
     chosen = choose_sites(model, sites)
     check_writable(model, chosen, "qkvo", "wellcond.init_")
     plan = list(checked(METHODS[method](InitContext(model, chosen, generator), **options)))
@@ -66,7 +66,8 @@ def init_(
     return model
 
 
-def _check_options(method: str, options: dict[str, Any]) -> None:
+def check_options(method: str, options: dict[str, Any]) -> None:
+    """Raise UnknownChoiceError for an option the method does not have, ValueError for one it needs."""
     parameters = inspect.signature(METHODS[method]).parameters.values()
     known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     for name in options:

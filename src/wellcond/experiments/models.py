@@ -1,4 +1,4 @@
-"""Building the MODEL of a command line: ``timm:NAME``, ``hf:TYPE_OR_PATH`` or ``path/to/file.py:callable``."""
+"""Building the MODEL of a command line or a recipe: ``timm:NAME``, ``hf:TYPE_OR_PATH`` or ``path/to/file.py:callable``."""
 
 from __future__ import annotations
 
@@ -39,12 +39,16 @@ def parse_values(pairs: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def build_model(spec: str, arguments: dict[str, Any] | None = None) -> nn.Module:
+def build_model(
+    spec: str, arguments: dict[str, Any] | None = None, *, auto_class: str | None = None, local_code: bool = True
+) -> nn.Module:
     """Build a model from a MODEL argument; nothing is downloaded.
 
     Args:
         spec: what to build.
         arguments: keyword arguments for timm's constructor, the Hugging Face configuration or the callable.
+        auto_class: class of transformers that puts a head on an ``hf:`` model, such as AutoModelForCausalLM.
+        local_code: whether ``path/to/file.py:callable`` may be run.
 
     Raises:
         ModelSpecError: the spec leads nowhere.
@@ -55,8 +59,12 @@ def build_model(spec: str, arguments: dict[str, Any] | None = None) -> nn.Module
     if colon and kind == "timm":
         return _build_timm(rest, arguments)
     if colon and kind == "hf":
-        return _build_hf(rest, arguments)
+        return _build_hf(rest, arguments, auto_class)
     if ".py:" in spec:
+        if not local_code:
+            raise ModelSpecError(
+                f"{spec} would run code from a file that a recipe names; pass --trust-local-code if you trust it"
+            )
         return _build_from_file(spec, arguments)
     raise ModelSpecError(
         f"unknown MODEL {spec!r}: expected timm:NAME, hf:CONFIG_TYPE_OR_LOCAL_PATH or path/to/file.py:callable"
@@ -74,7 +82,7 @@ def _build_timm(name: str, arguments: dict[str, Any]) -> nn.Module:
     return timm.create_model(name, pretrained=False, **arguments)
 
 
-def _build_hf(name: str, arguments: dict[str, Any]) -> nn.Module:
+def _build_hf(name: str, arguments: dict[str, Any], auto_class: str | None) -> nn.Module:
     try:
         import transformers
     except ImportError as error:
@@ -92,7 +100,9 @@ def _build_hf(name: str, arguments: dict[str, Any]) -> nn.Module:
         )
     architecture = (getattr(config, "architectures", None) or [None])[0]
     model_class = getattr(transformers, architecture, None) if architecture else None
-    if model_class is not None:
+    if auto_class is not None:
+        model = getattr(transformers, auto_class).from_config(config)
+    elif model_class is not None:
         model = model_class(config)
     else:
         model = transformers.AutoModel.from_config(config)
@@ -103,7 +113,7 @@ def _build_hf(name: str, arguments: dict[str, Any]) -> nn.Module:
 
 def _load_folder(model: nn.Module, path: Path) -> None:
     """Weights of a saved folder: one file or shards; a folder with a configuration alone keeps random weights."""
-    from wellcond.cli.weights import load_state, read_state_dict
+    from wellcond.experiments.weights import load_state, read_state_dict
 
     index = path / "model.safetensors.index.json"
     if index.is_file():

@@ -1,0 +1,45 @@
+"""Hugging Face Accelerate: one process, DDP and FSDP2 alike, chosen by how the program was launched."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from wellcond.errors import MissingExtraError
+from wellcond.experiments.recipe import Recipe
+from wellcond.experiments.settings import RecipeError
+
+
+def make_accelerator(recipe: Recipe, folder: Path, *, cpu: bool = False) -> Any:
+    """An `accelerate.Accelerator` for one run."""
+    try:
+        from accelerate import Accelerator
+        from accelerate.state import AcceleratorState
+    except ImportError as error:
+        raise MissingExtraError("accelerate", "train") from error
+    # A process may run several recipes; the precision of an earlier one must not stick.
+    AcceleratorState._reset_state()
+    trackers = list(recipe.logging.trackers)
+    try:
+        accelerator = Accelerator(
+            mixed_precision=recipe.precision.mixed,
+            dynamo_backend=recipe.precision.compile,
+            log_with=trackers or None,
+            project_dir=str(folder) if trackers else None,
+            cpu=cpu,
+        )
+    except ValueError as error:
+        raise RecipeError(f"precision or logging does not suit this machine: {error}") from error
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and accelerator.device.type == "cpu":
+        _shard_on_cpu(accelerator)
+    return accelerator
+
+
+def _shard_on_cpu(accelerator: Any) -> None:
+    """Accelerate asks for a GPU before it shards; torch's FSDP2 itself works over gloo."""
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    if accelerator.num_processes > 1:
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()

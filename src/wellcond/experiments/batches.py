@@ -1,0 +1,114 @@
+"""Which samples make up which update, and how they reach the model."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from wellcond.experiments.seeding import epoch_order
+from wellcond.experiments.settings import RecipeError, divide_exactly
+from wellcond.experiments.tasks.base import EVALUATION, Batch, SampleKey, SampleSet
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of one process."""
+
+    rank: int = 0
+    processes: int = 1
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """Samples of every update.
+
+    An update takes the next `batch_size` samples of the epoch's order, in `accumulate` x `processes` equal parts; the
+    samples that remain at the end of an epoch wait for the next order. Which samples an update has depends on neither
+    of the two numbers, so that one process and many compute the same.
+    """
+
+    num_samples: int
+    batch_size: int
+    accumulate: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        """Raise RecipeError if an epoch has no whole update."""
+        if self.num_samples < self.batch_size:
+            raise RecipeError(
+                f"training.batch_size: expected at most the {self.num_samples} training samples, "
+                f"found {self.batch_size}"
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Updates in an epoch."""
+        return self.num_samples // self.batch_size
+
+    def parts(self, share: Share, start: int, stop: int) -> Iterator[list[SampleKey]]:
+        """Samples of one process for the updates from `start` to before `stop`, `accumulate` parts for each."""
+        pieces = self.accumulate * share.processes
+        size = divide_exactly(self.batch_size, pieces, "training.batch_size over processes x training.accumulate")
+        order, of_epoch = torch.empty(0), -1
+        for step in range(start, stop):
+            epoch, number = divmod(step, self.steps_per_epoch)
+            if epoch != of_epoch:
+                order, of_epoch = epoch_order(self.num_samples, self.seed, epoch), epoch
+            for part in range(self.accumulate):
+                first = number * self.batch_size + (part * share.processes + share.rank) * size
+                yield [(index, epoch) for index in order[first : first + size].tolist()]
+
+
+def evaluation_parts(num_samples: int, batch_size: int, share: Share) -> list[list[SampleKey]]:
+    """Samples of one process: each sample in exactly one, and as many parts in every process (shards wait for each other).
+
+    Raises: RecipeError if there are fewer samples than processes.
+    """
+    if num_samples < share.processes:
+        raise RecipeError(f"expected at least one evaluation sample for each process, found {num_samples}")
+    mine = [(index, EVALUATION) for index in range(share.rank, num_samples, share.processes)]
+    count = min(num_samples // share.processes, math.ceil(num_samples / (share.processes * batch_size)))
+    bounds = [len(mine) * part // count for part in range(count + 1)]
+    return [mine[start:stop] for start, stop in itertools.pairwise(bounds)]
+
+
+class _Fetching(torch.utils.data.Dataset):
+    """Hands whole lists of keys to the set, in a worker process."""
+
+    def __init__(self, samples: SampleSet) -> None:
+        self.samples = samples
+
+    def __getitems__(self, keys: list[SampleKey]) -> Batch:
+        return self.samples.fetch(keys)
+
+
+def _as_is(batch: Batch) -> Batch:
+    return batch
+
+
+def fetch_batches(
+    samples: SampleSet, parts: Iterable[list[SampleKey]], *, workers: int, device: torch.device
+) -> Iterator[Batch]:
+    """Batches on the device, decoded ahead by worker processes where that helps."""
+    source: Iterable[Any]
+    if workers == 0 or samples.in_memory:
+        source = (samples.fetch(keys) for keys in parts)
+    else:
+        source = torch.utils.data.DataLoader(
+            _Fetching(samples),
+            batch_sampler=parts,  # type: ignore[arg-type]
+            num_workers=workers,
+            collate_fn=_as_is,
+            pin_memory=device.type == "cuda",
+            prefetch_factor=4,
+        )
+    if device.type == "cpu":
+        yield from source
+    else:
+        for batch in source:
+            yield {name: value.to(device, non_blocking=True) for name, value in batch.items()}

@@ -1,0 +1,156 @@
+"""Training state on disk: tensors as safetensors, everything else as JSON; optimiser state by parameter name.
+
+    checkpoints/step-00000120/model.safetensors  optimizer.safetensors  average.safetensors  state.json
+
+A checkpoint is a folder that is written under another name and then renamed, so that it is whole or absent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wellcond.errors import MissingExtraError
+from wellcond.experiments.run_folder import RunError, writing
+from wellcond.files import to_json
+
+NAME = re.compile(r"step-(\d{8,})")
+SEPARATOR = "//"
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise MissingExtraError("safetensors", "train") from error
+    return safetensors.torch
+
+
+def gather_model(model: nn.Module) -> dict[str, Tensor]:
+    """Whole state of a model on the CPU, whatever the processes hold; every process must call it, the first gets it."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def gather_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """As `gather_model`, for the optimiser's state by parameter name."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return get_optimizer_state_dict(model, optimizer, options=options)
+
+
+def scatter_(model: nn.Module, optimizer: torch.optim.Optimizer, states: tuple[dict, dict], *, broadcast: bool) -> None:
+    """The reverse of gathering both; with `broadcast` only the first process needs to have the state."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        set_model_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    set_model_state_dict(model, states[0], options=options)
+    set_optimizer_state_dict(model, optimizer, states[1], options=options)
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    model: dict[str, Tensor],
+    optimizer: dict[str, Any],
+    state: dict[str, Any],
+    average: dict[str, Tensor] | None = None,
+) -> Path:
+    """Write one checkpoint and remove the older ones.
+
+    Raises: RunError if it cannot be written; the older ones are then kept.
+    """
+    place = folder / f"step-{step:08d}"
+    partial = folder / f".{place.name}.partial"
+    tensors = {
+        f"{name}{SEPARATOR}{key}": value for name, row in optimizer["state"].items() for key, value in row.items()
+    }
+    plain = {key: value for key, value in tensors.items() if not isinstance(value, Tensor)}
+    files = {"model": model, "optimizer": {k: v for k, v in tensors.items() if k not in plain}}
+    if average is not None:
+        files["average"] = average
+    try:
+        with writing(place):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            for name, values in files.items():
+                _write_tensors(partial / f"{name}.safetensors", values)
+            groups = [dict(group) for group in optimizer["param_groups"]]
+            text = to_json(state | {"step": step, "optimizer": {"groups": groups, "values": plain}})
+            _write_synced(partial / "state.json", text.encode("utf-8"))
+            if place.exists():
+                shutil.rmtree(place)
+            os.replace(partial, place)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    for older in folder.iterdir():
+        if older != place:
+            shutil.rmtree(older, ignore_errors=True)
+    return place
+
+
+def _write_tensors(path: Path, values: dict[str, Tensor]) -> None:
+    # Tied weights share storage, which safetensors refuses; each name gets a copy of its own.
+    seen: set[int] = set()
+    own = {}
+    for name, value in values.items():
+        value = value.detach().contiguous()
+        own[name] = value.clone() if value.data_ptr() in seen else value
+        seen.add(value.data_ptr())
+    _write_synced(path, _safetensors().save(own))
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest whole checkpoint; None if there is none."""
+    found = [place for place in folder.iterdir() if NAME.fullmatch(place.name)] if folder.is_dir() else []
+    return max(found, key=lambda place: int(place.name.removeprefix("step-")), default=None)
+
+
+def read_checkpoint(place: Path) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any], dict[str, Tensor] | None]:
+    """Model, optimiser, state and average of a checkpoint.
+
+    Raises: RunError if a file is missing or damaged.
+    """
+    try:
+        state = json.loads((place / "state.json").read_text("utf-8"))
+        model = _safetensors().load_file(place / "model.safetensors")
+        tensors = _safetensors().load_file(place / "optimizer.safetensors")
+        path = place / "average.safetensors"
+        average = _safetensors().load_file(path) if path.exists() else None
+    except Exception as error:
+        raise RunError(
+            f"{place} is damaged ({error}); delete it to go on from an earlier one or from the start"
+        ) from error
+    stored = state.pop("optimizer")
+    rows: dict[str, dict[str, Any]] = {}
+    for joined, value in (tensors | stored["values"]).items():
+        name, _, key = joined.rpartition(SEPARATOR)
+        rows.setdefault(name, {})[key] = value
+    groups = [_as_stored(group) for group in stored["groups"]]
+    return model, {"state": rows, "param_groups": groups}, state, average
+
+
+def _as_stored(group: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no tuples; the betas of Adam are one."""
+    return {key: tuple(value) if key == "betas" else value for key, value in group.items()}

@@ -1,0 +1,84 @@
+"""Conditioning during a run, at steps fixed in advance, so that the record does not depend on how fast the machine is."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from wellcond.attention.wrappers import unwrap
+from wellcond.experiments.checkpoint import gather_model
+from wellcond.experiments.recipe import TrackingSettings, jacobian_steps
+from wellcond.experiments.tasks.base import AbstractTask
+from wellcond.tracking import ConditionTracker, TrackPoint
+
+
+def tracked_steps(settings: TrackingSettings, num_steps: int, steps_per_epoch: int) -> tuple[frozenset, frozenset]:
+    """Steps at which the Jacobian, and at which only weights and attention maps, are measured."""
+    weights: frozenset[int] = frozenset()
+    if settings.weights_every is not None:
+        every = settings.weights_every.in_steps(steps_per_epoch)
+        weights = frozenset({*range(0, num_steps + 1, every), num_steps})
+    jacobian = jacobian_steps(settings.jacobian_points, num_steps)
+    return jacobian, weights - jacobian
+
+
+class ConditioningLog:
+    """A `ConditionTracker` on the first process; sharded weights are gathered into a whole copy for it."""
+
+    def __init__(
+        self,
+        settings: TrackingSettings,
+        task: AbstractTask,
+        plain: nn.Module,
+        accelerator: Any,
+        *,
+        num_steps: int,
+        steps_per_epoch: int,
+    ) -> None:
+        """Make it before Accelerate prepares the model: a sharded one cannot be copied."""
+        self.settings, self.task, self.accelerator = settings, task, accelerator
+        self.jacobian, self.weights = tracked_steps(settings, num_steps, steps_per_epoch)
+        self.steps = self.jacobian | self.weights
+        self._sharded = bool(self.steps) and accelerator.is_fsdp2
+        self._copy = copy.deepcopy(plain) if self._sharded and accelerator.is_main_process else None
+        self._tracker: ConditionTracker | None = None
+        self._model: nn.Module = plain
+
+    def begin(self, model: nn.Module, step: int) -> list[dict[str, Any]]:
+        """Start with `model` as Accelerate prepared it, after `step` updates; returns the rows of step 0, if due."""
+        self._model = model
+        if not self.steps or not self.accelerator.is_main_process:
+            return []
+        measured = unwrap(model) if self._copy is None else self._copy
+        probe = self.task.probe(self.settings.samples)
+        self._tracker = ConditionTracker(
+            measured,
+            probe if self._sharded else _to_device(probe, self.accelerator.device),
+            every=self.jacobian,
+            weights_every=self.weights,
+            budget=None,
+            first_step=step,
+            samples=self.settings.samples,
+            heads=self.settings.heads,
+        )
+        return _rows(self._tracker.points)
+
+    def after(self, step: int) -> list[dict[str, Any]]:
+        """Rows of this step, usually none; every process must call it after every update."""
+        if self._sharded and step in self.steps:
+            state = gather_model(self._model)
+            if self._copy is not None:
+                self._copy.load_state_dict(state)
+        return [] if self._tracker is None else _rows(self._tracker.step())
+
+
+def _rows(points: list[TrackPoint]) -> list[dict[str, Any]]:
+    return [point.to_json_dict() for point in points]
+
+
+def _to_device(probe: Any, device: Any) -> Any:
+    if isinstance(probe, dict):
+        return {name: value.to(device) for name, value in probe.items()}
+    return probe.to(device)

@@ -1,0 +1,310 @@
+"""The training loop: updates, evaluations, measurements and checkpoints at steps fixed in advance."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from wellcond.attention.find import find_attention
+from wellcond.attention.wrappers import unwrap
+from wellcond.experiments.averaging import WeightAverage
+from wellcond.experiments.batches import Share, UpdatePlan, evaluation_parts, fetch_batches
+from wellcond.experiments.checkpoint import (
+    gather_model,
+    gather_optimizer,
+    last_checkpoint,
+    read_checkpoint,
+    save_checkpoint,
+    scatter_,
+)
+from wellcond.experiments.clock import RunClock
+from wellcond.experiments.conditioning_log import ConditioningLog
+from wellcond.experiments.interrupts import StopWish
+from wellcond.experiments.recipe import Recipe
+from wellcond.experiments.run_folder import RunFolder
+from wellcond.experiments.tasks.base import AbstractTask
+from wellcond.experiments.train_state import TrainState, check_loss
+from wellcond.experiments.updates import Updater, projection_norms
+
+Event = dict[str, Any]
+Observer = Callable[[Event], None]
+SECONDS_BETWEEN_EVENTS = 0.2
+
+
+class Interrupted(Exception):
+    """Stopped on request, after saving."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Everything about a run's length, in updates."""
+
+    num_steps: int
+    steps_per_epoch: int
+    evaluate_every: int
+    save_every: int
+
+    @classmethod
+    def of(cls, recipe: Recipe, plan: UpdatePlan) -> Lengths:
+        """From a recipe's intervals."""
+        per_epoch = plan.steps_per_epoch
+        return cls(
+            recipe.training.length.in_steps(per_epoch),
+            per_epoch,
+            recipe.evaluation.every.in_steps(per_epoch),
+            recipe.checkpoint.every.in_steps(per_epoch),
+        )
+
+    def epoch(self, step: int) -> float:
+        """Epochs done after so many updates."""
+        return round(step / self.steps_per_epoch, 6)
+
+
+class Engine:
+    """Trains one model. The folder is written by the first process only."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        task: AbstractTask,
+        model: nn.Module,
+        accelerator: Any,
+        folder: RunFolder,
+        *,
+        seed: int,
+        clock: RunClock,
+        observer: Observer,
+        on_saved: Callable[[], None],
+    ) -> None:
+        """Prepare a freshly built and conditioned model for this machine."""
+        self.recipe, self.task, self.accelerator, self.folder = recipe, task, accelerator, folder
+        self.clock, self.observer, self.on_saved = clock, observer, on_saved
+        self.share = Share(accelerator.process_index, accelerator.num_processes)
+        training = recipe.training
+        self.plan = UpdatePlan(len(task.train), training.batch_size, training.accumulate, seed)
+        self.lengths = Lengths.of(recipe, self.plan)
+        self.state = TrainState()
+        self.log = ConditioningLog(
+            recipe.tracking,
+            task,
+            model,
+            accelerator,
+            num_steps=self.lengths.num_steps,
+            steps_per_epoch=self.lengths.steps_per_epoch,
+        )
+        self.model, self.optimizer = accelerator.prepare(model, recipe.optimizer.build(model))
+        self.sites = [] if accelerator.is_fsdp2 else find_attention(unwrap(self.model), strict=False)
+        averaging = training.averaging
+        self.average = WeightAverage(unwrap(self.model), averaging.decay) if averaging else None
+        self.updater = Updater(
+            accelerator,
+            task,
+            self.model,
+            self.optimizer,
+            curve=recipe.schedule.curve(self.lengths.num_steps, self.lengths.steps_per_epoch),
+            peak=recipe.optimizer.lr,
+            clip_norm=training.clip_norm,
+            average=self.average,
+            seed=seed,
+        )
+        self._losses: list[torch.Tensor] = []
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes."""
+        return self.accelerator.is_main_process
+
+    # Resuming
+
+    def resume(self) -> int:
+        """Go on from the last checkpoint, if there is one; returns its step."""
+        place = last_checkpoint(self.folder.path / "checkpoints")
+        if place is None:
+            if self.is_main:
+                self.folder.cut_logs({})
+            return 0
+        model, optimizer, stored, average = read_checkpoint(place)
+        scatter_(self.model, self.optimizer.optimizer, (model, optimizer), broadcast=self.share.processes > 1)
+        if self.average is not None and average is not None:
+            self.average.load_(average)
+        if self.accelerator.scaler is not None and stored["scaler"]:
+            self.accelerator.scaler.load_state_dict(stored["scaler"])
+        self.state = TrainState(**stored["train"])
+        self.clock.add(stored["seconds"])
+        if self.is_main:
+            self.folder.cut_logs(stored["logs"])
+        return self.state.step
+
+    def save(self) -> None:
+        """Write a checkpoint of the present step; every process must call it."""
+        with self.clock.spent_on("checkpointing"):
+            self._take_losses()
+            model = gather_model(self.model)
+            optimizer = gather_optimizer(self.model, self.optimizer.optimizer)
+            average = None if self.average is None else self.average.state()
+            if self.is_main:
+                scaler = self.accelerator.scaler
+                state = {
+                    "train": self.state.to_dict(),
+                    "seconds": self.clock.now(),
+                    "logs": self.folder.log_sizes(),
+                    "scaler": None if scaler is None else scaler.state_dict(),
+                }
+                save_checkpoint(self.folder.path / "checkpoints", self.state.step, model, optimizer, state, average)
+                self.on_saved()
+
+    # Training
+
+    def train(self, stop: StopWish) -> None:
+        """Train from the present step to the end.
+
+        Raises:
+            Diverged: the loss is not finite or has grown too far.
+            Interrupted: somebody asked to stop; the last step is saved.
+        """
+        lengths, state = self.lengths, self.state
+        with self.clock.spent_on("measuring"):
+            self.observer({"event": "phase", "phase": "measuring"})
+            self._write_conditioning(self.log.begin(self.model, state.step))
+        if state.step == 0:
+            self._evaluate()
+        told = time.perf_counter()
+        parts = self.plan.parts(self.share, state.step, lengths.num_steps)
+        batches = fetch_batches(
+            self.task.train, parts, workers=self.recipe.training.workers, device=self.accelerator.device
+        )
+        self.model.train()
+        self.clock.switch("training")
+        for step in range(state.step, lengths.num_steps):
+            mine = [next(batches) for _ in range(self.plan.accumulate)]
+            done = step + 1
+            logged = done % self.recipe.training.log_every == 0 or done == lengths.num_steps
+            loss, norm = self.updater.update(step, mine, want_norm=logged)
+            self._losses.append(loss)
+            state.step = done
+            if logged:
+                self._log_step(norm)
+            self.updater.forget_gradients()
+            if (now := time.perf_counter()) - told > SECONDS_BETWEEN_EVENTS:
+                self.observer({"event": "step", "step": done, "loss": _last(state, self._losses)})
+                told = now
+            self._at_boundaries(stop)
+
+    def _at_boundaries(self, stop: StopWish) -> None:
+        lengths, step = self.lengths, self.state.step
+        last = step == lengths.num_steps
+        if step in self.log.steps:
+            self.observer({"event": "phase", "phase": "measuring"})
+        with self.clock.spent_on("measuring"):
+            self._write_conditioning(self.log.after(step))
+        if last or step % lengths.evaluate_every == 0:
+            self._evaluate()
+        if last or step % lengths.save_every == 0:
+            self.save()
+        elif self._all_want_to_stop(stop):
+            self.save()
+            raise Interrupted
+
+    def _all_want_to_stop(self, stop: StopWish) -> bool:
+        """One process decides alone; several ask each other, at logged steps only."""
+        if self.share.processes == 1:
+            return stop.wanted
+        if self.state.step % self.recipe.training.log_every:
+            return False
+        wish = torch.tensor(float(stop.wanted), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(wish, reduction="sum") > 0)
+
+    def _take_losses(self) -> None:
+        """Losses of recent updates as numbers, the mean over processes.
+
+        Raises: Diverged if one is not finite.
+        """
+        if not self._losses:
+            return
+        losses = torch.stack(self._losses).double()
+        if self.share.processes > 1:
+            losses = self.accelerator.reduce(losses, reduction="mean")
+        self._losses = []
+        values = losses.tolist()
+        first = self.state.step + 1 - len(values)
+        self.state.take(values)
+        for number, value in enumerate(values):
+            check_loss(value, None, None, first + number)
+
+    def _log_step(self, norm: torch.Tensor | None) -> None:
+        step = self.state.step
+        try:
+            self._take_losses()
+        finally:  # a loss that is not finite is logged too
+            mean = self.state.close_window()
+            row = {"step": step, "epoch": self.lengths.epoch(step), "loss": mean, "lr": self.updater.learning_rate}
+            row |= {"grad_norm": None if norm is None else float(norm)} | projection_norms(self.sites)
+            if self.is_main:
+                self.folder.append("steps.jsonl", [row])
+                self.accelerator.log({f"train/{name}": value for name, value in row.items()}, step=step)
+        check_loss(mean, self.state.first_loss, self.recipe.training.diverged_above, step)
+
+    # Looking
+
+    def _write_conditioning(self, rows: list[dict[str, Any]]) -> None:
+        if rows:
+            place = {"step": self.state.step, "epoch": self.lengths.epoch(self.state.step)}
+            self.folder.append("conditioning.jsonl", (place | row for row in rows))
+
+    def _evaluate(self) -> None:
+        with self.clock.spent_on("evaluation"):
+            self._take_losses()
+            self.observer({"event": "phase", "phase": "evaluating"})
+            values = self.evaluate()
+            step = self.state.step
+            row = {"step": step, "epoch": self.lengths.epoch(step), **values}
+            row |= {"train_loss": self.state.close_evaluation(), "seconds": self.clock.now()["training"]}
+            if self.is_main:
+                self.folder.append("evaluations.jsonl", [row])
+                self.accelerator.log({f"evaluation/{name}": value for name, value in values.items()}, step=step)
+            check_loss(values["loss"], None, None, step)
+            self.state.final = row
+            name = self.task.metric.name
+            if self.state.best is None or self.task.metric.better(row[name], self.state.best[name]):
+                self.state.best = row
+            self.observer({"event": "evaluation", "row": row})
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Score the whole evaluation set; every process takes a share."""
+        samples = self.task.evaluation
+        parts = evaluation_parts(len(samples), self.recipe.evaluation.batch_size, self.share)
+        batches = fetch_batches(samples, parts, workers=self.recipe.training.workers, device=self.accelerator.device)
+        totals: dict[str, torch.Tensor] = {}
+        with self._evaluated_weights():
+            for batch in batches:
+                for name, value in self.task.score(self.model, batch).items():
+                    totals[name] = totals[name] + value if name in totals else value
+        if self.share.processes > 1:
+            totals = self.accelerator.reduce(totals, reduction="sum")
+        return self.task.metrics({name: float(value) for name, value in totals.items()})
+
+    @contextlib.contextmanager
+    def _evaluated_weights(self) -> Iterator[None]:
+        averaging = self.recipe.training.averaging
+        average = self.average.in_place() if self.average and averaging and averaging.evaluate else None
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with average or contextlib.nullcontext():
+                yield
+        finally:
+            self.model.train(was_training)
+
+
+def _last(state: TrainState, losses: list[torch.Tensor]) -> float | None:
+    """The newest loss that is known without waiting for the device."""
+    if losses and losses[-1].device.type == "cpu":
+        return float(losses[-1])
+    return state.window[-1] if state.window else None

@@ -1,0 +1,39 @@
+"""Ctrl-C and SIGTERM as a wish: the step is finished and saved, then the run stops."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+
+class StopWish:
+    """Whether somebody asked to stop."""
+
+    def __init__(self) -> None:
+        """Nobody yet."""
+        self.wanted = False
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[StopWish]:
+        """Handle the first signal as a wish; a second Ctrl-C interrupts at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        former: dict[int, Any] = {}
+
+        def note(number: int, frame: FrameType | None) -> None:
+            if self.wanted and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.wanted = True
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            former[number] = signal.signal(number, note)
+        try:
+            yield self
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)

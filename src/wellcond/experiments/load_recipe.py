@@ -1,0 +1,140 @@
+"""Reading recipes: those that ship, and a user's own files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import ValidationError
+
+from wellcond.experiments.recipe import Recipe, Scale
+from wellcond.experiments.settings import RecipeError, explain, suggest
+
+SCALES: tuple[str, ...] = get_args(Scale)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without code, with 1e-3 as a number, and with an error for a key that stands twice."""
+
+
+def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    keys = [loader.construct_object(key) for key, _ in node.value]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", node.start_mark)
+    return dict(zip(keys, (loader.construct_object(value, deep=True) for _, value in node.value), strict=True))
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def read_yaml(text: str) -> Any:
+    """Plain data from YAML.
+
+    Example:
+        >>> read_yaml("lr: 1e-3")
+        {'lr': 0.001}
+    """
+    return yaml.load(text, _Loader)  # noqa: S506  (a SafeLoader)
+
+
+@dataclass(frozen=True)
+class ShippedRecipe:
+    """One of the package's own recipes."""
+
+    name: str
+    scale: str
+    text: str
+
+
+def shipped_recipes() -> list[ShippedRecipe]:
+    """All of them, by scale and name."""
+    root = resources.files("wellcond.experiments") / "recipes"
+    return [
+        ShippedRecipe(file.name.removesuffix(".yaml"), scale, file.read_text(encoding="utf-8"))
+        for scale in SCALES
+        for file in sorted((root / scale).iterdir(), key=lambda file: file.name)
+        if file.name.endswith(".yaml")
+    ]
+
+
+def load_recipe(
+    name_or_path: str, *, scale: str | None = None, overrides: Sequence[str] = ()
+) -> tuple[Recipe, Path | None]:
+    """A recipe and the folder its relative paths start from (None for one that ships).
+
+    Args:
+        name_or_path: name of a shipped recipe, or a YAML file.
+        scale: of a shipped recipe; needed where a name exists at several.
+        overrides: ``path.to.field=value``, values in YAML.
+
+    Raises: RecipeError that names the path, the value and what is allowed.
+    """
+    if name_or_path.endswith((".yaml", ".yml")):
+        path = Path(name_or_path)
+        if not path.is_file():
+            raise RecipeError(f"no such recipe file: {path}")
+        return parse_recipe(path.read_text(encoding="utf-8"), str(path), overrides), path.parent
+    shipped = shipped_recipes()
+    found = [recipe for recipe in shipped if recipe.name == name_or_path and scale in (None, recipe.scale)]
+    if not found:
+        names = sorted({recipe.name for recipe in shipped})
+        at = f" at scale {scale!r}" if scale else ""
+        raise RecipeError(
+            f"no recipe {name_or_path!r}{at}{suggest(name_or_path, names)}. "
+            "`wellcond recipes` lists them; a file of your own ends in .yaml"
+        )
+    if len(found) > 1:
+        scales = ", ".join(recipe.scale for recipe in found)
+        raise RecipeError(f"the recipe {name_or_path!r} exists at the scales {scales}: choose one with --scale")
+    return parse_recipe(found[0].text, f"{found[0].scale}/{found[0].name}", overrides), None
+
+
+def parse_recipe(text: str, where: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Validate the text of a recipe.
+
+    Raises: RecipeError.
+    """
+    try:
+        data = read_yaml(text)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{where} is not YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise RecipeError(f"{where}: expected a mapping of fields, found {type(data).__name__}")
+    for override in overrides:
+        set_field(data, override)
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        raise explain(error, where) from error
+
+
+def set_field(data: dict[str, Any], override: str) -> None:
+    """Apply ``path.to.field=value`` in place.
+
+    Raises: RecipeError if it has no ``=`` or leads through something that is not a mapping.
+
+    Example:
+        >>> data = {"optimizer": {"lr": 1e-3}}
+        >>> set_field(data, "optimizer.lr=5e-4")
+        >>> data
+        {'optimizer': {'lr': 0.0005}}
+    """
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise RecipeError(f"--set: expected path.to.field=value, found {override!r}")
+    place = data
+    for depth, key in enumerate(keys[:-1]):
+        place = place.setdefault(key, {})
+        if not isinstance(place, dict):
+            raise RecipeError(f"--set {override}: {'.'.join(keys[: depth + 1])} is {place!r}, which has no fields")
+    place[keys[-1]] = read_yaml(text)

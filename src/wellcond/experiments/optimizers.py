@@ -1,0 +1,72 @@
+"""Optimisers by name, with weight decay on matrices only."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+from torch import nn
+
+from wellcond.experiments.schedule import Point
+from wellcond.experiments.settings import Settings
+
+# Position embeddings and class tokens are matrices by shape only.
+UNDECAYED = ("pos_embed", "position_embedding", "cls_token", "dist_token", "relative_position_bias_table")
+
+
+class AdamW(Settings):
+    """torch.optim.AdamW."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: PositiveFloat
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Over the parameters of a model."""
+        return torch.optim.AdamW(parameter_groups(model, self.weight_decay), lr=self.lr, betas=self.betas, eps=self.eps)
+
+
+class SGD(Settings):
+    """torch.optim.SGD."""
+
+    name: Literal["sgd"] = "sgd"
+    lr: PositiveFloat
+    momentum: NonNegativeFloat = 0.9
+    nesterov: bool = False
+    weight_decay: NonNegativeFloat = 0.0
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Over the parameters of a model."""
+        groups = parameter_groups(model, self.weight_decay)
+        return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov)
+
+
+OptimizerSettings = Annotated[AdamW | SGD, Field(discriminator="name")]
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Trainable parameters in two groups: decayed, and those that are not (biases, norms, positions, class tokens)."""
+    named = getattr(model, "no_weight_decay", set)()  # timm's models say which
+    decayed, others = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            exempt = parameter.dim() <= 1 or name in named or any(part in name for part in UNDECAYED)
+            (others if exempt else decayed).append(parameter)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def set_point(optimizer: torch.optim.Optimizer, point: Point, peak: float) -> float:
+    """Put one point of a schedule into every group; returns the learning rate."""
+    rate = peak * point.factor
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+        if point.beta1 is not None:
+            if "betas" in group:
+                group["betas"] = (point.beta1, group["betas"][1])
+            else:
+                group["momentum"] = point.beta1
+    return rate

@@ -1,0 +1,97 @@
+"""From a recipe to data, task and model."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from wellcond.experiments.data.registry import load_data, resolve_config
+from wellcond.experiments.methods import MethodSettings
+from wellcond.experiments.models import ModelSpecError, build_model
+from wellcond.experiments.recipe import Recipe
+from wellcond.experiments.seeding import derive
+from wellcond.experiments.settings import RecipeError
+from wellcond.experiments.tasks.augmentation import AugmentationSettings
+from wellcond.experiments.tasks.base import TASKS, AbstractTask, TaskContext
+from wellcond.experiments.weights import load_weights
+
+Progress = Callable[[str, int, int], None]
+
+
+def prepare_task(recipe: Recipe, *, seed: int, base: Path | None, progress: Progress | None = None) -> AbstractTask:
+    """The task of a recipe with its data; the last one is kept, since the runs of a comparison share it."""
+    parts = [getattr(recipe, name).model_dump(mode="json") for name in ("task", "data", "augmentation")]
+    key = json.dumps([*parts, seed, str(base)], sort_keys=True)
+    if key not in _KEPT:
+        _KEPT.clear()
+        _KEPT[key] = _make_task(*parts, seed, base, progress)
+    return _KEPT[key]
+
+
+_KEPT: dict[str, AbstractTask] = {}
+
+
+def _make_task(
+    task: dict, data: dict, augmentation: dict, seed: int, base: Path | None, progress: Progress | None
+) -> AbstractTask:
+    settings, make = TASKS[task["name"]]
+    bundle = _bundle(json.dumps(data), base)
+    context = TaskContext(bundle, seed, AugmentationSettings.model_validate(augmentation), progress)
+    made = make(settings.model_validate(task), context)
+    made.data = bundle
+    return made
+
+
+@functools.lru_cache(maxsize=1)
+def _bundle(data: str, base: Path | None) -> Any:
+    return load_data(resolve_config(json.loads(data)), base=base)
+
+
+def prepare_model(
+    recipe: Recipe,
+    method: MethodSettings,
+    task: AbstractTask,
+    *,
+    seed: int,
+    base: Path | None,
+    local_code: bool = False,
+) -> nn.Module:
+    """Build the model and apply the method. A seed fixes every other weight, so that methods are paired."""
+    kind = recipe.model.name.partition(":")[0]
+    arguments = _merge(task.model_arguments(kind), recipe.model.arguments, recipe.model.name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive(seed, "model"))
+        model = _build(recipe, arguments, task, local_code)
+    if recipe.model.weights is not None:
+        load_weights(model, (base or Path()) / recipe.model.weights)
+    return method.apply_(model, seed=derive(seed, "method"))
+
+
+def _merge(needed: dict[str, Any], given: dict[str, Any], name: str) -> dict[str, Any]:
+    for key in ("num_classes", "num_labels", "in_chans", "num_channels", "vocab_size"):
+        if key in given and key in needed and given[key] != needed[key]:
+            raise RecipeError(f"model.arguments.{key}: the data need {needed[key]}, found {given[key]} for {name}")
+    return needed | given
+
+
+def _build(recipe: Recipe, arguments: dict[str, Any], task: AbstractTask, local_code: bool) -> nn.Module:
+    name = recipe.model.name
+    try:
+        try:
+            return build_model(name, arguments, auto_class=task.auto_class(), local_code=local_code)
+        except TypeError as error:
+            # Some of timm's models take images of any size, and no img_size.
+            if "img_size" not in str(error) or "img_size" in recipe.model.arguments:
+                raise
+            fewer = {key: value for key, value in arguments.items() if key != "img_size"}
+            return build_model(name, fewer, auto_class=task.auto_class(), local_code=local_code)
+    except ModelSpecError:
+        raise
+    except (TypeError, ValueError, AssertionError) as error:
+        raise RecipeError(f"model: {name} cannot be built with {arguments}: {error}") from error

@@ -1,0 +1,83 @@
+"""What a session of a run was made with. No user, host or path names."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import wellcond
+
+PACKAGES = ("accelerate", "datasets", "numpy", "scikit-learn", "scipy", "timm", "torchvision", "transformers")
+
+
+def describe_session(device: torch.device, *, processes: int, precision: str, step: int) -> dict[str, Any]:
+    """Versions, commit and machine."""
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "wellcond": wellcond.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
+        **_commit(),
+        "device": device.type,
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "processes": processes,
+        "threads": torch.get_num_threads(),
+        "precision": precision,
+        "resumed_at_step": step,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> dict[str, Any]:
+    """Commit of wellcond's own source tree; None when it is an installed package."""
+    root = Path(wellcond.__file__).parents[2]
+    if not (root / ".git").exists():
+        return {"commit": None, "dirty": None}
+    try:
+        commit = _git(root, "rev-parse", "HEAD")
+        return {"commit": commit, "dirty": bool(_git(root, "status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": None, "dirty": None}
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=20)
+    return done.stdout.strip()
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Forget earlier peaks, where the system can: several runs may share a process."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of the GPU where there is one, of the process otherwise; 0 where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    with contextlib.suppress(ImportError):
+        import resource
+
+        unit = 1 if platform.system() == "Darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return 0

@@ -1,0 +1,172 @@
+"""A recipe: everything that decides what a run does, validated before anything starts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, SerializeAsAny, model_validator
+
+import wellcond.experiments.data  # noqa: F401  (registers the sources)
+import wellcond.experiments.tasks  # noqa: F401  (registers the tasks)
+from wellcond.errors import WellcondError
+from wellcond.experiments.data.registry import SourceConfig, resolve_config
+from wellcond.experiments.methods import MethodSettings, check_distinct
+from wellcond.experiments.optimizers import OptimizerSettings
+from wellcond.experiments.schedule import Constant, ScheduleSettings
+from wellcond.experiments.settings import Interval, Settings, suggest
+from wellcond.experiments.tasks.augmentation import AugmentationSettings
+from wellcond.experiments.tasks.base import TASKS, ModelSettings
+
+Scale = Literal["tiny", "small", "paper"]
+
+
+class AveragingSettings(Settings):
+    """Exponential moving average of the weights."""
+
+    decay: Annotated[float, Field(gt=0, lt=1)]
+    evaluate: bool = True
+    """Whether the average is what is evaluated; kept beside the weights otherwise."""
+
+
+class TrainingSettings(Settings):
+    """How long, and with how much at once."""
+
+    length: Interval
+    batch_size: PositiveInt
+    """Samples of one update, over all processes and accumulations."""
+    accumulate: PositiveInt = 1
+    """Parts in which a process computes its share of an update."""
+    clip_norm: PositiveFloat | None = None
+    averaging: AveragingSettings | None = None
+    diverged_above: PositiveFloat | None = 10.0
+    """A mean loss of this many times the first one ends the run as diverged; null: only a loss that is not finite."""
+    workers: NonNegativeInt = 0
+    """Processes that decode and augment, where that is slow."""
+    threads: PositiveInt | None = None
+    """Of torch on the CPU; null leaves torch's own choice."""
+    log_every: PositiveInt = 10
+
+
+class PrecisionSettings(Settings):
+    """Number formats, and compilation."""
+
+    mixed: Literal["no", "bf16", "fp16"] = "no"
+    compile: str | None = None
+    """Backend of torch.compile, such as inductor."""
+
+
+class EvaluationSettings(Settings):
+    """When and how to score."""
+
+    every: Interval = Interval(epochs=1)
+    batch_size: PositiveInt = 256
+
+
+class CheckpointSettings(Settings):
+    """When to save what resuming needs."""
+
+    every: Interval = Interval(epochs=1)
+
+
+class TrackingSettings(Settings):
+    """When to measure conditioning."""
+
+    weights_every: Interval | None = Interval(epochs=1)
+    """Condition numbers of the weights, and the attention maps."""
+    jacobian_points: NonNegativeInt = 12
+    """How often to measure the Jacobian: first, last, and logarithmically spaced between."""
+    samples: PositiveInt = 1
+    heads: tuple[NonNegativeInt, ...] | None = None
+    """Only these key/value heads of each layer."""
+
+
+class LoggingSettings(Settings):
+    """Where to send metrics besides the run's folder, through Accelerate: tensorboard, wandb, ..."""
+
+    trackers: tuple[str, ...] = ()
+    project: str = "wellcond"
+
+
+def _resolve_source(raw: Any) -> Any:
+    try:
+        return resolve_config(raw)
+    except WellcondError as error:
+        raise ValueError(str(error)) from error
+
+
+def _resolve_task(raw: Any) -> Any:
+    if not isinstance(raw, dict):
+        return raw
+    name = raw.get("name")
+    if name not in TASKS:
+        raise ValueError(f"unknown task {name!r}{suggest(str(name), sorted(TASKS))}")
+    return TASKS[name][0].model_validate(raw)
+
+
+class Recipe(Settings):
+    """One task, one model, one way to train; and the methods and seeds to compare."""
+
+    name: str
+    title: str = ""
+    description: str = ""
+    scale: Scale
+    task: Annotated[SerializeAsAny[Settings], BeforeValidator(_resolve_task)]
+    data: Annotated[SerializeAsAny[SourceConfig], BeforeValidator(_resolve_source)]
+    model: ModelSettings
+    method: MethodSettings = MethodSettings(init="default")
+    methods: tuple[MethodSettings, ...] = ()
+    """Those of a comparison."""
+    baseline: str = "default"
+    seeds: tuple[NonNegativeInt, ...] = (0, 1, 2, 3, 4)
+    optimizer: OptimizerSettings
+    schedule: ScheduleSettings = Constant()
+    augmentation: AugmentationSettings = AugmentationSettings()
+    training: TrainingSettings
+    precision: PrecisionSettings = PrecisionSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    tracking: TrackingSettings = TrackingSettings()
+    logging: LoggingSettings = LoggingSettings()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Recipe:
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds: expected different numbers, found {list(self.seeds)}")
+        check_distinct(self.methods)
+        return self
+
+    def config(self, method: MethodSettings, seed: int) -> dict[str, Any]:
+        """The resolved recipe of one run."""
+        data = self.model_dump(mode="json", exclude={"method", "methods", "baseline", "seeds"})
+        return data | {"method": method.model_dump(mode="json"), "seed": seed}
+
+
+# Fields that do not change a run's numbers: a run may be resumed with others.
+WITHOUT_EFFECT = ("title", "description", "checkpoint", "logging")
+
+
+def config_hash(config: dict[str, Any]) -> str:
+    """16 hexadecimal digits that name what a run computes."""
+    kept = {key: value for key, value in config.items() if key not in WITHOUT_EFFECT}
+    kept["training"] = {key: value for key, value in kept["training"].items() if key != "workers"}
+    kept["method"] = {key: value for key, value in kept["method"].items() if key != "label"}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def jacobian_steps(num_points: int, num_steps: int) -> frozenset[int]:
+    """Step 0, the last step, and logarithmically spaced ones between.
+
+    Example:
+        >>> sorted(jacobian_steps(5, 1000))
+        [0, 1, 10, 100, 1000]
+    """
+    if num_points == 0:
+        return frozenset()
+    if num_points == 1:
+        return frozenset({num_steps})
+    between = max(0, num_points - 2)
+    spaced = {round(math.exp(math.log(num_steps) * k / between)) for k in range(between)} if between else set()
+    return frozenset({0, num_steps} | spaced)

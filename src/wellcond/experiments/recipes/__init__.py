@@ -1,0 +1,1 @@
+"""Recipes that ship with wellcond, one folder for each scale."""

@@ -1,0 +1,241 @@
+"""One run: from a recipe, a method and a seed to a folder with a complete record."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wellcond.attention.find import find_attention
+from wellcond.errors import WellcondError
+from wellcond.experiments.accelerator import make_accelerator
+from wellcond.experiments.clock import RunClock
+from wellcond.experiments.data.fingerprint import fingerprint
+from wellcond.experiments.engine import Engine, Event, Interrupted, Observer
+from wellcond.experiments.interrupts import StopWish
+from wellcond.experiments.methods import MethodSettings
+from wellcond.experiments.prepare import prepare_model, prepare_task
+from wellcond.experiments.provenance import describe_session, peak_memory, reset_peak_memory
+from wellcond.experiments.recipe import Recipe, config_hash
+from wellcond.experiments.run_folder import COMPLETE, SCHEMA, RunError, RunFolder
+from wellcond.experiments.train_state import Diverged
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run, and where."""
+
+    recipe: Recipe
+    method: MethodSettings
+    seed: int
+    folder: Path
+    base: Path | None = None
+    """Folder that the recipe's relative paths start from."""
+    cpu: bool = False
+    local_code: bool = False
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.method.label}, seed {self.seed}"
+
+
+def ignore(event: Event) -> None:
+    """An observer that looks away."""
+
+
+def run_job(job: Job, observer: Observer = ignore) -> dict[str, Any]:
+    """Train, or go on training, or return the record of a run that is complete.
+
+    Returns: the record, with status ``finished``, ``diverged`` or ``interrupted``.
+
+    Raises: WellcondError for what cannot be run; the record then says ``failed`` and why.
+    """
+    folder = RunFolder(job.folder)
+    config = job.recipe.config(job.method, job.seed)
+    accelerator = make_accelerator(job.recipe, job.folder, cpu=job.cpu)
+    if not accelerator.is_main_process:
+        return _run(job, folder, config, accelerator, observer)
+    with folder.opened():
+        return _run(job, folder, config, accelerator, observer)
+
+
+def _run(job: Job, folder: RunFolder, config: dict[str, Any], accelerator: Any, observer: Observer) -> dict[str, Any]:
+    former = folder.read_record()
+    check_same_run(former, config, folder.path)
+    if former is not None and former["status"] in COMPLETE:
+        accelerator.wait_for_everyone()
+        observer({"event": "end", "record": former, "repeated": True})
+        return former
+    return _Session(job, folder, config, accelerator, observer, former).run()
+
+
+def check_same_run(record: dict[str, Any] | None, config: dict[str, Any], path: Path) -> None:
+    """Raise RunError if a folder holds a run with other settings; nothing is overwritten."""
+    if record is not None and record["config_hash"] != config_hash(config):
+        other = differences(record["config"], config)
+        raise RunError(
+            f"{path} holds a run with other settings ({'; '.join(other[:4])}). Give another folder, or delete this one"
+        )
+
+
+def differences(a: Any, b: Any, path: str = "") -> list[str]:
+    """Where two configurations differ.
+
+    Example:
+        >>> differences({"optimizer": {"lr": 1}}, {"optimizer": {"lr": 2}})
+        ['optimizer.lr: 1 there, 2 here']
+    """
+    if isinstance(a, dict) and isinstance(b, dict):
+        return [
+            line
+            for key in [*a, *(key for key in b if key not in a)]
+            for line in differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)
+        ]
+    return [] if a == b else [f"{path}: {a!r} there, {b!r} here"]
+
+
+class _Session:
+    """One process's work on one run."""
+
+    def __init__(
+        self, job: Job, folder: RunFolder, config: dict[str, Any], accelerator: Any, observer: Observer, former: Any
+    ) -> None:
+        self.job, self.folder, self.accelerator, self.observer = job, folder, accelerator, observer
+        self.clock = RunClock()
+        self.engine: Engine | None = None
+        self.record: dict[str, Any] = {
+            "schema": SCHEMA,
+            "kind": "wellcond-run",
+            "recipe": job.recipe.name,
+            "scale": job.recipe.scale,
+            "method": job.method.label,
+            "slug": job.method.slug,
+            "seed": job.seed,
+            "method_spec": job.method.model_dump(mode="json", exclude={"label"}),
+            "config": config,
+            "config_hash": config_hash(config),
+            "status": "running",
+            "reason": "",
+            "final": None,
+            "best": None,
+            "sessions": (former or {}).get("sessions", []),
+        }
+
+    def run(self) -> dict[str, Any]:
+        try:
+            with StopWish().listening() as stop:
+                engine = self._set_up()
+                engine.train(stop)
+            return self._close("finished")
+        except Diverged as error:
+            return self._close("diverged", str(error))
+        except Interrupted:
+            return self._close("interrupted", "stopped on request; run the same command to go on")
+        except KeyboardInterrupt:
+            self._close("interrupted", "stopped at once; run the same command to go on from the last checkpoint")
+            raise
+        except WellcondError as error:
+            self._close("failed", str(error))
+            raise
+        except Exception as error:
+            self._close("failed", f"{type(error).__name__}: {error}")
+            raise RunError(
+                f"{self.job.name} failed: {type(error).__name__}: {error}\n{traceback.format_exc()}"
+            ) from error
+
+    def _set_up(self) -> Engine:
+        job, recipe = self.job, self.job.recipe
+        if recipe.training.threads is not None:
+            torch.set_num_threads(recipe.training.threads)
+        reset_peak_memory(self.accelerator.device)
+
+        def told(what: str, done: int, total: int) -> None:
+            self.observer({"event": "phase", "phase": f"{what} {done}/{total}"})
+
+        self.observer({"event": "phase", "phase": "preparing"})
+        task = prepare_task(recipe, seed=job.seed, base=job.base, progress=told)
+        model = prepare_model(recipe, job.method, task, seed=job.seed, base=job.base, local_code=job.local_code)
+        described = fingerprint(task.data)
+        self.record |= {
+            "metric": {
+                "name": task.metric.name,
+                "higher_is_better": task.metric.higher_is_better,
+                "percent": task.metric.percent,
+            },
+            "data": {
+                "name": task.data.name,
+                "train": len(task.train),
+                "evaluation": len(task.evaluation),
+                "description": task.data.description,
+                "fingerprint": described["splits"],
+            },
+            "model": {
+                "name": recipe.model.name,
+                "parameters": sum(p.numel() for p in model.parameters()),
+                "attentions": len(find_attention(model, strict=False)),
+            },
+        }
+        self.engine = engine = Engine(
+            recipe,
+            task,
+            model,
+            self.accelerator,
+            self.folder,
+            seed=job.seed,
+            clock=self.clock,
+            observer=self.observer,
+            on_saved=self._write,
+        )
+        step = engine.resume()
+        session = describe_session(
+            self.accelerator.device,
+            processes=self.accelerator.num_processes,
+            precision={"no": "float32"}.get(recipe.precision.mixed, recipe.precision.mixed),
+            step=step,
+        )
+        self.record["sessions"] = [*self.record["sessions"], session]
+        self._write()
+        self._start_trackers()
+        self.observer({"event": "start", "step": step, "num_steps": engine.lengths.num_steps, "name": job.name,
+                       "batch_size": recipe.training.batch_size})  # fmt: skip
+        return engine
+
+    def _start_trackers(self) -> None:
+        if self.job.recipe.logging.trackers:
+            values = {"method": self.job.method.label, "seed": self.job.seed, "recipe": self.job.recipe.name}
+            self.accelerator.init_trackers(self.job.recipe.logging.project, config=values)
+
+    def _close(self, status: str, reason: str = "") -> dict[str, Any]:
+        self.record |= {"status": status, "reason": reason}
+        self._write()
+        self.accelerator.end_training()
+        self.observer({"event": "end", "record": self.record, "repeated": False})
+        return self.record
+
+    def _write(self) -> None:
+        """Bring the record up to date and, on the first process, write it."""
+        engine = self.engine
+        seconds = self.clock.now()
+        if engine is not None:
+            state, lengths = engine.state, engine.lengths
+            updates = max(1, state.step)
+            self.record |= {
+                "final": state.final,
+                "best": state.best,
+                "progress": {
+                    "step": state.step,
+                    "num_steps": lengths.num_steps,
+                    "epoch": lengths.epoch(state.step),
+                    "num_epochs": lengths.epoch(lengths.num_steps),
+                    "steps_per_epoch": lengths.steps_per_epoch,
+                },
+                "samples_per_second": state.step * engine.plan.batch_size / max(seconds["training"], 1e-9),
+                "seconds_per_step": seconds["training"] / updates,
+            }
+        self.record |= {"seconds": seconds, "peak_memory_bytes": peak_memory(self.accelerator.device)}
+        if self.accelerator.is_main_process:
+            self.folder.write_record(self.record)

@@ -1,0 +1,126 @@
+"""One run, one folder: a record, three logs and checkpoints. Nothing in it is ever half written.
+
+`run.json` and checkpoints are replaced in one step. The logs only grow; a checkpoint notes how long they were, and
+resuming cuts them back to that length, so that a run killed at any moment ends with the same files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from wellcond.errors import WellcondError
+from wellcond.files import to_json, write_atomically
+
+SCHEMA = 1
+LOGS = ("steps.jsonl", "evaluations.jsonl", "conditioning.jsonl")
+COMPLETE = ("finished", "diverged")
+
+
+class RunError(WellcondError, RuntimeError):
+    """A run's folder that cannot be used or written."""
+
+
+class RunFolder:
+    """Files of one run."""
+
+    def __init__(self, path: Path) -> None:
+        """The folder is made when it is opened."""
+        self.path = path
+        self._logs: dict[str, BinaryIO] = {}
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[RunFolder]:
+        """Make the folder and hold it against other processes; the system lets go of it even after a kill.
+
+        Raises: RunError if another process holds it, or it cannot be made.
+        """
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = open(self.path / "lock", "ab")
+        try:
+            _hold(lock, self.path)
+            yield self
+        finally:
+            for log in self._logs.values():
+                log.close()
+            self._logs.clear()
+            lock.close()
+
+    def append(self, log: str, rows: Iterable[dict[str, Any]]) -> None:
+        """Add one line for each row."""
+        with writing(self.path / log):
+            if log not in self._logs:
+                self._logs[log] = open(self.path / log, "ab")
+            self._logs[log].write("".join(to_json(row) + "\n" for row in rows).encode("utf-8"))
+            self._logs[log].flush()
+
+    def log_sizes(self) -> dict[str, int]:
+        """Bytes in each log."""
+        return {log: path.stat().st_size if (path := self.path / log).exists() else 0 for log in LOGS}
+
+    def cut_logs(self, sizes: dict[str, int]) -> None:
+        """Forget what was logged after a checkpoint.
+
+        Raises: RunError if a log is shorter than the checkpoint says, so that lines are missing.
+        """
+        for log in LOGS:
+            path, size = self.path / log, sizes.get(log, 0)
+            found = path.stat().st_size if path.exists() else 0
+            if found < size:
+                raise RunError(f"{path}: expected at least {size} bytes, found {found}; lines were lost. Start it anew")
+            if found > size:
+                with writing(path), open(path, "r+b") as file:
+                    file.truncate(size)
+
+    def read_log(self, log: str) -> list[dict[str, Any]]:
+        """Rows of a log."""
+        path = self.path / log
+        return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+
+    def write_record(self, record: dict[str, Any]) -> None:
+        """Replace run.json."""
+        with writing(self.path / "run.json"):
+            write_atomically(self.path / "run.json", to_json(record, indent=1) + "\n")
+
+    def read_record(self) -> dict[str, Any] | None:
+        """run.json; None if there is none.
+
+        Raises: RunError if it is not a record.
+        """
+        path = self.path / "run.json"
+        if not path.exists():
+            return None
+        try:
+            record = json.loads(path.read_text("utf-8"))
+        except ValueError as error:
+            raise RunError(f"{path} is not JSON ({error}); delete the folder to start this run anew") from error
+        if not isinstance(record, dict) or record.get("kind") != "wellcond-run" or record.get("schema") != SCHEMA:
+            raise RunError(f"{path}: expected a run record of schema {SCHEMA}, found something else")
+        return record
+
+
+def _hold(lock: BinaryIO, path: Path) -> None:
+    try:
+        import fcntl
+    except ImportError:  # not on this system: two processes in one folder are then the user's affair
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise RunError(f"{path}: another process is writing this run; wait for it or stop it") from error
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Name the file in errors of writing it, and say that nothing is lost."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"{path} could not be written: {error.strerror or error}. Make room or give another folder, then run the "
+            "same command: it goes on from the last checkpoint"
+        ) from error

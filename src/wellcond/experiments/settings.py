@@ -1,0 +1,84 @@
+"""Base of every part of a recipe: frozen, strict about names, and clear about what is wrong."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+from wellcond.errors import WellcondError
+
+
+class RecipeError(WellcondError, ValueError):
+    """A recipe that cannot be run, with the path, the value and what was expected."""
+
+
+class Settings(BaseModel):
+    """A part of a recipe."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_known_fields(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            for name in values:
+                if name not in cls.model_fields:
+                    raise ValueError(f"unknown field {name!r}{suggest(str(name), list(cls.model_fields))}")
+        return values
+
+
+def suggest(name: str, allowed: Sequence[str]) -> str:
+    """What may stand there instead, the nearest first.
+
+    Example:
+        >>> suggest("momentun", ["lr", "momentum"])
+        "; did you mean 'momentum'? Allowed: lr, momentum"
+    """
+    close = difflib.get_close_matches(name, allowed, 1)
+    return (f"; did you mean {close[0]!r}?" if close else ".") + f" Allowed: {', '.join(allowed)}"
+
+
+class Interval(Settings):
+    """A length of training, in epochs or in optimiser steps."""
+
+    epochs: PositiveFloat | None = None
+    steps: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _one_unit(self) -> Interval:
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError("give either epochs or steps")
+        return self
+
+    def in_steps(self, steps_per_epoch: int) -> int:
+        """At least one step; a part of an epoch is rounded."""
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        return max(1, round(self.epochs * steps_per_epoch))
+
+
+def explain(error: ValidationError, where: str) -> RecipeError:
+    """A pydantic error as one message: a line for each problem with its path and the value found."""
+    lines = []
+    for problem in error.errors():
+        path = ".".join(str(part) for part in problem["loc"]) or "(top level)"
+        message = problem["msg"].removeprefix("Value error, ")
+        found = problem.get("input")
+        shown = "" if isinstance(found, (dict, list)) or problem["type"] == "missing" else f" (found {found!r})"
+        lines.append(f"  {path}: {message}{shown}")
+    return RecipeError(f"{where} is not a valid recipe:\n" + "\n".join(lines))
+
+
+def divide_exactly(total: int, parts: int, what: str) -> int:
+    """Total / parts, or a RecipeError."""
+    if total % parts:
+        raise RecipeError(
+            f"{what}: {total} cannot be divided into {parts} equal parts; "
+            f"expected a multiple of {parts}, for instance {parts * math.ceil(total / parts)}"
+        )
+    return total // parts

@@ -1,0 +1,136 @@
+"""What the engine asks of a task."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from wellcond.experiments.data.bundle import DataBundle
+from wellcond.experiments.settings import RecipeError, Settings
+
+Batch = dict[str, Tensor]
+SampleKey = tuple[int, int]
+"""Number of a sample, and the epoch it is seen in (which fixes its augmentation); epoch -1 is evaluation."""
+EVALUATION = -1
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The number a task is judged by."""
+
+    name: str
+    higher_is_better: bool = True
+    percent: bool = False
+    """A share that is shown times 100."""
+
+    def better(self, a: float, b: float) -> bool:
+        """Whether a is better than b."""
+        return a > b if self.higher_is_better else a < b
+
+
+class SampleSet(Protocol):
+    """Samples by number, as batches ready for the model."""
+
+    in_memory: bool
+    """Whether fetching is so cheap that worker processes would only cost time."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        ...
+
+    def fetch(self, keys: Sequence[SampleKey]) -> Batch:
+        """One batch; the same keys give the same batch, in any process."""
+        ...
+
+
+class ModelSettings(Settings):
+    """Which model, with which arguments."""
+
+    name: str
+    """timm:NAME, hf:CONFIG_TYPE_OR_LOCAL_PATH, or path/to/file.py:callable (only with --trust-local-code)"""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    weights: str | None = None
+    """Checkpoint to start from; the method is applied after it is loaded."""
+
+
+@dataclass(frozen=True)
+class TaskContext:
+    """What a task is built from."""
+
+    data: DataBundle
+    seed: int
+    augmentation: Any = None
+    progress: Callable[[str, int, int], None] | None = None
+    """Told of slow preparation: what, how many done, of how many."""
+
+
+class AbstractTask(ABC):
+    """Samples, loss and score of one kind of problem."""
+
+    metric: Metric
+    train: SampleSet
+    evaluation: SampleSet
+    data: DataBundle
+
+    @abstractmethod
+    def model_arguments(self, kind: str) -> dict[str, Any]:
+        """What the data ask of a model of this ``kind`` (timm, hf or file): classes, channels, vocabulary."""
+
+    @abstractmethod
+    def auto_class(self) -> str | None:
+        """Class of transformers with the head this task needs; None if there is none."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Sum of the loss over the terms of a batch."""
+
+    @abstractmethod
+    def num_terms(self, batch: Batch) -> Tensor | int:
+        """How many terms `loss` adds up; the engine divides by their number over all processes and accumulations."""
+
+    @abstractmethod
+    def score(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Sums over a batch from which `metrics` follows."""
+
+    @abstractmethod
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Values of an evaluation from the sums over the whole set; `loss` and the metric are among them."""
+
+    @abstractmethod
+    def probe(self, num_samples: int) -> Any:
+        """The first samples of the evaluation set as the model's input, for `measure`."""
+
+    def training_batch(self, batch: Batch, step: int) -> Batch:
+        """Batch-wise augmentation of one step; none by default."""
+        return batch
+
+
+TASKS: dict[str, tuple[type[Settings], Callable[[Any, TaskContext], AbstractTask]]] = {}
+
+
+def register_task(settings: type[Settings]) -> Callable[[type[AbstractTask]], type[AbstractTask]]:
+    """Decorate a task class whose constructor takes (settings, context); `settings.name` is the task's name."""
+
+    def decorate(task: type[AbstractTask]) -> type[AbstractTask]:
+        TASKS[settings.model_fields["name"].default] = (settings, task)
+        return task
+
+    return decorate
+
+
+def need_kind(data: DataBundle, task: str, *kinds: str) -> None:
+    """Raise RecipeError unless the data are of a kind the task can use."""
+    if data.kind not in kinds:
+        raise RecipeError(f"{task} needs {' or '.join(kinds)} data; {data.name} has {data.kind}")
+
+
+def need_classes(data: DataBundle, task: str) -> int:
+    """Number of classes, or a RecipeError."""
+    if data.class_names is None:
+        raise RecipeError(f"{task} needs labels; {data.name} has none. Name the label column in data.label")
+    return len(data.class_names)

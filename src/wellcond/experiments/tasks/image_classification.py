@@ -1,0 +1,181 @@
+"""Image classification: cross entropy, top-1 accuracy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from pydantic import PositiveFloat, PositiveInt
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from wellcond.experiments.data.images import as_tensor_images
+from wellcond.experiments.seeding import derive
+from wellcond.experiments.settings import RecipeError, Settings
+from wellcond.experiments.tasks.augmentation import AugmentationSettings
+from wellcond.experiments.tasks.base import (
+    EVALUATION,
+    AbstractTask,
+    Batch,
+    Metric,
+    SampleSet,
+    TaskContext,
+    need_classes,
+    need_kind,
+    register_task,
+)
+from wellcond.experiments.tasks.image_sets import IMAGENET, Pictures, TensorImages, check_labels, picture_transform
+
+
+class ImageClassificationSettings(Settings):
+    """Options of the task."""
+
+    name: Literal["image_classification"] = "image_classification"
+    image_size: PositiveInt | None = None
+    """Side in pixels; images of another size are resized. The size of the data by default."""
+    channels: Literal[1, 3] | None = None
+    normalise: Literal["data", "imagenet", "none"] = "data"
+    """By the mean and deviation of the training images, of ImageNet, or not at all."""
+    evaluation_crop: PositiveFloat = 1.0
+    in_memory: Literal["auto", "always", "never"] = "auto"
+    """Whether to decode all images once."""
+
+
+@register_task(ImageClassificationSettings)
+class ImageClassification(AbstractTask):
+    """Logits against a label."""
+
+    metric = Metric("accuracy", higher_is_better=True, percent=True)
+
+    def __init__(self, settings: ImageClassificationSettings, context: TaskContext) -> None:
+        """Decode the images if they fit, or prepare to do so one by one."""
+        need_kind(context.data, settings.name, "image")
+        self.num_classes = need_classes(context.data, settings.name)
+        self.settings, self.context = settings, context
+        self.augmentation: AugmentationSettings = context.augmentation or AugmentationSettings()
+        first = context.data.train[0]["image"]
+        shape = tuple(first.shape) if isinstance(first, Tensor) else (len(first.getbands()), *reversed(first.size))
+        self.channels = settings.channels or (1 if shape[0] == 1 else 3)
+        self.size = settings.image_size or shape[-1]
+        if settings.image_size is None and shape[-1] != shape[-2]:
+            raise RecipeError(
+                f"{context.data.name}: images are {shape[-2]} x {shape[-1]}; set task.image_size to the side wanted"
+            )
+        self.train, self.evaluation = self._in_memory() or self._pictures()
+        self._mixing: Any = None
+
+    def _in_memory(self) -> tuple[SampleSet, SampleSet] | None:
+        if self.settings.in_memory == "never" or self.augmentation.needs_pictures:
+            return None
+        data, report = self.context.data, self.context.progress
+        loaded = []
+        for name, split in (("training", data.train), ("evaluation", data.evaluation)):
+            told = None if report is None else functools.partial(report, f"decoding {name} images")
+            images = as_tensor_images(split, size=self.size, channels=self.channels, progress=told)
+            if images is None:
+                if self.settings.in_memory == "always":
+                    raise RecipeError(f"{data.name}: the {name} images do not fit in memory; use task.in_memory: auto")
+                return None
+            assert images.labels is not None  # there are classes
+            check_labels(images.labels, self.num_classes, f"{data.name}, {name} split")
+            loaded.append(images)
+        train, evaluation = loaded
+        mean, std = self._statistics(train.images)
+        common = {"mean": mean, "std": std, "seed": self.context.seed}
+        return (
+            TensorImages(train.images, train.labels, augmentation=self.augmentation, **common),
+            TensorImages(evaluation.images, evaluation.labels, **common),
+        )
+
+    def _statistics(self, images: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        if self.settings.normalise == "none" or images.is_floating_point():  # floats come normalised
+            return None, None
+        if self.settings.normalise == "imagenet":
+            mean, std = (torch.tensor(values) for values in IMAGENET)
+            return (mean, std) if self.channels == 3 else (mean.mean().view(1), std.mean().view(1))
+        sums = torch.zeros(2, self.channels, dtype=torch.float64)
+        for part in images.split(4096):  # the whole set in float64 may not fit
+            values = part.double() / 255
+            sums += torch.stack([values.sum((0, 2, 3)), values.square().sum((0, 2, 3))])
+        mean, square = sums / (images.numel() / self.channels)
+        return mean.float(), (square - mean.square()).clamp_min(1e-12).sqrt().float()
+
+    def _pictures(self) -> tuple[SampleSet, SampleSet]:
+        data = self.context.data
+        if self.augmentation.crop_padding:
+            raise RecipeError(
+                "augmentation.crop_padding works on images in memory; use augmentation.resized_crop with the others"
+            )
+        mean, std = IMAGENET if self.settings.normalise != "none" else ((0.0,) * 3, (1.0,) * 3)
+        if self.channels == 1:
+            mean, std = (sum(mean) / 3,), (sum(std) / 3,)
+        transforms = [
+            picture_transform(self.size, augmentation, crop=self.settings.evaluation_crop, mean=mean, std=std)
+            for augmentation in (self.augmentation, None)
+        ]
+        common = {"channels": self.channels, "seed": self.context.seed}
+        return Pictures(data.train, transforms[0], **common), Pictures(data.evaluation, transforms[1], **common)
+
+    def model_arguments(self, kind: str) -> dict[str, Any]:
+        """Classes, channels and size."""
+        if kind == "timm":
+            return {"num_classes": self.num_classes, "in_chans": self.channels, "img_size": self.size}
+        return {"num_labels": self.num_classes, "num_channels": self.channels, "image_size": self.size}
+
+    def auto_class(self) -> str:
+        """With a classifier."""
+        return "AutoModelForImageClassification"
+
+    def training_batch(self, batch: Batch, step: int) -> Batch:
+        """Mixup and cutmix, seeded by the step."""
+        if not self.augmentation.mixes:
+            return batch
+        import numpy as np
+        from timm.data import Mixup
+
+        if self._mixing is None:
+            a = self.augmentation
+            self._mixing = Mixup(a.mixup, a.cutmix, label_smoothing=a.label_smoothing, num_classes=self.num_classes)
+        np.random.seed(derive(self.context.seed, "mixing", step) % 2**32)
+        image, label = self._mixing(batch["image"].clone(), batch["label"])
+        return {"image": image, "label": label}
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Cross entropy, with label smoothing unless mixing has smoothed already."""
+        smoothing = 0.0 if self.augmentation.mixes else self.augmentation.label_smoothing
+        return cross_entropy(
+            logits_of(model(batch["image"])), batch["label"], reduction="sum", label_smoothing=smoothing
+        )
+
+    def num_terms(self, batch: Batch) -> int:
+        """One per image."""
+        return len(batch["image"])
+
+    def score(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Loss, correct answers and count."""
+        return classification_sums(logits_of(model(batch["image"])), batch["label"])
+
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Mean loss and accuracy."""
+        return {"loss": sums["loss"] / sums["count"], "accuracy": sums["correct"] / sums["count"]}
+
+    def probe(self, num_samples: int) -> Tensor:
+        """Evaluation images."""
+        keys = [(index, EVALUATION) for index in range(min(num_samples, len(self.evaluation)))]
+        return self.evaluation.fetch(keys)["image"]
+
+
+def logits_of(output: Any) -> Tensor:
+    """Logits of a timm model (a tensor) or a Hugging Face one (a record)."""
+    return output if isinstance(output, Tensor) else output.logits
+
+
+def classification_sums(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Sums from which loss and accuracy follow."""
+    return {
+        "loss": cross_entropy(logits.float(), labels, reduction="sum").double(),
+        "correct": (logits.argmax(-1) == labels).sum().double(),
+        "count": torch.tensor(float(len(labels)), dtype=torch.float64, device=logits.device),
+    }

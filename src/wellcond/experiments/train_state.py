@@ -1,0 +1,59 @@
+"""What a run carries from step to step besides weights: small, and exact in JSON."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class TrainState:
+    """Numbers that a checkpoint needs for the logs to go on as if nothing had happened."""
+
+    step: int = 0
+    window: list[float] = field(default_factory=list)
+    """Losses since the last row of steps.jsonl."""
+    sum_since_evaluation: float = 0.0
+    count_since_evaluation: int = 0
+    first_loss: float | None = None
+    """Mean loss of the first row, which divergence is judged against."""
+    final: dict[str, Any] | None = None
+    best: dict[str, Any] | None = None
+
+    def take(self, losses: list[float]) -> None:
+        """Note the losses of further updates, in their order."""
+        self.window += losses
+        for loss in losses:
+            self.sum_since_evaluation += loss
+        self.count_since_evaluation += len(losses)
+
+    def close_window(self) -> float:
+        """Mean loss since the last row; begins the next."""
+        mean = math.fsum(self.window) / len(self.window)
+        self.window = []
+        if self.first_loss is None:
+            self.first_loss = mean
+        return mean
+
+    def close_evaluation(self) -> float | None:
+        """Mean training loss since the last evaluation; None if there was no update."""
+        mean = self.sum_since_evaluation / self.count_since_evaluation if self.count_since_evaluation else None
+        self.sum_since_evaluation, self.count_since_evaluation = 0.0, 0
+        return mean
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+class Diverged(Exception):
+    """The loss is not finite, or far above where it began."""
+
+
+def check_loss(loss: float, first: float | None, factor: float | None, step: int) -> None:
+    """Raise Diverged, with the reason."""
+    if not math.isfinite(loss):
+        raise Diverged(f"the loss is {loss} at step {step}")
+    if factor is not None and first is not None and loss > factor * max(first, 1e-6):
+        raise Diverged(f"the loss at step {step} is {loss:.4g}, more than {factor:g} times the first, {first:.4g}")

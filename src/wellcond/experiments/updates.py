@@ -1,0 +1,96 @@
+"""One update of the weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wellcond.attention.site import AttentionSite
+from wellcond.experiments.averaging import WeightAverage
+from wellcond.experiments.optimizers import set_point
+from wellcond.experiments.schedule import Curve
+from wellcond.experiments.seeding import derive
+from wellcond.experiments.tasks.base import AbstractTask, Batch
+
+
+class Updater:
+    """Forward, backward and step, over accumulations and processes."""
+
+    def __init__(
+        self,
+        accelerator: Any,
+        task: AbstractTask,
+        model: nn.Module,
+        optimizer: Any,
+        *,
+        curve: Curve,
+        peak: float,
+        clip_norm: float | None,
+        average: WeightAverage | None,
+        seed: int,
+    ) -> None:
+        """`model` and `optimizer` as Accelerate prepared them."""
+        self.accelerator, self.task, self.model, self.optimizer = accelerator, task, model, optimizer
+        self.curve, self.peak, self.clip_norm, self.average, self.seed = curve, peak, clip_norm, average, seed
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.learning_rate = 0.0
+
+    def update(self, step: int, batches: Sequence[Batch], *, want_norm: bool) -> tuple[Tensor, Tensor | None]:
+        """Loss of this process's share (the mean over processes is the loss of the update) and the gradient's norm."""
+        accelerator = self.accelerator
+        # Dropout differs between processes, but not between methods, sessions or measured and unmeasured runs.
+        torch.manual_seed(derive(self.seed, "dropout", step, accelerator.process_index))
+        batches = [self.task.training_batch(batch, step) for batch in batches]
+        share = accelerator.num_processes / self._num_terms(batches)
+        self.learning_rate = set_point(self.optimizer, self.curve(step), self.peak)
+        losses = []
+        for number, batch in enumerate(batches):
+            last = number == len(batches) - 1
+            with contextlib.nullcontext() if last else accelerator.no_sync(self.model):
+                loss = self.task.loss(self.model, batch) * share
+                accelerator.backward(loss)
+            losses.append(loss.detach())
+        norm = None
+        if self.clip_norm is not None:
+            norm = accelerator.clip_grad_norm_(self.parameters, self.clip_norm)
+        elif want_norm:
+            accelerator.unscale_gradients()
+            norm = global_norm([p.grad for p in self.parameters if p.grad is not None])
+        self.optimizer.step()
+        if self.average is not None:
+            self.average.update()
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum(), norm
+
+    def forget_gradients(self) -> None:
+        """Call after an update, once its gradients have been looked at."""
+        self.optimizer.zero_grad()
+
+    def _num_terms(self, batches: Sequence[Batch]) -> Any:
+        """Terms of the loss over all parts and processes."""
+        mine: Any = sum(self.task.num_terms(batch) for batch in batches)
+        if self.accelerator.num_processes == 1:
+            return mine
+        counted = torch.as_tensor(mine, dtype=torch.float64, device=self.accelerator.device)
+        return self.accelerator.reduce(counted, reduction="sum").item()
+
+
+def global_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Euclidean norm of all gradients together."""
+    norm = torch.nn.utils.get_total_norm(gradients)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def projection_norms(sites: Sequence[AttentionSite]) -> dict[str, float]:
+    """Norm of the gradient of all W_Q, of all W_K and of all W_V; nothing where gradients are sharded."""
+    norms = {}
+    for role in "qkv":
+        gradients = [(site.slots[role], site.slots[role].parameter.grad) for site in sites]
+        if any(gradient is None or hasattr(gradient, "full_tensor") for _, gradient in gradients):
+            return {}
+        parts = [slot.view_heads(gradient).norm() for slot, gradient in gradients if gradient is not None]
+        norms[f"grad_norm_{role}"] = float(torch.stack(parts).norm())
+    return norms

@@ -1,0 +1,46 @@
+"""Files that are either whole or not there: written beside their place, then renamed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace a file in one step, so that a reader, a crash or a full disk never leaves half of it.
+
+    Raises: OSError; the old file is then as it was.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def json_ready(value: Any) -> Any:
+    """Plain data for JSON, which has no infinities and no NaN: they become text.
+
+    Example:
+        >>> json_ready({"kappa": float("inf"), "rank": 3})
+        {'kappa': 'inf', 'rank': 3}
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: json_ready(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_ready(item) for item in value]
+    return value
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """One JSON text, infinities and NaN as text."""
+    return json.dumps(json_ready(value), indent=indent, ensure_ascii=False, allow_nan=False)
