@@ -10,10 +10,11 @@ import pytest
 import wellcond
 
 SRC = Path(wellcond.__file__).parent
-BASE = {"records", "errors"}
+BASE = {"records", "errors", "files"}
 ALLOWED = {
     "records": set(),
     "errors": set(),
+    "files": set(),
     "linalg": BASE,
     "attention": BASE | {"linalg"},
     "init": BASE | {"linalg", "attention"},
@@ -23,8 +24,7 @@ ALLOWED = {
     "measurement": BASE | {"linalg", "attention", "conditioning", "jacobian", "theory"},
     "tracking": BASE | {"linalg", "attention", "jacobian", "measurement"},
     "report": BASE,
-    "experiments": BASE | {"linalg", "attention", "init", "conditioning"},
-    "cli": BASE | {"linalg", "attention", "init", "conditioning", "experiments"},
+    "experiments": BASE | {"linalg", "attention", "init", "conditioning", "jacobian", "measurement", "tracking"},
 }
 EXTRAS = [
     "timm",
@@ -93,7 +93,7 @@ def test_a_missing_extra_names_its_install_line():
     code = (
         "import sys\n"
         "for name in ('timm', 'transformers', 'typer', 'sklearn'): sys.modules[name] = None\n"
-        "from wellcond.cli.models import build_model\n"
+        "from wellcond.experiments.models import build_model\n"
         "from wellcond.errors import MissingExtraError\n"
         "from wellcond.experiments.digits import load_digits, build_vit\n"
         "for call in (lambda: build_model('timm:x'), lambda: build_model('hf:x'), load_digits, build_vit):\n"

@@ -8,13 +8,18 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
 import wellcond as wc
+import wellcond.jacobian.diagnosis as diagnosis_module
+import wellcond.jacobian.spectrum as spectrum_module
 from wellcond.jacobian.capture import capture_attention
 from wellcond.jacobian.captured_forms import GenericForm, captured_form
+from wellcond.jacobian.forms import WideForm
 from wellcond.jacobian.generic import GenericHead
 from wellcond.jacobian.spectrum import form_spectrum
+from wellcond.report.measurement_page import ReportDataError, render_measurement
 
 X = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
@@ -212,3 +217,123 @@ def test_a_layer_with_an_unknown_head_is_unknown_in_any_order():
     for heads in ((lost, second), (second, lost)):
         assert math.isnan(dataclasses.replace(layer, heads=heads).kappa("pseudo"))
     assert dataclasses.replace(layer, heads=(singular, second)).kappa("pseudo") == math.inf
+
+
+@pytest.mark.parametrize("method", [None, "balanced"])
+def test_without_the_jacobian_weights_and_attention_are_the_same(method):
+    model = vit() if method is None else wc.condition_(vit(), method)
+    full, cheap = (wc.measure(model, X, samples=2, jacobian=jacobian) for jacobian in (True, False))
+    for layer, other in zip(full.layers, cheap.layers, strict=True):
+        assert math.isnan(other.kappa()) and math.isfinite(layer.kappa())
+        for head, light in zip(layer.heads, other.heads, strict=True):
+            assert (light.weights, light.raw_weights) == (head.weights, head.raw_weights)
+            assert light.attention == head.attention == head.diagnosis.attention
+            assert light.jacobian is light.diagnosis is light.bound_log10 is light.papers_bound_log10 is None
+            assert math.isnan(light.mean_kappa()) and math.isnan(light.spread())
+            assert light.verdict == "unknown" and light.status == "not measured" and not light.dead
+    assert "not measured" in cheap.to_table()
+    assert json.loads(cheap.to_json())["layers"][0]["heads"][0]["jacobian"] is None
+    with pytest.raises(ReportDataError, match="no Jacobians"):
+        render_measurement(cheap.to_dict())
+    with pytest.raises(ValueError, match="jacobian=False leaves it out"):
+        wc.measure(model, X, jacobian=False, output=True)
+
+
+@pytest.mark.filterwarnings("ignore::wellcond.NumericalWarning")
+def test_a_collapsed_head_is_dead_without_its_jacobian():
+    model = wc.condition_(vit(depth=1, embed_dim=96), "identity", lam=30.0)
+    assert wc.measure(model, X[:1], jacobian=False).layers[0].heads[0].dead
+
+
+def test_raw_weights_are_those_without_corrections():
+    model = vit()
+    before = wc.measure(model, X[:1], jacobian=False)
+    wc.condition_(model, "balanced", projections="qk")
+    after = wc.measure(model, X[:1], jacobian=False)
+    for layer, other in zip(before.layers, after.layers, strict=True):
+        for head, conditioned in zip(layer.heads, other.heads, strict=True):
+            assert head.raw_weights == head.weights == conditioned.raw_weights
+            assert conditioned.weights["q"] != head.weights["q"] and conditioned.weights["v"] == head.weights["v"]
+
+
+def test_weights_of_grouped_queries_are_the_worst_of_their_own_group():
+    llama = LlamaModel(
+        LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4,
+                    num_key_value_heads=2, vocab_size=20, bos_token_id=0, eos_token_id=0)
+    )  # fmt: skip
+    wc.condition_(llama, "polar", projections="k")
+    [layer] = wc.measure(llama, torch.arange(5)[None], heads=[1, 0], jacobian=False).layers
+    attention = llama.layers[0].self_attn
+    worst = torch.linalg.cond(attention.q_proj.weight.detach().double().view(2, 2, 4, 16)).amax(1)
+    raw_k = torch.linalg.cond(attention.k_proj._parameters["weight"].detach().double().view(2, 4, 16))
+    for head in layer.heads:
+        assert head.weights["q"].condition_number == pytest.approx(float(worst[head.index]))
+        assert head.raw_weights["k"].condition_number == pytest.approx(float(raw_k[head.index]))
+        assert head.weights["k"].condition_number < head.raw_weights["k"].condition_number
+
+
+@pytest.mark.parametrize("convention, kappa", [("wide", "strict"), ("stack", "pseudo")])
+def test_the_bound_holds_also_with_biases(convention, kappa):
+    model = vit()
+    plain = wc.measure(model, X, convention=convention, samples=2)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.qkv.bias.normal_(std=30.0)  # the queries are then mostly bias
+    biased = wc.measure(model, X, convention=convention)
+    for report in (plain, biased):
+        for head in (head for layer in report.layers for head in layer.heads):
+            assert head.bound_log10 >= math.log10(head.jacobian.kappa(kappa))
+    # (U1) of the biased head, whose J_K reads Q + b: without b the bound would be smaller than this.
+    head = capture_attention(model, X[:1])[0].head(0)
+    low, high = WideForm(head).certified()
+    if convention == "wide":
+        assert biased.layers[0].heads[0].bound_log10 == pytest.approx(math.log10(high / low), abs=1e-6)
+
+
+def test_where_no_bound_is_known_there_is_none():
+    model = vit(embed_dim=24, num_heads=3, img_size=48)  # 37 tokens of width 24: they are dependent
+    images = torch.randn(1, 3, 48, 48)
+    [head] = wc.measure(model, images, layers=[0], heads=[0]).layers[0].heads
+    assert head.bound_log10 is None and head.papers_bound_log10 is not None
+    assert wc.measure(vit(), X[:1], layers=[0], heads=[0], biases=True).layers[0].heads[0].bound_log10 is None
+
+
+def test_ill_conditioned_heads_skip_the_eigenvalues_and_give_the_same(monkeypatch):
+    model = vit(img_size=32)
+    images = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for block in model.blocks:
+            block.norm1.weight[1:] *= 1e-4
+    quick = wc.measure(model, images)
+    monkeypatch.setattr(spectrum_module, "_squaring_loses", lambda gram: False)
+    slow = wc.measure(model, images)
+    assert quick == slow and quick.layers[0].heads[0].jacobian.condition_number > 1e6
+
+
+def test_block_norms_are_the_same_through_factors_as_through_the_matrix(monkeypatch):
+    model = vit()
+    explicit = wc.measure(model, X[:1])
+    monkeypatch.setattr(diagnosis_module, "EXPLICIT_LIMIT", 0)
+    factors = wc.measure(model, X[:1])
+    for layer, other in zip(explicit.layers, factors.layers, strict=True):
+        for head, same in zip(layer.heads, other.heads, strict=True):
+            for name in ("norm_q", "norm_k", "norm_v"):
+                assert getattr(head.diagnosis, name) == pytest.approx(getattr(same.diagnosis, name), rel=1e-8)
+
+
+def test_an_attention_that_raises_leaves_no_recorder_behind(monkeypatch):
+    model = vit()
+    monkeypatch.setattr(model.blocks[1].attn.proj, "forward", lambda x: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        wc.measure(model, X[:1])
+    assert _get_current_dispatch_mode() is None
+    monkeypatch.undo()
+    assert wc.measure(model, X[:1]).layers[1].heads
+
+
+@pytest.mark.parametrize("least, lost", [(1e-8, False), (1e-13, True), (0.0, True), (-1e-17, True)])
+def test_a_gram_matrix_tells_when_squaring_loses(least, lost):
+    rotation = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))).Q
+    gram = rotation @ torch.diag(torch.tensor([1.0, 0.5, 0.1, least], dtype=torch.float64)) @ rotation.T
+    assert spectrum_module._squaring_loses((gram + gram.T) / 2) is lost
+    assert spectrum_module._squaring_loses(torch.zeros(4, 4, dtype=torch.float64)) is False

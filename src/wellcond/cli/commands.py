@@ -159,14 +159,3 @@ def measure(
         _load_raw_or_plain(built, weights)
     options = Options(layers, heads, convention, kappa, samples, combine, method, biases)
     run_measure(built, model, input, options, tokens=tokens, seed=seed, output=output, html=html, force=force)
-
-
-@app.command("demo")
-def demo(
-    epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 15,
-    seeds: Annotated[int, typer.Option(help="Number of seeds, from 0.")] = 3,
-) -> None:
-    """Train a small ViT on scikit-learn's digits, initialised and conditioned in several ways, and compare."""
-    from wellcond.cli.demo import run_demo
-
-    run_demo(epochs=epochs, num_seeds=seeds)

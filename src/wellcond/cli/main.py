@@ -14,6 +14,7 @@ def main() -> None:
         import typer  # noqa: F401
     except ImportError as error:
         sys.exit(str(MissingExtraError("typer and rich", "cli")) + f" ({error})")
+    import wellcond.cli.experiment_commands  # noqa: F401  (adds its commands)
     from wellcond.cli.commands import app
 
     try:

@@ -207,7 +207,7 @@ def _cells(head: HeadReport) -> list[str]:
     maps = [d.attention.entropy, d.attention.diagonal_mass] if d else [math.nan, math.nan]
     shown = ["-" if math.isnan(x) else f"{x:.4f}" for x in maps]
     weights = [f"{head.weights[role].condition_number:.4g}" for role in "qkv"]
-    return [str(head.index), f"{head.mean_kappa():.4g}", head.jacobian.status, *norms, *shown, *weights, head.verdict]
+    return [str(head.index), f"{head.mean_kappa():.4g}", head.status, *norms, *shown, *weights, head.verdict]
 
 
 def summarise(report: MeasurementReport) -> str:
@@ -222,7 +222,7 @@ def summarise(report: MeasurementReport) -> str:
     if finite:
         mean = math.exp(sum(map(math.log, finite)) / len(finite))
         text += f".\nκ(J) of live heads: geometric mean {mean:.4g}, worst {max(finite):.4g}"
-    infinite, inexact = len(alive) - len(finite), sum(head.jacobian.status != "exact" for _, head in rows)
+    infinite, inexact = len(alive) - len(finite), sum(head.status != "exact" for _, head in rows)
     text += f"; {infinite} not finite" * bool(infinite) + f"; {inexact} not exact" * bool(inexact)
     listed = ", ".join(dead[:12]) + (f" and {len(dead) - 12} more" if len(dead) > 12 else "")
     said = f"{len(dead)} ({listed}); their κ(J) says nothing good" if dead else "none"

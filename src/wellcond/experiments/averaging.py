@@ -14,7 +14,7 @@ class WeightAverage:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         """The average starts as the weights."""
-        self.decay = decay
+        self.decay, self._model = decay, model
         self._weights = dict(model.named_parameters())
         self._average = {name: weight.detach().clone() for name, weight in self._weights.items()}
 
@@ -36,6 +36,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def _copy_(self, values: dict[str, Tensor]) -> None:
+        _reshard(self._model)
         for name, weight in self._weights.items():
             weight.copy_(values[name])
 
@@ -49,6 +50,15 @@ class WeightAverage:
         for name, value in self._average.items():
             stored = state[name].to(value.device)
             value.copy_(_shard_like(stored, value))
+
+
+def _reshard(model: nn.Module) -> None:
+    """Make FSDP2 forget gathered weights: after a forward pass without a backward it would use them once more."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _whole(value: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class UpdatePlan:
 
 
 def evaluation_parts(num_samples: int, batch_size: int, share: Share) -> list[list[SampleKey]]:
-    """Samples of one process: each sample in exactly one, and as many parts in every process (shards wait for each other).
+    """Samples of one process: each sample in exactly one; every process has as many parts (shards wait for each other).
 
     Raises: RecipeError if there are fewer samples than processes.
     """
@@ -87,7 +87,7 @@ class _Fetching(torch.utils.data.Dataset):
         return self.samples.fetch(keys)
 
 
-def _as_is(batch: Batch) -> Batch:
+def _as_is(batch: Any) -> Any:
     return batch
 
 

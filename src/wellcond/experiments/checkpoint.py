@@ -22,6 +22,7 @@ from wellcond.experiments.run_folder import RunError, writing
 from wellcond.files import to_json
 
 NAME = re.compile(r"step-(\d{8,})")
+OURS = re.compile(r"step-\d{8,}|\.step-\d{8,}(\.former)?\.partial")
 SEPARATOR = "//"
 
 
@@ -37,7 +38,10 @@ def gather_model(model: nn.Module) -> dict[str, Tensor]:
     """Whole state of a model on the CPU, whatever the processes hold; every process must call it, the first gets it."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    state: dict[str, Any] = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    return state
 
 
 def gather_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -91,14 +95,14 @@ def save_checkpoint(
             groups = [dict(group) for group in optimizer["param_groups"]]
             text = to_json(state | {"step": step, "optimizer": {"groups": groups, "values": plain}})
             _write_synced(partial / "state.json", text.encode("utf-8"))
-            if place.exists():
-                shutil.rmtree(place)
+            if place.exists():  # removing it would take longer than renaming it
+                os.replace(place, folder / f".{place.name}.former.partial")
             os.replace(partial, place)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     for older in folder.iterdir():
-        if older != place:
+        if older != place and OURS.fullmatch(older.name):
             shutil.rmtree(older, ignore_errors=True)
     return place
 
@@ -109,8 +113,9 @@ def _write_tensors(path: Path, values: dict[str, Tensor]) -> None:
     own = {}
     for name, value in values.items():
         value = value.detach().contiguous()
-        own[name] = value.clone() if value.data_ptr() in seen else value
-        seen.add(value.data_ptr())
+        storage = value.untyped_storage().data_ptr()
+        own[name] = value.clone() if storage in seen else value
+        seen.add(storage)
     _write_synced(path, _safetensors().save(own))
 
 
@@ -123,7 +128,8 @@ def _write_synced(path: Path, content: bytes) -> None:
 
 def last_checkpoint(folder: Path) -> Path | None:
     """The newest whole checkpoint; None if there is none."""
-    found = [place for place in folder.iterdir() if NAME.fullmatch(place.name)] if folder.is_dir() else []
+    places = list(folder.iterdir()) if folder.is_dir() else []
+    found = [place for place in places if NAME.fullmatch(place.name) and place.is_dir()]
     return max(found, key=lambda place: int(place.name.removeprefix("step-")), default=None)
 
 
@@ -132,17 +138,18 @@ def read_checkpoint(place: Path) -> tuple[dict[str, Tensor], dict[str, Any], dic
 
     Raises: RunError if a file is missing or damaged.
     """
+    load_file = _safetensors().load_file
     try:
         state = json.loads((place / "state.json").read_text("utf-8"))
-        model = _safetensors().load_file(place / "model.safetensors")
-        tensors = _safetensors().load_file(place / "optimizer.safetensors")
+        stored = state.pop("optimizer")
+        model = load_file(place / "model.safetensors")
+        tensors = load_file(place / "optimizer.safetensors")
         path = place / "average.safetensors"
-        average = _safetensors().load_file(path) if path.exists() else None
+        average = load_file(path) if path.exists() else None
     except Exception as error:
         raise RunError(
             f"{place} is damaged ({error}); delete it to go on from an earlier one or from the start"
         ) from error
-    stored = state.pop("optimizer")
     rows: dict[str, dict[str, Any]] = {}
     for joined, value in (tensors | stored["values"]).items():
         name, _, key = joined.rpartition(SEPARATOR)

@@ -25,7 +25,11 @@ def tracked_steps(settings: TrackingSettings, num_steps: int, steps_per_epoch: i
 
 
 class ConditioningLog:
-    """A `ConditionTracker` on the first process; sharded weights are gathered into a whole copy for it."""
+    """A `ConditionTracker` on the first process.
+
+    Where the model itself cannot be measured, because its weights are sharded or Accelerate made its forward pass round
+    to half precision, a plain copy is brought up to date and measured instead.
+    """
 
     def __init__(
         self,
@@ -37,12 +41,12 @@ class ConditioningLog:
         num_steps: int,
         steps_per_epoch: int,
     ) -> None:
-        """Make it before Accelerate prepares the model: a sharded one cannot be copied."""
+        """Make it before Accelerate prepares the model: only then can it be copied."""
         self.settings, self.task, self.accelerator = settings, task, accelerator
         self.jacobian, self.weights = tracked_steps(settings, num_steps, steps_per_epoch)
         self.steps = self.jacobian | self.weights
-        self._sharded = bool(self.steps) and accelerator.is_fsdp2
-        self._copy = copy.deepcopy(plain) if self._sharded and accelerator.is_main_process else None
+        self._copied = bool(self.steps) and (accelerator.is_fsdp2 or accelerator.mixed_precision != "no")
+        self._copy = copy.deepcopy(plain) if self._copied and accelerator.is_main_process else None
         self._tracker: ConditionTracker | None = None
         self._model: nn.Module = plain
 
@@ -55,7 +59,7 @@ class ConditioningLog:
         probe = self.task.probe(self.settings.samples)
         self._tracker = ConditionTracker(
             measured,
-            probe if self._sharded else _to_device(probe, self.accelerator.device),
+            probe if self._copied else _to_device(probe, self.accelerator.device),
             every=self.jacobian,
             weights_every=self.weights,
             budget=None,
@@ -67,7 +71,7 @@ class ConditioningLog:
 
     def after(self, step: int) -> list[dict[str, Any]]:
         """Rows of this step, usually none; every process must call it after every update."""
-        if self._sharded and step in self.steps:
+        if self._copied and step in self.steps:
             state = gather_model(self._model)
             if self._copy is not None:
                 self._copy.load_state_dict(state)

@@ -243,8 +243,9 @@ class Engine:
             self._take_losses()
         finally:  # a loss that is not finite is logged too
             mean = self.state.close_window()
-            row = {"step": step, "epoch": self.lengths.epoch(step), "loss": mean, "lr": self.updater.learning_rate}
-            row |= {"grad_norm": None if norm is None else float(norm)} | projection_norms(self.sites)
+            row: dict[str, Any] = {"step": step, "epoch": self.lengths.epoch(step), "loss": mean}
+            row |= {"lr": self.updater.learning_rate, "grad_norm": None if norm is None else float(norm)}
+            row |= projection_norms(self.sites)
             if self.is_main:
                 self.folder.append("steps.jsonl", [row])
                 self.accelerator.log({f"train/{name}": value for name, value in row.items()}, step=step)
@@ -263,7 +264,7 @@ class Engine:
             self.observer({"event": "phase", "phase": "evaluating"})
             values = self.evaluate()
             step = self.state.step
-            row = {"step": step, "epoch": self.lengths.epoch(step), **values}
+            row: dict[str, Any] = {"step": step, "epoch": self.lengths.epoch(step), **values}
             row |= {"train_loss": self.state.close_evaluation(), "seconds": self.clock.now()["training"]}
             if self.is_main:
                 self.folder.append("evaluations.jsonl", [row])

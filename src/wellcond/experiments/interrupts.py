@@ -23,7 +23,7 @@ class StopWish:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        former: dict[int, Any] = {}
+        former: dict[signal.Signals, Any] = {}
 
         def note(number: int, frame: FrameType | None) -> None:
             if self.wanted and number == signal.SIGINT:
@@ -36,4 +36,5 @@ class StopWish:
             yield self
         finally:
             for number, handler in former.items():
-                signal.signal(number, handler)
+                # None: the handler was not set from Python and cannot be put back.
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -2,48 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
 from pydantic import ValidationError
 
 from wellcond.experiments.recipe import Recipe, Scale
 from wellcond.experiments.settings import RecipeError, explain, suggest
+from wellcond.experiments.yaml_text import read_yaml
 
 SCALES: tuple[str, ...] = get_args(Scale)
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML without code, with 1e-3 as a number, and with an error for a key that stands twice."""
-
-
-def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    keys = [loader.construct_object(key) for key, _ in node.value]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", node.start_mark)
-    return dict(zip(keys, (loader.construct_object(value, deep=True) for _, value in node.value), strict=True))
-
-
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
-
-
-def read_yaml(text: str) -> Any:
-    """Plain data from YAML.
-
-    Example:
-        >>> read_yaml("lr: 1e-3")
-        {'lr': 0.001}
-    """
-    return yaml.load(text, _Loader)  # noqa: S506  (a SafeLoader)
 
 
 @dataclass(frozen=True)
@@ -61,6 +32,7 @@ def shipped_recipes() -> list[ShippedRecipe]:
     return [
         ShippedRecipe(file.name.removesuffix(".yaml"), scale, file.read_text(encoding="utf-8"))
         for scale in SCALES
+        if (root / scale).is_dir()
         for file in sorted((root / scale).iterdir(), key=lambda file: file.name)
         if file.name.endswith(".yaml")
     ]
@@ -82,19 +54,23 @@ def load_recipe(
         path = Path(name_or_path)
         if not path.is_file():
             raise RecipeError(f"no such recipe file: {path}")
-        return parse_recipe(path.read_text(encoding="utf-8"), str(path), overrides), path.parent
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"{path} cannot be read as text: {error}") from error
+        return parse_recipe(text, str(path), overrides), path.parent
     shipped = shipped_recipes()
-    found = [recipe for recipe in shipped if recipe.name == name_or_path and scale in (None, recipe.scale)]
-    if not found:
-        names = sorted({recipe.name for recipe in shipped})
-        at = f" at scale {scale!r}" if scale else ""
+    named = [recipe for recipe in shipped if recipe.name == name_or_path]
+    if not named:
         raise RecipeError(
-            f"no recipe {name_or_path!r}{at}{suggest(name_or_path, names)}. "
+            f"no recipe {name_or_path!r}{suggest(name_or_path, sorted({recipe.name for recipe in shipped}))}. "
             "`wellcond recipes` lists them; a file of your own ends in .yaml"
         )
-    if len(found) > 1:
-        scales = ", ".join(recipe.scale for recipe in found)
-        raise RecipeError(f"the recipe {name_or_path!r} exists at the scales {scales}: choose one with --scale")
+    found = [recipe for recipe in named if scale in (None, recipe.scale)]
+    if len(found) != 1:
+        scales = ", ".join(recipe.scale for recipe in named)
+        asked = f", not at {scale!r}" if scale else ""
+        raise RecipeError(f"the recipe {name_or_path!r} exists at the scales {scales}{asked}: choose one with --scale")
     return parse_recipe(found[0].text, f"{found[0].scale}/{found[0].name}", overrides), None
 
 
@@ -103,10 +79,7 @@ def parse_recipe(text: str, where: str, overrides: Sequence[str] = ()) -> Recipe
 
     Raises: RecipeError.
     """
-    try:
-        data = read_yaml(text)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{where} is not YAML: {error}") from error
+    data = read_yaml(text, where)
     if not isinstance(data, dict):
         raise RecipeError(f"{where}: expected a mapping of fields, found {type(data).__name__}")
     for override in overrides:
@@ -114,7 +87,7 @@ def parse_recipe(text: str, where: str, overrides: Sequence[str] = ()) -> Recipe
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
-        raise explain(error, where) from error
+        raise explain(error, where, data) from error
 
 
 def set_field(data: dict[str, Any], override: str) -> None:
@@ -137,4 +110,4 @@ def set_field(data: dict[str, Any], override: str) -> None:
         place = place.setdefault(key, {})
         if not isinstance(place, dict):
             raise RecipeError(f"--set {override}: {'.'.join(keys[: depth + 1])} is {place!r}, which has no fields")
-    place[keys[-1]] = read_yaml(text)
+    place[keys[-1]] = read_yaml(text, f"--set {override}: the value")

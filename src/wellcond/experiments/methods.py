@@ -6,20 +6,22 @@ In text: ``default``, ``conditioned``, ``identity(lam=10)``, ``conditioned+balan
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import yaml
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from torch import nn
 
+from wellcond.attention.checks import choose_projections
 from wellcond.conditioning.apply import condition_, make_method
 from wellcond.conditioning.methods import METHODS as CONDITIONS
 from wellcond.errors import NumericalWarning, WellcondError
 from wellcond.experiments.settings import RecipeError, Settings, suggest
+from wellcond.experiments.yaml_text import read_yaml
 from wellcond.init.apply import check_options, init_
 from wellcond.init.plan import METHODS as INITS
 
@@ -39,6 +41,11 @@ class MethodSettings(Settings):
     def _from_text(cls, values: Any) -> Any:
         return parse_method(values) if isinstance(values, str) else values
 
+    @field_validator("init_options", "condition_options")
+    @classmethod
+    def _plain_numbers(cls, options: dict[str, Any]) -> dict[str, Any]:
+        return {name: _whole(value) for name, value in options.items()}
+
     @model_validator(mode="after")
     def _exists(self) -> MethodSettings:
         if self.init not in INITS:
@@ -49,17 +56,22 @@ class MethodSettings(Settings):
             check_options(self.init, self.init_options)
             if self.condition is not None:
                 make_method(self.condition, self.condition_options)
+            object.__setattr__(self, "projections", choose_projections(self.projections))
         except WellcondError as error:
             raise ValueError(str(error)) from error
+        if self.condition is None and (self.condition_options or self.projections != "qkv"):
+            raise ValueError("condition_options and projections belong to a condition, which is missing")
         if not self.label:
             object.__setattr__(self, "label", self.canonical())
         return self
 
     def canonical(self) -> str:
         """The method as text that `parse_method` reads."""
-        parts = [] if self.init == "default" and self.condition else [_call(self.init, self.init_options)]
+        untouched = self.init == "default" and not self.init_options
+        parts = [] if untouched and self.condition else [_call(self.init, self.init_options)]
         if self.condition:
-            parts.append(_call(self.condition, self.condition_options))
+            chosen = {} if self.projections == "qkv" else {"projections": self.projections}
+            parts.append(_call(self.condition, self.condition_options | chosen))
         return "+".join(parts)
 
     @property
@@ -79,6 +91,12 @@ class MethodSettings(Settings):
         return model
 
 
+# Of these, the number of words tells the form: 1 a, 2 a+b, odd a(k=v, ...), even a+b(k=v, ...). So no two of them give
+# the same words; every other label gets a hash.
+_WORD = r"[a-z0-9](?:[a-z0-9._]*[a-z0-9])?"
+PLAIN_LABEL = re.compile(rf"{_WORD}(?:\+{_WORD})?(?:\({_WORD}={_WORD}(?:, {_WORD}={_WORD})*\))?")
+
+
 def slug(label: str) -> str:
     """A file name for a label; labels that differ give names that differ.
 
@@ -86,10 +104,10 @@ def slug(label: str) -> str:
         >>> slug("identity(lam=10)"), slug("conditioned+balanced")
         ('identity-lam-10', 'conditioned-balanced')
     """
-    plain = re.sub(r"[^a-z0-9.]+", "-", label.lower()).strip("-.")
-    if re.sub(r"[()+=, ]+", "-", label).strip("-") == plain:
+    plain = re.sub(r"[^a-z0-9._]+", "-", label.lower()).strip("-._")[:80]
+    if len(label) <= 80 and PLAIN_LABEL.fullmatch(label):
         return plain
-    return f"{plain or 'method'}-{hashlib.sha256(label.encode()).hexdigest()[:6]}"
+    return f"{plain or 'method'}-{hashlib.sha256(label.encode('utf-8', 'surrogatepass')).hexdigest()[:6]}"
 
 
 def _call(name: str, options: dict[str, Any]) -> str:
@@ -98,20 +116,42 @@ def _call(name: str, options: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
+    """A value as YAML on one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_plain(key)}: {_plain(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_plain(item) for item in value) + "]"
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.]*", value) and read_yaml(value) == value:
+        return value
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _whole(value: Any) -> Any:
+    """10.0 as 10, since they are the same setting; also inside lists and mappings."""
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_whole(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 
 def split_top_level(text: str, separator: str) -> list[str]:
-    """Split, but not inside brackets.
+    """Split, but inside neither brackets nor quotation marks.
 
     Example:
         >>> split_top_level("default,identity(lam=2, layout=joint),polar", ",")
         ['default', 'identity(lam=2, layout=joint)', 'polar']
     """
-    parts, depth, current = [], 0, ""
+    parts, depth, current, quote = [], 0, "", ""
     for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        if character == separator and depth == 0:
+        if quote:
+            escaped = quote == '"' and re.search(r"(?<!\\)(?:\\\\)*\\$", current)
+            quote = "" if character == quote and not escaped else quote
+        elif character in "'\"" and current.rstrip()[-1:] in "=,([{:":  # elsewhere it is an apostrophe
+            quote = character
+        else:
+            depth += (character in "([{") - (character in ")]}")
+        if character == separator and depth == 0 and not quote:
             parts.append(current.strip())
             current = ""
         else:
@@ -139,6 +179,8 @@ def parse_method(text: str) -> dict[str, Any]:
             raise ValueError(f"unknown method {name!r}{suggest(name, [*sorted(INITS), *sorted(CONDITIONS)])}")
         if kind in fields:
             raise ValueError(f"{text!r} names two methods of the same kind: {fields[kind]} and {name}")
+        if kind == "condition" and "projections" in options:
+            fields["projections"] = options.pop("projections")
         fields[kind], fields[f"{kind}_options"] = name, options
     return fields
 
@@ -149,7 +191,9 @@ def _options(text: str, part: str) -> dict[str, Any]:
         key, equals, value = pair.partition("=")
         if not equals or not key.strip().isidentifier():
             raise ValueError(f"expected options such as lam=10 in {part!r}, found {pair!r}")
-        options[key.strip()] = yaml.safe_load(value)
+        if key.strip() in options:
+            raise ValueError(f"the option {key.strip()!r} stands twice in {part!r}")
+        options[key.strip()] = read_yaml(value, f"{key.strip()} in {part!r}")
     return options
 
 
@@ -158,8 +202,6 @@ def parse_methods(text: str) -> tuple[MethodSettings, ...]:
 
     Raises: RecipeError.
     """
-    from pydantic import ValidationError
-
     methods = []
     for part in split_top_level(text, ","):
         try:

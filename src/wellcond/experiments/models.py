@@ -1,4 +1,4 @@
-"""Building the MODEL of a command line or a recipe: ``timm:NAME``, ``hf:TYPE_OR_PATH`` or ``path/to/file.py:callable``."""
+"""Building the MODEL of a command line or a recipe: ``timm:NAME``, ``hf:TYPE_OR_PATH`` or ``path/file.py:callable``."""
 
 from __future__ import annotations
 

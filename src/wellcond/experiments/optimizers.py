@@ -5,14 +5,25 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import nn
 
 from wellcond.experiments.schedule import Point
 from wellcond.experiments.settings import Settings
 
 # Position embeddings and class tokens are matrices by shape only.
-UNDECAYED = ("pos_embed", "position_embedding", "cls_token", "dist_token", "relative_position_bias_table")
+UNDECAYED = (
+    "pos_embed",
+    "position_embedding",
+    "embed_positions",
+    "wpe",
+    "relative_position_bias_table",
+    "cls_token",
+    "dist_token",
+    "distillation_token",
+    "reg_token",
+)
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class AdamW(Settings):
@@ -20,7 +31,7 @@ class AdamW(Settings):
 
     name: Literal["adamw"] = "adamw"
     lr: PositiveFloat
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
 
@@ -38,6 +49,12 @@ class SGD(Settings):
     nesterov: bool = False
     weight_decay: NonNegativeFloat = 0.0
 
+    @model_validator(mode="after")
+    def _has_momentum(self) -> SGD:
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov needs a momentum above 0")
+        return self
+
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         """Over the parameters of a model."""
         groups = parameter_groups(model, self.weight_decay)
@@ -49,14 +66,15 @@ OptimizerSettings = Annotated[AdamW | SGD, Field(discriminator="name")]
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Trainable parameters in two groups: decayed, and those that are not (biases, norms, positions, class tokens)."""
-    named = getattr(model, "no_weight_decay", set)()  # timm's models say which
-    decayed, others = [], []
+    named: set[str] = getattr(model, "no_weight_decay", set)()  # timm's models say which
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             exempt = parameter.dim() <= 1 or name in named or any(part in name for part in UNDECAYED)
             (others if exempt else decayed).append(parameter)
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    groups = [(decayed, weight_decay), (others, 0.0)]
+    return [{"params": parameters, "weight_decay": decay} for parameters, decay in groups if parameters]
 
 
 def set_point(optimizer: torch.optim.Optimizer, point: Point, peak: float) -> float:

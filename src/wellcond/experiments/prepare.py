@@ -18,7 +18,7 @@ from wellcond.experiments.recipe import Recipe
 from wellcond.experiments.seeding import derive
 from wellcond.experiments.settings import RecipeError
 from wellcond.experiments.tasks.augmentation import AugmentationSettings
-from wellcond.experiments.tasks.base import TASKS, AbstractTask, TaskContext
+from wellcond.experiments.tasks.base import EVALUATION, TASKS, AbstractTask, TaskContext
 from wellcond.experiments.weights import load_weights
 
 Progress = Callable[[str, int, int], None]
@@ -26,11 +26,12 @@ Progress = Callable[[str, int, int], None]
 
 def prepare_task(recipe: Recipe, *, seed: int, base: Path | None, progress: Progress | None = None) -> AbstractTask:
     """The task of a recipe with its data; the last one is kept, since the runs of a comparison share it."""
-    parts = [getattr(recipe, name).model_dump(mode="json") for name in ("task", "data", "augmentation")]
-    key = json.dumps([*parts, seed, str(base)], sort_keys=True)
+    parts = (recipe.task, recipe.data, recipe.augmentation)
+    task, data, augmentation = (part.model_dump(mode="json") for part in parts)
+    key = json.dumps([task, data, augmentation, seed, str(base)], sort_keys=True)
     if key not in _KEPT:
         _KEPT.clear()
-        _KEPT[key] = _make_task(*parts, seed, base, progress)
+        _KEPT[key] = _make_task(task, data, augmentation, seed, base, progress)
     return _KEPT[key]
 
 
@@ -68,9 +69,24 @@ def prepare_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "model"))
         model = _build(recipe, arguments, task, local_code)
+        _check_takes(model, task, recipe.model.name)
     if recipe.model.weights is not None:
         load_weights(model, (base or Path()) / recipe.model.weights)
     return method.apply_(model, seed=derive(seed, "method"))
+
+
+def _check_takes(model: nn.Module, task: AbstractTask, name: str) -> None:
+    """Raise RecipeError if the model does not take one sample: too small an image, too long a text."""
+    was_training = [(module, module.training) for module in model.modules()]
+    samples = [(0, EVALUATION)]
+    try:
+        with torch.no_grad():
+            task.score(model.eval(), task.evaluation.fetch(samples))
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+        raise RecipeError(f"model: {name} does not take the data of this task: {error}") from error
+    finally:
+        for module, training in was_training:
+            module.training = training
 
 
 def _merge(needed: dict[str, Any], given: dict[str, Any], name: str) -> dict[str, Any]:

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-import wellcond
-
 PACKAGES = ("accelerate", "datasets", "numpy", "scikit-learn", "scipy", "timm", "torchvision", "transformers")
 
 
@@ -21,7 +19,7 @@ def describe_session(device: torch.device, *, processes: int, precision: str, st
     """Versions, commit and machine."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "wellcond": wellcond.__version__,
+        "wellcond": _version("wellcond"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
@@ -44,7 +42,7 @@ def _version(package: str) -> str | None:
 
 def _commit() -> dict[str, Any]:
     """Commit of wellcond's own source tree; None when it is an installed package."""
-    root = Path(wellcond.__file__).parents[2]
+    root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return {"commit": None, "dirty": None}
     try:

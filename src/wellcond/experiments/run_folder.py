@@ -7,7 +7,9 @@ resuming cuts them back to that length, so that a run killed at any moment ends 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -54,9 +56,9 @@ class RunFolder:
         """Add one line for each row."""
         with writing(self.path / log):
             if log not in self._logs:
-                self._logs[log] = open(self.path / log, "ab")
-            self._logs[log].write("".join(to_json(row) + "\n" for row in rows).encode("utf-8"))
-            self._logs[log].flush()
+                # Unbuffered: bytes that do not fit on the disk must not be written again on closing.
+                self._logs[log] = open(self.path / log, "ab", buffering=0)
+            _append_whole(self._logs[log], "".join(to_json(row) + "\n" for row in rows).encode("utf-8"))
 
     def log_sizes(self) -> dict[str, int]:
         """Bytes in each log."""
@@ -72,14 +74,15 @@ class RunFolder:
             found = path.stat().st_size if path.exists() else 0
             if found < size:
                 raise RunError(f"{path}: expected at least {size} bytes, found {found}; lines were lost. Start it anew")
-            if found > size:
-                with writing(path), open(path, "r+b") as file:
-                    file.truncate(size)
+            with writing(path), open(path, "ab") as file:
+                file.truncate(size)
 
     def read_log(self, log: str) -> list[dict[str, Any]]:
         """Rows of a log."""
         path = self.path / log
-        return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+        # Not splitlines: a name may hold one of the other characters that it takes for the end of a line.
+        lines = path.read_text("utf-8").split("\n") if path.exists() else []
+        return [json.loads(line) for line in lines if line]
 
     def write_record(self, record: dict[str, Any]) -> None:
         """Replace run.json."""
@@ -103,6 +106,19 @@ class RunFolder:
         return record
 
 
+def _append_whole(file: BinaryIO, content: bytes) -> None:
+    """Write all of it or, on a full disk, nothing."""
+    before = os.fstat(file.fileno()).st_size
+    rest = memoryview(content)
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(file.fileno(), before)
+        raise
+
+
 def _hold(lock: BinaryIO, path: Path) -> None:
     try:
         import fcntl
@@ -111,6 +127,8 @@ def _hold(lock: BinaryIO, path: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):  # a file system without locks
+            return
         raise RunError(f"{path}: another process is writing this run; wait for it or stop it") from error
 
 

@@ -11,9 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat
+from pydantic import Field
 
 from wellcond.experiments.settings import Interval, Settings
+
+Share = Annotated[float, Field(ge=0, le=1)]
+"""Of the peak."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ Curve = Callable[[int], Point]
 
 class _WarmUp(Settings):
     warmup: Interval | None = None
-    start: NonNegativeFloat = 0.0
+    start: Share = 0.0
     """Share of the peak from which the warm-up rises."""
 
     def warmup_steps(self, steps_per_epoch: int) -> int:
@@ -56,7 +59,7 @@ class Linear(_WarmUp):
     """Straight down to `end`."""
 
     name: Literal["linear"] = "linear"
-    end: NonNegativeFloat = 0.0
+    end: Share = 0.0
 
     def curve(self, num_steps: int, steps_per_epoch: int) -> Curve:
         """Learning rate of every update."""
@@ -71,7 +74,7 @@ class Cosine(_WarmUp):
     """Half a cosine down to `end`, then `cooldown` at `end`."""
 
     name: Literal["cosine"] = "cosine"
-    end: NonNegativeFloat = 0.0
+    end: Share = 0.0
     cooldown: Interval | None = None
 
     def curve(self, num_steps: int, steps_per_epoch: int) -> Curve:
@@ -96,8 +99,8 @@ class OneCycle(Settings):
     rise: Annotated[float, Field(gt=0, lt=1)] = 0.3
     anneal: Literal["cos", "linear"] = "cos"
     cycle_momentum: bool = True
-    start: NonNegativeFloat = 1 / 25
-    end: NonNegativeFloat = 1 / 25e4
+    start: Share = 1 / 25
+    end: Share = 1 / 25e4
 
     def curve(self, num_steps: int, steps_per_epoch: int) -> Curve:
         """Learning rate and first beta of every update."""
@@ -129,7 +132,8 @@ class Triangular(Settings):
     def curve(self, num_steps: int, steps_per_epoch: int) -> Curve:
         """Learning rate of every update."""
         top = self.peak * num_steps
-        return lambda t: Point(min((t + 1) / top, (num_steps - t) / (num_steps - top)) if num_steps > 1 else 1.0)
+        # min with 1: in a run of few steps the peak lies before the first or after the last update
+        return lambda t: Point(min(1.0, (t + 1) / top, (num_steps - t) / (num_steps - top)))
 
 
 class Steps(_WarmUp):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from wellcond.errors import WellcondError
 
@@ -19,16 +20,26 @@ class RecipeError(WellcondError, ValueError):
 class Settings(BaseModel):
     """A part of a recipe."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _only_known_fields(cls, values: Any) -> Any:
-        if isinstance(values, dict):
-            for name in values:
-                if name not in cls.model_fields:
-                    raise ValueError(f"unknown field {name!r}{suggest(str(name), list(cls.model_fields))}")
+        unknown = [name for name in values if name not in cls.model_fields] if isinstance(values, dict) else []
+        if unknown:
+            known = list(cls.model_fields)
+            problems = [
+                _problem(f"unknown field {name!r}{suggest(str(name), known)}", str(name), values[name])
+                for name in unknown
+            ]
+            raise ValidationError.from_exception_data(cls.__name__, problems)
         return values
+
+
+def _problem(message: str, field: str, found: Any) -> InitErrorDetails:
+    # The message is an argument of the template, since it may hold braces.
+    kind = PydanticCustomError("unknown_field", "{message}", {"message": message})
+    return InitErrorDetails(type=kind, loc=(field,), input=found)
 
 
 def suggest(name: str, allowed: Sequence[str]) -> str:
@@ -62,16 +73,28 @@ class Interval(Settings):
         return max(1, round(self.epochs * steps_per_epoch))
 
 
-def explain(error: ValidationError, where: str) -> RecipeError:
-    """A pydantic error as one message: a line for each problem with its path and the value found."""
+def explain(error: ValidationError, where: str, data: Any = None) -> RecipeError:
+    """A pydantic error as one message: a line for each problem with its path in `data` and the value found."""
     lines = []
     for problem in error.errors():
-        path = ".".join(str(part) for part in problem["loc"]) or "(top level)"
+        path = ".".join(_as_written(problem["loc"], data)) or "(top level)"
         message = problem["msg"].removeprefix("Value error, ")
         found = problem.get("input")
         shown = "" if isinstance(found, (dict, list)) or problem["type"] == "missing" else f" (found {found!r})"
         lines.append(f"  {path}: {message}{shown}")
     return RecipeError(f"{where} is not a valid recipe:\n" + "\n".join(lines))
+
+
+def _as_written(loc: Sequence[int | str], data: Any) -> list[str]:
+    """A path without the names by which pydantic tells apart what may stand in one place (optimizer.adamw.lr)."""
+    parts = []
+    for part in loc:
+        if isinstance(data, dict) and part not in data and part == data.get("name"):
+            continue
+        parts.append(str(part))
+        inside = isinstance(data, dict) or (isinstance(data, list) and isinstance(part, int) and part < len(data))
+        data = (data.get(part) if isinstance(data, dict) else data[part]) if inside else None
+    return parts
 
 
 def divide_exactly(total: int, parts: int, what: str) -> int:

@@ -17,12 +17,14 @@ class TrainState:
     sum_since_evaluation: float = 0.0
     count_since_evaluation: int = 0
     first_loss: float | None = None
-    """Mean loss of the first row, which divergence is judged against."""
+    """Loss of the first update, which divergence is judged against."""
     final: dict[str, Any] | None = None
     best: dict[str, Any] | None = None
 
     def take(self, losses: list[float]) -> None:
         """Note the losses of further updates, in their order."""
+        if self.first_loss is None and losses:
+            self.first_loss = losses[0]
         self.window += losses
         for loss in losses:
             self.sum_since_evaluation += loss
@@ -32,8 +34,6 @@ class TrainState:
         """Mean loss since the last row; begins the next."""
         mean = math.fsum(self.window) / len(self.window)
         self.window = []
-        if self.first_loss is None:
-            self.first_loss = mean
         return mean
 
     def close_evaluation(self) -> float | None:

@@ -17,7 +17,7 @@ from wellcond.jacobian.capture_bias import logit_bias
 from wellcond.jacobian.capture_record import CapturedAttention, NotPlainError, fingerprint
 from wellcond.jacobian.capture_watch import SiteCall, watch_sites
 
-__all__ = ["CapturedAttention", "NotPlainError", "capture_attention"]
+__all__ = ["CapturedAttention", "NotPlainError", "capture_attention", "capture_sites"]
 
 # Position decides which keys a query sees, and nothing else changes: masks, or windows as samples of their own.
 HARMLESS = ("local window",)
@@ -53,20 +53,33 @@ def capture_attention(
         >>> captured.is_plain, captured.head(0).output().shape
         (True, torch.Size([1, 5, 4]))
     """
-    chosen = find_attention(model, strict=False) if sites is None else list(sites)
+    if sites is None:
+        return capture_sites(model, batch, find_attention(model, strict=False), max_samples=max_samples, required=False)
+    return capture_sites(model, batch, sites, max_samples=max_samples)
+
+
+def capture_sites(
+    model: nn.Module,
+    batch: Any,
+    sites: Sequence[AttentionSite],
+    *,
+    max_samples: int | None = None,
+    required: bool = True,
+) -> list[CapturedAttention]:
+    """`capture_attention` of sites that are known; unless `required`, some of them may not be reached by the batch."""
     found: dict[int, CapturedAttention] = {}
 
     def finish(site: AttentionSite, call: SiteCall) -> None:
         _check_finite(site, call)
         found[id(site)] = _describe(site, call, max_samples)
 
-    counts = watch_sites(model, batch, chosen, finish)
-    missing = [site.name for site, count in zip(chosen, counts, strict=True) if not count]
-    if missing and (sites is not None or len(missing) == len(chosen)):
+    counts = watch_sites(model, batch, sites, finish)
+    missing = [site.name for site, count in zip(sites, counts, strict=True) if not count]
+    if missing and (required or len(missing) == len(sites)):
         raise ValueError(f"the forward pass on this batch never calls {', '.join(missing[:5])}")
     return [
         _with_note(found[id(site)], count) if id(site) in found else _not_called(site)
-        for site, count in zip(chosen, counts, strict=True)
+        for site, count in zip(sites, counts, strict=True)
     ]
 
 

@@ -95,7 +95,7 @@ class CapturedAttention:
         if bias is not None:
             alive = ~(bias == -torch.inf).all(-1).all(0)
             if not bool(alive.any()):
-                raise ValueError(f"{self.site.name}: no token of samples {chosen[:8]} may attend to anything")
+                raise WeightError(f"{self.site.name}: no token of samples {chosen[:8]} may attend to anything")
             if not bool(alive.all()):
                 x, y, bias = x[alive], (x if y is None else y), bias[:, alive]
         query, key, value = (self.site.by_role(role) for role in ("query", "key", "value"))

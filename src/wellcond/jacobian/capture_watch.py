@@ -44,23 +44,20 @@ class SiteCall:
 
 
 class SiteRecorder(ProductRecorder):
-    """Records products and softmaxes, but only while an attention is running."""
+    """Records products and softmaxes, but only while an attention is running: other operations cost nothing more."""
 
     call: SiteCall | None = None
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation; keep what it multiplied if an attention is running."""
-        if self.call is None:
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def begin(self, call: SiteCall) -> None:
         """Record into this call from now on."""
         self.call, self.products, self.softmaxes = call, call.products, call.softmaxes
+        self.__enter__()
 
     def end(self) -> None:
-        """Stop recording."""
-        self.call, self.products, self.softmaxes = None, [], []
+        """Stop recording, if it goes on."""
+        if self.call is not None:
+            self.__exit__(None, None, None)
+            self.call, self.products, self.softmaxes = None, [], []
 
 
 def watch_sites(
@@ -75,7 +72,8 @@ def watch_sites(
         for index, site in enumerate(sites):
             for handle in _watch(site, index, counts, recorder, finish):
                 stack.callback(handle.remove)
-        with undisturbed(model), recorder:
+        with undisturbed(model):
+            stack.callback(recorder.end)  # of an attention that raised
             run(model, batch)
     return counts
 

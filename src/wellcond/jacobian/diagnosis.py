@@ -22,6 +22,7 @@ Verdict = Literal["dead head", "P", "X", "norms", "balanced"]
 DEAD_RATIO = 1e-3
 DEAD_MASS = 0.99
 COLLAPSED_MASS = 0.9999
+EXPLICIT_LIMIT = 512  # up to here one product with J_Q J_Q^T as a matrix is cheaper than with its factors
 
 
 @dataclass(frozen=True)
@@ -70,26 +71,38 @@ def attention_statistics(head: SoftmaxHead) -> AttentionStatistics:
     return AttentionStatistics(float(entropy.mean()), float(normalised), diagonal, float(p.amax(-1).mean()))
 
 
+def is_collapsed(head: SoftmaxHead, statistics: AttentionStatistics) -> bool:
+    """Dead by the attention map alone, whatever the Jacobian: one-hot, though there are several keys."""
+    return head.memory.shape[0] > 1 and statistics.max_probability >= COLLAPSED_MASS
+
+
 def block_norms(blocks: Blocks) -> tuple[float, float, float]:
     """Spectral norms of J_Q, J_K and J_V."""
-    rows, dv, _ = blocks.m.shape
-
-    def norm_of(covariances: Tensor, product: Callable[[Tensor], Tensor]) -> float:
-        largest = float(covariances.abs().max())
-        if largest == 0:
-            return 0.0
-        # Scaled to one, so that the squares of a nearly dead head do not underflow.
-        scaled = covariances / largest
-
-        def gram(flat: Tensor) -> Tensor:
-            pulled = torch.einsum("roc,ro->rc", scaled, flat.view(rows, dv))
-            return torch.einsum("roc,rc->ro", scaled, product(pulled)).flatten()
-
-        return largest * math.sqrt(largest_eigenvalue(gram, rows * dv).value)
-
-    norm_q = norm_of(blocks.m, lambda t: blocks.x @ (blocks.x.T @ t))  # J_Q J_Q^T U: M (X X^T (M^T U))
-    norm_k = norm_of(blocks.b, lambda t: blocks.q @ (blocks.q.T @ t))  # J_K J_K^T U: B (Q Q^T (B^T U))
+    norm_q, norm_k = _product_norm(blocks.m, blocks.x), _product_norm(blocks.b, blocks.q)
     return norm_q, norm_k, float(torch.linalg.matrix_norm(blocks.py, 2))
+
+
+def _product_norm(covariances: Tensor, factors: Tensor) -> float:
+    """Norm of the matrix with rows (r, o) -> C_r[o, :] (x) t_r: J_Q from M and X, J_K from B and Q."""
+    largest = float(covariances.abs().max())
+    if largest == 0:
+        return 0.0
+    # Scaled to one, so that the squares of a nearly dead head do not underflow.
+    scaled = covariances / largest
+    rows, dv, _ = scaled.shape
+    size = rows * dv
+
+    def through_factors(flat: Tensor) -> Tensor:
+        """C (T T^T (C^T u))."""
+        pulled = torch.einsum("roc,ro->rc", scaled, flat.view(rows, dv))
+        return torch.einsum("roc,rc->ro", scaled, factors @ (factors.T @ pulled)).flatten()
+
+    product: Callable[[Tensor], Tensor] = through_factors
+    if size <= EXPLICIT_LIMIT:
+        flat = scaled.reshape(size, -1)
+        gram = (flat @ flat.T).view(rows, dv, rows, dv) * (factors @ factors.T)[:, None, :, None]
+        product = gram.view(size, size).mv
+    return largest * math.sqrt(largest_eigenvalue(product, size).value)
 
 
 def diagnose(head: SoftmaxHead, blocks: Blocks | None = None) -> Diagnosis:
@@ -104,9 +117,8 @@ def diagnose(head: SoftmaxHead, blocks: Blocks | None = None) -> Diagnosis:
     kappa_x = spectrum(head.memory).pseudo_condition_number
     statistics = attention_statistics(head)
     moving = max(norm_q, norm_k)
-    several = head.memory.shape[0] > 1
-    nearly, fully = statistics.max_probability >= DEAD_MASS, statistics.max_probability >= COLLAPSED_MASS
-    dead = several and (fully or (nearly and moving <= DEAD_RATIO * norm_v))
+    nearly = head.memory.shape[0] > 1 and statistics.max_probability >= DEAD_MASS
+    dead = is_collapsed(head, statistics) or (nearly and moving <= DEAD_RATIO * norm_v)
     spread = max(moving, norm_v) / max(min(norm_q, norm_k, norm_v), 1e-300)
     ratios: dict[Verdict, float] = {"P": kappa_p, "X": kappa_x, "norms": spread}
     worst = max(ratios, key=lambda name: ratios[name] if math.isfinite(ratios[name]) else -1.0)

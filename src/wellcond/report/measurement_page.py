@@ -123,6 +123,8 @@ def _check(data: Any) -> None:
     for layer in data["layers"]:
         if not isinstance(layer, dict) or not isinstance(layer.get("heads"), (list, tuple)):
             raise ReportDataError("expected 'heads' in every layer of a measurement, found a layer without them")
+        if any(isinstance(head, dict) and head.get("jacobian", {}) is None for head in layer["heads"]):
+            raise ReportDataError("this measurement has no Jacobians (jacobian=False); measure with them for a page")
 
 
 def _section(title: str, lead: str, *parts: Markup) -> Markup:

@@ -37,8 +37,11 @@ class ImageClassificationSettings(Settings):
     """Side in pixels; images of another size are resized. The size of the data by default."""
     channels: Literal[1, 3] | None = None
     normalise: Literal["data", "imagenet", "none"] = "data"
-    """By the mean and deviation of the training images, of ImageNet, or not at all."""
+    """By the mean and deviation of the training images (of ImageNet, where they are decoded one by one), of ImageNet,
+    or not at all."""
     evaluation_crop: PositiveFloat = 1.0
+    """Side of the evaluated square as a share of the resized image's shorter side; less than 1 needs decoding one by
+    one."""
     in_memory: Literal["auto", "always", "never"] = "auto"
     """Whether to decode all images once."""
 
@@ -63,31 +66,36 @@ class ImageClassification(AbstractTask):
             raise RecipeError(
                 f"{context.data.name}: images are {shape[-2]} x {shape[-1]}; set task.image_size to the side wanted"
             )
+        for name, split in (("training", context.data.train), ("evaluation", context.data.evaluation)):
+            if split.labels is not None:
+                check_labels(split.labels, self.num_classes, f"{context.data.name}, {name} split")
         self.train, self.evaluation = self._in_memory() or self._pictures()
         self._mixing: Any = None
 
     def _in_memory(self) -> tuple[SampleSet, SampleSet] | None:
-        if self.settings.in_memory == "never" or self.augmentation.needs_pictures:
+        one_by_one = self.augmentation.needs_pictures or self.settings.evaluation_crop != 1.0
+        if self.settings.in_memory == "always" and one_by_one:
+            raise RecipeError("task.in_memory: always, but the augmentation or task.evaluation_crop needs decoding")
+        if self.settings.in_memory == "never" or one_by_one:
             return None
         data, report = self.context.data, self.context.progress
         loaded = []
         for name, split in (("training", data.train), ("evaluation", data.evaluation)):
             told = None if report is None else functools.partial(report, f"decoding {name} images")
             images = as_tensor_images(split, size=self.size, channels=self.channels, progress=told)
-            if images is None:
+            if images is None or images.images.shape[-2:] != (self.size, self.size):  # tensors are not resized there
                 if self.settings.in_memory == "always":
-                    raise RecipeError(f"{data.name}: the {name} images do not fit in memory; use task.in_memory: auto")
+                    raise RecipeError(
+                        f"{data.name}: the {name} images do not fit in memory, or are tensors of another size than "
+                        f"{self.size} x {self.size}; use task.in_memory: auto"
+                    )
                 return None
             assert images.labels is not None  # there are classes
-            check_labels(images.labels, self.num_classes, f"{data.name}, {name} split")
-            loaded.append(images)
+            loaded.append((images.images, images.labels))
         train, evaluation = loaded
-        mean, std = self._statistics(train.images)
-        common = {"mean": mean, "std": std, "seed": self.context.seed}
-        return (
-            TensorImages(train.images, train.labels, augmentation=self.augmentation, **common),
-            TensorImages(evaluation.images, evaluation.labels, **common),
-        )
+        mean, std = self._statistics(train[0])
+        common: dict[str, Any] = {"mean": mean, "std": std, "seed": self.context.seed}
+        return TensorImages(*train, augmentation=self.augmentation, **common), TensorImages(*evaluation, **common)
 
     def _statistics(self, images: Tensor) -> tuple[Tensor | None, Tensor | None]:
         if self.settings.normalise == "none" or images.is_floating_point():  # floats come normalised
@@ -108,6 +116,14 @@ class ImageClassification(AbstractTask):
             raise RecipeError(
                 "augmentation.crop_padding works on images in memory; use augmentation.resized_crop with the others"
             )
+        first = data.train[0]["image"]
+        if isinstance(first, Tensor) and first.is_floating_point():
+            raise RecipeError(
+                f"{data.name}: its images come as normalised floats, which are neither resized (to {self.size} x "
+                f"{self.size}) nor augmented but by flip and crop_padding"
+            )
+        mean: tuple[float, ...]
+        std: tuple[float, ...]
         mean, std = IMAGENET if self.settings.normalise != "none" else ((0.0,) * 3, (1.0,) * 3)
         if self.channels == 1:
             mean, std = (sum(mean) / 3,), (sum(std) / 3,)
@@ -138,6 +154,11 @@ class ImageClassification(AbstractTask):
         if self._mixing is None:
             a = self.augmentation
             self._mixing = Mixup(a.mixup, a.cutmix, label_smoothing=a.label_smoothing, num_classes=self.num_classes)
+        if len(batch["label"]) % 2:
+            raise RecipeError(
+                "augmentation.mixup and cutmix mix pairs: expected an even number of samples in each process and "
+                f"accumulation, found {len(batch['label'])}; change training.batch_size or training.accumulate"
+            )
         np.random.seed(derive(self.context.seed, "mixing", step) % 2**32)
         image, label = self._mixing(batch["image"].clone(), batch["label"])
         return {"image": image, "label": label}

@@ -126,7 +126,12 @@ def as_picture(image: Any, channels: int) -> Any:
 
 
 def picture_transform(
-    size: int, augmentation: AugmentationSettings | None, *, crop: float, mean: Sequence[float], std: Sequence[float]
+    size: int,
+    augmentation: AugmentationSettings | None,
+    *,
+    crop: float,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
 ) -> Callable[[Any], Tensor]:
     """Timm's transform for training (with augmentation) or evaluation (None)."""
     try:
@@ -141,7 +146,7 @@ def picture_transform(
         scale=augmentation.resized_crop or (1.0, 1.0),
         ratio=(3 / 4, 4 / 3) if augmentation.resized_crop else (1.0, 1.0),
         hflip=augmentation.flip,
-        color_jitter=augmentation.color_jitter or None,
+        color_jitter=augmentation.color_jitter or None,  # type: ignore[arg-type]  # None: no jitter
         auto_augment=augmentation.rand_augment,
         interpolation="bicubic",
         mean=mean,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import PositiveInt
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -30,8 +30,8 @@ class LanguageModellingSettings(Settings):
     """Options of the task."""
 
     name: Literal["language_modelling"] = "language_modelling"
-    context: PositiveInt
-    """Tokens a model sees at once."""
+    context: Annotated[int, Field(ge=2)]
+    """Tokens a model sees at once; the first of them is not predicted."""
 
 
 class Blocks:

@@ -41,7 +41,7 @@ class TokenRows:
     in_memory = True
 
     def __init__(self, tokens: Tensor, labels: Tensor) -> None:
-        """Token 0 is padding."""
+        """Token 0 is padding, which is masked."""
         self.tokens, self.labels = tokens, labels
 
     def __len__(self) -> int:
@@ -68,7 +68,8 @@ class SequenceClassification(AbstractTask):
         self.num_classes = need_classes(data, settings.name)
         if data.kind == "text" and settings.length is None:
             raise RecipeError("sequence_classification of text: expected task.length, for instance 256")
-        self.vocabulary = VOCABULARY if data.kind == "text" else (data.vocabulary_size or 0)
+        # Like bytes, tokens are shifted by one to make room for padding: models never attend to it nor embed it.
+        self.vocabulary = VOCABULARY if data.kind == "text" else 1 + (data.vocabulary_size or 0)
         self.train, self.evaluation = (
             self._rows(split, settings.length, f"{data.name}, {name} split", context)
             for name, split in (("training", data.train), ("evaluation", data.evaluation))
@@ -82,10 +83,12 @@ class SequenceClassification(AbstractTask):
             tokens = padded_documents(split, length, None if told is None else lambda a, b: told("reading text", a, b))
         else:
             tokens = torch.stack([split[row]["tokens"] for row in range(len(split))])
+            largest = self.vocabulary - 2
+            outside = tokens[(tokens < 0) | (tokens > largest)]
+            if len(outside):
+                raise RecipeError(f"{what}: expected tokens from 0 to {largest}, found {int(outside[0])}")
             length = length or tokens.shape[1]
-            tokens = torch.nn.functional.pad(tokens[:, :length], (0, max(0, length - tokens.shape[1])))
-        if int(tokens.min()) < 0 or int(tokens.max()) >= self.vocabulary:
-            raise RecipeError(f"{what}: expected tokens from 0 to {self.vocabulary - 1}, found {int(tokens.max())}")
+            tokens = torch.nn.functional.pad(tokens[:, :length] + 1, (0, max(0, length - tokens.shape[1])))
         check_labels(split.labels, self.num_classes, what)
         return TokenRows(tokens, split.labels)
 

@@ -1,0 +1,144 @@
+"""Arguments of the commands that train and report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from wellcond.cli.commands import app
+from wellcond.errors import MissingExtraError
+
+RecipeName = Annotated[str, typer.Option("--recipe", help="Name of a shipped recipe (wellcond recipes), or FILE.yaml.")]
+ScaleOption = Annotated[str | None, typer.Option(help="tiny, small or paper, where a recipe exists at several.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="PATH=VALUE", help="Change a field, such as optimizer.lr=1e-3; repeatable."),
+]
+Data = Annotated[
+    str | None, typer.Option(metavar="PATH|ID", help="Your own data: image folder, parquet/jsonl/csv/txt, or hub id.")
+]
+InputColumn = Annotated[str | None, typer.Option("--input", help="Column of --data with the images or texts.")]
+LabelColumn = Annotated[str | None, typer.Option("--label", help="Column of --data with the labels.")]
+Folder = Annotated[Path | None, typer.Option("--folder", "-o", help="Where to write; under runs/ by default.")]
+Jobs = Annotated[str, typer.Option(help="Runs at once: auto, or a number.")]
+Cpu = Annotated[bool, typer.Option("--cpu", help="Do not use a GPU.")]
+Trust = Annotated[bool, typer.Option("--trust-local-code", help="The recipe may name path/to/file.py:callable.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing while running.")]
+
+
+def _need_train_extra() -> None:
+    """Say what to install before anything is imported that needs it."""
+    for package, name in (("accelerate", "accelerate"), ("pydantic", "pydantic"), ("yaml", "pyyaml")):
+        try:
+            __import__(package)
+        except ImportError as error:
+            raise MissingExtraError(name, "train") from error
+
+
+@app.command("train")
+def train(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Name of a shipped recipe, or FILE.yaml.")],
+    method: Annotated[
+        str | None, typer.Option(help="Such as conditioned, identity(lam=2) or conditioned+balanced.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of everything random.")] = 0,
+    scale: ScaleOption = None,
+    set: Overrides = None,
+    data: Data = None,
+    input: InputColumn = None,
+    label: LabelColumn = None,
+    folder: Folder = None,
+    cpu: Cpu = False,
+    trust_local_code: Trust = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train one model with one method and one seed; the same command goes on with a run that was stopped."""
+    _need_train_extra()
+    from wellcond.cli.experiments import data_overrides, run_train
+
+    code = run_train(
+        recipe,
+        scale=scale,
+        method=method,
+        seed=seed,
+        overrides=[*data_overrides(data, input, label), *(set or [])],
+        folder=folder,
+        cpu=cpu,
+        local_code=trust_local_code,
+        as_json=json,
+        quiet=quiet,
+    )
+    raise typer.Exit(code)
+
+
+@app.command("compare")
+def compare(
+    recipe: RecipeName,
+    methods: Annotated[
+        str | None, typer.Option(help="Comma-separated, such as default,conditioned,identity(lam=2).")
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(help="How many, from 0; or a list such as 3,4,7.")] = None,
+    scale: ScaleOption = None,
+    set: Overrides = None,
+    data: Data = None,
+    input: InputColumn = None,
+    label: LabelColumn = None,
+    folder: Folder = None,
+    jobs: Jobs = "auto",
+    cpu: Cpu = False,
+    trust_local_code: Trust = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    report: Annotated[bool, typer.Option("--report/--no-report", help="Build the report at the end.")] = True,
+) -> None:
+    """Train every method with every seed under one recipe, and show who wins, by how much, and why."""
+    _need_train_extra()
+    from wellcond.cli.experiments import data_overrides, run_compare
+
+    code = run_compare(
+        recipe,
+        scale=scale,
+        methods=methods,
+        seeds=seeds,
+        overrides=[*data_overrides(data, input, label), *(set or [])],
+        folder=folder,
+        jobs=jobs,
+        cpu=cpu,
+        local_code=trust_local_code,
+        as_json=json,
+        quiet=quiet,
+        report=report,
+    )
+    raise typer.Exit(code)
+
+
+@app.command("demo")
+def demo(
+    folder: Folder = None,
+    seeds: Annotated[str | None, typer.Option(help="How many, from 0; or a list.")] = None,
+    jobs: Jobs = "auto",
+    quiet: Quiet = False,
+) -> None:
+    """Compare nine methods on scikit-learn's digits: minutes on two cores, with a report."""
+    compare("digits", folder=folder or Path("runs/demo"), seeds=seeds, jobs=jobs, quiet=quiet)
+
+
+@app.command("report")
+def report(folder: Annotated[Path, typer.Argument(help="A comparison, or a folder with several.")]) -> None:
+    """Rebuild tables, figures and the page from the records."""
+    from wellcond.cli.experiments import build_reports
+
+    build_reports(folder)
+
+
+@app.command("recipes")
+def recipes(json: Json = False) -> None:
+    """List the recipes that ship with wellcond."""
+    _need_train_extra()
+    from wellcond.cli.experiments import print_recipes
+
+    print_recipes(as_json=json)

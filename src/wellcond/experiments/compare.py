@@ -1,0 +1,132 @@
+"""A comparison: every method with every seed under one recipe; runs that are complete are not repeated."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from wellcond.errors import MissingExtraError, WellcondError
+from wellcond.experiments.data.errors import DataError
+from wellcond.experiments.engine import Event
+from wellcond.experiments.methods import MethodSettings, check_distinct
+from wellcond.experiments.recipe import Recipe
+from wellcond.experiments.run import Job, run_job
+from wellcond.experiments.run_folder import SCHEMA, RunError, writing
+from wellcond.experiments.settings import RecipeError
+from wellcond.files import to_json, write_atomically
+
+# What is wrong with the recipe or the data is wrong for every run: the comparison ends at the first.
+FOR_ALL = (RecipeError, DataError, MissingExtraError)
+JobObserver = Callable[[Job, Event], None]
+
+
+@dataclass
+class Outcome:
+    """What became of a comparison."""
+
+    records: list[dict[str, Any]] = field(default_factory=list)
+    failures: list[tuple[Job, str]] = field(default_factory=list)
+    interrupted: bool = False
+
+    def take(self, record: dict[str, Any]) -> None:
+        """Note a run that ended."""
+        self.records.append(record)
+        self.interrupted |= record["status"] == "interrupted"
+
+    def fail(self, job: Job, problem: str, observer: JobObserver) -> None:
+        """Note a run that could not be done."""
+        self.failures.append((job, problem))
+        observer(job, {"event": "failed", "problem": problem})
+
+
+def plan_comparison(
+    recipe: Recipe, methods: Sequence[MethodSettings], seeds: Sequence[int], folder: Path, **options: Any
+) -> list[Job]:
+    """All runs, seed by seed, so that a comparison that is cut short has whole pairs.
+
+    Raises: RecipeError without methods, or without the baseline among them.
+    """
+    check_distinct(methods)
+    if not methods:
+        raise RecipeError("expected methods to compare, found none; give --methods, or `methods` in the recipe")
+    if recipe.baseline not in [method.label for method in methods]:
+        raise RecipeError(f"the baseline {recipe.baseline!r} is not among the methods; add it, or set baseline")
+    return [
+        Job(recipe, method, seed, folder / method.slug / f"seed{seed}", **options)
+        for seed in seeds
+        for method in methods
+    ]
+
+
+def write_comparison(folder: Path, recipe: Recipe, methods: Sequence[MethodSettings], seeds: Sequence[int]) -> None:
+    """Write comparison.json; methods and seeds of an earlier call stay listed.
+
+    Raises: RunError if the folder holds a comparison of another recipe.
+    """
+    path = folder / "comparison.json"
+    listed = [{"label": method.label, "slug": method.slug} for method in methods]
+    all_seeds = set(seeds)
+    if path.exists():
+        former = read_comparison(path)
+        if (former["recipe"], former["scale"]) != (recipe.name, recipe.scale):
+            raise RunError(
+                f"{folder} holds a comparison of {former['recipe']} ({former['scale']}), not of {recipe.name} "
+                f"({recipe.scale}); give another folder"
+            )
+        listed = [*former["methods"], *(row for row in listed if row not in former["methods"])]
+        all_seeds |= set(former["seeds"])
+    content = {
+        "schema": SCHEMA,
+        "kind": "wellcond-comparison",
+        "name": recipe.name,
+        "title": recipe.title or recipe.name,
+        "recipe": recipe.name,
+        "scale": recipe.scale,
+        "methods": listed,
+        "baseline": recipe.baseline,
+        "seeds": sorted(all_seeds),
+        "notes": recipe.description,
+    }
+    with writing(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, to_json(content, indent=1) + "\n")
+
+
+def read_comparison(path: Path) -> dict[str, Any]:
+    """comparison.json.
+
+    Raises: RunError if it is not one.
+    """
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        if content["kind"] != "wellcond-comparison" or content["schema"] != SCHEMA:
+            raise ValueError(f"schema {content['schema']}, kind {content['kind']}")
+        return content
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path}: expected a comparison of schema {SCHEMA}: {error}") from error
+
+
+def run_comparison(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver) -> Outcome:
+    """Run what is missing, one after the other or in several processes.
+
+    Raises: RecipeError, DataError or MissingExtraError, which concern every run; other failures are in the outcome.
+    """
+    if num_workers > 1 and len(jobs) > 1:
+        from wellcond.experiments.worker_pool import run_in_pool
+
+        return run_in_pool(jobs, num_workers=min(num_workers, len(jobs)), observer=observer)
+    outcome = Outcome()
+    for job in jobs:
+        try:
+            outcome.take(run_job(job, functools.partial(observer, job)))
+        except FOR_ALL:
+            raise
+        except WellcondError as error:
+            outcome.fail(job, str(error), observer)
+        if outcome.interrupted:
+            break
+    return outcome

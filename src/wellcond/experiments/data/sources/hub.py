@@ -1,0 +1,197 @@
+"""Source `hub`: a data set of the Hugging Face hub, from a local mirror if there is one."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from wellcond.experiments.data.bundle import DataBundle
+from wellcond.experiments.data.columns import InputColumns
+from wellcond.experiments.data.errors import DataError, files_or_folders, listed
+from wellcond.experiments.data.reading import call_load_dataset, reading_errors, require_cache, root_cause
+from wellcond.experiments.data.registry import SourceConfig, register_source
+from wellcond.experiments.data.table_bundle import Wanted, bundle_tables
+from wellcond.experiments.data.tables import Part, Table
+
+MIRROR_VARIABLE = "WELLCOND_DATA"
+EVALUATION_SPLITS = ("validation", "val", "dev", "test", "validation_matched")
+NAME = r"[A-Za-z0-9_][\w.-]*"
+
+
+class HubConfig(SourceConfig):
+    """Settings of `hub`."""
+
+    source: Literal["hub"] = "hub"
+    id: str = Field(pattern=rf"^{NAME}(/{NAME})?$")
+    config: str | None = Field(None, pattern=rf"^{NAME}$")
+    revision: str | None = None
+    """Commit or tag on the hub; a mirror is taken as it is."""
+    train_split: str = "train"
+    evaluation_split: str | None = None
+    """By default the first that exists of validation, val, dev, test, validation_matched."""
+    input: InputColumns = "auto"
+    label: str | None = "auto"
+    """Column of the labels; null for none, "auto" for `label` or `labels` if there is one."""
+    class_names: tuple[str, ...] | None = None
+    limit_train: int | None = Field(None, ge=1)
+    limit_evaluation: int | None = Field(None, ge=1)
+    """Largest number of examples, drawn with a fixed seed."""
+
+    @field_validator("id")
+    @classmethod
+    def _stay_inside(cls, value: str) -> str:
+        if ".." in value:
+            raise ValueError(f"expected an id such as 'uoft-cs/cifar10', got {value!r}.")
+        return value
+
+
+@register_source(HubConfig)
+def load(config: HubConfig, base: Path) -> DataBundle:
+    """All splits of the set; those beside training and evaluation are in `others`."""
+    require_cache()
+    mirror = _find_mirror(config)
+    splits = _load_hub(config) if mirror is None else _load_mirror(config, mirror)
+    full_name = config.id if config.config is None else f"{config.id} ({config.config})"
+    train = _require_split(config.train_split, splits, full_name, "train_split")
+    evaluation = config.evaluation_split or _find_evaluation(splits, train, full_name)
+    evaluation = _require_split(evaluation, splits, full_name, "evaluation_split")
+    tables = {
+        split: Table(data, [Part(f"{full_name}, split {split!r}", len(data), mirror)]) for split, data in splits.items()
+    }
+    wanted = Wanted(
+        config.input,
+        config.label,
+        class_names=config.class_names,
+        limit_train=config.limit_train,
+        limit_evaluation=config.limit_evaluation,
+    )
+    origin = "the Hugging Face hub" if mirror is None else "a local mirror"
+    return bundle_tables(full_name, tables, train, evaluation, wanted, origin=origin)
+
+
+def _mirror_roots() -> list[Path]:
+    return [
+        Path(root).expanduser().absolute() for root in os.environ.get(MIRROR_VARIABLE, "").split(os.pathsep) if root
+    ]
+
+
+def _find_mirror(config: HubConfig) -> Path | None:
+    roots = _mirror_roots()
+    for root in roots:
+        if not root.is_dir():
+            raise DataError(
+                f"{root}: this folder of the variable {MIRROR_VARIABLE} is missing.",
+                expected=f"folders of data sets, separated by {os.pathsep!r}",
+                found="no such folder",
+                todo=f"Correct or unset {MIRROR_VARIABLE}.",
+            )
+    return next((root / config.id for root in roots if (root / config.id).is_dir()), None)
+
+
+def _load_mirror(config: HubConfig, mirror: Path) -> dict[str, Any]:
+    arguments = _mirror_arguments(config, mirror)
+    try:
+        return dict(call_load_dataset(str(mirror), **arguments))
+    except reading_errors() as error:
+        broken, problem = _find_broken_parquet(mirror / arguments.get("data_dir", ""))
+        raise DataError(
+            f"{broken or mirror}: the mirror of {config.id} cannot be read.",
+            expected="whole files laid out as on the hub, such as train-00000-of-00001.parquet",
+            found=problem or root_cause(error),
+            todo="Copy the file from the hub again." if broken else "Check that the files have one schema per split.",
+        ) from error
+
+
+def _mirror_arguments(config: HubConfig, mirror: Path) -> dict[str, str]:
+    """How to ask for the configuration: by name if the card of the set declares it, else as a folder."""
+    card = mirror / "README.md"
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    declared = re.findall(r"^\s*-?\s*config_name:\s*['\"]?([\w.-]+)['\"]?\s*$", text, flags=re.MULTILINE)
+    folders = sorted({path.parent.name for path in mirror.glob("*/*.parquet")})
+    if config.config is None:
+        if len(folders) > 1 and not declared:
+            raise DataError(
+                f"{mirror}: {config.id} has several configurations.",
+                expected="the field 'config'",
+                found=f"configurations {listed(folders)}",
+                todo="Set 'config' to one of these.",
+            )
+        return {}
+    if config.config in declared:
+        return {"name": config.config}
+    if (mirror / config.config).is_dir():
+        return {"data_dir": config.config}
+    raise DataError(
+        f"{mirror}: the mirror of {config.id} has no configuration {config.config!r}.",
+        expected="a folder of that name",
+        found=f"configurations {listed(sorted({*declared, *folders}))}; entries {files_or_folders(mirror.iterdir())}",
+        todo="Correct 'config', or add the folder to the mirror.",
+    )
+
+
+def _find_broken_parquet(folder: Path) -> tuple[Path | None, str]:
+    """The file that `load_dataset` failed at, and why, if one of the files is at fault by itself."""
+    import pyarrow
+    import pyarrow.parquet
+
+    for path in sorted(folder.rglob("*.parquet")):
+        try:
+            with pyarrow.parquet.ParquetFile(path) as file:
+                if file.metadata.num_rows == 0:
+                    return path, "a file without rows"
+                for _ in file.iter_batches():
+                    pass
+        except (pyarrow.ArrowException, OSError) as error:
+            return path, root_cause(error)
+    return None, ""
+
+
+def _load_hub(config: HubConfig) -> dict[str, Any]:
+    try:
+        return dict(call_load_dataset(config.id, name=config.config, revision=config.revision))
+    except (*reading_errors(), *_network_errors()) as error:
+        roots = _mirror_roots()
+        where = f"not in the mirror {listed(roots)}" if roots else f"{MIRROR_VARIABLE} is not set"
+        raise DataError(
+            f"{config.id}: the data set cannot be loaded.",
+            expected=f"a folder {config.id} in a mirror that {MIRROR_VARIABLE} names, or access to the hub",
+            found=f"{where}; from the hub: {root_cause(error)}",
+            todo=f"Set {MIRROR_VARIABLE} to a folder that holds {config.id}, or connect to the network "
+            "(and unset HF_HUB_OFFLINE), or correct 'id', 'config' and 'revision'.",
+        ) from error
+
+
+def _network_errors() -> tuple[type[Exception], ...]:
+    # huggingface_hub talks through httpx since version 1; through requests before, whose errors are OSErrors.
+    try:
+        import httpx
+    except ImportError:
+        return ()
+    return (httpx.HTTPError,)
+
+
+def _find_evaluation(splits: dict[str, Any], train: str, full_name: str) -> str:
+    for split in EVALUATION_SPLITS:
+        if split in splits and split != train:
+            return split
+    raise DataError(
+        f"{full_name}: there is no split to evaluate on.",
+        expected=f"one of {listed(EVALUATION_SPLITS)}",
+        found=f"splits {listed(splits)}",
+        todo="Set 'evaluation_split' to one of the splits.",
+    )
+
+
+def _require_split(split: str, splits: dict[str, Any], full_name: str, field: str) -> str:
+    if split not in splits:
+        raise DataError(
+            f"{full_name}: there is no split {split!r}.",
+            expected=f"the split that '{field}' names",
+            found=f"splits {listed(splits)}",
+            todo=f"Set '{field}' to one of the splits.",
+        )
+    return split

@@ -1,0 +1,121 @@
+"""`analyse`: everything that tables, figures and findings share, computed once per comparison."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from wellcond.report.head_table import HeadTable, read_heads
+from wellcond.report.load_runs import Comparison
+from wellcond.report.match import SMOOTH, Matching, match_method, match_unit
+from wellcond.report.run_record import Run
+from wellcond.report.statistics import (
+    LogSummary,
+    PairedDifference,
+    Summary,
+    differences_of,
+    differences_to_baseline,
+    required_pairs,
+    summarise,
+    summarise_logs,
+)
+from wellcond.report.values import number
+
+
+@dataclass(frozen=True)
+class AttentionState:
+    """Attention maps of a method's finished runs at one moment, over all heads."""
+
+    step: float
+    entropy: float
+    """Mean entropy over ln N; NaN if not known."""
+    diagonal_mass: float
+    dead: int
+    heads: int
+
+    @property
+    def saturated(self) -> bool:
+        """Nearly all attention goes to one token."""
+        return self.entropy < 0.05 or self.diagonal_mass > 0.95 or (self.heads > 0 and self.dead > self.heads / 2)
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """A comparison with its statistics, by method."""
+
+    comparison: Comparison
+    unit: str
+    """`epoch` or `step`: what matching is counted in."""
+    summaries: dict[str, Summary]
+    differences: dict[str, PairedDifference]
+    required: list[PairedDifference]
+    matchings: dict[str, Matching]
+    smoothed: dict[str, Matching]
+    heads: dict[str, list[HeadTable]]
+    """Tables of all runs that have conditioning rows."""
+
+    def outcomes(self, method: str) -> Counter[str]:
+        """How many runs finished, diverged, failed, or are partial."""
+        return Counter(run.outcome for run in self.comparison.of(method))
+
+    def tables(self, method: str) -> list[HeadTable]:
+        """Measured heads of the finished runs."""
+        return [table for table in self.heads[method] if table.run.finished]
+
+    def last_jacobian(self, method: str, key: str = "pseudo_condition_number") -> LogSummary:
+        """Condition numbers of all heads at the last measurement of every finished run."""
+        values: list[float] = []
+        for table in self.tables(method):
+            step = table.last_step(key)
+            values += [] if step is None else table.at(key, step).tolist()
+        return summarise_logs(values)
+
+    def attention(self, method: str, *, last: bool) -> AttentionState | None:
+        """Attention maps at the first or the last measurement; None if none is known."""
+        entropy: list[float] = []
+        diagonal: list[float] = []
+        dead: list[float] = []
+        at = math.nan
+        for table in self.tables(method) or self.heads[method]:
+            at = float(table.steps[-1 if last else 0])
+            entropy += table.at("normalised_entropy", at).tolist()
+            diagonal += table.at("diagonal_mass", at).tolist()
+            dead += table.at("dead", at).tolist()
+        if not entropy and not diagonal:
+            return None
+        return AttentionState(at, _mean(entropy), _mean(diagonal), int(sum(dead)), len(dead))
+
+    def step_ratio(self, method: str) -> float:
+        """Seconds per step over the baseline's of the same seed, mean over seeds."""
+        runs, base = (self.comparison.finished(name) for name in (method, self.comparison.baseline))
+        ratios = [seconds_per_step(run) / seconds_per_step(base[seed]) for seed, run in runs.items() if seed in base]
+        return _mean([ratio for ratio in ratios if math.isfinite(ratio)])
+
+
+def _mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def seconds_per_step(run: Run) -> float:
+    """Time of one training step without evaluation and measuring; NaN if not known."""
+    seconds = number(run.record.get("seconds_per_step"))
+    return seconds if seconds > 0 else math.nan
+
+
+def analyse(comparison: Comparison) -> Analysis:
+    """Statistics of a comparison."""
+    methods = comparison.methods
+    return Analysis(
+        comparison=comparison,
+        unit=match_unit(comparison),
+        summaries={method: summarise(comparison, method) for method in methods},
+        differences=differences_to_baseline(comparison),
+        required=differences_of(comparison, required_pairs(comparison)),
+        matchings={method: match_method(comparison, method) for method in methods},
+        smoothed={method: match_method(comparison, method, smooth=SMOOTH) for method in methods},
+        heads={
+            method: [table for table in map(read_heads, comparison.of(method)) if table is not None]
+            for method in methods
+        },
+    )  # fmt: skip

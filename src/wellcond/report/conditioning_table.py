@@ -1,0 +1,81 @@
+"""Table of conditioning at the end: means and intervals on log10, over seeds."""
+
+from __future__ import annotations
+
+import math
+
+from wellcond.report.analysis import Analysis
+from wellcond.report.head_table import ROLES, HeadTable
+from wellcond.report.statistics import LogSummary, summarise_logs
+from wellcond.report.table import Table
+from wellcond.report.values import MISSING, show
+
+
+def conditioning_table(analysis: Analysis) -> Table:
+    """One row per method that was measured."""
+    baseline = analysis.comparison.baseline
+    header = (
+        "method", "κ(J) [95 % interval]", f"factor to {baseline} [95 % interval]", "κ(J) finite", "strict κ(J) finite",
+        "log₁₀ true bound", "log₁₀ papers' bound (not a bound)", *(f"κ of W_{role.upper()}" for role in ROLES),
+        "entropy / ln N, start to end", "dead heads at end",
+    )  # fmt: skip
+    base = _last(analysis, baseline, "pseudo_condition_number")
+    rows = []
+    for method in analysis.comparison.methods:
+        if not analysis.tables(method):
+            continue
+        kappas = _last(analysis, method, "pseudo_condition_number")
+        factors = [kappas[seed] / base[seed] for seed in sorted(set(kappas) & set(base))]
+        pseudo, strict = (analysis.last_jacobian(method, k) for k in ("pseudo_condition_number", "condition_number"))
+        first, last = (analysis.attention(method, last=at_end) for at_end in (False, True))
+        weights = [summarise_logs(_last(analysis, method, f"kappa_{role}").values()) for role in ROLES]
+        rows.append(
+            (
+                method,
+                show_logs(summarise_logs(kappas.values())),
+                MISSING if method == baseline else show_logs(summarise_logs(factors)),
+                f"{pseudo.finite}/{pseudo.total}",
+                f"{strict.finite}/{strict.total}",
+                _mean_log(analysis, method, "bound_log10"),
+                _mean_log(analysis, method, "papers_bound_log10"),
+                *(show(weight.geometric_mean) for weight in weights),
+                MISSING if first is None or last is None else f"{first.entropy:.2f} → {last.entropy:.2f}",
+                MISSING if last is None else f"{last.dead}/{last.heads}",
+            )
+        )
+    notes = (
+        "Geometric means over heads and layers at the last measurement of each run, then over seeds; intervals by the "
+        "t distribution on log₁₀ of the seeds, from three seeds on. κ(J) is over the non-zero spectrum; the strict "
+        "one is infinite where the rank is not full. A saturated or dead head can have a small κ(J) and learn nothing.",
+    )
+    return Table("conditioning", "Conditioning at the end", header, tuple(rows), notes)
+
+
+def show_logs(summary: LogSummary) -> str:
+    """A geometric mean with its interval, if it has one.
+
+    Example:
+        >>> show_logs(summarise_logs([10.0, 1000.0]))
+        '100'
+    """
+    interval = "" if summary.interval is None else f" [{show(summary.interval[0])}, {show(summary.interval[1])}]"
+    return show(summary.geometric_mean) + interval
+
+
+def _last(analysis: Analysis, method: str, key: str) -> dict[int, float]:
+    """Geometric mean over heads and layers at the last measurement, by seed."""
+    found = {table.run.seed: _at_end(table, key, log=True) for table in analysis.tables(method)}
+    return {seed: value for seed, value in found.items() if math.isfinite(value)}
+
+
+def _mean_log(analysis: Analysis, method: str, key: str) -> str:
+    values = [_at_end(table, key, log=False) for table in analysis.tables(method)]
+    known = [value for value in values if math.isfinite(value)]
+    return f"{math.fsum(known) / len(known):.2f}" if known else MISSING
+
+
+def _at_end(table: HeadTable, key: str, *, log: bool) -> float:
+    step = table.last_step(key)
+    if step is None:
+        return math.nan
+    return float(table.over_steps(key, log=log)[table.steps.tolist().index(step)])

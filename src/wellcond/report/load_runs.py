@@ -1,0 +1,143 @@
+"""`load_comparisons`: run records below a folder, grouped into the comparisons they belong to. Only reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from wellcond.report.run_record import STATES, Metric, Run, RunRecordError, read_json
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs of several methods under one recipe."""
+
+    folder: Path
+    name: str
+    title: str
+    recipe: str
+    scale: str
+    baseline: str
+    methods: tuple[str, ...]
+    """Labels, in the order in which they are shown."""
+    runs: tuple[Run, ...]
+    notes: str = ""
+
+    @property
+    def metric(self) -> Metric:
+        """What all runs are judged by."""
+        return self.runs[0].metric
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Every seed that was started."""
+        return tuple(sorted({run.seed for run in self.runs}))
+
+    def of(self, method: str) -> tuple[Run, ...]:
+        """Runs of a method, by seed."""
+        return tuple(run for run in self.runs if run.method == method)
+
+    def finished(self, method: str) -> dict[int, Run]:
+        """Runs of a method that count in means, by seed."""
+        return {run.seed: run for run in self.of(method) if run.finished}
+
+
+def load_comparisons(folder: Path) -> list[Comparison]:
+    """Every comparison below a folder, by path.
+
+    A run belongs to the nearest folder above it that has a `comparison.json`. Runs without one form a comparison of
+    the folder that holds their method folders, methods by name, `default` first and baseline.
+
+    Args:
+        folder: results of `wellcond compare` or `wellcond train`, at any depth.
+
+    Raises: RunRecordError if there is no run, or a file is broken or of another version.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise RunRecordError(folder, "is not a folder", "Give the folder that wellcond compare wrote.")
+    described = {path.parent for path in folder.rglob("comparison.json")}
+    grouped: dict[Path, list[Run]] = {}
+    for path in sorted(folder.rglob("run.json")):
+        grouped.setdefault(_home(path.parent, folder, described), []).append(_load_run(path))
+    if not grouped:
+        raise RunRecordError(
+            folder, "holds no run.json, at any depth", "Make runs with wellcond compare or wellcond train first."
+        )
+    return [_assemble(home, runs, home in described) for home, runs in sorted(grouped.items())]
+
+
+def _home(run: Path, folder: Path, described: set[Path]) -> Path:
+    """The folder of the comparison that a run belongs to."""
+    above = [run, *run.parents]
+    inside = above[: above.index(folder) + 1]
+    nearest = next((parent for parent in inside if parent in described), None)
+    return nearest or (inside[2] if len(inside) > 2 else folder)
+
+
+def _load_run(path: Path) -> Run:
+    record = read_json(path, "wellcond-run")
+    wanted = {"method": str, "seed": int, "status": str, "metric": dict}
+    for key, kind in wanted.items():
+        if not isinstance(record.get(key), kind):
+            raise RunRecordError(
+                path, f"expected {key!r} to be {kind.__name__}, found {record.get(key)!r}", "Repeat the run."
+            )
+    if record["status"] not in STATES:
+        raise RunRecordError(
+            path, f"expected a status of {', '.join(STATES)}, found {record['status']!r}", "Repeat the run."
+        )
+    if not {"name", "higher_is_better"} <= set(record["metric"]):
+        raise RunRecordError(path, "expected 'metric' to have name and higher_is_better", "Repeat the run.")
+    if not isinstance(record.get("final") or {}, dict):
+        raise RunRecordError(path, f"expected 'final' to be a mapping, found {record['final']!r}", "Repeat the run.")
+    return Run(path.parent, record)
+
+
+def _assemble(home: Path, runs: list[Run], described: bool) -> Comparison:
+    runs = sorted(runs, key=lambda run: run.seed)
+    seen: dict[tuple[str, int], Run] = {}
+    for run in runs:
+        other = seen.setdefault((run.method, run.seed), run)
+        if other is not run:
+            raise RunRecordError(
+                run.folder / "run.json",
+                f"is a second run of {run.method!r} with seed {run.seed}; the first is {other.folder / 'run.json'}",
+                "Keep one of them, or report their folders one by one.",
+            )
+        if (run.record.get("recipe"), run.metric) != (runs[0].record.get("recipe"), runs[0].metric):
+            raise RunRecordError(
+                run.folder / "run.json",
+                f"has recipe {run.record.get('recipe')!r} and metric {run.metric.name!r}, unlike "
+                f"{runs[0].folder / 'run.json'} in the same comparison",
+                "Runs of different recipes cannot be compared: report their folders one by one.",
+            )
+    found = sorted({run.method for run in runs}, key=lambda label: (label != "default", label))
+    stored = read_json(home / "comparison.json", "wellcond-comparison") if described else {}
+    try:
+        listed = [str(method["label"]) for method in stored.get("methods", [])]
+    except (TypeError, KeyError) as error:
+        raise RunRecordError(
+            home / "comparison.json", "expected 'methods' to be a list of {label, slug}", "Run the comparison again."
+        ) from error
+    methods = tuple(dict.fromkeys([*listed, *found]))
+    baseline = str(stored.get("baseline") or methods[0])
+    if baseline not in methods:
+        raise RunRecordError(
+            home / "comparison.json",
+            f"names {baseline!r} as baseline, which is none of its methods: {', '.join(methods)}",
+            "Correct 'baseline', or run the comparison again.",
+        )
+    name = str(stored.get("name") or home.resolve().name)
+    first = runs[0].record
+    return Comparison(
+        folder=home,
+        name=name,
+        title=str(stored.get("title") or name),
+        recipe=str(stored.get("recipe") or first.get("recipe") or ""),
+        scale=str(stored.get("scale") or first.get("scale") or ""),
+        baseline=baseline,
+        methods=methods,
+        runs=tuple(runs),
+        notes=str(stored.get("notes") or ""),
+    )

@@ -1,0 +1,48 @@
+"""`render_markdown`: tables, findings and links to the figures, for a repository or a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from wellcond.report.analysis import Analysis
+from wellcond.report.provenance import provenance_table
+from wellcond.report.reading import find_findings
+from wellcond.report.series import Figure
+from wellcond.report.table import plain_markdown, table_markdown
+from wellcond.report.tables import build_tables
+
+
+def render_markdown(analysis: Analysis, figures: Sequence[Figure]) -> str:
+    """Markdown of a comparison, to stand beside the folders `figures` and `tables`."""
+    comparison, metric = analysis.comparison, analysis.comparison.metric
+    better = "higher is better" if metric.higher_is_better else "lower is better"
+    lines = [
+        f"# {plain_markdown(comparison.title)}",
+        "",
+        plain_markdown(
+            f"Recipe {comparison.recipe or 'not recorded'}, scale {comparison.scale or 'not recorded'}; judged by "
+            f"{metric.name} ({better}); seeds {', '.join(map(str, comparison.seeds))}; baseline {comparison.baseline}."
+        ),
+        "",
+        "With plots to point at: [report.html](report.html).",
+        "",
+    ]
+    if comparison.notes:
+        lines += [plain_markdown(comparison.notes), ""]
+    lines += ["## Findings", "", *(f"- {plain_markdown(finding)}" for finding in find_findings(analysis)), ""]
+    for table in build_tables(analysis):
+        lines += [f"## {table.title}", "", table_markdown(table), "", f"[CSV](tables/{table.name}.csv)", ""]
+    lines += ["## Figures", ""]
+    for figure in figures:
+        links = ", ".join(f"[{kind.upper()}](figures/{figure.name}.{kind})" for kind in ("svg", "csv"))
+        lines += [
+            f"### {plain_markdown(figure.title)}",
+            "",
+            f"![{plain_markdown(figure.title)}](figures/{figure.name}.png)",
+            "",
+            f"{plain_markdown(figure.caption)} {links}",
+            "",
+        ]
+    provenance = provenance_table(comparison)
+    lines += [f"## {provenance.title}", "", table_markdown(provenance)]
+    return "\n".join(lines) + "\n"

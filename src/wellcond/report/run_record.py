@@ -1,0 +1,193 @@
+"""One stored run: its record, its rows, and how the files are read that the training engine wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from wellcond.errors import WellcondError
+from wellcond.report.values import MISSING, number, show
+
+SCHEMA = 1
+STATES = ("running", "finished", "diverged", "failed", "interrupted")
+UNFINISHED = ("running", "failed", "interrupted")
+
+
+class RunRecordError(WellcondError, ValueError):
+    """A stored run that is missing, broken, or of another version."""
+
+    def __init__(self, path: Path, problem: str, advice: str) -> None:
+        """Name the file, what was expected of it, and what to do."""
+        self.path = path
+        super().__init__(f"{path}: {problem}\n  {advice}")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What the runs of a comparison are judged by."""
+
+    name: str
+    higher_is_better: bool
+    percent: bool
+    """Stored as a fraction, shown times 100."""
+
+    @property
+    def scale(self) -> float:
+        """Factor from stored to shown numbers."""
+        return 100.0 if self.percent else 1.0
+
+    @property
+    def unit(self) -> str:
+        """Unit of a difference, with its space; empty if there is none."""
+        return " points" if self.percent else ""
+
+    @property
+    def label(self) -> str:
+        """Name with unit, for an axis."""
+        return f"{self.name} (%)" if self.percent else self.name
+
+    def show(self, value: float, *, sign: bool = False) -> str:
+        """A value, or with `sign` a difference, as it is printed.
+
+        Example:
+            >>> Metric("accuracy", True, True).show(0.9123)
+            '91.23'
+            >>> Metric("perplexity", False, False).show(-0.5, sign=True)
+            '-0.5'
+        """
+        shown = show(value * self.scale, 4)
+        if shown == MISSING or abs(value) == float("inf"):
+            return shown
+        if self.percent:
+            shown = f"{value * self.scale:.2f}"
+        return f"+{shown}" if sign and value > 0 else shown
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: its record, and its rows, which are read when they are first asked for."""
+
+    folder: Path
+    record: dict[str, Any]
+
+    @property
+    def method(self) -> str:
+        """Label of the method."""
+        return str(self.record["method"])
+
+    @property
+    def seed(self) -> int:
+        """Its seed, by which runs are paired."""
+        return int(self.record["seed"])
+
+    @property
+    def status(self) -> str:
+        """Status as stored."""
+        return str(self.record["status"])
+
+    @property
+    def metric(self) -> Metric:
+        """What it is judged by."""
+        stored = self.record["metric"]
+        return Metric(str(stored["name"]), bool(stored["higher_is_better"]), bool(stored.get("percent")))
+
+    @property
+    def value(self) -> float:
+        """The metric at the last evaluation; NaN where there is none."""
+        return number((self.record.get("final") or {}).get(self.metric.name))
+
+    @property
+    def outcome(self) -> str:
+        """`finished`, `diverged`, `failed` or `partial`.
+
+        A finished run whose metric is not finite has diverged. `running` in a record that is only read means killed.
+        """
+        if self.status == "finished":
+            return "finished" if abs(self.value) < float("inf") else "diverged"
+        return self.status if self.status in ("diverged", "failed") else "partial"
+
+    @property
+    def finished(self) -> bool:
+        """Whether it counts in means."""
+        return self.outcome == "finished"
+
+    @cached_property
+    def steps(self) -> list[dict[str, Any]]:
+        """Rows of training."""
+        return self._rows("steps.jsonl", ("step",), required=True)
+
+    @cached_property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Rows of evaluation."""
+        return self._rows("evaluations.jsonl", ("step",), required=True)
+
+    @property
+    def conditioning(self) -> list[dict[str, Any]]:
+        """Rows of measured heads; empty if nothing was measured. Read anew each time, since there can be very many."""
+        return self._rows("conditioning.jsonl", ("step", "layer", "head"), required=False)
+
+    def _rows(self, name: str, keys: tuple[str, ...], *, required: bool) -> list[dict[str, Any]]:
+        path = self.folder / name
+        if not path.is_file():
+            if required and self.status == "finished":
+                raise RunRecordError(
+                    path, "is missing, though the run is finished", "Restore the file, or repeat the run."
+                )
+            return []
+        rows = _read_lines(path, unfinished=self.status in UNFINISHED)
+        # A run that was killed and resumed may have written a step twice; the later row is the one that counts.
+        latest: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for at, row in enumerate(rows):
+            if not isinstance(row, dict) or any(key not in row for key in keys):
+                raise RunRecordError(
+                    path, f"row {at + 1} should have the keys {', '.join(keys)}", "It is not a record of wellcond."
+                )
+            latest[tuple(row[key] for key in keys)] = row
+        return sorted(latest.values(), key=lambda row: number(row["step"]))
+
+
+def read_json(path: Path, kind: str) -> dict[str, Any]:
+    """A record of a kind and of the schema that is known here.
+
+    Raises: RunRecordError if it is anything else.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunRecordError(
+            path, f"is not readable JSON ({error})", "Delete it and repeat what wrote it, or restore it."
+        ) from error
+    if not isinstance(record, dict) or record.get("kind", kind) != kind:
+        raise RunRecordError(path, f"expected a record of kind {kind!r}", "It was not written by wellcond.")
+    if record.get("schema") != SCHEMA:
+        raise RunRecordError(
+            path,
+            f"expected schema {SCHEMA}, found {record.get('schema')!r}",
+            "It is of another version of wellcond: use that version, or repeat the run.",
+        )
+    return record
+
+
+def _read_lines(path: Path, *, unfinished: bool) -> list[Any]:
+    """Rows of a file with one JSON object per line; half a last line is what a killed run leaves."""
+    lines = [line for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
+    try:
+        return list(json.loads(f"[{','.join(lines)}]"))
+    except ValueError:
+        return list(_read_one_by_one(path, lines, unfinished))
+
+
+def _read_one_by_one(path: Path, lines: list[str], unfinished: bool) -> Iterable[Any]:
+    for at, line in enumerate(lines):
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            if unfinished and at == len(lines) - 1:
+                return
+            raise RunRecordError(
+                path, f"row {at + 1} of {len(lines)} is not JSON ({error})", "Restore the file, or repeat the run."
+            ) from error

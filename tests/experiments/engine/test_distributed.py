@@ -1,0 +1,64 @@
+"""Two gloo processes against one, through torchrun, as a user would launch them."""
+
+import pytest
+from safetensors.torch import load
+
+from experiments.small import last_weights, logs, record, run, small_job, stop_after, train_command
+
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
+}
+AVERAGED = "training.averaging={decay: 0.9}"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    run(train_command(folder, "conditioned+balanced", AVERAGED))
+    return folder
+
+
+def assert_close(a, b):
+    ours, theirs = logs(a), logs(b)
+    for name in ("evaluations", "steps"):
+        assert len(ours[name]) == len(theirs[name]) > 2
+        for mine, other in zip(ours[name], theirs[name], strict=True):
+            for key in (key for key in set(mine) & set(other) if mine[key] is not None):
+                # An image or two may change sides: their logits are equal to rounding.
+                allowed = 0.004 if key == "accuracy" else 1e-9
+                assert other[key] == pytest.approx(mine[key], rel=2e-3, abs=allowed), (name, key)
+    points = [[(row["step"], row["layer"], row["head"]) for row in rows["conditioning"]] for rows in (ours, theirs)]
+    assert points[0] == points[1]
+    for mine, other in zip(ours["conditioning"], theirs["conditioning"], strict=True):
+        assert other["kappa_q"] == pytest.approx(mine["kappa_q"], rel=1e-3)
+    for name, content in last_weights(a).items():
+        whole, other = load(content), load(last_weights(b)[name])
+        assert whole.keys() == other.keys()
+        for key in whole:
+            assert (whole[key].double() - other[key].double()).abs().max() < 2e-3, (name, key)
+
+
+@pytest.mark.parametrize("environment", [{}, FSDP2], ids=["ddp", "fsdp2"])
+def test_two_processes_compute_what_one_does(alone, tmp_path, environment):
+    folder = tmp_path / "run"
+    run(train_command(folder, "conditioned+balanced", AVERAGED, processes=2), **environment)
+    assert record(folder)["status"] == "finished"
+    assert record(folder)["sessions"][0]["processes"] == 2
+    assert_close(alone, folder)
+
+
+def test_a_run_of_one_process_goes_on_sharded_over_two(alone, tmp_path):
+    folder = tmp_path / "run"
+    stop_after(small_job(folder, "conditioned+balanced", AVERAGED), 8)
+    run(train_command(folder, "conditioned+balanced", AVERAGED, processes=2), **FSDP2)
+    assert [session["processes"] for session in record(folder)["sessions"]] == [1, 2]
+    assert_close(alone, folder)
+
+
+def test_accumulation_computes_what_one_batch_does(alone, tmp_path):
+    folder = tmp_path / "run"
+    run(train_command(folder, "conditioned+balanced", AVERAGED, "training.accumulate=4"))
+    assert_close(alone, folder)

@@ -1,0 +1,162 @@
+"""How runs end: diverged, failed, with odd precision, and what they leave behind."""
+
+import json
+
+import pytest
+import torch
+
+from experiments.small import logs, record, run, small_job, train_command
+from wellcond.errors import UnsupportedLayoutError
+from wellcond.experiments import updates
+from wellcond.experiments.compare import run_comparison
+from wellcond.experiments.run import run_job
+from wellcond.experiments.settings import RecipeError
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_as_diverged(tmp_path, monkeypatch):
+    real = updates.Updater.update
+
+    def update(self, step, batches, **options):
+        loss, norm = real(self, step, batches, **options)
+        return (loss * float("nan"), norm) if step == 11 else (loss, norm)
+
+    monkeypatch.setattr(updates.Updater, "update", update)
+    ended = run_job(small_job(tmp_path / "run", "polar", "training.log_every=1"))
+    assert ended["status"] == "diverged" and ended["reason"] == "the loss is nan at step 12"
+    assert ended["final"]["step"] == 8
+    assert logs(tmp_path / "run")["steps"][-1]["loss"] == "nan"
+    again = run_job(small_job(tmp_path / "run", "polar", "training.log_every=1"))
+    assert again["status"] == "diverged" and len(again["sessions"]) == 1
+
+
+def test_a_loss_that_grows_too_far_ends_the_run_as_diverged(tmp_path):
+    ended = run_job(small_job(tmp_path / "run", "default", "optimizer.lr=30", "schedule={name: constant}"))
+    assert ended["status"] == "diverged"
+    assert "times the first" in ended["reason"] or "the loss is" in ended["reason"]
+
+
+def test_weights_that_became_infinite_are_found_by_the_evaluation(tmp_path, monkeypatch):
+    real = updates.Updater.update
+
+    def update(self, step, batches, **options):
+        result = real(self, step, batches, **options)
+        if step == 7:
+            with torch.no_grad():
+                next(self.model.parameters()).fill_(float("inf"))
+        return result
+
+    monkeypatch.setattr(updates.Updater, "update", update)
+    ended = run_job(small_job(tmp_path / "run"))
+    assert ended["status"] == "diverged" and ended["reason"].startswith("the loss is nan at step 8")
+    assert ended["final"]["step"] == 0
+
+
+def test_one_failing_method_does_not_end_a_comparison(tmp_path):
+    def refuse(model, *, seed):
+        raise UnsupportedLayoutError("blocks.0.attn", "not for this method")
+
+    jobs = [small_job(tmp_path / method, method) for method in ("mimetic", "conditioned")]
+    object.__setattr__(jobs[0].method, "apply_", refuse)
+    events = []
+    outcome = run_comparison(jobs, num_workers=1, observer=lambda job, event: events.append((job.name, event["event"])))
+    [(job, problem)] = outcome.failures
+    assert job is jobs[0] and "not for this method" in problem and ("mimetic, seed 0", "failed") in events
+    assert record(tmp_path / "mimetic")["status"] == "failed"
+    assert record(tmp_path / "conditioned")["status"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.batch_size=5000", "training.batch_size: expected at most the 1297 training samples, found 5000"),
+        ("training.accumulate=5", "expected a multiple of 5"),
+        ("model.arguments={num_classes: 3}", "the data need 10, found 3"),
+        ("model.name=timm:vit_tinny", "timm has no model 'vit_tinny'"),
+        ("model.arguments={embed_dims: 16}", "cannot be built with"),
+        ("task={name: language_modelling, context: 8}", "language_modelling needs text data; digits has image"),
+    ],
+)
+def test_what_cannot_run_says_why_and_is_recorded(tmp_path, override, message):
+    with pytest.raises(Exception, match=message) as caught:
+        run_job(small_job(tmp_path / "run", "default", override))
+    assert isinstance(caught.value, ValueError | RuntimeError)
+
+
+def test_local_code_needs_trust(tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(ValueError, match="--trust-local-code"):
+        run_job(small_job(tmp_path / "run", "default", f"model.name={script}:build"))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_record_says_what_was_run_on_what(tmp_path):
+    folder = tmp_path / "run"
+    run_job(small_job(folder))
+    kept = record(folder)
+    assert kept["status"] == "finished" and kept["progress"]["step"] == 24
+    assert kept["config"]["optimizer"]["lr"] == 0.001 and len(kept["config_hash"]) == 16
+    assert kept["data"]["train"] == 1297 and kept["data"]["evaluation"] == 500
+    assert kept["model"]["attentions"] == 2 and kept["model"]["parameters"] > 1000
+    assert set(kept["seconds"]) == {"setup", "training", "evaluation", "measuring", "checkpointing"}
+    assert kept["seconds_per_step"] == pytest.approx(kept["seconds"]["training"] / 24)
+    assert kept["peak_memory_bytes"] > 1e7
+    session = kept["sessions"][0]
+    assert session["torch"] == torch.__version__ and session["device"] == "cpu" and session["threads"] == 1
+    rows = logs(folder)
+    assert [row["step"] for row in rows["evaluations"]] == [0, 8, 16, 24]
+    assert [row["step"] for row in rows["steps"]] == [5, 10, 15, 20, 24]
+    assert sorted({row["step"] for row in rows["conditioning"]}) == [0, 1, 10, 20, 24]
+    assert {row["step"] for row in rows["conditioning"] if row["condition_number"] is not None} == {0, 1, 24}
+    assert json.dumps(kept, allow_nan=False)
+
+
+def test_methods_with_the_same_seed_are_paired(tmp_path):
+    """All weights but Q, K and V, the order of the samples, and so the first loss of two defaults, are the same."""
+    from wellcond.experiments.prepare import prepare_model, prepare_task
+
+    job = small_job(tmp_path, "conditioned")
+    task = prepare_task(job.recipe, seed=3, base=None)
+    weights = []
+    for method in ("default", "conditioned"):
+        job = small_job(tmp_path, method)
+        weights.append(dict(prepare_model(job.recipe, job.method, task, seed=3, base=None).named_parameters()))
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]) == ("qkv.weight" not in name), name
+
+
+def test_measuring_changes_nothing(tmp_path):
+    tracked, blind = tmp_path / "tracked", tmp_path / "blind"
+    run_job(small_job(tracked, "polar", "model.arguments.proj_drop_rate=0.1"))
+    overrides = ("model.arguments.proj_drop_rate=0.1", "tracking={weights_every: null, jacobian_points: 0}")
+    run_job(small_job(blind, "polar", *overrides))
+    assert logs(tracked)["steps"] == logs(blind)["steps"]
+    assert logs(tracked)["evaluations"] == logs(blind)["evaluations"]
+    assert logs(blind)["conditioning"] == []
+
+
+@pytest.mark.parametrize("change", ["precision.mixed=bf16", "precision.compile=aot_eager"])
+def test_other_precisions_and_compilation_train(tmp_path, change):
+    folder = tmp_path / "run"
+    run(train_command(folder, "balanced", change), ONEDNN_MAX_CPU_ISA="AVX512_CORE_BF16")
+    plain = tmp_path / "plain"
+    run_job(small_job(plain, "balanced"))
+    ours, theirs = record(folder)["final"]["loss"], record(plain)["final"]["loss"]
+    assert ours == pytest.approx(theirs, rel=0.02)
+    assert ours != theirs or "compile" in change
+
+
+def test_trackers_of_accelerate_receive_the_metrics(tmp_path):
+    tensorboard = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    folder = tmp_path / "run"
+    run(train_command(folder, "default", "logging.trackers=[tensorboard]"))
+    events = min(folder.rglob("events.out.tfevents.*"), key=lambda path: len(path.parts))
+    reader = tensorboard.EventAccumulator(str(events.parent))
+    reader.Reload()
+    assert "evaluation/accuracy" in reader.Tags()["scalars"] and "train/loss" in reader.Tags()["scalars"]
+    assert reader.Scalars("evaluation/accuracy")[-1].value == pytest.approx(record(folder)["final"]["accuracy"])
+
+
+def test_an_unknown_tracker_is_refused(tmp_path):
+    with pytest.raises(RecipeError, match="nowhere"):
+        run_job(small_job(tmp_path / "run", "default", "logging.trackers=[nowhere]"))

@@ -1,0 +1,130 @@
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from experiments.small import last_weights, logs, record, small_job, stop_after, train_command
+from wellcond.experiments.run import run_job
+from wellcond.experiments.run_folder import RunError
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unbroken") / "run"
+    run_job(small_job(folder))
+    return folder
+
+
+def assert_same_run(a, b):
+    assert logs(a) == logs(b)
+    assert last_weights(a) == last_weights(b)
+    for name in ("final", "best"):
+        ours, theirs = (dict(record(folder)[name]) for folder in (a, b))
+        assert ours.pop("seconds") > 0 and theirs.pop("seconds") > 0
+        assert ours == theirs
+
+
+def test_a_killed_run_resumes_to_the_same_files_bit_for_bit(unbroken, tmp_path):
+    folder = tmp_path / "run"
+    process = subprocess.Popen(train_command(folder), stderr=subprocess.PIPE)
+    deadline = time.time() + 120
+    while not list(folder.glob("checkpoints/step-00000007*")) and time.time() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert record(folder)["status"] == "running"
+    run_job(small_job(folder))
+    assert record(folder)["status"] == "finished"
+    assert [session["resumed_at_step"] for session in record(folder)["sessions"]][-1] >= 7
+    assert_same_run(unbroken, folder)
+
+
+class Killed(BaseException):
+    """As sudden as a signal: nothing in the engine catches it."""
+
+
+@pytest.mark.parametrize("moment", range(0, 27, 2))
+def test_a_run_stopped_at_any_write_resumes_to_the_same_files(unbroken, tmp_path, monkeypatch, moment):
+    """Every second moment at which a file is about to be flushed or put in place."""
+    folder, count = tmp_path / "run", 0
+    real = {name: getattr(os, name) for name in ("replace", "fsync")}
+
+    def dying(name):
+        def call(*arguments):
+            nonlocal count
+            count += 1
+            if count > moment:
+                raise Killed
+            return real[name](*arguments)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in real:
+            patch.setattr(os, name, dying(name))
+        with pytest.raises(Killed):
+            run_job(small_job(folder))
+    run_job(small_job(folder))
+    assert_same_run(unbroken, folder)
+
+
+def test_a_complete_run_is_not_repeated(unbroken):
+    before = {path: path.stat().st_mtime_ns for path in unbroken.rglob("*") if path.is_file() and path.name != "lock"}
+    events = []
+    run_job(small_job(unbroken), events.append)
+    assert [event["event"] for event in events] == ["end"]
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+
+
+def test_another_run_in_the_same_folder_is_refused_with_the_difference(unbroken):
+    with pytest.raises(RunError, match=r"optimizer\.lr: 0\.001 there, 0\.002 here"):
+        run_job(small_job(unbroken, "conditioned+balanced", "optimizer.lr=0.002"))
+    assert record(unbroken)["status"] == "finished"
+
+
+def test_settings_without_effect_may_change_on_the_way(unbroken, tmp_path):
+    folder = tmp_path / "run"
+    job = small_job(folder, "conditioned+balanced", "checkpoint.every.steps=5")
+    stop_after(job, 12)
+    assert record(folder)["status"] == "interrupted"
+    run_job(small_job(folder, "conditioned+balanced", "checkpoint.every.steps=11", "title=another"))
+    assert_same_run(unbroken, folder)
+
+
+def test_ctrl_c_saves_the_step_and_the_run_goes_on_to_the_same_end(unbroken, tmp_path):
+    folder = tmp_path / "run"
+    stopped = stop_after(small_job(folder), 8)
+    assert stopped["status"] == "interrupted" and "go on" in stopped["reason"]
+    assert Path(folder, "checkpoints/step-00000008").is_dir()
+    run_job(small_job(folder))
+    assert_same_run(unbroken, folder)
+
+
+def test_lost_lines_are_noticed(tmp_path):
+    folder = tmp_path / "run"
+    stop_after(small_job(folder), 16)
+    (folder / "evaluations.jsonl").write_text("")
+    with pytest.raises(RunError, match=r"evaluations\.jsonl: expected at least \d+ bytes, found 0"):
+        run_job(small_job(folder))
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    folder = tmp_path / "run"
+    stop_after(small_job(folder), 8)
+    (folder / "checkpoints/step-00000008/model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(RunError, match="step-00000008 is damaged"):
+        run_job(small_job(folder))
+
+
+def test_averages_resume_exactly(tmp_path):
+    overrides = ("training.averaging={decay: 0.9}", "training.clip_norm=1.0", "training.accumulate=2")
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    run_job(small_job(whole, "polar", *overrides))
+    stop_after(small_job(broken, "polar", *overrides), 8)
+    run_job(small_job(broken, "polar", *overrides))
+    assert_same_run(whole, broken)
+    assert "average.safetensors" in last_weights(whole)

@@ -1,0 +1,142 @@
+"""Numbers against hand computations and scipy."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from report.fake_runs import PERPLEXITY, FakeMethod, usual_methods, write_comparison
+from wellcond.report.load_runs import load_comparisons
+from wellcond.report.statistics import (
+    Summary,
+    bootstrap_interval,
+    compare_paired,
+    differences_to_baseline,
+    holm,
+    method_kind,
+    paired_p,
+    required_pairs,
+    sample_std,
+    summarise,
+    summarise_logs,
+    t_interval,
+)
+
+
+def load(folder, methods, **options):
+    (comparison,) = load_comparisons(write_comparison(folder, methods, **options))
+    return comparison
+
+
+def test_summary_of_known_values():
+    summary = Summary({0: 1.0, 1: 2.0, 2: 6.0})
+    assert (summary.count, summary.mean, summary.minimum, summary.maximum) == (3, 3.0, 1.0, 6.0)
+    assert summary.std == pytest.approx(math.sqrt((4 + 1 + 9) / 2))  # n - 1
+    empty = Summary({})
+    assert math.isnan(empty.mean) and math.isnan(empty.std) and math.isnan(Summary({0: 1.0}).std)
+
+
+def test_paired_difference_agrees_with_scipy():
+    values, base = {0: 0.93, 1: 0.945, 2: 0.95, 7: 0.1}, {0: 0.90, 1: 0.91, 2: 0.92, 9: 0.5}
+    found = compare_paired("a", values, "b", base, higher_is_better=True)
+    expected = stats.ttest_rel([0.93, 0.945, 0.95], [0.90, 0.91, 0.92])
+    assert list(found.values) == [0, 1, 2]  # only the seeds both have
+    assert found.p == pytest.approx(expected.pvalue, rel=1e-10)
+    assert found.interval == pytest.approx(tuple(expected.confidence_interval(0.95)), rel=1e-10)
+    assert found.mean == pytest.approx(0.095 / 3) and found.relative == pytest.approx(0.095 / 2.73)
+    assert found.bootstrap is None and found.certain
+
+
+def test_lower_is_better_turns_the_sign():
+    found = compare_paired("a", {0: 20.0, 1: 21.0}, "b", {0: 25.0, 1: 24.0}, higher_is_better=False)
+    assert found.mean == 4.0 and found.values == {0: 5.0, 1: 3.0}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_below_three_seeds_there_is_no_interval_and_no_p(count):
+    values = {seed: 1.0 + seed**2 for seed in range(count)}
+    found = compare_paired("a", values, "b", dict.fromkeys(range(count), 0.0), higher_is_better=True)
+    assert found.interval is None and found.p is None and found.bootstrap is None and not found.certain
+
+
+def test_differences_without_spread_make_no_claim():
+    # equal but for rounding: 0.93 - 0.90, 0.53 - 0.50 and 0.13 - 0.10 are three different floats
+    found = compare_paired(
+        "a", {0: 0.93, 1: 0.53, 2: 0.13}, "b", {0: 0.90, 1: 0.50, 2: 0.10}, higher_is_better=True
+    )  # fmt: skip
+    assert len(set(found.values.values())) > 1 and found.std == 0
+    assert found.p is None and found.without_spread and not found.certain
+    assert found.interval == pytest.approx((0.03, 0.03))
+    assert paired_p([0.0, 0.0, 0.0]) == 1.0
+
+
+def test_bootstrap_from_five_seeds_on_and_always_the_same():
+    values = [1.0, 2.0, 3.0, 4.0, 10.0]
+    low, high = bootstrap_interval(values)
+    assert bootstrap_interval(values[:4]) is None and (low, high) == bootstrap_interval(values)
+    reference = stats.bootstrap(
+        (values,), np.mean, n_resamples=20000, method="percentile", rng=np.random.default_rng(1)
+    ).confidence_interval  # fmt: skip
+    assert low == pytest.approx(reference.low, abs=0.25) and high == pytest.approx(reference.high, abs=0.25)
+
+
+def test_holm_by_hand():
+    # sorted 0.01, 0.02, 0.03, 0.04 times 4, 3, 2, 1 = 0.04, 0.06, 0.06, 0.04 -> running maximum
+    assert holm([0.04, 0.01, 0.03, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    assert holm([0.9, 0.8]) == pytest.approx([1.0, 1.0])
+    assert holm([None, 0.02]) == [None, 0.02] and holm([]) == []
+
+
+def test_log_summary_counts_what_is_not_finite():
+    found = summarise_logs([1.0, 10.0, 100.0, math.inf, math.nan])
+    assert found.geometric_mean == pytest.approx(10.0) and (found.finite, found.total) == (3, 5)
+    assert found.std_log10 == pytest.approx(1.0)
+    half = stats.t.ppf(0.975, 2) / math.sqrt(3)
+    assert found.interval == pytest.approx((10 ** (1 - half), 10 ** (1 + half)))
+    assert math.isnan(summarise_logs([math.inf]).geometric_mean)
+
+
+def test_interval_and_std_of_few_values():
+    assert t_interval([1.0, 2.0]) is None and math.isnan(sample_std([1.0]))
+
+
+def test_diverged_and_unfinished_runs_are_in_no_mean(tmp_path):
+    comparison = load(tmp_path, usual_methods())
+    assert summarise(comparison, "polar").values == {0: 0.915}
+    outcomes = [run.outcome for run in comparison.of("polar")]
+    assert outcomes == ["finished", "diverged", "partial"]
+    assert list(differences_to_baseline(comparison)["polar"].values) == [0]
+
+
+def test_correction_is_over_all_methods(tmp_path):
+    comparison = load(tmp_path, usual_methods())
+    found = differences_to_baseline(comparison)
+    tested = [d for d in found.values() if d.p is not None]
+    assert [d.p_holm for d in tested] == pytest.approx(holm([d.p for d in tested])) and len(tested) == 3
+
+
+def test_perplexity_is_negated(tmp_path):
+    methods = [FakeMethod("default", {0: 30.0, 1: 31.0, 2: 32.0}), FakeMethod("polar", {0: 28.0, 1: 30.0, 2: 29.0})]
+    comparison = load(tmp_path, methods, metric=PERPLEXITY)
+    assert differences_to_baseline(comparison)["polar"].mean == pytest.approx(2.0)
+
+
+def test_required_pairs_need_both_methods(tmp_path):
+    comparison = load(tmp_path, usual_methods())
+    assert required_pairs(comparison) == [
+        ("conditioned", "gaussian"), ("identity(lam=10)", "default"), ("polar", "identity(lam=10)"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("label", "kind"),
+    [
+        ("default", ("default", "")),
+        ("identity(lam=10)", ("default", "identity")),
+        ("conditioned+balanced", ("conditioned", "balanced")),
+        ("mimetic", ("mimetic", "")),
+    ],
+)
+def test_kind_of_a_method_from_its_label(label, kind):
+    assert method_kind(None, label) == kind
