@@ -23,7 +23,7 @@ $(STAMP):
 	@rm -f $(VENV)/.installed-*
 	@touch $(STAMP)
 
-demo: $(STAMP)  ## Train a small ViT on digits, initialised and conditioned in several ways, and compare
+demo: $(STAMP)  ## Train a small ViT on digits with nine methods and three seeds, compare, and write an HTML report
 	$(BIN)/wellcond demo
 
 test: $(STAMP)  ## Run the default tests (a few minutes)
@@ -38,6 +38,7 @@ lint: $(STAMP)  ## Style, import order, docstrings, types
 	$(BIN)/mypy
 
 bench: $(STAMP)  ## Times of training steps, initialisation and Jacobians, each against its rivals in one run
+	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,bench]'
 	$(BIN)/python benchmarks/jacobian.py

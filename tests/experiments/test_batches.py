@@ -87,6 +87,7 @@ def pictures(seed=0):
     return Pictures(pil_images([(20 + k % 3, 18) for k in range(10)]), transform, channels=3, seed=seed)
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
 def test_workers_make_the_same_batches():
     samples = pictures()
     parts = list(UpdatePlan(10, 4, 2, seed=0).parts(WHOLE, 0, 4))

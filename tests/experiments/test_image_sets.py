@@ -186,7 +186,9 @@ def test_without_mixing_the_batch_is_the_batch():
 def test_a_label_out_of_range_is_named(label, in_memory):
     split = byte_images()
     split.labels[7] = label
-    with pytest.raises(RecipeError, match=rf"some, evaluation split, row 7: expected a label from 0 to 2, found {label}"):
+    with pytest.raises(
+        RecipeError, match=rf"some, evaluation split, row 7: expected a label from 0 to 2, found {label}"
+    ):
         make_task(byte_images(), split, in_memory=in_memory)
 
 
@@ -266,7 +268,9 @@ def test_tensors_become_pictures_without_change():
 
 
 def test_an_image_smaller_than_the_patch_is_refused_before_training():
-    recipe = make_recipe(model={"name": "timm:vit_tiny_patch16_224", "arguments": {"embed_dim": 8, "num_heads": 2, "depth": 1}})
+    recipe = make_recipe(
+        model={"name": "timm:vit_tiny_patch16_224", "arguments": {"embed_dim": 8, "num_heads": 2, "depth": 1}}
+    )
     with pytest.raises(RecipeError, match=r"timm:vit_tiny_patch16_224 does not take the data of this task: .*8 x 8"):
         prepare_model(recipe, MethodSettings(), make_task(byte_images(4)), seed=0, base=None)
 

@@ -21,9 +21,9 @@ def failure(text=TEXT, overrides=()):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("optimiser.lr=1", r"  optimiser: unknown field 'optimiser'; did you mean 'optimizer'\? Allowed: name, title, .*data"),
-        ("training.batchsize=2", r"  training.batchsize: unknown field 'batchsize'; did you mean 'batch_size'\?.* \(found 2\)"),
-        ("optimizer.momentum=2", r"  optimizer.momentum: unknown field 'momentum'.*Allowed: name, lr, betas.*\(found 2\)"),
+        ("optimiser.lr=1", r"  optimiser: unknown field 'optimiser'; did you mean 'optimizer'\? Allowed: name, .*data"),
+        ("training.batchsize=2", r"  training.batchsize: unknown field 'batchsize'; did you mean 'batch_size'.* 2"),
+        ("optimizer.momentum=2", r"  optimizer.momentum: unknown field 'momentum'.*Allowed: name, lr, betas.*found 2"),
         ("data.limit=2", r"  data.limit: unknown field 'limit'.* Allowed: source \(found 2\)"),
         ("task.size=2", r"  task.size: unknown field 'size'.*Allowed: name, image_size.*\(found 2\)"),
         ("task.name=classify", r"  task: unknown task 'classify'.*Allowed: image_classification, language_modelling"),
@@ -80,8 +80,9 @@ def test_what_is_no_recipe_is_refused(text, message):
     assert "some.yaml" in found and re.search(message, found, flags=re.DOTALL), found
 
 
-@pytest.mark.parametrize("tag", ["!!python/object/apply:os.system", "!!python/object/new:os.system", "!!python/name:os.system"])  # fmt: skip
-def test_yaml_runs_no_code(tag, tmp_path):
+@pytest.mark.parametrize("kind", ["object/apply", "object/new", "name"])
+def test_yaml_runs_no_code(kind, tmp_path):
+    tag = f"!!python/{kind}:os.system"
     victim = tmp_path / "made"
     assert "could not determine a constructor" in failure(f"name: {tag} ['touch {victim}']")
     assert "could not determine a constructor" in failure(overrides=[f"name={tag} ['touch {victim}']"])

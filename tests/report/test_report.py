@@ -400,3 +400,9 @@ def test_an_eleventh_method_repeats_a_colour_with_another_dash(tmp_path):
     plots = plot_data(render_comparison(study(tmp_path, methods, conditioning=False).comparison))
     lines = [trace["line"] for trace in plots["learning-0"]["data"]]
     assert lines[0]["color"] == lines[10]["color"] == "@c0" and lines[0]["dash"] != lines[10]["dash"]
+
+
+def test_trained_weights_have_a_figure_of_their_own_only_under_a_correction(usual, tmp_path):
+    assert "weights_raw" in [figure.name for figure in build_figures(usual)]
+    plain = study(tmp_path, usual_methods()[:2])
+    assert "weights_raw" not in [figure.name for figure in build_figures(plain)]

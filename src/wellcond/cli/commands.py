@@ -10,9 +10,9 @@ import typer
 
 import wellcond
 from wellcond.cli import inspect as inspect_command
+from wellcond.errors import WeightError
 from wellcond.experiments.models import build_model, parse_values
 from wellcond.experiments.weights import conditioning_in, load_state, load_weights, read_state_dict, save_weights
-from wellcond.errors import WeightError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Well-conditioned attention for PyTorch.")
 

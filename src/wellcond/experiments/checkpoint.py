@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wellcond.attention.wrappers import unwrap
 from wellcond.errors import MissingExtraError
 from wellcond.experiments.run_folder import RunError, writing
 from wellcond.files import to_json
@@ -62,7 +63,25 @@ def scatter_(model: nn.Module, optimizer: torch.optim.Optimizer, states: tuple[d
 
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
     set_model_state_dict(model, states[0], options=options)
-    set_optimizer_state_dict(model, optimizer, states[1], options=options)
+    rows = states[1]["state"]
+    if rows:
+        # Not strict: a parameter that has had no gradient has no state. torch then makes one up, which is taken away.
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast, strict=False)
+        set_optimizer_state_dict(model, optimizer, states[1], options=options)
+        _drop_state_except(model, optimizer, set(rows))
+    # torch turns tuples into lists, and refuses an optimiser without state (SGD without momentum).
+    for group, stored in zip(optimizer.param_groups, states[1]["param_groups"], strict=True):
+        group.update({key: value for key, value in stored.items() if key != "params"})
+
+
+def _drop_state_except(model: nn.Module, optimizer: torch.optim.Optimizer, names: set[str]) -> None:
+    named = list(unwrap(model).named_parameters(remove_duplicate=False))
+    if not names <= {name for name, _ in named}:  # under a wrapper that renames: rather too much state than too little
+        return
+    kept = {parameter for name, parameter in named if name in names}
+    for _, parameter in named:
+        if parameter not in kept:
+            optimizer.state.pop(parameter, None)
 
 
 def save_checkpoint(

@@ -1,4 +1,4 @@
-"""Conditioning during a run, at steps fixed in advance, so that the record does not depend on how fast the machine is."""
+"""Conditioning during a run, at steps fixed in advance: the record does not depend on the speed of the machine."""
 
 from __future__ import annotations
 

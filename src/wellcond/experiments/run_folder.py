@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -45,8 +46,11 @@ class RunFolder:
             lock = open(self.path / "lock", "ab")
         try:
             _hold(lock, self.path)
+            _forget_in_children()
+            _HELD.add(lock)
             yield self
         finally:
+            _HELD.discard(lock)
             for log in self._logs.values():
                 log.close()
             self._logs.clear()
@@ -117,6 +121,16 @@ def _append_whole(file: BinaryIO, content: bytes) -> None:
         with contextlib.suppress(OSError):
             os.ftruncate(file.fileno(), before)
         raise
+
+
+_HELD: set[BinaryIO] = set()
+
+
+@functools.cache
+def _forget_in_children() -> None:
+    """A forked process (a DataLoader's worker) must not keep a folder when this one is killed."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: [lock.close() for lock in _HELD])
 
 
 def _hold(lock: BinaryIO, path: Path) -> None:

@@ -56,7 +56,8 @@ def render_page(analysis: Analysis, figures: Sequence[Figure] | None = None) -> 
     bodies["Summary"].insert(2, _findings(analysis))
     for figure in figures:
         bodies[figure.section].append(_figure_section(comparison, figure, drawings))
-    bodies["Runs"].append(_table_section(provenance_table(comparison)))
+    settings = provenance_table(comparison)
+    bodies["Runs"].append(tag("details", tag("summary", settings.title), table_html(settings)))
     for parts in bodies.values():
         if len(parts) == 1:
             parts.append(tag("p", _nothing(analysis)))

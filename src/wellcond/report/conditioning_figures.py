@@ -22,7 +22,11 @@ def conditioning_figures(analysis: Analysis) -> list[Figure]:
     """Every figure that needs conditioning rows; figures without a single point are left out."""
     figures = [
         _weights(analysis, "kappa", "weights", "Condition numbers of the weights, W + C", "as the forward uses them"),
-        _weights(analysis, "raw_kappa", "weights_raw", "Condition numbers of the trained weights, W", "without C"),
+        *(
+            [_weights(analysis, "raw_kappa", "weights_raw", "Condition numbers of the trained weights, W", "without C")]
+            if corrected(analysis)
+            else []
+        ),
         _sigmas(analysis),
         _jacobian(analysis),
         *_layer_figures(analysis),
@@ -109,6 +113,16 @@ def _jacobian(analysis: Analysis) -> Figure:
         return figure
     span = (min(finite_values) / 1.5, max(finite_values) * 1.5)
     return replace(figure, panels=tuple(replace(panel, span=span) for panel in figure.panels))
+
+
+def corrected(analysis: Analysis) -> bool:
+    """Whether any correction acts, so that W and W + C differ."""
+    return any(
+        not np.array_equal(table.columns[f"kappa_{r}"], table.columns[f"raw_kappa_{r}"], equal_nan=True)
+        for tables in analysis.heads.values()
+        for table in tables
+        for r in ROLES
+    )
 
 
 def strict_counts(analysis: Analysis) -> tuple[int, int]:

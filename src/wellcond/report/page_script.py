@@ -109,7 +109,8 @@ SCRIPT = r"""
 
 EXTRA_STYLE = """
 :root{--c8:#4b5563;--c9:#6b8e00;--p0:#2969a8;--p1:#7fb2dc;--p2:#c2571a;--p3:#8a6d0b;--p4:#9aa6b2}
-@media (prefers-color-scheme:dark){:root{--c8:#b6c2cf;--c9:#b5d13b;--p0:#78b4ea;--p1:#3f6f99;--p2:#f0995a;--p3:#d9bb4b;--p4:#5b6570}}
+@media (prefers-color-scheme:dark){:root{--c8:#b6c2cf;--c9:#b5d13b;--p0:#78b4ea;
+--p1:#3f6f99;--p2:#f0995a;--p3:#d9bb4b;--p4:#5b6570}}
 html{scroll-padding-top:64px}
 nav.tabs{display:flex;gap:4px;overflow-x:auto;border-bottom:1px solid var(--line);margin:18px 0 0;scrollbar-width:thin}
 nav.tabs a{padding:8px 13px;color:var(--soft);text-decoration:none;white-space:nowrap;

@@ -211,9 +211,9 @@ def _matching(analysis: Analysis) -> list[str]:
         return []
     missed = [f"never: {', '.join(never)}"] if never else []
     return [
-        f"{unit.capitalize()}s until the last {comparison.metric.name} of {comparison.baseline} is reached, which takes "
-        f"{comparison.baseline} itself {own.show(unit)} (by seed) or {show_match(own.of_means, unit)} (mean curve): "
-        f"{'; '.join([*told, *missed])}."
+        f"{unit.capitalize()}s until the last {comparison.metric.name} of {comparison.baseline} is reached, which "
+        f"takes {comparison.baseline} itself {own.show(unit)} (by seed) or {show_match(own.of_means, unit)} (mean "
+        f"curve): {'; '.join([*told, *missed])}."
     ]
 
 

@@ -153,10 +153,11 @@ def _power(tick: float) -> str:
 
 
 def cut(label: str, longest: int = LONGEST_LABEL) -> str:
-    """A label short enough for an axis.
+    """A label short enough for an axis; the middle goes, since methods often differ at their ends only.
 
     Example:
-        >>> cut("conditioned+balanced(target=1.5)", 12)
-        'conditioned…'
+        >>> cut("conditioned+identity(lam=10)", 18)
+        'conditio…(lam=10)'
     """
-    return label if len(label) <= longest else f"{label[: longest - 1]}…"
+    half = (longest - 1) // 2
+    return label if len(label) <= longest else f"{label[:half]}…{label[-half:]}"

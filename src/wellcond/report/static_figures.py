@@ -72,9 +72,9 @@ def draw_static(comparison: Comparison, figure: Figure) -> dict[str, bytes]:
             ax.set_axis_off()
         canvas.suptitle(_tidy(figure.title), fontsize=11, fontweight="bold")
         _legend(comparison, figure, canvas)
-        canvas.draw_without_rendering()  # places everything, which need not be done for each file again
-        canvas.set_layout_engine("none")
-        return {kind: _save(canvas, kind) for kind in ("png", "svg")}
+        png = _save(canvas, "png")
+        canvas.set_layout_engine("none")  # everything has its place by now; finding it again takes as long as drawing
+        return {"png": png, "svg": _save(canvas, "svg")}
 
 
 def _size(comparison: Comparison, figure: Figure, rows: int, columns: int) -> tuple[float, float]:
@@ -219,7 +219,7 @@ def _draw_map(canvas: Any, ax: Any, figure: Figure, grid: Grid, x_label: str) ->
         rotation=turned,
         ha="right" if turned else "center",
     )
-    layers = range(0, len(grid.layers), max(1, math.ceil(len(grid.layers) / 24)))
+    layers = range(0, len(grid.layers), max(1, math.ceil(len(grid.layers) / 12)))
     ax.set_yticks(layers, [_tidy(cut(grid.layers[at], 16)) for at in layers])
     ax.grid(visible=False)
     ax.set_xlabel(x_label)

@@ -90,7 +90,7 @@ def _matching(analysis: Analysis) -> Figure:
     panels = []
     forms = ((1, "", analysis.matchings), (SMOOTH, f", running mean of {SMOOTH}", analysis.smoothed))
     for smooth, said, matchings in forms:
-        for form, title in (("paired", "Paired by seed"), ("paper", "Papers' form (mean curves)")):
+        for form, title in (("paired", "Paired by seed"), ("paper", "Papers' form")):
             panel = f"{form}{'' if smooth == 1 else f'_smooth{smooth}'}"
             made = _match_rows(matchings, panel, form, unit, comparison.scale)
             if made:
@@ -98,8 +98,8 @@ def _matching(analysis: Analysis) -> Figure:
                 rows += made
     caption = (
         f"Shorter is better: {unit}s until a method is as good as {comparison.baseline} is at its end (dotted line). "
-        "Dots are seeds, triangles are seeds that never get there and are not in the mean. The baseline's own bar "
-        "below the line shows how much of a saving is noise of the curve."
+        "The papers' form takes mean curves. Dots are seeds, triangles are seeds that never get there and are not in "
+        "the mean. The baseline's own bar below the line shows how much of a saving is noise of the curve."
     )
     return Figure(
         "matching", "Matching", f"{unit.capitalize()}s to match the baseline", caption, "bars", tuple(panels),

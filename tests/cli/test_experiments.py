@@ -1,0 +1,189 @@
+"""`wellcond train`, `compare`, `demo`, `report` and `recipes`, as a user runs them."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from experiments.small import SETTINGS, command, record, run
+from wellcond.cli.experiments import choose_workers, data_overrides, parse_seeds
+from wellcond.experiments.load_recipe import load_recipe
+from wellcond.experiments.settings import RecipeError
+from wellcond.report.build import build_report
+
+CHANGES = [part for override in SETTINGS for part in ("--set", override)]
+
+
+def fails(*arguments):
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compared") / "digits"
+    done = run(command("compare", "--recipe", "digits", "-o", folder, "--jobs", 2, *CHANGES))
+    return folder, done
+
+
+def test_a_comparison_runs_everything_and_reports(compared):
+    folder, done = compared
+    assert {path.parent.name for path in folder.glob("*/seed*/run.json")} == {"seed0", "seed1"}
+    for method in ("default", "conditioned"):
+        for seed in (0, 1):
+            assert record(folder / method / f"seed{seed}")["status"] == "finished"
+            assert f"{method}, seed {seed}: finished, accuracy" in done.stderr
+    assert "conditioned" in done.stdout and "report.html" in done.stdout
+    assert (folder / "report/report.html").stat().st_size > 1e6
+    assert "conditioned" in (folder / "report/report.md").read_text()
+
+
+def test_a_comparison_picks_up_where_it_stopped(compared):
+    folder, _ = compared
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("*/seed*/run.json")}
+    more = command(
+        "compare", "--recipe", "digits", "-o", folder, "--methods", "default,polar", "--seeds", "0", "--json"
+    )
+    done = run([*more[:-2], "0,1", "--json", *CHANGES])
+    rows = json.loads(done.stdout)["runs"]
+    assert sorted((row["method"], row["seed"]) for row in rows) == [
+        ("default", 0), ("default", 1), ("polar", 0), ("polar", 1)
+    ]  # fmt: skip
+    assert all(path.stat().st_mtime_ns == then for path, then in before.items())
+    listed = json.loads((folder / "comparison.json").read_text())
+    assert [row["label"] for row in listed["methods"]] == ["default", "conditioned", "polar"]
+    assert done.stderr == ""
+
+
+def without_times(text):
+    return [{key: value for key, value in json.loads(row).items() if key != "seconds"} for row in text.splitlines()]
+
+
+def test_one_process_and_the_pool_write_the_same_numbers(compared, tmp_path):
+    folder, _ = compared
+    run(command("train", "digits", "--method", "conditioned", "--seed", 1, "-o", tmp_path / "run", "-q", *CHANGES))
+    for name in ("steps.jsonl", "conditioning.jsonl"):
+        ours, theirs = ((place / name).read_text() for place in (tmp_path / "run", folder / "conditioned/seed1"))
+        assert without_times(ours) == without_times(theirs)
+
+
+def test_report_rebuilds_the_same_bytes(compared):
+    folder, _ = compared
+    assert "report.html" in run(command("report", folder)).stdout
+    before = {path: path.read_bytes() for path in (folder / "report").rglob("*") if path.is_file()}
+    build_report(folder)
+    assert len(before) > 10 and all(path.read_bytes() == content for path, content in before.items())
+
+
+def test_a_killed_worker_is_replaced_and_its_run_taken_up_again(tmp_path):
+    folder = tmp_path / "digits"
+    # Enough steps for the kill to hit a run on its way.
+    longer = ["--set", "training.length={steps: 150}", "--no-report"]
+    started = command("compare", "--recipe", "digits", "-o", folder, "--jobs", 2, *CHANGES, *longer)
+    process = subprocess.Popen(started, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.time() + 120
+    while not list(folder.glob("*/seed0/checkpoints/step-*")) and time.time() < deadline:
+        time.sleep(0.02)
+    workers = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "spawn_main"], capture_output=True, text=True)
+    os.kill(int(workers.stdout.split()[0]), signal.SIGKILL)
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors
+    records = [record(path.parent) for path in folder.glob("*/seed*/run.json")]
+    assert len(records) == 4 and {kept["status"] for kept in records} == {"finished"}
+    assert any(len(kept["sessions"]) > 1 for kept in records)
+
+
+def test_ctrl_c_leaves_a_comparison_that_goes_on(tmp_path):
+    folder = tmp_path / "digits"
+    started = command("compare", "--recipe", "digits", "-o", folder, "--jobs", 2, *CHANGES, "--no-report")
+    process = subprocess.Popen(started, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.time() + 120
+    while not list(folder.glob("*/seed0/run.json")) and time.time() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 130 and "the same command goes on from here" in output, (output, errors)
+    run(started)
+    assert {record(path.parent)["status"] for path in folder.glob("*/seed*/run.json")} == {"finished"}
+
+
+def test_recipes_are_listed():
+    listed = run(command("recipes")).stdout
+    assert "digits" in listed and "paper" in listed
+    rows = json.loads(run(command("recipes", "--json")).stdout)
+    assert {row["scale"] for row in rows} == {"tiny", "small", "paper"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "digitz"], "no recipe 'digitz'; did you mean 'digits'?"),
+        (["train", "vit"], "exists at the scales tiny, small, paper"),
+        (["train", "nowhere.yaml"], "no such recipe file: nowhere.yaml"),
+        (["train", "digits", "--method", "magic"], "unknown method 'magic'"),
+        (["train", "digits", "--set", "optimizer.rate=1"], "unknown field 'rate'"),
+        (["compare", "--recipe", "digits", "--methods", "polar"], "the baseline 'default' is not among the methods"),
+        (["compare", "--recipe", "digits", "--seeds", "some"], "expected a number or a list such as 0,1,2"),
+        (["compare", "--recipe", "digits", "--jobs", "-1"], "--jobs: expected auto or a number"),
+        (["train", "digits", "--data", "gone.parquet"], "no such file: gone.parquet"),
+        (["report", "nowhere"], "no such folder: nowhere"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_say_what_was_expected(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message in fails(*arguments)
+    assert not list(tmp_path.rglob("run.json"))
+
+
+def test_data_errors_end_a_comparison_at_once_and_name_the_file(tmp_path):
+    table = tmp_path / "words.csv"
+    table.write_text("text,label\ngood,1\nbad,0\n")
+    told = fails(
+        "compare", "--recipe", "text", "--data", table, "--input", "words", "--label", "label", "-o", tmp_path / "runs", "--jobs", 1
+    )  # fmt: skip
+    assert "words.csv" in told and "words" in told and "text" in told
+
+
+def test_own_data_is_a_path_and_two_columns(tmp_path):
+    folder, table = tmp_path / "images", tmp_path / "rows.jsonl"
+    folder.mkdir()
+    table.write_text("{}")
+    [images] = data_overrides(str(folder), None, None)
+    assert '"image_folder"' in images and str(folder) in images
+    [rows] = data_overrides(str(table), "review", "stars")
+    assert '"files"' in rows and '"input": "review"' in rows and '"label": "stars"' in rows
+    assert data_overrides("uoft-cs/cifar10", None, None) == ['data={"source": "hub", "id": "uoft-cs/cifar10"}']
+    with pytest.raises(RecipeError, match="--data"):
+        data_overrides(None, "review", None)
+
+
+def test_training_on_own_text_with_two_column_names(tmp_path):
+    table = tmp_path / "reviews.csv"
+    rows = [f"{'splendid' if n % 2 else 'dreadful'} film {n},{'yes' if n % 2 else 'no'}" for n in range(400)]
+    table.write_text("review,liked\n" + "\n".join(rows) + "\n")
+    changes = [
+        "training.length={steps: 60}",
+        "task.length=16",
+        "evaluation.every={steps: 60}",
+        "training.batch_size=16",
+    ]
+    settings = [part for change in changes for part in ("--set", change)]
+    data = ["--data", table, "--input", "review", "--label", "liked"]
+    run(command("train", "text", *data, *settings, "-o", tmp_path / "run", "-q"))
+    kept = record(tmp_path / "run")
+    assert kept["status"] == "finished" and kept["final"]["accuracy"] > 0.9
+    assert kept["data"]["train"] == 360
+
+
+def test_seeds_and_workers():
+    recipe, _ = load_recipe("digits")
+    assert parse_seeds("3", recipe) == (0, 1, 2) and parse_seeds("3,7", recipe) == (3, 7)
+    assert parse_seeds(None, recipe) == recipe.seeds
+    assert choose_workers("3", recipe, cpu=True) == 3
+    assert choose_workers("auto", recipe, cpu=True) == len(os.sched_getaffinity(0))
+    free, _ = load_recipe("digits", overrides=["training.threads=null"])
+    assert choose_workers("auto", free, cpu=True) == 1

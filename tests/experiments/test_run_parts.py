@@ -1,0 +1,128 @@
+"""The small parts of a run: clock, state, seeds, interrupts, provenance."""
+
+import json
+import math
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from wellcond.experiments import clock as clock_module
+from wellcond.experiments.clock import RunClock
+from wellcond.experiments.interrupts import StopWish
+from wellcond.experiments.provenance import describe_session, peak_memory, reset_peak_memory
+from wellcond.experiments.seeding import derive, epoch_order, generator
+from wellcond.experiments.train_state import Diverged, TrainState, check_loss
+
+
+def test_the_clock_counts_each_activity(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(clock_module.time, "perf_counter", lambda: now[0])
+    clock = RunClock()
+    now[0] = 1.0
+    assert clock.switch("training") == "setup"
+    now[0] = 3.0
+    with pytest.raises(KeyError), clock.spent_on("evaluation"):
+        now[0] = 7.0
+        with clock.spent_on("measuring"):
+            now[0] = 15.0
+        raise KeyError
+    now[0] = 16.0
+    expected = {"setup": 1.0, "training": 3.0, "evaluation": 4.0, "measuring": 8.0, "checkpointing": 0.0}
+    assert clock.now() == expected == clock.now()
+    clock.add({"training": 10.0})
+    assert clock.now()["training"] == 13.0
+
+
+def test_state_survives_json_exactly():
+    state = TrainState()
+    state.take([0.1, 1 / 3])
+    state.step = 2
+    again = TrainState(**json.loads(json.dumps(state.to_dict())))
+    assert again == state
+    assert again.close_window() == pytest.approx((0.1 + 1 / 3) / 2) and again.first_loss == 0.1
+    assert again.close_evaluation() == pytest.approx((0.1 + 1 / 3) / 2)
+    assert again.close_evaluation() is None and again.window == []
+    again.take([5.0])
+    assert again.close_window() == 5.0 and again.first_loss == 0.1
+
+
+@pytest.mark.parametrize(
+    ("loss", "first", "factor", "diverged"),
+    [
+        (math.nan, None, None, True),
+        (math.inf, 1.0, 10.0, True),
+        (10.1, 1.0, 10.0, True),
+        (9.9, 1.0, 10.0, False),
+        (1e9, 1.0, None, False),
+        (1e9, None, 10.0, False),
+        (1e-6, 0.0, 10.0, False),
+    ],
+)
+def test_divergence_is_noticed(loss, first, factor, diverged):
+    if not diverged:
+        check_loss(loss, first, factor, 7)
+        return
+    with pytest.raises(Diverged, match="step 7"):
+        check_loss(loss, first, factor, 7)
+
+
+def test_seeds_depend_on_every_argument():
+    seeds = {
+        derive(s, p, *q) for s in (0, 1, 11) for p in ("order", "model") for q in ((), (1,), (1, 1), (11,), (2, 1))
+    }
+    assert len(seeds) == 30 and all(0 <= seed < 2**63 for seed in seeds)
+    assert torch.equal(epoch_order(9, 0, 1), epoch_order(9, 0, 1))
+    assert sorted(epoch_order(9, 0, 1).tolist()) == list(range(9))
+    assert torch.rand(1, generator=generator(0, "a")) == torch.rand(1, generator=generator(0, "a"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_a_wish(number):
+    former = signal.getsignal(number)
+    wish = StopWish()
+    with wish.listening() as stop:
+        assert not stop.wanted
+        os.kill(os.getpid(), number)
+        time.sleep(0.01)
+        assert stop.wanted
+        if number == signal.SIGINT:
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), number)
+                time.sleep(1)
+        else:
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is former
+
+
+def test_other_threads_do_not_touch_the_handlers():
+    seen = []
+
+    def work():
+        with StopWish().listening() as stop:
+            seen.append((stop.wanted, signal.getsignal(signal.SIGINT)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(False, signal.getsignal(signal.SIGINT))]
+
+
+def test_a_session_names_versions_and_no_person_or_place():
+    session = describe_session(torch.device("cpu"), processes=2, precision="bf16", step=5)
+    assert session["torch"] == torch.__version__ and session["packages"]["timm"]
+    assert (session["processes"], session["precision"], session["resumed_at_step"]) == (2, "bf16", 5)
+    text = json.dumps(session)
+    assert os.path.expanduser("~") not in text and os.uname().nodename not in text and os.getcwd() not in text
+
+
+def test_peak_memory_follows_what_is_used():
+    device = torch.device("cpu")
+    reset_peak_memory(device)
+    before = peak_memory(device)
+    block = torch.ones(30_000_000)
+    assert peak_memory(device) - before > 60_000_000
+    del block
