@@ -142,9 +142,8 @@ def test_wrong_arguments_say_what_was_expected(arguments, message, tmp_path, mon
 def test_data_errors_end_a_comparison_at_once_and_name_the_file(tmp_path):
     table = tmp_path / "words.csv"
     table.write_text("text,label\ngood,1\nbad,0\n")
-    told = fails(
-        "compare", "--recipe", "text", "--data", table, "--input", "words", "--label", "label", "-o", tmp_path / "runs", "--jobs", 1
-    )  # fmt: skip
+    columns = ["--data", table, "--input", "words", "--label", "label"]
+    told = fails("compare", "--recipe", "text", *columns, "-o", tmp_path / "runs", "--jobs", 1)
     assert "words.csv" in told and "words" in told and "text" in told
 
 

@@ -148,8 +148,12 @@ def _print_plan(recipe: Recipe, methods: Sequence[MethodSettings], seeds: Sequen
 
 def _run(jobs: Sequence[Job], num_workers: int, *, quiet: bool) -> Outcome:
     progress = RunsProgress(len(jobs), quiet=quiet or not is_first_process())
-    with progress.shown():
-        return run_comparison(jobs, num_workers=num_workers, observer=progress.observe)
+    try:
+        with progress.shown():
+            return run_comparison(jobs, num_workers=num_workers, observer=progress.observe)
+    finally:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 def _tell_end(outcome: Outcome, jobs: Sequence[Job], *, as_json: bool) -> int:

@@ -74,7 +74,7 @@ class RunsProgress:
             assert self._whole is not None
             self.bars.update(self._whole, completed=self._done)
         if not self.quiet:
-            self.console.print(self._line(job_name, record, problem), highlight=False)
+            self.console.print(self._line(job_name, record, problem), highlight=False, soft_wrap=True)
 
     def _line(self, name: str, record: dict[str, Any] | None, problem: str) -> str:
         place = f"{escape(f'[{self._done}/{self.num_jobs}]')} {escape(name)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -91,6 +92,11 @@ def _as_is(batch: Any) -> Any:
     return batch
 
 
+def _leave_signals_to_parent(worker: int) -> None:
+    """Ctrl-C reaches every process of a terminal; batches are still needed until the step is saved."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def fetch_batches(
     samples: SampleSet, parts: Iterable[list[SampleKey]], *, workers: int, device: torch.device
 ) -> Iterator[Batch]:
@@ -104,6 +110,7 @@ def fetch_batches(
             batch_sampler=parts,  # type: ignore[arg-type]
             num_workers=workers,
             collate_fn=_as_is,
+            worker_init_fn=_leave_signals_to_parent,
             pin_memory=device.type == "cuda",
             prefetch_factor=4,
         )

@@ -12,6 +12,7 @@ from typing import Any
 from wellcond.errors import MissingExtraError, WellcondError
 from wellcond.experiments.data.errors import DataError
 from wellcond.experiments.engine import Event
+from wellcond.experiments.interrupts import StopWish
 from wellcond.experiments.methods import MethodSettings, check_distinct
 from wellcond.experiments.recipe import Recipe
 from wellcond.experiments.run import Job, run_job
@@ -120,13 +121,15 @@ def run_comparison(jobs: Sequence[Job], *, num_workers: int, observer: JobObserv
 
         return run_in_pool(jobs, num_workers=min(num_workers, len(jobs)), observer=observer)
     outcome = Outcome()
-    for job in jobs:
-        try:
-            outcome.take(run_job(job, functools.partial(observer, job)))
-        except FOR_ALL:
-            raise
-        except WellcondError as error:
-            outcome.fail(job, str(error), observer)
-        if outcome.interrupted:
-            break
+    with StopWish().listening() as stop:
+        for job in jobs:
+            if stop.wanted:
+                outcome.interrupted = True
+                break
+            try:
+                outcome.take(run_job(job, functools.partial(observer, job), stop=stop))
+            except FOR_ALL:
+                raise
+            except WellcondError as error:
+                outcome.fail(job, str(error), observer)
     return outcome

@@ -205,10 +205,10 @@ class Engine:
             self._write_conditioning(self.log.after(step))
         if last or step % lengths.evaluate_every == 0:
             self._evaluate()
-        if last or step % lengths.save_every == 0:
+        stopping = self._all_want_to_stop(stop) and not last
+        if last or stopping or step % lengths.save_every == 0:
             self.save()
-        elif self._all_want_to_stop(stop):
-            self.save()
+        if stopping:
             raise Interrupted
 
     def _all_want_to_stop(self, stop: StopWish) -> bool:

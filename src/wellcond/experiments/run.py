@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +48,13 @@ def ignore(event: Event) -> None:
     """An observer that looks away."""
 
 
-def run_job(job: Job, observer: Observer = ignore) -> dict[str, Any]:
+def run_job(job: Job, observer: Observer = ignore, *, stop: StopWish | None = None) -> dict[str, Any]:
     """Train, or go on training, or return the record of a run that is complete.
+
+    Args:
+        job: what to run.
+        observer: told what happens.
+        stop: the wish to stop of somebody who listens to signals; Ctrl-C and SIGTERM by default.
 
     Returns: the record, with status ``finished``, ``diverged`` or ``interrupted``.
 
@@ -57,20 +63,23 @@ def run_job(job: Job, observer: Observer = ignore) -> dict[str, Any]:
     folder = RunFolder(job.folder)
     config = job.recipe.config(job.method, job.seed)
     accelerator = make_accelerator(job.recipe, job.folder, cpu=job.cpu)
-    if not accelerator.is_main_process:
-        return _run(job, folder, config, accelerator, observer)
-    with folder.opened():
-        return _run(job, folder, config, accelerator, observer)
+    with contextlib.ExitStack() as held:
+        if accelerator.is_main_process:
+            held.enter_context(folder.opened())
+        wish = held.enter_context(StopWish().listening()) if stop is None else stop
+        return _run(job, folder, config, accelerator, observer, wish)
 
 
-def _run(job: Job, folder: RunFolder, config: dict[str, Any], accelerator: Any, observer: Observer) -> dict[str, Any]:
+def _run(
+    job: Job, folder: RunFolder, config: dict[str, Any], accelerator: Any, observer: Observer, stop: StopWish
+) -> dict[str, Any]:
     former = folder.read_record()
     check_same_run(former, config, folder.path)
     if former is not None and former["status"] in COMPLETE:
         accelerator.wait_for_everyone()
         observer({"event": "end", "record": former, "repeated": True})
         return former
-    return _Session(job, folder, config, accelerator, observer, former).run()
+    return _Session(job, folder, config, accelerator, observer, former).run(stop)
 
 
 def check_same_run(record: dict[str, Any] | None, config: dict[str, Any], path: Path) -> None:
@@ -125,11 +134,9 @@ class _Session:
             "sessions": (former or {}).get("sessions", []),
         }
 
-    def run(self) -> dict[str, Any]:
+    def run(self, stop: StopWish) -> dict[str, Any]:
         try:
-            with StopWish().listening() as stop:
-                engine = self._set_up()
-                engine.train(stop)
+            self._set_up().train(stop)
             return self._close("finished")
         except Diverged as error:
             return self._close("diverged", str(error))
@@ -139,10 +146,10 @@ class _Session:
             self._close("interrupted", "stopped at once; run the same command to go on from the last checkpoint")
             raise
         except WellcondError as error:
-            self._close("failed", str(error))
+            self._fail(str(error))
             raise
         except Exception as error:
-            self._close("failed", f"{type(error).__name__}: {error}")
+            self._fail(f"{type(error).__name__}: {error}")
             raise RunError(
                 f"{self.job.name} failed: {type(error).__name__}: {error}\n{traceback.format_exc()}"
             ) from error
@@ -212,9 +219,17 @@ class _Session:
     def _close(self, status: str, reason: str = "") -> dict[str, Any]:
         self.record |= {"status": status, "reason": reason}
         self._write()
-        self.accelerator.end_training()
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
         self.observer({"event": "end", "record": self.record, "repeated": False})
         return self.record
+
+    def _fail(self, reason: str) -> None:
+        self.record |= {"status": "failed", "reason": reason}
+        with contextlib.suppress(
+            RunError
+        ):  # a disk that is full for the log is full for the record: the first error counts
+            self._write()
 
     def _write(self) -> None:
         """Bring the record up to date and, on the first process, write it."""

@@ -109,7 +109,7 @@ def _listen(
 def _start() -> _Worker:
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
     ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(theirs,), daemon=True)
+    process = context.Process(target=_work, args=(theirs,))  # not a daemon: those may have no data workers
     process.start()
     theirs.close()
     return _Worker(process, ours)

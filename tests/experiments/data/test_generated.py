@@ -66,7 +66,7 @@ def test_associative_recall_labels_follow_from_a_look_up():
             {"generator": "noise"},
             "unknown data generator: got 'noise', expected one of 'associative_recall', 'gratings'",
         ),
-        ({"generator": "gratings", "options": {"sise": 3}}, "options.sise\n.*Extra inputs"),
+        ({"generator": "gratings", "options": {"sise": 3}}, "options.sise\n.*unknown field"),
         ({"generator": "gratings", "options": {"size": 2}}, "options.size\n.*greater than or equal to 4"),
         ({"generator": "associative_recall", "options": {"num_pairs": 99}}, "at most num_keys = 16, got 99"),
         ({"generator": "gratings", "num_train": 0}, "num_train\n.*greater than or equal to 1"),

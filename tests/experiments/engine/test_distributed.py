@@ -1,9 +1,11 @@
 """Two gloo processes against one, through torchrun, as a user would launch them."""
 
+import json
+
 import pytest
 from safetensors.torch import load
 
-from experiments.small import last_weights, logs, record, run, small_job, stop_after, train_command
+from experiments.small import SETTINGS, command, last_weights, logs, record, run, small_job, stop_after, train_command
 
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
@@ -62,3 +64,25 @@ def test_accumulation_computes_what_one_batch_does(alone, tmp_path):
     folder = tmp_path / "run"
     run(train_command(folder, "conditioned+balanced", AVERAGED, "training.accumulate=4"))
     assert_close(alone, folder)
+
+
+def test_a_comparison_runs_on_two_processes_and_is_not_repeated(tmp_path):
+    changes = [part for override in SETTINGS for part in ("--set", override)]
+    folder = tmp_path / "digits"
+    arguments = [
+        "compare",
+        "--recipe",
+        "digits",
+        "-o",
+        folder,
+        "--seeds",
+        "1",
+        "--cpu",
+        "--json",
+        "--no-report",
+        *changes,
+    ]
+    done = run(command(*arguments, processes=2))
+    rows = json.loads(done.stdout)["runs"]
+    assert [(row["method"], row["status"]) for row in rows] == [("default", "finished"), ("conditioned", "finished")]
+    assert json.loads(run(command(*arguments, processes=2)).stdout)["runs"] == rows

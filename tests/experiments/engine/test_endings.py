@@ -1,9 +1,13 @@
 """How runs end: diverged, failed, with odd precision, and what they leave behind."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from experiments.small import logs, record, run, small_job, train_command
 from wellcond.errors import UnsupportedLayoutError
@@ -160,3 +164,41 @@ def test_trackers_of_accelerate_receive_the_metrics(tmp_path):
 def test_an_unknown_tracker_is_refused(tmp_path):
     with pytest.raises(RecipeError, match="nowhere"):
         run_job(small_job(tmp_path / "run", "default", "logging.trackers=[nowhere]"))
+
+
+def test_a_full_disk_names_the_file_and_leaves_a_run_that_goes_on(tmp_path):
+    """A limit on the size of files stands for a disk without room: the checkpoint no longer fits."""
+    folder = tmp_path / "run"
+    code = (
+        "import resource, sys\n"
+        "from experiments.small import small_job\n"
+        "from wellcond.experiments.run import run_job\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))\n"
+        "run_job(small_job(sys.argv[1], 'default', 'tracking={weights_every: null, jacobian_points: 0}'))\n"
+    )
+    tests = str(Path(__file__).parents[2])
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, cwd=tests)
+    assert done.returncode == 1 and "step-00000007 could not be written" in done.stderr
+    assert "it goes on from the last checkpoint" in done.stderr
+    assert record(folder)["status"] == "failed"
+    tracking = "tracking={weights_every: null, jacobian_points: 0}"
+    assert run_job(small_job(folder, "default", tracking))["status"] == "finished"
+
+
+def test_data_workers_run_inside_the_pool(tmp_path):
+    folder = tmp_path / "images"
+    for split, count in (("train", 24), ("val", 8)):
+        for number in range(count):
+            place = folder / split / "ab"[number % 2]
+            place.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (20, 20), (number * 9, 10, 250 - number * 9)).save(place / f"{number}.png")
+    overrides = (
+        f"data={{source: image_folder, path: {folder}}}",
+        "task={name: image_classification, image_size: 8, in_memory: never}",
+        "augmentation={resized_crop: [0.5, 1.0], flip: 0.5}",
+        "training={length: {steps: 4}, batch_size: 8, threads: 1, workers: 1}",
+    )
+    jobs = [small_job(tmp_path / method, method, *overrides) for method in ("default", "polar")]
+    outcome = run_comparison(jobs, num_workers=2, observer=lambda job, event: None)
+    assert not outcome.failures
+    assert [kept["status"] for kept in outcome.records] == ["finished"] * 2

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from experiments.small import last_weights, logs, record, small_job, stop_after, train_command
+from wellcond.experiments.compare import run_comparison
 from wellcond.experiments.run import run_job
 from wellcond.experiments.run_folder import RunError
 
@@ -128,3 +129,21 @@ def test_averages_resume_exactly(tmp_path):
     run_job(small_job(broken, "polar", *overrides))
     assert_same_run(whole, broken)
     assert "average.safetensors" in last_weights(whole)
+
+
+def test_ctrl_c_is_heard_even_if_every_step_is_saved(tmp_path):
+    folder = tmp_path / "run"
+    assert stop_after(small_job(folder, "polar", "checkpoint.every.steps=1"), 8)["status"] == "interrupted"
+    assert record(folder)["progress"]["step"] == 8
+
+
+def test_ctrl_c_in_the_last_step_of_a_run_ends_the_comparison(tmp_path):
+    jobs = [small_job(tmp_path / method, method) for method in ("default", "polar")]
+
+    def observe(job, event):
+        if event["event"] == "evaluation" and event["row"]["step"] == 24:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    outcome = run_comparison(jobs, num_workers=1, observer=observe)
+    assert outcome.interrupted and [kept["status"] for kept in outcome.records] == ["finished"]
+    assert not (tmp_path / "polar").exists()

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from wellcond.experiments.settings import Settings
 
-class GeneratorOptions(BaseModel):
+
+class GeneratorOptions(Settings):
     """Base of the options of every generator."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 @dataclass(frozen=True, eq=False)
