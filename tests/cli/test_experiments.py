@@ -82,11 +82,11 @@ def test_report_rebuilds_the_same_bytes(compared):
 def test_a_killed_worker_is_replaced_and_its_run_taken_up_again(tmp_path):
     folder = tmp_path / "digits"
     # Enough steps for the kill to hit a run on its way.
-    longer = ["--set", "training.length={steps: 150}", "--no-report"]
+    longer = ["--set", "training.length={steps: 600}", "--no-report"]
     started = command("compare", "--recipe", "digits", "-o", folder, "--jobs", 2, *CHANGES, *longer)
     process = subprocess.Popen(started, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.time() + 120
-    while not list(folder.glob("*/seed0/checkpoints/step-*")) and time.time() < deadline:
+    while len(list(folder.glob("*/seed0/checkpoints/step-*"))) < 2 and time.time() < deadline:
         time.sleep(0.02)
     workers = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "spawn_main"], capture_output=True, text=True)
     os.kill(int(workers.stdout.split()[0]), signal.SIGKILL)

@@ -79,15 +79,51 @@ def parse_recipe(text: str, where: str, overrides: Sequence[str] = ()) -> Recipe
 
     Raises: RecipeError.
     """
-    data = read_yaml(text, where)
-    if not isinstance(data, dict):
-        raise RecipeError(f"{where}: expected a mapping of fields, found {type(data).__name__}")
+    data = _fields(text, where)
     for override in overrides:
         set_field(data, override)
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
         raise explain(error, where, data) from error
+
+
+def _fields(text: str, where: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Fields of a recipe, on top of those of the shipped recipe it ``extends``."""
+    data = read_yaml(text, where)
+    if not isinstance(data, dict):
+        raise RecipeError(f"{where}: expected a mapping of fields, found {type(data).__name__}")
+    base = data.pop("extends", None)
+    if base is None:
+        return data
+    shipped = {f"{recipe.scale}/{recipe.name}": recipe.text for recipe in shipped_recipes()}
+    if base not in shipped:
+        raise RecipeError(f"{where}: extends: no recipe {base!r}{suggest(str(base), sorted(shipped))}")
+    if base in seen:
+        raise RecipeError(f"{where}: extends: {base} extends itself")
+    return merge(_fields(shipped[base], base, (*seen, base)), data)
+
+
+def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `changes` over those of `base`, mapping by mapping; one of another kind is replaced whole.
+
+    Example:
+        >>> merge({"optimizer": {"name": "sgd", "lr": 1}}, {"optimizer": {"lr": 2}})
+        {'optimizer': {'name': 'sgd', 'lr': 2}}
+        >>> merge({"data": {"source": "digits"}}, {"data": {"source": "hub", "id": "a/b"}})
+        {'data': {'source': 'hub', 'id': 'a/b'}}
+    """
+    merged = dict(base)
+    for key, value in changes.items():
+        former = base.get(key)
+        both = isinstance(former, dict) and isinstance(value, dict)
+        same_kind = both and all(value.get(tag, former.get(tag)) == former.get(tag) for tag in ("name", "source"))
+        merged[key] = merge(former, value) if same_kind and key not in LENGTHS else value
+    return merged
+
+
+LENGTHS = ("length", "every", "weights_every", "warmup", "cooldown")
+"""Fields that are given in epochs or in steps: one replaces the other."""
 
 
 def set_field(data: dict[str, Any], override: str) -> None:

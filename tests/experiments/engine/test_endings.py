@@ -185,6 +185,7 @@ def test_a_full_disk_names_the_file_and_leaves_a_run_that_goes_on(tmp_path):
     assert run_job(small_job(folder, "default", tracking))["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_data_workers_run_inside_the_pool(tmp_path):
     folder = tmp_path / "images"
     for split, count in (("train", 24), ("val", 8)):
