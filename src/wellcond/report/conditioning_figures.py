@@ -22,12 +22,8 @@ def conditioning_figures(analysis: Analysis) -> list[Figure]:
     """Every figure that needs conditioning rows; figures without a single point are left out."""
     figures = [
         _weights(analysis, "kappa", "weights", "Condition numbers of the weights, W + C", "as the forward uses them"),
-        *(
-            [_weights(analysis, "raw_kappa", "weights_raw", "Condition numbers of the trained weights, W", "without C")]
-            if corrected(analysis)
-            else []
-        ),
-        _sigmas(analysis),
+        _sigmas(analysis, "", "weights_sigma", "Singular values of the weights, W + C"),
+        *(_of_raw_weights(analysis) if corrected(analysis) else ()),
         _jacobian(analysis),
         *_layer_figures(analysis),
         _attention(analysis),
@@ -74,17 +70,26 @@ def _weights(analysis: Analysis, key: str, name: str, title: str, which: str) ->
     return _lines(analysis, "Conditioning", name, title, caption, panels)
 
 
-def _sigmas(analysis: Analysis) -> Figure:
+def _of_raw_weights(analysis: Analysis) -> tuple[Figure, Figure]:
+    """The same without the corrections: what the optimiser trains."""
+    return (
+        _weights(analysis, "raw_kappa", "weights_raw", "Condition numbers of the trained weights, W", "without C"),
+        _sigmas(analysis, "raw_", "weights_raw_sigma", "Singular values of the trained weights, W"),
+    )
+
+
+def _sigmas(analysis: Analysis, prefix: str, name: str, title: str) -> Figure:
     panels = [
-        (Panel(f"{what}_{r}", f"{sign} of W_{r.upper()}", "singular value", log=True), _geometric(f"{what}_{r}"))
+        (Panel(key, f"{sign} of W_{r.upper()}", "singular value", log=True), _geometric(key))
         for what, sign in (("sigma_max", "σ_max"), ("sigma_min", "σ_min"))
         for r in ROLES
+        for key in [f"{prefix}{what}_{r}"]
     ]
     caption = (
-        f"{HEADS}A method may lower κ by raising σ_min or by changing the scale of both; W + C is shown. "
+        f"{HEADS}A method may lower κ by raising σ_min or by changing the scale of both. "
         f"Weights with σ_min = 0 are left out. {BAND}"
     )
-    return _lines(analysis, "Conditioning", "weights_sigma", "Singular values of the weights", caption, panels)
+    return _lines(analysis, "Conditioning", name, title, caption, panels)
 
 
 def _jacobian(analysis: Analysis) -> Figure:
