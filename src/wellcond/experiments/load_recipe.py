@@ -33,7 +33,7 @@ def shipped_recipes() -> list[ShippedRecipe]:
         ShippedRecipe(file.name.removesuffix(".yaml"), scale, file.read_text(encoding="utf-8"))
         for scale in SCALES
         if (root / scale).is_dir()
-        for file in sorted((root / scale).iterdir(), key=lambda file: file.name)
+        for file in sorted((root / scale).iterdir(), key=lambda file: file.name.removesuffix(".yaml"))
         if file.name.endswith(".yaml")
     ]
 
@@ -116,9 +116,11 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in changes.items():
         former = base.get(key)
-        both = isinstance(former, dict) and isinstance(value, dict)
-        same_kind = both and all(value.get(tag, former.get(tag)) == former.get(tag) for tag in ("name", "source"))
-        merged[key] = merge(former, value) if same_kind and key not in LENGTHS else value
+        if isinstance(former, dict) and isinstance(value, dict) and key not in LENGTHS:
+            same_kind = all(value.get(tag, former.get(tag)) == former.get(tag) for tag in ("name", "source"))
+            merged[key] = merge(former, value) if same_kind else value
+        else:
+            merged[key] = value
     return merged
 
 
