@@ -17,8 +17,8 @@ class AttentionNotFoundError(WellcondError, ValueError):
         self.classes_seen = sorted(set(classes_seen))
         super().__init__(
             "no attention was found in this model.\n"
-            f"  module classes seen: {', '.join(self.classes_seen) or 'none'}\n"
-            f"  families known: {', '.join(sorted(set(families)))}\n"
+            f"  module classes seen: {_some(self.classes_seen)}\n"
+            f"  families known: {_some(sorted(set(families)))}\n"
             "  If one of these classes is an attention, describe it with @wellcond.register_adapter(ThatClass)."
         )
 
@@ -73,6 +73,11 @@ class NumericalWarning(UserWarning):
 
 class CheckpointWarning(UserWarning):
     """A checkpoint was accepted under an interpretation that the user should know of."""
+
+
+def _some(names: Sequence[str], limit: int = 40) -> str:
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return (", ".join(names[:limit]) or "none") + rest
 
 
 def check_choice(what: str, got: object, choices: Sequence[object]) -> None:

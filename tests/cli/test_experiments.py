@@ -131,6 +131,8 @@ def test_recipes_are_listed():
         (["compare", "--recipe", "digits", "--jobs", "-1"], "--jobs: expected auto or a number"),
         (["train", "digits", "--data", "gone.parquet"], "no such file: gone.parquet"),
         (["report", "nowhere"], "no such folder: nowhere"),
+        (["train", "digits", "--method", "default,polar"], "--method: expected one method, found 2"),
+        (["compare", "--recipe", "digits", "--methods", "default,identity(lam=1),identity(lam=1.0)"], "are the same"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_say_what_was_expected(arguments, message, tmp_path, monkeypatch):
@@ -145,6 +147,24 @@ def test_data_errors_end_a_comparison_at_once_and_name_the_file(tmp_path):
     columns = ["--data", table, "--input", "words", "--label", "label"]
     told = fails("compare", "--recipe", "text", *columns, "-o", tmp_path / "runs", "--jobs", 1)
     assert "words.csv" in told and "words" in told and "text" in told
+
+
+def test_other_settings_in_the_same_comparison_are_refused(compared):
+    folder, _ = compared
+    before = (folder / "comparison.json").read_bytes()
+    told = fails("compare", "--recipe", "digits", "-o", folder, "--seeds", "2,3", *CHANGES, "--set", "optimizer.lr=0.1")
+    assert "under other settings" in told
+    assert (folder / "comparison.json").read_bytes() == before
+
+
+def test_a_run_that_fails_early_is_reported_beside_the_others(tmp_path):
+    methods = "default,weight_selection(teacher=nowhere.safetensors, teacher_model=timm:vit_tiny_patch16_224)"
+    arguments = ["compare", "--recipe", "digits", "-o", tmp_path, "--methods", methods, "--seeds", "1", "--json"]
+    done = subprocess.run(command(*arguments, *CHANGES), capture_output=True, text=True, timeout=200)
+    rows = {row["status"]: row for row in json.loads(done.stdout)["runs"]}
+    assert done.returncode == 1 and set(rows) == {"finished", "failed"}
+    assert "nowhere.safetensors" in rows["failed"]["reason"]
+    assert "failed" in (tmp_path / "report/report.md").read_text()
 
 
 def test_own_data_is_a_path_and_two_columns(tmp_path):

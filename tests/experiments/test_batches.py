@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from experiments.helpers import pil_images
 from wellcond.experiments.batches import Share, UpdatePlan, evaluation_parts, fetch_batches
+from wellcond.experiments.seeding import epoch_order
 from wellcond.experiments.settings import RecipeError
 from wellcond.experiments.tasks.augmentation import AugmentationSettings
 from wellcond.experiments.tasks.base import EVALUATION
@@ -51,6 +52,52 @@ def test_processes_and_accumulation_share_the_same_update(processes, accumulate)
 def test_resuming_continues_the_sequence(start):
     plan = UpdatePlan(20, 6, 2, seed=1)
     assert updates(plan, Share(1, 3), start) == updates(plan, Share(1, 3))[start:]
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(1, 12),
+    st.integers(1, 5),
+    st.integers(0, 3),
+    st.sampled_from([(1, 1), (2, 1), (1, 3)]),
+)
+@settings(max_examples=200, deadline=None)
+def test_repeats_show_fewer_samples_more_often(num_samples, batch_size, repeats, epoch, shares):
+    processes, accumulate = shares
+    if num_samples < batch_size or batch_size % (processes * accumulate):
+        return
+    once = UpdatePlan(num_samples, batch_size, accumulate, seed=2)
+    plan = UpdatePlan(num_samples, batch_size, accumulate, seed=2, repeats=repeats)
+    steps = plan.steps_per_epoch
+    assert steps == once.steps_per_epoch
+    ranks = [updates(plan, Share(rank, processes), epoch * steps, epoch * steps + steps) for rank in range(processes)]
+    keys = [
+        key
+        for step in range(steps)
+        for part in range(accumulate)
+        for rank in range(processes)
+        for key in ranks[rank][step][part]
+    ]
+    assert len(keys) == steps * batch_size and len(set(keys)) == len(keys)  # no augmentation twice
+    runs = [[draw for _, draw in run] for _, run in itertools.groupby(keys, key=lambda key: key[0])]
+    whole = list(range(epoch * repeats, (epoch + 1) * repeats))
+    assert all(run == whole for run in runs[:-1]) and runs[-1] == whole[: len(runs[-1])]
+    distinct = list(dict.fromkeys(index for index, _ in keys))
+    order = [
+        key
+        for (part,) in updates(
+            UpdatePlan(num_samples, batch_size, 1, 2), start=epoch * steps, stop=epoch * steps + steps
+        )
+        for key, _ in part
+    ]
+    assert distinct == order[: -(-len(order) // repeats)]
+
+
+def test_no_repeats_are_the_keys_there_were():
+    plan = UpdatePlan(7, 3, 1, seed=4)
+    expected = [(index, epoch) for epoch in range(2) for index in epoch_order(7, 4, epoch)[:6].tolist()]
+    assert [key for (part,) in updates(plan, stop=4) for key in part] == expected
+    assert updates(UpdatePlan(7, 3, 1, seed=4, repeats=1), stop=4) == updates(plan, stop=4)
 
 
 def test_a_batch_larger_than_the_data_is_refused():
@@ -106,6 +153,24 @@ def test_augmented_pictures_depend_on_seed_epoch_and_number_only():
     assert torch.equal(samples.fetch([(1, 0)])["image"][0], first[1])
     assert not torch.equal(samples.fetch([(1, 1)])["image"][0], first[1])
     assert not torch.equal(pictures(seed=1).fetch([(1, 0)])["image"][0], first[1])
+
+
+def test_rand_augment_works_at_full_strength():
+    augmentation = AugmentationSettings(rand_augment="rand-m10-n15-inc1")
+    transform = picture_transform(16, augmentation, crop=1.0, mean=IMAGENET[0], std=IMAGENET[1])
+    samples = Pictures(pil_images([(20, 18)] * 10), transform, channels=3)
+    assert all(
+        torch.isfinite(samples.fetch([(index, draw) for index in range(10)])["image"]).all() for draw in range(3)
+    )
+
+
+def test_repeats_of_a_picture_differ():
+    samples = pictures()
+    (part,) = UpdatePlan(10, 6, 1, seed=0, repeats=3).parts(WHOLE, 0, 1)
+    batch = samples.fetch(part)
+    assert batch["label"].tolist() == [part[0][0] % 3] * 3 + [part[3][0] % 3] * 3
+    assert all(not torch.equal(a, b) for a, b in itertools.combinations(batch["image"], 2))
+    assert torch.equal(batch["image"][1], samples.fetch([part[1]])["image"][0])
 
 
 def test_what_is_in_memory_needs_no_workers():

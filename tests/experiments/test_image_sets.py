@@ -1,3 +1,4 @@
+import hashlib
 import random
 
 import numpy as np
@@ -122,6 +123,28 @@ def test_augmentation_changes_with_epoch_and_seed():
     ]
     first, epoch, seed, again = (batch["image"] for batch in made)
     assert not torch.equal(first, epoch) and not torch.equal(first, seed) and torch.equal(first, again)
+
+
+def test_a_batch_of_several_draws_is_its_parts():
+    """Repeated augmentation: an image several times in a batch, differently each time."""
+    task = make_task(byte_images(), augmentation={"flip": 0.5, "crop_padding": 3, "repeats": 3})
+    chosen = [(index, draw) for index in (4, 0, 11) for draw in (6, 7, 8)]
+    found = task.train.fetch(chosen)
+    for row, (index, draw) in enumerate(chosen):
+        alone = make_task(byte_images(), augmentation={"flip": 0.5, "crop_padding": 3}).train.fetch([(index, draw)])
+        assert torch.equal(found["image"][row], alone["image"][0]) and found["label"][row] == alone["label"][0]
+    assert len({tuple(image.flatten().tolist()) for image in found["image"]}) == 9
+    assert torch.equal(task.train.fetch([(4, 9), *chosen])["image"][1:], found["image"])  # the next epoch's beside them
+
+
+# sha256 over three epochs of flips and padded crops, before an image could be drawn more than once
+BEFORE_REPEATS = "dc1beaa7812f7cd2"
+
+
+def test_augmentation_in_memory_is_what_it_was():
+    samples = make_task(byte_images(12), augmentation={"flip": 0.5, "crop_padding": 2}, normalise="none").train
+    pixels = [(samples.fetch(keys(12, epoch))["image"] * 255).round().byte() for epoch in range(3)]
+    assert hashlib.sha256(torch.stack(pixels).numpy().tobytes()).hexdigest()[:16] == BEFORE_REPEATS
 
 
 def test_augmentation_in_memory_draws_no_global_numbers():

@@ -196,7 +196,11 @@ def test_a_list_of_methods_is_split_outside_brackets():
 def test_methods_must_differ():
     with pytest.raises(RecipeError, match="found 'polar' twice"):
         parse_methods("polar, polar")
-    check_distinct([MethodSettings(label="a", init="conditioned"), MethodSettings(label="b", init="conditioned")])
+    with pytest.raises(RecipeError, match="'identity.lam=1.' and 'b' are the same"):
+        check_distinct(
+            [*parse_methods("identity(lam=1)"), parse("identity(lam=1.0)").model_copy(update={"label": "b"})]
+        )
+    check_distinct(parse_methods("identity(lam=1), identity(lam=2), identity"))
 
 
 def test_default_leaves_every_bit():

@@ -77,6 +77,20 @@ def test_the_hash_ignores_what_has_no_effect_and_nothing_else():
     assert ignored == WITHOUT_EFFECT
 
 
+def test_younger_fields_leave_the_hashes_of_earlier_records():
+    recipe, method = make_recipe(), MethodSettings(init="conditioned")
+    config = recipe.config(method, 0)
+    assert config_hash(config) == "23f3a6918d2fb469"  # computed before augmentation.repeats and model.norms existed
+    assert config["augmentation"].pop("repeats") == 1 and config["model"].pop("norms") == "keep"
+    assert config_hash(config) == "23f3a6918d2fb469"
+    for change in (
+        {"augmentation": {"repeats": 3}},
+        {"model": RECIPE["model"] | {"norms": "without_block_norms"}},
+        {"model": RECIPE["model"] | {"norms": "without_attention_norm"}},
+    ):
+        assert config_hash(make_recipe(**change).config(method, 0)) != "23f3a6918d2fb469"
+
+
 def test_the_hash_does_not_depend_on_the_order_of_fields():
     config = make_recipe().config(METHOD, 0)
     assert config_hash(dict(reversed(config.items()))) == config_hash(config)

@@ -134,3 +134,27 @@ def test_a_finished_run_with_an_infinite_metric_has_diverged(folder):
     change(folder / "default" / "seed0" / "run.json", final={"step": 1, "accuracy": "nan"})
     (comparison,) = load_comparisons(folder)
     assert comparison.of("default")[0].outcome == "diverged" and 0 not in comparison.finished("default")
+
+
+def test_runs_under_different_settings_are_not_pooled(folder):
+    path = folder / "polar/seed1/run.json"
+    config = json.loads(path.read_text())["config"]
+    change(path, config=config | {"optimiser": {"lr": 0.1, "weight_decay": 0.05}})
+    with pytest.raises(RunRecordError, match=r"other settings than .*: optimiser\.lr: 0\.001 and 0\.1"):
+        load_comparisons(folder)
+
+
+def test_a_run_that_failed_before_it_knew_its_metric_is_counted(folder):
+    path = folder / "polar/seed1/run.json"
+    change(path, status="failed", reason="no teacher", metric=None, final=None)
+    (comparison,) = load_comparisons(folder)
+    assert [run.status for run in comparison.of("polar")].count("failed") == 1
+    assert comparison.metric.name == "accuracy"
+
+
+def test_a_comparison_in_which_nothing_trained_says_why(tmp_path):
+    write_run(tmp_path, FakeMethod("default", {0: 0.9}), 0)
+    [path] = tmp_path.rglob("run.json")
+    change(path, status="failed", reason="no data", metric=None, final=None)
+    with pytest.raises(RunRecordError, match="no run got as far as training: no data"):
+        load_comparisons(tmp_path)

@@ -115,7 +115,7 @@ def test_findings_say_what_the_numbers_say(usual):
     assert "polar is 1.50 points better than default (1 seed, not tested)" in said
     assert "these runs do not show that the gain is due to conditioning" in said
     assert "polar: 1 diverged of 3 runs" in said
-    saturated = next(line for line in said.splitlines() if line.startswith("identity(lam=10): 40.00 points below"))
+    saturated = next(line for line in said.splitlines() if line.startswith("identity(lam=10): 40.00 points worse than"))
     assert "entropy 0.03 of ln N" in saturated and "36 of 36 heads are dead" in saturated
     assert "receive almost no gradient" in saturated and "1e-06 against 0.1" in saturated
     assert "does not go with the best accuracy" in said and "a small κ(J) says nothing good" in said

@@ -24,6 +24,8 @@ from wellcond.experiments.run import Job
 from wellcond.experiments.settings import RecipeError
 from wellcond.files import to_json
 
+FILE_ENDINGS = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
+
 
 def data_overrides(data: str | None, input_column: str | None, label_column: str | None) -> list[str]:
     """Settings for the user's own data: a folder of images, a file, or an id of the Hugging Face hub."""
@@ -37,7 +39,7 @@ def data_overrides(data: str | None, input_column: str | None, label_column: str
         if columns:
             raise RecipeError(f"{path} is a folder of images in class folders: it has no columns to name")
         settings: dict[str, Any] = {"source": "image_folder", "path": str(path.resolve())}
-    elif path.suffix:
+    elif path.suffix in FILE_ENDINGS or path.is_file():
         if not path.is_file():
             raise RecipeError(f"--data: no such file: {path}")
         settings = {"source": "files", "train": str(path.resolve()), "evaluation_fraction": 0.1, **columns}
@@ -97,7 +99,10 @@ def run_train(
 ) -> int:
     """One run; returns the exit code."""
     recipe, base = load_recipe(recipe_name, scale=scale, overrides=overrides)
-    chosen = recipe.method if method is None else parse_methods(method)[0]
+    asked = [recipe.method] if method is None else parse_methods(method)
+    if len(asked) != 1:
+        raise RecipeError(f"--method: expected one method, found {len(asked)}; `wellcond compare` takes several")
+    chosen = asked[0]
     place = folder or Path("runs") / f"{recipe.name}-{recipe.scale}" / chosen.slug / f"seed{seed}"
     job = Job(recipe, chosen, seed, place, base=base, cpu=cpu, local_code=local_code)
     outcome = _run([job], 1, quiet=quiet or as_json)
@@ -130,9 +135,10 @@ def run_compare(
         if not (quiet or as_json):
             _print_plan(recipe, chosen, numbers, place)
     outcome = _run(planned, choose_workers(jobs, recipe, cpu=cpu), quiet=quiet or as_json)
+    code = _tell_end(outcome, planned, as_json=as_json)
     if report and is_first_process() and any(record["final"] for record in outcome.records):
         print_report(place, quiet=quiet or as_json)
-    return _tell_end(outcome, planned, as_json=as_json)
+    return code
 
 
 def _print_plan(recipe: Recipe, methods: Sequence[MethodSettings], seeds: Sequence[int], place: Path) -> None:

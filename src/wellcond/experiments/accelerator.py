@@ -21,6 +21,7 @@ def make_accelerator(recipe: Recipe, folder: Path, *, cpu: bool = False) -> Any:
     # A process may run several recipes; the precision of an earlier one must not stick.
     AcceleratorState._reset_state()
     trackers = list(recipe.logging.trackers)
+    _check_trackers(trackers)
     try:
         accelerator = Accelerator(
             mixed_precision=recipe.precision.mixed,
@@ -34,6 +35,18 @@ def make_accelerator(recipe: Recipe, folder: Path, *, cpu: bool = False) -> Any:
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and accelerator.device.type == "cpu":
         _shard_on_cpu(accelerator)
     return accelerator
+
+
+def _check_trackers(trackers: list[str]) -> None:
+    """Accelerate drops a tracker that is not installed with a warning, or without."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    installed = [str(name) for name in get_available_trackers()]
+    for name in trackers:
+        if name not in installed:
+            known = name in LOGGER_TYPE_TO_CLASS
+            what = f"install the package {name}" if known else f"expected one of {', '.join(LOGGER_TYPE_TO_CLASS)}"
+            raise RecipeError(f"logging.trackers: {name!r} is not {'installed' if known else 'known'}; {what}")
 
 
 def _shard_on_cpu(accelerator: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from wellcond.errors import WellcondError
 from wellcond.experiments.seeding import epoch_order
 from wellcond.experiments.settings import RecipeError, divide_exactly
 from wellcond.experiments.tasks.base import EVALUATION, Batch, SampleKey, SampleSet
@@ -30,13 +31,15 @@ class UpdatePlan:
 
     An update takes the next `batch_size` samples of the epoch's order, in `accumulate` x `processes` equal parts; the
     samples that remain at the end of an epoch wait for the next order. Which samples an update has depends on neither
-    of the two numbers, so that one process and many compute the same.
+    of the two numbers, so that one process and many compute the same. With `repeats`, the order is that of the first
+    samples alone, and each stands in it so many times in a row, under a draw of its own.
     """
 
     num_samples: int
     batch_size: int
     accumulate: int
     seed: int
+    repeats: int = 1
 
     def __post_init__(self) -> None:
         """Raise RecipeError if an epoch has no whole update."""
@@ -51,10 +54,17 @@ class UpdatePlan:
         """Updates in an epoch."""
         return self.num_samples // self.batch_size
 
+    def part_size(self, share: Share) -> int:
+        """Samples of one part.
+
+        Raises: RecipeError if an update cannot be divided into equal parts.
+        """
+        pieces = self.accumulate * share.processes
+        return divide_exactly(self.batch_size, pieces, "training.batch_size over processes x training.accumulate")
+
     def parts(self, share: Share, start: int, stop: int) -> Iterator[list[SampleKey]]:
         """Samples of one process for the updates from `start` to before `stop`, `accumulate` parts for each."""
-        pieces = self.accumulate * share.processes
-        size = divide_exactly(self.batch_size, pieces, "training.batch_size over processes x training.accumulate")
+        size = self.part_size(share)
         order, of_epoch = torch.empty(0), -1
         for step in range(start, stop):
             epoch, number = divmod(step, self.steps_per_epoch)
@@ -62,7 +72,15 @@ class UpdatePlan:
                 order, of_epoch = epoch_order(self.num_samples, self.seed, epoch), epoch
             for part in range(self.accumulate):
                 first = number * self.batch_size + (part * share.processes + share.rank) * size
-                yield [(index, epoch) for index in order[first : first + size].tolist()]
+                yield self._keys(order, epoch, first, first + size)
+
+    def _keys(self, order: torch.Tensor, epoch: int, start: int, stop: int) -> list[SampleKey]:
+        first = start // self.repeats
+        indices = order[first : -(-stop // self.repeats)].tolist()
+        return [
+            (indices[place // self.repeats - first], epoch * self.repeats + place % self.repeats)
+            for place in range(start, stop)
+        ]
 
 
 def evaluation_parts(num_samples: int, batch_size: int, share: Share) -> list[list[SampleKey]]:
@@ -84,8 +102,18 @@ class _Fetching(torch.utils.data.Dataset):
     def __init__(self, samples: SampleSet) -> None:
         self.samples = samples
 
-    def __getitems__(self, keys: list[SampleKey]) -> Batch:
-        return self.samples.fetch(keys)
+    def __getitems__(self, keys: list[SampleKey]) -> Batch | _Failure:
+        try:
+            return self.samples.fetch(keys)
+        except WellcondError as error:  # torch would hand on its traceback instead of what it says
+            return _Failure(str(error))
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An error on its way from a worker."""
+
+    message: str
 
 
 def _as_is(batch: Any) -> Any:
@@ -114,8 +142,10 @@ def fetch_batches(
             pin_memory=device.type == "cuda",
             prefetch_factor=4,
         )
-    if device.type == "cpu":
-        yield from source
-    else:
-        for batch in source:
+    for batch in source:
+        if isinstance(batch, _Failure):
+            raise WellcondError(batch.message)
+        if device.type == "cpu":
+            yield batch
+        else:
             yield {name: value.to(device, non_blocking=True) for name, value in batch.items()}

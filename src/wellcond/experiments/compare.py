@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wellcond.errors import MissingExtraError, WellcondError
+from wellcond.errors import AttentionNotFoundError, MissingExtraError, WellcondError
 from wellcond.experiments.data.errors import DataError
 from wellcond.experiments.engine import Event
 from wellcond.experiments.interrupts import StopWish
 from wellcond.experiments.methods import MethodSettings, check_distinct
-from wellcond.experiments.recipe import Recipe
+from wellcond.experiments.recipe import Recipe, config_hash
 from wellcond.experiments.run import Job, run_job
 from wellcond.experiments.run_folder import SCHEMA, RunError, writing
 from wellcond.experiments.settings import RecipeError
 from wellcond.files import to_json, write_atomically
 
 # What is wrong with the recipe or the data is wrong for every run: the comparison ends at the first.
-FOR_ALL = (RecipeError, DataError, MissingExtraError)
+FOR_ALL = (RecipeError, DataError, MissingExtraError, AttentionNotFoundError)
 JobObserver = Callable[[Job, Event], None]
 
 
@@ -71,12 +72,18 @@ def write_comparison(folder: Path, recipe: Recipe, methods: Sequence[MethodSetti
     path = folder / "comparison.json"
     listed = [{"label": method.label, "slug": method.slug} for method in methods]
     all_seeds = set(seeds)
+    settings = config_hash(recipe.config(MethodSettings(init="default"), 0))
     if path.exists():
         former = read_comparison(path)
         if (former["recipe"], former["scale"]) != (recipe.name, recipe.scale):
             raise RunError(
                 f"{folder} holds a comparison of {former['recipe']} ({former['scale']}), not of {recipe.name} "
                 f"({recipe.scale}); give another folder"
+            )
+        if former.get("settings_hash", settings) != settings:
+            raise RunError(
+                f"{folder} holds a comparison of {recipe.name} under other settings: runs under different settings "
+                "cannot be compared. Give another folder"
             )
         listed = [*former["methods"], *(row for row in listed if row not in former["methods"])]
         all_seeds |= set(former["seeds"])
@@ -87,6 +94,7 @@ def write_comparison(folder: Path, recipe: Recipe, methods: Sequence[MethodSetti
         "title": recipe.title or recipe.name,
         "recipe": recipe.name,
         "scale": recipe.scale,
+        "settings_hash": settings,
         "methods": listed,
         "baseline": recipe.baseline,
         "seeds": sorted(all_seeds),
@@ -131,5 +139,7 @@ def run_comparison(jobs: Sequence[Job], *, num_workers: int, observer: JobObserv
             except FOR_ALL:
                 raise
             except WellcondError as error:
+                if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                    raise  # the other processes may not know: going on would mix runs
                 outcome.fail(job, str(error), observer)
     return outcome

@@ -30,7 +30,7 @@ from wellcond.experiments.recipe import Recipe
 from wellcond.experiments.run_folder import RunFolder
 from wellcond.experiments.tasks.base import AbstractTask
 from wellcond.experiments.train_state import TrainState, check_loss
-from wellcond.experiments.updates import Updater, projection_norms
+from wellcond.experiments.updates import Updater
 
 Event = dict[str, Any]
 Observer = Callable[[Event], None]
@@ -87,7 +87,9 @@ class Engine:
         self.clock, self.observer, self.on_saved = clock, observer, on_saved
         self.share = Share(accelerator.process_index, accelerator.num_processes)
         training = recipe.training
-        self.plan = UpdatePlan(len(task.train), training.batch_size, training.accumulate, seed)
+        repeats = recipe.augmentation.repeats
+        self.plan = UpdatePlan(len(task.train), training.batch_size, training.accumulate, seed, repeats)
+        self.plan.part_size(self.share)  # an impossible split is an error now, not after the first measurement
         self.lengths = Lengths.of(recipe, self.plan)
         self.state = TrainState()
         self.log = ConditioningLog(
@@ -99,7 +101,6 @@ class Engine:
             steps_per_epoch=self.lengths.steps_per_epoch,
         )
         self.model, self.optimizer = accelerator.prepare(model, recipe.optimizer.build(model))
-        self.sites = [] if accelerator.is_fsdp2 else find_attention(unwrap(self.model), strict=False)
         averaging = training.averaging
         self.average = WeightAverage(unwrap(self.model), averaging.decay) if averaging else None
         self.updater = Updater(
@@ -111,6 +112,7 @@ class Engine:
             peak=recipe.optimizer.lr,
             clip_norm=training.clip_norm,
             average=self.average,
+            sites=[] if accelerator.is_fsdp2 else find_attention(unwrap(self.model), strict=False),
             seed=seed,
         )
         self._losses: list[torch.Tensor] = []
@@ -185,12 +187,11 @@ class Engine:
             mine = [next(batches) for _ in range(self.plan.accumulate)]
             done = step + 1
             logged = done % self.recipe.training.log_every == 0 or done == lengths.num_steps
-            loss, norm = self.updater.update(step, mine, want_norm=logged)
+            loss, norms = self.updater.update(step, mine, want_norms=logged)
             self._losses.append(loss)
             state.step = done
             if logged:
-                self._log_step(norm)
-            self.updater.forget_gradients()
+                self._log_step(norms)
             if (now := time.perf_counter()) - told > SECONDS_BETWEEN_EVENTS:
                 self.observer({"event": "step", "step": done, "loss": _last(state, self._losses)})
                 told = now
@@ -237,15 +238,14 @@ class Engine:
         for number, value in enumerate(values):
             check_loss(value, None, None, first + number)
 
-    def _log_step(self, norm: torch.Tensor | None) -> None:
+    def _log_step(self, norms: dict[str, float]) -> None:
         step = self.state.step
         try:
             self._take_losses()
         finally:  # a loss that is not finite is logged too
             mean = self.state.close_window()
             row: dict[str, Any] = {"step": step, "epoch": self.lengths.epoch(step), "loss": mean}
-            row |= {"lr": self.updater.learning_rate, "grad_norm": None if norm is None else float(norm)}
-            row |= projection_norms(self.sites)
+            row |= {"lr": self.updater.learning_rate, **norms}
             if self.is_main:
                 self.folder.append("steps.jsonl", [row])
                 self.accelerator.log({f"train/{name}": value for name, value in row.items()}, step=step)

@@ -58,7 +58,10 @@ def load_recipe(
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"{path} cannot be read as text: {error}") from error
-        return parse_recipe(text, str(path), overrides), path.parent
+        recipe = parse_recipe(text, str(path), overrides)
+        if scale not in (None, recipe.scale):
+            raise RecipeError(f"{path} is a recipe of scale {recipe.scale!r}, not {scale!r}; leave out --scale")
+        return recipe, path.parent
     shipped = shipped_recipes()
     named = [recipe for recipe in shipped if recipe.name == name_or_path]
     if not named:

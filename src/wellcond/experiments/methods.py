@@ -6,10 +6,12 @@ In text: ``default``, ``conditioned``, ``identity(lam=10)``, ``conditioned+balan
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from wellcond.conditioning.apply import condition_, make_method
 from wellcond.conditioning.methods import METHODS as CONDITIONS
 from wellcond.errors import NumericalWarning, WellcondError
 from wellcond.experiments.settings import RecipeError, Settings, suggest
+from wellcond.experiments.teachers import OPTIONS as TEACHER_OPTIONS
+from wellcond.experiments.teachers import Build, check_teacher, pin_teacher, selection_options
 from wellcond.experiments.yaml_text import read_yaml
 from wellcond.init.apply import check_options, init_
 from wellcond.init.plan import METHODS as INITS
@@ -53,7 +57,7 @@ class MethodSettings(Settings):
         if self.condition is not None and self.condition not in CONDITIONS:
             raise ValueError(f"unknown conditioning {self.condition!r}{suggest(self.condition, sorted(CONDITIONS))}")
         try:
-            check_options(self.init, self.init_options)
+            self._check_init()
             if self.condition is not None:
                 make_method(self.condition, self.condition_options)
             object.__setattr__(self, "projections", choose_projections(self.projections))
@@ -64,6 +68,13 @@ class MethodSettings(Settings):
         if not self.label:
             object.__setattr__(self, "label", self.canonical())
         return self
+
+    def _check_init(self) -> None:
+        selects = self.init == "weight_selection"
+        ignored = TEACHER_OPTIONS if selects else ()
+        check_options(self.init, {name: value for name, value in self.init_options.items() if name not in ignored})
+        if selects:
+            check_teacher(self.init_options)
 
     def canonical(self) -> str:
         """The method as text that `parse_method` reads."""
@@ -79,9 +90,28 @@ class MethodSettings(Settings):
         """Name of its folder."""
         return slug(self.label)
 
-    def apply_(self, model: nn.Module, *, seed: int) -> nn.Module:
-        """Initialise and condition a freshly built model; `default` leaves it as its library made it."""
-        if self.init != "default" or self.init_options:
+    def pinned(self, base: Path | None) -> MethodSettings:
+        """The same method with the digest of its teacher, if it has one and does not name it."""
+        if self.init != "weight_selection" or "teacher_sha256" in self.init_options:
+            return self
+        return self.model_copy(update={"init_options": pin_teacher(self.init_options, base)})
+
+    def apply_(self, model: nn.Module, *, seed: int, base: Path | None = None, build: Build | None = None) -> nn.Module:
+        """Initialise and condition a freshly built model; `default` leaves it as its library made it.
+
+        Args:
+            model: initialised and conditioned in place.
+            seed: of the initialisation.
+            base: folder that the path of a teacher starts from.
+            build: builds a teacher; see `load_teacher`.
+        """
+        if self.init == "weight_selection":
+            options = selection_options(self.init_options, base, build)
+            try:
+                init_(model, self.init, **options)
+            except WellcondError as error:
+                raise RecipeError(f"weight_selection from {self.init_options['teacher']}: {error}") from error
+        elif self.init != "default" or self.init_options:
             init_(model, self.init, generator=torch.Generator().manual_seed(seed), **self.init_options)
         if self.condition is not None:
             with warnings.catch_warnings():
@@ -213,9 +243,12 @@ def parse_methods(text: str) -> tuple[MethodSettings, ...]:
 
 
 def check_distinct(methods: Sequence[MethodSettings]) -> None:
-    """Raise RecipeError if two methods would share a label or a folder."""
+    """Raise RecipeError if two methods would share a label or a folder, or are the same under two labels."""
     for field in ("label", "slug"):
         names = [getattr(method, field) for method in methods]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise RecipeError(f"expected every method once, found {twice[0]!r} twice; give them different labels")
+    for first, second in itertools.combinations(methods, 2):
+        if first.model_dump(exclude={"label"}) == second.model_dump(exclude={"label"}):
+            raise RecipeError(f"expected every method once, but {first.label!r} and {second.label!r} are the same")

@@ -14,6 +14,7 @@ from torch import nn
 from wellcond.experiments.data.registry import load_data, resolve_config
 from wellcond.experiments.methods import MethodSettings
 from wellcond.experiments.models import ModelSpecError, build_model
+from wellcond.experiments.norms import remove_norms_
 from wellcond.experiments.recipe import Recipe
 from wellcond.experiments.seeding import derive
 from wellcond.experiments.settings import RecipeError
@@ -68,11 +69,27 @@ def prepare_model(
     arguments = _merge(task.model_arguments(kind), recipe.model.arguments, recipe.model.name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "model"))
-        model = _build(recipe, arguments, task, local_code)
+        model = _build(located(recipe.model.name, base), arguments, recipe.model.arguments, task, local_code)
+        if recipe.model.norms != "keep":
+            remove_norms_(model, recipe.model.norms, lambda: _check_takes(model, task, recipe.model.name))
         _check_takes(model, task, recipe.model.name)
     if recipe.model.weights is not None:
         load_weights(model, (base or Path()) / recipe.model.weights)
-    return method.apply_(model, seed=derive(seed, "method"))
+
+    def build_teacher(name: str, given: dict[str, Any]) -> nn.Module:
+        return _build(name, task.model_arguments(name.partition(":")[0]) | given, {}, task, local_code=False)
+
+    return method.apply_(model, seed=derive(seed, "method"), base=base, build=build_teacher)
+
+
+def located(name: str, base: Path | None) -> str:
+    """A model's name with the file or folder in it taken from the recipe's folder."""
+    kind, _, rest = name.partition(":")
+    if base is None or kind == "timm":
+        return name
+    if kind == "hf":
+        return f"hf:{base / rest}" if (base / rest).is_dir() else name
+    return str(base / name)
 
 
 def _check_takes(model: nn.Module, task: AbstractTask, name: str) -> None:
@@ -82,7 +99,7 @@ def _check_takes(model: nn.Module, task: AbstractTask, name: str) -> None:
     try:
         with torch.no_grad():
             task.score(model.eval(), task.evaluation.fetch(samples))
-    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:
         raise RecipeError(f"model: {name} does not take the data of this task: {error}") from error
     finally:
         for module, training in was_training:
@@ -96,14 +113,16 @@ def _merge(needed: dict[str, Any], given: dict[str, Any], name: str) -> dict[str
     return needed | given
 
 
-def _build(recipe: Recipe, arguments: dict[str, Any], task: AbstractTask, local_code: bool) -> nn.Module:
-    name = recipe.model.name
+def _build(
+    name: str, arguments: dict[str, Any], given: dict[str, Any], task: AbstractTask, local_code: bool
+) -> nn.Module:
+    """Build a model from all its arguments, of which `given` are those that somebody wrote down."""
     try:
         try:
             return build_model(name, arguments, auto_class=task.auto_class(), local_code=local_code)
         except TypeError as error:
             # Some of timm's models take images of any size, and no img_size.
-            if "img_size" not in str(error) or "img_size" in recipe.model.arguments:
+            if "img_size" not in str(error) or "img_size" in given:
                 raise
             fewer = {key: value for key, value in arguments.items() if key != "img_size"}
             return build_model(name, fewer, auto_class=task.auto_class(), local_code=local_code)

@@ -146,6 +146,8 @@ class Recipe(Settings):
 
 # Fields that do not change a run's numbers: a run may be resumed with others.
 WITHOUT_EFFECT = ("title", "description", "checkpoint", "logging")
+# Fields younger than the first records: at these values they are left out, so that those records keep their hashes.
+YOUNGER: dict[str, dict[str, Any]] = {"augmentation": {"repeats": 1}, "model": {"norms": "keep"}}
 
 
 def config_hash(config: dict[str, Any]) -> str:
@@ -153,6 +155,8 @@ def config_hash(config: dict[str, Any]) -> str:
     kept = {key: value for key, value in config.items() if key not in WITHOUT_EFFECT}
     kept["training"] = {key: value for key, value in kept["training"].items() if key != "workers"}
     kept["method"] = {key: value for key, value in kept["method"].items() if key != "label"}
+    for part, defaults in YOUNGER.items():
+        kept[part] = {key: value for key, value in kept[part].items() if key not in defaults or value != defaults[key]}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 

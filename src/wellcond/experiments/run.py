@@ -24,6 +24,8 @@ from wellcond.experiments.recipe import Recipe, config_hash
 from wellcond.experiments.run_folder import COMPLETE, SCHEMA, RunError, RunFolder
 from wellcond.experiments.train_state import Diverged
 
+KEPT = ("metric", "data", "model", "final", "best", "progress", "samples_per_second", "seconds_per_step", "sessions")
+
 
 @dataclass(frozen=True)
 class Job:
@@ -64,10 +66,25 @@ def run_job(job: Job, observer: Observer = ignore, *, stop: StopWish | None = No
     config = job.recipe.config(job.method, job.seed)
     accelerator = make_accelerator(job.recipe, job.folder, cpu=job.cpu)
     with contextlib.ExitStack() as held:
-        if accelerator.is_main_process:
-            held.enter_context(folder.opened())
+        _hold_together(folder, accelerator, held)
         wish = held.enter_context(StopWish().listening()) if stop is None else stop
         return _run(job, folder, config, accelerator, observer, wish)
+
+
+def _hold_together(folder: RunFolder, accelerator: Any, held: contextlib.ExitStack) -> None:
+    """Take the folder on the first process; if it cannot be had, every process raises, or they would part ways."""
+    problem = None
+    if accelerator.is_main_process:
+        try:
+            held.enter_context(folder.opened())
+        except RunError as error:
+            problem = str(error)
+    if accelerator.num_processes > 1:
+        from accelerate.utils import broadcast_object_list
+
+        [problem] = broadcast_object_list([problem])
+    if problem is not None:
+        raise RunError(problem)
 
 
 def _run(
@@ -131,8 +148,11 @@ class _Session:
             "reason": "",
             "final": None,
             "best": None,
-            "sessions": (former or {}).get("sessions", []),
+            "sessions": [],
         }
+        for name in KEPT:  # what an earlier session found out stays until this one knows better
+            if former is not None and name in former:
+                self.record[name] = former[name]
 
     def run(self, stop: StopWish) -> dict[str, Any]:
         try:

@@ -31,16 +31,20 @@ class Updater:
         peak: float,
         clip_norm: float | None,
         average: WeightAverage | None,
+        sites: Sequence[AttentionSite],
         seed: int,
     ) -> None:
-        """`model` and `optimizer` as Accelerate prepared them."""
+        """`model` and `optimizer` as Accelerate prepared them; `sites` are those whose gradients are logged."""
         self.accelerator, self.task, self.model, self.optimizer = accelerator, task, model, optimizer
         self.curve, self.peak, self.clip_norm, self.average, self.seed = curve, peak, clip_norm, average, seed
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.learning_rate = 0.0
+        self.sites, self.learning_rate = sites, 0.0
 
-    def update(self, step: int, batches: Sequence[Batch], *, want_norm: bool) -> tuple[Tensor, Tensor | None]:
-        """Loss of this process's share (the mean over processes is the loss of the update) and the gradient's norm."""
+    def update(self, step: int, batches: Sequence[Batch], *, want_norms: bool) -> tuple[Tensor, dict[str, float]]:
+        """Loss of this process's share (the mean over processes is the loss of the update) and norms of gradients.
+
+        Norms are taken before clipping.
+        """
         accelerator = self.accelerator
         # Dropout differs between processes, but not between methods, sessions or measured and unmeasured runs.
         torch.manual_seed(derive(self.seed, "dropout", step, accelerator.process_index))
@@ -54,20 +58,18 @@ class Updater:
                 loss = self.task.loss(self.model, batch) * share
                 accelerator.backward(loss)
             losses.append(loss.detach())
-        norm = None
-        if self.clip_norm is not None:
-            norm = accelerator.clip_grad_norm_(self.parameters, self.clip_norm)
-        elif want_norm:
+        norms = {}
+        if want_norms:
             accelerator.unscale_gradients()
-            norm = global_norm([p.grad for p in self.parameters if p.grad is not None])
+            total = global_norm([p.grad for p in self.parameters if p.grad is not None])
+            norms = {"grad_norm": float(total)} | projection_norms(self.sites)
+        if self.clip_norm is not None:
+            accelerator.clip_grad_norm_(self.parameters, self.clip_norm)
         self.optimizer.step()
+        self.optimizer.zero_grad()
         if self.average is not None:
             self.average.update()
-        return losses[0] if len(losses) == 1 else torch.stack(losses).sum(), norm
-
-    def forget_gradients(self) -> None:
-        """Call after an update, once its gradients have been looked at."""
-        self.optimizer.zero_grad()
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum(), norms
 
     def _num_terms(self, batches: Sequence[Batch]) -> Any:
         """Terms of the loss over all parts and processes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -125,10 +126,21 @@ def _work(connection: Connection) -> None:
         except EOFError:
             return
 
-        def tell(event: Event) -> None:
-            connection.send(("event", event))
+        with StopWish().listening() as stop:
+            _do(job, connection, stop)
 
+
+def _do(job: Job, connection: Connection, stop: StopWish) -> None:
+    """One job; if nobody listens any more, the run is saved and left to be taken up again."""
+
+    def tell(event: Event) -> None:
         try:
-            connection.send(("record", run_job(job, tell)))
+            connection.send(("event", event))
+        except OSError:
+            stop.wanted = True
+
+    with contextlib.suppress(BrokenPipeError):
+        try:
+            connection.send(("record", run_job(job, tell, stop=stop)))
         except WellcondError as error:  # as text: not every exception survives the way
             connection.send(("error for all" if isinstance(error, FOR_ALL) else "error", str(error)))

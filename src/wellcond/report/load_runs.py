@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wellcond.report.run_record import STATES, Metric, Run, RunRecordError, read_json
+from wellcond.report.same_settings import setting_differences
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,9 @@ def _home(run: Path, folder: Path, described: set[Path]) -> Path:
 
 def _load_run(path: Path) -> Run:
     record = read_json(path, "wellcond-run")
-    wanted = {"method": str, "seed": int, "status": str, "metric": dict}
+    wanted: dict[str, type] = {"method": str, "seed": int, "status": str}
+    if record.get("metric") is not None or record.get("status") in ("finished", "diverged"):
+        wanted["metric"] = dict  # a run that failed early has none
     for key, kind in wanted.items():
         if not isinstance(record.get(key), kind):
             raise RunRecordError(
@@ -87,15 +90,26 @@ def _load_run(path: Path) -> Run:
         raise RunRecordError(
             path, f"expected a status of {', '.join(STATES)}, found {record['status']!r}", "Repeat the run."
         )
-    if not {"name", "higher_is_better"} <= set(record["metric"]):
+    if "metric" in wanted and not {"name", "higher_is_better"} <= set(record["metric"]):
         raise RunRecordError(path, "expected 'metric' to have name and higher_is_better", "Repeat the run.")
     if not isinstance(record.get("final") or {}, dict):
         raise RunRecordError(path, f"expected 'final' to be a mapping, found {record['final']!r}", "Repeat the run.")
     return Run(path.parent, record)
 
 
+def _share_metric(home: Path, runs: list[Run]) -> None:
+    """Give runs that failed before they knew their metric that of the others."""
+    known = next((run.record["metric"] for run in runs if run.record.get("metric")), None)
+    if known is None:
+        reasons = "; ".join(sorted({str(run.record.get("reason")) for run in runs}))
+        raise RunRecordError(home, f"no run got as far as training: {reasons}", "Mend that, then run it again.")
+    for run in runs:
+        run.record["metric"] = run.record.get("metric") or known
+
+
 def _assemble(home: Path, runs: list[Run], described: bool) -> Comparison:
     runs = sorted(runs, key=lambda run: run.seed)
+    _share_metric(home, runs)
     seen: dict[tuple[str, int], Run] = {}
     for run in runs:
         other = seen.setdefault((run.method, run.seed), run)
@@ -111,6 +125,13 @@ def _assemble(home: Path, runs: list[Run], described: bool) -> Comparison:
                 f"has recipe {run.record.get('recipe')!r} and metric {run.metric.name!r}, unlike "
                 f"{runs[0].folder / 'run.json'} in the same comparison",
                 "Runs of different recipes cannot be compared: report their folders one by one.",
+            )
+        differing = setting_differences(runs[0].record.get("config"), run.record.get("config"))
+        if differing:
+            raise RunRecordError(
+                run.folder / "run.json",
+                f"was made with other settings than {runs[0].folder / 'run.json'}: {'; '.join(differing[:4])}",
+                "Runs under different settings cannot be compared: put them into different folders.",
             )
     found = sorted({run.method for run in runs}, key=lambda label: (label != "default", label))
     stored = read_json(home / "comparison.json", "wellcond-comparison") if described else {}

@@ -135,7 +135,8 @@ def _scale_control(analysis: Analysis) -> list[str]:
             f"{gain.baseline} by {metric.show(control.mean, sign=True)}{metric.unit}, {difference.method} by "
             f"{metric.show(gain.mean, sign=True)}{metric.unit}"
         )
-        if difference.certain and difference.mean > 0:
+        holds = difference.p_holm is not None and difference.p_holm < SIGNIFICANT
+        if difference.certain and holds and difference.mean > 0:
             found.append(f"Scale control: {share}: scale alone does not explain the gain.")
         elif difference.interval is None:
             found.append(f"Scale control: {share}; too few seeds to say whether scale explains the gain.")
@@ -156,7 +157,7 @@ def _saturation(analysis: Analysis) -> list[str]:
         metric, difference = analysis.comparison.metric, analysis.differences.get(method)
         start = f"{method}: "
         if difference is not None and difference.count and difference.mean < 0:
-            start += f"{metric.show(-difference.mean)}{metric.unit} below {difference.baseline}; "
+            start += f"{metric.show(-difference.mean)}{metric.unit} worse than {difference.baseline}; "
         facts = [f"entropy {state.entropy:.2f} of ln N"] if not math.isnan(state.entropy) else []
         facts += [f"diagonal mass {state.diagonal_mass:.2f}"] if state.diagonal_mass > 0.95 else []
         dead = (

@@ -162,3 +162,10 @@ def test_progress_bars_show_on_a_terminal_or_if_the_variable_decides(monkeypatch
     monkeypatch.setenv("HF_DATASETS_DISABLE_PROGRESS_BARS", "0")
     with quiet_progress():
         assert not datasets.are_progress_bars_disabled()
+
+
+def test_training_splits_may_be_joined(mirror):
+    bundle = load(source="hub", id="lab/pictures", train_split="train+test", evaluation_split="test")
+    assert len(bundle.train) == 10 and len(bundle.evaluation) == 4 and not bundle.others
+    assert bundle.train[6]["label"] == bundle.evaluation[0]["label"]
+    assert "'gone'" in failure(source="hub", id="lab/pictures", train_split="train+gone")

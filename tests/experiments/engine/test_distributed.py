@@ -1,11 +1,13 @@
 """Two gloo processes against one, through torchrun, as a user would launch them."""
 
 import json
+import subprocess
 
 import pytest
 from safetensors.torch import load
 
 from experiments.small import SETTINGS, command, last_weights, logs, record, run, small_job, stop_after, train_command
+from wellcond.experiments.run_folder import RunFolder
 
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
@@ -86,3 +88,14 @@ def test_a_comparison_runs_on_two_processes_and_is_not_repeated(tmp_path):
     rows = json.loads(done.stdout)["runs"]
     assert [(row["method"], row["status"]) for row in rows] == [("default", "finished"), ("conditioned", "finished")]
     assert json.loads(run(command(*arguments, processes=2)).stdout)["runs"] == rows
+
+
+def test_a_folder_that_one_process_cannot_have_stops_both(tmp_path):
+    """Going on with the next run on one process alone would mix two runs into one."""
+    changes = [part for override in SETTINGS for part in ("--set", override)]
+    held = RunFolder(tmp_path / "digits/default/seed0")
+    with held.opened():
+        arguments = ["compare", "--recipe", "digits", "-o", tmp_path / "digits", "--cpu", "--no-report", *changes]
+        done = subprocess.run(command(*arguments, processes=2), capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "another process is writing this run" in done.stderr
+    assert not list((tmp_path / "digits").rglob("run.json"))

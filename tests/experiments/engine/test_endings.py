@@ -1,5 +1,6 @@
 """How runs end: diverged, failed, with odd precision, and what they leave behind."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,10 +10,11 @@ import pytest
 import torch
 from PIL import Image
 
-from experiments.small import logs, record, run, small_job, train_command
+from experiments.small import logs, record, run, small_job, stop_after, train_command
 from wellcond.errors import UnsupportedLayoutError
 from wellcond.experiments import updates
 from wellcond.experiments.compare import run_comparison
+from wellcond.experiments.prepare import prepare_model, prepare_task
 from wellcond.experiments.run import run_job
 from wellcond.experiments.settings import RecipeError
 
@@ -21,8 +23,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_as_diverged(tmp_path, monkeypatc
     real = updates.Updater.update
 
     def update(self, step, batches, **options):
-        loss, norm = real(self, step, batches, **options)
-        return (loss * float("nan"), norm) if step == 11 else (loss, norm)
+        loss, norms = real(self, step, batches, **options)
+        return (loss * float("nan"), norms) if step == 11 else (loss, norms)
 
     monkeypatch.setattr(updates.Updater, "update", update)
     ended = run_job(small_job(tmp_path / "run", "polar", "training.log_every=1"))
@@ -56,7 +58,7 @@ def test_weights_that_became_infinite_are_found_by_the_evaluation(tmp_path, monk
 
 
 def test_one_failing_method_does_not_end_a_comparison(tmp_path):
-    def refuse(model, *, seed):
+    def refuse(model, **options):
         raise UnsupportedLayoutError("blocks.0.attn", "not for this method")
 
     jobs = [small_job(tmp_path / method, method) for method in ("mimetic", "conditioned")]
@@ -117,8 +119,6 @@ def test_the_record_says_what_was_run_on_what(tmp_path):
 
 def test_methods_with_the_same_seed_are_paired(tmp_path):
     """All weights but Q, K and V, the order of the samples, and so the first loss of two defaults, are the same."""
-    from wellcond.experiments.prepare import prepare_model, prepare_task
-
     job = small_job(tmp_path, "conditioned")
     task = prepare_task(job.recipe, seed=3, base=None)
     weights = []
@@ -203,3 +203,79 @@ def test_data_workers_run_inside_the_pool(tmp_path):
     outcome = run_comparison(jobs, num_workers=2, observer=lambda job, event: None)
     assert not outcome.failures
     assert [kept["status"] for kept in outcome.records] == ["finished"] * 2
+
+
+def test_norms_of_projections_are_taken_before_clipping(tmp_path):
+    whole, clipped = tmp_path / "whole", tmp_path / "clipped"
+    run_job(small_job(whole, "conditioned", "training.log_every=1"))
+    run_job(small_job(clipped, "conditioned", "training.log_every=1", "training.clip_norm=0.001"))
+    ours, theirs = (logs(folder)["steps"][0] for folder in (whole, clipped))
+    for name in ("grad_norm", "grad_norm_q", "grad_norm_k", "grad_norm_v"):
+        assert theirs[name] == pytest.approx(ours[name], rel=1e-5) and ours[name] > 0.001
+
+
+def test_a_failed_resume_keeps_what_was_known(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    known = stop_after(small_job(folder), 8)
+
+    def refuse(*arguments, **options):
+        raise RecipeError("no data today")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("wellcond.experiments.run.prepare_task", refuse)
+        with pytest.raises(RecipeError):
+            run_job(small_job(folder))
+    kept = record(folder)
+    assert kept["status"] == "failed" and kept["reason"] == "no data today"
+    assert kept["final"] == known["final"] and kept["metric"] == known["metric"] and kept["progress"]["step"] == 8
+    assert run_job(small_job(folder))["status"] == "finished"
+
+
+def test_an_impossible_split_is_found_before_anything_is_measured(tmp_path):
+    with pytest.raises(RecipeError, match="expected a multiple of 5"):
+        run_job(small_job(tmp_path / "run", "default", "training.accumulate=5"))
+    assert not (tmp_path / "run/conditioning.jsonl").exists()
+
+
+def test_own_models_are_found_beside_the_recipe(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n"
+        "class Mine(nn.Module):\n"
+        "    def __init__(self, num_labels, num_channels, image_size):\n"
+        "        super().__init__()\n"
+        "        self.embed = nn.Linear(8 * num_channels, 16)\n"
+        "        self.block = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)\n"
+        "        self.head = nn.Linear(16, num_labels)\n"
+        "    def forward(self, x):\n"
+        "        return self.head(self.block(self.embed(x.flatten(2).view(len(x), 8, 8))).mean(1))\n"
+    )
+    job = small_job(tmp_path / "run", "conditioned", "model={name: 'mine.py:Mine'}")
+    trusted = dataclasses.replace(job, base=tmp_path, local_code=True)
+    assert run_job(trusted)["status"] == "finished"
+
+
+def test_repeated_augmentation_reaches_the_training(tmp_path):
+    seen = []
+
+    class Watched:
+        in_memory = True
+
+        def __init__(self, samples):
+            self.samples = samples
+
+        def __len__(self):
+            return len(self.samples)
+
+        def fetch(self, keys):
+            seen.extend(keys)
+            return self.samples.fetch(keys)
+
+    job = small_job(tmp_path / "run", "default", "augmentation={repeats: 3, flip: 0.5}", "training.length={steps: 1}")
+    task = prepare_task(job.recipe, seed=0, base=None)
+    plain, task.train = task.train, Watched(task.train)
+    try:
+        run_job(job)
+    finally:
+        task.train = plain
+    assert len(seen) == 32 and len({index for index, _ in seen}) == 11
+    assert [draw for _, draw in seen[:6]] == [0, 1, 2, 0, 1, 2]

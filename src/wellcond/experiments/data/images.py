@@ -60,11 +60,17 @@ def decode_image(encoded: bytes, where: str) -> Image:
         ) from error
 
 
-def to_channels(image: Image | Tensor, channels: int) -> Image | Tensor:
+def place_of(split: Split, index: int) -> str:
+    """The file of an image, or its number where it has none."""
+    files = getattr(split, "files", None)
+    return f"image {index}" if files is None else str(files[index])
+
+
+def to_channels(image: Image | Tensor, channels: int, where: str = "an image") -> Image | Tensor:
     """The image with 1 (grey) or 3 (RGB) channels.
 
     Grey becomes RGB by repetition; RGB becomes grey with weights 0.299, 0.587, 0.114; transparency is dropped; 16-bit
-    grey keeps its upper 8 bits. A tensor (C, H, W) keeps its dtype.
+    grey keeps its upper 8 bits. A tensor (C, H, W) keeps its dtype. Errors begin with `where`.
 
     Raises:
         DataError: another number of channels is asked for or found, or 32-bit pixels, whose range is unknown.
@@ -72,13 +78,13 @@ def to_channels(image: Image | Tensor, channels: int) -> Image | Tensor:
     if channels not in (1, 3):
         raise DataError("channels of an image", expected="1 or 3", found=str(channels), todo="Use 1 or 3.")
     if isinstance(image, Tensor):
-        return _convert_tensor(image, channels)
+        return _convert_tensor(image, channels, where)
     if image.mode.startswith("I;16"):
         eight_bits: Image = import_pil().fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
         return eight_bits.convert("L" if channels == 1 else "RGB")
     if image.mode in ("I", "F"):
         raise DataError(
-            "an image has 32-bit pixels, whose range is unknown.",
+            f"{where} has 32-bit pixels, whose range is unknown.",
             expected="8 bits per channel, or 16-bit grey",
             found=f"mode {image.mode!r}",
             todo="Save the images with 8 bits per channel.",
@@ -90,7 +96,7 @@ def to_channels(image: Image | Tensor, channels: int) -> Image | Tensor:
     return image if image.mode == mode else image.convert(mode)
 
 
-def _convert_tensor(image: Tensor, channels: int) -> Tensor:
+def _convert_tensor(image: Tensor, channels: int, where: str) -> Tensor:
     found = image.shape[0]
     if found == channels:
         return image
@@ -100,7 +106,7 @@ def _convert_tensor(image: Tensor, channels: int) -> Tensor:
         grey = torch.einsum("chw,c->hw", image.double(), torch.tensor(GREY_WEIGHTS, dtype=torch.float64))[None]
         return (grey if image.is_floating_point() else grey.round()).to(image.dtype)
     raise DataError(
-        "channels of an image tensor (C, H, W)", expected="C of 1 or 3", found=str(found), todo="Convert it first."
+        f"{where}: channels of a tensor (C, H, W)", expected="C of 1 or 3", found=str(found), todo="Convert it first."
     )
 
 
@@ -137,13 +143,13 @@ def as_tensor_images(
         DataError: an image cannot be read or converted.
     """
     count = len(split)
-    first = _pixels(split[0]["image"], size, channels)
+    first = _pixels(split, 0, size, channels)
     if count * first.numel() * first.element_size() > byte_limit:
         return None
     images = torch.empty((count, *first.shape), dtype=first.dtype)
     step = max(1, count // 100)
     for index in range(count):
-        pixels = _pixels(split[index]["image"], size, channels)
+        pixels = _pixels(split, index, size, channels)
         if pixels.shape != first.shape:
             return None
         images[index] = pixels
@@ -152,8 +158,8 @@ def as_tensor_images(
     return TensorImages(images, split.labels)
 
 
-def _pixels(image: Image | Tensor, size: int | None, channels: int) -> Tensor:
-    image = to_channels(image, channels)
+def _pixels(split: Split, index: int, size: int | None, channels: int) -> Tensor:
+    image = to_channels(split[index]["image"], channels, place_of(split, index))
     if isinstance(image, Tensor):
         return image
     if size is not None and image.size != (size, size):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from wellcond.experiments.settings import Settings
 
@@ -27,6 +27,9 @@ class AugmentationSettings(Settings):
     mixup: NonNegativeFloat = 0.0
     cutmix: NonNegativeFloat = 0.0
     label_smoothing: Share = 0.0
+    repeats: PositiveInt = 1
+    """Repeated augmentation (DeiT): an epoch takes this many times fewer samples, and each that many times in a row,
+    augmented differently."""
 
     @property
     def needs_pictures(self) -> bool:

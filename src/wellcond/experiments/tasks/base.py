@@ -11,11 +11,13 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from wellcond.experiments.data.bundle import DataBundle
+from wellcond.experiments.norms import Norms
 from wellcond.experiments.settings import RecipeError, Settings
 
 Batch = dict[str, Tensor]
 SampleKey = tuple[int, int]
-"""Number of a sample, and the epoch it is seen in (which fixes its augmentation); epoch -1 is evaluation."""
+"""Number of a sample, and the draw of random numbers that fixes its augmentation: the epoch or, where an epoch shows a
+sample `repeats` times, epoch * repeats + repeat; -1 is evaluation."""
 EVALUATION = -1
 
 
@@ -56,6 +58,8 @@ class ModelSettings(Settings):
     arguments: dict[str, Any] = Field(default_factory=dict)
     weights: str | None = None
     """Checkpoint to start from; the method is applied after it is loaded."""
+    norms: Norms = "keep"
+    """Whether to take all norms out of the blocks (the final norm stays), or only the one in front of the attention."""
 
 
 @dataclass(frozen=True)

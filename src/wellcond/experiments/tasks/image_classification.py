@@ -11,6 +11,7 @@ from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from wellcond.experiments.data.bundle import Split
 from wellcond.experiments.data.images import as_tensor_images
 from wellcond.experiments.seeding import derive
 from wellcond.experiments.settings import RecipeError, Settings
@@ -36,6 +37,7 @@ class ImageClassificationSettings(Settings):
     image_size: PositiveInt | None = None
     """Side in pixels; images of another size are resized. The size of the data by default."""
     channels: Literal[1, 3] | None = None
+    """Images are converted to so many; by default 1 if the training images are grey (16 of them are looked at)."""
     normalise: Literal["data", "imagenet", "none"] = "data"
     """By the mean and deviation of the training images (of ImageNet, where they are decoded one by one), of ImageNet,
     or not at all."""
@@ -60,7 +62,7 @@ class ImageClassification(AbstractTask):
         self.augmentation: AugmentationSettings = context.augmentation or AugmentationSettings()
         first = context.data.train[0]["image"]
         shape = tuple(first.shape) if isinstance(first, Tensor) else (len(first.getbands()), *reversed(first.size))
-        self.channels = settings.channels or (1 if shape[0] == 1 else 3)
+        self.channels = settings.channels or _channels_of(context.data.train)
         self.size = settings.image_size or shape[-1]
         if settings.image_size is None and shape[-1] != shape[-2]:
             raise RecipeError(
@@ -186,6 +188,16 @@ class ImageClassification(AbstractTask):
         """Evaluation images."""
         keys = [(index, EVALUATION) for index in range(min(num_samples, len(self.evaluation)))]
         return self.evaluation.fetch(keys)["image"]
+
+
+def _channels_of(split: Split) -> Literal[1, 3]:
+    """1 if the images are grey; a few are looked at, since some of a set in colour may be."""
+    for index in range(0, len(split), max(1, len(split) // 16)):
+        image = split[index]["image"]
+        one = image.shape[0] == 1 if isinstance(image, Tensor) else len(image.getbands()) == 1 and image.mode != "P"
+        if not one:
+            return 3
+    return 1
 
 
 def logits_of(output: Any) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from wellcond.errors import MissingExtraError
-from wellcond.experiments.data.images import to_channels
+from wellcond.experiments.data.images import place_of, to_channels
 from wellcond.experiments.seeding import derive, generator
 from wellcond.experiments.settings import RecipeError
 from wellcond.experiments.tasks.augmentation import AugmentationSettings
@@ -23,8 +23,8 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 class TensorImages:
     """Images of one size in memory; flips and padded crops act on whole batches.
 
-    The random numbers of an epoch are drawn for all samples at once, by seed and epoch, so what happens to a sample
-    does not depend on the batch or the process it is in.
+    The random numbers of a draw (see `SampleKey`) are made for all samples at once, by seed and draw, so what happens
+    to a sample does not depend on the batch or the process it is in.
     """
 
     in_memory = True
@@ -46,7 +46,7 @@ class TensorImages:
         self.scale = unit / std.view(-1, 1, 1) if std is not None else torch.tensor(unit)
         self.shift = -mean.view(-1, 1, 1) / std.view(-1, 1, 1) if mean is not None and std is not None else None
         self.augmentation = augmentation or AugmentationSettings()
-        self._drawn: tuple[int, Tensor, Tensor] | None = None
+        self._drawn: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __len__(self) -> int:
         """Number of images."""
@@ -55,40 +55,51 @@ class TensorImages:
     def fetch(self, keys: Sequence[SampleKey]) -> Batch:
         """Normalised floats and labels."""
         indices = torch.tensor([index for index, _ in keys])
-        epoch = keys[0][1]
         images = self.images[indices]
-        if epoch != EVALUATION and (self.augmentation.flip or self.augmentation.crop_padding):
-            images = self._augment(images, indices, epoch)
+        if keys[0][1] != EVALUATION and (self.augmentation.flip or self.augmentation.crop_padding):
+            images = self._augment(images, *self._numbers(indices, [draw for _, draw in keys]))
         images = images.float() if self.scale.ndim == 0 and float(self.scale) == 1.0 else images * self.scale
         if self.shift is not None:
             images = images + self.shift
         return {"image": images, "label": self.labels[indices]}
 
-    def _augment(self, images: Tensor, indices: Tensor, epoch: int) -> Tensor:
-        flips, offsets = self._numbers(epoch)
+    def _augment(self, images: Tensor, flips: Tensor, offsets: Tensor) -> Tensor:
         if self.augmentation.flip:
-            images = torch.where(flips[indices].view(-1, 1, 1, 1), images.flip(-1), images)
+            images = torch.where(flips.view(-1, 1, 1, 1), images.flip(-1), images)
         padding = self.augmentation.crop_padding
         if not padding:
             return images
         height, width = images.shape[-2:]
         padded = torch.nn.functional.pad(images, (padding,) * 4)
-        rows = offsets[indices, :1] + torch.arange(height)  # (batch, height)
-        columns = offsets[indices, 1:] + torch.arange(width)
+        rows = offsets[:, :1] + torch.arange(height)  # (batch, height)
+        columns = offsets[:, 1:] + torch.arange(width)
         batch = torch.arange(len(images)).view(-1, 1, 1)
         return padded[batch, :, rows.unsqueeze(2), columns.unsqueeze(1)].permute(0, 3, 1, 2)
 
-    def _numbers(self, epoch: int) -> tuple[Tensor, Tensor]:
-        if self._drawn is None or self._drawn[0] != epoch:
-            source = generator(self.seed, "augmentation", epoch)
+    def _numbers(self, indices: Tensor, draws: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Whether to flip each image of a batch, and where to crop it."""
+        flips, offsets = torch.empty(len(draws), dtype=torch.bool), torch.empty(len(draws), 2, dtype=torch.int64)
+        of_draw = torch.tensor(draws)
+        for draw in sorted(set(draws)):
+            chosen = of_draw == draw
+            of_all = self._draw(draw)
+            flips[chosen], offsets[chosen] = (numbers[indices[chosen]] for numbers in of_all)
+        return flips, offsets
+
+    def _draw(self, draw: int) -> tuple[Tensor, Tensor]:
+        """Numbers for all images; those of one epoch are kept."""
+        if draw not in self._drawn:
+            while len(self._drawn) >= self.augmentation.repeats:
+                del self._drawn[min(self._drawn)]
+            source = generator(self.seed, "augmentation", draw)
             flips = torch.rand(len(self), generator=source) < self.augmentation.flip
             offsets = torch.randint(0, 2 * self.augmentation.crop_padding + 1, (len(self), 2), generator=source)
-            self._drawn = (epoch, flips, offsets)
-        return self._drawn[1], self._drawn[2]
+            self._drawn[draw] = (flips, offsets)
+        return self._drawn[draw]
 
 
 class Pictures:
-    """PIL images, transformed one by one; every sample's transform is seeded by seed, epoch and number."""
+    """PIL images, transformed one by one; every sample's transform is seeded by seed, draw and number."""
 
     in_memory = False
 
@@ -102,27 +113,28 @@ class Pictures:
 
     def fetch(self, keys: Sequence[SampleKey]) -> Batch:
         """Transformed images and labels."""
-        images, labels = zip(*(self._sample(index, epoch) for index, epoch in keys), strict=True)
+        images, labels = zip(*(self._sample(index, draw) for index, draw in keys), strict=True)
         return {"image": torch.stack(images), "label": torch.tensor(labels)}
 
-    def _sample(self, index: int, epoch: int) -> tuple[Tensor, int]:
+    def _sample(self, index: int, draw: int) -> tuple[Tensor, int]:
         sample = self.split[index]
-        if epoch != EVALUATION:
+        if draw != EVALUATION:
             # timm's transforms draw from all three sources. The engine seeds its own before every step.
-            number = derive(self.seed, "augmentation", epoch, index)
+            number = derive(self.seed, "augmentation", draw, index)
             random.seed(number)
             np.random.seed(number % 2**32)
             torch.manual_seed(number)
-        return self.transform(as_picture(sample["image"], self.channels)), int(sample["label"])
+        picture = as_picture(sample["image"], self.channels, place_of(self.split, index))
+        return self.transform(picture), int(sample["label"])
 
 
-def as_picture(image: Any, channels: int) -> Any:
+def as_picture(image: Any, channels: int, where: str = "an image") -> Any:
     """A PIL image with one or three channels, from a PIL image or a tensor."""
     if isinstance(image, Tensor):
         from torchvision.transforms.functional import to_pil_image
 
         image = to_pil_image(image)
-    return to_channels(image, channels)
+    return to_channels(image, channels, where)
 
 
 def picture_transform(
@@ -140,7 +152,7 @@ def picture_transform(
         raise MissingExtraError("timm and torchvision", "vision") from error
     if augmentation is None:
         return create_transform(size, is_training=False, crop_pct=crop, mean=mean, std=std, interpolation="bicubic")
-    return create_transform(
+    transform = create_transform(
         size,
         is_training=True,
         scale=augmentation.resized_crop or (1.0, 1.0),
@@ -154,6 +166,18 @@ def picture_transform(
         re_prob=augmentation.random_erasing,
         re_mode="pixel",
     )
+    for step in transform.transforms:
+        for operation in getattr(step, "ops", []):
+            if operation.name.startswith("Posterize"):
+                operation.aug_fn = _posterize
+    return transform
+
+
+def _posterize(image: Any, bits: int, **options: Any) -> Any:
+    """Keep at least one bit; timm asks for 0 at full strength: once a black image, an error in recent Pillow."""
+    from timm.data.auto_augment import posterize
+
+    return posterize(image, max(1, bits), **options)
 
 
 def check_labels(labels: Tensor, num_classes: int, what: str) -> None:

@@ -12,7 +12,13 @@ from pydantic import Field, field_validator
 from wellcond.experiments.data.bundle import DataBundle
 from wellcond.experiments.data.columns import InputColumns
 from wellcond.experiments.data.errors import DataError, files_or_folders, listed
-from wellcond.experiments.data.reading import call_load_dataset, reading_errors, require_cache, root_cause
+from wellcond.experiments.data.reading import (
+    call_load_dataset,
+    import_datasets,
+    reading_errors,
+    require_cache,
+    root_cause,
+)
 from wellcond.experiments.data.registry import SourceConfig, register_source
 from wellcond.experiments.data.table_bundle import Wanted, bundle_tables
 from wellcond.experiments.data.tables import Part, Table
@@ -31,6 +37,7 @@ class HubConfig(SourceConfig):
     revision: str | None = None
     """Commit or tag on the hub; a mirror is taken as it is."""
     train_split: str = "train"
+    """One split, or several joined: train+validation."""
     evaluation_split: str | None = None
     """By default the first that exists of validation, val, dev, test, validation_matched."""
     input: InputColumns = "auto"
@@ -56,12 +63,14 @@ def load(config: HubConfig, base: Path) -> DataBundle:
     mirror = _find_mirror(config)
     splits = _load_hub(config) if mirror is None else _load_mirror(config, mirror)
     full_name = config.id if config.config is None else f"{config.id} ({config.config})"
-    train = _require_split(config.train_split, splits, full_name, "train_split")
-    evaluation = config.evaluation_split or _find_evaluation(splits, train, full_name)
+    joined = [_require_split(name, splits, full_name, "train_split") for name in config.train_split.split("+")]
+    evaluation = config.evaluation_split or _find_evaluation(splits, joined[-1], full_name)
     evaluation = _require_split(evaluation, splits, full_name, "evaluation_split")
-    tables = {
-        split: Table(data, [Part(f"{full_name}, split {split!r}", len(data), mirror)]) for split, data in splits.items()
-    }
+    parts = {split: Part(f"{full_name}, split {split!r}", len(data), mirror) for split, data in splits.items()}
+    kept = [split for split in splits if split not in joined or split == evaluation]
+    tables = {split: Table(splits[split], [parts[split]]) for split in kept}
+    data = import_datasets().concatenate_datasets([splits[split] for split in joined])
+    tables[train := "+".join(joined)] = Table(data, [parts[split] for split in joined])
     wanted = Wanted(
         config.input,
         config.label,
