@@ -128,11 +128,14 @@ def demo(
 
 
 @app.command("report")
-def report(folder: Annotated[Path, typer.Argument(help="A comparison, or a folder with several.")]) -> None:
+def report(
+    folder: Annotated[Path, typer.Argument(help="A comparison, or a folder with several.")],
+    pictures: Annotated[bool, typer.Option("--pictures/--no-pictures", help="Draw figures and make the page.")] = True,
+) -> None:
     """Rebuild tables, figures and the page from the records."""
     from wellcond.cli.experiments import build_reports
 
-    build_reports(folder)
+    build_reports(folder, pictures=pictures)
 
 
 @app.command("recipes")

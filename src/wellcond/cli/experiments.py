@@ -182,7 +182,7 @@ def _tell_end(outcome: Outcome, jobs: Sequence[Job], *, as_json: bool) -> int:
     return 130 if outcome.interrupted else 1 if outcome.failures else 0
 
 
-def print_report(folder: Path, *, quiet: bool = False) -> None:
+def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False) -> None:
     """Build the report of a folder, print its summary and where it is."""
     from wellcond.report.analysis import analyse
     from wellcond.report.build import build_report
@@ -190,7 +190,7 @@ def print_report(folder: Path, *, quiet: bool = False) -> None:
     from wellcond.report.reading import find_findings
     from wellcond.report.tables import summary_table
 
-    pages = build_report(folder)
+    pages = build_report(folder, pictures=pictures)
     if quiet:
         return
     out = make_console()
@@ -207,7 +207,8 @@ def print_report(folder: Path, *, quiet: bool = False) -> None:
         for finding in find_findings(analysis):
             out.print(f"- {escape(finding)}", soft_wrap=True)
         out.print(f"report: {page}", markup=False, soft_wrap=True)
-        out.print(f"        {page.with_suffix('.md')}", markup=False, soft_wrap=True)
+        if pictures:
+            out.print(f"        {page.with_suffix('.md')}", markup=False, soft_wrap=True)
 
 
 def print_recipes(*, as_json: bool) -> None:
@@ -236,11 +237,11 @@ def print_recipes(*, as_json: bool) -> None:
     make_console().print(table)
 
 
-def build_reports(folder: Path) -> None:
+def build_reports(folder: Path, *, pictures: bool) -> None:
     """`wellcond report FOLDER`.
 
     Raises: WellcondError if there is nothing to report on.
     """
     if not folder.is_dir():
         raise WellcondError(f"no such folder: {folder}")
-    print_report(folder)
+    print_report(folder, pictures=pictures)

@@ -1,0 +1,26 @@
+"""The committed records make the committed tables, byte for byte."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from wellcond.report.build import build_report
+
+RESULTS = Path(__file__).parents[1] / "results"
+COMPARISONS = sorted(path.parent for path in RESULTS.rglob("comparison.json"))
+
+
+def records_only(folder, names):
+    return [name for name in names if name in ("report", "checkpoints", "lock")]
+
+
+@pytest.mark.parametrize("folder", COMPARISONS, ids=lambda folder: str(folder.relative_to(RESULTS)))
+def test_records_make_the_tables(folder, tmp_path):
+    copy = tmp_path / folder.name
+    shutil.copytree(folder, copy, ignore=records_only)
+    build_report(copy, pictures=False)
+    made = [path for path in (copy / "report").rglob("*") if path.is_file()]
+    assert len(made) > 4
+    for path in made:
+        assert path.read_bytes() == (folder / "report" / path.relative_to(copy / "report")).read_bytes(), path.name
