@@ -86,7 +86,8 @@ def test_a_killed_worker_is_replaced_and_its_run_taken_up_again(tmp_path):
     started = command("compare", "--recipe", "digits", "-o", folder, "--jobs", 2, *CHANGES, *longer)
     process = subprocess.Popen(started, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.time() + 120
-    while len(list(folder.glob("*/seed0/checkpoints/step-*"))) < 2 and time.time() < deadline:
+    # Both workers are on their way once two runs have checkpoints.
+    while len({path.parent for path in folder.glob("*/seed*/checkpoints/step-*")}) < 2 and time.time() < deadline:
         time.sleep(0.02)
     workers = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "spawn_main"], capture_output=True, text=True)
     os.kill(int(workers.stdout.split()[0]), signal.SIGKILL)
@@ -158,12 +159,12 @@ def test_other_settings_in_the_same_comparison_are_refused(compared):
 
 
 def test_a_run_that_fails_early_is_reported_beside_the_others(tmp_path):
-    methods = "default,weight_selection(teacher=nowhere.safetensors, teacher_model=timm:vit_tiny_patch16_224)"
+    methods = "default,conditioned(value=nonsense)"
     arguments = ["compare", "--recipe", "digits", "-o", tmp_path, "--methods", methods, "--seeds", "1", "--json"]
     done = subprocess.run(command(*arguments, *CHANGES), capture_output=True, text=True, timeout=200)
     rows = {row["status"]: row for row in json.loads(done.stdout)["runs"]}
     assert done.returncode == 1 and set(rows) == {"finished", "failed"}
-    assert "nowhere.safetensors" in rows["failed"]["reason"]
+    assert "nonsense" in rows["failed"]["reason"] and "joint" in rows["failed"]["reason"]
     assert "failed" in (tmp_path / "report/report.md").read_text()
 
 

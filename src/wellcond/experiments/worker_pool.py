@@ -123,7 +123,7 @@ def _work(connection: Connection) -> None:
     while True:
         try:
             job: Job = connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             return
 
         with StopWish().listening() as stop:
