@@ -56,9 +56,12 @@ def run_in_pool(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver)
                     _listen(worker, waiting, attempts, outcome, observer, told_to_stop)
     finally:
         for worker in workers:
+            worker.connection.close()
+        for worker in workers:
+            if worker.job is None:
+                worker.process.join(10)  # it leaves by itself
             worker.process.terminate()
             worker.process.join(10)
-            worker.connection.close()
 
 
 def _give(worker: _Worker, job: Job) -> _Worker:
