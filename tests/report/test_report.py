@@ -19,7 +19,8 @@ from wellcond.report.figures import build_figures
 from wellcond.report.load_runs import load_comparisons
 from wellcond.report.markdown_report import render_markdown
 from wellcond.report.reading import find_findings
-from wellcond.report.series import COLUMNS, write_csv
+from wellcond.report.series import COLUMNS, Panel, write_csv
+from wellcond.report.shapes import Line, log_axis
 from wellcond.report.static_figures import draw_static
 from wellcond.report.table import Table, table_csv, table_html, table_markdown
 from wellcond.report.tables import build_tables
@@ -406,3 +407,11 @@ def test_trained_weights_have_a_figure_of_their_own_only_under_a_correction(usua
     assert "weights_raw" in [figure.name for figure in build_figures(usual)]
     plain = study(tmp_path, usual_methods()[:2])
     assert "weights_raw" not in [figure.name for figure in build_figures(plain)]
+
+
+def test_a_logarithmic_axis_may_come_near_the_largest_number():
+    line = Line("a", 0, [0.0, 1.0], [1e-290, 1e300], [1e-300, 1e290], [1e-280, 1e308], 3)
+    low, high, ticks = log_axis(Panel("p", "P", "y", log=True), [line])
+    assert 0 < low <= 1e-300 and 1e300 <= high < float("inf") and 3 <= len(ticks) <= 8
+    low, high, ticks = log_axis(Panel("p", "P", "y", log=True), [Line("a", 0, [0.0], [2.0], None, None, 3)])
+    assert high / low == pytest.approx(10**0.5) and all(low <= tick <= high for tick in ticks)

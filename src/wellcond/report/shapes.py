@@ -130,6 +130,9 @@ def layers_of(figure: Figure) -> list[str]:
     return list(dict.fromkeys(row.series for row in figure.rows))
 
 
+LARGEST_POWER = 307
+
+
 def log_axis(panel: Panel, lines: Sequence[Line]) -> tuple[float, float, dict[float, str]]:
     """Both ends of a logarithmic axis, and its ticks with their labels.
 
@@ -138,13 +141,16 @@ def log_axis(panel: Panel, lines: Sequence[Line]) -> tuple[float, float, dict[fl
     """
     values = [y for line in lines for y in line.y + (line.low or []) + (line.high or []) if 0 < y < math.inf]
     low, high = panel.span or (min(values, default=1.0), max(values, default=10.0))
-    room = max((high / low) ** 0.04, (math.sqrt(10.0) * low / high) ** 0.5)
-    low, high = low / room, high * room
+    # In logarithms, since bounds come near the largest float: room at both ends, and never beyond it.
+    bottom, top = math.log10(low), math.log10(high)
+    room = max(0.04 * (top - bottom), 0.25 - (top - bottom) / 2)
+    low, high = 10.0 ** max(bottom - room, -LARGEST_POWER), 10.0 ** min(top + room, LARGEST_POWER)
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    wide = math.log10(high / low) > 1.5
-    factors = (1.0,) if wide else (1.0, 2.0, 5.0) if high / low > 5 else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
+    width = math.log10(high) - math.log10(low)
+    wide = width > 1.5
+    factors = (1.0,) if wide else (1.0, 2.0, 5.0) if width > 0.7 else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
     every = max(1, math.ceil(len(decades) / 6)) if wide else 1
-    ticks = [factor * 10.0**decade for decade in decades[::every] for factor in factors]
+    ticks = [factor * 10.0**decade for decade in decades[::every] if decade < LARGEST_POWER for factor in factors]
     return low, high, {tick: _power(tick) if wide else f"{tick:g}" for tick in ticks if low <= tick <= high}
 
 
