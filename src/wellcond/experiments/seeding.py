@@ -31,3 +31,13 @@ def generator(seed: int, purpose: str, *position: int) -> torch.Generator:
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
     """The order in which one epoch visits the samples."""
     return torch.randperm(num_samples, generator=generator(seed, "order", epoch))
+
+
+def seed_device(seed: int, device: torch.device) -> None:
+    """Seed torch's own generators of the CPU and of one device.
+
+    `torch.manual_seed` would write down the call stack for devices that are not in use, a millisecond at every step.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device.type).manual_seed(seed)

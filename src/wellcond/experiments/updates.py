@@ -13,7 +13,7 @@ from wellcond.attention.site import AttentionSite
 from wellcond.experiments.averaging import WeightAverage
 from wellcond.experiments.optimizers import set_point
 from wellcond.experiments.schedule import Curve
-from wellcond.experiments.seeding import derive
+from wellcond.experiments.seeding import derive, seed_device
 from wellcond.experiments.tasks.base import AbstractTask, Batch
 
 
@@ -47,7 +47,7 @@ class Updater:
         """
         accelerator = self.accelerator
         # Dropout differs between processes, but not between methods, sessions or measured and unmeasured runs.
-        torch.manual_seed(derive(self.seed, "dropout", step, accelerator.process_index))
+        seed_device(derive(self.seed, "dropout", step, accelerator.process_index), accelerator.device)
         batches = [self.task.training_batch(batch, step) for batch in batches]
         share = accelerator.num_processes / self._num_terms(batches)
         self.learning_rate = set_point(self.optimizer, self.curve(step), self.peak)
