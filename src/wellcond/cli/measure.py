@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from wellcond.attention.site import AttentionSite
 from wellcond.cli.inputs import make_batch, try_forward
 from wellcond.cli.inspect import make_console
 from wellcond.errors import AttentionNotFoundError, WellcondError, check_choice
+from wellcond.files import write_atomically
 from wellcond.jacobian.records import Convention
 from wellcond.jacobian.select import METHODS
 from wellcond.measurement import Combine, HeadReport, Kappa, MeasurementReport, measure
@@ -249,13 +249,9 @@ def check_outputs(paths: Sequence[Path], *, force: bool) -> None:
 
 
 def write_text(path: Path, text: str, *, force: bool) -> None:
-    """Write a file whole or not at all: a new one is made beside it, then renamed."""
+    """Write a file whole or not at all."""
     check_outputs([path], force=force)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        write_atomically(path, text)
     except OSError as error:
         raise OutputError(f"{path} could not be written: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
