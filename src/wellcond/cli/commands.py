@@ -16,7 +16,7 @@ from wellcond.experiments.weights import conditioning_in, load_state, load_weigh
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Well-conditioned attention for PyTorch.")
 
-MODEL_HELP = "timm:NAME, hf:CONFIG_TYPE_OR_LOCAL_PATH, or path/to/file.py:callable"
+MODEL_HELP = "timm:NAME, hf:CONFIG_TYPE_OR_LOCAL_PATH, wellcond:NAME, or path/to/file.py:callable"
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 ModelArguments = Annotated[
     list[str] | None,

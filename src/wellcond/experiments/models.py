@@ -1,4 +1,4 @@
-"""Building the MODEL of a command line or a recipe: ``timm:NAME``, ``hf:TYPE_OR_PATH`` or ``path/file.py:callable``."""
+"""Building the MODEL of a command line or a recipe from the library, the architecture or the file it names."""
 
 from __future__ import annotations
 
@@ -60,6 +60,8 @@ def build_model(
         return _build_timm(rest, arguments)
     if colon and kind == "hf":
         return _build_hf(rest, arguments, auto_class)
+    if colon and kind == "wellcond":
+        return _build_own(rest, arguments)
     if ".py:" in spec:
         if not local_code:
             raise ModelSpecError(
@@ -67,7 +69,8 @@ def build_model(
             )
         return _build_from_file(spec, arguments)
     raise ModelSpecError(
-        f"unknown MODEL {spec!r}: expected timm:NAME, hf:CONFIG_TYPE_OR_LOCAL_PATH or path/to/file.py:callable"
+        f"unknown MODEL {spec!r}: expected timm:NAME, hf:CONFIG_TYPE_OR_LOCAL_PATH, wellcond:NAME or "
+        "path/to/file.py:callable"
     )
 
 
@@ -109,6 +112,20 @@ def _build_hf(name: str, arguments: dict[str, Any], auto_class: str | None) -> n
     if path.is_dir():
         _load_folder(model, path)
     return model
+
+
+def _build_own(name: str, arguments: dict[str, Any]) -> nn.Module:
+    try:
+        import pydantic
+    except ImportError as error:
+        raise MissingExtraError("pydantic", "train") from error
+    from wellcond.experiments.architectures.registry import build_architecture
+    from wellcond.experiments.settings import list_problems
+
+    try:
+        return build_architecture(name, arguments)
+    except pydantic.ValidationError as error:
+        raise ModelSpecError(f"wellcond:{name} cannot be built:\n" + "\n".join(list_problems(error))) from error
 
 
 def _load_folder(model: nn.Module, path: Path) -> None:

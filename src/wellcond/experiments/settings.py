@@ -75,6 +75,11 @@ class Interval(Settings):
 
 def explain(error: ValidationError, where: str, data: Any = None) -> RecipeError:
     """A pydantic error as one message: a line for each problem with its path in `data` and the value found."""
+    return RecipeError(f"{where} is not a valid recipe:\n" + "\n".join(list_problems(error, data)))
+
+
+def list_problems(error: ValidationError, data: Any = None) -> list[str]:
+    """A line for each problem of a pydantic error."""
     lines = []
     for problem in error.errors():
         path = ".".join(_as_written(problem["loc"], data)) or "(top level)"
@@ -82,7 +87,7 @@ def explain(error: ValidationError, where: str, data: Any = None) -> RecipeError
         found = problem.get("input")
         shown = "" if isinstance(found, (dict, list)) or problem["type"] == "missing" else f" (found {found!r})"
         lines.append(f"  {path}: {message}{shown}")
-    return RecipeError(f"{where} is not a valid recipe:\n" + "\n".join(lines))
+    return lines
 
 
 def _as_written(loc: Sequence[int | str], data: Any) -> list[str]:
