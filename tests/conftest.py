@@ -15,3 +15,8 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def fixed_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory):
+    os.environ["WELLCOND_CACHE"] = str(tmp_path_factory.mktemp("wellcond_cache"))

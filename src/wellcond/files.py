@@ -5,8 +5,27 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+
+@contextmanager
+def opened_atomically(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that takes its place in one step, when the block ends without an error.
+
+    Raises: OSError; the old file is then as it was.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -14,15 +33,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
     Raises: OSError; the old file is then as it was.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content.encode("utf-8") if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with opened_atomically(path) as file:
+        file.write(content.encode("utf-8") if isinstance(content, str) else content)
 
 
 def json_ready(value: Any) -> Any:

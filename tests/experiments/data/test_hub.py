@@ -169,3 +169,17 @@ def test_training_splits_may_be_joined(mirror):
     assert len(bundle.train) == 10 and len(bundle.evaluation) == 4 and not bundle.others
     assert bundle.train[6]["label"] == bundle.evaluation[0]["label"]
     assert "'gone'" in failure(source="hub", id="lab/pictures", train_split="train+gone")
+
+
+def test_held_out_makes_three_splits(mirror, png):
+    bundle = load(source="hub", id="lab/pictures", held_out=0.34, limit_test=2)
+    contents = {
+        name: {split.content(row) for row in range(len(split))}
+        for name, split in (("train", bundle.train), ("evaluation", bundle.evaluation), *bundle.others.items())
+    }
+    assert {name: len(rows) for name, rows in contents.items()} == {"train": 4, "evaluation": 2, "test": 2}
+    assert not contents["train"] & contents["evaluation"]
+    assert sorted(bundle.evaluation.labels.tolist()) == [0, 1]  # of every class alike
+    assert contents["test"] <= {png(seed) for seed in range(4)}
+    message = failure(source="hub", id="lab/pictures", held_out=0.34, evaluation_split="train")
+    assert "no split left to test on" in message

@@ -31,14 +31,14 @@ class Recipe(BaseModel):
 
 def test_unknown_source_lists_the_registered_ones():
     with pytest.raises(
-        UnknownChoiceError, match=r"unknown data source: got 'imagenet', expected one of 'digits', .*'hub'"
+        UnknownChoiceError, match=r"unknown data source: got 'imagenet', expected one of .*'digits', .*'hub'"
     ):
         resolve_config({"source": "imagenet"})
 
 
 @pytest.mark.parametrize("raw", [{"path": "x"}, "digits", None])
 def test_missing_source_lists_the_registered_ones(raw):
-    with pytest.raises(DataError, match="one of digits, files, generated, hub, image_folder"):
+    with pytest.raises(DataError, match="one of .*digits, files, generated, hub, image_folder"):
         resolve_config(raw)
 
 

@@ -16,12 +16,13 @@ class Split(Protocol):
     """Random access to examples; picklable, so that `DataLoader` workers can hold it.
 
     An example is a dict: `image` (a PIL image, or a tensor (C, H, W)), `text` (and `text_pair`), or `tokens` (a
-    vector of int64), and `label` (int) unless the split is unlabelled.
+    vector of int64), and `label` (int) unless the split is unlabelled. Tokens are ids from 0; the sequences of a split
+    have one length, and shorter ones are filled with -1, which is padding and stands at the end only.
     """
 
     @property
     def labels(self) -> Tensor | None:
-        """Class of every example, int64 of shape (n,); None when unlabelled."""
+        """Class of every example, int64 of shape (n,), or its number, float64; None when unlabelled."""
 
     def __len__(self) -> int:
         """Number of examples."""
@@ -35,7 +36,7 @@ class Split(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class TensorSplit:
-    """Examples held as one tensor, `inputs` of shape (n, ...)."""
+    """Examples held as one tensor, `inputs` of shape (n, ...); tokens may be held in fewer bits than 64."""
 
     key: Literal["image", "tokens"]
     inputs: Tensor
@@ -48,7 +49,8 @@ class TensorSplit:
     def __getitem__(self, index: int) -> dict[str, Any]:
         """The example at `index`."""
         index = check_index(index, len(self))
-        example: dict[str, Any] = {self.key: self.inputs[index]}
+        values = self.inputs[index]
+        example: dict[str, Any] = {self.key: values.long() if self.key == "tokens" else values}
         if self.labels is not None:
             example["label"] = int(self.labels[index])
         return example
@@ -70,7 +72,7 @@ class DataBundle:
     train: Split
     evaluation: Split
     class_names: tuple[str, ...] | None
-    """In the order of the labels; None when unlabelled."""
+    """In the order of the labels; None when unlabelled, or when labels are numbers."""
     description: str
     """Sizes and origin in words; holds no path of this machine."""
     others: Mapping[str, Split] = field(default_factory=dict)
@@ -80,7 +82,7 @@ class DataBundle:
 
     @property
     def num_classes(self) -> int | None:
-        """Number of classes; None when unlabelled."""
+        """Number of classes; None when there are none."""
         return None if self.class_names is None else len(self.class_names)
 
 
@@ -97,7 +99,8 @@ def check_index(index: int, length: int) -> int:
 
 def describe_sizes(train: Split, evaluation: Split, class_names: tuple[str, ...] | None) -> str:
     """The sentence on sizes that ends a description."""
-    classes = "unlabelled" if class_names is None else f"{len(class_names)} classes"
+    labels = "unlabelled" if train.labels is None else "labelled with numbers"
+    classes = labels if class_names is None else f"{len(class_names)} classes"
     return f"{len(train)} training and {len(evaluation)} evaluation examples, {classes}"
 
 

@@ -32,7 +32,8 @@ def fingerprint(bundle: DataBundle) -> dict[str, Any]:
 def _digest(split: Split) -> str:
     digest = hashlib.sha256(str(len(split)).encode())
     if split.labels is not None:
-        digest.update(split.labels.numpy().astype("<i8").tobytes())
+        labels = split.labels.numpy()
+        digest.update(labels.astype("<f8" if labels.dtype.kind == "f" else "<i8").tobytes())
     last = len(split) - 1
     for index in sorted(set(torch.linspace(0, last, NUM_SAMPLES, dtype=torch.float64).long().tolist()) | {0, last}):
         content = split.content(index)

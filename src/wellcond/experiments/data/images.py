@@ -6,7 +6,7 @@ import io
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 BYTE_LIMIT = 2**30
 GREY_WEIGHTS = (0.299, 0.587, 0.114)
 """Red, green and blue in a grey value (ITU-R 601), as PIL converts RGB to L."""
+FIXED_POINT_GREY_WEIGHTS = (19595, 38470, 7471)
+"""The same in units of 2^-16, in which PIL computes: rounding of bytes agrees to the last bit."""
 
 
 def import_pil() -> Any:
@@ -102,6 +104,9 @@ def _convert_tensor(image: Tensor, channels: int, where: str) -> Tensor:
         return image
     if found == 1:
         return image.expand(3, -1, -1)
+    if found == 3 and image.dtype == torch.uint8:
+        weighted = torch.einsum("chw,c->hw", image.int(), torch.tensor(FIXED_POINT_GREY_WEIGHTS, dtype=torch.int32))
+        return ((weighted + 2**15) >> 16)[None].to(torch.uint8)
     if found == 3:
         grey = torch.einsum("chw,c->hw", image.double(), torch.tensor(GREY_WEIGHTS, dtype=torch.float64))[None]
         return (grey if image.is_floating_point() else grey.round()).to(image.dtype)
@@ -124,6 +129,7 @@ def as_tensor_images(
     *,
     channels: int,
     size: int | None = None,
+    resampling: Literal["bicubic", "bilinear"] = "bicubic",
     byte_limit: int = BYTE_LIMIT,
     progress: Callable[[int, int], None] | None = None,
 ) -> TensorImages | None:
@@ -132,8 +138,9 @@ def as_tensor_images(
     Args:
         split: Images, of one common size unless `size` is given.
         channels: 1 or 3; see `to_channels`.
-        size: Shorter side after resizing (bicubic), then a square is cut from the centre. None keeps the size, and
-            tensors always keep theirs.
+        size: Shorter side after resizing, then a square is cut from the centre. None keeps the size, and tensors
+            always keep theirs.
+        resampling: PIL's filter, which averages over all the pixels that a smaller one covers.
         byte_limit: Largest tensor to make.
         progress: Called with the number done and the total, about 100 times.
 
@@ -143,13 +150,13 @@ def as_tensor_images(
         DataError: an image cannot be read or converted.
     """
     count = len(split)
-    first = _pixels(split, 0, size, channels)
+    first = _pixels(split, 0, size, channels, resampling)
     if count * first.numel() * first.element_size() > byte_limit:
         return None
     images = torch.empty((count, *first.shape), dtype=first.dtype)
     step = max(1, count // 100)
     for index in range(count):
-        pixels = _pixels(split, index, size, channels)
+        pixels = _pixels(split, index, size, channels, resampling)
         if pixels.shape != first.shape:
             return None
         images[index] = pixels
@@ -158,22 +165,22 @@ def as_tensor_images(
     return TensorImages(images, split.labels)
 
 
-def _pixels(split: Split, index: int, size: int | None, channels: int) -> Tensor:
+def _pixels(split: Split, index: int, size: int | None, channels: int, resampling: str) -> Tensor:
     image = to_channels(split[index]["image"], channels, place_of(split, index))
     if isinstance(image, Tensor):
         return image
     if size is not None and image.size != (size, size):
-        image = _resize_and_crop(image, size)
+        image = _resize_and_crop(image, size, resampling)
     # A copy, since torch wants a writable array.
     pixels = torch.from_numpy(np.array(image))
     return pixels[None] if channels == 1 else pixels.permute(2, 0, 1)
 
 
-def _resize_and_crop(image: Image, size: int) -> Image:
+def _resize_and_crop(image: Image, size: int, resampling: str) -> Image:
     width, height = image.size
     scale = size / min(width, height)
     # max: rounding must not make the shorter side smaller than the square.
     width, height = max(size, round(width * scale)), max(size, round(height * scale))
-    image = image.resize((width, height), import_pil().Resampling.BICUBIC)
+    image = image.resize((width, height), import_pil().Resampling[resampling.upper()])
     left, top = (width - size) // 2, (height - size) // 2
     return image.crop((left, top, left + size, top + size))

@@ -1,4 +1,4 @@
-"""Labels of a table as class numbers."""
+"""Labels of a table as class numbers, or as the numbers of a regression."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from wellcond.experiments.data.errors import DataError, listed
 from wellcond.experiments.data.tables import Table
+
+NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,44 @@ def encode_labels(table: Table, column: str, classes: Classes) -> Tensor:
     return torch.from_numpy(codes.to_numpy().astype(np.int64))
 
 
+def read_numbers(table: Table, column: str) -> Tensor:
+    """Label of every row as a number, float64.
+
+    Raises:
+        DataError: a label is missing, not a number, or not finite.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as compute
+
+    values = table.data.data.column(column)
+    if table.text_labels and pa.types.is_string(values.type):
+        numbers = compute.match_substring_regex(values, NUMBER)
+        row = compute.index(compute.fill_null(numbers, False), False).as_py()
+        if row >= 0:
+            _raise_no_number(table, column, row)
+        values = compute.utf8_trim_whitespace(values)
+    elif not (pa.types.is_integer(values.type) or pa.types.is_floating(values.type)):
+        _raise_no_number(table, column, 0)
+    found = values.cast(pa.float64()).to_numpy()  # what is missing becomes NaN
+    wrong = ~np.isfinite(found)
+    if wrong.any():
+        _raise_no_number(table, column, int(wrong.argmax()))
+    return torch.tensor(found)
+
+
+def _raise_no_number(table: Table, column: str, row: int) -> None:
+    raise DataError(
+        f"{table.locate(row)}: the label is not a number.",
+        expected=f"finite numbers throughout column {column!r}, since label_kind is number",
+        found=f"{table.data[row][column]!r} ({table.data.features[column]})",
+        todo="Correct or remove the row; labels that name classes need 'label_kind: class'.",
+    )
+
+
 def labels_are_hidden(table: Table, column: str) -> bool:
     """Whether every label is -1, by which the hub marks splits whose labels are not published."""
     values = table.data.data.column(column)
-    numbers = str(values.type).startswith(("int", "uint"))
+    numbers = str(values.type).startswith(("int", "uint", "float", "double"))
     return numbers and not values.null_count and bool((values.to_numpy() == -1).all())
 
 
@@ -126,7 +162,7 @@ def _recognise_numbers(table: Table, column: str, values: Any) -> Any:
     count = compute.sum(integers).as_py()
     if count == len(values):
         return np.array([int(text) for text in values.to_pylist()], dtype=np.int64)
-    numbers = compute.match_substring_regex(values, r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$")
+    numbers = compute.match_substring_regex(values, NUMBER)
     if count or compute.all(numbers).as_py():
         _raise_wrong_type(table, column, compute.index(integers, False).as_py())
     return values

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, SerializeAsAny
 from wellcond.errors import UnknownChoiceError
 from wellcond.experiments.data.bundle import DataBundle
 from wellcond.experiments.data.errors import DataError, listed
+from wellcond.experiments.data.progress import Progress, telling
 from wellcond.experiments.settings import Settings
 
 
@@ -77,12 +78,13 @@ DataConfig = Annotated[SourceConfig, BeforeValidator(resolve_config), SerializeA
 """Field type of a recipe: the union of all registered sources, told apart by `source` when a recipe is read."""
 
 
-def load_data(config: DataConfig, *, base: Path | None = None) -> DataBundle:
+def load_data(config: DataConfig, *, base: Path | None = None, progress: Progress | None = None) -> DataBundle:
     """Load the data that `config` describes.
 
     Args:
         config: Settings of one source, from `resolve_config` or a recipe.
         base: Folder that relative paths start from, usually that of the recipe; the current one by default.
+        progress: Called with what is done, how much of it, and how much there is, by sources that take long.
 
     Returns: The splits. Rows and labels are checked here; an image is first decoded when it is asked for.
 
@@ -90,4 +92,5 @@ def load_data(config: DataConfig, *, base: Path | None = None) -> DataBundle:
         DataError: the data are not as described; the message names the file and the row.
         MissingExtraError: a package that the source needs is not installed.
     """
-    return SOURCES[config.source].load(config, Path.cwd() if base is None else Path(base))
+    with telling(progress):
+        return SOURCES[config.source].load(config, Path.cwd() if base is None else Path(base))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,9 +19,12 @@ from wellcond.experiments.data.columns import (
     require_column,
 )
 from wellcond.experiments.data.errors import DataError
-from wellcond.experiments.data.labels import Classes, encode_labels, labels_are_hidden, read_classes
+from wellcond.experiments.data.labels import Classes, encode_labels, labels_are_hidden, read_classes, read_numbers
 from wellcond.experiments.data.reading import import_datasets
 from wellcond.experiments.data.tables import Table, TableSplit
+
+LabelKind = Literal["class", "number"]
+"""Whether labels are classes, or numbers to be predicted."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,10 @@ class Wanted:
     class_names: tuple[str, ...] | None = None
     limit_train: int | None = None
     limit_evaluation: int | None = None
+    limit_test: int | None = None
     evaluation_fraction: float | None = None
     seed: int = 0
+    label_kind: LabelKind = "class"
 
 
 def bundle_tables(
@@ -50,7 +56,9 @@ def bundle_tables(
     label = choose_label(tables[train], wanted.label)
     columns = choose_input(tables[train], wanted.input, label)
     kind = choose_kind(tables[train], columns, wanted.kind)
-    classes = None if label is None else read_classes(tables[train], label, wanted.class_names)
+    classes = None
+    if label is not None and wanted.label_kind == "class":
+        classes = read_classes(tables[train], label, wanted.class_names)
 
     splits, notes = {}, []
     for split, table in tables.items():
@@ -59,7 +67,7 @@ def bundle_tables(
         if split not in (train, evaluation) and label is not None:
             hidden = label not in table.data.column_names or labels_are_hidden(table, label)
             used = None if hidden else label
-        labels = None if used is None or classes is None else _labels(table, used, classes)
+        labels = None if used is None else _labels(table, used, classes)
         if kind == "text":
             empty = count_empty_texts(table, columns)
             notes += [f"{empty} empty texts in {split!r}"] if empty else []
@@ -69,10 +77,12 @@ def bundle_tables(
     if wanted.evaluation_fraction is not None:
         train_rows, evaluation_rows = draw_fraction(train_split, wanted.evaluation_fraction, seed=wanted.seed)
         train_split, evaluation_split = _take(train_split, train_rows), _take(evaluation_split, evaluation_rows)
-    train_split = _limit(train_split, wanted.limit_train)
-    evaluation_split = _limit(evaluation_split, wanted.limit_evaluation)
+    train_split = limit_split(train_split, wanted.limit_train)
+    evaluation_split = limit_split(evaluation_split, wanted.limit_evaluation)
     names = None if classes is None else classes.names
     description = "; ".join([f"{name} from {origin}: {describe_sizes(train_split, evaluation_split, names)}", *notes])
+    if "test" in splits:
+        splits["test"] = limit_split(splits["test"], wanted.limit_test)
     others = {split: made for split, made in splits.items() if split not in (train, evaluation)}
     return DataBundle(name, kind, train_split, evaluation_split, names, description, others)
 
@@ -93,7 +103,7 @@ def draw_fraction(split: TableSplit, fraction: float, *, seed: int) -> tuple[Ten
     """
     order = torch.randperm(len(split), generator=torch.Generator().manual_seed(seed))
     groups = [order]
-    if split.labels is not None:
+    if split.labels is not None and not split.labels.is_floating_point():
         by_class = split.labels[order].argsort(stable=True)
         counts = split.labels.bincount()
         groups = list(order[by_class].split(counts[counts > 0].tolist()))
@@ -121,9 +131,9 @@ def _check_columns(table: Table, columns: tuple[str, ...], kind: Kind) -> Table:
     return Table(data, table.parts, table.text_labels)
 
 
-def _labels(table: Table, label: str, classes: Classes) -> Tensor:
+def _labels(table: Table, label: str, classes: Classes | None) -> Tensor:
     require_column(table, label, "label")
-    return encode_labels(table, label, classes)
+    return read_numbers(table, label) if classes is None else encode_labels(table, label, classes)
 
 
 def _take(split: TableSplit, rows: Tensor) -> TableSplit:
@@ -131,6 +141,7 @@ def _take(split: TableSplit, rows: Tensor) -> TableSplit:
     return TableSplit(split.table, split.kind, split.columns, labels, rows if split.rows is None else split.rows[rows])
 
 
-def _limit(split: TableSplit, limit: int | None) -> TableSplit:
+def limit_split(split: TableSplit, limit: int | None) -> TableSplit:
+    """At most `limit` rows, drawn with a fixed seed."""
     rows = draw_subset(len(split), limit)
     return split if rows is None else _take(split, rows)

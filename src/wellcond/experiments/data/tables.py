@@ -87,7 +87,7 @@ class TableSplit:
             values = self.table.data[row]
             example = dict(zip(("text", "text_pair"), (values[name] for name in self.columns), strict=False))
         if self.labels is not None:
-            example["label"] = int(self.labels[index])
+            example["label"] = self.labels[index].item()
         return example
 
     def content(self, index: int) -> bytes:

@@ -22,7 +22,7 @@ from wellcond.experiments.data.reading import (
     root_cause,
 )
 from wellcond.experiments.data.registry import SourceConfig, register_source
-from wellcond.experiments.data.table_bundle import Wanted, bundle_tables
+from wellcond.experiments.data.table_bundle import LabelKind, Wanted, bundle_tables
 from wellcond.experiments.data.tables import Part, Table
 
 BUILDERS = {
@@ -50,6 +50,7 @@ class FilesConfig(SourceConfig):
     input: InputColumns = "auto"
     label: str | None = "auto"
     """Column of the labels; null for none, "auto" for `label` or `labels` if there is one."""
+    label_kind: LabelKind = "class"
     kind: Literal["image", "text"] | None = None
     """By default told by the column's type; texts that end like image files are image paths."""
     image_root: str | None = None
@@ -88,15 +89,19 @@ def load(config: FilesConfig, base: Path) -> DataBundle:
         config.class_names,
         config.limit_train,
         config.limit_evaluation,
-        config.evaluation_fraction,
-        config.seed,
+        evaluation_fraction=config.evaluation_fraction,
+        seed=config.seed,
+        label_kind=config.label_kind,
     )
     name = train_files[0].name if len(train_files) == 1 else f"{train_files[0].name} and {len(train_files) - 1} more"
     return bundle_tables(name, tables, "train", evaluation, wanted, origin="local files")
 
 
-def _find_files(patterns: str | list[str], base: Path, field: str) -> list[Path]:
-    """Files of paths and patterns, in order; those of one pattern are sorted."""
+def find_files(patterns: str | list[str], base: Path, field: str) -> list[Path]:
+    """Files of paths and patterns, in order; those of one pattern are sorted.
+
+    Raises: DataError if there are none.
+    """
     files: list[Path] = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         path = (base / Path(pattern).expanduser()).absolute()
@@ -112,6 +117,12 @@ def _find_files(patterns: str | list[str], base: Path, field: str) -> list[Path]
                 todo=f"Correct '{field}'; relative paths start at the recipe's folder.",
             )
         files += found
+    return files
+
+
+def _find_files(patterns: str | list[str], base: Path, field: str) -> list[Path]:
+    """Files of one known format."""
+    files = find_files(patterns, base, field)
     for file in files:
         _require_format(file, files[0])
     return files

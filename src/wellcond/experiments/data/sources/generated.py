@@ -11,7 +11,8 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from wellcond.errors import check_choice
 from wellcond.experiments.data.bundle import DataBundle, TensorSplit, describe_sizes
-from wellcond.experiments.data.generated import GENERATORS
+from wellcond.experiments.data.chunks import make_split
+from wellcond.experiments.data.generated import GENERATORS, Generated
 from wellcond.experiments.data.registry import SourceConfig, register_source
 
 
@@ -23,6 +24,8 @@ class GeneratedConfig(SourceConfig):
     options: dict[str, Any] = Field(default_factory=dict, validate_default=True)
     num_train: int = Field(4096, ge=1)
     num_evaluation: int = Field(1024, ge=1)
+    num_test: int = Field(0, ge=0)
+    """Samples of a third split, named test; 0 for none."""
     seed: int = 0
 
     @field_validator("generator")
@@ -40,15 +43,12 @@ class GeneratedConfig(SourceConfig):
 
 @register_source(GeneratedConfig)
 def load(config: GeneratedConfig, base: Path) -> DataBundle:
-    """Both splits; each has its own stream of random numbers, so its size does not change the other."""
-    entry = GENERATORS[config.generator]
-    options = entry.options_class.model_validate(config.options)
-    made = [
-        entry.generate(count, options, _stream(config, split))
-        for split, count in (("train", config.num_train), ("evaluation", config.num_evaluation))
-    ]
-    first = made[0]
-    train, evaluation = (TensorSplit(data.kind, data.inputs, data.labels) for data in made)
+    """All splits; each has its own stream of random numbers, so its size does not change the others."""
+    counts = {"train": config.num_train, "evaluation": config.num_evaluation, "test": config.num_test}
+    made = {split: _make(config, split, count) for split, count in counts.items() if count > 0}
+    first = made["train"]
+    splits = {name: TensorSplit(data.kind, data.inputs, data.labels) for name, data in made.items()}
+    train, evaluation = splits.pop("train"), splits.pop("evaluation")
     description = (
         f"{config.generator} generated from seed {config.seed}: {describe_sizes(train, evaluation, first.class_names)}"
     )
@@ -58,9 +58,18 @@ def load(config: GeneratedConfig, base: Path) -> DataBundle:
         train,
         evaluation,
         first.class_names,
-        description,
+        description + (f", {config.num_test} test examples" if splits else ""),
+        others=splits,
         vocabulary_size=first.vocabulary_size,
     )
+
+
+def _make(config: GeneratedConfig, split: str, count: int) -> Generated:
+    entry = GENERATORS[config.generator]
+    options = entry.options_class.model_validate(config.options)
+    if entry.chunk is None:
+        return entry.generate(count, options, _stream(config, split))
+    return make_split(config.generator, options, seed=config.seed, split=split, count=count)
 
 
 def _stream(config: GeneratedConfig, split: str) -> torch.Generator:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +11,7 @@ from pydantic import Field, field_validator
 from wellcond.experiments.data.bundle import DataBundle
 from wellcond.experiments.data.columns import InputColumns
 from wellcond.experiments.data.errors import DataError, files_or_folders, listed
+from wellcond.experiments.data.mirror import MIRROR_VARIABLE, find_in_mirror, mirror_roots
 from wellcond.experiments.data.reading import (
     call_load_dataset,
     import_datasets,
@@ -20,10 +20,9 @@ from wellcond.experiments.data.reading import (
     root_cause,
 )
 from wellcond.experiments.data.registry import SourceConfig, register_source
-from wellcond.experiments.data.table_bundle import Wanted, bundle_tables
+from wellcond.experiments.data.table_bundle import LabelKind, Wanted, bundle_tables
 from wellcond.experiments.data.tables import Part, Table
 
-MIRROR_VARIABLE = "WELLCOND_DATA"
 EVALUATION_SPLITS = ("validation", "val", "dev", "test", "validation_matched")
 NAME = r"[A-Za-z0-9_][\w.-]*"
 
@@ -43,10 +42,15 @@ class HubConfig(SourceConfig):
     input: InputColumns = "auto"
     label: str | None = "auto"
     """Column of the labels; null for none, "auto" for `label` or `labels` if there is one."""
+    label_kind: LabelKind = "class"
     class_names: tuple[str, ...] | None = None
     limit_train: int | None = Field(None, ge=1)
     limit_evaluation: int | None = Field(None, ge=1)
     """Largest number of examples, drawn with a fixed seed."""
+    held_out: float | None = Field(None, gt=0, lt=1)
+    """Share of the training split to evaluate on, of every class alike; what would have been the evaluation split is
+    then the test split, and limits count what is left."""
+    limit_test: int | None = Field(None, ge=1)
 
     @field_validator("id")
     @classmethod
@@ -60,7 +64,7 @@ class HubConfig(SourceConfig):
 def load(config: HubConfig, base: Path) -> DataBundle:
     """All splits of the set; those beside training and evaluation are in `others`."""
     require_cache()
-    mirror = _find_mirror(config)
+    mirror = find_in_mirror(config.id)
     splits = _load_hub(config) if mirror is None else _load_mirror(config, mirror)
     full_name = config.id if config.config is None else f"{config.id} ({config.config})"
     joined = [_require_split(name, splits, full_name, "train_split") for name in config.train_split.split("+")]
@@ -75,34 +79,28 @@ def load(config: HubConfig, base: Path) -> DataBundle:
         config.input,
         config.label,
         class_names=config.class_names,
+        label_kind=config.label_kind,
         limit_train=config.limit_train,
         limit_evaluation=config.limit_evaluation,
+        limit_test=config.limit_test,
+        evaluation_fraction=config.held_out,
     )
     origin = "the Hugging Face hub" if mirror is None else "a local mirror"
+    if config.held_out is not None:
+        if evaluation in joined:
+            raise DataError(
+                f"{full_name}: there is no split left to test on.",
+                expected="an evaluation split beside the training split, since 'held_out' sets a part of that aside",
+                found=f"{evaluation!r} for both",
+                todo="Name another 'evaluation_split'.",
+            )
+        tables = {train: tables[train], "test": tables[evaluation]}
+        evaluation = train
     return bundle_tables(full_name, tables, train, evaluation, wanted, origin=origin)
 
 
-def _mirror_roots() -> list[Path]:
-    return [
-        Path(root).expanduser().absolute() for root in os.environ.get(MIRROR_VARIABLE, "").split(os.pathsep) if root
-    ]
-
-
-def _find_mirror(config: HubConfig) -> Path | None:
-    roots = _mirror_roots()
-    for root in roots:
-        if not root.is_dir():
-            raise DataError(
-                f"{root}: this folder of the variable {MIRROR_VARIABLE} is missing.",
-                expected=f"folders of data sets, separated by {os.pathsep!r}",
-                found="no such folder",
-                todo=f"Correct or unset {MIRROR_VARIABLE}.",
-            )
-    return next((root / config.id for root in roots if (root / config.id).is_dir()), None)
-
-
 def _load_mirror(config: HubConfig, mirror: Path) -> dict[str, Any]:
-    arguments = _mirror_arguments(config, mirror)
+    arguments = mirror_arguments(config, mirror)
     try:
         return dict(call_load_dataset(str(mirror), **arguments))
     except reading_errors() as error:
@@ -115,7 +113,7 @@ def _load_mirror(config: HubConfig, mirror: Path) -> dict[str, Any]:
         ) from error
 
 
-def _mirror_arguments(config: HubConfig, mirror: Path) -> dict[str, str]:
+def mirror_arguments(config: HubConfig, mirror: Path) -> dict[str, Any]:
     """How to ask for the configuration: by name if the card of the set declares it, else as a folder."""
     card = mirror / "README.md"
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
@@ -133,13 +131,28 @@ def _mirror_arguments(config: HubConfig, mirror: Path) -> dict[str, str]:
     if config.config in declared:
         return {"name": config.config}
     if (mirror / config.config).is_dir():
-        return {"data_dir": config.config}
+        files = _files_of_splits(mirror / config.config)
+        return {"data_dir": config.config} | ({"data_files": files} if files else {})
     raise DataError(
         f"{mirror}: the mirror of {config.id} has no configuration {config.config!r}.",
         expected="a folder of that name",
         found=f"configurations {listed(sorted({*declared, *folders}))}; entries {files_or_folders(mirror.iterdir())}",
         todo="Correct 'config', or add the folder to the mirror.",
     )
+
+
+def _files_of_splits(folder: Path) -> dict[str, list[str]]:
+    """Files by split, if all are named as on the hub; nothing otherwise.
+
+    `load_dataset` by itself takes validation_matched and validation_mismatched for one split, validation.
+    """
+    splits: dict[str, list[str]] = {}
+    for name in sorted(path.name for path in folder.iterdir() if path.suffix == ".parquet"):
+        matched = re.fullmatch(r"(\w+)-\d{5}-of-\d{5}\.parquet", name)
+        if matched is None:
+            return {}
+        splits.setdefault(matched[1], []).append(name)
+    return splits
 
 
 def _find_broken_parquet(folder: Path) -> tuple[Path | None, str]:
@@ -162,8 +175,8 @@ def _find_broken_parquet(folder: Path) -> tuple[Path | None, str]:
 def _load_hub(config: HubConfig) -> dict[str, Any]:
     try:
         return dict(call_load_dataset(config.id, name=config.config, revision=config.revision))
-    except (*reading_errors(), *_network_errors()) as error:
-        roots = _mirror_roots()
+    except (*reading_errors(), *network_errors()) as error:
+        roots = mirror_roots()
         where = f"not in the mirror {listed(roots)}" if roots else f"{MIRROR_VARIABLE} is not set"
         raise DataError(
             f"{config.id}: the data set cannot be loaded.",
@@ -174,7 +187,8 @@ def _load_hub(config: HubConfig) -> dict[str, Any]:
         ) from error
 
 
-def _network_errors() -> tuple[type[Exception], ...]:
+def network_errors() -> tuple[type[Exception], ...]:
+    """What a hub out of reach raises."""
     # huggingface_hub talks through httpx since version 1; through requests before, whose errors are OSErrors.
     try:
         import httpx
