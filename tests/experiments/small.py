@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from wellcond.experiments.load_recipe import load_recipe
 from wellcond.experiments.methods import MethodSettings
 from wellcond.experiments.run import Job, run_job
@@ -20,6 +22,16 @@ SETTINGS = (
     "seeds=[0, 1]",
     "methods=[default, conditioned]",
 )
+TESTED = (
+    "task={name: sequence_classification}",
+    "data={source: generated, generator: associative_recall, num_train: 200, num_evaluation: 60, num_test: 50}",
+    "model={name: 'hf:bert', arguments: {hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, "
+    "intermediate_size: 16, hidden_dropout_prob: 0.0, attention_probs_dropout_prob: 0.0}}",
+    "optimizer.lr=0.01",
+    "schedule={name: constant}",
+    "evaluation={every: {steps: 3}, batch_size: 25, test: best}",
+)
+"""Changes that give it a test split, and a best evaluation before the last."""
 
 
 def small_recipe(*overrides):
@@ -76,3 +88,40 @@ def stop_after(job, step):
             os.kill(os.getpid(), signal.SIGINT)
 
     return run_job(job, observe)
+
+
+def assert_same_run(a, b):
+    """Same records and weights, bit for bit, but for wall times."""
+    assert logs(a) == logs(b)
+    assert last_weights(a) == last_weights(b)
+    for name in ("final", "best"):
+        ours, theirs = (dict(record(folder)[name]) for folder in (a, b))
+        assert ours.pop("seconds") > 0 and theirs.pop("seconds") > 0
+        assert ours == theirs
+    assert record(a).get("test") == record(b).get("test")
+
+
+class Killed(BaseException):
+    """As sudden as a signal: nothing in the engine catches it."""
+
+
+def kill_at_write(monkeypatch, moment, job):
+    """Run a job until a file is about to be flushed, linked or put in place for the time after `moment`."""
+    count = 0
+    real = {name: getattr(os, name) for name in ("replace", "fsync", "link")}
+
+    def dying(name):
+        def call(*arguments):
+            nonlocal count
+            count += 1
+            if count > moment:
+                raise Killed
+            return real[name](*arguments)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in real:
+            patch.setattr(os, name, dying(name))
+        with pytest.raises(Killed):
+            run_job(job)

@@ -7,10 +7,12 @@ from experiments.helpers import same_state, tiny_gpt2, tiny_vit
 from wellcond import condition_
 from wellcond.experiments import checkpoint
 from wellcond.experiments.checkpoint import (
+    BEST,
     gather_model,
     gather_optimizer,
     last_checkpoint,
     read_checkpoint,
+    read_tensors,
     save_checkpoint,
     scatter_,
 )
@@ -211,6 +213,28 @@ def test_the_same_step_can_be_saved_again(small):
     place = save(folder, model, optimizer, step=1)
     assert torch.equal(read_checkpoint(place)[0]["weight"], model.weight)
     assert [path.name for path in folder.iterdir()] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["hard links", "none"])
+def test_best_weights_go_from_one_checkpoint_to_the_next(small, monkeypatch, links):
+    folder, model, optimizer = small
+    state, moments = gather_model(model), gather_optimizer(model, optimizer)
+    best = {"weight": torch.full((2, 2), 7.0)}
+    first = save_checkpoint(folder, 1, state, moments, {}, best=best) / BEST
+    before = first.stat().st_ino
+    if not links:
+
+        def refuse(source, target):
+            raise OSError(1, "Operation not permitted")
+
+        monkeypatch.setattr(checkpoint.os, "link", refuse)
+    second = save_checkpoint(folder, 2, state, moments, {}, best=first) / BEST
+    assert second.parent.name == "step-00000002" and (second.stat().st_ino == before) == links
+    again = save_checkpoint(folder, 2, state, moments, {}, best=second) / BEST  # a step may be saved twice
+    assert same_state(read_tensors(again), best) and not first.exists()
+    assert not (save_checkpoint(folder, 3, state, moments, {}) / BEST).exists()
+    with pytest.raises(RunError, match=r"step-00000002/best\.safetensors is missing or damaged"):
+        read_tensors(second)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json"])

@@ -294,7 +294,7 @@ def test_an_image_smaller_than_the_patch_is_refused_before_training():
     recipe = make_recipe(
         model={"name": "timm:vit_tiny_patch16_224", "arguments": {"embed_dim": 8, "num_heads": 2, "depth": 1}}
     )
-    with pytest.raises(RecipeError, match=r"timm:vit_tiny_patch16_224 does not take the data of this task: .*8 x 8"):
+    with pytest.raises(RecipeError, match=r"timm:vit_tiny_patch16_224 does not take the data of this task .*8 x 8"):
         prepare_model(recipe, MethodSettings(), make_task(byte_images(4)), seed=0, base=None)
 
 

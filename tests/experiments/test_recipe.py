@@ -82,8 +82,12 @@ def test_younger_fields_leave_the_hashes_of_earlier_records():
     config = recipe.config(method, 0)
     assert config_hash(config) == "23f3a6918d2fb469"  # computed before augmentation.repeats and model.norms existed
     assert config["augmentation"].pop("repeats") == 1 and config["model"].pop("norms") == "keep"
+    assert config["evaluation"].pop("samples") is None and config["evaluation"].pop("test") is None
     assert config_hash(config) == "23f3a6918d2fb469"
     for change in (
+        {"evaluation": {"samples": 8}},
+        {"evaluation": {"test": "best"}},
+        {"evaluation": {"test": "last"}},
         {"augmentation": {"repeats": 3}},
         {"model": RECIPE["model"] | {"norms": "without_block_norms"}},
         {"model": RECIPE["model"] | {"norms": "without_attention_norm"}},

@@ -38,6 +38,29 @@ def test_one_cycle_equals_torch(anneal, num_steps, rise):
             scheduler.step()
 
 
+# Updates and warm-up of the Long Range Arena recipes for ListOps, text and images.
+@pytest.mark.parametrize(("num_steps", "warmup"), [(5000, 1000), (20000, 8000), (35000, 175)])
+def test_one_cycle_with_a_warm_up_in_steps_equals_torch(num_steps, warmup):
+    peak = 1e-4
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, peak, total_steps=num_steps, pct_start=warmup / num_steps, anneal_strategy="linear",
+        cycle_momentum=False,
+    )  # fmt: skip
+    expected = []
+    for _ in range(num_steps):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if scheduler.last_epoch + 1 < num_steps:
+            scheduler.step()
+    fields = {"name": "one_cycle", "rise": warmup / num_steps, "anneal": "linear", "cycle_momentum": False}
+    found = [peak * factor for factor in factors(num_steps, **fields)]
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-18)
+    # The peak is where torch has it: with the last update of the warm-up.
+    assert found.index(max(found)) == warmup - 1 and found[0] == pytest.approx(peak / 25)
+    assert found[-1] == pytest.approx(peak / 25 / 1e4)
+
+
 def test_one_cycle_leaves_the_momentum_alone_when_asked():
     assert {point.beta1 for point in curve(9, name="one_cycle", cycle_momentum=False)} == {None}
 

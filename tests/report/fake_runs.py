@@ -29,6 +29,8 @@ class FakeMethod:
     statuses: dict = field(default_factory=dict)
     curves: dict = field(default_factory=dict)
     slug: str = ""
+    tested: dict = field(default_factory=dict)
+    """Metric on the test split by seed, with the weights of the evaluation before the last."""
 
 
 def slug_of(label):
@@ -151,6 +153,10 @@ def write_run(folder, method, seed, *, metric=ACCURACY, epochs=12, points=5, lay
             }
         ],
     }  # fmt: skip
+    if status == "finished" and seed in method.tested:
+        at = evaluations[-2]
+        record["test"] = {"step": at["step"], "epoch": at["epoch"], "weights": "best", "loss": 0.5}
+        record["test"][metric["name"]] = method.tested[seed]
     (path / "run.json").write_text(json.dumps(dump(record)))
     write_lines(path / "steps.jsonl", steps)
     write_lines(path / "evaluations.jsonl", evaluations)

@@ -7,18 +7,17 @@ import pytest
 from scipy import stats
 
 from report.fake_runs import PERPLEXITY, FakeMethod, usual_methods, write_comparison
+from wellcond.report.analysis import analyse
 from wellcond.report.load_runs import load_comparisons
 from wellcond.report.statistics import (
     Summary,
     bootstrap_interval,
     compare_paired,
-    differences_to_baseline,
     holm,
     method_kind,
     paired_p,
     required_pairs,
     sample_std,
-    summarise,
     summarise_logs,
     t_interval,
 )
@@ -103,15 +102,15 @@ def test_interval_and_std_of_few_values():
 
 def test_diverged_and_unfinished_runs_are_in_no_mean(tmp_path):
     comparison = load(tmp_path, usual_methods())
-    assert summarise(comparison, "polar").values == {0: 0.915}
+    assert comparison.results("polar") == {0: 0.915}
     outcomes = [run.outcome for run in comparison.of("polar")]
     assert outcomes == ["finished", "diverged", "partial"]
-    assert list(differences_to_baseline(comparison)["polar"].values) == [0]
+    assert list(analyse(comparison).differences["polar"].values) == [0]
 
 
 def test_correction_is_over_all_methods(tmp_path):
     comparison = load(tmp_path, usual_methods())
-    found = differences_to_baseline(comparison)
+    found = analyse(comparison).differences
     tested = [d for d in found.values() if d.p is not None]
     assert [d.p_holm for d in tested] == pytest.approx(holm([d.p for d in tested])) and len(tested) == 3
 
@@ -119,7 +118,7 @@ def test_correction_is_over_all_methods(tmp_path):
 def test_perplexity_is_negated(tmp_path):
     methods = [FakeMethod("default", {0: 30.0, 1: 31.0, 2: 32.0}), FakeMethod("polar", {0: 28.0, 1: 30.0, 2: 29.0})]
     comparison = load(tmp_path, methods, metric=PERPLEXITY)
-    assert differences_to_baseline(comparison)["polar"].mean == pytest.approx(2.0)
+    assert analyse(comparison).differences["polar"].mean == pytest.approx(2.0)
 
 
 def test_required_pairs_need_both_methods(tmp_path):

@@ -29,7 +29,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing while running.")]
 
 
-def _need_train_extra() -> None:
+def need_train_extra() -> None:
     """Say what to install before anything is imported that needs it."""
     for package, name in (("accelerate", "accelerate"), ("pydantic", "pydantic"), ("yaml", "pyyaml")):
         try:
@@ -57,7 +57,7 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Train one model with one method and one seed; the same command goes on with a run that was stopped."""
-    _need_train_extra()
+    need_train_extra()
     from wellcond.cli.experiments import data_overrides, run_train
 
     code = run_train(
@@ -96,7 +96,7 @@ def compare(
     report: Annotated[bool, typer.Option("--report/--no-report", help="Build the report at the end.")] = True,
 ) -> None:
     """Train every method with every seed under one recipe, and show who wins, by how much, and why."""
-    _need_train_extra()
+    need_train_extra()
     from wellcond.cli.experiments import data_overrides, run_compare
 
     code = run_compare(
@@ -141,7 +141,7 @@ def report(
 @app.command("recipes")
 def recipes(json: Json = False) -> None:
     """List the recipes that ship with wellcond."""
-    _need_train_extra()
+    need_train_extra()
     from wellcond.cli.experiments import print_recipes
 
     print_recipes(as_json=json)

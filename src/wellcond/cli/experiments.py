@@ -49,12 +49,18 @@ def data_overrides(data: str | None, input_column: str | None, label_column: str
 
 
 def parse_seeds(text: str | None, recipe: Recipe) -> tuple[int, ...]:
+    """Those of the recipe, unless others are asked for.
+
+    Raises: RecipeError.
+    """
+    return recipe.seeds if text is None else read_seeds(text)
+
+
+def read_seeds(text: str) -> tuple[int, ...]:
     """A number of seeds from 0, or a list such as 3,4,7.
 
     Raises: RecipeError.
     """
-    if text is None:
-        return recipe.seeds
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError as error:
@@ -166,8 +172,8 @@ def _tell_end(outcome: Outcome, jobs: Sequence[Job], *, as_json: bool) -> int:
     if not is_first_process():
         return 1 if outcome.failures else 0
     if as_json:
-        shown = ("method", "seed", "status", "reason", "final", "best", "seconds", "config_hash")
-        rows = [{name: record[name] for name in shown} for record in outcome.records]
+        shown = ("method", "seed", "status", "reason", "final", "best", "test", "seconds", "config_hash")
+        rows = [{name: record[name] for name in shown if name in record} for record in outcome.records]
         rows += [
             {"method": j.method.label, "seed": j.seed, "status": "failed", "reason": e} for j, e in outcome.failures
         ]
@@ -224,6 +230,8 @@ def print_recipes(*, as_json: bool) -> None:
     for recipe in recipes:
         length = recipe.training.length
         amount = f"{length.epochs:g} epochs" if length.epochs else f"{length.steps} steps"
+        if recipe.training.hours is not None:
+            amount = f"{recipe.training.hours:g} hours"
         data = recipe.data.model_dump()
         table.add_row(
             recipe.name,

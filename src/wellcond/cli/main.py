@@ -15,6 +15,7 @@ def main() -> None:
     except ImportError as error:
         sys.exit(str(MissingExtraError("typer and rich", "cli")) + f" ({error})")
     import wellcond.cli.experiment_commands  # noqa: F401  (adds its commands)
+    import wellcond.cli.glue_command  # noqa: F401
     from wellcond.cli.commands import app
 
     try:

@@ -59,7 +59,7 @@ class RunsProgress:
             state |= {"first": event["step"], "since": time.perf_counter(), "batch": event["batch_size"]}
             state |= {"phase": "", "total": event["num_steps"], "step": event["step"]}
         elif kind == "step":
-            state |= {"step": event["step"], "loss": event["loss"], "phase": ""}
+            state |= {"step": event["step"], "total": event["num_steps"], "loss": event["loss"], "phase": ""}
         elif kind == "phase":
             state["phase"] = event["phase"]
         elif kind == "evaluation":
@@ -84,6 +84,8 @@ class RunsProgress:
         text = f"{place}: [{colour}]{record['status']}[/]"
         if record["final"] is not None:
             text += f", {_metric(record['final'])}"
+        if test := record.get("test"):
+            text += f", test {_metric(test)} ({test['weights']} weights, step {test['step']})"
         seconds = sum(record["seconds"].values())
         return f"{text}, {seconds:.1f} s" + (f" ({escape(record['reason'])})" if record["reason"] else "")
 
@@ -108,5 +110,5 @@ def _metric(row: dict[str, Any]) -> str:
     """The score of an evaluation, in words."""
     if "accuracy" in row:
         return f"accuracy {100 * row['accuracy']:.1f} %"
-    names = [name for name in row if name not in ("step", "epoch", "loss", "train_loss", "seconds")]
+    names = [name for name in row if name not in ("step", "epoch", "loss", "train_loss", "seconds", "weights")]
     return f"{names[0]} {row[names[0]]:.4g}" if names else f"loss {row['loss']:.4g}"

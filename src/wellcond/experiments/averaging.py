@@ -36,7 +36,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def _copy_(self, values: dict[str, Tensor]) -> None:
-        _reshard(self._model)
+        reshard(self._model)
         for name, weight in self._weights.items():
             weight.copy_(values[name])
 
@@ -52,7 +52,7 @@ class WeightAverage:
             value.copy_(_shard_like(stored, value))
 
 
-def _reshard(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """Make FSDP2 forget gathered weights: after a forward pass without a backward it would use them once more."""
     from torch.distributed.fsdp import FSDPModule
 

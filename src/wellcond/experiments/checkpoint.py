@@ -1,16 +1,21 @@
 """Training state on disk: tensors as safetensors, everything else as JSON; optimiser state by parameter name.
 
-    checkpoints/step-00000120/model.safetensors  optimizer.safetensors  average.safetensors  state.json
+    checkpoints/step-00000120/{model,optimizer,average,best}.safetensors  state.json
+
+Average and best weights are there where the recipe asks for them. Best weights that are no newer than the checkpoint
+before are its file once more (a hard link), not another copy.
 
 A checkpoint is a folder that is written under another name and then renamed, so that it is whole or absent.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +30,7 @@ from wellcond.files import to_json
 NAME = re.compile(r"step-(\d{8,})")
 OURS = re.compile(r"step-\d{8,}|\.step-\d{8,}(\.former)?\.partial")
 SEPARATOR = "//"
+BEST = "best.safetensors"
 
 
 def _safetensors() -> Any:
@@ -55,14 +61,9 @@ def gather_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 def scatter_(model: nn.Module, optimizer: torch.optim.Optimizer, states: tuple[dict, dict], *, broadcast: bool) -> None:
     """The reverse of gathering both; with `broadcast` only the first process needs to have the state."""
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        set_model_state_dict,
-        set_optimizer_state_dict,
-    )
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
-    set_model_state_dict(model, states[0], options=options)
+    scatter_model_(model, states[0], broadcast=broadcast)
     rows = states[1]["state"]
     if rows:
         # Not strict: a parameter that has had no gradient has no state. torch then makes one up, which is taken away.
@@ -72,6 +73,14 @@ def scatter_(model: nn.Module, optimizer: torch.optim.Optimizer, states: tuple[d
     # torch turns tuples into lists, and refuses an optimiser without state (SGD without momentum).
     for group, stored in zip(optimizer.param_groups, states[1]["param_groups"], strict=True):
         group.update({key: value for key, value in stored.items() if key != "params"})
+
+
+def scatter_model_(model: nn.Module, state: dict[str, Any], *, broadcast: bool) -> None:
+    """The reverse of `gather_model`."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    set_model_state_dict(model, state, options=options)
 
 
 def _drop_state_except(model: nn.Module, optimizer: torch.optim.Optimizer, names: set[str]) -> None:
@@ -91,8 +100,18 @@ def save_checkpoint(
     optimizer: dict[str, Any],
     state: dict[str, Any],
     average: dict[str, Tensor] | None = None,
+    best: dict[str, Tensor] | Path | None = None,
 ) -> Path:
     """Write one checkpoint and remove the older ones.
+
+    Args:
+        folder: where checkpoints are.
+        step: number of updates done.
+        model: as `gather_model` gives it.
+        optimizer: as `gather_optimizer` gives it.
+        state: plain data.
+        average: averaged weights, if there are any.
+        best: weights of the best evaluation, or the file of an older checkpoint that holds them.
 
     Raises: RunError if it cannot be written; the older ones are then kept.
     """
@@ -111,6 +130,10 @@ def save_checkpoint(
             partial.mkdir(parents=True)
             for name, values in files.items():
                 _write_tensors(partial / f"{name}.safetensors", values)
+            if isinstance(best, Path):
+                _link_or_copy(best, partial / BEST)
+            elif best is not None:
+                _write_tensors(partial / BEST, best)
             groups = [dict(group) for group in optimizer["param_groups"]]
             text = to_json(state | {"step": step, "optimizer": {"groups": groups, "values": plain}})
             _write_synced(partial / "state.json", text.encode("utf-8"))
@@ -136,6 +159,13 @@ def _write_tensors(path: Path, values: dict[str, Tensor]) -> None:
         own[name] = value.clone() if storage in seen else value
         seen.add(storage)
     _write_synced(path, _safetensors().save(own))
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        _write_synced(target, source.read_bytes())
 
 
 def _write_synced(path: Path, content: bytes) -> None:
@@ -175,6 +205,35 @@ def read_checkpoint(place: Path) -> tuple[dict[str, Tensor], dict[str, Any], dic
         rows.setdefault(name, {})[key] = value
     groups = [_as_stored(group) for group in stored["groups"]]
     return model, {"state": rows, "param_groups": groups}, state, average
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Tensors of one file of a checkpoint.
+
+    Raises: RunError if it is missing or damaged.
+    """
+    with _naming(path):
+        tensors: dict[str, Tensor] = _safetensors().load_file(path)
+        return tensors
+
+
+def check_tensors(path: Path) -> None:
+    """Read only the header of a file of a checkpoint.
+
+    Raises: RunError if it is missing or cut off.
+    """
+    with _naming(path), _safetensors().safe_open(path, framework="pt"):
+        pass
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise RunError(
+            f"{path} is missing or damaged ({error}); restore it, or delete the run's folder to start it anew"
+        ) from error
 
 
 def _as_stored(group: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Conditioning during a run, at steps fixed in advance: the record does not depend on the speed of the machine."""
+"""Conditioning during a run, at steps fixed in advance: the record does not depend on the speed of the machine.
+
+Only the end of a run with a time budget is not known before.
+"""
 
 from __future__ import annotations
 
@@ -68,6 +71,16 @@ class ConditioningLog:
             heads=self.settings.heads,
         )
         return _rows(self._tracker.points)
+
+    def end_at(self, step: int) -> None:
+        """Measure after this step what the end of a run is measured by."""
+        if self.settings.jacobian_points > 0:
+            self.jacobian |= {step}
+        elif self.settings.weights_every is not None:
+            self.weights |= {step}
+        self.steps = self.jacobian | self.weights
+        if self._tracker is not None:
+            self._tracker.every, self._tracker.weights_every = self.jacobian, self.weights
 
     def after(self, step: int) -> list[dict[str, Any]]:
         """Rows of this step, usually none; every process must call it after every update."""

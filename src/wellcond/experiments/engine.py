@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +12,8 @@ from torch import nn
 from wellcond.attention.find import find_attention
 from wellcond.attention.wrappers import unwrap
 from wellcond.experiments.averaging import WeightAverage
-from wellcond.experiments.batches import Share, UpdatePlan, evaluation_parts, fetch_batches
+from wellcond.experiments.batches import Share, UpdatePlan, fetch_batches
+from wellcond.experiments.best_weights import BestWeights
 from wellcond.experiments.checkpoint import (
     gather_model,
     gather_optimizer,
@@ -25,11 +24,14 @@ from wellcond.experiments.checkpoint import (
 )
 from wellcond.experiments.clock import RunClock
 from wellcond.experiments.conditioning_log import ConditioningLog
+from wellcond.experiments.evaluator import Evaluator, find_test_set
 from wellcond.experiments.interrupts import StopWish
+from wellcond.experiments.lengths import Lengths
 from wellcond.experiments.recipe import Recipe
 from wellcond.experiments.run_folder import RunFolder
 from wellcond.experiments.tasks.base import AbstractTask
-from wellcond.experiments.train_state import TrainState, check_loss
+from wellcond.experiments.time_budget import TimeBudget
+from wellcond.experiments.train_state import TrainState, check_loss, newest_loss
 from wellcond.experiments.updates import Updater
 
 Event = dict[str, Any]
@@ -39,31 +41,6 @@ SECONDS_BETWEEN_EVENTS = 0.2
 
 class Interrupted(Exception):
     """Stopped on request, after saving."""
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Everything about a run's length, in updates."""
-
-    num_steps: int
-    steps_per_epoch: int
-    evaluate_every: int
-    save_every: int
-
-    @classmethod
-    def of(cls, recipe: Recipe, plan: UpdatePlan) -> Lengths:
-        """From a recipe's intervals."""
-        per_epoch = plan.steps_per_epoch
-        return cls(
-            recipe.training.length.in_steps(per_epoch),
-            per_epoch,
-            recipe.evaluation.every.in_steps(per_epoch),
-            recipe.checkpoint.every.in_steps(per_epoch),
-        )
-
-    def epoch(self, step: int) -> float:
-        """Epochs done after so many updates."""
-        return round(step / self.steps_per_epoch, 6)
 
 
 class Engine:
@@ -91,7 +68,12 @@ class Engine:
         self.plan = UpdatePlan(len(task.train), training.batch_size, training.accumulate, seed, repeats)
         self.plan.part_size(self.share)  # an impossible split is an error now, not after the first measurement
         self.lengths = Lengths.of(recipe, self.plan)
+        self.test_samples = find_test_set(recipe, task)
+        self.test: dict[str, Any] | None = None
+        """Scores on the test split; known after training."""
+        self.best_weights = BestWeights(is_main=self.is_main) if recipe.evaluation.test == "best" else None
         self.state = TrainState()
+        self.budget = TimeBudget(training.hours, clock, accelerator)
         self.log = ConditioningLog(
             recipe.tracking,
             task,
@@ -103,12 +85,15 @@ class Engine:
         self.model, self.optimizer = accelerator.prepare(model, recipe.optimizer.build(model))
         averaging = training.averaging
         self.average = WeightAverage(unwrap(self.model), averaging.decay) if averaging else None
+        evaluated = self.average if averaging and averaging.evaluate else None
+        self.evaluator = Evaluator(recipe, task, self.model, accelerator, share=self.share, average=evaluated)
+        curve = recipe.schedule.curve(self.lengths.num_steps, self.lengths.steps_per_epoch)
         self.updater = Updater(
             accelerator,
             task,
             self.model,
             self.optimizer,
-            curve=recipe.schedule.curve(self.lengths.num_steps, self.lengths.steps_per_epoch),
+            curve=self.budget.squeezed(curve, self.lengths.num_steps),
             peak=recipe.optimizer.lr,
             clip_norm=training.clip_norm,
             average=self.average,
@@ -135,6 +120,8 @@ class Engine:
         scatter_(self.model, self.optimizer.optimizer, (model, optimizer), broadcast=self.share.processes > 1)
         if self.average is not None and average is not None:
             self.average.load_(average)
+        if self.best_weights is not None:
+            self.best_weights.resume(place)
         if self.accelerator.scaler is not None and stored["scaler"]:
             self.accelerator.scaler.load_state_dict(stored["scaler"])
         self.state = TrainState(**stored["train"])
@@ -158,7 +145,11 @@ class Engine:
                     "logs": self.folder.log_sizes(),
                     "scaler": None if scaler is None else scaler.state_dict(),
                 }
-                save_checkpoint(self.folder.path / "checkpoints", self.state.step, model, optimizer, state, average)
+                best = None if self.best_weights is None else self.best_weights.to_save
+                folder = self.folder.path / "checkpoints"
+                place = save_checkpoint(folder, self.state.step, model, optimizer, state, average, best)
+                if self.best_weights is not None:
+                    self.best_weights.saved_in(place)
                 self.on_saved()
 
     # Training
@@ -170,32 +161,42 @@ class Engine:
             Diverged: the loss is not finite or has grown too far.
             Interrupted: somebody asked to stop; the last step is saved.
         """
-        lengths, state = self.lengths, self.state
+        state = self.state
         with self.clock.spent_on("measuring"):
             self.observer({"event": "phase", "phase": "measuring"})
             self._write_conditioning(self.log.begin(self.model, state.step))
         if state.step == 0:
             self._evaluate()
         told = time.perf_counter()
-        parts = self.plan.parts(self.share, state.step, lengths.num_steps)
+        self._end_if_time_is_up()
+        parts = self.plan.parts(self.share, state.step, self.lengths.num_steps)
         batches = fetch_batches(
             self.task.train, parts, workers=self.recipe.training.workers, device=self.accelerator.device
         )
         self.model.train()
         self.clock.switch("training")
-        for step in range(state.step, lengths.num_steps):
+        while (step := state.step) < self.lengths.num_steps:
             mine = [next(batches) for _ in range(self.plan.accumulate)]
             done = step + 1
-            logged = done % self.recipe.training.log_every == 0 or done == lengths.num_steps
+            logged = done % self.recipe.training.log_every == 0 or done == self.lengths.num_steps
             loss, norms = self.updater.update(step, mine, want_norms=logged)
             self._losses.append(loss)
             state.step = done
+            self._end_if_time_is_up()
             if logged:
                 self._log_step(norms)
             if (now := time.perf_counter()) - told > SECONDS_BETWEEN_EVENTS:
-                self.observer({"event": "step", "step": done, "loss": _last(state, self._losses)})
+                event = {"event": "step", "step": done, "loss": newest_loss(state, self._losses)}
+                self.observer(event | {"num_steps": self.budget.steps_expected(done, self.lengths.num_steps)})
                 told = now
             self._at_boundaries(stop)
+        self._test()
+
+    def _end_if_time_is_up(self) -> None:
+        self.budget.look()
+        if self.budget.is_used and self.state.step < self.lengths.num_steps:
+            self.lengths = self.lengths.ending_at(self.state.step)
+            self.log.end_at(self.state.step)
 
     def _at_boundaries(self, stop: StopWish) -> None:
         lengths, step = self.lengths, self.state.step
@@ -214,12 +215,9 @@ class Engine:
 
     def _all_want_to_stop(self, stop: StopWish) -> bool:
         """One process decides alone; several ask each other, at logged steps only."""
-        if self.share.processes == 1:
-            return stop.wanted
-        if self.state.step % self.recipe.training.log_every:
+        if self.share.processes > 1 and self.state.step % self.recipe.training.log_every:
             return False
-        wish = torch.tensor(float(stop.wanted), device=self.accelerator.device)
-        return bool(self.accelerator.reduce(wish, reduction="sum") > 0)
+        return stop.wanted_anywhere(self.accelerator)
 
     def _take_losses(self) -> None:
         """Losses of recent updates as numbers, the mean over processes.
@@ -262,7 +260,7 @@ class Engine:
         with self.clock.spent_on("evaluation"):
             self._take_losses()
             self.observer({"event": "phase", "phase": "evaluating"})
-            values = self.evaluate()
+            values = self.evaluator.evaluate(self.task.evaluation, self.recipe.evaluation.samples)
             step = self.state.step
             row: dict[str, Any] = {"step": step, "epoch": self.lengths.epoch(step), **values}
             row |= {"train_loss": self.state.close_evaluation(), "seconds": self.clock.now()["training"]}
@@ -274,38 +272,29 @@ class Engine:
             name = self.task.metric.name
             if self.state.best is None or self.task.metric.better(row[name], self.state.best[name]):
                 self.state.best = row
+                if self.best_weights is not None:
+                    with self.evaluator.evaluated_weights():
+                        self.best_weights.take(self.model)
             self.observer({"event": "evaluation", "row": row})
 
-    @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
-        """Score the whole evaluation set; every process takes a share."""
-        samples = self.task.evaluation
-        parts = evaluation_parts(len(samples), self.recipe.evaluation.batch_size, self.share)
-        batches = fetch_batches(samples, parts, workers=self.recipe.training.workers, device=self.accelerator.device)
-        totals: dict[str, torch.Tensor] = {}
-        with self._evaluated_weights():
-            for batch in batches:
-                for name, value in self.task.score(self.model, batch).items():
-                    totals[name] = totals[name] + value if name in totals else value
-        if self.share.processes > 1:
-            totals = self.accelerator.reduce(totals, reduction="sum")
-        return self.task.metrics({name: float(value) for name, value in totals.items()})
+    def _test(self) -> None:
+        """Score the test split, after the last checkpoint: a run killed here resumes there and comes to the same.
 
-    @contextlib.contextmanager
-    def _evaluated_weights(self) -> Iterator[None]:
-        averaging = self.recipe.training.averaging
-        average = self.average.in_place() if self.average and averaging and averaging.evaluate else None
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            with average or contextlib.nullcontext():
-                yield
-        finally:
-            self.model.train(was_training)
-
-
-def _last(state: TrainState, losses: list[torch.Tensor]) -> float | None:
-    """The newest loss that is known without waiting for the device."""
-    if losses and losses[-1].device.type == "cpu":
-        return float(losses[-1])
-    return state.window[-1] if state.window else None
+        The model then has the weights that were tested.
+        """
+        if self.test_samples is None:
+            return
+        with self.clock.spent_on("evaluation"):
+            self.observer({"event": "phase", "phase": "testing"})
+            samples, weights = self.test_samples, self.recipe.evaluation.test
+            if self.best_weights is None:
+                values = self.evaluator.evaluate(samples)
+            else:
+                self.best_weights.put_into_(self.model, broadcast=self.share.processes > 1)
+                values = self.evaluator.score(samples, len(samples))
+            tested = self.state.best if weights == "best" else self.state.final
+            assert tested is not None
+            self.test = {"step": tested["step"], "epoch": tested["epoch"], "weights": weights, **values}
+            if self.is_main:
+                self.accelerator.log({f"test/{name}": value for name, value in values.items()}, step=self.state.step)
+            self.observer({"event": "test", "row": self.test})

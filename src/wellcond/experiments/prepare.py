@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from wellcond.experiments.data.progress import Progress, telling
 from wellcond.experiments.data.registry import load_data, resolve_config
 from wellcond.experiments.methods import MethodSettings
 from wellcond.experiments.models import ModelSpecError, build_model
@@ -20,19 +20,18 @@ from wellcond.experiments.seeding import derive
 from wellcond.experiments.settings import RecipeError
 from wellcond.experiments.tasks.augmentation import AugmentationSettings
 from wellcond.experiments.tasks.base import EVALUATION, TASKS, AbstractTask, TaskContext
-from wellcond.experiments.weights import load_weights
-
-Progress = Callable[[str, int, int], None]
+from wellcond.experiments.weights import load_encoder, load_weights
 
 
 def prepare_task(recipe: Recipe, *, seed: int, base: Path | None, progress: Progress | None = None) -> AbstractTask:
     """The task of a recipe with its data; the last one is kept, since the runs of a comparison share it."""
     parts = (recipe.task, recipe.data, recipe.augmentation)
     task, data, augmentation = (part.model_dump(mode="json") for part in parts)
-    key = json.dumps([task, data, augmentation, seed, str(base)], sort_keys=True)
+    with_test = recipe.evaluation.test is not None
+    key = json.dumps([task, data, augmentation, seed, str(base), with_test], sort_keys=True)
     if key not in _KEPT:
         _KEPT.clear()
-        _KEPT[key] = _make_task(task, data, augmentation, seed, base, progress)
+        _KEPT[key] = _make_task(task, data, augmentation, seed, base, progress, with_test)
     return _KEPT[key]
 
 
@@ -40,11 +39,18 @@ _KEPT: dict[str, AbstractTask] = {}
 
 
 def _make_task(
-    task: dict, data: dict, augmentation: dict, seed: int, base: Path | None, progress: Progress | None
+    task: dict,
+    data: dict,
+    augmentation: dict,
+    seed: int,
+    base: Path | None,
+    progress: Progress | None,
+    with_test: bool,
 ) -> AbstractTask:
     settings, make = TASKS[task["name"]]
-    bundle = _bundle(json.dumps(data), base)
-    context = TaskContext(bundle, seed, AugmentationSettings.model_validate(augmentation), progress)
+    with telling(progress):
+        bundle = _bundle(json.dumps(data), base)
+    context = TaskContext(bundle, seed, AugmentationSettings.model_validate(augmentation), progress, base, with_test)
     made = make(settings.model_validate(task), context)
     made.data = bundle
     return made
@@ -75,6 +81,8 @@ def prepare_model(
         _check_takes(model, task, recipe.model.name)
     if recipe.model.weights is not None:
         load_weights(model, (base or Path()) / recipe.model.weights)
+    if recipe.model.encoder is not None:
+        load_encoder(model, (base or Path()) / recipe.model.encoder)
 
     def build_teacher(name: str, given: dict[str, Any]) -> nn.Module:
         return _build(name, task.model_arguments(name.partition(":")[0]) | given, {}, task, local_code=False)
@@ -85,7 +93,7 @@ def prepare_model(
 def located(name: str, base: Path | None) -> str:
     """A model's name with the file or folder in it taken from the recipe's folder."""
     kind, _, rest = name.partition(":")
-    if base is None or kind == "timm":
+    if base is None or kind in ("timm", "wellcond"):
         return name
     if kind == "hf":
         return f"hf:{base / rest}" if (base / rest).is_dir() else name
@@ -95,12 +103,13 @@ def located(name: str, base: Path | None) -> str:
 def _check_takes(model: nn.Module, task: AbstractTask, name: str) -> None:
     """Raise RecipeError if the model does not take one sample: too small an image, too long a text."""
     was_training = [(module, module.training) for module in model.modules()]
-    samples = [(0, EVALUATION)]
+    batch = task.evaluation.fetch([(0, EVALUATION)])
     try:
         with torch.no_grad():
-            task.score(model.eval(), task.evaluation.fetch(samples))
+            task.score(model.eval(), batch)
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:
-        raise RecipeError(f"model: {name} does not take the data of this task: {error}") from error
+        shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in batch.items())
+        raise RecipeError(f"model: {name} does not take the data of this task ({shapes}): {error}") from error
     finally:
         for module, training in was_training:
             module.training = training
@@ -108,7 +117,9 @@ def _check_takes(model: nn.Module, task: AbstractTask, name: str) -> None:
 
 def _merge(needed: dict[str, Any], given: dict[str, Any], name: str) -> dict[str, Any]:
     for key in ("num_classes", "num_labels", "in_chans", "num_channels", "vocab_size"):
-        if key in given and key in needed and given[key] != needed[key]:
+        if key not in given or key not in needed or given[key] == needed[key]:
+            continue
+        if key != "vocab_size" or given[key] < needed[key]:  # embeddings that no token uses do no harm
             raise RecipeError(f"model.arguments.{key}: the data need {needed[key]}, found {given[key]} for {name}")
     return needed | given
 

@@ -35,6 +35,9 @@ class TrainingSettings(Settings):
     """How long, and with how much at once."""
 
     length: Interval
+    hours: PositiveFloat | None = None
+    """Time that may be spent on training alone; `length` is then an upper limit, and the schedule of such a length is
+    squeezed into the time. Not reproducible to the bit."""
     batch_size: PositiveInt
     """Samples of one update, over all processes and accumulations."""
     accumulate: PositiveInt = 1
@@ -63,6 +66,10 @@ class EvaluationSettings(Settings):
 
     every: Interval = Interval(epochs=1)
     batch_size: PositiveInt = 256
+    samples: PositiveInt | None = None
+    """Score only so many samples, the first of the evaluation set, at every evaluation, the last one too; null: all."""
+    test: Literal["best", "last"] | None = None
+    """Score the whole test split once, after training: with the weights of the best evaluation, or with the last."""
 
 
 class CheckpointSettings(Settings):
@@ -147,7 +154,24 @@ class Recipe(Settings):
 # Fields that do not change a run's numbers: a run may be resumed with others.
 WITHOUT_EFFECT = ("title", "description", "checkpoint", "logging")
 # Fields younger than the first records: at these values they are left out, so that those records keep their hashes.
-YOUNGER: dict[str, dict[str, Any]] = {"augmentation": {"repeats": 1}, "model": {"norms": "keep"}}
+YOUNGER: dict[str, dict[str, Any]] = {
+    "augmentation": {"repeats": 1},
+    "data": {"num_test": 0, "held_out": None, "limit_test": None, "label_kind": "class"},
+    "model": {"norms": "keep", "encoder": None},
+    "schedule": {"begin": 0.0},
+    "training": {"hours": None},
+    "evaluation": {"samples": None, "test": None},
+}
+YOUNGER_OF_TASKS: dict[str, dict[str, Any]] = {
+    "language_modelling": {"tokenizer": "bytes", "stride": None, "limit_tokens": None},
+    "sequence_classification": {
+        "image_size": None,
+        "black": "masked",
+        "too_long": "cut",
+        "pad_to": None,
+        "empty": "keep",
+    },
+}
 
 
 def config_hash(config: dict[str, Any]) -> str:
@@ -155,7 +179,8 @@ def config_hash(config: dict[str, Any]) -> str:
     kept = {key: value for key, value in config.items() if key not in WITHOUT_EFFECT}
     kept["training"] = {key: value for key, value in kept["training"].items() if key != "workers"}
     kept["method"] = {key: value for key, value in kept["method"].items() if key != "label"}
-    for part, defaults in YOUNGER.items():
+    younger = YOUNGER | {"task": YOUNGER_OF_TASKS.get(kept["task"]["name"], {})}
+    for part, defaults in younger.items():
         kept[part] = {key: value for key, value in kept[part].items() if key not in defaults or value != defaults[key]}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 

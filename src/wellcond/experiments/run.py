@@ -16,6 +16,7 @@ from wellcond.experiments.accelerator import make_accelerator
 from wellcond.experiments.clock import RunClock
 from wellcond.experiments.data.fingerprint import fingerprint
 from wellcond.experiments.engine import Engine, Event, Interrupted, Observer
+from wellcond.experiments.evaluator import find_test_set
 from wellcond.experiments.interrupts import StopWish
 from wellcond.experiments.methods import MethodSettings
 from wellcond.experiments.prepare import prepare_model, prepare_task
@@ -150,6 +151,8 @@ class _Session:
             "best": None,
             "sessions": [],
         }
+        if job.recipe.training.hours is not None:
+            self.record["reproducible"] = False  # its schedule follows the clock
         for name in KEPT:  # what an earlier session found out stays until this one knows better
             if former is not None and name in former:
                 self.record[name] = former[name]
@@ -185,6 +188,7 @@ class _Session:
 
         self.observer({"event": "phase", "phase": "preparing"})
         task = prepare_task(recipe, seed=job.seed, base=job.base, progress=told)
+        tested = find_test_set(recipe, task)
         model = prepare_model(recipe, job.method, task, seed=job.seed, base=job.base, local_code=job.local_code)
         described = fingerprint(task.data)
         self.record |= {
@@ -197,6 +201,7 @@ class _Session:
                 "name": task.data.name,
                 "train": len(task.train),
                 "evaluation": len(task.evaluation),
+                **({} if tested is None else {"test": len(tested)}),
                 "description": task.data.description,
                 "fingerprint": described["splits"],
             },
@@ -271,6 +276,8 @@ class _Session:
                 "samples_per_second": state.step * engine.plan.batch_size / max(seconds["training"], 1e-9),
                 "seconds_per_step": seconds["training"] / updates,
             }
+            if engine.test is not None:
+                self.record["test"] = engine.test
         self.record |= {"seconds": seconds, "peak_memory_bytes": peak_memory(self.accelerator.device)}
         if self.accelerator.is_main_process:
             self.folder.write_record(self.record)

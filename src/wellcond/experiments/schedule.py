@@ -124,16 +124,19 @@ class OneCycle(Settings):
 
 
 class Triangular(Settings):
-    """Straight up to the peak at share `peak` of the budget, straight down to zero."""
+    """Straight up from `begin` to the peak at share `peak` of the budget, straight down to zero."""
 
     name: Literal["triangular"] = "triangular"
     peak: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    begin: Share = 0.0
 
     def curve(self, num_steps: int, steps_per_epoch: int) -> Curve:
         """Learning rate of every update."""
         top = self.peak * num_steps
         # min with 1: in a run of few steps the peak lies before the first or after the last update
-        return lambda t: Point(min(1.0, (t + 1) / top, (num_steps - t) / (num_steps - top)))
+        return lambda t: Point(
+            min(1.0, self.begin + (1 - self.begin) * (t + 1) / top, (num_steps - t) / (num_steps - top))
+        )
 
 
 class Steps(_WarmUp):

@@ -17,7 +17,6 @@ from wellcond.report.statistics import (
     differences_of,
     differences_to_baseline,
     required_pairs,
-    summarise,
     summarise_logs,
 )
 from wellcond.report.values import number
@@ -48,8 +47,12 @@ class Analysis:
     unit: str
     """`epoch` or `step`: what matching is counted in."""
     summaries: dict[str, Summary]
+    """Results: on the test split where there is one, else of the last evaluation."""
     differences: dict[str, PairedDifference]
     required: list[PairedDifference]
+    last_summaries: dict[str, Summary]
+    """Of the last evaluation."""
+    last_differences: dict[str, PairedDifference]
     matchings: dict[str, Matching]
     smoothed: dict[str, Matching]
     heads: dict[str, list[HeadTable]]
@@ -106,12 +109,16 @@ def seconds_per_step(run: Run) -> float:
 def analyse(comparison: Comparison) -> Analysis:
     """Statistics of a comparison."""
     methods = comparison.methods
+    summaries = {method: Summary(comparison.results(method)) for method in methods}
+    last_summaries = {method: Summary(comparison.last_values(method)) for method in methods}
     return Analysis(
         comparison=comparison,
         unit=match_unit(comparison),
-        summaries={method: summarise(comparison, method) for method in methods},
-        differences=differences_to_baseline(comparison),
-        required=differences_of(comparison, required_pairs(comparison)),
+        summaries=summaries,
+        differences=differences_to_baseline(comparison, summaries),
+        required=differences_of(comparison, summaries, required_pairs(comparison)),
+        last_summaries=last_summaries,
+        last_differences=differences_to_baseline(comparison, last_summaries),
         matchings={method: match_method(comparison, method) for method in methods},
         smoothed={method: match_method(comparison, method, smooth=SMOOTH) for method in methods},
         heads={

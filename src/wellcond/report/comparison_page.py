@@ -19,7 +19,7 @@ from wellcond.report.series import Figure
 from wellcond.report.shapes import NUM_COLOURS
 from wellcond.report.style import STYLE
 from wellcond.report.table import Table, table_html
-from wellcond.report.tables import build_tables
+from wellcond.report.tables import build_tables, judged_from
 
 TABS = {
     "Summary": "What the numbers say, and the numbers.",
@@ -33,7 +33,7 @@ TABS = {
 }
 TABLE_TABS = {
     "summary": "Summary", "required": "Summary", "matching": "Matching", "conditioning": "Conditioning",
-    "cost": "Cost", "statistics": "Runs", "seeds": "Runs",
+    "cost": "Cost", "statistics": "Runs", "statistics_evaluation": "Runs", "seeds": "Runs",
 }  # fmt: skip
 
 
@@ -118,13 +118,13 @@ def script_json(data: Any) -> Markup:
 def _header(comparison: Comparison) -> Markup:
     record = comparison.runs[0].record
     data, model = record.get("data") or {}, record.get("model") or {}
-    metric = comparison.metric
+    metric = comparison.result
     better = "higher is better" if metric.higher_is_better else "lower is better"
     facts = [
         ("Recipe", f"{comparison.recipe or 'not recorded'}, scale {comparison.scale or 'not recorded'}"),
         ("Data", str(data.get("description") or data.get("name") or "not recorded")),
         ("Model", str(model.get("name") or "not recorded")),
-        ("Judged by", f"{metric.name}, {better}"),
+        ("Judged by", f"{metric.name}, {better}{judged_from(comparison)}"),
         ("Seeds", f"{', '.join(map(str, comparison.seeds))}; baseline {comparison.baseline}"),
     ]
     if comparison.notes:

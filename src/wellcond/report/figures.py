@@ -17,7 +17,7 @@ def build_figures(analysis: Analysis) -> list[Figure]:
 
 
 def _differences(analysis: Analysis) -> Figure:
-    comparison, metric = analysis.comparison, analysis.comparison.metric
+    comparison, metric = analysis.comparison, analysis.comparison.result
     rows = []
     for method, difference in analysis.differences.items():
         if not difference.count:

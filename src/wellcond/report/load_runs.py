@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wellcond.report.run_record import STATES, Metric, Run, RunRecordError, read_json
@@ -26,8 +27,25 @@ class Comparison:
 
     @property
     def metric(self) -> Metric:
-        """What all runs are judged by."""
+        """What all runs are evaluated by while they train."""
         return self.runs[0].metric
+
+    @property
+    def tested(self) -> bool:
+        """Whether runs have scores on a test split, which then are their results."""
+        return any(run.finished and run.test for run in self.runs)
+
+    @property
+    def result(self) -> Metric:
+        """What all runs are judged by: the metric on the test split or, without one, at the last evaluation."""
+        return replace(self.metric, name=f"test {self.metric.name}") if self.tested else self.metric
+
+    @property
+    def tested_weights(self) -> str:
+        """With which weights the test split was scored, in words."""
+        weights = sorted({str(run.test.get("weights")) for run in self.runs if run.finished and run.test})
+        names = {"best": "the weights of the best evaluation", "last": "the last weights"}
+        return f"with {' or '.join(names.get(name, name) for name in weights)}"
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -41,6 +59,17 @@ class Comparison:
     def finished(self, method: str) -> dict[int, Run]:
         """Runs of a method that count in means, by seed."""
         return {run.seed: run for run in self.of(method) if run.finished}
+
+    def results(self, method: str) -> dict[int, float]:
+        """What the runs of a method that count in means are judged by, by seed."""
+        if not self.tested:
+            return self.last_values(method)
+        values = {seed: run.test_value for seed, run in self.finished(method).items()}
+        return {seed: value for seed, value in values.items() if math.isfinite(value)}
+
+    def last_values(self, method: str) -> dict[int, float]:
+        """Metric at the last evaluation of the runs of a method that count in means, by seed."""
+        return {seed: run.value for seed, run in self.finished(method).items()}
 
 
 def load_comparisons(folder: Path) -> list[Comparison]:
@@ -60,12 +89,19 @@ def load_comparisons(folder: Path) -> list[Comparison]:
     described = {path.parent for path in folder.rglob("comparison.json")}
     grouped: dict[Path, list[Run]] = {}
     for path in sorted(folder.rglob("run.json")):
+        if _is_inside_a_run(path.parent, folder):  # fine-tuning of that run, which is no part of the comparison
+            continue
         grouped.setdefault(_home(path.parent, folder, described), []).append(_load_run(path))
     if not grouped:
         raise RunRecordError(
             folder, "holds no run.json, at any depth", "Make runs with wellcond compare or wellcond train first."
         )
     return [_assemble(home, runs, home in described) for home, runs in sorted(grouped.items())]
+
+
+def _is_inside_a_run(place: Path, folder: Path) -> bool:
+    above = [parent for parent in place.parents if parent.is_relative_to(folder)]
+    return any((parent / "run.json").is_file() for parent in above)
 
 
 def _home(run: Path, folder: Path, described: set[Path]) -> Path:
@@ -92,8 +128,9 @@ def _load_run(path: Path) -> Run:
         )
     if "metric" in wanted and not {"name", "higher_is_better"} <= set(record["metric"]):
         raise RunRecordError(path, "expected 'metric' to have name and higher_is_better", "Repeat the run.")
-    if not isinstance(record.get("final") or {}, dict):
-        raise RunRecordError(path, f"expected 'final' to be a mapping, found {record['final']!r}", "Repeat the run.")
+    for key in ("final", "test"):
+        if not isinstance(record.get(key) or {}, dict):
+            raise RunRecordError(path, f"expected {key!r} to be a mapping, found {record[key]!r}", "Repeat the run.")
     return Run(path.parent, record)
 
 

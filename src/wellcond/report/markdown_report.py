@@ -9,19 +9,20 @@ from wellcond.report.provenance import provenance_table
 from wellcond.report.reading import find_findings
 from wellcond.report.series import Figure
 from wellcond.report.table import plain_markdown, table_markdown
-from wellcond.report.tables import build_tables
+from wellcond.report.tables import build_tables, judged_from
 
 
 def render_markdown(analysis: Analysis, figures: Sequence[Figure]) -> str:
     """Markdown of a comparison, to stand beside the folders `figures` and `tables`."""
-    comparison, metric = analysis.comparison, analysis.comparison.metric
+    comparison, metric = analysis.comparison, analysis.comparison.result
     better = "higher is better" if metric.higher_is_better else "lower is better"
     lines = [
         f"# {plain_markdown(comparison.title)}",
         "",
         plain_markdown(
             f"Recipe {comparison.recipe or 'not recorded'}, scale {comparison.scale or 'not recorded'}; judged by "
-            f"{metric.name} ({better}); seeds {', '.join(map(str, comparison.seeds))}; baseline {comparison.baseline}."
+            f"{metric.name} ({better}){judged_from(comparison)}; seeds {', '.join(map(str, comparison.seeds))}; "
+            f"baseline {comparison.baseline}."
         ),
         "",
         "With plots to point at: [report.html](report.html).",

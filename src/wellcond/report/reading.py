@@ -35,13 +35,13 @@ def find_findings(analysis: Analysis) -> list[str]:
 
 def _ranked(analysis: Analysis) -> list[str]:
     """Methods with a finished run, the best mean first."""
-    sign = -1.0 if analysis.comparison.metric.higher_is_better else 1.0
+    sign = -1.0 if analysis.comparison.result.higher_is_better else 1.0
     known = [method for method in analysis.comparison.methods if analysis.summaries[method].count]
     return sorted(known, key=lambda method: sign * analysis.summaries[method].mean)
 
 
 def _winner(analysis: Analysis) -> list[str]:
-    ranked, metric = _ranked(analysis), analysis.comparison.metric
+    ranked, metric = _ranked(analysis), analysis.comparison.result
     if len(ranked) < 2:
         return [f"Only {ranked[0]} has finished runs, so there is nothing to compare it with."]
 
@@ -71,7 +71,7 @@ def _few_seeds(analysis: Analysis) -> list[str]:
 
 def describe_difference(difference: PairedDifference, analysis: Analysis) -> str:
     """One paired difference as a sentence."""
-    metric = analysis.comparison.metric
+    metric = analysis.comparison.result
     size = metric.show(abs(difference.mean)) + metric.unit
     way = "better than" if difference.mean > 0 else "worse than" if difference.mean < 0 else "equal to"
     start = f"{difference.method} is {f'{size} ' if difference.mean else ''}{way} {difference.baseline}"
@@ -129,7 +129,7 @@ def _scale_control(analysis: Analysis) -> list[str]:
             continue
         if not difference.count or not gain.count or not control.count or gain.mean <= 0:
             continue
-        metric = analysis.comparison.metric
+        metric = analysis.comparison.result
         share = (
             f"{difference.baseline}, which has the scale of {difference.method} but not its conditioning, differs from "
             f"{gain.baseline} by {metric.show(control.mean, sign=True)}{metric.unit}, {difference.method} by "
@@ -154,7 +154,7 @@ def _saturation(analysis: Analysis) -> list[str]:
         state = analysis.attention(method, last=False)
         if state is None or not state.saturated:
             continue
-        metric, difference = analysis.comparison.metric, analysis.differences.get(method)
+        metric, difference = analysis.comparison.result, analysis.differences.get(method)
         start = f"{method}: "
         if difference is not None and difference.count and difference.mean < 0:
             start += f"{metric.show(-difference.mean)}{metric.unit} worse than {difference.baseline}; "
@@ -236,9 +236,9 @@ def _conditioning(analysis: Analysis) -> list[str]:
         said += f" (the attention of {low} is saturated, where a small κ(J) says nothing good)"
     best = next((method for method in _ranked(analysis) if method in known), None)
     if best == low:
-        return [f"{said}; the method with the smallest κ(J) also has the best {analysis.comparison.metric.name} here."]
+        return [f"{said}; the method with the smallest κ(J) also has the best {analysis.comparison.result.name} here."]
     return [
-        f"{said}; the smallest κ(J) does not go with the best {analysis.comparison.metric.name} here, which is that of "
+        f"{said}; the smallest κ(J) does not go with the best {analysis.comparison.result.name} here, which is that of "
         f"{best} ({show(known[best]) if best else ''})."
     ]
 

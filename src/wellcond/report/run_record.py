@@ -101,6 +101,16 @@ class Run:
         return number((self.record.get("final") or {}).get(self.metric.name))
 
     @property
+    def test(self) -> dict[str, Any]:
+        """Scores on the test split, with the weights that were tested; empty where nothing was tested."""
+        return self.record.get("test") or {}
+
+    @property
+    def test_value(self) -> float:
+        """The metric on the test split; NaN where there is none."""
+        return number(self.test.get(self.metric.name))
+
+    @property
     def outcome(self) -> str:
         """`finished`, `diverged`, `failed` or `partial`.
 

@@ -193,22 +193,20 @@ def correct(differences: Iterable[PairedDifference]) -> list[PairedDifference]:
     return [replace(d, p_holm=p) for d, p in zip(listed, holm([d.p for d in listed]), strict=True)]
 
 
-def summarise(comparison: Comparison, method: str) -> Summary:
-    """Final metric of every finished run of a method."""
-    return Summary({seed: run.value for seed, run in comparison.finished(method).items()})
-
-
-def differences_to_baseline(comparison: Comparison) -> dict[str, PairedDifference]:
+def differences_to_baseline(comparison: Comparison, summaries: Mapping[str, Summary]) -> dict[str, PairedDifference]:
     """Every method minus the baseline, corrected over the methods."""
     pairs = [(method, comparison.baseline) for method in comparison.methods if method != comparison.baseline]
-    return {difference.method: difference for difference in differences_of(comparison, pairs)}
+    return {difference.method: difference for difference in differences_of(comparison, summaries, pairs)}
 
 
-def differences_of(comparison: Comparison, pairs: Sequence[tuple[str, str]]) -> list[PairedDifference]:
+def differences_of(
+    comparison: Comparison, summaries: Mapping[str, Summary], pairs: Sequence[tuple[str, str]]
+) -> list[PairedDifference]:
     """First minus second of every pair, corrected over the pairs."""
     better = comparison.metric.higher_is_better
-    values = {method: summarise(comparison, method).values for method in comparison.methods}
-    return correct(compare_paired(a, values[a], b, values[b], higher_is_better=better) for a, b in pairs)
+    return correct(
+        compare_paired(a, summaries[a].values, b, summaries[b].values, higher_is_better=better) for a, b in pairs
+    )
 
 
 # First minus second, each as (init, condition): what the papers' claims rest on.

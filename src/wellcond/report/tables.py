@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 from wellcond.report.analysis import Analysis, seconds_per_step
 from wellcond.report.conditioning_table import conditioning_table
 from wellcond.report.formats import PLUS_MINUS, show_counts, show_interval, show_mean, show_p, show_relative
+from wellcond.report.load_runs import Comparison
 from wellcond.report.match import SMOOTH, show_match
 from wellcond.report.run_record import Metric
-from wellcond.report.statistics import FEWEST_SEEDS, PairedDifference
+from wellcond.report.statistics import FEWEST_SEEDS, PairedDifference, Summary
 from wellcond.report.table import Table
 from wellcond.report.training_figures import PARTS
 from wellcond.report.values import MISSING, number, show
@@ -19,10 +21,18 @@ def build_tables(analysis: Analysis) -> list[Table]:
     """Every table of numbers, in the order in which they are read."""
     required = [required_table(analysis)] if analysis.required else []
     measured = [conditioning_table(analysis)] if any(map(analysis.tables, analysis.comparison.methods)) else []
+    evaluated = [evaluation_statistics_table(analysis)] if analysis.comparison.tested else []
     return [
-        summary_table(analysis), *required, matching_table(analysis), *measured, statistics_table(analysis),
+        summary_table(analysis), *required, matching_table(analysis), *measured, statistics_table(analysis), *evaluated,
         seed_table(analysis), cost_table(analysis),
     ]  # fmt: skip
+
+
+def judged_from(comparison: Comparison) -> str:
+    """What the name of the result leaves open, to stand behind it."""
+    if not comparison.tested:
+        return ""
+    return f", {comparison.tested_weights}; curves and matching are of the evaluation set"
 
 
 def _difference_cells(difference: PairedDifference | None, metric: Metric) -> tuple[str, str, str]:
@@ -36,7 +46,7 @@ def _difference_cells(difference: PairedDifference | None, metric: Metric) -> tu
 
 def summary_table(analysis: Analysis) -> Table:
     """One row per method."""
-    comparison, metric = analysis.comparison, analysis.comparison.metric
+    comparison, metric = analysis.comparison, analysis.comparison.result
     header = (
         "method", "runs", f"{metric.label}, mean {PLUS_MINUS} std",
         f"difference to {comparison.baseline} [95 % interval]", "p (Holm)", f"{analysis.unit}s to match",
@@ -73,6 +83,13 @@ def _summary_notes(analysis: Analysis) -> list[str]:
         + "; intervals and p by the paired t distribution, p corrected by Holm's method over this table; uncorrected p "
         "and all other statistics are in the table of statistics."
     ]
+    if comparison.tested:
+        notes.append(
+            f"{comparison.result.name.capitalize()} is that {comparison.tested_weights}; {analysis.unit}s to match are "
+            "counted on the evaluation set."
+        )
+        untested = [run for run in comparison.runs if run.finished and not math.isfinite(run.test_value)]
+        notes += [f"{run.method}, seed {run.seed} has no finite test score and is in no mean." for run in untested]
     excluded = sorted(
         (run.method, run.seed, run.outcome) for run in comparison.runs if run.outcome in ("diverged", "failed")
     )
@@ -102,15 +119,45 @@ def _summary_notes(analysis: Analysis) -> list[str]:
 
 
 def statistics_table(analysis: Analysis) -> Table:
-    """Everything about the last metric that the summary leaves out."""
+    """Everything about the results that the summary leaves out."""
+    comparison, metric = analysis.comparison, analysis.comparison.result
+    what = f"{metric.label.capitalize()}, {comparison.tested_weights}," if comparison.tested else f"Last {metric.label}"
+    rows = _statistics_rows(comparison.methods, analysis.summaries, analysis.differences, metric)
+    header = _statistics_header(comparison.baseline)
+    return Table("statistics", "Statistics in full", header, rows, (f"{what} of finished runs; {STATISTICS_NOTE}",))
+
+
+def evaluation_statistics_table(analysis: Analysis) -> Table:
+    """The same about the last evaluation, for runs whose results are those of a test split."""
     comparison, metric = analysis.comparison, analysis.comparison.metric
-    header = (
-        "method", "n", "mean", "std", "min", "max", "pairs", f"difference to {comparison.baseline}", "its std",
-        "relative", "95 % interval (t)", "95 % interval (bootstrap)", "p", "p (Holm)",
+    rows = _statistics_rows(comparison.methods, analysis.last_summaries, analysis.last_differences, metric)
+    note = f"Last {metric.label} of finished runs on the evaluation set, where the curves end; {STATISTICS_NOTE}"
+    title = "Statistics of the last evaluation"
+    return Table("statistics_evaluation", title, _statistics_header(comparison.baseline), rows, (note,))
+
+
+STATISTICS_NOTE = (
+    "std has the divisor n - 1. Intervals and p from three pairs on, the bootstrap (10,000 draws, percentile) from "
+    "five on."
+)
+
+
+def _statistics_header(baseline: str) -> tuple[str, ...]:
+    return (
+        "method", "n", "mean", "std", "min", "max", "pairs", f"difference to {baseline}", "its std", "relative",
+        "95 % interval (t)", "95 % interval (bootstrap)", "p", "p (Holm)",
     )  # fmt: skip
+
+
+def _statistics_rows(
+    methods: Sequence[str],
+    summaries: Mapping[str, Summary],
+    differences: Mapping[str, PairedDifference],
+    metric: Metric,
+) -> tuple[tuple[str, ...], ...]:
     rows = []
-    for method in comparison.methods:
-        summary, difference = analysis.summaries[method], analysis.differences.get(method)
+    for method in methods:
+        summary, difference = summaries[method], differences.get(method)
         own = (summary.mean, summary.std, summary.minimum, summary.maximum)
         cells: tuple[str, ...] = (MISSING,) * 8
         if difference is not None and difference.count:
@@ -120,16 +167,12 @@ def statistics_table(analysis: Analysis) -> Table:
                 show_interval(difference.bootstrap, metric), show_p(difference.p), show_p(difference.p_holm),
             )  # fmt: skip
         rows.append((method, str(summary.count), *map(metric.show, own), *cells))
-    notes = (
-        f"Last {metric.label} of finished runs; std has the divisor n - 1. Intervals and p from three pairs on, the "
-        "bootstrap (10,000 draws, percentile) from five on.",
-    )
-    return Table("statistics", "Statistics in full", header, tuple(rows), notes)
+    return tuple(rows)
 
 
 def required_table(analysis: Analysis) -> Table:
     """Comparisons between methods on which the papers' claims rest."""
-    metric = analysis.comparison.metric
+    metric = analysis.comparison.result
     unit = f" in{metric.unit}" if metric.unit else ""
     header = ("comparison", "pairs", f"difference{unit} [95 % interval]", "relative", "p", "p (Holm)")
     rows = []
@@ -181,8 +224,10 @@ def matching_table(analysis: Analysis) -> Table:
 def seed_table(analysis: Analysis) -> Table:
     """One row per run."""
     comparison, metric = analysis.comparison, analysis.comparison.metric
+    tested = comparison.tested
     header = (
-        "method", "seed", "status", metric.label, "difference", "loss", f"best {metric.label}", "step", "of",
+        "method", "seed", "status", *((comparison.result.label, "tested step") if tested else (metric.label,)),
+        "difference", *((f"last {metric.label}",) if tested else ()), "loss", f"best {metric.label}", "step", "of",
         "seconds", "reason",
     )  # fmt: skip
     rows = []
@@ -192,16 +237,19 @@ def seed_table(analysis: Analysis) -> Table:
             difference = analysis.differences.get(method)
             paired = math.nan if difference is None else difference.values.get(run.seed, math.nan)
             seconds = sum(x for x in map(number, (run.record.get("seconds") or {}).values()) if math.isfinite(x))
+            last, on_test = metric.show(run.value), (metric.show(run.test_value), show(run.test.get("step"), 9))
             rows.append(
                 (
                     method, str(run.seed), run.outcome if run.outcome != "partial" else f"partial ({run.status})",
-                    metric.show(run.value), metric.show(paired, sign=True), show(final.get("loss"), 4),
-                    metric.show(number(best.get(metric.name))), show(progress.get("step"), 9),
-                    show(progress.get("num_steps"), 9), show(seconds), str(run.record.get("reason") or ""),
+                    *(on_test if tested else (last,)), metric.show(paired, sign=True), *((last,) if tested else ()),
+                    show(final.get("loss"), 4), metric.show(number(best.get(metric.name))),
+                    show(progress.get("step"), 9), show(progress.get("num_steps"), 9), show(seconds),
+                    str(run.record.get("reason") or ""),
                 )
             )  # fmt: skip
     note = "A run that diverged shows its last value before it did."
-    return Table("seeds", "Every run", header, tuple(rows), (note,), frozenset({0, 2, 10}))
+    words = frozenset({0, 2, len(header) - 1})
+    return Table("seeds", "Every run", header, tuple(rows), (note,), words)
 
 
 def cost_table(analysis: Analysis) -> Table:

@@ -6,7 +6,19 @@ import subprocess
 import pytest
 from safetensors.torch import load
 
-from experiments.small import SETTINGS, command, last_weights, logs, record, run, small_job, stop_after, train_command
+from experiments.small import (
+    SETTINGS,
+    TESTED,
+    command,
+    last_weights,
+    logs,
+    record,
+    run,
+    small_job,
+    stop_after,
+    train_command,
+)
+from wellcond.experiments.run import run_job
 from wellcond.experiments.run_folder import RunFolder
 
 FSDP2 = {
@@ -15,6 +27,7 @@ FSDP2 = {
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
 }
+FSDP2_BERT = FSDP2 | {"FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer"}
 AVERAGED = "training.averaging={decay: 0.9}"
 
 
@@ -22,6 +35,13 @@ AVERAGED = "training.averaging={decay: 0.9}"
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone") / "run"
     run(train_command(folder, "conditioned+balanced", AVERAGED))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tested_alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tested_alone") / "run"
+    assert run_job(small_job(folder, "conditioned", AVERAGED, *TESTED))["best"]["step"] < 24
     return folder
 
 
@@ -60,6 +80,31 @@ def test_a_run_of_one_process_goes_on_sharded_over_two(alone, tmp_path):
     run(train_command(folder, "conditioned+balanced", AVERAGED, processes=2), **FSDP2)
     assert [session["processes"] for session in record(folder)["sessions"]] == [1, 2]
     assert_close(alone, folder)
+
+
+@pytest.mark.parametrize("environment", [{}, FSDP2_BERT], ids=["ddp", "fsdp2"])
+def test_two_processes_test_the_best_weights_of_one(tested_alone, tmp_path, environment):
+    folder = tmp_path / "run"
+    run(train_command(folder, "conditioned", AVERAGED, *TESTED, processes=2), **environment)
+    assert_same_test(tested_alone, folder)
+
+
+def test_best_weights_go_on_sharded_over_two(tested_alone, tmp_path):
+    """The best evaluation was before the stop: the second session only reads its weights."""
+    folder, best = tmp_path / "run", record(tested_alone)["best"]["step"]
+    stop_after(small_job(folder, "conditioned", AVERAGED, *TESTED), best)
+    run(train_command(folder, "conditioned", AVERAGED, *TESTED, processes=2), **FSDP2_BERT)
+    assert [session["processes"] for session in record(folder)["sessions"]] == [1, 2]
+    assert_same_test(tested_alone, folder)
+
+
+def assert_same_test(a, b):
+    ours, theirs = record(a)["test"], record(b)["test"]
+    assert theirs.pop("loss") == pytest.approx(ours.pop("loss"), rel=2e-3)
+    assert theirs == ours  # fifty samples, none of which is on the edge
+    mine, other = (load(last_weights(folder)["best.safetensors"]) for folder in (a, b))
+    assert mine.keys() == other.keys()
+    assert all((mine[key].double() - other[key].double()).abs().max() < 2e-3 for key in mine)
 
 
 def test_accumulation_computes_what_one_batch_does(alone, tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.small import last_weights, logs, record, small_job, stop_after, train_command
+from experiments.small import assert_same_run, kill_at_write, last_weights, record, small_job, stop_after, train_command
 from wellcond.experiments.compare import run_comparison
 from wellcond.experiments.run import run_job
 from wellcond.experiments.run_folder import RunError
@@ -17,15 +17,6 @@ def unbroken(tmp_path_factory):
     folder = tmp_path_factory.mktemp("unbroken") / "run"
     run_job(small_job(folder))
     return folder
-
-
-def assert_same_run(a, b):
-    assert logs(a) == logs(b)
-    assert last_weights(a) == last_weights(b)
-    for name in ("final", "best"):
-        ours, theirs = (dict(record(folder)[name]) for folder in (a, b))
-        assert ours.pop("seconds") > 0 and theirs.pop("seconds") > 0
-        assert ours == theirs
 
 
 def test_a_killed_run_resumes_to_the_same_files_bit_for_bit(unbroken, tmp_path):
@@ -44,31 +35,11 @@ def test_a_killed_run_resumes_to_the_same_files_bit_for_bit(unbroken, tmp_path):
     assert_same_run(unbroken, folder)
 
 
-class Killed(BaseException):
-    """As sudden as a signal: nothing in the engine catches it."""
-
-
 @pytest.mark.parametrize("moment", range(0, 27, 2))
 def test_a_run_stopped_at_any_write_resumes_to_the_same_files(unbroken, tmp_path, monkeypatch, moment):
     """Every second moment at which a file is about to be flushed or put in place."""
-    folder, count = tmp_path / "run", 0
-    real = {name: getattr(os, name) for name in ("replace", "fsync")}
-
-    def dying(name):
-        def call(*arguments):
-            nonlocal count
-            count += 1
-            if count > moment:
-                raise Killed
-            return real[name](*arguments)
-
-        return call
-
-    with monkeypatch.context() as patch:
-        for name in real:
-            patch.setattr(os, name, dying(name))
-        with pytest.raises(Killed):
-            run_job(small_job(folder))
+    folder = tmp_path / "run"
+    kill_at_write(monkeypatch, moment, small_job(folder))
     run_job(small_job(folder))
     assert_same_run(unbroken, folder)
 

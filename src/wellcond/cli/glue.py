@@ -1,0 +1,101 @@
+"""What `wellcond glue` does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from wellcond.cli.experiments import choose_workers, is_first_process, read_seeds
+from wellcond.cli.inspect import make_console
+from wellcond.cli.progress import RunsProgress
+from wellcond.errors import WellcondError
+from wellcond.experiments.compare import Outcome
+from wellcond.experiments.glue.run import GluePlan, plan_glue, run_glue
+from wellcond.experiments.glue.tasks import NAMES
+from wellcond.report.glue import rebuild_glue, scores_table
+from wellcond.report.glue_scores import load_glue
+
+
+def score_glue(
+    folder: Path,
+    *,
+    tasks: str | None,
+    seeds: str,
+    overrides: Sequence[str],
+    data: Path | None,
+    limit: int | None,
+    base: Path | None,
+    jobs: str,
+    cpu: bool,
+    keep_checkpoints: bool,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """Fine-tune, score and write the tables; returns the exit code."""
+    if not folder.is_dir():
+        raise WellcondError(f"no such folder: {folder}")
+    plan = plan_glue(
+        folder,
+        tasks=NAMES if tasks is None else [name.strip() for name in tasks.split(",")],
+        seeds=read_seeds(seeds),
+        data=data,
+        limit=limit,
+        overrides=overrides,
+        base=base,
+        cpu=cpu,
+    )
+    silent = quiet or as_json or not is_first_process()
+    outcome = _run(plan, choose_workers(jobs, plan.jobs[0].recipe, cpu=cpu), silent, keep_checkpoints)
+    if is_first_process():
+        if outcome.records:
+            _show(folder, as_json=as_json, quiet=quiet)
+        _tell_end(outcome, plan, as_json=as_json)
+    return 130 if outcome.interrupted else 1 if outcome.failures else 0
+
+
+def _run(plan: GluePlan, num_workers: int, silent: bool, keep_checkpoints: bool) -> Outcome:
+    progress = RunsProgress(len(plan.jobs), quiet=silent)
+    try:
+        with progress.shown():
+            return run_glue(plan, num_workers=num_workers, observer=progress.observe, keep_checkpoints=keep_checkpoints)
+    finally:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def _show(folder: Path, *, as_json: bool, quiet: bool) -> None:
+    page = rebuild_glue(folder)
+    if as_json:
+        print(page.with_suffix(".json").read_text("utf-8"), end="")
+        return
+    if quiet:
+        return
+    made = scores_table(load_glue(folder))
+    out = make_console()
+    table = Table(title=escape(made.title), header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, name in enumerate(made.header):
+        table.add_column(escape(name), justify="left" if number in made.text_columns else "right")
+    for row in made.rows:
+        table.add_row(*map(escape, row))
+    out.width = max(out.width, table.__rich_measure__(out, out.options.update(max_width=10_000)).maximum)
+    out.print(table)
+    for note in made.notes:
+        out.print(f"- {escape(note)}", soft_wrap=True)
+    out.print(f"tables: {page}", markup=False, soft_wrap=True)
+
+
+def _tell_end(outcome: Outcome, plan: GluePlan, *, as_json: bool) -> None:
+    out = Console(stderr=True) if as_json else make_console()
+    for _, problem in outcome.failures:
+        out.print(f"[red]failed:[/] {escape(problem)}", soft_wrap=True)
+    for name in plan.left_out:
+        out.print(f"[yellow]not scored:[/] {escape(name)}", soft_wrap=True)
+    if outcome.interrupted:
+        left = len(plan.jobs) - sum(record["status"] in ("finished", "diverged") for record in outcome.records)
+        out.print(f"[yellow]stopped[/] with {left} of {len(plan.jobs)} runs to go; the same command goes on from here")
