@@ -215,7 +215,6 @@ def test_reading_text_is_reported():
     [
         ("image_classification", DOCUMENTS, {}, "image_classification needs image data; some has text"),
         ("language_modelling", IMAGES, {"context": 4}, "language_modelling needs text data; some has image"),
-        ("sequence_classification", IMAGES, {}, "needs text or tokens data; some has image"),
         ("image_classification", bundle("image", byte_images(), classes=None), {}, "needs labels; some has none"),
         ("sequence_classification", bundle("text", texts("a"), classes=None), {"length": 4}, "needs labels"),
         ("sequence_classification", DOCUMENTS, {}, "expected task.length, for instance 256"),

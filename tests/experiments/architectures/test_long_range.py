@@ -156,6 +156,17 @@ def test_a_sequence_of_padding_alone_gives_numbers(attention):
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
 
+def test_long_sequences_are_convolved_by_torch(monkeypatch):
+    model = build().double()
+    ids, mask = tokens(1)
+    banded = model(ids, mask)
+    monkeypatch.setattr("wellcond.experiments.architectures.nystrom.LONGEST_BANDED", 0)
+    called = []
+    model.blocks[0].attention.self.conv.register_forward_hook(lambda *_: called.append(True))
+    torch.testing.assert_close(model(ids, mask), banded)
+    assert called
+
+
 PUBLISHED = [("listops", 32, 2048, 10), ("text", 512, 4096, 2), ("image", 512, 1024, 10), ("pathfinder", 512, 1024, 2)]
 
 

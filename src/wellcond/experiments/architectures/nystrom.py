@@ -14,6 +14,10 @@ from wellcond.attention.registry import register_adapter
 
 MASKED = -1e9  # finite: a sequence that is masked altogether gets equal probabilities, not NaN
 
+# On a processor a depth-wise convolution is slow: with its gradient 69 ms against 28 ms for the banded product of
+# 32 x 2 heads of 256 x 32 (one thread), 359 against 633 ms at 1,024 tokens.
+LONGEST_BANDED = 512
+
 
 class MaskedNystromAttention(NystromformerSelfAttention):
     """Masked tokens take part in nothing: neither landmarks, nor keys, nor the convolution see them.
@@ -53,7 +57,7 @@ class MaskedNystromAttention(NystromformerSelfAttention):
             else:
                 context = self._approximate(query, key, value, hidden)
             if self.conv_kernel_size is not None:
-                context = context + self.conv(value if rows is None else value * rows)
+                context = context + self._convolve(value if rows is None else value * rows)
             return (context.transpose(1, 2).flatten(2),)
 
     def _heads(self, projected: Tensor) -> Tensor:
@@ -68,6 +72,17 @@ class MaskedNystromAttention(NystromformerSelfAttention):
         tokens_to_landmarks = softmax(query @ k_landmarks.mT, dim=-1)
         between_landmarks = softmax(q_landmarks @ k_landmarks.mT, dim=-1)
         return tokens_to_landmarks @ self.iterative_inv(between_landmarks) @ (softmax(scores, dim=-1) @ value)
+
+    def _convolve(self, value: Tensor) -> Tensor:
+        if value.device.type != "cpu" or self.seq_len > LONGEST_BANDED:
+            return self.conv(value)
+        # The same sums as a product with the banded matrix T[i, j] = kernel[j - i + half].
+        kernels = self.conv.weight.flatten(1)  # (heads, kernel)
+        position = torch.arange(self.seq_len)
+        offset = position - position[:, None] + self.conv_kernel_size // 2
+        inside = (offset >= 0) & (offset < self.conv_kernel_size)
+        banded = torch.where(inside, kernels[:, offset.clamp(0, self.conv_kernel_size - 1)], 0.0)
+        return banded @ value
 
     def _landmarks(self, heads: Tensor) -> Tensor:
         return heads.unflatten(2, (self.num_landmarks, self.seq_len // self.num_landmarks)).mean(dim=3)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from pydantic import Field
 from torch import Tensor, nn
 
-from wellcond.experiments.data.bundle import DataBundle
+from wellcond.experiments.data.bundle import DataBundle, Split
 from wellcond.experiments.norms import Norms
 from wellcond.experiments.settings import RecipeError, Settings
 
@@ -54,10 +55,12 @@ class ModelSettings(Settings):
     """Which model, with which arguments."""
 
     name: str
-    """timm:NAME, hf:CONFIG_TYPE_OR_LOCAL_PATH, or path/to/file.py:callable (only with --trust-local-code)"""
+    """timm:NAME, hf:CONFIG_TYPE_OR_LOCAL_PATH, wellcond:NAME; with --trust-local-code also path/to/file.py:callable"""
     arguments: dict[str, Any] = Field(default_factory=dict)
     weights: str | None = None
     """Checkpoint to start from; the method is applied after it is loaded."""
+    encoder: str | None = None
+    """Weights of a pre-trained encoder to start from; what it has no weights for, such as a classifier, is as built."""
     norms: Norms = "keep"
     """Whether to take all norms out of the blocks (the final norm stays), or only the one in front of the attention."""
 
@@ -71,6 +74,17 @@ class TaskContext:
     augmentation: Any = None
     progress: Callable[[str, int, int], None] | None = None
     """Told of slow preparation: what, how many done, of how many."""
+    base: Path | None = None
+    """Folder that relative paths in the task start from; the current one if None."""
+    with_test: bool = True
+    """Whether the test split is wanted; decoding one for nothing may take minutes."""
+
+    @property
+    def test(self) -> Split | None:
+        """The test split, if it is wanted and has labels where there are classes."""
+        split = self.data.others.get("test") if self.with_test else None
+        unlabelled = split is not None and split.labels is None and self.data.class_names is not None
+        return None if unlabelled else split
 
 
 class AbstractTask(ABC):
@@ -79,6 +93,8 @@ class AbstractTask(ABC):
     metric: Metric
     train: SampleSet
     evaluation: SampleSet
+    test: SampleSet | None = None
+    """Samples that no choice is made on; None if the data have no labelled split named test."""
     data: DataBundle
 
     @abstractmethod

@@ -68,21 +68,25 @@ class ImageClassification(AbstractTask):
             raise RecipeError(
                 f"{context.data.name}: images are {shape[-2]} x {shape[-1]}; set task.image_size to the side wanted"
             )
-        for name, split in (("training", context.data.train), ("evaluation", context.data.evaluation)):
+        self.splits = {"training": context.data.train, "evaluation": context.data.evaluation}
+        if context.test is not None:
+            self.splits["test"] = context.test
+        for name, split in self.splits.items():
             if split.labels is not None:
                 check_labels(split.labels, self.num_classes, f"{context.data.name}, {name} split")
-        self.train, self.evaluation = self._in_memory() or self._pictures()
+        made = self._in_memory() or self._pictures()
+        self.train, self.evaluation, self.test = made["training"], made["evaluation"], made.get("test")
         self._mixing: Any = None
 
-    def _in_memory(self) -> tuple[SampleSet, SampleSet] | None:
+    def _in_memory(self) -> dict[str, SampleSet] | None:
         one_by_one = self.augmentation.needs_pictures or self.settings.evaluation_crop != 1.0
         if self.settings.in_memory == "always" and one_by_one:
             raise RecipeError("task.in_memory: always, but the augmentation or task.evaluation_crop needs decoding")
         if self.settings.in_memory == "never" or one_by_one:
             return None
         data, report = self.context.data, self.context.progress
-        loaded = []
-        for name, split in (("training", data.train), ("evaluation", data.evaluation)):
+        loaded = {}
+        for name, split in self.splits.items():
             told = None if report is None else functools.partial(report, f"decoding {name} images")
             images = as_tensor_images(split, size=self.size, channels=self.channels, progress=told)
             if images is None or images.images.shape[-2:] != (self.size, self.size):  # tensors are not resized there
@@ -93,11 +97,13 @@ class ImageClassification(AbstractTask):
                     )
                 return None
             assert images.labels is not None  # there are classes
-            loaded.append((images.images, images.labels))
-        train, evaluation = loaded
-        mean, std = self._statistics(train[0])
+            loaded[name] = (images.images, images.labels)
+        mean, std = self._statistics(loaded["training"][0])
         common: dict[str, Any] = {"mean": mean, "std": std, "seed": self.context.seed}
-        return TensorImages(*train, augmentation=self.augmentation, **common), TensorImages(*evaluation, **common)
+        return {
+            name: TensorImages(*images, augmentation=self.augmentation if name == "training" else None, **common)
+            for name, images in loaded.items()
+        }
 
     def _statistics(self, images: Tensor) -> tuple[Tensor | None, Tensor | None]:
         if self.settings.normalise == "none" or images.is_floating_point():  # floats come normalised
@@ -112,7 +118,7 @@ class ImageClassification(AbstractTask):
         mean, square = sums / (images.numel() / self.channels)
         return mean.float(), (square - mean.square()).clamp_min(1e-12).sqrt().float()
 
-    def _pictures(self) -> tuple[SampleSet, SampleSet]:
+    def _pictures(self) -> dict[str, SampleSet]:
         data = self.context.data
         if self.augmentation.crop_padding:
             raise RecipeError(
@@ -129,12 +135,14 @@ class ImageClassification(AbstractTask):
         mean, std = IMAGENET if self.settings.normalise != "none" else ((0.0,) * 3, (1.0,) * 3)
         if self.channels == 1:
             mean, std = (sum(mean) / 3,), (sum(std) / 3,)
-        transforms = [
-            picture_transform(self.size, augmentation, crop=self.settings.evaluation_crop, mean=mean, std=std)
-            for augmentation in (self.augmentation, None)
-        ]
-        common = {"channels": self.channels, "seed": self.context.seed}
-        return Pictures(data.train, transforms[0], **common), Pictures(data.evaluation, transforms[1], **common)
+        made: dict[str, SampleSet] = {}
+        for name, split in self.splits.items():
+            augmentation = self.augmentation if name == "training" else None
+            transform = picture_transform(
+                self.size, augmentation, crop=self.settings.evaluation_crop, mean=mean, std=std
+            )
+            made[name] = Pictures(split, transform, channels=self.channels, seed=self.context.seed)
+        return made
 
     def model_arguments(self, kind: str) -> dict[str, Any]:
         """Classes, channels and size."""

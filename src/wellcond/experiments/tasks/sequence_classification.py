@@ -1,38 +1,34 @@
-"""Classification of token sequences, or of text read as bytes: cross entropy, accuracy."""
+"""Classification of token sequences, of text read as bytes, or of images read pixel by pixel."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
+import numpy as np
 import torch
 from pydantic import PositiveInt
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import Tensor
 
-from wellcond.experiments.settings import RecipeError, Settings
-from wellcond.experiments.tasks.base import (
-    EVALUATION,
-    AbstractTask,
-    Batch,
-    Metric,
-    SampleKey,
-    TaskContext,
-    need_classes,
-    need_kind,
-    register_task,
-)
-from wellcond.experiments.tasks.byte_text import PADDING, VOCABULARY, padded_documents
-from wellcond.experiments.tasks.image_classification import classification_sums, logits_of
-from wellcond.experiments.tasks.image_sets import check_labels
+from wellcond.experiments.data.bundle import Split, TensorSplit
+from wellcond.experiments.settings import RecipeError
+from wellcond.experiments.tasks.base import Batch, SampleKey, SampleSet, TaskContext, register_task
+from wellcond.experiments.tasks.byte_text import PADDING, VOCABULARY, PackedDocuments, read_documents
+from wellcond.experiments.tasks.pixels import LEVELS, grey_pixels
+from wellcond.experiments.tasks.sequences import SequenceSettings, SequenceTask, check_kept_bytes, pad, text_length
+
+ROWS_AT_ONCE = 4096
 
 
-class SequenceClassificationSettings(Settings):
+class SequenceClassificationSettings(SequenceSettings):
     """Options of the task."""
 
     name: Literal["sequence_classification"] = "sequence_classification"
-    length: PositiveInt | None = None
-    """Sequences are cut or padded to it; needed for text, the length of the data for tokens."""
+    image_size: PositiveInt | None = None
+    """Side in pixels that images are resized to; their own by default."""
+    black: Literal["masked", "visible"] = "masked"
+    """Whether pixels of value 0 are masked like padding, as in the release of the Long Range Arena. Visible pixels
+    have a token more."""
 
 
 class TokenRows:
@@ -55,72 +51,140 @@ class TokenRows:
         return {"input_ids": tokens, "attention_mask": (tokens != PADDING).long(), "label": self.labels[indices]}
 
 
-@register_task(SequenceClassificationSettings)
-class SequenceClassification(AbstractTask):
-    """Logits against a label."""
+class TextRows:
+    """Texts in memory; a pair is joined by a padding token."""
 
-    metric = Metric("accuracy", higher_is_better=True, percent=True)
+    in_memory = True
+
+    def __init__(
+        self, first: PackedDocuments, second: PackedDocuments | None, labels: Tensor, *, length: int, width: int
+    ) -> None:
+        """Cut to `length` and padded to `width`."""
+        self.first, self.second, self.labels, self.length, self.width = first, second, labels, length, width
+
+    def __len__(self) -> int:
+        """Number of texts."""
+        return len(self.first)
+
+    def fetch(self, keys: Sequence[SampleKey]) -> Batch:
+        """Tokens, mask and labels."""
+        indices = [index for index, _ in keys]
+        tokens, mask = pad([self._sequence(index) for index in indices], self.width)
+        return {"input_ids": tokens, "attention_mask": mask, "label": self.labels[indices]}
+
+    def _sequence(self, index: int) -> np.ndarray:
+        first = self.first.tokens(index)
+        if self.second is None:
+            return first
+        return np.concatenate([first, [PADDING], self.second.tokens(index)])[: self.length]
+
+
+@register_task(SequenceClassificationSettings)
+class SequenceClassification(SequenceTask):
+    """One sequence a label."""
+
+    settings: SequenceClassificationSettings
 
     def __init__(self, settings: SequenceClassificationSettings, context: TaskContext) -> None:
         """Encode everything once."""
+        super().__init__(settings, context)
         data = context.data
-        need_kind(data, settings.name, "text", "tokens")
-        self.num_classes = need_classes(data, settings.name)
-        if data.kind == "text" and settings.length is None:
-            raise RecipeError("sequence_classification of text: expected task.length, for instance 256")
+        if data.kind != "image" and settings.image_size is not None:
+            raise RecipeError(f"task.image_size is for images; {data.name} has {data.kind}")
         # Like bytes, tokens are shifted by one to make room for padding: models never attend to it nor embed it.
-        self.vocabulary = VOCABULARY if data.kind == "text" else 1 + (data.vocabulary_size or 0)
-        self.train, self.evaluation = (
-            self._rows(split, settings.length, f"{data.name}, {name} split", context)
-            for name, split in (("training", data.train), ("evaluation", data.evaluation))
-        )
-        self.length = self.train.tokens.shape[1]
-
-    def _rows(self, split: Any, length: int | None, what: str, context: TaskContext) -> TokenRows:
-        if context.data.kind == "text":
-            assert length is not None
-            told = context.progress
-            tokens = padded_documents(split, length, None if told is None else lambda a, b: told("reading text", a, b))
+        if data.kind == "text":
+            self.vocabulary, self.length = VOCABULARY, text_length(settings)
+        elif data.kind == "tokens":
+            self.vocabulary = 1 + (data.vocabulary_size or 0)
+            splits = [data.train, data.evaluation, *(split for name, split in data.others.items() if name == "test")]
+            self.length = settings.length or max(len(split[0]["tokens"]) for split in splits)
         else:
-            tokens = torch.stack([split[row]["tokens"] for row in range(len(split))])
-            largest = self.vocabulary - 2
-            outside = tokens[(tokens < 0) | (tokens > largest)]
-            if len(outside):
-                raise RecipeError(f"{what}: expected tokens from 0 to {largest}, found {int(outside[0])}")
-            length = length or tokens.shape[1]
-            tokens = torch.nn.functional.pad(tokens[:, :length] + 1, (0, max(0, length - tokens.shape[1])))
-        check_labels(split.labels, self.num_classes, what)
-        return TokenRows(tokens, split.labels)
+            self.vocabulary = LEVELS + (settings.black == "visible")
+            self.length = self._number_of_pixels()
+        self.width = settings.pad_to or self.length
+        if self.width < self.length:
+            raise RecipeError(
+                f"task.pad_to: expected at least the {self.length} tokens of {data.name}, found {self.width}"
+            )
+        self.load()
 
-    def model_arguments(self, kind: str) -> dict[str, Any]:
-        """Vocabulary, classes and the padding token."""
-        return {"vocab_size": self.vocabulary, "num_labels": self.num_classes, "pad_token_id": PADDING}
+    def _number_of_pixels(self) -> int:
+        if self.settings.length is not None:
+            raise RecipeError("task.length is for text and tokens; the side of images is task.image_size")
+        if self.settings.image_size is not None:
+            return self.settings.image_size**2
+        first = self.context.data.train[0]["image"]
+        height, width = first.shape[-2:] if isinstance(first, Tensor) else reversed(first.size)
+        return height * width
+
+    def rows(self, split: Split, what: str) -> SampleSet:
+        """Samples by the kind of data."""
+        if self.context.data.kind == "text":
+            return self._texts(split, what)
+        return self._tokens(split, what) if self.context.data.kind == "tokens" else self._pixels(split, what)
+
+    def _texts(self, split: Split, what: str) -> TextRows:
+        check_kept_bytes(split, self.length, what)
+        first, second, lengths = PackedDocuments(), PackedDocuments(), []
+        for text, text_pair in read_documents(split, self.progress("reading text")):
+            first.append(text[: self.length])
+            if text_pair is None:
+                lengths.append(len(text))
+            else:
+                second.append(text_pair[: self.length])
+                # The padding between the two is a token, but not one to see.
+                lengths.append(len(text) + 1 + len(text_pair) if text or text_pair else 0)
+        self.check_lengths(torch.tensor(lengths), self.length, what)
+        assert split.labels is not None
+        return TextRows(first, second if len(second) else None, split.labels, length=self.length, width=self.width)
+
+    def _tokens(self, split: Split, what: str) -> TokenRows:
+        tokens = (
+            split.inputs
+            if isinstance(split, TensorSplit)
+            else torch.stack([split[row]["tokens"] for row in range(len(split))])
+        )
+        starts = range(0, len(tokens), ROWS_AT_ONCE)
+        lengths = [self._lengths(tokens[start : start + ROWS_AT_ONCE].long(), start, what) for start in starts]
+        self.check_lengths(torch.cat(lengths), self.length, what)
+        return self._shifted(tokens, 1, split)
+
+    def _lengths(self, tokens: Tensor, start: int, what: str) -> Tensor:
+        """Tokens of each row before the -1 at its end; the first row is number `start` of the split."""
+        largest = self.vocabulary - 2
+        is_token = (tokens >= 0) & (tokens <= largest)
+        lengths = is_token.sum(1)
+        at_the_end = torch.arange(tokens.shape[1]) >= lengths[:, None]
+        wrong = (~is_token & ~((tokens == -1) & at_the_end)).nonzero()
+        if len(wrong):
+            row, column = wrong[0].tolist()
+            raise RecipeError(
+                f"{what}, row {start + row} (the first is 0): expected tokens from 0 to {largest}, found "
+                f"{int(tokens[row, column])} at {column}; -1 may only fill the end of a row, as padding"
+            )
+        return lengths
+
+    def _pixels(self, split: Split, what: str) -> TokenRows:
+        pixels = grey_pixels(split, self.settings.image_size, what, self.progress("decoding images"))
+        if pixels.shape[1] != self.length:
+            raise RecipeError(
+                f"{what}: expected images of {self.length} pixels, as in training, found {pixels.shape[1]}; set "
+                "task.image_size"
+            )
+        if self.settings.black == "visible":
+            return self._shifted(pixels, 1, split)
+        self.check_lengths((pixels != PADDING).sum(1), self.length, what)
+        return self._shifted(pixels, 0, split)
+
+    def _shifted(self, tokens: Tensor, shift: int, split: Split) -> TokenRows:
+        """Rows cut and padded, in 16 bits if the tokens fit."""
+        kept = tokens[:, : self.length]
+        small = self.vocabulary < 2**15
+        padded = torch.zeros(len(tokens), self.width, dtype=torch.int16 if small else torch.int64)
+        padded[:, : kept.shape[1]] = kept.to(padded.dtype) + shift
+        assert split.labels is not None
+        return TokenRows(padded, split.labels)
 
     def auto_class(self) -> str:
         """With a classifier."""
         return "AutoModelForSequenceClassification"
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Cross entropy."""
-        return cross_entropy(self._logits(model, batch), batch["label"], reduction="sum")
-
-    def num_terms(self, batch: Batch) -> int:
-        """One per sequence."""
-        return len(batch["label"])
-
-    def score(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Loss, correct answers and count."""
-        return classification_sums(self._logits(model, batch), batch["label"])
-
-    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Mean loss and accuracy."""
-        return {"loss": sums["loss"] / sums["count"], "accuracy": sums["correct"] / sums["count"]}
-
-    def probe(self, num_samples: int) -> dict[str, Tensor]:
-        """Evaluation sequences."""
-        keys = [(index, EVALUATION) for index in range(min(num_samples, len(self.evaluation)))]
-        batch = self.evaluation.fetch(keys)
-        return {name: batch[name] for name in ("input_ids", "attention_mask")}
-
-    def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        return logits_of(model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]))
