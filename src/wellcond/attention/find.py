@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
-from wellcond.attention.registry import Place, find_adapter, registered_families
+from wellcond.attention.registry import Place, find_adapter, find_base_adapter, registered_families
 from wellcond.attention.site import AttentionSite
 from wellcond.attention.structure import describe_by_structure
 from wellcond.errors import AttentionNotFoundError, UnsupportedLayoutError
@@ -30,13 +30,22 @@ def scan_attention(model: nn.Module) -> Scan:
         place = Place(name, module, model)
         adapter = find_adapter(module)
         try:
-            site = adapter(place) if adapter is not None else describe_by_structure(place)
+            site = adapter(place) if adapter is not None else _with_kind_of_base(place, describe_by_structure(place))
         except UnsupportedLayoutError as refusal:
             refusals.append(refusal)
             continue
         if site is not None:
             sites.append(site)
     return Scan(sites, refusals)
+
+
+def _with_kind_of_base(place: Place, site: AttentionSite | None) -> AttentionSite | None:
+    """A subclass with a forward of its own that could not be tried is, if anything, of the kind of its base."""
+    if site is None or site.evidence != "structure":
+        return site
+    adapter = find_base_adapter(place.module)
+    base = None if adapter is None else adapter(place)
+    return site if base is None else replace(site, kind=base.kind, modifiers=base.modifiers, o=site.o or base.o)
 
 
 def find_attention(model: nn.Module, *, strict: bool = True) -> list[AttentionSite]:

@@ -3,6 +3,7 @@
 An adapter is a function from a `Place` to an `AttentionSite` (or None: "not one of mine after all"). It is found by
 the dotted name of the module's class, so describing a GPT-2 imports nothing from transformers. A subclass inherits
 the adapter of its base only if it keeps the base's `forward`: another forward may read the rows in another order.
+Whoever writes one that does not says so by registering the adapter for it.
 """
 
 from __future__ import annotations
@@ -98,6 +99,11 @@ def find_adapter(module: nn.Module) -> Adapter | None:
         if adapter is not None and getattr(base, "forward", None) is getattr(cls, "forward", None):
             return adapter
     return None
+
+
+def find_base_adapter(module: nn.Module) -> Adapter | None:
+    """The adapter of the nearest base class, whether or not its forward is kept."""
+    return next((ADAPTERS[name] for base in type(module).__mro__ if (name := dotted_name(base)) in ADAPTERS), None)
 
 
 def registered_families() -> list[str]:

@@ -13,9 +13,10 @@ from wellcond.jacobian.capture_record import CapturedAttention
 from wellcond.jacobian.channel import ChannelHead
 from wellcond.jacobian.forms import Form, WideForm
 from wellcond.jacobian.generic import GenericHead
+from wellcond.jacobian.generic_form import GenericForm
 from wellcond.jacobian.head import SoftmaxHead
 from wellcond.jacobian.normalised import NormalisedHead, mapped_head
-from wellcond.jacobian.structure import Structure
+from wellcond.jacobian.nystrom_capture import nystrom_form
 from wellcond.jacobian.token_maps import MapRows, layer_norm, rms_norm
 
 
@@ -28,46 +29,31 @@ class CapturedForm:
     how: str
 
 
-class GenericForm:
-    """`GenericHead` with the face of a form: J J^T through the module's own derivatives."""
-
-    def __init__(self, head: GenericHead) -> None:
-        """Wrap a generic head."""
-        self.head = head
-        self.num_outputs = head.size
-
-    def structure(self) -> Structure:
-        """Sizes; the rank is an upper bound."""
-        return self.head.structure
-
-    def explicit_jacobian(self) -> Tensor:
-        """One reverse pass per output."""
-        return self.head.explicit_jacobian()
-
-    def output_gram(self) -> Tensor:
-        """From the explicit Jacobian."""
-        jacobian = self.head.explicit_jacobian()
-        return jacobian @ jacobian.T
-
-    def product(self, flat: Tensor) -> Tensor:
-        """J (J^T u)."""
-        return self.head.matvec(flat)
-
-
 def captured_form(captured: CapturedAttention, kv_head: int, *, sample: int = 0, biases: bool = False) -> CapturedForm:
     """The form of one key/value head of a captured attention on one sample.
 
     A structured form that is not plain (channel attention, QK-norm) is believed only if it reproduces what the module's
     own copy puts out; otherwise, and for everything else, the derivatives go through the module itself. A generic form
-    covers all samples of the captured call at once.
+    covers all samples of the captured call at once; only Nystrom attention is run on each sample by itself.
     """
     if captured.is_plain:
         head = captured.head(kv_head, sample)
         return CapturedForm(WideForm(head, biases), head, "structured: plain softmax")
+    if captured.site.kind == "nystrom":
+        return _nystrom(captured, kv_head, sample, biases)
     generic = GenericHead(captured, kv_head)
     structured = _channel(captured, kv_head, biases) or _normalised(captured, kv_head, biases)
     if structured is not None and _agree(structured.form, generic):
         return structured
+    return CapturedForm(GenericForm(generic), None, f"generic derivatives: {captured.why_not_plain}")
+
+
+def _nystrom(captured: CapturedAttention, kv_head: int, sample: int, biases: bool) -> CapturedForm:
+    alone = captured.num_samples > 1
+    generic = GenericHead(captured, kv_head, sample=sample if alone else None)
+    form = None if biases else nystrom_form(captured, kv_head, sample, generic)
+    if form is not None:
+        return CapturedForm(form, None, "structured: Nystrom attention")
     return CapturedForm(GenericForm(generic), None, f"generic derivatives: {captured.why_not_plain}")
 
 

@@ -60,14 +60,19 @@ class Diagnosis:
 def attention_statistics(head: SoftmaxHead) -> AttentionStatistics:
     """Entropy, diagonal mass and largest probability of a head's attention map."""
     p = head.probabilities()
-    entropy = -torch.xlogy(p, p).sum(-1)
     visible = torch.full(p.shape[:-1], float(p.shape[-1]), dtype=p.dtype, device=p.device)
     if head.logit_bias is not None:
         visible = (head.logit_bias > -torch.inf).sum(-1).to(p).expand(p.shape[:-1])
+    square = head.y is None and p.shape[-1] == p.shape[-2]
+    return map_statistics(p, visible, p.diagonal(dim1=-2, dim2=-1) if square else None)
+
+
+def map_statistics(p: Tensor, visible: Tensor, own: Tensor | None) -> AttentionStatistics:
+    """Of probabilities (..., keys), with how many keys each row may see and the probability of its own token."""
+    entropy = -torch.xlogy(p, p).sum(-1)
     several = visible > 1
     normalised = (entropy[several] / visible[several].log()).mean() if bool(several.any()) else torch.tensor(math.nan)
-    square = head.y is None and p.shape[-1] == p.shape[-2]
-    diagonal = float(p.diagonal(dim1=-2, dim2=-1).mean()) if square else math.nan
+    diagonal = math.nan if own is None else float(own.mean())
     return AttentionStatistics(float(entropy.mean()), float(normalised), diagonal, float(p.amax(-1).mean()))
 
 

@@ -8,6 +8,9 @@ independent of each other, so that <u, J v> = <J^T u, v> is a real test of both.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -19,6 +22,9 @@ from wellcond.jacobian.capture_record import CapturedAttention
 from wellcond.jacobian.capture_watch import ROLES
 from wellcond.jacobian.generic_replica import Replica, as_double
 from wellcond.jacobian.structure import Structure, token_rank
+
+LARGEST_BATCH = 32
+BATCH_BYTES = 2**27
 
 
 class ReplayError(WellcondError, RuntimeError):
@@ -43,8 +49,11 @@ class GenericHead:
         (20, 96, True)
     """
 
-    def __init__(self, captured: CapturedAttention, kv_head: int = 0) -> None:
+    def __init__(self, captured: CapturedAttention, kv_head: int = 0, *, sample: int | None = None) -> None:
         """Copy the module of a captured call, and check that the copy gives what the model gave.
+
+        With `sample`, the module is then run on that sample by itself: arguments that have an entry for every sample
+        of the batch keep this one. Attention that depends on the rest of the batch gives other outputs than in it.
 
         Raises:
             ValueError: the attention was not called.
@@ -66,14 +75,18 @@ class GenericHead:
         self._rows = [self.site.by_role("query").rows[group]]
         self._rows += [self.site.by_role(role).rows[kv_head : kv_head + 1] for role in ("key", "value")]
         self._columns = self._replica.columns[group]
-        self._forward_mode = True
-        self._graph: tuple[tuple[Tensor, ...], Tensor] | None = None
+        self._forward_mode, self._in_batches = True, True
         heads = [self._rows_of(slot, rows) for slot, rows in zip(self._slots, self._rows, strict=True)]
         self.w_q, self.w_k, self.w_v = heads[0], heads[1][0], heads[2][0]
         with torch.no_grad():
             everything = self._all_heads(self.w_q, self.w_k, self.w_v)
-        self.num_rows = everything.shape[0]
         self._check_replay(everything)
+        self.sample = sample
+        if sample is not None:
+            self._replica.keep_sample(sample)
+            with torch.no_grad():
+                everything = self._all_heads(self.w_q, self.w_k, self.w_v)
+        self.num_rows = everything.shape[0]
         if not self._heads_are_apart(everything):
             self._columns = torch.arange(everything.shape[1])[None]
 
@@ -120,6 +133,7 @@ class GenericHead:
         tokens = call.inputs.get(role)
         if tokens is None:  # used by other means than one call of its module: nothing is known
             return slot.in_features
+        tokens = tokens if self.sample is None else tokens[self.sample]
         tokens = tokens.movedim(1, -1) if is_map(slot, tokens) else tokens
         return token_rank(as_double(tokens).reshape(-1, slot.in_features))
 
@@ -179,13 +193,16 @@ class GenericHead:
                 f"difference {off:.1e}); it depends on more than its arguments and weights"
             )
 
+    @cached_property
+    def _recorded(self) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Weights and output with the graph between them."""
+        with torch.enable_grad():
+            leaves = tuple(w.clone().requires_grad_(True) for w in self._weights)
+            return leaves, self.output(*leaves)
+
     def vjp(self, u: Tensor) -> Tensor:
         """J^T u, (p,), for u of length n."""
-        if self._graph is None:
-            with torch.enable_grad():
-                leaves = tuple(w.clone().requires_grad_(True) for w in self._weights)
-                self._graph = leaves, self.output(*leaves)
-        leaves, output = self._graph
+        leaves, output = self._recorded
         # A weight that does not matter (the queries of a single token) has no path to the output.
         grads = _grad(output, leaves, u.view_as(output))
         return self.flatten(*grads)
@@ -219,6 +236,51 @@ class GenericHead:
             total = torch.stack([(p * t).sum() for p, t in zip(pulled, tangents, strict=True)]).sum()
         return _grad(total, (u,), None)[0].flatten()
 
+    def jvps(self, directions: Tensor) -> Tensor:
+        """J v for many v at a time: (count, n) from (count, p)."""
+        return self._many(directions, self.size, self._push, self.jvp)
+
+    def vjps(self, covectors: Tensor) -> Tensor:
+        """J^T u for many u at a time: (count, p) from (count, n)."""
+        return self._many(covectors, self.num_parameters, self._pull, self.vjp)
+
+    def _many(
+        self, vectors: Tensor, width: int, together: Callable[[Tensor], Tensor], one: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        found = torch.empty(len(vectors), width, dtype=torch.float64)
+        for some, into in zip(vectors.split(self.batch_size), found.split(self.batch_size), strict=True):
+            if self._in_batches:
+                try:
+                    into.copy_(together(some))
+                    continue
+                except (NotImplementedError, RuntimeError, ValueError):
+                    self._in_batches = False  # an operation of this module cannot be batched (or must fail by itself)
+            into.copy_(torch.stack([one(vector) for vector in some]))
+        return found
+
+    @property
+    def batch_size(self) -> int:
+        """Products that are computed together: the attention maps of all of them fit in `BATCH_BYTES`."""
+        maps = 8 * self.site.num_heads * self.num_rows * max(self.num_rows, self._replica.width)
+        return max(1, min(LARGEST_BATCH, BATCH_BYTES // maps))
+
+    @torch.no_grad()
+    def _push(self, directions: Tensor) -> Tensor:
+        def push(vector: Tensor) -> Tensor:
+            return torch.func.jvp(self.output, self._weights, self.unflatten(vector))[1]
+
+        return torch.func.vmap(push)(directions).flatten(1)
+
+    def _pull(self, covectors: Tensor) -> Tensor:
+        leaves, output = self._recorded
+        if not output.requires_grad:
+            return torch.zeros(len(covectors), self.num_parameters, dtype=torch.float64)
+        pulled = torch.autograd.grad(
+            output, leaves, covectors.view(-1, *output.shape), retain_graph=True, is_grads_batched=True,
+            allow_unused=True, materialize_grads=True,
+        )  # fmt: skip
+        return torch.cat([w.mT.reshape(len(covectors), -1) for w in pulled], dim=1)
+
     def matvec(self, u: Tensor) -> Tensor:
         """J J^T u."""
         return self.jvp(self.vjp(u))
@@ -235,16 +297,16 @@ class GenericHead:
         return 0.0 if size == 0 else abs(float(u @ pushed - pulled @ v)) / size
 
     def explicit_jacobian(self) -> Tensor:
-        """J (n, p), one reverse pass per output: for small sizes.
+        """J (n, p), by reverse passes for all outputs.
 
         Raises: WeightError if it has NaN or infinite entries.
         """
         jacobian = torch.empty(self.size, self.num_parameters, dtype=torch.float64)
-        unit = torch.zeros(self.size, dtype=torch.float64)
-        for row in range(self.size):
-            unit[row] = 1.0
-            jacobian[row] = self.vjp(unit)
-            unit[row] = 0.0
+        for first in range(0, self.size, self.batch_size):
+            rows = jacobian[first : first + self.batch_size]
+            units = torch.zeros(len(rows), self.size, dtype=torch.float64)
+            units.diagonal(first).fill_(1.0)
+            rows.copy_(self.vjps(units))
         if not bool(torch.isfinite(jacobian).all()):
             raise WeightError(f"{self.site.name}: its derivative has NaN or infinite entries")
         return jacobian

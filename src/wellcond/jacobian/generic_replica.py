@@ -133,6 +133,19 @@ class Replica:
         assert out is not None
         return self.as_rows(out)
 
+    def keep_sample(self, sample: int) -> None:
+        """Run on one sample of the batch only, from now on; the batch is the first axis of the first argument."""
+        first = first_tensor((*self.args, *self.kwargs.values()))
+        assert first is not None
+        count, memo = len(first), dict[int, Any]()
+
+        def keep(tensor: Tensor) -> Tensor:
+            batched = tensor.dim() > 0 and len(tensor) == count
+            return tensor[sample : sample + 1].clone() if batched else tensor.clone()
+
+        self.args = copy_argument(self.args, memo, keep)
+        self.kwargs = copy_argument(self.kwargs, memo, keep)
+
     def as_rows(self, heads: Tensor) -> Tensor:
         """What W_O reads, or the module returns, as (tokens, width)."""
         # What works on maps with 1x1 convolutions hands on maps (B, width, h, w).

@@ -182,7 +182,7 @@ def build_blocks(head: SoftmaxHead, *, biases: bool = False, compress: bool = Tr
     py = p @ y
     if biases and head.b_v is not None:
         py = torch.cat([py, py.new_ones(len(py), 1)], dim=1)
-    m, b = _covariances(p, k, v, y, head.scale)
+    m, b = weighted_covariances(p, k, v, y, head.scale)
     return Blocks(x=rows, q=head.queries().flatten(0, 1), py=py, m=m, b=b, p=p, k=k, v=v)
 
 
@@ -193,7 +193,7 @@ def compressed(tokens: Tensor) -> Tensor:
     return torch.linalg.qr(tokens.T).R.T
 
 
-def _covariances(p: Tensor, k: Tensor, v: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def weighted_covariances(p: Tensor, k: Tensor, v: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """M_r and B_r, in the centred form, which keeps relative accuracy when p_r is nearly one-hot.
 
     V^T Lambda_r Z = sum_j p_rj (v_j - o_r) (z_j - Z^T p_r)^T

@@ -24,6 +24,7 @@ from wellcond.jacobian.structure import Structure
 
 GRAM_LIMIT = 6200
 CHOLESKY_LIMIT = 20_000
+ASKED = "asked for"
 METHODS = ("dense", "gram", "cholesky", "implicit")
 
 
@@ -71,7 +72,7 @@ def choose_method(form: Form, structure: Structure, *, asked: str = "auto", memo
                 f"method {asked!r} needs about {needed[asked]:,} bytes for {form.num_outputs} outputs, and {limit:,} "
                 f"are available; would fit: {', '.join(fitting) or 'none, use fewer tokens'}"
             )
-        return Choice(asked, "asked for", needed[asked])  # type: ignore[arg-type]
+        return Choice(asked, ASKED, needed[asked])  # type: ignore[arg-type]
     n, side = form.num_outputs, gram_side(form)
     full_row_rank = structure.max_rank == n
     if side <= GRAM_LIMIT and "gram" in fitting:

@@ -16,7 +16,7 @@ from wellcond.jacobian.dense import dense_jacobian
 from wellcond.jacobian.forms import Form, StackForm, WideForm, certified, smaller_gram
 from wellcond.jacobian.head import SoftmaxHead
 from wellcond.jacobian.records import Convention, JacobianSpectrum, Status
-from wellcond.jacobian.select import Choice, available_bytes, choose_method
+from wellcond.jacobian.select import ASKED, Choice, available_bytes, choose_method
 from wellcond.jacobian.structure import Structure
 from wellcond.linalg.lanczos import largest_eigenvalue
 from wellcond.linalg.spectrum import default_rtol, resolve_rank, singular_values
@@ -28,6 +28,7 @@ EPSILON = torch.finfo(torch.float64).eps
 EXHAUSTIVE_LIMIT = 1500
 LARGEST_SVD = 2e13
 SPECTRUM_LIMIT = 768  # up to here `auto` computes all singular values
+LARGEST_FULL_SVD = 2500  # beyond, an SVD takes longer than everything else, and `auto` gives both ends only
 CLOSED = 1e-8
 
 
@@ -286,7 +287,39 @@ def _svd(task: _Task) -> JacobianSpectrum:
     if jacobian.shape[0] < jacobian.shape[1]:
         jacobian = jacobian.T
     triangle = torch.linalg.qr(jacobian, mode="r").R
+    if len(triangle) > LARGEST_FULL_SVD and task.choice.reason != ASKED:
+        ends = _ends_of(task, triangle)
+        if ends is not None:
+            return ends
     return _from_singular_values(task, torch.linalg.svdvals(triangle), reason="squaring loses the small ones: SVD of J")
+
+
+def _ends_of(task: _Task, triangle: Tensor) -> JacobianSpectrum | None:
+    """Both ends from R of J = QR by Lanczos on R and its inverse: nothing is squared but single vectors.
+
+    None if rounding may have made zeros of the lower end, so that the rank must be counted.
+    """
+    side = len(triangle)
+    top = largest_eigenvalue(lambda u: triangle.T @ (triangle @ u), side)
+    if not bool(triangle.diagonal().all()) or side != task.structure.max_rank:
+        return None
+
+    def solve(u: Tensor) -> Tensor:
+        half = torch.linalg.solve_triangular(triangle.T, u[:, None], upper=False)
+        return torch.linalg.solve_triangular(triangle, half, upper=True)[:, 0]
+
+    bottom = largest_eigenvalue(solve, side)
+    largest, smallest = math.sqrt(top.value), 1 / math.sqrt(bottom.value)
+    error = default_rtol((task.structure.num_outputs, task.structure.num_parameters)) * largest
+    if not smallest > 10 * max(error, task.rtol * largest):
+        return None
+    sure = top.converged and bottom.converged
+    return _record(
+        task, largest, smallest if side == task.structure.smaller_side else 0.0, smallest, side,
+        "exact" if sure else "estimate", reason="squaring loses the small ones: QR of J, then its ends",
+        max_bounds=(largest - error, largest + error), rank_bounds=(smallest - error, smallest + error),
+        num_products=top.num_products + bottom.num_products,
+    )  # fmt: skip
 
 
 def _cholesky(task: _Task) -> JacobianSpectrum:

@@ -1,0 +1,152 @@
+"""What `measure` reports: frozen records of heads, layers and models."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from wellcond.files import json_ready
+from wellcond.jacobian.diagnosis import AttentionStatistics, Diagnosis
+from wellcond.jacobian.output_projection import union_condition_number
+from wellcond.jacobian.records import Convention, JacobianSpectrum
+from wellcond.records import Spectrum
+
+SCHEMA = 1
+Kappa = Literal["strict", "pseudo"]
+Combine = Literal["mean", "stack"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadReport:
+    """One key/value head with its query heads; without a Jacobian, weights and attention map only."""
+
+    index: int
+    query_heads: tuple[int, ...]
+    weights: dict[str, Spectrum]
+    """Worst query head of ``q``; ``k``; ``v``; of the effective weights."""
+    raw_weights: dict[str, Spectrum]
+    """The same of the stored weights, without corrections: equal to `weights` in a plain model."""
+    how: str
+    jacobian: JacobianSpectrum | None = None
+    """Of the first sample, or of all samples stacked; None if it was not asked for."""
+    samples: tuple[float, ...] = ()
+    """The condition number asked for, sample by sample."""
+    both_samples: dict[Kappa, tuple[float, ...]] = field(default_factory=lambda: {"strict": (), "pseudo": ()})
+    """Both condition numbers, sample by sample."""
+    attention: AttentionStatistics | None = None
+    """Of the first sample, or of all samples stacked; None where the attention is not plain softmax. Of Nystrom
+    attention it is of the softmax that is approximated, on at most 256 tokens."""
+    approximation_error: float | None = None
+    """Of Nystrom attention: |Phat - P| / |P| in the Frobenius norm, with P that softmax."""
+    diagnosis: Diagnosis | None = None
+    """Likewise; None also without a Jacobian."""
+    dead: bool = False
+    """Attention has collapsed; without a Jacobian, only where the attention map alone proves it."""
+    papers_bound_log10: float | None = None
+    """The papers' surrogate, which is not a bound; None where it is not defined."""
+    bound_log10: float | None = None
+    """A bound on the Jacobian's condition number, strict for wide, pseudo for stack; None where none is known."""
+
+    def mean_kappa(self, kind: Kappa | None = None) -> float:
+        """Geometric mean over samples; infinite if any is, NaN if one is not known. Of the kind asked for if None."""
+        samples = self.samples if kind is None else self.both_samples[kind]
+        if not samples or any(math.isnan(s) for s in samples):
+            return math.nan
+        if math.inf in samples:
+            return math.inf
+        if len(samples) == 1:
+            return samples[0]
+        return math.exp(sum(math.log(s) for s in samples) / len(samples))
+
+    def spread(self) -> float:
+        """Geometric standard deviation over samples; 1 for one sample, NaN if one is not finite or there is none."""
+        if not self.samples or not all(math.isfinite(s) for s in self.samples):
+            return math.nan
+        logs = [math.log(s) for s in self.samples]
+        if len(logs) < 2:
+            return 1.0
+        mean = sum(logs) / len(logs)
+        return math.exp(math.sqrt(sum((x - mean) ** 2 for x in logs) / (len(logs) - 1)))
+
+    @property
+    def verdict(self) -> str:
+        """What dominates; ``unknown`` where the attention is not plain softmax or the Jacobian was not measured."""
+        return "unknown" if self.diagnosis is None else self.diagnosis.verdict
+
+    @property
+    def status(self) -> str:
+        """How the Jacobian is known; ``not measured`` without one."""
+        return "not measured" if self.jacobian is None else self.jacobian.status
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One attention."""
+
+    name: str
+    kind: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_tokens: int
+    heads: tuple[HeadReport, ...]
+    problem: str = ""
+    """Why no head could be measured; empty otherwise."""
+    with_output: JacobianSpectrum | None = None
+    """Of the layer's output through W_O, if asked for (`output=True`) and every head is plain."""
+
+    def kappa(self, kind: Kappa = "strict") -> float:
+        """Condition number of the whole layer without W_O: heads have parameters of their own, so spectra unite.
+
+        NaN if the Jacobian of some head was not measured.
+        """
+        known = [head.jacobian for head in self.heads if head.jacobian is not None]
+        return union_condition_number(known, kind) if len(known) == len(self.heads) else math.nan
+
+
+@dataclass(frozen=True)
+class MeasurementReport:
+    """What `measure` found. Effective weights throughout: corrections of `condition_` are included."""
+
+    layers: tuple[LayerReport, ...]
+    convention: Convention
+    kappa: Kappa
+    combine: Combine
+    conditioning: dict[str, Any] | None
+    schema: int = SCHEMA
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, both condition numbers of every head included."""
+        data = dataclasses.asdict(self)
+        for layer, plain in zip(self.layers, data["layers"], strict=True):
+            for head, row in zip(layer.heads, plain["heads"], strict=True):
+                row["jacobian"] = None if head.jacobian is None else head.jacobian.to_dict()
+                row["weights"] = {role: s.to_dict() for role, s in head.weights.items()}
+                row["raw_weights"] = {role: s.to_dict() for role, s in head.raw_weights.items()}
+                row["mean_kappa"], row["spread"] = head.mean_kappa(), head.spread()
+                row["verdict"] = head.verdict
+        return data
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """`to_dict` as JSON; infinities and NaN as text, since JSON has none."""
+        return json.dumps(json_ready(self.to_dict()), indent=indent)
+
+    def to_table(self) -> str:
+        """One line per head, in plain text."""
+        lines = [f"{'layer':28} head {'kappa(J)':>10} {'status':>12} {'|J_Q|':>9} {'|J_K|':>9} {'|J_V|':>9} "
+                 f"{'entropy':>8} {'diagonal':>8}  verdict"]  # fmt: skip
+        for layer in self.layers:
+            if layer.problem:
+                lines.append(f"{layer.name:28} not measured: {layer.problem}")
+            for head in layer.heads:
+                d, seen = head.diagnosis, head.attention
+                norms = " ".join(f"{x:9.3g}" for x in ((d.norm_q, d.norm_k, d.norm_v) if d else (math.nan,) * 3))
+                mass = " ".join(f"{x:8.4f}" for x in ((seen.entropy, seen.diagonal_mass) if seen else (math.nan,) * 2))
+                lines.append(
+                    f"{layer.name:28} {head.index:4} {head.mean_kappa():10.4g} {head.status:>12} {norms} "
+                    f"{mass}  {head.verdict}"
+                )
+        return "\n".join(lines)

@@ -1,0 +1,215 @@
+"""Nystrom attention: the structured Jacobian against automatic differentiation of the module itself."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import NystromformerConfig
+from transformers.models.nystromformer.modeling_nystromformer import NystromformerSelfAttention
+
+import wellcond as wc
+from wellcond.jacobian.capture import CapturedAttention, capture_attention
+from wellcond.jacobian.captured_forms import captured_form
+from wellcond.jacobian.generic import GenericHead
+from wellcond.jacobian.generic_form import GenericForm
+from wellcond.jacobian.nystrom import Inverse
+from wellcond.jacobian.nystrom_capture import nystrom_head
+from wellcond.jacobian.nystrom_form import NystromForm
+from wellcond.jacobian.spectrum import form_spectrum
+
+TOKENS, WIDTH, HEADS = 24, 8, 2
+HIDDEN = torch.zeros(1, 1, 1, TOKENS, dtype=torch.float64).index_fill(3, torch.arange(20, 24), -1e9)
+
+
+def attention(landmarks: int = 6, kernel: int | None = 5, option: str = "original", bias: float = 1.0) -> nn.Module:
+    """Hugging Face's module with random weights, in float64."""
+    config = NystromformerConfig(
+        hidden_size=WIDTH, num_attention_heads=HEADS, num_landmarks=landmarks, segment_means_seq_len=TOKENS,
+        conv_kernel_size=kernel or 1,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    module = NystromformerSelfAttention(config).double().eval()
+    module.init_option = option
+    if kernel is None:
+        module.conv_kernel_size = None
+        del module.conv
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.normal_(std=bias if name.endswith("bias") else 0.6)
+    return module
+
+
+def tokens(samples: int = 1) -> Tensor:
+    return torch.randn(samples, TOKENS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def captured_from(module: nn.Module, samples: int = 1, mask: Tensor | None = None) -> CapturedAttention:
+    [captured] = capture_attention(module, (tokens(samples), mask))
+    return captured
+
+
+def by_autograd(module: nn.Module, index: int, x: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
+    """J_Q, J_K, J_V of one head by jacrev of the module's forward."""
+    d = WIDTH // HEADS
+    rows = slice(index * d, (index + 1) * d)
+    names = [f"{name}.weight" for name in ("query", "key", "value")]
+    weights = {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+    def output(*own: Tensor) -> Tensor:
+        changed = {
+            name: weights[name].slice_scatter(w, 0, rows.start, rows.stop) for name, w in zip(names, own, strict=True)
+        }
+        return torch.func.functional_call(module, weights | changed, (x, mask))[0][..., rows]
+
+    found = torch.func.jacrev(output, argnums=(0, 1, 2))(*(weights[name][rows] for name in names))
+    return {role: block.mT.flatten(0, 2).flatten(1) for role, block in zip("qkv", found, strict=True)}
+
+
+CASES = {
+    "without convolution": ({"kernel": None}, None),
+    "with convolution": ({}, None),
+    "as many landmarks as width": ({"landmarks": 4, "option": "exact"}, None),
+    "own scale of each head": ({"option": "exact"}, None),
+    "mask": ({}, HIDDEN),
+    "no biases": ({"bias": 0.0, "landmarks": 3}, None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("index", range(HEADS))
+def test_jacobian_is_that_of_the_module(case, index):
+    options, mask = CASES[case]
+    module = attention(**options)
+    captured = captured_from(module, mask=mask)
+    chosen = captured_form(captured, index)
+    assert chosen.how == "structured: Nystrom attention"
+    form, blocks = chosen.form, by_autograd(module, index, tokens(), mask)
+    assert isinstance(form, NystromForm)
+    dense = torch.cat(list(blocks.values()), dim=1)
+    torch.testing.assert_close(GenericHead(captured, index).explicit_jacobian(), dense, rtol=1e-9, atol=1e-9)
+    j_q, j_k = form.head.query_key_jacobian(form.head.seen, form.head.seen)
+    scale = float(dense.abs().max())
+    torch.testing.assert_close(j_q.flatten(0, 1).flatten(1), blocks["q"], rtol=0, atol=1e-8 * scale)
+    torch.testing.assert_close(j_k.flatten(0, 1).flatten(1), blocks["k"], rtol=0, atol=1e-8 * scale)
+    values = torch.kron(form.head.linear_in_values(form.head.x), torch.eye(WIDTH // HEADS, dtype=torch.float64))
+    torch.testing.assert_close(values, blocks["v"], rtol=1e-10, atol=1e-10)
+    sigma, rank = torch.linalg.svdvals(dense), form.structure().max_rank
+    assert rank == len(sigma) or sigma[rank] < 1e-11 * sigma[0]
+    if form.head.num_landmarks > WIDTH // HEADS and form.head.kernel is not None:
+        assert sigma[rank - 1] > 1e-9 * sigma[0]
+    rank = int((sigma > 1e-11 * sigma[0]).sum())
+    torch.testing.assert_close(
+        torch.linalg.svdvals(form.explicit_jacobian())[:rank], sigma[:rank], rtol=1e-6, atol=1e-8
+    )
+    found = form_spectrum(form)
+    assert found.status == "exact" and found.rank == rank and found.shape == tuple(dense.shape)
+    assert found.sigma_max == pytest.approx(float(sigma[0]), rel=1e-9)
+    assert found.sigma_rank == pytest.approx(float(sigma[rank - 1]), rel=1e-5)
+
+
+def test_gauge_is_null_as_far_as_biases_allow():
+    sizes = {}
+    for bias in (0.0, 1.0):
+        head = nystrom_head(captured_from(attention(bias=bias)), 0, 0)
+        assert head is not None
+        sizes[bias] = NystromForm(head).gauge.size
+    d = WIDTH // HEADS
+    assert sizes == {0.0: d * d, 1.0: d * (d - 1)}
+
+
+@pytest.mark.parametrize("kernel, rank", [(None, 3), (5, WIDTH)])
+def test_landmarks_bound_the_rank_of_values_only_without_convolution(kernel, rank):
+    head = nystrom_head(captured_from(attention(landmarks=3, kernel=kernel)), 0, 0)
+    assert head is not None
+    assert int(torch.linalg.matrix_rank(head.linear_in_values(head.x))) == rank
+
+
+@pytest.mark.parametrize("column_sum", [None, 0.1, 4.0])
+def test_inverse_and_its_derivative(column_sum):
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(5, 5, dtype=torch.float64, generator=generator).softmax(-1)
+    u = torch.randn(5, 3, dtype=torch.float64, generator=generator)
+
+    def steps(a: Tensor) -> Tensor:
+        c = a.sum(0).max()
+        z, eye = a.T / (c if column_sum is None else c.clamp_min(column_sum)), torch.eye(5, dtype=torch.float64)
+        for _ in range(6):
+            z = z @ (13 * eye - a @ z @ (15 * eye - a @ z @ (7 * eye - a @ z))) / 4
+        return z @ u
+
+    inverse = Inverse(a, column_sum)
+    torch.testing.assert_close(inverse.z @ u, steps(a), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(inverse.pull_back(u), torch.func.jacrev(steps)(a), rtol=1e-6, atol=1e-6)
+
+
+def test_another_head_may_decide_the_scale_of_the_inverse():
+    """With the option `original`, c is shared: exact for the head that decides it and for the one that does not."""
+    heads = [nystrom_head(captured_from(attention()), index, 0) for index in range(HEADS)]
+    decides = [bool(head.inverse.c_gradient.any()) for head in heads]
+    assert sorted(decides) == [False, True]  # both cases are in test_jacobian_is_that_of_the_module
+
+
+def test_samples_are_measured_one_by_one():
+    module = attention()
+    report = wc.measure(module, (tokens(3), None), samples=2, heads=[1])
+    [head] = report.layers[0].heads
+    alone = [wc.measure(module, (tokens(3)[s : s + 1], None), heads=[1]).layers[0].heads[0] for s in range(2)]
+    assert head.both_samples["pseudo"] == pytest.approx([one.jacobian.pseudo_condition_number for one in alone])
+    assert report.layers[0].kind == "nystrom" and "Nystrom" in head.how
+
+
+def test_as_many_landmarks_as_tokens_is_softmax_and_a_convolution():
+    module = attention(landmarks=TOKENS)
+    captured = captured_from(module)
+    chosen = captured_form(captured, 1)
+    assert chosen.how.startswith("generic")
+    dense = torch.cat(list(by_autograd(module, 1, tokens()).values()), dim=1)
+    found, sigma = form_spectrum(chosen.form), torch.linalg.svdvals(dense)
+    assert found.sigma_max == pytest.approx(float(sigma[0]))
+    [head] = wc.measure(module, (tokens(), None), heads=[0]).layers[0].heads
+    assert head.attention is not None and head.approximation_error is None
+
+
+class Reversed(NystromformerSelfAttention):
+    """Something else under the same attributes."""
+
+    def forward(self, hidden_states, attention_mask=None, output_attentions=False):
+        return super().forward(hidden_states.flip(1).cumsum(1), attention_mask, output_attentions)
+
+
+def test_a_class_with_another_forward_is_differentiated_as_it_is():
+    module = attention()
+    module.__class__ = Reversed
+    [site] = wc.find_attention(module)
+    assert site.kind == "nystrom" and site.evidence == "structure"
+    captured = captured_from(module)
+    chosen = captured_form(captured, 0)
+    assert isinstance(chosen.form, NystromForm | GenericForm)
+    expected = torch.linalg.svdvals(torch.cat(list(by_autograd(module, 0, tokens()).values()), dim=1))
+    assert form_spectrum(chosen.form).sigma_max == pytest.approx(float(expected[0]))
+
+
+@cache
+def exact_map(mask: bool) -> Tensor:
+    module = attention()
+    q, k = ((linear(tokens())[0, :, :4] * 4**-0.25) for linear in (module.query, module.key))
+    logits = q @ k.T
+    return ((logits + HIDDEN[0, 0]) if mask else logits).softmax(-1).detach()
+
+
+@pytest.mark.parametrize("mask", [None, HIDDEN])
+@pytest.mark.parametrize("jacobian", [True, False])
+def test_attention_map_is_the_softmax_that_is_approximated(mask, jacobian):
+    report = wc.measure(attention(), (tokens(), mask), heads=[0], jacobian=jacobian)
+    [head] = report.layers[0].heads
+    p = exact_map(mask is not None)[: TOKENS if mask is None else 20]
+    assert head.attention.entropy == pytest.approx(float(-torch.xlogy(p, p).sum(-1).mean()))
+    assert head.attention.diagonal_mass == pytest.approx(float(p.diagonal().mean()))
+    assert head.attention.max_probability == pytest.approx(float(p.amax(-1).mean()))
+    one = nystrom_head(captured_from(attention(), mask=mask), 0, 0)
+    off = (one.approximate_map()[: len(p)] - p).norm() / p.norm()
+    assert head.approximation_error == pytest.approx(float(off))
+    assert report.to_dict()["layers"][0]["heads"][0]["approximation_error"] == head.approximation_error
