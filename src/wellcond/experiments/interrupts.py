@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+import torch
+
 
 class StopWish:
     """Whether somebody asked to stop."""
@@ -16,6 +18,13 @@ class StopWish:
     def __init__(self) -> None:
         """Nobody yet."""
         self.wanted = False
+
+    def wanted_anywhere(self, accelerator: Any) -> bool:
+        """Whether any process was asked to stop; every process must call it."""
+        if accelerator.num_processes == 1:
+            return self.wanted
+        wish = torch.tensor(float(self.wanted), device=accelerator.device)
+        return bool(accelerator.reduce(wish, reduction="sum") > 0)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopWish]:

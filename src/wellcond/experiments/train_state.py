@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 
 @dataclass
 class TrainState:
@@ -45,6 +47,13 @@ class TrainState:
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
         return asdict(self)
+
+
+def newest_loss(state: TrainState, losses: list[Tensor]) -> float | None:
+    """The newest loss that is known without waiting for the device, given those that the state has not taken yet."""
+    if losses and losses[-1].device.type == "cpu":
+        return float(losses[-1])
+    return state.window[-1] if state.window else None
 
 
 class Diverged(Exception):
