@@ -90,7 +90,7 @@ def read_numbers(table: Table, column: str) -> Tensor:
     import pyarrow.compute as compute
 
     values = table.data.data.column(column)
-    if table.text_labels and pa.types.is_string(values.type):
+    if table.text_labels and (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
         numbers = compute.match_substring_regex(values, NUMBER)
         row = compute.index(compute.fill_null(numbers, False), False).as_py()
         if row >= 0:

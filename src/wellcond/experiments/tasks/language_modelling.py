@@ -101,8 +101,8 @@ class LanguageModelling(AbstractTask):
             self.tokenizer = make_tokenizer(settings.tokenizer, data.train, what, context.base)
             self.train = self._train(data.train, what)
             self.evaluation = self._scored(data.evaluation, f"{data.name}, evaluation split")
-            if "test" in data.others:
-                self.test = self._scored(data.others["test"], f"{data.name}, test split")
+            if context.test is not None:
+                self.test = self._scored(context.test, f"{data.name}, test split")
 
     def _train(self, split: Split, what: str) -> SampleSet:
         if self.settings.plain_bytes:

@@ -82,7 +82,7 @@ class MaskedLanguageModelling(AbstractTask):
             self._set_masking(settings.mask_fraction, context.seed)
             self.train = self._load(data.train, names["training"], settings.limit_tokens)
             self.evaluation = self._load(data.evaluation, names["evaluation"])
-            self.test = self._load(data.others["test"], names["test"]) if "test" in data.others else None
+            self.test = None if context.test is None else self._load(context.test, names["test"])
 
     def _set_masking(self, fraction: float, seed: int) -> None:
         special = self.tokenizer.special
