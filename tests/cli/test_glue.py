@@ -1,0 +1,122 @@
+"""`wellcond glue`, as a user runs it."""
+
+import io
+import json
+import shutil
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+
+import pytest
+
+from experiments.glue.helpers import FAST, edit_record, pretrain, write_glue
+from experiments.small import command, run
+from wellcond.cli.main import main
+from wellcond.report.glue import rebuild_glue
+
+CHANGES = [part for override in FAST for part in ("--set", override)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_caches(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets_cache")))
+        patch.setenv("WELLCOND_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def call(*arguments):
+    """Exit code or message, standard output and standard error of the command, in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["wellcond", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+    return caught.value.code, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """A comparison of two methods with two seeds, of which the last did not finish; and tasks."""
+    folder = tmp_path_factory.mktemp("comparison")
+    for method in ("default", "identity"):
+        for seed in (0, 1):
+            pretrain(folder / method / f"seed{seed}", "crammed", method, seed, folder / "text.txt")
+    edit_record(folder / "identity/seed1", lambda record: record.update(status="diverged"))
+    methods = [{"label": name, "slug": name} for name in ("default", "identity")]
+    described = {"schema": 1, "kind": "wellcond-comparison", "title": "Words", "methods": methods, "baseline": "default"}
+    (folder / "comparison.json").write_text(json.dumps(described))
+    return folder, write_glue(tmp_path_factory.mktemp("files") / "glue")
+
+
+@pytest.fixture(scope="module")
+def scored(compared):
+    folder, data = compared
+    ended = call("glue", folder, "--tasks", "cola,stsb", "--data", data, "--jobs", 1, "--cpu", *CHANGES)
+    return folder, data, *ended
+
+
+def test_a_comparison_is_scored_and_shown(scored):
+    folder, _, code, out, err = scored
+    assert code == 0 and "CoLA" in out and "Avg." in out and "glue.md" in out
+    assert "not scored: identity, seed 1: diverged" in out
+    assert err.count(": finished, ") == 6
+    found = json.loads((folder / "glue.json").read_text())
+    assert found["tasks"] == {"stsb": "pearson", "cola": "matthews"} and len(found["runs"]) == 6
+
+
+def test_the_tables_follow_from_the_records_alone(scored, tmp_path):
+    folder = scored[0]
+    copy = shutil.copytree(folder, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints", "glue.*"))
+    rebuild_glue(copy)
+    for name in ("glue.md", "glue.csv", "glue.json"):
+        assert (copy / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_json_is_all_that_is_printed(scored):
+    folder, data, *_ = scored
+    chosen = ["--tasks", "cola", "--seeds", "1", "--data", data, "--json", "--cpu", *CHANGES]
+    code, out, err = call("glue", folder / "default/seed0", *chosen)
+    assert code == 0 and json.loads(out)["kind"] == "wellcond-glue" and err == ""
+    assert (folder / "default/seed0/glue/glue.md").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "wnli"], "unknown GLUE task: got 'wnli'"),
+        (["--seeds", "a"], "--seeds: expected a number or a list"),
+        (["--data", "nowhere"], "no file of the split 'train'"),
+        (["--set", "lr=1"], "unknown field 'lr'"),
+    ],
+)
+def test_errors_are_told_without_a_traceback(scored, arguments, message):
+    ended, _, _ = call("glue", scored[0] / "default/seed0", "--tasks", "cola", *arguments)
+    assert ended.startswith("error: ") and message in ended
+
+
+def test_a_folder_that_is_missing_or_no_run_is_refused(tmp_path):
+    assert "no such folder" in call("glue", tmp_path / "nowhere")[0]
+    assert "expected run.json there" in call("glue", tmp_path)[0]
+
+
+@pytest.mark.slow
+def test_a_pool_of_workers_scores_what_one_process_does(scored, compared, tmp_path):
+    folder, data = compared
+    copy = shutil.copytree(folder, tmp_path / "copy", ignore=shutil.ignore_patterns("glue", "glue.*"))
+    run(command("glue", copy, "--tasks", "cola,stsb", "--data", data, "--jobs", 2, "--cpu", *CHANGES))
+    assert (copy / "glue.csv").read_bytes() == (folder / "glue.csv").read_bytes()
+
+
+@pytest.mark.slow
+def test_two_processes_score_what_one_does(compared, tmp_path):
+    folder, data = compared
+    found = []
+    for processes in (1, 2):
+        copy = shutil.copytree(
+            folder / "default/seed0", tmp_path / str(processes), ignore=shutil.ignore_patterns("glue")
+        )
+        still = ["--set", "model.arguments.dropout=0.0", "--data", data, "--tasks", "stsb,cola", "--cpu", "-q"]
+        run(command("glue", copy, *still, *CHANGES, processes=processes))
+        found.append([row["scores"] for row in json.loads((copy / "glue/glue.json").read_text())["runs"]])
+    for one, two in zip(*found, strict=True):
+        assert one == pytest.approx(two, abs=1e-3)
