@@ -1,0 +1,144 @@
+r"""Directions of W_Q and W_K that change no softmax of a Nystrom head, and orthonormal coordinates of all the others.
+
+With tokens X, segment means S X and their differences S' X, queries and keys enter through three sets of logits
+
+    F: X dW_Q C^T + Q dW_K^T (S'X)^T      C, L_q: differences of key landmarks, query landmarks
+    B: S X dW_Q K'^T + L_q dW_K^T X'^T    K', X': differences of the keys, of the tokens, that B sees
+    A: means of F over segments
+
+so that J_Q lives in (SX) (x) (K' and C) + X (x) C, and J_K in (S'X) (x) Q + (S'X and X') (x) L_q: with few landmarks
+less than everything. Of what is left, these are null:
+
+ * the gauge W_Q E, -W_K E^T, as it is for the softmax (`wellcond.jacobian.structure`, Note [Gauge]). Biases that are no
+   parameters change q . k by x W_Q E b_k^T - b_q E W_K^T y^T. The first term is the same for all keys, which a softmax
+   ignores, unless masks scale b_k differently in different landmarks. The second asks for b_q E = 0.
+ * with few landmarks, some of what b_q forbids: if C e = 0 then W_Q g e^T and W_K e u^T act on B alone, and change its
+   logits by (e . k)(l - share b_q)(g) + (e . k) l u for landmark l with that share of visible tokens. They cancel if
+   L_q (g + u) = shares (b_q . g), which can be solved for u where the landmarks are independent.
+ * likewise, what b_k forbids under masks: if L_q g = 0 and b_q . g = 0, then W_Q g (e + z)^T and -W_K e g^T act on F
+   alone, and cancel if C z = -(b_k . e) (differences of shares).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from wellcond.jacobian.nystrom import NystromHead
+from wellcond.linalg.spectrum import resolve_rank
+
+SOLVED = 1e-9  # relative residual of a linear system that counts as solvable
+
+
+def row_space(*rows: Tensor) -> Tensor:
+    """Orthonormal basis (columns) of what all these rows span."""
+    stacked = torch.cat(rows)
+    _, sigma, right = torch.linalg.svd(stacked, full_matrices=False)
+    return right[: int(resolve_rank(sigma, tuple(stacked.shape)))].T
+
+
+def null_space(*rows: Tensor) -> Tensor:
+    """Orthonormal basis (columns) of what is orthogonal to all these rows."""
+    basis = row_space(*rows)
+    return torch.linalg.qr(basis, mode="complete").Q[:, basis.shape[1] :]
+
+
+def differences(rows: Tensor) -> Tensor:
+    """Rows that span the differences of rows."""
+    return rows - rows.mean(0)
+
+
+class Side:
+    """Orthonormal coordinates of (inner tokens) (x) (outer channels) + (outer tokens) (x) (inner channels)."""
+
+    def __init__(self, weight: Tensor, tokens: tuple[Tensor, Tensor], channels: tuple[Tensor, Tensor]) -> None:
+        """From rows that span each; inner lies in outer. Of the weight (r, d) a few coordinates hold as much as can."""
+        inner, outer = (row_space(rows) for rows in tokens)
+        self.inner_channels, self.outer_channels = (row_space(rows) for rows in channels)
+        if self.inner_channels.shape == self.outer_channels.shape:
+            self.tokens = outer @ torch.linalg.qr(outer.T @ weight, mode="complete").Q
+            self.split = outer.shape[1]
+        else:
+            self.tokens = torch.cat([inner, row_space((outer - inner @ (inner.T @ outer)).T)], dim=1)
+            self.split = inner.shape[1]
+
+    def coordinates(self, directions: Tensor) -> Tensor:
+        """Of directions (count, r, d), as (count, size)."""
+        return self.of_turned(self.tokens.T @ directions)
+
+    def of_turned(self, turned: Tensor) -> Tensor:
+        """The same, of directions whose tokens are in coordinates already, (count, tokens, d)."""
+        first, second = turned[:, : self.split], turned[:, self.split :]
+        return torch.cat([(first @ self.outer_channels).flatten(1), (second @ self.inner_channels).flatten(1)], dim=1)
+
+
+class Moving:
+    """Orthonormal coordinates of all directions of W_Q and W_K that are not known to be null."""
+
+    def __init__(self, head: NystromHead, span: Tensor) -> None:
+        """From a head and an orthonormal basis of its tokens."""
+        seen = head.seen @ span
+        self.w_q, self.w_k = span.T @ head.w_q.T, span.T @ head.w_k.T
+        keys = head.from_landmarks.any(0)
+        l_q, c = head.landmarks(head.q) / head.root, differences(head.landmarks(head.k)) / head.root
+        lx = head.landmarks(seen)
+        self.q = Side(self.w_q, (lx, seen), (c, torch.cat([c, differences(head.k[keys])])))
+        between = torch.cat([differences(lx), differences(seen[keys])])
+        self.k = Side(self.w_k, (differences(lx), between), (l_q, head.q))
+        shares = torch.ones(len(lx), dtype=torch.float64)
+        if head.visible is not None:
+            shares = head.landmarks(head.visible)
+        self._remove(_null_directions(self.w_q, self.w_k, head.b_q, head.b_k, l_q, c, shares))
+
+    def _remove(self, found: list[tuple[Tensor, Tensor]]) -> None:
+        moves = torch.cat([torch.cat([self.q.coordinates(q), self.k.coordinates(k)], dim=1) for q, k in found])
+        values, vectors = torch.linalg.eigh(moves @ moves.T)
+        independent = values > len(values) * torch.finfo(values.dtype).eps * values[-1]
+        null = vectors[:, independent].T @ moves / values[independent, None].sqrt()
+        touched = null.norm(dim=0) > 1e-12
+        self.num_null = len(null)
+        self.order = torch.cat([touched.nonzero(), (~touched).nonzero()]).flatten()
+        self.num_touched = int(touched.sum())
+        self.reflectors = torch.geqrf(null[:, touched].T)
+        self.size = moves.shape[1] - self.num_null
+
+    def take(self, j_q: Tensor, j_k: Tensor) -> Tensor:
+        """Columns (n, tokens, d) of J_Q and J_K, whose tokens are in these coordinates, as one matrix (n, size)."""
+        both = torch.cat([self.q.of_turned(j_q), self.k.of_turned(j_k)], dim=1)[:, self.order]
+        if self.num_null:
+            # Q = [null directions, the rest] from Householder's reflections.
+            mixed = torch.ormqr(*self.reflectors, both[:, : self.num_touched], left=False)
+            both[:, : self.num_touched] = mixed
+        return both[:, self.num_null :]
+
+
+def _null_directions(
+    w_q: Tensor, w_k: Tensor, b_q: Tensor | None, b_k: Tensor | None, l_q: Tensor, c: Tensor, shares: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """Directions (count, r, d) of W_Q and W_K; see above."""
+    d = w_q.shape[1]
+    none = w_q.new_zeros(1, d)
+    b_q = none if b_q is None else b_q[None]
+    # A key bias matters only where landmarks have different shares of it.
+    b_k = none if b_k is None or bool((shares == shares[0]).all()) else b_k[None]
+    n_q, n_k = null_space(b_q), null_space(b_k)
+    to_q = torch.einsum("ra,cb->abrc", w_q @ n_q, n_k).flatten(0, 1)
+    to_k = torch.einsum("rb,ca->abrc", w_k @ n_k, n_q).flatten(0, 1)
+    found = [(to_q, -to_k)]
+    if bool(b_q.any()):
+        g, e = (b_q / b_q.norm() ** 2).flatten(), null_space(c, b_k)
+        s = _solve(l_q, shares)
+        if s is not None:
+            found += [(torch.einsum("r,ce->erc", w_q @ g, e), torch.einsum("re,c->erc", w_k @ e, s - g))]
+    if bool(b_k.any()):
+        e, g = (b_k / b_k.norm() ** 2).flatten(), null_space(l_q, b_q)
+        z = _solve(c, shares.mean() - shares)
+        if z is not None:
+            found += [(torch.einsum("rg,c->grc", w_q @ g, e + z), -torch.einsum("r,cg->grc", w_k @ e, g))]
+    return found
+
+
+def _solve(matrix: Tensor, right: Tensor) -> Tensor | None:
+    """A solution, if there is one."""
+    found = torch.linalg.lstsq(matrix, right[:, None], driver="gelsd").solution[:, 0]
+    return found if bool((matrix @ found - right).norm() <= SOLVED * right.norm()) else None
