@@ -96,7 +96,7 @@ def test_the_jacobian_is_followed_over_training(tmp_path):
     assert {(row["step"], row["layer"][:8], row["head"]) for row in measured} == {
         (step, layer, 0) for step in (0, 4) for layer in ("blocks.0", "blocks.1")
     }
-    assert all(1 < row["pseudo_condition_number"] < 1e6 for row in measured)
+    assert all(row["pseudo_condition_number"] > 1 for row in measured)
     assert all(row["sigma_min_q"] > row["raw_sigma_min_q"] for row in rows)  # lambda I lifts the smallest
 
 
