@@ -39,6 +39,7 @@ lint: $(STAMP)  ## Style, import order, docstrings, types
 
 bench: $(STAMP)  ## Times of training steps, initialisation and Jacobians, each against its rivals in one run
 	$(BIN)/python benchmarks/engine.py
+	$(BIN)/python benchmarks/language.py
 	$(BIN)/python benchmarks/loader.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,bench]'

@@ -30,12 +30,16 @@ from torch import Tensor, nn
 
 from wellcond.jacobian.forms import WideForm
 from wellcond.jacobian.head import SoftmaxHead
-from wellcond.jacobian.spectrum import jacobian_spectrum
+from wellcond.jacobian.nystrom import NystromHead
+from wellcond.jacobian.nystrom_form import NystromForm
+from wellcond.jacobian.spectrum import form_spectrum, jacobian_spectrum
 from wellcond.linalg.lanczos import largest_eigenvalue
 
 SMALL, MIDDLE, VIT_B, LRA = (32, 96, 32), (64, 192, 64), (197, 768, 64), (1024, 64, 32)
 HEADS = {"small": SMALL, "middle": MIDDLE, "ViT-B": VIT_B, "LRA": LRA}
 GROWTH = [(tokens, 192, 64) for tokens in (16, 32, 64, 128)]
+NYSTROM = [((256, 64, 32), 64), ((256, 64, 32), 32), ((128, 64, 32), 16)]
+KERNEL, PADDED = 35, 0.4
 WARM_UP = (6, 8, 3)
 CHUNK_BYTES = 256 * 2**20
 NAMES = {
@@ -104,6 +108,24 @@ def make_head(size: tuple[int, int, int], std: float | None) -> tuple[Tensor, ..
 
 def ours(size: tuple[int, int, int], case: Case) -> Result:
     found = jacobian_spectrum(*make_head(size, case.std))
+    note = f"{found.method}, {found.status}, rank {found.rank} of {min(found.shape)}"
+    return Result(0.0, found.sigma_max, found.sigma_min, found.sigma_rank, note)
+
+
+def nystrom(size: tuple[int, int, int], case: Case) -> Result:
+    """A head of the Long Range Arena: "nystrom 32" has 32 landmarks, "padded 32" the same with padding at the end."""
+    kind, landmarks = case.what.split()
+    x, *weights = make_head(size, case.std)
+    tokens, width, d = size
+    generator = torch.Generator().manual_seed(1)
+    biases = torch.randn(3, d, generator=generator, dtype=torch.float64) * width**-0.5
+    kernel = torch.randn(KERNEL, generator=generator, dtype=torch.float64) * KERNEL**-0.5
+    masks = {}
+    if kind == "padded":
+        visible = (torch.arange(tokens) < round((1 - PADDED) * tokens)).double()
+        masks = {"visible": visible, "key_bias": -1e9 * (1 - visible)}
+    count = min(int(landmarks), tokens // 2)
+    found = form_spectrum(NystromForm(NystromHead(x, *weights, count, *biases, kernel=kernel, **masks)))
     note = f"{found.method}, {found.status}, rank {found.rank} of {min(found.shape)}"
     return Result(0.0, found.sigma_max, found.sigma_min, found.sigma_rank, note)
 
@@ -189,6 +211,8 @@ RUN = {
     "largest": largest,
     "LM": singular_value,
     "SM": singular_value,
+    "nystrom": nystrom,
+    "padded": nystrom,
 }
 
 
@@ -200,11 +224,12 @@ def run_case(case: Case) -> Result:
     """The case itself, in the process made for it."""
     torch.set_num_threads(case.threads)
     clock = clock_of(case)
-    RUN[case.what](WARM_UP, case)
+    run = RUN[case.what.split()[0]]
+    run(WARM_UP, case)
     times: list[float] = []
     while not times or (sum(times) < 20 and len(times) < 3):
         start = clock()
-        result = RUN[case.what](case.size, case)
+        result = run(case.size, case)
         times.append(clock() - start)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     return Result(**asdict(result) | {"seconds": min(times), "gigabytes": peak})
@@ -291,6 +316,17 @@ def comparison(results: dict[tuple[str, tuple[int, int, int]], Result], heads: l
     return table
 
 
+def nystrom_table(results: dict[tuple[str, tuple[int, int, int]], Result]) -> Table:
+    title = f"Nystrom attention with a convolution of {KERNEL}; padded: the last {PADDED:.0%} of the tokens"
+    table = Table("(N, D, d)", "landmarks", "s", "peak GB", "sigma_max", "sigma_rank", "kappa", "remark", title=title)
+    for (what, size), found in results.items():
+        kind, count = what.split()
+        numbers = (number(value) for value in (found.sigma_max, found.sigma_rank, found.kappa))
+        landmarks = count + (", padded" if kind == "padded" else "")
+        table.add_row(str(size), landmarks, f"{found.seconds:.3g}", f"{found.gigabytes:.2f}", *numbers, found.note)
+    return table
+
+
 def goals(results: dict[tuple[str, tuple[int, int, int]], Result]) -> Table:
     table = Table("goal", "measured", "", title="Goals")
 
@@ -324,6 +360,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="jacrev on the larger heads too, which takes many minutes")
     parser.add_argument("--heads", nargs="+", choices=list(HEADS), default=list(HEADS))
     parser.add_argument("--skip-growth", action="store_true")
+    parser.add_argument("--only-nystrom", action="store_true", help="nothing but heads of Nystrom attention")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
@@ -341,9 +378,14 @@ def main() -> None:
     def case(what: str, size: tuple[int, int, int]) -> Case:
         return Case(what, size, options.threads, options.std, options.cap)
 
-    wanted = plan(options.full, options.heads)
-    wanted += [] if options.skip_growth else [("ours", size) for size in GROWTH if ("ours", size) not in wanted]
-    results = {key: in_a_process(case(*key)) for key in track(wanted, "cases", console=console)}
+    approximate = [(f"{kind} {count}", size) for size, count in NYSTROM for kind in ("nystrom", "padded")]
+    wanted = [] if options.only_nystrom else plan(options.full, options.heads)
+    if not (options.skip_growth or options.only_nystrom):
+        wanted += [("ours", size) for size in GROWTH if ("ours", size) not in wanted]
+    results = {key: in_a_process(case(*key)) for key in track(wanted + approximate, "cases", console=console)}
+    out.print(nystrom_table({key: results[key] for key in approximate}))
+    if options.only_nystrom:
+        return
     out.print(comparison(results, options.heads, products))
     if not options.skip_growth:
         table = Table("(N, D, d)", "outputs n", "s", "peak GB", "kappa", "remark", title="Growth with N")

@@ -43,7 +43,13 @@ def compared(tmp_path_factory):
             pretrain(folder / method / f"seed{seed}", "crammed", method, seed, folder / "text.txt")
     edit_record(folder / "identity/seed1", lambda record: record.update(status="diverged"))
     methods = [{"label": name, "slug": name} for name in ("default", "identity")]
-    described = {"schema": 1, "kind": "wellcond-comparison", "title": "Words", "methods": methods, "baseline": "default"}
+    described = {
+        "schema": 1,
+        "kind": "wellcond-comparison",
+        "title": "Words",
+        "methods": methods,
+        "baseline": "default",
+    }
     (folder / "comparison.json").write_text(json.dumps(described))
     return folder, write_glue(tmp_path_factory.mktemp("files") / "glue")
 

@@ -53,10 +53,17 @@ def test_all_splits_get_the_longest_length():
     ],
 )
 def test_a_sequence_that_is_too_long_is_cut_or_refused(data, row, length):
-    assert classify(data, length=4).length == len(ids(classify(data, length=4).train)[0]) == 4
+    cut = classify(data, length=4, too_long="cut")
+    assert cut.length == len(ids(cut.train)[0]) == 4
     assert classify(data, length=length, too_long="error").length == length
     with pytest.raises(RecipeError, match=rf"training split, row {row} .*at most 4 tokens .*found {length};"):
         classify(data, length=4, too_long="error")
+
+
+def test_text_is_cut_and_tokens_are_refused_by_default():
+    assert classify(written("abcdef"), length=4).length == 4
+    with pytest.raises(RecipeError, match="at most 4 tokens .*found 5; raise task.length"):
+        classify(tokens([0, 1, 2, 3, 4]), length=4)
 
 
 def test_sequences_are_cut_to_the_length_and_padded_further():

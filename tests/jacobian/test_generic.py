@@ -73,7 +73,7 @@ def test_every_family_runs_again_in_float64(family):
     for captured in everything:
         head = GenericHead(captured, 0)
         assert head.adjoint_error() < 1e-10
-        assert head._forward_mode
+        assert head._products._forward_mode
         if captured.site.o is None and captured.is_plain or captured.site.name.endswith("head.attention"):
             continue  # mixed before they are returned, or not read by a module: see the tests below
         tolerance = 1e-6 if family in FLOAT32 else 1e-8
@@ -109,7 +109,7 @@ def test_products_are_those_of_the_explicit_jacobian(family):
     v = torch.randn(head.num_parameters, dtype=torch.float64)
     torch.testing.assert_close(head.vjp(u), jacobian.T @ u)
     torch.testing.assert_close(head.matvec(u), jacobian @ (jacobian.T @ u))
-    torch.testing.assert_close(head._jvp_reverse(head.unflatten(v)), jacobian @ v)
+    torch.testing.assert_close(head._products._jvp_reverse(head.unflatten(v)), jacobian @ v)
     top = largest_eigenvalue(head, head.size)
     assert top.value**0.5 == pytest.approx(float(torch.linalg.matrix_norm(jacobian, 2)), rel=1e-6)
 
@@ -222,7 +222,7 @@ def test_forward_mode_is_replaced_where_an_operation_has_none():
     head = GenericHead(captured, 0)
     v = torch.randn(head.num_parameters, dtype=torch.float64)
     torch.testing.assert_close(head.jvp(v), head.explicit_jacobian() @ v)
-    assert not head._forward_mode and head.adjoint_error() < 1e-10
+    assert not head._products._forward_mode and head.adjoint_error() < 1e-10
 
 
 class Through(nn.Module):

@@ -70,7 +70,8 @@ class Engine:
         self.lengths = Lengths.of(recipe, self.plan)
         self.test_samples = find_test_set(recipe, task)
         self.test: dict[str, Any] | None = None
-        """Scores on the test split; known after training."""
+        self.samples: list[dict[str, str]] = []
+        """Scores on the test split, and text that the last weights write; known after training."""
         self.best_weights = BestWeights(is_main=self.is_main) if recipe.evaluation.test == "best" else None
         self.state = TrainState()
         self.budget = TimeBudget(training.hours, clock, accelerator)
@@ -190,6 +191,8 @@ class Engine:
                 self.observer(event | {"num_steps": self.budget.steps_expected(done, self.lengths.num_steps)})
                 told = now
             self._at_boundaries(stop)
+        self.clock.switch("evaluation")
+        self.samples = self.evaluator.write_samples()
         self._test()
 
     def _end_if_time_is_up(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from wellcond.attention.wrappers import unwrap
 from wellcond.experiments.averaging import WeightAverage
 from wellcond.experiments.batches import Share, evaluation_parts, fetch_batches
 from wellcond.experiments.recipe import Recipe
@@ -71,6 +72,11 @@ class Evaluator:
         # Most sums are numbers; a confusion matrix or the predictions of a whole set are not.
         sums: dict[str, Any] = {name: value.tolist() if value.dim() else float(value) for name, value in totals.items()}
         return self.task.metrics(sums)
+
+    def write_samples(self) -> list[dict[str, str]]:
+        """What the weights that are to be evaluated write, the same on every process; each must call it."""
+        with self.evaluated_weights():
+            return self.task.write_samples(unwrap(self.model))
 
     @contextlib.contextmanager
     def evaluated_weights(self) -> Iterator[None]:

@@ -167,7 +167,7 @@ YOUNGER_OF_TASKS: dict[str, dict[str, Any]] = {
     "sequence_classification": {
         "image_size": None,
         "black": "masked",
-        "too_long": "cut",
+        "too_long": None,
         "pad_to": None,
         "empty": "keep",
     },

@@ -22,10 +22,12 @@ from wellcond.experiments.methods import MethodSettings
 from wellcond.experiments.prepare import prepare_model, prepare_task
 from wellcond.experiments.provenance import describe_session, peak_memory, reset_peak_memory
 from wellcond.experiments.recipe import Recipe, config_hash
+from wellcond.experiments.recorded_tokenizer import describe_tokenizer
 from wellcond.experiments.run_folder import COMPLETE, SCHEMA, RunError, RunFolder
 from wellcond.experiments.train_state import Diverged
 
-KEPT = ("metric", "data", "model", "final", "best", "progress", "samples_per_second", "seconds_per_step", "sessions")
+KEPT = ("metric", "data", "tokenizer", "model", "final", "best", "progress", "samples_per_second", "seconds_per_step",
+        "sessions")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,7 @@ class _Session:
 
         self.observer({"event": "phase", "phase": "preparing"})
         task = prepare_task(recipe, seed=job.seed, base=job.base, progress=told)
+        self.record |= describe_tokenizer(task.tokenizer, self.record.get("tokenizer"), self.folder.path)
         tested = find_test_set(recipe, task)
         model = prepare_model(recipe, job.method, task, seed=job.seed, base=job.base, local_code=job.local_code)
         described = fingerprint(task.data)
@@ -278,6 +281,8 @@ class _Session:
             }
             if engine.test is not None:
                 self.record["test"] = engine.test
+            if engine.samples:
+                self.record["samples"] = engine.samples
         self.record |= {"seconds": seconds, "peak_memory_bytes": peak_memory(self.accelerator.device)}
         if self.accelerator.is_main_process:
             self.folder.write_record(self.record)

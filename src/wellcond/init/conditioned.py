@@ -15,6 +15,7 @@ from wellcond.attention.checks import choose_projections
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.errors import check_choice
 from wellcond.init.plan import InitContext, Write, head_write, register_init
+from wellcond.init.tied_keys import Keys, check_keys, tied_scale
 from wellcond.linalg.orthogonal import Source, draw_normal, random_semi_orthogonal
 
 Value = Literal["per_head", "joint", "orthogonal"]
@@ -57,6 +58,9 @@ def conditioned(
     output: bool | Output = False,
     roles: Roles = "by_role",
     match_norm: bool = False,
+    keys: Keys = "independent",
+    own_token: float = 0.5,
+    tokens: int = 128,
 ) -> Iterator[Write]:
     """W_Q and W_K semi-orthogonal, W_V the rectangular identity (paper C, section 3.3).
 
@@ -71,23 +75,30 @@ def conditioned(
         roles: where an attention stores its linear path under another name (DaViT's channel attention keeps it in the
             q slice), give the identity to the slice on the linear path, or to the slice called v.
         match_norm: rescale every head to the Frobenius norm it has now (control for scale).
+        keys: drawn apart from the queries (the paper), or ``tied``: W_K = W_Q = a U at the start, for causal attention,
+            which independent keys condition worse than the usual initialisation does.
+        own_token: with tied keys, what a typical layer-normed token gives to itself among `tokens` visible ones; it
+            sets a (unless `match_norm` does).
+        tokens: the context length; only its logarithm matters.
     """
     check_choice("heads", heads, get_args(Heads))
     check_choice("value", value, get_args(Value))
     check_choice("roles", roles, get_args(Roles))
     chosen = choose_projections(projections)
+    check_keys(keys, chosen, own_token, tokens)
     output = "orthogonal" if output is True else output
     if output:
         check_choice("output", output, get_args(Output))
     for site in context.sites:
         linear_path = site.roles["value"] if roles == "by_role" else "v"
+        scale = tied_scale(site, own_token, tokens) if keys == "tied" else 1.0
         for role in chosen:
             slot = site.slots[role]
             if role == linear_path and value != "orthogonal":
                 weights = value_scale * identity_heads(slot, layout=value)
-            else:
+            elif not (keys == "tied" and role == "k"):  # else the weights of q, which comes before
                 weights = semi_orthogonal_heads(slot, context, source=orthogonal, heads=heads)
-                weights = weights * value_scale if role == linear_path else weights
+                weights = weights * (value_scale if role == linear_path else scale)
             yield head_write(site, role, _with_norm_of(slot, weights) if match_norm else weights)
         if output and site.o is not None:
             yield head_write(site, "o", output_heads(site, context, kind=output, source=orthogonal))
@@ -128,6 +139,9 @@ def gaussian(
     std: float | None = None,
     value: Literal["gaussian", "per_head", "joint"] = "gaussian",
     projections: str = "qkv",
+    keys: Keys = "independent",
+    own_token: float = 0.5,
+    tokens: int = 128,
 ) -> Iterator[Write]:
     """Independent normal entries of standard deviation 1/sqrt(D): the control that matches only the scale.
 
@@ -138,15 +152,22 @@ def gaussian(
         std: another standard deviation.
         value: W_V Gaussian too, or the identity of `conditioned`.
         projections: which of q, k, v to set.
+        keys: ``tied``: W_K = W_Q, with the scale that `conditioned` would give them (unless `std` is given).
+        own_token: as in `conditioned`.
+        tokens: as in `conditioned`.
     """
     check_choice("value", value, ("gaussian", "per_head", "joint"))
     chosen = choose_projections(projections)
+    check_keys(keys, chosen, own_token, tokens)
     for site in context.sites:
+        scale = tied_scale(site, own_token, tokens) if keys == "tied" else 1.0
         for role in chosen:
             slot = site.slots[role]
             if role == site.roles["value"] and value != "gaussian":
                 yield head_write(site, role, identity_heads(slot, layout=value))
                 continue
-            shape = (*slot.rows.shape, slot.in_features)
-            normal = draw_normal(shape, generator=context.generator, device=slot.parameter.device)
-            yield head_write(site, role, normal * (slot.in_features**-0.5 if std is None else std))
+            if not (keys == "tied" and role == "k"):
+                shape = (*slot.rows.shape, slot.in_features)
+                normal = draw_normal(shape, generator=context.generator, device=slot.parameter.device)
+            usual = slot.in_features**-0.5 * (scale if role in "qk" else 1.0)
+            yield head_write(site, role, normal * (usual if std is None else std))

@@ -8,18 +8,17 @@ independent of each other, so that <u, J v> = <J^T u, v> is a real test of both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.errors import WeightError, WellcondError
 from wellcond.jacobian.capture_align import is_map, tolerance
 from wellcond.jacobian.capture_record import CapturedAttention
 from wellcond.jacobian.capture_watch import ROLES
+from wellcond.jacobian.generic_products import Products
 from wellcond.jacobian.generic_replica import Replica, as_double
 from wellcond.jacobian.structure import Structure, token_rank
 
@@ -75,7 +74,6 @@ class GenericHead:
         self._rows = [self.site.by_role("query").rows[group]]
         self._rows += [self.site.by_role(role).rows[kv_head : kv_head + 1] for role in ("key", "value")]
         self._columns = self._replica.columns[group]
-        self._forward_mode, self._in_batches = True, True
         heads = [self._rows_of(slot, rows) for slot, rows in zip(self._slots, self._rows, strict=True)]
         self.w_q, self.w_k, self.w_v = heads[0], heads[1][0], heads[2][0]
         with torch.no_grad():
@@ -194,92 +192,30 @@ class GenericHead:
             )
 
     @cached_property
-    def _recorded(self) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Weights and output with the graph between them."""
-        with torch.enable_grad():
-            leaves = tuple(w.clone().requires_grad_(True) for w in self._weights)
-            return leaves, self.output(*leaves)
+    def _products(self) -> Products:
+        return Products(self.output, self._weights, self.size, self.batch_size)
 
     def vjp(self, u: Tensor) -> Tensor:
         """J^T u, (p,), for u of length n."""
-        leaves, output = self._recorded
-        # A weight that does not matter (the queries of a single token) has no path to the output.
-        grads = _grad(output, leaves, u.view_as(output))
-        return self.flatten(*grads)
+        return self._products.vjp(u)
 
     def jvp(self, v: Tensor) -> Tensor:
         """J v, (n,), for v of length p."""
-        tangents = self.unflatten(v)
-        if self._forward_mode:
-            try:
-                return self._jvp_forward(tangents)
-            except (NotImplementedError, RuntimeError) as error:
-                if "forward" not in str(error).lower():
-                    raise
-                self._forward_mode = False  # an operation of this module has no forward-mode derivative
-        return self._jvp_reverse(tangents)
-
-    def _jvp_forward(self, tangents: tuple[Tensor, ...]) -> Tensor:
-        with forward_ad.dual_level(), torch.no_grad():
-            duals = [forward_ad.make_dual(w, t) for w, t in zip(self._weights, tangents, strict=True)]
-            output = self.output(*duals)
-            tangent = forward_ad.unpack_dual(output).tangent
-            return torch.zeros(self.size, dtype=torch.float64) if tangent is None else tangent.flatten()
-
-    def _jvp_reverse(self, tangents: tuple[Tensor, ...]) -> Tensor:
-        """J v = d<J^T u, v>/du: reverse mode twice."""
-        with torch.enable_grad():
-            leaves = tuple(w.clone().requires_grad_(True) for w in self._weights)
-            output = self.output(*leaves)
-            u = torch.zeros_like(output, requires_grad=True)
-            pulled = _grad(output, leaves, u, create_graph=True)
-            total = torch.stack([(p * t).sum() for p, t in zip(pulled, tangents, strict=True)]).sum()
-        return _grad(total, (u,), None)[0].flatten()
+        return self._products.jvp(v)
 
     def jvps(self, directions: Tensor) -> Tensor:
         """J v for many v at a time: (count, n) from (count, p)."""
-        return self._many(directions, self.size, self._push, self.jvp)
+        return self._products.jvps(directions)
 
     def vjps(self, covectors: Tensor) -> Tensor:
         """J^T u for many u at a time: (count, p) from (count, n)."""
-        return self._many(covectors, self.num_parameters, self._pull, self.vjp)
-
-    def _many(
-        self, vectors: Tensor, width: int, together: Callable[[Tensor], Tensor], one: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        found = torch.empty(len(vectors), width, dtype=torch.float64)
-        for some, into in zip(vectors.split(self.batch_size), found.split(self.batch_size), strict=True):
-            if self._in_batches:
-                try:
-                    into.copy_(together(some))
-                    continue
-                except (NotImplementedError, RuntimeError, ValueError):
-                    self._in_batches = False  # an operation of this module cannot be batched (or must fail by itself)
-            into.copy_(torch.stack([one(vector) for vector in some]))
-        return found
+        return self._products.vjps(covectors)
 
     @property
     def batch_size(self) -> int:
         """Products that are computed together: the attention maps of all of them fit in `BATCH_BYTES`."""
         maps = 8 * self.site.num_heads * self.num_rows * max(self.num_rows, self._replica.width)
         return max(1, min(LARGEST_BATCH, BATCH_BYTES // maps))
-
-    @torch.no_grad()
-    def _push(self, directions: Tensor) -> Tensor:
-        def push(vector: Tensor) -> Tensor:
-            return torch.func.jvp(self.output, self._weights, self.unflatten(vector))[1]
-
-        return torch.func.vmap(push)(directions).flatten(1)
-
-    def _pull(self, covectors: Tensor) -> Tensor:
-        leaves, output = self._recorded
-        if not output.requires_grad:
-            return torch.zeros(len(covectors), self.num_parameters, dtype=torch.float64)
-        pulled = torch.autograd.grad(
-            output, leaves, covectors.view(-1, *output.shape), retain_graph=True, is_grads_batched=True,
-            allow_unused=True, materialize_grads=True,
-        )  # fmt: skip
-        return torch.cat([w.mT.reshape(len(covectors), -1) for w in pulled], dim=1)
 
     def matvec(self, u: Tensor) -> Tensor:
         """J J^T u."""
@@ -313,21 +249,8 @@ class GenericHead:
 
     def flatten(self, w_q: Tensor, w_k: Tensor, w_v: Tensor) -> Tensor:
         """Weights as one vector (p,), in the order of the columns."""
-        return torch.cat([w.mT.reshape(-1) for w in (w_q, w_k, w_v)])
+        return self._products.flatten(w_q, w_k, w_v)
 
-    def unflatten(self, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def unflatten(self, vector: Tensor) -> tuple[Tensor, ...]:
         """The inverse of `flatten`."""
-        parts = vector.split([w.numel() for w in self._weights])
-        w_q, w_k, w_v = (part.view(w.mT.shape).mT for part, w in zip(parts, self._weights, strict=True))
-        return w_q, w_k, w_v
-
-
-def _grad(
-    output: Tensor, inputs: tuple[Tensor, ...], weight: Tensor | None, *, create_graph: bool = False
-) -> tuple[Tensor, ...]:
-    """Gradients; zero where no path leads from an input to the output."""
-    if not output.requires_grad:
-        return tuple(torch.zeros_like(w) for w in inputs)
-    return torch.autograd.grad(
-        output, inputs, weight, retain_graph=True, create_graph=create_graph, allow_unused=True, materialize_grads=True
-    )
+        return self._products.unflatten(vector)

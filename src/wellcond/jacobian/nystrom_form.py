@@ -1,15 +1,6 @@
-r"""The Jacobian of a Nystrom head without the directions that are known to change nothing, and its Gram matrices.
+r"""The Jacobian of a Nystrom head in orthonormal coordinates, without directions that are known to change nothing.
 
-Queries, keys and landmarks meet in products q . k only, so that the gauge W_Q E, -W_K E^T is null as it is for the
-softmax (`wellcond.jacobian.structure`, Note [Gauge]). With biases b_q, b_k that are no parameters q . k changes by
-
-    x W_Q E b_k^T - b_q E W_K^T y^T
-
-The first term is the same for all keys, which a softmax ignores, unless masks scale b_k differently in different
-landmarks. The second asks for b_q E = 0. What remains of the gauge is E = N_q M N_k^T.
-
-On the other side, dF Y lies in (all tokens) (x) (differences of rows of Y), since rows of dF sum to zero, and all the
-rest in (range of [T, F]) (x) (all channels): beyond it only m - 1 channels can move, which counts where m <= dv.
+Columns: `wellcond.jacobian.nystrom_null`. Rows: `wellcond.jacobian.nystrom_triangle`.
 """
 
 from __future__ import annotations
@@ -21,13 +12,17 @@ import torch
 from torch import Tensor
 
 from wellcond.jacobian.nystrom import NystromHead
+from wellcond.jacobian.nystrom_null import Moving
+from wellcond.jacobian.nystrom_triangle import Reach, Triangle, triangle
 from wellcond.jacobian.structure import Structure
 from wellcond.linalg.spectrum import resolve_rank
+
+TOKENS_AT_A_TIME = 64
 
 
 @dataclass(frozen=True, eq=False)
 class NystromForm:
-    """One head on one sample; columns are orthonormal coordinates of the weights, without the null directions."""
+    """One head on one sample."""
 
     head: NystromHead
     token_rtol: float | None = None
@@ -45,171 +40,105 @@ class NystromForm:
         return right[: int(resolve_rank(sigma, tuple(self.head.x.shape), rtol=self.token_rtol))].T
 
     @cached_property
-    def gauge(self) -> Gauge:
-        """Of this head."""
-        head = self.head
-        b_k = head.b_k if head.visible is not None and not bool(head.visible.all()) else None
-        return Gauge(self.span.T @ head.w_q.T, self.span.T @ head.w_k.T, head.b_q, b_k)
+    def moving(self) -> Moving:
+        """Coordinates of W_Q and W_K."""
+        return Moving(self.head, self.span)
 
     @cached_property
-    def reach(self) -> Reach | None:
-        """Coordinates of the outputs, where landmarks cannot reach them all."""
-        (n, dv), m, r = self.head.v.shape, self.head.num_landmarks, self.span.shape[1]
-        reached = m if self.head.kernel is None else r + m
-        return Reach(self.head, self.value_map) if m - 1 < dv and reached < n else None
+    def reach(self) -> Reach:
+        """Coordinates of the outputs beyond the range of T."""
+        left, sigma = self._values
+        return Reach(self.head, left[:, len(sigma) :])
+
+    @cached_property
+    def _values(self) -> tuple[Tensor, Tensor]:
+        """U (N, N) and the singular values of T that are not zero, with J_V = T (x) I."""
+        t = self.head.linear_in_values(self.head.x @ self.span)
+        left, sigma, _ = torch.linalg.svd(t)
+        return left, sigma[: int(resolve_rank(sigma, tuple(t.shape)))]
 
     @property
     def gram_side(self) -> int:
         """Side of the smaller Gram matrix."""
-        return min(self._num_rows, self._num_columns)
+        return self._num_values + min(self.reach.size, self.moving.size)
 
     @property
-    def _num_rows(self) -> int:
-        return self.num_outputs if self.reach is None else self.reach.size
-
-    @property
-    def _num_columns(self) -> int:
-        r, d, dv = self.span.shape[1], self.head.w_q.shape[0], self.head.w_v.shape[0]
-        return 2 * r * d - self.gauge.size + self.value_map.shape[1] * dv
+    def _num_values(self) -> int:
+        return len(self._values[1]) * self.head.v.shape[1]
 
     @property
     def table_entries(self) -> int:
-        """J itself, and a copy of what the gauge takes out of it."""
-        return 2 * self.num_outputs * self._num_columns
+        """J_Q and J_K, what is left of them, and the same in the basis U."""
+        return self.num_outputs * (2 * self.span.shape[1] * self.head.w_q.shape[0] + 2 * self.moving.size)
 
     def structure(self) -> Structure:
         """Sizes, and the rank that such a Jacobian has unless its numbers are special."""
         head, r = self.head, self.span.shape[1]
         per_token, width = 2 * head.w_q.shape[0] + head.w_v.shape[0], head.x.shape[1]
+        rows, columns = self._num_values + self.reach.size, self._num_values + self.moving.size
+        # Of directions that move B alone, landmarks pass on no more than (F Z beyond the range of T) (x) channels.
+        idle = max(0, self.moving.num_b_only - self.reach.num_by_b)
+        gauge, outside = self.moving.num_null, per_token * (width - r)
+        unseen = per_token * width - outside - gauge - columns + idle
         names = []
-        if self._num_columns < self._num_rows:
-            names += [f"gauge (W_Q E, -W_K E^T): {self.gauge.size}"]
-            names += [f"outside the span of the tokens: {per_token * (width - r)}"] if r < width else []
-        elif self._num_rows < self.num_outputs:
-            names += [f"outputs that {head.num_landmarks} landmarks cannot reach: {self.num_outputs - self._num_rows}"]
-        rank = min(self._num_rows, self._num_columns - self._num_unseen)
-        return Structure(self.num_outputs, per_token * width, r, r, rank, "; ".join(names))
-
-    @property
-    def _num_unseen(self) -> int:
-        """Columns that few landmarks leave null.
-
-        W_Q: no landmark moves, and the change is orthogonal to all differences of key landmarks. W_K: no difference of
-        landmarks moves, and the change is orthogonal to all query landmarks.
-        """
-        r, d, m = self.span.shape[1], self.head.w_q.shape[0], self.head.num_landmarks
-        return max(0, r - m) * max(0, d - m + 1) + max(0, r - m + 1) * max(0, d - m)
+        if columns - idle < rows:
+            names += [f"gauge (W_Q E, -W_K E^T): {gauge}"]
+            names += [f"outside the span of the tokens: {outside}"] if outside else []
+            names += [f"weights that {head.num_landmarks} landmarks do not see: {unseen}"] if unseen else []
+        elif rows < self.num_outputs:
+            names += [f"outputs that {head.num_landmarks} landmarks cannot reach: {self.num_outputs - rows}"]
+        return Structure(self.num_outputs, per_token * width, r, r, min(rows, columns - idle), "; ".join(names))
 
     @cached_property
     def query_key_jacobian(self) -> Tensor:
-        """J_Q and J_K in the coordinates that are left, (N dv, columns)."""
-        seen = self.head.seen @ self.span
-        j_q, j_k = self.head.query_key_jacobian(seen @ self.gauge.turn_q, seen @ self.gauge.turn_k)
-        return self.gauge.take_out(j_q.flatten(0, 1), j_k.flatten(0, 1))
+        """J_Q and J_K in the coordinates of `moving`, (N, dv, columns)."""
+        seen, moving = self.head.seen @ self.span, self.moving
+        j_q, j_k = self.head.query_key_jacobian(seen @ moving.q.tokens, seen @ moving.k.tokens)
+        found = j_q.new_empty(*j_q.shape[:2], moving.size)
+        for into, some_q, some_k in zip(*(part.split(TOKENS_AT_A_TIME) for part in (found, j_q, j_k)), strict=True):
+            into.flatten(0, 1).copy_(moving.take(some_q.flatten(0, 1), some_k.flatten(0, 1)))
+        return found
 
-    @cached_property
-    def value_map(self) -> Tensor:
-        """T in orthonormal coordinates of the span, with J_V = T (x) I; without a convolution, of the span of B X."""
-        head, span = self.head, self.span
-        if head.kernel is None and head.num_landmarks < span.shape[1]:
-            span = span @ torch.linalg.qr((head.from_landmarks @ head.x @ span).T).Q
-        return head.linear_in_values(head.x @ span)
+    def _split(self) -> tuple[Tensor, Tensor, Tensor]:
+        """S (x) I as a vector, and M_1 and M_2 beside and below it."""
+        (left, sigma), dv = self._values, self.head.v.shape[1]
+        moved = self.query_key_jacobian
+        above = (left[:, : len(sigma)].T @ moved.flatten(1)).view(len(sigma) * dv, moved.shape[2])
+        return sigma.repeat_interleave(dv), above, self.reach.rows_of(moved)
+
+    def triangle(self, tolerance: float) -> Triangle:
+        """Upper triangular, with the singular values of J; those of W_Q and W_K below the tolerance count as zero."""
+        return triangle(*self._split(), tolerance)
+
+    def explicit_jacobian(self) -> Tensor:
+        """J in the coordinates that are left, of rows and columns."""
+        values, above, below = self._split()
+        beside = torch.cat([torch.diag(values), below.new_zeros(len(below), len(values))])
+        return torch.cat([beside, torch.cat([above, below])], dim=1)
 
     def smaller_gram(self) -> Tensor:
         """J J^T, or J^T J where that is smaller, in the coordinates that are left."""
-        if self.reach is not None:
-            jacobian = self.explicit_jacobian()
-            return jacobian @ jacobian.T if self._num_rows <= self._num_columns else jacobian.T @ jacobian
-        if self.num_outputs <= self._num_columns:
-            return self.output_gram()
-        moving, values = self.query_key_jacobian, self.value_map
-        (n, r), dv, split = values.shape, self.head.v.shape[1], moving.shape[1]
-        gram = moving.new_empty(self._num_columns, self._num_columns)
-        torch.matmul(moving.T, moving, out=gram[:split, :split])
-        # (T (x) I)^T J: T acts on the tokens, and the channels stay what they are.
-        gram[split:, :split] = (values.T @ moving.view(n, -1)).view(r * dv, split)
-        gram[:split, split:] = gram[split:, :split].T
-        gram[split:, split:] = torch.kron(values.T @ values, torch.eye(dv, dtype=values.dtype))
-        return gram
+        jacobian = self.explicit_jacobian()
+        return jacobian @ jacobian.T if jacobian.shape[0] <= jacobian.shape[1] else jacobian.T @ jacobian
+
+    @property
+    def _value_map(self) -> Tensor:
+        left, sigma = self._values
+        return left[:, : len(sigma)] * sigma
 
     def output_gram(self) -> Tensor:
         """J J^T of all outputs."""
         n, dv = self.head.v.shape
-        gram = self.query_key_jacobian @ self.query_key_jacobian.T
-        gram.view(n, dv, n, dv).diagonal(dim1=1, dim2=3).add_((self.value_map @ self.value_map.T)[:, :, None])
+        moved = self.query_key_jacobian.flatten(0, 1)
+        gram = moved @ moved.T
+        gram.view(n, dv, n, dv).diagonal(dim1=1, dim2=3).add_((self._value_map @ self._value_map.T)[:, :, None])
         return gram
-
-    def explicit_jacobian(self) -> Tensor:
-        """J in the coordinates that are left."""
-        j_v = torch.kron(self.value_map, torch.eye(self.head.v.shape[1], dtype=torch.float64))
-        jacobian = torch.cat([self.query_key_jacobian, j_v], dim=1)
-        return jacobian if self.reach is None else self.reach.rows_of(jacobian)
 
     def product(self, flat: Tensor) -> Tensor:
         """J J^T u."""
-        u = flat.view(self.head.v.shape)
-        moved = self.query_key_jacobian @ (self.query_key_jacobian.T @ flat)
-        return moved + (self.value_map @ (self.value_map.T @ u)).flatten()
+        u, moved, values = flat.view(self.head.v.shape), self.query_key_jacobian.flatten(0, 1), self._value_map
+        return moved @ (moved.T @ flat) + (values @ (values.T @ u)).flatten()
 
     def output(self) -> Tensor:
         """What W_O reads of this head, (N, dv)."""
         return self.head.output()
-
-
-class Gauge:
-    """Null directions (W_Q E, -W_K E^T) with b_q E = 0 and E b_k^T = 0, and coordinates without them.
-
-    The space of W_Q is turned so that W_Q lies in its first t = min(r, d) coordinates, that of W_K likewise: the gauge
-    then mixes 2 t d coordinates only, and the others stay as they are.
-    """
-
-    def __init__(self, w_q: Tensor, w_k: Tensor, b_q: Tensor | None, b_k: Tensor | None) -> None:
-        """From weights (r, d) in coordinates of the tokens."""
-        self.turn_q, first_q = torch.linalg.qr(w_q, mode="complete")
-        self.turn_k, first_k = torch.linalg.qr(w_k, mode="complete")
-        self.top = t = min(w_q.shape)
-        first_q, first_k = first_q[:t], first_k[:t]
-        n_q, n_k = _orthogonal_to(b_q, w_q.shape[1]), _orthogonal_to(b_k, w_q.shape[1])
-        # E = n_q e_a e_b^T n_k^T: first_q E and -first_k E^T, both (t, d).
-        to_q = torch.einsum("ta,cb->abtc", first_q @ n_q, n_k).flatten(2)
-        to_k = torch.einsum("tb,ca->abtc", first_k @ n_k, n_q).flatten(2)
-        moves = torch.cat([to_q, -to_k], dim=2).flatten(0, 1)
-        values, vectors = torch.linalg.eigh(moves @ moves.T)
-        independent = values > len(values) * torch.finfo(values.dtype).eps * values[-1]
-        self.size = int(independent.sum())
-        null = vectors[:, independent].T @ moves / values[independent, None].sqrt()
-        self.rest = torch.linalg.qr(null.T, mode="complete").Q[:, self.size :]
-
-    def take_out(self, j_q: Tensor, j_k: Tensor) -> Tensor:
-        """Columns (n, a, d) of both, turned as here, as one matrix without the null directions."""
-        t, n = self.top, len(j_q)
-        mixed = torch.cat([j_q[:, :t].reshape(n, -1), j_k[:, :t].reshape(n, -1)], dim=1) @ self.rest
-        return torch.cat([mixed, j_q[:, t:].reshape(n, -1), j_k[:, t:].reshape(n, -1)], dim=1)
-
-
-class Reach:
-    """Orthonormal coordinates of the outputs that can move: range([T, F]) (x) all, the rest (x) differences of Y."""
-
-    def __init__(self, head: NystromHead, value_map: Tensor) -> None:
-        """From a head and its T; there are fewer columns of [T, F] than tokens."""
-        # Without a convolution T = F (Z B X) adds nothing to the range of F.
-        both = head.to_landmarks if head.kernel is None else torch.cat([value_map, head.to_landmarks], dim=1)
-        tokens = torch.linalg.qr(both, mode="complete").Q
-        self.reached, self.beyond = tokens[:, : both.shape[1]], tokens[:, both.shape[1] :]
-        y = head.inverse.z @ (head.from_landmarks @ head.v)
-        self.channels = torch.linalg.qr((y[1:] - y[0]).T).Q
-        self.size = self.reached.shape[1] * len(self.channels) + self.beyond.shape[1] * self.channels.shape[1]
-
-    def rows_of(self, jacobian: Tensor) -> Tensor:
-        """J (N dv, columns) in these coordinates, (size, columns)."""
-        n, columns = len(self.reached), jacobian.shape[1]
-        by_token = jacobian.view(n, -1)
-        rest = (self.beyond.T @ by_token).view(-1, len(self.channels), columns)
-        return torch.cat([(self.reached.T @ by_token).view(-1, columns), (self.channels.T @ rest).flatten(0, 1)])
-
-
-def _orthogonal_to(bias: Tensor | None, size: int) -> Tensor:
-    """Orthonormal columns that span what is orthogonal to a bias."""
-    if bias is None or not bool(bias.any()):
-        return torch.eye(size, dtype=torch.float64)
-    return torch.linalg.qr(bias[:, None], mode="complete").Q[:, 1:]

@@ -15,7 +15,9 @@ less than everything. Of what is left, these are null:
  * with few landmarks, some of what b_q forbids: if C e = 0 then W_Q g e^T and W_K e u^T act on B alone, and change its
    logits by (e . k)(l - share b_q)(g) + (e . k) l u for landmark l with that share of visible tokens. They cancel if
    L_q (g + u) = shares (b_q . g), which can be solved for u where the landmarks are independent.
- * likewise, what b_k forbids under masks: if L_q g = 0 and b_q . g = 0, then W_Q g (e + z)^T and -W_K e g^T act on F
+ * with few landmarks, W_K that moves one row of B only, y u^T with L_q u = (0 .. 1 .. 0) and S'X y = 0, and not B V: of
+   the many y only dv are seen.
+ * what b_k forbids under masks, as for b_q: if L_q g = 0 and b_q . g = 0, then W_Q g (e + z)^T and -W_K e g^T act on F
    alone, and cancel if C z = -(b_k . e) (differences of shares).
 """
 
@@ -24,9 +26,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from wellcond.jacobian.head import weighted_covariances
 from wellcond.jacobian.nystrom import NystromHead
 from wellcond.linalg.spectrum import resolve_rank
 
+ROUNDING = 1e-12  # of bases that come from ill-conditioned matrices
 SOLVED = 1e-9  # relative residual of a linear system that counts as solvable
 
 
@@ -35,6 +39,17 @@ def row_space(*rows: Tensor) -> Tensor:
     stacked = torch.cat(rows)
     _, sigma, right = torch.linalg.svd(stacked, full_matrices=False)
     return right[: int(resolve_rank(sigma, tuple(stacked.shape)))].T
+
+
+def split_by(rows: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """Orthonormal bases of what these rows have in the span of a basis (orthonormal columns), and of what it has left.
+
+    Rounding is judged by the size of the rows themselves, of which nothing may be left.
+    """
+    part, size = rows @ basis, torch.linalg.matrix_norm(rows, 2)
+    _, sigma, right = torch.linalg.svd(part)
+    rank = int((sigma > ROUNDING * size).sum())
+    return basis @ right[:rank].T, basis @ right[rank:].T
 
 
 def null_space(*rows: Tensor) -> Tensor:
@@ -53,14 +68,15 @@ class Side:
 
     def __init__(self, weight: Tensor, tokens: tuple[Tensor, Tensor], channels: tuple[Tensor, Tensor]) -> None:
         """From rows that span each; inner lies in outer. Of the weight (r, d) a few coordinates hold as much as can."""
-        inner, outer = (row_space(rows) for rows in tokens)
+        inner, rest = split_by(tokens[0], row_space(tokens[1]))
+        self.num_outer_only = rest.shape[1]
         self.inner_channels, self.outer_channels = (row_space(rows) for rows in channels)
         if self.inner_channels.shape == self.outer_channels.shape:
-            self.tokens = outer @ torch.linalg.qr(outer.T @ weight, mode="complete").Q
-            self.split = outer.shape[1]
+            both = torch.cat([inner, rest], dim=1)
+            self.tokens = both @ torch.linalg.qr(both.T @ weight, mode="complete").Q
+            self.split = both.shape[1]
         else:
-            self.tokens = torch.cat([inner, row_space((outer - inner @ (inner.T @ outer)).T)], dim=1)
-            self.split = inner.shape[1]
+            self.tokens, self.split = torch.cat([inner, rest], dim=1), inner.shape[1]
 
     def coordinates(self, directions: Tensor) -> Tensor:
         """Of directions (count, r, d), as (count, size)."""
@@ -85,10 +101,15 @@ class Moving:
         self.q = Side(self.w_q, (lx, seen), (c, torch.cat([c, differences(head.k[keys])])))
         between = torch.cat([differences(lx), differences(seen[keys])])
         self.k = Side(self.w_k, (differences(lx), between), (l_q, head.q))
+        # No landmark of the keys moves apart from the others, so that neither F nor A does.
+        self.num_b_only = self.k.num_outer_only * self.k.inner_channels.shape[1]
         shares = torch.ones(len(lx), dtype=torch.float64)
         if head.visible is not None:
             shares = head.landmarks(head.visible)
-        self._remove(_null_directions(self.w_q, self.w_k, head.b_q, head.b_k, l_q, c, shares))
+        unheard = _unheard(head, seen, l_q)
+        self.num_b_only -= len(unheard)
+        found = _null_directions(self.w_q, self.w_k, head.b_q, head.b_k, l_q, c, shares)
+        self._remove([*found, (torch.zeros_like(unheard), unheard)])
 
     def _remove(self, found: list[tuple[Tensor, Tensor]]) -> None:
         moves = torch.cat([torch.cat([self.q.coordinates(q), self.k.coordinates(k)], dim=1) for q, k in found])
@@ -136,6 +157,18 @@ def _null_directions(
         if z is not None:
             found += [(torch.einsum("rg,c->grc", w_q @ g, e + z), -torch.einsum("r,cg->grc", w_k @ e, g))]
     return found
+
+
+def _unheard(head: NystromHead, seen: Tensor, l_q: Tensor) -> Tensor:
+    """Directions (count, r, d) of W_K that change a row of B, but not of B V."""
+    still = null_space(differences(head.landmarks(seen)))
+    _, token_side = weighted_covariances(head.from_landmarks, head.k, head.v, seen @ still, 1.0)
+    found = [seen.new_zeros(0, seen.shape[1], l_q.shape[1])]
+    for number, (side, landmark) in enumerate(zip(token_side, l_q, strict=True)):
+        u = _solve(l_q, torch.eye(len(l_q), dtype=l_q.dtype)[number]) if bool(landmark.any()) else None
+        if u is not None:
+            found.append(torch.einsum("ry,c->yrc", still @ null_space(side), u))
+    return torch.cat(found)
 
 
 def _solve(matrix: Tensor, right: Tensor) -> Tensor | None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from wellcond.jacobian.nystrom import NystromHead
-from wellcond.jacobian.nystrom_null import differences, row_space
+from wellcond.jacobian.nystrom_null import differences, row_space, split_by
 
 
 class Reach:
@@ -40,27 +40,25 @@ class Reach:
         self.parts: list[tuple[Tensor, Tensor]] = []
         left = beyond
         for tokens, channels in levels:
-            # What these tokens have in the part that is left.
-            found = row_space((left.T @ tokens).T)
-            rest = torch.linalg.qr(found, mode="complete").Q[:, found.shape[1] :]
-            self.parts.append((left @ found, channels))
-            left = left @ rest
+            found, left = split_by(tokens.T, left)
+            self.parts.append((found, channels))
+        self.num_by_b = self.parts[0][0].shape[1] * u.shape[1]
         self.size = sum(tokens.shape[1] * channels.shape[1] for tokens, channels in self.parts)
 
     def rows_of(self, jacobian: Tensor) -> Tensor:
         """J (N, dv, columns) in these coordinates, (size, columns)."""
         n, dv, columns = jacobian.shape
-        by_token = jacobian.reshape(n, -1)
+        by_token = jacobian.reshape(n, dv * columns)
         found = []
         for tokens, channels in self.parts:
-            rows = (tokens.T @ by_token).view(-1, dv, columns)
+            rows = (tokens.T @ by_token).view(tokens.shape[1], dv, columns)
             found.append((rows if channels.shape == (dv, dv) else channels.T @ rows).flatten(0, 1))
         return torch.cat(found)
 
 
 @dataclass(frozen=True, eq=False)
 class Triangle:
-    """Upper triangular, with all singular values of J that are not zero; `dropped` is the norm of what counts as zero."""
+    """Upper triangular, with the singular values of J that are not zero; `dropped`: the norm of what counts as zero."""
 
     entries: Tensor
     dropped: float
@@ -68,7 +66,7 @@ class Triangle:
 
 def triangle(values: Tensor, above: Tensor, below: Tensor, tolerance: float) -> Triangle:
     """From S (x) I as a vector, M_1 and M_2; directions that M_2 moves by no more than the tolerance are zero."""
-    if len(below) > below.shape[1]:
+    if len(below) >= below.shape[1]:
         below = torch.linalg.qr(below, mode="r").R
     dropped = 0.0
     square = _from_the_right(below)[0] if len(below) < below.shape[1] else below

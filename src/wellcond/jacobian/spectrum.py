@@ -13,11 +13,13 @@ from torch import Tensor
 
 from wellcond.errors import check_choice
 from wellcond.jacobian.dense import dense_jacobian
-from wellcond.jacobian.forms import Form, StackForm, WideForm, certified, smaller_gram
+from wellcond.jacobian.forms import Form, StackForm, WideForm, certified, gram_side, smaller_gram
 from wellcond.jacobian.head import SoftmaxHead
+from wellcond.jacobian.nystrom_form import NystromForm
 from wellcond.jacobian.records import Convention, JacobianSpectrum, Status
 from wellcond.jacobian.select import ASKED, Choice, available_bytes, choose_method
 from wellcond.jacobian.structure import Structure
+from wellcond.jacobian.triangle_ends import largest_of_inverse, lowest_singular_values
 from wellcond.linalg.lanczos import largest_eigenvalue
 from wellcond.linalg.spectrum import default_rtol, resolve_rank, singular_values
 
@@ -30,6 +32,7 @@ LARGEST_SVD = 2e13
 SPECTRUM_LIMIT = 768  # up to here `auto` computes all singular values
 LARGEST_FULL_SVD = 2500  # beyond, an SVD takes longer than everything else, and `auto` gives both ends only
 CLOSED = 1e-8
+LOWEST = 40
 
 
 def jacobian_spectrum(
@@ -224,6 +227,8 @@ def _record(
 
 
 def _gram(task: _Task) -> JacobianSpectrum:
+    if isinstance(task.form, NystromForm) and _only_ends(task, gram_side(task.form)):
+        return _from_triangle(task, task.form)
     gram = smaller_gram(task.form)
     rank = min(task.structure.max_rank, len(gram))
     if rank == len(gram) and _svd_fits(task) and _squaring_loses(gram):
@@ -287,11 +292,40 @@ def _svd(task: _Task) -> JacobianSpectrum:
     if jacobian.shape[0] < jacobian.shape[1]:
         jacobian = jacobian.T
     triangle = torch.linalg.qr(jacobian, mode="r").R
-    if len(triangle) > LARGEST_FULL_SVD and task.choice.reason != ASKED:
+    if _only_ends(task, len(triangle)):
         ends = _ends_of(task, triangle)
         if ends is not None:
             return ends
     return _from_singular_values(task, torch.linalg.svdvals(triangle), reason="squaring loses the small ones: SVD of J")
+
+
+def _only_ends(task: _Task, side: int) -> bool:
+    return side > LARGEST_FULL_SVD and task.choice.reason != ASKED
+
+
+def _from_triangle(task: _Task, form: NystromForm) -> JacobianSpectrum:
+    """Both ends of a form that can be made triangular without squaring it, and whose rank shows on the way."""
+    top = largest_eigenvalue(form.product, form.num_outputs)
+    if top.value <= 0:
+        return _from_singular_values(task, torch.zeros(1, dtype=torch.float64))
+    largest = math.sqrt(top.value)
+    tolerance = task.rtol * largest
+    found = form.triangle(tolerance)
+    bottom = largest_of_inverse(found.entries)
+    smallest, rank = 1 / math.sqrt(bottom.value), len(found.entries)
+    error = default_rtol((task.structure.num_outputs, task.structure.num_parameters)) * largest + found.dropped
+    sure = top.converged and bottom.converged and smallest > 10 * max(error, tolerance)
+    if smallest <= tolerance:
+        # The lower end fades into rounding: count what is below, as far as LOWEST reaches.
+        low = lowest_singular_values(found.entries, LOWEST)
+        rank -= int((low <= tolerance).sum())
+        smallest = float(low[low > tolerance].min()) if bool((low > tolerance).any()) else tolerance
+    return _record(
+        task, largest, smallest if rank == task.structure.smaller_side else 0.0, smallest, rank,
+        "exact" if sure else "estimate", reason="triangular form, then its ends",
+        max_bounds=(largest - error, largest + error), rank_bounds=(max(0.0, smallest - error), smallest + error),
+        num_products=top.num_products + bottom.num_products,
+    )  # fmt: skip
 
 
 def _ends_of(task: _Task, triangle: Tensor) -> JacobianSpectrum | None:
@@ -304,11 +338,7 @@ def _ends_of(task: _Task, triangle: Tensor) -> JacobianSpectrum | None:
     if not bool(triangle.diagonal().all()) or side != task.structure.max_rank:
         return None
 
-    def solve(u: Tensor) -> Tensor:
-        half = torch.linalg.solve_triangular(triangle.T, u[:, None], upper=False)
-        return torch.linalg.solve_triangular(triangle, half, upper=True)[:, 0]
-
-    bottom = largest_eigenvalue(solve, side)
+    bottom = largest_of_inverse(triangle)
     largest, smallest = math.sqrt(top.value), 1 / math.sqrt(bottom.value)
     error = default_rtol((task.structure.num_outputs, task.structure.num_parameters)) * largest
     if not smallest > 10 * max(error, task.rtol * largest):

@@ -15,6 +15,8 @@ from wellcond.report.page_script import EXTRA_STYLE, SCRIPT
 from wellcond.report.plotly_figures import plots
 from wellcond.report.provenance import provenance_table
 from wellcond.report.reading import find_findings
+from wellcond.report.samples import LEAD, find_samples, samples_html
+from wellcond.report.samples import STYLE as SAMPLE_STYLE
 from wellcond.report.series import Figure
 from wellcond.report.shapes import NUM_COLOURS
 from wellcond.report.style import STYLE
@@ -33,7 +35,7 @@ TABS = {
 }
 TABLE_TABS = {
     "summary": "Summary", "required": "Summary", "matching": "Matching", "conditioning": "Conditioning",
-    "cost": "Cost", "statistics": "Runs", "statistics_evaluation": "Runs", "seeds": "Runs",
+    "other_metrics": "Summary", "cost": "Cost", "statistics": "Runs", "statistics_evaluation": "Runs", "seeds": "Runs",
 }  # fmt: skip
 
 
@@ -50,6 +52,7 @@ def render_page(analysis: Analysis, figures: Sequence[Figure] | None = None) -> 
     comparison = analysis.comparison
     figures = build_figures(analysis) if figures is None else figures
     drawings: dict[str, dict[str, Any]] = {}
+    samples = find_samples(comparison)
     bodies = {name: [tag("p", lead, class_="lead")] for name, lead in TABS.items()}
     for table in build_tables(analysis):
         bodies[TABLE_TABS[table.name]].append(_table_section(table))
@@ -58,10 +61,12 @@ def render_page(analysis: Analysis, figures: Sequence[Figure] | None = None) -> 
         bodies[figure.section].append(_figure_section(comparison, figure, drawings))
     settings = provenance_table(comparison)
     bodies["Runs"].append(tag("details", tag("summary", settings.title), table_html(settings)))
+    if samples:
+        bodies = _before_runs(bodies, "Samples", [tag("p", LEAD, class_="lead"), *samples_html(samples)])
     for parts in bodies.values():
         if len(parts) == 1:
             parts.append(tag("p", _nothing(analysis)))
-    links = [tag("a", name, href=f"#{name.lower()}") for name in TABS]
+    links = [tag("a", name, href=f"#{name.lower()}") for name in bodies]
     sections = [
         tag("section", tag("h2", name), *parts, id=name.lower(), class_="tab") for name, parts in bodies.items()
     ]
@@ -79,7 +84,7 @@ def render_page(analysis: Analysis, figures: Sequence[Figure] | None = None) -> 
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
         tag("title", comparison.title),
-        tag("style", Markup(f"{STYLE}\n{EXTRA_STYLE}")),
+        tag("style", Markup("\n".join([STYLE, EXTRA_STYLE, *([SAMPLE_STYLE] if samples else [])]))),
     )
     scripts = [
         tag("script", script_json(drawings), type="application/json", id="plot-data"),
@@ -88,6 +93,12 @@ def render_page(analysis: Analysis, figures: Sequence[Figure] | None = None) -> 
     ]
     page = tag("html", head, tag("body", tag("main", *body), *scripts), lang="en")
     return f"<!DOCTYPE html>\n{page}\n"
+
+
+def _before_runs(bodies: dict[str, list[Markup]], name: str, body: list[Markup]) -> dict[str, list[Markup]]:
+    """Tabs with one more before the last."""
+    *others, last = bodies.items()
+    return dict([*others, (name, body), last])
 
 
 def plotly_source() -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from wellcond.report.analysis import Analysis
 from wellcond.report.provenance import provenance_table
 from wellcond.report.reading import find_findings
+from wellcond.report.samples import find_samples, samples_markdown
 from wellcond.report.series import Figure
 from wellcond.report.table import plain_markdown, table_markdown
 from wellcond.report.tables import build_tables, judged_from
@@ -33,6 +34,7 @@ def render_markdown(analysis: Analysis, figures: Sequence[Figure]) -> str:
     lines += ["## Findings", "", *(f"- {plain_markdown(finding)}" for finding in find_findings(analysis)), ""]
     for table in build_tables(analysis):
         lines += [f"## {table.title}", "", table_markdown(table), "", f"[CSV](tables/{table.name}.csv)", ""]
+    lines += samples_markdown(find_samples(comparison))
     lines += ["## Figures", ""]
     for figure in figures:
         links = ", ".join(f"[{kind.upper()}](figures/{figure.name}.{kind})" for kind in ("svg", "csv"))

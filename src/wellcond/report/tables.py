@@ -10,6 +10,7 @@ from wellcond.report.conditioning_table import conditioning_table
 from wellcond.report.formats import PLUS_MINUS, show_counts, show_interval, show_mean, show_p, show_relative
 from wellcond.report.load_runs import Comparison
 from wellcond.report.match import SMOOTH, show_match
+from wellcond.report.other_metrics import other_metrics, other_metrics_table
 from wellcond.report.run_record import Metric
 from wellcond.report.statistics import FEWEST_SEEDS, PairedDifference, Summary
 from wellcond.report.table import Table
@@ -20,11 +21,12 @@ from wellcond.report.values import MISSING, number, show
 def build_tables(analysis: Analysis) -> list[Table]:
     """Every table of numbers, in the order in which they are read."""
     required = [required_table(analysis)] if analysis.required else []
+    others = [other_metrics_table(analysis)] if other_metrics(analysis.comparison) else []
     measured = [conditioning_table(analysis)] if any(map(analysis.tables, analysis.comparison.methods)) else []
     evaluated = [evaluation_statistics_table(analysis)] if analysis.comparison.tested else []
     return [
-        summary_table(analysis), *required, matching_table(analysis), *measured, statistics_table(analysis), *evaluated,
-        seed_table(analysis), cost_table(analysis),
+        summary_table(analysis), *required, *others, matching_table(analysis), *measured, statistics_table(analysis),
+        *evaluated, seed_table(analysis), cost_table(analysis),
     ]  # fmt: skip
 
 

@@ -183,3 +183,9 @@ def test_held_out_makes_three_splits(mirror, png):
     assert contents["test"] <= {png(seed) for seed in range(4)}
     message = failure(source="hub", id="lab/pictures", held_out=0.34, evaluation_split="train")
     assert "no split left to test on" in message
+
+
+def test_held_out_of_the_split_named_test(mirror):
+    swapped = {"train_split": "test", "evaluation_split": "train"}
+    bundle = load(source="hub", id="lab/pictures", held_out=0.5, **swapped)
+    assert len(bundle.train) == len(bundle.evaluation) == 2 and len(bundle.others["test"]) == 6

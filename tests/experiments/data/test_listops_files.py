@@ -83,6 +83,7 @@ def test_without_a_cache_files_are_read_every_time(monkeypatch, tmp_path):
     [
         ("[MEAN 2 9 ]\t9", "unknown operator '[MEAN'"),
         ("[MINX 2 9 ]\t9", "unknown operator '[MINX'"),
+        ("[ 2 9 ]\t2", "unknown operator '['"),
         ("[LAST 2 9 ]\t9", "'[LAST': expected one of the operators MIN, MAX, MED, SM at character 0"),
         ("[MAX 2 # 9 ]\t9", "unknown symbol '#'"),
         ("[MAX 2 M 9 ]\t9", "unknown symbol 'M'"),

@@ -194,3 +194,15 @@ def test_simple_statistics_do_not_tell_ours_from_theirs_nor_the_label(both):
     count = min(len(x), len(y))
     joined = np.concatenate([x[:count], y[:count]])
     assert cross_val_score(model, joined, np.repeat([0, 1], count), cv=5).mean() < 0.57
+
+
+def test_small_images_do_not_occur_in_two_splits():
+    config = {"image_size": 12, "contour_length": 2, "num_distractors": 0}
+    bundle = load(
+        source="generated", generator="pathfinder", options=config, num_train=1500, num_evaluation=200, num_test=200
+    )
+    splits = {"train": bundle.train, "evaluation": bundle.evaluation, **bundle.others}
+    seen = {name: {split.content(row) for row in range(len(split))} for name, split in splits.items()}
+    assert {name: len(images) for name, images in seen.items()} == {"train": 1500, "evaluation": 200, "test": 200}
+    assert len(seen["train"] | seen["evaluation"] | seen["test"]) == 1900
+    assert 0.45 < float(bundle.train.labels.double().mean()) < 0.55

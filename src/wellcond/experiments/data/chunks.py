@@ -71,10 +71,12 @@ def make_split(name: str, options: GeneratorOptions, *, seed: int, split: str, c
         "seed": seed,
         "split": split,
     }
-    cache = CacheEntry("generated", made_from | {"format": FORMAT, "chunk": entry.chunk, "distinct": entry.distinct})
-    collected = _Collected(entry.distinct)
-    made, num_chunks = 0, _chunks_needed(entry, split, count)
-    limit = PATIENCE * (num_chunks + 1) if entry.distinct else num_chunks
+    distinct = entry.makes_distinct(options)
+    cache = CacheEntry("generated", made_from | {"format": FORMAT, "chunk": entry.chunk, "distinct": distinct})
+    collected = _Collected(distinct)
+    share = SPLITS.count(split) / len(SPLITS) if distinct else 1
+    made, num_chunks = 0, math.ceil(count / (entry.chunk * share))
+    limit = PATIENCE * (num_chunks + 1) if distinct else num_chunks
     while collected.size < count:
         if made == limit:
             raise DataError(
@@ -133,13 +135,7 @@ def token_type(vocabulary_size: int) -> torch.dtype:
 
 def _job(entry: RegisteredGenerator, options: GeneratorOptions, stream: str, split: str, number: int) -> ChunkJob:
     assert entry.chunk is not None
-    return ChunkJob(entry.generate, options, entry.chunk, entry.distinct, split, stream, number)
-
-
-def _chunks_needed(entry: RegisteredGenerator, split: str, count: int) -> int:
-    assert entry.chunk is not None
-    share = SPLITS.count(split) / len(SPLITS) if entry.distinct else 1
-    return math.ceil(count / (entry.chunk * share))
+    return ChunkJob(entry.generate, options, entry.chunk, entry.makes_distinct(options), split, stream, number)
 
 
 def _get_chunks(cache: CacheEntry, jobs: Sequence[ChunkJob], what: str) -> list[Generated]:

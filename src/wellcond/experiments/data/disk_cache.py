@@ -36,7 +36,7 @@ def cache_root() -> Path:
     """Folder of all entries; it need not exist."""
     named = os.environ.get("WELLCOND_CACHE")
     if named:
-        return Path(named).expanduser().absolute()
+        return Path(os.path.expanduser(named)).absolute()
     shared = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(shared):  # relative ones are to be ignored, says the standard
         return Path(shared) / "wellcond"

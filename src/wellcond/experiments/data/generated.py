@@ -42,7 +42,11 @@ class RegisteredGenerator:
     generate: Callable[[int, Any, torch.Generator], Generated]
     chunk: int | None = None
     version: int = 1
-    distinct: bool = False
+    distinct: Callable[[Any], bool] | bool = False
+
+    def makes_distinct(self, options: GeneratorOptions) -> bool:
+        """Whether no input of these options may occur twice."""
+        return self.distinct(options) if callable(self.distinct) else self.distinct
 
 
 GENERATORS: dict[str, RegisteredGenerator] = {}
@@ -54,7 +58,7 @@ def register_generator(
     *,
     chunk: int | None = None,
     version: int = 1,
-    distinct: bool = False,
+    distinct: Callable[[OptionsT], bool] | bool = False,
 ) -> Callable[[Generate], Generate]:
     """Decorate `generate(count, options, generator)`; all randomness must come from `generator`.
 
@@ -64,8 +68,9 @@ def register_generator(
         chunk: Make a split in chunks of so many samples, each with a random stream of its own: in several processes,
             kept on disk, and the beginning of a longer split is the shorter one. Without it a split is made in one go.
         version: To be raised when the same options give other samples than before; only for chunks.
-        distinct: No input occurs twice in a split, nor in two splits, whatever the seed; only for chunks. Of all inputs
-            about 3/4 may occur in training, 1/8 in evaluation and 1/8 in test, told apart by a hash.
+        distinct: Whether, always or by the options, no input occurs twice in a split, nor in two splits, whatever the
+            seed; only for chunks. Of all inputs about 3/4 may occur in training, 1/8 in evaluation and 1/8 in test,
+            told apart by a hash.
     """
     if chunk is None and (distinct or version != 1):
         raise ValueError(f"generator {name}: expected a chunk size together with version or distinct, got none.")

@@ -176,20 +176,23 @@ def _read_at_once(sources: Sequence[bytes], width: int) -> np.ndarray | None:
     ends = np.flatnonzero(text == ord("\n"))
     tokens = _TOKEN[text]
     openings = np.flatnonzero(text == ord("["))
-    letters = 0
+    letters = operators = 0
     for number, name in enumerate(OPERATORS):
         found = openings
         for offset, letter in enumerate(name + " ", 1):
             found = found[text[found + offset] == ord(letter)]
         tokens[found] = FIRST_OPENING + number
         letters += len(name) * len(found)
-    # The letters of known operators are all the letters there are; an unknown one has others, or letters over.
+        operators += len(found)
+    # All openings are of known operators, and theirs are all the letters there are: an unknown one has letters over.
     names = _IS_LETTER[text]
     spaces, is_round = _IS_SPACE[text], _IS_ROUND[text]
     single = (tokens != PADDING) | is_round
     known = single | spaces | names
     apart = spaces[np.flatnonzero(single) - 1].all() and spaces[np.flatnonzero(single & (text != ord("["))) + 1].all()
-    if not known.all() or int(names.sum()) != letters or not apart or not _round_brackets_match(text, is_round, ends):
+    if operators != len(openings) or int(names.sum()) != letters:
+        return None
+    if not known.all() or not apart or not _round_brackets_match(text, is_round, ends):
         return None
     places = np.flatnonzero(tokens != PADDING)
     lengths = np.diff(np.searchsorted(places, ends))

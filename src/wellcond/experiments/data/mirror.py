@@ -13,7 +13,9 @@ MIRROR_VARIABLE = "WELLCOND_DATA"
 def mirror_roots() -> list[Path]:
     """The folders of the variable."""
     return [
-        Path(root).expanduser().absolute() for root in os.environ.get(MIRROR_VARIABLE, "").split(os.pathsep) if root
+        Path(os.path.expanduser(root)).absolute()
+        for root in os.environ.get(MIRROR_VARIABLE, "").split(os.pathsep)
+        if root
     ]
 
 
@@ -41,7 +43,7 @@ def find_folder(path: str, base: Path) -> Path:
     Raises:
         DataError: it is in neither.
     """
-    folder = (base / Path(path).expanduser()).absolute()
+    folder = (base / Path(os.path.expanduser(path))).absolute()
     if folder.is_dir():
         return folder
     # A name may not lead out of the mirror.

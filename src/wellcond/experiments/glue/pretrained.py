@@ -81,7 +81,8 @@ class Pretrained:
     def tokenizer(self) -> Tokenizer:
         """The tokeniser of pre-training, from its file in `place`, which is made if it is missing.
 
-        Raises: RunError if the text that it was trained on has changed, or it has no file (bytes).
+        Raises: RunError if the text that it was trained on has changed, it has no file (bytes), or it is not the one
+            in the record of the run.
         """
         path = self.place / self.tokenizer_file
         if not path.is_file():
@@ -89,7 +90,14 @@ class Pretrained:
             with writing(path):
                 path.parent.mkdir(exist_ok=True)
                 write_atomically(path, content)
-        return read_tokenizer(path)
+        found = read_tokenizer(path)
+        recorded = self.record.get("tokenizer") or {"fingerprint": found.fingerprint}  # older records have none
+        if recorded["fingerprint"] != found.fingerprint:
+            raise RunError(
+                f"{path} is not the tokeniser of pre-training: expected fingerprint {recorded['fingerprint']}, found "
+                f"{found.fingerprint}. Delete the file to have it made again, or restore what it is made from"
+            )
+        return found
 
     def _make_tokenizer(self) -> LibraryTokenizer:
         choice = self.task.tokenizer

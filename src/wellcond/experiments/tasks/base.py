@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from wellcond.experiments.data.bundle import DataBundle, Split
 from wellcond.experiments.norms import Norms
 from wellcond.experiments.settings import RecipeError, Settings
+from wellcond.experiments.tokenizers.base import Tokenizer
 
 Batch = dict[str, Tensor]
 SampleKey = tuple[int, int]
@@ -96,6 +97,8 @@ class AbstractTask(ABC):
     test: SampleSet | None = None
     """Samples that no choice is made on; None if the data have no labelled split named test."""
     data: DataBundle
+    tokenizer: Tokenizer | None = None
+    """Of tasks that read text as tokens by `task.tokenizer`."""
 
     @abstractmethod
     def model_arguments(self, kind: str) -> dict[str, Any]:
@@ -128,6 +131,10 @@ class AbstractTask(ABC):
     def training_batch(self, batch: Batch, step: int) -> Batch:
         """Batch-wise augmentation of one step; none by default."""
         return batch
+
+    def write_samples(self, model: nn.Module) -> list[dict[str, str]]:
+        """What a trained model writes, for the record: `prompt` and `text`, or `problem`; nothing by default."""
+        return []
 
 
 TASKS: dict[str, tuple[type[Settings], Callable[[Any, TaskContext], AbstractTask]]] = {}

@@ -60,9 +60,8 @@ class Glue(AbstractTask):
         need_kind(data, settings.name, "text")
         self._check_answers()
         what = f"{data.name}, training split"
-        self.form = SentenceFormat(
-            make_tokenizer(settings.tokenizer, data.train, what, context.base), length=settings.length
-        )
+        self.tokenizer = make_tokenizer(settings.tokenizer, data.train, what, context.base)
+        self.form = SentenceFormat(self.tokenizer, length=settings.length)
         self.train = self._rows("training", data.train)
         further = data.others.get(self.glue.further or "")
         if further is not None and further.labels is not None:

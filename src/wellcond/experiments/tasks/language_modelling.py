@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -29,10 +30,13 @@ from wellcond.experiments.tasks.base import (
 from wellcond.experiments.tasks.byte_text import byte_stream
 from wellcond.experiments.tasks.image_classification import logits_of
 from wellcond.experiments.tasks.token_blocks import IGNORED, ScoredWindows, TokenBlocks
-from wellcond.experiments.tokenizers.base import document_end
+from wellcond.experiments.tokenizers.base import Tokenizer, document_end
 from wellcond.experiments.tokenizers.choose import make_tokenizer
 from wellcond.experiments.tokenizers.generate import generate_text
 from wellcond.experiments.tokenizers.settings import TokenizerChoice
+
+PROMPT_TOKENS, SAMPLE_TOKENS, TEMPERATURE = 10, 60, 0.8
+"""Of the samples of text in a record."""
 
 
 class LanguageModellingSettings(Settings):
@@ -90,6 +94,7 @@ class LanguageModelling(AbstractTask):
     """Next token."""
 
     metric = Metric("perplexity", higher_is_better=False)
+    tokenizer: Tokenizer
 
     def __init__(self, settings: LanguageModellingSettings, context: TaskContext) -> None:
         """Join the documents of each split into one stream."""
@@ -179,6 +184,28 @@ class LanguageModelling(AbstractTask):
     ) -> str:
         """What a model writes behind a prompt."""
         return generate_text(model, self.tokenizer, prompt, num_tokens, temperature, seed, context=self.context)
+
+    def write_samples(self, model: nn.Module) -> list[dict[str, str]]:
+        """One that goes on from the beginning of the evaluation text, and one without a prompt."""
+        return [self._sample(model, prompt) for prompt in dict.fromkeys((self._opening(), ""))]
+
+    def _opening(self) -> str:
+        """The first tokens of the first document in the evaluation text that is not blank."""
+        tokens = self.evaluation.fetch([(0, EVALUATION)])["input_ids"][0].tolist()
+        end = document_end(self.tokenizer)
+        for _, document in itertools.groupby(tokens, key=lambda token: token != end):
+            text = self.tokenizer.decode(list(document)[:PROMPT_TOKENS])
+            if text.strip():
+                return text.rstrip("\N{REPLACEMENT CHARACTER}")  # half a character, where tokens are bytes
+        return ""
+
+    def _sample(self, model: nn.Module, prompt: str) -> dict[str, str]:
+        try:
+            text = self.sample_text(model, prompt=prompt, num_tokens=SAMPLE_TOKENS, temperature=TEMPERATURE)
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+            # A model may take no sequences but whole blocks; its training is not in vain for that.
+            return {"prompt": prompt, "problem": f"{type(error).__name__}: {error}"}
+        return {"prompt": prompt, "text": text}
 
 
 def _exp(nats: float) -> float:

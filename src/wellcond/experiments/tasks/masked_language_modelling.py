@@ -30,6 +30,7 @@ from wellcond.experiments.tasks.base import (
 from wellcond.experiments.tasks.image_classification import logits_of
 from wellcond.experiments.tasks.masking import Masking
 from wellcond.experiments.tasks.token_blocks import IGNORED, TokenBlocks
+from wellcond.experiments.tokenizers.base import Tokenizer
 from wellcond.experiments.tokenizers.choose import make_tokenizer
 from wellcond.experiments.tokenizers.settings import TokenizerChoice
 
@@ -70,6 +71,7 @@ class MaskedLanguageModelling(AbstractTask):
     """Hidden tokens."""
 
     metric = Metric("perplexity", higher_is_better=False)
+    tokenizer: Tokenizer
 
     def __init__(self, settings: MaskedLanguageModellingSettings, context: TaskContext) -> None:
         """Tokenise every split once; a tokeniser without a mask gets one behind its vocabulary."""

@@ -36,8 +36,9 @@ class SequenceSettings(Settings):
     """Longer sequences are cut to it; needed for text, the length of the data for tokens."""
     pad_to: PositiveInt | None = None
     """Sequences are padded to it; to `length` by default."""
-    too_long: Literal["cut", "error"] = "cut"
-    """What to do with a sequence longer than `length`."""
+    too_long: Literal["cut", "error"] | None = None
+    """What to do with a sequence longer than `length`; null: cut text, but refuse tokens, half of which may mean
+    something else (an expression cut in two has another value)."""
     empty: Literal["error", "keep"] = "keep"
     """What to do with a sequence of no tokens, all of which is masked. A model may answer it with anything but NaN,
     which ends the run with an error."""
@@ -96,7 +97,8 @@ class SequenceTask(AbstractTask):
             what: The split, and which document of a pair.
         """
         too_long = (lengths > length).nonzero()
-        if len(too_long) and self.settings.too_long == "error":
+        default = "error" if self.context.data.kind == "tokens" else "cut"
+        if len(too_long) and (self.settings.too_long or default) == "error":
             row = int(too_long[0])
             raise RecipeError(
                 f"{what}, row {row} (the first is 0): expected at most {length} tokens (task.length), found "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def find_tokenizer(name: str, base: Path) -> Path:
 
     Raises: DataError if it is in neither.
     """
-    path = (base / Path(name).expanduser()).absolute()
+    path = (base / Path(os.path.expanduser(name))).absolute()
     if path.exists():
         return path
     # A name may not lead out of the mirror.

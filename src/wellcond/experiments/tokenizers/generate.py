@@ -24,6 +24,8 @@ def generate_text(
 ) -> str:
     """The prompt and what the model writes behind it, up to the end of the document.
 
+    The model is always run `num_tokens` times: where its weights are sharded, processes wait for each other.
+
     Args:
         model: Causal language model; its mode and the global random state are as before afterwards.
         tokenizer: The one it was trained with.
@@ -57,12 +59,11 @@ def generate_text(
                 )
             # A model may have more embeddings than there are tokens.
             tokens.append(_draw(logits[: tokenizer.vocabulary_size], temperature, generator))
-            if tokens[-1] == end:
-                break
     finally:
         for module, training in was_training:
             module.training = training
-    return tokenizer.decode(tokens)
+    written = tokens[len(given) :]
+    return tokenizer.decode(given + (written[: written.index(end)] if end in written else written))
 
 
 def _draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import glob
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,7 +105,7 @@ def find_files(patterns: str | list[str], base: Path, field: str) -> list[Path]:
     """
     files: list[Path] = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        path = (base / Path(pattern).expanduser()).absolute()
+        path = (base / Path(os.path.expanduser(pattern))).absolute()
         found = [path] if path.is_file() else sorted(Path(name) for name in glob.glob(str(path), recursive=True))
         found = [file for file in found if file.is_file()]
         if not found:
@@ -147,7 +148,7 @@ def _require_format(file: Path, first: Path) -> None:
 
 def _read_files(files: list[Path], config: FilesConfig, base: Path) -> Table:
     """One table of all files, each read by itself so that errors can name the file and the row."""
-    root = None if config.image_root is None else (base / Path(config.image_root).expanduser()).absolute()
+    root = None if config.image_root is None else (base / Path(os.path.expanduser(config.image_root))).absolute()
     builder = BUILDERS[files[0].suffix.lower()]
     if builder == "text" and config.unit == "file":
         # One row per file; read together, since there may be thousands.

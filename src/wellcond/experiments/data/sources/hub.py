@@ -94,7 +94,9 @@ def load(config: HubConfig, base: Path) -> DataBundle:
                 found=f"{evaluation!r} for both",
                 todo="Name another 'evaluation_split'.",
             )
-        tables = {train: tables[train], "test": tables[evaluation]}
+        # Under another name if one trains on the set's own split test.
+        whole, train = tables[train], "train" if train == "test" else train
+        tables = {train: whole, "test": tables[evaluation]}
         evaluation = train
     return bundle_tables(full_name, tables, train, evaluation, wanted, origin=origin)
 

@@ -62,7 +62,7 @@ class FolderSplit:
 @register_source(ImageFolderConfig)
 def load(config: ImageFolderConfig, base: Path) -> DataBundle:
     """List the images; classes are sorted by name and must be the same in every split."""
-    root = base / Path(config.path).expanduser()
+    root = base / Path(os.path.expanduser(config.path))
     _require_folder(root, "the image folder", "Correct the field 'path'; relative paths start at the recipe's folder.")
     _require_folder(root / config.train, "the training split", "Set 'train' to the name of the folder to train on.")
     evaluation = config.evaluation or _find_evaluation(root, config.train)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -38,7 +39,7 @@ class LraListOpsConfig(SourceConfig):
 @register_source(LraListOpsConfig)
 def load(config: LraListOpsConfig, base: Path) -> DataBundle:
     """The tokens of the generator `listops`; evaluation is the validation file, the test file is the split test."""
-    folder = (base / Path(config.path).expanduser()).absolute()
+    folder = (base / Path(os.path.expanduser(config.path))).absolute()
     splits = {name: _load_file(folder / file, config) for name, file in FILES.items()}
     train, evaluation, test = (splits[name] for name in ("train", "evaluation", "test"))
     names = tuple(str(digit) for digit in range(10))

@@ -1,0 +1,123 @@
+"""Products with the Jacobian of any function of a few weights: J v in forward mode, J^T u in reverse mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+class Products:
+    """J of `function` at `weights`; columns are the weights in order, each flattened as its transpose, row by row."""
+
+    def __init__(
+        self, function: Callable[..., Tensor], weights: tuple[Tensor, ...], size: int, batch_size: int
+    ) -> None:
+        """Of a function with `size` outputs; `batch_size` products are computed together."""
+        self.function, self.weights, self.size, self.batch_size = function, weights, size, batch_size
+        self.num_parameters = sum(w.numel() for w in weights)
+        self._forward_mode, self._in_batches = True, True
+
+    @cached_property
+    def _recorded(self) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Weights and output with the graph between them."""
+        with torch.enable_grad():
+            leaves = tuple(w.clone().requires_grad_(True) for w in self.weights)
+            return leaves, self.function(*leaves)
+
+    def vjp(self, u: Tensor) -> Tensor:
+        """J^T u."""
+        leaves, output = self._recorded
+        # A weight that does not matter (the queries of a single token) has no path to the output.
+        return self.flatten(*_grad(output, leaves, u.view_as(output)))
+
+    def jvp(self, v: Tensor) -> Tensor:
+        """J v."""
+        tangents = self.unflatten(v)
+        if self._forward_mode:
+            try:
+                return self._jvp_forward(tangents)
+            except (NotImplementedError, RuntimeError) as error:
+                if "forward" not in str(error).lower():
+                    raise
+                self._forward_mode = False  # an operation of this module has no forward-mode derivative
+        return self._jvp_reverse(tangents)
+
+    def _jvp_forward(self, tangents: tuple[Tensor, ...]) -> Tensor:
+        with forward_ad.dual_level(), torch.no_grad():
+            duals = [forward_ad.make_dual(w, t) for w, t in zip(self.weights, tangents, strict=True)]
+            output = self.function(*duals)
+            tangent = forward_ad.unpack_dual(output).tangent
+            return torch.zeros(self.size, dtype=torch.float64) if tangent is None else tangent.flatten()
+
+    def _jvp_reverse(self, tangents: tuple[Tensor, ...]) -> Tensor:
+        """J v = d<J^T u, v>/du: reverse mode twice."""
+        with torch.enable_grad():
+            leaves = tuple(w.clone().requires_grad_(True) for w in self.weights)
+            output = self.function(*leaves)
+            u = torch.zeros_like(output, requires_grad=True)
+            pulled = _grad(output, leaves, u, create_graph=True)
+            total = torch.stack([(p * t).sum() for p, t in zip(pulled, tangents, strict=True)]).sum()
+        return _grad(total, (u,), None)[0].flatten()
+
+    def jvps(self, directions: Tensor) -> Tensor:
+        """J v for many v at a time: (count, n) from (count, p)."""
+        return self._many(directions, self.size, self._push, self.jvp)
+
+    def vjps(self, covectors: Tensor) -> Tensor:
+        """J^T u for many u at a time: (count, p) from (count, n)."""
+        return self._many(covectors, self.num_parameters, self._pull, self.vjp)
+
+    def _many(
+        self, vectors: Tensor, width: int, together: Callable[[Tensor], Tensor], one: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        found = torch.empty(len(vectors), width, dtype=torch.float64)
+        for some, into in zip(vectors.split(self.batch_size), found.split(self.batch_size), strict=True):
+            if self._in_batches:
+                try:
+                    into.copy_(together(some))
+                    continue
+                except (NotImplementedError, RuntimeError, ValueError):
+                    self._in_batches = False  # an operation of this module cannot be batched (or must fail by itself)
+            into.copy_(torch.stack([one(vector) for vector in some]))
+        return found
+
+    @torch.no_grad()
+    def _push(self, directions: Tensor) -> Tensor:
+        def push(vector: Tensor) -> Tensor:
+            return torch.func.jvp(self.function, self.weights, self.unflatten(vector))[1]
+
+        return torch.func.vmap(push)(directions).flatten(1)
+
+    def _pull(self, covectors: Tensor) -> Tensor:
+        leaves, output = self._recorded
+        if not output.requires_grad:
+            return torch.zeros(len(covectors), self.num_parameters, dtype=torch.float64)
+        pulled = torch.autograd.grad(
+            output, leaves, covectors.view(-1, *output.shape), retain_graph=True, is_grads_batched=True,
+            allow_unused=True, materialize_grads=True,
+        )  # fmt: skip
+        return torch.cat([w.mT.reshape(len(covectors), -1) for w in pulled], dim=1)
+
+    def flatten(self, *weights: Tensor) -> Tensor:
+        """Weights as one vector (p,), in the order of the columns."""
+        return torch.cat([w.mT.reshape(-1) for w in weights])
+
+    def unflatten(self, vector: Tensor) -> tuple[Tensor, ...]:
+        """The inverse of `flatten`."""
+        parts = vector.split([w.numel() for w in self.weights])
+        return tuple(part.view(w.mT.shape).mT for part, w in zip(parts, self.weights, strict=True))
+
+
+def _grad(
+    output: Tensor, inputs: tuple[Tensor, ...], weight: Tensor | None, *, create_graph: bool = False
+) -> tuple[Tensor, ...]:
+    """Gradients; zero where no path leads from an input to the output."""
+    if not output.requires_grad:
+        return tuple(torch.zeros_like(w) for w in inputs)
+    return torch.autograd.grad(
+        output, inputs, weight, retain_graph=True, create_graph=create_graph, allow_unused=True, materialize_grads=True
+    )

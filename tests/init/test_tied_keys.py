@@ -1,0 +1,200 @@
+"""`keys="tied"`: W_K = W_Q at the start, for causal attention."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import timm
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2Model
+
+import wellcond as wc
+from models import NanoGPTAttention, XTransformersAttention
+from wellcond.experiments.methods import MethodSettings
+from wellcond.init.tied_keys import own_token_scale
+from wellcond.linalg.spectrum import singular_values
+
+F64 = torch.float64
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def first(model):
+    return wc.find_attention(model)[0]
+
+
+def gpt2(width=48, num_heads=3, **arguments):
+    sizes = {"n_layer": 1, "vocab_size": 11, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
+    return GPT2Model(GPT2Config(n_embd=width, n_head=num_heads, **sizes | arguments))
+
+
+def tiny_vit(**arguments):
+    sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 48, "depth": 1, "num_heads": 3, "num_classes": 0}
+    return timm.models.VisionTransformer(**sizes | arguments)
+
+
+def normed_tokens(*shape):
+    return nn.functional.layer_norm(torch.randn(*shape, generator=generator(), dtype=F64), shape[-1:])
+
+
+STORAGES = {
+    "transposed Conv1D": gpt2,
+    "fused [3, h, d]": tiny_vit,
+    "fused, nanoGPT": lambda: NanoGPTAttention(48, 3),
+    "separate": lambda: XTransformersAttention(48, heads=3, dim_head=16),
+    "torch": lambda: nn.MultiheadAttention(48, 3),
+}
+
+
+@pytest.mark.parametrize("make", STORAGES.values(), ids=STORAGES)
+def test_keys_are_the_queries_and_every_singular_value_is_the_scale(make):
+    site = first(wc.init_(make(), "conditioned", keys="tied", own_token=0.6, tokens=200, generator=generator()))
+    q = site.q.read()
+    assert torch.equal(site.k.read(), q) and not torch.equal(q[0], q[1])
+    a = own_token_scale(16**-0.5, 16, 0.6, 200)
+    torch.testing.assert_close(singular_values(q), torch.full((3, 16), a, dtype=F64), rtol=0, atol=5e-6)
+    assert torch.equal(site.v.read(), torch.eye(16, 48).expand(3, 16, 48))
+    # The queries are those of independent keys, scaled: nothing else of the draw changes.
+    plain = first(wc.init_(make(), "conditioned", generator=generator())).q.read()
+    torch.testing.assert_close(q, a * plain)
+
+
+def test_the_scale_solves_its_equation():
+    for width, p, n in ((16, 0.5, 128), (64, 0.9, 1024), (12, 0.1, 16)):
+        t = width**0.5 * own_token_scale(width**-0.5, width, p, n) ** 2
+        assert 1 / (1 + (n - 1) * math.exp(t * t / (2 * width) - t)) == pytest.approx(p, rel=1e-12)
+    assert own_token_scale(1.0, 16, 0.5, 128) == pytest.approx(own_token_scale(0.25, 16, 0.5, 128) / 2)
+
+
+@pytest.mark.parametrize(("width", "num_heads", "tokens"), [(64, 4, 128), (64, 4, 32), (128, 4, 256), (128, 2, 512)])
+def test_the_last_token_gives_itself_what_was_asked_for(width, num_heads, tokens):
+    site = first(wc.init_(gpt2(width, num_heads), "conditioned", keys="tied", tokens=tokens, generator=generator()))
+    x = normed_tokens(100, tokens, width)
+    q, k = site.q.read().detach().double(), site.k.read().detach().double()
+    queries = torch.einsum("hde,be->bhd", q, x[:, -1])
+    keys = torch.einsum("hde,bne->bhnd", k, x)
+    own = torch.softmax(site.scale * torch.einsum("bhd,bhnd->bhn", queries, keys), -1)[..., -1]
+    assert float(own.mean()) == pytest.approx(0.5, abs=0.03)
+    assert float(own.median()) == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize("n", [8, 64, 512])
+def test_own_token_attention_bounds_kappa_of_the_map(n):
+    average = torch.ones(n, n, dtype=F64).tril() / torch.arange(1, n + 1)[:, None]
+    for p in (0.1, 0.5, 0.9):
+        sigma = singular_values(p * torch.eye(n, dtype=F64) + (1 - p) * average)
+        assert sigma[-1] >= p and sigma[0] <= 2 - p
+
+
+def causal_kappa(model, x):
+    site = first(model)
+    q, k, v = (slot.read()[0].double() for slot in (site.q, site.k, site.v))
+    allowed = torch.ones(len(x), len(x), dtype=torch.bool).tril()
+    spectrum = wc.jacobian_spectrum(x, q, k, v, scale=site.scale, mask=allowed)
+    assert spectrum.status == "exact" and spectrum.nullity == 0
+    return spectrum.pseudo_condition_number
+
+
+@pytest.mark.parametrize("shape", [(16, 48, 4), (24, 48, 4), (32, 64, 4)], ids=str)
+@pytest.mark.parametrize("seed", range(6))
+def test_T11_tied_keys_condition_causal_attention_where_independent_ones_do_not(shape, seed):
+    n, width, num_heads = shape
+    x = nn.functional.layer_norm(torch.randn(n, width, generator=generator(seed), dtype=F64), (width,))
+    model = NanoGPTAttention(width, num_heads)
+
+    def kappa(method, **options):
+        return causal_kappa(wc.init_(model, method, generator=generator(100 + seed), **options), x)
+
+    usual = kappa("gaussian", std=0.02 * (768 / width) ** 0.5)
+    assert kappa("conditioned") > 5 * usual
+    tied = kappa("conditioned", keys="tied", tokens=n)
+    assert tied < 0.3 * usual
+    # The tie does it, not the singular values of W: Gaussian weights with tied keys are as good within a factor of 3.
+    assert tied / 3 < kappa("gaussian", keys="tied", tokens=n) < 3 * tied
+
+
+def test_the_gaussian_control_has_the_same_scale():
+    site = first(wc.init_(gpt2(192, 3), "gaussian", keys="tied", generator=generator()))
+    assert torch.equal(site.k.read(), site.q.read())
+    a = own_token_scale(1 / 8, 64, 0.5, 128)
+    assert site.q.read().std().item() == pytest.approx(a * 192**-0.5, rel=0.02)
+    assert site.v.read().std().item() == pytest.approx(192**-0.5, rel=0.02)
+    site = first(wc.init_(gpt2(192, 3), "gaussian", keys="tied", std=0.02, generator=generator()))
+    assert torch.equal(site.k.read(), site.q.read()) and site.k.read().std().item() == pytest.approx(0.02, rel=0.02)
+
+
+def test_match_norm_and_projections():
+    model = gpt2()
+    before = {role: slot.read().clone() for role, slot in first(model).slots.items()}
+    wc.init_(model, "conditioned", keys="tied", projections="qk", match_norm=True)
+    site = first(model)
+    for role in "vo":
+        assert torch.equal(site.slots[role].read(), before[role])
+    norms = {role: site.slots[role].read().flatten(1).norm(dim=1) for role in "qk"}
+    for role in "qk":
+        torch.testing.assert_close(norms[role], before[role].flatten(1).norm(dim=1))
+    torch.testing.assert_close(site.k.read() / norms["k"][:, None, None], site.q.read() / norms["q"][:, None, None])
+
+
+def test_heads_wider_than_the_tokens():
+    site = first(wc.init_(XTransformersAttention(24, heads=2, dim_head=32), "conditioned", keys="tied"))
+    assert torch.equal(site.k.read(), site.q.read())
+    expected = own_token_scale(32**-0.5, 24, 0.5, 128)
+    torch.testing.assert_close(
+        singular_values(site.q.read()), torch.full((2, 24), expected, dtype=F64), rtol=0, atol=2e-5
+    )
+
+
+IMPOSSIBLE = {
+    "4 query heads share 2 key heads": lambda: XTransformersAttention(48, heads=4, kv_heads=2, dim_head=12),
+    "crossattention: .* read different tokens": lambda: gpt2(n_layer=2, add_cross_attention=True),
+    "multihead_attn: .* read different tokens": lambda: nn.TransformerDecoderLayer(48, 3),
+    "queries and keys are normalised": lambda: tiny_vit(qk_norm=True),
+    "of kind cross_covariance": lambda: timm.create_model("xcit_nano_12_p16_224", img_size=32),
+    r"heads of width 8 .* own_token=0.5; lower it \(at most 0.3 here\)": lambda: gpt2(24, 3),
+}
+
+
+@pytest.mark.parametrize("method", ["conditioned", "gaussian"])
+@pytest.mark.parametrize("message", IMPOSSIBLE)
+def test_where_tying_is_impossible_nothing_is_changed(message, method):
+    model = IMPOSSIBLE[message]()
+    before = {name: values.clone() for name, values in model.state_dict().items()}
+    with pytest.raises(wc.WeightError, match=message):
+        wc.init_(model, method, keys="tied")
+    assert all(torch.equal(values, before[name]) for name, values in model.state_dict().items())
+
+
+def test_an_unknown_logit_scale_is_refused_and_other_sites_can_be_left_out():
+    model = gpt2(n_layer=2, add_cross_attention=True)
+    with pytest.raises(wc.WeightError, match="logit scale is learned or not known"):
+        wc.init_(model, keys="tied", sites=[replace(first(model), scale=None)])
+    own = [site for site in wc.find_attention(model) if not site.cross]
+    wc.init_(model, keys="tied", sites=own)
+    assert all(torch.equal(site.k.read(), site.q.read()) is not site.cross for site in wc.find_attention(model))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keys": "shared"}, "'independent', 'tied'"),
+        ({"keys": "tied", "projections": "qv"}, "sets q and k together"),
+        ({"keys": "tied", "own_token": 1.0}, "between 1/tokens"),
+        ({"keys": "tied", "own_token": 0.1, "tokens": 10}, "between 1/tokens"),
+        ({"keys": "tied", "tokens": 1}, "at least 2 tokens"),
+    ],
+)
+def test_options_out_of_range(options, message):
+    with pytest.raises(ValueError, match=message):
+        wc.init_(gpt2(), "conditioned", **options)
+
+
+def test_in_a_recipe():
+    method = MethodSettings.model_validate("conditioned(keys=tied, own_token=0.25)")
+    assert method.label == "conditioned(keys=tied, own_token=0.25)" and method.init_options["keys"] == "tied"
+    model = method.apply_(gpt2(), seed=3)
+    expected = wc.init_(gpt2(), keys="tied", own_token=0.25, generator=generator(3))
+    assert torch.equal(first(model).k.read(), first(expected).q.read())
