@@ -21,7 +21,8 @@ def test_minus_one_at_the_end_of_a_row_is_padding():
     batch = everything(task.evaluation)
     assert batch["input_ids"].tolist() == [[1, 5, 0, 0, 0], [2, 3, 4, 1, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 0]]
-    assert ids(classify(tokens([0, 4, -1, -1], [1, 2, 3, 0]), length=3).train) == [[1, 5, 0], [2, 3, 4]]
+    cut = classify(tokens([0, 4, -1, -1], [1, 2, 3, 0]), length=3, too_long="cut")
+    assert ids(cut.train) == [[1, 5, 0], [2, 3, 4]]
 
 
 @pytest.mark.parametrize(
