@@ -160,11 +160,15 @@ def _print_plan(recipe: Recipe, methods: Sequence[MethodSettings], seeds: Sequen
 
 def _run(jobs: Sequence[Job], num_workers: int, *, quiet: bool) -> Outcome:
     progress = RunsProgress(len(jobs), quiet=quiet or not is_first_process())
+    several = torch.distributed.is_available() and torch.distributed.is_initialized
     try:
         with progress.shown():
-            return run_comparison(jobs, num_workers=num_workers, observer=progress.observe)
+            outcome = run_comparison(jobs, num_workers=num_workers, observer=progress.observe)
+        if several and several():
+            torch.distributed.barrier()  # nobody leaves while another process still waits for an answer
+        return outcome
     finally:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if several and several():
             torch.distributed.destroy_process_group()
 
 

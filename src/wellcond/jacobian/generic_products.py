@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+
+@cache
+def _load_forward_mode() -> None:
+    """The first dual number makes torch script its decompositions, of which it then warns."""
+    with warnings.catch_warnings(), forward_ad.dual_level():
+        warnings.simplefilter("ignore")
+        forward_ad.make_dual(torch.zeros(1), torch.zeros(1))
 
 
 class Products:
@@ -47,6 +56,7 @@ class Products:
         return self._jvp_reverse(tangents)
 
     def _jvp_forward(self, tangents: tuple[Tensor, ...]) -> Tensor:
+        _load_forward_mode()
         with forward_ad.dual_level(), torch.no_grad():
             duals = [forward_ad.make_dual(w, t) for w, t in zip(self.weights, tangents, strict=True)]
             output = self.function(*duals)
@@ -87,6 +97,8 @@ class Products:
 
     @torch.no_grad()
     def _push(self, directions: Tensor) -> Tensor:
+        _load_forward_mode()
+
         def push(vector: Tensor) -> Tensor:
             return torch.func.jvp(self.function, self.weights, self.unflatten(vector))[1]
 

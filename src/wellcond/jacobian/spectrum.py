@@ -335,13 +335,15 @@ def _ends_of(task: _Task, triangle: Tensor) -> JacobianSpectrum | None:
     """
     side = len(triangle)
     top = largest_eigenvalue(lambda u: triangle.T @ (triangle @ u), side)
-    if not bool(triangle.diagonal().all()) or side != task.structure.max_rank:
-        return None
-
-    bottom = largest_of_inverse(triangle)
-    largest, smallest = math.sqrt(top.value), 1 / math.sqrt(bottom.value)
+    largest = math.sqrt(top.value)
     error = default_rtol((task.structure.num_outputs, task.structure.num_parameters)) * largest
-    if not smallest > 10 * max(error, task.rtol * largest):
+    lowest_allowed = 10 * max(error, task.rtol * largest)
+    # No diagonal entry of R is below its least singular value; solving with a smaller one would overflow.
+    if float(triangle.diagonal().abs().min()) <= lowest_allowed or side != task.structure.max_rank:
+        return None
+    bottom = largest_of_inverse(triangle)
+    smallest = 1 / math.sqrt(bottom.value)
+    if not smallest > lowest_allowed:
         return None
     sure = top.converged and bottom.converged
     return _record(
