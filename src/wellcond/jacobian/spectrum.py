@@ -311,6 +311,14 @@ def _from_triangle(task: _Task, form: NystromForm) -> JacobianSpectrum:
     largest = math.sqrt(top.value)
     tolerance = task.rtol * largest
     found = form.triangle(tolerance)
+    if float(found.entries.diagonal().abs().min()) <= torch.finfo(torch.float64).eps ** 2 * largest:
+        # No diagonal entry is below the least singular value, and solving with this one would overflow.
+        return _record(
+            task, largest, 0.0, 0.0, task.structure.max_rank, "numerically singular",
+            reason="triangular form, whose lower end fades into rounding",
+            max_bounds=(largest, certified(form)[1]), rank_bounds=(0.0, tolerance),
+            num_products=top.num_products,
+        )  # fmt: skip
     bottom = largest_of_inverse(found.entries)
     smallest, rank = 1 / math.sqrt(bottom.value), len(found.entries)
     error = default_rtol((task.structure.num_outputs, task.structure.num_parameters)) * largest + found.dropped
