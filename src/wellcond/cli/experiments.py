@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich import box
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -23,6 +25,7 @@ from wellcond.experiments.recipe import Recipe
 from wellcond.experiments.run import Job
 from wellcond.experiments.settings import RecipeError
 from wellcond.files import to_json
+from wellcond.report.table import Table as ReportTable
 
 FILE_ENDINGS = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 
@@ -160,15 +163,34 @@ def _print_plan(recipe: Recipe, methods: Sequence[MethodSettings], seeds: Sequen
 
 def _run(jobs: Sequence[Job], num_workers: int, *, quiet: bool) -> Outcome:
     progress = RunsProgress(len(jobs), quiet=quiet or not is_first_process())
-    several = torch.distributed.is_available() and torch.distributed.is_initialized
+    with leaving_together(), progress.shown():
+        return run_comparison(jobs, num_workers=num_workers, observer=progress.observe)
+
+
+def print_table(out: Console, title: str, made: ReportTable) -> None:
+    """Print a table of a report; the console becomes as wide as it needs."""
+    table = Table(title=escape(title), header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, name in enumerate(made.header):
+        table.add_column(escape(name), justify="left" if number in made.text_columns else "right")
+    for row in made.rows:
+        table.add_row(*map(escape, row))
+    out.width = max(out.width, table.__rich_measure__(out, out.options.update(max_width=10_000)).maximum)
+    out.print(table)
+
+
+@contextlib.contextmanager
+def leaving_together() -> Iterator[None]:
+    """End the group of processes afterwards, if there is one."""
+
+    def in_a_group() -> bool:
+        return torch.distributed.is_available() and torch.distributed.is_initialized()
+
     try:
-        with progress.shown():
-            outcome = run_comparison(jobs, num_workers=num_workers, observer=progress.observe)
-        if several and several():
+        yield
+        if in_a_group():
             torch.distributed.barrier()  # nobody leaves while another process still waits for an answer
-        return outcome
     finally:
-        if several and several():
+        if in_a_group():
             torch.distributed.destroy_process_group()
 
 
@@ -207,13 +229,7 @@ def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False) ->
     for comparison, page in zip(load_comparisons(folder), pages, strict=True):
         analysis = analyse(comparison)
         summary = summary_table(analysis)
-        table = Table(title=escape(comparison.title), header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-        for number, name in enumerate(summary.header):
-            table.add_column(escape(name), justify="left" if number in summary.text_columns else "right")
-        for row in summary.rows:
-            table.add_row(*map(escape, row))
-        out.width = max(out.width, table.__rich_measure__(out, out.options.update(max_width=10_000)).maximum)
-        out.print(table)
+        print_table(out, comparison.title, summary)
         for finding in find_findings(analysis):
             out.print(f"- {escape(finding)}", soft_wrap=True)
         out.print(f"report: {page}", markup=False, soft_wrap=True)

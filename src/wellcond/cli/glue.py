@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from wellcond.cli.experiments import choose_workers, is_first_process, read_seeds
+from wellcond.cli.experiments import choose_workers, is_first_process, leaving_together, print_table, read_seeds
 from wellcond.cli.inspect import make_console
 from wellcond.cli.progress import RunsProgress
 from wellcond.errors import WellcondError
@@ -61,12 +58,8 @@ def score_glue(
 
 def _run(plan: GluePlan, num_workers: int, silent: bool, keep_checkpoints: bool) -> Outcome:
     progress = RunsProgress(len(plan.jobs), quiet=silent)
-    try:
-        with progress.shown():
-            return run_glue(plan, num_workers=num_workers, observer=progress.observe, keep_checkpoints=keep_checkpoints)
-    finally:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+    with leaving_together(), progress.shown():
+        return run_glue(plan, num_workers=num_workers, observer=progress.observe, keep_checkpoints=keep_checkpoints)
 
 
 def _show(folder: Path, *, as_json: bool, quiet: bool) -> None:
@@ -78,13 +71,7 @@ def _show(folder: Path, *, as_json: bool, quiet: bool) -> None:
         return
     made = scores_table(load_glue(folder))
     out = make_console()
-    table = Table(title=escape(made.title), header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, name in enumerate(made.header):
-        table.add_column(escape(name), justify="left" if number in made.text_columns else "right")
-    for row in made.rows:
-        table.add_row(*map(escape, row))
-    out.width = max(out.width, table.__rich_measure__(out, out.options.update(max_width=10_000)).maximum)
-    out.print(table)
+    print_table(out, made.title, made)
     for note in made.notes:
         out.print(f"- {escape(note)}", soft_wrap=True)
     out.print(f"tables: {page}", markup=False, soft_wrap=True)
