@@ -184,9 +184,11 @@ def test_published_dimensions(task, vocabulary, length, classes, landmarks):
     assert [(site.kind, site.num_heads, site.head_dim) for site in find_attention(model)] == [("nystrom", 2, 32)] * 2
 
 
-def test_release_initialisation():
-    model = build(width=64, feed_forward=128)
-    assert model.word_embeddings.weight.detach().std() == pytest.approx(0.02, rel=0.1)
+@pytest.mark.parametrize(("options", "words"), [({}, 0.02), ({"word_deviation": 1.0}, 1.0)])
+def test_release_initialisation(options, words):
+    model = build(width=64, feed_forward=128, **options)
+    assert model.word_embeddings.weight.detach().std() == pytest.approx(words, rel=0.1)
+    assert model.position_embeddings.weight.detach().std() == pytest.approx(0.02, rel=0.1)
     query = model.blocks[0].attention.self.query.weight.detach()
     assert query.abs().max() <= 1 / 8 and query.std() == pytest.approx(1 / 8 / 3**0.5, rel=0.05)
 

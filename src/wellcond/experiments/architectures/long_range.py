@@ -38,6 +38,9 @@ class LongRangeOptions(ArchitectureOptions):
     a prediction then depends a little on its batch), or of each matrix."""
     pairs: bool = False
     """Two sequences through the same encoder, and a head on both."""
+    word_deviation: Annotated[float, Field(gt=0)] = 0.02
+    """Standard deviation of the word embeddings at the start. At the release's 0.02 they are no larger than the
+    positions, which say nothing of a text: short training of pairs then does not find what two texts share."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> LongRangeOptions:
@@ -81,14 +84,14 @@ class LongRangeClassifier(nn.Module):
     """Logits of sequences, or of pairs of sequences."""
 
     def __init__(self, options: LongRangeOptions) -> None:
-        """Freshly initialised: embeddings normal with deviation 0.02, the rest as torch does."""
+        """Freshly initialised: embeddings normal, positions with deviation 0.02, the rest as torch does."""
         super().__init__()
         self.options = options
         width = options.width
         self.word_embeddings = nn.Embedding(options.vocab_size, width)
         self.position_embeddings = nn.Embedding(options.length, width)
-        for table in (self.word_embeddings, self.position_embeddings):
-            nn.init.normal_(table.weight, std=0.02)
+        nn.init.normal_(self.word_embeddings.weight, std=options.word_deviation)
+        nn.init.normal_(self.position_embeddings.weight, std=0.02)
         self.dropout = nn.Dropout(options.dropout)
         self.blocks = nn.ModuleList(LongRangeBlock(_attention(options), options) for _ in range(options.layers))
         self.norm = nn.LayerNorm(width)
