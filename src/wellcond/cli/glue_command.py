@@ -21,7 +21,7 @@ def glue(
         Path | None, typer.Option(help="Folder with cola/train.tsv and so on; the hub or its mirror by default.")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=0, help="Rows of a split; 0: all. By default 1000 at scale tiny, else all.")
+        int | None, typer.Option(min=0, help="Rows of a split; 0: all. By default 3000 at scale tiny, else all.")
     ] = None,
     base: Annotated[
         Path | None, typer.Option(help="Folder of the recipe of pre-training, if it has relative paths.")

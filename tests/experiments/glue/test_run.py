@@ -52,18 +52,27 @@ def test_a_pre_trained_run_is_fine_tuned_and_scored(pretrained, glue_folder, mod
     assert {path: path.stat().st_mtime_ns for path in folder.glob("glue/*/*/run.json")} == before
 
 
-def test_fine_tuning_is_that_of_crammed_bert(pretrained, glue_folder):
+FINE_TUNING = [("paper", 4e-5, 16, 5, None), ("tiny", 1e-3, 32, 3, 3000)]
+
+
+@pytest.mark.parametrize(("scale", "rate", "batch_size", "epochs", "rows"), FINE_TUNING)
+def test_fine_tuning_is_that_of_crammed_bert(pretrained, glue_folder, scale, rate, batch_size, epochs, rows):
     folder = pretrained("crammed")
+    record = json.loads((folder / "run.json").read_text())
+    record["config"]["scale"] = scale
+    (folder / "run.json").write_text(json.dumps(record))
     [job] = plan_glue(folder, tasks=["qqp"], data=glue_folder).jobs
     config = job.recipe.config(job.method, job.seed)
-    optimizer = {"name": "adamw", "lr": 4e-5, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.0}
+    optimizer = {"name": "adamw", "lr": rate, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.0}
     assert json.loads(json.dumps(config["optimizer"])) == optimizer
-    assert config["schedule"]["name"] == "cosine" and config["schedule"]["warmup"]["epochs"] == 0.5
-    assert config["training"]["length"]["epochs"] == 5 and config["training"]["batch_size"] == 16
-    assert config["training"]["clip_norm"] is None and config["scale"] == "tiny"
+    assert config["schedule"]["name"] == "cosine" and config["schedule"]["warmup"]["epochs"] == pytest.approx(
+        epochs / 10
+    )
+    assert config["training"]["length"]["epochs"] == epochs and config["training"]["batch_size"] == batch_size
+    assert config["training"]["clip_norm"] is None and config["scale"] == scale
     assert config["model"]["name"] == "wellcond:crammed_bert_classifier"
     assert config["model"]["arguments"]["dropout"] == 0.1
-    assert config["data"]["limit_train"] == config["data"]["limit_evaluation"] == 1000
+    assert config["data"]["limit_train"] == config["data"]["limit_evaluation"] == rows
     assert config["task"]["length"] == 24  # as long as pre-training, at most 128
     changed = plan_glue(
         folder, tasks=["qqp"], data=glue_folder, limit=0, overrides=["training.length={steps: 30}", "optimizer.lr=1e-3"]
