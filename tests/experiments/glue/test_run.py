@@ -58,9 +58,7 @@ FINE_TUNING = [("paper", 4e-5, 16, 5, None), ("tiny", 1e-3, 32, 3, 3000)]
 @pytest.mark.parametrize(("scale", "rate", "batch_size", "epochs", "rows"), FINE_TUNING)
 def test_fine_tuning_is_that_of_crammed_bert(pretrained, glue_folder, scale, rate, batch_size, epochs, rows):
     folder = pretrained("crammed")
-    record = json.loads((folder / "run.json").read_text())
-    record["config"]["scale"] = scale
-    (folder / "run.json").write_text(json.dumps(record))
+    edit_record(folder, lambda record: record["config"].update(scale=scale))
     [job] = plan_glue(folder, tasks=["qqp"], data=glue_folder).jobs
     config = job.recipe.config(job.method, job.seed)
     optimizer = {"name": "adamw", "lr": rate, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.0}
@@ -119,7 +117,7 @@ def test_fine_tuning_starts_from_the_function_that_pre_training_found(
 
 def test_an_interrupted_run_goes_on_to_the_same_numbers(pretrained, glue_folder, tmp_path):
     folder = pretrained("bert")
-    settings = ("training.length={epochs: 4}", "checkpoint.every={steps: 3}", "evaluation.every={epochs: 1}")
+    settings = ("training.length={epochs: 8}", "checkpoint.every={steps: 3}", "evaluation.every={epochs: 1}")
     planned = plan(folder, glue_folder, *settings, tasks=["stsb"])
     planned.runs[0].write_encoder()
     [job] = planned.jobs
