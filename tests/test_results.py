@@ -6,9 +6,13 @@ from pathlib import Path
 import pytest
 
 from wellcond.report.build import build_report
+from wellcond.report.glue import rebuild_glue
 
 RESULTS = Path(__file__).parents[1] / "results"
 COMPARISONS = sorted(path.parent for path in RESULTS.rglob("comparison.json"))
+
+
+GLUE = sorted(path.parent for path in RESULTS.rglob("glue.md"))
 
 
 def records_only(folder, names):
@@ -24,3 +28,11 @@ def test_records_make_the_tables(folder, tmp_path):
     assert len(made) > 4
     for path in made:
         assert path.read_bytes() == (folder / "report" / path.relative_to(copy / "report")).read_bytes(), path.name
+
+
+@pytest.mark.parametrize("folder", GLUE, ids=lambda folder: str(folder.relative_to(RESULTS)))
+def test_records_make_the_tables_of_glue(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("checkpoints", "glue.*"))
+    rebuild_glue(copy)
+    for name in ("glue.md", "glue.csv", "glue.json"):
+        assert (copy / name).read_bytes() == (folder / name).read_bytes(), name

@@ -147,6 +147,7 @@ def test_the_tokeniser_of_pre_training_is_kept_with_the_scores(pretrained, glue_
     folder = pretrained("bert")
     run = read_pretrained(folder)
     made = run.tokenizer
+    assert made.fingerprint == run.record["tokenizer"]["fingerprint"]
     text = folder.parent / "gone.txt"
     edit_record(folder, lambda record: record["config"]["data"].update(train=str(text)))
     assert read_pretrained(folder).tokenizer.fingerprint == made.fingerprint
@@ -248,6 +249,7 @@ def changed(*path, to):
         ),
         (changed("config", "task", "tokenizer", to="bytes"), RunError, "pre-trained on bytes"),
         (changed("data", "fingerprint", "train", to={}), RunError, "Restore the data of pre-training"),
+        (changed("tokenizer", "fingerprint", to="0" * 64), RunError, "is not the tokeniser of pre-training"),
         (lambda folder: (folder / "run.json").unlink(), RunError, "no run in .*expected run.json"),
     ],
 )
