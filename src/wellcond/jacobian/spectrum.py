@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -18,21 +18,19 @@ from wellcond.jacobian.head import SoftmaxHead
 from wellcond.jacobian.nystrom_form import NystromForm
 from wellcond.jacobian.records import Convention, JacobianSpectrum, Status
 from wellcond.jacobian.select import ASKED, Choice, available_bytes, choose_method
-from wellcond.jacobian.structure import Structure
-from wellcond.jacobian.triangle_ends import largest_of_inverse, lowest_singular_values
+from wellcond.jacobian.spectrum_record import Task, from_singular_values, make_record
+from wellcond.jacobian.triangle_spectrum import ends_of, from_triangle
 from wellcond.linalg.lanczos import largest_eigenvalue
-from wellcond.linalg.spectrum import default_rtol, resolve_rank, singular_values
+from wellcond.linalg.spectrum import default_rtol, singular_values
 
 # Squaring keeps about 1e-16 kappa^2 of relative accuracy: 1e-6 at kappa = 1e5 (theory.md, section 9).
 LARGEST_SQUARED_KAPPA = 1e5
 LARGEST_SHIFTED_KAPPA = 1e4
-EPSILON = torch.finfo(torch.float64).eps
 EXHAUSTIVE_LIMIT = 1500
 LARGEST_SVD = 2e13
 SPECTRUM_LIMIT = 768  # up to here `auto` computes all singular values
 LARGEST_FULL_SVD = 2500  # beyond, an SVD takes longer than everything else, and `auto` gives both ends only
 CLOSED = 1e-8
-LOWEST = 40
 
 
 def jacobian_spectrum(
@@ -93,16 +91,6 @@ def jacobian_spectrum(
                          memory_limit=memory_limit)  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
-class _Task:
-    form: Form
-    structure: Structure
-    choice: Choice
-    convention: Convention
-    rtol: float
-    limit: int
-
-
 def head_spectrum(
     head: SoftmaxHead,
     *,
@@ -133,7 +121,7 @@ def form_spectrum(
     structure = form.structure()
     choice = choose_method(form, structure, asked=method, memory_limit=limit)
     shape = (structure.num_outputs, structure.num_parameters)
-    task = _Task(form, structure, choice, convention, default_rtol(shape) if rtol is None else rtol, limit)
+    task = Task(form, structure, choice, convention, default_rtol(shape) if rtol is None else rtol, limit)
     if method == "auto" and isinstance(form, WideForm) and form.num_outputs > SPECTRUM_LIMIT:
         quick = _from_values(task)
         if quick is not None:
@@ -142,7 +130,7 @@ def form_spectrum(
     return run(task)
 
 
-def _from_values(task: _Task) -> JacobianSpectrum | None:
+def _from_values(task: Task) -> JacobianSpectrum | None:
     """Both ends in milliseconds where sigma_min is known in closed form; None where it is not."""
     assert isinstance(task.form, WideForm)
     n = task.form.num_outputs
@@ -156,7 +144,7 @@ def _from_values(task: _Task) -> JacobianSpectrum | None:
     if not top.converged or error > 1e-6 * interval[0] or interval[0] <= task.rtol * largest:
         return None
     reason = f"n = {n} > {SPECTRUM_LIMIT} and the values span a constant: sigma_min(J) = sigma_min(PY)"
-    return _record(
+    return make_record(
         replace(task, choice=Choice("implicit", reason, task.choice.num_bytes)),
         largest, interval[0], interval[0], n, "exact",
         max_bounds=(largest, certified(task.form)[1]),
@@ -164,7 +152,7 @@ def _from_values(task: _Task) -> JacobianSpectrum | None:
     )  # fmt: skip
 
 
-def _dense(task: _Task) -> JacobianSpectrum:
+def _dense(task: Task) -> JacobianSpectrum:
     form = task.form
     if isinstance(form, WideForm | StackForm):
         biases = isinstance(form, WideForm) and form.biases
@@ -172,63 +160,12 @@ def _dense(task: _Task) -> JacobianSpectrum:
         jacobian = torch.cat(list(blocks.values()), dim=1 if task.convention == "wide" else 0)
     else:
         jacobian = form.explicit_jacobian()
-    return _from_singular_values(task, singular_values(jacobian))
+    return from_singular_values(task, singular_values(jacobian))
 
 
-def _from_singular_values(task: _Task, sigma: Tensor, reason: str | None = None) -> JacobianSpectrum:
-    """Record of singular values that were not squared; missing ones (compressed away) are zero."""
-    full = torch.zeros(task.structure.smaller_side, dtype=torch.float64)
-    full[: min(len(sigma), len(full))] = sigma[: len(full)].cpu()
-    shape = (task.structure.num_outputs, task.structure.num_parameters)
-    rank = int(resolve_rank(full, shape, rtol=task.rtol))
-    # Autograd's softmax cancels where our centred blocks do not: what `dense` says is sure to half the digits only.
-    rounding = EPSILON**0.5 if task.choice.method == "dense" else default_rtol(shape)
-    sigma_rank, error = float(full[rank - 1]) if rank else 0.0, rounding * float(full[0])
-    return _record(
-        task, float(full[0]), float(full[-1]), sigma_rank, rank, "exact", values=full, reason=reason,
-        max_bounds=(float(full[0]) - error, float(full[0]) + error),
-        rank_bounds=(max(0.0, sigma_rank - error), sigma_rank + error),
-    )  # fmt: skip
-
-
-def _record(
-    task: _Task,
-    sigma_max: float,
-    sigma_min: float,
-    sigma_rank: float,
-    rank: int,
-    status: Status,
-    *,
-    max_bounds: tuple[float, float],
-    rank_bounds: tuple[float, float],
-    values: Tensor | None = None,
-    reason: str | None = None,
-    num_products: int = 0,
-) -> JacobianSpectrum:
-    structure = task.structure
-    return JacobianSpectrum(
-        convention=task.convention,
-        shape=(structure.num_outputs, structure.num_parameters),
-        sigma_max=sigma_max,
-        sigma_min=sigma_min,
-        sigma_rank=sigma_rank,
-        rank=rank,
-        nullity=structure.smaller_side - rank,
-        null_space=structure.null_space,
-        sigma_max_bounds=max_bounds,
-        sigma_rank_bounds=rank_bounds,
-        rtol=task.rtol,
-        method=task.choice.method,
-        reason=task.choice.reason if reason is None else f"{task.choice.reason}; {reason}",
-        status=status,
-        num_products=num_products,
-        singular_values=None if values is None else tuple(values.tolist()),
-    )
-
-
-def _gram(task: _Task) -> JacobianSpectrum:
+def _gram(task: Task) -> JacobianSpectrum:
     if isinstance(task.form, NystromForm) and _only_ends(task, gram_side(task.form)):
-        return _from_triangle(task, task.form)
+        return from_triangle(task, task.form)
     gram = smaller_gram(task.form)
     rank = min(task.structure.max_rank, len(gram))
     if rank == len(gram) and _svd_fits(task) and _squaring_loses(gram):
@@ -237,11 +174,11 @@ def _gram(task: _Task) -> JacobianSpectrum:
     sigma = squares.sqrt()
     largest, smallest = float(sigma[0]), float(sigma[rank - 1])
     if largest == 0:
-        return _from_singular_values(task, sigma)
+        return from_singular_values(task, sigma)
     if smallest * LARGEST_SQUARED_KAPPA >= largest:
         values = torch.zeros(task.structure.smaller_side, dtype=torch.float64)
         values[:rank] = sigma[:rank]
-        return _record(
+        return make_record(
             task, largest, float(values[-1]), smallest, rank, "exact", values=values,
             max_bounds=_squared_interval(largest, largest, len(squares)),
             rank_bounds=_squared_interval(smallest, largest, len(squares)),
@@ -271,14 +208,14 @@ def _squared_interval(sigma: float, largest: float, side: int) -> tuple[float, f
     return math.sqrt(max(0.0, sigma**2 - error)), math.sqrt(sigma**2 + error)
 
 
-def _svd_fits(task: _Task) -> bool:
+def _svd_fits(task: Task) -> bool:
     rows, columns = task.form.num_outputs, task.structure.num_parameters
     return 24 * rows * columns <= task.limit and rows * columns * min(rows, columns) <= LARGEST_SVD
 
 
-def _too_large(task: _Task, largest: float, side: int) -> JacobianSpectrum:
+def _too_large(task: Task, largest: float, side: int) -> JacobianSpectrum:
     """Squaring lost the small singular values, and the SVD of J does not fit."""
-    return _record(
+    return make_record(
         task, largest, 0.0, 0.0, task.structure.max_rank, "numerically singular",
         reason="squaring loses the small ones and J itself is too large",
         max_bounds=_squared_interval(largest, largest, side),
@@ -286,83 +223,24 @@ def _too_large(task: _Task, largest: float, side: int) -> JacobianSpectrum:
     )  # fmt: skip
 
 
-def _svd(task: _Task) -> JacobianSpectrum:
+def _svd(task: Task) -> JacobianSpectrum:
     """The SVD of J itself, where squaring loses the small singular values."""
     jacobian = task.form.explicit_jacobian()
     if jacobian.shape[0] < jacobian.shape[1]:
         jacobian = jacobian.T
     triangle = torch.linalg.qr(jacobian, mode="r").R
     if _only_ends(task, len(triangle)):
-        ends = _ends_of(task, triangle)
+        ends = ends_of(task, triangle)
         if ends is not None:
             return ends
-    return _from_singular_values(task, torch.linalg.svdvals(triangle), reason="squaring loses the small ones: SVD of J")
+    return from_singular_values(task, torch.linalg.svdvals(triangle), reason="squaring loses the small ones: SVD of J")
 
 
-def _only_ends(task: _Task, side: int) -> bool:
+def _only_ends(task: Task, side: int) -> bool:
     return side > LARGEST_FULL_SVD and task.choice.reason != ASKED
 
 
-def _from_triangle(task: _Task, form: NystromForm) -> JacobianSpectrum:
-    """Both ends of a form that can be made triangular without squaring it, and whose rank shows on the way."""
-    top = largest_eigenvalue(form.product, form.num_outputs)
-    if top.value <= 0:
-        return _from_singular_values(task, torch.zeros(1, dtype=torch.float64))
-    largest = math.sqrt(top.value)
-    tolerance = task.rtol * largest
-    found = form.triangle(tolerance)
-    if float(found.entries.diagonal().abs().min()) <= torch.finfo(torch.float64).eps ** 2 * largest:
-        # No diagonal entry is below the least singular value, and solving with this one would overflow.
-        return _record(
-            task, largest, 0.0, 0.0, task.structure.max_rank, "numerically singular",
-            reason="triangular form, whose lower end fades into rounding",
-            max_bounds=(largest, certified(form)[1]), rank_bounds=(0.0, tolerance),
-            num_products=top.num_products,
-        )  # fmt: skip
-    bottom = largest_of_inverse(found.entries)
-    smallest, rank = 1 / math.sqrt(bottom.value), len(found.entries)
-    error = default_rtol((task.structure.num_outputs, task.structure.num_parameters)) * largest + found.dropped
-    sure = top.converged and bottom.converged and smallest > 10 * max(error, tolerance)
-    if smallest <= tolerance:
-        # The lower end fades into rounding: count what is below, as far as LOWEST reaches.
-        low = lowest_singular_values(found.entries, LOWEST)
-        rank -= int((low <= tolerance).sum())
-        smallest = float(low[low > tolerance].min()) if bool((low > tolerance).any()) else tolerance
-    return _record(
-        task, largest, smallest if rank == task.structure.smaller_side else 0.0, smallest, rank,
-        "exact" if sure else "estimate", reason="triangular form, then its ends",
-        max_bounds=(largest - error, largest + error), rank_bounds=(max(0.0, smallest - error), smallest + error),
-        num_products=top.num_products + bottom.num_products,
-    )  # fmt: skip
-
-
-def _ends_of(task: _Task, triangle: Tensor) -> JacobianSpectrum | None:
-    """Both ends from R of J = QR by Lanczos on R and its inverse: nothing is squared but single vectors.
-
-    None if rounding may have made zeros of the lower end, so that the rank must be counted.
-    """
-    side = len(triangle)
-    top = largest_eigenvalue(lambda u: triangle.T @ (triangle @ u), side)
-    largest = math.sqrt(top.value)
-    error = default_rtol((task.structure.num_outputs, task.structure.num_parameters)) * largest
-    lowest_allowed = 10 * max(error, task.rtol * largest)
-    # No diagonal entry of R is below its least singular value; solving with a smaller one would overflow.
-    if float(triangle.diagonal().abs().min()) <= lowest_allowed or side != task.structure.max_rank:
-        return None
-    bottom = largest_of_inverse(triangle)
-    smallest = 1 / math.sqrt(bottom.value)
-    if not smallest > lowest_allowed:
-        return None
-    sure = top.converged and bottom.converged
-    return _record(
-        task, largest, smallest if side == task.structure.smaller_side else 0.0, smallest, side,
-        "exact" if sure else "estimate", reason="squaring loses the small ones: QR of J, then its ends",
-        max_bounds=(largest - error, largest + error), rank_bounds=(smallest - error, smallest + error),
-        num_products=top.num_products + bottom.num_products,
-    )  # fmt: skip
-
-
-def _cholesky(task: _Task) -> JacobianSpectrum:
+def _cholesky(task: Task) -> JacobianSpectrum:
     n = task.form.num_outputs
     if task.structure.max_rank < n:
         raise ValueError(
@@ -371,7 +249,7 @@ def _cholesky(task: _Task) -> JacobianSpectrum:
         )
     top = largest_eigenvalue(task.form.product, n)
     if top.value <= 0:
-        return _from_singular_values(task, torch.zeros(n, dtype=torch.float64))
+        return from_singular_values(task, torch.zeros(n, dtype=torch.float64))
     largest, (sure, highest) = math.sqrt(top.value), certified(task.form)
     max_bounds = (largest, highest)
     gram = task.form.output_gram().cpu().numpy()
@@ -379,7 +257,7 @@ def _cholesky(task: _Task) -> JacobianSpectrum:
     factor, info = scipy.linalg.lapack.dpotrf(gram.T, lower=1, clean=0, overwrite_a=1)
     if info > 0:
         # Rounding made G indefinite, so its least eigenvalue is below n eps |G|.
-        return _record(
+        return make_record(
             task, largest, 0.0, 0.0, n, "numerically singular", reason="Cholesky broke down",
             max_bounds=max_bounds, rank_bounds=(sure, _squared_interval(0.0, largest, n)[1]),
             num_products=top.num_products,
@@ -392,18 +270,18 @@ def _cholesky(task: _Task) -> JacobianSpectrum:
     smallest = 1 / math.sqrt(bottom.value)
     status: Status = "exact" if smallest * LARGEST_SQUARED_KAPPA >= largest else "estimate"
     # A Ritz value of the inverse never exceeds its largest eigenvalue, so sigma_min is at most this, up to rounding.
-    return _record(
+    return make_record(
         task, largest, smallest, smallest, n, status, max_bounds=max_bounds,
         rank_bounds=(sure, _squared_interval(smallest, largest, n)[1]),
         num_products=top.num_products + bottom.num_products,
     )  # fmt: skip
 
 
-def _implicit(task: _Task) -> JacobianSpectrum:
+def _implicit(task: Task) -> JacobianSpectrum:
     n, product = task.form.num_outputs, task.form.product
     top = largest_eigenvalue(product, n)
     if top.value <= 0:
-        return _from_singular_values(task, torch.zeros(n, dtype=torch.float64))
+        return from_singular_values(task, torch.zeros(n, dtype=torch.float64))
     largest, (sure, highest) = math.sqrt(top.value), certified(task.form)
     # shift I - G turns the smallest eigenvalue into the largest one. It converges slowly when eigenvalues cluster at
     # the lower end, but its Ritz value bounds sigma_min^2 from above in any case, and n steps exhaust the space.
@@ -417,7 +295,7 @@ def _implicit(task: _Task) -> JacobianSpectrum:
     # The shift rounds at eps * lambda_max, so less of the lower end survives than in a factorisation.
     exact = exhaustive and smallest * LARGEST_SHIFTED_KAPPA >= largest
     full = task.structure.max_rank == n
-    return _record(
+    return make_record(
         task, largest, smallest if full else 0.0, smallest if full else math.nan, task.structure.max_rank,
         "exact" if exact else "estimate",
         max_bounds=(largest, highest),

@@ -1,0 +1,78 @@
+"""Both ends of the spectrum from a triangular form of J: nothing is squared but single vectors."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from wellcond.jacobian.forms import certified
+from wellcond.jacobian.nystrom_form import NystromForm
+from wellcond.jacobian.records import JacobianSpectrum
+from wellcond.jacobian.spectrum_record import Task, from_singular_values, make_record
+from wellcond.jacobian.triangle_ends import largest_of_inverse, lowest_singular_values
+from wellcond.linalg.lanczos import largest_eigenvalue
+from wellcond.linalg.spectrum import default_rtol
+
+LOWEST = 40
+"""How many of the smallest singular values are computed where the rank must be counted."""
+
+
+def from_triangle(task: Task, form: NystromForm) -> JacobianSpectrum:
+    """Both ends of a form that can be made triangular without squaring it, and whose rank shows on the way."""
+    top = largest_eigenvalue(form.product, form.num_outputs)
+    if top.value <= 0:
+        return from_singular_values(task, torch.zeros(1, dtype=torch.float64))
+    largest = math.sqrt(top.value)
+    tolerance = task.rtol * largest
+    found = form.triangle(tolerance)
+    if float(found.entries.diagonal().abs().min()) <= torch.finfo(torch.float64).eps ** 2 * largest:
+        # No diagonal entry is below the least singular value, and solving with this one would overflow.
+        return make_record(
+            task, largest, 0.0, 0.0, task.structure.max_rank, "numerically singular",
+            reason="triangular form, whose lower end fades into rounding",
+            max_bounds=(largest, certified(form)[1]), rank_bounds=(0.0, tolerance),
+            num_products=top.num_products,
+        )  # fmt: skip
+    bottom = largest_of_inverse(found.entries)
+    smallest, rank = 1 / math.sqrt(bottom.value), len(found.entries)
+    error = default_rtol((task.structure.num_outputs, task.structure.num_parameters)) * largest + found.dropped
+    sure = top.converged and bottom.converged and smallest > 10 * max(error, tolerance)
+    if smallest <= tolerance:
+        # The lower end fades into rounding: count what is below, as far as LOWEST reaches.
+        low = lowest_singular_values(found.entries, LOWEST)
+        rank -= int((low <= tolerance).sum())
+        smallest = float(low[low > tolerance].min()) if bool((low > tolerance).any()) else tolerance
+    return make_record(
+        task, largest, smallest if rank == task.structure.smaller_side else 0.0, smallest, rank,
+        "exact" if sure else "estimate", reason="triangular form, then its ends",
+        max_bounds=(largest - error, largest + error), rank_bounds=(max(0.0, smallest - error), smallest + error),
+        num_products=top.num_products + bottom.num_products,
+    )  # fmt: skip
+
+
+def ends_of(task: Task, triangle: Tensor) -> JacobianSpectrum | None:
+    """Both ends from R of J = QR by Lanczos on R and its inverse: nothing is squared but single vectors.
+
+    None if rounding may have made zeros of the lower end, so that the rank must be counted.
+    """
+    side = len(triangle)
+    top = largest_eigenvalue(lambda u: triangle.T @ (triangle @ u), side)
+    largest = math.sqrt(top.value)
+    error = default_rtol((task.structure.num_outputs, task.structure.num_parameters)) * largest
+    lowest_allowed = 10 * max(error, task.rtol * largest)
+    # No diagonal entry of R is below its least singular value; solving with a smaller one would overflow.
+    if float(triangle.diagonal().abs().min()) <= lowest_allowed or side != task.structure.max_rank:
+        return None
+    bottom = largest_of_inverse(triangle)
+    smallest = 1 / math.sqrt(bottom.value)
+    if not smallest > lowest_allowed:
+        return None
+    sure = top.converged and bottom.converged
+    return make_record(
+        task, largest, smallest if side == task.structure.smaller_side else 0.0, smallest, side,
+        "exact" if sure else "estimate", reason="squaring loses the small ones: QR of J, then its ends",
+        max_bounds=(largest - error, largest + error), rank_bounds=(smallest - error, smallest + error),
+        num_products=top.num_products + bottom.num_products,
+    )  # fmt: skip
