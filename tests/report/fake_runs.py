@@ -18,6 +18,7 @@ class FakeMethod:
     finals: dict
     init: str = "default"
     condition: str | None = None
+    init_options: dict = field(default_factory=dict)
     speed: float = 3.0
     kappa: float = 50.0
     jacobian: float = 2e3
@@ -127,7 +128,7 @@ def write_run(folder, method, seed, *, metric=ACCURACY, epochs=12, points=5, lay
         "schema": 1, "kind": "wellcond-run", "recipe": "digits", "scale": "tiny", "method": method.label,
         "slug": path.parent.name, "seed": seed,
         "method_spec": {
-            "init": method.init, "init_options": {}, "condition": method.condition, "condition_options": {},
+            "init": method.init, "init_options": method.init_options, "condition": method.condition, "condition_options": {},
         },
         "config": {"optimiser": {"lr": 1e-3, "weight_decay": 0.05}, "method": method.label, "seed": seed, "batch": 64},
         "config_hash": "0123456789abcdef", "status": status,

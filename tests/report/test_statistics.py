@@ -128,6 +128,16 @@ def test_required_pairs_need_both_methods(tmp_path):
     ]  # fmt: skip
 
 
+def test_tied_keys_are_compared_with_plain_ones(tmp_path):
+    finals = {0: 0.9, 1: 0.8, 2: 0.7}
+    methods = [FakeMethod("default", finals), FakeMethod("conditioned", finals, init="conditioned")]
+    for init in ("conditioned", "gaussian"):
+        methods.append(FakeMethod(f"{init}(keys=tied)", finals, init=init, init_options={"keys": "tied"}))
+    found = required_pairs(load(tmp_path, methods))
+    assert ("conditioned(keys=tied)", "conditioned") in found
+    assert not [pair for pair in found if pair[0] == "gaussian(keys=tied)"]
+
+
 @pytest.mark.parametrize(
     ("label", "kind"),
     [

@@ -219,15 +219,24 @@ REQUIRED = (
 
 
 def required_pairs(comparison: Comparison) -> list[tuple[str, str]]:
-    """The comparisons that must be printed whenever both methods are there."""
-    kinds = {run.method: method_kind(run.record.get("method_spec"), run.method) for run in comparison.runs}
-    return [
+    """The comparisons that must be printed whenever both methods are there; keys made for a mask against plain ones."""
+    specs = {run.method: run.record.get("method_spec") for run in comparison.runs}
+    kinds = {method: method_kind(spec, method) for method, spec in specs.items()}
+    present = [method for method in comparison.methods if method in kinds]
+    claims = [
         (first, second)
         for wanted_first, wanted_second in REQUIRED
-        for first in comparison.methods
-        for second in comparison.methods
-        if kinds.get(first) == wanted_first and kinds.get(second) == wanted_second
+        for first in present
+        for second in present
+        if kinds[first] == wanted_first and kinds[second] == wanted_second
     ]
+    tied = [method for method in present if _ties_keys(specs[method])]
+    plain = [method for method in present if method not in tied]
+    return claims + [(first, second) for first in tied for second in plain if kinds[first] == kinds[second]]
+
+
+def _ties_keys(spec: object) -> bool:
+    return isinstance(spec, dict) and "keys" in (spec.get("init_options") or {})
 
 
 def method_kind(spec: object, label: str) -> tuple[str, str]:
