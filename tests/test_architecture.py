@@ -10,11 +10,12 @@ import pytest
 import wellcond
 
 SRC = Path(wellcond.__file__).parent
-BASE = {"records", "errors", "files"}
+BASE = {"records", "errors", "files", "run_lengths"}
 ALLOWED = {
     "records": set(),
     "errors": set(),
     "files": set(),
+    "run_lengths": set(),
     "linalg": BASE,
     "attention": BASE | {"linalg"},
     "init": BASE | {"linalg", "attention"},
@@ -30,6 +31,7 @@ ALLOWED = {
 EXTRAS = [
     "timm",
     "torchvision",
+    "pycocotools",
     "transformers",
     "tokenizers",
     "datasets",

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from wellcond.experiments.batch_ramp import BatchRamp
 from wellcond.experiments.load_recipe import load_recipe, shipped_recipes
 from wellcond.experiments.schedule import Constant, Cosine, Triangular
 from wellcond.experiments.settings import Interval
@@ -35,12 +36,13 @@ class Row:
     precision: str
     eps: float = 1e-8
     hours: float | None = None
+    ramp: float | None = None
     test: str | None = None
 
 
 CRAMMED = Row(
-    PILE, 128, WORD_PIECES, 1e-3, (0.9, 0.98), 0.01, BUDGET, 8192, 128, Interval(steps=900_000 // 64), 0.0, 0.5, "fp16",
-    eps=1e-12, hours=24,
+    PILE, 128, WORD_PIECES, 1e-3, (0.9, 0.98), 0.01, BUDGET, 8192, 128, Interval(steps=19956), 0.0, 0.5, "fp16",
+    eps=1e-12, hours=24, ramp=0.6,
 )  # fmt: skip
 STORIES = Row(
     TINYSTORIES, 512, TokenizerFile(file="gpt2-bpe"), 5e-4, (0.9, 0.95), 0.1, Constant(warmup=Interval(steps=500)),
@@ -54,7 +56,7 @@ ROWS = {("paper", f"gpt2-tinystories{size}"): STORIES for size in ("", "-472m", 
 ROWS |= {("paper", f"gpt2-wikitext103{size}"): ARTICLES for size in ("", "-472m", "-1.7b")}
 ROWS |= {
     ("paper", "crammed-bert"): CRAMMED,
-    ("paper", "crammed-bert-steps"): replace(CRAMMED, hours=None, length=Interval(steps=6000)),
+    ("paper", "crammed-bert-steps"): replace(CRAMMED, hours=None, length=Interval(steps=8500)),
     ("paper", "bert-12"): CRAMMED,
     ("small", "crammed-bert"): replace(CRAMMED, hours=1, length=Interval(steps=20000), batch=2048, micro_batch=512),
     ("small", "gpt2-tinystories"): replace(
@@ -94,6 +96,7 @@ def test_values_are_those_of_the_specification(scale, name):
         precision=recipe.precision.mixed,
         eps=recipe.optimizer.eps,
         hours=training.hours,
+        ramp=training.batch_ramp,
         test=recipe.evaluation.test,
     )
     assert found == row
@@ -119,9 +122,18 @@ def test_a_quarter_of_the_tokens_is_guessed(name):
     assert recipe.task.name == "masked_language_modelling" and recipe.task.mask_fraction == 0.25
 
 
+def test_the_limit_of_updates_is_the_releases():
+    training = load_recipe("crammed-bert", scale="paper")[0].training
+    ramp = BatchRamp(training.batch_ramp, training.accumulate, training.length.steps)
+    assert sum(map(ramp.parts_of, range(training.length.steps))) == pytest.approx(900_000, abs=64)
+
+
 def test_the_text_suffices_for_the_fixed_number_of_updates():
     recipe, _ = load_recipe("crammed-bert-steps", scale="paper")
-    tokens = recipe.training.length.steps * recipe.training.batch_size * recipe.task.length
+    training = recipe.training
+    ramp = BatchRamp(training.batch_ramp, training.accumulate, training.length.steps)
+    parts = sum(map(ramp.parts_of, range(training.length.steps)))
+    tokens = parts * training.batch_size // training.accumulate * recipe.task.length
     assert tokens < recipe.data.limit_bytes / 6  # word pieces of English have fewer bytes than 6
 
 

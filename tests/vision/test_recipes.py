@@ -54,6 +54,7 @@ PAPER = {
     "xcit": XCIT,
     "davit": DAVIT,
     "vit-small": replace(VIT, model="vit_small_patch16_224"),
+    "xcit-small": replace(XCIT, model="xcit_small_12_p16_224", drop_path=0.05),
     "vit-large": replace(VIT, model="vit_large_patch16_224", drop_path=0.3),
     "deit-large": replace(DEIT, model="deit3_large_patch16_224", drop_path=0.3),
     "swin-large": replace(SWIN, model="swin_large_patch4_window7_224", drop_path=0.5),

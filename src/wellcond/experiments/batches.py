@@ -62,17 +62,20 @@ class UpdatePlan:
         pieces = self.accumulate * share.processes
         return divide_exactly(self.batch_size, pieces, "training.batch_size over processes x training.accumulate")
 
-    def parts(self, share: Share, start: int, stop: int) -> Iterator[list[SampleKey]]:
-        """Samples of one process for the updates from `start` to before `stop`, `accumulate` parts for each."""
+    def parts(self, share: Share, start: float, stop: int) -> Iterator[list[SampleKey]]:
+        """Samples of one process for the updates from `start` to before `stop`, `accumulate` parts for each.
+
+        Updates with fewer parts leave the rest to the next one: `start` is then no whole number.
+        """
         size = self.part_size(share)
         order, of_epoch = torch.empty(0), -1
-        for step in range(start, stop):
+        for place in range(round(start * self.accumulate), stop * self.accumulate):
+            step, part = divmod(place, self.accumulate)
             epoch, number = divmod(step, self.steps_per_epoch)
             if epoch != of_epoch:
                 order, of_epoch = epoch_order(self.num_samples, self.seed, epoch), epoch
-            for part in range(self.accumulate):
-                first = number * self.batch_size + (part * share.processes + share.rank) * size
-                yield self._keys(order, epoch, first, first + size)
+            first = number * self.batch_size + (part * share.processes + share.rank) * size
+            yield self._keys(order, epoch, first, first + size)
 
     def _keys(self, order: torch.Tensor, epoch: int, start: int, stop: int) -> list[SampleKey]:
         first = start // self.repeats

@@ -12,6 +12,7 @@ from torch import nn
 from wellcond.attention.find import find_attention
 from wellcond.attention.wrappers import unwrap
 from wellcond.experiments.averaging import WeightAverage
+from wellcond.experiments.batch_ramp import BatchRamp
 from wellcond.experiments.batches import Share, UpdatePlan, fetch_batches
 from wellcond.experiments.best_weights import BestWeights
 from wellcond.experiments.checkpoint import (
@@ -68,10 +69,11 @@ class Engine:
         self.plan = UpdatePlan(len(task.train), training.batch_size, training.accumulate, seed, repeats)
         self.plan.part_size(self.share)  # an impossible split is an error now, not after the first measurement
         self.lengths = Lengths.of(recipe, self.plan)
+        self.ramp = BatchRamp(training.batch_ramp, training.accumulate, self.lengths.num_steps)
         self.test_samples = find_test_set(recipe, task)
         self.test: dict[str, Any] | None = None
-        self.samples: list[dict[str, str]] = []
-        """Scores on the test split, and text that the last weights write; known after training."""
+        self.samples: list[dict[str, Any]] = []
+        """Scores on the test split, and what the last weights make of samples; known after training."""
         self.best_weights = BestWeights(is_main=self.is_main) if recipe.evaluation.test == "best" else None
         self.state = TrainState()
         self.budget = TimeBudget(training.hours, clock, accelerator)
@@ -107,6 +109,16 @@ class Engine:
     def is_main(self) -> bool:
         """Whether this process writes."""
         return self.accelerator.is_main_process
+
+    @property
+    def full_updates(self) -> float:
+        """Updates with full batches that would have taken the samples taken so far."""
+        return self.state.step - self.state.parts_spared / self.plan.accumulate
+
+    @property
+    def epoch(self) -> float:
+        """Epochs done."""
+        return self.lengths.epoch(self.full_updates)
 
     # Resuming
 
@@ -170,14 +182,16 @@ class Engine:
             self._evaluate()
         told = time.perf_counter()
         self._end_if_time_is_up()
-        parts = self.plan.parts(self.share, state.step, self.lengths.num_steps)
+        parts = self.plan.parts(self.share, self.full_updates, self.lengths.num_steps)
         batches = fetch_batches(
             self.task.train, parts, workers=self.recipe.training.workers, device=self.accelerator.device
         )
         self.model.train()
         self.clock.switch("training")
         while (step := state.step) < self.lengths.num_steps:
-            mine = [next(batches) for _ in range(self.plan.accumulate)]
+            number = self.ramp.parts_of(self.budget.point(step, self.ramp.num_steps))
+            mine = [next(batches) for _ in range(number)]
+            state.parts_spared += self.ramp.parts - number
             done = step + 1
             logged = done % self.recipe.training.log_every == 0 or done == self.lengths.num_steps
             loss, norms = self.updater.update(step, mine, want_norms=logged)
@@ -245,7 +259,7 @@ class Engine:
             self._take_losses()
         finally:  # a loss that is not finite is logged too
             mean = self.state.close_window()
-            row: dict[str, Any] = {"step": step, "epoch": self.lengths.epoch(step), "loss": mean}
+            row: dict[str, Any] = {"step": step, "epoch": self.epoch, "loss": mean}
             row |= {"lr": self.updater.learning_rate, **norms}
             if self.is_main:
                 self.folder.append("steps.jsonl", [row])
@@ -256,16 +270,16 @@ class Engine:
 
     def _write_conditioning(self, rows: list[dict[str, Any]]) -> None:
         if rows:
-            place = {"step": self.state.step, "epoch": self.lengths.epoch(self.state.step)}
+            place = {"step": self.state.step, "epoch": self.epoch}
             self.folder.append("conditioning.jsonl", (place | row for row in rows))
 
     def _evaluate(self) -> None:
         with self.clock.spent_on("evaluation"):
             self._take_losses()
             self.observer({"event": "phase", "phase": "evaluating"})
-            values = self.evaluator.evaluate(self.task.evaluation, self.recipe.evaluation.samples)
+            values = self.evaluator.evaluate_all(self.recipe.evaluation.samples)
             step = self.state.step
-            row: dict[str, Any] = {"step": step, "epoch": self.lengths.epoch(step), **values}
+            row: dict[str, Any] = {"step": step, "epoch": self.epoch, **values}
             row |= {"train_loss": self.state.close_evaluation(), "seconds": self.clock.now()["training"]}
             if self.is_main:
                 self.folder.append("evaluations.jsonl", [row])

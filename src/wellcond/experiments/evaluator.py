@@ -14,7 +14,7 @@ from wellcond.experiments.averaging import WeightAverage
 from wellcond.experiments.batches import Share, evaluation_parts, fetch_batches
 from wellcond.experiments.recipe import Recipe
 from wellcond.experiments.settings import RecipeError
-from wellcond.experiments.tasks.base import AbstractTask, SampleSet
+from wellcond.experiments.tasks.base import AbstractTask, Record, SampleSet
 
 
 def find_test_set(recipe: Recipe, task: AbstractTask) -> SampleSet | None:
@@ -32,6 +32,13 @@ def find_test_set(recipe: Recipe, task: AbstractTask) -> SampleSet | None:
             "the evaluation set"
         )
     return task.test
+
+
+def gather_records(mine: list[Record]) -> list[Record]:
+    """The records of all processes."""
+    from accelerate.utils import gather_object
+
+    return gather_object(mine)
 
 
 class Evaluator:
@@ -57,24 +64,36 @@ class Evaluator:
         with self.evaluated_weights():
             return self.score(samples, len(samples) if at_most is None else min(at_most, len(samples)))
 
+    def evaluate_all(self, at_most: int | None) -> dict[str, float]:
+        """Score the evaluation set, or its first samples, and the task's further sets."""
+        values = self.evaluate(self.task.evaluation, at_most)
+        for prefix, samples in self.task.further.items():
+            values |= {f"{prefix}_{name}": value for name, value in self.evaluate(samples).items()}
+        return values
+
     @torch.no_grad()
     def score(self, samples: SampleSet, num_samples: int) -> dict[str, float]:
         """Score the weights that the model has on the first samples of a set; every process must call it."""
         parts = evaluation_parts(num_samples, self.batch_size, self.share)
         batches = fetch_batches(samples, parts, workers=self.workers, device=self.accelerator.device)
         totals: dict[str, torch.Tensor] = {}
+        records: list[Record] = []
         with self._not_training():
             for batch in batches:
-                for name, value in self.task.score(self.model, batch).items():
+                sums_of_batch, found = self.task.collect(self.model, batch)
+                for name, value in sums_of_batch.items():
                     totals[name] = totals[name] + value if name in totals else value
+                records += found
         if self.share.processes > 1:
             totals = self.accelerator.reduce(totals, reduction="sum")
+            records = gather_records(records)
         # Most sums are numbers; a confusion matrix or the predictions of a whole set are not.
         sums: dict[str, Any] = {name: value.tolist() if value.dim() else float(value) for name, value in totals.items()}
-        return self.task.metrics(sums)
+        in_order = [record for _, record in sorted(records, key=lambda numbered: numbered[0])]
+        return self.task.summarise(samples, sums, in_order)
 
-    def write_samples(self) -> list[dict[str, str]]:
-        """What the weights that are to be evaluated write, the same on every process; each must call it."""
+    def write_samples(self) -> list[dict[str, Any]]:
+        """What the weights that are to be evaluated make of samples, the same on every process; each must call it."""
         with self.evaluated_weights():
             return self.task.write_samples(unwrap(self.model))
 

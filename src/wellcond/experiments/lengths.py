@@ -32,6 +32,6 @@ class Lengths:
         """Of a run that ends earlier."""
         return replace(self, num_steps=step)
 
-    def epoch(self, step: int) -> float:
-        """Epochs done after so many updates."""
+    def epoch(self, step: float) -> float:
+        """Epochs done after so many updates with full batches."""
         return round(step / self.steps_per_epoch, 6)

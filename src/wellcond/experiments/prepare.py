@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from wellcond.experiments.backbone_weights import encoder_path, has_backbone, load_backbone
 from wellcond.experiments.data.progress import Progress, telling
 from wellcond.experiments.data.registry import load_data, resolve_config
 from wellcond.experiments.methods import MethodSettings
@@ -82,7 +83,13 @@ def prepare_model(
     if recipe.model.weights is not None:
         load_weights(model, (base or Path()) / recipe.model.weights)
     if recipe.model.encoder is not None:
-        load_encoder(model, (base or Path()) / recipe.model.encoder)
+        path = (base or Path()) / encoder_path(recipe.model.encoder, method, seed)
+        if has_backbone(model):
+            load_backbone(model, path, method)
+        else:
+            load_encoder(model, path)
+        if "{method}" in recipe.model.encoder:  # its initialisation was that of pre-training
+            method = method.model_copy(update={"init": "default", "init_options": {}})
 
     def build_teacher(name: str, given: dict[str, Any]) -> nn.Module:
         return _build(name, task.model_arguments(name.partition(":")[0]) | given, {}, task, local_code=False)

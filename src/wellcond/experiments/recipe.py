@@ -42,6 +42,9 @@ class TrainingSettings(Settings):
     """Samples of one update, over all processes and accumulations."""
     accumulate: PositiveInt = 1
     """Parts in which a process computes its share of an update."""
+    batch_ramp: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the length, or of the time, over which the batch grows from one part (batch_size / accumulate) to all of
+    them. Epochs are then still those of full batches in `length` and other intervals; records count what was seen."""
     clip_norm: PositiveFloat | None = None
     averaging: AveragingSettings | None = None
     diverged_above: PositiveFloat | None = 10.0
@@ -159,7 +162,7 @@ YOUNGER: dict[str, dict[str, Any]] = {
     "data": {"num_test": 0, "held_out": None, "limit_test": None, "label_kind": "class"},
     "model": {"norms": "keep", "encoder": None},
     "schedule": {"begin": 0.0},
-    "training": {"hours": None},
+    "training": {"hours": None, "batch_ramp": None},
     "evaluation": {"samples": None, "test": None},
 }
 YOUNGER_OF_TASKS: dict[str, dict[str, Any]] = {

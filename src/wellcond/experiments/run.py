@@ -272,11 +272,11 @@ class _Session:
                 "progress": {
                     "step": state.step,
                     "num_steps": lengths.num_steps,
-                    "epoch": lengths.epoch(state.step),
+                    "epoch": engine.epoch,
                     "num_epochs": lengths.epoch(lengths.num_steps),
                     "steps_per_epoch": lengths.steps_per_epoch,
                 },
-                "samples_per_second": state.step * engine.plan.batch_size / max(seconds["training"], 1e-9),
+                "samples_per_second": engine.full_updates * engine.plan.batch_size / max(seconds["training"], 1e-9),
                 "seconds_per_step": seconds["training"] / updates,
             }
             if engine.test is not None:

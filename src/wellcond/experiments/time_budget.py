@@ -42,6 +42,10 @@ class TimeBudget:
         """How many updates there will be if they go on at their present pace, at most `num_steps`."""
         return num_steps if self.used * num_steps <= step else max(step, round(step / self.used))
 
+    def point(self, step: int, num_steps: int) -> int:
+        """Where a schedule of `num_steps` updates is: as far as the time, or as the updates if they are done sooner."""
+        return max(step, min(num_steps - 1, int(self.used * num_steps)))
+
     def squeezed(self, curve: Curve, num_steps: int) -> Curve:
-        """A schedule of `num_steps` updates within the time, or within the updates if they are done sooner."""
-        return lambda step: curve(max(step, min(num_steps - 1, int(self.used * num_steps))))
+        """A schedule of `num_steps` updates within the time."""
+        return lambda step: curve(self.point(step, num_steps))

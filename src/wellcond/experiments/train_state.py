@@ -14,6 +14,8 @@ class TrainState:
     """Numbers that a checkpoint needs for the logs to go on as if nothing had happened."""
 
     step: int = 0
+    parts_spared: int = 0
+    """Parts that updates did without while the batch was growing."""
     window: list[float] = field(default_factory=list)
     """Losses since the last row of steps.jsonl."""
     sum_since_evaluation: float = 0.0

@@ -8,6 +8,9 @@ from pathlib import Path
 from wellcond.files import write_atomically
 from wellcond.report.analysis import Analysis, analyse
 from wellcond.report.comparison_page import plotly_source, render_page
+from wellcond.report.detection_records import find_pictures
+from wellcond.report.detections import file_name
+from wellcond.report.detections_static import draw_detections
 from wellcond.report.figures import build_figures
 from wellcond.report.load_runs import Comparison, load_comparisons
 from wellcond.report.markdown_report import render_markdown
@@ -67,6 +70,9 @@ def _texts(analysis: Analysis, figures: list[Figure]) -> Iterator[tuple[str, byt
 
 def _pictures(analysis: Analysis, figures: list[Figure], tell: Callable[[str], None]) -> Iterator[tuple[str, bytes]]:
     comparison = analysis.comparison
+    for at, picture in enumerate(find_pictures(comparison)):
+        tell(f"{comparison.name}: detections in image {picture.image_id}")
+        yield f"figures/{file_name(at)}.png", draw_detections(picture)
     for figure in figures:
         tell(f"{comparison.name}: figure {figure.name}")
         yield f"figures/{figure.name}.csv", write_csv(figure.rows).encode()

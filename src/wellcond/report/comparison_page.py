@@ -8,6 +8,10 @@ from typing import Any
 
 from wellcond.errors import MissingExtraError
 from wellcond.report.analysis import Analysis, analyse
+from wellcond.report.detection_records import find_pictures
+from wellcond.report.detections import LEAD as DETECTIONS_LEAD
+from wellcond.report.detections import STYLE as DETECTIONS_STYLE
+from wellcond.report.detections import detections_html
 from wellcond.report.figures import build_figures
 from wellcond.report.load_runs import Comparison
 from wellcond.report.markup import Markup, tag
@@ -52,7 +56,7 @@ def render_page(analysis: Analysis, figures: Sequence[Figure] | None = None) -> 
     comparison = analysis.comparison
     figures = build_figures(analysis) if figures is None else figures
     drawings: dict[str, dict[str, Any]] = {}
-    samples = find_samples(comparison)
+    samples, pictures = find_samples(comparison), find_pictures(comparison)
     bodies = {name: [tag("p", lead, class_="lead")] for name, lead in TABS.items()}
     for table in build_tables(analysis):
         bodies[TABLE_TABS[table.name]].append(_table_section(table))
@@ -63,6 +67,9 @@ def render_page(analysis: Analysis, figures: Sequence[Figure] | None = None) -> 
     bodies["Runs"].append(tag("details", tag("summary", settings.title), table_html(settings)))
     if samples:
         bodies = _before_runs(bodies, "Samples", [tag("p", LEAD, class_="lead"), *samples_html(samples)])
+    if pictures:
+        lead = tag("p", DETECTIONS_LEAD, class_="lead")
+        bodies = _before_runs(bodies, "Detections", [lead, *detections_html(pictures)])
     for parts in bodies.values():
         if len(parts) == 1:
             parts.append(tag("p", _nothing(analysis)))
@@ -78,13 +85,16 @@ def render_page(analysis: Analysis, figures: Sequence[Figure] | None = None) -> 
         _header(comparison), _methods(comparison), scriptless, tag("nav", *links, class_="tabs", aria_label="Parts"),
         *sections, tag("footer", "Made by wellcond from stored run records. This page is one file and loads nothing."),
     ]  # fmt: skip
+    styles = [STYLE, EXTRA_STYLE]
+    styles += [SAMPLE_STYLE] if samples else []
+    styles += [DETECTIONS_STYLE] if pictures else []
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
         tag("title", comparison.title),
-        tag("style", Markup("\n".join([STYLE, EXTRA_STYLE, *([SAMPLE_STYLE] if samples else [])]))),
+        tag("style", Markup("\n".join(styles))),
     )
     scripts = [
         tag("script", script_json(drawings), type="application/json", id="plot-data"),

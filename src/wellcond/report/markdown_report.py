@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from wellcond.report.analysis import Analysis
+from wellcond.report.detection_records import find_pictures
+from wellcond.report.detections import detections_markdown
 from wellcond.report.provenance import provenance_table
 from wellcond.report.reading import find_findings
 from wellcond.report.samples import find_samples, samples_markdown
@@ -35,6 +37,7 @@ def render_markdown(analysis: Analysis, figures: Sequence[Figure]) -> str:
     for table in build_tables(analysis):
         lines += [f"## {table.title}", "", table_markdown(table), "", f"[CSV](tables/{table.name}.csv)", ""]
     lines += samples_markdown(find_samples(comparison))
+    lines += detections_markdown(find_pictures(comparison))
     lines += ["## Figures", ""]
     for figure in figures:
         links = ", ".join(f"[{kind.upper()}](figures/{figure.name}.{kind})" for kind in ("svg", "csv"))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from wellcond.report.detection_records import hold_detections
 from wellcond.report.load_runs import Comparison
 from wellcond.report.markup import Markup, join, tag
 from wellcond.report.run_record import RunRecordError
@@ -50,7 +51,7 @@ def find_samples(comparison: Comparison) -> dict[str, list[Sample]]:
     found: dict[str, list[Sample]] = {}
     for method in comparison.methods:
         runs = [run for run in comparison.of(method) if run.finished and run.record.get("samples")]
-        for run in runs[:1]:
+        for run in [run for run in runs[:1] if not hold_detections(run.record["samples"])]:
             for row in _checked(run.folder / "run.json", run.record["samples"]):
                 sample = Sample(method, run.seed, row["prompt"], row.get("text", ""), row.get("problem", ""))
                 found.setdefault(sample.prompt, []).append(sample)

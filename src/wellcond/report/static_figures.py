@@ -70,11 +70,11 @@ def draw_static(comparison: Comparison, figure: Figure) -> dict[str, bytes]:
                 _draw_panel(comparison, figure, panel, canvas, ax)
         for ax in axes[count:]:
             ax.set_axis_off()
-        canvas.suptitle(_tidy(figure.title), fontsize=11, fontweight="bold")
+        canvas.suptitle(tidy(figure.title), fontsize=11, fontweight="bold")
         _legend(comparison, figure, canvas)
-        png = _save(canvas, "png")
+        png = save_canvas(canvas, "png")
         canvas.set_layout_engine("none")  # everything has its place by now; finding it again takes as long as drawing
-        return {"png": png, "svg": _save(canvas, "svg")}
+        return {"png": png, "svg": save_canvas(canvas, "svg")}
 
 
 def _size(comparison: Comparison, figure: Figure, rows: int, columns: int) -> tuple[float, float]:
@@ -86,7 +86,7 @@ def _size(comparison: Comparison, figure: Figure, rows: int, columns: int) -> tu
     return max(4.0 * columns, 8.0), 2.9 * rows + 0.5 + 0.08 * len(comparison.methods)
 
 
-def _save(canvas: Any, kind: str) -> bytes:
+def save_canvas(canvas: Any, kind: str) -> bytes:
     """The file's bytes, without `savefig`, which would draw everything once more to find a size that is known."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -99,7 +99,7 @@ def _save(canvas: Any, kind: str) -> bytes:
     return written.getvalue()
 
 
-def _tidy(text: str) -> str:
+def tidy(text: str) -> str:
     """Characters that cannot be drawn at all go, and no text is read as a formula."""
     return re.sub(r"[\x00-\x1f\x7f\ud800-\udfff]", " ", text).replace("$", r"\$")
 
@@ -118,7 +118,7 @@ def _legend(comparison: Comparison, figure: Figure, canvas: Any) -> None:
         Line2D([], [], color=_colour(at), linestyle=DASHES[at // NUM_COLOURS % len(DASHES)]) for at in sorted(drawn)
     ]
     # A leading underscore would hide the entry.
-    labels = [re.sub("^_", " _", _tidy(cut(comparison.methods[at], 40))) for at in sorted(drawn)]
+    labels = [re.sub("^_", " _", tidy(cut(comparison.methods[at], 40))) for at in sorted(drawn)]
     fits = int(canvas.get_figwidth() * 11 / (max(map(len, labels), default=0) + 7))  # 11 characters to the inch
     columns = max(1, min(len(labels), fits))
     canvas.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
@@ -131,7 +131,7 @@ def _draw_panel(comparison: Comparison, figure: Figure, panel: Panel, canvas: An
         _draw_map(canvas, ax, figure, map_over_steps(figure, panel.name, layers_of(figure)), "step")
     else:
         _draw_bars(comparison, figure, panel, ax)
-    ax.set_title(_tidy(cut(panel.title, 44)), fontsize=9)
+    ax.set_title(tidy(cut(panel.title, 44)), fontsize=9)
 
 
 def _draw_whole(comparison: Comparison, figure: Figure, canvas: Any, ax: Any) -> None:
@@ -170,7 +170,7 @@ def _draw_lines(comparison: Comparison, figure: Figure, panel: Panel, ax: Any) -
     elif panel.span is not None:
         ax.set_ylim(panel.span[0] - 0.03, panel.span[1] + 0.03)
     ax.set_xlabel(figure.x_label)
-    ax.set_ylabel(_tidy(panel.y_label))
+    ax.set_ylabel(tidy(panel.y_label))
 
 
 def _draw_bars(comparison: Comparison, figure: Figure, panel: Panel, ax: Any) -> None:
@@ -194,11 +194,11 @@ def _draw_bars(comparison: Comparison, figure: Figure, panel: Panel, ax: Any) ->
     if upright is not None:
         ax.axvline(upright, color="#5b6570", linestyle=":", linewidth=1)
     _method_axis(ax, [bar.name for bar in bars])
-    ax.set_xlabel(_tidy(cut(panel.y_label, 48)))
+    ax.set_xlabel(tidy(cut(panel.y_label, 48)))
 
 
 def _method_axis(ax: Any, names: list[str]) -> None:
-    ax.set_yticks(range(len(names)), [_tidy(cut(name)) for name in names])
+    ax.set_yticks(range(len(names)), [tidy(cut(name)) for name in names])
     ax.set_ylim(len(names) - 0.4, -0.6)
     ax.grid(visible=False, axis="y")
 
@@ -215,12 +215,12 @@ def _draw_map(canvas: Any, ax: Any, figure: Figure, grid: Grid, x_label: str) ->
     turned = 0 if x_label or len(grid.columns) <= 6 else 30
     ax.set_xticks(
         columns,
-        [_tidy(cut(grid.columns[at], 18)) for at in columns],
+        [tidy(cut(grid.columns[at], 18)) for at in columns],
         rotation=turned,
         ha="right" if turned else "center",
     )
     layers = range(0, len(grid.layers), max(1, math.ceil(len(grid.layers) / 12)))
-    ax.set_yticks(layers, [_tidy(cut(grid.layers[at], 16)) for at in layers])
+    ax.set_yticks(layers, [tidy(cut(grid.layers[at], 16)) for at in layers])
     ax.grid(visible=False)
     ax.set_xlabel(x_label)
     ax.set_ylabel("layer")

@@ -9,15 +9,16 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-Kind = Literal["image", "text", "tokens"]
+Kind = Literal["image", "text", "tokens", "detection"]
 
 
 class Split(Protocol):
     """Random access to examples; picklable, so that `DataLoader` workers can hold it.
 
     An example is a dict: `image` (a PIL image, or a tensor (C, H, W)), `text` (and `text_pair`), or `tokens` (a
-    vector of int64), and `label` (int) unless the split is unlabelled. Tokens are ids from 0; the sequences of a split
-    have one length, and shorter ones are filled with -1, which is padding and stands at the end only.
+    vector of int64), and `label` (int) unless the split is unlabelled; for detection see `CocoSplit`. Tokens are ids
+    from 0; the sequences of a split have one length, and shorter ones are filled with -1, which is padding and stands
+    at the end only.
     """
 
     @property

@@ -1,6 +1,7 @@
 """Tasks by name; importing this registers those that ship."""
 
 from wellcond.experiments.tasks import (
+    detection,
     glue,
     image_classification,
     language_modelling,
@@ -10,6 +11,7 @@ from wellcond.experiments.tasks import (
 )
 
 __all__ = [
+    "detection",
     "glue",
     "image_classification",
     "language_modelling",

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from pydantic import Field
@@ -21,6 +22,8 @@ SampleKey = tuple[int, int]
 """Number of a sample, and the draw of random numbers that fixes its augmentation: the epoch or, where an epoch shows a
 sample `repeats` times, epoch * repeats + repeat; -1 is evaluation."""
 EVALUATION = -1
+Record = tuple[int, Any]
+"""Number of a sample, and what a task wants to know of it in the end; can be pickled."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,9 @@ class ModelSettings(Settings):
     weights: str | None = None
     """Checkpoint to start from; the method is applied after it is loaded."""
     encoder: str | None = None
-    """Weights of a pre-trained encoder to start from; what it has no weights for, such as a classifier, is as built."""
+    """Weights of a pre-trained encoder to start from; what it has no weights for, such as a classifier, is as built.
+    A detector also takes the folder of a classification run. {method} and {seed} stand for those of the run; the
+    method's initialisation is then that of pre-training, and is not applied again."""
     norms: Norms = "keep"
     """Whether to take all norms out of the blocks (the final norm stays), or only the one in front of the attention."""
 
@@ -96,6 +101,8 @@ class AbstractTask(ABC):
     evaluation: SampleSet
     test: SampleSet | None = None
     """Samples that no choice is made on; None if the data have no labelled split named test."""
+    further: Mapping[str, SampleSet] = MappingProxyType({})
+    """Other sets to score at every evaluation, their values under names that begin with these."""
     data: DataBundle
     tokenizer: Tokenizer | None = None
     """Of tasks that read text as tokens by `task.tokenizer`."""
@@ -124,6 +131,14 @@ class AbstractTask(ABC):
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Values of an evaluation from the sums over the whole set; `loss` and the metric are among them."""
 
+    def collect(self, model: nn.Module, batch: Batch) -> tuple[dict[str, Tensor], list[Record]]:
+        """`score`, and a record of each sample where the values of an evaluation do not follow from sums."""
+        return self.score(model, batch), []
+
+    def summarise(self, samples: SampleSet, sums: Mapping[str, float], records: Sequence[Any]) -> dict[str, float]:
+        """`metrics`, from sums and records over the first samples of a set, the records in the order of the samples."""
+        return self.metrics(sums)
+
     @abstractmethod
     def probe(self, num_samples: int) -> Any:
         """The first samples of the evaluation set as the model's input, for `measure`."""
@@ -132,8 +147,11 @@ class AbstractTask(ABC):
         """Batch-wise augmentation of one step; none by default."""
         return batch
 
-    def write_samples(self, model: nn.Module) -> list[dict[str, str]]:
-        """What a trained model writes, for the record: `prompt` and `text`, or `problem`; nothing by default."""
+    def write_samples(self, model: nn.Module) -> list[dict[str, Any]]:
+        """What a trained model makes of samples, for the record; nothing by default.
+
+        Text has `prompt` and `text`, or `problem`; images have `image_id`, `truth` and `predictions`.
+        """
         return []
 
 

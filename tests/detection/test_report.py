@@ -1,0 +1,270 @@
+"""The report on detectors: boxes and masks over the image, beside the truth, whatever the records hold."""
+
+import base64
+import io
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from detection.coco_sets import compressed, disc
+from report.fake_runs import FakeMethod, write_comparison
+from wellcond.report.build import build_report
+from wellcond.report.comparison_page import render_comparison
+from wellcond.report.detection_records import find_pictures
+from wellcond.report.detections import FINEST, mask_path
+from wellcond.report.detections_static import draw_detections
+from wellcond.report.load_runs import load_comparisons
+from wellcond.report.run_record import RunRecordError
+from wellcond.report.samples import find_samples
+from wellcond.run_lengths import read_counts
+
+pytest.importorskip("plotly")
+BOX_AP = {"name": "box_AP", "higher_is_better": True, "percent": True}
+HEIGHT, WIDTH = 30, 40
+EVIL = "</title></svg><script>document.title='taken'</script>\"onload=x \x00\u202e$x^"
+
+
+def jpeg(size=(WIDTH, HEIGHT), colour=(40, 90, 160)):
+    file = io.BytesIO()
+    Image.new("RGB", size, colour).save(file, "JPEG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def found(category, x, y, width, height, score=None):
+    mask = np.zeros((HEIGHT, WIDTH), np.uint8)
+    mask[y : y + height, x : x + width] = 1
+    row = {"bbox": [x, y, width, height], "category": category, "segmentation": compressed(mask)}
+    return row if score is None else {**row, "score": score}
+
+
+def sample(image_id, predictions, *, truth=None, name=None):
+    truth = [found("cat", 2, 3, 20, 20), found("dog", 30, 1, 3, 3)] if truth is None else truth
+    return {
+        "image_id": image_id, "file_name": name or f"{image_id:06}.jpg", "size": [HEIGHT, WIDTH], "jpeg": jpeg(),
+        "truth": truth, "predictions": predictions,
+    }  # fmt: skip
+
+
+def write_runs(folder, change=None):
+    """Runs with two images each; `change` edits a record."""
+    methods = [FakeMethod("default", {0: 0.1, 1: 0.2}), FakeMethod("balanced", {1: 0.15, 2: 0.12})]
+    write_comparison(folder, methods, metric=BOX_AP, points=2, layers=1, heads=1)
+    for path in folder.rglob("run.json"):
+        record = json.loads(path.read_text())
+        own = f"{record['method']} {record['seed']}"
+        boxes = [found(own, 4, 5, 15, 15, 0.9), found("dog", 20, 2, 10, 20, 0.25)]
+        record["samples"] = [sample(7, boxes), sample(9, [], truth=[])]
+        if change is not None:
+            change(record)
+        path.write_text(json.dumps(record))
+    return folder
+
+
+def only(folder):
+    (comparison,) = load_comparisons(folder)
+    return comparison
+
+
+class Panels(HTMLParser):
+    """What each drawing of the page holds, and every element."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.panels, self.inside = [], [], ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.inside = tag
+        given = dict(attributes)
+        if tag == "svg" and given.get("role") == "img" and "aria-label" in given:
+            self.panels.append({"label": given["aria-label"], "titles": [], "texts": [], "images": 0, "paths": []})
+        elif self.panels and tag in ("image", "use"):
+            self.panels[-1]["images"] += 1
+        elif self.panels and tag == "path":
+            self.panels[-1]["paths"].append(given["d"])
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        self.inside = ""
+
+    def handle_endtag(self, tag):
+        self.inside = ""
+
+    def handle_data(self, data):
+        if self.panels and self.inside in ("title", "text"):
+            self.panels[-1][self.inside + "s"].append(data)
+
+
+def test_truth_stands_beside_what_each_method_found(tmp_path):
+    comparison = only(write_runs(tmp_path))
+    page = render_comparison(comparison)
+    assert '<a href="#detections">Detections</a><a href="#runs">Runs</a>' in page and 'href="#samples"' not in page
+    panels = Panels(page).panels
+    assert [panel["label"] for panel in panels] == [
+        "Truth: cat, dog",
+        "default, seed 0: default 0 0.90, dog 0.25",
+        "balanced, seed 1: balanced 1 0.90, dog 0.25",
+        "Truth: no objects",
+        "default, seed 0: nothing found",
+        "balanced, seed 1: nothing found",
+    ]
+    assert all(panel["images"] == 1 for panel in panels)
+    assert panels[0]["titles"] == ["cat", "dog"], "the larger is drawn first"
+    assert panels[0]["texts"] == ["cat"], "there is no room for the label of the other"
+    assert panels[0]["paths"] == ["M2 3h20v20h-20z", "M30 1h3v3h-3z"]
+    assert page.count("data:image/jpeg;base64,") == 2, "an image is on the page once"
+    section = page[page.index('<section id="detections"') : page.index('<section id="runs"')]
+    assert not re.search(r'(?:src|href)="(?!#|data:image/jpeg;base64,)', section), "nothing is loaded"
+    assert find_samples(comparison) == {}
+
+
+def test_files_hold_the_same(tmp_path):
+    (page,) = build_report(write_runs(tmp_path))
+    text = (page.parent / "report.md").read_text("utf-8")
+    assert "![Image 7: 000007.jpg](figures/detections_1.png)" in text
+    assert "- default, seed 0: default 0 0.90, dog 0.25\n" in text and "- truth: cat, dog\n" in text
+    assert text.index("## Detections") < text.index("## Figures")
+    files = sorted((page.parent / "figures").glob("detections_*"))
+    assert [file.name for file in files] == ["detections_1.png", "detections_2.png"]
+    again = [draw_detections(picture) for picture in find_pictures(only(tmp_path))]
+    assert [file.read_bytes() for file in files] == again
+    pixels = np.asarray(Image.open(files[0]).convert("RGB")).reshape(-1, 3).astype(int)
+    mask = 0.55 * np.array([40, 90, 160]) + 0.45 * np.array([255, 77, 77])
+    assert (np.abs(pixels - mask).max(1) < 12).sum() > 1000, "the mask of the cat lies over the image"
+    assert (np.abs(pixels - [40, 90, 160]).max(1) < 12).sum() > 1000, "and the rest of the image is as it was"
+
+
+def test_as_many_predictions_as_objects_are_drawn_but_five_at_least(tmp_path):
+    many = [found(f"thing {at}", 1, 1, 20, 20, 0.9 - 0.01 * at) for at in range(9)]
+    truth = [found("cat", at, 2, 5, 5) for at in range(7)]
+    folder = write_runs(tmp_path, lambda r: r.update(samples=[sample(1, many), sample(2, many, truth=truth)]))
+    panels = Panels(render_comparison(only(folder))).panels
+    assert [len(panel["titles"]) for panel in panels] == [2, 5, 5, 7, 7, 7]
+    assert "the best 5 of 9 recorded" in render_comparison(only(folder))
+
+
+def test_names_that_look_like_markup_stay_text(tmp_path):
+    plain = Panels(render_comparison(only(write_runs(tmp_path / "plain"))))
+    rows = [
+        sample(7, [found(EVIL, 4, 5, 15, 15, 0.9), found("dog", 20, 2, 10, 20, 0.25)], name=EVIL),
+        sample(9, [], truth=[]),
+    ]
+    folder = write_runs(tmp_path / "evil", lambda r: r.update(samples=rows))
+    (written,) = build_report(folder, pictures=False)
+    evil = Panels(render_comparison(only(folder)))
+    assert evil.tags.count("script") == plain.tags.count("script") and set(evil.tags) == set(plain.tags)
+    assert evil.panels[1]["titles"][0].endswith('"onload=x <U+0000><U+202E>$x^ 0.90')
+    assert "<script" not in written.read_text("utf-8")
+    assert draw_detections(find_pictures(only(folder))[0]).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("status", ["diverged", "failed", "interrupted"])
+def test_a_run_that_did_not_finish_shows_nothing(tmp_path, status):
+    def change(record):
+        if record["seed"] == 1:
+            record["status"] = status
+
+    pictures = find_pictures(only(write_runs(tmp_path, change)))
+    assert [(part.method, part.seed) for part in pictures[0].predictions] == [("default", 0), ("balanced", 2)]
+
+
+def spoiled(**changes):
+    return [sample(7, []), {**sample(9, []), **changes}]
+
+
+def without(key):
+    return [{name: value for name, value in sample(7, []).items() if name != key}, sample(9, [])]
+
+
+BROKEN = {
+    **{f"no {key}": (without(key), key) for key in ("file_name", "size", "jpeg", "truth", "predictions")},
+    "no image_id": (without("image_id"), "entry 0 is not"),
+    "size": (spoiled(size=[30]), "entry 1 is not"),
+    "negative size": (spoiled(size=[-30, 40]), "size [-30, 40]"),
+    "huge": (spoiled(size=[10**6, 10**6]), "size"),
+    "not base 64": (spoiled(jpeg="javascript:alert(1)"), "not in base 64"),
+    "no jpeg": (spoiled(jpeg=base64.b64encode(b"<svg onload=x>").decode()), "no JPEG"),
+    "text": (spoiled(predictions="abc"), "entry 1 is not"),
+    "no score": (spoiled(predictions=[found("cat", 1, 1, 2, 2)]), "'score'"),
+    "not finite": (spoiled(truth=[{**found("cat", 1, 1, 2, 2), "bbox": [0, 0, "inf", 1]}]), "not finite"),
+    "mask": (spoiled(truth=[{**found("cat", 1, 1, 2, 2), "segmentation": {"counts": "11"}}]), "does not fill"),
+    "mask of another kind": (spoiled(truth=[{**found("cat", 1, 1, 2, 2), "segmentation": {"counts": [3]}}]), "entry 1"),
+    "number": ([sample(7, []), 3], "entry 1 is not"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_records_of_another_form_are_named(tmp_path, case):
+    samples, message = BROKEN[case]
+    folder = write_runs(tmp_path, lambda r: r.update(samples=samples))
+    with pytest.raises(RunRecordError, match="expected 'samples' to be images") as caught:
+        build_report(folder, pictures=False)
+    assert message in str(caught.value) and "run.json" in str(caught.value)
+    assert not list(folder.rglob("report.*"))
+
+
+def test_a_broken_jpeg_is_named_before_anything_is_written(tmp_path):
+    cut = base64.b64encode(base64.b64decode(jpeg())[:100]).decode()
+    folder = write_runs(tmp_path, lambda r: r.update(samples=[{**sample(7, []), "jpeg": cut}]))
+    with pytest.raises(RunRecordError, match="the JPEG of image 7 cannot be decoded"):
+        build_report(folder)
+    assert not list(folder.rglob("report.*"))
+
+
+def fill(path, height, width):
+    """Pixels that a path of rectangles covers."""
+    mask = np.zeros((height, width), np.uint8)
+    for rectangle in path.split("z")[:-1]:
+        x, y, wide, tall, back = map(int, re.fullmatch(r"M(\d+) (\d+)h(\d+)v(\d+)h-(\d+)", rectangle).groups())
+        assert wide == back and not mask[y : y + tall, x : x + wide].any(), "no pixel twice"
+        mask[y : y + tall, x : x + wide] = 1
+    return mask
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_paths_cover_the_mask_exactly(seed):
+    draw = np.random.default_rng(seed)
+    height, width = draw.integers(1, 40, 2)
+    masks = [(draw.random((height, width)) < 0.6).astype(np.uint8), disc(height, width, (height / 2, width / 2), 9)]
+    for mask in [*masks, np.ones((height, width), np.uint8), np.zeros((height, width), np.uint8)]:
+        runs = read_counts(compressed(mask)["counts"])
+        assert np.array_equal(fill(mask_path(runs, height, width), height, width), mask)
+
+
+def test_paths_of_wide_images_are_coarser_but_the_same_shape():
+    mask = disc(300, 3 * FINEST - 5, (150, 400), 140)
+    path = mask_path(read_counts(compressed(mask)["counts"]), *mask.shape)
+    drawn = fill(path, *mask.shape)
+    assert path.count("z") <= FINEST and (drawn != mask).mean() < 0.01
+
+
+@pytest.mark.parametrize("width", [375, 1180])
+def test_a_browser_shows_the_pictures(tmp_path, width):
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = Path("/usr/bin/chromium")
+    if not chromium.exists():
+        pytest.skip("there is no /usr/bin/chromium")
+    file = tmp_path / "page.html"
+    file.write_text(render_comparison(only(write_runs(tmp_path / "runs"))), "utf-8")
+    problems = []
+    with sync_api.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=str(chromium), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": width, "height": 800})
+        page.on("console", lambda m: problems.append(m.text) if m.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.goto(file.as_uri())
+        page.click('nav.tabs a[href="#detections"]')
+        drawings = page.locator("#detections svg")
+        assert drawings.count() == 6 and drawings.nth(1).is_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        # A corner of the second drawing shows the image, which is stored in the first.
+        shot = np.asarray(Image.open(io.BytesIO(drawings.nth(1).screenshot())).convert("RGB")).astype(int)
+        assert np.abs(shot[-12, 12] - [40, 90, 160]).max() < 12
+        browser.close()
+    assert problems == []
