@@ -128,7 +128,8 @@ def write_run(folder, method, seed, *, metric=ACCURACY, epochs=12, points=5, lay
         "schema": 1, "kind": "wellcond-run", "recipe": "digits", "scale": "tiny", "method": method.label,
         "slug": path.parent.name, "seed": seed,
         "method_spec": {
-            "init": method.init, "init_options": method.init_options, "condition": method.condition, "condition_options": {},
+            "init": method.init, "init_options": method.init_options,
+            "condition": method.condition, "condition_options": {},
         },
         "config": {"optimiser": {"lr": 1e-3, "weight_decay": 0.05}, "method": method.label, "seed": seed, "batch": 64},
         "config_hash": "0123456789abcdef", "status": status,
