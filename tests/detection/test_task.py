@@ -47,6 +47,12 @@ def prepared(root, **changes):
     return chosen, task, prepare_model(chosen, DEFAULT, task, seed=0, base=None)
 
 
+def test_sharded_weights_are_refused_before_anything_waits(root, tmp_path, monkeypatch):
+    monkeypatch.setattr("accelerate.Accelerator.is_fsdp2", True)
+    with pytest.raises(RecipeError, match="detection does not run under FSDP"):
+        run_job(job(root, tmp_path / "run"))
+
+
 def test_a_batch_holds_the_objects_of_its_images_and_nothing_of_its_padding(root):
     task = prepared(root)[1]
     batch = task.evaluation.fetch([(0, EVALUATION), (1, EVALUATION), (2, EVALUATION)])

@@ -9,6 +9,7 @@ from typing import Any
 from wellcond.errors import MissingExtraError
 from wellcond.experiments.recipe import Recipe
 from wellcond.experiments.settings import RecipeError
+from wellcond.experiments.tasks.base import AbstractTask
 
 
 def make_accelerator(recipe: Recipe, folder: Path, *, cpu: bool = False) -> Any:
@@ -35,6 +36,12 @@ def make_accelerator(recipe: Recipe, folder: Path, *, cpu: bool = False) -> Any:
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and accelerator.device.type == "cpu":
         _shard_on_cpu(accelerator)
     return accelerator
+
+
+def check_sharding(accelerator: Any, task: AbstractTask, name: str) -> None:
+    """Raise RecipeError if weights are sharded and the task cannot work with that; it would wait for ever."""
+    if accelerator.is_fsdp2 and not task.can_be_sharded:
+        raise RecipeError(f"task.name: {name} does not run under FSDP; launch it with DDP (torchrun), or on one process")
 
 
 def _check_trackers(trackers: list[str]) -> None:

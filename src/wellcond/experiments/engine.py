@@ -11,6 +11,7 @@ from torch import nn
 
 from wellcond.attention.find import find_attention
 from wellcond.attention.wrappers import unwrap
+from wellcond.experiments.accelerator import check_sharding
 from wellcond.experiments.averaging import WeightAverage
 from wellcond.experiments.batch_ramp import BatchRamp
 from wellcond.experiments.batches import Share, UpdatePlan, fetch_batches
@@ -63,6 +64,7 @@ class Engine:
         """Prepare a freshly built and conditioned model for this machine."""
         self.recipe, self.task, self.accelerator, self.folder = recipe, task, accelerator, folder
         self.clock, self.observer, self.on_saved = clock, observer, on_saved
+        check_sharding(accelerator, task, recipe.task.model_dump()["name"])
         self.share = Share(accelerator.process_index, accelerator.num_processes)
         training = recipe.training
         repeats = recipe.augmentation.repeats

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -97,6 +97,8 @@ class AbstractTask(ABC):
     """Samples, loss and score of one kind of problem."""
 
     metric: Metric
+    can_be_sharded: ClassVar[bool] = True
+    """Whether processes call the model equally often, without which shards of its weights cannot be put together."""
     train: SampleSet
     evaluation: SampleSet
     test: SampleSet | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import NonNegativeInt
@@ -48,6 +48,7 @@ class Detection(AbstractTask):
     """Mask R-CNN's losses, and the average precision of boxes and masks."""
 
     metric = Metric("box_AP", higher_is_better=True, percent=True)
+    can_be_sharded: ClassVar[bool] = False  # evaluation computes image by image, and one process may have one more
     train: DetectionSamples
     evaluation: DetectionSamples
 
