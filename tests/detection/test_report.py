@@ -2,7 +2,6 @@
 
 import base64
 import io
-import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,13 +11,12 @@ import pytest
 from PIL import Image
 
 from detection.coco_sets import compressed, disc
-from report.fake_runs import FakeMethod, write_comparison
+from report.fake_runs import FakeMethod, only_comparison, write_with_samples
 from wellcond.report.build import build_report
 from wellcond.report.comparison_page import render_comparison
 from wellcond.report.detection_records import find_pictures
 from wellcond.report.detections import FINEST, mask_path
 from wellcond.report.detections_static import draw_detections
-from wellcond.report.load_runs import load_comparisons
 from wellcond.report.run_record import RunRecordError
 from wellcond.report.samples import find_samples
 from wellcond.run_lengths import read_counts
@@ -53,21 +51,13 @@ def sample(image_id, predictions, *, truth=None, name=None):
 def write_runs(folder, change=None):
     """Runs with two images each; `change` edits a record."""
     methods = [FakeMethod("default", {0: 0.1, 1: 0.2}), FakeMethod("balanced", {1: 0.15, 2: 0.12})]
-    write_comparison(folder, methods, metric=BOX_AP, points=2, layers=1, heads=1)
-    for path in folder.rglob("run.json"):
-        record = json.loads(path.read_text())
+
+    def samples_of(record):
         own = f"{record['method']} {record['seed']}"
         boxes = [found(own, 4, 5, 15, 15, 0.9), found("dog", 20, 2, 10, 20, 0.25)]
-        record["samples"] = [sample(7, boxes), sample(9, [], truth=[])]
-        if change is not None:
-            change(record)
-        path.write_text(json.dumps(record))
-    return folder
+        return [sample(7, boxes), sample(9, [], truth=[])]
 
-
-def only(folder):
-    (comparison,) = load_comparisons(folder)
-    return comparison
+    return write_with_samples(folder, methods, BOX_AP, samples_of, change)
 
 
 class Panels(HTMLParser):
@@ -102,7 +92,7 @@ class Panels(HTMLParser):
 
 
 def test_truth_stands_beside_what_each_method_found(tmp_path):
-    comparison = only(write_runs(tmp_path))
+    comparison = only_comparison(write_runs(tmp_path))
     page = render_comparison(comparison)
     assert '<a href="#detections">Detections</a><a href="#runs">Runs</a>' in page and 'href="#samples"' not in page
     panels = Panels(page).panels
@@ -132,7 +122,7 @@ def test_files_hold_the_same(tmp_path):
     assert text.index("## Detections") < text.index("## Figures")
     files = sorted((page.parent / "figures").glob("detections_*"))
     assert [file.name for file in files] == ["detections_1.png", "detections_2.png"]
-    again = [draw_detections(picture) for picture in find_pictures(only(tmp_path))]
+    again = [draw_detections(picture) for picture in find_pictures(only_comparison(tmp_path))]
     assert [file.read_bytes() for file in files] == again
     pixels = np.asarray(Image.open(files[0]).convert("RGB")).reshape(-1, 3).astype(int)
     mask = 0.55 * np.array([40, 90, 160]) + 0.45 * np.array([255, 77, 77])
@@ -144,24 +134,24 @@ def test_as_many_predictions_as_objects_are_drawn_but_five_at_least(tmp_path):
     many = [found(f"thing {at}", 1, 1, 20, 20, 0.9 - 0.01 * at) for at in range(9)]
     truth = [found("cat", at, 2, 5, 5) for at in range(7)]
     folder = write_runs(tmp_path, lambda r: r.update(samples=[sample(1, many), sample(2, many, truth=truth)]))
-    panels = Panels(render_comparison(only(folder))).panels
+    panels = Panels(render_comparison(only_comparison(folder))).panels
     assert [len(panel["titles"]) for panel in panels] == [2, 5, 5, 7, 7, 7]
-    assert "the best 5 of 9 recorded" in render_comparison(only(folder))
+    assert "the best 5 of 9 recorded" in render_comparison(only_comparison(folder))
 
 
 def test_names_that_look_like_markup_stay_text(tmp_path):
-    plain = Panels(render_comparison(only(write_runs(tmp_path / "plain"))))
+    plain = Panels(render_comparison(only_comparison(write_runs(tmp_path / "plain"))))
     rows = [
         sample(7, [found(EVIL, 4, 5, 15, 15, 0.9), found("dog", 20, 2, 10, 20, 0.25)], name=EVIL),
         sample(9, [], truth=[]),
     ]
     folder = write_runs(tmp_path / "evil", lambda r: r.update(samples=rows))
     (written,) = build_report(folder, pictures=False)
-    evil = Panels(render_comparison(only(folder)))
+    evil = Panels(render_comparison(only_comparison(folder)))
     assert evil.tags.count("script") == plain.tags.count("script") and set(evil.tags) == set(plain.tags)
     assert evil.panels[1]["titles"][0].endswith('"onload=x <U+0000><U+202E>$x^ 0.90')
     assert "<script" not in written.read_text("utf-8")
-    assert draw_detections(find_pictures(only(folder))[0]).startswith(b"\x89PNG")
+    assert draw_detections(find_pictures(only_comparison(folder))[0]).startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("status", ["diverged", "failed", "interrupted"])
@@ -170,7 +160,7 @@ def test_a_run_that_did_not_finish_shows_nothing(tmp_path, status):
         if record["seed"] == 1:
             record["status"] = status
 
-    pictures = find_pictures(only(write_runs(tmp_path, change)))
+    pictures = find_pictures(only_comparison(write_runs(tmp_path, change)))
     assert [(part.method, part.seed) for part in pictures[0].predictions] == [("default", 0), ("balanced", 2)]
 
 
@@ -251,7 +241,7 @@ def test_a_browser_shows_the_pictures(tmp_path, width):
     if not chromium.exists():
         pytest.skip("there is no /usr/bin/chromium")
     file = tmp_path / "page.html"
-    file.write_text(render_comparison(only(write_runs(tmp_path / "runs"))), "utf-8")
+    file.write_text(render_comparison(only_comparison(write_runs(tmp_path / "runs"))), "utf-8")
     problems = []
     with sync_api.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=str(chromium), args=["--no-sandbox"])

@@ -5,6 +5,8 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from wellcond.report.load_runs import load_comparisons
+
 ACCURACY = {"name": "accuracy", "higher_is_better": True, "percent": True}
 PERPLEXITY = {"name": "perplexity", "higher_is_better": False, "percent": False}
 STEPS_PER_EPOCH = 20
@@ -32,6 +34,23 @@ class FakeMethod:
     slug: str = ""
     tested: dict = field(default_factory=dict)
     """Metric on the test split by seed, with the weights of the evaluation before the last."""
+
+
+def write_with_samples(folder, methods, metric, samples_of, change=None):
+    """A small comparison whose runs have the samples of their record; `change` edits a record after that."""
+    write_comparison(folder, methods, metric=metric, points=2, layers=1, heads=1)
+    for path in folder.rglob("run.json"):
+        record = json.loads(path.read_text())
+        record["samples"] = samples_of(record)
+        if change is not None:
+            change(record)
+        path.write_text(json.dumps(record))
+    return folder
+
+
+def only_comparison(folder):
+    (comparison,) = load_comparisons(folder)
+    return comparison
 
 
 def slug_of(label):

@@ -1,19 +1,24 @@
 """Text of language models and metrics beside the main one: shown where records hold them, whatever they hold."""
 
 import csv
-import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from report.fake_runs import PERPLEXITY, FakeMethod, usual_methods, write_comparison
+from report.fake_runs import (
+    PERPLEXITY,
+    FakeMethod,
+    only_comparison,
+    usual_methods,
+    write_comparison,
+    write_with_samples,
+)
 from wellcond.report.analysis import analyse
 from wellcond.report.build import build_report
 from wellcond.report.comparison_page import render_comparison
 from wellcond.report.figures import build_figures
-from wellcond.report.load_runs import load_comparisons
 from wellcond.report.markdown_report import render_markdown
 from wellcond.report.run_record import RunRecordError
 from wellcond.report.samples import find_samples, visible
@@ -37,23 +42,12 @@ def lm_methods():
 
 def write_lm(folder, change=None):
     """Runs with samples; `change` edits a record."""
-    write_comparison(folder, lm_methods(), metric=PERPLEXITY, points=2, layers=1, heads=1)
-    for path in folder.rglob("run.json"):
-        record = json.loads(path.read_text())
+
+    def samples_of(record):
         name = f"{record['method']} {record['seed']}"
-        record["samples"] = [
-            {"prompt": PROMPT, "text": f"{PROMPT} by {name}"},
-            {"prompt": "", "text": f"Free, by {name}"},
-        ]
-        if change is not None:
-            change(record)
-        path.write_text(json.dumps(record))
-    return folder
+        return [{"prompt": PROMPT, "text": f"{PROMPT} by {name}"}, {"prompt": "", "text": f"Free, by {name}"}]
 
-
-def only(folder):
-    (comparison,) = load_comparisons(folder)
-    return comparison
+    return write_with_samples(folder, lm_methods(), PERPLEXITY, samples_of, change)
 
 
 def markdown(comparison):
@@ -84,7 +78,7 @@ class Reader(HTMLParser):
 
 
 def test_each_method_shows_the_samples_of_its_first_seed(tmp_path):
-    comparison = only(write_lm(tmp_path))
+    comparison = only_comparison(write_lm(tmp_path))
     found = find_samples(comparison)
     assert list(found) == [PROMPT, ""]
     assert [(s.method, s.seed) for s in found[""]] == [("default", 0), ("polar", 1), ("balanced", 0)]
@@ -106,14 +100,14 @@ def test_a_run_that_did_not_finish_shows_none(tmp_path, status):
         if record["seed"] == 1:
             record["status"] = status
 
-    found = find_samples(only(write_lm(tmp_path, change)))
+    found = find_samples(only_comparison(write_lm(tmp_path, change)))
     assert [(s.method, s.seed) for s in found[PROMPT]] == [("default", 0), ("polar", 2), ("balanced", 0)]
 
 
 def test_text_that_looks_like_markup_stays_text(tmp_path):
-    plain = Reader(render_comparison(only(write_lm(tmp_path / "plain"))))
+    plain = Reader(render_comparison(only_comparison(write_lm(tmp_path / "plain"))))
     folder = write_lm(tmp_path / "evil", lambda r: r.update(samples=[{"prompt": "", "text": EVIL}]))
-    evil = Reader(render_comparison(only(folder)).encode().decode())
+    evil = Reader(render_comparison(only_comparison(folder)).encode().decode())
     expected = visible(EVIL)
     assert [sample.removeprefix("\n") for sample in evil.samples] == [expected] * 3
     assert "img" not in evil.tags and evil.tags.count("script") == plain.tags.count("script")
@@ -128,20 +122,20 @@ def test_text_that_looks_like_markup_stays_text(tmp_path):
 
 
 def test_a_text_that_begins_with_a_line_break_keeps_it(tmp_path):
-    comparison = only(write_lm(tmp_path, lambda r: r.update(samples=[{"prompt": "", "text": "\n\nx"}])))
+    comparison = only_comparison(write_lm(tmp_path, lambda r: r.update(samples=[{"prompt": "", "text": "\n\nx"}])))
     assert '<pre class="sample">\n\n\nx</pre>' in render_comparison(comparison)
     assert "```text\n\n\nx\n```" in markdown(comparison)
 
 
 def test_a_prompt_that_comes_back_otherwise_is_not_marked(tmp_path):
     samples = [{"prompt": "Once  upon", "text": "once upon a time"}]
-    page = render_comparison(only(write_lm(tmp_path, lambda r: r.update(samples=samples))))
+    page = render_comparison(only_comparison(write_lm(tmp_path, lambda r: r.update(samples=samples))))
     assert ">\nonce upon a time</pre>" in page
 
 
 def test_why_nothing_was_written_is_said(tmp_path):
     samples = [{"prompt": "", "problem": "ValueError: <b> 8 tokens"}]
-    comparison = only(write_lm(tmp_path, lambda r: r.update(samples=samples)))
+    comparison = only_comparison(write_lm(tmp_path, lambda r: r.update(samples=samples)))
     assert "Nothing was written: ValueError: &lt;b&gt; 8 tokens" in render_comparison(comparison)
     assert "nothing was written (ValueError: &lt;b&gt; 8 tokens)" in markdown(comparison)
 
@@ -158,7 +152,9 @@ def test_samples_of_another_form_are_named(tmp_path, samples):
 def test_records_without_samples_make_the_same_files_as_ever(tmp_path, samples):
     plain = write_comparison(tmp_path / "plain", lm_methods(), metric=PERPLEXITY, points=2, layers=1, heads=1)
     other = write_lm(tmp_path / "other", lambda r: r.update(samples=samples))
-    texts = [(render_comparison(only(folder)), markdown(only(folder))) for folder in (plain, other)]
+    texts = [
+        (render_comparison(only_comparison(folder)), markdown(only_comparison(folder))) for folder in (plain, other)
+    ]
     assert texts[0] == texts[1]
     assert "ample" not in texts[0][1].replace("samples per second", "") and "pre.sample" not in texts[0][0]
 
@@ -176,7 +172,7 @@ def other_table(comparison):
 
 def test_other_metrics_have_a_table(tmp_path):
     folder = write_lm(tmp_path, with_metrics)
-    table = other_table(only(folder))
+    table = other_table(only_comparison(folder))
     assert table.header == ("method", "bits per byte", "perplexity per word")
     assert table.rows[0] == ("default", "1.25 ± 0.3536", "100.5 ± 0.7071")
     assert table.rows[2] == ("balanced", "1", "100")
@@ -184,7 +180,9 @@ def test_other_metrics_have_a_table(tmp_path):
     (written,) = build_report(folder, pictures=False)
     with open(written.parent / "tables/other_metrics.csv", newline="") as file:
         assert next(csv.reader(file)) == list(table.header)
-    summary = re.search(r'<section id="summary".*?<section id="learning"', render_comparison(only(folder)), re.S)[0]
+    summary = re.search(
+        r'<section id="summary".*?<section id="learning"', render_comparison(only_comparison(folder)), re.S
+    )[0]
     assert "Other metrics" in summary and "## Other metrics" in written.read_text("utf-8")
 
 
@@ -196,7 +194,7 @@ def test_a_value_that_is_missing_or_not_finite_is_in_no_mean(tmp_path):
         if record["method"] == "balanced":
             del record["final"]["bits_per_byte"]
 
-    table = other_table(only(write_lm(tmp_path, change)))
+    table = other_table(only_comparison(write_lm(tmp_path, change)))
     column = table.header.index("bits per byte")
     assert [row[column] for row in table.rows] == ["1.5", "1.75 ± 0.3536", "–"]
 
@@ -207,13 +205,13 @@ def test_on_a_test_split_they_are_those_of_the_test(tmp_path):
         scores = {"loss": 3.0, "perplexity": 20.0, "bits_per_byte": 2.0}
         record["test"] = {"step": 3, "epoch": 1.0, "weights": "last", **scores}
 
-    table = other_table(only(write_lm(tmp_path, change)))
+    table = other_table(only_comparison(write_lm(tmp_path, change)))
     assert table.header == ("method", "bits per byte") and table.rows[0] == ("default", "2 ± 0")
     assert table.notes[0].startswith("On the test split, with the last weights")
 
 
 def test_the_metric_itself_and_the_loss_make_no_table(tmp_path):
-    assert other_table(only(write_comparison(tmp_path, usual_methods(), points=2))) is None
+    assert other_table(only_comparison(write_comparison(tmp_path, usual_methods(), points=2))) is None
 
 
 # The page as a reader meets it
@@ -245,7 +243,7 @@ def open_page():
 def test_a_browser_shows_the_samples(tmp_path, open_page, width):
     folder = write_lm(tmp_path, lambda r: r.update(samples=[{"prompt": "", "text": EVIL}]))
     path = tmp_path / "page.html"
-    path.write_text(render_comparison(only(folder)), "utf-8")
+    path.write_text(render_comparison(only_comparison(folder)), "utf-8")
     page = open_page(path, width)
     title = page.title()
     page.click('nav.tabs a[href="#samples"]')

@@ -41,7 +41,9 @@ def make_accelerator(recipe: Recipe, folder: Path, *, cpu: bool = False) -> Any:
 def check_sharding(accelerator: Any, task: AbstractTask, name: str) -> None:
     """Raise RecipeError if weights are sharded and the task cannot work with that; it would wait for ever."""
     if accelerator.is_fsdp2 and not task.can_be_sharded:
-        raise RecipeError(f"task.name: {name} does not run under FSDP; launch it with DDP (torchrun), or on one process")
+        raise RecipeError(
+            f"task.name: {name} does not run under FSDP; launch it with DDP (torchrun), or on one process"
+        )
 
 
 def _check_trackers(trackers: list[str]) -> None:

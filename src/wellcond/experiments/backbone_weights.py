@@ -13,10 +13,8 @@ from wellcond.attention.find import find_attention
 from wellcond.conditioning.apply import fold_, make_method, recondition_
 from wellcond.conditioning.checkpoint import find_markers, marker_of
 from wellcond.errors import NumericalWarning, WeightError
-from wellcond.experiments.checkpoint import last_checkpoint
+from wellcond.experiments.finished_run import read_finished_run
 from wellcond.experiments.methods import MethodSettings
-from wellcond.experiments.run_folder import RunFolder
-from wellcond.experiments.settings import RecipeError
 from wellcond.experiments.weights import conditioning_in, load_state, read_state_dict
 
 
@@ -69,15 +67,7 @@ def load_backbone(model: nn.Module, path: Path, method: MethodSettings) -> None:
 def _weights_file(path: Path) -> Path:
     if not path.is_dir():
         return path
-    record = RunFolder(path).read_record()
-    if record is None:
-        raise RecipeError(f"model.encoder: no run in {path}: expected run.json there, or a file of weights")
-    if record["status"] != "finished":
-        raise RecipeError(f"model.encoder: the run in {path} is not finished but {record['status']}")
-    place = last_checkpoint(path / "checkpoints")
-    if place is None:
-        raise RecipeError(f"model.encoder: the run in {path} has no checkpoint; was its folder checkpoints deleted?")
-    return place / "model.safetensors"
+    return read_finished_run(path, "model.encoder", "a file of weights")[1]
 
 
 def _same_correction(settings: dict[str, Any], method: MethodSettings) -> bool:

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from wellcond.conditioning.apply import fold_, recondition_
 from wellcond.errors import NumericalWarning
-from wellcond.experiments.checkpoint import last_checkpoint
+from wellcond.experiments.finished_run import read_finished_run
 from wellcond.experiments.models import build_model
-from wellcond.experiments.run_folder import RunFolder
 from wellcond.experiments.settings import RecipeError
 from wellcond.experiments.weights import conditioning_in, load_state, read_state_dict
 
@@ -115,14 +114,7 @@ def _describe(options: dict[str, Any], base: Path | None) -> tuple[Path, str, di
         if not path.is_file():
             raise RecipeError(f"teacher: no such file: {path}")
         return path, options["teacher_model"], arguments
-    record = RunFolder(path).read_record()
-    if record is None:
-        raise RecipeError(f"teacher: no run in {path}: expected run.json there, or a .safetensors file")
-    if record["status"] != "finished":
-        raise RecipeError(f"teacher: the run in {path} is not finished but {record['status']}")
-    place = last_checkpoint(path / "checkpoints")
-    if place is None:
-        raise RecipeError(f"teacher: the run in {path} has no checkpoint; was its folder checkpoints deleted?")
+    record, weights = read_finished_run(path, "teacher", "a .safetensors file")
     model, size = record["config"]["model"], record["config"]["task"].get("image_size")
     if ".py:" in model["name"]:
         raise RecipeError(f"teacher: the model of {path} is code in a file ({model['name']}), which is not run here")
@@ -130,7 +122,7 @@ def _describe(options: dict[str, Any], base: Path | None) -> tuple[Path, str, di
         raise RecipeError(f"teacher: the run in {path} was trained with model.norms: {model['norms']}; expected keep")
     names = {"timm": "img_size", "hf": "image_size"}
     sized = {} if size is None else {names[model["name"].partition(":")[0]]: size}
-    return place / "model.safetensors", model["name"], sized | model["arguments"] | arguments
+    return weights, model["name"], sized | model["arguments"] | arguments
 
 
 def _with_own_heads(state: dict[str, Tensor], teacher: nn.Module, excluded: tuple[str, ...]) -> dict[str, Tensor]:
