@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed-$(shell $(PYTHON) -c "import hashlib;print(hashlib.
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo test test-slow lint bench zoo clean
+.PHONY: help setup demo test test-slow lint docs examples bench zoo clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -37,8 +37,15 @@ lint: $(STAMP)  ## Style, import order, docstrings, types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(STAMP)  ## Build the documentation into site/ (open site/index.html; strict, no network)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --clean --quiet
+
+examples: $(STAMP)  ## Run the five scripts of examples/, each under a minute on one core
+	@set -e; for script in examples/*.py; do echo "== $$script"; PYTHONPATH=$(CURDIR)/src $(BIN)/python $$script; done
+
 bench: $(STAMP)  ## Times of training steps, initialisation and Jacobians, each against its rivals in one run
 	$(BIN)/python benchmarks/engine.py
+	$(BIN)/python benchmarks/init_methods.py
 	$(BIN)/python benchmarks/language.py
 	$(BIN)/python benchmarks/loader.py
 	$(BIN)/python benchmarks/lra_data.py
@@ -51,4 +58,4 @@ zoo: $(STAMP)  ## Walk every architecture of timm and transformers
 	$(BIN)/wellcond inspect --zoo hf
 
 clean:  ## Remove the virtual environment and caches
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv site .pytest_cache .mypy_cache .ruff_cache

@@ -27,6 +27,7 @@ ALLOWED = {
     "tracking": BASE | {"linalg", "attention", "jacobian", "measurement"},
     "report": BASE,
     "experiments": BASE | {"linalg", "attention", "init", "conditioning", "jacobian", "measurement", "tracking"},
+    "reproduce": BASE | {"experiments", "report", "theory"},
 }
 EXTRAS = [
     "timm",

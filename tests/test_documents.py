@@ -1,33 +1,143 @@
-"""Every Python block of the documents runs; every command of the README exists."""
+"""Blocks of the documents: Python and `bash` run, recipes are valid, listed commands exist with their options."""
 
+import inspect
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import typer
+import yaml
+
+import wellcond
+import wellcond.theory
+from wellcond.cli import experiment_commands, glue_command, reproduce_command  # noqa: F401  (each adds its commands)
+from wellcond.cli.commands import app
+from wellcond.conditioning.methods import METHODS as CONDITIONS
+from wellcond.experiments.load_recipe import load_recipe, parse_recipe
+from wellcond.experiments.methods import MethodSettings
+from wellcond.experiments.recipe import Recipe
+from wellcond.init.plan import METHODS as INITIALISATIONS
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+DOCS = ROOT / "docs"
+DOCUMENTS = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!http)([^)#\s]*)(?:#([^)\s]+))?\)")
+NEEDS = {"training/lightning.md": "lightning"}  # no dependency of ours
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-@pytest.mark.filterwarnings("ignore::wellcond.NumericalWarning")
+def name_of(path):
+    return path.relative_to(DOCS if path.is_relative_to(DOCS) else ROOT).as_posix()
+
+
+def blocks_of(path, *languages):
+    return [text for language, text in BLOCK.findall(path.read_text("utf-8")) if language in languages]
+
+
+def with_blocks(*languages):
+    return [pytest.param(path, id=name_of(path)) for path in DOCUMENTS if blocks_of(path, *languages)]
+
+
+def commands_in(block):
+    """Arguments of each line that calls wellcond, directly or through a launcher of processes."""
+    for line in block.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        for start in ("wellcond", "wellcond.cli.main"):
+            if start in words:
+                yield words[words.index(start) + 1 :]
+
+
+@pytest.mark.parametrize("path", with_blocks("python"))
+@pytest.mark.filterwarnings(
+    "ignore::wellcond.NumericalWarning", "ignore:::lightning", "ignore:.*:UserWarning:lightning", "ignore:.*pin_memory"
+)
 def test_python_blocks_run(path, tmp_path, monkeypatch):
+    if name_of(path) in NEEDS:
+        pytest.importorskip(NEEDS[name_of(path)], reason=f"{NEEDS[name_of(path)]} is not installed")
     monkeypatch.chdir(tmp_path)
-    blocks = BLOCK.findall(path.read_text())
-    assert blocks or path.name not in ("README.md", "layouts.md")
-    namespace = {}
-    for block in blocks:  # one document is one session
+    namespace = {"__name__": "__main__"}
+    for block in blocks_of(path, "python"):  # one document is one session
         exec(compile(block, str(path), "exec"), namespace)
 
 
-def test_the_readme_names_only_targets_that_exist():
+@pytest.mark.parametrize("path", with_blocks("bash"))
+def test_bash_blocks_run(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for block in blocks_of(path, "bash"):
+        commands = list(commands_in(block))
+        assert len(commands) == len(block.strip().splitlines()), "lines that are not run belong into a plain block"
+        for arguments in commands:
+            with pytest.raises(SystemExit) as end:
+                app(arguments)
+            assert not end.value.code, arguments
+
+
+@pytest.mark.parametrize("path", with_blocks(""))
+def test_listed_commands_exist(path):
+    group = typer.main.get_command(app)
+    for arguments in [arguments for block in blocks_of(path, "") for arguments in commands_in(block)]:
+        with group.make_context("wellcond", list(arguments[:1]), resilient_parsing=True) as context:
+            name, command, _ = group.resolve_command(context, list(arguments))
+        with command.make_context(name, list(arguments[1:])) as context:
+            recipe = context.params.get("recipe")
+            if recipe is not None and not recipe.endswith(".yaml"):
+                load_recipe(recipe, scale=context.params["scale"], overrides=context.params["set"] or ())
+
+
+@pytest.mark.parametrize("path", with_blocks("yaml"))
+def test_recipes_are_valid(path):
+    for block in blocks_of(path, "yaml"):
+        fields = yaml.safe_load(block)
+        if "model" in fields:
+            parse_recipe(block, path.name)
+            continue
+        assert set(fields) <= set(Recipe.model_fields), "a part of a recipe"
+        methods = [MethodSettings.model_validate(method) for method in fields.get("methods", ())]
+        assert len({method.slug for method in methods}) == len(methods)
+
+
+def test_documents_name_only_targets_that_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", (ROOT / "README.md").read_text(), re.MULTILINE))
-    assert {"demo", "test"} <= named <= targets
+    named = {
+        path: set(re.findall(r"(?:^|`)make ([a-z-]+)", path.read_text("utf-8"), re.MULTILINE)) for path in DOCUMENTS
+    }
+    assert {"demo", "test"} <= named[ROOT / "README.md"]
+    for path, names in named.items():
+        assert names <= targets, name_of(path)
 
 
 def test_relative_links_lead_somewhere():
     for path in [*DOCUMENTS, ROOT / "CONTRIBUTING.md"]:
-        for link in re.findall(r"\]\((?!http)([^)#]+)", path.read_text()):
-            assert (path.parent / link).exists(), f"{path.name}: {link}"
+        for link, fragment in LINK.findall(re.sub(BLOCK, "", path.read_text("utf-8"))):
+            target = path.parent / link if link else path
+            assert target.exists(), f"{path.name}: {link}"
+            if fragment and target.suffix == ".py":
+                assert re.search(rf"^def {fragment}\(", target.read_text("utf-8"), re.MULTILINE), f"{link}#{fragment}"
+
+
+@pytest.mark.parametrize("method", sorted({**INITIALISATIONS, **CONDITIONS}))
+def test_every_method_has_a_card_with_its_options(method):
+    card = (DOCS / "methods" / f"{method.replace('_', '-')}.md").read_text("utf-8")
+    for part in ("**What.**", "**When.**", "**Cost.**", "**Evidence"):
+        assert part in card
+    make = INITIALISATIONS.get(method) or CONDITIONS[method]
+    options = {p.name for p in inspect.signature(make).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    table = card[card.index("| option |") : card.index("**Cost.**")]
+    assert {option for option in options if f"`{option}`" not in table} == set()
+
+
+def test_every_erratum_is_in_the_table():
+    written = (DOCS / "theory.md").read_text("utf-8")
+    tests = "".join(path.read_text("utf-8") for path in sorted((ROOT / "tests" / "theory").glob("test_errata_*.py")))
+    names = re.findall(r"^def (test_E\d+\w*)", tests, re.MULTILINE)
+    assert len(names) == 25
+    for name in names:
+        assert f"#{name})" in written, name
+    assert [int(n) for n in re.findall(r"^\| E(\d+) \|", written, re.MULTILINE)] == list(range(1, 27))
+
+
+@pytest.mark.parametrize("module", [wellcond, wellcond.theory], ids=lambda module: module.__name__)
+def test_every_public_name_is_in_the_reference(module):
+    listed = "".join(path.read_text("utf-8") for path in (DOCS / "api").glob("*.md")).splitlines()
+    assert {name for name in module.__all__ if f"::: {module.__name__}.{name}" not in listed} == set()

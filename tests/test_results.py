@@ -7,6 +7,8 @@ import pytest
 
 from wellcond.report.build import build_report
 from wellcond.report.glue import rebuild_glue
+from wellcond.reproduce.claims import judge_claims
+from wellcond.reproduce.claims_page import write_claims
 
 RESULTS = Path(__file__).parents[1] / "results"
 COMPARISONS = sorted(path.parent for path in RESULTS.rglob("comparison.json"))
@@ -36,3 +38,9 @@ def test_records_make_the_tables_of_glue(folder, tmp_path):
     rebuild_glue(copy)
     for name in ("glue.md", "glue.csv", "glue.json"):
         assert (copy / name).read_bytes() == (folder / name).read_bytes(), name
+
+
+def test_records_make_the_verdicts_on_claims(tmp_path):
+    write_claims(judge_claims(RESULTS), tmp_path / "claims.md")
+    for name in ("claims.md", "claims.html"):
+        assert (tmp_path / name).read_bytes() == (RESULTS / name).read_bytes(), "run: wellcond claims results"

@@ -1,0 +1,1 @@
+"""What is run for every table, figure and ablation."""

@@ -1,0 +1,1 @@
+"""What the papers print, a file for each table: transcribed, never computed here."""

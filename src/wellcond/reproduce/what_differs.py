@@ -1,0 +1,37 @@
+"""What our runs do otherwise than the paper: size, data, length, seeds; read from the records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from wellcond.reproduce.catalogue_files import Entry, studies
+from wellcond.reproduce.collect import Collection, StoredStudy
+
+
+def differences_from_paper(entry: Entry, records: Collection) -> list[str]:
+    """A line for each study that has runs."""
+    lines = []
+    for name in entry.studies:
+        stored = records.study(name)
+        if stored is not None and stored.comparison is not None:
+            lines.append(f"{studies()[name].title} ran as: {'; '.join(_facts(name, stored))}.")
+    return lines
+
+
+def _facts(name: str, stored: StoredStudy) -> Iterator[str]:
+    assert stored.comparison is not None
+    run = stored.comparison.runs[0].record
+    published = studies()[name].paper
+    model, data, progress = run.get("model") or {}, run.get("data") or {}, run.get("progress") or {}
+    yield f"recipe {stored.comparison.recipe}, scale {stored.comparison.scale}"
+    size = f"{model['parameters'] / 1e6:.2f} M parameters" if model.get("parameters") else "parameters not recorded"
+    yield size + (f" (paper: {published.parameters:g} M)" if published else "")
+    yield f"{data.get('name', 'data not recorded')}, {data.get('train', '?')} training samples" + (
+        f" (paper: {published.samples})" if published and published.samples else ""
+    )
+    yield f"{progress.get('num_steps', '?')} updates, {float(progress.get('num_epochs') or 0):.3g} epochs"
+    count = len(stored.comparison.seeds)
+    yield f"{count} seed{'s' * (count > 1)}"
+    settings = studies()[name].at(stored.comparison.scale)
+    if settings is not None and settings.note:
+        yield settings.note

@@ -1,0 +1,129 @@
+"""Every table, figure and ablation of the specification has an entry that can be planned at every scale."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from wellcond.errors import UnknownChoiceError
+from wellcond.experiments.glue.tasks import NAMES
+from wellcond.experiments.tasks.base import TASKS
+from wellcond.reproduce.catalogue_files import SCALES, entries, find_entry, studies, variants
+from wellcond.reproduce.cost import plan_cost, updates_per_run
+from wellcond.reproduce.paper_numbers import paper_tables
+from wellcond.reproduce.plan import Wishes, make_plan
+
+ABLATIONS = "lambda norm thm partial out vscale cost match scale vlayout gran mimetic roles qknorm ws".split()
+IDS = [
+    *(f"C-T{n}" for n in range(1, 14)),
+    *(f"C-F{n}" for n in range(1, 8)),
+    *(f"S-T{n}" for n in range(1, 13)),
+    *(f"S-F{n}" for n in range(1, 22)),
+    *(f"A-{name}" for name in ABLATIONS),
+]
+NUMBERS_ELSEWHERE = {"ImageNet-21k + default"}
+"""Rows of the papers that cannot be run."""
+OWN_METRICS = {"", "step_ratio", "peak_memory"}
+DETECTION = {f"{side}_{name}" for side in ("box", "mask") for name in ("AP", "AP50", "AP75")}
+
+
+def plan_or_skip(id, scale, **wishes):
+    if any(name.startswith("coco") for name in entries()[id].studies) and "detection" not in TASKS:
+        pytest.skip("this version has no detection")
+    return make_plan(id, entries()[id], scale, Wishes(Path("nowhere"), **wishes))
+
+
+def test_every_id_of_the_specification_has_an_entry():
+    assert sorted(entries()) == sorted(IDS)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("id", IDS)
+def test_every_plan_is_sound(id, scale):
+    plan = plan_or_skip(id, scale)
+    assert bool(plan.studies) is (entries()[id].kind != "static")
+    for study in plan.studies:
+        assert study.recipe.scale == scale
+        labels = [method.label for method in study.methods]
+        assert study.recipe.baseline in labels and len(labels) == len(set(labels))
+        assert len(study.jobs) == len(labels) * len(study.seeds)
+        assert not math.isnan(updates_per_run(study)) or "coco" in study.name
+    cost = plan_cost(plan)
+    assert cost.done == 0 and cost.runs == plan.missing
+    if scale == "tiny":
+        assert cost.seconds < 2 * 60 * 20 and cost.gpu_hours == 0  # on two cores; A-match shares the runs of two tables
+    elif plan.studies:
+        assert cost.gpu_hours > 0
+
+
+@pytest.mark.parametrize("id", IDS)
+def test_metrics_and_variants_exist(id):
+    entry = entries()[id]
+    for column in entry.columns.values():
+        kind, _, task = column.metric.partition(":")
+        assert column.metric in OWN_METRICS | DETECTION or (kind == "glue" and task in (*NAMES, "average"))
+        assert kind != "glue" or studies()[column.study].glue
+    assert set(entry.part_metrics) <= OWN_METRICS
+    assert {row.variant for row in entry.all_rows.values()} <= {"", *variants()}
+
+
+@pytest.mark.parametrize("id", sorted(paper_tables()))
+def test_entries_have_the_papers_rows_and_columns(id):
+    entry, table = entries()[id], paper_tables()[id]
+    assert (table.formulas is None) is bool(table.parts)
+    for part in table.parts:
+        assert set(part.columns) == set(entry.columns) | {panel.title for panel in entry.panels}
+        assert set(part.rows) - NUMBERS_ELSEWHERE <= set(entry.rows)
+
+
+def test_every_table_of_the_papers_has_its_numbers():
+    assert {id for id in IDS if id[2] == "T"} <= set(paper_tables())
+
+
+@pytest.mark.parametrize(
+    ("id", "row", "base", "column", "gain"),
+    [
+        ("C-T1", "conditioned", "default", "ViT-B", 1.2),
+        ("C-T2", "conditioned", "mimetic", "Pets", 0.0),
+        ("C-T11", "conditioned", "default", "WikiText-103", 1.2),
+        ("S-T4", "spectral", "original", "CoLA", 2.8),
+        ("S-T6", "spectral - LayerNorm", "original (LayerNorm)", "DaViT-B", -4.0),
+    ],
+)
+def test_gains_of_the_papers_are_positive_where_better(id, row, base, column, gain):
+    assert paper_tables()[id].parts[0].gain(row, base, column) == pytest.approx(gain)
+
+
+def test_averages_of_glue_are_those_of_the_columns():
+    for id in ("C-T5", "S-T4"):
+        for *tasks, average in paper_tables()[id].parts[0].rows.values():
+            assert sum(tasks) / 8 == pytest.approx(average, abs=0.06)
+
+
+def test_figures_use_the_runs_of_the_tables():
+    of_table = {job.folder for study in plan_or_skip("C-T1", "tiny").studies for job in study.jobs}
+    for id in ("C-F1", "C-F2", "C-F4", "C-F5", "C-F6", "C-F7"):
+        assert {job.folder for study in plan_or_skip(id, "tiny").studies for job in study.jobs} <= of_table
+
+
+def test_teachers_are_trained_before_students():
+    plan = plan_or_skip("C-T6", "tiny")
+    assert [study.name for study in plan.studies] == ["teachers", "students-cifar10"]
+    selected = {m.label: m.init_options["teacher"] for m in plan.studies[1].methods if m.init == "weight_selection"}
+    assert selected["selected from conditioned"] == "runs/teachers/conditioned/seed0"
+    assert {job.folder.relative_to("nowhere") for job in plan.studies[0].jobs} >= {
+        Path(folder) for folder in selected.values()
+    }
+
+
+def test_wishes_change_the_plan():
+    plan = plan_or_skip("C-T7", "tiny", seeds=(3, 4), methods=("conditioned",), overrides=("training.length.steps=7",))
+    [study] = plan.studies
+    assert [method.label for method in study.methods] == ["default", "conditioned"]
+    assert study.seeds == (3, 4) and study.recipe.training.length.steps == 7
+
+
+def test_ids_are_found_in_any_case():
+    assert find_entry("c-t1") is entries()["C-T1"]
+    with pytest.raises(UnknownChoiceError, match="C-T99"):
+        find_entry("C-T99")

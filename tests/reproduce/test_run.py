@@ -1,0 +1,165 @@
+"""`wellcond reproduce`, as a user runs it."""
+
+import io
+import json
+import os
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from wellcond.cli.main import main
+from wellcond.experiments.tasks.base import TASKS
+from wellcond.reproduce.catalogue_files import Entry, entries
+from wellcond.reproduce.collect import Collection
+from wellcond.reproduce.outcome import outcome_tables, write_outcome
+from wellcond.reproduce.plan import Wishes, make_plan
+from wellcond.reproduce.run_plan import describe_study, run_study
+
+RESULTS = Path(__file__).parents[2] / "results"
+SHORT = ("training.length={steps: 3}", "evaluation.every={steps: 2}", "tracking.weights_every={steps: 3}")
+
+
+def call(*arguments):
+    """Exit code or message, and standard output."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["wellcond", *map(str, arguments)])
+        try:
+            main()
+        except SystemExit as ended:
+            return ended.code, out.getvalue()
+    return 0, out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def pets():
+    """C-T2 without the column that needs images from elsewhere."""
+    entry = entries()["C-T2"]
+    return entry.model_copy(update={"columns": {"Pets": entry.columns["Pets"]}})
+
+
+@pytest.fixture(scope="module")
+def ran(pets, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reproduce")
+    plan = make_plan("C-T2", pets, "tiny", Wishes(folder, overrides=SHORT, seeds=(0, 1, 2)))
+    [study] = plan.studies
+    ended = []
+    describe_study(study)
+    run_study(study, num_workers=1, observer=lambda job, event: ended.append(event["event"]))
+    assert ended.count("end") == len(study.jobs) == 12
+    return plan, folder
+
+
+def test_what_is_there_is_not_repeated(ran):
+    plan, _ = ran
+    assert plan.missing == 0
+    repeated = []
+
+    def observe(job, event):
+        if event["event"] == "end":
+            repeated.append(event["repeated"])
+
+    run_study(plan.studies[0], num_workers=1, observer=observe)
+    assert repeated == [True] * 12
+
+
+def test_the_papers_numbers_stand_beside_ours(ran, pets):
+    _, folder = ran
+    [table] = outcome_tables("C-T2", pets, "tiny", Collection(folder))
+    rows = {row[1]: dict(zip(table.header, row, strict=True)) for row in table.rows}
+    assert (rows["default"]["paper"], rows["mimetic"]["paper"]) == ("26.7", "47.7")
+    assert rows["conditioned"]["paper's gain"] == "+21" and rows["conditioned"]["n"] == "3"
+    assert rows["gaussian (scale control)"]["paper"] == "–"
+    assert rows["conditioned"]["agreement"] in ("within", "below", "above")
+    assert any("digits" in note and "paper: 5.72 M" in note for note in table.notes)
+
+
+def test_tables_are_written(ran, pets, tmp_path):
+    _, folder = ran
+    names = {path.name for path in write_outcome("C-T2", pets, "tiny", Collection(folder), tmp_path)}
+    assert names == {"C-T2.md", "c-t2.csv"} == {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("quantity", ["loss", "match", "kappa", "sigma_min"])
+def test_figures_are_drawn_from_points(ran, quantity, tmp_path):
+    _, folder = ran
+    panels = [{"title": "Digits", "study": "sets-pets", "quantity": quantity, "of": "both"}]
+    rows = {"default": "default", "conditioned": "conditioned"}
+    entry = Entry.model_validate({"kind": "figure", "title": "T", "rows": rows, "panels": panels})
+    names = {path.name for path in write_outcome("C-F0", entry, "tiny", Collection(folder), tmp_path)}
+    assert {"C-F0.md", "c-f0.csv", "c-f0-points.csv", "c-f0.png", "c-f0.svg"} <= names
+    assert ("c-f0-linear.png" in names) is (quantity in ("kappa", "sigma_min"))
+    points = (tmp_path / "c-f0-points.csv").read_text().splitlines()
+    assert points[0] == "figure,panel,series,seed,step,epoch,value,scale" and len(points) > 6
+
+
+@pytest.mark.parametrize(("id", "words"), [("S-T8", "3Dd = 3072"), ("S-T9", "1 / (2D)"), ("S-F1", "activation")])
+def test_what_is_computed_needs_no_runs(id, words, tmp_path):
+    code, shown = call("reproduce", id, "--folder", tmp_path)
+    assert code == 0 and words in shown
+    assert words in (tmp_path / id / f"{id}.md").read_text().replace("\\", "")
+
+
+def test_a_plan_costs_nothing(tmp_path):
+    code, shown = call("reproduce", "C-T1", "--dry-run", "--folder", tmp_path / "new", "--json")
+    [plan] = json.loads(shown)
+    assert code == 0 and not (tmp_path / "new").exists()
+    assert [row["study"] for row in plan["rows"]] == ["vit", "deit", "swin", "xcit", "davit", "all"]
+    assert plan["rows"][-1]["runs to do"] == "60"
+
+
+def test_committed_records_are_printed():
+    code, shown = call("reproduce", "C-T1", "--records", RESULTS, "--json")
+    rows = {(row["column"], row["method"]): row for row in json.loads(shown)[0]["rows"]}
+    assert code == 0 and rows["ViT-B", "conditioned"]["our gain [95 % interval]"] == "+6.63 [+2.78, +10.48]"
+    assert rows["ViT-B", "conditioned"]["agreement"] == "above"
+
+
+def test_rows_of_other_recipes_are_not_paired():
+    _, shown = call("reproduce", "S-T6", "--records", RESULTS, "--json")
+    rows = {(row["column"], row["method"]): row for row in json.loads(shown)[0]["rows"]}
+    assert rows["ViT-B", "spectral - LayerNorm"]["ours"] != "–"
+    assert rows["ViT-B", "spectral - LayerNorm"]["our gain [95 % interval]"] == "–"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["C-T1", "--scale", "huge"], "huge"),
+        (["C-T1", "--methods", "polar"], "expected some of default, mimetic"),
+        (["C-T1", "--data", "/no/such/folder"], "expected a folder"),
+        (["C-T1", "--scale", "paper"], "8 GPUs wanted"),
+        (["D-T1"], "D-T1"),
+    ],
+)
+def test_bad_requests_are_explained(arguments, message, tmp_path, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, _ = call("reproduce", *arguments, "--folder", tmp_path / "new")
+    assert message in str(code) and not (tmp_path / "new").exists()
+
+
+def test_the_list_shows_every_id():
+    code, shown = call("reproduce", "--list", "--json")
+    listed = {row["id"]: row for row in json.loads(shown)}
+    assert code == 0 and set(listed) == set(entries())
+    assert listed["S-T9"]["scales"]["tiny"]["here"] is True
+    at_paper = listed["C-T1"]["scales"]["paper"]
+    assert at_paper["gpus"] == 8 and at_paper["data"][0]["name"] == "ILSVRC/imagenet-1k"
+
+
+KINDS = ("C-T2", "C-T3", "C-T5", "C-T6", "C-T7", "C-F3", "S-T6", "S-T10", "S-F3", "S-F17", "A-qknorm", "A-roles")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("WELLCOND_DATA"), reason="WELLCOND_DATA names no mirror of the data sets")
+@pytest.mark.parametrize("id", KINDS)
+def test_every_kind_of_entry_runs(id, tmp_path):
+    if any(name.startswith("coco") for name in entries()[id].studies) and "detection" not in TASKS:
+        pytest.skip("this version has no detection")
+    changes = [part for change in SHORT for part in ("--set", change)]
+    code, _ = call("reproduce", id, "--folder", tmp_path, "--seeds", 1, "--jobs", 1, "--quiet", *changes)
+    assert code == 0 and (tmp_path / id / f"{id}.md").is_file()
