@@ -31,8 +31,8 @@ LEAD = (
 COLUMNS = ("claim", "where", "verdict", "evidence", "records")
 STYLES = {REPRODUCED: "yes", NOT_REPRODUCED: "no", NOT_TESTABLE: "open", NO_RECORDS: "open"}
 EXTRA_STYLE = """
-td{vertical-align:top}td.yes{color:var(--c2)}td.no{color:var(--bad)}td.open{color:var(--soft)}
-td.yes,td.no{font-weight:600}td{overflow-wrap:anywhere}
+td.yes{color:var(--c2)}td.no{color:var(--bad)}td.open{color:var(--soft)}td.yes,td.no{font-weight:600}
+td:nth-child(1),td:nth-child(4){white-space:normal;min-width:16em}caption{display:none}
 """
 
 
