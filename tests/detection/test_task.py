@@ -227,7 +227,8 @@ def train_command(root, folder, changes, *, processes=1):
     return command("train", file, "--method", "balanced", "-o", folder, "--cpu", "-q", processes=processes)
 
 
-@pytest.mark.parametrize("backbone", [XCIT, pytest.param(SWIN, marks=pytest.mark.slow)], ids=["xcit", "swin"])
+@pytest.mark.slow
+@pytest.mark.parametrize("backbone", [XCIT, SWIN], ids=["xcit", "swin"])
 def test_two_processes_score_what_one_does_and_train(root, tmp_path, backbone):
     """Regions are drawn by each process for its own images, so that training agrees only until its first update."""
     changes = {

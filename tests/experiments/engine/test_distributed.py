@@ -82,6 +82,7 @@ def test_a_run_of_one_process_goes_on_sharded_over_two(alone, tmp_path):
     assert_close(alone, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environment", [{}, FSDP2_BERT], ids=["ddp", "fsdp2"])
 def test_two_processes_test_the_best_weights_of_one(tested_alone, tmp_path, environment):
     folder = tmp_path / "run"
