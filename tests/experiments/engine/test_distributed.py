@@ -74,6 +74,7 @@ def test_two_processes_compute_what_one_does(alone, tmp_path, environment):
     assert_close(alone, folder)
 
 
+@pytest.mark.slow
 def test_a_run_of_one_process_goes_on_sharded_over_two(alone, tmp_path):
     folder = tmp_path / "run"
     stop_after(small_job(folder, "conditioned+balanced", AVERAGED), 8)
@@ -90,6 +91,7 @@ def test_two_processes_test_the_best_weights_of_one(tested_alone, tmp_path, envi
     assert_same_test(tested_alone, folder)
 
 
+@pytest.mark.slow
 def test_best_weights_go_on_sharded_over_two(tested_alone, tmp_path):
     """The best evaluation was before the stop: the second session only reads its weights."""
     folder, best = tmp_path / "run", record(tested_alone)["best"]["step"]
@@ -114,6 +116,7 @@ def test_accumulation_computes_what_one_batch_does(alone, tmp_path):
     assert_close(alone, folder)
 
 
+@pytest.mark.slow
 def test_a_comparison_runs_on_two_processes_and_is_not_repeated(tmp_path):
     changes = [part for override in SETTINGS for part in ("--set", override)]
     folder = tmp_path / "digits"
