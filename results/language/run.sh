@@ -14,9 +14,15 @@ for task in gpt2-tinystories gpt2-wikitext2; do compare "$task" "$task" --method
 compare crammed-bert crammed-bert
 wellcond glue crammed-bert --tasks cola,sst2,rte,mrpc
 
+# Two further methods of the library, with a baseline of their own.
+for task in gpt2-tinystories gpt2-wikitext2 crammed-bert; do
+  compare "$task" "further/$task" --methods default,orthogonal,polar
+done
+wellcond glue further/crammed-bert --tasks cola,sst2,rte,mrpc
+
 # The Jacobian of the first head of each layer under the causal mask: the runs of seed 0 again, measured.
 compare gpt2-tinystories causal-jacobian --seeds 1 --set tracking.jacobian_points=3 --set "tracking.heads=[0]" \
   --methods "default,gaussian,mimetic,conditioned,balanced,$causal,identity(lam=10)"
 
 for folder in gpt2-tinystories gpt2-wikitext2 crammed-bert; do wellcond report "$folder"; done
-wellcond report causal-jacobian --no-pictures
+for folder in causal-jacobian further/*; do wellcond report "$folder" --no-pictures; done
