@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every run of results/detection: about twenty minutes on two quiet cores. WELLCOND_DATA names a folder with coco2017-mini in it.
+# Every run of results/detection: about twenty minutes on two quiet cores (an estimate). WELLCOND_DATA names a folder with coco2017-mini in it.
 # What is complete is not repeated.
 set -euo pipefail
 cd "$(dirname "$0")"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every run of results/language: about an hour on two quiet cores. WELLCOND_DATA names a mirror of the Hugging Face hub with
+# Every run of results/language: about an hour on two quiet cores (an estimate). WELLCOND_DATA names a mirror of the Hugging Face hub with
 # roneneldan/TinyStories, Salesforce/wikitext and nyu-mll/glue in it, or the hub is used. What is complete is not repeated.
 set -euo pipefail
 cd "$(dirname "$0")"

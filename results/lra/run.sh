@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every run of results/lra: about an hour on two quiet cores. WELLCOND_DATA names a mirror of the Hugging Face
+# Every run of results/lra: about an hour on two quiet cores (an estimate). WELLCOND_DATA names a mirror of the Hugging Face
 # hub with stanfordnlp/imdb and uoft-cs/cifar10 in it, or the hub is used, and holds the folder acl-citation-pairs. What is
 # complete is not repeated.
 set -euo pipefail
