@@ -96,10 +96,12 @@ CONDITIONS = st.one_of(
     ),
     condition=CONDITIONS,
     projections=st.sampled_from(["qkv", "q", "kv"]),
+    sites=st.sampled_from(["*", "blocks.*", "[ab], c=d", 'a "quoted" name']),
 )
 @settings(max_examples=200, deadline=None)
-def test_canonical_text_gives_the_same_method(init, condition, projections):
+def test_canonical_text_gives_the_same_method(init, condition, projections, sites):
     method = MethodSettings(
+        sites=sites,
         init=init[0],
         init_options=init[1],
         condition=condition[0],
@@ -134,6 +136,7 @@ def test_equal_numbers_are_equal_settings():
         ("polar(projections=qx)", r"unknown projection: got 'x'"),
         ("identity(10)", r"expected options such as lam=10 in 'identity\(10\)', found '10'"),
         ("identity(lam=1, lam=2)", r"the option 'lam' stands twice"),
+        ('conditioned(sites="a.*")+polar(sites="b.*")', r"names two patterns of sites"),
         ("identity(lam=[)", r"lam in .* is not YAML"),
         ("identity(lam=10", r"expected a method such as conditioned"),
         ("conditioned+", r"expected a method such as conditioned.*found ''"),
@@ -246,3 +249,18 @@ def test_a_condition_acts_on_the_chosen_projections():
     site = find_attention(model)[0]
     assert corrections_of(model.blocks[0].attn.qkv)
     assert torch.equal(site.q.read(), plain.q.read()) and not torch.equal(site.v.read(), plain.v.read())
+
+
+@pytest.mark.parametrize("text", ['conditioned(sites="blocks.1.*")', 'polar(sites="*.1.attn")', "gaussian+balanced"])
+def test_a_method_acts_on_the_chosen_attentions(text):
+    torch.manual_seed(0)
+    plain = find_attention(tiny_vit())
+    torch.manual_seed(0)
+    sites = find_attention(parse(text).apply_(tiny_vit(), seed=0))
+    changed = [not torch.equal(ours.q.read(), theirs.q.read()) for ours, theirs in zip(sites, plain, strict=True)]
+    assert changed == [parse(text).sites == "*", True]
+
+
+def test_a_pattern_that_fits_nothing_names_what_there_is():
+    with pytest.raises(RecipeError, match=r"names such as blocks.0.attn, blocks.1.attn, found 'layers.\*', which fits"):
+        parse('conditioned(sites="layers.*")').apply_(tiny_vit(), seed=0)

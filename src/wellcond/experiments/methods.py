@@ -1,10 +1,12 @@
 """A method of a comparison: an initialisation, a conditioning, or one after the other.
 
-In text: ``default``, ``conditioned``, ``identity(lam=10)``, ``conditioned+balanced(target=1.5)``.
+In text: ``default``, ``conditioned``, ``identity(lam=10)``, ``conditioned+balanced(target=1.5)``,
+``conditioned(sites="blocks.*")``.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import itertools
 import json
@@ -19,6 +21,8 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from torch import nn
 
 from wellcond.attention.checks import choose_projections
+from wellcond.attention.find import find_attention
+from wellcond.attention.site import AttentionSite
 from wellcond.conditioning.apply import condition_, make_method
 from wellcond.conditioning.methods import METHODS as CONDITIONS
 from wellcond.errors import NumericalWarning, WellcondError
@@ -39,6 +43,8 @@ class MethodSettings(Settings):
     condition: str | None = None
     condition_options: dict[str, Any] = Field(default_factory=dict)
     projections: str = "qkv"
+    sites: str = "*"
+    """Pattern of the names of the attentions that it acts on, such as ``blocks.*``."""
 
     @model_validator(mode="before")
     @classmethod
@@ -79,10 +85,11 @@ class MethodSettings(Settings):
     def canonical(self) -> str:
         """The method as text that `parse_method` reads."""
         untouched = self.init == "default" and not self.init_options
-        parts = [] if untouched and self.condition else [_call(self.init, self.init_options)]
+        where = {} if self.sites == "*" else {"sites": self.sites}
+        parts = [] if untouched and self.condition else [_call(self.init, self.init_options | where)]
         if self.condition:
             chosen = {} if self.projections == "qkv" else {"projections": self.projections}
-            parts.append(_call(self.condition, self.condition_options | chosen))
+            parts.append(_call(self.condition, self.condition_options | chosen | where))
         return "+".join(parts)
 
     @property
@@ -105,20 +112,33 @@ class MethodSettings(Settings):
             base: folder that the path of a teacher starts from.
             build: builds a teacher; see `load_teacher`.
         """
+        sites = self._chosen(model)
         if self.init == "weight_selection":
             options = selection_options(self.init_options, base, build)
             try:
-                init_(model, self.init, **options)
+                init_(model, self.init, sites=sites, **options)
             except WellcondError as error:
                 raise RecipeError(f"weight_selection from {self.init_options['teacher']}: {error}") from error
         elif self.init != "default" or self.init_options:
-            init_(model, self.init, generator=torch.Generator().manual_seed(seed), **self.init_options)
+            init_(model, self.init, sites=sites, generator=torch.Generator().manual_seed(seed), **self.init_options)
         if self.condition is not None:
             with warnings.catch_warnings():
                 # The report shows the saturation that this warns of, from the measured entropy.
                 warnings.simplefilter("ignore", NumericalWarning)
-                condition_(model, self.condition, projections=self.projections, **self.condition_options)
+                condition_(model, self.condition, sites=sites, projections=self.projections, **self.condition_options)
         return model
+
+    def _chosen(self, model: nn.Module) -> list[AttentionSite] | None:
+        if self.sites == "*":
+            return None
+        found = find_attention(model)
+        chosen = [site for site in found if fnmatch.fnmatchcase(site.name, self.sites)]
+        if not chosen:
+            names = ", ".join(site.name for site in found[:4])
+            raise RecipeError(
+                f"sites: expected a pattern of names such as {names}, found {self.sites!r}, which fits none"
+            )
+        return chosen
 
 
 # Of these, the number of words tells the form: 1 a, 2 a+b, odd a(k=v, ...), even a+b(k=v, ...). So no two of them give
@@ -211,6 +231,10 @@ def parse_method(text: str) -> dict[str, Any]:
             raise ValueError(f"{text!r} names two methods of the same kind: {fields[kind]} and {name}")
         if kind == "condition" and "projections" in options:
             fields["projections"] = options.pop("projections")
+        if "sites" in options:
+            if fields.setdefault("sites", options["sites"]) != options["sites"]:
+                raise ValueError(f"{text!r} names two patterns of sites; expected one for both methods")
+            del options["sites"]
         fields[kind], fields[f"{kind}_options"] = name, options
     return fields
 

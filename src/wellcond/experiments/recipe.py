@@ -164,6 +164,7 @@ YOUNGER: dict[str, dict[str, Any]] = {
     "schedule": {"begin": 0.0},
     "training": {"hours": None, "batch_ramp": None},
     "evaluation": {"samples": None, "test": None},
+    "method": {"sites": "*"},
 }
 YOUNGER_OF_TASKS: dict[str, dict[str, Any]] = {
     "language_modelling": {"tokenizer": "bytes", "stride": None, "limit_tokens": None},

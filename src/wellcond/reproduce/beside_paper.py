@@ -59,6 +59,8 @@ def _cells(entry: Entry, records: Collection, part_metric: str, part: PaperPart 
         base_row = entry.rows[entry.baseline]
         base = _values(records, column.study, base_row, metric)
         for row_name, row in entry.all_rows.items():
+            if not row.is_in(column.study):
+                continue
             values = _values(records, column.study, row, metric)
             study = records.study(column.study, row.variant)
             shown = study.metric(metric) if study else Metric(metric, True, False)

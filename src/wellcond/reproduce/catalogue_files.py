@@ -79,6 +79,12 @@ class Row(Settings):
     variant: str = ""
     in_records: str = ""
     """Its label in committed records, where that is another."""
+    only: tuple[str, ...] = ()
+    """Studies in which it makes sense; all by default."""
+
+    def is_in(self, study: str) -> bool:
+        """Whether a study has this row."""
+        return not self.only or study in self.only
 
     @model_validator(mode="before")
     @classmethod

@@ -108,7 +108,8 @@ def make_plan(id: str, entry: Entry, scale: str, wishes: Wishes) -> Plan:
             left_out.append(f"{title}: nothing to run it on at scale {scale}")
             continue
         for row in entry.all_rows.values():
-            if wishes.methods is not None and row.label not in wishes.methods and row.label != "default":
+            wished = wishes.methods is None or row.label in wishes.methods or row.label == "default"
+            if not wished or not row.is_in(column.study):
                 continue
             methods = asked.setdefault((column.study, row.variant), [_method("default", "default", settings)])
             made = _method(row.method, row.label, settings)
