@@ -50,7 +50,11 @@ def commands_in(block):
 
 @pytest.mark.parametrize("path", with_blocks("python"))
 @pytest.mark.filterwarnings(
-    "ignore::wellcond.NumericalWarning", "ignore:::lightning", "ignore:.*:UserWarning:lightning", "ignore:.*pin_memory"
+    "ignore::wellcond.NumericalWarning",
+    "ignore:::lightning",
+    "ignore:.*:UserWarning:lightning",
+    "ignore:.*pin_memory",
+    "ignore:DTensor random operators",
 )
 def test_python_blocks_run(path, tmp_path, monkeypatch):
     if name_of(path) in NEEDS:

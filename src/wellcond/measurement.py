@@ -12,9 +12,9 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.checks import choose_sites
+from wellcond.attention.checks import choose_sites, is_corrected
 from wellcond.attention.find import find_attention
-from wellcond.attention.site import AttentionSite, Slot
+from wellcond.attention.site import AttentionSite
 from wellcond.conditioning.apply import conditioning_of
 from wellcond.errors import WellcondError, check_choice
 from wellcond.jacobian.capture import capture_sites
@@ -175,7 +175,7 @@ class _Layer:
     def raw_weights(self) -> dict[str, dict[int, Spectrum]]:
         """Stored weights likewise."""
         slots = self.captured.site.slots
-        return {role: self._worst(slots[role].read_raw()) if _corrected(slots[role]) else self.weights[role]
+        return {role: self._worst(slots[role].read_raw()) if is_corrected(slots[role]) else self.weights[role]
                 for role in "qkv"}  # fmt: skip
 
     @torch.no_grad()
@@ -186,10 +186,6 @@ class _Layer:
         groups = (found[at : at + size] for at in range(0, len(found), size))
         worst = (max(group, key=lambda s: s.condition_number) for group in groups)
         return dict(zip(self.heads, worst, strict=True))
-
-
-def _corrected(slot: Slot) -> bool:
-    return getattr(slot.owner, slot.weight_name) is not slot.parameter
 
 
 def _measure_head(layer: _Layer, index: int, task: _Task) -> HeadReport:

@@ -16,12 +16,14 @@ from torch import nn
 
 from wellcond.attention.checks import choose_sites
 from wellcond.attention.find import find_attention
+from wellcond.attention.shards import any_distributed
 from wellcond.attention.site import AttentionSite
 from wellcond.attention.wrappers import unwrap
 from wellcond.errors import WellcondError
 from wellcond.files import json_ready
 from wellcond.jacobian.records import Convention
 from wellcond.measurement import NUMERICAL, HeadReport, Kappa, MeasurementReport, measure
+from wellcond.sharded_measurement import decided_by_first, measure_sharded
 
 Steps = int | Collection[int]
 Probe = tuple[AttentionSite, int]
@@ -119,11 +121,16 @@ class ConditionTracker:
     bit. With a budget, heads are probed in turn, and only while the time spent on it stays below that share of the
     training time. Without one, all heads are measured in one forward pass at every step that is due.
 
+    Under DistributedDataParallel the first process measures and has the points. Weights that several processes hold
+    together (FSDP2, tensor parallelism) are gathered, one attention at a time: every process needs a batch and has to
+    call `step`; each then has the points of the first one's batch.
+
     A head that cannot be measured raises. One that could be, and no longer can because the training diverged, does not:
     its point has the status ``failed``.
 
     Args:
-        model: the model that trains, plain or wrapped by torch.compile or DistributedDataParallel.
+        model: the model that trains: plain, wrapped by torch.compile or DistributedDataParallel, sharded by FSDP2, or
+            with projections that are DTensors.
         batch: inputs for the probe, kept for the whole run so that values are comparable; or give them to `step`.
         every: probe at multiples of this many steps, or at these steps; ``auto`` as often as the budget allows.
         weights_every: at multiples of this many steps, or at these steps, measure weights and attention maps only,
@@ -191,7 +198,8 @@ class ConditionTracker:
         self.allowance = Allowance(budget)
         self.points: list[TrackPoint] = []
         self.num_steps = first_step
-        self.active = _is_first_rank()
+        self.is_sharded = any_distributed(self.model)
+        self.active = self.is_sharded or _is_first_rank()
         if self.active and batch is not None and first_step == 0:
             if _is_due(every, 0):
                 for probes in [self._probes] if budget is None else [[probe] for probe in self._probes]:
@@ -215,7 +223,7 @@ class ConditionTracker:
         measured: list[TrackPoint] = []
         if self.active and _is_due(self.every, self.num_steps):
             measured = self._take_turns(batch) if self.allowance.budget is not None else self.measure_now(batch)
-        elif self.active and _is_due(self.weights_every, self.num_steps) and self.allowance.permits("weights"):
+        elif self.active and _is_due(self.weights_every, self.num_steps) and self._permits("weights"):
             measured = self.measure_now(batch, jacobian=False)
         self._resumed = self.clock()
         return measured
@@ -232,11 +240,15 @@ class ConditionTracker:
         probe_batch, measured = self._batch(batch), list[TrackPoint]()
         for _ in self._probes:
             site, head = self._next
-            if not self.allowance.permits((site.name, head)):
+            if not self._permits((site.name, head)):
                 break
             measured += self._measure([self._next], probe_batch)
             self._next = next(self._turns)
         return measured
+
+    def _permits(self, key: Any) -> bool:
+        permitted = self.allowance.permits(key)
+        return decided_by_first(permitted) if self.is_sharded and self.allowance.budget is not None else permitted
 
     def _batch(self, batch: Any) -> Any:
         chosen = self.batch if batch is None else batch
@@ -272,9 +284,8 @@ class ConditionTracker:
         try:
             # A probe inside a mixed-precision step is not rounded.
             with torch.autocast(sites[0].q.parameter.device.type, enabled=False):
-                report = measure(
-                    self.model, batch, sites=sites, heads=heads, jacobian=jacobian, **self.options  # type: ignore[arg-type]
-                )  # fmt: skip
+                verb = measure_sharded if self.is_sharded else measure
+                report = verb(self.model, batch, sites=sites, heads=heads, jacobian=jacobian, **self.options)  # type: ignore[arg-type]
         except NUMERICAL as error:
             if not self._proven:
                 raise

@@ -55,9 +55,9 @@ def check_writable(model: nn.Module, sites: Iterable[AttentionSite], projections
     for site, role, slot in chosen:
         parameter = slot.parameter
         where = f"{site.name or 'the model itself'} ({role})"
-        if getattr(slot.owner, slot.weight_name) is not parameter:
+        if is_corrected(slot):
             raise ConditioningError(f"{where} is already conditioned; call wellcond.fold_(model) before {verb}")
-        if parameter.is_meta:
+        if parameter.device.type == "meta":
             raise WeightError(
                 f"{where} is on the meta device and has no values yet. Call {verb} after the model is materialised: "
                 "model.to_empty(device=...), then the model's own initialisation or load_state_dict, then this."
@@ -103,6 +103,11 @@ def _names_per_module(model: nn.Module) -> dict[int, int]:
     for _name, module in model.named_modules(remove_duplicate=False):
         counts[id(module)] = counts.get(id(module), 0) + 1
     return counts
+
+
+def is_corrected(slot: Slot) -> bool:
+    """Whether the forward pass uses another weight than the stored one."""
+    return slot.weight_name in vars(slot.owner).get(CORRECTIONS_ATTRIBUTE, {})
 
 
 def is_conditioned(model: nn.Module) -> bool:

@@ -8,7 +8,6 @@ operands, and the softmax between them gives scale and causality.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from wellcond.attention.plain_copy import gathered, plain_copy
 from wellcond.attention.site import AttentionSite
 
 NUM_TOKENS = 5
@@ -132,10 +132,10 @@ def observe(site: AttentionSite, describe: Any) -> Observation:
     module = site.module
     if sum(p.numel() for p in module.parameters()) > MAX_PARAMETERS:
         return Observation(None, f"it has more than {MAX_PARAMETERS:,} parameters")
-    on_meta = any(p.is_meta for p in module.parameters())
+    on_meta = any(p.device.type == "meta" for p in module.parameters())
     if on_meta and any(True for _ in module.buffers()):
         return Observation(None, "it is on the meta device and has buffers")
-    replica = _random_replica(module, on_meta)
+    replica = _random_replica(module)
     generator = torch.Generator().manual_seed(1)
     x_ND = torch.randn(NUM_TOKENS, site.in_features, generator=generator, dtype=torch.float64)
     recorder = ProductRecorder()
@@ -149,21 +149,17 @@ def observe(site: AttentionSite, describe: Any) -> Observation:
         return compare(recorder, expected_heads(describe(replica), x_ND))
 
 
-def _random_replica(module: nn.Module, on_meta: bool) -> nn.Module:
-    replica = copy.deepcopy(module)
-    replica = replica.to_empty(device="cpu") if on_meta else replica.to("cpu")
-    replica = replica.double()
-    replica.eval()  # on its own: some classes override train() and return nothing
+def _random_replica(module: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
-    for part in replica.modules():
-        # A copy must not call the user's hooks.
-        part._forward_hooks.clear()
-        part._forward_pre_hooks.clear()
-    with torch.no_grad():
-        for parameter in replica.parameters():
-            fan_in = parameter.shape[-1] if parameter.dim() > 1 else 1
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_(noise / max(fan_in, 1) ** 0.5)
+
+    def noise(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            return gathered(tensor)
+        fan_in = tensor.shape[-1] if tensor.dim() > 1 else 1
+        return torch.randn(tensor.shape, generator=generator, dtype=torch.float64) / max(fan_in, 1) ** 0.5
+
+    replica = plain_copy(module, noise).double()
+    replica.eval()  # on its own: some classes override train() and return nothing
     return replica
 
 

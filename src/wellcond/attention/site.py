@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from wellcond.attention.shards import box_of, is_distributed, local_part, whole
 from wellcond.errors import WeightError, check_choice
 
 Kind = Literal["softmax", "cross_covariance", "channel", "nystrom"]
@@ -21,6 +22,14 @@ CORRECTIONS_ATTRIBUTE = "_wellcond_corrections"
 
 # by_role("value") of an ordinary attention is its v slot; DaViT's channel attention differs.
 USUAL_ROLES: Mapping[str, str] = {"query": "q", "key": "k", "value": "v"}
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """What this process stores of some heads: slices of the matrix (out, in) and their positions on its head axis."""
+
+    positions: Tensor
+    values: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,41 +110,80 @@ class Slot:
             self.as_matrix(stored)[rows] = heads
 
     def read(self) -> Tensor:
-        """Heads of the weight that the forward pass uses (corrections of `condition_` included)."""
-        return self.take_heads(getattr(self.owner, self.weight_name))
+        """Heads of the weight that the forward pass uses (corrections of `condition_` included).
+
+        Weights that several processes hold together are gathered: every process must call this.
+        """
+        used = getattr(self.owner, self.weight_name)
+        correction = vars(self.owner).get(CORRECTIONS_ATTRIBUTE, {}).get(self.weight_name)
+        if correction is not None and is_distributed(used):
+            # While FSDP2 holds a weight in parts, its module hands out the parameter itself.
+            return self.take_heads(correction.effective(self.owner, whole(self.parameter)))
+        return self.take_heads(whole(used))
 
     def read_raw(self) -> Tensor:
-        """Heads of the stored parameter (what the optimiser updates)."""
-        return self.take_heads(self.parameter)
+        """Heads of the stored parameter (what the optimiser updates), gathered like those of `read`."""
+        return self.take_heads(whole(self.parameter))
 
     @torch.no_grad()
     def write_(self, heads: Tensor) -> None:
         """Write heads ``(heads, out, in)`` into the stored parameter, cast to its dtype."""
+        self._check_shape(heads)
+        if is_distributed(self.parameter):
+            self.write_share_(self.share(heads))
+        else:
+            self.put_heads_(self.parameter, heads)
+
+    def _check_shape(self, heads: Tensor) -> None:
         expected = (*self.rows.shape, self.in_features)
         if self.heads_on_input:
             expected = (self.num_heads, self.out_features, self.head_dim)
         if tuple(heads.shape) != expected:
             raise ValueError(f"expected heads of shape {expected}, got {tuple(heads.shape)}")
-        self.put_heads_(self.parameter, heads)
+
+    def share(self, heads: Tensor) -> Share:
+        """What this process stores of heads ``(heads, out, in)`` of a weight that several processes hold together."""
+        self._check_shape(heads)
+        box = box_of(self.parameter)
+        head_axis = 1 if self.heads_on_input else 0
+        matrix = heads.transpose(0, 1).flatten(1) if self.heads_on_input else heads.flatten(0, 1)
+        stored_axes = (1, 0) if self.transposed else (0, 1)
+        positions = self.rows.flatten()
+        held = box.inside(positions, stored_axes[head_axis])
+        other_axis = 1 - head_axis
+        first, size = (numbers[stored_axes[other_axis]] for numbers in (box.offsets, box.sizes))
+        # A copy: what is kept until it is written must not keep the whole.
+        values = matrix.narrow(other_axis, min(first, matrix.shape[other_axis]), size)
+        values = values.index_select(head_axis, held.nonzero().flatten().to(matrix.device)).clone()
+        return Share(positions[held] - box.offsets[stored_axes[head_axis]], values)
+
+    @torch.no_grad()
+    def write_share_(self, share: Share) -> None:
+        """Write what `share` returned."""
+        stored = self.as_matrix(local_part(self.parameter))
+        axis = 1 if self.heads_on_input else 0
+        stored.index_copy_(axis, share.positions.to(stored.device), share.values.to(stored))
 
     @property
     def in_features(self) -> int:
         """Columns of the stored matrix (out, in)."""
-        return self.as_matrix(self.parameter).shape[1]
+        return self.parameter.shape[0 if self.transposed else 1]
 
     @property
     def out_features(self) -> int:
         """Rows of the stored matrix (out, in)."""
-        return self.as_matrix(self.parameter).shape[0]
+        return self.parameter.shape[1 if self.transposed else 0]
 
-    def _bias(self) -> Tensor | None:
+    def stored_bias(self) -> Tensor | None:
+        """The bias as it is stored, with those of other projections where they share one; None where there is none."""
         if self.bias_name is None:
             return None
         return getattr(self.bias_owner or self.owner, self.bias_name)
 
     def read_bias(self) -> Tensor | None:
         """Bias of each head ``(heads, head_dim)``, of the whole output for O, or None where there is none."""
-        bias = self._bias()
+        stored = self.stored_bias()
+        bias = None if stored is None else whole(stored)
         if bias is None or self.heads_on_input:
             return bias
         rows = self.rows if self.bias_rows is None else self.bias_rows
@@ -144,14 +192,17 @@ class Slot:
     @torch.no_grad()
     def write_bias_(self, values: Tensor) -> None:
         """Write what `read_bias` returned."""
-        bias = self._bias()
-        if bias is None:
+        stored = self.stored_bias()
+        if stored is None:
             raise ValueError("this projection has no bias")
+        bias = whole(stored)
         if self.heads_on_input:
             bias.copy_(values)
         else:
             rows = self.rows if self.bias_rows is None else self.bias_rows
             bias[rows.to(bias.device)] = values.to(bias)
+        if is_distributed(stored):
+            local_part(stored).copy_(box_of(stored).of(bias))
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,3 +14,9 @@ def unwrap(model: nn.Module) -> nn.Module:
         if inner is None:
             return model
         model = inner
+
+
+def update_buffers(model: nn.Module) -> None:
+    """Tell DistributedDataParallel which buffers its model has now: it sends those that it knows of."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model._assign_modules_buffers()

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from wellcond.attention.checks import check_finite, check_writable, choose_projections, choose_sites
 from wellcond.attention.find import find_attention
+from wellcond.attention.shards import box_of, is_distributed, local_part, reshard_, whole
 from wellcond.attention.site import AttentionSite, Slot
-from wellcond.attention.wrappers import unwrap
+from wellcond.attention.wrappers import unwrap, update_buffers
 from wellcond.conditioning import warnings as advice
 from wellcond.conditioning.attach import attach, corrections_of, detach
 from wellcond.conditioning.checkpoint import mark, marker_of, restore_mark, settings_of, unmark
@@ -64,6 +65,7 @@ def condition_(
     theorems 3.5 and 3.8, arXiv 2603.07162.
     """
     given, model = model, unwrap(model)
+    reshard_(model)
     chosen_method = make_method(method, options)
     chosen = choose_projections(projections)
     conditioned = [name for name, module in model.named_modules() if corrections_of(module)]
@@ -89,6 +91,7 @@ def condition_(
             owner.register_buffer(correction.buffer_name, buffer)
         attach(owner, name, correction)
     mark(model, _call_text(chosen_method, chosen, some), _settings(chosen_method, chosen, found))
+    update_buffers(given)
     return given
 
 
@@ -141,7 +144,7 @@ def _frozen(owner: nn.Module, name: str, correction: Correction) -> tuple[Frozen
     assert isinstance(correction, SpectralCorrection)
     raw = owner._parameters[name]
     assert raw is not None
-    return FrozenCorrection(f"{name}_wellcond_correction", correction), correction.compute(raw)
+    return FrozenCorrection(f"{name}_wellcond_correction", correction), correction.compute(whole(raw))
 
 
 def _advise(method: Method, sites: list[AttentionSite], projections: str, num_tokens: int) -> None:
@@ -181,6 +184,7 @@ class _Attached:
     correction: Correction
     raw: Tensor
     effective: Tensor
+    """Raw and effective weight: of one that several processes hold together, the part of this process."""
 
 
 def fold_(model: nn.Module) -> nn.Module:
@@ -208,6 +212,7 @@ def fold_(model: nn.Module) -> nn.Module:
     for root in [module for module in model.modules() if marker_of(module)]:
         unmark(root)
     _commit_(attached)
+    update_buffers(model)
     return model
 
 
@@ -240,13 +245,14 @@ def folded(model: nn.Module) -> Iterator[nn.Module]:
             parameter = part.owner._parameters[part.name]
             assert parameter is not None
             with torch.no_grad():
-                parameter.copy_(part.raw)
+                local_part(parameter).copy_(part.raw)
             if isinstance(part.correction, FrozenCorrection):
                 name = part.correction.buffer_name
                 part.owner.register_buffer(name, frozen[id(part.owner)][name])
             attach(part.owner, part.name, part.correction)
         for root, name, marker, settings in markers:
             restore_mark(root, name, marker, settings)
+        update_buffers(model)
 
 
 @torch.no_grad()
@@ -255,8 +261,9 @@ def _attached(model: nn.Module) -> list[_Attached]:
 
     Raises: ConditioningError if there is none, or if the model is a part of what was conditioned.
     """
+    reshard_(model)
     found = [
-        _Attached(module, name, correction, module._parameters[name].clone(), getattr(module, name).clone())  # type: ignore[union-attr]
+        _Attached(module, name, correction, *_raw_and_effective(module, name, correction))
         for module in model.modules()
         for name, correction in corrections_of(module).items()
     ]
@@ -269,6 +276,15 @@ def _attached(model: nn.Module) -> list[_Attached]:
     return found
 
 
+def _raw_and_effective(module: nn.Module, name: str, correction: Correction) -> tuple[Tensor, Tensor]:
+    raw = module._parameters[name]
+    assert raw is not None
+    if not is_distributed(raw):
+        return raw.clone(), correction.effective(module, raw).clone()
+    effective = correction.effective(module, whole(raw))
+    return local_part(raw).clone(), box_of(raw).of(effective).clone()
+
+
 @torch.no_grad()
 def _commit_(attached: list[_Attached]) -> None:
     for part in attached:
@@ -277,4 +293,4 @@ def _commit_(attached: list[_Attached]) -> None:
             del part.owner._buffers[part.correction.buffer_name]
         parameter = part.owner._parameters[part.name]
         assert parameter is not None
-        parameter.copy_(part.effective)
+        local_part(parameter).copy_(part.effective)

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from wellcond.attention.shards import is_distributed
 from wellcond.attention.site import CORRECTIONS_ATTRIBUTE
 from wellcond.conditioning.corrections import Correction
 from wellcond.errors import ConditioningError
@@ -66,7 +67,7 @@ def _make_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
     def effective_weight(name: str) -> property:
         def read(module: nn.Module) -> Tensor | None:
             raw = module._parameters[name]
-            if raw is None or (hasattr(raw, "placements") and is_sharded_by_fsdp(module, name)):
+            if raw is None or (is_distributed(raw) and is_sharded_by_fsdp(module, name)):
                 return raw
             return module.__dict__[CORRECTIONS_ATTRIBUTE][name].effective(module, raw)
 

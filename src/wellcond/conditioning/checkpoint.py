@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wellcond.attention.shards import whole
 from wellcond.conditioning.attach import corrections_of
 from wellcond.conditioning.corrections import FrozenCorrection
 from wellcond.errors import CheckpointMismatchError, CheckpointWarning, WeightError
@@ -136,5 +137,5 @@ def _fill_in_frozen(model: nn.Module, state_dict: dict[str, Tensor], prefix: str
                 continue
             touched = True
             if isinstance(correction, FrozenCorrection):
-                state_dict[path + correction.buffer_name] = correction.spectral.compute(weight)
+                state_dict[path + correction.buffer_name] = correction.spectral.compute(whole(weight))
     return touched

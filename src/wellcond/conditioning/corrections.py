@@ -3,18 +3,22 @@
 A stored weight may hold several projections (fused q, k, v), so a correction consists of parts, one per projection,
 each acting on its own rows. The effective weight is W + C; C carries no gradient, so the gradient of W is that of the
 effective weight, unchanged.
+
+Under tensor parallelism each process corrects the part of the weight that it stores. What FSDP2 shards is whole while a
+forward pass reads it, and needs nothing here.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from wellcond.attention.shards import Box, any_process, box_of, is_distributed, like, local_part, whole
 from wellcond.attention.site import Slot
 
 HeadCorrection = Callable[[Tensor], Tensor]
@@ -62,10 +66,18 @@ class IdentityCorrection:
         if self.rows.device != raw.device:
             self.rows, self.columns = self.rows.to(raw.device), self.columns.to(raw.device)
             self.lams = self.lams.to(raw.device)
-        first, second = (self.columns, self.rows) if self.transposed else (self.rows, self.columns)
-        matrix = raw if raw.dim() == 2 else raw.view(raw.shape[0], -1)
-        added = torch.index_put(matrix, (first, second), self.lams.to(raw.dtype), accumulate=True)
-        return added.view_as(raw)
+        entries = (self.columns, self.rows) if self.transposed else (self.rows, self.columns)
+        if not is_distributed(raw):
+            return _add_entries(raw, entries, self.lams)
+        box = box_of(raw)
+        held = box.inside(entries[0], 0) & box.inside(entries[1], 1)
+        first, second = (positions[held] - box.offsets[axis] for axis, positions in enumerate(entries))
+        return like(raw, _add_entries(local_part(raw), (first, second), self.lams[held]))
+
+
+def _add_entries(stored: Tensor, entries: tuple[Tensor, Tensor], values: Tensor) -> Tensor:
+    matrix = stored if stored.dim() == 2 else stored.view(stored.shape[0], -1)
+    return torch.index_put(matrix, entries, values.to(stored.dtype), accumulate=True).view_as(stored)
 
 
 class SpectralCorrection:
@@ -81,12 +93,28 @@ class SpectralCorrection:
         self.num_computed = 0
         self.key = _register(self)
 
-    @torch.no_grad()
     def compute(self, raw: Tensor) -> Tensor:
-        """C for a weight stored like this one; zero on rows that are not conditioned."""
+        """C for a whole weight stored like this one; zero on rows that are not conditioned."""
+        return self._compute(raw, self.slots)
+
+    def compute_part(self, raw: Tensor) -> Tensor:
+        """C for the part of a distributed weight that this process stores.
+
+        A head that one process stores whole is corrected there; if some head is cut, the weight is gathered.
+        """
+        box = box_of(raw)
+        if self._cuts_heads(raw):
+            return box.of(self.compute(whole(raw))).contiguous()
+        return self._compute(local_part(raw), [part for slot in self.slots for part in _heads_inside(slot, box)])
+
+    def _cuts_heads(self, raw: Tensor) -> bool:
+        return self.layout != "per_head" or not all(is_cut_between_heads(raw, slot) for slot in self.slots)
+
+    @torch.no_grad()
+    def _compute(self, raw: Tensor, slots: Sequence[Slot]) -> Tensor:
         with torch.autocast(raw.device.type, enabled=False):
             correction = torch.zeros_like(raw)
-            for slot in self.slots:
+            for slot in slots:
                 heads = slot.view_heads(raw.detach())
                 matrices = heads if self.layout == "per_head" else heads.reshape(1, -1, heads.shape[2])
                 slot.put_heads_(correction, self.correct(matrices).reshape(heads.shape))
@@ -97,19 +125,23 @@ class SpectralCorrection:
         """C for the weight as it is now, computed only if it changed."""
         if torch._C._functorch.is_functorch_wrapped_tensor(raw):
             return self.compute(raw)  # inside a transform the weight has no identity to remember
-        version = None if raw.is_inference() else raw._version
-        identity = (raw.data_ptr(), raw.device, raw.dtype, version)
-        if self.cached is None or self.fingerprint is None or self.fingerprint[:4] != identity:
-            self.cached = self.compute(raw)
-            self.fingerprint = (*identity, bit_sum(raw))
+        part = local_part(raw)
+        version = None if part.is_inference() else part._version
         # An optimiser that writes through `.data` leaves the version counter alone: compare the bits as well.
-        elif self.fingerprint[4] != (bits := bit_sum(raw)):
-            self.cached = self.compute(raw)
-            self.fingerprint = (*identity, bits)
+        fingerprint = (part.data_ptr(), part.shape, part.device, part.dtype, version, bit_sum(part))
+        changed = self.cached is None or self.fingerprint != fingerprint
+        if part is not raw and self._cuts_heads(raw):
+            changed = any_process(changed, raw)  # they gather together, or none does
+        if changed:
+            self.cached = self.compute(raw) if part is raw else self.compute_part(raw)
+            self.fingerprint = fingerprint
+        assert self.cached is not None
         return self.cached
 
     def effective(self, module: nn.Module, raw: Tensor) -> Tensor:
         """W + C; the gradient passes through unchanged."""
+        if is_distributed(raw):
+            return like(raw, local_part(raw) + self.current(raw))
         if torch.compiler.is_compiling():
             return raw + torch.ops.wellcond.current_correction(raw.detach(), self.key)
         return raw + self.current(raw)
@@ -130,7 +162,29 @@ class FrozenCorrection:
 
     def effective(self, module: nn.Module, raw: Tensor) -> Tensor:
         """W + C; the gradient passes through unchanged."""
-        return raw + module.get_buffer(self.buffer_name)
+        correction = whole(module.get_buffer(self.buffer_name))
+        if is_distributed(raw):
+            return like(raw, local_part(raw) + box_of(raw).of(correction))
+        return raw + correction
+
+
+def is_cut_between_heads(raw: Tensor, slot: Slot) -> bool:
+    """Whether a distributed weight is cut along its heads and no head is cut in two; the same on every process."""
+    head_axis = 1 if slot.transposed else 0
+    cuts = [(place, size) for place, size in zip(raw.placements, raw.device_mesh.shape, strict=True)  # type: ignore[attr-defined]
+            if not place.is_replicate()]  # fmt: skip
+    if len(cuts) != 1 or not cuts[0][0].is_shard(head_axis):
+        return False
+    rows_per_process = -(-raw.shape[head_axis] // cuts[0][1])  # rounded up, as torch does
+    process = slot.rows // rows_per_process
+    return bool((process == process[:, :1]).all())
+
+
+def _heads_inside(slot: Slot, box: Box) -> list[Slot]:
+    """The slot of the heads that a box contains, in positions of the box; nothing if there are none."""
+    axis = 1 if slot.transposed else 0
+    rows = slot.rows[box.inside(slot.rows[:, 0], axis)] - box.offsets[axis]
+    return [replace(slot, rows=rows)] if len(rows) else []
 
 
 @torch.no_grad()

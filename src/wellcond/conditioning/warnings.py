@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
+from wellcond.attention.shards import whole
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import NumericalWarning
 from wellcond.linalg.spectrum import spectra
@@ -66,7 +67,7 @@ def warn_if_rounded_away(sites: Iterable[AttentionSite], lams: dict[str, float])
             if weight.element_size() > 2 or lam == 0:
                 continue
             spacing = torch.finfo(weight.dtype).eps * 2 ** math.floor(math.log2(abs(lam)))
-            typical = float(weight.detach().float().square().mean().sqrt())
+            typical = float(whole(weight.detach()).float().square().mean().sqrt())
             # Rounding errors are spread evenly over one spacing: standard deviation spacing / sqrt(12).
             if spacing / math.sqrt(12) > 0.25 * typical:
                 warnings.warn(

@@ -14,9 +14,11 @@ import wellcond.init.mimetic
 import wellcond.init.selection
 import wellcond.init.standard  # noqa: F401  (each registers its methods)
 from wellcond.attention.checks import check_writable, choose_sites
+from wellcond.attention.shards import reshard_
 from wellcond.attention.site import AttentionSite
+from wellcond.attention.wrappers import unwrap
 from wellcond.errors import UnknownChoiceError, check_choice
-from wellcond.init.plan import METHODS, InitContext, checked
+from wellcond.init.plan import METHODS, InitContext, Write, checked
 
 
 def init_(
@@ -30,6 +32,9 @@ def init_(
     """Initialise the attention projections of a model in place.
 
     Everything is planned before anything is written: an error leaves the model as it was.
+
+    Weights that several processes hold together (FSDP2, tensor parallelism), or that each holds (DDP), become those
+    that the first process draws, the same as on one process; every process must call this.
 
     Args:
         model: any model whose attention `find_attention` recognises.
@@ -58,12 +63,25 @@ def init_(
     """
     check_choice("initialisation method", method, sorted(METHODS))
     check_options(method, options)
-    chosen = choose_sites(model, sites)
-    check_writable(model, chosen, "qkvo", "wellcond.init_")
-    plan = list(checked(METHODS[method](InitContext(model, chosen, generator), **options)))
+    inner = unwrap(model)
+    reshard_(inner)
+    chosen = choose_sites(inner, sites)
+    check_writable(inner, chosen, "qkvo", "wellcond.init_")
+    plan = list(checked(METHODS[method](InitContext(inner, chosen, generator), **options)))
     for write in plan:
         write.commit_()
+    _send_to_replicas(model, plan)
     return model
+
+
+@torch.no_grad()
+def _send_to_replicas(model: nn.Module, plan: list[Write]) -> None:
+    """Give what the first process of DistributedDataParallel wrote to the others, whose random state may be another."""
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        return
+    source = torch.distributed.get_global_rank(model.process_group, 0)
+    for parameter in {id(write.parameter): write.parameter for write in plan}.values():
+        torch.distributed.broadcast(parameter.data, source, group=model.process_group)
 
 
 def check_options(method: str, options: dict[str, Any]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.site import AttentionSite, Slot
+from wellcond.attention.shards import as_first_process_has_it, box_of, is_distributed, local_part
+from wellcond.attention.site import AttentionSite, Share, Slot
 from wellcond.errors import WeightError
 
 
@@ -27,8 +28,8 @@ class Write(Protocol):
         ...
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of the parameter that is written."""
+    def parameter(self) -> Tensor:
+        """The parameter that is written."""
         ...
 
     def commit_(self) -> None:
@@ -46,9 +47,10 @@ class HeadWrite:
     to_bias: bool = False
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of the parameter."""
-        return self.slot.parameter.dtype
+    def parameter(self) -> Tensor:
+        """The weight, or the bias."""
+        bias = self.slot.stored_bias()
+        return bias if self.to_bias and bias is not None else self.slot.parameter
 
     def commit_(self) -> None:
         """Write into the parameter."""
@@ -59,6 +61,29 @@ class HeadWrite:
 
 
 @dataclass(frozen=True)
+class ShareWrite:
+    """A `HeadWrite` of which only the part that this process stores is kept."""
+
+    what: str
+    slot: Slot
+    share: Share
+
+    @property
+    def values(self) -> Tensor:
+        """This process's part."""
+        return self.share.values
+
+    @property
+    def parameter(self) -> Tensor:
+        """The weight."""
+        return self.slot.parameter
+
+    def commit_(self) -> None:
+        """Write into the parameter."""
+        self.slot.write_share_(self.share)
+
+
+@dataclass(frozen=True)
 class ParameterWrite:
     """New values of a whole parameter."""
 
@@ -66,15 +91,13 @@ class ParameterWrite:
     parameter: Tensor
     values: Tensor
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the parameter."""
-        return self.parameter.dtype
-
     @torch.no_grad()
     def commit_(self) -> None:
         """Write into the parameter."""
-        self.parameter.copy_(self.values)
+        if is_distributed(self.parameter):
+            local_part(self.parameter).copy_(box_of(self.parameter).of(self.values))
+        else:
+            self.parameter.copy_(self.values)
 
 
 @dataclass(frozen=True)
@@ -106,7 +129,10 @@ def head_write(site: AttentionSite, role: str, values: Tensor) -> HeadWrite:
 
 
 def checked(writes: Iterable[Write]) -> Iterator[Write]:
-    """Pass planned writes through, refusing values that are not finite."""
+    """Pass planned writes through, refusing values that are not finite.
+
+    Of weights that several processes hold together, all take the values of the first, and keep their own part only.
+    """
     for write in writes:
         if isinstance(write, ParameterWrite) and isinstance(write.parameter, nn.Parameter):
             if not write.parameter.requires_grad:
@@ -114,7 +140,14 @@ def checked(writes: Iterable[Write]) -> Iterator[Write]:
                     f"{write.what} is frozen (requires_grad=False); unfreeze or exclude it. Nothing was changed"
                 )
         # The sum is cheap and shows NaN and infinity; a finite overflow of the sum is told apart by looking closely.
-        stored = write.values.to(write.dtype)
+        stored = write.values.to(write.parameter.dtype)
         if not bool(torch.isfinite(stored.sum())) and not bool(torch.isfinite(stored).all()):
             raise WeightError(f"{write.what}: the planned weights are not finite; nothing was changed")
-        yield write
+        yield _own_part(write) if is_distributed(write.parameter) else write
+
+
+def _own_part(write: Write) -> Write:
+    values = as_first_process_has_it(write.values, write.parameter)
+    if isinstance(write, HeadWrite) and not write.to_bias:
+        return ShareWrite(write.what, write.slot, write.slot.share(values))
+    return replace(write, values=values)  # type: ignore[type-var]

@@ -53,7 +53,7 @@ def _vision_table(model: nn.Module) -> ParameterWrite:
     # Class and register tokens come first and have no place on the grid: zero rows.
     prefix = table.shape[1] - height * width
     values = torch.cat([torch.zeros(prefix, table.shape[2], dtype=torch.float64), patches])[None]
-    return ParameterWrite("pos_embed", table, values.to(table))
+    return ParameterWrite("pos_embed", table, values.to(table.device, table.dtype))
 
 
 def _sequence_table(model: nn.Module) -> ParameterWrite:
@@ -62,7 +62,8 @@ def _sequence_table(model: nn.Module) -> ParameterWrite:
             table = module.weight
             if table.shape[1] % 2:
                 break
-            return ParameterWrite(name, table, sincos_1d(torch.arange(table.shape[0]), table.shape[1]).to(table))
+            values = sincos_1d(torch.arange(table.shape[0]), table.shape[1])
+            return ParameterWrite(name, table, values.to(table.device, table.dtype))
     raise WeightError(
         f"position='sincos1d' needs an nn.Embedding of even width named one of {', '.join(EMBEDDING_NAMES)}; "
         "this model has none. Use position='keep'."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.builders import is_conv1d
+from wellcond.attention.plain_copy import plain_copy
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.errors import check_choice
 from wellcond.init.plan import HeadWrite, InitContext, ParameterWrite, Write, register_init
@@ -36,8 +36,8 @@ def default(context: InitContext, *, rule: Rule = "family", output: bool = True)
         return
     # The model's own code draws from the global generator: give it a fork, seeded from ours.
     seed = int(torch.randint(2**62, (), generator=context.generator, device=_device(context.generator)))
-    replica = copy.deepcopy(context.model)
-    with torch.random.fork_rng(devices=_cuda_devices(replica)), torch.no_grad():
+    replica = plain_copy(context.model)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         run_family_initialisation(replica)
     counterparts = dict(zip(context.model.modules(), replica.modules(), strict=True))
@@ -142,7 +142,3 @@ def _copy_slot(site: AttentionSite, role: str, slot: Slot, counterparts: dict[nn
 
 def _device(generator: torch.Generator | None) -> torch.device:
     return torch.device("cpu") if generator is None else generator.device
-
-
-def _cuda_devices(model: nn.Module) -> list[int]:
-    return sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})

@@ -23,6 +23,14 @@ ROLES = ("query", "key", "value")
 SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
+@dataclass(frozen=True, eq=False)
+class Arguments:
+    """What a module is called with, where that is positional and by name at once."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 @dataclass(eq=False)
 class SiteCall:
     """The first call of an attention module in a forward pass.
@@ -80,6 +88,8 @@ def watch_sites(
 
 def run(model: nn.Module, batch: Any) -> Any:
     """The model on a batch: a tensor, the keyword arguments in a mapping, or the arguments in a tuple."""
+    if isinstance(batch, Arguments):
+        return model(*batch.args, **batch.kwargs)
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)

@@ -1,0 +1,104 @@
+"""Weights that several processes hold together: torch's DTensor, as FSDP2 and tensor parallelism make them.
+
+A process holds a box of the whole tensor: `offsets` and `sizes` on each axis. Reading the whole is a collective
+operation, which every process must reach; taking one's own part of something whole is not.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def is_distributed(tensor: Tensor | None) -> bool:
+    """Whether a tensor is a DTensor; torch.distributed is not imported for that."""
+    return tensor is not None and hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor as one process would have it; every process that holds a part must call this."""
+    return tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Box:
+    """The part of a distributed tensor that this process holds."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """This part of a whole tensor of the same shape; a view."""
+        for axis, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            tensor = tensor.narrow(axis, min(offset, tensor.shape[axis]), size)
+        return tensor
+
+    def inside(self, positions: Tensor, axis: int) -> Tensor:
+        """Which of these positions on an axis it contains."""
+        first = self.offsets[axis]
+        return (positions >= first) & (positions < first + self.sizes[axis])
+
+
+def box_of(tensor: Tensor) -> Box:
+    """Where the part of this process lies in a distributed tensor."""
+    # What torch's own distributed checkpoints ask; right for any mesh, also of FSDP over tensor parallelism.
+    [chunk] = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def like(tensor: Tensor, part: Tensor) -> Tensor:
+    """A distributed tensor placed like `tensor`, of which this process holds `part`; gradients pass."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        part,
+        tensor.device_mesh,  # type: ignore[attr-defined]
+        tensor.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process holds; the tensor itself where it is plain. Shares its memory."""
+    return tensor.to_local() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def as_first_process_has_it(values: Tensor, tensor: Tensor) -> Tensor:
+    """Values as the first process of the mesh of `tensor` has them, on the mesh's device."""
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    values = values.to(mesh.device_type).contiguous()
+    return distribute_tensor(values, mesh, [Replicate()] * mesh.ndim).to_local()
+
+
+def any_process(holds: bool, tensor: Tensor) -> bool:
+    """Whether something holds on one of the processes that have a part of `tensor`; all of them must call this."""
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    count = torch.tensor(int(holds), device=mesh.device_type)
+    for axis in range(mesh.ndim):
+        torch.distributed.all_reduce(count, group=mesh.get_group(axis))
+    return bool(count)
+
+
+def any_distributed(model: nn.Module) -> bool:
+    """Whether some parameter of a model is held in parts."""
+    return any(is_distributed(parameter) for parameter in model.parameters())
+
+
+def reshard_(model: nn.Module) -> None:
+    """Let FSDP2 put the parts back where it has left whole weights in their place, as after an evaluation."""
+    for module in fsdp_modules(model):
+        module.reshard()  # type: ignore[operator]
+
+
+def fsdp_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that FSDP2 manages."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]

@@ -1,0 +1,1 @@
+"""Several gloo processes on this machine against one."""

@@ -1,0 +1,52 @@
+"""Run functions on two gloo processes at once and bring back what the first one returns."""
+
+import datetime
+import os
+import traceback
+import warnings
+
+import torch
+import torch.distributed
+import torch.multiprocessing
+
+
+def run_on_two(folder, function, cases):
+    """{case: function(*case) of rank 0} for every case, all in one pair of processes: starting them takes seconds.
+
+    A case that raises gives the text of its error, which must be the same on both.
+    """
+    torch.multiprocessing.spawn(_work, args=(str(folder), function, cases), nprocs=2)
+    return {case: torch.load(folder / f"{index}.pt", weights_only=True) for index, case in enumerate(cases)}
+
+
+def _work(rank, folder, function, cases):
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(seconds=120),  # a process that waits in vain fails the test instead of hanging
+    )
+    for index, case in enumerate(cases):
+        try:
+            result = function(*case)
+        except Exception as error:
+            traceback.print_exc()
+            result = f"{type(error).__name__}: {error}"
+        both = [None, None]
+        torch.distributed.all_gather_object(both, result if isinstance(result, str) else None)
+        if both[0] != both[1]:
+            result = f"the processes disagree: {both}"
+        if rank == 0:
+            torch.save(result, os.path.join(folder, f"{index}.pt"))
+    torch.distributed.destroy_process_group()
+
+
+def is_first():
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+def rank():
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

@@ -1,0 +1,140 @@
+"""`init_` on weights that two processes hold together, or each for itself."""
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+
+import wellcond as wc
+from distributed.models import WRAPPERS, build, gather, gpt2, loss_of
+from distributed.processes import is_first, rank, run_on_two
+
+METHODS = {
+    "conditioned": {"output": True},
+    "conditioned, same norm": {"match_norm": True},
+    "conditioned, tied keys": {"keys": "tied", "own_token": 0.2, "tokens": 16},
+    "orthogonal": {"heads": "joint"},
+    "gaussian": {},
+    "mimetic": {"position": "sincos2d"},
+    "default": {},
+    "default, bare": {"rule": "torch"},
+    "weight_selection": {},
+}
+CASES = [("vit", "fsdp", method) for method in METHODS if "tied" not in method]
+CASES += [("gpt2", "fsdp", "conditioned, tied keys"), ("gpt2", "fsdp", "default"), ("torch", "fsdp", "default")]
+CASES += [("llama", "tp", "conditioned"), ("llama", "tp", "default"), ("llama", "fsdp over tp", "gaussian")]
+CASES += [("vit", "ddp", "conditioned"), ("vit", "ddp", "default")]
+
+
+def initialise(name, wrapper, method):
+    model = WRAPPERS[wrapper](build(name))
+    torch.manual_seed(7 + 100 * rank())  # processes often have seeds of their own: the first one's counts
+    options = dict(METHODS[method])
+    if method == "weight_selection":
+        options["teacher"] = teacher()
+    wc.init_(model, method.partition(",")[0], **options)
+    return gather(model)
+
+
+def teacher():
+    import timm
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 6, "num_classes": 4}
+        return timm.create_model("vit_tiny_patch16_224", **sizes)
+
+
+def refusal(what):
+    """What must raise, on both processes alike, and leave the weights alone."""
+    model = WRAPPERS["fsdp"](build("vit"))
+    if what == "conditioned":
+        wc.condition_(model, "balanced")
+    before = gather(model)
+    options = {"std": float("nan")} if what == "not finite" else {}
+    try:
+        wc.init_(model, "gaussian", **options)
+    except wc.WellcondError as error:
+        after = gather(model)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        return f"{type(error).__name__}: {error}"
+
+
+def from_meta(name):
+    """Built without memory, sharded, given memory, initialised by the model's own code, then by ours."""
+    with torch.device("meta"):
+        model = gpt2() if name == "gpt2" else build(name)
+    for block in model.transformer.h if name == "gpt2" else model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    try:
+        wc.init_(model, "conditioned")
+        raise AssertionError("weights without memory were accepted")
+    except wc.WeightError as error:
+        refused = str(error)
+    model.to_empty(device="cpu")
+    torch.manual_seed(3)
+    if name == "gpt2":
+        model.apply(model._init_weights)
+    else:
+        model.init_weights()
+    wc.init_(model, "conditioned", generator=torch.Generator().manual_seed(5))
+    wc.condition_(model, "balanced")
+    loss = loss_of(model)
+    loss.backward()
+    wc.fold_(model)
+    state = gather(model)
+    return {"refused": refused, "loss": loss.item(), "state": state if is_first() else {}}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return run_on_two(tmp_path_factory.mktemp("two"), dispatch, [*CASES, *REFUSALS, *METAS])
+
+
+REFUSALS = [("refusal", "conditioned"), ("refusal", "not finite")]
+METAS = [("from meta", "gpt2"), ("from meta", "vit")]
+
+
+def dispatch(*case):
+    if case in REFUSALS:
+        return refusal(case[1])
+    return from_meta(case[1]) if case in METAS else initialise(*case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=", ".join)
+def test_two_processes_get_the_weights_of_one(case, two):
+    one = initialise(case[0], "alone", case[2])
+    untouched = {name: value.clone() for name, value in build(case[0]).state_dict().items()}
+    assert not isinstance(two[case], str), two[case]
+    assert list(two[case]) == list(one)
+    for name, value in one.items():
+        torch.testing.assert_close(two[case][name], value, rtol=1e-6, atol=1e-6, msg=name)
+    assert any(not torch.equal(one[name], untouched[name]) for name in one)
+
+
+@pytest.mark.parametrize("case, said", [(REFUSALS[0], "already conditioned"), (REFUSALS[1], "not finite")])
+def test_what_is_refused_changes_nothing_on_any_process(case, said, two):
+    assert said in two[case]
+
+
+@pytest.mark.parametrize("case", METAS, ids=", ".join)
+def test_a_model_built_on_the_meta_device(case, two):
+    found = two[case]
+    assert not isinstance(found, str), found
+    assert "meta device" in found["refused"]
+    plain = build(case[1])
+    plain.load_state_dict(found["state"])
+    assert loss_of(plain).item() == pytest.approx(found["loss"], rel=1e-5)
+    for site in wc.find_attention(plain):
+        assert torch.linalg.cond(site.q.read()).max() < 1.001
+
+
+def test_meta_then_memory_on_one_process():
+    with torch.device("meta"):
+        model = gpt2()
+    with pytest.raises(wc.WeightError, match="meta device"):
+        wc.init_(model)
+    model.to_empty(device="cpu")
+    model.apply(model._init_weights)
+    wc.init_(model)
+    assert torch.linalg.cond(wc.find_attention(model)[0].q.read()).max() < 1.001

@@ -1,0 +1,76 @@
+"""Effective weights of projections that are cut in any way, also through the middle of a head."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import wellcond as wc
+from distributed.processes import run_on_two
+from wellcond.conditioning.attach import corrections_of
+
+METHODS = [("balanced", {}), ("polar", {"layout": "joint"}), ("identity", {"lam": 0.5}), ("polar", {"frozen": True})]
+PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "copies": Replicate()}
+CASES = [(placement, heads, method) for placement in PLACEMENTS for heads in (2, 3) for method in range(len(METHODS))]
+
+
+class Attention(nn.Module):
+    """Separate projections, of which two processes hold one and a half heads each if there are three."""
+
+    def __init__(self, num_heads):
+        super().__init__()
+        self.num_heads, width = num_heads, 4 * num_heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (
+            p(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return self.o_proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def effective_weights(placement, heads, method):
+    """Effective weights and gradients before and after an update, then the folded ones."""
+    torch.manual_seed(0)
+    model = Attention(heads)
+    name, options = METHODS[method]
+    if placement:
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in (model.q_proj, model.k_proj, model.v_proj):
+            layer.weight = nn.Parameter(distribute_tensor(layer.weight.data, mesh, [PLACEMENTS[placement]]))
+    wc.condition_(model, name, **options)
+    seen = []
+    for _ in range(2):
+        for layer in (model.q_proj, model.k_proj, model.v_proj):
+            weight = layer.weight
+            (weight**2).sum().backward()
+            stored = layer._parameters["weight"]
+            seen += [whole(weight), whole(stored.grad)]
+            with torch.no_grad():
+                stored -= 0.1 * stored.grad
+            stored.grad = None
+    computed = {getattr(c, "num_computed", 0) for m in model.modules() for c in corrections_of(m).values()}
+    sites = wc.find_attention(model)
+    seen += [sites[0].q.read(), sites[0].q.read_raw()]
+    wc.fold_(model)
+    seen += [whole(layer.weight) for layer in (model.q_proj, model.k_proj, model.v_proj)]
+    return {"seen": [tensor.detach().clone() for tensor in seen], "computed": sorted(computed)}
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return run_on_two(tmp_path_factory.mktemp("two"), effective_weights, CASES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}, {case[1]} heads, {METHODS[case[2]]}")
+def test_a_projection_that_two_processes_hold(case, two):
+    assert not isinstance(two[case], str), two[case]
+    one = effective_weights("", *case[1:])
+    for ours, theirs in zip(two[case]["seen"], one["seen"], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert two[case]["computed"] == one["computed"]  # once for every version of the weight

@@ -1,0 +1,137 @@
+"""`ConditionTracker` on models that two processes hold together: all take part, none waits in vain."""
+
+import pytest
+import torch
+
+import wellcond as wc
+from distributed.models import TOKENS, WRAPPERS, blocks_of, build, gather, loss_of, probe_of
+from distributed.processes import rank, run_on_two
+
+CASES = ["budget", "undisturbed", "ddp", "hopeless", "diverged", "own heads", "own batch"]
+
+
+def track(case):
+    return {"budget": within_budget, "undisturbed": undisturbed, "ddp": under_ddp, "hopeless": hopeless,
+            "diverged": diverged, "own heads": own_heads, "own batch": own_batch}[case]()  # fmt: skip
+
+
+def train(model, steps, tracker=None):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+        if tracker is not None:
+            tracker.step()
+
+
+def within_budget():
+    """The clocks of processes differ, so that only one of them may decide."""
+    model = WRAPPERS["fsdp"](build("vit"))
+    now = [0.0]
+
+    def clock():
+        now[0] += 0.001 + 0.5 * rank()
+        return now[0]
+
+    tracker = wc.ConditionTracker(model, probe_of(model), budget=0.5, weights_every=2, clock=clock)
+    train(model, 12, tracker)
+    return {"steps": [point.step for point in tracker.points]}
+
+
+def undisturbed():
+    states = []
+    for tracked in (True, False):
+        model = WRAPPERS["fsdp"](wc.condition_(build("vit"), "balanced"))
+        tracker = wc.ConditionTracker(model, probe_of(model), every=1, budget=None) if tracked else None
+        train(model, 3, tracker)
+        states.append(gather(model))
+    return {"tracked": states[0], "plain": states[1]}
+
+
+def under_ddp():
+    model = WRAPPERS["ddp"](build("vit"))
+    tracker = wc.ConditionTracker(model, probe_of(model), every=1, budget=None)
+    train(model, 1, tracker)
+    counts = [None, None]
+    torch.distributed.all_gather_object(counts, len(tracker.points))
+    return {"counts": counts}
+
+
+def hopeless():
+    model = WRAPPERS["fsdp"](build("vit"))
+    spoil(model)
+    wc.ConditionTracker(model, probe_of(model), every=1, budget=None)
+
+
+def diverged():
+    model = WRAPPERS["fsdp"](build("vit"))
+    tracker = wc.ConditionTracker(model, probe_of(model), every=1, budget=None)
+    spoil(model)
+    return {"status": [point.status for point in tracker.step()], "problem": tracker.points[-1].problem}
+
+
+def spoil(model):
+    with torch.no_grad():
+        for parameter in blocks_of(model)[0].attn.parameters():
+            parameter.fill_(float("nan"))
+
+
+def own_heads():
+    """A forward pass that was told to split into the heads of its own process."""
+    model = WRAPPERS["tp"](build("llama"))
+    blocks_of(model)[0].self_attn.num_heads = 2
+    sites = wc.find_attention(model)
+    blocks_of(model)[0].self_attn.num_heads = 3
+    wc.ConditionTracker(model, probe_of(model), sites=sites, every=1, budget=None)
+
+
+def own_batch():
+    model = WRAPPERS["fsdp"](build("gpt2"))
+    batch = {"input_ids": TOKENS[rank() : rank() + 1]}
+    tracker = wc.ConditionTracker(model, batch, every=1, budget=None)
+    both = [None, None]
+    torch.distributed.all_gather_object(both, [point.entropy for point in tracker.points])
+    return {"both": both}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    found = run_on_two(tmp_path_factory.mktemp("two"), track, [(case,) for case in CASES])
+    return {case: result for (case,), result in found.items()}
+
+
+def test_one_process_decides_what_the_budget_allows(two):
+    steps = two["budget"]["steps"]
+    assert steps.count(0) == 6  # every head of both layers, outside the budget
+    assert len(steps) > 6
+
+
+def test_training_is_the_same_bit_for_bit(two):
+    tracked, plain = two["undisturbed"]["tracked"], two["undisturbed"]["plain"]
+    assert all(torch.equal(tracked[name], plain[name]) for name in plain)
+
+
+def test_under_ddp_the_first_process_measures(two):
+    assert two["ddp"]["counts"] == [12, 0]
+
+
+def test_what_cannot_be_measured_raises_on_every_process(two):
+    assert two["hopeless"].startswith("WellcondError") and "NaN" in two["hopeless"]
+
+
+def test_a_training_that_diverged_is_recorded(two):
+    assert set(two["diverged"]["status"]) == {"failed"}
+    assert "NaN" in two["diverged"]["problem"]
+
+
+def test_a_module_with_its_own_count_of_heads_is_refused(two):
+    assert two["own heads"].startswith("UnsupportedLayoutError") and "num_heads=3" in two["own heads"]
+
+
+def test_every_process_has_the_points_of_the_first_ones_batch(two):
+    ours, theirs = two["own batch"]["both"]
+    assert ours == theirs
+    model = build("gpt2")
+    alone = wc.ConditionTracker(model, {"input_ids": TOKENS[:1]}, every=1, budget=None)
+    assert ours == pytest.approx([point.entropy for point in alone.points], rel=1e-5)

@@ -1,0 +1,109 @@
+"""`init_`, `condition_`, training, `ConditionTracker`, `folded` and `fold_`: two processes do what one does."""
+
+import math
+
+import pytest
+import torch
+
+import wellcond as wc
+from distributed.models import WRAPPERS, build, gather, loss_of, probe_of
+from distributed.processes import rank, run_on_two
+
+METHODS = {
+    "balanced": {},
+    "identity": {"lam": 0.5},
+    "polar": {"frozen": True},
+    "polar of the whole matrix": {"layout": "joint"},
+}
+QUICK = [
+    ("vit", "ddp", "balanced", "after"),
+    ("vit", "fsdp", "balanced", "before"),
+    ("gpt2", "fsdp", "polar", "after"),
+    ("torch", "fsdp of attention", "balanced", "after"),
+    ("llama", "tp", "balanced", "before"),
+    ("llama", "tp", "identity", "after"),
+    ("llama", "tp", "polar of the whole matrix", "after"),
+    ("llama", "fsdp over tp", "balanced", "after"),
+]
+SPREAD = [("vit", "ddp"), ("llama", "ddp"), ("vit", "fsdp"), ("gpt2", "fsdp"), ("llama", "fsdp"), ("torch", "fsdp"),
+          ("torch", "fsdp of attention"), ("llama", "tp"), ("llama", "fsdp over tp")]  # fmt: skip
+REST = [
+    case
+    for model, wrapper in SPREAD
+    for method in METHODS
+    for order in ("before", "after")
+    if (case := (model, wrapper, method, order)) not in QUICK
+]
+
+
+def story(name, wrapper, method, order):
+    """A training run from initialisation to the folded model; conditioned before or after it is spread."""
+    model, wrap = build(name), WRAPPERS[wrapper]
+    if order == "after":
+        model = wrap(model)
+    wc.init_(model, "conditioned", generator=torch.Generator().manual_seed(5))
+    wc.condition_(model, method.partition(" ")[0], **METHODS[method])
+    if order == "before":
+        model = wrap(model)
+    seen = {"started": gather(model)}
+    tracker = wc.ConditionTracker(model, probe_of(model), every=2, budget=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    # Under tensor parallelism both processes work on the same samples, else on a half each.
+    half = slice(2 * rank(), 2 * rank() + 2) if wrapper in ("ddp", "fsdp", "fsdp of attention") else slice(None)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(model, half).backward()
+        optimizer.step()
+        tracker.step()
+    seen["trained"] = gather(model)
+    with wc.folded(model):
+        seen["folded for a while"] = gather(model)
+    seen["not folded any more"] = gather(model)
+    loss = loss_of(model).item()
+    wc.fold_(model)
+    assert loss_of(model).item() == pytest.approx(loss, rel=1e-4)
+    seen["folded"] = gather(model)
+    points = [{k: v for k, v in point.to_dict().items() if k != "seconds"} for point in tracker.points]
+    return {"states": seen, "points": points, "loss": loss}
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    return run_on_two(tmp_path_factory.mktemp("two"), story, QUICK)
+
+
+@pytest.fixture(scope="module")
+def rest(tmp_path_factory):
+    return run_on_two(tmp_path_factory.mktemp("two"), story, REST)
+
+
+@pytest.mark.filterwarnings("ignore::wellcond.NumericalWarning")
+@pytest.mark.parametrize("case", QUICK, ids=", ".join)
+def test_two_processes_do_what_one_does(case, quick):
+    assert_same(quick[case], story(case[0], "alone", *case[2:]))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::wellcond.NumericalWarning")
+@pytest.mark.parametrize("case", REST, ids=", ".join)
+def test_every_model_method_and_order(case, rest):
+    assert_same(rest[case], story(case[0], "alone", *case[2:]))
+
+
+def assert_same(two, one):
+    assert not isinstance(two, str), two
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
+    for when, state in one["states"].items():
+        assert list(two["states"][when]) == list(state), when
+        for name, value in state.items():
+            tolerance = 1e-6 if when == "started" else 2e-4
+            difference = (two["states"][when][name].double() - value.double()).abs().max()
+            assert difference < tolerance, (when, name)
+    assert not any("wellcond" in name for name in two["states"]["folded"])
+    assert len(two["points"]) == len(one["points"]) > 0
+    for ours, theirs in zip(two["points"], one["points"], strict=True):
+        for name, value in theirs.items():
+            if isinstance(value, float) and math.isfinite(value):
+                assert ours[name] == pytest.approx(value, rel=0.02, abs=1e-6), name
+            else:
+                assert ours[name] == value or value != value, name
