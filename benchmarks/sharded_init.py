@@ -48,7 +48,8 @@ def work(rank, store, sizes, method):
         torch.distributed.barrier()
         if turn == rank:
             print(
-                f"process {rank}: {total / 4e9:.2f} billion parameters, {total / 1e9:.2f} GB, own part {own / 1e9:.2f} GB;",
+                f"process {rank}: {total / 4e9:.2f} billion parameters, {total / 1e9:.2f} GB,",
+                f"own part {own / 1e9:.2f} GB;",
                 f"peak before init_ {loaded / 1e9:.2f} GB, after {used / 1e9:.2f} GB,",
                 f"{used / own:.2f} of the own part, {used / total:.2f} of the whole;",
                 f"built in {built:.0f} s, init_ took {seconds:.0f} s",

@@ -1,4 +1,4 @@
-"""Blocks of the documents: Python and `bash` run, recipes are valid, listed commands exist with their options."""
+"""Blocks of the documents: Python and `bash` run, recipes are valid, listed commands exist (`test_listed_commands` runs them)."""
 
 import inspect
 import re

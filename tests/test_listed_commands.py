@@ -1,0 +1,94 @@
+"""The commands that the documents list are executed too, cut short: scale tiny, two steps, one seed, two methods."""
+
+import shutil
+
+import pytest
+from datasets import Dataset
+from PIL import Image
+from safetensors.torch import save_model
+
+import wellcond as wc
+from detection.coco_sets import ROOT as DATA
+from test_documents import ROOT, blocks_of, commands_in, with_blocks
+from wellcond.cli.commands import app
+from wellcond.experiments.load_recipe import load_recipe
+from wellcond.experiments.methods import split_top_level
+from wellcond.experiments.models import build_model
+
+SHORT = ("training.length={steps: 2}", "evaluation.every={steps: 2}", "tracking={jacobian_points: 0}",
+         "schedule={name: constant}")  # fmt: skip
+# It needs all of COCO. Nor do the encoders of classification and detection have the same sizes at scale tiny.
+ONLY_AT_FULL_SIZE = ("coco-xcit-s12",)
+
+
+def option(arguments, name, value=None):
+    """Arguments with an option set to a value, or without it."""
+    at = [number for number, word in enumerate(arguments) if word == name]
+    kept = [word for number, word in enumerate(arguments) if not any(number in (a, a + 1) for a in at)]
+    return kept if value is None else [*kept, name, value]
+
+
+def cut_short(arguments):
+    """The same command, small; None where it has no small form."""
+    verb = arguments[0]
+    arguments = [word.replace("-small/", "-tiny/").replace("/imagenet", "imagenet") for word in arguments]
+    if verb in ("train", "compare"):
+        recipe = arguments[arguments.index("--recipe") + 1] if verb == "compare" else arguments[1]
+        if recipe in ONLY_AT_FULL_SIZE or any(word.startswith("model.encoder=") for word in arguments):
+            return None
+        if verb == "compare":
+            methods = "default,conditioned"
+            if "--methods" in arguments:
+                methods = ",".join(split_top_level(arguments[arguments.index("--methods") + 1], ",")[:2])
+            arguments = option(option(arguments, "--methods", methods), "--seeds", "1") + ["--jobs", "1"]
+        scale = [] if recipe.endswith(".yaml") else ["--scale", "tiny"]
+        if "--data" not in arguments and not recipe.endswith(".yaml"):
+            load_recipe(recipe, scale="tiny")
+        short = [part for setting in SHORT for part in ("--set", setting)]
+        return [*option(arguments, "--scale"), *scale, "--cpu", *short]
+    if verb == "glue":
+        return [*arguments, "--limit", "40", "--cpu", "--jobs", "1", "--set", "training.length={steps: 2}"]
+    if verb == "reproduce" and not {"--list", "--dry-run", "--records"} & set(arguments):
+        if "paper" in arguments:
+            return [*arguments, "--dry-run"]
+        short = [part for setting in SHORT[:3] for part in ("--set", setting)]
+        return [*arguments, "--seeds", "1", "--methods", "conditioned", "--jobs", "1", "--cpu", *short]
+    return arguments
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch):
+    """A folder with the files that the documents speak of."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WELLCOND_DATA", str(DATA.resolve()))
+    shutil.copytree(ROOT / "results", "results")
+    shutil.copy(ROOT / "src/wellcond/experiments/recipes/tiny/digits.yaml", "recipe.yaml")
+    rows = {"review": [f"a {word} film" for word in ("fine", "dull") * 60], "positive": [1, 0] * 60}
+    Dataset.from_dict(rows).to_parquet("reviews.parquet")
+    for place in ("train/a", "train/b", "val/a", "val/b"):
+        (tmp_path / "imagenet" / place).mkdir(parents=True)
+        Image.new("RGB", (32, 32)).save(tmp_path / "imagenet" / place / "1.png")
+    return tmp_path
+
+
+def make_weights(arguments):
+    """The file that a command reads, of the model that it names."""
+    if arguments[0] not in ("init", "fold"):
+        return
+    model = build_model(arguments[1])
+    if arguments[0] == "fold":
+        wc.condition_(model, "balanced")
+    save_model(model, arguments[arguments.index("--weights") + 1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not DATA.is_dir(), reason="the mirror of the data sets is neither in WELLCOND_DATA nor beside us")
+@pytest.mark.filterwarnings("ignore::wellcond.NumericalWarning")
+@pytest.mark.parametrize("path", with_blocks(""))
+def test_listed_commands_run(path, desk):
+    commands = [arguments for block in blocks_of(path, "") for arguments in commands_in(block)]
+    for arguments in filter(None, map(cut_short, commands)):
+        make_weights(arguments)
+        with pytest.raises(SystemExit) as end:
+            app(arguments)
+        assert not end.value.code, arguments
