@@ -1,4 +1,4 @@
-"""Blocks of the documents: Python and `bash` run, recipes are valid, listed commands exist (`test_listed_commands` runs them)."""
+"""Python and `bash` blocks of the documents run, recipes are valid, listed commands exist (and are run elsewhere)."""
 
 import inspect
 import re
