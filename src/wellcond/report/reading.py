@@ -9,7 +9,7 @@ from wellcond.report.formats import show_interval, show_mean, show_p
 from wellcond.report.match import show_match
 from wellcond.report.provenance import session_differences
 from wellcond.report.statistics import FEWEST_SEEDS, PairedDifference, method_kind
-from wellcond.report.values import number, show
+from wellcond.report.values import number, show, show_seeds
 
 SIGNIFICANT = 0.05
 SMALL_GRADIENT = 0.01
@@ -47,7 +47,7 @@ def _winner(analysis: Analysis) -> list[str]:
 
     def told(method: str) -> str:
         summary = analysis.summaries[method]
-        seeds = "1 seed" if summary.count == 1 else f"{summary.count} seeds"
+        seeds = show_seeds(summary.count)
         unit = " %" if metric.percent else ""
         return f"{method} ({show_mean(summary.mean, summary.std, metric)}{unit}, {seeds})"
 
@@ -76,7 +76,7 @@ def describe_difference(difference: PairedDifference, analysis: Analysis) -> str
     way = "better than" if difference.mean > 0 else "worse than" if difference.mean < 0 else "equal to"
     start = f"{difference.method} is {f'{size} ' if difference.mean else ''}{way} {difference.baseline}"
     if difference.interval is None:
-        pairs = "1 seed" if difference.count == 1 else f"{difference.count} seeds"
+        pairs = show_seeds(difference.count)
         return f"{start} ({pairs}, not tested)."
     if difference.without_spread:
         return f"{start} in every one of {difference.count} seeds alike, so a t test is not defined."

@@ -133,3 +133,13 @@ def head_views(data: dict[str, Any]) -> list[HeadView]:
 def layer_name(layer: dict[str, Any]) -> str:
     """Its name; the model itself has none."""
     return str(layer.get("name") or "(model)")
+
+
+def show_seeds(count: int) -> str:
+    """How many seeds there are.
+
+    Example:
+        >>> show_seeds(1), show_seeds(3)
+        ('1 seed', '3 seeds')
+    """
+    return "1 seed" if count == 1 else f"{count} seeds"

@@ -19,6 +19,7 @@ from wellcond.report.formats import show_interval, show_p
 from wellcond.report.glue import SHOWN, find_differences
 from wellcond.report.run_record import Metric
 from wellcond.report.statistics import PairedDifference, compare_paired, correct
+from wellcond.report.values import show_seeds
 from wellcond.reproduce.claim_computations import computed
 from wellcond.reproduce.claim_measurements import (
     count_above,
@@ -134,7 +135,7 @@ def _difference(rule: Rule, analysis: Analysis) -> tuple[PairedDifference | None
 
 
 def _decide(difference: PairedDifference, metric: Metric, expected: float | None, words: str) -> Verdict:
-    seeds = f"{difference.count} seed{'s' * (difference.count > 1)}"
+    seeds = show_seeds(difference.count)
     shown = f"{metric.show(difference.mean, sign=True)}{metric.unit or f' {metric.name}'}"
     if difference.without_spread and difference.mean:
         return Verdict(word=NOT_TESTABLE, evidence=f"{shown} with each of {seeds}, so that t is not defined{words}")
@@ -222,7 +223,7 @@ def _best(rule: Rule, analysis: Analysis, table: str) -> Verdict:
         if name not in rule.best
     )  # fmt: skip
     if any(rival.p_holm is None for rival in rivals):
-        return Verdict(word=NOT_TESTABLE, evidence=f"{values}: {count} seed{'s' * (count > 1)}, which is too few")
+        return Verdict(word=NOT_TESTABLE, evidence=f"{values}: {show_seeds(count)}, which is too few")
     if all(rival.mean > 0 and (rival.p_holm or 0) < SIGNIFICANT for rival in rivals):
         return Verdict(word=REPRODUCED, evidence=values)
     if any(rival.mean < 0 and (rival.p_holm or 0) < SIGNIFICANT for rival in rivals):

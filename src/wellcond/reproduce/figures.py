@@ -13,7 +13,7 @@ from wellcond.report.match import show_match
 from wellcond.report.series import BUDGET, MEAN, Curve, Figure, Panel, Row, curve_rows, with_points
 from wellcond.report.table import Table
 from wellcond.report.training_figures import curves_of
-from wellcond.report.values import MISSING, show
+from wellcond.report.values import MISSING, show, show_seeds
 from wellcond.reproduce.catalogue_files import Entry, PanelSettings
 from wellcond.reproduce.collect import Collection, StoredStudy
 from wellcond.reproduce.paper_numbers import PaperPart, paper_tables
@@ -154,7 +154,7 @@ def figure_table(id: str, entry: Entry, records: Collection, notes: list[str]) -
             curve = [row for row in means if row.series == name]
             seeds = {row.seed for row in made[1] if row.series == name and row.seed.isdigit()}
             ends = (show(curve[0].value), show(curve[-1].value)) if curve else (MISSING, MISSING)
-            rows.append((settings.title, Y_LABELS[settings.quantity], name, *ends, f"{len(seeds)} seeds", MISSING))
+            rows.append((settings.title, Y_LABELS[settings.quantity], name, *ends, show_seeds(len(seeds)), MISSING))
     header = ("panel", "quantity", "series", "start, or when matched", "end, or saving", "runs", "paper")
     return Table(id.lower(), f"{id}: {entry.title}", header, tuple(rows), tuple(notes), frozenset({0, 1, 2, 5, 6}))
 
@@ -177,6 +177,6 @@ def _match_table_rows(
             name,
             matching.show(unit),
             MISSING if math.isnan(saving) else f"saves {saving:.0%}",
-            f"{len(matching.by_seed)} seeds, mean curve {show_match(matching.of_means, unit)}",
+            f"{show_seeds(len(matching.by_seed))}, mean curve {show_match(matching.of_means, unit)}",
             printed or MISSING,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from wellcond.report.values import show_seeds
 from wellcond.reproduce.catalogue_files import Entry, studies
 from wellcond.reproduce.collect import Collection, StoredStudy
 
@@ -31,7 +32,7 @@ def _facts(name: str, stored: StoredStudy) -> Iterator[str]:
     )
     yield f"{progress.get('num_steps', '?')} updates, {float(progress.get('num_epochs') or 0):.3g} epochs"
     count = len(stored.comparison.seeds)
-    yield f"{count} seed{'s' * (count > 1)}"
+    yield show_seeds(count)
     settings = studies()[name].at(stored.comparison.scale)
     if settings is not None and settings.note:
         yield settings.note
