@@ -28,6 +28,7 @@ ALLOWED = {
     "tracking": BASE | {"linalg", "attention", "jacobian", "measurement", "sharded_measurement"},
     "report": BASE,
     "experiments": BASE | {"linalg", "attention", "init", "conditioning", "jacobian", "measurement", "tracking"},
+    "integrations": BASE | {"attention", "init", "conditioning", "tracking", "experiments"},
     "reproduce": BASE | {"experiments", "report", "theory"},
 }
 EXTRAS = [
@@ -46,6 +47,9 @@ EXTRAS = [
     "yaml",
     "plotly",
     "matplotlib",
+    "lightning",
+    "pytorch_lightning",
+    "peft",
 ]
 
 

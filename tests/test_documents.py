@@ -24,7 +24,7 @@ DOCS = ROOT / "docs"
 DOCUMENTS = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!http)([^)#\s]*)(?:#([^)\s]+))?\)")
-NEEDS = {"training/lightning.md": "lightning"}  # no dependency of ours
+NEEDS = {"training/lightning.md": "lightning", "training/peft.md": "peft"}  # no dependencies of ours
 
 
 def name_of(path):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from wellcond.attention.find import find_attention
+from wellcond.attention.peft_adapters import refuse_adapters
 from wellcond.attention.site import CORRECTIONS_ATTRIBUTE, AttentionSite, Slot
 from wellcond.errors import ConditioningError, WeightError, check_choice
 
@@ -53,8 +54,9 @@ def check_writable(model: nn.Module, sites: Iterable[AttentionSite], projections
     """
     chosen = [(site, role, site.slots[role]) for site in sites for role in projections if role in site.slots]
     for site, role, slot in chosen:
-        parameter = slot.parameter
         where = f"{site.name or 'the model itself'} ({role})"
+        refuse_adapters(slot.owner, where)
+        parameter = slot.parameter
         if is_corrected(slot):
             raise ConditioningError(f"{where} is already conditioned; call wellcond.fold_(model) before {verb}")
         if parameter.device.type == "meta":

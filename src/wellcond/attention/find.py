@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from wellcond.attention.peft_adapters import refuse_adapters
 from wellcond.attention.registry import Place, find_adapter, find_base_adapter, registered_families
 from wellcond.attention.site import AttentionSite
 from wellcond.attention.structure import describe_by_structure
-from wellcond.errors import AttentionNotFoundError, UnsupportedLayoutError
+from wellcond.errors import AttentionNotFoundError, UnsupportedLayoutError, WeightError
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ def find_attention(model: nn.Module, *, strict: bool = True) -> list[AttentionSi
     Raises:
         AttentionNotFoundError: nothing was recognised.
         UnsupportedLayoutError: something was recognised whose layout cannot be known (the first such module).
+        WeightError: adapters of PEFT hide where the weights are.
 
     Example:
         >>> from torch import nn
@@ -70,8 +72,13 @@ def find_attention(model: nn.Module, *, strict: bool = True) -> list[AttentionSi
         >>> site.q.read().shape
         torch.Size([2, 4, 8])
     """
-    scan = scan_attention(model)
+    try:
+        scan = scan_attention(model)
+    except WeightError:
+        refuse_adapters(model, "this model")
+        raise
     if scan.refusals and (strict or not scan.sites):
+        refuse_adapters(model, scan.refusals[0].name)
         raise scan.refusals[0]
     if not scan.sites:
         raise AttentionNotFoundError((type(m).__name__ for m in model.modules()), registered_families())

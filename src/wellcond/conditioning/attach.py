@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from wellcond.attention.shards import is_distributed
 from wellcond.attention.site import CORRECTIONS_ATTRIBUTE
 from wellcond.conditioning.corrections import Correction
+from wellcond.conditioning.peft_guard import refuse_lost_writes
 from wellcond.errors import ConditioningError
 
 
@@ -83,6 +84,7 @@ def _make_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
 
     members: dict[str, Any] = {name: effective_weight(name) for name in names}
     members |= {name: refuse_reset for name in ("reset_parameters", "_reset_parameters") if hasattr(base, name)}
+    members["base_layer"] = property(refuse_lost_writes)
     extra = {"_wellcond_plain_class": base, "__reduce_ex__": reduce, "__module__": base.__module__}
     return type(f"Conditioned{base.__name__}", (base,), {**members, **extra})
 

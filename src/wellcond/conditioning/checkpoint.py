@@ -10,6 +10,8 @@ tells its user what to do. Its value is the settings as JSON.
 | raw, marked | same conditioning | resumes |
 | raw, marked | other conditioning | CheckpointMismatchError, nothing loaded |
 | raw, marked | plain model | torch's error; the unexpected key is the line to run |
+| effective, with raw beside | plain model | effective weights; the rest are unexpected keys |
+| effective, with raw beside | conditioned model | as raw, marked |
 | plain | conditioned model | weights are taken as raw (as if loaded first, then conditioned); CheckpointWarning |
 """
 
@@ -28,6 +30,7 @@ from wellcond.conditioning.corrections import FrozenCorrection
 from wellcond.errors import CheckpointMismatchError, CheckpointWarning, WeightError
 
 PREFIX = "wellcond: "
+RESUME = "wellcond, only to resume training: "  # see `wellcond.conditioning.effective_state`
 ATTRIBUTE = "_wellcond_marker"
 SETTINGS = "_wellcond_settings"
 
@@ -95,6 +98,8 @@ def check_incoming(
     assert own is not None
     own_marker = module._buffers[own]
     assert own_marker is not None
+    for key in [key for key in state_dict if key.startswith(prefix + RESUME)]:
+        state_dict[prefix + key.removeprefix(prefix + RESUME)] = state_dict.pop(key)
     found = find_markers(state_dict, prefix)
     for key in found:
         ours = settings_of(module)

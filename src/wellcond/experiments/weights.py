@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from wellcond.conditioning.checkpoint import find_markers, read_settings
+from wellcond.conditioning.checkpoint import RESUME, find_markers, read_settings
 from wellcond.errors import MissingExtraError, WeightError
 
 
@@ -22,10 +22,14 @@ def _safetensors():
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """Tensors of a checkpoint file.
+    """Tensors of a checkpoint file; without what lies beside effective weights to resume from.
 
     Raises: WeightError if it is missing, damaged, or holds anything but tensors.
     """
+    return {key: value for key, value in _read_tensors(path).items() if RESUME not in key}
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise WeightError(f"no such weights file: {path}")
     if path.suffix == ".safetensors":

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from wellcond.attention.layout import head_rows
-from wellcond.attention.site import AttentionSite, Slot
+from wellcond.attention.site import CORRECTIONS_ATTRIBUTE, AttentionSite, Slot
 from wellcond.errors import UnsupportedLayoutError
 from wellcond.jacobian.capture_watch import SiteCall, copy_argument, first_tensor, plain_kernels
 
@@ -191,8 +191,7 @@ def _fold(module: nn.Module) -> None:
     plain = getattr(type(module), "_wellcond_plain_class", None)
     if plain is None:
         return
-    names = [name for name, member in vars(type(module)).items() if isinstance(member, property)]
-    effective = {name: getattr(module, name).detach().clone() for name in names}
+    effective = {name: getattr(module, name).detach().clone() for name in vars(module)[CORRECTIONS_ATTRIBUTE]}
     module.__class__ = plain
     for name, value in effective.items():
         module._parameters[name] = nn.Parameter(value)

@@ -1,0 +1,66 @@
+"""A checkpoint that every plain model can read, and from which the conditioned one can still resume.
+
+The plain keys hold the effective weights W + C. The raw W, the marker and frozen corrections, which training resumes
+from, lie beside them under names that no plain model knows. A conditioned model puts them back when it loads.
+
+| state dict | `blocks.0.qkv.weight` | `wellcond, only to resume training: blocks.0.qkv.weight` |
+|---|---|---|
+| of a conditioned model | W | absent |
+| this one | W + C | W |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from wellcond.conditioning.attach import corrections_of
+from wellcond.conditioning.checkpoint import RESUME, marker_of
+from wellcond.conditioning.corrections import FrozenCorrection
+
+
+@torch.no_grad()
+def split_state(
+    model: nn.Module, state: Mapping[str, Tensor] | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The plain state dict with the effective weights, and what it takes to resume from it.
+
+    Args:
+        model: a model that is conditioned, as a whole or in parts; of a plain one, the second dict is empty.
+        state: its state dict, if it was gathered already.
+
+    Example:
+        >>> from wellcond import condition_
+        >>> model = condition_(nn.MultiheadAttention(8, 2), "polar")
+        >>> plain, resume = split_state(model)
+        >>> torch.equal(plain["in_proj_weight"], model.in_proj_weight)
+        True
+        >>> torch.equal(resume[RESUME + "in_proj_weight"], model.state_dict()["in_proj_weight"])
+        True
+    """
+    plain = dict(model.state_dict() if state is None else state)
+    resume: dict[str, Tensor] = {}
+    for root_name, root in model.named_modules():
+        marker = marker_of(root)
+        if marker is None:
+            continue
+        prefix = f"{root_name}." if root_name else ""
+        resume[prefix + RESUME + marker] = plain.pop(prefix + marker)
+        effective: dict[tuple[int, str], Tensor] = {}
+        for module_name, module in root.named_modules(remove_duplicate=False):
+            path = f"{module_name}." if module_name else ""
+            for name, correction in corrections_of(module).items():
+                if prefix + path + name not in plain:
+                    continue  # a shared weight that was stored under another name
+                raw = plain[prefix + path + name]
+                resume[prefix + RESUME + path + name] = raw
+                if isinstance(correction, FrozenCorrection):
+                    frozen = plain.pop(prefix + path + correction.buffer_name)
+                    resume[prefix + RESUME + path + correction.buffer_name] = frozen
+                    effective.setdefault((id(module), name), raw + frozen)
+                elif (id(module), name) not in effective:
+                    effective[id(module), name] = correction.effective(module, raw)
+                plain[prefix + path + name] = effective[id(module), name]
+    return plain, resume

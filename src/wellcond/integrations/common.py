@@ -1,0 +1,126 @@
+"""What the callbacks of every training loop share: preparing a model, finding a batch to probe with, summing up."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from wellcond.conditioning.apply import condition_, make_method
+from wellcond.conditioning.checkpoint import settings_of
+from wellcond.errors import UnknownChoiceError, check_choice
+from wellcond.init.apply import check_options, init_
+from wellcond.init.plan import METHODS as INITIALISATIONS
+from wellcond.tracking import ConditionTracker
+
+Choice = str | Mapping[str, Any]
+
+
+def read_choice(what: str, choice: Choice) -> tuple[str, dict[str, Any]]:
+    """Method and options of ``"balanced"`` or ``{"method": "balanced", "target": 3.0}``.
+
+    Raises: ValueError if it is neither.
+    """
+    if isinstance(choice, str):
+        return choice, {}
+    if not isinstance(choice, Mapping) or not isinstance(choice.get("method"), str):
+        raise ValueError(f"{what}: expected the name of a method or {{'method': name, ...options}}, got {choice!r}")
+    return choice["method"], {key: value for key, value in choice.items() if key != "method"}
+
+
+def check_choices(init: Choice | None, condition: Choice | None) -> None:
+    """Raise what `init_` and `condition_` would raise about methods and options, before there is a model."""
+    if init is not None:
+        method, options = read_choice("init", init)
+        check_choice("initialisation method", method, sorted(INITIALISATIONS))
+        check_options(method, {key: value for key, value in options.items() if key not in ("sites", "generator")})
+    if condition is not None:
+        method, options = read_choice("condition", condition)
+        make_method(method, {k: v for k, v in options.items() if k not in ("sites", "projections", "num_tokens")})
+
+
+def apply_choices(model: nn.Module, init: Choice | None, condition: Choice | None) -> nn.Module:
+    """Initialise, then condition, in place.
+
+    Raises: as `init_` and `condition_`; whatever can be checked is checked before the model is touched.
+    """
+    check_choices(init, condition)
+    if init is not None:
+        method, options = read_choice("init", init)
+        init_(model, method, **options)
+    if condition is not None:
+        method, options = read_choice("condition", condition)
+        condition_(model, method, **options)
+    return model
+
+
+def conditionings(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Settings of every conditioned part of a model by its name, which is empty for the model itself."""
+    found = ((name, settings_of(module)) for name, module in model.named_modules())
+    return {name: settings for name, settings in found if settings is not None}
+
+
+def check_tracking_options(options: Mapping[str, Any]) -> None:
+    """Raise UnknownChoiceError for an option that `ConditionTracker` does not have."""
+    known = [name for name in inspect.signature(ConditionTracker).parameters if name not in NOT_OPTIONS]
+    for name in options:
+        if name not in known:
+            raise UnknownChoiceError("option of ConditionTracker", name, known)
+
+
+NOT_OPTIONS = ("model", "batch", "first_step", "clock")
+
+
+@contextlib.contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Whatever is drawn inside, from Python, NumPy or torch, is as if it had not been drawn."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def first_samples(loader: Any, count: int) -> Any:
+    """The first samples of a loader's data set, collated. Neither its sampler nor any random number is used up.
+
+    Raises: ValueError if the data set has no samples by number.
+    """
+    dataset: Any = getattr(loader, "dataset", None)
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise ValueError(
+            "batch: expected one to measure with, since the training data cannot be read by sample number "
+            f"(found {type(dataset).__name__}); give batch=..., what the model is called with"
+        )
+    with random_numbers_kept():
+        return loader.collate_fn([dataset[i] for i in range(min(count, len(dataset)))])
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """A batch with its tensors on a device; other values, which a probe does not need, are left out of mappings."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: on_device(value, device) for key, value in batch.items() if isinstance(value, torch.Tensor)}
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(on_device(value, device) for value in batch)
+    return batch
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Of positive numbers; 0 if one is 0.
+
+    Example:
+        >>> round(geometric_mean([1.0, 100.0]), 6)
+        10.0
+    """
+    return math.exp(math.fsum(map(math.log, values)) / len(values)) if all(v > 0 for v in values) else 0.0

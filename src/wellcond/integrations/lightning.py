@@ -1,0 +1,214 @@
+"""Lightning: a callback that prepares the module, measures it, and keeps its checkpoints plain.
+
+Trainer(callbacks=[WellcondCallback(init="conditioned", condition="balanced", network="model")])
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from wellcond.attention.checks import is_conditioned
+from wellcond.conditioning.apply import folded
+from wellcond.conditioning.effective_state import split_state
+from wellcond.errors import CheckpointMismatchError, MissingExtraError
+from wellcond.experiments.weights import save_weights
+from wellcond.integrations.common import (
+    Choice,
+    apply_choices,
+    check_choices,
+    check_tracking_options,
+    conditionings,
+    first_samples,
+    on_device,
+)
+from wellcond.integrations.watch import Watch
+from wellcond.tracking import TrackPoint
+
+try:
+    import lightning.pytorch as pl
+except ImportError:
+    try:
+        import pytorch_lightning as pl  # type: ignore[no-redef]
+    except ImportError as error:
+        raise MissingExtraError("lightning", "lightning") from error
+
+KEY = "wellcond"  # our entry in a checkpoint
+PREPARED = "_wellcond_prepared"
+
+
+class WellcondCallback(pl.Callback):
+    """Initialises and conditions the attention of a LightningModule, measures it while it trains, and logs.
+
+    `fit` prepares the network once, before the optimiser is made and before ``ckpt_path`` is loaded. Checkpoints hold
+    effective weights: `load_from_checkpoint` gives a plain module that computes the same. The raw weights lie beside,
+    and ``fit(ckpt_path=...)`` with this callback goes on from them. Summaries go to every logger of the trainer, and
+    each head at each step is a line of ``wellcond.jsonl`` in the log folder. Measuring does not change the training.
+
+    Args:
+        init: a method of `init_`, or ``{"method": ..., **options}``. Leave it out for weights that were loaded.
+        condition: a method of `condition_`, or ``{"method": ..., **options}``.
+        network: name of the attribute with the network, such as ``"model"``; the LightningModule itself by default,
+            which then needs a `forward` to be measured.
+        batch: what the network is called with to measure it, kept for the whole run; by default the first samples of
+            the training data, of which the first part if they are a sequence, all but labels if they are a dictionary.
+        measure: False not to measure.
+        per_layer: summaries of each layer as well as of the network.
+        export: file named ``.safetensors`` to which the effective weights of the network are written at the end.
+        **options: of `ConditionTracker`: `every`, `weights_every`, `budget`, `samples`, `heads`, ...
+
+    Raises:
+        UnknownChoiceError, ValueError: a method or an option that does not exist.
+        CheckpointMismatchError: when training resumes from a checkpoint of another conditioning.
+    """
+
+    def __init__(
+        self,
+        *,
+        init: Choice | None = None,
+        condition: Choice | None = None,
+        network: str = "",
+        batch: Any = None,
+        measure: bool = True,
+        per_layer: bool = False,
+        export: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        """Check the choices and options."""
+        check_choices(init, condition)
+        check_tracking_options(options)
+        if export is not None and Path(export).suffix != ".safetensors":
+            raise ValueError(f"export: expected a file named *.safetensors, got {str(export)!r}")
+        self.init, self.condition, self.network, self.batch = init, condition, network, batch
+        self.measure, self.per_layer, self.export, self.options = measure, per_layer, export, options
+        self.watch: Watch | None = None
+        self._latest: dict[tuple[str, int], dict[str, float]] = {}
+
+    @property
+    def points(self) -> list[TrackPoint]:
+        """Everything measured since training began or resumed."""
+        return [] if self.watch is None else self.watch.tracker.points
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Prepare the network, once, and let its checkpoints hold effective weights."""
+        if stage != "fit":
+            return
+        if PREPARED not in pl_module.__dict__:
+            apply_choices(self._network(pl_module), self.init, self.condition)
+            pl_module.__dict__[PREPARED] = True
+            # Instance attributes, because Lightning asks the module, not callbacks, before weights are loaded, and
+            # only the module where weights alone are saved.
+            for hook, ours in (("on_save_checkpoint", _save_effective), ("on_load_checkpoint", _load_raw)):
+                pl_module.__dict__[hook] = functools.partial(ours, pl_module)
+
+    def _network(self, pl_module: nn.Module) -> nn.Module:
+        try:
+            return pl_module.get_submodule(self.network)
+        except AttributeError as error:
+            parts = ", ".join(repr(name) for name, _ in pl_module.named_children()) or "none"
+            raise ValueError(f"network: expected a part of the module ({parts}), got {self.network!r}") from error
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Measure step 0, or go on where a checkpoint was written."""
+        if not self.measure:
+            return
+        folder = trainer.log_dir or trainer.default_root_dir
+        self.watch = Watch(
+            self._network(pl_module),
+            self._probe(trainer, pl_module),
+            file=Path(folder, "wellcond.jsonl") if trainer.is_global_zero else None,
+            per_layer=self.per_layer,
+            first_step=trainer.global_step,
+            **self.options,
+        )
+        self.watch.latest = self._latest | self.watch.latest
+        self._log(trainer)
+
+    def _probe(self, trainer: Any, pl_module: Any) -> Any:
+        if self.batch is not None:
+            return on_device(self.batch, pl_module.device)
+        loader = trainer.train_dataloader
+        if loader is None or not hasattr(loader, "collate_fn"):
+            raise ValueError(
+                f"batch: expected one to measure with, since the training data are {type(loader).__name__}; give "
+                "batch=..., what the network is called with"
+            )
+        found = first_samples(loader, self.options.get("samples", 1))
+        if isinstance(found, Mapping):
+            found = {name: value for name, value in found.items() if name not in ("labels", "label", "label_ids")}
+        elif isinstance(found, Sequence):
+            found = found[0]
+        return on_device(found, pl_module.device)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Measure what is due after a step of the optimiser."""
+        if self.watch is None or trainer.global_step == self.watch.tracker.num_steps:
+            return  # gradients are still being accumulated
+        self.watch.step()
+        if trainer.global_step % trainer.log_every_n_steps == 0 or self.options.get("every", "auto") != "auto":
+            self._log(trainer)
+
+    def _log(self, trainer: Any) -> None:
+        assert self.watch is not None
+        numbers = self.watch.new_summary()
+        if numbers:
+            for logger in trainer.loggers:
+                logger.log_metrics(numbers, step=trainer.global_step)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log what is left, and export."""
+        if self.watch is not None:
+            self._log(trainer)
+        if self.export is not None and trainer.is_global_zero:
+            export(pl_module, self.export, network=self.network)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The latest numbers of every head, so that summaries after resuming are of all heads."""
+        latest = self._latest if self.watch is None else self.watch.latest
+        return {"latest": [[layer, head, numbers] for (layer, head), numbers in latest.items()]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self._latest = {(layer, head): numbers for layer, head, numbers in state_dict["latest"]}
+
+
+def export(pl_module: nn.Module, path: str | os.PathLike[str], *, network: str = "") -> None:
+    """Write the effective weights of a network as safetensors, under the network's own names; it goes on as it is.
+
+    Raises: WeightError if the file cannot be written there.
+    """
+    part = pl_module.get_submodule(network)
+    if not is_conditioned(part):
+        save_weights(part, Path(path), overwrite=True)
+        return
+    with folded(pl_module):
+        save_weights(part, Path(path), overwrite=True)
+
+
+def _save_effective(pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    type(pl_module).on_save_checkpoint(pl_module, checkpoint)
+    if is_conditioned(pl_module):
+        effective, resume = split_state(pl_module, checkpoint["state_dict"])
+        checkpoint["state_dict"] = effective
+        checkpoint[KEY] = {"conditioning": conditionings(pl_module), "resume": resume}
+
+
+def _load_raw(pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    saved = checkpoint.get(KEY)  # None: written without this callback, and checked by the conditioned model itself
+    now = conditionings(pl_module)
+    if saved is not None and saved["conditioning"] != now:
+        raise CheckpointMismatchError(
+            "the checkpoint was written under another conditioning; nothing was loaded.\n"
+            f"  expected (the checkpoint): {saved['conditioning']}\n"
+            f"  got (this module):         {now or 'a plain model'}\n"
+            "  Give WellcondCallback the condition of the first run. To go on from the effective weights alone, load "
+            "them with load_from_checkpoint and fit without ckpt_path."
+        )
+    if saved is not None:
+        checkpoint["state_dict"] = {**checkpoint["state_dict"], **saved["resume"]}
+    type(pl_module).on_load_checkpoint(pl_module, checkpoint)

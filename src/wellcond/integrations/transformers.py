@@ -1,0 +1,241 @@
+"""Hugging Face's Trainer: `prepare` a model, let `WellcondCallback` measure it, `export` it.
+
+model = prepare(model, init="conditioned", condition="balanced")
+trainer = Trainer(model, ...)
+WellcondCallback(every=500).add_to(trainer)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from wellcond.attention.checks import is_conditioned
+from wellcond.attention.wrappers import unwrap
+from wellcond.conditioning.apply import folded
+from wellcond.conditioning.effective_state import split_state
+from wellcond.errors import CheckpointMismatchError, MissingExtraError
+from wellcond.integrations.common import (
+    Choice,
+    apply_choices,
+    check_tracking_options,
+    conditionings,
+    first_samples,
+    on_device,
+)
+from wellcond.integrations.watch import Watch
+from wellcond.tracking import TrackPoint
+
+try:
+    from transformers import PreTrainedModel, Trainer, TrainerCallback
+except ImportError as error:
+    raise MissingExtraError("transformers", "text") from error
+
+STATE = "wellcond"  # our entry in trainer_state.json
+
+
+def prepare(model: nn.Module, *, init: Choice | None = None, condition: Choice | None = None) -> nn.Module:
+    """Initialise and condition a model for `Trainer`, in place, and have its checkpoints hold effective weights.
+
+    A checkpoint of a conditioned model then loads in plain `AutoModel.from_pretrained` and computes the same; the raw
+    weights lie beside, and `trainer.train(resume_from_checkpoint=...)` goes on from them.
+
+    Args:
+        model: as built; or loaded with `from_pretrained`, without `init`, which would overwrite what was loaded.
+        init: a method of `init_`, or ``{"method": ..., **options}``.
+        condition: a method of `condition_`, or ``{"method": ..., **options}``.
+
+    Returns: the same model.
+
+    Raises: as `init_` and `condition_`.
+
+    Example:
+        >>> from transformers import BertConfig, BertModel
+        >>> sizes = dict(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+        >>> model = prepare(BertModel(BertConfig(**sizes)), init="conditioned", condition={"method": "polar"})
+        >>> from wellcond import conditioning_of
+        >>> conditioning_of(model)["method"]
+        'polar'
+    """
+    apply_choices(model, init, condition)
+    _set_up_saving(model)
+    return model
+
+
+def _set_up_saving(model: nn.Module) -> None:
+    plain = unwrap(model)
+    if isinstance(plain, PreTrainedModel):
+        plain.__dict__["save_pretrained"] = functools.partial(_save_pretrained, plain)
+
+
+def _save_pretrained(
+    model: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **options: Any
+) -> Any:
+    # Trainer resumes with load_state_dict, so keys must be the names in the model. By default, transformers 5 writes
+    # those of older versions where they differ (ViT), and Trainer then resumes from weights that were not loaded.
+    options.setdefault("save_original_format", False)
+    if is_conditioned(model):
+        effective, resume = split_state(model, state_dict)
+        state_dict = effective | resume
+        # Trainer loads shards in any order, one by one; raw weights must come together with the effective ones.
+        options.setdefault("max_shard_size", "1000000GB")
+    return type(model).save_pretrained(model, save_directory, is_main_process, state_dict, **options)
+
+
+def export(trained: nn.Module | Trainer, folder: str | os.PathLike[str]) -> None:
+    """Write the effective weights alone, nothing to resume from, with config and tokenizer: to be published.
+
+    The model goes on as it is. A plain model is written as it is.
+
+    Raises: TypeError if there is no `save_pretrained` to write it with.
+    """
+    model = unwrap(trained.model if isinstance(trained, Trainer) else trained)  # type: ignore[arg-type]
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"expected a model of transformers or its Trainer, got {type(model).__name__}; for other models use "
+            "`with wellcond.folded(model): torch.save(model.state_dict(), ...)`"
+        )
+    with folded(model) if is_conditioned(model) else contextlib.nullcontext():
+        type(model).save_pretrained(model, folder)
+    processing = trained.processing_class if isinstance(trained, Trainer) else None
+    if processing is not None:
+        processing.save_pretrained(folder)
+
+
+class WellcondCallback(TrainerCallback):
+    """Measures conditioning while `Trainer` trains, and logs it. The training is not changed.
+
+    Summaries over heads (``wellcond/kappa_jacobian_worst``, ``wellcond/kappa_q_mean``, ``wellcond/entropy``, ...) go to
+    `trainer.state.log_history` and to everything in ``report_to``, and each head at each step is a line of
+    ``wellcond.jsonl`` in the output folder. Reporters are reached through the trainer, so use `add_to`.
+
+    Args:
+        batch: what the model is called with to measure it, kept for the whole run; by default the first samples of the
+            training data. Needed where these cannot be read by number.
+        per_layer: summaries of each layer as well as of the model.
+        export: folder, inside the output folder, for an `export` at the end of training.
+        **options: of `ConditionTracker`: `every`, `weights_every`, `budget`, `samples`, `heads`, `sites`, ...
+
+    Raises:
+        UnknownChoiceError: an option that does not exist.
+        CheckpointMismatchError: when training resumes from a checkpoint of another conditioning.
+    """
+
+    def __init__(
+        self, batch: Any = None, *, per_layer: bool = False, export: str | None = None, **options: Any
+    ) -> None:
+        """Check the options."""
+        check_tracking_options(options)
+        self.batch, self.per_layer, self.export_folder, self.options = batch, per_layer, export, options
+        self.watch: Watch | None = None
+        self._trainer: weakref.ref[Trainer] | None = None
+
+    def add_to(self, trainer: Trainer) -> WellcondCallback:
+        """Add this callback to a trainer and log through it; returns the callback."""
+        self._trainer = weakref.ref(trainer)
+        trainer.add_callback(self)
+        return self
+
+    @property
+    def points(self) -> list[TrackPoint]:
+        """Everything measured since training began or resumed."""
+        return [] if self.watch is None else self.watch.tracker.points
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Measure step 0, or go on where a checkpoint was written."""
+        model = unwrap(parts["model"])
+        self._check_resumed(model, state)
+        if is_conditioned(model):
+            _set_up_saving(model)
+        if self._trainer is None and args.report_to:
+            warnings.warn(
+                "WellcondCallback was given to callbacks=[...], from where it cannot reach "
+                f"{', '.join(args.report_to)}; its numbers go to trainer.state.log_history and wellcond.jsonl. "
+                "For all of them, call WellcondCallback(...).add_to(trainer).",
+                stacklevel=2,
+            )
+        with _without_rounding(model):
+            self.watch = Watch(
+                model,
+                self._probe(model, args, parts["train_dataloader"]),
+                file=Path(args.output_dir, "wellcond.jsonl") if state.is_world_process_zero else None,
+                per_layer=self.per_layer,
+                first_step=state.global_step,
+                **self.options,
+            )
+        self._log(state)
+
+    def _check_resumed(self, model: nn.Module, state: Any) -> None:
+        """Refuse to go on with another conditioning than the checkpoint's, which `Trainer` would only report."""
+        now = conditionings(model)
+        then = state.stateful_callbacks.get(STATE)
+        if state.global_step and then is not None and then["conditioning"] != now:
+            raise CheckpointMismatchError(
+                "training resumes from a checkpoint of another conditioning.\n"
+                f"  expected (the checkpoint): {then['conditioning'] or 'a plain model'}\n"
+                f"  got (this model):          {now or 'a plain model'}\n"
+                "  Give Trainer a model that was prepared as the first one was."
+            )
+        state.stateful_callbacks[STATE] = {"conditioning": now}
+
+    def _probe(self, model: nn.Module, args: Any, loader: Any) -> Any:
+        device = next(model.parameters()).device
+        if self.batch is not None:
+            return on_device(self.batch, device)
+        found = first_samples(loader, self.options.get("samples", 1))
+        if not isinstance(found, Mapping):
+            raise ValueError(f"batch: expected the data collator to return a dictionary, got {type(found).__name__}")
+        labels = {"labels", "label", "label_ids", *(args.label_names or ())}
+        return on_device({name: value for name, value in found.items() if name not in labels}, device)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Measure what is due; measurements within a budget are logged when `Trainer` logs."""
+        assert self.watch is not None
+        with _without_rounding(unwrap(parts["model"])):
+            self.watch.step()
+        if control.should_log or self.options.get("every", "auto") != "auto":
+            self._log(state)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Log what is left, and export."""
+        self._log(state)
+        if self.export_folder is not None and state.is_world_process_zero:
+            trainer = self._trainer() if self._trainer is not None else None
+            export(trainer or parts["model"], Path(args.output_dir, self.export_folder))
+
+    def _log(self, state: Any) -> None:
+        assert self.watch is not None
+        numbers = self.watch.new_summary()
+        if not numbers:
+            return
+        trainer = self._trainer() if self._trainer is not None else None
+        if trainer is not None:
+            # Whoever logs ticks off Trainer's own log of this step, which has the loss.
+            due = trainer.control.should_log
+            trainer.log(numbers)
+            trainer.control.should_log = due
+        else:
+            state.log_history.append({**numbers, "epoch": state.epoch, "step": state.global_step})
+
+
+@contextlib.contextmanager
+def _without_rounding(model: nn.Module) -> Iterator[None]:
+    """Take off the forward pass that Accelerate puts around a model for mixed precision: a probe is not rounded."""
+    rounded = vars(model).get("forward")
+    original = vars(model).get("_original_forward")
+    if rounded is None or original is None:
+        yield
+        return
+    model.forward = original
+    try:
+        yield
+    finally:
+        model.forward = rounded

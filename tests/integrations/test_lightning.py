@@ -1,0 +1,234 @@
+"""The real Lightning loop for a few steps: preparing, measuring, logging, checkpoints, resuming, export."""
+
+import csv
+import json
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import wellcond as wc
+from models import stack
+
+lightning = pytest.importorskip("lightning", reason="lightning is not installed")
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.loggers import CSVLogger  # noqa: E402
+
+from wellcond.integrations.lightning import KEY, WellcondCallback, export  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning:lightning", "ignore:::lightning")
+GENERATOR = torch.Generator().manual_seed(0)
+X, Y = torch.randn(16, 5, 12, generator=GENERATOR), torch.randint(3, (16,), generator=GENERATOR)
+EVERY = {"every": 2, "budget": None}
+CHOICES = {"init": "gaussian", "condition": "balanced", "network": "net", **EVERY}
+
+
+class Classifier(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = stack()
+        self.dropout = nn.Dropout(0.1)
+        self.hook_calls = []
+        self.losses = []
+
+    def forward(self, tokens):
+        return self.dropout(self.net(tokens)).mean(1)
+
+    def training_step(self, batch, index):
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+    def test_step(self, batch, index):
+        self.log("test_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def on_save_checkpoint(self, checkpoint):
+        self.hook_calls.append("save")
+
+    def on_load_checkpoint(self, checkpoint):
+        self.hook_calls.append("load")
+
+
+def make_trainer(folder, *callbacks, **options):
+    settings = {"max_steps": 4, "accelerator": "cpu", "logger": False, "log_every_n_steps": 1}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    return lightning.Trainer(default_root_dir=folder, callbacks=list(callbacks), **(settings | quiet | options))
+
+
+def loader():
+    return DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=True)
+
+
+def fit(folder, callback, module=None, data=None, ckpt_path=None, **options):
+    torch.manual_seed(0)
+    module = Classifier() if module is None else module
+    trainer = make_trainer(folder, *([] if callback is None else [callback]), **options)
+    torch.manual_seed(1)
+    trainer.fit(module, loader() if data is None else data, ckpt_path=ckpt_path)
+    return module, trainer
+
+
+def test_it_prepares_measures_and_logs(tmp_path):
+    logger = CSVLogger(tmp_path)
+    callback = WellcondCallback(**CHOICES, per_layer=True)
+    module, trainer = fit(tmp_path, callback, logger=logger)
+    assert wc.conditioning_of(module.net)["method"] == "balanced"
+    assert sorted({p.step for p in callback.points}) == [0, 2, 4]
+    assert max(p.kappa_q for p in callback.points) <= 2.0001
+    with open(f"{logger.log_dir}/metrics.csv") as file:
+        rows = {int(row["step"]): row for row in csv.DictReader(file) if row["wellcond/kappa_q_worst"]}
+    assert sorted(rows) == [0, 2, 4]
+    for step, row in rows.items():
+        points = [p for p in callback.points if p.step == step]
+        assert float(row["wellcond/kappa_q_worst"]) == pytest.approx(max(p.kappa_q for p in points))
+        assert float(row["wellcond/0.attn/kappa_v_worst"]) <= 2.0001 and row["wellcond/entropy"]
+    with open(f"{trainer.log_dir}/wellcond.jsonl") as file:
+        assert [json.loads(line) for line in file] == [p.to_json_dict() for p in callback.points]
+
+
+@pytest.mark.parametrize("options", [EVERY, {"weights_every": 1}, {}], ids=["every", "weights", "budget"])
+def test_training_is_the_same_with_and_without(options, tmp_path):
+    plain, _ = fit(tmp_path, None)
+    watched, _ = fit(tmp_path, callback := WellcondCallback(**options))
+    assert callback.points
+    assert watched.losses == plain.losses
+    assert all(torch.equal(a, b) for a, b in zip(watched.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("network, condition", [("net", "balanced"), ("", {"method": "polar", "frozen": True})])
+def test_resuming_equals_not_stopping(condition, network, tmp_path):
+    choices = {**CHOICES, "condition": condition, "network": network}
+    # Lightning saves neither random numbers nor a place within an epoch: no dropout, and two epochs of two steps.
+    data = DataLoader(TensorDataset(X, Y), batch_size=8)
+
+    def run(callback, epochs, **more):
+        torch.manual_seed(0)
+        module = Classifier()
+        module.dropout.p = 0.0
+        return fit(tmp_path, callback, module, data, max_steps=-1, max_epochs=epochs, **more)
+
+    whole, _ = run(first := WellcondCallback(**choices), 2)
+    _, half = run(WellcondCallback(**choices), 1)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    resumed, _ = run(later := WellcondCallback(**choices), 2, ckpt_path=tmp_path / "half.ckpt")
+    assert resumed.losses == whole.losses[2:]
+    for (key, a), b in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(a, b), key
+    assert {p.step for p in later.points} == {4}
+    assert [p.kappa_q for p in later.points] == [p.kappa_q for p in first.points if p.step == 4]
+    assert later.state_dict() == first.state_dict()
+    assert "load" in resumed.hook_calls, "the module's own hooks are called too"
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_checkpoints_load_as_a_plain_module(weights_only, tmp_path):
+    saver = ModelCheckpoint(tmp_path, "last", save_weights_only=weights_only)
+    torch.manual_seed(0)
+    module = Classifier()
+    trainer = make_trainer(
+        tmp_path, WellcondCallback(**CHOICES, export=tmp_path / "plain.safetensors"), saver, enable_checkpointing=True
+    )
+    trainer.fit(module, loader())
+    plain = Classifier.load_from_checkpoint(tmp_path / "last.ckpt").eval()
+    assert wc.conditioning_of(plain.net) is None
+    torch.testing.assert_close(plain(X), module.eval()(X), rtol=0, atol=1e-6)
+    raw = module.net.state_dict()["0.attn.c_attn.weight"]
+    assert not torch.allclose(plain.net[0].attn.c_attn.weight, raw)
+
+    network = stack()
+    network.load_state_dict(load_file(tmp_path / "plain.safetensors"))
+    torch.testing.assert_close(network(X), module.net(X), rtol=0, atol=1e-6)
+    assert wc.conditioning_of(module.net) is not None and "save" in module.hook_calls
+
+    # A fresh module in another trainer tests the same, with and without the callback.
+    scores = []
+    for callbacks in ([], [WellcondCallback(**CHOICES)]):
+        tester = make_trainer(tmp_path, *callbacks)
+        scores += tester.test(Classifier(), DataLoader(TensorDataset(X, Y), 16), ckpt_path=tmp_path / "last.ckpt",
+                              verbose=False)  # fmt: skip
+    scores += trainer.test(module, DataLoader(TensorDataset(X, Y), 16), ckpt_path=tmp_path / "last.ckpt", verbose=False)
+    assert [score["test_loss"] for score in scores] == pytest.approx([scores[0]["test_loss"]] * 3)
+
+
+@pytest.mark.parametrize("condition", [None, "polar"])
+def test_resuming_with_another_conditioning_is_refused(condition, tmp_path):
+    _, trainer = fit(tmp_path, WellcondCallback(**CHOICES), max_steps=2)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    with pytest.raises(wc.CheckpointMismatchError, match="another conditioning"):
+        fit(tmp_path, WellcondCallback(**(CHOICES | {"condition": condition})), ckpt_path=tmp_path / "half.ckpt")
+
+
+def test_resuming_without_the_callback_goes_on_from_the_effective_weights(tmp_path):
+    _, trainer = fit(tmp_path, WellcondCallback(**CHOICES), max_steps=2)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    effective = torch.load(tmp_path / "half.ckpt", weights_only=True)["state_dict"]["net.0.attn.c_attn.weight"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module, _ = fit(tmp_path, None, max_steps=2, ckpt_path=tmp_path / "half.ckpt")
+    assert any("callbacks used to create the checkpoint" in str(warning.message) for warning in caught)
+    assert torch.equal(module.net[0].attn.c_attn.weight, effective)
+
+
+def test_a_module_that_is_conditioned_in_its_constructor(tmp_path):
+    class Conditioned(Classifier):
+        def __init__(self):
+            super().__init__()
+            wc.condition_(self.net, "balanced")
+
+    _, trainer = fit(tmp_path, None, Conditioned(), max_steps=2)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")  # raw and marked, as before
+    callback = WellcondCallback(network="net", **EVERY)
+    module, _ = fit(tmp_path, callback, Conditioned(), ckpt_path=tmp_path / "half.ckpt")
+    assert wc.conditioning_of(module.net) and {p.step for p in callback.points} == {4}
+
+
+def test_fitting_again_does_not_initialise_again(tmp_path):
+    callback = WellcondCallback(**CHOICES)
+    module, _ = fit(tmp_path, callback)
+    before = module.state_dict()["net.0.attn.c_attn.weight"].clone()
+    make_trainer(tmp_path, callback, max_steps=1).fit(module, loader())
+    moved = (module.state_dict()["net.0.attn.c_attn.weight"] - before).abs().max()
+    assert 0 < moved < 0.05, "one step of Adam at 1e-2, not new weights"
+
+
+def test_accumulated_gradients_count_steps_of_the_optimiser(tmp_path):
+    callback = WellcondCallback(**EVERY)
+    fit(tmp_path, callback, accumulate_grad_batches=2)
+    assert sorted({p.step for p in callback.points}) == [0, 2, 4]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from zip(X, Y, strict=True)
+
+
+def test_bad_input(tmp_path):
+    with pytest.raises(wc.UnknownChoiceError, match="xavier"):
+        WellcondCallback(init="xavier")
+    with pytest.raises(wc.UnknownChoiceError, match="evry"):
+        WellcondCallback(evry=3)
+    with pytest.raises(ValueError, match=r"export: expected a file named \*.safetensors"):
+        WellcondCallback(export="plain.pt")
+    with pytest.raises(ValueError, match=r"network: expected a part of the module \('net', 'dropout'\), got 'model'"):
+        fit(tmp_path, WellcondCallback(condition="balanced", network="model"))
+    stream = DataLoader(Stream(), batch_size=4)
+    with pytest.raises(ValueError, match="batch: expected one to measure with"):
+        fit(tmp_path, WellcondCallback(**EVERY), data=stream)
+    fit(tmp_path, callback := WellcondCallback(batch=X[:1], **EVERY), data=stream)
+    assert callback.points
+    fit(tmp_path, callback := WellcondCallback(condition="balanced", measure=False), data=stream)
+    assert not callback.points
+
+
+def test_a_plain_module_stays_plain(tmp_path):
+    module, trainer = fit(tmp_path, WellcondCallback(init="conditioned", **EVERY))
+    trainer.save_checkpoint(tmp_path / "plain.ckpt")
+    assert KEY not in torch.load(tmp_path / "plain.ckpt", weights_only=True)
+    export(module, tmp_path / "plain.safetensors", network="net")
+    stack().load_state_dict(load_file(tmp_path / "plain.safetensors"))

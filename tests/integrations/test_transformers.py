@@ -1,0 +1,195 @@
+"""The real Trainer for a few steps: preparing, measuring, logging."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+from transformers import TrainerCallback
+
+import wellcond as wc
+from integrations.trainer_runs import MODELS, bert, conditioned, inputs, losses, make_trainer, samples
+from wellcond.integrations.transformers import WellcondCallback, prepare
+
+EVERY = {"every": 2, "budget": None}
+
+
+# -- prepare ------------------------------------------------------------------------------------------------------
+
+
+def test_prepare_is_init_then_condition():
+    torch.manual_seed(0)
+    by_hand = wc.condition_(wc.init_(bert(), "gaussian", std=0.5), "balanced", target=3.0, projections="qk")
+    torch.manual_seed(0)
+    init, condition = {"method": "gaussian", "std": 0.5}, {"method": "balanced", "target": 3.0, "projections": "qk"}
+    model = bert()
+    assert prepare(model, init=init, condition=condition) is model
+    assert wc.conditioning_of(model) == wc.conditioning_of(by_hand)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), by_hand.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "choices, error, said",
+    [
+        ({"init": "xavier"}, wc.UnknownChoiceError, "xavier"),
+        ({"init": "conditioned", "condition": "orthogonal"}, wc.UnknownChoiceError, "orthogonal"),
+        ({"init": {"method": "conditioned", "nonsense": 1}}, wc.UnknownChoiceError, "nonsense"),
+        ({"init": "conditioned", "condition": {"method": "polar", "lam": 1.0}}, wc.UnknownChoiceError, "lam"),
+        ({"condition": {"lam": 1.0}}, ValueError, "condition: expected the name of a method"),
+        ({"init": 3}, ValueError, "init: expected the name of a method"),
+    ],
+)
+def test_bad_choices_leave_the_model_as_it_was(choices, error, said):
+    model = bert()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(error, match=said):
+        prepare(model, **choices)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+# -- measuring and logging ----------------------------------------------------------------------------------------
+
+
+class Recorder(TrainerCallback):
+    def __init__(self):
+        self.seen = []
+
+    def on_log(self, args, state, control, logs=None, **parts):
+        self.seen.append((state.global_step, dict(logs)))
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_numbers_reach_history_reporters_and_file(name, tmp_path):
+    recorder = Recorder()  # before ours in the list, as every reporter is
+    trainer = make_trainer(conditioned(name), name, tmp_path, [recorder])
+    callback = WellcondCallback(**EVERY, per_layer=True).add_to(trainer)
+    trainer.train()
+
+    assert sorted({p.step for p in callback.points}) == [0, 2, 4]
+    logged = [(step, logs) for step, logs in recorder.seen if "wellcond/kappa_q_worst" in logs]
+    assert [step for step, _ in logged] == [0, 2, 4]
+    history = [entry for entry in trainer.state.log_history if "wellcond/kappa_q_worst" in entry]
+    assert [entry["step"] for entry in history] == [0, 2, 4]
+    for (step, logs), entry in zip(logged, history, strict=True):
+        points = [p for p in callback.points if p.step == step]
+        assert logs["wellcond/kappa_q_worst"] == entry["wellcond/kappa_q_worst"] == max(p.kappa_q for p in points)
+        assert 1.0 <= logs["wellcond/kappa_k_mean"] <= logs["wellcond/kappa_k_worst"] <= 2.0001
+        assert {"wellcond/pseudo_kappa_jacobian_worst", "wellcond/sigma_max_v", "wellcond/entropy"} <= set(logs)
+        first = [p for p in points if p.layer == points[0].layer]
+        assert logs[f"wellcond/{points[0].layer}/kappa_v_worst"] == max(p.kappa_v for p in first)
+        assert all(np.isfinite(value) for value in logs.values())
+    lines = [json.loads(line) for line in (tmp_path / "wellcond.jsonl").read_text().splitlines()]
+    assert lines == [p.to_json_dict() for p in callback.points]
+
+
+def test_a_real_reporter_gets_them(tmp_path, monkeypatch):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    trainer = make_trainer(conditioned("bert"), "bert", tmp_path, report_to=["tensorboard"])
+    callback = WellcondCallback(**EVERY).add_to(trainer)
+    trainer.train()
+    events = event_accumulator.EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    [tag] = [tag for tag in events.Tags()["scalars"] if tag.endswith("wellcond/kappa_v_worst")]
+    found = {event.step: event.value for event in events.Scalars(tag)}
+    expected = {s: max(p.kappa_v for p in callback.points if p.step == s) for s in (0, 2, 4)}
+    assert found == pytest.approx(expected)
+
+
+def test_callbacks_argument_logs_to_history_and_says_what_it_cannot_reach(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    pytest.importorskip("tensorboard")
+    trainer = make_trainer(bert(), "bert", tmp_path, [WellcondCallback(**EVERY)], report_to=["tensorboard"])
+    with pytest.warns(UserWarning, match=r"cannot reach tensorboard.*add_to\(trainer\)"):
+        trainer.train()
+    assert [e["step"] for e in trainer.state.log_history if "wellcond/kappa_q_worst" in e] == [0, 2, 4]
+    quiet = make_trainer(bert(), "bert", tmp_path / "quiet", [WellcondCallback(**EVERY)])
+    quiet.train()
+    assert (tmp_path / "quiet" / "wellcond.jsonl").exists()
+
+
+class Augmented:
+    """Data that draw random numbers from all three sources whenever they are read."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        shift = int(torch.randint(32, ())) + random.randrange(32) + int(np.random.randint(32))
+        row = self.rows[index]
+        return {**row, "input_ids": (row["input_ids"] + shift) % 32}
+
+
+@pytest.mark.parametrize("options", [EVERY, {"weights_every": 1}, {}], ids=["every", "weights", "budget"])
+def test_training_is_the_same_with_and_without(options, tmp_path):
+    found = []
+    for watched in (False, True):
+        model = conditioned("gpt2")
+        trainer = make_trainer(model, "gpt2", tmp_path / str(watched), data=Augmented(samples("gpt2")))
+        if watched:
+            callback = WellcondCallback(**options).add_to(trainer)
+        trainer.train()
+        found.append((losses(trainer), [p.clone() for p in model.parameters()]))
+    assert callback.points
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from samples("bert")
+
+
+def test_a_stream_needs_a_batch(tmp_path):
+    trainer = make_trainer(bert(), "bert", tmp_path, data=Stream())
+    WellcondCallback(**EVERY).add_to(trainer)
+    with pytest.raises(ValueError, match=r"batch: expected one to measure with.*Stream"):
+        trainer.train()
+    trainer = make_trainer(bert(), "bert", tmp_path, data=Stream())
+    callback = WellcondCallback(inputs("bert"), **EVERY).add_to(trainer)
+    trainer.train()
+    assert {p.step for p in callback.points} == {0, 2, 4}
+
+
+def test_an_option_that_does_not_exist():
+    with pytest.raises(wc.UnknownChoiceError, match="evry"):
+        WellcondCallback(evry=2)
+
+
+def test_gradient_accumulation_counts_steps_of_the_optimiser(tmp_path):
+    trainer = make_trainer(bert(), "bert", tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=2)
+    callback = WellcondCallback(**EVERY).add_to(trainer)
+    trainer.train()
+    assert sorted({p.step for p in callback.points}) == [0, 2, 4]
+
+
+MIXED = """
+import sys; sys.path.insert(0, {tests!r})
+import torch; torch.set_num_threads(1)
+from integrations.test_transformers import EVERY, WellcondCallback, conditioned, inputs, make_trainer, wc
+trainer = make_trainer(conditioned("bert"), "bert", {folder!r}, bf16=True)
+callback = WellcondCallback(inputs("bert"), **EVERY).add_to(trainer)
+trainer.train()
+last = [p for p in callback.points if p.step == 4]
+model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+report = wc.measure(model, inputs("bert"))
+assert [h.jacobian.sigma_max for l in report.layers for h in l.heads] == [p.sigma_max for p in last]
+print("done")
+"""
+
+
+def test_mixed_precision_is_measured_unrounded(tmp_path):
+    # bfloat16 products need this variable on some CPUs (illegal instruction otherwise), so a process of its own.
+    code = MIXED.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path))
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.strip().endswith("done"), done.stderr

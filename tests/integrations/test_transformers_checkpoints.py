@@ -1,0 +1,197 @@
+"""Checkpoints of the real Trainer: loaded in plain models, resumed from, exported."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    Trainer,
+)
+
+import wellcond as wc
+from integrations.trainer_runs import MODELS, bert, conditioned, gpt2, inputs, logits, losses, make_trainer, samples
+from wellcond.conditioning.checkpoint import RESUME
+from wellcond.integrations.transformers import WellcondCallback, export, prepare
+
+AUTO = {
+    "gpt2": AutoModelForCausalLM,
+    "bert": AutoModelForSequenceClassification,
+    "vit": AutoModelForImageClassification,
+}
+EVERY = {"every": 2, "budget": None}
+CONDITIONS = ["balanced", {"method": "identity", "lam": 0.5}, {"method": "polar", "frozen": True}]
+
+
+@pytest.mark.parametrize("name, condition", list(zip(MODELS, CONDITIONS, strict=True)))
+def test_checkpoints_load_in_plain_automodel_with_effective_weights(name, condition, tmp_path):
+    model = conditioned(name, condition, init=None)
+    trainer = make_trainer(model, name, tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    export(trainer, tmp_path / "plain")
+    assert wc.conditioning_of(model) is not None, "an export leaves the model conditioned"
+    expected = logits(model, name)
+    for folder in ("checkpoint-2", "saved", "plain"):
+        loaded = AUTO[name].from_pretrained(tmp_path / folder)
+        assert wc.conditioning_of(loaded) is None
+        torch.testing.assert_close(logits(loaded, name), expected, rtol=0, atol=1e-6)
+    base = AutoModel.from_pretrained(tmp_path / "checkpoint-2").eval()
+    hidden, own = (part(**inputs(name)).last_hidden_state for part in (base, model.base_model))
+    torch.testing.assert_close(hidden, own, rtol=0, atol=1e-6)
+    saved, plain = (load_file(tmp_path / folder / "model.safetensors") for folder in ("saved", "plain"))
+    beside = {key: value for key, value in saved.items() if key.startswith(RESUME)}
+    assert len(saved) - len(beside) == len(plain) and not any("wellcond" in key for key in plain)
+    for key in (key for key in beside if key.endswith(".weight")):
+        raw = model.state_dict()[key.removeprefix(RESUME)]
+        assert torch.equal(beside[key], raw) and not torch.allclose(saved[key.removeprefix(RESUME)], raw)
+
+
+@pytest.mark.parametrize(
+    "name, condition", [("bert", "balanced"), ("gpt2", CONDITIONS[1]), ("vit", CONDITIONS[2]), ("vit", None)]
+)
+def test_resuming_equals_not_stopping(name, condition, tmp_path):
+    def run(folder, **how):
+        model = conditioned(name, condition)
+        # One schedule for both, whatever the number of steps.
+        trainer = make_trainer(model, name, folder, lr_scheduler_type="constant", save_strategy="steps", save_steps=2)
+        callback = WellcondCallback(**EVERY).add_to(trainer)
+        trainer.train(**how)
+        return model, trainer, callback
+
+    whole, trainer, callback = run(tmp_path / "whole")
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    os.rename(tmp_path / "whole" / "checkpoint-2", cut / "checkpoint-2")
+    # What a crash leaves: lines of steps after the checkpoint, the last one cut off.
+    (cut / "wellcond.jsonl").write_text((tmp_path / "whole" / "wellcond.jsonl").read_text() + '{"step": 4, "lay')
+    resumed, second, later = run(cut, resume_from_checkpoint=True)
+
+    assert losses(second) == losses(trainer)
+    for (key, a), b in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(a, b), key
+    assert {p.step for p in later.points} == {4}
+    lines = [json.loads(line) for line in (cut / "wellcond.jsonl").read_text().splitlines()]
+    assert [row | {"seconds": 0} for row in lines] == [p.to_json_dict() | {"seconds": 0} for p in callback.points]
+
+
+@pytest.mark.parametrize("other", [None, "polar"])
+def test_resuming_with_another_conditioning_is_refused(other, tmp_path):
+    first = make_trainer(conditioned("bert"), "bert", tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
+    WellcondCallback(**EVERY).add_to(first)
+    first.train()
+    second = make_trainer(prepare(bert(), condition=other), "bert", tmp_path)
+    WellcondCallback(**EVERY).add_to(second)
+    with pytest.raises(wc.CheckpointMismatchError, match="another conditioning"):
+        second.train(resume_from_checkpoint=True)
+
+
+def test_a_callback_that_comes_with_the_second_run(tmp_path):
+    make_trainer(conditioned("bert"), "bert", tmp_path, save_strategy="steps", save_steps=2, max_steps=2).train()
+    second = make_trainer(conditioned("bert"), "bert", tmp_path, save_strategy="steps", save_steps=2)
+    callback = WellcondCallback(**EVERY).add_to(second)
+    second.train(resume_from_checkpoint=True)
+    assert {p.step for p in callback.points} == {4}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_the_best_model_is_loaded_at_the_end(name, tmp_path):
+    model = conditioned(name)
+    arguments = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    limits = {"save_total_limit": 1, "save_only_model": True, "load_best_model_at_end": True, "learning_rate": 3.0}
+    trainer = make_trainer(model, name, tmp_path, **arguments, **limits)
+    WellcondCallback(**EVERY, export="plain").add_to(trainer)
+    trainer.train()
+    best = trainer.state.best_model_checkpoint
+    assert Path(best).name != "checkpoint-4", "training at this rate gets worse"
+    assert [p.name for p in tmp_path.glob("checkpoint-*")] == [Path(best).name]
+    for folder in (best, tmp_path / "plain"):
+        loaded = AUTO[name].from_pretrained(folder)
+        torch.testing.assert_close(logits(loaded, name), logits(model, name), rtol=0, atol=1e-6)
+    raw = load_file(Path(best, "model.safetensors"))
+    key = next(key for key in raw if key.startswith(RESUME) and key.endswith("weight"))
+    assert torch.equal(raw[key], model.state_dict()[key.removeprefix(RESUME)])
+
+
+def test_folding_makes_saving_plain_again(tmp_path):
+    model = conditioned("gpt2")
+    wc.fold_(model)
+    model.save_pretrained(tmp_path)
+    assert set(load_file(tmp_path / "model.safetensors")) == set(model.state_dict()) - {"lm_head.weight"}
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path), "gpt2"), logits(model, "gpt2"))
+
+
+def test_a_part_that_was_conditioned(tmp_path):
+    model = bert()
+    wc.condition_(model.bert, "balanced")
+    prepare(model).save_pretrained(tmp_path)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits(loaded, "bert"), logits(model, "bert"), rtol=0, atol=1e-6)
+    other = bert()
+    wc.condition_(other.bert, "balanced")
+    other.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
+
+
+def test_model_init_and_a_plain_model(tmp_path):
+    trainer = Trainer(
+        model_init=lambda: prepare(gpt2(), init="conditioned", condition="balanced"),
+        args=make_trainer(bert(), "bert", tmp_path).args,
+        train_dataset=samples("gpt2"),
+    )
+    WellcondCallback(**EVERY).add_to(trainer)
+    trainer.train()
+    assert wc.conditioning_of(trainer.model)["method"] == "balanced"
+    plain = bert()
+    export(plain, tmp_path / "plain")
+    assert set(load_file(tmp_path / "plain" / "model.safetensors")) == set(plain.state_dict())
+    with pytest.raises(TypeError, match="expected a model of transformers"):
+        export(torch.nn.MultiheadAttention(8, 2), tmp_path)
+
+
+def test_the_command_line_reads_the_effective_weights_of_a_checkpoint(tmp_path):
+    from wellcond.experiments.weights import load_weights
+
+    model = conditioned("bert")
+    make_trainer(model, "bert", tmp_path).save_model(tmp_path / "saved")
+    plain = bert()
+    load_weights(plain, tmp_path / "saved" / "model.safetensors")
+    torch.testing.assert_close(logits(plain, "bert"), logits(model, "bert"), rtol=0, atol=1e-6)
+
+
+TWO_PROCESSES = """
+import sys; sys.path.insert(0, {tests!r})
+import torch; torch.set_num_threads(1)
+from integrations.trainer_runs import conditioned, logits, make_trainer
+from integrations.test_transformers_checkpoints import AUTO, EVERY, WellcondCallback
+model = conditioned("bert")
+trainer = make_trainer(model, "bert", {folder!r}, save_strategy="steps", save_steps=2)
+callback = WellcondCallback(**EVERY, export="plain").add_to(trainer)
+trainer.train()
+assert trainer.args.world_size == 2
+first = trainer.is_world_process_zero()
+assert sorted({{p.step for p in callback.points}}) == ([0, 2, 4] if first else [])
+torch.distributed.barrier()
+for folder in ("checkpoint-4", "plain"):
+    loaded = AUTO["bert"].from_pretrained({folder!r} + "/" + folder)
+    torch.testing.assert_close(logits(loaded, "bert"), logits(model, "bert"), rtol=0, atol=1e-6)
+print("done", trainer.args.process_index)
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(TWO_PROCESSES.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path / "run")))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and "done 0" in done.stdout and "done 1" in done.stdout, done.stderr
