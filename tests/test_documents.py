@@ -24,7 +24,8 @@ DOCS = ROOT / "docs"
 DOCUMENTS = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!http)([^)#\s]*)(?:#([^)\s]+))?\)")
-NEEDS = {"training/lightning.md": "lightning", "training/peft.md": "peft"}  # no dependencies of ours
+# no dependencies of ours
+NEEDS = {"training/lightning.md": "lightning", "training/peft.md": "peft", "export.md": "onnxruntime"}
 
 
 def name_of(path):

@@ -24,7 +24,10 @@ LabelColumn = Annotated[str | None, typer.Option("--label", help="Column of --da
 Folder = Annotated[Path | None, typer.Option("--folder", "-o", help="Where to write; under runs/ by default.")]
 Jobs = Annotated[str, typer.Option(help="Runs at once: auto, or a number.")]
 Cpu = Annotated[bool, typer.Option("--cpu", help="Do not use a GPU.")]
-Trust = Annotated[bool, typer.Option("--trust-local-code", help="The recipe may name path/to/file.py:callable.")]
+Trust = Annotated[
+    bool,
+    typer.Option("--trust-local-code", help="Let the recipe name path/to/file.py:callable, and run the code in it."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing while running.")]
 

@@ -192,7 +192,7 @@ def _folder(reads: Reads, folder: Path, samples: int) -> tuple[Tensor, str]:
     pictures = []
     for file in files[:samples]:
         try:
-            with Image.open(file) as opened:
+            with Image.open(file, formats=("PNG", "JPEG")) as opened:
                 picture = opened.convert("L" if channels == 1 else "RGB")
                 resized = picture.resize((width, height), Image.Resampling.BILINEAR)
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:

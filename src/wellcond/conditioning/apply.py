@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from wellcond.attention.checks import check_finite, check_writable, choose_projections, choose_sites
 from wellcond.attention.find import find_attention
-from wellcond.attention.shards import box_of, is_distributed, local_part, reshard_, whole
+from wellcond.attention.shards import box_of, is_distributed, like, local_part, reshard_, whole
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.attention.wrappers import unwrap, update_buffers
 from wellcond.conditioning import warnings as advice
@@ -220,7 +220,8 @@ def fold_(model: nn.Module) -> nn.Module:
 def folded(model: nn.Module) -> Iterator[nn.Module]:
     """Within this context the model is plain and holds its effective weights, for export; then it is as before.
 
-    The raw weights come back bit for bit; what is done to the parameters inside is lost.
+    The raw weights come back bit for bit; what is done to the parameters inside is lost. What was taken from the model
+    inside, such as a state dict or an exported program, keeps the effective weights.
 
     Raises: as `fold_`.
 
@@ -238,12 +239,21 @@ def folded(model: nn.Module) -> Iterator[nn.Module]:
     ]
     frozen = {id(part.owner): dict(part.owner._buffers) for part in attached}
     fold_(model)
+    originals = [part.owner._parameters[part.name] for part in attached]
     try:
+        # In parameters of their own: a state dict or an exported program that outlives the context keeps the weights.
+        for part, original in zip(attached, originals, strict=True):
+            assert original is not None
+            effective = like(original, part.effective) if is_distributed(original) else part.effective
+            part.owner._parameters[part.name] = nn.Parameter(effective, original.requires_grad)
         yield model
     finally:
-        for part in attached:
-            parameter = part.owner._parameters[part.name]
-            assert parameter is not None
+        for part, parameter in zip(attached, originals, strict=True):
+            now = part.owner._parameters[part.name]
+            assert parameter is not None and now is not None
+            if (now.device, now.dtype) != (parameter.device, parameter.dtype):  # the model was moved inside
+                parameter.data = parameter.data.to(now.device, now.dtype)
+            part.owner._parameters[part.name] = parameter
             with torch.no_grad():
                 local_part(parameter).copy_(part.raw)
             if isinstance(part.correction, FrozenCorrection):

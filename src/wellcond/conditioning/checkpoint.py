@@ -74,8 +74,11 @@ def read_settings(marker: Tensor) -> dict[str, Any]:
     Raises: WeightError if it was spoilt.
     """
     try:
-        return json.loads(bytes(marker.cpu().tolist()))
-    except ValueError as error:
+        settings = json.loads(bytes(marker.cpu().tolist()))
+        if not isinstance(settings, dict) or not {"method", "projections", "sites"} <= settings.keys():
+            raise ValueError("expected method, projections and sites")
+        return settings
+    except (ValueError, TypeError, RecursionError) as error:
         raise WeightError(
             "the checkpoint's wellcond marker is not readable (averaged with other weights?); condition a model as the "
             "marker's name says, then load into it"

@@ -20,8 +20,15 @@ from torch import Tensor, nn
 
 from wellcond.attention.shards import Box, any_process, box_of, is_distributed, like, local_part, whole
 from wellcond.attention.site import Slot
+from wellcond.errors import ConditioningError
 
 HeadCorrection = Callable[[Tensor], Tensor]
+# An exported program cannot follow the weights: it would hold the number of a Python object of this process.
+FOLD_FIRST = (
+    "a model whose correction follows its weights cannot be exported; call wellcond.fold_(model) first, or export "
+    "inside `with wellcond.folded(model):`"
+)
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # since torch 2.7
 
 
 @dataclass(frozen=True)
@@ -140,6 +147,8 @@ class SpectralCorrection:
 
     def effective(self, module: nn.Module, raw: Tensor) -> Tensor:
         """W + C; the gradient passes through unchanged."""
+        if _is_exporting() or torch.jit.is_tracing():
+            raise ConditioningError(FOLD_FIRST)
         if is_distributed(raw):
             return like(raw, local_part(raw) + self.current(raw))
         if torch.compiler.is_compiling():

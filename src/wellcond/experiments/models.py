@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import os
+import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from wellcond.errors import MissingExtraError, WellcondError
+
+# A library would fetch or load what these name. Weights are for model.weights or --weights, code is for nobody.
+REFUSED = {
+    "timm": ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path"),
+    "hf": ("trust_remote_code", "code_revision", "auto_map"),
+}
 
 
 class ModelSpecError(WellcondError, ValueError):
@@ -39,6 +48,14 @@ def parse_values(pairs: Sequence[str]) -> dict[str, Any]:
     return values
 
 
+TRUST_NEEDED = "{} would run code from a file that a recipe names; pass --trust-local-code if you trust it"
+
+
+def is_local_code(spec: str) -> bool:
+    """Whether a MODEL is path/to/file.py:callable."""
+    return ".py:" in spec and spec.partition(":")[0] not in ("timm", "hf", "wellcond")
+
+
 def build_model(
     spec: str, arguments: dict[str, Any] | None = None, *, auto_class: str | None = None, local_code: bool = True
 ) -> nn.Module:
@@ -56,22 +73,48 @@ def build_model(
     """
     arguments = arguments or {}
     kind, colon, rest = spec.partition(":")
+    for name in REFUSED.get(kind, ()):
+        if name in arguments:
+            raise ModelSpecError(
+                f"{spec}: expected arguments of the model's architecture, found {name!r}, which loads files or code; "
+                "remove it. Weights are named by model.weights of a recipe, or --weights"
+            )
     if colon and kind == "timm":
-        return _build_timm(rest, arguments)
+        with _loading_tensors_only():
+            return _build_timm(rest, arguments)
     if colon and kind == "hf":
-        return _build_hf(rest, arguments, auto_class)
+        with _loading_tensors_only():
+            return _build_hf(rest, arguments, auto_class)
     if colon and kind == "wellcond":
         return _build_own(rest, arguments)
-    if ".py:" in spec:
+    if is_local_code(spec):
         if not local_code:
-            raise ModelSpecError(
-                f"{spec} would run code from a file that a recipe names; pass --trust-local-code if you trust it"
-            )
+            raise ModelSpecError(TRUST_NEEDED.format(spec))
         return _build_from_file(spec, arguments)
     raise ModelSpecError(
         f"unknown MODEL {spec!r}: expected timm:NAME, hf:CONFIG_TYPE_OR_LOCAL_PATH, wellcond:NAME or "
         "path/to/file.py:callable"
     )
+
+
+@contextlib.contextmanager
+def _loading_tensors_only() -> Iterator[None]:
+    """Have every `torch.load` of a library refuse code: a configuration may make it load a file."""
+    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    former = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise ModelSpecError(
+            "the model's configuration names a file of weights that is a pickle of other objects than tensors, which "
+            "could run any code; nothing of it was run. Remove it from the configuration"
+        ) from error
+    finally:
+        if former is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = former
 
 
 def _build_timm(name: str, arguments: dict[str, Any]) -> nn.Module:
@@ -92,8 +135,9 @@ def _build_hf(name: str, arguments: dict[str, Any], auto_class: str | None) -> n
         raise MissingExtraError("transformers", "text") from error
     path = Path(name)
     if path.is_dir():
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, **arguments)
+        config = read_hf_config(path, arguments)
     elif name in transformers.CONFIG_MAPPING:
+        _refuse_fetched_kernels(arguments, name)
         config = transformers.AutoConfig.for_model(name, **arguments)
     else:
         known = sorted(transformers.CONFIG_MAPPING)
@@ -102,16 +146,55 @@ def _build_hf(name: str, arguments: dict[str, Any], auto_class: str | None) -> n
             f"{name!r} is neither a folder nor a configuration type of transformers. Similar: {', '.join(close)}"
         )
     architecture = (getattr(config, "architectures", None) or [None])[0]
-    model_class = getattr(transformers, architecture, None) if architecture else None
+    model_class = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
     if auto_class is not None:
-        model = getattr(transformers, auto_class).from_config(config)
-    elif model_class is not None:
+        model = getattr(transformers, auto_class).from_config(config, trust_remote_code=False)
+    elif isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
         model = model_class(config)
     else:
-        model = transformers.AutoModel.from_config(config)
+        model = transformers.AutoModel.from_config(config, trust_remote_code=False)
     if path.is_dir():
         _load_folder(model, path)
     return model
+
+
+def read_hf_config(folder: Path, arguments: dict[str, Any] | None = None) -> Any:
+    """The configuration of a folder of transformers, built by transformers' own classes alone.
+
+    Raises: ModelSpecError if it names code, in the folder or on the hub.
+    """
+    import transformers
+
+    try:
+        stored, _ = transformers.PreTrainedConfig.get_config_dict(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelSpecError(f"{folder}: expected a config.json of transformers: {error}") from error
+    if "auto_map" in stored and stored.get("model_type") not in transformers.CONFIG_MAPPING:
+        raise ModelSpecError(
+            f"{folder / 'config.json'}: expected a model_type of transformers, found {stored.get('model_type')!r} with "
+            f"code of its own ({stored['auto_map']}), which wellcond never runs. If you trust it, write a file that "
+            "builds the model and name that: path/to/file.py:callable"
+        )
+    _refuse_fetched_kernels(stored, str(folder / "config.json"))
+    _refuse_fetched_kernels(arguments or {}, str(folder))
+    config = transformers.AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False, **(arguments or {})
+    )
+    if hasattr(config, "auto_map"):
+        del config.auto_map
+    return config
+
+
+def _refuse_fetched_kernels(settings: dict[str, Any], where: str) -> None:
+    """Raise ModelSpecError where transformers would fetch compiled code: attn_implementation: owner/name."""
+    for key, value in settings.items():
+        if isinstance(value, dict) and not key.endswith("attn_implementation"):
+            _refuse_fetched_kernels(value, where)
+        elif key.endswith("attn_implementation") and "/" in str(value):
+            raise ModelSpecError(
+                f"{where}: {key}: expected what is installed, such as sdpa or eager, found {value!r}, which would be "
+                "fetched from the hub and run"
+            )
 
 
 def _build_own(name: str, arguments: dict[str, Any]) -> nn.Module:

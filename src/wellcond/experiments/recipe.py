@@ -5,9 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, SerializeAsAny, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SerializeAsAny,
+    model_validator,
+)
 
 import wellcond.experiments.data  # noqa: F401  (registers the sources)
 import wellcond.experiments.tasks  # noqa: F401  (registers the tasks)
@@ -21,6 +31,16 @@ from wellcond.experiments.tasks.augmentation import AugmentationSettings
 from wellcond.experiments.tasks.base import TASKS, ModelSettings
 
 Scale = Literal["tiny", "small", "paper"]
+
+
+def _check_folder_name(name: str) -> str:
+    if not re.fullmatch(r"[^\W_][\w.+ -]*", name):
+        raise ValueError("expected a name for a folder: letters, digits, and . _ + - or spaces after the first")
+    return name
+
+
+FolderName = Annotated[str, AfterValidator(_check_folder_name)]
+"""Text from a recipe that becomes a part of a path, which it cannot leave."""
 
 
 class AveragingSettings(Settings):
@@ -97,7 +117,7 @@ class LoggingSettings(Settings):
     """Where to send metrics besides the run's folder, through Accelerate: tensorboard, wandb, ..."""
 
     trackers: tuple[str, ...] = ()
-    project: str = "wellcond"
+    project: FolderName = "wellcond"
 
 
 def _resolve_source(raw: Any) -> Any:
@@ -119,7 +139,8 @@ def _resolve_task(raw: Any) -> Any:
 class Recipe(Settings):
     """One task, one model, one way to train; and the methods and seeds to compare."""
 
-    name: str
+    name: FolderName
+    """Runs are in a folder of this name, unless --folder says otherwise."""
     title: str = ""
     description: str = ""
     scale: Scale

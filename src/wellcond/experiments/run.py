@@ -19,11 +19,13 @@ from wellcond.experiments.engine import Engine, Event, Interrupted, Observer
 from wellcond.experiments.evaluator import find_test_set
 from wellcond.experiments.interrupts import StopWish
 from wellcond.experiments.methods import MethodSettings
+from wellcond.experiments.models import TRUST_NEEDED, is_local_code
 from wellcond.experiments.prepare import prepare_model, prepare_task
 from wellcond.experiments.provenance import describe_session, peak_memory, reset_peak_memory
 from wellcond.experiments.recipe import Recipe, config_hash
 from wellcond.experiments.recorded_tokenizer import describe_tokenizer
 from wellcond.experiments.run_folder import COMPLETE, SCHEMA, RunError, RunFolder
+from wellcond.experiments.settings import RecipeError
 from wellcond.experiments.train_state import Diverged
 
 KEPT = ("metric", "data", "tokenizer", "model", "final", "best", "progress", "samples_per_second", "seconds_per_step",
@@ -65,6 +67,8 @@ def run_job(job: Job, observer: Observer = ignore, *, stop: StopWish | None = No
 
     Raises: WellcondError for what cannot be run; the record then says ``failed`` and why.
     """
+    if is_local_code(job.recipe.model.name) and not job.local_code:
+        raise RecipeError(TRUST_NEEDED.format(job.recipe.model.name))
     folder = RunFolder(job.folder)
     config = job.recipe.config(job.method, job.seed)
     accelerator = make_accelerator(job.recipe, job.folder, cpu=job.cpu)

@@ -103,7 +103,7 @@ class RunFolder:
             return None
         try:
             record = json.loads(path.read_text("utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RunError(f"{path} is not JSON ({error}); delete the folder to start this run anew") from error
         if not isinstance(record, dict) or record.get("kind") != "wellcond-run" or record.get("schema") != SCHEMA:
             raise RunError(f"{path}: expected a run record of schema {SCHEMA}, found something else")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import pickle
+import re
 import tempfile
+import warnings
 from pathlib import Path
 
 import torch
@@ -36,13 +40,25 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         try:
             return _safetensors().load_file(path)
         except Exception as error:
-            raise WeightError(f"{path} is not a readable safetensors file: {error}") from error
+            raise WeightError(
+                f"{path} is not a readable safetensors file: {error}. Copy it again, or write it with "
+                "safetensors.torch.save_file"
+            ) from error
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
+        # timm's train script saves its arguments beside the weights: plain data under names.
+        with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
+            warnings.simplefilter("ignore", UserWarning)  # of a pickle that torch.save did not write
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        # torch's own message recommends to load it all the same.
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
         raise WeightError(
-            f"{path} could not be read with weights_only=True, and wellcond never unpickles code: {error}"
+            f"{path}: expected a state dict of tensors, found a pickle of {named[1] if named else 'other objects'}, "
+            "which could run any code; wellcond never unpickles code, and nothing was run. Where you trust the file, "
+            "write its state dict with safetensors.torch.save_file and give that"
         ) from error
+    except Exception as error:
+        raise WeightError(f"{path} is not a readable checkpoint of torch.save: {error}") from error
     for key in ("state_dict", "model"):
         if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
             loaded = loaded[key]

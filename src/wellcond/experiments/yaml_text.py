@@ -32,6 +32,30 @@ _Loader.add_implicit_resolver(
 )
 
 
+MOST_CHARACTERS = 2**20
+MOST_VALUES = 100_000
+"""With aliases written out: nine lines of them can stand for a billion values."""
+
+
+def _count_values(node: yaml.Node, known: dict[int, int]) -> int:
+    """Values in a document with its aliases written out.
+
+    Raises: YAMLError if there are too many, or an alias stands within what it names.
+    """
+    if id(node) in known:
+        if known[id(node)] == 0:
+            raise yaml.composer.ComposerError(None, None, "an alias stands within what it names", node.start_mark)
+        return known[id(node)]
+    known[id(node)] = 0
+    inside = node.value if isinstance(node, yaml.CollectionNode) else []
+    parts = [part for pair in inside for part in pair] if isinstance(node, yaml.MappingNode) else inside
+    count = 1 + sum(_count_values(part, known) for part in parts)
+    if count > MOST_VALUES:
+        raise yaml.composer.ComposerError(None, None, f"expected at most {MOST_VALUES} values", node.start_mark)
+    known[id(node)] = count
+    return count
+
+
 def read_yaml(text: str, where: str = "the value") -> Any:
     """Plain data from YAML.
 
@@ -41,8 +65,15 @@ def read_yaml(text: str, where: str = "the value") -> Any:
         >>> read_yaml("lr: 1e-3")
         {'lr': 0.001}
     """
+    if len(text) > MOST_CHARACTERS:
+        raise RecipeError(f"{where}: expected at most {MOST_CHARACTERS} characters, found {len(text)}")
     try:
-        return yaml.load(text, _Loader)  # noqa: S506  (a SafeLoader)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _count_values(node, {})
+        return loader.construct_document(node)
     # ValueError: a date with a 13th month; RecursionError: thousands of brackets
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise RecipeError(f"{where} is not YAML: {error}") from error

@@ -13,7 +13,7 @@ from wellcond.report.formats import show_interval, show_mean, show_p
 from wellcond.report.glue_scores import AVERAGE, NO_METRICS, TITLES, GlueScores, different_settings, load_glue
 from wellcond.report.run_record import Metric
 from wellcond.report.statistics import PairedDifference, Summary, compare_paired, correct, required_pairs
-from wellcond.report.table import Table, table_csv, table_markdown
+from wellcond.report.table import Table, plain_markdown, table_csv, table_markdown
 from wellcond.report.values import MISSING, number
 
 SCHEMA = 1
@@ -33,7 +33,7 @@ def rebuild_glue(folder: Path) -> Path:
     """
     scores = load_glue(folder)
     statistics = statistics_table(scores)
-    parts = [f"# GLUE: {scores.title}", table_markdown(scores_table(scores))]
+    parts = [f"# GLUE: {plain_markdown(scores.title)}", table_markdown(scores_table(scores))]
     parts += ["## Each task", table_markdown(statistics)]
     others = others_table(scores)
     parts += ["## Other metrics", table_markdown(others)] if others.rows else []

@@ -167,7 +167,7 @@ def read_json(path: Path, kind: str) -> dict[str, Any]:
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunRecordError(
             path, f"is not readable JSON ({error})", "Delete it and repeat what wrote it, or restore it."
         ) from error
@@ -187,7 +187,7 @@ def _read_lines(path: Path, *, unfinished: bool) -> list[Any]:
     lines = [line for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
     try:
         return list(json.loads(f"[{','.join(lines)}]"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return list(_read_one_by_one(path, lines, unfinished))
 
 
@@ -195,7 +195,7 @@ def _read_one_by_one(path: Path, lines: list[str], unfinished: bool) -> Iterable
     for at, line in enumerate(lines):
         try:
             yield json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if unfinished and at == len(lines) - 1:
                 return
             raise RunRecordError(

@@ -39,6 +39,13 @@ def import_pil() -> Any:
     return Image
 
 
+def picture_formats() -> list[str]:
+    """Formats that PIL reads by itself; it would have Ghostscript run a file of PostScript, whatever its name."""
+    pil = import_pil()
+    pil.init()
+    return [name for name in pil.OPEN if name != "EPS"]
+
+
 def decode_image(encoded: bytes, where: str) -> Image:
     """Decode an image completely and turn it upright if its EXIF data say so.
 
@@ -49,14 +56,14 @@ def decode_image(encoded: bytes, where: str) -> Image:
     from PIL import ImageOps
 
     try:
-        image = pil.open(io.BytesIO(encoded))
+        image = pil.open(io.BytesIO(encoded), formats=picture_formats())
         image.load()
         ImageOps.exif_transpose(image, in_place=True)
         return image
     except (OSError, SyntaxError, ValueError, struct.error, EOFError, pil.DecompressionBombError) as error:
         raise DataError(
             f"{where}: the image cannot be read.",
-            expected="a whole image in a format that PIL reads",
+            expected="a whole image in a format that PIL reads, and no PostScript, which is a program",
             found=f"{len(encoded)} bytes; {type(error).__name__}: {error}",
             todo="Replace or remove this image.",
         ) from error

@@ -108,7 +108,7 @@ def _json_lines(path: Path, column: str) -> Iterator[str]:
         where = f"{path}, line {number}"
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{where}: this is no JSON.", expected="one object a line", found=str(error), todo="Correct the line."
             ) from error

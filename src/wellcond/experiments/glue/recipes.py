@@ -15,6 +15,7 @@ from wellcond.experiments.data.sources.files import BUILDERS
 from wellcond.experiments.glue.pretrained import CLASSIFIERS, Pretrained
 from wellcond.experiments.glue.tasks import HUB_ID, GlueTask
 from wellcond.experiments.load_recipe import set_field
+from wellcond.experiments.models import read_hf_config
 from wellcond.experiments.prepare import located
 from wellcond.experiments.recipe import Recipe
 from wellcond.experiments.settings import explain
@@ -127,9 +128,7 @@ def _dropouts(name: str) -> tuple[str, ...]:
     except ImportError as error:
         raise MissingExtraError("transformers", "text") from error
     folder = Path(name)
-    config = (
-        AutoConfig.from_pretrained(folder, local_files_only=True) if folder.is_dir() else AutoConfig.for_model(name)
-    )
+    config = read_hf_config(folder) if folder.is_dir() else AutoConfig.for_model(name)
     return tuple(field for field in DROPOUTS if hasattr(config, field))
 
 

@@ -165,7 +165,7 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
     problem = ""
     try:
         found = json.loads(_read_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"{path}: the vocabulary cannot be read.",
             expected="JSON: a mapping of tokens to numbers",

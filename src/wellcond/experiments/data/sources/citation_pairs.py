@@ -119,7 +119,7 @@ def load(config: CitationPairsConfig, base: Path) -> DataBundle:
 def _read_documents(file: Path) -> dict[str, str]:
     try:
         documents = json.loads(file.read_bytes())
-    except ValueError as error:  # of JSON or UTF-8
+    except (ValueError, RecursionError) as error:  # of JSON or UTF-8
         raise DataError(
             f"{file}: the file cannot be read.",
             expected="JSON in UTF-8: texts by the id of the paper",

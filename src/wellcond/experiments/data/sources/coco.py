@@ -119,6 +119,9 @@ class CocoSplit:
     def _encoded(self, index: int) -> bytes:
         file = self.folder / self.images[index]["file_name"]
         try:
+            # Followed to its end: a link may lead anywhere.
+            if not file.resolve().is_relative_to(self.folder.resolve()):
+                raise OSError(None, "it is a link out of the data set")
             return file.read_bytes()
         except OSError as error:
             raise DataError(

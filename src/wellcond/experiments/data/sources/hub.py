@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from wellcond.experiments.data.mirror import MIRROR_VARIABLE, find_in_mirror, mi
 from wellcond.experiments.data.reading import (
     call_load_dataset,
     import_datasets,
+    quiet_progress,
     reading_errors,
     require_cache,
     root_cause,
@@ -104,7 +106,10 @@ def load(config: HubConfig, base: Path) -> DataBundle:
 def _load_mirror(config: HubConfig, mirror: Path) -> dict[str, Any]:
     arguments = mirror_arguments(config, mirror)
     try:
+        require_files_inside(mirror, arguments)
         return dict(call_load_dataset(str(mirror), **arguments))
+    except DataError:
+        raise
     except reading_errors() as error:
         broken, problem = _find_broken_parquet(mirror / arguments.get("data_dir", ""))
         raise DataError(
@@ -141,6 +146,26 @@ def mirror_arguments(config: HubConfig, mirror: Path) -> dict[str, Any]:
         found=f"configurations {listed(sorted({*declared, *folders}))}; entries {files_or_folders(mirror.iterdir())}",
         todo="Correct 'config', or add the folder to the mirror.",
     )
+
+
+def require_files_inside(mirror: Path, arguments: dict[str, Any]) -> None:
+    """Look at what `load_dataset` would open: a card may name any file of the machine or of the network.
+
+    Raises: DataError if a file is not in the mirror.
+    """
+    with quiet_progress():
+        builder = import_datasets().load_dataset_builder(str(mirror), **arguments)
+    homes = (mirror, mirror.resolve(), Path(os.path.normpath(mirror)))  # the mirror itself may be reached by a link
+    for files in (builder.config.data_files or {}).values():
+        # By name: links within the mirror are its owner's, and followed.
+        for file in files:
+            if not any(Path(os.path.normpath(file)).is_relative_to(home) for home in homes):
+                raise DataError(
+                    f"{mirror / 'README.md'}: the card of the data set leads out of its folder.",
+                    expected=f"files within {mirror}",
+                    found=repr(str(file)),
+                    todo="Correct 'data_files' in the card, or remove the card.",
+                )
 
 
 def _files_of_splits(folder: Path) -> dict[str, list[str]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wellcond.experiments.data.bundle import DataBundle, check_index, describe_sizes
 from wellcond.experiments.data.errors import DataError, files_or_folders, listed
-from wellcond.experiments.data.images import decode_image, import_pil
+from wellcond.experiments.data.images import decode_image, import_pil, picture_formats
 from wellcond.experiments.data.registry import SourceConfig, register_source
 
 EVALUATION_NAMES = ("val", "validation", "test")
@@ -105,10 +105,9 @@ def _find_evaluation(root: Path, train: str) -> str:
 
 def _list_split(folder: Path) -> tuple[dict[str, list[str]], int]:
     """Image files by class, sorted, and how many other files were passed over."""
-    pil = import_pil()
-    pil.init()
-    # OPEN: the table of extensions also names formats that PIL only writes.
-    suffixes = {suffix for suffix, name in pil.registered_extensions().items() if name in pil.OPEN}
+    # The table of extensions also names formats that PIL only writes.
+    formats = picture_formats()
+    suffixes = {suffix for suffix, name in import_pil().registered_extensions().items() if name in formats}
     entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     classes = [path for path in entries if path.is_dir()]
     loose = [path for path in entries if path.is_file() and path.suffix.lower() in suffixes]

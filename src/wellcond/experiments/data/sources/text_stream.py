@@ -19,7 +19,13 @@ from wellcond.experiments.data.progress import tell
 from wellcond.experiments.data.reading import import_datasets, quiet_progress, reading_errors, root_cause
 from wellcond.experiments.data.registry import SourceConfig, register_source
 from wellcond.experiments.data.sources.files import find_files
-from wellcond.experiments.data.sources.hub import NAME, HubConfig, mirror_arguments, network_errors
+from wellcond.experiments.data.sources.hub import (
+    NAME,
+    HubConfig,
+    mirror_arguments,
+    network_errors,
+    require_files_inside,
+)
 from wellcond.experiments.data.stored_text import ENDS, TEXT, StoredText
 from wellcond.experiments.data.text_readers import format_of, read_texts, text_of
 
@@ -122,6 +128,8 @@ def _stream(config: TextStreamConfig, mirror: Path | None, name: str, first: int
         path, arguments = str(mirror), mirror_arguments(hub, mirror)
     try:
         with quiet_progress():
+            if mirror is not None:
+                require_files_inside(mirror, arguments)
             rows = import_datasets().load_dataset(path, split=config.split, streaming=True, **arguments)
             for number, row in enumerate(rows.skip(first), first):
                 yield text_of(row, config.text, f"{name}, row {number} (the first is 0)")

@@ -1,0 +1,61 @@
+"""A canary: a file that an attack would make if its code were run."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from wellcond.cli.main import main
+
+
+class Payload:
+    """Unpickled without care, it writes a file."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return Path.write_text, (Path(self.path), "run")
+
+
+class Canary:
+    def __init__(self, path):
+        self.path = path
+
+    @property
+    def payload(self):
+        return Payload(self.path)
+
+    @property
+    def code(self):
+        """A line of Python that writes the file."""
+        return f"import pathlib; pathlib.Path({str(self.path)!r}).write_text('run')\n"
+
+    @property
+    def command(self):
+        """An expression that writes the file."""
+        return f"__import__('pathlib').Path({str(self.path)!r}).touch()"
+
+    @property
+    def sprung(self):
+        return self.path.exists()
+
+
+@pytest.fixture
+def canary(tmp_path_factory):
+    made = Canary(tmp_path_factory.mktemp("canary") / "sprung")
+    yield made
+    assert not made.sprung, "code of the attack was run"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Call the command as the console script does: (exit code or message, standard output)."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["wellcond", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code, capsys.readouterr().out
+
+    return call

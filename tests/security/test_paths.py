@@ -1,0 +1,224 @@
+"""Paths in recipes, records and manifests: none leads out of the folder that it belongs to."""
+
+import json
+import os
+import re
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from detection.coco_sets import coco, load_set, write_set
+from experiments.data.helpers import failure, load, write_csv, write_jsonl
+from report.fake_runs import FakeMethod, only_comparison, write_comparison
+from wellcond.experiments.data.disk_cache import CacheEntry
+from wellcond.experiments.data.errors import DataError
+from wellcond.experiments.load_recipe import parse_recipe
+from wellcond.experiments.methods import MethodSettings, slug
+from wellcond.experiments.models import ModelSpecError, build_model
+from wellcond.experiments.settings import RecipeError
+from wellcond.report.analysis import analyse
+from wellcond.report.build import build_report
+from wellcond.report.figures import build_figures
+
+OUT = ["../../out", "/etc/out", "..", ".", "a/b", "a\\b", ".hidden", "~", "C:\\out", "a\0b", "-x", ""]
+
+
+@pytest.fixture(autouse=True)
+def own_places(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("WELLCOND_DATA", raising=False)
+
+
+def files_below(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", OUT)
+@pytest.mark.parametrize("field", ["name", "logging"])
+def test_the_name_of_a_recipe_is_no_path(field, name):
+    fields = {"extends": "tiny/digits", "name": "fine", "scale": "tiny"}
+    fields |= {"name": name} if field == "name" else {"logging": {"project": name}}
+    with pytest.raises(RecipeError, match="expected a name for a folder"):
+        parse_recipe(json.dumps(fields), "recipe.yaml")
+
+
+@pytest.mark.parametrize("name", ["mine", "vit-tiny 2.1_b+c", "größe", "0"])
+def test_usual_names_are_taken(name):
+    text = json.dumps({"extends": "tiny/digits", "name": name, "scale": "tiny"}, ensure_ascii=False)
+    assert parse_recipe(text, "recipe.yaml").name == name
+
+
+@pytest.mark.parametrize("label", ["../../out", "/etc/passwd", "..", ".", "a/../../b", "C:\\x", "\0", "…/…", "~root"])
+def test_the_folder_of_a_method_stays_in_its_comparison(label, tmp_path):
+    made = MethodSettings(label=label).slug
+    assert made == slug(label) and Path(made).name == made and made not in (".", "..")
+    assert (tmp_path / made).resolve().parent == tmp_path.resolve()
+
+
+def test_a_report_is_written_beside_its_records_whatever_they_say(tmp_path):
+    """Labels, slugs, names and recipes of stored records are text, never a place to write to."""
+    methods = [FakeMethod("default", {0: 0.9, 1: 0.8}), FakeMethod("../../out", {0: 0.9})]
+    folder = write_comparison(tmp_path / "deep" / "er" / "runs", methods, epochs=3, points=2, layers=1, heads=1)
+    for path in folder.rglob("*.json"):
+        stored = json.loads(path.read_text()) | {"name": "../../out", "recipe": "../../out", "slug": "../../../out"}
+        if "methods" in stored:
+            stored["methods"] = [method | {"slug": "../../../../out"} for method in stored["methods"]]
+        else:
+            stored["metric"]["name"] = "../../../out"
+            stored["final"] = stored["best"] = stored["final"] | {"../../../out": 0.9}
+        path.write_text(json.dumps(stored))
+    for path in folder.rglob("evaluations.jsonl"):
+        path.write_text(path.read_text().replace('"accuracy"', '"../../../out"'))
+    before = set(files_below(tmp_path))
+    [page] = build_report(folder, pictures=False)
+    assert page == folder / "report" / "report.md"
+    names = [figure.name for figure in build_figures(analyse(only_comparison(folder)))]
+    assert names and all(re.fullmatch(r"[a-z0-9_-]+", name) for name in names)  # each becomes files of that name
+    new = set(files_below(tmp_path)) - before
+    assert new and all(name.startswith("deep/er/runs/report/") for name in new)
+
+
+def secret(folder):
+    """A picture that lies outside of every data set."""
+    Image.fromarray(np.zeros((40, 60, 3), np.uint8)).save(folder / "secret.png")
+    return folder / "secret.png"
+
+
+@pytest.mark.parametrize("name", ["../../secret.png", "../secret.png", "{folder}/secret.png", "a/../../../secret.png"])
+def test_annotations_of_coco_name_no_file_outside(name, tmp_path):
+    secret(tmp_path)
+    root = write_set(tmp_path / "set" / "coco")
+    content = coco()
+    content["images"][0]["file_name"] = name.format(folder=tmp_path)
+    (root / "annotations" / "instances_train2017.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match="expected: .*\n.*found: .*secret"):
+        load_set(root)
+
+
+def test_a_link_of_coco_is_not_followed_out(tmp_path):
+    root = write_set(tmp_path / "coco")
+    linked = root / "train2017" / coco()["images"][0]["file_name"]
+    linked.unlink()
+    linked.symlink_to(secret(tmp_path))
+    split = load_set(root).train
+    at = next(n for n, image in enumerate(split.images) if image["file_name"] == linked.name)
+    for read in (split.content, split.__getitem__):
+        with pytest.raises(DataError, match="link out of the data set"):
+            read(at)
+
+
+@pytest.mark.parametrize("name", ["../secret.png", "{folder}/secret.png", "a/../../secret.png", "link.png"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+def test_rows_of_a_file_name_no_image_outside(suffix, name, tmp_path):
+    picture, folder = secret(tmp_path), tmp_path / "set"
+    folder.mkdir()
+    (folder / "inside.png").write_bytes(picture.read_bytes())
+    (folder / "link.png").symlink_to(picture)
+    rows = [("inside.png", "a"), (name.format(folder=tmp_path), "b")] * 2
+    if suffix == ".csv":
+        file = write_csv(folder / "rows.csv", ["image", "label"], rows)
+    else:
+        file = write_jsonl(folder / "rows.jsonl", [{"image": image, "label": label} for image, label in rows])
+    bundle = load(source="files", train=str(file), evaluation=str(file), input="image", kind="image")
+    assert bundle.train[0]["image"].size == (60, 40)
+    with pytest.raises(DataError, match=r"leads out of its folder(.|\n)*image_root"):
+        bundle.train[1]
+
+
+@pytest.mark.parametrize("row", ["../.. secret.png 0 1", "{folder} secret.png 0 1", "link secret.png 0 1"])
+def test_metadata_of_pathfinder_name_no_file_outside(row, tmp_path):
+    secret(tmp_path)
+    root = tmp_path / "set" / "pathfinder" / "curv_contour_length_14"
+    (root / "metadata").mkdir(parents=True)
+    (root / "link").symlink_to(tmp_path)
+    (root / "metadata" / "0.npy").write_text(row.format(folder=tmp_path) + "\n")
+    message = failure(source="pathfinder_folder", path=str(root.parent), difficulty=root.name)
+    assert "leads out of its data set" in message
+
+
+@pytest.mark.parametrize("name", ["../out", "/etc", "a/../../b", "..", "a/..", "owner/na/me"])
+@pytest.mark.parametrize("field", ["id", "config"])
+@pytest.mark.parametrize("source", ["hub", "text_stream"])
+def test_names_of_data_sets_do_not_leave_the_mirror(source, field, name, tmp_path, monkeypatch):
+    monkeypatch.setenv("WELLCOND_DATA", str(tmp_path))
+    with pytest.raises(ValueError, match=r"pattern|such as"):
+        load(**{"source": source, "id": "owner/name", field: name})
+
+
+@pytest.mark.parametrize("source", ["hub", "text_stream"])
+@pytest.mark.parametrize("place", ["../../../secret.csv", "{folder}/secret.csv", "../../../*.csv"])
+def test_the_card_of_a_data_set_names_no_file_outside(place, source, tmp_path, monkeypatch):
+    write_csv(tmp_path / "secret.csv", ["text", "label"], [["my password", "0"], ["another", "1"]])
+    mirror = tmp_path / "mirror" / "evil" / "set"
+    mirror.mkdir(parents=True)
+    card = {"configs": [{"config_name": "default", "data_files": [{"split": "train", "path": place}]}]}
+    (mirror / "README.md").write_text(f"---\n{json.dumps(card)}\n---\n".replace("{folder}", str(tmp_path)))
+    monkeypatch.setenv("WELLCOND_DATA", str(tmp_path / "mirror"))
+    fields = {"evaluation_split": "train"} if source == "hub" else {"evaluation_documents": 1}
+    message = failure(source=source, id="evil/set", **fields)
+    assert "leads out of its folder" in message and "secret.csv" in message
+
+
+def test_a_card_that_stays_inside_is_read(tmp_path, monkeypatch):
+    mirror = tmp_path / "mirror" / "fine" / "set"
+    mirror.mkdir(parents=True)
+    write_csv(mirror / "rows.csv", ["text", "label"], [["a", "0"], ["b", "1"]])
+    card = {"configs": [{"config_name": "default", "data_files": [{"split": "train", "path": "rows.csv"}]}]}
+    (mirror / "README.md").write_text(f"---\n{json.dumps(card)}\n---\n")
+    (tmp_path / "linked").symlink_to(tmp_path / "mirror")
+    for folder in ("mirror", "linked", "mirror/../mirror"):
+        monkeypatch.setenv("WELLCOND_DATA", str(tmp_path / folder))
+        assert len(load(source="hub", id="fine/set", evaluation_split="train").train) == 2
+
+
+@pytest.mark.parametrize("shard", ["../secret.safetensors", "{folder}/secret.safetensors", "a/b.safetensors"])
+def test_the_index_of_a_checkpoint_names_no_file_outside(shard, tmp_path):
+    save_file({"w": torch.ones(2)}, tmp_path / "secret.safetensors")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    (folder / "config.json").write_text(json.dumps({"model_type": "bert", **sizes}))
+    index = {"weight_map": {"w": shard.format(folder=tmp_path)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelSpecError, match="may not lie outside its folder"):
+        build_model(f"hf:{folder}")
+
+
+def test_members_of_an_archive_are_written_nowhere(tmp_path):
+    """The only archives that are opened are those of numpy, which are read into memory."""
+    place = tmp_path / "set"
+    place.mkdir()
+    np.savez(place / "images.npz", image=np.zeros((10, 4, 4), np.uint8), label=np.arange(10) % 2)
+    with zipfile.ZipFile(place / "images.npz", "a") as archive:
+        archive.writestr("../../escaped.txt", "out")
+        archive.writestr(f"{tmp_path}/escaped.txt", "out")
+    before = files_below(tmp_path)
+    bundle = load(source="pathfinder_folder", path=str(place), file="images.npz")
+    assert len(bundle.train) == 8
+    assert files_below(tmp_path) == before and not (tmp_path.parent / "escaped.txt").exists()
+
+
+@pytest.mark.parametrize("text", ["../../out", "/etc/out", "\0", "a" * 5000])
+def test_names_in_the_cache_are_sums(text, tmp_path):
+    entry = CacheEntry("text", {"place": text}, root=tmp_path)
+    entry.write("part", b"content")
+    assert entry.read("part") == b"content"
+    assert entry.folder.resolve().is_relative_to(tmp_path.resolve()) and text not in str(entry.folder)
+
+
+def test_deleting_old_checkpoints_does_not_follow_links(tmp_path):
+    from wellcond.experiments.checkpoint import save_checkpoint
+
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("keep")
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    os.symlink(precious, folder / "step-00000001")
+    save_checkpoint(folder, 2, {}, {"state": {}, "param_groups": []}, {})
+    assert (precious / "file").read_text() == "keep"

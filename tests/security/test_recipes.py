@@ -1,0 +1,239 @@
+"""Recipes that name code, or swell when they are read. `--trust-local-code` is the only way to run a file."""
+
+import json
+import time
+
+import pytest
+import yaml
+
+from experiments.small import SETTINGS
+from wellcond.errors import WellcondError
+from wellcond.experiments.load_recipe import load_recipe, parse_recipe
+from wellcond.experiments.models import ModelSpecError, build_model
+from wellcond.experiments.settings import RecipeError
+from wellcond.experiments.tokenizers.files import read_tokenizer
+
+RECIPE = """
+extends: tiny/digits
+name: hostile
+scale: tiny
+"""
+
+
+def parsed(*overrides):
+    return parse_recipe(RECIPE, "hostile.yaml", overrides)
+
+
+def write_recipe(folder, **fields):
+    """A recipe that trains in a second, with other fields."""
+    content = yaml.safe_load(RECIPE) | fields
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(content))
+    return [folder / "recipe.yaml", *(part for setting in SETTINGS[1:] for part in ("--set", setting))]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "name: !!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path ['{path}']]",
+        "!!python/object/apply:os.system ['touch {path}']",
+        "name: !!python/object/new:os.system ['touch {path}']",
+        "name: !!python/name:os.system",
+        "name: !!python/module:antigravity",
+    ],
+)
+def test_yaml_makes_no_objects(text, canary, tmp_path, run):
+    written = text.format(path=canary.path)
+    (tmp_path / "recipe.yaml").write_text(written)
+    code, _ = run("train", tmp_path / "recipe.yaml")
+    assert "is not YAML" in str(code) and "could not determine a constructor" in str(code)
+    with pytest.raises(RecipeError, match="--set"):
+        parsed("optimizer.lr=" + written.removeprefix("name: "))
+
+
+def laughs(levels):
+    """Each line stands for ten times the one before."""
+    lines = ["l0: &l0 [lol, lol, lol, lol, lol, lol, lol, lol, lol, lol]"]
+    lines += [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 10)}]" for n in range(1, levels)]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        (f"model: {{arguments: {{bomb: 1}}}}\n{laughs(9)}", "at most 100000 values"),
+        ("model: &a {arguments: *a}", "an alias stands within what it names"),
+        ("model: &a [*a]", "an alias stands within what it names"),
+        ("model: " + "[" * 3_000, "recursion"),
+        ("model: " + "{a: " * 2_000, "recursion"),
+        ("description: " + "a" * 2**20, "at most 1048576 characters"),
+        ("seeds: [" + "1" * 5000 + "]", "digits"),
+    ],
+    ids=["laughs", "self", "self_in_list", "brackets", "mappings", "long", "digits"],
+)
+def test_yaml_that_swells_is_refused_at_once(text, problem):
+    start = time.process_time()
+    with pytest.raises(RecipeError, match=problem) as caught:
+        parse_recipe(text, "hostile.yaml")
+    assert time.process_time() - start < 10
+    assert "hostile.yaml" in str(caught.value) and len(str(caught.value)) < 10_000
+
+
+def test_aliases_of_a_usual_size_are_read():
+    recipe = parsed("training={length: &length {steps: 5}, batch_size: 2}", "evaluation={every: {steps: 5}}")
+    assert recipe.training.length.steps == 5
+    text = "a: &usual {steps: 5}\nb: *usual\nc: [*usual, *usual]"
+    with pytest.raises(RecipeError, match="unknown field 'a'"):
+        parse_recipe(text, "usual.yaml")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "optimizer.name=os.system",
+        "optimizer.name=torch.optim.Adam",
+        "schedule={name: builtins.exec}",
+        "task.name=subprocess.run",
+        "data={source: os.system}",
+        "data={source: generated, generator: os.system}",
+        "methods=['{command}']",
+        "methods=[conditioned({command})]",
+        "method={init: os.system}",
+        "method={condition: __import__}",
+        "augmentation={randaugment: '{command}'}",
+        "model.norms={command}",
+        "extends=tiny/../../x",
+        "__class__=x",
+    ],
+)
+def test_names_are_looked_up_in_registries_alone(override, canary):
+    with pytest.raises(RecipeError, match=r"expected|unknown|Allowed|not YAML|valid"):
+        parsed(override.replace("{command}", canary.command))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os:system",
+        "os.system",
+        "builtins:exec",
+        "timm:os.system",
+        "timm:hf-hub:evil/model",
+        "timm:local-dir:{folder}",
+        "hf:evil/model",
+        "hf:os",
+        "wellcond:__import__",
+        "wellcond:../evil",
+        "evil:build",
+        "",
+    ],
+)
+def test_a_model_that_is_in_no_registry_is_refused_even_with_trust(name, canary, tmp_path):
+    (tmp_path / "evil.py").write_text(canary.code)
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": "vit_tiny_patch16_224"}))
+    with pytest.raises(WellcondError, match=r"expected|unknown|no model|neither"):
+        build_model(name.format(folder=tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name", ["evil.py:build", "./evil.py:build", "{folder}/evil.py:build", "../here/evil.py:build"]
+)
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_a_file_that_a_recipe_names_is_not_run_without_the_flag(command, name, canary, tmp_path, run):
+    folder = tmp_path / "here"
+    folder.mkdir()
+    (folder / "evil.py").write_text(canary.code)
+    recipe, *settings = write_recipe(folder, model={"name": name.format(folder=folder)})
+    named = [recipe] if command == "train" else ["--recipe", recipe, "--jobs", "1"]
+    code, _ = run(command, *named, *settings, "-o", tmp_path / "out", "--cpu", "-q")
+    assert str(code).startswith("error: ") and "pass --trust-local-code if you trust it" in str(code)
+    assert not list(tmp_path.rglob("run.json"))
+
+
+def test_the_flag_runs_the_file(tmp_path, run):
+    ran = tmp_path / "ran"
+    (tmp_path / "mine.py").write_text(
+        f"import pathlib, timm\npathlib.Path({str(ran)!r}).touch()\n\n\n"
+        "def build(num_labels, num_channels, image_size):\n"
+        "    return timm.create_model('vit_tiny_patch16_224', img_size=image_size, patch_size=4, embed_dim=16,\n"
+        "                             depth=1, num_heads=2, in_chans=num_channels, num_classes=num_labels)\n"
+    )
+    recipe = write_recipe(tmp_path, model={"name": "mine.py:build"})
+    refused, _ = run("train", *recipe, "-o", tmp_path / "out", "--cpu", "-q")
+    assert "--trust-local-code" in str(refused) and not ran.exists()
+    code, _ = run("train", *recipe, "-o", tmp_path / "out", "--cpu", "-q", "--trust-local-code")
+    assert not code and ran.exists()
+
+
+def hf_folder(folder, code, **config):
+    """A folder of transformers with code of its own."""
+    folder.mkdir(exist_ok=True)
+    for name in ("configuration_evil.py", "modeling_evil.py", "tokenization_evil.py"):
+        (folder / name).write_text(code)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_evil.EvilConfig",
+    "AutoModel": "modeling_evil.EvilModel",
+    "AutoModelForCausalLM": "modeling_evil.EvilModel",
+}
+TINY = {"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 11}
+
+
+@pytest.mark.parametrize("arguments", [{}, {"trust_remote_code": True}, {"auto_map": AUTO_MAP}, {"code_revision": "x"}])
+def test_code_in_a_folder_of_transformers_is_never_run(arguments, canary, tmp_path):
+    folder = hf_folder(tmp_path / "model", canary.code, model_type="evil", auto_map=AUTO_MAP)
+    with pytest.raises(ModelSpecError, match=r"never runs|remove it"):
+        build_model(f"hf:{folder}", arguments, auto_class="AutoModelForCausalLM")
+
+
+def test_a_known_model_with_code_beside_it_is_built_from_the_library(canary, tmp_path):
+    folder = hf_folder(tmp_path / "model", canary.code, model_type="gpt2", auto_map=AUTO_MAP, **TINY)
+    for auto_class in (None, "AutoModelForCausalLM"):
+        model = build_model(f"hf:{folder}", auto_class=auto_class)
+        assert type(model).__module__ == "transformers.models.gpt2.modeling_gpt2"
+
+
+@pytest.mark.parametrize("architecture", ["pipeline", "Trainer", "logging", "AutoModel", "__name__", ["x"], 3])
+def test_the_architecture_of_a_configuration_must_be_a_model(architecture, tmp_path):
+    folder = hf_folder(tmp_path / "model", "", model_type="gpt2", architectures=[architecture], **TINY)
+    assert type(build_model(f"hf:{folder}")).__name__ == "GPT2Model"
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_kernels_are_not_fetched(key, tmp_path):
+    with pytest.raises(ModelSpecError, match="fetched from the hub"):
+        build_model("hf:gpt2", {**TINY, key: "evil/kernel"})
+    folder = hf_folder(tmp_path / "model", "", model_type="gpt2", **TINY, **{key: "evil/kernel"})
+    with pytest.raises(ModelSpecError, match="fetched from the hub"):
+        build_model(f"hf:{folder}")
+
+
+def test_code_beside_a_tokeniser_is_not_run(canary, tmp_path):
+    folder = hf_folder(tmp_path / "tokeniser", canary.code)
+    auto_map = {"AutoTokenizer": ["tokenization_evil.EvilTokenizer", None]}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": auto_map, "trust_remote_code": True}))
+    (folder / "vocab.txt").write_text("[UNK]\n[CLS]\n[SEP]\n[PAD]\na\nb\n")
+    assert read_tokenizer(folder).vocabulary_size == 6
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": canary.command}}))
+    with pytest.raises(WellcondError, match="the tokeniser cannot be read"):
+        read_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "override, problem",
+    [("precision.compile=os.system", "OS.SYSTEM|not"), ("logging.trackers=[os.system]", "not known")],
+)
+def test_backends_and_trackers_are_those_of_the_libraries(override, problem, tmp_path, run):
+    recipe = write_recipe(tmp_path)
+    code, _ = run("train", *recipe, "--set", override, "-o", tmp_path / "out", "--cpu", "-q")
+    assert str(code).startswith("error: ")
+
+
+def test_shipped_recipes_need_no_trust():
+    from wellcond.experiments.load_recipe import shipped_recipes
+
+    for shipped in shipped_recipes():
+        recipe, base = load_recipe(shipped.name, scale=shipped.scale)
+        assert base is None and recipe.model.name.partition(":")[0] in ("timm", "hf", "wellcond")
