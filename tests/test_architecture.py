@@ -50,6 +50,7 @@ EXTRAS = [
     "lightning",
     "pytorch_lightning",
     "peft",
+    "ray",
 ]
 
 

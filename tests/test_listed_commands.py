@@ -41,6 +41,8 @@ def cut_short(arguments):
             if "--methods" in arguments:
                 methods = ",".join(split_top_level(arguments[arguments.index("--methods") + 1], ",")[:2])
             arguments = option(option(arguments, "--methods", methods), "--seeds", "1") + ["--jobs", "1"]
+        for name in ("--engine", "--ray-address"):  # tests of their own start clusters
+            arguments = option(arguments, name)
         scale = [] if recipe.endswith(".yaml") else ["--scale", "tiny"]
         if "--data" not in arguments and not recipe.endswith(".yaml"):
             load_recipe(recipe, scale="tiny")

@@ -23,6 +23,13 @@ InputColumn = Annotated[str | None, typer.Option("--input", help="Column of --da
 LabelColumn = Annotated[str | None, typer.Option("--label", help="Column of --data with the labels.")]
 Folder = Annotated[Path | None, typer.Option("--folder", "-o", help="Where to write; under runs/ by default.")]
 Jobs = Annotated[str, typer.Option(help="Runs at once: auto, or a number.")]
+Engine = Annotated[str, typer.Option(help="local, or ray: the machines of a Ray cluster.")]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(metavar="ADDRESS", help="auto, HOST:6379 or ray://HOST:10001; a cluster on this machine by default."),
+]
+CpusPerRun = Annotated[float | None, typer.Option(help="With --engine ray; the recipe's threads by default.")]
+GpusPerRun = Annotated[float | None, typer.Option(help="With --engine ray; 1 by default where the cluster has GPUs.")]
 Cpu = Annotated[bool, typer.Option("--cpu", help="Do not use a GPU.")]
 Trust = Annotated[
     bool,
@@ -92,16 +99,25 @@ def compare(
     label: LabelColumn = None,
     folder: Folder = None,
     jobs: Jobs = "auto",
+    engine: Engine = "local",
+    ray_address: RayAddress = None,
+    cpus_per_run: CpusPerRun = None,
+    gpus_per_run: GpusPerRun = None,
     cpu: Cpu = False,
     trust_local_code: Trust = False,
     json: Json = False,
     quiet: Quiet = False,
     report: Annotated[bool, typer.Option("--report/--no-report", help="Build the report at the end.")] = True,
+    print_jobs: Annotated[
+        bool, typer.Option("--print-jobs", help="Print one command per run, for Slurm and the like; run nothing.")
+    ] = False,
 ) -> None:
     """Train every method with every seed under one recipe, and show who wins, by how much, and why."""
     need_train_extra()
+    from wellcond.cli.engines import choose_engine
     from wellcond.cli.experiments import data_overrides, run_compare
 
+    ray = choose_engine(engine, address=ray_address, cpus=cpus_per_run, gpus=gpus_per_run, print_only=print_jobs)
     code = run_compare(
         recipe,
         scale=scale,
@@ -115,6 +131,8 @@ def compare(
         as_json=json,
         quiet=quiet,
         report=report,
+        ray=ray,
+        print_only=print_jobs,
     )
     raise typer.Exit(code)
 

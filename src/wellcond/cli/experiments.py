@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from wellcond.cli.engines import job_command
 from wellcond.cli.inspect import make_console
 from wellcond.cli.progress import RunsProgress
 from wellcond.errors import WellcondError
 from wellcond.experiments.compare import Outcome, plan_comparison, run_comparison, write_comparison
 from wellcond.experiments.load_recipe import load_recipe, parse_recipe, shipped_recipes
 from wellcond.experiments.methods import MethodSettings, parse_methods
+from wellcond.experiments.ray_engine.settings import RaySettings
 from wellcond.experiments.recipe import Recipe
 from wellcond.experiments.run import Job
 from wellcond.experiments.settings import RecipeError
@@ -132,18 +135,26 @@ def run_compare(
     as_json: bool,
     quiet: bool,
     report: bool,
+    ray: RaySettings | None = None,
+    print_only: bool = False,
 ) -> int:
-    """A comparison and its report; returns the exit code."""
+    """A comparison and its report, or the commands that make one; returns the exit code."""
     recipe, base = load_recipe(recipe_name, scale=scale, overrides=overrides)
     chosen = recipe.methods if methods is None else parse_methods(methods)
     numbers = parse_seeds(seeds, recipe)
     place = folder or Path("runs") / f"{recipe.name}-{recipe.scale}"
     planned = plan_comparison(recipe, chosen, numbers, place, base=base, cpu=cpu, local_code=local_code)
+    if print_only:
+        lines = [job_command(job, recipe_name, scale=scale, overrides=overrides) for job in planned]
+        write_comparison(place, recipe, chosen, numbers)
+        _print_jobs(lines, place, as_json=as_json, quiet=quiet)
+        return 0
+    workers = len(planned) if ray is not None and jobs == "auto" else choose_workers(jobs, recipe, cpu=cpu)
     if is_first_process():
         write_comparison(place, recipe, chosen, numbers)
         if not (quiet or as_json):
             _print_plan(recipe, chosen, numbers, place)
-    outcome = _run(planned, choose_workers(jobs, recipe, cpu=cpu), quiet=quiet or as_json)
+    outcome = _run(planned, workers, quiet=quiet or as_json, ray=ray)
     code = _tell_end(outcome, planned, as_json=as_json)
     if report and is_first_process() and any(record["final"] for record in outcome.records):
         print_report(place, quiet=quiet or as_json)
@@ -161,10 +172,18 @@ def _print_plan(recipe: Recipe, methods: Sequence[MethodSettings], seeds: Sequen
     )
 
 
-def _run(jobs: Sequence[Job], num_workers: int, *, quiet: bool) -> Outcome:
+def _print_jobs(lines: Sequence[str], place: Path, *, as_json: bool, quiet: bool) -> None:
+    """Commands on standard output, so that it can be a file of them; what to do with them on standard error."""
+    print(to_json({"jobs": lines}, indent=1) if as_json else "\n".join(lines))
+    if not (as_json or quiet):
+        told = f"{len(lines)} runs; when they are done: wellcond report {shlex.quote(str(place))}"
+        Console(stderr=True).print(told, markup=False, highlight=False, soft_wrap=True)
+
+
+def _run(jobs: Sequence[Job], num_workers: int, *, quiet: bool, ray: RaySettings | None = None) -> Outcome:
     progress = RunsProgress(len(jobs), quiet=quiet or not is_first_process())
     with leaving_together(), progress.shown():
-        return run_comparison(jobs, num_workers=num_workers, observer=progress.observe)
+        return run_comparison(jobs, num_workers=num_workers, observer=progress.observe, ray=ray)
 
 
 def print_table(out: Console, title: str, made: ReportTable) -> None:

@@ -55,7 +55,12 @@ class RunsProgress:
         if kind in ("end", "failed"):
             self._end(job.name, key, event.get("record"), event.get("problem", ""))
             return
-        if kind == "start":
+        if kind == "lost":
+            state["phase"] = "starting again"
+            if not self.quiet:
+                lost = f"{escape(job.name)}: [yellow]starting again[/], {escape(event['problem'])}"
+                self.console.print(lost, highlight=False, soft_wrap=True)
+        elif kind == "start":
             state |= {"first": event["step"], "since": time.perf_counter(), "batch": event["batch_size"]}
             state |= {"phase": "", "total": event["num_steps"], "step": event["step"]}
         elif kind == "step":

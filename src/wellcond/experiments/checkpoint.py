@@ -131,7 +131,7 @@ def save_checkpoint(
             for name, values in files.items():
                 _write_tensors(partial / f"{name}.safetensors", values)
             if isinstance(best, Path):
-                _link_or_copy(best, partial / BEST)
+                link_or_copy(best, partial / BEST)
             elif best is not None:
                 _write_tensors(partial / BEST, best)
             groups = [dict(group) for group in optimizer["param_groups"]]
@@ -161,7 +161,8 @@ def _write_tensors(path: Path, values: dict[str, Tensor]) -> None:
     _write_synced(path, _safetensors().save(own))
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
+def link_or_copy(source: Path, target: Path) -> None:
+    """The same file under a second name, or a copy where the file system has no such names."""
     try:
         os.link(source, target)
     except OSError:  # a file system without hard links

@@ -15,8 +15,9 @@ from wellcond.experiments.data.errors import DataError
 from wellcond.experiments.engine import Event
 from wellcond.experiments.interrupts import StopWish
 from wellcond.experiments.methods import MethodSettings, check_distinct
+from wellcond.experiments.ray_engine.settings import RaySettings
 from wellcond.experiments.recipe import Recipe, config_hash
-from wellcond.experiments.run import Job, run_job
+from wellcond.experiments.run import Job, check_local_code, run_job
 from wellcond.experiments.run_folder import SCHEMA, RunError, writing
 from wellcond.experiments.settings import RecipeError
 from wellcond.files import to_json, write_atomically
@@ -50,8 +51,9 @@ def plan_comparison(
 ) -> list[Job]:
     """All runs, seed by seed, so that a comparison that is cut short has whole pairs.
 
-    Raises: RecipeError without methods, or without the baseline among them.
+    Raises: RecipeError without methods, without the baseline among them, or for local code that is not trusted.
     """
+    check_local_code(recipe, trusted=options.get("local_code", False))
     check_distinct(methods)
     if not methods:
         raise RecipeError("expected methods to compare, found none; give --methods, or `methods` in the recipe")
@@ -119,11 +121,17 @@ def read_comparison(path: Path) -> dict[str, Any]:
         raise RunError(f"{path}: expected a comparison of schema {SCHEMA}: {error}") from error
 
 
-def run_comparison(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver) -> Outcome:
-    """Run what is missing, one after the other or in several processes.
+def run_comparison(
+    jobs: Sequence[Job], *, num_workers: int, observer: JobObserver, ray: RaySettings | None = None
+) -> Outcome:
+    """Run what is missing, one after the other, in several processes, or on a Ray cluster.
 
     Raises: RecipeError, DataError or MissingExtraError, which concern every run; other failures are in the outcome.
     """
+    if ray is not None:
+        from wellcond.experiments.ray_engine.drive import run_on_ray
+
+        return run_on_ray(jobs, num_workers=num_workers, observer=observer, settings=ray)
     if num_workers > 1 and len(jobs) > 1:
         from wellcond.experiments.worker_pool import run_in_pool
 

@@ -166,6 +166,7 @@ class Engine:
                 if self.best_weights is not None:
                     self.best_weights.saved_in(place)
                 self.on_saved()
+                self.observer({"event": "saved", "step": self.state.step})
 
     # Training
 

@@ -19,10 +19,10 @@ def describe_session(device: torch.device, *, processes: int, precision: str, st
     """Versions, commit and machine."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "wellcond": _version("wellcond"),
+        "wellcond": installed_version("wellcond"),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
+        "packages": {name: version for name in PACKAGES if (version := installed_version(name)) is not None},
         **_commit(),
         "device": device.type,
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
@@ -33,7 +33,8 @@ def describe_session(device: torch.device, *, processes: int, precision: str, st
     }
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """Version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

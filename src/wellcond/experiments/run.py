@@ -67,8 +67,7 @@ def run_job(job: Job, observer: Observer = ignore, *, stop: StopWish | None = No
 
     Raises: WellcondError for what cannot be run; the record then says ``failed`` and why.
     """
-    if is_local_code(job.recipe.model.name) and not job.local_code:
-        raise RecipeError(TRUST_NEEDED.format(job.recipe.model.name))
+    check_local_code(job.recipe, trusted=job.local_code)
     folder = RunFolder(job.folder)
     config = job.recipe.config(job.method, job.seed)
     accelerator = make_accelerator(job.recipe, job.folder, cpu=job.cpu)
@@ -85,6 +84,8 @@ def _hold_together(folder: RunFolder, accelerator: Any, held: contextlib.ExitSta
         try:
             held.enter_context(folder.opened())
         except RunError as error:
+            if accelerator.num_processes == 1:
+                raise
             problem = str(error)
     if accelerator.num_processes > 1:
         from accelerate.utils import broadcast_object_list
@@ -104,6 +105,22 @@ def _run(
         observer({"event": "end", "record": former, "repeated": True})
         return former
     return _Session(job, folder, config, accelerator, observer, former).run(stop)
+
+
+def check_local_code(recipe: Recipe, *, trusted: bool) -> None:
+    """Raise RecipeError if a recipe names a file of code that the user has not said to trust."""
+    if is_local_code(recipe.model.name) and not trusted:
+        raise RecipeError(TRUST_NEEDED.format(recipe.model.name))
+
+
+def complete_record(job: Job) -> dict[str, Any] | None:
+    """The record of a run that is complete in its folder; None if there is something left to do.
+
+    Raises: RunError if the folder holds a run with other settings.
+    """
+    record = RunFolder(job.folder).read_record()
+    check_same_run(record, job.recipe.config(job.method, job.seed), job.folder)
+    return record if record is not None and record["status"] in COMPLETE else None
 
 
 def check_same_run(record: dict[str, Any] | None, config: dict[str, Any], path: Path) -> None:

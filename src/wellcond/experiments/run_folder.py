@@ -27,6 +27,10 @@ class RunError(WellcondError, RuntimeError):
     """A run's folder that cannot be used or written."""
 
 
+class FolderInUse(RunError):
+    """Another process is writing this run."""
+
+
 class RunFolder:
     """Files of one run."""
 
@@ -39,7 +43,7 @@ class RunFolder:
     def opened(self) -> Iterator[RunFolder]:
         """Make the folder and hold it against other processes; the system lets go of it even after a kill.
 
-        Raises: RunError if another process holds it, or it cannot be made.
+        Raises: FolderInUse if another process holds it; RunError if it cannot be made.
         """
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -143,7 +147,7 @@ def _hold(lock: BinaryIO, path: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EAGAIN, errno.EACCES):  # a file system without locks
             return
-        raise RunError(f"{path}: another process is writing this run; wait for it or stop it") from error
+        raise FolderInUse(f"{path}: another process is writing this run; wait for it or stop it") from error
 
 
 @contextlib.contextmanager

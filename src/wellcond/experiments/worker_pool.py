@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from wellcond.errors import WellcondError
-from wellcond.experiments.compare import FOR_ALL, JobObserver, Outcome
-from wellcond.experiments.engine import Event
+from wellcond.experiments.compare import JobObserver, Outcome
+from wellcond.experiments.dispatch import Dispatch, do_job
 from wellcond.experiments.interrupts import StopWish
-from wellcond.experiments.run import Job, run_job
+from wellcond.experiments.run import Job
 
 ATTEMPTS = 2
 """A worker that is killed leaves a run that resumes; twice, and it is the run's own fault."""
@@ -31,29 +28,25 @@ class _Worker:
 
 def run_in_pool(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver) -> Outcome:
     """As `run_comparison`; a worker that dies is replaced and its run taken up again."""
-    waiting, attempts, outcome = deque(jobs), dict[str, int](), Outcome()
+    dispatch = Dispatch(jobs, observer, attempts=ATTEMPTS)
     workers: list[_Worker] = []
     try:
         with StopWish().listening() as stop:
             workers += [_start() for _ in range(num_workers)]
-            told_to_stop = False
             while True:
-                if stop.wanted and not told_to_stop:
-                    told_to_stop = True
-                    waiting.clear()
+                if stop.wanted and not dispatch.stopping:
+                    dispatch.stop()
                     for worker in workers:
                         if worker.job is not None:
                             os.kill(worker.process.pid, signal.SIGTERM)
                 for number, worker in enumerate(workers):
-                    if worker.job is None and waiting:
-                        workers[number] = _give(worker, waiting.popleft())
+                    if worker.job is None and dispatch.waiting:
+                        workers[number] = _give(worker, dispatch.waiting.popleft())
                 busy = [worker for worker in workers if worker.job is not None]
                 if not busy:
-                    outcome.interrupted |= told_to_stop
-                    return outcome
+                    return dispatch.outcome
                 for ready in wait([worker.connection for worker in busy], timeout=0.2):
-                    worker = next(worker for worker in workers if worker.connection is ready)
-                    _listen(worker, waiting, attempts, outcome, observer, told_to_stop)
+                    _listen(next(worker for worker in workers if worker.connection is ready), dispatch)
     finally:
         for worker in workers:
             worker.connection.close()
@@ -73,41 +66,18 @@ def _give(worker: _Worker, job: Job) -> _Worker:
     return worker
 
 
-def _listen(
-    worker: _Worker,
-    waiting: deque[Job],
-    attempts: dict[str, int],
-    outcome: Outcome,
-    observer: JobObserver,
-    stopping: bool,
-) -> None:
+def _listen(worker: _Worker, dispatch: Dispatch) -> None:
     job = worker.job
     assert job is not None
     try:
-        kind, content = worker.connection.recv()
+        message = worker.connection.recv()
     except (EOFError, ConnectionError):
         worker.process.join(10)
         worker.job = None
-        key = str(job.folder)
-        attempts[key] = attempts.get(key, 0) + 1
-        if stopping:
-            return
-        if attempts[key] < ATTEMPTS:
-            waiting.appendleft(job)
-        else:
-            code = worker.process.exitcode
-            outcome.fail(job, f"{job.name}: its process ended with code {code}; out of memory?", observer)
+        dispatch.lose(job, f"its process ended with code {worker.process.exitcode}; out of memory?")
         return
-    if kind == "event":
-        observer(job, content)
-    else:
+    if dispatch.hear(job, message):
         worker.job = None
-        if kind == "record":
-            outcome.take(content)
-        elif kind == "error for all":
-            raise WellcondError(content)
-        else:
-            outcome.fail(job, content, observer)
 
 
 def _start() -> _Worker:
@@ -130,20 +100,4 @@ def _work(connection: Connection) -> None:
             return
 
         with StopWish().listening() as stop:
-            _do(job, connection, stop)
-
-
-def _do(job: Job, connection: Connection, stop: StopWish) -> None:
-    """One job; if nobody listens any more, the run is saved and left to be taken up again."""
-
-    def tell(event: Event) -> None:
-        try:
-            connection.send(("event", event))
-        except OSError:
-            stop.wanted = True
-
-    with contextlib.suppress(BrokenPipeError):
-        try:
-            connection.send(("record", run_job(job, tell, stop=stop)))
-        except WellcondError as error:  # as text: not every exception survives the way
-            connection.send(("error for all" if isinstance(error, FOR_ALL) else "error", str(error)))
+            do_job(job, connection.send, stop)

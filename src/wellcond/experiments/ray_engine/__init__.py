@@ -1,0 +1,1 @@
+"""Comparisons on the machines of a Ray cluster."""

@@ -1,0 +1,143 @@
+"""The end of the Ray engine that trains: an actor that does one run after the other and is asked for what happens."""
+
+from __future__ import annotations
+
+import functools
+import platform
+import queue
+import shutil
+import tempfile
+import threading
+import time
+import traceback
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from wellcond.errors import WellcondError
+from wellcond.experiments.dispatch import Message, do_job
+from wellcond.experiments.engine import Observer
+from wellcond.experiments.interrupts import StopWish
+from wellcond.experiments.provenance import installed_version
+from wellcond.experiments.ray_engine.folder_copy import read_chunk, take_snapshot, write_chunk
+from wellcond.experiments.run import Job, run_job
+from wellcond.experiments.run_folder import FolderInUse
+from wellcond.experiments.teachers import file_sha256
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """What a worker says of itself."""
+
+    host: str
+    version: str | None
+    shares_folder: bool
+    """Whether it sees the folder of the comparison."""
+    missing: tuple[str, ...]
+    """Files of code that it does not see, or sees with another content."""
+
+
+class RunWorker:
+    """A Ray actor. Its runs have a thread of their own, so that it can answer meanwhile."""
+
+    def __init__(self) -> None:
+        """Nothing to do yet."""
+        self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._stop = StopWish()
+        self._scratch: Path | None = None
+        self._snapshot_wanted = True
+
+    def greet(self, token: str, code: dict[str, str]) -> Greeting:
+        """Say who this is, and what it sees: the token's file, and files of code with these digests."""
+        missing = [path for path, digest in code.items() if _digest(path) != digest]
+        return Greeting(platform.node(), installed_version("wellcond"), Path(token).is_file(), tuple(missing))
+
+    def begin(self, job: Job, patience: float) -> list[Message]:
+        """Start a run, in the scratch folder if there is one; there are no messages yet.
+
+        Args:
+            job: what to run.
+            patience: seconds to wait for a folder that a lost worker has not let go of yet.
+        """
+        self._stop, self._snapshot_wanted = StopWish(), True
+        if self._scratch is not None:
+            job = replace(job, folder=self._scratch / "run")
+        threading.Thread(target=self._work, args=(job, self._stop, patience), daemon=True).start()
+        return []
+
+    def receive(self) -> list[Message]:
+        """What has happened since the last call; waits a second for something to happen."""
+        messages = []
+        try:
+            messages.append(self._outbox.get(timeout=1))
+            while True:
+                messages.append(self._outbox.get_nowait())
+        except queue.Empty:
+            return messages
+
+    def stop(self) -> None:
+        """Finish the step and save."""
+        self._stop.wanted = True
+
+    def _work(self, job: Job, stop: StopWish, patience: float) -> None:
+        try:
+            do_job(job, self._send, stop, run=functools.partial(_run_when_free, patience=patience))
+        except Exception as error:
+            self._send(("error", f"{job.name}: {type(error).__name__}: {error}\n{traceback.format_exc()}"))
+
+    def _send(self, message: Message) -> None:
+        """Into the outbox; files that belong to a message go ahead of it."""
+        if self._scratch is not None:
+            kind, content = message
+            event = content["event"] if kind == "event" else None
+            if event == "end" or kind.startswith("error") or (event == "saved" and self._snapshot_wanted):
+                self._snapshot_wanted = False
+                # A name of its own: an earlier snapshot may still be on its way.
+                place = Path(tempfile.mkdtemp(prefix="snapshot-", dir=self._scratch))
+                self._outbox.put(("files", (str(place), take_snapshot(self._scratch / "run", place))))
+        self._outbox.put(message)
+
+    # For machines without a common file system
+
+    def make_scratch(self) -> None:
+        """An empty folder for the next run."""
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+        self._scratch = Path(tempfile.mkdtemp(prefix="wellcond-run-"))
+
+    def write(self, name: str, offset: int, chunk: bytes) -> None:
+        """A piece of a file of the next run, which goes on from there."""
+        assert self._scratch is not None
+        write_chunk(self._scratch / "run", name, offset, chunk)
+
+    def read(self, place: str, name: str, offset: int, size: int) -> bytes:
+        """A piece of a file of a snapshot."""
+        return read_chunk(Path(place) / name, offset, size)
+
+    def forget(self, place: str) -> None:
+        """A snapshot has arrived: the next checkpoint may be one."""
+        shutil.rmtree(place, ignore_errors=True)
+        self._snapshot_wanted = True
+
+    def leave(self) -> None:
+        """Remove the scratch folder."""
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def _digest(path: str) -> str | None:
+    try:
+        return file_sha256(Path(path))
+    except WellcondError:
+        return None
+
+
+def _run_when_free(job: Job, tell: Observer, stop: StopWish, *, patience: float) -> dict[str, Any]:
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return run_job(job, tell, stop=stop)
+        except FolderInUse:
+            if stop.wanted or time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)

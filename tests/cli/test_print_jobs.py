@@ -1,0 +1,127 @@
+"""`wellcond compare --print-jobs`: lines for a shell that do what compare would do."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import typer
+
+from experiments.small import SETTINGS, assert_same_run, command, logs, record, run
+from wellcond.cli.engines import job_command
+from wellcond.cli.experiment_commands import compare, report
+from wellcond.cli.experiments import run_train
+from wellcond.experiments.load_recipe import load_recipe
+from wellcond.experiments.methods import MethodSettings
+from wellcond.experiments.run import Job
+from wellcond.experiments.settings import RecipeError
+
+CHANGES = [part for override in SETTINGS for part in ("--set", override)]
+ENVIRONMENT = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
+METHODS = "default,identity(lam=2)+conditioned"
+
+
+def printed(folder, *arguments):
+    done = run(command("compare", "--recipe", "digits", "-o", folder, *CHANGES, *arguments, "--print-jobs"))
+    return done.stdout.splitlines(), done.stderr
+
+
+def test_the_lines_make_the_comparison_that_compare_makes(tmp_path, capsys):
+    folder, other = tmp_path / "it's a folder", tmp_path / "other"
+    chosen = ["--methods", METHODS, "--seeds", "1", "--cpu", "--set", "optimizer.lr=5e-4"]
+    lines, told = printed(folder, *chosen)
+    assert len(lines) == 2 and told == f"2 runs; when they are done: wellcond report {shlex.quote(str(folder))}\n"
+    assert list(folder.iterdir()) == [folder / "comparison.json"]  # nothing has run
+    for line in lines:  # each in a shell of its own, somewhere else, as a batch system does
+        done = subprocess.run(["bash", "-c", line], cwd="/", env=ENVIRONMENT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    report(folder, pictures=False)
+    assert "conditioned" in (folder / "report/report.md").read_text()
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("run.json")}
+    capsys.readouterr()
+    for place in (folder, other):
+        with pytest.raises(typer.Exit) as end:
+            compare("digits", methods=METHODS, seeds="1", cpu=True, set=[*SETTINGS, "optimizer.lr=5e-4"], folder=place,
+                    json=True, report=False, jobs="1")  # fmt: skip
+        assert end.value.exit_code == 0
+        rows = json.loads(capsys.readouterr().out)["runs"]
+        assert [row["status"] for row in rows] == ["finished", "finished"]
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("run.json")} == before and len(before) == 2
+    for path in before:
+        assert_same_run(path.parent, other / path.parent.relative_to(folder))
+        assert record(path.parent)["config"] == record(other / path.parent.relative_to(folder))["config"]
+
+
+@pytest.mark.slow
+def test_a_preempted_line_goes_on_when_it_is_repeated(tmp_path):
+    [line, _] = printed(tmp_path, "--seeds", "1", "--cpu", "--set", "training.length={steps: 400}")[0]
+    shell = ["bash", "-c", f"trap '' TERM; {line}"]  # as docs/cluster.md says
+    process = subprocess.Popen(shell, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0)
+    while not list(tmp_path.glob("default/seed0/checkpoints/step-*")):
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGTERM)  # what Slurm sends first, to every process of the step
+    process.communicate(timeout=60)
+    assert process.returncode == 130 and record(tmp_path / "default/seed0")["status"] == "interrupted"
+    run(shell, **ENVIRONMENT)
+    assert record(tmp_path / "default/seed0")["status"] == "finished"
+    assert logs(tmp_path / "default/seed0")["steps"][-1]["step"] == 400
+
+
+def test_own_data_scale_and_json(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my rows.csv").write_text("review,liked\ngood,yes\nbad,no\n")
+    data = ["--data", "my rows.csv", "--input", "review", "--label", "liked"]
+    done = run(command("compare", "--recipe", "text", "--scale", "tiny", *data, "--seeds", "3,4", "--print-jobs",
+                       "--json", "--methods", "default", "-o", "runs"))  # fmt: skip
+    lines = json.loads(done.stdout)["jobs"]
+    assert done.stderr == "" and len(lines) == 2
+    words = shlex.split(lines[1])
+    assert words[:3] == ["cd", str(tmp_path), "&&"] and words[words.index("--seed") + 1] == "4"
+    assert words[words.index("--scale") + 1] == "tiny" and str(tmp_path / "runs/default/seed4") in words
+    assert any(word.startswith("data={") and str(tmp_path / "my rows.csv") in word for word in words)
+
+
+METHOD_FIELDS = [
+    {"label": "it's mine; rm -rf $HOME", "condition": "identity", "condition_options": {"lam": 1e-05}},
+    {"label": "two\nlines", "init": "conditioned"},
+    {"label": "polar", "init": "default", "condition": "balanced", "projections": "qk"},
+]
+
+
+@pytest.mark.parametrize("fields", METHOD_FIELDS, ids=lambda fields: fields["label"].split()[0])
+def test_a_method_of_any_label_arrives_as_it_is(tmp_path, monkeypatch, fields):
+    method = MethodSettings.model_validate(fields)
+    recipe, base = load_recipe("digits", overrides=SETTINGS)
+    job = Job(recipe, method, 5, tmp_path / "run", base=base, cpu=True, local_code=True)
+    overrides = [*SETTINGS, "title=|\n  two\n  lines"]
+    words = shlex.split(job_command(job, "digits", scale=None, overrides=overrides).partition(" && ")[2])
+    words = words[words.index("train") + 1 :]
+    assert words[0] == "digits" and words[-2:] == ["--cpu", "--trust-local-code"]
+    changes = [words[number + 1] for number, word in enumerate(words) if word == "--set"]
+    found = []
+    monkeypatch.setattr(
+        "wellcond.cli.experiments._run", lambda jobs, *rest, **options: found.extend(jobs) or _Nothing()
+    )
+    given = words[words.index("--method") + 1] if "--method" in words else None
+    run_train("digits", scale=None, method=given, seed=5, overrides=changes, folder=tmp_path / "run", cpu=True,
+              local_code=True, as_json=False, quiet=True)  # fmt: skip
+    [made] = found
+    assert made.method == method and made.recipe.config(method, 5) == recipe.model_copy(
+        update={"title": "two\nlines"}
+    ).config(method, 5)
+
+
+class _Nothing:
+    failures, records, interrupted = (), (), False
+
+
+def test_a_folder_of_two_lines_is_refused(tmp_path):
+    recipe, _ = load_recipe("digits", overrides=SETTINGS)
+    job = Job(recipe, MethodSettings(init="default"), 0, tmp_path / "a\nb")
+    with pytest.raises(RecipeError, match="one line per run"):
+        job_command(job, "digits", scale=None, overrides=[])
