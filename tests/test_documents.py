@@ -1,6 +1,7 @@
 """Python and `bash` blocks of the documents run, recipes are valid, listed commands exist (and are run elsewhere)."""
 
 import inspect
+import os
 import re
 import shlex
 from pathlib import Path
@@ -61,6 +62,7 @@ def test_python_blocks_run(path, tmp_path, monkeypatch):
     if name_of(path) in NEEDS:
         pytest.importorskip(NEEDS[name_of(path)], reason=f"{NEEDS[name_of(path)]} is not installed")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # what a page sets, it sets for itself
     namespace = {"__name__": "__main__"}
     for block in blocks_of(path, "python"):  # one document is one session
         exec(compile(block, str(path), "exec"), namespace)

@@ -1,4 +1,4 @@
-"""torch.compile, mixed precision and DistributedDataParallel, each in the real thing."""
+"""torch.compile and mixed precision, each in the real thing; for several processes see tests/distributed."""
 
 import os
 import shutil
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing
 from torch import nn
 
 import wellcond as wc
@@ -49,6 +48,7 @@ def test_compiled_training_follows_eager_training_without_graph_breaks(method, o
         assert {c.num_computed for c in corrections(other)} == {4}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # inductor's own
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor():
@@ -115,28 +115,6 @@ def test_autocast_and_half_precision():
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip().endswith("done")
-
-
-def ddp_worker(rank, path, method, options):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
-    model, _ = twins(method, options)
-    parallel = nn.parallel.DistributedDataParallel(model)
-    half = slice(2 * rank, 2 * rank + 2)
-    train(parallel, 3, (X[half], Y[half]))
-    if rank == 0:
-        torch.save(model.state_dict(), f"{path}/state.pt")
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("method, options", [("identity", {"lam": 0.5}), ("balanced", {})])
-def test_two_ddp_ranks_equal_one_process(tmp_path, method, options):
-    torch.multiprocessing.spawn(ddp_worker, args=(str(tmp_path), method, options), nprocs=2)
-    single, fresh = twins(method, options)
-    train(single, 3)
-    fresh.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    for (name, a), b in zip(fresh.named_parameters(), single.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

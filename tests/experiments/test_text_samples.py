@@ -153,7 +153,8 @@ FSDP2 = {
 }
 
 
-@pytest.mark.parametrize("environment", [pytest.param({}, marks=pytest.mark.slow), FSDP2], ids=["ddp", "fsdp2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("environment", [{}, FSDP2], ids=["ddp", "fsdp2"])
 def test_two_processes_write_what_their_weights_write_on_one(tmp_path, text, environment):
     changes = fields(text, BPE, training={"length": {"steps": 12}, "batch_size": 8, "threads": 1,
                                           "averaging": {"decay": 0.5}})  # fmt: skip

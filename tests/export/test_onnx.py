@@ -38,11 +38,11 @@ def contents(path):
 
 # Every model once, every method at least once; the full table is that of torch.export, which this export starts from.
 PAIRS = [
-    ("timm_vit", "polar"),
+    pytest.param("timm_vit", "polar", marks=pytest.mark.slow),
     pytest.param("timm_swin", "balanced", marks=pytest.mark.slow),
     pytest.param("timm_xcit", "polar", marks=pytest.mark.slow),
     pytest.param("hf_bert", "balanced_frozen", marks=pytest.mark.slow),
-    ("hf_gpt2", "identity"),
+    pytest.param("hf_gpt2", "identity", marks=pytest.mark.slow),
     ("torch_encoder", "balanced"),
 ]
 
