@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+import torch
 from datasets import Dataset
 from PIL import Image
 from safetensors.torch import save_model
@@ -80,7 +81,11 @@ def make_weights(arguments):
     model = build_model(arguments[1])
     if arguments[0] == "fold":
         wc.condition_(model, "balanced")
-    save_model(model, arguments[arguments.index("--weights") + 1])
+    file = arguments[arguments.index("--weights") + 1]
+    if file.endswith(".safetensors"):
+        save_model(model, file)
+    else:
+        torch.save({"state_dict": model.state_dict()}, file)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from timm.scheduler import create_scheduler_v2
 from timm.utils import CheckpointSaver, ModelEmaV3, random_seed
 
 import wellcond as wc
+from wellcond.cli.commands import app
 
 # timm leaves the image files that it reads to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -136,6 +137,17 @@ def test_a_training_checkpoint_says_how_to_load_it(images, tmp_path):
     loaded = wc.condition_(plain_model(), "balanced").eval()
     load_checkpoint(loaded, run.last, use_ema=True)
     assert torch.equal(loaded(X), run.ema(X))
+
+
+def test_the_command_folds_a_file_of_the_train_script(images, tmp_path):
+    run = train(LINES["condition"], images, tmp_path, epochs=1)
+    arguments = [word for name, value in SMALL.items() for word in ("--model-arg", f"{name}={value}")]
+    output = tmp_path / "plain.safetensors"
+    with pytest.raises(SystemExit) as end:
+        app(["fold", f"timm:{NAME}", *arguments, "--weights", run.last, "-o", str(output)])
+    assert not end.value.code
+    loaded = timm.create_model(NAME, checkpoint_path=str(output), **SMALL).eval()
+    torch.testing.assert_close(loaded(X), run.model(X), rtol=0, atol=1e-5)
 
 
 def test_the_average_is_of_raw_weights():
