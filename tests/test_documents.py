@@ -4,6 +4,7 @@ import inspect
 import os
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,14 @@ def test_bash_blocks_run(path, tmp_path, monkeypatch):
             with pytest.raises(SystemExit) as end:
                 app(arguments)
             assert not end.value.code, arguments
+
+
+@pytest.mark.parametrize("path", with_blocks("sh"))
+def test_scripts_of_other_systems_are_shell(path):
+    """What needs a cluster is read by the shell, not run; the lines of wellcond in it have tests of their own."""
+    for block in blocks_of(path, "sh"):
+        done = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("path", with_blocks(""))

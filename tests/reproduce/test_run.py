@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from wellcond.cli.main import main
+from wellcond.experiments.run_folder import RunError
 from wellcond.experiments.tasks.base import TASKS
 from wellcond.reproduce.catalogue_files import Entry, entries
 from wellcond.reproduce.collect import Collection
@@ -142,6 +143,55 @@ def test_bad_requests_are_explained(arguments, message, tmp_path, monkeypatch):
     assert message in str(code) and not (tmp_path / "new").exists()
 
 
+@pytest.fixture
+def images(tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / "images" / split / "a").mkdir(parents=True)
+    return tmp_path / "images"
+
+
+@pytest.mark.parametrize(
+    ("id", "message"), [("C-T3", "no folder of images"), ("C-T7", "no folder of images"), ("C-T2", "several sets")]
+)
+def test_images_stand_for_images_only(id, message, images, tmp_path):
+    for more in ([], ["--dry-run"]):
+        code, _ = call("reproduce", id, "--data", images, "--folder", tmp_path / "new", *more)
+        assert message in str(code) and not (tmp_path / "new").exists()
+    plan = make_plan("C-T1", entries()["C-T1"], "tiny", Wishes(tmp_path, images=images))
+    assert {study.recipe.data.source for study in plan.studies} == {"image_folder"}
+
+
+def test_runs_under_other_settings_are_not_taken_for_these(ran, pets):
+    _, folder = ran
+    with pytest.raises(RunError, match="under other settings"):
+        make_plan("C-T2", pets, "tiny", Wishes(folder, overrides=("optimizer.lr=0.5",)))
+
+
+def test_the_list_looks_where_runs_go(tmp_path):
+    plan = make_plan("C-T2", entries()["C-T2"], "tiny", Wishes(tmp_path))
+    job = plan.studies[0].jobs[0]
+    job.folder.mkdir(parents=True)
+    (job.folder / "run.json").write_text(json.dumps({"schema": 1, "kind": "wellcond-run", "status": "finished"}))
+    _, shown = call("reproduce", "--list", "--json", "--folder", tmp_path)
+    listed = {row["id"]: row["scales"]["tiny"].get("runs_done") for row in json.loads(shown)}
+    assert listed["C-T2"] == 1
+
+
+@pytest.mark.parametrize(
+    ("id", "row"),
+    [("S-T5", "lambda = 2"), ("S-T11", "lambda = 4"), ("A-partial", "only Q"), ("A-thm", "theorem 3.5 per head")],
+)
+def test_committed_ablations_are_found(id, row):
+    _, shown = call("reproduce", id, "--records", RESULTS, "--json")
+    assert {r["method"]: r["ours"] for r in json.loads(shown)[0]["rows"]}[row] != "–"
+
+
+def test_an_average_of_some_tasks_has_the_papers_over_the_same():
+    _, shown = call("reproduce", "C-T5", "--records", RESULTS, "--json")
+    average = next(r for r in json.loads(shown)[0]["rows"] if (r["column"], r["method"]) == ("Avg.", "conditioned"))
+    assert average["paper"] == "71.5 (of SST-2, RTE, MRPC, CoLA)" and average["paper's gain"] == "+1.2"
+
+
 def test_the_list_shows_every_id():
     code, shown = call("reproduce", "--list", "--json")
     listed = {row["id"]: row for row in json.loads(shown)}
@@ -151,7 +201,16 @@ def test_the_list_shows_every_id():
     assert at_paper["gpus"] == 8 and at_paper["data"][0]["name"] == "ILSVRC/imagenet-1k"
 
 
-KINDS = ("C-T2", "C-T3", "C-T5", "C-T6", "C-T7", "C-F3", "S-T6", "S-T10", "S-F3", "S-F17", "A-qknorm", "A-roles")
+KINDS = ("C-T2", "C-T3", "C-T4", "C-T5", "C-T6", "C-T7", "C-T8", "C-T9", "C-T10", "C-T11", "C-T12", "C-T13", "C-F3", "S-T6",
+         "S-T7", "S-T10", "S-T12", "S-F3", "S-F17", "A-norm", "A-qknorm", "A-roles", "A-ws")  # fmt: skip
+
+
+def test_every_study_is_run_by_some_of_these():
+    def runs(ids):
+        plans = (make_plan(id, entries()[id], "tiny", Wishes(Path("nowhere"))) for id in ids)
+        return {study.name for plan in plans for study in plan.studies}
+
+    assert runs(KINDS) == runs(entries())
 
 
 @pytest.mark.slow

@@ -56,27 +56,31 @@ def print_list(scale: str, folder: Path | None, *, jobs: str, data: Path | None,
     """`--list`."""
     check_choice("scale", scale, SCALES)
     use_data(data)
-    rows = list_entries(folder or Path("reproduce"), _cpu_workers(jobs), SCALES if as_json else (scale,))
+
+    def place(scale: str) -> Path:
+        return Request("", scale, folder).place
+
+    rows = list_entries(place, _cpu_workers(jobs), SCALES if as_json else (scale,))
     if as_json:
         print(to_json(rows, indent=1))
         return
     _print([list_table(rows, scale)])
 
 
-def use_data(data: Path | None) -> list[str]:
-    """Settings for the user's data; a mirror is put in front of those that are known.
+def use_data(data: Path | None) -> Path | None:
+    """The user's data, if they are images in train/ and val/; a mirror is put in front of those that are known.
 
     Raises: WellcondError if there is no such folder.
     """
     if data is None:
-        return []
+        return None
     if not data.is_dir():
         raise WellcondError(f"--data: expected a folder, found {data}")
     if (data / "train").is_dir():
-        return [f"data={{source: image_folder, path: {str(data.resolve())!r}}}"]
+        return data
     known = os.environ.get(MIRROR_VARIABLE)
     os.environ[MIRROR_VARIABLE] = os.pathsep.join([str(data.resolve()), *([known] if known else [])])
-    return []
+    return None
 
 
 def run_reproduce(request: Request, *, dry_run: bool, records: Path | None) -> int:
@@ -87,7 +91,9 @@ def run_reproduce(request: Request, *, dry_run: bool, records: Path | None) -> i
     if records is not None:
         if not records.is_dir():
             raise WellcondError(f"--records: no such folder: {records}")
-        _show(outcome_tables(id, entry, request.scale, Collection(records, committed=True)), request)
+        _show(
+            outcome_tables(id, entry, request.scale, Collection(records, committed=True, places=entry.records)), request
+        )
         return 0
     plan = make_plan(id, entry, request.scale, _wishes(request))
     if dry_run:
@@ -114,7 +120,8 @@ def _wishes(request: Request) -> Wishes:
         request.place,
         seeds=None if request.seeds is None else read_seeds(request.seeds),
         methods=methods,
-        overrides=(*use_data(request.data), *request.overrides),
+        overrides=request.overrides,
+        images=use_data(request.data),
         cpu=request.cpu,
     )
 

@@ -66,27 +66,40 @@ def plan_comparison(
     ]
 
 
+def settings_hash(recipe: Recipe) -> str:
+    """What all runs of a comparison share."""
+    return config_hash(recipe.config(MethodSettings(init="default"), 0))
+
+
+def check_settings(folder: Path, recipe: Recipe) -> None:
+    """Raise RunError if a folder holds a comparison of another recipe, or under other settings."""
+    path = folder / "comparison.json"
+    if not path.exists():
+        return
+    former, settings = read_comparison(path), settings_hash(recipe)
+    if (former["recipe"], former["scale"]) != (recipe.name, recipe.scale):
+        raise RunError(
+            f"{folder} holds a comparison of {former['recipe']} ({former['scale']}), not of {recipe.name} "
+            f"({recipe.scale}); give another folder"
+        )
+    if former.get("settings_hash", settings) != settings:
+        raise RunError(
+            f"{folder} holds a comparison of {recipe.name} under other settings: runs under different settings "
+            "cannot be compared. Give another folder"
+        )
+
+
 def write_comparison(folder: Path, recipe: Recipe, methods: Sequence[MethodSettings], seeds: Sequence[int]) -> None:
     """Write comparison.json; methods and seeds of an earlier call stay listed.
 
     Raises: RunError if the folder holds a comparison of another recipe.
     """
+    check_settings(folder, recipe)
     path = folder / "comparison.json"
     listed = [{"label": method.label, "slug": method.slug} for method in methods]
     all_seeds = set(seeds)
-    settings = config_hash(recipe.config(MethodSettings(init="default"), 0))
     if path.exists():
         former = read_comparison(path)
-        if (former["recipe"], former["scale"]) != (recipe.name, recipe.scale):
-            raise RunError(
-                f"{folder} holds a comparison of {former['recipe']} ({former['scale']}), not of {recipe.name} "
-                f"({recipe.scale}); give another folder"
-            )
-        if former.get("settings_hash", settings) != settings:
-            raise RunError(
-                f"{folder} holds a comparison of {recipe.name} under other settings: runs under different settings "
-                "cannot be compared. Give another folder"
-            )
         listed = [*former["methods"], *(row for row in listed if row not in former["methods"])]
         all_seeds |= set(former["seeds"])
     content = {
@@ -96,7 +109,7 @@ def write_comparison(folder: Path, recipe: Recipe, methods: Sequence[MethodSetti
         "title": recipe.title or recipe.name,
         "recipe": recipe.name,
         "scale": recipe.scale,
-        "settings_hash": settings,
+        "settings_hash": settings_hash(recipe),
         "methods": listed,
         "baseline": recipe.baseline,
         "seeds": sorted(all_seeds),

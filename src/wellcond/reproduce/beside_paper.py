@@ -11,7 +11,8 @@ from wellcond.report.statistics import PairedDifference, Summary, compare_paired
 from wellcond.report.table import Table
 from wellcond.report.values import MISSING
 from wellcond.reproduce.catalogue_files import Entry, Row
-from wellcond.reproduce.collect import Collection
+from wellcond.reproduce.collect import Collection, StoredStudy
+from wellcond.reproduce.glue_average import METRIC, averaged_columns, mean_gain, mean_of
 from wellcond.reproduce.paper_numbers import PaperPart, paper_tables
 
 
@@ -68,17 +69,30 @@ def _cells(entry: Entry, records: Collection, part_metric: str, part: PaperPart 
             difference = compare_paired(
                 row_name, values, entry.baseline, paired, higher_is_better=shown.higher_is_better
             )
+            reference = ("", None, None) if part is None else _reference(entry, part, row_name, name, study)
             yield Cell(
                 column=name,
                 row=row_name,
-                paper="" if part is None else part.show(row_name, name),
-                paper_value=None if part is None else part.value(row_name, name),
-                paper_gain=None if part is None else part.gain(row_name, entry.baseline, name),
+                paper=reference[0],
+                paper_value=reference[1],
+                paper_gain=reference[2],
                 summary=Summary(values),
                 lost=study.lost(row) if study else 0,
                 metric=shown,
                 difference=difference if row_name != entry.baseline and difference.count else None,
             )
+
+
+def _reference(
+    entry: Entry, part: PaperPart, row: str, name: str, study: StoredStudy | None
+) -> tuple[str, float | None, float | None]:
+    """What the paper has: as text, the number, and the gain over the baseline."""
+    tasks = averaged_columns(entry, study) if entry.columns[name].metric == METRIC else ()
+    if not tasks:
+        return part.show(row, name), part.value(row, name), part.gain(row, entry.baseline, name)
+    value = mean_of(part, row, tasks)
+    shown = "" if value is None else f"{value:.1f} (of {', '.join(tasks)})"
+    return shown, value, mean_gain(part, row, entry.baseline, tasks)
 
 
 def _values(records: Collection, study: str, row: Row, metric: str) -> dict[int, float]:

@@ -135,6 +135,8 @@ class Entry(Settings):
     """One table for each: a metric for all columns."""
     panels: tuple[PanelSettings, ...] = ()
     static: Literal["", "memory", "flops", "cost", "forms"] = ""
+    records: dict[str, str] = Field(default_factory=dict)
+    """Folders of committed records by study, where they are others than the study's."""
     note: str = ""
 
     @property

@@ -56,6 +56,17 @@ def savings(analysis: Analysis, method: str) -> dict[int, float]:
     return {} if matching is None else {seed: match.saving or 0.0 for seed, match in matching.by_seed.items()}
 
 
+def distance_below(analysis: Analysis, method: str, what: str, limit: str) -> tuple[float, float]:
+    """Least and largest log10 of the limit over the measurement; as `count_above`."""
+    found = []
+    for table in [t for name in analysis.heads for t in analysis.heads[name] if method in ("", name)]:
+        with np.errstate(divide="ignore"):
+            distance = table.columns[limit] - np.log10(table.columns[what])
+        found.append(distance[np.isfinite(distance)])
+    every = np.concatenate(found)
+    return float(every.min()), float(every.max())
+
+
 def count_above(analysis: Analysis, method: str, what: str, limit: float | str) -> tuple[int, int]:
     """Measurements of a head that exceed a number, or the column of that name (as log10), and all of them.
 

@@ -17,18 +17,22 @@ from wellcond.experiments.settings import Settings
 from wellcond.report.analysis import Analysis
 from wellcond.report.formats import show_interval, show_p
 from wellcond.report.glue import SHOWN, find_differences
+from wellcond.report.glue_scores import AVERAGE
 from wellcond.report.run_record import Metric
 from wellcond.report.statistics import PairedDifference, compare_paired, correct
 from wellcond.report.values import show_seeds
+from wellcond.reproduce.catalogue_files import entries
 from wellcond.reproduce.claim_computations import computed
 from wellcond.reproduce.claim_measurements import (
     count_above,
     count_inexact,
+    distance_below,
     first_or_last_logs,
     raw_and_effective_logs,
     savings,
 )
 from wellcond.reproduce.collect import StoredStudy
+from wellcond.reproduce.glue_average import averaged_columns, mean_gain
 from wellcond.reproduce.paper_numbers import paper_tables
 
 REPRODUCED, NOT_REPRODUCED, NOT_TESTABLE = "reproduced", "not reproduced", "not testable at this size"
@@ -39,7 +43,7 @@ SIGNIFICANT = 0.05
 class Rule(Settings):
     """How a claim is decided; which fields count depends on the kind."""
 
-    kind: Literal["gain", "kappa", "saving", "below", "best", "computed", "needs"]
+    kind: Literal["gain", "kappa", "saving", "below", "best", "same", "computed", "needs"]
     folder: str = ""
     column: str = ""
     method: str = ""
@@ -54,6 +58,8 @@ class Rule(Settings):
     moment: Literal["first", "last"] = "last"
     at_least: float = 0.0
     limit: float | str = 0.0
+    within: float = 0.0
+    """In the metric's unit: what counts as no effect."""
     among: tuple[str, ...] = ()
     best: tuple[str, ...] = ()
     what: str = ""
@@ -82,7 +88,7 @@ def judge(rule: Rule, table: str, results: Path) -> Verdict:
     analysis = _analysis(results / rule.folder)
     if analysis is None:
         return Verdict(word=NO_RECORDS, evidence=f"nothing in {rule.folder}")
-    kinds = {"gain": _gain, "kappa": _kappa, "saving": _saving, "below": _below, "best": _best}
+    kinds = {"gain": _gain, "kappa": _kappa, "saving": _saving, "below": _below, "best": _best, "same": _same}
     return kinds[rule.kind](rule, analysis, table)
 
 
@@ -105,8 +111,12 @@ def _gain(rule: Rule, analysis: Analysis, table: str) -> Verdict:
     difference, metric = _difference(rule, analysis)
     if difference is None:
         return Verdict(word=NO_RECORDS, evidence=f"no records of {rule.method} and {rule.over}")
-    expected = _paper_gain(rule, table)
-    words = "" if expected is None else f"; the paper has {expected:+g}"
+    expected, over = _paper_gain(rule, table), ""
+    tasks = averaged_columns(entries()[table], _study(analysis.comparison.folder)) if rule.glue == AVERAGE else ()
+    if tasks:
+        expected = mean_gain(paper_tables()[table].parts[0], rule.row, rule.base_row, tasks)
+        over = f" over the same tasks, {', '.join(tasks)}"
+    words = "" if expected is None else f"; the paper has {expected:+.3g}{over}"
     if rule.expected == "own_gain":
         own = analysis.differences.get(rule.method)
         expected = None if own is None or not own.count else own.mean * metric.scale
@@ -146,7 +156,9 @@ def _decide(difference: PairedDifference, metric: Metric, expected: float | None
         return Verdict(word=REPRODUCED if difference.mean > 0 else NOT_REPRODUCED, evidence=evidence)
     if expected is not None and difference.interval[1] * metric.scale < expected:
         return Verdict(word=NOT_REPRODUCED, evidence=evidence + ", which is above the interval")
-    return Verdict(word=NOT_TESTABLE, evidence=evidence + "; too few seeds to tell this from 0")
+    apart = difference.interval[0] > 0 or difference.interval[1] < 0
+    why = "not significant after Holm's correction" if apart else "too few seeds to tell this from 0"
+    return Verdict(word=NOT_TESTABLE, evidence=f"{evidence}; {why}")
 
 
 ORDERS = Metric("orders of magnitude", higher_is_better=False, percent=False)
@@ -200,7 +212,30 @@ def _below(rule: Rule, analysis: Analysis, table: str) -> Verdict:
     if not total:
         return Verdict(word=NO_RECORDS, evidence="no measurements")
     evidence = f"{above} of {total} measurements of a head are above it"
+    if isinstance(rule.limit, str):
+        least, most = distance_below(analysis, rule.method, rule.quantity, rule.limit)
+        evidence += (
+            f"; it is 10^{least:.0f} to 10^{most:.0f} times as large as what is measured, so that this says little, "
+            "and it is no bound in general (erratum E4)"
+        )
     return Verdict(word=NOT_REPRODUCED if above else REPRODUCED, evidence=evidence)
+
+
+def _same(rule: Rule, analysis: Analysis, table: str) -> Verdict:
+    """No effect: the whole 95 % interval of the difference is small; an effect: all of it is not."""
+    difference, metric = _difference(rule, analysis)
+    if difference is None:
+        return Verdict(word=NO_RECORDS, evidence=f"no records of {rule.method} and {rule.over}")
+    if difference.interval is None:
+        return Verdict(word=NOT_TESTABLE, evidence=f"{show_seeds(difference.count)}, which is too few")
+    low, high = (end * metric.scale for end in difference.interval)
+    shown = f"{metric.show(difference.mean, sign=True)}{metric.unit} {show_interval(difference.interval, metric)}"
+    evidence = f"{shown}, {show_seeds(difference.count)}; no effect is one within {rule.within:g}{metric.unit}"
+    if -rule.within <= low and high <= rule.within:
+        return Verdict(word=REPRODUCED, evidence=evidence)
+    if low > rule.within or high < -rule.within:
+        return Verdict(word=NOT_REPRODUCED, evidence=evidence)
+    return Verdict(word=NOT_TESTABLE, evidence=f"{evidence}; too few seeds to tell")
 
 
 def _best(rule: Rule, analysis: Analysis, table: str) -> Verdict:

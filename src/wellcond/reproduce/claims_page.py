@@ -26,7 +26,8 @@ LEAD = (
     "there, and one that holds here is not confirmed there.",
     "A gain is reproduced if it is positive with p < 0.05 (paired t test by seed, Holm's correction over the methods "
     "of its comparison); not reproduced if it is negative with p < 0.05, or if its 95 % interval ends below what the "
-    "paper has; not testable with fewer than three seeds, or if the interval holds both 0 and the paper's gain.",
+    "paper has; otherwise not testable. Savings of epochs and W + C against W are single comparisons, which are not "
+    "corrected. Tables of `wellcond reproduce` correct over all their cells, so that their p are larger.",
 )
 COLUMNS = ("claim", "where", "verdict", "evidence", "records")
 STYLES = {REPRODUCED: "yes", NOT_REPRODUCED: "no", NOT_TESTABLE: "open", NO_RECORDS: "open"}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -101,12 +102,15 @@ class Collection:
     folder: Path
     committed: bool = False
     """Whether the folder is laid out like results/, not like what `reproduce` writes."""
+    places: Mapping[str, str] = field(default_factory=dict)
+    """Of committed records: `Entry.records`."""
 
     def study(self, name: str, variant: str = "") -> StoredStudy | None:
         """None if committed records have no such study."""
         if not self.committed:
             return self._stored(self.folder / RUNS / study_name(name, variant))
-        place = variants()[variant].records.get(name) if variant else studies()[name].records
+        usual = self.places.get(name, studies()[name].records)
+        place = variants()[variant].records.get(name) if variant else usual
         return None if place is None else self._stored(self.folder / place)
 
     def _stored(self, folder: Path) -> StoredStudy:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from wellcond.experiments.run_folder import RunError
 from wellcond.experiments.settings import RecipeError
 from wellcond.report.table import Table
 from wellcond.report.values import MISSING
@@ -18,11 +19,13 @@ from wellcond.reproduce.paper_numbers import paper_tables
 from wellcond.reproduce.plan import Plan, Wishes, make_plan
 
 
-def list_entries(folder: Path, num_workers: int, scales: Iterable[str] = SCALES) -> list[dict[str, Any]]:
+def list_entries(
+    folder_of: Callable[[str], Path], num_workers: int, scales: Iterable[str] = SCALES
+) -> list[dict[str, Any]]:
     """Everything about every id, as plain data.
 
     Args:
-        folder: above the folders of the scales, for what is there already.
+        folder_of: where the runs of a scale are, for what is there already.
         num_workers: runs at once on a CPU.
         scales: those to look at.
     """
@@ -33,7 +36,7 @@ def list_entries(folder: Path, num_workers: int, scales: Iterable[str] = SCALES)
             "kind": entry.kind,
             "title": entry.title,
             "paper_has_numbers": id in paper_tables(),
-            "scales": {scale: _at_scale(id, entry, scale, folder / scale, num_workers) for scale in wanted},
+            "scales": {scale: _at_scale(id, entry, scale, folder_of(scale), num_workers) for scale in wanted},
         }
         for id, entry in entries().items()
     ]
@@ -42,7 +45,7 @@ def list_entries(folder: Path, num_workers: int, scales: Iterable[str] = SCALES)
 def _at_scale(id: str, entry: Entry, scale: str, folder: Path, num_workers: int) -> dict[str, Any]:
     try:
         plan = make_plan(id, entry, scale, Wishes(folder))
-    except RecipeError as error:
+    except (RecipeError, RunError) as error:
         return {"here": False, "why_not": [str(error).split(". Allowed")[0]], "data": [], "gpus": 0}
     cost, reasons = plan_cost(plan), why_not_here(plan)
     return {

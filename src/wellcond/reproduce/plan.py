@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from wellcond.experiments.compare import plan_comparison
+from wellcond.experiments.compare import check_settings, plan_comparison
 from wellcond.experiments.glue.tasks import NAMES
 from wellcond.experiments.load_recipe import load_recipe
 from wellcond.experiments.methods import MethodSettings
@@ -29,6 +29,8 @@ class Wishes:
     methods: tuple[str, ...] | None = None
     """Only these; the baseline always runs."""
     overrides: tuple[str, ...] = ()
+    images: Path | None = None
+    """Folder with images in train/ and val/, for studies that classify images."""
     cpu: bool = False
 
 
@@ -115,6 +117,8 @@ def make_plan(id: str, entry: Entry, scale: str, wishes: Wishes) -> Plan:
             made = _method(row.method, row.label, settings)
             if made not in methods:
                 methods.append(made)
+    if wishes.images is not None:
+        _check_images(id, [study for study, _ in asked], scale)
     planned: dict[str, PlannedStudy] = {}
     for (study, variant), methods in asked.items():
         for made_study in _with_what_comes_first(study, variant, methods, scale, wishes):
@@ -147,13 +151,32 @@ def _plan_study(
     first = f"{RUNS}/{settings.after}" if settings.after else ""
     changes = [text.replace("{after}", first) for text in settings.settings]
     changes += [*(variants()[variant].settings if variant else ()), *wishes.overrides]
+    if wishes.images is not None and _classifies_images(study, scale):
+        changes.append(f"data={{source: image_folder, path: {str(wishes.images.resolve())!r}}}")
     recipe, _ = load_recipe(settings.recipe, scale=scale, overrides=changes)
     seeds = wishes.seeds if wishes.seeds is not None else recipe.seeds[: settings.seeds]
     if settings.seeds is not None:
         seeds = seeds[: settings.seeds]
     folder = wishes.folder / RUNS / name
+    check_settings(folder, recipe)
     jobs = plan_comparison(recipe, methods, seeds, folder, base=wishes.folder, cpu=wishes.cpu)
     return PlannedStudy(name, settings, recipe, tuple(methods), seeds, folder, tuple(jobs), studies()[study].glue)
+
+
+def _classifies_images(study: str, scale: str) -> bool:
+    recipe, _ = load_recipe(find_study(study, scale).recipe, scale=scale)
+    return getattr(recipe.task, "name", "") == "image_classification"
+
+
+def _check_images(id: str, named: Sequence[str], scale: str) -> None:
+    """Raise RecipeError if one folder of images cannot stand for the data of an id."""
+    classifying = [study for study in named if _classifies_images(study, scale)]
+    if not classifying:
+        raise RecipeError(
+            f"--data: {id} trains on no folder of images; give a mirror of its data sets, which has no folder train/"
+        )
+    if any(study.startswith("sets-") for study in classifying) and len(classifying) > 1:
+        raise RecipeError(f"--data: {id} compares several sets of images; give a mirror that has them by their names")
 
 
 def check_methods(entry: Entry, methods: Sequence[str]) -> None:

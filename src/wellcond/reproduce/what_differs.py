@@ -13,10 +13,21 @@ def differences_from_paper(entry: Entry, records: Collection) -> list[str]:
     """A line for each study that has runs."""
     lines = []
     for name in entry.studies:
-        stored = records.study(name)
-        if stored is not None and stored.comparison is not None:
-            lines.append(f"{studies()[name].title} ran as: {'; '.join(_facts(name, stored))}.")
+        for variant in dict.fromkeys(row.variant for row in entry.all_rows.values() if row.is_in(name)):
+            stored = records.study(name, variant)
+            if stored is not None and stored.comparison is not None:
+                title = studies()[name].title + (f", {variant}," if variant else "")
+                lines.append(f"{title} ran as: {'; '.join(_facts(name, stored))}{_apart(name, stored, records)}.")
     return lines
+
+
+def _apart(name: str, stored: StoredStudy, records: Collection) -> str:
+    """A variant whose committed records are of another recipe cannot be paired with the study's own runs."""
+    plain = records.study(name)
+    if plain is None or plain.comparison is None or stored.comparison is None or plain is stored:
+        return ""
+    same = (plain.comparison.recipe, plain.comparison.scale) == (stored.comparison.recipe, stored.comparison.scale)
+    return "" if same else "; another recipe than the rows above, so that there is no gain over them"
 
 
 def _facts(name: str, stored: StoredStudy) -> Iterator[str]:
