@@ -71,10 +71,14 @@ def _record_calls(model: nn.Module, batch: Any, sites: Sequence[AttentionSite]) 
     """Run the model once; the arguments of each site's first call, whole and on the CPU."""
     calls: list[Arguments | None] = [None] * len(sites)
 
-    def on_cpu(tensor: Tensor) -> Tensor:
-        return whole(tensor).cpu().clone()
-
     def keep(index: int) -> Any:
+        stored = sites[index].q.parameter.dtype
+
+        def on_cpu(tensor: Tensor) -> Tensor:
+            # FSDP2 may compute in another precision than it stores, which is the one that is measured.
+            dtype = stored if tensor.is_floating_point() else tensor.dtype
+            return whole(tensor).to("cpu", dtype, copy=True)
+
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if calls[index] is None:
                 memo: dict[int, Any] = {}

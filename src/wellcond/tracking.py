@@ -16,7 +16,7 @@ from torch import nn
 
 from wellcond.attention.checks import choose_sites
 from wellcond.attention.find import find_attention
-from wellcond.attention.shards import any_distributed
+from wellcond.attention.shards import any_distributed, reshard_
 from wellcond.attention.site import AttentionSite
 from wellcond.attention.wrappers import unwrap
 from wellcond.errors import WellcondError
@@ -198,6 +198,7 @@ class ConditionTracker:
         self.allowance = Allowance(budget)
         self.points: list[TrackPoint] = []
         self.num_steps = first_step
+        reshard_(self.model)  # FSDP2 may have left whole weights, on which nothing shows that they are sharded
         self.is_sharded = any_distributed(self.model)
         self.active = self.is_sharded or _is_first_rank()
         if self.active and batch is not None and first_step == 0:

@@ -365,3 +365,29 @@ def test_a_permutation_written_through_data_is_noticed():
     weight.data.copy_(weight.data.flip(0).clone())
     worst = max(torch.linalg.cond(s.read().detach()).max().item() for s in (wc.find_attention(model)[0].q,))
     assert worst <= 2 + 1e-5
+
+
+@pytest.mark.parametrize("options", [{}, {"frozen": True}], ids=["following", "frozen"])
+def test_plain_weights_through_the_distributed_checkpoint_are_noticed(options):
+    """torch fills in what the checkpoint lacks, our marker and frozen corrections among them."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    torch.manual_seed(1)
+    plain, expected = vit().state_dict(), None
+    for load in (
+        lambda model: model.load_state_dict(plain),
+        lambda model: set_model_state_dict(model, dict(plain), options=StateDictOptions(full_state_dict=True)),
+    ):
+        torch.manual_seed(0)
+        model = wc.condition_(vit(), "polar", **options).eval()
+        with pytest.warns(wc.CheckpointWarning, match="taken as raw weights"):
+            load(model)
+        expected = model(X) if expected is None else expected
+        torch.testing.assert_close(model(X), expected)
+
+
+def test_a_model_may_load_its_own_state():
+    model = wc.condition_(vit(), "polar", frozen=True).eval()
+    before = model(X)
+    model.load_state_dict(model.state_dict())
+    assert torch.equal(model(X), before)

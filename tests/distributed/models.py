@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -88,6 +88,30 @@ def fsdp_over_tensor_parallel(model):
     return fsdp(tensor_parallel(model, mesh["tensor"]), mesh["data"])
 
 
+def compiled_ddp(model):
+    return torch.compile(nn.parallel.DistributedDataParallel(model), backend="eager")
+
+
+def tensor_parallel_elsewhere(model):
+    """Only the MLP is cut; each process has the attention for itself."""
+    mesh = init_device_mesh("cpu", (2,))
+    for block in blocks_of(model):
+        parallelize_module(block.mlp, mesh, {"up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()})
+    return model
+
+
+def fsdp_of_all_at_once(model):
+    """One unit, whose weights stay whole after an evaluation."""
+    return fully_shard(model)
+
+
+def fsdp_in_bfloat16(model):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for block in blocks_of(model):
+        fully_shard(block, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
 WRAPPERS = {
     "alone": lambda model: model,
     "ddp": nn.parallel.DistributedDataParallel,
@@ -95,6 +119,10 @@ WRAPPERS = {
     "fsdp of attention": fsdp_of_attention,
     "tp": tensor_parallel,
     "fsdp over tp": fsdp_over_tensor_parallel,
+    "compiled ddp": compiled_ddp,
+    "tp elsewhere": tensor_parallel_elsewhere,
+    "fsdp at once": fsdp_of_all_at_once,
+    "fsdp in bfloat16": fsdp_in_bfloat16,
 }
 
 

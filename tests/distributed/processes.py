@@ -4,6 +4,7 @@ import datetime
 import os
 import traceback
 import warnings
+from unittest import mock
 
 import torch
 import torch.distributed
@@ -15,7 +16,9 @@ def run_on_two(folder, function, cases):
 
     A case that raises gives the text of its error, which must be the same on both.
     """
-    torch.multiprocessing.spawn(_work, args=(str(folder), function, cases), nprocs=2)
+    # bfloat16 products need this variable on some CPUs (illegal instruction otherwise).
+    with mock.patch.dict(os.environ, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}):
+        torch.multiprocessing.spawn(_work, args=(str(folder), function, cases), nprocs=2)
     return {case: torch.load(folder / f"{index}.pt", weights_only=True) for index, case in enumerate(cases)}
 
 
@@ -42,6 +45,20 @@ def _work(rank, folder, function, cases):
         if rank == 0:
             torch.save(result, os.path.join(folder, f"{index}.pt"))
     torch.distributed.destroy_process_group()
+
+
+def assert_same_everywhere(model):
+    """Weights that each process has for itself, and those that they hold together, are the same on both."""
+    if not torch.distributed.is_initialized():
+        return
+    sums = {}
+    for name, parameter in model.named_parameters():
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        sums[name] = whole.detach().double().sum().item()
+    both = [None, None]
+    torch.distributed.all_gather_object(both, sums)
+    different = [name for name in sums if both[0][name] != both[1][name]]
+    assert not different, different
 
 
 def is_first():

@@ -6,7 +6,8 @@ from torch.distributed.fsdp import fully_shard
 
 import wellcond as wc
 from distributed.models import WRAPPERS, build, gather, gpt2, loss_of
-from distributed.processes import is_first, rank, run_on_two
+from distributed.processes import assert_same_everywhere, is_first, rank, run_on_two
+from wellcond.attention.wrappers import unwrap
 
 METHODS = {
     "conditioned": {"output": True},
@@ -22,7 +23,8 @@ METHODS = {
 CASES = [("vit", "fsdp", method) for method in METHODS if "tied" not in method]
 CASES += [("gpt2", "fsdp", "conditioned, tied keys"), ("gpt2", "fsdp", "default"), ("torch", "fsdp", "default")]
 CASES += [("llama", "tp", "conditioned"), ("llama", "tp", "default"), ("llama", "fsdp over tp", "gaussian")]
-CASES += [("vit", "ddp", "conditioned"), ("vit", "ddp", "default")]
+CASES += [("vit", "ddp", "conditioned"), ("vit", "ddp", "default"), ("vit", "compiled ddp", "conditioned")]
+CASES += [("llama", "tp elsewhere", "conditioned")]
 
 
 def initialise(name, wrapper, method):
@@ -32,7 +34,8 @@ def initialise(name, wrapper, method):
     if method == "weight_selection":
         options["teacher"] = teacher()
     wc.init_(model, method.partition(",")[0], **options)
-    return gather(model)
+    assert_same_everywhere(model)
+    return gather(unwrap(model) if wrapper == "compiled ddp" else model)
 
 
 def teacher():

@@ -7,12 +7,15 @@ import wellcond as wc
 from distributed.models import TOKENS, WRAPPERS, blocks_of, build, gather, loss_of, probe_of
 from distributed.processes import rank, run_on_two
 
-CASES = ["budget", "undisturbed", "ddp", "hopeless", "diverged", "own heads", "own batch"]
+CASES = ["budget", "undisturbed", "ddp", "hopeless", "diverged", "own heads", "own batch", "after an evaluation",
+         "bfloat16", "evaluated while folded", "a bad part"]  # fmt: skip
 
 
 def track(case):
     return {"budget": within_budget, "undisturbed": undisturbed, "ddp": under_ddp, "hopeless": hopeless,
-            "diverged": diverged, "own heads": own_heads, "own batch": own_batch}[case]()  # fmt: skip
+            "diverged": diverged, "own heads": own_heads, "own batch": own_batch,
+            "after an evaluation": after_an_evaluation, "bfloat16": in_bfloat16,
+            "evaluated while folded": evaluated_while_folded, "a bad part": a_bad_part}[case]()  # fmt: skip
 
 
 def train(model, steps, tracker=None):
@@ -95,6 +98,49 @@ def own_batch():
     return {"both": both}
 
 
+def after_an_evaluation():
+    """FSDP2 left whole weights, on which nothing shows that they are sharded."""
+    model = WRAPPERS["fsdp at once"](build("vit"))
+    with torch.no_grad():
+        loss_of(model)
+    tracker = wc.ConditionTracker(model, probe_of(model), every=1, budget=None)
+    train(model, 2, tracker)
+    return {"steps": sorted({point.step for point in tracker.points})}
+
+
+def in_bfloat16():
+    model = WRAPPERS["fsdp in bfloat16"](build("vit"))
+    tracker = wc.ConditionTracker(model, probe_of(model), every=1, budget=None)
+    return {"kappas": [point.kappa_q for point in tracker.points]}
+
+
+def evaluated_while_folded():
+    losses = []
+    for wrapper in ("fsdp", "fsdp at once"):
+        model = wc.condition_(WRAPPERS[wrapper](build("vit")), "balanced")
+        with torch.no_grad():
+            before = loss_of(model).item()
+            with wc.folded(model):
+                inside = loss_of(model).item()
+            losses += [before, inside, loss_of(model).item()]
+        train(model, 1)
+    return {"losses": losses}
+
+
+def a_bad_part():
+    """Only the second process holds the row that is spoilt; none folds."""
+    model = wc.condition_(WRAPPERS["fsdp"](build("vit")), "identity", lam=0.5)
+    weight = blocks_of(model)[0].attn.qkv._parameters["weight"]
+    if rank() == 1:
+        with torch.no_grad():
+            weight.to_local()[0] = float("nan")
+    try:
+        wc.fold_(model)
+    except wc.WeightError as error:
+        assert wc.conditioning_of(model) is not None
+        return {"said": str(error)}
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     found = run_on_two(tmp_path_factory.mktemp("two"), track, [(case,) for case in CASES])
@@ -135,3 +181,21 @@ def test_every_process_has_the_points_of_the_first_ones_batch(two):
     model = build("gpt2")
     alone = wc.ConditionTracker(model, {"input_ids": TOKENS[:1]}, every=1, budget=None)
     assert ours == pytest.approx([point.entropy for point in alone.points], rel=1e-5)
+
+
+def test_weights_that_an_evaluation_left_whole_are_sharded_all_the_same(two):
+    assert two["after an evaluation"]["steps"] == [0, 1, 2]
+
+
+def test_what_computes_in_bfloat16_is_measured_as_it_is_stored(two):
+    alone = wc.ConditionTracker(build("vit"), probe_of(build("vit")), every=1, budget=None)
+    assert two["bfloat16"]["kappas"] == pytest.approx([point.kappa_q for point in alone.points], rel=1e-5)
+
+
+def test_a_folded_model_may_be_evaluated(two):
+    losses = two["evaluated while folded"]["losses"]
+    assert losses == pytest.approx([losses[0]] * 6, rel=1e-5)
+
+
+def test_all_processes_fold_or_none(two):
+    assert "nothing was folded" in two["a bad part"]["said"]

@@ -232,3 +232,37 @@ def test_a_plain_module_stays_plain(tmp_path):
     assert KEY not in torch.load(tmp_path / "plain.ckpt", weights_only=True)
     export(module, tmp_path / "plain.safetensors", network="net")
     stack().load_state_dict(load_file(tmp_path / "plain.safetensors"))
+
+
+def test_a_second_fit_may_condition_what_the_first_only_measured(tmp_path):
+    module, _ = fit(tmp_path, WellcondCallback(network="net", **EVERY))
+    assert wc.conditioning_of(module.net) is None
+    fit(tmp_path, WellcondCallback(condition="balanced", network="net", **EVERY), module)
+    assert wc.conditioning_of(module.net)["method"] == "balanced"
+    fit(tmp_path, WellcondCallback(condition="balanced", network="net", **EVERY), module)
+    with pytest.raises(ValueError, match="prepared with init=None, condition='balanced'"):
+        fit(tmp_path, WellcondCallback(condition="polar", network="net"), module)
+
+
+def test_conditioned_in_its_own_constructor_it_saves_raw_weights(tmp_path):
+    class Conditioned(Classifier):
+        def __init__(self):
+            super().__init__()
+            wc.condition_(self.net, "identity", lam=1.0)
+
+    module, trainer = fit(tmp_path, WellcondCallback(network="net", **EVERY), Conditioned())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    loaded = Conditioned.load_from_checkpoint(tmp_path / "last.ckpt")
+    torch.testing.assert_close(loaded.eval()(X), module.eval()(X))
+
+
+def test_a_module_that_saves_only_what_it_trains(tmp_path):
+    class Filtering(Classifier):
+        def on_save_checkpoint(self, checkpoint):
+            names = {name for name, _ in self.named_parameters()}
+            checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in names}
+
+    module, trainer = fit(tmp_path, WellcondCallback(**CHOICES), Filtering())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    loaded = Filtering.load_from_checkpoint(tmp_path / "last.ckpt")
+    torch.testing.assert_close(loaded.eval()(X), module.eval()(X))

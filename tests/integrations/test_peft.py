@@ -199,3 +199,19 @@ def test_in_the_real_trainer(fold_first, tmp_path):
         wc.fold_(model)
     merged = model.merge_and_unload()
     torch.testing.assert_close(run(merged, arguments), trained, **CLOSE)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("tuner", ["VeraConfig", "ShiraConfig", "MissConfig", "LoraConfig", "IA3Config"])
+def test_no_adapter_of_any_kind_is_lost_by_merging_first(tuner):
+    base, _, arguments = make("bert")
+    options = {"IA3Config": {"feedforward_modules": []}, "ShiraConfig": {"r": 2}, "MissConfig": {"r": 2}}
+    config = getattr(peft, tuner)(target_modules=["query", "value"], **options.get(tuner, {}))
+    model = get_peft_model(base, config)
+    train(model, arguments)
+    trained = run(model, arguments)
+    with pytest.raises(wc.ConditioningError, match=r"wellcond\.fold_\(model\) first"):
+        model.merge_adapter()
+    torch.testing.assert_close(run(model, arguments), trained, rtol=0, atol=0)
+    wc.fold_(model)
+    torch.testing.assert_close(run(model.merge_and_unload(), arguments), trained, rtol=1e-3, atol=1e-4)

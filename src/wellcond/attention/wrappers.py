@@ -16,7 +16,18 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
+def find_ddp(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
+    """DistributedDataParallel, if it is one of the wrappers."""
+    while not isinstance(model, nn.parallel.DistributedDataParallel):
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None:
+            return None
+        model = inner
+    return model
+
+
 def update_buffers(model: nn.Module) -> None:
     """Tell DistributedDataParallel which buffers its model has now: it sends those that it knows of."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model._assign_modules_buffers()
+    ddp = find_ddp(model)
+    if ddp is not None:
+        ddp._assign_modules_buffers()

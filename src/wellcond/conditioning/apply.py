@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from wellcond.attention.checks import check_finite, check_writable, choose_projections, choose_sites
 from wellcond.attention.find import find_attention
-from wellcond.attention.shards import box_of, is_distributed, like, local_part, reshard_, whole
+from wellcond.attention.shards import any_process, box_of, is_distributed, like, local_part, reshard_, whole
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.attention.wrappers import unwrap, update_buffers
 from wellcond.conditioning import warnings as advice
@@ -206,14 +206,21 @@ def fold_(model: nn.Module) -> nn.Module:
         True
     """
     attached = _attached(model)
-    for part in attached:
-        if not bool(torch.isfinite(part.effective).all()):
-            raise WeightError(f"{part.name}: the effective weight has NaN or infinite entries; nothing was folded")
+    bad = [part.name for part in attached if not _is_finite_everywhere(part)]
+    if bad:
+        raise WeightError(f"{bad[0]}: the effective weight has NaN or infinite entries; nothing was folded")
     for root in [module for module in model.modules() if marker_of(module)]:
         unmark(root)
     _commit_(attached)
     update_buffers(model)
     return model
+
+
+def _is_finite_everywhere(part: _Attached) -> bool:
+    """Also in the parts of other processes: all of them fold, or none."""
+    finite, parameter = bool(torch.isfinite(part.effective).all()), part.owner._parameters[part.name]
+    assert parameter is not None
+    return not any_process(not finite, parameter) if is_distributed(parameter) else finite
 
 
 @contextlib.contextmanager
@@ -248,6 +255,7 @@ def folded(model: nn.Module) -> Iterator[nn.Module]:
             part.owner._parameters[part.name] = nn.Parameter(effective, original.requires_grad)
         yield model
     finally:
+        reshard_(model)  # an evaluation inside may have left FSDP2's whole weights in place
         for part, parameter in zip(attached, originals, strict=True):
             now = part.owner._parameters[part.name]
             assert parameter is not None and now is not None

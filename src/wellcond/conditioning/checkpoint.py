@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.shards import whole
+from wellcond.attention.shards import local_part, whole
 from wellcond.conditioning.attach import corrections_of
 from wellcond.conditioning.corrections import FrozenCorrection
 from wellcond.errors import CheckpointMismatchError, CheckpointWarning, WeightError
@@ -103,6 +104,8 @@ def check_incoming(
     assert own_marker is not None
     for key in [key for key in state_dict if key.startswith(prefix + RESUME)]:
         state_dict[prefix + key.removeprefix(prefix + RESUME)] = state_dict.pop(key)
+    if _is_filled_in(module, state_dict, prefix, own):
+        del state_dict[prefix + own]
     found = find_markers(state_dict, prefix)
     for key in found:
         ours = settings_of(module)
@@ -134,16 +137,41 @@ def check_incoming(
         )
 
 
+def _is_filled_in(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, own: str) -> bool:
+    """Whether the marker is the model's own while the weights are not.
+
+    torch's distributed checkpoint fills what a checkpoint lacks with what the model has, which says nothing about the
+    checkpoint.
+    """
+    marker, own_marker = state_dict.get(prefix + own), model._buffers[own]
+    if marker is None or own_marker is None or not _same_memory(marker, own_marker):
+        return False
+    for path, module, name in _corrected(model, prefix):
+        weight, stored = state_dict.get(path + name), module._parameters[name]
+        if weight is not None and stored is not None and not _same_memory(weight, stored):
+            return True
+    return False
+
+
+def _same_memory(first: Tensor, second: Tensor) -> bool:
+    return first is second or local_part(first).data_ptr() == local_part(second).data_ptr()
+
+
+def _corrected(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, str]]:
+    """Path, module and name of every conditioned weight."""
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        for weight_name in corrections_of(module):
+            yield (f"{prefix}{module_name}." if module_name else prefix), module, weight_name
+
+
 def _fill_in_frozen(model: nn.Module, state_dict: dict[str, Tensor], prefix: str) -> bool:
     """Add what a plain checkpoint lacks; True if it holds any conditioned weight."""
     touched = False
-    for module_name, module in model.named_modules(remove_duplicate=False):
-        for weight_name, correction in corrections_of(module).items():
-            path = f"{prefix}{module_name}." if module_name else prefix
-            weight = state_dict.get(path + weight_name)
-            if weight is None:
-                continue
-            touched = True
-            if isinstance(correction, FrozenCorrection):
-                state_dict[path + correction.buffer_name] = correction.spectral.compute(whole(weight))
+    for path, module, weight_name in _corrected(model, prefix):
+        weight, correction = state_dict.get(path + weight_name), corrections_of(module)[weight_name]
+        if weight is None:
+            continue
+        touched = True
+        if isinstance(correction, FrozenCorrection):
+            state_dict[path + correction.buffer_name] = correction.spectral.compute(whole(weight))
     return touched

@@ -47,7 +47,8 @@ def split_state(
         if marker is None:
             continue
         prefix = f"{root_name}." if root_name else ""
-        resume[prefix + RESUME + marker] = plain.pop(prefix + marker)
+        # Whoever saves may have left out what is no parameter.
+        resume[prefix + RESUME + marker] = plain.pop(prefix + marker, root.get_buffer(marker))
         effective: dict[tuple[int, str], Tensor] = {}
         for module_name, module in root.named_modules(remove_duplicate=False):
             path = f"{module_name}." if module_name else ""
@@ -57,7 +58,8 @@ def split_state(
                 raw = plain[prefix + path + name]
                 resume[prefix + RESUME + path + name] = raw
                 if isinstance(correction, FrozenCorrection):
-                    frozen = plain.pop(prefix + path + correction.buffer_name)
+                    kept = module.get_buffer(correction.buffer_name)
+                    frozen = plain.pop(prefix + path + correction.buffer_name, kept)
                     resume[prefix + RESUME + path + correction.buffer_name] = frozen
                     effective.setdefault((id(module), name), raw + frozen)
                 elif (id(module), name) not in effective:

@@ -15,7 +15,7 @@ from wellcond.errors import ConditioningError
 
 # Methods of PEFT's layers that write into the weight of the layer below.
 WRITERS = {"merge", "unmerge", "pissa_init", "corda_init", "olora_init", "loftq_init", "lora_ga_init",
-           "_restore_weights", "unload_and_optionally_merge_module"}  # fmt: skip
+           "_restore_weights", "unload_and_optionally_merge_module", "set_base_weight"}  # fmt: skip
 
 
 def refuse_lost_writes(module: nn.Module) -> NoReturn:

@@ -14,9 +14,9 @@ import wellcond.init.mimetic
 import wellcond.init.selection
 import wellcond.init.standard  # noqa: F401  (each registers its methods)
 from wellcond.attention.checks import check_writable, choose_sites
-from wellcond.attention.shards import reshard_
+from wellcond.attention.shards import is_distributed, reshard_
 from wellcond.attention.site import AttentionSite
-from wellcond.attention.wrappers import unwrap
+from wellcond.attention.wrappers import find_ddp, unwrap
 from wellcond.errors import UnknownChoiceError, check_choice
 from wellcond.init.plan import METHODS, InitContext, Write, checked
 
@@ -67,7 +67,8 @@ def init_(
     reshard_(inner)
     chosen = choose_sites(inner, sites)
     check_writable(inner, chosen, "qkvo", "wellcond.init_")
-    plan = list(checked(METHODS[method](InitContext(inner, chosen, generator), **options)))
+    writes = METHODS[method](InitContext(inner, chosen, generator), **options)
+    plan = list(checked(writes, next(filter(is_distributed, inner.parameters()), None)))
     for write in plan:
         write.commit_()
     _send_to_replicas(model, plan)
@@ -77,11 +78,12 @@ def init_(
 @torch.no_grad()
 def _send_to_replicas(model: nn.Module, plan: list[Write]) -> None:
     """Give what the first process of DistributedDataParallel wrote to the others, whose random state may be another."""
-    if not isinstance(model, nn.parallel.DistributedDataParallel):
+    ddp = find_ddp(model)
+    if ddp is None:
         return
-    source = torch.distributed.get_global_rank(model.process_group, 0)
+    source = torch.distributed.get_global_rank(ddp.process_group, 0)
     for parameter in {id(write.parameter): write.parameter for write in plan}.values():
-        torch.distributed.broadcast(parameter.data, source, group=model.process_group)
+        torch.distributed.broadcast(parameter.data, source, group=ddp.process_group)
 
 
 def check_options(method: str, options: dict[str, Any]) -> None:

@@ -128,10 +128,14 @@ def head_write(site: AttentionSite, role: str, values: Tensor) -> HeadWrite:
     return HeadWrite(f"{site.name} ({role})", site.slots[role], values)
 
 
-def checked(writes: Iterable[Write]) -> Iterator[Write]:
+def checked(writes: Iterable[Write], shared: Tensor | None = None) -> Iterator[Write]:
     """Pass planned writes through, refusing values that are not finite.
 
-    Of weights that several processes hold together, all take the values of the first, and keep their own part only.
+    Of a model that several processes hold together, all take the values of the first, and keep their own part only.
+
+    Args:
+        writes: what is planned.
+        shared: one of its distributed parameters, if it has any.
     """
     for write in writes:
         if isinstance(write, ParameterWrite) and isinstance(write.parameter, nn.Parameter):
@@ -139,6 +143,9 @@ def checked(writes: Iterable[Write]) -> Iterator[Write]:
                 raise WeightError(
                     f"{write.what} is frozen (requires_grad=False); unfreeze or exclude it. Nothing was changed"
                 )
+        if shared is not None:  # before the values are looked at, so that all processes see the same
+            mesh_of = write.parameter if is_distributed(write.parameter) else shared
+            write = replace(write, values=as_first_process_has_it(write.values, mesh_of))  # type: ignore[type-var]
         # The sum is cheap and shows NaN and infinity; a finite overflow of the sum is told apart by looking closely.
         stored = write.values.to(write.parameter.dtype)
         if not bool(torch.isfinite(stored.sum())) and not bool(torch.isfinite(stored).all()):
@@ -147,7 +154,6 @@ def checked(writes: Iterable[Write]) -> Iterator[Write]:
 
 
 def _own_part(write: Write) -> Write:
-    values = as_first_process_has_it(write.values, write.parameter)
     if isinstance(write, HeadWrite) and not write.to_bias:
-        return ShareWrite(write.what, write.slot, write.slot.share(values))
-    return replace(write, values=values)  # type: ignore[type-var]
+        return ShareWrite(write.what, write.slot, write.slot.share(write.values))
+    return write

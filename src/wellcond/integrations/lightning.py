@@ -96,11 +96,19 @@ class WellcondCallback(pl.Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Prepare the network, once, and let its checkpoints hold effective weights."""
-        if stage != "fit":
+        if stage != "fit" or (self.init is None and self.condition is None):
             return
-        if PREPARED not in pl_module.__dict__:
-            apply_choices(self._network(pl_module), self.init, self.condition)
-            pl_module.__dict__[PREPARED] = True
+        network, choices = self._network(pl_module), (self.init, self.condition)
+        former = pl_module.__dict__.get(PREPARED)
+        if former is not None and former != choices:
+            raise ValueError(
+                f"this module was prepared with init={former[0]!r}, condition={former[1]!r} by an earlier fit, and is "
+                f"now asked for init={self.init!r}, condition={self.condition!r}; leave them out to go on as it is, or "
+                "build the module anew"
+            )
+        if former is None:
+            apply_choices(network, self.init, self.condition)
+            pl_module.__dict__[PREPARED] = choices
             # Instance attributes, because Lightning asks the module, not callbacks, before weights are loaded, and
             # only the module where weights alone are saved.
             for hook, ours in (("on_save_checkpoint", _save_effective), ("on_load_checkpoint", _load_raw)):
