@@ -89,7 +89,8 @@ def _load_and_fold(body: nn.Module, state: dict[str, Tensor], settings: dict[str
     try:
         marker = marker_of(body)
         assert marker is not None
-        load_state(body, state | {marker: body.get_buffer(marker)}, what)
+        # A copy: the model's own marker would be taken for what torch fills in where a checkpoint has none.
+        load_state(body, state | {marker: body.get_buffer(marker).clone()}, what)
     except WeightError:
         fold_(body).load_state_dict(former)
         raise

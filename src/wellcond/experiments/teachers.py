@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.conditioning.apply import fold_, recondition_
+from wellcond.conditioning.checkpoint import PREFIX
 from wellcond.errors import NumericalWarning
 from wellcond.experiments.finished_run import read_finished_run
 from wellcond.experiments.models import build_model
@@ -127,5 +128,9 @@ def _describe(options: dict[str, Any], base: Path | None) -> tuple[Path, str, di
 
 def _with_own_heads(state: dict[str, Tensor], teacher: nn.Module, excluded: tuple[str, ...]) -> dict[str, Tensor]:
     """The state with what is not selected, such as a classifier of other classes, as the model has it."""
-    kept = {name: value for name, value in state.items() if not any(part in name for part in excluded)}
-    return kept | {name: own for name, own in teacher.state_dict().items() if any(part in name for part in excluded)}
+
+    def is_excluded(name: str) -> bool:
+        return not name.startswith(PREFIX) and any(part in name for part in excluded)
+
+    kept = {name: value for name, value in state.items() if not is_excluded(name)}
+    return kept | {name: own for name, own in teacher.state_dict().items() if is_excluded(name)}
