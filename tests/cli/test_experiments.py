@@ -63,6 +63,7 @@ def without_times(text):
     return [{key: value for key, value in json.loads(row).items() if key != "seconds"} for row in text.splitlines()]
 
 
+@pytest.mark.slow
 def test_one_process_and_the_pool_write_the_same_numbers(compared, tmp_path):
     folder, _ = compared
     run(command("train", "digits", "--method", "conditioned", "--seed", 1, "-o", tmp_path / "run", "-q", *CHANGES))

@@ -139,7 +139,9 @@ def test_measuring_changes_nothing(tmp_path):
     assert logs(blind)["conditioning"] == []
 
 
-@pytest.mark.parametrize("change", ["precision.mixed=bf16", "precision.compile=aot_eager"])
+@pytest.mark.parametrize(
+    "change", ["precision.mixed=bf16", pytest.param("precision.compile=aot_eager", marks=pytest.mark.slow)]
+)
 def test_other_precisions_and_compilation_train(tmp_path, change):
     folder = tmp_path / "run"
     run(train_command(folder, "balanced", change), ONEDNN_MAX_CPU_ISA="AVX512_CORE_BF16")
