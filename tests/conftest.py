@@ -1,6 +1,7 @@
 """One thread for torch and BLAS, and no network: results repeat, and parallel workers do not fight."""
 
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
@@ -20,3 +21,18 @@ def fixed_seed():
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory):
     os.environ["WELLCOND_CACHE"] = str(tmp_path_factory.mktemp("wellcond_cache"))
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Call the command as the console script does: (exit code or message, standard output)."""
+
+    from wellcond.cli.main import main  # not for tests that hide what it needs
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["wellcond", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code, capsys.readouterr().out
+
+    return call

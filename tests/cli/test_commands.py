@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file, save_model
 
 import wellcond as wc
-from wellcond.cli.main import main
 from wellcond.experiments.models import ModelSpecError, build_model, parse_values
 from wellcond.linalg.spectrum import spectra
 
@@ -19,19 +18,6 @@ VIT = "timm:vit_tiny_patch16_224"
 
 def small_vit():
     return timm.create_model("vit_tiny_patch16_224", depth=2, embed_dim=24, num_heads=3)
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Call the command as the console script does: (exit code or message, standard output)."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["wellcond", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        return end.value.code, capsys.readouterr().out
-
-    return call
 
 
 def test_inspect_prints_every_attention(run):

@@ -1,11 +1,8 @@
 """A canary: a file that an attack would make if its code were run."""
 
-import sys
 from pathlib import Path
 
 import pytest
-
-from wellcond.cli.main import main
 
 
 class Payload:
@@ -46,16 +43,3 @@ def canary(tmp_path_factory):
     made = Canary(tmp_path_factory.mktemp("canary") / "sprung")
     yield made
     assert not made.sprung, "code of the attack was run"
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Call the command as the console script does: (exit code or message, standard output)."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["wellcond", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        return end.value.code, capsys.readouterr().out
-
-    return call
