@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.metadata
 import platform
 import subprocess
@@ -60,6 +61,8 @@ def _git(root: Path, *arguments: str) -> str:
 
 def reset_peak_memory(device: torch.device) -> None:
     """Forget earlier peaks, where the system can: several runs may share a process."""
+    if device.type != "cpu":
+        gc.collect()  # the model of the run before is in a cycle of references, and a GPU may not hold two
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with contextlib.suppress(OSError):

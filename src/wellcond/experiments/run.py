@@ -201,15 +201,16 @@ class _Session:
             ) from error
 
     def _set_up(self) -> Engine:
-        job, recipe = self.job, self.job.recipe
+        job, recipe, observer = self.job, self.job.recipe, self.observer
         if recipe.training.threads is not None:
             torch.set_num_threads(recipe.training.threads)
         reset_peak_memory(self.accelerator.device)
 
         def told(what: str, done: int, total: int) -> None:
-            self.observer({"event": "phase", "phase": f"{what} {done}/{total}"})
+            # A prepared task is kept for the next run, and this with it: it must not hold the session with its model.
+            observer({"event": "phase", "phase": f"{what} {done}/{total}"})
 
-        self.observer({"event": "phase", "phase": "preparing"})
+        observer({"event": "phase", "phase": "preparing"})
         task = prepare_task(recipe, seed=job.seed, base=job.base, progress=told)
         self.record |= describe_tokenizer(task.tokenizer, self.record.get("tokenizer"), self.folder.path)
         tested = find_test_set(recipe, task)

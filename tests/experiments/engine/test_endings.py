@@ -1,19 +1,22 @@
 """How runs end: diverged, failed, with odd precision, and what they leave behind."""
 
 import dataclasses
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
-from experiments.small import logs, record, run, small_job, stop_after, train_command
+from experiments.small import TESTED, logs, record, run, small_job, stop_after, train_command
 from wellcond.errors import UnsupportedLayoutError
-from wellcond.experiments import updates
+from wellcond.experiments import prepare, updates
 from wellcond.experiments.compare import run_comparison
+from wellcond.experiments.engine import Engine
 from wellcond.experiments.prepare import prepare_model, prepare_task
 from wellcond.experiments.run import run_job
 from wellcond.experiments.settings import RecipeError
@@ -127,6 +130,21 @@ def test_methods_with_the_same_seed_are_paired(tmp_path):
         weights.append(dict(prepare_model(job.recipe, job.method, task, seed=3, base=None).named_parameters()))
     for name, value in weights[0].items():
         assert torch.equal(value, weights[1][name]) == ("qkv.weight" not in name), name
+
+
+@pytest.mark.parametrize("changes", [(), TESTED], ids=["images", "text"])
+def test_a_run_that_ended_leaves_no_model_in_memory(tmp_path, changes):
+    """Tasks are kept for the next run; the first run's model must not stay with them."""
+    ended = []
+
+    def observe(event):
+        if event["event"] == "end":
+            ended.extend(weakref.ref(thing) for thing in gc.get_objects() if type(thing) is Engine)
+
+    prepare._KEPT.clear()
+    run_job(small_job(tmp_path / "run", "conditioned+balanced", *changes), observe)
+    gc.collect()
+    assert ended and all(engine() is None for engine in ended)
 
 
 def test_measuring_changes_nothing(tmp_path):
