@@ -92,6 +92,15 @@ def any_distributed(model: nn.Module) -> bool:
     return any(is_distributed(parameter) for parameter in model.parameters())
 
 
+def gather_model(model: nn.Module) -> dict[str, Tensor]:
+    """Whole state of a model on the CPU, whatever the processes hold; every process must call it, the first gets it."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state: dict[str, Any] = get_model_state_dict(model, options=options)
+    return state
+
+
 def reshard_(model: nn.Module) -> None:
     """Let FSDP2 put the parts back where it has left whole weights in their place, as after an evaluation."""
     for module in fsdp_modules(model):

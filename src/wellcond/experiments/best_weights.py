@@ -6,8 +6,9 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from wellcond.attention.shards import gather_model
 from wellcond.experiments.averaging import reshard
-from wellcond.experiments.checkpoint import BEST, check_tensors, gather_model, read_tensors, scatter_model_
+from wellcond.experiments.checkpoint import BEST, check_tensors, read_tensors, scatter_model_
 
 
 class BestWeights:

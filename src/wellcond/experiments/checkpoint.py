@@ -41,16 +41,6 @@ def _safetensors() -> Any:
     return safetensors.torch
 
 
-def gather_model(model: nn.Module) -> dict[str, Tensor]:
-    """Whole state of a model on the CPU, whatever the processes hold; every process must call it, the first gets it."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    state: dict[str, Any] = get_model_state_dict(
-        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
-    return state
-
-
 def gather_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """As `gather_model`, for the optimiser's state by parameter name."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict

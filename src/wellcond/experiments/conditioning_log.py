@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from wellcond.attention.shards import gather_model
 from wellcond.attention.wrappers import unwrap
-from wellcond.experiments.checkpoint import gather_model
 from wellcond.experiments.recipe import TrackingSettings, jacobian_steps
 from wellcond.experiments.tasks.base import AbstractTask
 from wellcond.tracking import ConditionTracker, TrackPoint

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from wellcond.attention.find import find_attention
+from wellcond.attention.shards import gather_model
 from wellcond.attention.wrappers import unwrap
 from wellcond.experiments.accelerator import check_sharding
 from wellcond.experiments.averaging import WeightAverage
@@ -17,7 +18,6 @@ from wellcond.experiments.batch_ramp import BatchRamp
 from wellcond.experiments.batches import Share, UpdatePlan, fetch_batches
 from wellcond.experiments.best_weights import BestWeights
 from wellcond.experiments.checkpoint import (
-    gather_model,
     gather_optimizer,
     last_checkpoint,
     read_checkpoint,

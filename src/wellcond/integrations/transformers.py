@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from wellcond.attention.checks import is_conditioned
+from wellcond.attention.shards import any_distributed, gather_model, reshard_
 from wellcond.attention.wrappers import unwrap
 from wellcond.conditioning.apply import folded
 from wellcond.conditioning.effective_state import split_state
@@ -93,7 +94,8 @@ def _save_pretrained(
 def export(trained: nn.Module | Trainer, folder: str | os.PathLike[str]) -> None:
     """Write the effective weights alone, nothing to resume from, with config and tokenizer: to be published.
 
-    The model goes on as it is. A plain model is written as it is.
+    The model goes on as it is. A plain model is written as it is. Of a model that several processes hold together
+    (FSDP2) every process must call this, and the first one writes.
 
     Raises: TypeError if there is no `save_pretrained` to write it with.
     """
@@ -103,8 +105,14 @@ def export(trained: nn.Module | Trainer, folder: str | os.PathLike[str]) -> None
             f"expected a model of transformers or its Trainer, got {type(model).__name__}; for other models use "
             "`with wellcond.folded(model): torch.save(model.state_dict(), ...)`"
         )
+    reshard_(model)
     with folded(model) if is_conditioned(model) else contextlib.nullcontext():
-        type(model).save_pretrained(model, folder)
+        if not any_distributed(model):
+            type(model).save_pretrained(model, folder)
+        elif state := gather_model(model):
+            type(model).save_pretrained(model, folder, state_dict=state)
+        else:
+            return
     processing = trained.processing_class if isinstance(trained, Trainer) else None
     if processing is not None:
         processing.save_pretrained(folder)
@@ -207,7 +215,7 @@ class WellcondCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Log what is left, and export."""
         self._log(state)
-        if self.export_folder is not None and state.is_world_process_zero:
+        if self.export_folder is not None and (state.is_world_process_zero or any_distributed(unwrap(parts["model"]))):
             trainer = self._trainer() if self._trainer is not None else None
             export(trainer or parts["model"], Path(args.output_dir, self.export_folder))
 
