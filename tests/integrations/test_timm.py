@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from timm.data import create_dataset, create_loader, resolve_data_config
 from timm.models import load_checkpoint, resume_checkpoint
 from timm.optim import create_optimizer_v2
@@ -16,6 +17,7 @@ from timm.utils import CheckpointSaver, ModelEmaV3, random_seed
 
 import wellcond as wc
 from wellcond.cli.commands import app
+from wellcond.experiments.weights import read_state_dict
 
 # timm leaves the image files that it reads to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -142,12 +144,22 @@ def test_a_training_checkpoint_says_how_to_load_it(images, tmp_path):
 def test_the_command_folds_a_file_of_the_train_script(images, tmp_path):
     run = train(LINES["condition"], images, tmp_path, epochs=1)
     arguments = [word for name, value in SMALL.items() for word in ("--model-arg", f"{name}={value}")]
-    output = tmp_path / "plain.safetensors"
-    with pytest.raises(SystemExit) as end:
-        app(["fold", f"timm:{NAME}", *arguments, "--weights", run.last, "-o", str(output)])
-    assert not end.value.code
-    loaded = timm.create_model(NAME, checkpoint_path=str(output), **SMALL).eval()
-    torch.testing.assert_close(loaded(X), run.model(X), rtol=0, atol=1e-5)
+    for flags, model in (([], run.model), (["--ema"], run.ema)):
+        output = tmp_path / f"plain{len(flags)}.safetensors"
+        with pytest.raises(SystemExit) as end:
+            app(["fold", f"timm:{NAME}", *arguments, "--weights", run.last, *flags, "-o", str(output)])
+        assert not end.value.code
+        loaded = timm.create_model(NAME, checkpoint_path=str(output), **SMALL).eval()
+        torch.testing.assert_close(loaded(X), model(X), rtol=0, atol=1e-5)
+    assert not torch.allclose(run.model(X), run.ema(X), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["plain.safetensors", "plain.pth"])
+def test_an_average_that_is_not_there_is_missed(name, tmp_path):
+    state = wc.condition_(plain_model(), "balanced").state_dict()
+    (save_file if name.endswith("safetensors") else torch.save)(state, tmp_path / name)
+    with pytest.raises(wc.WeightError, match="expected a moving average beside the model, under 'state_dict_ema'"):
+        read_state_dict(tmp_path / name, averaged=True)
 
 
 def test_the_average_is_of_raw_weights():

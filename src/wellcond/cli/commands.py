@@ -103,12 +103,13 @@ def fold(
     model: Model,
     output: Output,
     weights: Annotated[Path, typer.Option(help="Checkpoint of a conditioned model.")],
+    ema: Annotated[bool, typer.Option("--ema", help="The moving average in a file of timm's train script.")] = False,
     model_arg: ModelArguments = None,
     force: Force = False,
 ) -> None:
     """Merge the correction that a conditioned checkpoint names into its weights, and write a plain checkpoint."""
     built = build_model(model, parse_values(model_arg or []))
-    settings = _load_raw_or_plain(built, weights)
+    settings = _load_raw_or_plain(built, weights, averaged=ema)
     if settings is None:
         raise WeightError(f"{weights} is a plain checkpoint already: it names no correction to fold")
     wellcond.fold_(built)
@@ -116,9 +117,9 @@ def fold(
     typer.echo(f"wrote {output}: folded {settings['method']!r} into {len(settings['sites'])} attentions")
 
 
-def _load_raw_or_plain(model: torch.nn.Module, path: Path) -> dict | None:
+def _load_raw_or_plain(model: torch.nn.Module, path: Path, *, averaged: bool = False) -> dict | None:
     """Load a checkpoint; if it holds raw weights, condition the model as it says first."""
-    state = read_state_dict(path)
+    state = read_state_dict(path, averaged=averaged)
     settings = conditioning_in(state)
     if settings is not None:
         wellcond.recondition_(model, settings)

@@ -25,18 +25,28 @@ def _safetensors():
     return safetensors.torch
 
 
-def read_state_dict(path: Path) -> dict[str, Tensor]:
+AVERAGED = "state_dict_ema"
+NO_AVERAGE = f"expected a moving average beside the model, under {AVERAGED!r} as timm's train script saves it"
+
+
+def read_state_dict(path: Path, *, averaged: bool = False) -> dict[str, Tensor]:
     """Tensors of a checkpoint file; without what lies beside effective weights to resume from.
 
-    Raises: WeightError if it is missing, damaged, or holds anything but tensors.
+    Args:
+        path: .safetensors, or what torch.save wrote.
+        averaged: the moving average that timm's train script saves beside the model.
+
+    Raises: WeightError if it is missing, damaged, or holds anything but tensors, or no average.
     """
-    return {key: value for key, value in _read_tensors(path).items() if RESUME not in key}
+    return {key: value for key, value in _read_tensors(path, averaged).items() if RESUME not in key}
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
+def _read_tensors(path: Path, averaged: bool) -> dict[str, Tensor]:
     if not path.is_file():
         raise WeightError(f"no such weights file: {path}")
     if path.suffix == ".safetensors":
+        if averaged:
+            raise WeightError(f"{path}: {NO_AVERAGE}, and a safetensors file holds one model")
         try:
             return _safetensors().load_file(path)
         except Exception as error:
@@ -59,7 +69,9 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         ) from error
     except Exception as error:
         raise WeightError(f"{path} is not a readable checkpoint of torch.save: {error}") from error
-    for key in ("state_dict", "model"):
+    if averaged and not (isinstance(loaded, dict) and isinstance(loaded.get(AVERAGED), dict)):
+        raise WeightError(f"{path}: {NO_AVERAGE}; leave --ema out for the model's own weights")
+    for key in (AVERAGED,) if averaged else ("state_dict", "model"):
         if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
             loaded = loaded[key]
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
