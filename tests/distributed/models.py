@@ -92,6 +92,16 @@ def compiled_ddp(model):
     return torch.compile(nn.parallel.DistributedDataParallel(model), backend="eager")
 
 
+def compiled_blocks(wrap):
+    def wrapped(model):
+        model = wrap(model)
+        for block in blocks_of(model):
+            block.compile(backend="aot_eager")
+        return model
+
+    return wrapped
+
+
 def tensor_parallel_elsewhere(model):
     """Only the MLP is cut; each process has the attention for itself."""
     mesh = init_device_mesh("cpu", (2,))
@@ -120,6 +130,9 @@ WRAPPERS = {
     "tp": tensor_parallel,
     "fsdp over tp": fsdp_over_tensor_parallel,
     "compiled ddp": compiled_ddp,
+    "compiled fsdp": compiled_blocks(fsdp),
+    "compiled tp": compiled_blocks(tensor_parallel),
+    "compiled fsdp over tp": compiled_blocks(fsdp_over_tensor_parallel),
     "tp elsewhere": tensor_parallel_elsewhere,
     "fsdp at once": fsdp_of_all_at_once,
     "fsdp in bfloat16": fsdp_in_bfloat16,

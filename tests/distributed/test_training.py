@@ -24,9 +24,11 @@ QUICK = [
     ("llama", "tp", "identity", "after"),
     ("llama", "tp", "polar of the whole matrix", "after"),
     ("llama", "fsdp over tp", "balanced", "after"),
+    ("llama", "compiled tp", "balanced", "before"),
 ]
 SPREAD = [("vit", "ddp"), ("llama", "ddp"), ("vit", "fsdp"), ("gpt2", "fsdp"), ("llama", "fsdp"), ("torch", "fsdp"),
-          ("torch", "fsdp of attention"), ("llama", "tp"), ("llama", "fsdp over tp")]  # fmt: skip
+          ("torch", "fsdp of attention"), ("llama", "tp"), ("llama", "fsdp over tp"), ("vit", "compiled fsdp"),
+          ("llama", "compiled tp"), ("llama", "compiled fsdp over tp")]  # fmt: skip
 REST = [
     case
     for model, wrapper in SPREAD
@@ -51,7 +53,11 @@ def story(name, wrapper, method, order):
     tracker = wc.ConditionTracker(model, probe_of(model), every=2, budget=None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     # Under tensor parallelism both processes work on the same samples, else on a half each.
-    half = slice(2 * rank(), 2 * rank() + 2) if wrapper in ("ddp", "fsdp", "fsdp of attention") else slice(None)
+    half = (
+        slice(2 * rank(), 2 * rank() + 2)
+        if wrapper in ("ddp", "fsdp", "fsdp of attention", "compiled fsdp")
+        else slice(None)
+    )
     for _ in range(3):
         optimizer.zero_grad()
         loss_of(model, half).backward()

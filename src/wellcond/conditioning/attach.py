@@ -10,12 +10,14 @@ parametrisation with the parameter left in place, so that neither keys nor param
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from wellcond.attention.shards import is_distributed
+from wellcond.attention.shards import is_distributed, like, local_part
 from wellcond.attention.site import CORRECTIONS_ATTRIBUTE
 from wellcond.conditioning.corrections import Correction
 from wellcond.conditioning.peft_guard import refuse_lost_writes
@@ -31,6 +33,8 @@ def attach(module: nn.Module, name: str, correction: Correction) -> None:
     """Make `module.name` read as the effective weight."""
     corrections = corrections_of(module)
     base = _plain_class(module)
+    if not corrections:
+        _give_number(module)
     module.__dict__[CORRECTIONS_ATTRIBUTE] = {**corrections, name: correction}
     module.__class__ = conditioned_class(base, tuple(sorted(module.__dict__[CORRECTIONS_ATTRIBUTE])))
 
@@ -44,7 +48,7 @@ def detach(module: nn.Module, name: str) -> Correction:
         module.__dict__[CORRECTIONS_ATTRIBUTE] = remaining
         module.__class__ = conditioned_class(base, tuple(sorted(remaining)))
     else:
-        del module.__dict__[CORRECTIONS_ATTRIBUTE]
+        del module.__dict__[CORRECTIONS_ATTRIBUTE], module.__dict__[NUMBER_ATTRIBUTE]
         module.__class__ = base
     return correction
 
@@ -68,8 +72,14 @@ def _make_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
     def effective_weight(name: str) -> property:
         def read(module: nn.Module) -> Tensor | None:
             raw = module._parameters[name]
-            if raw is None or (is_distributed(raw) and is_sharded_by_fsdp(module, name)):
-                return raw
+            if is_distributed(raw):
+                if torch.compiler.is_compiling():
+                    number = module.__dict__[NUMBER_ATTRIBUTE]
+                    return like(raw, torch.ops.wellcond.effective_part(local_part(raw), number, name))
+                if is_sharded_by_fsdp(module, name):
+                    return raw
+            if raw is None:
+                return None
             return module.__dict__[CORRECTIONS_ATTRIBUTE][name].effective(module, raw)
 
         return property(read)
@@ -78,6 +88,10 @@ def _make_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
         # A class made at run time cannot be found by name: copies and pickles rebuild it.
         return rebuild, (base, names), module.__dict__
 
+    def set_state(module: nn.Module, state: dict[str, Any]) -> None:
+        base.__setstate__(module, state)  # type: ignore[operator]
+        _give_number(module)  # a copy is a module of its own
+
     def refuse_reset(module: nn.Module) -> None:
         # It would write into an effective weight, which is computed anew at every reading: a silent no-op.
         raise ConditioningError("this weight is conditioned; call wellcond.fold_(model) before initialising it again")
@@ -85,7 +99,12 @@ def _make_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
     members: dict[str, Any] = {name: effective_weight(name) for name in names}
     members |= {name: refuse_reset for name in ("reset_parameters", "_reset_parameters") if hasattr(base, name)}
     members["base_layer"] = property(refuse_lost_writes)
-    extra = {"_wellcond_plain_class": base, "__reduce_ex__": reduce, "__module__": base.__module__}
+    extra = {
+        "_wellcond_plain_class": base,
+        "__reduce_ex__": reduce,
+        "__setstate__": set_state,
+        "__module__": base.__module__,
+    }
     return type(f"Conditioned{base.__name__}", (base,), {**members, **extra})
 
 
@@ -107,6 +126,37 @@ def is_sharded_by_fsdp(module: nn.Module, name: str) -> bool:
             if any(owner is module and own == name for owner, own in places):
                 return param.sharded_state.name == "SHARDED"
     return False
+
+
+# A compiled graph cannot hold a module, but it can call an opaque operator, which finds it by number.
+NUMBER_ATTRIBUTE = "_wellcond_number"
+_MODULES: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+
+
+def _give_number(module: nn.Module) -> None:
+    module.__dict__[NUMBER_ATTRIBUTE] = next(_NUMBERS)
+    _MODULES[module.__dict__[NUMBER_ATTRIBUTE]] = module
+
+
+@torch.library.custom_op("wellcond::effective_part", mutates_args=())
+def effective_part(part: Tensor, number: int, name: str) -> Tensor:
+    """This process's part of the effective weight `name` of module `number`, inside a compiled graph."""
+    module = _MODULES[number]
+    raw = like(module._parameters[name], part)  # type: ignore[arg-type]
+    return local_part(corrections_of(module)[name].effective(module, raw))
+
+
+@effective_part.register_fake
+def _(part: Tensor, number: int, name: str) -> Tensor:
+    return torch.empty_like(part)
+
+
+def _pass_gradient(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    return gradient, None, None  # C has no gradient
+
+
+effective_part.register_autograd(_pass_gradient)
 
 
 def rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
