@@ -72,14 +72,14 @@ def _make_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
     def effective_weight(name: str) -> property:
         def read(module: nn.Module) -> Tensor | None:
             raw = module._parameters[name]
+            if raw is None:
+                return None
             if is_distributed(raw):
                 if torch.compiler.is_compiling():
                     number = module.__dict__[NUMBER_ATTRIBUTE]
                     return like(raw, torch.ops.wellcond.effective_part(local_part(raw), number, name))
                 if is_sharded_by_fsdp(module, name):
                     return raw
-            if raw is None:
-                return None
             return module.__dict__[CORRECTIONS_ATTRIBUTE][name].effective(module, raw)
 
         return property(read)
