@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import wellcond as wc
 from conditioning.test_condition import IDS, METHODS, corrections, every_storage, vit
 from models import XTransformersAttention, stack
+from wellcond.conditioning.corrections import bit_sum
 
 X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
@@ -365,6 +366,11 @@ def test_a_permutation_written_through_data_is_noticed():
     weight.data.copy_(weight.data.flip(0).clone())
     worst = max(torch.linalg.cond(s.read().detach()).max().item() for s in (wc.find_attention(model)[0].q,))
     assert worst <= 2 + 1e-5
+
+
+def test_a_transposed_weight_is_another_weight():
+    weight = torch.randn(6, 6, dtype=torch.float64)
+    assert bit_sum(weight) != bit_sum(weight.T.contiguous())
 
 
 @pytest.mark.parametrize("options", [{}, {"frozen": True}], ids=["following", "frozen"])

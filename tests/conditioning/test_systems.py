@@ -125,3 +125,10 @@ def test_gpu(method, options):
     torch.testing.assert_close(on_gpu(X.cuda()).cpu(), on_cpu(X), rtol=1e-3, atol=1e-4)
     wc.fold_(on_gpu)
     torch.testing.assert_close(on_gpu(X.cuda()).cpu(), on_cpu(X), rtol=1e-3, atol=1e-4)
+
+
+def test_replicas_of_data_parallel_are_refused_with_what_to_use_instead():
+    model = wc.condition_(nn.MultiheadAttention(8, 2), "balanced")
+    replica = model._replicate_for_data_parallel()  # the next two lines are what nn.DataParallel does on GPUs
+    with pytest.raises(wc.ConditioningError, match="DistributedDataParallel"):
+        replica.in_proj_weight = model.in_proj_weight.detach()

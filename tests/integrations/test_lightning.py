@@ -266,3 +266,56 @@ def test_a_module_that_saves_only_what_it_trains(tmp_path):
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     loaded = Filtering.load_from_checkpoint(tmp_path / "last.ckpt")
     torch.testing.assert_close(loaded.eval()(X), module.eval()(X))
+
+
+@pytest.mark.parametrize("callback_first", [True, False])
+def test_the_export_is_of_averaged_weights(callback_first, tmp_path):
+    line = WellcondCallback(**CHOICES, export=tmp_path / "plain.safetensors")
+    average = lightning.pytorch.callbacks.StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
+    callbacks = [line, average] if callback_first else [average, line]
+    module = Classifier()
+    make_trainer(tmp_path, *callbacks, max_steps=-1, max_epochs=3).fit(module, loader())
+    plain = stack()
+    plain.load_state_dict(load_file(tmp_path / "plain.safetensors"))
+    torch.testing.assert_close(plain.eval()(X), module.net.eval()(X))
+
+
+def test_a_compiled_network_is_exported_under_its_own_names(tmp_path):
+    module = Classifier()
+    module.net = torch.compile(module.net, backend="eager")
+    fit(tmp_path, WellcondCallback(**CHOICES, export=tmp_path / "plain.safetensors"), module)
+    stack().load_state_dict(load_file(tmp_path / "plain.safetensors"))
+
+
+def test_a_new_network_is_prepared_and_a_folded_one_refused(tmp_path):
+    module, _ = fit(tmp_path, WellcondCallback(**CHOICES))
+    module.net = stack()
+    fit(tmp_path, WellcondCallback(**CHOICES), module)
+    assert wc.conditioning_of(module.net)["method"] == "balanced"
+    wc.fold_(module)
+    with pytest.raises(ValueError, match="folded since"):
+        fit(tmp_path, WellcondCallback(**CHOICES), module)
+    fit(tmp_path, WellcondCallback(network="net", **EVERY), module)
+
+
+class TwoOptimisers(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = nn.Linear(2, 2)
+
+    def training_step(self, batch, index):
+        self.manual_backward(super().training_step(batch, index) + self.other.weight.square().sum())
+        if index % 2 == 1:
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        return [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in (self.net, self.other)]
+
+
+def test_steps_are_counted_as_lightning_counts_them(tmp_path):
+    callback = WellcondCallback(network="net", every=1, budget=None)
+    _, trainer = fit(tmp_path, callback, TwoOptimisers(), max_steps=-1, max_epochs=1)
+    assert trainer.global_step == 4 and sorted({p.step for p in callback.points}) == [0, 2, 4]

@@ -202,10 +202,15 @@ def test_in_the_real_trainer(fold_first, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@pytest.mark.parametrize("tuner", ["VeraConfig", "ShiraConfig", "MissConfig", "LoraConfig", "IA3Config"])
+@pytest.mark.parametrize("tuner", ["VeraConfig", "ShiraConfig", "MissConfig", "LoraConfig", "IA3Config", "HiraConfig"])
 def test_no_adapter_of_any_kind_is_lost_by_merging_first(tuner):
     base, _, arguments = make("bert")
-    options = {"IA3Config": {"feedforward_modules": []}, "ShiraConfig": {"r": 2}, "MissConfig": {"r": 2}}
+    options = {
+        "IA3Config": {"feedforward_modules": []},
+        "ShiraConfig": {"r": 2},
+        "MissConfig": {"r": 2},
+        "HiraConfig": {"r": 2},
+    }
     config = getattr(peft, tuner)(target_modules=["query", "value"], **options.get(tuner, {}))
     model = get_peft_model(base, config)
     train(model, arguments)
@@ -215,3 +220,21 @@ def test_no_adapter_of_any_kind_is_lost_by_merging_first(tuner):
     torch.testing.assert_close(run(model, arguments), trained, rtol=0, atol=0)
     wc.fold_(model)
     torch.testing.assert_close(run(model.merge_and_unload(), arguments), trained, rtol=1e-3, atol=1e-4)
+
+
+def test_an_adapter_that_truncates_the_base_wants_it_folded():
+    base, _, _ = make("bert")
+    config = LoraConfig(r=2, target_modules=["query"], kasa_config=peft.KasaConfig())
+    with pytest.raises(wc.ConditioningError, match=r"PEFT's _truncate_base_weight .* wellcond.fold_\(model\) first"):
+        get_peft_model(base, config)
+
+
+@pytest.mark.filterwarnings("ignore:.*target_parameters:UserWarning")
+def test_an_adapter_on_a_parameter_leaves_it_in_the_model():
+    base, _, arguments = make("bert")
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=[], target_parameters=["query.weight"]))
+    names = [name for name, _ in model.named_parameters()]
+    with pytest.raises(wc.ConditioningError, match=r"wellcond.fold_\(model\) first"):
+        run(model, arguments)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert torch.isfinite(run(wc.fold_(model), arguments)).all()

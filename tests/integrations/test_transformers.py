@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
@@ -193,3 +194,23 @@ def test_mixed_precision_is_measured_unrounded(tmp_path):
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.strip().endswith("done"), done.stderr
+
+
+@pytest.mark.parametrize("family", ["T5", "Bart"])
+def test_an_encoder_decoder_is_measured_with_what_its_labels_give_the_decoder(family, tmp_path):
+    common = {"vocab_size": 32, "d_model": 16, "decoder_start_token_id": 0, "pad_token_id": 0}
+    sizes = {
+        "T5": {"d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2},
+        "Bart": {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+        | {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "max_position_embeddings": 16},
+    }
+    config = getattr(transformers, f"{family}Config")(**common, **sizes[family])
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    tokens = torch.randint(3, 32, (8, 6))
+    data = [{"input_ids": row, "labels": row[:4]} for row in tokens]
+    trainer = make_trainer(prepare(model, condition="balanced"), "gpt2", tmp_path, data=data, max_steps=1)
+    callback = WellcondCallback(every=1, budget=None, heads=[0]).add_to(trainer)
+    trainer.train()
+    assert {p.step for p in callback.points} == {0, 1} and len({p.layer for p in callback.points}) == 3
+    shifted = model.prepare_decoder_input_ids_from_labels(labels=tokens[:1, :4])
+    assert torch.equal(callback.watch.tracker.batch["decoder_input_ids"], shifted)

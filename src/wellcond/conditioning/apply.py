@@ -173,7 +173,10 @@ def _call_text(method: Method, projections: str, some_sites: bool) -> str:
 
 
 def conditioning_of(model: nn.Module) -> dict[str, Any] | None:
-    """Method and settings with which a model was conditioned; None for a plain model."""
+    """Method and settings with which a model was conditioned; None for a plain model.
+
+    Of a model of PEFT or a LightningModule, ask the model inside, which `condition_` was given.
+    """
     return settings_of(unwrap(model))
 
 

@@ -82,7 +82,14 @@ def _make_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
                     return raw
             return module.__dict__[CORRECTIONS_ATTRIBUTE][name].effective(module, raw)
 
-        return property(read)
+        def refuse_write(module: nn.Module, value: Any) -> None:
+            # Parameters never come here: `nn.Module.__setattr__` registers them.
+            raise ConditioningError(
+                f"a tensor was to be put in the place of a conditioned {name}, as nn.DataParallel and FSDP1 do; use "
+                "DistributedDataParallel (torchrun) or FSDP2 (fully_shard), or call wellcond.fold_(model) first"
+            )
+
+        return property(read, refuse_write)
 
     def reduce(module: nn.Module, protocol: Any) -> Any:
         # A class made at run time cannot be found by name: copies and pickles rebuild it.

@@ -205,9 +205,9 @@ def bit_sum(weight: Tensor) -> int:
         integers = torch.int64  # eight bytes at a time
     bits = flat.view(integers)
     total = 0
-    for axis in (0, 1):
+    for axis, factor in ((0, 1), (1, 1_000_003)):  # unequal, so that a transposed weight is another one
         sums = bits.sum(axis, dtype=torch.int64)
-        total += int((sums * (2 * torch.arange(len(sums), device=sums.device) + 1)).sum())
+        total += factor * int((sums * (2 * torch.arange(len(sums), device=sums.device) + 1)).sum())
     return total
 
 

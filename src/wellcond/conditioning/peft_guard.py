@@ -13,9 +13,10 @@ from torch import nn
 
 from wellcond.errors import ConditioningError
 
-# Methods of PEFT's layers that write into the weight of the layer below.
-WRITERS = {"merge", "unmerge", "pissa_init", "corda_init", "olora_init", "loftq_init", "lora_ga_init",
-           "_restore_weights", "unload_and_optionally_merge_module", "set_base_weight"}  # fmt: skip
+# Methods of PEFT's layers that write into the weight of the layer below, or (`target_parameters`) take it away.
+WRITERS = {"merge", "_merge", "unmerge", "_unmerge", "pissa_init", "corda_init", "olora_init", "loftq_init",
+           "lora_ga_init", "_truncate_base_weight", "_activate_lora", "_restore_weights",
+           "unload_and_optionally_merge_module", "set_base_weight"}  # fmt: skip
 
 
 def refuse_lost_writes(module: nn.Module) -> NoReturn:

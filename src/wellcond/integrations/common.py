@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -79,15 +80,43 @@ NOT_OPTIONS = ("model", "batch", "first_step", "clock")
 
 
 @contextlib.contextmanager
-def random_numbers_kept() -> Iterator[None]:
-    """Whatever is drawn inside, from Python, NumPy or torch, is as if it had not been drawn."""
+def random_numbers_kept(collate: Any = None) -> Iterator[None]:
+    """Whatever is drawn inside, from Python, NumPy, torch or a collator's own generators, is as if it was not drawn."""
     python, numpy = random.getstate(), np.random.get_state()
+    # Trainer wraps a collator that is given to it; generators may be made at the first call.
+    holders = [held for held in (collate, getattr(collate, "data_collator", None)) if hasattr(held, "__dict__")]
+    before = [(vars(held), dict(vars(held))) for held in holders]
+    generators = [value for _, values in before for value in values.values() if isinstance(value, GENERATORS)]
+    states = [copy.deepcopy(_state(generator)) for generator in generators]
     try:
         with torch.random.fork_rng():
             yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+        for now, then in before:
+            now.clear()
+            now.update(then)
+        for generator, state in zip(generators, states, strict=True):
+            _set_state(generator, state)
+
+
+GENERATORS = (torch.Generator, np.random.Generator, random.Random)
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
 
 
 def first_samples(loader: Any, count: int) -> Any:
@@ -101,19 +130,26 @@ def first_samples(loader: Any, count: int) -> Any:
             "batch: expected one to measure with, since the training data cannot be read by sample number "
             f"(found {type(dataset).__name__}); give batch=..., what the model is called with"
         )
-    with random_numbers_kept():
+    with random_numbers_kept(loader.collate_fn):
         return loader.collate_fn([dataset[i] for i in range(min(count, len(dataset)))])
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """A batch with its tensors on a device; other values, which a probe does not need, are left out of mappings."""
+    """A batch with its tensors on a device."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device)
     if isinstance(batch, Mapping):
-        return {key: on_device(value, device) for key, value in batch.items() if isinstance(value, torch.Tensor)}
+        return {key: on_device(value, device) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        return type(batch)(on_device(value, device) for value in batch)
+        moved = [on_device(value, device) for value in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
     return batch
+
+
+def without_labels(batch: Mapping[str, Any], names: Iterable[str] = ()) -> dict[str, Any]:
+    """The tensors of a batch that the data loader made, except labels; a model takes no texts or file names."""
+    labels = {"labels", "label", "label_ids", *names}
+    return {key: value for key, value in batch.items() if isinstance(value, torch.Tensor) and key not in labels}
 
 
 def geometric_mean(values: Sequence[float]) -> float:

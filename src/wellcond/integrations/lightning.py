@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from wellcond.attention.checks import is_conditioned
+from wellcond.attention.wrappers import unwrap
 from wellcond.conditioning.apply import folded
 from wellcond.conditioning.effective_state import split_state
 from wellcond.errors import CheckpointMismatchError, MissingExtraError
@@ -26,6 +27,7 @@ from wellcond.integrations.common import (
     conditionings,
     first_samples,
     on_device,
+    without_labels,
 )
 from wellcond.integrations.watch import Watch
 from wellcond.tracking import TrackPoint
@@ -99,16 +101,22 @@ class WellcondCallback(pl.Callback):
         if stage != "fit" or (self.init is None and self.condition is None):
             return
         network, choices = self._network(pl_module), (self.init, self.condition)
-        former = pl_module.__dict__.get(PREPARED)
+        prepared = unwrap(network).__dict__  # of the network, which may be another one than in an earlier fit
+        former = prepared.get(PREPARED)
         if former is not None and former != choices:
             raise ValueError(
                 f"this module was prepared with init={former[0]!r}, condition={former[1]!r} by an earlier fit, and is "
                 f"now asked for init={self.init!r}, condition={self.condition!r}; leave them out to go on as it is, or "
                 "build the module anew"
             )
+        if former is not None and self.condition is not None and not is_conditioned(network):
+            raise ValueError(
+                "this module was conditioned by an earlier fit and folded since; leave init and condition out to train "
+                "it as it is, or call wellcond.condition_ on it to go on with a correction of the folded weights"
+            )
         if former is None:
             apply_choices(network, self.init, self.condition)
-            pl_module.__dict__[PREPARED] = choices
+            prepared[PREPARED] = choices
             # Instance attributes, because Lightning asks the module, not callbacks, before weights are loaded, and
             # only the module where weights alone are saved.
             for hook, ours in (("on_save_checkpoint", _save_effective), ("on_load_checkpoint", _load_raw)):
@@ -148,7 +156,7 @@ class WellcondCallback(pl.Callback):
             )
         found = first_samples(loader, self.options.get("samples", 1))
         if isinstance(found, Mapping):
-            found = {name: value for name, value in found.items() if name not in ("labels", "label", "label_ids")}
+            found = without_labels(found)
         elif isinstance(found, Sequence):
             found = found[0]
         return on_device(found, pl_module.device)
@@ -157,6 +165,8 @@ class WellcondCallback(pl.Callback):
         """Measure what is due after a step of the optimiser."""
         if self.watch is None or trainer.global_step == self.watch.tracker.num_steps:
             return  # gradients are still being accumulated
+        # Lightning counts the steps of all optimisers; numbers, log and resuming go by its count.
+        self.watch.tracker.num_steps = trainer.global_step - 1
         self.watch.step()
         if trainer.global_step % trainer.log_every_n_steps == 0 or self.options.get("every", "auto") != "auto":
             self._log(trainer)
@@ -169,9 +179,12 @@ class WellcondCallback(pl.Callback):
                 logger.log_metrics(numbers, step=trainer.global_step)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log what is left, and export."""
+        """Log what is left."""
         if self.watch is not None:
             self._log(trainer)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Export: now, because callbacks that average weights put the average in place when training ends."""
         if self.export is not None and trainer.is_global_zero:
             export(pl_module, self.export, network=self.network)
 
@@ -190,7 +203,7 @@ def export(pl_module: nn.Module, path: str | os.PathLike[str], *, network: str =
 
     Raises: WeightError if the file cannot be written there.
     """
-    part = pl_module.get_submodule(network)
+    part = unwrap(pl_module.get_submodule(network))
     if not is_conditioned(part):
         save_weights(part, Path(path), overwrite=True)
         return

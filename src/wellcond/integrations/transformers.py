@@ -31,6 +31,7 @@ from wellcond.integrations.common import (
     conditionings,
     first_samples,
     on_device,
+    without_labels,
 )
 from wellcond.integrations.watch import Watch
 from wellcond.tracking import TrackPoint
@@ -47,7 +48,9 @@ def prepare(model: nn.Module, *, init: Choice | None = None, condition: Choice |
     """Initialise and condition a model for `Trainer`, in place, and have its checkpoints hold effective weights.
 
     A checkpoint of a conditioned model then loads in plain `AutoModel.from_pretrained` and computes the same; the raw
-    weights lie beside, and `trainer.train(resume_from_checkpoint=...)` goes on from them.
+    weights lie beside, and `trainer.train(resume_from_checkpoint=...)` goes on from them. A model that is not a
+    `PreTrainedModel` is saved by `Trainer` itself, with raw weights and the key that names the correction: resume from
+    that, and `fold_` the model to publish it.
 
     Args:
         model: as built; or loaded with `from_pretrained`, without `init`, which would overwrite what was loaded.
@@ -201,8 +204,11 @@ class WellcondCallback(TrainerCallback):
         found = first_samples(loader, self.options.get("samples", 1))
         if not isinstance(found, Mapping):
             raise ValueError(f"batch: expected the data collator to return a dictionary, got {type(found).__name__}")
-        labels = {"labels", "label", "label_ids", *(args.label_names or ())}
-        return on_device({name: value for name, value in found.items() if name not in labels}, device)
+        shift: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+        if shift is not None and "decoder_input_ids" not in found and "labels" in found:
+            # What the model does itself where it is given labels, which a probe leaves out.
+            found = {**found, "decoder_input_ids": shift(labels=found["labels"].to(device))}
+        return on_device(without_labels(found, args.label_names or ()), device)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Measure what is due; measurements within a budget are logged when `Trainer` logs."""
