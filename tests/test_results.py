@@ -1,5 +1,6 @@
 """The committed records make the committed tables, byte for byte."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -41,6 +42,12 @@ def test_records_make_the_tables_of_glue(folder, tmp_path):
 
 
 def test_records_make_the_verdicts_on_claims(tmp_path):
-    write_claims(judge_claims(RESULTS), tmp_path / "claims.md")
+    write_claims(judge_claims(RESULTS), tmp_path / "claims.md", tmp_path)
     assert (tmp_path / "claims.md").read_bytes() == (RESULTS / "claims.md").read_bytes(), "run: wellcond claims results"
     assert "<script" not in (tmp_path / "claims.html").read_text("utf-8")
+
+
+def test_links_of_claims_written_elsewhere_lead_to_the_records(tmp_path):
+    write_claims(judge_claims(RESULTS), tmp_path / "deep" / "claims.md", RESULTS)
+    links = re.findall(r"\[table\]\(([^)]+)\)", (tmp_path / "deep" / "claims.md").read_text("utf-8"))
+    assert len(links) > 20 and all((tmp_path / "deep" / link).is_file() for link in links)

@@ -23,6 +23,7 @@ ACCURACY = Metric("accuracy", higher_is_better=True, percent=True)
         ([0.001, -0.001, 0.0005], None, NOT_TESTABLE),
         ([0.05, 0.06], 1.0, NOT_TESTABLE),
         ([0.05, 0.05, 0.05], 1.0, NOT_TESTABLE),
+        ([0.0, 0.0, 0.0], 1.0, NOT_TESTABLE),  # without spread there is no interval, here as above
     ],
 )
 def test_gains_are_decided_by_rule(values, expected, word):

@@ -13,7 +13,7 @@ from wellcond.cli.main import main
 from wellcond.experiments.run_folder import RunError
 from wellcond.experiments.tasks.base import TASKS
 from wellcond.reproduce.catalogue_files import Entry, entries
-from wellcond.reproduce.collect import Collection
+from wellcond.reproduce.collect import Collection, StoredStudy, may_be_paired
 from wellcond.reproduce.outcome import outcome_tables, write_outcome
 from wellcond.reproduce.plan import Wishes, make_plan
 from wellcond.reproduce.run_plan import describe_study, run_study
@@ -125,6 +125,17 @@ def test_rows_of_other_recipes_are_not_paired():
     assert rows["ViT-B", "spectral - LayerNorm"]["our gain [95 % interval]"] == "–"
 
 
+def test_rows_under_other_settings_are_not_paired():
+    short, long = (StoredStudy(RESULTS / name, committed=True) for name in ("lra/analysis/lambda", "lra/text"))
+    without = StoredStudy(RESULTS / "lra/analysis/without-norm", committed=True)
+    assert may_be_paired(short, without, ("without-norm", ""))
+    assert not may_be_paired(short, without, ())  # the norms themselves differ
+    assert not may_be_paired(long, without, ("without-norm", ""))  # 256 bytes and 128
+    _, shown = call("reproduce", "S-T12", "--records", RESULTS, "--json")
+    [row] = [row for row in json.loads(shown)[0]["rows"] if row["method"] == "spectral - LayerNorm"]
+    assert row["our gain [95 % interval]"] == "-4.10 [-4.79, -3.41]" and row["agreement"] == "below"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -141,6 +152,23 @@ def test_bad_requests_are_explained(arguments, message, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     code, _ = call("reproduce", *arguments, "--folder", tmp_path / "new")
     assert message in str(code) and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["reproduce", "S-F1", "--folder", "file"], "could not be written: Not a directory"),
+        (["claims", "empty", "--output", "file/claims.md"], "could not be written"),
+        (["claims", "empty", "--output", "empty"], "expected a name for the markdown"),
+        (["claims", "empty", "--output", "claims.html"], "expected a name for the markdown"),
+    ],
+)
+def test_what_cannot_be_written_is_explained(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    code, _ = call(*arguments)
+    assert message in str(code) and len(list(tmp_path.rglob("*"))) == 2
 
 
 @pytest.fixture

@@ -214,15 +214,20 @@ def _print(tables: list[Table]) -> None:
 def print_claims(results: Path, output: Path, *, as_json: bool) -> None:
     """Judge every claim by the records and write the pages.
 
-    Raises: WellcondError if there is no such folder.
+    Raises: WellcondError if there is no such folder, or the pages cannot be written.
     """
     from wellcond.reproduce.claims import judge_claims
     from wellcond.reproduce.claims_page import claims_json, claims_table, write_claims
 
     if not results.is_dir():
         raise WellcondError(f"no such folder: {results}")
+    if output.is_dir() or output.suffix == ".html":
+        raise WellcondError(f"--output: expected a name for the markdown, such as claims.md, found {output}")
     judged = judge_claims(results)
-    write_claims(judged, output)
+    try:
+        write_claims(judged, output, results)
+    except OSError as error:
+        raise WellcondError(f"--output: {output} could not be written: {error.strerror or error}") from error
     if as_json:
         print(to_json(claims_json(judged), indent=1))
         return

@@ -11,7 +11,7 @@ from wellcond.report.statistics import PairedDifference, Summary, compare_paired
 from wellcond.report.table import Table
 from wellcond.report.values import MISSING
 from wellcond.reproduce.catalogue_files import Entry, Row
-from wellcond.reproduce.collect import Collection, StoredStudy
+from wellcond.reproduce.collect import Collection, StoredStudy, may_be_paired
 from wellcond.reproduce.glue_average import METRIC, averaged_columns, mean_gain, mean_of
 from wellcond.reproduce.paper_numbers import PaperPart, paper_tables
 
@@ -101,10 +101,8 @@ def _values(records: Collection, study: str, row: Row, metric: str) -> dict[int,
 
 
 def _same_recipe(records: Collection, study: str, row: Row, other: Row) -> bool:
-    """Whether two rows may be paired: committed records of a variant may be of another recipe than the study's."""
-    stored = [records.study(study, some.variant) for some in (row, other)]
-    names = {(s.comparison.recipe, s.comparison.scale) for s in stored if s is not None and s.comparison is not None}
-    return len(names) == 1
+    one, two = (records.study(study, some.variant) for some in (row, other))
+    return may_be_paired(one, two, (row.variant, other.variant))
 
 
 def _corrected(cells: Iterable[Cell]) -> list[Cell]:
@@ -125,8 +123,8 @@ HEADER = (
 def cells_table(id: str, title: str, cells: list[Cell], notes: Iterable[str]) -> Table:
     """A row for each number."""
     rows = tuple(_shown(cell) for cell in cells)
-    known = [cell.metric.label for cell in cells if cell.summary.count]
-    name = f" ({known[0]})" if known else ""
+    known = {cell.metric.label for cell in cells if cell.summary.count}
+    name = f" ({known.pop()})" if len(known) == 1 else ""
     return Table(id.lower(), f"{id}: {title}{name}", HEADER, rows, tuple(notes), frozenset({0, 1, 10}))
 
 

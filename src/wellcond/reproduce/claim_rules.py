@@ -48,6 +48,8 @@ class Rule(Settings):
     column: str = ""
     method: str = ""
     over: str = ""
+    over_folder: str = ""
+    """Records of `over`, if they are not in `folder`: the same recipe with one change."""
     row: str = ""
     base_row: str = ""
     """Rows of the paper's table whose difference is the gain it claims."""
@@ -64,6 +66,8 @@ class Rule(Settings):
     best: tuple[str, ...] = ()
     what: str = ""
     why: str = ""
+    caveat: str = ""
+    """What the evidence leaves out, in words."""
 
 
 class Verdict(Settings):
@@ -81,6 +85,13 @@ def judge(rule: Rule, table: str, results: Path) -> Verdict:
         table: id whose numbers the paper gives.
         results: folder of committed records.
     """
+    verdict = _judge(rule, table, results)
+    if not rule.caveat or verdict.word == NO_RECORDS:
+        return verdict
+    return Verdict(word=verdict.word, evidence=f"{verdict.evidence}; {rule.caveat}")
+
+
+def _judge(rule: Rule, table: str, results: Path) -> Verdict:
     if rule.kind == "needs":
         return Verdict(word=NOT_TESTABLE, evidence=rule.why)
     if rule.kind == "computed":
@@ -88,6 +99,8 @@ def judge(rule: Rule, table: str, results: Path) -> Verdict:
     analysis = _analysis(results / rule.folder)
     if analysis is None:
         return Verdict(word=NO_RECORDS, evidence=f"nothing in {rule.folder}")
+    if rule.over_folder:
+        return _gain_over_folder(rule, analysis, _analysis(results / rule.over_folder), table)
     kinds = {"gain": _gain, "kappa": _kappa, "saving": _saving, "below": _below, "best": _best, "same": _same}
     return kinds[rule.kind](rule, analysis, table)
 
@@ -124,6 +137,23 @@ def _gain(rule: Rule, analysis: Analysis, table: str) -> Verdict:
     return _decide(difference, metric, expected, words)
 
 
+def _gain_over_folder(rule: Rule, analysis: Analysis, other: Analysis | None, table: str) -> Verdict:
+    """A gain between two comparisons, paired by seed; a single comparison, which is not corrected."""
+    first, second = (
+        {} if some is None or name not in some.comparison.methods else some.summaries[name].values
+        for some, name in ((analysis, rule.method), (other, rule.over))
+    )
+    metric = analysis.comparison.result
+    [difference] = correct(
+        [compare_paired(rule.method, first, rule.over, second, higher_is_better=metric.higher_is_better)]
+    )
+    if not difference.count:
+        return Verdict(word=NO_RECORDS, evidence=f"no records of {rule.method} in {rule.folder} and {rule.over_folder}")
+    expected = _paper_gain(rule, table)
+    words = "" if expected is None else f"; the paper has {expected:+.3g}"
+    return _decide(difference, metric, expected, words)
+
+
 def _difference(rule: Rule, analysis: Analysis) -> tuple[PairedDifference | None, Metric]:
     """With Holm's correction over the table of the report that has this pair."""
     comparison, metric = analysis.comparison, analysis.comparison.result
@@ -147,7 +177,7 @@ def _difference(rule: Rule, analysis: Analysis) -> tuple[PairedDifference | None
 def _decide(difference: PairedDifference, metric: Metric, expected: float | None, words: str) -> Verdict:
     seeds = show_seeds(difference.count)
     shown = f"{metric.show(difference.mean, sign=True)}{metric.unit or f' {metric.name}'}"
-    if difference.without_spread and difference.mean:
+    if difference.without_spread:
         return Verdict(word=NOT_TESTABLE, evidence=f"{shown} with each of {seeds}, so that t is not defined{words}")
     if difference.interval is None or difference.p_holm is None:
         return Verdict(word=NOT_TESTABLE, evidence=f"{shown} with {seeds}, which is too few{words}")

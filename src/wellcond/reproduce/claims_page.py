@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,11 +23,13 @@ WORDS = (REPRODUCED, NOT_REPRODUCED, NOT_TESTABLE, NO_RECORDS)
 TITLE = "The papers' claims at CPU size"
 LEAD = (
     "Made by `wellcond claims results` from the committed records; no verdict is written by hand.",
-    "These models have a thousandth of the papers' size and minutes of training. A claim that fails here may hold "
-    "there, and one that holds here is not confirmed there.",
+    "These models have a thousandth of the papers' size, or a few (a quarter to a half on the Long Range Arena, a "
+    "fortieth in detection), and minutes of training. A claim that fails here may hold there, and one that holds here "
+    "is not confirmed there.",
     "A gain is reproduced if it is positive with p < 0.05 (paired t test by seed, Holm's correction over the methods "
     "of its comparison); not reproduced if it is negative with p < 0.05, or if its 95 % interval ends below what the "
-    "paper has; otherwise not testable. Savings of epochs and W + C against W are single comparisons, which are not "
+    "paper has; otherwise not testable. Savings of epochs (beyond the default's own; a seed that never gets there "
+    "saves nothing), W + C against W, and with against without layer norms are single comparisons, which are not "
     "corrected. Tables of `wellcond reproduce` correct over all their cells, so that their p are larger.",
 )
 COLUMNS = ("claim", "where", "verdict", "evidence", "records")
@@ -37,9 +40,11 @@ td:nth-child(1),td:nth-child(4){white-space:normal;min-width:16em}caption{displa
 """
 
 
-def write_claims(judged: Sequence[Judged], output: Path) -> None:
-    """Write the markdown and, beside it, the HTML; links start at the folder of the records."""
+def write_claims(judged: Sequence[Judged], output: Path, results: Path) -> None:
+    """Write the markdown and, beside it, the HTML; links lead from there to the folder `results` of the records."""
     output.parent.mkdir(parents=True, exist_ok=True)
+    way = Path(os.path.relpath(results, output.parent))
+    judged = [one.model_copy(update={"link": (way / one.link).as_posix()}) if one.link else one for one in judged]
     write_atomically(output, claims_markdown(judged))
     write_atomically(output.with_suffix(".html"), claims_html(judged))
 
@@ -85,7 +90,9 @@ def claims_html(judged: Sequence[Judged]) -> str:
         sections.append(tag("section", tag("h2", title), tag("p", f"{count_words(some)}."), box))
     counts = Counter(one.verdict.word for one in judged)
     tiles = [tag("div", tag("b", str(counts[word])), tag("span", word), class_="tile") for word in WORDS]
-    lead = [tag("p", text.replace("`", "")) for text in LEAD]
+    lead = [
+        tag("p", *(tag("code", part) if at % 2 else part for at, part in enumerate(text.split("`")))) for text in LEAD
+    ]
     body = tag("main", tag("h1", TITLE), *lead, tag("div", *tiles, class_="tiles"), *sections)
     head = tag(
         "head",
@@ -95,6 +102,11 @@ def claims_html(judged: Sequence[Judged]) -> str:
         tag("style", Markup(STYLE + EXTRA_STYLE)),
     )
     return f"<!DOCTYPE html>\n{tag('html', head, tag('body', body), lang='en')}\n"
+
+
+def _with_code(text: str) -> list[Markup | str]:
+    """What stands between backticks as code."""
+    return [tag("code", part) if at % 2 else part for at, part in enumerate(text.split("`"))]
 
 
 def _cells(one: Judged) -> list[Markup]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +13,7 @@ from wellcond.report.glue import SHOWN
 from wellcond.report.glue_scores import GlueScores, load_glue
 from wellcond.report.load_runs import Comparison, load_comparisons
 from wellcond.report.run_record import Metric, RunRecordError
+from wellcond.report.same_settings import setting_differences
 from wellcond.report.values import number
 from wellcond.reproduce.catalogue_files import Row, studies, variants
 from wellcond.reproduce.plan import RUNS, study_name
@@ -93,6 +94,19 @@ class StoredStudy:
         if self.comparison is None:
             return 0
         return sum(run.outcome in ("diverged", "failed") for run in self.comparison.of(self.label(row)))
+
+
+def may_be_paired(one: StoredStudy | None, other: StoredStudy | None, variants_used: Iterable[str]) -> bool:
+    """Whether two stored studies differ by nothing but the settings of these variants.
+
+    Committed records of a variant may be of another recipe than the study's, or of the same one under other settings.
+    """
+    found = [s.comparison for s in (one, other) if s is not None and s.comparison is not None]
+    if len({(c.recipe, c.scale) for c in found}) != 1:
+        return False
+    meant = {setting.split("=", 1)[0] for name in variants_used if name for setting in variants()[name].settings}
+    first, last = (c.runs[0].record.get("config") or {} for c in (found[0], found[-1]))
+    return all(line.split(":", 1)[0] in meant for line in setting_differences(first, last))
 
 
 @dataclass(frozen=True)

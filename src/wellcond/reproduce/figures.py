@@ -19,6 +19,7 @@ from wellcond.reproduce.collect import Collection, StoredStudy
 from wellcond.reproduce.paper_numbers import PaperPart, paper_tables
 
 BOUND = "papers' bound"
+TOO_LARGE = "> 1e300"  # see `HeadTable.log10_over_steps`
 Y_LABELS = {
     "jacobian": "condition number of J",
     "loss": "training loss",
@@ -152,8 +153,11 @@ def figure_table(id: str, entry: Entry, records: Collection, notes: list[str]) -
         means = [row for row in made[1] if row.seed == MEAN]
         for name in dict.fromkeys(row.series for row in made[1]):
             curve = [row for row in means if row.series == name]
-            seeds = {row.seed for row in made[1] if row.series == name and row.seed.isdigit()}
+            by_seed = [row for row in made[1] if row.series == name and row.seed.isdigit()]
+            seeds = {row.seed for row in by_seed}
             ends = (show(curve[0].value), show(curve[-1].value)) if curve else (MISSING, MISSING)
+            if not curve and by_seed and all(math.isinf(row.value) for row in by_seed):
+                ends = (TOO_LARGE, TOO_LARGE)
             rows.append((settings.title, Y_LABELS[settings.quantity], name, *ends, show_seeds(len(seeds)), MISSING))
     header = ("panel", "quantity", "series", "start, or when matched", "end, or saving", "runs", "paper")
     return Table(id.lower(), f"{id}: {entry.title}", header, tuple(rows), tuple(notes), frozenset({0, 1, 2, 5, 6}))

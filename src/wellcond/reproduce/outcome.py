@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from wellcond.experiments.run_folder import writing
 from wellcond.files import write_atomically
 from wellcond.report.series import write_csv
 from wellcond.report.static_figures import draw_static
@@ -45,18 +46,18 @@ def outcome_tables(id: str, entry: Entry, scale: str, records: Collection | None
 def _notes(id: str, entry: Entry, records: Collection) -> Iterator[str]:
     paper = paper_tables().get(id)
     if paper is None:
-        yield "No reference: no paper gives numbers for this."
+        yield f"No reference: no paper {'prints numbers for this' if entry.kind == 'figure' else 'has this table'}."
     elif paper.note:
         yield f"Paper: {paper.note}"
     if entry.note:
         yield f"Here: {entry.note}."
-    yield from differences_from_paper(entry, records)
+    yield from differences_from_paper(entry, records) or ["There are no runs of this here."]
 
 
 def write_outcome(id: str, entry: Entry, scale: str, records: Collection | None, folder: Path) -> list[Path]:
     """Write ID.md, a CSV for each table, and CSV, PNG and SVG of each figure; returns what was written.
 
-    Raises: MissingExtraError without matplotlib.
+    Raises: MissingExtraError without matplotlib, RunError if the folder cannot be written.
     """
     tables = outcome_tables(id, entry, scale, records)
     files: dict[str, str | bytes] = {f"{table.name}.csv": table_csv(table) for table in tables}
@@ -72,7 +73,8 @@ def write_outcome(id: str, entry: Entry, scale: str, records: Collection | None,
     for made in figures:
         text += [f"![{made.figure.title}]({made.figure.name.lower()}.png)", ""]
     files[f"{id}.md"] = "\n".join(text)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        write_atomically(folder / name, content)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            write_atomically(folder / name, content)
     return [folder / name for name in files]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from wellcond.report.values import show_seeds
 from wellcond.reproduce.catalogue_files import Entry, studies
-from wellcond.reproduce.collect import Collection, StoredStudy
+from wellcond.reproduce.collect import Collection, StoredStudy, may_be_paired
 
 
 def differences_from_paper(entry: Entry, records: Collection) -> list[str]:
@@ -17,17 +17,17 @@ def differences_from_paper(entry: Entry, records: Collection) -> list[str]:
             stored = records.study(name, variant)
             if stored is not None and stored.comparison is not None:
                 title = studies()[name].title + (f", {variant}," if variant else "")
-                lines.append(f"{title} ran as: {'; '.join(_facts(name, stored))}{_apart(name, stored, records)}.")
+                apart = _apart(name, variant, stored, records)
+                lines.append(f"{title} ran as: {'; '.join(_facts(name, stored))}{apart}.")
     return lines
 
 
-def _apart(name: str, stored: StoredStudy, records: Collection) -> str:
+def _apart(name: str, variant: str, stored: StoredStudy, records: Collection) -> str:
     """A variant whose committed records are of another recipe cannot be paired with the study's own runs."""
     plain = records.study(name)
-    if plain is None or plain.comparison is None or stored.comparison is None or plain is stored:
+    if plain is None or plain.comparison is None or plain is stored or may_be_paired(plain, stored, (variant,)):
         return ""
-    same = (plain.comparison.recipe, plain.comparison.scale) == (stored.comparison.recipe, stored.comparison.scale)
-    return "" if same else "; another recipe than the rows above, so that there is no gain over them"
+    return "; another recipe or other settings than the rows above, so that there is no gain over them"
 
 
 def _facts(name: str, stored: StoredStudy) -> Iterator[str]:
@@ -37,9 +37,9 @@ def _facts(name: str, stored: StoredStudy) -> Iterator[str]:
     model, data, progress = run.get("model") or {}, run.get("data") or {}, run.get("progress") or {}
     yield f"recipe {stored.comparison.recipe}, scale {stored.comparison.scale}"
     size = f"{model['parameters'] / 1e6:.2f} M parameters" if model.get("parameters") else "parameters not recorded"
-    yield size + (f" (paper: {published.parameters:g} M)" if published else "")
+    yield size + (f" (at scale paper: {published.parameters:g} M)" if published else "")
     yield f"{data.get('name', 'data not recorded')}, {data.get('train', '?')} training samples" + (
-        f" (paper: {published.samples})" if published and published.samples else ""
+        f" (at scale paper: {published.samples})" if published and published.samples else ""
     )
     yield f"{progress.get('num_steps', '?')} updates, {float(progress.get('num_epochs') or 0):.3g} epochs"
     count = len(stored.comparison.seeds)
