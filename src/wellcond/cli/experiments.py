@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shlex
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,9 @@ def leaving_together() -> Iterator[None]:
     finally:
         if in_a_group():
             torch.distributed.destroy_process_group()
+            # Models may still hold the group. One of gloo's threads that lets go of its last tensor while the
+            # interpreter ends would abort the process, after all work is done: give them the moment that takes.
+            time.sleep(0.2)
 
 
 def _tell_end(outcome: Outcome, jobs: Sequence[Job], *, as_json: bool) -> int:
