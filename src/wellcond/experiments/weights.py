@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from wellcond.attention.shards import any_distributed, gather_model
 from wellcond.conditioning.checkpoint import RESUME, find_markers, read_settings
 from wellcond.errors import MissingExtraError, WeightError
 
@@ -134,6 +135,8 @@ def conditioning_in(state: dict[str, Tensor]) -> dict[str, object] | None:
 def save_weights(model: nn.Module, path: Path, *, overwrite: bool = False) -> None:
     """Write a model as safetensors, whole or not at all: a new file is made beside it, then renamed.
 
+    Of a model that several processes hold together every process must call this, and the first one writes.
+
     Raises: WeightError if the file exists and may not be replaced, or is not named ``.safetensors``.
     """
     if path.suffix != ".safetensors":
@@ -142,10 +145,16 @@ def save_weights(model: nn.Module, path: Path, *, overwrite: bool = False) -> No
         raise WeightError(f"{path} exists; give another name or --force")
     if not path.parent.is_dir():
         raise WeightError(f"no such folder: {path.parent}")
+    gathered = gather_model(model) if any_distributed(model) else None
+    if gathered == {}:
+        return
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".partial")
     os.close(handle)
     try:
-        _safetensors().save_model(model, temporary)
+        if gathered is None:
+            _safetensors().save_model(model, temporary)
+        else:
+            _safetensors().save_file({key: value.contiguous() for key, value in gathered.items()}, temporary)
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

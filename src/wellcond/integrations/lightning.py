@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from wellcond.attention.checks import is_conditioned
+from wellcond.attention.shards import any_distributed, fsdp_modules, reshard_
 from wellcond.attention.wrappers import unwrap
 from wellcond.conditioning.apply import folded
 from wellcond.conditioning.effective_state import split_state
@@ -49,8 +50,9 @@ class WellcondCallback(pl.Callback):
 
     `fit` prepares the network once, before the optimiser is made and before ``ckpt_path`` is loaded. Checkpoints hold
     effective weights: `load_from_checkpoint` gives a plain module that computes the same. The raw weights lie beside,
-    and ``fit(ckpt_path=...)`` with this callback goes on from them. Summaries go to every logger of the trainer, and
-    each head at each step is a line of ``wellcond.jsonl`` in the log folder. Measuring does not change the training.
+    and ``fit(ckpt_path=...)`` with this callback goes on from them. (Where a strategy shards the module, checkpoints
+    hold the raw weights only; use `export`.) Summaries go to every logger of the trainer, and each head at each step is
+    a line of ``wellcond.jsonl`` in the log folder. Measuring does not change the training.
 
     Args:
         init: a method of `init_`, or ``{"method": ..., **options}``. Leave it out for weights that were loaded.
@@ -185,7 +187,7 @@ class WellcondCallback(pl.Callback):
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Export: now, because callbacks that average weights put the average in place when training ends."""
-        if self.export is not None and trainer.is_global_zero:
+        if self.export is not None and (trainer.is_global_zero or any_distributed(self._network(pl_module))):
             export(pl_module, self.export, network=self.network)
 
     def state_dict(self) -> dict[str, Any]:
@@ -201,9 +203,12 @@ class WellcondCallback(pl.Callback):
 def export(pl_module: nn.Module, path: str | os.PathLike[str], *, network: str = "") -> None:
     """Write the effective weights of a network as safetensors, under the network's own names; it goes on as it is.
 
+    Of a model that several processes hold together every process must call this, and the first one writes.
+
     Raises: WeightError if the file cannot be written there.
     """
     part = unwrap(pl_module.get_submodule(network))
+    reshard_(part)
     if not is_conditioned(part):
         save_weights(part, Path(path), overwrite=True)
         return
@@ -213,6 +218,8 @@ def export(pl_module: nn.Module, path: str | os.PathLike[str], *, network: str =
 
 def _save_effective(pl_module: Any, checkpoint: dict[str, Any]) -> None:
     type(pl_module).on_save_checkpoint(pl_module, checkpoint)
+    if any_distributed(pl_module) or fsdp_modules(pl_module):
+        return  # a strategy that shards loads weights before it asks anybody: they must be those to resume from
     if is_conditioned(pl_module):
         effective, resume = split_state(pl_module, checkpoint["state_dict"])
         checkpoint["state_dict"] = effective
