@@ -132,6 +132,18 @@ def test_a_run_does_not_go_on_from_a_pickle_of_code(name, canary, tmp_path):
         run_job(job)
 
 
+@pytest.mark.parametrize("log", ["steps.jsonl", "evaluations.jsonl", "conditioning.jsonl", "lock"])
+def test_a_run_does_not_write_through_links(log, tmp_path):
+    job = small_job(tmp_path / "run")
+    stop_after(job, 8)
+    (tmp_path / "precious").write_text("keep" * 10_000)
+    (tmp_path / "run" / log).unlink()
+    (tmp_path / "run" / log).symlink_to(tmp_path / "precious")
+    with pytest.raises(RunError, match="is a link"):
+        run_job(job)
+    assert (tmp_path / "precious").read_text() == "keep" * 10_000
+
+
 @pytest.mark.parametrize("field", ["model.weights", "model.encoder"])
 def test_weights_that_a_recipe_names_may_not_be_code(field, canary, tmp_path):
     (tmp_path / "evil.pt").write_bytes(saved(canary.payload, "zip"))

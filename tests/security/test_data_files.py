@@ -1,10 +1,12 @@
 """Data files that carry programs or swell when they are opened."""
 
+import http.server
 import io
 import json
 import pickle
 import stat
 import struct
+import threading
 import zlib
 
 import numpy as np
@@ -121,6 +123,36 @@ def test_the_script_of_a_data_set_is_not_run(source, script, canary, tmp_path, m
     fields = {"evaluation_split": "train"} if source == "hub" else {"evaluation_documents": 1}
     message = failure(source=source, id="evil/set", **fields)
     assert ("scripts are no longer supported" in message) if script == "set.py" else ("found: " in message)
+
+
+@pytest.mark.parametrize("source", ["hub", "text_stream"])
+@pytest.mark.parametrize("card", ["README.md", ".huggingface.yaml"])
+def test_an_address_in_a_card_is_not_asked_for(source, card, tmp_path, monkeypatch):
+    asked = []
+
+    class Beacon(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_error(404)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Beacon) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        mirror = tmp_path / "mirror" / "evil" / "set"
+        mirror.mkdir(parents=True)
+        (mirror / "train.csv").write_text("text,label\na,0\nb,1\n")
+        files = {"configs": [{"config_name": "default", "data_files": f"http://127.0.0.1:{server.server_port}/a.csv"}]}
+        text = json.dumps(files)
+        (mirror / card).write_text(f"---\n{text}\n---\n" if card == "README.md" else text)
+        monkeypatch.setenv("WELLCOND_DATA", str(tmp_path / "mirror"))
+        fields = {"evaluation_split": "train"} if source == "hub" else {"evaluation_documents": 1}
+        message = failure(source=source, id="evil/set", **fields)
+        server.shutdown()
+    assert "leads out of its folder" in message and asked == []
 
 
 def test_a_pickle_in_the_types_of_a_parquet_file_is_not_loaded(canary, tmp_path):

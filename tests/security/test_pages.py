@@ -1,5 +1,7 @@
 """Text of records, recipes and data in pages: shown as text, never read as markup or script."""
 
+import csv
+import io
 import json
 import re
 from html.parser import HTMLParser
@@ -11,6 +13,7 @@ from torch import nn
 import wellcond as wc
 from report.fake_runs import FakeMethod, only_comparison, write_comparison, write_with_samples
 from report.test_glue import write_score
+from wellcond.cli.experiments import print_report
 from wellcond.report.analysis import analyse
 from wellcond.report.build import build_report
 from wellcond.report.comparison_page import render_page
@@ -171,6 +174,26 @@ def test_the_tables_of_glue(text, tmp_path):
         write_score(folder / label / "seed0", "cola", 0, 0.3, accuracy=0.7)
     rebuild_glue(folder)
     assert_plain_markdown((folder / "glue.md").read_text())
+
+
+def test_a_spreadsheet_computes_no_record(tmp_path):
+    labels = ("default", "=HYPERLINK(1)", "@SUM(1)", "+cmd|x", "-cmd|x")
+    methods = [FakeMethod(label, {0: 0.9, 1: 0.8}, slug=f"m{at}") for at, label in enumerate(labels)]
+    folder = write_comparison(tmp_path / "words", methods, title="words", points=2, layers=1, heads=1)
+    build_report(folder, pictures=False)
+    texts = [path.read_text("utf-8") for path in (folder / "report").rglob("*.csv")]
+    cells = [cell for text in texts for row in csv.reader(io.StringIO(text)) for cell in row]
+    assert "'=HYPERLINK(1)" in cells and "'+cmd|x" in cells
+    assert not [cell for cell in cells if cell.startswith(("=", "@", "+c", "-c"))]
+
+
+def test_a_terminal_obeys_no_record(tmp_path, capsys):
+    evil = "\x1b]0;title\x07\x1b[2J\x9b2J"
+    methods = [FakeMethod(label, {0: 0.9}, slug=label[:5]) for label in ("default", f"other{evil}")]
+    folder = write_comparison(tmp_path / "words", methods, title=evil, points=2, layers=1, heads=1)
+    print_report(folder, pictures=False)
+    shown = capsys.readouterr().out + (folder / "report" / "report.md").read_text()
+    assert "other" in shown and not set("\x1b\x07\x9b") & set(shown)
 
 
 def test_markdown_is_escaped(text):

@@ -24,6 +24,7 @@ from wellcond.experiments.settings import RecipeError
 from wellcond.report.analysis import analyse
 from wellcond.report.build import build_report
 from wellcond.report.figures import build_figures
+from wellcond.report.run_record import RunRecordError
 
 OUT = ["../../out", "/etc/out", "..", ".", "a/b", "a\\b", ".hidden", "~", "C:\\out", "a\0b", "-x", ""]
 
@@ -81,6 +82,22 @@ def test_a_report_is_written_beside_its_records_whatever_they_say(tmp_path):
     assert names and all(re.fullmatch(r"[a-z0-9_-]+", name) for name in names)  # each becomes files of that name
     new = set(files_below(tmp_path)) - before
     assert new and all(name.startswith("deep/er/runs/report/") for name in new)
+
+
+@pytest.mark.parametrize("link", ["report", "report/tables", "report/figures"])
+def test_a_report_is_not_written_through_a_link(link, tmp_path):
+    folder = write_comparison(
+        tmp_path / "runs", [FakeMethod("default", {0: 0.9})], epochs=3, points=2, layers=1, heads=1
+    )
+    (tmp_path / "precious" / "tables").mkdir(parents=True)
+    (tmp_path / "precious" / "my.csv").write_text("keep")
+    (tmp_path / "precious" / "tables" / "my.csv").write_text("keep")
+    (folder / link).parent.mkdir(exist_ok=True)
+    (folder / link).symlink_to(tmp_path / "precious")
+    before = files_below(tmp_path / "precious")
+    with pytest.raises(RunRecordError, match="is a link that leads out"):
+        build_report(folder, pictures=False)
+    assert files_below(tmp_path / "precious") == before
 
 
 def secret(folder):

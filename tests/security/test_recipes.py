@@ -210,6 +210,22 @@ def test_kernels_are_not_fetched(key, tmp_path):
         build_model(f"hf:{folder}")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"_attn_implementation_internal": "evil/kernel"},
+        {"subfolder": "inner"},
+        {"_configuration_file": "inner/config.json"},
+        {"attn_implementation": "flash_attention_3"},
+    ],
+)
+def test_kernels_are_not_fetched_by_a_back_door(arguments, tmp_path):
+    folder = hf_folder(tmp_path / "model", "", model_type="gpt2", **TINY)
+    hf_folder(folder / "inner", "", model_type="gpt2", **TINY, attn_implementation="evil/kernel")
+    with pytest.raises(ModelSpecError, match=r"fetched from the hub|remove it"):
+        build_model(f"hf:{folder}", arguments)
+
+
 def test_code_beside_a_tokeniser_is_not_run(canary, tmp_path):
     folder = hf_folder(tmp_path / "tokeniser", canary.code)
     auto_map = {"AutoTokenizer": ["tokenization_evil.EvilTokenizer", None]}

@@ -19,7 +19,7 @@ from wellcond.errors import MissingExtraError, WellcondError
 # A library would fetch or load what these name. Weights are for model.weights or --weights, code is for nobody.
 REFUSED = {
     "timm": ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path"),
-    "hf": ("trust_remote_code", "code_revision", "auto_map"),
+    "hf": ("trust_remote_code", "code_revision", "auto_map", "subfolder", "_configuration_file", "gguf_file"),
 }
 
 
@@ -145,6 +145,7 @@ def _build_hf(name: str, arguments: dict[str, Any], auto_class: str | None) -> n
         raise ModelSpecError(
             f"{name!r} is neither a folder nor a configuration type of transformers. Similar: {', '.join(close)}"
         )
+    _refuse_kernels_of(config, spec=name)
     architecture = (getattr(config, "architectures", None) or [None])[0]
     model_class = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
     if auto_class is not None:
@@ -197,6 +198,28 @@ def _refuse_fetched_kernels(settings: dict[str, Any], where: str) -> None:
             )
 
 
+def _refuse_kernels_of(config: Any, spec: str) -> None:
+    """Raise ModelSpecError where a built configuration, or a part of it, would have transformers fetch compiled code.
+
+    That is a name owner/name, however it came there, and a flash attention that is not installed: transformers then
+    takes the one of kernels-community, where the package kernels is there.
+    """
+    from transformers.utils import is_flash_attn_2_available
+
+    allowed = {None, "eager", "sdpa", "flex_attention"} | (
+        {"flash_attention_2"} if is_flash_attn_2_available() else set()
+    )
+    chosen = getattr(config, "_attn_implementation", None)
+    if not isinstance(chosen, str | None) or chosen not in allowed:
+        raise ModelSpecError(
+            f"{spec}: attn_implementation: expected what is installed, one of "
+            f"{', '.join(sorted(filter(None, allowed)))}, found {chosen!r}, which might be fetched from the hub and run"
+        )
+    for part in getattr(config, "sub_configs", {}):
+        if (inner := getattr(config, part, None)) is not None:
+            _refuse_kernels_of(inner, f"{spec}, {part}")
+
+
 def _build_own(name: str, arguments: dict[str, Any]) -> nn.Module:
     try:
         import pydantic
@@ -217,7 +240,7 @@ def _load_folder(model: nn.Module, path: Path) -> None:
 
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = _shards(index)
     else:
         names = [name for name in ("model.safetensors", "pytorch_model.bin") if (path / name).is_file()][:1]
     if not names:
@@ -235,6 +258,18 @@ def _load_folder(model: nn.Module, path: Path) -> None:
             raise ModelSpecError(f"{index}: a shard may not lie outside its folder, found {name!r}")
     state = {key: value for name in names for key, value in read_state_dict(path / name).items()}
     load_state(model, state, str(path))
+
+
+def _shards(index: Path) -> list[str]:
+    try:
+        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError("a name that is no text")
+        return sorted(names)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ModelSpecError(
+            f'{index}: expected {{"weight_map": {{tensor: file}}}}: {type(error).__name__}: {error}'
+        ) from error
 
 
 def _build_from_file(spec: str, arguments: dict[str, Any]) -> nn.Module:

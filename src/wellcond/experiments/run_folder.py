@@ -47,6 +47,7 @@ class RunFolder:
         """
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
+            self._check_links()
             lock = open(self.path / "lock", "ab")
         try:
             _hold(lock, self.path)
@@ -59,6 +60,12 @@ class RunFolder:
                 log.close()
             self._logs.clear()
             lock.close()
+
+    def _check_links(self) -> None:
+        """Raise RunError for a link among the files that grow or are cut: what it leads to may be anybody's."""
+        for name in ("lock", *LOGS):
+            if (path := self.path / name).is_symlink():
+                raise RunError(f"{path} is a link to {os.readlink(path)}, which a run could cut or write to; remove it")
 
     def append(self, log: str, rows: Iterable[dict[str, Any]]) -> None:
         """Add one line for each row."""

@@ -15,6 +15,7 @@ from wellcond.report.figures import build_figures
 from wellcond.report.load_runs import Comparison, load_comparisons
 from wellcond.report.markdown_report import render_markdown
 from wellcond.report.provenance import provenance_table
+from wellcond.report.run_record import RunRecordError
 from wellcond.report.series import Figure, write_csv
 from wellcond.report.static_figures import draw_static
 from wellcond.report.table import table_csv
@@ -52,6 +53,7 @@ def _build_one(comparison: Comparison, pictures: bool, tell: Callable[[str], Non
     if pictures:
         files |= dict(_pictures(analysis, figures, tell))
     home = comparison.folder / "report"
+    _check_inside(comparison.folder, home)
     for name, content in files.items():
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(home / name, content)
@@ -60,6 +62,13 @@ def _build_one(comparison: Comparison, pictures: bool, tell: Callable[[str], Non
             if path.suffix in endings and f"{part}/{path.name}" not in files:
                 path.unlink()
     return home / ("report.html" if pictures else "report.md")
+
+
+def _check_inside(folder: Path, home: Path) -> None:
+    """Raise RunRecordError if the report would be written, and old files removed, somewhere else through a link."""
+    for place in (home, *(home / part for part in MADE)):
+        if not place.resolve().is_relative_to(folder.resolve()):
+            raise RunRecordError(place, f"is a link that leads out of {folder}, to {place.resolve()}", "Remove it.")
 
 
 def _texts(analysis: Analysis, figures: list[Figure]) -> Iterator[tuple[str, bytes]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -179,7 +180,21 @@ def read_json(path: Path, kind: str) -> dict[str, Any]:
             f"expected schema {SCHEMA}, found {record.get('schema')!r}",
             "It is of another version of wellcond: use that version, or repeat the run.",
         )
-    return record
+    # Generated samples may hold anything; their pages show each such character by its number.
+    return {key: value if key == "samples" else _without_controls(value) for key, value in record.items()}
+
+
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""What a terminal would obey, a tab and the end of a line apart."""
+
+
+def _without_controls(value: Any) -> Any:
+    """Names and texts of a record as they may be shown anywhere, a terminal included."""
+    if isinstance(value, str):
+        return CONTROLS.sub("\ufffd", value)
+    if isinstance(value, dict):
+        return {_without_controls(key): _without_controls(item) for key, item in value.items()}
+    return [_without_controls(item) for item in value] if isinstance(value, list) else value
 
 
 def _read_lines(path: Path, *, unfinished: bool) -> list[Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ import numpy as np
 
 from wellcond.report.load_runs import Comparison
 from wellcond.report.run_record import Run
+from wellcond.report.table import csv_text
 
 COLUMNS = ("figure", "panel", "series", "seed", "step", "epoch", "value", "scale")
 MEAN, LOW, HIGH = "mean", "mean-std", "mean+std"
@@ -169,15 +168,11 @@ def thin(steps: np.ndarray, epochs: np.ndarray, values: np.ndarray) -> tuple[np.
 
 def write_csv(rows: Iterable[Row]) -> str:
     """Rows as CSV, numbers in full."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for row in rows:
-        writer.writerow(
-            [row.figure, row.panel, row.series, row.seed, _plain(row.step), _plain(row.epoch), _plain(row.value),
-             row.scale]
-        )  # fmt: skip
-    return text.getvalue()
+    return csv_text(
+        COLUMNS,
+        ([row.figure, row.panel, row.series, row.seed, _plain(row.step), _plain(row.epoch), _plain(row.value),
+          row.scale] for row in rows),
+    )  # fmt: skip
 
 
 def _plain(value: float) -> str:

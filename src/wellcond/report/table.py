@@ -6,6 +6,7 @@ import csv
 import html
 import io
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from wellcond.report.markup import Markup, join, tag
@@ -73,8 +74,22 @@ def plain_markdown(text: str) -> str:
 
 def table_csv(table: Table) -> str:
     """As CSV."""
+    return csv_text(table.header, table.rows)
+
+
+FORMULA = re.compile(r"[=@\t\r]|[+-][A-Za-z(]")
+"""How a text begins that a spreadsheet would compute; +1.5 and -0.3 are numbers."""
+
+
+def csv_text(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    r"""CSV of texts; one that a spreadsheet would take for a formula begins with an apostrophe.
+
+    Example:
+        >>> csv_text(["method", "gain"], [["=HYPERLINK(x)", "-0.3"]])
+        "method,gain\n'=HYPERLINK(x),-0.3\n"
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(table.header)
-    writer.writerows(table.rows)
+    writer.writerow(header)
+    writer.writerows([f"'{cell}" if FORMULA.match(cell) else cell for cell in row] for row in rows)
     return text.getvalue()

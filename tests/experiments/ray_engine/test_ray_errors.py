@@ -12,7 +12,7 @@ from experiments.ray_engine.two_machines import Cluster, compare_command, finish
 from experiments.small import small_job
 from wellcond.cli.experiment_commands import compare as compare_command_line
 from wellcond.errors import MissingExtraError, WellcondError
-from wellcond.experiments.ray_engine.cluster import Share, choose_share, connected
+from wellcond.experiments.ray_engine.cluster import Share, choose_share, connected, worker_environment
 from wellcond.experiments.ray_engine.settings import RaySettings
 from wellcond.experiments.settings import RecipeError
 
@@ -74,16 +74,33 @@ def test_more_than_any_machine_has_is_refused(tmp_path, settings):
         choose_share(settings, small_job(tmp_path), [{"CPU": 4.0}])
 
 
+def test_folders_in_variables_are_those_of_the_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    passed = worker_environment({"WELLCOND_DATA": f"data{os.pathsep}/all", "HF_HOME": "hf", "HF_HUB_OFFLINE": "1"})
+    assert passed["WELLCOND_DATA"].split(os.pathsep) == [str(tmp_path / "data"), "/all"]
+    assert passed["HF_HOME"] == str(tmp_path / "hf") and passed["HF_HUB_OFFLINE"] == "1"
+
+
 def test_settings_are_checked_from_python_too():
     with pytest.raises(RecipeError, match="gpus-per-run"):
         RaySettings(gpus_per_run=-1)
 
 
+def test_a_cluster_that_ended_without_a_word_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")
+    with pytest.raises(WellcondError, match="no Ray cluster answers at 'auto'"), connected("auto"):
+        pass
+
+
 @pytest.mark.slow
-def test_without_a_cluster_at_the_address(tmp_path):
+@pytest.mark.parametrize("address", ["ray://127.0.0.1:1", "127.0.0.1:1"])
+def test_without_a_cluster_at_the_address(address, tmp_path):
     pytest.importorskip("ray", reason="ray is not installed")
-    code, _, errors = finish(start(compare_command(tmp_path, "--ray-address", "ray://127.0.0.1:1")))
-    assert code == 1 and "no Ray cluster answers at 'ray://127.0.0.1:1'" in errors and "Traceback" not in errors
+    code, _, errors = finish(start(compare_command(tmp_path, "--ray-address", address)), seconds=30)
+    assert code == 1 and f"no Ray cluster answers at '{address}'" in errors and "Traceback" not in errors
 
 
 @pytest.fixture(scope="module")

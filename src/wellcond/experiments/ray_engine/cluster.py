@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
+import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from wellcond.errors import MissingExtraError, WellcondError
@@ -19,6 +22,8 @@ OBJECT_STORE_BYTES = 100 * 2**20
 """Of a cluster that is started here; its runs write to the disk, and only messages pass through Ray."""
 FORWARDED = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HOME", "HF_DATASETS_CACHE", "OMP_NUM_THREADS",
              "MKL_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")  # fmt: skip
+
+FOLDERS = ("WELLCOND_DATA", "WELLCOND_CACHE", "HF_HOME", "HF_DATASETS_CACHE")
 
 STARTED_WITH = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 """No statistics to Ray's makers; and runs are what this machine is for, Ray would put them behind everything else."""
@@ -39,11 +44,20 @@ def import_ray() -> Any:
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Variables that decide what a run finds and computes: they hold on the workers too. No secrets.
 
+    Those that name folders do so in full, since a worker's current folder is another one.
+
     Example:
         >>> worker_environment({"WELLCOND_DATA": "/data", "HF_TOKEN": "secret", "HF_HUB_OFFLINE": "1"})
         {'WELLCOND_DATA': '/data', 'HF_HUB_OFFLINE': '1'}
     """
-    return {name: value for name, value in environment.items() if name.startswith("WELLCOND_") or name in FORWARDED}
+    passed = {name: value for name, value in environment.items() if name.startswith("WELLCOND_") or name in FORWARDED}
+    return passed | {name: _in_full(passed[name]) for name in FOLDERS if passed.get(name)}
+
+
+def _in_full(folders: str) -> str:
+    return os.pathsep.join(
+        os.path.abspath(os.path.expanduser(folder)) if folder else "" for folder in folders.split(os.pathsep)
+    )
 
 
 @contextlib.contextmanager
@@ -62,6 +76,7 @@ def connected(address: str | None) -> Iterator[Any]:
         options |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     with _own_environment(), _kept_signals():
         try:
+            _knock(place)
             ray.init(place, log_to_driver=False, logging_level=logging.CRITICAL, **options)
         # Ray has no common class for what may go wrong here
         except (OSError, RuntimeError, ValueError, TimeoutError, ray.exceptions.RayError) as error:
@@ -74,6 +89,15 @@ def connected(address: str | None) -> Iterator[Any]:
             yield ray
         finally:
             ray.shutdown()
+
+
+def _knock(place: str) -> None:
+    """Raise OSError if nobody listens at HOST:PORT: Ray would try for minutes, deaf to Ctrl-C."""
+    if place == "auto":  # as Ray finds it: the variable, else the cluster that was started here last
+        last = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+        place = os.environ.get("RAY_ADDRESS") or (last.read_text().strip() if last.is_file() else "")
+    if found := re.fullmatch(r"(?:ray://)?\[?([^/\]]+)\]?:(\d+)", place):
+        socket.create_connection((found[1], int(found[2])), timeout=10).close()
 
 
 @contextlib.contextmanager

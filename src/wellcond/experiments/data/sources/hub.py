@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from pydantic import Field, field_validator
 
 from wellcond.experiments.data.bundle import DataBundle
@@ -153,6 +155,7 @@ def require_files_inside(mirror: Path, arguments: dict[str, Any]) -> None:
 
     Raises: DataError if a file is not in the mirror.
     """
+    _refuse_addresses(mirror)
     with quiet_progress():
         builder = import_datasets().load_dataset_builder(str(mirror), **arguments)
     homes = (mirror, mirror.resolve(), Path(os.path.normpath(mirror)))  # the mirror itself may be reached by a link
@@ -166,6 +169,34 @@ def require_files_inside(mirror: Path, arguments: dict[str, Any]) -> None:
                     found=repr(str(file)),
                     todo="Correct 'data_files' in the card, or remove the card.",
                 )
+
+
+def _refuse_addresses(mirror: Path) -> None:
+    """Raise DataError for an address in the card: `load_dataset` asks for it before anyone can look at its name."""
+    for card in (mirror / "README.md", mirror / ".huggingface.yaml"):
+        text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+        head = text.split("\n---", 1)[0] if card.name == "README.md" else text
+        try:
+            content = yaml.safe_load(head.removeprefix("---"))
+        except yaml.YAMLError:
+            continue  # load_dataset says what is wrong with it
+        configurations = content.get("configs") if isinstance(content, dict) else None
+        found = [text for text in _texts_in(configurations) if "://" in text]
+        if found:
+            raise DataError(
+                f"{card}: the card of the data set leads out of its folder.",
+                expected=f"files within {mirror}",
+                found=repr(found[0]),
+                todo="Correct 'data_files' in the card, or remove the card.",
+            )
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts_in(item)
 
 
 def _files_of_splits(folder: Path) -> dict[str, list[str]]:
