@@ -48,7 +48,7 @@ def _work(rank, folder, function, cases):
             torch.save(result, os.path.join(folder, f"{index}.pt"))
     torch.distributed.destroy_process_group()
     # Meshes of the models still hold the group, hence gloo's threads. One that lets go of its last tensor while the
-    # interpreter ends aborts the process (about once in 200 exits), so this one ends without.
+    # interpreter ends aborts the process, now and then, so this one ends without.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -6,6 +6,7 @@ import torch
 import wellcond as wc
 from distributed.models import TOKENS, WRAPPERS, blocks_of, build, gather, loss_of, probe_of
 from distributed.processes import rank, run_on_two
+from wellcond.attention.shards import any_distributed, is_held_together
 
 CASES = ["budget", "undisturbed", "ddp", "hopeless", "diverged", "own heads", "own batch", "after an evaluation",
          "bfloat16", "evaluated while folded", "a bad part"]  # fmt: skip
@@ -103,9 +104,10 @@ def after_an_evaluation():
     model = WRAPPERS["fsdp at once"](build("vit"))
     with torch.no_grad():
         loss_of(model)
+    held = [any_distributed(model), is_held_together(model)]
     tracker = wc.ConditionTracker(model, probe_of(model), every=1, budget=None)
     train(model, 2, tracker)
-    return {"steps": sorted({point.step for point in tracker.points})}
+    return {"steps": sorted({point.step for point in tracker.points}), "held": held}
 
 
 def in_bfloat16():
@@ -185,6 +187,7 @@ def test_every_process_has_the_points_of_the_first_ones_batch(two):
 
 def test_weights_that_an_evaluation_left_whole_are_sharded_all_the_same(two):
     assert two["after an evaluation"]["steps"] == [0, 1, 2]
+    assert two["after an evaluation"]["held"] == [False, True]
 
 
 def test_what_computes_in_bfloat16_is_measured_as_it_is_stored(two):

@@ -11,6 +11,7 @@ import zlib
 
 import numpy as np
 import pytest
+import yaml
 from PIL import EpsImagePlugin, Image
 
 from detection.coco_sets import load_set, write_set
@@ -19,6 +20,7 @@ from report.fake_runs import FakeMethod, write_comparison
 from wellcond.errors import WellcondError
 from wellcond.experiments.data.errors import DataError
 from wellcond.experiments.data.images import decode_image
+from wellcond.experiments.data.sources.hub import texts_in
 from wellcond.experiments.run_folder import RunFolder
 from wellcond.experiments.tokenizers.files import read_tokenizer
 from wellcond.report.build import build_report
@@ -123,6 +125,11 @@ def test_the_script_of_a_data_set_is_not_run(source, script, canary, tmp_path, m
     fields = {"evaluation_split": "train"} if source == "hub" else {"evaluation_documents": 1}
     message = failure(source=source, id="evil/set", **fields)
     assert ("scripts are no longer supported" in message) if script == "set.py" else ("found: " in message)
+
+
+def test_aliases_of_a_card_are_not_written_out():
+    bomb = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 40))
+    assert list(texts_in(yaml.safe_load(bomb))) == ["x"]
 
 
 @pytest.mark.parametrize("source", ["hub", "text_stream"])

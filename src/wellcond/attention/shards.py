@@ -92,6 +92,11 @@ def any_distributed(model: nn.Module) -> bool:
     return any(is_distributed(parameter) for parameter in model.parameters())
 
 
+def is_held_together(model: nn.Module) -> bool:
+    """Whether several processes hold a model, also while FSDP2 has put whole weights in place; the same on each."""
+    return bool(fsdp_modules(model)) or any_distributed(model)
+
+
 def gather_model(model: nn.Module) -> dict[str, Tensor]:
     """Whole state of a model on the CPU, whatever the processes hold; every process must call it, the first gets it."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict

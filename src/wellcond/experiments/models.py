@@ -139,13 +139,13 @@ def _build_hf(name: str, arguments: dict[str, Any], auto_class: str | None) -> n
     elif name in transformers.CONFIG_MAPPING:
         _refuse_fetched_kernels(arguments, name)
         config = transformers.AutoConfig.for_model(name, **arguments)
+        _refuse_kernels_of(config, name)
     else:
         known = sorted(transformers.CONFIG_MAPPING)
         close = [key for key in known if key.startswith(name[:3])][:8]
         raise ModelSpecError(
             f"{name!r} is neither a folder nor a configuration type of transformers. Similar: {', '.join(close)}"
         )
-    _refuse_kernels_of(config, spec=name)
     architecture = (getattr(config, "architectures", None) or [None])[0]
     model_class = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
     if auto_class is not None:
@@ -183,11 +183,12 @@ def read_hf_config(folder: Path, arguments: dict[str, Any] | None = None) -> Any
     )
     if hasattr(config, "auto_map"):
         del config.auto_map
+    _refuse_kernels_of(config, str(folder))
     return config
 
 
 def _refuse_fetched_kernels(settings: dict[str, Any], where: str) -> None:
-    """Raise ModelSpecError where transformers would fetch compiled code: attn_implementation: owner/name."""
+    """Raise ModelSpecError for attn_implementation: owner/name as written, before transformers reads it."""
     for key, value in settings.items():
         if isinstance(value, dict) and not key.endswith("attn_implementation"):
             _refuse_fetched_kernels(value, where)

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from wellcond.attention.checks import is_conditioned
-from wellcond.attention.shards import any_distributed, gather_model, reshard_
+from wellcond.attention.shards import gather_model, is_held_together, reshard_
 from wellcond.attention.wrappers import unwrap
 from wellcond.conditioning.apply import folded
 from wellcond.conditioning.effective_state import split_state
@@ -110,7 +110,7 @@ def export(trained: nn.Module | Trainer, folder: str | os.PathLike[str]) -> None
         )
     reshard_(model)
     with folded(model) if is_conditioned(model) else contextlib.nullcontext():
-        if not any_distributed(model):
+        if not is_held_together(model):
             type(model).save_pretrained(model, folder)
         elif state := gather_model(model):
             type(model).save_pretrained(model, folder, state_dict=state)
@@ -221,7 +221,7 @@ class WellcondCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Log what is left, and export."""
         self._log(state)
-        if self.export_folder is not None and (state.is_world_process_zero or any_distributed(unwrap(parts["model"]))):
+        if self.export_folder is not None and (state.is_world_process_zero or is_held_together(unwrap(parts["model"]))):
             trainer = self._trainer() if self._trainer is not None else None
             export(trainer or parts["model"], Path(args.output_dir, self.export_folder))
 

@@ -178,10 +178,10 @@ def _refuse_addresses(mirror: Path) -> None:
         head = text.split("\n---", 1)[0] if card.name == "README.md" else text
         try:
             content = yaml.safe_load(head.removeprefix("---"))
-        except yaml.YAMLError:
+        except (yaml.YAMLError, RecursionError):
             continue  # load_dataset says what is wrong with it
         configurations = content.get("configs") if isinstance(content, dict) else None
-        found = [text for text in _texts_in(configurations) if "://" in text]
+        found = [text for text in texts_in(configurations) if "://" in text]
         if found:
             raise DataError(
                 f"{card}: the card of the data set leads out of its folder.",
@@ -191,12 +191,21 @@ def _refuse_addresses(mirror: Path) -> None:
             )
 
 
-def _texts_in(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _texts_in(item)
+def texts_in(value: Any) -> Iterator[str]:
+    """Texts below a value of YAML; what aliases repeat is looked at once, however often it stands there.
+
+    Example:
+        >>> list(texts_in({"files": ["a", {"train": "b"}], "count": 3}))
+        ['a', 'b']
+    """
+    waiting, seen = [value], set[int]()
+    while waiting:
+        item = waiting.pop(0)
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict | list) and id(item) not in seen:
+            seen.add(id(item))
+            waiting += item.values() if isinstance(item, dict) else item
 
 
 def _files_of_splits(folder: Path) -> dict[str, list[str]]:
