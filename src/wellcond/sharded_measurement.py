@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wellcond.attention.effective import class_without_conditioning, corrections_of
 from wellcond.attention.plain_copy import plain_class, plain_copy
 from wellcond.attention.shards import is_distributed, reshard_, whole
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.conditioning.apply import conditioning_of
-from wellcond.conditioning.attach import conditioned_class, corrections_of
+from wellcond.conditioning.attach import conditioned_class
 from wellcond.errors import UnsupportedLayoutError, WellcondError
 from wellcond.jacobian.capture_watch import Arguments, copy_argument, run, undisturbed
 from wellcond.measurement import NUMERICAL, measure
@@ -119,8 +120,7 @@ def _plain_site(site: AttentionSite) -> AttentionSite:
 
 def _plain_or_conditioned_class(module: nn.Module) -> type[nn.Module]:
     plain, names = plain_class(module), tuple(sorted(corrections_of(module)))
-    base = getattr(plain, "_wellcond_plain_class", plain)
-    return conditioned_class(base, names) if names else plain
+    return conditioned_class(class_without_conditioning(plain), names) if names else plain
 
 
 def _measure_copy(

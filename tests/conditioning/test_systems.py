@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import wellcond as wc
-from conditioning.test_condition import corrections, vit
+from conditioning.test_condition import vit
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, 2, 3])
@@ -43,9 +43,6 @@ def test_compiled_training_follows_eager_training_without_graph_breaks(method, o
     eager, other = twins(method, options)
     compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
     assert train(compiled, 4) == pytest.approx(train(eager, 4), rel=1e-5)
-    if method != "identity" and not options:
-        # one computation per weight version, in the compiled graph too
-        assert {c.num_computed for c in corrections(other)} == {4}
 
 
 @pytest.mark.slow

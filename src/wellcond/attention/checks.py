@@ -8,9 +8,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from wellcond.attention.effective import corrections_of
 from wellcond.attention.find import find_attention
 from wellcond.attention.peft_adapters import refuse_adapters
-from wellcond.attention.site import CORRECTIONS_ATTRIBUTE, AttentionSite, Slot
+from wellcond.attention.site import AttentionSite, Slot
 from wellcond.errors import ConditioningError, WeightError, check_choice
 
 
@@ -109,12 +110,7 @@ def _names_per_module(model: nn.Module) -> dict[int, int]:
 
 def is_corrected(slot: Slot) -> bool:
     """Whether the forward pass uses another weight than the stored one."""
-    return slot.weight_name in vars(slot.owner).get(CORRECTIONS_ATTRIBUTE, {})
-
-
-def is_conditioned(model: nn.Module) -> bool:
-    """Whether some weight of a model carries a correction."""
-    return any(CORRECTIONS_ATTRIBUTE in vars(module) for module in model.modules())
+    return slot.weight_name in corrections_of(slot.owner)
 
 
 def check_finite(sites: Iterable[AttentionSite], projections: Iterable[str]) -> None:

@@ -10,15 +10,13 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from wellcond.attention.effective import effective_weight
 from wellcond.attention.shards import box_of, is_distributed, local_part, whole
 from wellcond.errors import WeightError, check_choice
 
 Kind = Literal["softmax", "cross_covariance", "channel", "nystrom"]
 Normaliser = Literal["layer", "rms", "l2", "other"]
 Evidence = Literal["adapter", "forward", "structure"]
-
-# Where a conditioned module keeps its corrections; see `wellcond.conditioning.attach`.
-CORRECTIONS_ATTRIBUTE = "_wellcond_corrections"
 
 # by_role("value") of an ordinary attention is its v slot; DaViT's channel attention differs.
 USUAL_ROLES: Mapping[str, str] = {"query": "q", "key": "k", "value": "v"}
@@ -114,12 +112,7 @@ class Slot:
 
         Weights that several processes hold together are gathered: every process must call this.
         """
-        used = getattr(self.owner, self.weight_name)
-        correction = vars(self.owner).get(CORRECTIONS_ATTRIBUTE, {}).get(self.weight_name)
-        if correction is not None and is_distributed(used):
-            # While FSDP2 holds a weight in parts, its module hands out the parameter itself.
-            return self.take_heads(correction.effective(self.owner, whole(self.parameter)))
-        return self.take_heads(whole(used))
+        return self.take_heads(effective_weight(self.owner, self.weight_name))
 
     def read_raw(self) -> Tensor:
         """Heads of the stored parameter (what the optimiser updates), gathered like those of `read`."""

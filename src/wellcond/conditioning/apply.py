@@ -12,18 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.checks import check_finite, check_writable, choose_projections, choose_sites
+from wellcond.attention.effective import corrections_of
 from wellcond.attention.find import find_attention
 from wellcond.attention.shards import any_process, box_of, is_distributed, like, local_part, reshard_, whole
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.attention.wrappers import unwrap, update_buffers
 from wellcond.conditioning import warnings as advice
-from wellcond.conditioning.attach import attach, corrections_of, detach
+from wellcond.conditioning.attach import Attachment, attach, detach
 from wellcond.conditioning.checkpoint import mark, marker_of, restore_mark, settings_of, unmark
-from wellcond.conditioning.corrections import Correction, FrozenCorrection, SpectralCorrection
+from wellcond.conditioning.corrections import AbstractCorrection, FrozenCorrection, SpectralCorrection
 from wellcond.conditioning.methods import METHODS, Method, per_projection
 from wellcond.errors import ConditioningError, UnknownChoiceError, WeightError, check_choice
 
 
+@torch.inference_mode(False)
 def condition_(
     model: nn.Module,
     method: str = "balanced",
@@ -58,7 +60,7 @@ def condition_(
     Example:
         >>> model = condition_(nn.MultiheadAttention(8, 2), "polar")
         >>> from wellcond import find_attention
-        >>> torch.linalg.cond(find_attention(model)[0].q.read()).max().item() <= 2.0
+        >>> torch.linalg.cond(find_attention(model)[0].q.read()).max().item() <= 2.001
         True
 
     Reference: Saratchandran and Lucey, Spectral Conditioning of Attention Improves Transformer Performance,
@@ -80,16 +82,19 @@ def condition_(
 
     # Everything that can fail is computed before the model is touched.
     some = sites is not None and len(found) < len(find_attention(model, strict=False))
-    corrections = [
+    attachments: list[Attachment] = [
         (owner, name, chosen_method.build(parts)) for (owner, name), parts in _by_weight(found, chosen).items()
     ]
-    planned = [
-        (owner, name, _frozen(owner, name, c) if chosen_method.frozen else (c, None)) for owner, name, c in corrections
+    if chosen_method.frozen:
+        attachments = [(owner, name, _frozen(name, correction)) for owner, name, correction in attachments]
+    buffers = [
+        (owner, correction.buffer_name, correction.first(owner.get_parameter(name)))
+        for owner, name, correction in attachments
+        if isinstance(correction, FrozenCorrection)
     ]
-    for owner, name, (correction, buffer) in planned:
-        if isinstance(correction, FrozenCorrection):
-            owner.register_buffer(correction.buffer_name, buffer)
-        attach(owner, name, correction)
+    for owner, buffer_name, buffer in buffers:
+        owner.register_buffer(buffer_name, buffer)
+    attach(model, attachments)
     mark(model, _call_text(chosen_method, chosen, some), _settings(chosen_method, chosen, found))
     update_buffers(given)
     return given
@@ -140,11 +145,9 @@ def _by_weight(sites: list[AttentionSite], projections: str) -> dict[tuple[nn.Mo
     return parts
 
 
-def _frozen(owner: nn.Module, name: str, correction: Correction) -> tuple[FrozenCorrection, Tensor]:
+def _frozen(name: str, correction: AbstractCorrection) -> FrozenCorrection:
     assert isinstance(correction, SpectralCorrection)
-    raw = owner._parameters[name]
-    assert raw is not None
-    return FrozenCorrection(f"{name}_wellcond_correction", correction), correction.compute(whole(raw))
+    return FrozenCorrection(f"{name}_wellcond_correction", correction)
 
 
 def _advise(method: Method, sites: list[AttentionSite], projections: str, num_tokens: int) -> None:
@@ -184,7 +187,7 @@ def conditioning_of(model: nn.Module) -> dict[str, Any] | None:
 class _Attached:
     owner: nn.Module
     name: str
-    correction: Correction
+    correction: AbstractCorrection
     raw: Tensor
     effective: Tensor
     """Raw and effective weight: of one that several processes hold together, the part of this process."""
@@ -214,6 +217,7 @@ def fold_(model: nn.Module) -> nn.Module:
         raise WeightError(f"{bad[0]}: the effective weight has NaN or infinite entries; nothing was folded")
     for root in [module for module in model.modules() if marker_of(module)]:
         unmark(root)
+    detach(model)
     _commit_(attached)
     update_buffers(model)
     return model
@@ -243,7 +247,7 @@ def folded(model: nn.Module) -> Iterator[nn.Module]:
     """
     attached = _attached(model)
     markers = [
-        (module, name, module._buffers[name], settings_of(module))
+        (module, name, module._buffers[name], settings_of(module), _attachments(module))
         for module in model.modules()
         if (name := marker_of(module))
     ]
@@ -270,23 +274,33 @@ def folded(model: nn.Module) -> Iterator[nn.Module]:
             if isinstance(part.correction, FrozenCorrection):
                 name = part.correction.buffer_name
                 part.owner.register_buffer(name, frozen[id(part.owner)][name])
-            attach(part.owner, part.name, part.correction)
-        for root, name, marker, settings in markers:
+        for root, name, marker, settings, attachments in markers:
+            attach(root, attachments)
             restore_mark(root, name, marker, settings)
         update_buffers(model)
+
+
+def _attachments(model: nn.Module) -> list[Attachment]:
+    return [
+        (module, name, correction)  # type: ignore[misc]
+        for module in model.modules()
+        for name, correction in corrections_of(module).items()
+    ]
 
 
 @torch.no_grad()
 def _attached(model: nn.Module) -> list[_Attached]:
     """Every correction in a model, with raw and effective weight.
 
-    Raises: ConditioningError if there is none, or if the model is a part of what was conditioned.
+    Raises:
+        ConditioningError: there is none, or the model is a part of what was conditioned.
+        WeightError: a conditioned weight is also the weight of something else by now.
     """
     reshard_(model)
+    _check_tied_since(model)
     found = [
         _Attached(module, name, correction, *_raw_and_effective(module, name, correction))
-        for module in model.modules()
-        for name, correction in corrections_of(module).items()
+        for module, name, correction in _attachments(model)
     ]
     if not found:
         raise ConditioningError("this model is not conditioned: there is nothing to fold")
@@ -297,7 +311,19 @@ def _attached(model: nn.Module) -> list[_Attached]:
     return found
 
 
-def _raw_and_effective(module: nn.Module, name: str, correction: Correction) -> tuple[Tensor, Tensor]:
+def _check_tied_since(model: nn.Module) -> None:
+    """Folding writes W + C; a layer that was given the same parameter after `condition_` uses W, and would change."""
+    conditioned = {id(module._parameters[name]): module for module, name, _ in _attachments(model)}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if id(parameter) in conditioned and name not in corrections_of(module):
+                raise WeightError(
+                    f"{path}.{name} was tied to a conditioned weight after condition_; it uses the raw weight, which "
+                    "folding would change. Untie it (give it a copy of the parameter), then fold."
+                )
+
+
+def _raw_and_effective(module: nn.Module, name: str, correction: AbstractCorrection) -> tuple[Tensor, Tensor]:
     raw = module._parameters[name]
     assert raw is not None
     if not is_distributed(raw):
@@ -309,7 +335,6 @@ def _raw_and_effective(module: nn.Module, name: str, correction: Correction) -> 
 @torch.no_grad()
 def _commit_(attached: list[_Attached]) -> None:
     for part in attached:
-        detach(part.owner, part.name)
         if isinstance(part.correction, FrozenCorrection):
             del part.owner._buffers[part.correction.buffer_name]
         parameter = part.owner._parameters[part.name]

@@ -1,67 +1,127 @@
-"""How a correction is put between a stored parameter and the forward pass that reads it.
+"""How corrections are put between stored parameters and the forward passes that read them.
 
 The parameter stays where it is, under its own name, in `module._parameters`: optimisers, state dicts, DDP, `.to()` and
-`functional_call` see the plain, raw weight. The module's class is replaced by a subclass whose attribute of that name
-is a property that returns the effective weight, so every forward, whoever wrote it, reads W + C. (This is torch's
-parametrisation with the parameter left in place, so that neither keys nor parameter names change.)
+`functional_call` see the plain, raw weight, and so does everybody who asks for `module.weight`, except a forward pass.
+The class of a module that owns a conditioned weight is replaced by a subclass whose attribute of that name is a
+property: the parameter itself, or, while a forward is running, W + C. Every module around it, up to the model, gets a
+`forward` of its own that tells when one is running, since some read the weights of the modules below them.
 
-    attach(m, "weight", c);  detach(m, "weight")   =>   type(m), m._parameters and m.__dict__ are as before
+    attach(model, [(m, "weight", c)]);  detach(model)   =>   classes, m._parameters and m.__dict__ are as before
 """
 
 from __future__ import annotations
 
-import itertools
+import inspect
 import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.shards import is_distributed, like, local_part
-from wellcond.attention.site import CORRECTIONS_ATTRIBUTE
-from wellcond.conditioning.corrections import Correction
-from wellcond.conditioning.peft_guard import refuse_lost_writes
+from wellcond.attention.effective import (
+    CORRECTIONS_ATTRIBUTE,
+    PLACE_ATTRIBUTE,
+    PLAIN_CLASS_ATTRIBUTE,
+    Announced,
+    corrections_of,
+    remove_conditioning,
+)
+from wellcond.attention.shards import is_distributed
+from wellcond.conditioning.corrections import AbstractCorrection
+from wellcond.conditioning.effective_state import save_pretrained
+from wellcond.conditioning.forward_pass import ForwardPass
+from wellcond.conditioning.guards import refuse_merging, refuse_reparametrisation, reparametrised
 from wellcond.errors import ConditioningError
 
-
-def corrections_of(module: nn.Module) -> dict[str, Correction]:
-    """Corrections attached to a module, by parameter name."""
-    return module.__dict__.get(CORRECTIONS_ATTRIBUTE, {})
+Attachment = tuple[nn.Module, str, AbstractCorrection]
 
 
-def attach(module: nn.Module, name: str, correction: Correction) -> None:
-    """Make `module.name` read as the effective weight."""
-    corrections = corrections_of(module)
-    base = _plain_class(module)
-    if not corrections:
-        _give_number(module)
-    module.__dict__[CORRECTIONS_ATTRIBUTE] = {**corrections, name: correction}
-    module.__class__ = conditioned_class(base, tuple(sorted(module.__dict__[CORRECTIONS_ATTRIBUTE])))
+@dataclass(frozen=True)
+class Place:
+    """Of a module around conditioned weights: the passes of its model, and whether it contains all the weights."""
+
+    forward_pass: ForwardPass
+    has_all: bool
 
 
-def detach(module: nn.Module, name: str) -> Correction:
-    """Undo `attach`; the stored parameter is not touched."""
-    remaining = dict(corrections_of(module))
-    correction = remaining.pop(name)
-    base = _plain_class(module)
-    if remaining:
-        module.__dict__[CORRECTIONS_ATTRIBUTE] = remaining
-        module.__class__ = conditioned_class(base, tuple(sorted(remaining)))
-    else:
-        del module.__dict__[CORRECTIONS_ATTRIBUTE], module.__dict__[NUMBER_ATTRIBUTE]
-        module.__class__ = base
-    return correction
+class AnnouncedForward(Announced):
+    """The forward of a module around conditioned weights: the module's own, as a part of a pass."""
+
+    def __init__(self, module: nn.Module, place: Place) -> None:
+        """In place of `module.forward`, which may be one that another library has put there."""
+        self.module, self.place, self.replaced = module, place, vars(module).get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module's own forward returns."""
+        with self.place.forward_pass.running(self.module, self.place.has_all):
+            if self.replaced is not None:
+                return self.replaced(*args, **kwargs)
+            return type(self.module).forward(self.module, *args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the module's own forward; Trainer chooses the columns of its data by it."""
+        return inspect.signature(self.replaced or MethodType(type(self.module).forward, self.module))
 
 
-def _plain_class(module: nn.Module) -> type[nn.Module]:
-    return getattr(type(module), "_wellcond_plain_class", type(module))
+class AnnouncedSaving(Announced):
+    """`save_pretrained` of a conditioned model of transformers: effective weights, so that any plain model can load."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """In place of `model.save_pretrained`."""
+        self.model, self.replaced = model, vars(model).get("save_pretrained")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's own."""
+        return save_pretrained(self.model, *args, **kwargs)
+
+
+def attach(model: nn.Module, attachments: Iterable[Attachment]) -> None:
+    """Let forward passes of `model` read effective weights."""
+    attachments = list(attachments)
+    owners = {id(module) for module, _, _ in attachments}
+    below = _owners_below(model, owners)
+    for module, name, correction in attachments:
+        vars(module)[CORRECTIONS_ATTRIBUTE] = {**corrections_of(module), name: correction}
+    forward_pass = ForwardPass()
+    for module in [module for module in model.modules() if below[id(module)]]:
+        place = Place(forward_pass, has_all=below[id(module)] == owners)
+        vars(module)["forward"] = AnnouncedForward(module, place)
+        if hasattr(module, "save_pretrained"):
+            vars(module)["save_pretrained"] = AnnouncedSaving(module)
+        if id(module) in owners:
+            vars(module)[PLACE_ATTRIBUTE] = place
+            module.__class__ = conditioned_class(type(module), tuple(sorted(corrections_of(module))))
+
+
+def _owners_below(model: nn.Module, owners: set[int]) -> dict[int, set[int]]:
+    """For every module, which of the owners it is or contains."""
+    below: dict[int, set[int]] = {}
+
+    def visit(module: nn.Module) -> set[int]:
+        if id(module) not in below:
+            below[id(module)] = owners & {id(module)}
+            below[id(module)] = below[id(module)].union(*(visit(child) for child in module.children()))
+        return below[id(module)]
+
+    visit(model)
+    return below
+
+
+def detach(model: nn.Module) -> None:
+    """Undo every `attach` in a model; the stored parameters are not touched."""
+    for module in model.modules():
+        remove_conditioning(module)
 
 
 _CLASSES: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
 
 
 def conditioned_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """The subclass of `base` whose attributes `names` are effective weights; made once."""
+    """The subclass of `base` whose attributes `names` are effective weights in a forward pass; made once."""
     if (base, names) not in _CLASSES:
         _CLASSES[base, names] = _make_class(base, names)
     return _CLASSES[base, names]
@@ -69,18 +129,16 @@ def conditioned_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.
 
 def _make_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
 
-    def effective_weight(name: str) -> property:
+    def weight(name: str) -> property:
         def read(module: nn.Module) -> Tensor | None:
             raw = module._parameters[name]
-            if raw is None:
-                return None
-            if is_distributed(raw):
-                if torch.compiler.is_compiling():
-                    number = module.__dict__[NUMBER_ATTRIBUTE]
-                    return like(raw, torch.ops.wellcond.effective_part(local_part(raw), number, name))
-                if is_sharded_by_fsdp(module, name):
-                    return raw
-            return module.__dict__[CORRECTIONS_ATTRIBUTE][name].effective(module, raw)
+            forward_pass: ForwardPass = vars(module)[PLACE_ATTRIBUTE].forward_pass
+            if not forward_pass.is_running():
+                refuse_reparametrisation(name)
+                return raw
+            if raw is None or (is_distributed(raw) and is_sharded_by_fsdp(module, name)):
+                return raw
+            return forward_pass.effective(module, name)
 
         def refuse_write(module: nn.Module, value: Any) -> None:
             # Parameters never come here: `nn.Module.__setattr__` registers them.
@@ -95,21 +153,17 @@ def _make_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
         # A class made at run time cannot be found by name: copies and pickles rebuild it.
         return rebuild, (base, names), module.__dict__
 
-    def set_state(module: nn.Module, state: dict[str, Any]) -> None:
-        base.__setstate__(module, state)  # type: ignore[operator]
-        _give_number(module)  # a copy is a module of its own
+    def refuse_removal(module: nn.Module, name: str) -> None:
+        if name in names:
+            raise reparametrised(name)
+        base.__delattr__(module, name)
 
-    def refuse_reset(module: nn.Module) -> None:
-        # It would write into an effective weight, which is computed anew at every reading: a silent no-op.
-        raise ConditioningError("this weight is conditioned; call wellcond.fold_(model) before initialising it again")
-
-    members: dict[str, Any] = {name: effective_weight(name) for name in names}
-    members |= {name: refuse_reset for name in ("reset_parameters", "_reset_parameters") if hasattr(base, name)}
-    members["base_layer"] = property(refuse_lost_writes)
+    members: dict[str, Any] = {name: weight(name) for name in names}
     extra = {
-        "_wellcond_plain_class": base,
+        PLAIN_CLASS_ATTRIBUTE: base,
+        "base_layer": property(refuse_merging),
+        "__delattr__": refuse_removal,
         "__reduce_ex__": reduce,
-        "__setstate__": set_state,
         "__module__": base.__module__,
     }
     return type(f"Conditioned{base.__name__}", (base,), {**members, **extra})
@@ -121,6 +175,8 @@ def is_sharded_by_fsdp(module: nn.Module, name: str) -> bool:
     Then no forward pass can be reading it, since FSDP puts the whole weight in its place for that: it is FSDP's own
     book-keeping, which wants the parameter itself.
     """
+    if torch.compiler.is_compiling():
+        return False
     # FSDP2 offers no public way from a parameter to its state.
     from torch.distributed._composable_state import _module_state_mapping
 
@@ -133,37 +189,6 @@ def is_sharded_by_fsdp(module: nn.Module, name: str) -> bool:
             if any(owner is module and own == name for owner, own in places):
                 return param.sharded_state.name == "SHARDED"
     return False
-
-
-# A compiled graph cannot hold a module, but it can call an opaque operator, which finds it by number.
-NUMBER_ATTRIBUTE = "_wellcond_number"
-_MODULES: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
-_NUMBERS = itertools.count()
-
-
-def _give_number(module: nn.Module) -> None:
-    module.__dict__[NUMBER_ATTRIBUTE] = next(_NUMBERS)
-    _MODULES[module.__dict__[NUMBER_ATTRIBUTE]] = module
-
-
-@torch.library.custom_op("wellcond::effective_part", mutates_args=())
-def effective_part(part: Tensor, number: int, name: str) -> Tensor:
-    """This process's part of the effective weight `name` of module `number`, inside a compiled graph."""
-    module = _MODULES[number]
-    raw = like(module._parameters[name], part)  # type: ignore[arg-type]
-    return local_part(corrections_of(module)[name].effective(module, raw))
-
-
-@effective_part.register_fake
-def _(part: Tensor, number: int, name: str) -> Tensor:
-    return torch.empty_like(part)
-
-
-def _pass_gradient(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-    return gradient, None, None  # C has no gradient
-
-
-effective_part.register_autograd(_pass_gradient)
 
 
 def rebuild(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.shards import local_part, whole
-from wellcond.conditioning.attach import corrections_of
+from wellcond.attention.effective import corrections_of
+from wellcond.attention.shards import local_part
 from wellcond.conditioning.corrections import FrozenCorrection
 from wellcond.errors import CheckpointMismatchError, CheckpointWarning, WeightError
 
@@ -173,5 +173,5 @@ def _fill_in_frozen(model: nn.Module, state_dict: dict[str, Tensor], prefix: str
             continue
         touched = True
         if isinstance(correction, FrozenCorrection):
-            state_dict[path + correction.buffer_name] = correction.spectral.compute(whole(weight))
+            state_dict[path + correction.buffer_name] = correction.first(weight)
     return touched

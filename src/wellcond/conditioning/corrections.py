@@ -2,33 +2,86 @@
 
 A stored weight may hold several projections (fused q, k, v), so a correction consists of parts, one per projection,
 each acting on its own rows. The effective weight is W + C; C carries no gradient, so the gradient of W is that of the
-effective weight, unchanged.
+effective weight, unchanged. Every C is a function of the present weight alone: nothing is remembered, so nothing can be
+out of date, and a compiled graph or a CUDA graph contains all of it.
 
-Under tensor parallelism each process corrects the part of the weight that it stores. What FSDP2 shards is whole while a
+Under tensor parallelism each rank corrects the part of the weight that it stores. What FSDP2 shards is whole while a
 forward pass reads it, and needs nothing here.
 """
 
 from __future__ import annotations
 
-import itertools
-import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
-from wellcond.attention.shards import Box, any_process, box_of, is_distributed, like, local_part, whole
+from wellcond.attention.shards import Box, box_of, is_distributed, like, local_part, whole
 from wellcond.attention.site import Slot
 from wellcond.errors import ConditioningError
+from wellcond.linalg.polar_express import mix_with_polar
 
-HeadCorrection = Callable[[Tensor], Tensor]
-# An exported program cannot follow the weights: it would hold the number of a Python object of this process.
 FOLD_FIRST = (
-    "a model whose correction follows its weights cannot be exported; call wellcond.fold_(model) first, or export "
-    "inside `with wellcond.folded(model):`"
+    "a model whose correction follows its weights would compute it in every call of the exported program; call "
+    "wellcond.fold_(model) first, or export inside `with wellcond.folded(model):`"
 )
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # since torch 2.7
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The value W + C with the gradient of W."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(raw: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+class _StraightThroughForward(_StraightThrough):
+    """With forward-mode derivatives, which a compiled graph cannot have."""
+
+    @staticmethod
+    def jvp(ctx: Any, raw_tangent: Tensor, value_tangent: Tensor | None) -> Tensor:  # type: ignore[override]
+        return raw_tangent.view_as(raw_tangent)
+
+
+def straight_through(raw: Tensor, value: Tensor) -> Tensor:
+    """`value` as if it were `raw` plus a constant."""
+    if not torch.is_grad_enabled() and forward_ad._current_level < 0:
+        return value
+    function = _StraightThrough if torch.compiler.is_compiling() else _StraightThroughForward
+    return function.apply(raw, value)
+
+
+class AbstractCorrection(ABC):
+    """A correction says what the effective weight is; how gradients and ranks see it is the same for all."""
+
+    @abstractmethod
+    def value(self, module: nn.Module, raw: Tensor) -> Tensor:
+        """W + C for a whole weight, without gradient."""
+
+    @abstractmethod
+    def part(self, module: nn.Module, raw: Tensor) -> Tensor:
+        """The part of W + C that this rank stores of a distributed weight, without gradient."""
+
+    def effective(self, module: nn.Module, raw: Tensor) -> Tensor:
+        """W + C; the gradient of W is that of W + C."""
+        if not is_distributed(raw):
+            return straight_through(raw, self.value(module, raw))
+        return like(raw, straight_through(local_part(raw), self.part(module, raw)))
 
 
 @dataclass(frozen=True)
@@ -53,115 +106,149 @@ class IdentityPart:
         return self.slot.rows[inside], columns[inside]
 
 
-class IdentityCorrection:
+class IdentityCorrection(AbstractCorrection):
     """C = lam I: a few entries added to a copy of the weight; nothing of the weight's size is stored."""
 
     def __init__(self, parts: list[IdentityPart]) -> None:
         """Collect the entries of all parts."""
         entries = [part.entries() for part in parts]
-        self.transposed = parts[0].slot.transposed
-        self.rows = torch.cat([rows for rows, _ in entries])
-        self.columns = torch.cat([columns for _, columns in entries])
-        lams = [
-            torch.full(rows.shape, part.lam, dtype=torch.float64)
-            for part, (rows, _) in zip(parts, entries, strict=True)
+        rows, columns = (torch.cat(positions) for positions in zip(*entries, strict=True))
+        self.entries = (columns, rows) if parts[0].slot.transposed else (rows, columns)
+        self.lams = torch.cat([torch.full(r.shape, p.lam) for p, (r, _) in zip(parts, entries, strict=True)])
+        self.placed: dict[object, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def value(self, module: nn.Module, raw: Tensor) -> Tensor:
+        """The weight with lam added on its diagonals."""
+        return self._add(raw, None)
+
+    def part(self, module: nn.Module, raw: Tensor) -> Tensor:
+        """The entries that lie in this rank's part."""
+        return self._add(local_part(raw), box_of(raw))
+
+    def _add(self, stored: Tensor, box: Box | None) -> Tensor:
+        first, second, lams = self._entries(stored, box)
+        with torch.no_grad():
+            matrix = stored.detach() if stored.dim() == 2 else stored.detach().view(stored.shape[0], -1)
+            return torch.index_put(matrix, (first, second), lams, accumulate=True).view_as(stored)
+
+    def _entries(self, stored: Tensor, box: Box | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Positions and values in the part `box` of the weight, on its device; kept, since finding them waits."""
+        key = (box, stored.device, stored.dtype)
+        if key not in self.placed:
+            with torch.inference_mode(False):
+                (first, second), lams = self.entries, self.lams
+                if box is not None:
+                    held = box.inside(first, 0) & box.inside(second, 1)
+                    first, second, lams = first[held] - box.offsets[0], second[held] - box.offsets[1], lams[held]
+                device = stored.device
+                self.placed[key] = (first.to(device), second.to(device), lams.to(device, stored.dtype))
+        return self.placed[key]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """W + C = keep W + share sigma_1(W) U V^T for W = U S V^T: what polar and balanced corrections amount to."""
+
+    keep: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Matrices of one shape inside a stored weight: the rows of each, on its output axis."""
+
+    rows: tuple[tuple[int, ...], ...]
+
+    @property
+    def flat(self) -> tuple[int, ...]:
+        """The rows of one matrix after the other."""
+        return tuple(row for rows in self.rows for row in rows)
+
+    @property
+    def width(self) -> int:
+        """Rows of one matrix."""
+        return len(self.rows[0])
+
+
+class SpectralCorrection(AbstractCorrection):
+    """W + C as a mixture of W and its polar factor, for each head or for all heads as one matrix."""
+
+    def __init__(self, slots: list[Slot], mixture: Mixture, layout: str) -> None:
+        """Correct the rows of `slots`; ``layout`` is ``per_head`` or ``joint``."""
+        self.mixture, self.layout = mixture, layout
+        self.transposed, self.num_rows = slots[0].transposed, slots[0].out_features
+        rows = [slot.rows if layout == "per_head" else slot.rows.reshape(1, -1) for slot in slots]
+        by_width: dict[int, list[tuple[int, ...]]] = {}
+        for table in rows:
+            by_width.setdefault(table.shape[1], []).extend(map(tuple, table.tolist()))
+        self.heads = tuple(Heads(tuple(table)) for table in by_width.values())
+        self.placed: dict[object, Tensor] = {}
+
+    def kind(self, raw: Tensor) -> tuple[object, ...]:
+        """Weights of one kind are corrected as one batch."""
+        return raw.shape, raw.dtype, raw.device, self.mixture, self.transposed, self.heads
+
+    def values(self, raws: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """W + C of several whole weights of one `kind`."""
+        with torch.no_grad():
+            return self._mix(torch.stack(tuple(raws)).detach(), self.heads).unbind()
+
+    def value(self, module: nn.Module, raw: Tensor) -> Tensor:
+        """The mixture on the rows that are conditioned, W on the others."""
+        return self.values([raw])[0]
+
+    def part(self, module: nn.Module, raw: Tensor) -> Tensor:
+        """A head that one rank stores whole is corrected there; if some head is cut, the weight is gathered."""
+        box = box_of(raw)
+        if not self._is_cut_between_heads(raw):
+            return box.of(self.value(module, whole(raw))).contiguous()
+        axis = 1 if self.transposed else 0
+        first, last = box.offsets[axis], box.offsets[axis] + box.sizes[axis]
+        held = [
+            tuple(tuple(row - first for row in rows) for rows in heads.rows if first <= rows[0] < last)
+            for heads in self.heads
         ]
-        self.lams = torch.cat(lams)
+        with torch.no_grad():
+            return self._mix(local_part(raw).detach()[None], tuple(Heads(rows) for rows in held if rows))[0]
 
-    def effective(self, module: nn.Module, raw: Tensor) -> Tensor:
-        """W + C; the gradient passes through unchanged."""
-        if self.rows.device != raw.device:
-            self.rows, self.columns = self.rows.to(raw.device), self.columns.to(raw.device)
-            self.lams = self.lams.to(raw.device)
-        entries = (self.columns, self.rows) if self.transposed else (self.rows, self.columns)
-        if not is_distributed(raw):
-            return _add_entries(raw, entries, self.lams)
-        box = box_of(raw)
-        held = box.inside(entries[0], 0) & box.inside(entries[1], 1)
-        first, second = (positions[held] - box.offsets[axis] for axis, positions in enumerate(entries))
-        return like(raw, _add_entries(local_part(raw), (first, second), self.lams[held]))
+    def _is_cut_between_heads(self, raw: Any) -> bool:
+        """Whether a distributed weight is cut along its heads and no head is cut in two; the same on every rank."""
+        axis = 1 if self.transposed else 0
+        placements = zip(raw.placements, raw.device_mesh.shape, strict=True)
+        cuts = [(place, size) for place, size in placements if not place.is_replicate()]
+        if len(cuts) != 1 or not cuts[0][0].is_shard(axis):
+            return False
+        rows_per_rank = -(-raw.shape[axis] // cuts[0][1])  # rounded up, as torch does
+        return all(len({row // rows_per_rank for row in rows}) == 1 for heads in self.heads for rows in heads.rows)
 
-
-def _add_entries(stored: Tensor, entries: tuple[Tensor, Tensor], values: Tensor) -> Tensor:
-    matrix = stored if stored.dim() == 2 else stored.view(stored.shape[0], -1)
-    return torch.index_put(matrix, entries, values.to(stored.dtype), accumulate=True).view_as(stored)
-
-
-class SpectralCorrection:
-    """C computed from the weight itself (polar, balanced), kept until the weight changes."""
-
-    def __init__(self, slots: list[Slot], correct: HeadCorrection, layout: str) -> None:
-        """`correct` maps heads (count, d, D) to their corrections."""
-        self.slots = slots
-        self.correct = correct
-        self.layout = layout
-        self.cached: Tensor | None = None
-        self.fingerprint: tuple[object, ...] | None = None
-        self.num_computed = 0
-        self.key = _register(self)
-
-    def compute(self, raw: Tensor) -> Tensor:
-        """C for a whole weight stored like this one; zero on rows that are not conditioned."""
-        return self._compute(raw, self.slots)
-
-    def compute_part(self, raw: Tensor) -> Tensor:
-        """C for the part of a distributed weight that this process stores.
-
-        A head that one process stores whole is corrected there; if some head is cut, the weight is gathered.
-        """
-        box = box_of(raw)
-        if self._cuts_heads(raw):
-            return box.of(self.compute(whole(raw))).contiguous()
-        return self._compute(local_part(raw), [part for slot in self.slots for part in _heads_inside(slot, box)])
-
-    def _cuts_heads(self, raw: Tensor) -> bool:
-        return self.layout != "per_head" or not all(is_cut_between_heads(raw, slot) for slot in self.slots)
-
-    @torch.no_grad()
-    def _compute(self, raw: Tensor, slots: Sequence[Slot]) -> Tensor:
-        with torch.autocast(raw.device.type, enabled=False):
-            correction = torch.zeros_like(raw)
-            for slot in slots:
-                heads = slot.view_heads(raw.detach())
-                matrices = heads if self.layout == "per_head" else heads.reshape(1, -1, heads.shape[2])
-                slot.put_heads_(correction, self.correct(matrices).reshape(heads.shape))
-        self.num_computed += 1
-        return correction
-
-    def current(self, raw: Tensor) -> Tensor:
-        """C for the weight as it is now, computed only if it changed."""
-        if torch._C._functorch.is_functorch_wrapped_tensor(raw):
-            return self.compute(raw)  # inside a transform the weight has no identity to remember
-        part = local_part(raw)
-        version = None if part.is_inference() else part._version
-        # An optimiser that writes through `.data` leaves the version counter alone: compare the bits as well.
-        fingerprint = (part.data_ptr(), part.shape, part.device, part.dtype, version, bit_sum(part))
-        changed = self.cached is None or self.fingerprint != fingerprint
-        if part is not raw and self._cuts_heads(raw):
-            changed = any_process(changed, raw)  # they gather together, or none does
-        if changed:
-            self.cached = self.compute(raw) if part is raw else self.compute_part(raw)
-            self.fingerprint = fingerprint
-        assert self.cached is not None
-        return self.cached
-
-    def effective(self, module: nn.Module, raw: Tensor) -> Tensor:
-        """W + C; the gradient passes through unchanged."""
+    def _mix(self, stored: Tensor, groups: tuple[Heads, ...]) -> Tensor:
+        """`stored` (count, *shape of the weight)."""
         if _is_exporting() or torch.jit.is_tracing():
             raise ConditioningError(FOLD_FIRST)
-        if is_distributed(raw):
-            return like(raw, local_part(raw) + self.current(raw))
-        if torch.compiler.is_compiling():
-            return raw + torch.ops.wellcond.current_correction(raw.detach(), self.key)
-        return raw + self.current(raw)
+        matrices = stored.mT if self.transposed else stored.flatten(2)
+        count, num_rows, in_features = matrices.shape
+        if len(groups) == 1 and groups[0].flat == tuple(range(num_rows)):
+            mixed = self._mix_heads(matrices.reshape(-1, groups[0].width, in_features)).reshape(matrices.shape)
+        else:
+            mixed = matrices.clone()
+            for heads in groups:
+                rows = self._index(heads, stored.device)
+                chosen = matrices.index_select(1, rows).reshape(-1, heads.width, in_features)
+                mixed.index_copy_(1, rows, self._mix_heads(chosen).reshape(count, -1, in_features))
+        return mixed.mT if self.transposed else mixed.view_as(stored)
 
-    def __setstate__(self, state: dict[str, object]) -> None:
-        """A copy is a correction of its own."""
-        self.__dict__.update(state)
-        self.key = _register(self)
+    def _mix_heads(self, heads: Tensor) -> Tensor:
+        return mix_with_polar(heads, keep=self.mixture.keep, share=self.mixture.share)
+
+    def _index(self, heads: Heads, device: torch.device) -> Tensor:
+        """The rows on a device; kept, since copying them there waits."""
+        if (heads, device) not in self.placed:
+            with torch.inference_mode(False):
+                self.placed[heads, device] = torch.tensor(heads.flat, device=device)
+        return self.placed[heads, device]
 
 
-class FrozenCorrection:
+class FrozenCorrection(AbstractCorrection):
     """The first C of a spectral correction, kept for good: a buffer of the module, saved with it."""
 
     def __init__(self, buffer_name: str, spectral: SpectralCorrection) -> None:
@@ -169,69 +256,18 @@ class FrozenCorrection:
         self.buffer_name = buffer_name
         self.spectral = spectral
 
-    def effective(self, module: nn.Module, raw: Tensor) -> Tensor:
-        """W + C; the gradient passes through unchanged."""
-        correction = whole(module.get_buffer(self.buffer_name))
-        if is_distributed(raw):
-            return like(raw, local_part(raw) + box_of(raw).of(correction))
-        return raw + correction
+    def first(self, raw: Tensor) -> Tensor:
+        """The C to keep for a weight that training starts from."""
+        with torch.inference_mode(False), torch.no_grad():
+            start = whole(raw).detach().clone()
+            return self.spectral.values([start])[0] - start
 
+    def value(self, module: nn.Module, raw: Tensor) -> Tensor:
+        """The weight plus the buffer."""
+        with torch.no_grad():
+            return raw.detach() + whole(module.get_buffer(self.buffer_name))
 
-def is_cut_between_heads(raw: Tensor, slot: Slot) -> bool:
-    """Whether a distributed weight is cut along its heads and no head is cut in two; the same on every process."""
-    head_axis = 1 if slot.transposed else 0
-    cuts = [(place, size) for place, size in zip(raw.placements, raw.device_mesh.shape, strict=True)  # type: ignore[attr-defined]
-            if not place.is_replicate()]  # fmt: skip
-    if len(cuts) != 1 or not cuts[0][0].is_shard(head_axis):
-        return False
-    rows_per_process = -(-raw.shape[head_axis] // cuts[0][1])  # rounded up, as torch does
-    process = slot.rows // rows_per_process
-    return bool((process == process[:, :1]).all())
-
-
-def _heads_inside(slot: Slot, box: Box) -> list[Slot]:
-    """The slot of the heads that a box contains, in positions of the box; nothing if there are none."""
-    axis = 1 if slot.transposed else 0
-    rows = slot.rows[box.inside(slot.rows[:, 0], axis)] - box.offsets[axis]
-    return [replace(slot, rows=rows)] if len(rows) else []
-
-
-@torch.no_grad()
-def bit_sum(weight: Tensor) -> int:
-    """Sums of the bit patterns over rows and columns, weighted by position: a cheap sign of change, also of order."""
-    flat = weight.detach().flatten(1) if weight.dim() > 1 else weight.detach()[None]
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    if flat.is_contiguous() and flat.shape[1] * flat.element_size() % 8 == 0:
-        integers = torch.int64  # eight bytes at a time
-    bits = flat.view(integers)
-    total = 0
-    for axis, factor in ((0, 1), (1, 1_000_003)):  # unequal, so that a transposed weight is another one
-        sums = bits.sum(axis, dtype=torch.int64)
-        total += factor * int((sums * (2 * torch.arange(len(sums), device=sums.device) + 1)).sum())
-    return total
-
-
-# A compiled graph cannot hold a Python cache, but it can call an opaque operator, which finds the correction by number.
-_CORRECTIONS: weakref.WeakValueDictionary[int, SpectralCorrection] = weakref.WeakValueDictionary()
-_NUMBERS = itertools.count()
-
-
-def _register(correction: SpectralCorrection) -> int:
-    key = next(_NUMBERS)
-    _CORRECTIONS[key] = correction
-    return key
-
-
-@torch.library.custom_op("wellcond::current_correction", mutates_args=())
-def current_correction(raw: Tensor, key: int) -> Tensor:
-    """C of correction number `key` for the weight `raw`, inside a compiled graph."""
-    # A copy: compiled code may write over what an operator returns.
-    return _CORRECTIONS[key].current(raw).clone()
-
-
-@current_correction.register_fake
-def _(raw: Tensor, key: int) -> Tensor:
-    return torch.empty_like(raw)
-
-
-Correction = IdentityCorrection | SpectralCorrection | FrozenCorrection
+    def part(self, module: nn.Module, raw: Tensor) -> Tensor:
+        """This rank's part of both."""
+        with torch.no_grad():
+            return local_part(raw).detach() + box_of(raw).of(whole(module.get_buffer(self.buffer_name)))

@@ -12,11 +12,12 @@ from, lie beside them under names that no plain model knows. A conditioned model
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from wellcond.conditioning.attach import corrections_of
+from wellcond.attention.effective import corrections_of, is_conditioned
 from wellcond.conditioning.checkpoint import RESUME, marker_of
 from wellcond.conditioning.corrections import FrozenCorrection
 
@@ -35,9 +36,9 @@ def split_state(
         >>> from wellcond import condition_
         >>> model = condition_(nn.MultiheadAttention(8, 2), "polar")
         >>> plain, resume = split_state(model)
-        >>> torch.equal(plain["in_proj_weight"], model.in_proj_weight)
+        >>> torch.equal(resume[RESUME + "in_proj_weight"], model.in_proj_weight)
         True
-        >>> torch.equal(resume[RESUME + "in_proj_weight"], model.state_dict()["in_proj_weight"])
+        >>> bool(torch.linalg.cond(plain["in_proj_weight"].reshape(6, 4, 8)).max() <= 2.001)
         True
     """
     plain = dict(model.state_dict() if state is None else state)
@@ -66,3 +67,21 @@ def split_state(
                     effective[id(module), name] = correction.effective(module, raw)
                 plain[prefix + path + name] = effective[id(module), name]
     return plain, resume
+
+
+def save_pretrained(
+    model: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **options: Any
+) -> Any:
+    """`save_pretrained` of a model of transformers, with effective weights under the plain names.
+
+    What it takes to resume lies beside them, under names that a plain model does not know and leaves out.
+    """
+    # Trainer resumes with load_state_dict, so keys must be the names in the model. By default, transformers 5 writes
+    # those of older versions where they differ (ViT), and Trainer then resumes from weights that were not loaded.
+    options.setdefault("save_original_format", False)
+    if is_conditioned(model):
+        effective, resume = split_state(model, state_dict)
+        state_dict = effective | resume
+        # Trainer loads shards in any order, one by one; raw weights must come together with the effective ones.
+        options.setdefault("max_shard_size", "1000000GB")
+    return type(model).save_pretrained(model, save_directory, is_main_process, state_dict, **options)

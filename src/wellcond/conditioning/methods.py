@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import decimal
-import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-import torch
-
 from wellcond.attention.site import Slot
-from wellcond.conditioning.corrections import IdentityCorrection, IdentityPart, SpectralCorrection
+from wellcond.conditioning.corrections import IdentityCorrection, IdentityPart, Mixture, SpectralCorrection
 from wellcond.errors import check_choice
-from wellcond.linalg.corrections import balanced_correction, polar_correction
 
 Layout = Literal["joint", "per_head"]
 PartBuilder = Callable[[list[tuple[str, Slot]]], IdentityCorrection | SpectralCorrection]
@@ -114,7 +110,7 @@ def polar(*, layout: Layout = "per_head", frozen: bool = False) -> Method:
         layout: for each head (the theorem's W), or for all heads as one matrix.
         frozen: keep the first C instead of following the weights.
     """
-    return _spectral("polar", polar_correction, layout, frozen, {})
+    return _spectral("polar", Mixture(keep=1.0, share=1.0), layout, frozen, {})
 
 
 @register_condition("balanced")
@@ -128,13 +124,14 @@ def balanced(*, target: float = 2.0, layout: Layout = "per_head", frozen: bool =
     """
     if not isinstance(target, (int, float)) or not (1.0 <= target < math.inf):
         raise ValueError(f"target: expected a condition number of at least 1, got {target!r}")
-    correct = functools.partial(balanced_correction, target=float(target))
-    return _spectral("balanced", correct, layout, frozen, {"target": float(target)})
+    return _spectral(
+        "balanced", Mixture(keep=1 - 1 / target, share=1 / target), layout, frozen, {"target": float(target)}
+    )
 
 
 def _spectral(
     name: str,
-    correct: Callable[[torch.Tensor], torch.Tensor],
+    mixture: Mixture,
     layout: Layout,
     frozen: bool,
     extra: dict[str, Any],
@@ -143,6 +140,6 @@ def _spectral(
     check_choice("frozen", frozen, (True, False))
 
     def build(parts: list[tuple[str, Slot]]) -> IdentityCorrection | SpectralCorrection:
-        return SpectralCorrection([slot for _role, slot in parts], correct, layout)
+        return SpectralCorrection([slot for _role, slot in parts], mixture, layout)
 
     return Method(name, {**extra, "layout": layout, "frozen": frozen}, build, frozen)

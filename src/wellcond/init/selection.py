@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.checks import is_conditioned
+from wellcond.attention.effective import is_conditioned
 from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.errors import ConditioningError, UnsupportedLayoutError, WeightError, check_choice

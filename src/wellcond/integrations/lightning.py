@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from wellcond.attention.checks import is_conditioned
+from wellcond.attention.effective import is_conditioned
 from wellcond.attention.shards import is_held_together, reshard_
 from wellcond.attention.wrappers import unwrap
 from wellcond.conditioning.apply import folded

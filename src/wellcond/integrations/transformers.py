@@ -18,11 +18,11 @@ from typing import Any
 
 from torch import nn
 
-from wellcond.attention.checks import is_conditioned
+from wellcond.attention.effective import is_conditioned
 from wellcond.attention.shards import gather_model, is_held_together, reshard_
 from wellcond.attention.wrappers import unwrap
 from wellcond.conditioning.apply import folded
-from wellcond.conditioning.effective_state import split_state
+from wellcond.conditioning.effective_state import save_pretrained
 from wellcond.errors import CheckpointMismatchError, MissingExtraError
 from wellcond.integrations.common import (
     Choice,
@@ -77,21 +77,7 @@ def prepare(model: nn.Module, *, init: Choice | None = None, condition: Choice |
 def _set_up_saving(model: nn.Module) -> None:
     plain = unwrap(model)
     if isinstance(plain, PreTrainedModel):
-        plain.__dict__["save_pretrained"] = functools.partial(_save_pretrained, plain)
-
-
-def _save_pretrained(
-    model: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **options: Any
-) -> Any:
-    # Trainer resumes with load_state_dict, so keys must be the names in the model. By default, transformers 5 writes
-    # those of older versions where they differ (ViT), and Trainer then resumes from weights that were not loaded.
-    options.setdefault("save_original_format", False)
-    if is_conditioned(model):
-        effective, resume = split_state(model, state_dict)
-        state_dict = effective | resume
-        # Trainer loads shards in any order, one by one; raw weights must come together with the effective ones.
-        options.setdefault("max_shard_size", "1000000GB")
-    return type(model).save_pretrained(model, save_directory, is_main_process, state_dict, **options)
+        plain.__dict__["save_pretrained"] = functools.partial(save_pretrained, plain)
 
 
 def export(trained: nn.Module | Trainer, folder: str | os.PathLike[str]) -> None:

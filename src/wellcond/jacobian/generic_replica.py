@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
+from wellcond.attention.effective import corrections_of, effective_weight, remove_conditioning
 from wellcond.attention.layout import head_rows
-from wellcond.attention.site import CORRECTIONS_ATTRIBUTE, AttentionSite, Slot
+from wellcond.attention.site import AttentionSite, Slot
 from wellcond.errors import UnsupportedLayoutError
 from wellcond.jacobian.capture_watch import SiteCall, copy_argument, first_tensor, plain_kernels
 
@@ -185,13 +186,10 @@ def _double_copy(module: nn.Module) -> nn.Module:
 def _fold(module: nn.Module) -> None:
     """Store what a conditioned module reads as its weight, and make it a plain module again.
 
-    See `wellcond.conditioning.attach`: the correction has no gradient, so that derivatives with respect to the stored
-    and to the effective weight are the same.
+    The correction has no gradient, so that derivatives with respect to the stored and to the effective weight are the
+    same.
     """
-    plain = getattr(type(module), "_wellcond_plain_class", None)
-    if plain is None:
-        return
-    effective = {name: getattr(module, name).detach().clone() for name in vars(module)[CORRECTIONS_ATTRIBUTE]}
-    module.__class__ = plain
+    effective = {name: effective_weight(module, name).detach().clone() for name in corrections_of(module)}
+    remove_conditioning(module)
     for name, value in effective.items():
         module._parameters[name] = nn.Parameter(value)

@@ -1,0 +1,79 @@
+"""The seam between finding attention and conditioning it: which weight a forward pass uses.
+
+`wellcond.conditioning` attaches corrections to modules; everybody who reads or writes projections asks here, and needs
+to know nothing about how that is done.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from wellcond.attention.shards import whole
+
+CORRECTIONS_ATTRIBUTE = "_wellcond_corrections"
+PLACE_ATTRIBUTE = "_wellcond_place"
+PLAIN_CLASS_ATTRIBUTE = "_wellcond_plain_class"
+
+
+class Announced:
+    """What stands in a module in place of a method for as long as something in it is conditioned."""
+
+    replaced: Any
+    """What the module itself had there before; None for the method of its class."""
+
+
+class Correction(Protocol):
+    """What is added to one stored weight in every forward pass."""
+
+    def value(self, module: nn.Module, raw: Tensor) -> Tensor:
+        """W + C for a whole weight W = `raw`, without gradient."""
+        ...
+
+    def effective(self, module: nn.Module, raw: Tensor) -> Tensor:
+        """W + C for the weight W = `raw`; the gradient of W is that of W + C."""
+        ...
+
+
+def corrections_of(module: nn.Module) -> dict[str, Correction]:
+    """Corrections attached to a module, by parameter name."""
+    return vars(module).get(CORRECTIONS_ATTRIBUTE, {})
+
+
+def is_conditioned(model: nn.Module) -> bool:
+    """Whether some weight of a model carries a correction."""
+    return any(CORRECTIONS_ATTRIBUTE in vars(module) for module in model.modules())
+
+
+def effective_weight(module: nn.Module, name: str) -> Tensor:
+    """The weight that a forward pass of `module` uses as `name`, whole: W + C of a conditioned one, else W itself.
+
+    Weights that are sharded over several ranks are gathered: every rank must call this.
+    """
+    correction, raw = corrections_of(module).get(name), module._parameters.get(name)
+    if correction is None or raw is None:
+        return whole(getattr(module, name))
+    return correction.effective(module, whole(raw))
+
+
+def remove_conditioning(module: nn.Module) -> None:
+    """Make one module what it was before it, or something in it, was conditioned; no parameter is touched."""
+    for name, value in list(vars(module).items()):
+        if isinstance(value, Announced):
+            del vars(module)[name]
+            if value.replaced is not None:
+                vars(module)[name] = value.replaced
+    if corrections_of(module):
+        del vars(module)[CORRECTIONS_ATTRIBUTE], vars(module)[PLACE_ATTRIBUTE]
+        module.__class__ = class_without_conditioning(type(module))
+
+
+def class_without_conditioning(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class that a module had before it was conditioned."""
+    if PLAIN_CLASS_ATTRIBUTE in vars(cls):
+        return vars(cls)[PLAIN_CLASS_ATTRIBUTE]
+    if not hasattr(cls, PLAIN_CLASS_ATTRIBUTE):
+        return cls
+    # FSDP2 has put a class of its own in front of the conditioned one.
+    return type(cls.__name__, tuple(class_without_conditioning(base) for base in cls.__bases__), dict(vars(cls)))
