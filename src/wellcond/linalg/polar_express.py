@@ -161,7 +161,6 @@ _CONSTANTS: dict[tuple[int, int, torch.dtype, torch.device], tuple[Tensor, Tenso
 _SCHEDULES: dict[float, tuple[Quintic, ...]] = {}
 
 
-@torch.compiler.assume_constant_result
 def _constants(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """The identity (rows, rows) and a fixed random semi-orthogonal matrix (rows, columns)."""
     key = (rows, columns, dtype, device)
@@ -175,7 +174,6 @@ def _constants(rows: int, columns: int, dtype: torch.dtype, device: torch.device
     return _CONSTANTS[key]
 
 
-@torch.compiler.assume_constant_result
 def schedule(smallest: float) -> tuple[Quintic, ...]:
     """Polynomials a x + b x^3 + c x^5 that take singular values in [smallest, 1] to 1 within 1e-6, one after another.
 
@@ -192,6 +190,11 @@ def schedule(smallest: float) -> tuple[Quintic, ...]:
             low = a * low + b * low**3 + c * low**5  # the polynomial takes [low, high] to [p(low), 2 - p(low)]
         _SCHEDULES[smallest] = tuple(steps)
     return _SCHEDULES[smallest]
+
+
+# What torch.compiler.assume_constant_result does; it would import the compiler with this package.
+for function in (_constants, schedule):
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def best_quintic(low: float, high: float) -> Quintic:
