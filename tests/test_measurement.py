@@ -163,6 +163,22 @@ def test_bad_input():
         wc.measure(model, X, samples=0)
     with pytest.raises(wc.AttentionNotFoundError):
         wc.measure(nn.Linear(2, 2), torch.zeros(1, 2))
+    with pytest.raises(wc.UnknownChoiceError, match="Jacobian method: got 'x', expected one of 'auto', 'dense'"):
+        wc.measure(model, X, method="x")
+    with pytest.raises(ValueError, match="stacked convention is defined without biases; leave them out"):
+        wc.measure(model, X, convention="stack", biases=True)
+    with pytest.raises(wc.UnknownChoiceError, match="Jacobian method: got 'x'"):
+        wc.ConditionTracker(model, X, method="x", first_step=3)
+
+
+def test_a_layer_of_which_some_heads_were_measured_has_no_condition_number():
+    whole = wc.measure(vit(depth=1), X[:1]).layers[0]
+    part = wc.measure(vit(depth=1), X[:1], heads=[0, 1]).layers[0]
+    for kind in ("strict", "pseudo"):
+        assert math.isfinite(whole.kappa(kind)) and math.isnan(part.kappa(kind))
+        twice = dataclasses.replace(part, heads=(*part.heads, part.heads[0]))
+        assert math.isnan(twice.kappa(kind))
+        assert math.isnan(dataclasses.replace(whole, heads=()).kappa(kind))
 
 
 def test_layers_unite_their_heads_and_go_through_the_output_projection():

@@ -26,6 +26,7 @@ from wellcond.jacobian.head import SoftmaxHead
 from wellcond.jacobian.nystrom_capture import nystrom_map
 from wellcond.jacobian.output_projection import PlainHead, ProjectedHeads
 from wellcond.jacobian.records import Convention, JacobianSpectrum
+from wellcond.jacobian.select import METHODS
 from wellcond.jacobian.spectrum import form_spectrum
 from wellcond.linalg.spectrum import spectra
 from wellcond.measurement_records import Combine, HeadReport, Kappa, LayerReport, MeasurementReport
@@ -87,11 +88,7 @@ def measure(
         WeightError: NaN or infinite activations or weights, with the layer's name.
         UnknownChoiceError, ValueError: options that do not exist.
     """
-    check_choice("convention", convention, get_args(Convention))
-    check_choice("kappa", kappa, get_args(Kappa))
-    check_choice("combine", combine, get_args(Combine))
-    if samples < 1:
-        raise ValueError(f"samples: expected at least 1, got {samples}")
+    check_options(convention=convention, kappa=kappa, combine=combine, method=method, samples=samples, biases=biases)
     if output and not jacobian:
         raise ValueError("output=True is about the Jacobian, and jacobian=False leaves it out")
     chosen = choose_sites(model, sites) if sites is not None else find_attention(model, strict=False)
@@ -130,6 +127,29 @@ def measure(
         for number, c in enumerate(captured)
     )  # fmt: skip
     return MeasurementReport(rows, convention, kappa, combine, conditioning_of(model))
+
+
+def check_options(
+    *,
+    convention: Convention = "wide",
+    kappa: Kappa = "strict",
+    combine: Combine = "mean",
+    method: str = "auto",
+    samples: int = 1,
+    biases: bool = False,
+    **_others: Any,
+) -> None:
+    """Raise for options of `measure` that do not exist or exclude each other, before anything runs."""
+    check_choice("convention", convention, get_args(Convention))
+    check_choice("kappa", kappa, get_args(Kappa))
+    check_choice("combine", combine, get_args(Combine))
+    check_choice("Jacobian method", method, ("auto", *METHODS))
+    if samples < 1:
+        raise ValueError(f"samples: expected at least 1, got {samples}")
+    if convention == "stack" and biases:
+        raise ValueError(
+            "biases=True: the stacked convention is defined without biases; leave them out, or use convention='wide'"
+        )
 
 
 def _chosen_heads(captured: CapturedAttention, heads: Sequence[int] | None) -> list[int]:

@@ -101,10 +101,11 @@ class LayerReport:
     def kappa(self, kind: Kappa = "strict") -> float:
         """Condition number of the whole layer without W_O: heads have parameters of their own, so spectra unite.
 
-        NaN if the Jacobian of some head was not measured.
+        NaN unless the Jacobian of every key/value head was measured; infinite as soon as that of one is.
         """
-        known = [head.jacobian for head in self.heads if head.jacobian is not None]
-        return union_condition_number(known, kind) if len(known) == len(self.heads) else math.nan
+        known = {head.index: head.jacobian for head in self.heads if head.jacobian is not None}
+        kappa = union_condition_number(list(known.values()), kind) if known else math.nan
+        return kappa if len(known) == self.num_kv_heads or kappa == math.inf else math.nan
 
 
 @dataclass(frozen=True)
