@@ -3,7 +3,6 @@
 import os
 import sys
 import types
-
 import weakref
 
 import pytest
