@@ -22,6 +22,7 @@ from wellcond.jacobian.capture_record import CapturedAttention
 from wellcond.jacobian.captured_forms import CapturedForm, captured_form
 from wellcond.jacobian.diagnosis import attention_statistics, diagnose, is_collapsed
 from wellcond.jacobian.forms import StackForm, WideForm
+from wellcond.jacobian.generic import num_samples
 from wellcond.jacobian.head import SoftmaxHead
 from wellcond.jacobian.nystrom_capture import nystrom_map
 from wellcond.jacobian.output_projection import PlainHead, ProjectedHeads
@@ -102,7 +103,7 @@ def measure(
     for head in heads or ():
         if not any(0 <= head < c.site.num_kv_heads for c in captured):
             raise ValueError(f"heads: no attention that is measured has a key/value head {head}")
-    task = _Task(convention, kappa, combine, jacobian, method, biases, memory_limit)
+    task = _Task(convention, kappa, combine, samples, jacobian, method, biases, memory_limit)
     weighed = [_Layer(c, _chosen_heads(c, heads)) for c in captured]
     plan = [(number, head) for number, layer in enumerate(weighed) if layer.captured.call for head in layer.heads]
     found: dict[int, list[HeadReport]] = {number: [] for number in range(len(captured))}
@@ -164,6 +165,7 @@ class _Task:
     convention: Convention
     kappa: Kappa
     combine: Combine
+    samples: int
     jacobian: bool
     method: str
     biases: bool
@@ -293,11 +295,6 @@ def _plain_head(captured: CapturedAttention, index: int, combine: Combine) -> So
 
 
 def _forms(captured: CapturedAttention, index: int, task: _Task) -> list[CapturedForm]:
-    if not captured.is_plain:
-        # A generic form covers the whole call, but Nystrom attention is run on each sample by itself.
-        count = captured.num_samples if captured.site.kind == "nystrom" and task.combine == "mean" else 1
-        return [captured_form(captured, index, sample=s, biases=task.biases) for s in range(max(1, count))]
-    if task.combine == "stack":
-        head = _plain_head(captured, index, task.combine)
-        return [CapturedForm(WideForm(head, task.biases), head, "structured: plain softmax, samples stacked")]
-    return [captured_form(captured, index, sample=s, biases=task.biases) for s in range(captured.num_samples)]
+    count = captured.num_samples if captured.is_plain else min(task.samples, num_samples(captured))
+    together = [range(count)] if task.combine == "stack" else [range(sample, sample + 1) for sample in range(count)]
+    return [captured_form(captured, index, samples=samples, biases=task.biases) for samples in together]
