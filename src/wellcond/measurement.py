@@ -123,7 +123,7 @@ def measure(
         LayerReport(
             c.site.name, c.site.kind, c.site.num_heads, c.site.num_kv_heads, c.site.head_dim,
             0 if c.x is None else c.x.shape[1], tuple(found[number]), problems.get(number, ""),
-            _through_output(c, task) if output else None,
+            **(_through_output(c, task) if output else {}),
         )
         for number, c in enumerate(captured)
     )  # fmt: skip
@@ -242,7 +242,7 @@ def _jacobian_of(captured: CapturedAttention, index: int, task: _Task) -> dict[s
     """Fields of a `HeadReport` that are about the Jacobian and what explains it."""
     forms = _forms(captured, index, task)
     found = [task.spectrum(form) for form in forms]
-    both = {kind: tuple(s.kappa(kind) for s in found) for kind in get_args(Kappa)}
+    both = _both(found)
     fields: dict[str, Any] = {"jacobian": found[0], "samples": both[task.kappa], "both_samples": both}
     fields["how"], form, head = forms[0].how, forms[0].form, forms[0].head
     if head is None:
@@ -280,14 +280,25 @@ def _without_biases(head: SoftmaxHead) -> Head:
     return dataclasses.replace(plain, mask=mask)
 
 
-def _through_output(captured: CapturedAttention, task: _Task) -> JacobianSpectrum | None:
+def _through_output(captured: CapturedAttention, task: _Task) -> dict[str, Any]:
+    """Fields of a `LayerReport` about the output through W_O; none where that is not defined."""
     site = captured.site
     if captured.call is None or not captured.is_plain or site.o is None or task.convention != "wide":
-        return None
-    heads = [PlainHead(captured.head(index), task.biases) for index in range(site.num_kv_heads)]
-    w_o = site.o.read().detach().double().cpu()  # (heads, out, dv)
-    form = ProjectedHeads(tuple(heads), w_o.transpose(0, 1).flatten(1))
-    return form_spectrum(form, method=task.method, memory_limit=task.memory_limit)
+        return {}
+    w_o = site.o.read().detach().cpu().double().transpose(0, 1).flatten(1)  # (out, heads dv) from (heads, out, dv)
+    try:
+        found = []
+        for samples in _together(captured.num_samples, task):
+            heads = [PlainHead(captured.stacked_head(i, samples), task.biases) for i in range(site.num_kv_heads)]
+            form = ProjectedHeads(tuple(heads), w_o)
+            found.append(form_spectrum(form, method=task.method, memory_limit=task.memory_limit))
+    except NUMERICAL as error:
+        return {"output_problem": str(error).splitlines()[0]}
+    return {"with_output": found[0], "output_samples": _both(found)}
+
+
+def _both(found: Sequence[JacobianSpectrum]) -> dict[Kappa, tuple[float, ...]]:
+    return {kind: tuple(s.kappa(kind) for s in found) for kind in get_args(Kappa)}
 
 
 def _plain_head(captured: CapturedAttention, index: int, combine: Combine) -> SoftmaxHead:
@@ -296,5 +307,9 @@ def _plain_head(captured: CapturedAttention, index: int, combine: Combine) -> So
 
 def _forms(captured: CapturedAttention, index: int, task: _Task) -> list[CapturedForm]:
     count = captured.num_samples if captured.is_plain else min(task.samples, num_samples(captured))
-    together = [range(count)] if task.combine == "stack" else [range(sample, sample + 1) for sample in range(count)]
-    return [captured_form(captured, index, samples=samples, biases=task.biases) for samples in together]
+    return [captured_form(captured, index, samples=s, biases=task.biases) for s in _together(count, task)]
+
+
+def _together(count: int, task: _Task) -> list[list[int]]:
+    """Samples that make one Jacobian."""
+    return [list(range(count))] if task.combine == "stack" else [[sample] for sample in range(count)]

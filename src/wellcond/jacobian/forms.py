@@ -10,11 +10,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from wellcond.errors import WellcondError
 from wellcond.jacobian import bounds
 from wellcond.jacobian.gram import explicit_jacobian, output_gram, parameter_gram, stack_gram
 from wellcond.jacobian.head import Blocks, SoftmaxHead, build_blocks
 from wellcond.jacobian.operator import GramOperator, gram_operator
 from wellcond.jacobian.structure import Structure, stack_structure, wide_structure
+
+
+class NotDefinedError(WellcondError, ValueError):
+    """A convention or a method that is not defined for this attention."""
 
 
 class Form(Protocol):
@@ -142,7 +147,9 @@ class StackForm:
         """Refuse heads on which it is not defined."""
         head = self.head
         if head.num_query_heads > 1 or head.y is not None or head.value_dim != head.head_dim:
-            raise ValueError("the stacked convention is defined for one self-attention head without biases, dv = d")
+            raise NotDefinedError(
+                "the stacked convention is defined for one self-attention head without biases, dv = d"
+            )
 
     @cached_property
     def blocks(self) -> Blocks:

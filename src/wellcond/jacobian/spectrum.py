@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wellcond.errors import check_choice
 from wellcond.jacobian.dense import dense_jacobian
-from wellcond.jacobian.forms import Form, StackForm, WideForm, certified, gram_side, smaller_gram
+from wellcond.jacobian.forms import Form, NotDefinedError, StackForm, WideForm, certified, gram_side, smaller_gram
 from wellcond.jacobian.head import SoftmaxHead
 from wellcond.jacobian.nystrom_form import NystromForm
 from wellcond.jacobian.records import Convention, JacobianSpectrum, Status
@@ -242,7 +242,7 @@ def _only_ends(task: Task, side: int) -> bool:
 def _cholesky(task: Task) -> JacobianSpectrum:
     n = task.form.num_outputs
     if task.structure.max_rank < n:
-        raise ValueError(
+        raise NotDefinedError(
             f"method 'cholesky' needs full row rank, and this Jacobian has at most {task.structure.max_rank} of {n}; "
             "use 'gram' or 'auto'"
         )
