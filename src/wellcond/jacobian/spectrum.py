@@ -80,7 +80,7 @@ def jacobian_spectrum(
     """
     check_choice("convention", convention, get_args(Convention))
     if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=torch.float64, device=mask.device).masked_fill(~mask, -torch.inf)
+        mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask.cpu(), -torch.inf)
     b_q, b_k, b_v = biases or (None, None, None)
     head = SoftmaxHead(
         x, w_q, w_k, w_v, w_k.shape[0] ** -0.5 if scale is None else scale,
