@@ -9,6 +9,7 @@ from torch import nn
 
 import wellcond as wc
 from contracts.harness import randomise_
+from jacobian.test_generic import BUILD, captured_from
 from wellcond.jacobian.capture import capture_attention
 from wellcond.jacobian.captured_forms import captured_form
 from wellcond.jacobian.generic import GenericHead, num_samples
@@ -80,6 +81,19 @@ def test_samples_and_combine_are_honoured_whatever_the_attention(name):
     sigma = torch.linalg.svdvals(torch.cat(parts[:3]))
     assert layer.heads[1].jacobian.shape[0] == 3 * len(parts[0]) and len(layer.heads[1].samples) == 1
     assert layer.heads[1].jacobian.sigma_max == pytest.approx(float(sigma[0]), rel=1e-9)
+
+
+@pytest.mark.parametrize("family", BUILD)
+def test_every_family_is_told_apart_by_samples(family):
+    """Its own inputs have a batch of one, or windows of one image: the last of them, as rows of the whole."""
+    for captured in captured_from(family)[1][:2]:
+        whole, count = GenericHead(captured, 0), num_samples(captured)
+        one = GenericHead(captured, 0, samples=[count - 1])
+        assert one.num_rows * count == whole.num_rows
+        u = torch.randn(one.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        padded = torch.zeros(whole.output().shape, dtype=torch.float64)
+        padded[:, -one.num_rows :] = u.view(one.output().shape)
+        torch.testing.assert_close(one.vjp(u), whole.vjp(padded.flatten()), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(

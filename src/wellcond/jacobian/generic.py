@@ -35,7 +35,8 @@ def num_samples(captured: CapturedAttention) -> int:
 
 def _batch_of(captured: CapturedAttention) -> BatchAxis:
     assert captured.call is not None
-    return batch_axis(captured.call, None if captured.x is None else captured.x.shape[1])
+    seen = [tokens.shape[1] for tokens in (captured.x, captured.memory) if tokens is not None]
+    return batch_axis(captured.site, captured.call, seen)
 
 
 def _close(mine: Tensor, theirs: Tensor) -> bool:

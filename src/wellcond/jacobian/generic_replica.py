@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,16 +74,21 @@ class BatchAxis:
         ).flatten()
 
 
-def batch_axis(call: SiteCall, num_tokens: int | None) -> BatchAxis:
-    """The batch of a call: (B, N, D) or maps (B, D, h, w), or (N, B, D) if that is where the `num_tokens` are.
+def batch_axis(site: AttentionSite, call: SiteCall, num_tokens: Collection[int]) -> BatchAxis:
+    """The batch of a call: (B, N, D) or maps (B, D, h, w), or (N, B, D).
 
+    A module may say so itself (`batch_first`), else the numbers of query and key tokens tell, as far as they are known.
     What has no batch, (N, D), is one sample.
     """
     first = first_tensor((*call.args, *call.kwargs.values()))
     if first is None or first.dim() < 3:
         return BatchAxis(0, 1)
-    transposed = first.dim() == 3 and first.shape[0] == num_tokens != first.shape[1]
-    return BatchAxis(int(transposed), first.shape[int(transposed)])
+    said = getattr(site.module, "batch_first", None)
+    transposed = first.shape[0] in num_tokens and first.shape[1] not in num_tokens
+    if isinstance(said, bool):
+        transposed = not said
+    axis = int(transposed and first.dim() == 3)
+    return BatchAxis(axis, first.shape[axis])
 
 
 class _Reached(Exception):  # noqa: N818 - no error: it carries what W_O was about to read out of the forward pass
