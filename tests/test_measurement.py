@@ -163,6 +163,21 @@ def test_bad_input():
         wc.measure(model, X, samples=0)
     with pytest.raises(wc.AttentionNotFoundError):
         wc.measure(nn.Linear(2, 2), torch.zeros(1, 2))
+    with pytest.raises(wc.UnknownChoiceError, match="Jacobian method: got 'x', expected one of 'auto', 'dense'"):
+        wc.measure(model, X, method="x")
+    with pytest.raises(ValueError, match="stacked convention is defined without biases; leave them out"):
+        wc.measure(model, X, convention="stack", biases=True)
+    with pytest.raises(wc.UnknownChoiceError, match="Jacobian method: got 'x'"):
+        wc.ConditionTracker(model, X, method="x", first_step=3)
+
+
+def test_a_layer_of_which_some_heads_were_measured_has_no_condition_number():
+    whole = wc.measure(vit(depth=1), X[:1]).layers[0]
+    part = wc.measure(vit(depth=1), X[:1], heads=[0, 1]).layers[0]
+    for kind in ("strict", "pseudo"):
+        assert math.isfinite(whole.kappa(kind)) and math.isnan(part.kappa(kind))
+        assert math.isnan(dataclasses.replace(part, heads=(*part.heads, part.heads[0])).kappa(kind))
+        assert math.isnan(dataclasses.replace(whole, heads=()).kappa(kind))
 
 
 def test_layers_unite_their_heads_and_go_through_the_output_projection():
@@ -180,6 +195,51 @@ def test_layers_unite_their_heads_and_go_through_the_output_projection():
     assert layer.with_output.shape[0] == 5 * 24
     assert layer.with_output.sigma_max == pytest.approx(float(sigma[0]), rel=1e-5)
     assert layer.with_output.sigma_rank == pytest.approx(float(sigma[layer.with_output.rank - 1]), rel=1e-4)
+
+
+def through_output(model, samples):
+    """The Jacobian of the first layer's output, samples below each other."""
+    w_o = model.blocks[0].attn.proj.weight.detach().double()
+    rows = []
+    for i in samples:
+        heads = [autograd_jacobian(model, 0, h, X[i : i + 1]).view(5, 8, -1) for h in range(3)]
+        parts = [torch.einsum("od,ndp->nop", w_o[:, 8 * h : 8 * h + 8], j) for h, j in enumerate(heads)]
+        rows.append(torch.cat(parts, -1).flatten(0, 1))
+    return torch.cat(rows)
+
+
+def test_every_sample_goes_through_the_output_projection():
+    model = vit(depth=1)
+    [layer] = wc.measure(model, X, samples=3, output=True).layers
+    for i, kappa in enumerate(layer.output_samples["pseudo"]):
+        sigma = torch.linalg.svdvals(through_output(model, [i]))
+        assert kappa == pytest.approx(float(sigma[0] / sigma[layer.with_output.rank - 1]), rel=1e-3)
+    assert len(layer.output_samples["strict"]) == 3 and not layer.output_problem
+    [layer] = wc.measure(model, X, samples=3, combine="stack", output=True).layers
+    assert layer.with_output.shape[0] == 3 * 5 * 24 and len(layer.output_samples["pseudo"]) == 1
+    sigma = torch.linalg.svdvals(through_output(model, range(3)))
+    assert layer.with_output.sigma_max == pytest.approx(float(sigma[0]), rel=1e-5)
+    assert wc.measure(model, X[:1], output=True).to_dict()["layers"][0]["with_output"]["pseudo_condition_number"] > 1
+
+
+def test_a_layer_that_fails_through_its_output_projection_leaves_the_rest():
+    model = vit()
+    with torch.no_grad():
+        model.blocks[1].attn.proj.weight[0, 0] = torch.inf
+    report = wc.measure(model, X[:1], output=True)
+    whole, broken = report.layers
+    assert whole.with_output is not None and len(whole.heads) == len(broken.heads) == 3 and not broken.problem
+    assert broken.with_output is None and "w_o has NaN or infinite entries" in broken.output_problem
+    assert "not measured through W_O: w_o has NaN" in report.to_table()
+
+
+def test_an_attention_for_which_the_convention_is_not_defined_leaves_the_rest():
+    decoder = nn.TransformerDecoderLayer(8, 2, 8, batch_first=True)
+    own, cross = wc.measure(decoder, (torch.randn(1, 4, 8), torch.randn(1, 5, 8)), convention="stack").layers
+    assert own.heads and not own.problem
+    assert not cross.heads and "stacked convention is defined for one self-attention head" in cross.problem
+    many = wc.measure(vit(img_size=64), torch.randn(1, 3, 64, 64), method="cholesky").layers
+    assert all("needs full row rank" in layer.problem and not layer.heads for layer in many)
 
 
 class TwoTowers(nn.Module):

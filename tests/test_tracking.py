@@ -224,7 +224,7 @@ def test_raw_weights_are_the_stored_ones():
         assert getattr(point, f"raw_sigma_min_{role}") == pytest.approx(float(sigma[-1]))
         assert getattr(point, f"raw_kappa_{role}") > 2 >= getattr(point, f"kappa_{role}") - 1e-6
         # polar adds sigma_1 times the orthogonal factor
-        assert getattr(point, f"sigma_max_{role}") == pytest.approx(2 * float(sigma[0]), rel=1e-5)
+        assert getattr(point, f"sigma_max_{role}") == pytest.approx(2 * float(sigma[0]), rel=1e-4)
 
 
 def test_samples_are_averaged_geometrically():

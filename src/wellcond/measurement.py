@@ -22,10 +22,12 @@ from wellcond.jacobian.capture_record import CapturedAttention
 from wellcond.jacobian.captured_forms import CapturedForm, captured_form
 from wellcond.jacobian.diagnosis import attention_statistics, diagnose, is_collapsed
 from wellcond.jacobian.forms import StackForm, WideForm
+from wellcond.jacobian.generic import num_samples
 from wellcond.jacobian.head import SoftmaxHead
 from wellcond.jacobian.nystrom_capture import nystrom_map
 from wellcond.jacobian.output_projection import PlainHead, ProjectedHeads
 from wellcond.jacobian.records import Convention, JacobianSpectrum
+from wellcond.jacobian.select import METHODS
 from wellcond.jacobian.spectrum import form_spectrum
 from wellcond.linalg.spectrum import spectra
 from wellcond.measurement_records import Combine, HeadReport, Kappa, LayerReport, MeasurementReport
@@ -87,11 +89,7 @@ def measure(
         WeightError: NaN or infinite activations or weights, with the layer's name.
         UnknownChoiceError, ValueError: options that do not exist.
     """
-    check_choice("convention", convention, get_args(Convention))
-    check_choice("kappa", kappa, get_args(Kappa))
-    check_choice("combine", combine, get_args(Combine))
-    if samples < 1:
-        raise ValueError(f"samples: expected at least 1, got {samples}")
+    check_options(convention=convention, kappa=kappa, combine=combine, method=method, samples=samples, biases=biases)
     if output and not jacobian:
         raise ValueError("output=True is about the Jacobian, and jacobian=False leaves it out")
     chosen = choose_sites(model, sites) if sites is not None else find_attention(model, strict=False)
@@ -105,7 +103,7 @@ def measure(
     for head in heads or ():
         if not any(0 <= head < c.site.num_kv_heads for c in captured):
             raise ValueError(f"heads: no attention that is measured has a key/value head {head}")
-    task = _Task(convention, kappa, combine, jacobian, method, biases, memory_limit)
+    task = _Task(convention, kappa, combine, samples, jacobian, method, biases, memory_limit)
     weighed = [_Layer(c, _chosen_heads(c, heads)) for c in captured]
     plan = [(number, head) for number, layer in enumerate(weighed) if layer.captured.call for head in layer.heads]
     found: dict[int, list[HeadReport]] = {number: [] for number in range(len(captured))}
@@ -125,11 +123,34 @@ def measure(
         LayerReport(
             c.site.name, c.site.kind, c.site.num_heads, c.site.num_kv_heads, c.site.head_dim,
             0 if c.x is None else c.x.shape[1], tuple(found[number]), problems.get(number, ""),
-            _through_output(c, task) if output else None,
+            **(_through_output(c, task) if output else {}),
         )
         for number, c in enumerate(captured)
     )  # fmt: skip
     return MeasurementReport(rows, convention, kappa, combine, conditioning_of(model))
+
+
+def check_options(
+    *,
+    convention: Convention = "wide",
+    kappa: Kappa = "strict",
+    combine: Combine = "mean",
+    method: str = "auto",
+    samples: int = 1,
+    biases: bool = False,
+    **_others: Any,
+) -> None:
+    """Raise for options of `measure` that do not exist or exclude each other, before anything runs."""
+    check_choice("convention", convention, get_args(Convention))
+    check_choice("kappa", kappa, get_args(Kappa))
+    check_choice("combine", combine, get_args(Combine))
+    check_choice("Jacobian method", method, ("auto", *METHODS))
+    if samples < 1:
+        raise ValueError(f"samples: expected at least 1, got {samples}")
+    if convention == "stack" and biases:
+        raise ValueError(
+            "biases=True: the stacked convention is defined without biases; leave them out, or use convention='wide'"
+        )
 
 
 def _chosen_heads(captured: CapturedAttention, heads: Sequence[int] | None) -> list[int]:
@@ -144,6 +165,7 @@ class _Task:
     convention: Convention
     kappa: Kappa
     combine: Combine
+    samples: int
     jacobian: bool
     method: str
     biases: bool
@@ -220,7 +242,7 @@ def _jacobian_of(captured: CapturedAttention, index: int, task: _Task) -> dict[s
     """Fields of a `HeadReport` that are about the Jacobian and what explains it."""
     forms = _forms(captured, index, task)
     found = [task.spectrum(form) for form in forms]
-    both = {kind: tuple(s.kappa(kind) for s in found) for kind in get_args(Kappa)}
+    both = _both(found)
     fields: dict[str, Any] = {"jacobian": found[0], "samples": both[task.kappa], "both_samples": both}
     fields["how"], form, head = forms[0].how, forms[0].form, forms[0].head
     if head is None:
@@ -258,14 +280,25 @@ def _without_biases(head: SoftmaxHead) -> Head:
     return dataclasses.replace(plain, mask=mask)
 
 
-def _through_output(captured: CapturedAttention, task: _Task) -> JacobianSpectrum | None:
+def _through_output(captured: CapturedAttention, task: _Task) -> dict[str, Any]:
+    """Fields of a `LayerReport` about the output through W_O; none where that is not defined."""
     site = captured.site
     if captured.call is None or not captured.is_plain or site.o is None or task.convention != "wide":
-        return None
-    heads = [PlainHead(captured.head(index), task.biases) for index in range(site.num_kv_heads)]
-    w_o = site.o.read().detach().double().cpu()  # (heads, out, dv)
-    form = ProjectedHeads(tuple(heads), w_o.transpose(0, 1).flatten(1))
-    return form_spectrum(form, method=task.method, memory_limit=task.memory_limit)
+        return {}
+    w_o = site.o.read().detach().cpu().double().transpose(0, 1).flatten(1)  # (out, heads dv) from (heads, out, dv)
+    try:
+        found = []
+        for samples in _together(captured.num_samples, task):
+            heads = [PlainHead(captured.stacked_head(i, samples), task.biases) for i in range(site.num_kv_heads)]
+            form = ProjectedHeads(tuple(heads), w_o)
+            found.append(form_spectrum(form, method=task.method, memory_limit=task.memory_limit))
+    except NUMERICAL as error:
+        return {"output_problem": str(error).splitlines()[0]}
+    return {"with_output": found[0], "output_samples": _both(found)}
+
+
+def _both(found: Sequence[JacobianSpectrum]) -> dict[Kappa, tuple[float, ...]]:
+    return {kind: tuple(s.kappa(kind) for s in found) for kind in get_args(Kappa)}
 
 
 def _plain_head(captured: CapturedAttention, index: int, combine: Combine) -> SoftmaxHead:
@@ -273,11 +306,10 @@ def _plain_head(captured: CapturedAttention, index: int, combine: Combine) -> So
 
 
 def _forms(captured: CapturedAttention, index: int, task: _Task) -> list[CapturedForm]:
-    if not captured.is_plain:
-        # A generic form covers the whole call, but Nystrom attention is run on each sample by itself.
-        count = captured.num_samples if captured.site.kind == "nystrom" and task.combine == "mean" else 1
-        return [captured_form(captured, index, sample=s, biases=task.biases) for s in range(max(1, count))]
-    if task.combine == "stack":
-        head = _plain_head(captured, index, task.combine)
-        return [CapturedForm(WideForm(head, task.biases), head, "structured: plain softmax, samples stacked")]
-    return [captured_form(captured, index, sample=s, biases=task.biases) for s in range(captured.num_samples)]
+    count = captured.num_samples if captured.is_plain else min(task.samples, num_samples(captured))
+    return [captured_form(captured, index, samples=s, biases=task.biases) for s in _together(count, task)]
+
+
+def _together(count: int, task: _Task) -> list[list[int]]:
+    """Samples that make one Jacobian."""
+    return [list(range(count))] if task.combine == "stack" else [[sample] for sample in range(count)]

@@ -96,15 +96,21 @@ class LayerReport:
     problem: str = ""
     """Why no head could be measured; empty otherwise."""
     with_output: JacobianSpectrum | None = None
-    """Of the layer's output through W_O, if asked for (`output=True`) and every head is plain."""
+    """Of the layer's output through W_O, if asked for (`output=True`) and every head is plain; of the first sample, or
+    of all samples stacked."""
+    output_samples: dict[Kappa, tuple[float, ...]] = field(default_factory=lambda: {"strict": (), "pseudo": ()})
+    """Both condition numbers of `with_output`, sample by sample."""
+    output_problem: str = ""
+    """Why `with_output` could not be measured; empty otherwise."""
 
     def kappa(self, kind: Kappa = "strict") -> float:
         """Condition number of the whole layer without W_O: heads have parameters of their own, so spectra unite.
 
-        NaN if the Jacobian of some head was not measured.
+        NaN unless the Jacobian of every key/value head was measured; infinite as soon as that of one is.
         """
-        known = [head.jacobian for head in self.heads if head.jacobian is not None]
-        return union_condition_number(known, kind) if len(known) == len(self.heads) else math.nan
+        known = {head.index: head.jacobian for head in self.heads if head.jacobian is not None}
+        kappa = union_condition_number(list(known.values()), kind) if known else math.nan
+        return kappa if len(known) == self.num_kv_heads or kappa == math.inf else math.nan
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,7 @@ class MeasurementReport:
         """Plain data, both condition numbers of every head included."""
         data = dataclasses.asdict(self)
         for layer, plain in zip(self.layers, data["layers"], strict=True):
+            plain["with_output"] = None if layer.with_output is None else layer.with_output.to_dict()
             for head, row in zip(layer.heads, plain["heads"], strict=True):
                 row["jacobian"] = None if head.jacobian is None else head.jacobian.to_dict()
                 row["weights"] = {role: s.to_dict() for role, s in head.weights.items()}
@@ -141,6 +148,8 @@ class MeasurementReport:
         for layer in self.layers:
             if layer.problem:
                 lines.append(f"{layer.name:28} not measured: {layer.problem}")
+            if layer.output_problem:
+                lines.append(f"{layer.name:28} not measured through W_O: {layer.output_problem}")
             for head in layer.heads:
                 d, seen = head.diagnosis, head.attention
                 norms = " ".join(f"{x:9.3g}" for x in ((d.norm_q, d.norm_k, d.norm_v) if d else (math.nan,) * 3))

@@ -23,7 +23,7 @@ from wellcond.conditioning.apply import conditioning_of
 from wellcond.conditioning.attach import conditioned_class
 from wellcond.errors import UnsupportedLayoutError, WellcondError
 from wellcond.jacobian.capture_watch import Arguments, copy_argument, run, undisturbed
-from wellcond.measurement import NUMERICAL, measure
+from wellcond.measurement import NUMERICAL, check_options, measure
 from wellcond.measurement_records import LayerReport, MeasurementReport
 
 # Under these names attention modules keep the number of heads that their forward pass splits into.
@@ -37,6 +37,7 @@ def measure_sharded(
 
     Raises: as `measure`, on every process.
     """
+    check_options(**options)
     calls = _record_calls(model, batch, sites)
     rows: list[LayerReport] = []
     settings: dict[str, Any] = {}

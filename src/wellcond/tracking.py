@@ -22,7 +22,7 @@ from wellcond.attention.wrappers import unwrap
 from wellcond.errors import WellcondError
 from wellcond.files import json_ready
 from wellcond.jacobian.records import Convention
-from wellcond.measurement import NUMERICAL, HeadReport, Kappa, MeasurementReport, measure
+from wellcond.measurement import NUMERICAL, HeadReport, Kappa, MeasurementReport, check_options, measure
 from wellcond.sharded_measurement import decided_by_first, measure_sharded
 
 Steps = int | Collection[int]
@@ -183,9 +183,10 @@ class ConditionTracker:
             raise ValueError(f"budget: expected a share between 0 and 1, or None for no limit, got {budget!r}")
         if first_step < 0:
             raise ValueError(f"first_step: expected the number of steps trained before, got {first_step!r}")
+        self.options = {"convention": convention, "kappa": kappa, "method": method, "samples": samples}
+        check_options(**self.options)  # type: ignore[arg-type]
         self.model = unwrap(model)
         self.every, self.weights_every, self.batch, self.clock = every, weights_every, batch, clock
-        self.options = {"convention": convention, "kappa": kappa, "method": method, "samples": samples}
         chosen = find_attention(self.model, strict=False) if sites is None else choose_sites(self.model, sites)
         self._probes = [
             (site, head) for site in chosen for head in range(site.num_kv_heads) if heads is None or head in heads

@@ -1,5 +1,7 @@
 """Families that nobody named: confirmed by their own forward pass, or refused."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -35,6 +37,18 @@ def test_the_same_weights_read_per_head_are_told_apart():
     assert site.arrangement == "fused groups"
     assert site.scale == pytest.approx(0.7, rel=1e-6) and site.causal is False
     assert site.k.rows[1].tolist() == [16, 17, 18, 19]
+
+
+def test_a_module_that_cannot_be_copied_is_not_tried():
+    module = XTransformersAttention()
+    expected = wc.find_attention(module)[0]
+    module.lock = threading.Lock()
+    [site] = wc.find_attention(module)
+    assert expected.evidence != "structure" and site.evidence == "structure"
+    fused = NanoGPTAttention()
+    fused.lock = threading.Lock()
+    with pytest.raises(wc.UnsupportedLayoutError, match="cannot pickle '_thread.lock' object"):
+        wc.find_attention(fused)
 
 
 def test_an_unexpected_order_is_refused_not_guessed():

@@ -65,8 +65,22 @@ OPTION_VALUES = st.one_of(
 INIT_OPTIONS = st.fixed_dictionaries(
     {},
     optional={
-        name: st.one_of(OPTION_VALUES, st.lists(OPTION_VALUES, max_size=2))
-        for name in ("orthogonal", "heads", "value", "value_scale", "projections", "output", "match_norm")
+        "orthogonal": st.sampled_from(["svd", "qr"]),
+        "value_scale": st.floats(allow_nan=False, allow_infinity=False),
+        "projections": st.sampled_from(["q", "kv"]),
+        "output": st.one_of(st.booleans(), st.sampled_from(["identity", "orthogonal"])),
+        "match_norm": st.booleans(),
+        "tokens": st.integers(2, 10**6),
+    },
+)
+# Arguments of a model may be anything that YAML can say.
+TEACHER_OPTIONS = st.fixed_dictionaries(
+    {"teacher": st.just("it's, large.safetensors"), "teacher_model": st.just("timm:vit")},
+    optional={
+        "teacher_arguments": st.dictionaries(
+            st.sampled_from(["depth", "a b", "it's"]), st.one_of(OPTION_VALUES, st.lists(OPTION_VALUES, max_size=2))
+        ),
+        "exclude": st.lists(st.sampled_from(["head", "blocks.0"]), max_size=2),
     },
 )
 CONDITIONS = st.one_of(
@@ -92,7 +106,10 @@ CONDITIONS = st.one_of(
 
 @given(
     init=st.one_of(
-        st.tuples(st.just("conditioned"), INIT_OPTIONS), st.just(("default", {})), st.just(("gaussian", {}))
+        st.tuples(st.just("conditioned"), INIT_OPTIONS),
+        st.tuples(st.just("weight_selection"), TEACHER_OPTIONS),
+        st.just(("default", {})),
+        st.just(("gaussian", {})),
     ),
     condition=CONDITIONS,
     projections=st.sampled_from(["qkv", "q", "kv"]),
@@ -132,6 +149,17 @@ def test_equal_numbers_are_equal_settings():
         ("weight_selection", r"'weight_selection' needs the option teacher="),
         ("identity(lam=high)", r"lam: expected a finite number, got 'high'"),
         ("balanced(target=0.5)", r"target: expected a condition number of at least 1, got 0.5"),
+        ("gaussian(std=abc)", r"std of 'gaussian': expected a finite number above 0 or None, got 'abc'"),
+        ("gaussian(std=nan)", r"std of 'gaussian': expected a finite number above 0 or None, got 'nan'"),
+        ("gaussian(std=.nan)", r"std of 'gaussian': .* got nan, which is not finite"),
+        ("gaussian(std=-1)", r"std of 'gaussian': .* got -1"),
+        ({"init": "gaussian", "init_options": {"std": "abc"}}, r"std of 'gaussian': .* got 'abc'"),
+        ("conditioned(keys=tied, own_token=3)", r"an own_token between 1/tokens .* and 1, got own_token=3"),
+        ("conditioned(projections=qx)+polar", r"unknown projection: got 'x'"),
+        ("identity(lam=true)", r"lam of 'identity': expected a finite number or a mapping .* got True"),
+        ("identity(lam=.inf)", r"lam: expected a finite number, got inf"),
+        ("balanced(target=true)", r"target of 'balanced': expected a finite number, got True"),
+        ("polar(frozen=1)", r"frozen of 'polar': expected True or False, got 1"),
         ("polar+balanced", r"names two methods of the same kind: polar and balanced"),
         ("polar(projections=qx)", r"unknown projection: got 'x'"),
         ("identity(10)", r"expected options such as lam=10 in 'identity\(10\)', found '10'"),

@@ -2,15 +2,18 @@ import math
 
 import pytest
 import torch
+from PIL import Image
 from pydantic import ValidationError
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import wellcond
 from experiments.helpers import ListSplit, bundle, byte_images, make_recipe, texts, tiny_bert, tiny_gpt2, tiny_vit
+from experiments.small import small_job
 from wellcond.experiments.data import TensorSplit, load_data, resolve_config
 from wellcond.experiments.methods import MethodSettings
-from wellcond.experiments.prepare import prepare_model
+from wellcond.experiments.prepare import prepare_model, prepare_task
+from wellcond.experiments.run import run_job
 from wellcond.experiments.settings import RecipeError
 from wellcond.experiments.tasks.augmentation import AugmentationSettings
 from wellcond.experiments.tasks.base import EVALUATION, TASKS, TaskContext
@@ -217,6 +220,8 @@ def test_reading_text_is_reported():
         ("language_modelling", IMAGES, {"context": 4}, "language_modelling needs text data; some has image"),
         ("image_classification", bundle("image", byte_images(), classes=None), {}, "needs labels; some has none"),
         ("sequence_classification", bundle("text", texts("a"), classes=None), {"length": 4}, "needs labels"),
+        ("image_classification", bundle("image", byte_images(), classes=1), {}, "at least two classes .* has only '0'"),
+        ("sequence_classification", token_data([[1], [1]], (0, 0), classes=1), {}, "at least two classes .* only '0'"),
         ("sequence_classification", DOCUMENTS, {}, "expected task.length, for instance 256"),
         ("sequence_classification", token_data([[5, 0], [0, 0]]), {}, "expected tokens from 0 to 4, found 5"),
         ("sequence_classification", token_data([[-1, 0], [0, 4]]), {}, "expected tokens from 0 to 4, found -1"),
@@ -228,6 +233,30 @@ def test_reading_text_is_reported():
 def test_data_that_do_not_suit_are_refused(name, data, fields, message):
     with pytest.raises(RecipeError, match=message):
         make_task(name, data, **fields)
+
+
+def test_images_of_one_class_are_refused_before_training(tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / split / "cat").mkdir(parents=True)
+        for number in range(4):
+            Image.new("RGB", (8, 8), (60 * number, 0, 0)).save(tmp_path / split / "cat" / f"{number}.png")
+    with pytest.raises(RecipeError, match="image_classification needs at least two classes .* has only 'cat'"):
+        run_job(small_job(tmp_path / "run", "default", f"data={{source: image_folder, path: '{tmp_path}'}}"))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_training_split_with_one_label_is_refused_and_text_without_a_use_for_labels_is_not(tmp_path):
+    for name, labels in (("train", ["good"] * 6), ("test", ["good", "bad"] * 3)):
+        rows = "".join(f"some words {i},{label}\n" for i, label in enumerate(labels))
+        (tmp_path / f"{name}.csv").write_text("text,label\n" + rows)
+    data = {"source": "files", "train": str(tmp_path / "train.csv"), "evaluation": str(tmp_path / "test.csv"),
+            "input": "text", "label": "label", "class_names": ["bad", "good"]}  # fmt: skip
+    recipe = make_recipe(data=data, task={"name": "sequence_classification", "length": 8})
+    with pytest.raises(
+        RecipeError, match="at least two classes in the training data; .* has only 'good'. Add examples"
+    ):
+        prepare_task(recipe, seed=0, base=None)
+    prepare_task(make_recipe(data=data, task={"name": "language_modelling", "context": 8}), seed=0, base=None)
 
 
 def test_a_context_of_one_predicts_nothing_and_is_refused():

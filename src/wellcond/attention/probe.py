@@ -135,15 +135,15 @@ def observe(site: AttentionSite, describe: Any) -> Observation:
     on_meta = any(p.device.type == "meta" for p in module.parameters())
     if on_meta and any(True for _ in module.buffers()):
         return Observation(None, "it is on the meta device and has buffers")
-    replica = _random_replica(module)
     generator = torch.Generator().manual_seed(1)
     x_ND = torch.randn(NUM_TOKENS, site.in_features, generator=generator, dtype=torch.float64)
     recorder = ProductRecorder()
     try:
+        replica = _random_replica(module)
         arguments = _arguments(replica, x_ND[None])
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), torch.random.fork_rng(devices=[]), recorder:
             replica(*arguments)
-    except Exception as error:  # an arbitrary forward may raise anything; the reason is passed on
+    except Exception as error:  # an arbitrary module may raise anything when copied or run; the reason is passed on
         return Observation(None, f"its forward pass could not be tried ({type(error).__name__}: {error})")
     with torch.no_grad():
         return compare(recorder, expected_heads(describe(replica), x_ND))

@@ -30,7 +30,8 @@ from wellcond.experiments.settings import RecipeError, Settings, suggest
 from wellcond.experiments.teachers import OPTIONS as TEACHER_OPTIONS
 from wellcond.experiments.teachers import Build, check_teacher, pin_teacher, selection_options
 from wellcond.experiments.yaml_text import read_yaml
-from wellcond.init.apply import check_options, init_
+from wellcond.init.apply import check_names, check_options, init_
+from wellcond.init.options import check_values
 from wellcond.init.plan import METHODS as INITS
 
 
@@ -66,6 +67,7 @@ class MethodSettings(Settings):
             self._check_init()
             if self.condition is not None:
                 make_method(self.condition, self.condition_options)
+                check_values(CONDITIONS[self.condition], self.condition, self.condition_options)
             object.__setattr__(self, "projections", choose_projections(self.projections))
         except WellcondError as error:
             raise ValueError(str(error)) from error
@@ -76,11 +78,14 @@ class MethodSettings(Settings):
         return self
 
     def _check_init(self) -> None:
-        selects = self.init == "weight_selection"
-        ignored = TEACHER_OPTIONS if selects else ()
-        check_options(self.init, {name: value for name, value in self.init_options.items() if name not in ignored})
-        if selects:
-            check_teacher(self.init_options)
+        if self.init != "weight_selection":
+            check_options(self.init, self.init_options)
+            return
+        # The teacher is a path here, and a model only when the method is applied.
+        check_names(
+            self.init, {name: value for name, value in self.init_options.items() if name not in TEACHER_OPTIONS}
+        )
+        check_teacher(self.init_options)
 
     def canonical(self) -> str:
         """The method as text that `parse_method` reads."""

@@ -20,7 +20,13 @@ from wellcond.experiments.recipe import Recipe
 from wellcond.experiments.seeding import derive
 from wellcond.experiments.settings import RecipeError
 from wellcond.experiments.tasks.augmentation import AugmentationSettings
-from wellcond.experiments.tasks.base import EVALUATION, TASKS, AbstractTask, TaskContext
+from wellcond.experiments.tasks.base import (
+    EVALUATION,
+    TASKS,
+    AbstractTask,
+    TaskContext,
+    need_several_classes_in_training,
+)
 from wellcond.experiments.weights import load_encoder, load_weights
 
 
@@ -53,6 +59,8 @@ def _make_task(
         bundle = _bundle(json.dumps(data), base)
     context = TaskContext(bundle, seed, AugmentationSettings.model_validate(augmentation), progress, base, with_test)
     made = make(settings.model_validate(task), context)
+    if made.tells_classes_apart:
+        need_several_classes_in_training(bundle, task["name"])
     made.data = bundle
     return made
 

@@ -19,6 +19,7 @@ from wellcond.experiments.finished_run import read_finished_run
 from wellcond.experiments.models import build_model
 from wellcond.experiments.settings import RecipeError
 from wellcond.experiments.weights import conditioning_in, load_state, read_state_dict
+from wellcond.init.selection import exclusion
 
 OPTIONS = ("teacher_model", "teacher_arguments", "teacher_sha256")
 """Options of a recipe beside those of `wellcond.init_`."""
@@ -128,9 +129,10 @@ def _describe(options: dict[str, Any], base: Path | None) -> tuple[Path, str, di
 
 def _with_own_heads(state: dict[str, Tensor], teacher: nn.Module, excluded: tuple[str, ...]) -> dict[str, Tensor]:
     """The state with what is not selected, such as a classifier of other classes, as the model has it."""
+    left_out = exclusion(teacher, excluded)
 
     def is_excluded(name: str) -> bool:
-        return not name.startswith(PREFIX) and any(part in name for part in excluded)
+        return not name.startswith(PREFIX) and left_out(name)
 
     kept = {name: value for name, value in state.items() if not is_excluded(name)}
     return kept | {name: own for name, own in teacher.state_dict().items() if is_excluded(name)}

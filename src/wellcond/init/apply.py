@@ -13,12 +13,13 @@ import wellcond.init.conditioned
 import wellcond.init.mimetic
 import wellcond.init.selection
 import wellcond.init.standard  # noqa: F401  (each registers its methods)
-from wellcond.attention.checks import check_writable, choose_sites
+from wellcond.attention.checks import check_writable, choose_projections, choose_sites
 from wellcond.attention.shards import is_distributed, reshard_
 from wellcond.attention.site import AttentionSite
 from wellcond.attention.wrappers import find_ddp, unwrap
 from wellcond.errors import UnknownChoiceError, check_choice
-from wellcond.init.plan import METHODS, InitContext, Write, checked
+from wellcond.init.options import check_values
+from wellcond.init.plan import CHECKS, METHODS, InitContext, Write, checked
 
 
 def init_(
@@ -48,8 +49,9 @@ def init_(
 
     Raises:
         UnknownChoiceError: a method or option that does not exist.
+        ValueError: an option of another type or out of range.
         AttentionNotFoundError, UnsupportedLayoutError: from `find_attention`.
-        WeightError: parameters on the meta device, quantised, frozen or tied.
+        WeightError: parameters that it would write on the meta device, quantised, frozen or tied.
         ConditioningError: a conditioned model; initialise before conditioning.
 
     Example:
@@ -66,7 +68,7 @@ def init_(
     inner = unwrap(model)
     reshard_(inner)
     chosen = choose_sites(inner, sites)
-    check_writable(inner, chosen, "qkvo", "wellcond.init_")
+    check_writable(inner, chosen, written_projections(method, options), "wellcond.init_")
     writes = METHODS[method](InitContext(inner, chosen, generator), **options)
     plan = list(checked(writes, next(filter(is_distributed, inner.parameters()), None)))
     for write in plan:
@@ -87,14 +89,41 @@ def _send_to_replicas(model: nn.Module, plan: list[Write]) -> None:
 
 
 def check_options(method: str, options: dict[str, Any]) -> None:
+    """Check the options of a method, without a model.
+
+    Raises:
+        UnknownChoiceError: an option that the method does not have, or none of its choices.
+        ValueError: one that it needs is missing, or has a value of another type or out of range.
+    """
+    check_names(method, options)
+    check_values(METHODS[method], method, options)
+    if method in CHECKS:
+        CHECKS[method](**options)
+
+
+def check_names(method: str, options: dict[str, Any]) -> None:
     """Raise UnknownChoiceError for an option the method does not have, ValueError for one it needs."""
-    parameters = inspect.signature(METHODS[method]).parameters.values()
-    known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    parameters = _options(method)
     for name in options:
-        if name not in known:
-            raise UnknownChoiceError(f"option of {method!r}", name, known)
-    missing = [
-        p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in options
-    ]
+        if name not in parameters:
+            raise UnknownChoiceError(f"option of {method!r}", name, list(parameters))
+    missing = [p.name for p in parameters.values() if p.default is p.empty and p.name not in options]
     if missing:
         raise ValueError(f"{method!r} needs the option {missing[0]}=")
+
+
+def written_projections(method: str, options: dict[str, Any]) -> str:
+    """Letters of the projections that a method rewrites with these options.
+
+    A method with the option ``projections`` writes those, one with ``output`` writes W_O if that is set; a method with
+    neither writes everything.
+    """
+    given = {name: options.get(name, parameter.default) for name, parameter in _options(method).items()}
+    rewritten = choose_projections(given.get("projections", "qkv"))
+    with_output = given.get("output", "projections" not in given)
+    return rewritten + "o" if with_output else rewritten
+
+
+def _options(method: str) -> dict[str, inspect.Parameter]:
+    parameters = inspect.signature(METHODS[method]).parameters
+    return {name: p for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}

@@ -6,14 +6,14 @@ The paper writes W as D x d; stored heads are its transpose, d x D.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from wellcond.attention.checks import choose_projections
 from wellcond.attention.site import AttentionSite, Slot
-from wellcond.errors import check_choice
+from wellcond.init.options import PositiveFloat
 from wellcond.init.plan import InitContext, Write, head_write, register_init
 from wellcond.init.tied_keys import Keys, check_keys, tied_scale
 from wellcond.linalg.orthogonal import Source, draw_normal, random_semi_orthogonal
@@ -46,7 +46,7 @@ def semi_orthogonal_heads(slot: Slot, context: InitContext, *, source: Source, h
     return drawn.reshape(num_heads, head_dim, -1)
 
 
-@register_init("conditioned")
+@register_init("conditioned", check=check_keys)
 def conditioned(
     context: InitContext,
     *,
@@ -81,14 +81,8 @@ def conditioned(
             sets a (unless `match_norm` does).
         tokens: the context length; only its logarithm matters.
     """
-    check_choice("heads", heads, get_args(Heads))
-    check_choice("value", value, get_args(Value))
-    check_choice("roles", roles, get_args(Roles))
     chosen = choose_projections(projections)
-    check_keys(keys, chosen, own_token, tokens)
     output = "orthogonal" if output is True else output
-    if output:
-        check_choice("output", output, get_args(Output))
     for site in context.sites:
         linear_path = site.roles["value"] if roles == "by_role" else "v"
         scale = tied_scale(site, own_token, tokens) if keys == "tied" else 1.0
@@ -124,7 +118,7 @@ def output_heads(site: AttentionSite, context: InitContext, *, kind: Output, sou
     return whole.reshape(rows, num_heads, head_dim).transpose(0, 1)
 
 
-@register_init("orthogonal")
+@register_init("orthogonal", check=check_keys)
 def orthogonal(
     context: InitContext, *, orthogonal: Source = "svd", heads: Heads = "independent", projections: str = "qkv"
 ) -> Iterator[Write]:
@@ -132,11 +126,11 @@ def orthogonal(
     yield from conditioned(context, orthogonal=orthogonal, heads=heads, value="orthogonal", projections=projections)
 
 
-@register_init("gaussian")
+@register_init("gaussian", check=check_keys)
 def gaussian(
     context: InitContext,
     *,
-    std: float | None = None,
+    std: PositiveFloat | None = None,
     value: Literal["gaussian", "per_head", "joint"] = "gaussian",
     projections: str = "qkv",
     keys: Keys = "independent",
@@ -156,9 +150,7 @@ def gaussian(
         own_token: as in `conditioned`.
         tokens: as in `conditioned`.
     """
-    check_choice("value", value, ("gaussian", "per_head", "joint"))
     chosen = choose_projections(projections)
-    check_keys(keys, chosen, own_token, tokens)
     for site in context.sites:
         scale = tied_scale(site, own_token, tokens) if keys == "tied" else 1.0
         for role in chosen:

@@ -9,13 +9,13 @@ group of papers C and S, with its transposes corrected (``transposes="released"`
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from wellcond.attention.site import AttentionSite
-from wellcond.errors import UnsupportedLayoutError, check_choice
+from wellcond.errors import UnsupportedLayoutError
 from wellcond.init.plan import InitContext, Write, head_write, register_init
 from wellcond.init.positions import Position, position_writes
 from wellcond.linalg.orthogonal import draw_normal
@@ -56,10 +56,6 @@ def mimetic(
         UnknownChoiceError: an option that does not exist.
         UnsupportedLayoutError: shapes on which the products are not defined (grouped queries, hd != D, no W_O).
     """
-    check_choice("qk_sign", qk_sign, (1, -1))
-    check_choice("value_sign", value_sign, (1, -1))
-    check_choice("noise", noise, get_args(Noise))
-    check_choice("transposes", transposes, get_args(Transposes))
     for site in context.sites:
         _check_shapes(site)
     for site in context.sites:

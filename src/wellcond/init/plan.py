@@ -111,13 +111,19 @@ class InitContext:
 
 Method = Callable[..., Iterable[Write]]
 METHODS: dict[str, Method] = {}
+CHECKS: dict[str, Callable[..., None]] = {}
 
 
-def register_init(name: str) -> Callable[[Method], Method]:
-    """Decorate a function `(context, **options) -> writes` that plans an initialisation."""
+def register_init(name: str, *, check: Callable[..., None] | None = None) -> Callable[[Method], Method]:
+    """Decorate a function `(context, **options) -> writes` that plans an initialisation.
+
+    `check(**options)` raises for options that exclude each other; each by itself is checked against its annotation.
+    """
 
     def decorate(method: Method) -> Method:
         METHODS[name] = method
+        if check is not None:
+            CHECKS[name] = check
         return method
 
     return decorate

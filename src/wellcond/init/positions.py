@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from wellcond.errors import WeightError, check_choice
+from wellcond.errors import WeightError
 from wellcond.init.plan import ParameterWrite, Write
 
 Position = Literal["keep", "sincos2d", "sincos1d"]
@@ -34,7 +34,6 @@ def position_writes(model: nn.Module, position: Position) -> Iterator[Write]:
 
     Raises: WeightError if the model has no learned position embedding of that form.
     """
-    check_choice("position", position, get_args(Position))
     if position == "keep":
         return
     yield _vision_table(model) if position == "sincos2d" else _sequence_table(model)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal, get_args
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from wellcond.attention.effective import is_conditioned
-from wellcond.attention.find import find_attention
+from wellcond.attention.find import find_attention, scan_attention
 from wellcond.attention.site import AttentionSite, Slot
-from wellcond.errors import ConditioningError, UnsupportedLayoutError, WeightError, check_choice
+from wellcond.errors import ConditioningError, UnsupportedLayoutError, WeightError
 from wellcond.init.plan import InitContext, ParameterWrite, Write, register_init
 
 Layout = Literal["blind", "heads"]
@@ -49,13 +49,12 @@ def weight_selection(
         teacher: the larger model, with as many layers or more (the first ones are used).
         layout: ``blind``, the published rule on every axis, which mixes the heads of a fused weight; ``heads`` picks
             whole heads, and within a head by the rule, for Q, K, V, their biases and the columns of W_O alike.
-        exclude: weights whose name contains one of these keep what they have (the classifier).
+        exclude: weights that keep what they have (the classifier); see `exclusion`.
 
     Raises:
         WeightError: the teacher lacks a weight, or one is smaller than the student's.
         UnsupportedLayoutError: with ``heads``, a student with more heads than its teacher.
     """
-    check_choice("layout", layout, get_args(Layout))
     for model, who in ((teacher, "teacher"), (context.model, "model")):
         if is_conditioned(model):
             raise ConditioningError(
@@ -63,8 +62,9 @@ def weight_selection(
             )
     teacher_state = teacher.state_dict()
     by_heads = _head_axes(context.model, teacher) if layout == "heads" else {}
+    is_excluded = exclusion(context.model, exclude)
     for name, target in context.model.state_dict(keep_vars=True).items():
-        if any(part in name for part in exclude) or not target.dtype.is_floating_point:
+        if is_excluded(name) or not target.dtype.is_floating_point:
             continue
         if name not in teacher_state:
             raise WeightError(
@@ -77,6 +77,27 @@ def weight_selection(
                 "expected a teacher at least as large on every axis"
             )
         yield ParameterWrite(name, target, select(source, target.shape, axes=by_heads.get(name)))
+
+
+def exclusion(model: nn.Module, exclude: Sequence[str]) -> Callable[[str], bool]:
+    """Whether the weight of a name is left out of a selection.
+
+    It is if the name has one of the `exclude` as a part between dots (``head`` for head.fc.weight, ``blocks.0`` for
+    blocks.0.mlp.fc1.bias). Outside of attentions the first or last word of a part is enough: ``head`` then also stands
+    for head_dist and lm_head. The multihead_attn of a decoder is neither.
+    """
+    attentions = [site.name for site in scan_attention(model).sites]
+
+    def is_excluded(name: str) -> bool:
+        dotted = f".{name}."
+        if any(f".{one}." in dotted for one in exclude):
+            return True
+        if any(name.startswith(f"{attention}.") for attention in attentions):
+            return False
+        parts = name.split(".")
+        return any(part.startswith(f"{one}_") or part.endswith(f"_{one}") for one in exclude for part in parts)
+
+    return is_excluded
 
 
 def _head_axes(student: nn.Module, teacher: nn.Module) -> dict[str, dict[int, Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from wellcond.attention.builders import is_conv1d
 from wellcond.attention.plain_copy import plain_copy
 from wellcond.attention.site import AttentionSite, Slot
-from wellcond.errors import check_choice
 from wellcond.init.plan import HeadWrite, InitContext, ParameterWrite, Write, register_init
 
 Rule = Literal["family", "torch"]
@@ -30,7 +29,6 @@ def default(context: InitContext, *, rule: Rule = "family", output: bool = True)
             nn.Linear does, uniform within 1/sqrt(in_features), which timm's ``weight_init="skip"`` amounts to.
         output: include W_O.
     """
-    check_choice("rule", rule, get_args(Rule))
     if rule == "torch":
         yield from _as_bare_linears(context, output)
         return
@@ -38,7 +36,8 @@ def default(context: InitContext, *, rule: Rule = "family", output: bool = True)
     seed = int(torch.randint(2**62, (), generator=context.generator, device=_device(context.generator)))
     replica = plain_copy(context.model)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
+        # Not torch.manual_seed, which seeds the generators of all devices; the copy is on the CPU.
+        torch.default_generator.manual_seed(seed)
         run_family_initialisation(replica)
     counterparts = dict(zip(context.model.modules(), replica.modules(), strict=True))
     for site in context.sites:

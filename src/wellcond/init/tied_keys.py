@@ -10,20 +10,23 @@ s a^2 |U x_i|^2 > 0 and the others average to zero, so P is about p I + (1 - p) 
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Any, Literal
 
+from wellcond.attention.checks import choose_projections
 from wellcond.attention.site import AttentionSite
-from wellcond.errors import WeightError, check_choice
+from wellcond.errors import WeightError
 
 Keys = Literal["independent", "tied"]
 
 
-def check_keys(keys: Keys, projections: str, own_token: float, tokens: int) -> None:
-    """Raise for options that no site can fulfil."""
-    check_choice("keys", keys, get_args(Keys))
+def check_keys(
+    *, projections: str = "qkv", keys: Keys = "independent", own_token: float = 0.5, tokens: int = 128, **_others: Any
+) -> None:
+    """Raise for options of `conditioned` and `gaussian` that no site can fulfil."""
+    chosen = choose_projections(projections)
     if keys != "tied":
         return
-    if not {"q", "k"} <= set(projections):
+    if not {"q", "k"} <= set(chosen):
         raise WeightError(f"keys='tied' sets q and k together: expected projections with both, got {projections!r}")
     if not tokens >= 2 or not 1 / tokens < own_token < 1:
         raise WeightError(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.jacobian.capture_watch import SiteCall, first_tensor
+from wellcond.linalg.float64 import to_float64
 
 View = Callable[[Tensor], Tensor]
 TOLERANCE = 1e-5
@@ -180,12 +181,6 @@ def project(slot: Slot, x_LND: Tensor, num_heads: int) -> Tensor:
     if bias is not None:
         heads = heads + to_float64(bias)[None, :, None, :]
     return heads.repeat_interleave(num_heads // slot.num_heads, dim=1)
-
-
-def to_float64(tensor: Tensor) -> Tensor:
-    """The same numbers in float64, on the CPU where the device has none."""
-    tensor = tensor.detach()
-    return (tensor.cpu() if tensor.device.type == "mps" else tensor).to(torch.float64)
 
 
 def tolerance(*dtypes: torch.dtype) -> float:

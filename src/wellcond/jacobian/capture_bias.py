@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from wellcond.attention.site import AttentionSite
-from wellcond.jacobian.capture_align import Alignment, project, to_float64
+from wellcond.jacobian.capture_align import Alignment, project
+from wellcond.linalg.float64 import to_float64
 
 # exp(-745.2) is the smallest positive number of float64: a logit this far below its row's maximum is a masked one.
 HIDDEN = -745.2

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.errors import WeightError, WellcondError
-from wellcond.jacobian.capture_align import to_float64
 from wellcond.jacobian.capture_watch import SiteCall
 from wellcond.jacobian.head import SoftmaxHead
+from wellcond.linalg.float64 import to_float64
 
 
 class NotPlainError(WellcondError, ValueError):
@@ -125,7 +125,7 @@ class CapturedAttention:
         assert self.probabilities is not None
         shape = self.probabilities[0, group].shape
         if self.logit_bias is None:
-            own = [torch.zeros(shape, dtype=torch.float64, device=self.probabilities.device)] * len(samples)
+            own = [torch.zeros(shape, dtype=torch.float64)] * len(samples)
         else:
             own = [self.logit_bias[0 if len(self.logit_bias) == 1 else sample, group] for sample in samples]
         if len(samples) == 1:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,37 +30,52 @@ class CapturedForm:
     how: str
 
 
-def captured_form(captured: CapturedAttention, kv_head: int, *, sample: int = 0, biases: bool = False) -> CapturedForm:
-    """The form of one key/value head of a captured attention on one sample.
+def captured_form(
+    captured: CapturedAttention, kv_head: int, *, samples: Sequence[int] = (0,), biases: bool = False
+) -> CapturedForm:
+    """The form of one key/value head of a captured attention on one sample, or on several as one Jacobian.
 
-    A structured form that is not plain (channel attention, QK-norm) is believed only if it reproduces what the module's
-    own copy puts out; otherwise, and for everything else, the derivatives go through the module itself. A generic form
-    covers all samples of the captured call at once; only Nystrom attention is run on each sample by itself.
+    A structured form that is not plain (channel attention, QK-norm) is believed only if it has the output and the
+    derivative of the module's own copy; otherwise, and for everything else, the derivatives go through the module.
     """
     if captured.is_plain:
-        head = captured.head(kv_head, sample)
-        return CapturedForm(WideForm(head, biases), head, "structured: plain softmax")
-    if captured.site.kind == "nystrom":
-        return _nystrom(captured, kv_head, sample, biases)
-    generic = GenericHead(captured, kv_head)
-    structured = _channel(captured, kv_head, biases) or _normalised(captured, kv_head, biases)
-    if structured is not None and _agree(structured.form, generic):
-        return structured
-    return CapturedForm(GenericForm(generic), None, f"generic derivatives: {captured.why_not_plain}")
+        head = captured.stacked_head(kv_head, samples)
+        stacked = ", samples stacked" if len(samples) > 1 else ""
+        return CapturedForm(WideForm(head, biases), head, f"structured: plain softmax{stacked}")
+    if captured.site.kind == "nystrom" and len(samples) == 1:
+        return _nystrom(captured, kv_head, samples[0], biases)
+    generic = GenericHead(captured, kv_head, samples=samples)
+    for build in (_channel, _normalised):
+        structured = build(captured, kv_head, samples, False)
+        if structured is not None and _agree(structured.form, generic):
+            return (build(captured, kv_head, samples, True) or structured) if biases else structured
+    return _generic(captured, generic, biases)
+
+
+def _generic(captured: CapturedAttention, generic: GenericHead, biases: bool) -> CapturedForm:
+    left_out = "; biases are not counted" if biases else ""
+    return CapturedForm(GenericForm(generic), None, f"generic derivatives: {captured.why_not_plain}{left_out}")
 
 
 def _nystrom(captured: CapturedAttention, kv_head: int, sample: int, biases: bool) -> CapturedForm:
-    alone = captured.num_samples > 1
-    generic = GenericHead(captured, kv_head, sample=sample if alone else None)
+    generic = GenericHead(captured, kv_head, samples=[sample], alone=True)
     form = None if biases else nystrom_form(captured, kv_head, sample, generic)
     if form is not None:
         return CapturedForm(form, None, "structured: Nystrom attention")
-    return CapturedForm(GenericForm(generic), None, f"generic derivatives: {captured.why_not_plain}")
+    return _generic(captured, generic, biases)
 
 
 def _agree(form: Any, generic: GenericHead) -> bool:
+    """Whether a form has the output of the module and, for a vector drawn at random, its product with J J^T."""
     mine, theirs = form.output().flatten(), generic.output().flatten()
-    return mine.shape == theirs.shape and bool((mine - theirs).norm() <= 1e-9 * theirs.norm())
+    if mine.shape != theirs.shape or not _close(mine, theirs, 1e-9):
+        return False
+    u = torch.randn(generic.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return _close(form.product(u), generic.matvec(u), 1e-6)
+
+
+def _close(mine: Tensor, theirs: Tensor, rtol: float) -> bool:
+    return bool((mine - theirs).norm() <= rtol * theirs.norm())
 
 
 def _weights(site: AttentionSite, kv_head: int) -> dict[str, Any]:
@@ -68,14 +84,14 @@ def _weights(site: AttentionSite, kv_head: int) -> dict[str, Any]:
     for role, letter in (("query", "q"), ("key", "k"), ("value", "v")):
         slot = site.by_role(role)
         bias = slot.read_bias()
-        found[f"w_{letter}"] = slot.read()[kv_head].detach().double().cpu()
-        found[f"b_{letter}"] = None if bias is None else bias[kv_head].detach().double().cpu()
+        found[f"w_{letter}"] = slot.read()[kv_head].detach().cpu().double()
+        found[f"b_{letter}"] = None if bias is None else bias[kv_head].detach().cpu().double()
     return found
 
 
-def _channel(captured: CapturedAttention, kv_head: int, biases: bool) -> CapturedForm | None:
+def _channel(captured: CapturedAttention, kv_head: int, samples: Sequence[int], biases: bool) -> CapturedForm | None:
     site, x = captured.site, captured.x
-    if site.kind not in ("cross_covariance", "channel") or x is None or len(x) != 1:
+    if site.kind not in ("cross_covariance", "channel") or x is None or len(samples) > 1 or samples[0] >= len(x):
         return None
     module: Any = site.module
     temperature = getattr(module, "temperature", None)
@@ -85,15 +101,15 @@ def _channel(captured: CapturedAttention, kv_head: int, biases: bool) -> Capture
     elif scale is None:  # DaViT's second version scales by the number of tokens
         scale = x.shape[1] ** -0.5
     form = ChannelHead(
-        x[0].double().cpu(), scale=scale, normalise=site.kind == "cross_covariance", biases=biases,
+        x[samples[0]].cpu().double(), scale=scale, normalise=site.kind == "cross_covariance", biases=biases,
         names=(site.roles["query"], site.roles["key"], site.roles["value"]), **_weights(site, kv_head),
     )  # fmt: skip
     return CapturedForm(form, None, f"structured: {site.kind.replace('_', '-')} attention")
 
 
-def _normalised(captured: CapturedAttention, kv_head: int, biases: bool) -> CapturedForm | None:
+def _normalised(captured: CapturedAttention, kv_head: int, samples: Sequence[int], biases: bool) -> CapturedForm | None:
     site, x, p = captured.site, captured.x, captured.probabilities
-    if site.qk_norm not in ("layer", "rms") or site.rotary or site.scale is None or x is None or len(x) != 1:
+    if site.qk_norm not in ("layer", "rms") or site.rotary or site.scale is None or x is None or max(samples) >= len(x):
         return None
     if site.modifiers or site.talking_heads or site.kind != "softmax" or p is None or captured.memory is not None:
         return None
@@ -103,14 +119,14 @@ def _normalised(captured: CapturedAttention, kv_head: int, biases: bool) -> Capt
     group, w = captured.query_heads(kv_head), _weights(site, kv_head)
     queries, bias = site.by_role("query"), site.by_role("query").read_bias()
     w |= {
-        "w_q": queries.read()[group].detach().double().cpu(),
-        "b_q": None if bias is None else bias[group].detach().double().cpu(),
+        "w_q": queries.read()[group].detach().cpu().double(),
+        "b_q": None if bias is None else bias[group].detach().cpu().double(),
     }
-    head = SoftmaxHead(x[0].double().cpu(), scale=site.scale, **w)
-    if site.causal:
-        n = head.num_tokens
-        hidden = torch.full((n, n), -torch.inf, dtype=torch.float64).triu(1)
-        head = replace(head, logit_bias=hidden)
+    n = x.shape[1]
+    seen = torch.ones(n, n).tril() if site.causal else torch.ones(n, n)
+    seen = torch.block_diag(*[seen] * len(samples))  # each sample sees its own keys only
+    hidden = None if bool(seen.all()) else torch.zeros_like(seen).masked_fill(seen == 0, -torch.inf)
+    head = SoftmaxHead(x[list(samples)].flatten(0, 1), scale=site.scale, logit_bias=hidden, **w)
     form: NormalisedHead = mapped_head(head, maps[0], maps[1], biases=biases)
     return CapturedForm(form, None, f"structured: {site.qk_norm} norm on queries and keys")
 
@@ -119,7 +135,7 @@ def _norm_map(norm: Any) -> MapRows | None:
     if not isinstance(norm, nn.Module):
         return None
     weight, bias = (getattr(norm, name, None) for name in ("weight", "bias"))
-    weight, bias = (None if t is None else t.detach().double().cpu() for t in (weight, bias))
+    weight, bias = (None if t is None else t.detach().cpu().double() for t in (weight, bias))
     eps = getattr(norm, "eps", getattr(norm, "variance_epsilon", None))
     if eps is None:
         return None

@@ -10,11 +10,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from wellcond.errors import WellcondError
 from wellcond.jacobian import bounds
 from wellcond.jacobian.gram import explicit_jacobian, output_gram, parameter_gram, stack_gram
 from wellcond.jacobian.head import Blocks, SoftmaxHead, build_blocks
 from wellcond.jacobian.operator import GramOperator, gram_operator
 from wellcond.jacobian.structure import Structure, stack_structure, wide_structure
+
+
+class NotDefinedError(WellcondError, ValueError):
+    """A convention or a method that is not defined for this attention."""
 
 
 class Form(Protocol):
@@ -130,7 +135,11 @@ class WideForm:
 
 @dataclass(frozen=True)
 class StackForm:
-    """The papers' stacked matrix [J_Q; J_K; J_V] of one head. Its rows outnumber its columns: it has no J J^T here."""
+    """The papers' stacked matrix [J_Q; J_K; J_V] of one head, 3 R dv x Dd.
+
+    Its rows outnumber its columns, so methods are given its transpose, which has the same singular values: the rows of
+    this form are the parameters, in the basis of the compressed tokens, and J J^T is H of theory.md 2.3.
+    """
 
     head: SoftmaxHead
 
@@ -138,7 +147,9 @@ class StackForm:
         """Refuse heads on which it is not defined."""
         head = self.head
         if head.num_query_heads > 1 or head.y is not None or head.value_dim != head.head_dim:
-            raise ValueError("the stacked convention is defined for one self-attention head without biases, dv = d")
+            raise NotDefinedError(
+                "the stacked convention is defined for one self-attention head without biases, dv = d"
+            )
 
     @cached_property
     def blocks(self) -> Blocks:
@@ -147,40 +158,38 @@ class StackForm:
 
     @property
     def num_outputs(self) -> int:
-        """3 R dv."""
-        return 3 * self.head.num_outputs
+        """D~ d, the rows of the transpose."""
+        return self.head.head_dim * min(self.head.x.shape)
 
     def structure(self) -> Structure:
         """See `stack_structure`."""
         return stack_structure(self.head)
 
     @property
-    def table_entries(self) -> int:
-        """Entries of the tables of products that it is assembled from."""
-        return 2 * self.head.num_rows * min(self.head.x.shape) ** 2
+    def block_rows(self) -> int:
+        """R dv, the outputs that the blocks describe."""
+        return self.head.num_outputs
 
     @property
-    def gram_side(self) -> int:
-        """Side of the stacked Gram matrix."""
-        return self.head.head_dim * min(self.head.x.shape)
+    def table_entries(self) -> int:
+        """Entries of the tables of products that H is assembled from."""
+        return 2 * self.head.num_rows * self.head.head_dim**2
 
-    def smaller_gram(self) -> Tensor:
-        """H of theory.md 2.3."""
+    def output_gram(self) -> Tensor:
+        """H = J_Q^T J_Q + J_K^T J_K + J_V^T J_V."""
         return stack_gram(self.blocks)
 
     def explicit_jacobian(self) -> Tensor:
-        """The three blocks on top of each other."""
-        return torch.cat(explicit_jacobian(self.blocks).tensor_split(3, dim=1), dim=0)
-
-    def output_gram(self) -> Tensor:
-        """Of the stacked matrix itself."""
-        jacobian = self.explicit_jacobian()
-        return jacobian @ jacobian.T
+        """The three blocks side by side, transposed: (D~ d, 3 R dv)."""
+        return torch.cat([block.T for block in explicit_jacobian(self.blocks).tensor_split(3, dim=1)], dim=1)
 
     def product(self, flat: Tensor) -> Tensor:
-        """Through the explicit matrix."""
-        jacobian = self.explicit_jacobian()
-        return jacobian @ (jacobian.T @ flat)
+        """H w: forward to the outputs of the three blocks, and back."""
+        b, w = self.blocks, flat.view(-1, self.head.head_dim)
+        of_q = torch.einsum("roc,rc->ro", b.m, b.x @ w)
+        of_k = torch.einsum("roa,ra->ro", b.b, b.q @ w.T)
+        back = b.x.T @ torch.einsum("roc,ro->rc", b.m, of_q) + torch.einsum("roa,ro->ra", b.b, of_k).T @ b.q
+        return (back + b.py.T @ (b.py @ w)).flatten()
 
     def certified(self) -> tuple[float, float]:
         """(U1) holds for the stacked matrix too."""

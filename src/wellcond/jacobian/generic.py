@@ -3,11 +3,13 @@ r"""The Jacobian of any attention, plain or not, through the module's own forwar
     f(W_q, W_k, W_v) = what W_O reads from the heads of one group, (g, tokens, dv)
 
 with every other weight of the module fixed. J v is forward-mode differentiation and J^T u reverse-mode; the two are
-independent of each other, so that <u, J v> = <J^T u, v> is a real test of both.
+independent of each other, so that <u, J v> = <J^T u, v> is a real test of both. Where it fails, J is what reverse mode
+says, as in training.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -19,11 +21,26 @@ from wellcond.jacobian.capture_align import is_map, tolerance
 from wellcond.jacobian.capture_record import CapturedAttention
 from wellcond.jacobian.capture_watch import ROLES
 from wellcond.jacobian.generic_products import Products
-from wellcond.jacobian.generic_replica import Replica, as_double
+from wellcond.jacobian.generic_replica import BatchAxis, Replica, as_double, batch_axis
 from wellcond.jacobian.structure import Structure, token_rank
 
 LARGEST_BATCH = 32
 BATCH_BYTES = 2**27
+
+
+def num_samples(captured: CapturedAttention) -> int:
+    """Samples (or windows) that a captured call of an attention, plain or not, was given at once."""
+    return _batch_of(captured).count
+
+
+def _batch_of(captured: CapturedAttention) -> BatchAxis:
+    assert captured.call is not None
+    seen = [tokens.shape[1] for tokens in (captured.x, captured.memory) if tokens is not None]
+    return batch_axis(captured.site, captured.call, seen)
+
+
+def _close(mine: Tensor, theirs: Tensor) -> bool:
+    return mine.shape == theirs.shape and bool((mine - theirs).norm() <= 1e-9 * theirs.norm())
 
 
 class ReplayError(WellcondError, RuntimeError):
@@ -48,17 +65,30 @@ class GenericHead:
         (20, 96, True)
     """
 
-    def __init__(self, captured: CapturedAttention, kv_head: int = 0, *, sample: int | None = None) -> None:
+    def __init__(
+        self,
+        captured: CapturedAttention,
+        kv_head: int = 0,
+        *,
+        samples: Sequence[int] | None = None,
+        alone: bool = False,
+    ) -> None:
         """Copy the module of a captured call, and check that the copy gives what the model gave.
 
-        With `sample`, the module is then run on that sample by itself: arguments that have an entry for every sample
-        of the batch keep this one. Attention that depends on the rest of the batch gives other outputs than in it.
+        Args:
+            captured: the attention and its call.
+            kv_head: number of the key/value head.
+            samples: only the outputs of these samples of the call (`num_samples`); all by default. Where the module
+                gives the same for them by themselves, it is run on them only.
+            alone: run it on them only in any case: attention that depends on the rest of the batch then gives other
+                outputs than in it.
 
         Raises:
             ValueError: the attention was not called.
-            IndexError: no such head.
+            IndexError: no such head or sample.
             WeightError: the weights changed since the capture.
             UnsupportedLayoutError: where the heads leave the module is not known.
+            CopyError: the module cannot be copied.
             ReplayError: the copy gives something else, for instance because it keeps state between calls.
         """
         if captured.call is None:
@@ -76,17 +106,42 @@ class GenericHead:
         self._columns = self._replica.columns[group]
         heads = [self._rows_of(slot, rows) for slot, rows in zip(self._slots, self._rows, strict=True)]
         self.w_q, self.w_k, self.w_v = heads[0], heads[1][0], heads[2][0]
+        self.samples: list[int] | None = None
+        self._batch, self._kept = _batch_of(captured), None  # type: tuple[BatchAxis, Tensor | None]
         with torch.no_grad():
             everything = self._all_heads(self.w_q, self.w_k, self.w_v)
         self._check_replay(everything)
-        self.sample = sample
-        if sample is not None:
-            self._replica.keep_sample(sample)
-            with torch.no_grad():
-                everything = self._all_heads(self.w_q, self.w_k, self.w_v)
+        if samples is not None:
+            everything = self._choose(list(samples), everything, alone)
         self.num_rows = everything.shape[0]
         if not self._heads_are_apart(everything):
             self._columns = torch.arange(everything.shape[1])[None]
+
+    @torch.no_grad()
+    def _choose(self, samples: list[int], everything: Tensor, alone: bool) -> Tensor:
+        """Take these samples out of the call; returns what W_O reads of them."""
+        outside = [sample for sample in samples if not 0 <= sample < self._batch.count]
+        if outside:
+            raise IndexError(f"{self.site.name}: expected a sample below {self._batch.count}, got {outside[0]}")
+        if samples == list(range(self._batch.count)):
+            return everything
+        whole, self.samples = self._replica, samples
+        # As many samples as tokens: the shape does not say which axis is which, but running it does.
+        for batch in (self._batch, BatchAxis(1 - self._batch.axis, self._batch.count)):
+            self._replica = whole.only(samples, batch)
+            try:
+                found = self._all_heads(self.w_q, self.w_k, self.w_v)
+            except Exception:  # an arbitrary forward pass: windows of one image may come with masks for all of them
+                if alone:
+                    raise
+                continue
+            rows = batch.rows(samples, len(everything))
+            if alone or (rows is not None and _close(found, everything[rows])):
+                self._batch = batch
+                return found
+        rows = self._batch.rows(samples, len(everything))
+        self._replica, self._kept = whole, rows
+        return everything if rows is None else everything[rows]
 
     @property
     def site(self) -> AttentionSite:
@@ -131,7 +186,9 @@ class GenericHead:
         tokens = call.inputs.get(role)
         if tokens is None:  # used by other means than one call of its module: nothing is known
             return slot.in_features
-        tokens = tokens if self.sample is None else tokens[self.sample]
+        batch = self._batch
+        if self.samples is not None and tokens.dim() > batch.axis and tokens.shape[batch.axis] == batch.count:
+            tokens = tokens.index_select(batch.axis, torch.tensor(self.samples, device=tokens.device))
         tokens = tokens.movedim(1, -1) if is_map(slot, tokens) else tokens
         return token_rank(as_double(tokens).reshape(-1, slot.in_features))
 
@@ -147,7 +204,8 @@ class GenericHead:
             matrix = stored.T if slot.transposed else stored.reshape(stored.shape[0], -1)
             matrix = matrix.index_copy(0, rows.flatten(), head.reshape(rows.numel(), -1))
             weights[key] = matrix.T if slot.transposed else matrix.reshape(stored.shape)
-        return self._replica.heads(weights)
+        everything = self._replica.heads(weights)
+        return everything if self._kept is None else everything[self._kept]
 
     def output(self, w_q: Tensor | None = None, w_k: Tensor | None = None, w_v: Tensor | None = None) -> Tensor:
         """Output (g, tokens, dv) with other weights (g, d, D), (d, E), (dv, E); the captured ones where None."""
@@ -214,7 +272,8 @@ class GenericHead:
     @property
     def batch_size(self) -> int:
         """Products that are computed together: the attention maps of all of them fit in `BATCH_BYTES`."""
-        maps = 8 * self.site.num_heads * self.num_rows * max(self.num_rows, self._replica.width)
+        rows = self.num_rows if self._kept is None else self._batch.count * self.num_rows // len(self.samples or [0])
+        maps = 8 * self.site.num_heads * rows * max(rows, self._replica.width)
         return max(1, min(LARGEST_BATCH, BATCH_BYTES // maps))
 
     def matvec(self, u: Tensor) -> Tensor:
@@ -224,13 +283,8 @@ class GenericHead:
     __call__ = matvec
 
     def adjoint_error(self, generator: torch.Generator | None = None) -> float:
-        """|<u, J v> - <J^T u, v>| / (|u| |J v| + |J^T u| |v|) for random u and v: rounding, if all is well."""
-        generator = torch.Generator().manual_seed(0) if generator is None else generator
-        u = torch.randn(self.size, dtype=torch.float64, generator=generator)
-        v = torch.randn(self.num_parameters, dtype=torch.float64, generator=generator)
-        pushed, pulled = self.jvp(v), self.vjp(u)
-        size = float(u.norm() * pushed.norm() + pulled.norm() * v.norm())
-        return 0.0 if size == 0 else abs(float(u @ pushed - pulled @ v)) / size
+        """How far J v in forward mode and J^T u in reverse mode are from adjoint: rounding, if all is well."""
+        return self._products.adjoint_error(generator)
 
     def explicit_jacobian(self) -> Tensor:
         """J (n, p), by reverse passes for all outputs.

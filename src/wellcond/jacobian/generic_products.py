@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+ADJOINT = 1e-9
+"""<u, J v> = <J^T u, v>, up to rounding, relative to the lengths of the vectors."""
+
 
 @cache
 def _load_forward_mode() -> None:
@@ -28,7 +31,7 @@ class Products:
         """Of a function with `size` outputs; `batch_size` products are computed together."""
         self.function, self.weights, self.size, self.batch_size = function, weights, size, batch_size
         self.num_parameters = sum(w.numel() for w in weights)
-        self._forward_mode, self._in_batches = True, True
+        self._in_batches = True
 
     @cached_property
     def _recorded(self) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -36,6 +39,39 @@ class Products:
         with torch.enable_grad():
             leaves = tuple(w.clone().requires_grad_(True) for w in self.weights)
             return leaves, self.function(*leaves)
+
+    @cached_property
+    def _forward_mode(self) -> bool:
+        """Whether forward mode differentiates what reverse mode does, which is what training sees.
+
+        An operation may have no forward-mode derivative, and forward mode goes through what a module computes under
+        `torch.no_grad`, where reverse mode stops.
+        """
+        # NaN and infinity have no mode that is right: they are left to whoever reads the products.
+        return self._has_forward_mode and not self.adjoint_error() > ADJOINT
+
+    @cached_property
+    def _has_forward_mode(self) -> bool:
+        try:
+            self._jvp_forward(tuple(torch.zeros_like(w) for w in self.weights))
+        except (NotImplementedError, RuntimeError) as error:
+            if "forward" not in str(error).lower():
+                raise
+            return False
+        return True
+
+    def adjoint_error(self, generator: torch.Generator | None = None) -> float:
+        """|<u, J v> - <J^T u, v>| / (|u| |J v| + |J^T u| |v|) for random u and v: rounding, if all is well.
+
+        J v is in forward mode wherever there is one, independent of the reverse mode of J^T u.
+        """
+        generator = torch.Generator().manual_seed(0) if generator is None else generator
+        u = torch.randn(self.size, dtype=torch.float64, generator=generator)
+        v = torch.randn(self.num_parameters, dtype=torch.float64, generator=generator)
+        push = self._jvp_forward if self._has_forward_mode else self._jvp_reverse
+        pushed, pulled = push(self.unflatten(v)), self.vjp(u)
+        size = float(u.norm() * pushed.norm() + pulled.norm() * v.norm())
+        return 0.0 if size == 0 else abs(float(u @ pushed - pulled @ v)) / size
 
     def vjp(self, u: Tensor) -> Tensor:
         """J^T u."""
@@ -46,14 +82,7 @@ class Products:
     def jvp(self, v: Tensor) -> Tensor:
         """J v."""
         tangents = self.unflatten(v)
-        if self._forward_mode:
-            try:
-                return self._jvp_forward(tangents)
-            except (NotImplementedError, RuntimeError) as error:
-                if "forward" not in str(error).lower():
-                    raise
-                self._forward_mode = False  # an operation of this module has no forward-mode derivative
-        return self._jvp_reverse(tangents)
+        return self._jvp_forward(tangents) if self._forward_mode else self._jvp_reverse(tangents)
 
     def _jvp_forward(self, tangents: tuple[Tensor, ...]) -> Tensor:
         _load_forward_mode()
@@ -75,6 +104,8 @@ class Products:
 
     def jvps(self, directions: Tensor) -> Tensor:
         """J v for many v at a time: (count, n) from (count, p)."""
+        if not self._forward_mode:
+            return torch.stack([self.jvp(direction) for direction in directions])
         return self._many(directions, self.size, self._push, self.jvp)
 
     def vjps(self, covectors: Tensor) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +15,17 @@ from torch.overrides import TorchFunctionMode
 
 from wellcond.attention.effective import corrections_of, effective_weight, remove_conditioning
 from wellcond.attention.layout import head_rows
+from wellcond.attention.plain_copy import HOOKS
 from wellcond.attention.site import AttentionSite, Slot
-from wellcond.errors import UnsupportedLayoutError
+from wellcond.errors import UnsupportedLayoutError, WellcondError
 from wellcond.jacobian.capture_watch import SiteCall, copy_argument, first_tensor, plain_kernels
 
 SHORT = (torch.float32, torch.float16, torch.bfloat16)
 TO_SHORT = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
+
+
+class CopyError(WellcondError, RuntimeError):
+    """An attention module holds something that cannot be copied."""
 
 
 class InDouble(TorchFunctionMode):
@@ -48,6 +55,43 @@ def as_double(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float64, copy=True) if tensor.is_floating_point() else tensor.clone()
 
 
+@dataclass(frozen=True)
+class BatchAxis:
+    """Where the samples (or windows) of a call are: an axis of its first argument, and how many there are."""
+
+    axis: int
+    count: int
+
+    def rows(self, samples: Sequence[int], total: int) -> Tensor | None:
+        """Rows of these samples among all `total` rows that the call puts out; None if they cannot be told apart.
+
+        They are in the order in which a call on these samples alone has them.
+        """
+        if total % self.count:
+            return None
+        every, chosen = torch.arange(total), list(samples)
+        return (
+            every.view(self.count, -1)[chosen] if self.axis == 0 else every.view(-1, self.count)[:, chosen]
+        ).flatten()
+
+
+def batch_axis(site: AttentionSite, call: SiteCall, num_tokens: Collection[int]) -> BatchAxis:
+    """The batch of a call: (B, N, D) or maps (B, D, h, w), or (N, B, D).
+
+    A module may say so itself (`batch_first`), else the numbers of query and key tokens tell, as far as they are known.
+    What has no batch, (N, D), is one sample.
+    """
+    first = first_tensor((*call.args, *call.kwargs.values()))
+    if first is None or first.dim() < 3:
+        return BatchAxis(0, 1)
+    said = getattr(site.module, "batch_first", None)
+    transposed = first.shape[0] in num_tokens and first.shape[1] not in num_tokens
+    if isinstance(said, bool):
+        transposed = not said
+    axis = int(transposed and first.dim() == 3)
+    return BatchAxis(axis, first.shape[axis])
+
+
 class _Reached(Exception):  # noqa: N818 - no error: it carries what W_O was about to read out of the forward pass
     def __init__(self, heads: Tensor) -> None:
         self.heads = heads
@@ -64,10 +108,12 @@ class Replica:
     def __init__(self, site: AttentionSite, call: SiteCall) -> None:
         """Copy the module and the arguments of the call.
 
-        Raises: UnsupportedLayoutError if the place of the projections or of the heads in this module is not known.
+        Raises:
+            UnsupportedLayoutError: the place of the projections or of the heads in this module is not known.
+            CopyError: the module cannot be copied.
         """
         self.site = site
-        self.module = _double_copy(site.module)
+        self.module = _double_copy(site.module, site.name)
         memo: dict[int, Any] = {}
         self.args = copy_argument(call.args, memo, as_double)
         self.kwargs = copy_argument(call.kwargs, memo, as_double)
@@ -134,18 +180,17 @@ class Replica:
         assert out is not None
         return self.as_rows(out)
 
-    def keep_sample(self, sample: int) -> None:
-        """Run on one sample of the batch only, from now on; the batch is the first axis of the first argument."""
-        first = first_tensor((*self.args, *self.kwargs.values()))
-        assert first is not None
-        count, memo = len(first), dict[int, Any]()
+    def only(self, samples: Sequence[int], batch: BatchAxis) -> Replica:
+        """The same copy, run on these samples by themselves."""
+        memo: dict[int, Any] = {}
 
         def keep(tensor: Tensor) -> Tensor:
-            batched = tensor.dim() > 0 and len(tensor) == count
-            return tensor[sample : sample + 1].clone() if batched else tensor.clone()
+            batched = tensor.dim() > batch.axis and tensor.shape[batch.axis] == batch.count
+            return tensor.index_select(batch.axis, torch.tensor(samples)) if batched else tensor.clone()
 
-        self.args = copy_argument(self.args, memo, keep)
-        self.kwargs = copy_argument(self.kwargs, memo, keep)
+        alone = copy.copy(self)
+        alone.args, alone.kwargs = copy_argument(self.args, memo, keep), copy_argument(self.kwargs, memo, keep)
+        return alone
 
     def as_rows(self, heads: Tensor) -> Tensor:
         """What W_O reads, or the module returns, as (tokens, width)."""
@@ -172,11 +217,21 @@ def _stop(module: nn.Module, args: Any) -> None:
     raise _Reached(args[0])
 
 
-def _double_copy(module: nn.Module) -> nn.Module:
-    replica = copy.deepcopy(module)
+def _double_copy(module: nn.Module, name: str) -> nn.Module:
+    """A copy in float64 on the CPU, without hooks, which may hold what cannot be copied.
+
+    Raises: CopyError if something else in it cannot be copied.
+    """
+    hooks = [part.__dict__[kind] for part in module.modules() for kind in HOOKS if kind in part.__dict__]
+    memo: dict[int, Any] = {id(held): OrderedDict() for held in hooks}
+    try:
+        replica = copy.deepcopy(module, memo)
+    except Exception as error:  # an arbitrary attribute may raise anything
+        raise CopyError(
+            f"{name or type(module).__name__}: its module cannot be copied ({type(error).__name__}: {error}), "
+            "so its derivatives cannot be computed"
+        ) from error
     for part in replica.modules():
-        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
-            hooks.clear()
         _fold(part)
     replica = replica.to("cpu").double()
     replica.eval()

@@ -84,14 +84,21 @@ def stack_gram(blocks: Blocks) -> Tensor:
     It needs one identification of the three parameter spaces: equal widths, and the same order (a, c) in all of them.
     """
     x, q, py, m, b = blocks.x, blocks.q, blocks.py, blocks.m, blocks.b
-    _rows, dv, d = m.shape
+    rows, dv, d = m.shape
     D = x.shape[1]
     if not (dv == d and b.shape[2] == py.shape[1] == D):
         raise ValueError("the stacked convention needs query, key and value parameters of one shape, without biases")
-    qq = ((x[:, :, None] * x[:, None, :]).flatten(1).T @ (m.mT @ m).flatten(1)).view(D, D, d, d)
-    kk = ((b.mT @ b).flatten(1).T @ (q[:, :, None] * q[:, None, :]).flatten(1)).view(D, D, d, d)
-    both = (qq + kk).permute(0, 2, 1, 3).reshape(D * d, D * d)
-    return both + torch.kron(py.T @ py, torch.eye(d, dtype=x.dtype, device=x.device))
+    gram = x.new_empty(D, d, D, d)
+    mm = (m.mT @ m).flatten(1)
+    qq = (q[:, :, None] * q[:, None, :]).flatten(1)
+    size = max(1, CHUNK_BYTES // (8 * D * (d * d + rows)))
+    for at in range(0, D, size):
+        some = slice(at, min(at + size, D))
+        part = gram[some]  # (a c) x (a' c') from [a a'] x [c c']
+        part.copy_(((x[:, some, None] * x[:, None, :]).flatten(1).T @ mm).view(-1, D, d, d).transpose(1, 2))
+        part.add_(((b[:, :, some].mT @ b).flatten(1).T @ qq).view(-1, D, d, d).transpose(1, 2))
+    gram.diagonal(dim1=1, dim2=3).add_((py.T @ py)[:, :, None])
+    return gram.view(D * d, D * d)
 
 
 def explicit_jacobian(blocks: Blocks) -> Tensor:

@@ -52,7 +52,7 @@ class SoftmaxHead:
         for name in ("x", "w_q", "w_k", "w_v", "y", "b_q", "b_k", "b_v", "logit_bias"):
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, value.detach().to("cpu", torch.float64))
+                object.__setattr__(self, name, value.detach().cpu().to(torch.float64))
         if self.w_q.dim() == 2:
             object.__setattr__(self, "w_q", self.w_q[None])
         if self.b_q is not None and self.b_q.dim() == 1:

@@ -53,18 +53,18 @@ def nystrom_head(captured: CapturedAttention, index: int, sample: int) -> Nystro
     names = ("num_landmarks", "seq_len", "conv_kernel_size", "init_option")
     if site.kind != "nystrom" or captured.x is None or call is None or not all(hasattr(module, n) for n in names):
         return None
-    x = captured.x[sample].detach().double().cpu()
+    x = captured.x[sample].detach().cpu().double()
     masks = _masks([*call.args[1:], *call.kwargs.values()], captured, sample)
     if masks is None or len(x) % module.num_landmarks:
         return None
     kernel = None
     if module.conv_kernel_size is not None:
-        kernel = module.conv.weight.detach().double().cpu()[index].flatten()
+        kernel = module.conv.weight.detach().cpu().double()[index].flatten()
     heads = []
     for number in range(site.num_heads):
         slots = [site.by_role(role) for role in ("query", "key", "value")]
-        weights = [slot.read()[number].detach().double().cpu() for slot in slots]
-        biases = [None if (b := slot.read_bias()) is None else b[number].detach().double().cpu() for slot in slots]
+        weights = [slot.read()[number].detach().cpu().double() for slot in slots]
+        biases = [None if (b := slot.read_bias()) is None else b[number].detach().cpu().double() for slot in slots]
         heads.append(NystromHead(x, *weights, module.num_landmarks, *biases, **masks))  # type: ignore
     own = replace(heads.pop(index), kernel=kernel)
     if module.init_option != "original" or not heads:
@@ -81,7 +81,7 @@ def _masks(others: list[Any], captured: CapturedAttention, sample: int) -> dict[
         return {}
     if len(tensors) > 1 or tensors[0].shape[-1] != tokens:
         return None
-    mask = tensors[0].detach().double().cpu()
+    mask = tensors[0].detach().cpu().double()
     mask = mask[0 if len(mask) == 1 else sample]
     if mask.shape == (1, 1, tokens):
         return {"key_bias": mask[0, 0]}

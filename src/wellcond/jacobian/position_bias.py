@@ -24,6 +24,7 @@ from wellcond.jacobian.head import SoftmaxHead
 from wellcond.jacobian.normalised import NormalisedHead, softmax_weights, through_softmax
 from wellcond.jacobian.output_projection import PlainHead
 from wellcond.jacobian.structure import Structure
+from wellcond.linalg.float64 import to_float64
 
 
 def with_position_table(head: SoftmaxHead, table: Tensor, index: Tensor) -> SoftmaxHead:
@@ -34,7 +35,7 @@ def with_position_table(head: SoftmaxHead, table: Tensor, index: Tensor) -> Soft
         table: (T), or (g, T) for g query heads.
         index: integers (N, M).
     """
-    bias = table.detach().double()[..., index]
+    bias = to_float64(table)[..., index]
     return replace(head, logit_bias=bias if head.logit_bias is None else bias + head.logit_bias)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from wellcond.errors import WellcondError, check_choice
 from wellcond.jacobian.forms import Form, gram_side
@@ -24,8 +25,11 @@ from wellcond.jacobian.structure import Structure
 
 GRAM_LIMIT = 6200
 CHOLESKY_LIMIT = 20_000
+EXHAUSTIVE_LIMIT = 1500  # up to here products alone go through the whole space
 ASKED = "asked for"
 METHODS = ("dense", "gram", "cholesky", "implicit")
+MEMINFO = Path("/proc/meminfo")
+FALLBACK_BYTES = 4 * 2**30
 
 
 class MemoryLimitError(WellcondError, MemoryError):
@@ -43,14 +47,15 @@ class Choice:
 
 def needed_bytes(method: str, form: Form, structure: Structure) -> int:
     """Peak memory of a method, roughly, in bytes of float64."""
-    n, side = form.num_outputs, gram_side(form)
-    # Covariance blocks hold n entries for every key dimension; Lanczos keeps up to 300 vectors.
-    blocks = n * (min(structure.memory_rank, n) + 64)
+    n, side, tables = form.num_outputs, gram_side(form), getattr(form, "table_entries", 0)
+    # Covariance blocks hold an entry of every output for every key dimension; Lanczos keeps up to 300 vectors, or all.
+    rows = getattr(form, "block_rows", n)
+    blocks, vectors = rows * (min(structure.memory_rank, rows) + 64), (n if n <= EXHAUSTIVE_LIMIT else 300) * n
     entries = {
-        "dense": 3 * n * structure.num_parameters,
-        "gram": 3 * side**2 + 2 * blocks + getattr(form, "table_entries", 0),
-        "cholesky": n * n + 2 * blocks,
-        "implicit": 2 * blocks + 300 * n,
+        "dense": 3 * structure.num_outputs * structure.num_parameters,
+        "gram": 3 * side**2 + 2 * blocks + tables,
+        "cholesky": n * n + 2 * blocks + vectors + (tables if n == side else 0),
+        "implicit": 2 * blocks + vectors,
     }
     return 8 * entries[method]
 
@@ -89,5 +94,31 @@ def choose_method(form: Form, structure: Structure, *, asked: str = "auto", memo
 
 
 def available_bytes() -> int:
-    """Memory that can be taken without swapping."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Memory that can be taken without swapping: what psutil calls available, page cache that can be dropped included.
+
+    From psutil where it is installed, else from the kernel (Linux). Elsewhere half of the memory of the machine is
+    assumed to be free, or `FALLBACK_BYTES` where that is not known either; `memory_limit` says it better.
+    """
+    try:
+        import psutil
+    except ImportError:
+        return _kernel_available() or _physical_bytes() // 2 or FALLBACK_BYTES
+    return int(psutil.virtual_memory().available)
+
+
+def _kernel_available() -> int:
+    """MemAvailable of the Linux kernel; 0 where there is none."""
+    try:
+        lines = MEMINFO.read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):
+        return 0
+    kibibytes = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return 1024 * int(next(kibibytes, 0))
+
+
+def _physical_bytes() -> int:
+    """Memory of the machine; 0 where it cannot be asked for (Windows)."""
+    try:
+        return max(0, os.sysconf("SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 0

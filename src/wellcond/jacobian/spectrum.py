@@ -13,11 +13,11 @@ from torch import Tensor
 
 from wellcond.errors import check_choice
 from wellcond.jacobian.dense import dense_jacobian
-from wellcond.jacobian.forms import Form, StackForm, WideForm, certified, gram_side, smaller_gram
+from wellcond.jacobian.forms import Form, NotDefinedError, StackForm, WideForm, certified, gram_side, smaller_gram
 from wellcond.jacobian.head import SoftmaxHead
 from wellcond.jacobian.nystrom_form import NystromForm
 from wellcond.jacobian.records import Convention, JacobianSpectrum, Status
-from wellcond.jacobian.select import ASKED, Choice, available_bytes, choose_method
+from wellcond.jacobian.select import ASKED, EXHAUSTIVE_LIMIT, Choice, available_bytes, choose_method
 from wellcond.jacobian.spectrum_record import Task, from_singular_values, make_record
 from wellcond.jacobian.triangle_spectrum import ends_of, from_triangle
 from wellcond.linalg.lanczos import largest_eigenvalue
@@ -26,7 +26,6 @@ from wellcond.linalg.spectrum import default_rtol, singular_values
 # Squaring keeps about 1e-16 kappa^2 of relative accuracy: 1e-6 at kappa = 1e5 (theory.md, section 9).
 LARGEST_SQUARED_KAPPA = 1e5
 LARGEST_SHIFTED_KAPPA = 1e4
-EXHAUSTIVE_LIMIT = 1500
 LARGEST_SVD = 2e13
 SPECTRUM_LIMIT = 768  # up to here `auto` computes all singular values
 LARGEST_FULL_SVD = 2500  # beyond, an SVD takes longer than everything else, and `auto` gives both ends only
@@ -81,7 +80,7 @@ def jacobian_spectrum(
     """
     check_choice("convention", convention, get_args(Convention))
     if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=torch.float64, device=mask.device).masked_fill(~mask, -torch.inf)
+        mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask.cpu(), -torch.inf)
     b_q, b_k, b_v = biases or (None, None, None)
     head = SoftmaxHead(
         x, w_q, w_k, w_v, w_k.shape[0] ** -0.5 if scale is None else scale,
@@ -103,8 +102,8 @@ def head_spectrum(
     """`jacobian_spectrum` of a head that is described already; `biases` counts its biases as parameters."""
     if convention == "wide":
         return form_spectrum(WideForm(head, biases), method=method, rtol=rtol, memory_limit=memory_limit)
-    if biases or method not in ("auto", "gram", "dense"):
-        raise ValueError("the stacked convention is defined without biases, by the methods 'auto', 'gram' and 'dense'")
+    if biases:
+        raise ValueError("the stacked convention is defined without biases")
     return form_spectrum(StackForm(head), convention="stack", method=method, rtol=rtol, memory_limit=memory_limit)
 
 
@@ -209,7 +208,7 @@ def _squared_interval(sigma: float, largest: float, side: int) -> tuple[float, f
 
 
 def _svd_fits(task: Task) -> bool:
-    rows, columns = task.form.num_outputs, task.structure.num_parameters
+    rows, columns = task.structure.num_outputs, task.structure.num_parameters
     return 24 * rows * columns <= task.limit and rows * columns * min(rows, columns) <= LARGEST_SVD
 
 
@@ -243,7 +242,7 @@ def _only_ends(task: Task, side: int) -> bool:
 def _cholesky(task: Task) -> JacobianSpectrum:
     n = task.form.num_outputs
     if task.structure.max_rank < n:
-        raise ValueError(
+        raise NotDefinedError(
             f"method 'cholesky' needs full row rank, and this Jacobian has at most {task.structure.max_rank} of {n}; "
             "use 'gram' or 'auto'"
         )
@@ -271,10 +270,15 @@ def _cholesky(task: Task) -> JacobianSpectrum:
     status: Status = "exact" if smallest * LARGEST_SQUARED_KAPPA >= largest else "estimate"
     # A Ritz value of the inverse never exceeds its largest eigenvalue, so sigma_min is at most this, up to rounding.
     return make_record(
-        task, largest, smallest, smallest, n, status, max_bounds=max_bounds,
+        task, largest, _last(task, smallest), smallest, n, status, max_bounds=max_bounds,
         rank_bounds=(sure, _squared_interval(smallest, largest, n)[1]),
         num_products=top.num_products + bottom.num_products,
     )  # fmt: skip
+
+
+def _last(task: Task, smallest: float) -> float:
+    """The last of min(shape) singular values: zero where the structure leaves fewer that are not."""
+    return smallest if task.structure.max_rank == task.structure.smaller_side else 0.0
 
 
 def _implicit(task: Task) -> JacobianSpectrum:
@@ -296,7 +300,7 @@ def _implicit(task: Task) -> JacobianSpectrum:
     exact = exhaustive and smallest * LARGEST_SHIFTED_KAPPA >= largest
     full = task.structure.max_rank == n
     return make_record(
-        task, largest, smallest if full else 0.0, smallest if full else math.nan, task.structure.max_rank,
+        task, largest, _last(task, smallest), smallest if full else math.nan, task.structure.max_rank,
         "exact" if exact else "estimate",
         max_bounds=(largest, highest),
         rank_bounds=(sure, _squared_interval(smallest, largest, n)[1]) if full else (0.0, largest),

@@ -36,7 +36,7 @@ def largest_eigenvalue(
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(size, generator=generator, dtype=torch.float64)
     max_steps = min(max_steps, size)
-    basis = torch.empty(min(max_steps, 32), size, dtype=torch.float64)
+    basis = torch.empty(max_steps, size, dtype=torch.float64)  # takes memory only as it is filled
     basis[0] = start / start.norm()
     diagonal: list[float] = []
     off: list[float] = []
@@ -56,8 +56,6 @@ def largest_eigenvalue(
             break
         if step + 1 == max_steps:
             break
-        if step + 1 == len(basis):
-            basis = torch.cat([basis, torch.empty_like(basis)])[:max_steps]
         off.append(norm)
         basis[step + 1] = w / norm
     _, weights = _largest_of_tridiagonal(diagonal, off)

@@ -27,6 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wellcond.linalg.float64 import has_float64
+
 Quintic = tuple[float, float, float]
 
 SQUARINGS = (3, 3, 2)  # between two normalisations, so that float32 does not underflow; G^256 in total
@@ -89,7 +91,7 @@ def mix_with_polar(weights: Tensor, *, keep: float, share: float) -> Tensor:
 
 def wide_dtype(device: torch.device) -> torch.dtype:
     """The widest floating point type of a device."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    return torch.float64 if has_float64(device) else torch.float32
 
 
 def _mix(weights: Tensor, keep: float, share: float, wide: torch.dtype) -> Tensor:

@@ -6,17 +6,18 @@ import torch
 from torch import Tensor
 
 from wellcond.errors import WeightError
+from wellcond.linalg.float64 import to_float64
 from wellcond.records import Spectrum
 
 
 def singular_values(matrix: Tensor) -> Tensor:
-    """Singular values in float64, largest first; batched over leading axes.
+    """Singular values in float64, largest first; batched over leading axes. On the CPU where the device has no float64.
 
     Raises: WeightError if an entry is not finite.
     """
     if not bool(torch.isfinite(matrix).all()):
         raise WeightError("expected finite entries, found NaN or infinity: singular values are not defined")
-    return torch.linalg.svdvals(matrix.detach().double())
+    return torch.linalg.svdvals(to_float64(matrix))
 
 
 def default_rtol(shape: tuple[int, ...]) -> float:

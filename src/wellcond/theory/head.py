@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from wellcond.errors import WeightError
+from wellcond.linalg.float64 import to_float64
 
 MAX_ELEMENTS = 2**23  # of one temporary of `_centred`: 64 MB in float64
 
@@ -63,7 +64,7 @@ class Head:
         for name in ("x", "w_q", "w_k", "w_v", "mask", "p"):
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, value.detach().double())
+                object.__setattr__(self, name, to_float64(value))
         if any(t.dim() != 2 for t in (self.x, self.w_q, self.w_k, self.w_v)):
             raise ValueError("expected matrices x (N x D), w_q and w_k (d x D), w_v (dv x D)")
         shapes = [tuple(t.shape) for t in (self.x, self.w_q, self.w_k, self.w_v)]

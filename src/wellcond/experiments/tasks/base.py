@@ -99,6 +99,8 @@ class AbstractTask(ABC):
     metric: Metric
     can_be_sharded: ClassVar[bool] = True
     """Whether processes call the model equally often, without which shards of its weights cannot be put together."""
+    tells_classes_apart: ClassVar[bool] = False
+    """Whether training makes sense only with examples of two classes or more."""
     train: SampleSet
     evaluation: SampleSet
     test: SampleSet | None = None
@@ -176,8 +178,30 @@ def need_kind(data: DataBundle, task: str, *kinds: str) -> None:
         raise RecipeError(f"{task} needs {' or '.join(kinds)} data; {data.name} has {data.kind}")
 
 
-def need_classes(data: DataBundle, task: str) -> int:
-    """Number of classes, or a RecipeError."""
+def need_classes(data: DataBundle, task: str, *, least: int = 2) -> int:
+    """Number of classes; RecipeError if there are none, or fewer than `least`."""
     if data.class_names is None:
         raise RecipeError(f"{task} needs labels; {data.name} has none. Name the label column in data.label")
+    if len(data.class_names) < least:
+        raise _too_few_classes(data, task, data.class_names)
     return len(data.class_names)
+
+
+def need_several_classes_in_training(data: DataBundle, task: str) -> None:
+    """Raise RecipeError if all labels of the training split are the same.
+
+    A model that always says this class would be right in 100 % of such cases and have learned nothing.
+    """
+    if data.class_names is None or data.train.labels is None:
+        return
+    found = data.train.labels.unique().tolist()
+    if len(found) < 2:
+        raise _too_few_classes(data, task, [data.class_names[label] for label in found])
+
+
+def _too_few_classes(data: DataBundle, task: str, found: Sequence[str]) -> RecipeError:
+    only = f"only {found[0]!r}" if found else "none"
+    return RecipeError(
+        f"{task} needs at least two classes in the training data; {data.name} has {only}. Add examples of another "
+        "class, or name the right label column in data.label"
+    )

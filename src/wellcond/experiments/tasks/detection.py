@@ -55,7 +55,7 @@ class Detection(AbstractTask):
     def __init__(self, settings: DetectionSettings, context: TaskContext) -> None:
         """Prepare to decode images one by one."""
         need_kind(context.data, settings.name, "detection")
-        self.num_classes = need_classes(context.data, settings.name)
+        self.num_classes = need_classes(context.data, settings.name, least=1)
         self.settings, self.seed = settings, context.seed
         _check_augmentation(context.augmentation or AugmentationSettings())
         self.data = context.data

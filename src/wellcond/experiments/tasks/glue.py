@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, PositiveInt
@@ -51,6 +51,8 @@ class GlueSettings(Settings):
 @register_task(GlueSettings)
 class Glue(AbstractTask):
     """The label of a sentence or a pair."""
+
+    tells_classes_apart: ClassVar[bool] = True
 
     def __init__(self, settings: GlueSettings, context: TaskContext) -> None:
         """Encode all splits once."""

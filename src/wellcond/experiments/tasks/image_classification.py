@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import PositiveFloat, PositiveInt
@@ -53,6 +53,7 @@ class ImageClassification(AbstractTask):
     """Logits against a label."""
 
     metric = Metric("accuracy", higher_is_better=True, percent=True)
+    tells_classes_apart: ClassVar[bool] = True
 
     def __init__(self, settings: ImageClassificationSettings, context: TaskContext) -> None:
         """Decode the images if they fit, or prepare to do so one by one."""

@@ -54,6 +54,7 @@ class SequenceTask(AbstractTask):
     """Logits of one or two sequences against a label."""
 
     metric = Metric("accuracy", higher_is_better=True, percent=True)
+    tells_classes_apart: ClassVar[bool] = True
     inputs: ClassVar[tuple[str, ...]] = ("input_ids", "attention_mask")
     """Parts of a batch that the model takes."""
     vocabulary: int
