@@ -25,7 +25,10 @@ def own_cache(tmp_path_factory):
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Call the command as the console script does: (exit code or message, standard output)."""
+    """Call the command as the console script does: (exit code or message, standard output).
+
+    A message stands for exit code 2, which every mistake of a user must have.
+    """
 
     from wellcond.cli.main import main  # not for tests that hide what it needs
 
@@ -33,6 +36,8 @@ def run(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["wellcond", *map(str, arguments)])
         with pytest.raises(SystemExit) as end:
             main()
-        return end.value.code, capsys.readouterr().out
+        out, err = capsys.readouterr()
+        _, said, message = err.rpartition("error: ")
+        return f"error: {message}".strip() if said and end.value.code == 2 else end.value.code, out
 
     return call

@@ -1,10 +1,10 @@
 """Well-conditioned attention for PyTorch: find it, initialise it, condition it, fold it, measure it."""
 
-from wellcond.attention.builders import fused_site, query_and_kv_site, separate_site
-from wellcond.attention.find import find_attention
-from wellcond.attention.registry import register_adapter
-from wellcond.attention.site import AttentionSite, Slot
-from wellcond.conditioning.apply import condition_, conditioning_of, fold_, folded, recondition_
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from wellcond.errors import (
     AttentionNotFoundError,
     CheckpointMismatchError,
@@ -17,13 +17,20 @@ from wellcond.errors import (
     WeightError,
     WellcondError,
 )
-from wellcond.init.apply import init_
-from wellcond.jacobian.records import JacobianSpectrum
-from wellcond.jacobian.spectrum import jacobian_spectrum
-from wellcond.linalg.spectrum import spectrum
-from wellcond.measurement import HeadReport, LayerReport, MeasurementReport, measure
-from wellcond.records import Spectrum
-from wellcond.tracking import ConditionTracker, TrackPoint
+
+if TYPE_CHECKING:
+    from wellcond.attention.builders import fused_site, query_and_kv_site, separate_site
+    from wellcond.attention.find import find_attention
+    from wellcond.attention.registry import register_adapter
+    from wellcond.attention.site import AttentionSite, Slot
+    from wellcond.conditioning.apply import condition_, conditioning_of, fold_, folded, recondition_
+    from wellcond.init.apply import init_
+    from wellcond.jacobian.records import JacobianSpectrum
+    from wellcond.jacobian.spectrum import jacobian_spectrum
+    from wellcond.linalg.spectrum import spectrum
+    from wellcond.measurement import HeadReport, LayerReport, MeasurementReport, measure
+    from wellcond.records import Spectrum
+    from wellcond.tracking import ConditionTracker, TrackPoint
 
 __version__ = "0.1.0"
 
@@ -62,3 +69,36 @@ __all__ = [
     "separate_site",
     "spectrum",
 ]
+
+# Imported when first used, since torch takes seconds: `wellcond --help` and mistyped commands do not need it.
+_LAZY = {
+    "attention.builders": ("fused_site", "query_and_kv_site", "separate_site"),
+    "attention.find": ("find_attention",),
+    "attention.registry": ("register_adapter",),
+    "attention.site": ("AttentionSite", "Slot"),
+    "conditioning.apply": ("condition_", "conditioning_of", "fold_", "folded", "recondition_"),
+    "init.apply": ("init_",),
+    "jacobian.records": ("JacobianSpectrum",),
+    "jacobian.spectrum": ("jacobian_spectrum",),
+    "linalg.spectrum": ("spectrum",),
+    "measurement": ("HeadReport", "LayerReport", "MeasurementReport", "measure"),
+    "records": ("Spectrum",),
+    "tracking": ("ConditionTracker", "TrackPoint"),
+}
+_HOME = {name: module for module, names in _LAZY.items() for name in names}
+_MODULES = {*(module.partition(".")[0] for module in _LAZY), "theory"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(f"wellcond.{_HOME[name]}"), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"wellcond.{name}")
+    else:
+        raise AttributeError(f"module 'wellcond' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

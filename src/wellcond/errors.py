@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+DEBUG_VARIABLE = "WELLCOND_DEBUG"
+"""Environment variable that shows the traceback of every error, as --debug does; worker processes inherit it."""
+
 
 class WellcondError(Exception):
     """Base of every error that wellcond raises on purpose."""

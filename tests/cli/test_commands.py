@@ -37,6 +37,36 @@ def test_inspect_json_holds_the_true_condition_numbers(run, tmp_path):
     assert (row["num_heads"], row["head_dim"], row["in_features"], row["scale"]) == (3, 8, 24, 8**-0.5)
 
 
+def test_large_models_that_are_only_named_are_not_filled_with_random_weights(run):
+    code, out = run("inspect", "timm:vit_giant_patch14_224")
+    assert code == 0 and "blocks.39.attn" in out and "40 attentions, 1,012,611,432 parameters" in out
+    assert "--weights FILE" in out and "they take 3.8 GiB, and their 1,920 spectra about" in out
+    code, out = run("inspect", "hf:llama", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["parameters"] == 6_607_343_616 and "24.6 GiB" in found["note"]
+    assert len(found["sites"]) == 32 and {row["kappa_q"] for row in found["sites"]} == {None}
+
+
+def test_the_limit_of_random_weights_changes_no_small_model(run, monkeypatch):
+    _, small = run("inspect", VIT, *SMALL_VIT, "--json")
+    monkeypatch.setattr("wellcond.cli.inspect.MOST_RANDOM", 10**4)
+    _, large = run("inspect", VIT, *SMALL_VIT, "--json")
+    torch.manual_seed(0)
+    kappa = max(s.condition_number for s in spectra(wc.find_attention(small_vit())[0].q.read().detach()))
+    assert json.loads(small)["sites"][0]["kappa_q"] == kappa and "note" not in json.loads(small)
+    assert json.loads(large)["sites"][0]["kappa_q"] is None and "note" in json.loads(large)
+
+
+def test_a_model_that_is_counted_first_has_the_same_weights(monkeypatch):
+    def built():
+        torch.manual_seed(3)
+        return build_model(VIT, {"depth": 2, "embed_dim": 24, "num_heads": 3})
+
+    plain = built()
+    monkeypatch.setattr("wellcond.experiments.memory_guard.LARGE", 10**4)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), built().parameters(), strict=True))
+
+
 def test_init_writes_a_plain_checkpoint(run, tmp_path):
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     save_model(small_vit(), source)

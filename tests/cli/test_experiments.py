@@ -9,7 +9,8 @@ import time
 import pytest
 
 from experiments.small import SETTINGS, command, record, run
-from wellcond.cli.experiments import choose_workers, data_overrides, parse_seeds
+from wellcond.cli.experiment_checks import data_overrides
+from wellcond.cli.experiments import choose_workers, parse_seeds
 from wellcond.experiments.load_recipe import load_recipe
 from wellcond.experiments.settings import RecipeError
 from wellcond.report.build import build_report
@@ -19,7 +20,7 @@ CHANGES = [part for override in SETTINGS for part in ("--set", override)]
 
 def fails(*arguments):
     done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     return done.stderr
 
 

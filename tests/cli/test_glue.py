@@ -31,7 +31,8 @@ def call(*arguments):
         patch.setattr(sys, "argv", ["wellcond", *map(str, arguments)])
         with pytest.raises(SystemExit) as caught:
             main()
-    return caught.value.code, out.getvalue(), err.getvalue()
+    _, said, message = err.getvalue().rpartition("error: ")
+    return f"error: {message}" if said and caught.value.code == 2 else caught.value.code, out.getvalue(), err.getvalue()
 
 
 @pytest.fixture(scope="module")

@@ -1,3 +1,4 @@
+import functools
 import json
 import subprocess
 import sys
@@ -11,9 +12,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import wellcond as wc
-from wellcond.cli.inputs import InputError, make_batch, what_it_reads
-from wellcond.cli.main import main
-from wellcond.cli.measure import MeasureError, parse_numbers
+from wellcond.cli.inputs import make_batch, what_it_reads
+from wellcond.cli.measure import parse_numbers
+from wellcond.cli.measure_options import InputError, MeasureError
 from wellcond.experiments.digits import load_digits
 
 SOURCE = """
@@ -36,16 +37,9 @@ def layer():
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """Call the command as the console script does: (exit code or message, standard output)."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["wellcond", "measure", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        return end.value.code, capsys.readouterr().out
-
-    return call
+def run(run):
+    """The command `wellcond measure`."""
+    return functools.partial(run, "measure")
 
 
 @pytest.fixture

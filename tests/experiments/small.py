@@ -22,6 +22,7 @@ SETTINGS = (
     "seeds=[0, 1]",
     "methods=[default, conditioned]",
 )
+CHANGES_IN_WORDS = [part for override in SETTINGS for part in ("--set", override)]
 TESTED = (
     "task={name: sequence_classification}",
     "data={source: generated, generator: associative_recall, num_train: 200, num_evaluation: 60, num_test: 50}",

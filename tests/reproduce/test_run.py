@@ -30,7 +30,8 @@ def call(*arguments):
         try:
             main()
         except SystemExit as ended:
-            return ended.code, out.getvalue()
+            _, said, message = err.getvalue().rpartition("error: ")
+            return f"error: {message}" if said and ended.code == 2 else ended.code, out.getvalue()
     return 0, out.getvalue()
 
 
@@ -157,7 +158,7 @@ def test_bad_requests_are_explained(arguments, message, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["reproduce", "S-F1", "--folder", "file"], "could not be written: Not a directory"),
+        (["reproduce", "S-F1", "--folder", "file"], "expected a folder to write, found the file"),
         (["claims", "empty", "--output", "file/claims.md"], "could not be written"),
         (["claims", "empty", "--output", "empty"], "expected a name for the markdown"),
         (["claims", "empty", "--output", "claims.html"], "expected a name for the markdown"),

@@ -13,7 +13,7 @@ from torch import nn
 import wellcond as wc
 from report.fake_runs import FakeMethod, only_comparison, write_comparison, write_with_samples
 from report.test_glue import write_score
-from wellcond.cli.experiments import print_report
+from wellcond.cli.report import print_report
 from wellcond.report.analysis import analyse
 from wellcond.report.build import build_report
 from wellcond.report.comparison_page import render_page

@@ -1,20 +1,24 @@
-"""Arguments of every sub-command."""
+"""Arguments of every sub-command; what they do is imported when it is needed, since torch takes seconds."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 import wellcond
-from wellcond.cli import inspect as inspect_command
-from wellcond.errors import WeightError
-from wellcond.experiments.models import build_model, parse_values
-from wellcond.experiments.weights import conditioning_in, load_state, load_weights, read_state_dict, save_weights
+from wellcond.cli.checks import check_outputs, check_weights
+from wellcond.errors import DEBUG_VARIABLE, check_choice
+from wellcond.experiments.models import check_model, parse_values
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Well-conditioned attention for PyTorch.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Well-conditioned attention for PyTorch.",
+)
 
 MODEL_HELP = "timm:NAME, hf:CONFIG_TYPE_OR_LOCAL_PATH, wellcond:NAME, or path/to/file.py:callable"
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
@@ -25,7 +29,8 @@ ModelArguments = Annotated[
 Weights = Annotated[Path | None, typer.Option(help="Checkpoint to load (.safetensors, or .pt with tensors only).")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Checkpoint to write (.safetensors).")]
 Force = Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")]
-Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of everything random.")]
+CHECKPOINT = ".safetensors"
 
 
 def _show_version(asked: bool) -> None:
@@ -39,8 +44,12 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print it.")
     ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help=f"Show the traceback of an error, as {DEBUG_VARIABLE}=1 does.")
+    ] = False,
 ) -> None:
-    pass
+    if debug:
+        os.environ[DEBUG_VARIABLE] = "1"
 
 
 @app.command("inspect")
@@ -56,14 +65,18 @@ def inspect(
     if (model is None) == (zoo is None):
         raise typer.BadParameter("give either a MODEL or --zoo timm|hf")
     if zoo is not None:
-        inspect_command.print_zoo(zoo, as_json=json)
+        check_choice("zoo", zoo, ("timm", "hf"))
+        from wellcond.cli.inspect import print_zoo
+
+        print_zoo(zoo, as_json=json)
         return
     assert model is not None
-    torch.manual_seed(seed)
-    built = build_model(model, parse_values(model_arg or []))
-    if weights is not None:
-        _load_raw_or_plain(built, weights)
-    inspect_command.print_model(built, as_json=json)
+    arguments = parse_values(model_arg or [])
+    check_model(model, arguments)
+    check_weights(weights)
+    from wellcond.cli.inspect import run_inspect
+
+    run_inspect(model, arguments, weights=weights, seed=seed, as_json=json)
 
 
 @app.command("init")
@@ -84,18 +97,22 @@ def init(
     force: Force = False,
 ) -> None:
     """Initialise the attention of MODEL and write a plain checkpoint."""
-    torch.manual_seed(seed)
-    built = build_model(model, parse_values(model_arg or []))
-    if weights is not None:
-        load_weights(built, weights)
-    options = parse_values(option or [])
+    arguments, options = parse_values(model_arg or []), parse_values(option or [])
+    check_model(model, arguments)
+    check_outputs([output], force=force, suffix=CHECKPOINT)
+    check_weights(weights, teacher_weights)
     if teacher is not None:
-        options["teacher"] = build_model(teacher)
-        if teacher_weights is not None:
-            load_weights(options["teacher"], teacher_weights)
-    wellcond.init_(built, method, generator=torch.Generator().manual_seed(seed), **options)
-    save_weights(built, output, overwrite=force)
-    typer.echo(f"wrote {output}: {len(wellcond.find_attention(built))} attentions initialised as {method!r}")
+        check_model(teacher, {})
+    if (teacher is None) == (method == "weight_selection"):
+        raise typer.BadParameter("--teacher MODEL and --method weight_selection go together; give both or neither")
+    if teacher is None and teacher_weights is not None:
+        raise typer.BadParameter("--teacher-weights are those of --teacher MODEL; give it too")
+    from wellcond.cli.checkpoints import run_init
+
+    run_init(
+        model, arguments, method, options, weights=weights, teacher=teacher, teacher_weights=teacher_weights,
+        seed=seed, output=output, force=force,
+    )  # fmt: skip
 
 
 @app.command("fold")
@@ -108,23 +125,13 @@ def fold(
     force: Force = False,
 ) -> None:
     """Merge the correction that a conditioned checkpoint names into its weights, and write a plain checkpoint."""
-    built = build_model(model, parse_values(model_arg or []))
-    settings = _load_raw_or_plain(built, weights, averaged=ema)
-    if settings is None:
-        raise WeightError(f"{weights} is a plain checkpoint already: it names no correction to fold")
-    wellcond.fold_(built)
-    save_weights(built, output, overwrite=force)
-    typer.echo(f"wrote {output}: folded {settings['method']!r} into {len(settings['sites'])} attentions")
+    arguments = parse_values(model_arg or [])
+    check_model(model, arguments)
+    check_outputs([output], force=force, suffix=CHECKPOINT)
+    check_weights(weights)
+    from wellcond.cli.checkpoints import run_fold
 
-
-def _load_raw_or_plain(model: torch.nn.Module, path: Path, *, averaged: bool = False) -> dict | None:
-    """Load a checkpoint; if it holds raw weights, condition the model as it says first."""
-    state = read_state_dict(path, averaged=averaged)
-    settings = conditioning_in(state)
-    if settings is not None:
-        wellcond.recondition_(model, settings)
-    load_state(model, state, str(path))
-    return settings
+    run_fold(model, arguments, weights, averaged=ema, output=output, force=force)
 
 
 @app.command("measure")
@@ -151,12 +158,23 @@ def measure(
     force: Force = False,
 ) -> None:
     """Condition numbers of weights and Jacobians, attention and verdicts of every head, on an input."""
-    from wellcond.cli.measure import Options, check_outputs, run_measure
+    from wellcond.cli.measure_options import Options, check_input
 
-    check_outputs([path for path in (output, html) if path is not None], force=force)
-    torch.manual_seed(seed)
-    built = build_model(model, parse_values(model_arg or []))
-    if weights is not None:
-        _load_raw_or_plain(built, weights)
     options = Options(layers, heads, convention, kappa, samples, combine, method, biases)
+    options.check()
+    check_input(input, tokens=tokens)
+    check_outputs([path for path in (output, html) if path is not None], force=force)
+    arguments = parse_values(model_arg or [])
+    check_model(model, arguments)
+    check_weights(weights)
+    import torch
+
+    from wellcond.cli.checkpoints import load_raw_or_plain
+    from wellcond.cli.measure import run_measure
+    from wellcond.experiments.models import build_model
+
+    torch.manual_seed(seed)
+    built = build_model(model, arguments)
+    if weights is not None:
+        load_raw_or_plain(built, weights)
     run_measure(built, model, input, options, tokens=tokens, seed=seed, output=output, html=html, force=force)

@@ -12,14 +12,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from wellcond.cli.experiment_commands import ENGINES
 from wellcond.errors import check_choice
 from wellcond.experiments.methods import MethodSettings
 from wellcond.experiments.ray_engine.settings import RaySettings
 from wellcond.experiments.run import Job
 from wellcond.experiments.settings import RecipeError
 from wellcond.experiments.yaml_text import read_yaml
-
-ENGINES = ("local", "ray")
 
 
 def choose_engine(

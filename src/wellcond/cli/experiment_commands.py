@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from wellcond.cli.commands import app
-from wellcond.errors import MissingExtraError
+from wellcond.errors import MissingExtraError, check_choice
+
+ENGINES = ("local", "ray")
 
 RecipeName = Annotated[str, typer.Option("--recipe", help="Name of a shipped recipe (wellcond recipes), or FILE.yaml.")]
 ScaleOption = Annotated[str | None, typer.Option(help="tiny, small or paper, where a recipe exists at several.")]
@@ -40,12 +44,10 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing while 
 
 
 def need_train_extra() -> None:
-    """Say what to install before anything is imported that needs it."""
+    """Say what to install before anything is imported that needs it; importing accelerate would load torch."""
     for package, name in (("accelerate", "accelerate"), ("pydantic", "pydantic"), ("yaml", "pyyaml")):
-        try:
-            __import__(package)
-        except ImportError as error:
-            raise MissingExtraError(name, "train") from error
+        if sys.modules.get(package, package) is None or importlib.util.find_spec(package) is None:
+            raise MissingExtraError(name, "train")
 
 
 @app.command("train")
@@ -68,14 +70,18 @@ def train(
 ) -> None:
     """Train one model with one method and one seed; the same command goes on with a run that was stopped."""
     need_train_extra()
-    from wellcond.cli.experiments import data_overrides, run_train
+    from wellcond.cli.experiment_checks import check_experiment, data_overrides
+
+    overrides = [*data_overrides(data, input, label), *(set or [])]
+    check_experiment(recipe, scale=scale, overrides=overrides, folder=folder)
+    from wellcond.cli.experiments import run_train
 
     code = run_train(
         recipe,
         scale=scale,
         method=method,
         seed=seed,
-        overrides=[*data_overrides(data, input, label), *(set or [])],
+        overrides=overrides,
         folder=folder,
         cpu=cpu,
         local_code=trust_local_code,
@@ -114,8 +120,13 @@ def compare(
 ) -> None:
     """Train every method with every seed under one recipe, and show who wins, by how much, and why."""
     need_train_extra()
+    from wellcond.cli.experiment_checks import check_experiment, data_overrides
+
+    overrides = [*data_overrides(data, input, label), *(set or [])]
+    check_experiment(recipe, scale=scale, overrides=overrides, folder=folder, seeds=seeds, jobs=jobs)
+    check_choice("engine", engine, ENGINES)
     from wellcond.cli.engines import choose_engine
-    from wellcond.cli.experiments import data_overrides, run_compare
+    from wellcond.cli.experiments import run_compare
 
     ray = choose_engine(engine, address=ray_address, cpus=cpus_per_run, gpus=gpus_per_run, print_only=print_jobs)
     code = run_compare(
@@ -123,7 +134,7 @@ def compare(
         scale=scale,
         methods=methods,
         seeds=seeds,
-        overrides=[*data_overrides(data, input, label), *(set or [])],
+        overrides=overrides,
         folder=folder,
         jobs=jobs,
         cpu=cpu,
@@ -154,7 +165,7 @@ def report(
     pictures: Annotated[bool, typer.Option("--pictures/--no-pictures", help="Draw figures and make the page.")] = True,
 ) -> None:
     """Rebuild tables, figures and the page from the records."""
-    from wellcond.cli.experiments import build_reports
+    from wellcond.cli.report import build_reports
 
     build_reports(folder, pictures=pictures)
 

@@ -1,15 +1,13 @@
-"""`wellcond train`, `compare`, `demo`, `report` and `recipes`."""
+"""`wellcond train`, `compare`, `demo` and `recipes`."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich import box
@@ -17,9 +15,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from wellcond.cli.console import make_console
 from wellcond.cli.engines import job_command
-from wellcond.cli.inspect import make_console
+from wellcond.cli.experiment_checks import read_jobs, read_seeds
 from wellcond.cli.progress import RunsProgress
+from wellcond.cli.report import print_report
 from wellcond.errors import WellcondError
 from wellcond.experiments.compare import Outcome, plan_comparison, run_comparison, write_comparison
 from wellcond.experiments.load_recipe import load_recipe, parse_recipe, shipped_recipes
@@ -29,30 +29,6 @@ from wellcond.experiments.recipe import Recipe
 from wellcond.experiments.run import Job
 from wellcond.experiments.settings import RecipeError
 from wellcond.files import to_json
-from wellcond.report.table import Table as ReportTable
-
-FILE_ENDINGS = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
-
-
-def data_overrides(data: str | None, input_column: str | None, label_column: str | None) -> list[str]:
-    """Settings for the user's own data: a folder of images, a file, or an id of the Hugging Face hub."""
-    if data is None:
-        if input_column or label_column:
-            raise RecipeError("--input and --label name columns of --data; give it too")
-        return []
-    path = Path(data)
-    columns = {name: value for name, value in (("input", input_column), ("label", label_column)) if value}
-    if path.is_dir():
-        if columns:
-            raise RecipeError(f"{path} is a folder of images in class folders: it has no columns to name")
-        settings: dict[str, Any] = {"source": "image_folder", "path": str(path.resolve())}
-    elif path.suffix in FILE_ENDINGS or path.is_file():
-        if not path.is_file():
-            raise RecipeError(f"--data: no such file: {path}")
-        settings = {"source": "files", "train": str(path.resolve()), "evaluation_fraction": 0.1, **columns}
-    else:
-        settings = {"source": "hub", "id": data, **columns}
-    return [f"data={json.dumps(settings)}"]
 
 
 def parse_seeds(text: str | None, recipe: Recipe) -> tuple[int, ...]:
@@ -63,30 +39,14 @@ def parse_seeds(text: str | None, recipe: Recipe) -> tuple[int, ...]:
     return recipe.seeds if text is None else read_seeds(text)
 
 
-def read_seeds(text: str) -> tuple[int, ...]:
-    """A number of seeds from 0, or a list such as 3,4,7.
-
-    Raises: RecipeError.
-    """
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise RecipeError(f"--seeds: expected a number or a list such as 0,1,2, found {text!r}") from error
-    seeds = tuple(range(numbers[0])) if "," not in text else tuple(numbers)
-    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
-        raise RecipeError(f"--seeds: expected at least one seed, none twice or below 0, found {text!r}")
-    return seeds
-
-
 def choose_workers(asked: str, recipe: Recipe, *, cpu: bool) -> int:
     """Runs at once: as many as there are cores, if each keeps to one thread and there is no GPU to share.
 
     Raises: RecipeError.
     """
-    if asked != "auto":
-        if not asked.isdigit() or int(asked) < 1:
-            raise RecipeError(f"--jobs: expected auto or a number, found {asked!r}")
-        return int(asked)
+    number = read_jobs(asked)
+    if number is not None:
+        return number
     if "WORLD_SIZE" in os.environ or (torch.cuda.is_available() and not cpu) or recipe.training.threads != 1:
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -119,7 +79,12 @@ def run_train(
     place = folder or Path("runs") / f"{recipe.name}-{recipe.scale}" / chosen.slug / f"seed{seed}"
     job = Job(recipe, chosen, seed, place, base=base, cpu=cpu, local_code=local_code)
     outcome = _run([job], 1, quiet=quiet or as_json)
-    return _tell_end(outcome, [job], as_json=as_json)
+    known = bool(outcome.failures) and not outcome.crashed
+    if known and not as_json:
+        raise WellcondError(outcome.failures[0][1])
+    code = _tell_end(outcome, [job], as_json=as_json)
+    # Of a comparison that goes on with other runs the code is 1, whatever a run fails of.
+    return 2 if known else code
 
 
 def run_compare(
@@ -187,17 +152,6 @@ def _run(jobs: Sequence[Job], num_workers: int, *, quiet: bool, ray: RaySettings
         return run_comparison(jobs, num_workers=num_workers, observer=progress.observe, ray=ray)
 
 
-def print_table(out: Console, title: str, made: ReportTable) -> None:
-    """Print a table of a report; the console becomes as wide as it needs."""
-    table = Table(title=escape(title), header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, name in enumerate(made.header):
-        table.add_column(escape(name), justify="left" if number in made.text_columns else "right")
-    for row in made.rows:
-        table.add_row(*map(escape, row))
-    out.width = max(out.width, table.__rich_measure__(out, out.options.update(max_width=10_000)).maximum)
-    out.print(table)
-
-
 @contextlib.contextmanager
 def leaving_together() -> Iterator[None]:
     """End the group of processes afterwards, if there is one."""
@@ -237,29 +191,6 @@ def _tell_end(outcome: Outcome, jobs: Sequence[Job], *, as_json: bool) -> int:
     return 130 if outcome.interrupted else 1 if outcome.failures else 0
 
 
-def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False) -> None:
-    """Build the report of a folder, print its summary and where it is."""
-    from wellcond.report.analysis import analyse
-    from wellcond.report.build import build_report
-    from wellcond.report.load_runs import load_comparisons
-    from wellcond.report.reading import find_findings
-    from wellcond.report.tables import summary_table
-
-    pages = build_report(folder, pictures=pictures)
-    if quiet:
-        return
-    out = make_console()
-    for comparison, page in zip(load_comparisons(folder), pages, strict=True):
-        analysis = analyse(comparison)
-        summary = summary_table(analysis)
-        print_table(out, comparison.title, summary)
-        for finding in find_findings(analysis):
-            out.print(f"- {escape(finding)}", soft_wrap=True)
-        out.print(f"report: {page}", markup=False, soft_wrap=True)
-        if pictures:
-            out.print(f"        {page.with_suffix('.md')}", markup=False, soft_wrap=True)
-
-
 def print_recipes(*, as_json: bool) -> None:
     """List the recipes that ship."""
     recipes = [parse_recipe(shipped.text, f"{shipped.scale}/{shipped.name}") for shipped in shipped_recipes()]
@@ -286,13 +217,3 @@ def print_recipes(*, as_json: bool) -> None:
             recipe.title,
         )
     make_console().print(table)
-
-
-def build_reports(folder: Path, *, pictures: bool) -> None:
-    """`wellcond report FOLDER`.
-
-    Raises: WellcondError if there is nothing to report on.
-    """
-    if not folder.is_dir():
-        raise WellcondError(f"no such folder: {folder}")
-    print_report(folder, pictures=pictures)

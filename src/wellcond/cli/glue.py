@@ -8,13 +8,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from wellcond.cli.experiments import choose_workers, is_first_process, leaving_together, print_table, read_seeds
-from wellcond.cli.inspect import make_console
+from wellcond.cli.console import make_console, print_table
+from wellcond.cli.experiment_checks import read_seeds
+from wellcond.cli.experiments import choose_workers, is_first_process, leaving_together
 from wellcond.cli.progress import RunsProgress
-from wellcond.errors import WellcondError
 from wellcond.experiments.compare import Outcome
 from wellcond.experiments.glue.run import GluePlan, plan_glue, run_glue
-from wellcond.experiments.glue.tasks import NAMES
 from wellcond.report.glue import rebuild_glue, scores_table
 from wellcond.report.glue_scores import load_glue
 
@@ -22,7 +21,7 @@ from wellcond.report.glue_scores import load_glue
 def score_glue(
     folder: Path,
     *,
-    tasks: str | None,
+    tasks: Sequence[str],
     seeds: str,
     overrides: Sequence[str],
     data: Path | None,
@@ -35,11 +34,9 @@ def score_glue(
     quiet: bool,
 ) -> int:
     """Fine-tune, score and write the tables; returns the exit code."""
-    if not folder.is_dir():
-        raise WellcondError(f"no such folder: {folder}")
     plan = plan_glue(
         folder,
-        tasks=NAMES if tasks is None else [name.strip() for name in tasks.split(",")],
+        tasks=tasks,
         seeds=read_seeds(seeds),
         data=data,
         limit=limit,

@@ -9,6 +9,7 @@ import typer
 
 from wellcond.cli.commands import app
 from wellcond.cli.experiment_commands import Cpu, Jobs, Json, Overrides, Quiet, need_train_extra
+from wellcond.errors import WellcondError, check_choice
 
 
 @app.command("glue")
@@ -39,11 +40,21 @@ def glue(
     Corrections of a conditioned model are folded into its weights first.
     """
     need_train_extra()
+    from wellcond.cli.experiment_checks import read_jobs, read_seeds
+    from wellcond.experiments.glue.tasks import NAMES
+
+    if not run.is_dir():
+        raise WellcondError(f"no such folder: {run}")
+    chosen = NAMES if tasks is None else [name.strip() for name in tasks.split(",")]
+    for name in chosen:
+        check_choice("GLUE task", name, NAMES)
+    read_seeds(seeds)
+    read_jobs(jobs)
     from wellcond.cli.glue import score_glue
 
     code = score_glue(
         run,
-        tasks=tasks,
+        tasks=chosen,
         seeds=seeds,
         overrides=set or [],
         data=data,

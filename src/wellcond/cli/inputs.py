@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from wellcond.errors import MissingExtraError, WellcondError
+from wellcond.cli.measure_options import InputError, check_input
+from wellcond.errors import MissingExtraError
 from wellcond.jacobian.capture_watch import run, undisturbed
+from wellcond.jacobian.select import available_bytes
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 PYTHON_WAY = "build the batch in Python and call wellcond.measure(model, batch)"
-
-
-class InputError(WellcondError, ValueError):
-    """An input that is missing, unreadable, or not what the model reads."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +98,7 @@ def make_batch(model: nn.Module, source: str, *, samples: int, tokens: int = 32,
 
     Raises: InputError if it does not exist or is not what the model reads.
     """
+    check_input(source, tokens=tokens)
     reads = what_it_reads(model)
     path = Path(source)
     if source == "random":
@@ -107,13 +107,8 @@ def make_batch(model: nn.Module, source: str, *, samples: int, tokens: int = 32,
         values, text = _digits(reads, samples)
     elif path.is_dir():
         values, text = _folder(reads, path, samples)
-    elif path.suffix == ".npy":
-        values, text = _array(reads, path, samples)
     else:
-        raise InputError(
-            f"--input: expected 'digits', 'random', a folder of images or a file named *.npy, found {source!r}"
-            + ("" if path.exists() else ", which does not exist")
-        )
+        values, text = _array(reads, path, samples)
     return _arguments(model, reads, values, seed, second_draw=source == "random"), text
 
 
@@ -152,15 +147,25 @@ def _image_shape(reads: Reads, source: str) -> tuple[int, int, int]:
 def _random(reads: Reads, samples: int, tokens: int, seed: int) -> tuple[Tensor, str]:
     generator = torch.Generator().manual_seed(seed)
     if reads.kind == "tokens":
-        if tokens < 1:
-            raise InputError(f"--tokens: expected at least 1, found {tokens}")
         if reads.longest is not None and tokens > reads.longest:
             raise InputError(f"--tokens: expected at most {reads.longest} for this model, found {tokens}")
+        _check_fits(8 * tokens**2, f"--tokens {tokens}", "the attention of one head")
+        _check_fits(8 * samples * tokens, f"--samples {samples}", "the token ids")
         ids = torch.randint(reads.vocabulary, (samples, tokens), generator=generator)
         return ids, f"{samples} x {tokens} random token ids below {reads.vocabulary}, seed {seed}"
     shape = _image_shape(reads, "random")
+    _check_fits(4 * samples * math.prod(shape), f"--samples {samples}", f"images of {_times(shape)}")
     images = torch.randn(samples, *shape, generator=generator)
     return images, f"{samples} x {_times(shape)} standard normal noise, seed {seed}"
+
+
+def _check_fits(wanted: int, option: str, what: str) -> None:
+    left = available_bytes()
+    if wanted > left:
+        raise InputError(
+            f"{option}: {what} would take {wanted / 2**30:,.1f} GiB, and {left / 2**30:,.1f} GiB of memory are free. "
+            "Give a smaller number"
+        )
 
 
 def _digits(reads: Reads, samples: int) -> tuple[Tensor, str]:
@@ -213,8 +218,6 @@ def _per_channel(numbers: tuple[float, ...], channels: int) -> Tensor:
 
 
 def _array(reads: Reads, path: Path, samples: int) -> tuple[Tensor, str]:
-    if not path.is_file():
-        raise InputError(f"--input: expected a .npy file, found nothing at {path}")
     try:
         array = np.load(path, allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:

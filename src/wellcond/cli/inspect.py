@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
+import warnings
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +20,16 @@ from torch import nn
 
 from wellcond.attention.find import scan_attention
 from wellcond.attention.site import AttentionSite
+from wellcond.cli.checkpoints import load_raw_or_plain
+from wellcond.cli.console import make_console
 from wellcond.conditioning.apply import conditioning_of
 from wellcond.errors import AttentionNotFoundError, check_choice
+from wellcond.experiments.models import ModelSpecError, build_model, is_local_code
 from wellcond.linalg.spectrum import spectra
 
 FLAGS = ("causal", "cross", "relative_position_bias", "rotary", "talking_heads")
+MOST_RANDOM = 500_000_000
+"""Parameters of a model that is built with random weights if it is only named: 2 GB, and seconds to draw."""
 
 
 def describe(site: AttentionSite) -> dict[str, Any]:
@@ -46,10 +55,38 @@ def describe(site: AttentionSite) -> dict[str, Any]:
     return row
 
 
-def make_console() -> Console:
-    """Standard output; wide enough for a table when it is not a terminal."""
-    console = Console()
-    return console if console.is_terminal else Console(width=140)
+def run_inspect(spec: str, arguments: dict[str, Any], *, weights: Path | None, seed: int, as_json: bool) -> None:
+    """Build a model and print its attention.
+
+    Condition numbers of a large model that is only named are left out: its weights would be random, and take memory
+    and minutes. It is built on the meta device.
+
+    Raises: WellcondError subclasses.
+    """
+    has_weights = weights is not None or is_local_code(spec) or Path(spec.partition(":")[2]).is_dir()
+    model = None if has_weights else _large_on_meta(spec, arguments)
+    if model is None:
+        torch.manual_seed(seed)
+        model = build_model(spec, arguments)
+    if weights is not None:
+        load_raw_or_plain(model, weights)
+    print_model(model, as_json=as_json)
+
+
+def _large_on_meta(spec: str, arguments: dict[str, Any]) -> nn.Module | None:
+    """The model on the meta device, if it is larger than what is built with random weights."""
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # constructors warn of copies to the meta device
+        try:
+            model = build_model(spec, arguments, on_meta=True)
+        except ModelSpecError:  # a mistake, or a constructor that needs values: building it for real tells
+            return None
+    return model if count_parameters(model) > MOST_RANDOM else None
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Numbers in the parameters of a model; those that are tied count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def print_model(model: nn.Module, *, as_json: bool = False) -> None:
@@ -66,17 +103,43 @@ def print_model(model: nn.Module, *, as_json: bool = False) -> None:
             describe(site)
             for site in track(scan.sites, "condition numbers", console=console, transient=True, disable=as_json)
         ]
+    without_weights = any(parameter.is_meta for parameter in model.parameters())
+    note = _without_weights(model, scan.sites) if without_weights else ""
+    parameters = count_parameters(model)
+    conditioning = conditioning_of(model)
     if as_json:
         refused = [str(refusal) for refusal in scan.refusals]
-        print(json.dumps({"conditioning": conditioning_of(model), "sites": rows, "refused": refused}, indent=2))
+        content = {"conditioning": conditioning, "parameters": parameters, "sites": rows, "refused": refused}
+        print(json.dumps(content | ({"note": note} if note else {}), indent=2))
         return
     out = make_console()
     out.print(_model_table(rows))
-    conditioning = conditioning_of(model)
-    weights = "W" if conditioning is None else f"W + C ({conditioning['method']})"
-    out.print(f"κ: worst over heads of σ_max/σ_min of each head's {weights}. {len(rows)} attentions.")
+    stored = "W" if conditioning is None else f"W + C ({conditioning['method']})"
+    told = note or f"κ: worst over heads of σ_max/σ_min of each head's {stored}."
+    out.print(f"{told} {len(rows)} attentions, {parameters:,} parameters.", soft_wrap=bool(note))
     for refusal in scan.refusals:
         out.print(f"[yellow]not understood:[/] {refusal}")
+
+
+def _without_weights(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
+    """Why there are no condition numbers, and what they would cost."""
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    shapes = Counter(tuple(head.shape) for site in sites for role in "qkv" for head in site.slots[role].read().detach())
+    seconds = sum(count * _seconds_of_spectrum(shape) for shape, count in shapes.items())
+    return (
+        f"Built without weights: a model of this size is not filled with random ones, whose κ would say nothing. "
+        f"Give real ones with --weights FILE or as a folder hf:PATH; they take {num_bytes / 2**30:,.1f} GiB, and their "
+        f"{sum(shapes.values()):,} spectra about {max(1, round(seconds)):,} s on this machine."
+    )
+
+
+def _seconds_of_spectrum(shape: tuple[int, ...]) -> float:
+    matrix, times = torch.rand(1, *shape), []
+    for _ in range(3):
+        begin = time.perf_counter()
+        spectra(matrix)
+        times.append(time.perf_counter() - begin)
+    return min(times)
 
 
 def _model_table(rows: list[dict[str, Any]]) -> Table:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 from rich import box
 from rich.console import Console
@@ -17,36 +16,14 @@ from torch import nn
 
 from wellcond.attention.find import scan_attention
 from wellcond.attention.site import AttentionSite
+from wellcond.cli.checks import OutputError, check_outputs
+from wellcond.cli.console import make_console
 from wellcond.cli.inputs import make_batch, try_forward
-from wellcond.cli.inspect import make_console
-from wellcond.errors import AttentionNotFoundError, WellcondError, check_choice
+from wellcond.cli.measure_options import MeasureError, Options, read_numbers
+from wellcond.errors import AttentionNotFoundError, WellcondError
 from wellcond.files import write_atomically
-from wellcond.jacobian.records import Convention
-from wellcond.jacobian.select import METHODS
-from wellcond.measurement import Combine, HeadReport, Kappa, MeasurementReport, measure
+from wellcond.measurement import HeadReport, MeasurementReport, measure
 from wellcond.report.measurement_page import render_measurement
-
-
-class OutputError(WellcondError, ValueError):
-    """A file that may not or cannot be written."""
-
-
-class MeasureError(WellcondError, ValueError):
-    """Options that do not fit the model or each other."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of the command that `measure` takes as they are."""
-
-    layers: str = "all"
-    heads: str = "all"
-    convention: str = "wide"
-    kappa: str = "strict"
-    samples: int = 1
-    combine: str = "mean"
-    method: str = "auto"
-    biases: bool = False
 
 
 def run_measure(
@@ -99,14 +76,6 @@ def run_measure(
 
 def check_options(options: Options, sites: Sequence[AttentionSite]) -> dict[str, Any]:
     """Arguments for `measure`, checked against the model before anything slow."""
-    check_choice("convention", options.convention, get_args(Convention))
-    check_choice("kappa", options.kappa, get_args(Kappa))
-    check_choice("combine", options.combine, get_args(Combine))
-    check_choice("Jacobian method", options.method, ("auto", *METHODS))
-    if options.samples < 1:
-        raise MeasureError(f"--samples: expected at least 1, found {options.samples}")
-    if options.convention == "stack" and options.biases:
-        raise MeasureError("--convention stack is defined without biases. Leave out --biases, or use --convention wide")
     layers = parse_numbers(options.layers, "--layers", len(sites), "attentions; `wellcond inspect` lists them in order")
     chosen = [sites[layer] for layer in layers] if layers is not None else sites
     most = max(site.num_kv_heads for site in chosen)
@@ -126,17 +95,10 @@ def parse_numbers(text: str, option: str, count: int, what: str) -> list[int] | 
         >>> parse_numbers("0, 5", "--layers", 12, "attentions"), parse_numbers("all", "--layers", 12, "attentions")
         ([0, 5], None)
     """
-    if text.strip() == "all":
-        return None
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise MeasureError(f"{option}: expected 'all' or numbers such as 0,5,11, found {text!r}") from error
-    outside = [n for n in numbers if not 0 <= n < count]
+    numbers = read_numbers(text, option)
+    outside = [n for n in numbers or () if not 0 <= n < count]
     if outside:
         raise MeasureError(f"{option}: expected numbers from 0 to {count - 1} ({count} {what}), found {outside[0]}")
-    if len(set(numbers)) < len(numbers):
-        raise MeasureError(f"{option}: expected every number once, found {text!r}")
     return numbers
 
 
@@ -233,19 +195,6 @@ def summarise(report: MeasurementReport) -> str:
 
 
 # Outputs
-
-
-def check_outputs(paths: Sequence[Path], *, force: bool) -> None:
-    """Raise OutputError unless every file may be written."""
-    if len({path.resolve() for path in paths}) < len(paths):
-        raise OutputError(f"expected different files for JSON and HTML, found {paths[0]} for both")
-    for path in paths:
-        if path.is_dir():
-            raise OutputError(f"expected a file to write, found the folder {path}")
-        if path.exists() and not force:
-            raise OutputError(f"{path} exists; give another name or --force")
-        if not path.parent.is_dir():
-            raise OutputError(f"no such folder: {path.parent}")
 
 
 def write_text(path: Path, text: str, *, force: bool) -> None:

@@ -78,7 +78,7 @@ class RunsProgress:
                 self.bars.remove_task(self._tasks.pop(key))
             assert self._whole is not None
             self.bars.update(self._whole, completed=self._done)
-        if not self.quiet:
+        if not self.quiet and (record is not None or self.num_jobs > 1):  # the failure of a single run ends the command
             self.console.print(self._line(job_name, record, problem), highlight=False, soft_wrap=True)
 
     def _line(self, name: str, record: dict[str, Any] | None, problem: str) -> str:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from wellcond.cli.experiments import choose_workers, is_first_process, leaving_together, print_table, read_seeds
-from wellcond.cli.inspect import make_console
+from wellcond.cli.console import make_console, print_table
+from wellcond.cli.experiment_checks import read_seeds
+from wellcond.cli.experiments import choose_workers, is_first_process, leaving_together
 from wellcond.cli.progress import RunsProgress
-from wellcond.errors import WellcondError, check_choice
+from wellcond.errors import WellcondError
 from wellcond.experiments.compare import JobObserver, Outcome
 from wellcond.experiments.data.mirror import MIRROR_VARIABLE
 from wellcond.experiments.load_recipe import load_recipe
@@ -54,7 +55,6 @@ class Request:
 
 def print_list(scale: str, folder: Path | None, *, jobs: str, data: Path | None, as_json: bool) -> None:
     """`--list`."""
-    check_choice("scale", scale, SCALES)
     use_data(data)
 
     def place(scale: str) -> Path:
@@ -68,14 +68,9 @@ def print_list(scale: str, folder: Path | None, *, jobs: str, data: Path | None,
 
 
 def use_data(data: Path | None) -> Path | None:
-    """The user's data, if they are images in train/ and val/; a mirror is put in front of those that are known.
-
-    Raises: WellcondError if there is no such folder.
-    """
+    """The user's data, if they are images in train/ and val/; a mirror is put in front of those that are known."""
     if data is None:
         return None
-    if not data.is_dir():
-        raise WellcondError(f"--data: expected a folder, found {data}")
     if (data / "train").is_dir():
         return data
     known = os.environ.get(MIRROR_VARIABLE)
@@ -85,12 +80,9 @@ def use_data(data: Path | None) -> Path | None:
 
 def run_reproduce(request: Request, *, dry_run: bool, records: Path | None) -> int:
     """Run what is missing and print the outcome; returns the exit code."""
-    check_choice("scale", request.scale, SCALES)
     entry = find_entry(request.id)
     id = next(name for name, known in entries().items() if known is entry)
     if records is not None:
-        if not records.is_dir():
-            raise WellcondError(f"--records: no such folder: {records}")
         _show(
             outcome_tables(id, entry, request.scale, Collection(records, committed=True, places=entry.records)), request
         )
@@ -219,8 +211,6 @@ def print_claims(results: Path, output: Path, *, as_json: bool) -> None:
     from wellcond.reproduce.claims import judge_claims
     from wellcond.reproduce.claims_page import claims_json, claims_table, write_claims
 
-    if not results.is_dir():
-        raise WellcondError(f"no such folder: {results}")
     if output.is_dir() or output.suffix == ".html":
         raise WellcondError(f"--output: expected a name for the markdown, such as claims.md, found {output}")
     judged = judge_claims(results)

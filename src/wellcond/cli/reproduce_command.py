@@ -9,6 +9,7 @@ import typer
 
 from wellcond.cli.commands import app
 from wellcond.cli.experiment_commands import Cpu, Jobs, Json, Overrides, Quiet, need_train_extra
+from wellcond.errors import WellcondError, check_choice
 
 
 @app.command("reproduce")
@@ -39,11 +40,24 @@ def reproduce(
     quiet: Quiet = False,
 ) -> None:
     """Run what is missing of a table or figure of the papers, and print the paper's numbers beside ours."""
-    need_train_extra()
-    from wellcond.cli.reproduce import Request, print_list, run_reproduce
-
     if list_all == (id is not None):
         raise typer.BadParameter("give either an ID or --list")
+    need_train_extra()
+    from wellcond.cli.experiment_checks import check_folder, read_jobs, read_seeds
+    from wellcond.reproduce.catalogue_files import SCALES, find_entry
+
+    check_choice("scale", scale, SCALES)
+    if id is not None:
+        find_entry(id)
+    for name, place in (("--records", records), ("--data", data)):
+        if place is not None and not place.is_dir():
+            raise WellcondError(f"{name}: expected a folder, found none at {place}")
+    if seeds is not None:
+        read_seeds(seeds)
+    read_jobs(jobs)
+    check_folder(folder)
+    from wellcond.cli.reproduce import Request, print_list, run_reproduce
+
     if id is None:
         print_list(scale, folder, jobs=jobs, data=data, as_json=json)
         return
@@ -64,6 +78,8 @@ def claims(
 ) -> None:
     """Judge the papers' claims, one by one, by committed records: reproduced, not reproduced, or not testable."""
     need_train_extra()
+    if not results.is_dir():
+        raise WellcondError(f"no such folder: {results}")
     from wellcond.cli.reproduce import print_claims
 
     print_claims(results, output or results / "claims.md", as_json=json)

@@ -21,12 +21,9 @@ from wellcond.attention.find import Scan, scan_attention
 from wellcond.attention.registry import find_adapter
 from wellcond.cli.zoo import Progress, ZooRow, is_known, not_built, summarise
 from wellcond.errors import MissingExtraError
+from wellcond.experiments.models import LAYER_COUNTS
 
 NUM_LAYERS = 2
-LAYER_COUNTS = (
-    "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "num_decoder_layers",
-    "num_encoder_layers", "depth", "layers",
-)  # fmt: skip
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 MODEL_MAPPINGS = (
     "MODEL_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",

@@ -15,15 +15,16 @@ from wellcond.experiments.data.errors import DataError
 from wellcond.experiments.engine import Event
 from wellcond.experiments.interrupts import StopWish
 from wellcond.experiments.methods import MethodSettings, check_distinct
+from wellcond.experiments.models import ModelSpecError
 from wellcond.experiments.ray_engine.settings import RaySettings
 from wellcond.experiments.recipe import Recipe, config_hash
-from wellcond.experiments.run import Job, check_local_code, run_job
+from wellcond.experiments.run import Job, UnexpectedRunError, check_local_code, run_job
 from wellcond.experiments.run_folder import SCHEMA, RunError, writing
 from wellcond.experiments.settings import RecipeError
 from wellcond.files import to_json, write_atomically
 
 # What is wrong with the recipe or the data is wrong for every run: the comparison ends at the first.
-FOR_ALL = (RecipeError, DataError, MissingExtraError, AttentionNotFoundError)
+FOR_ALL = (RecipeError, DataError, MissingExtraError, AttentionNotFoundError, ModelSpecError)
 JobObserver = Callable[[Job, Event], None]
 
 
@@ -34,6 +35,8 @@ class Outcome:
     records: list[dict[str, Any]] = field(default_factory=list)
     failures: list[tuple[Job, str]] = field(default_factory=list)
     interrupted: bool = False
+    crashed: bool = False
+    """Whether a run in this process ended with an error that wellcond does not know."""
 
     def take(self, record: dict[str, Any]) -> None:
         """Note a run that ended."""
@@ -162,5 +165,6 @@ def run_comparison(
             except WellcondError as error:
                 if int(os.environ.get("WORLD_SIZE", "1")) > 1:
                     raise  # the other processes may not know: going on would mix runs
+                outcome.crashed |= isinstance(error, UnexpectedRunError)
                 outcome.fail(job, str(error), observer)
     return outcome

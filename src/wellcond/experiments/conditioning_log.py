@@ -10,11 +10,15 @@ from typing import Any
 
 from torch import nn
 
+from wellcond.attention.find import find_attention
 from wellcond.attention.shards import gather_model
 from wellcond.attention.wrappers import unwrap
 from wellcond.experiments.recipe import TrackingSettings, jacobian_steps
+from wellcond.experiments.settings import RecipeError
 from wellcond.experiments.tasks.base import AbstractTask
 from wellcond.tracking import ConditionTracker, TrackPoint
+
+MOST_POINTS = 100_000
 
 
 def tracked_steps(settings: TrackingSettings, num_steps: int, steps_per_epoch: int) -> tuple[frozenset, frozenset]:
@@ -22,6 +26,11 @@ def tracked_steps(settings: TrackingSettings, num_steps: int, steps_per_epoch: i
     weights: frozenset[int] = frozenset()
     if settings.weights_every is not None:
         every = settings.weights_every.in_steps(steps_per_epoch)
+        if num_steps // every > MOST_POINTS:
+            raise RecipeError(
+                f"tracking.weights_every: expected at most {MOST_POINTS} measurements, found one every {every} of "
+                f"{num_steps} steps; give a longer interval"
+            )
         weights = frozenset({*range(0, num_steps + 1, every), num_steps})
     jacobian = jacobian_steps(settings.jacobian_points, num_steps)
     return jacobian, weights - jacobian
@@ -60,6 +69,9 @@ class ConditioningLog:
             return []
         measured = unwrap(model) if self._copy is None else self._copy
         probe = self.task.probe(self.settings.samples)
+        most = max(site.num_kv_heads for site in find_attention(unwrap(measured), strict=False))
+        if self.settings.heads is not None and min(self.settings.heads) >= most:
+            raise RecipeError(f"tracking.heads: expected numbers from 0 to {most - 1}, found {self.settings.heads}")
         self._tracker = ConditionTracker(
             measured,
             probe if self._copied else _to_device(probe, self.accelerator.device),

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
 
-from wellcond.experiments.recipe import Recipe, Scale
-from wellcond.experiments.settings import RecipeError, explain, suggest
+from wellcond.experiments.settings import RecipeError, Scale, explain, suggest
 from wellcond.experiments.yaml_text import read_yaml
+
+if TYPE_CHECKING:
+    from wellcond.experiments.recipe import Recipe
 
 SCALES: tuple[str, ...] = get_args(Scale)
 
@@ -38,6 +40,17 @@ def shipped_recipes() -> list[ShippedRecipe]:
     ]
 
 
+@dataclass(frozen=True)
+class RecipeFields:
+    """A recipe as it is written, before its fields are checked."""
+
+    fields: dict[str, Any]
+    where: str
+    """The file, or scale and name, for messages."""
+    base: Path | None
+    """Folder that relative paths start from; None for a recipe that ships."""
+
+
 def load_recipe(
     name_or_path: str, *, scale: str | None = None, overrides: Sequence[str] = ()
 ) -> tuple[Recipe, Path | None]:
@@ -50,6 +63,15 @@ def load_recipe(
 
     Raises: RecipeError that names the path, the value and what is allowed.
     """
+    read = read_recipe(name_or_path, scale=scale, overrides=overrides)
+    return _validate(read.fields, read.where), read.base
+
+
+def read_recipe(name_or_path: str, *, scale: str | None = None, overrides: Sequence[str] = ()) -> RecipeFields:
+    """`load_recipe` as far as it goes without torch: that the recipe is there, and YAML.
+
+    Raises: RecipeError.
+    """
     if name_or_path.endswith((".yaml", ".yml")):
         path = Path(name_or_path)
         if not path.is_file():
@@ -58,10 +80,12 @@ def load_recipe(
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"{path} cannot be read as text: {error}") from error
-        recipe = parse_recipe(text, str(path), overrides)
-        if scale not in (None, recipe.scale):
-            raise RecipeError(f"{path} is a recipe of scale {recipe.scale!r}, not {scale!r}; leave out --scale")
-        return recipe, path.parent
+        read = RecipeFields(_fields(text, str(path), overrides), str(path), path.parent)
+        if scale not in (None, read.fields.get("scale")):
+            raise RecipeError(
+                f"{path} is a recipe of scale {read.fields.get('scale')!r}, not {scale!r}; leave out --scale"
+            )
+        return read
     shipped = shipped_recipes()
     named = [recipe for recipe in shipped if recipe.name == name_or_path]
     if not named:
@@ -74,7 +98,8 @@ def load_recipe(
         scales = ", ".join(recipe.scale for recipe in named)
         asked = f", not at {scale!r}" if scale else ""
         raise RecipeError(f"the recipe {name_or_path!r} exists at the scales {scales}{asked}: choose one with --scale")
-    return parse_recipe(found[0].text, f"{found[0].scale}/{found[0].name}", overrides), None
+    where = f"{found[0].scale}/{found[0].name}"
+    return RecipeFields(_fields(found[0].text, where, overrides), where, None)
 
 
 def parse_recipe(text: str, where: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -82,16 +107,26 @@ def parse_recipe(text: str, where: str, overrides: Sequence[str] = ()) -> Recipe
 
     Raises: RecipeError.
     """
-    data = _fields(text, where)
+    return _validate(_fields(text, where, overrides), where)
+
+
+def _validate(fields: dict[str, Any], where: str) -> Recipe:
+    from wellcond.experiments.recipe import Recipe
+
+    try:
+        return Recipe.model_validate(fields)
+    except ValidationError as error:
+        raise explain(error, where, fields) from error
+
+
+def _fields(text: str, where: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    data = _extended(text, where)
     for override in overrides:
         set_field(data, override)
-    try:
-        return Recipe.model_validate(data)
-    except ValidationError as error:
-        raise explain(error, where, data) from error
+    return data
 
 
-def _fields(text: str, where: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
+def _extended(text: str, where: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
     """Fields of a recipe, on top of those of the shipped recipe it ``extends``."""
     data = read_yaml(text, where)
     if not isinstance(data, dict):
@@ -104,7 +139,7 @@ def _fields(text: str, where: str, seen: tuple[str, ...] = ()) -> dict[str, Any]
         raise RecipeError(f"{where}: extends: no recipe {base!r}{suggest(str(base), sorted(shipped))}")
     if base in seen:
         raise RecipeError(f"{where}: extends: {base} extends itself")
-    return merge(_fields(shipped[base], base, (*seen, base)), data)
+    return merge(_extended(shipped[base], base, (*seen, base)), data)
 
 
 def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

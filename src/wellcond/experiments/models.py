@@ -10,17 +10,24 @@ import pickle
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from wellcond.errors import MissingExtraError, WellcondError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # A library would fetch or load what these name. Weights are for model.weights or --weights, code is for nobody.
 REFUSED = {
     "timm": ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path"),
     "hf": ("trust_remote_code", "code_revision", "auto_map", "subfolder", "_configuration_file", "gguf_file"),
 }
+LAYER_COUNTS = (
+    "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "num_decoder_layers",
+    "num_encoder_layers", "depth", "layers",
+)  # fmt: skip
+# Libraries make a list, or a name, for each of so many before they make a tensor.
+MOST = dict.fromkeys(LAYER_COUNTS, 10_000) | dict.fromkeys(("num_labels", "num_classes"), 1_000_000)
 
 
 class ModelSpecError(WellcondError, ValueError):
@@ -56,8 +63,59 @@ def is_local_code(spec: str) -> bool:
     return ".py:" in spec and spec.partition(":")[0] not in ("timm", "hf", "wellcond")
 
 
+def check_model(spec: str, arguments: dict[str, Any]) -> None:
+    """What can be known of a MODEL and its arguments without the library that builds it.
+
+    Raises: ModelSpecError.
+    """
+    kind, colon, rest = spec.partition(":")
+    if colon and kind in ("timm", "hf", "wellcond"):
+        if not rest or "\0" in rest:
+            raise ModelSpecError(f"unknown MODEL {spec!r}: expected a name after {kind}:")
+    elif not is_local_code(spec):
+        raise ModelSpecError(
+            f"unknown MODEL {spec!r}: expected timm:NAME, hf:CONFIG_TYPE_OR_LOCAL_PATH, wellcond:NAME or "
+            "path/to/file.py:callable"
+        )
+    elif not Path(spec.rpartition(":")[0]).is_file():
+        raise ModelSpecError(f"no such file: {spec.rpartition(':')[0]}")
+    if kind == "hf" and Path(rest).is_dir():
+        _check_config(Path(rest))
+    for name in REFUSED.get(kind, ()):
+        if name in arguments:
+            raise ModelSpecError(
+                f"{spec}: expected arguments of the model's architecture, found {name!r}, which loads files or code; "
+                "remove it. Weights are named by model.weights of a recipe, or --weights"
+            )
+    _check_counts(arguments, spec)
+
+
+def _check_counts(settings: dict[str, Any], where: str) -> None:
+    for name, most in MOST.items():
+        value = settings.get(name)
+        if isinstance(value, (int, float)) and not value <= most:  # NaN is not
+            raise ModelSpecError(f"{where}: {name}: expected at most {most}, found {value}")
+
+
+def _check_config(folder: Path) -> None:
+    path = folder / "config.json"
+    try:
+        stored = json.loads(path.read_text("utf-8")) if path.is_file() else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelSpecError(f"{folder}: expected a config.json of transformers: {error}") from error
+    if not isinstance(stored, dict):
+        found = "no such file" if stored is None and not path.is_file() else f"{str(stored)[:80]!r}"
+        raise ModelSpecError(f"{folder}: expected a config.json of transformers, a mapping of settings; found {found}")
+    _check_counts(stored, str(path))
+
+
 def build_model(
-    spec: str, arguments: dict[str, Any] | None = None, *, auto_class: str | None = None, local_code: bool = True
+    spec: str,
+    arguments: dict[str, Any] | None = None,
+    *,
+    auto_class: str | None = None,
+    local_code: bool = True,
+    on_meta: bool = False,
 ) -> nn.Module:
     """Build a model from a MODEL argument; nothing is downloaded.
 
@@ -66,35 +124,72 @@ def build_model(
         arguments: keyword arguments for timm's constructor, the Hugging Face configuration or the callable.
         auto_class: class of transformers that puts a head on an ``hf:`` model, such as AutoModelForCausalLM.
         local_code: whether ``path/to/file.py:callable`` may be run.
+        on_meta: on the meta device: shapes without values.
 
     Raises:
-        ModelSpecError: the spec leads nowhere.
+        ModelSpecError: the spec leads nowhere, or its library cannot build it with these arguments.
+        ModelTooLargeError: there is not enough memory.
         MissingExtraError: the library it names is not installed.
     """
     arguments = arguments or {}
-    kind, colon, rest = spec.partition(":")
-    for name in REFUSED.get(kind, ()):
-        if name in arguments:
-            raise ModelSpecError(
-                f"{spec}: expected arguments of the model's architecture, found {name!r}, which loads files or code; "
-                "remove it. Weights are named by model.weights of a recipe, or --weights"
-            )
-    if colon and kind == "timm":
-        with _loading_tensors_only():
-            return _build_timm(rest, arguments)
-    if colon and kind == "hf":
-        with _loading_tensors_only():
-            return _build_hf(rest, arguments, auto_class)
-    if colon and kind == "wellcond":
-        return _build_own(rest, arguments)
-    if is_local_code(spec):
-        if not local_code:
-            raise ModelSpecError(TRUST_NEEDED.format(spec))
-        return _build_from_file(spec, arguments)
-    raise ModelSpecError(
-        f"unknown MODEL {spec!r}: expected timm:NAME, hf:CONFIG_TYPE_OR_LOCAL_PATH, wellcond:NAME or "
-        "path/to/file.py:callable"
-    )
+    if is_local_code(spec) and not local_code:
+        raise ModelSpecError(TRUST_NEEDED.format(spec))
+    check_model(spec, arguments)
+    from wellcond.experiments.memory_guard import ModelTooLargeError
+
+    try:
+        return _build_within_memory(spec, arguments, auto_class, on_meta)
+    except ModelTooLargeError as error:
+        raise ModelTooLargeError(f"{_written(spec, arguments)}: {error}") from error
+    except WellcondError:
+        raise
+    except Exception as error:  # whatever a constructor raises for values that it was not made for
+        said = (str(error).strip() or type(error).__name__)[:1000]
+        todo = "Correct these arguments or leave them out" if arguments else "Correct the model, or name another"
+        raise ModelSpecError(f"{_written(spec, arguments)}: {type(error).__name__}: {said}\n  {todo}.") from error
+
+
+def _build_within_memory(spec: str, arguments: dict[str, Any], auto_class: str | None, on_meta: bool) -> nn.Module:
+    """Build a model; a large one is first built on the meta device, to see whether it fits."""
+    import torch
+
+    from wellcond.experiments.memory_guard import LargeModel, MemoryGuard, ModelTooLargeError, check_fits
+
+    if is_local_code(spec):  # run once, since it may do anything
+        with MemoryGuard():
+            return _build_from_file(spec, arguments)
+    if on_meta:
+        with _loading_tensors_only(), MemoryGuard(), torch.device("meta"):
+            return _build(spec, arguments, auto_class, on_meta)
+    state = torch.get_rng_state()
+    try:
+        with _loading_tensors_only(), MemoryGuard(stop_at_large=True):
+            return _build(spec, arguments, auto_class, on_meta)
+    except LargeModel:
+        pass
+    try:
+        sized = _build_within_memory(spec, arguments, auto_class, True)
+    except Exception as error:
+        if "overflow" in str(error):  # of the number of bytes of one tensor
+            raise ModelTooLargeError(f"{error}; take a smaller model") from error
+    else:  # a constructor that needs values does not get here: it has to be tried
+        check_fits(sized)
+    torch.set_rng_state(state)
+    with _loading_tensors_only(), MemoryGuard():
+        return _build(spec, arguments, auto_class, on_meta)
+
+
+def _written(spec: str, arguments: dict[str, Any]) -> str:
+    return f"{spec} cannot be built with {arguments}" if arguments else f"{spec} cannot be built"
+
+
+def _build(spec: str, arguments: dict[str, Any], auto_class: str | None, on_meta: bool) -> nn.Module:
+    kind, _, rest = spec.partition(":")
+    if kind == "timm":
+        return _build_timm(rest, arguments)
+    if kind == "hf":
+        return _build_hf(rest, arguments, auto_class, on_meta)
+    return _build_own(rest, arguments)
 
 
 @contextlib.contextmanager
@@ -128,7 +223,7 @@ def _build_timm(name: str, arguments: dict[str, Any]) -> nn.Module:
     return timm.create_model(name, pretrained=False, **arguments)
 
 
-def _build_hf(name: str, arguments: dict[str, Any], auto_class: str | None) -> nn.Module:
+def _build_hf(name: str, arguments: dict[str, Any], auto_class: str | None, on_meta: bool) -> nn.Module:
     try:
         import transformers
     except ImportError as error:
@@ -154,7 +249,7 @@ def _build_hf(name: str, arguments: dict[str, Any], auto_class: str | None) -> n
         model = model_class(config)
     else:
         model = transformers.AutoModel.from_config(config, trust_remote_code=False)
-    if path.is_dir():
+    if path.is_dir() and not on_meta:
         _load_folder(model, path)
     return model
 
@@ -166,6 +261,7 @@ def read_hf_config(folder: Path, arguments: dict[str, Any] | None = None) -> Any
     """
     import transformers
 
+    _check_config(folder)
     try:
         stored, _ = transformers.PreTrainedConfig.get_config_dict(folder, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -276,8 +372,6 @@ def _shards(index: Path) -> list[str]:
 def _build_from_file(spec: str, arguments: dict[str, Any]) -> nn.Module:
     path_text, _, name = spec.rpartition(":")
     path = Path(path_text)
-    if not path.is_file():
-        raise ModelSpecError(f"no such file: {path}")
     module_spec = importlib.util.spec_from_file_location(f"wellcond_user_{path.stem}", path)
     assert module_spec is not None and module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
@@ -288,6 +382,8 @@ def _build_from_file(spec: str, arguments: dict[str, Any]) -> nn.Module:
         defined = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ModelSpecError(f"{path} has no callable {name!r}. It defines: {', '.join(defined) or 'none'}")
     model = build(**arguments)
+    from torch import nn
+
     if not isinstance(model, nn.Module):
         raise ModelSpecError(f"{spec} returned {type(model).__name__}, expected a torch.nn.Module")
     return model

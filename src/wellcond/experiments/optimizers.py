@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import Field, model_validator
 from torch import nn
 
 from wellcond.experiments.schedule import Point
@@ -24,16 +24,18 @@ UNDECAYED = (
     "reg_token",
 )
 Beta = Annotated[float, Field(ge=0, lt=1)]
+LearningRate = Annotated[float, Field(gt=0, le=1e6)]
+WeightDecay = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class AdamW(Settings):
     """torch.optim.AdamW."""
 
     name: Literal["adamw"] = "adamw"
-    lr: PositiveFloat
+    lr: LearningRate
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.0
+    eps: Annotated[float, Field(gt=0, le=1e6)] = 1e-8
+    weight_decay: WeightDecay = 0.0
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         """Over the parameters of a model."""
@@ -44,10 +46,10 @@ class SGD(Settings):
     """torch.optim.SGD."""
 
     name: Literal["sgd"] = "sgd"
-    lr: PositiveFloat
-    momentum: NonNegativeFloat = 0.9
+    lr: LearningRate
+    momentum: Annotated[float, Field(ge=0, le=1)] = 0.9
     nesterov: bool = False
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: WeightDecay = 0.0
 
     @model_validator(mode="after")
     def _has_momentum(self) -> SGD:

@@ -144,15 +144,14 @@ def _build(
 ) -> nn.Module:
     """Build a model from all its arguments, of which `given` are those that somebody wrote down."""
     try:
-        try:
-            return build_model(name, arguments, auto_class=task.auto_class(), local_code=local_code)
-        except TypeError as error:
-            # Some of timm's models take images of any size, and no img_size.
-            if "img_size" not in str(error) or "img_size" in given:
-                raise
-            fewer = {key: value for key, value in arguments.items() if key != "img_size"}
-            return build_model(name, fewer, auto_class=task.auto_class(), local_code=local_code)
-    except ModelSpecError:
-        raise
-    except (TypeError, ValueError, AssertionError) as error:
-        raise RecipeError(f"model: {name} cannot be built with {arguments}: {error}") from error
+        return build_model(name, arguments, auto_class=task.auto_class(), local_code=local_code)
+    except ModelSpecError as error:
+        # Some of timm's models take images of any size, and no img_size.
+        takes_no_size = isinstance(error.__cause__, TypeError) and "img_size" in str(error.__cause__)
+        if not takes_no_size or "img_size" in given:
+            raise RecipeError(f"model: {error}") from error
+    fewer = {key: value for key, value in arguments.items() if key != "img_size"}
+    try:
+        return build_model(name, fewer, auto_class=task.auto_class(), local_code=local_code)
+    except ModelSpecError as error:
+        raise RecipeError(f"model: {error}") from error

@@ -26,11 +26,9 @@ from wellcond.experiments.data.registry import SourceConfig, resolve_config
 from wellcond.experiments.methods import MethodSettings, check_distinct
 from wellcond.experiments.optimizers import OptimizerSettings
 from wellcond.experiments.schedule import Constant, ScheduleSettings
-from wellcond.experiments.settings import Interval, Settings, suggest
+from wellcond.experiments.settings import Interval, Scale, Settings, suggest
 from wellcond.experiments.tasks.augmentation import AugmentationSettings
 from wellcond.experiments.tasks.base import TASKS, ModelSettings
-
-Scale = Literal["tiny", "small", "paper"]
 
 
 def _check_folder_name(name: str) -> str:
@@ -69,9 +67,9 @@ class TrainingSettings(Settings):
     averaging: AveragingSettings | None = None
     diverged_above: PositiveFloat | None = 10.0
     """A mean loss of this many times the first one ends the run as diverged; null: only a loss that is not finite."""
-    workers: NonNegativeInt = 0
+    workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Processes that decode and augment, where that is slow."""
-    threads: PositiveInt | None = None
+    threads: Annotated[int, Field(gt=0, le=1024)] | None = None
     """Of torch on the CPU; null leaves torch's own choice."""
     log_every: PositiveInt = 10
 
@@ -106,10 +104,10 @@ class TrackingSettings(Settings):
 
     weights_every: Interval | None = Interval(epochs=1)
     """Condition numbers of the weights, and the attention maps."""
-    jacobian_points: NonNegativeInt = 12
+    jacobian_points: Annotated[int, Field(ge=0, le=10_000)] = 12
     """How often to measure the Jacobian: first, last, and logarithmically spaced between."""
     samples: PositiveInt = 1
-    heads: tuple[NonNegativeInt, ...] | None = None
+    heads: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] | None = None
     """Only these key/value heads of each layer."""
 
 
@@ -131,7 +129,7 @@ def _resolve_task(raw: Any) -> Any:
     if not isinstance(raw, dict):
         return raw
     name = raw.get("name")
-    if name not in TASKS:
+    if not isinstance(name, str) or name not in TASKS:
         raise ValueError(f"unknown task {name!r}{suggest(str(name), sorted(TASKS))}")
     return TASKS[name][0].model_validate(raw)
 

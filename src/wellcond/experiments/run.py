@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from wellcond.attention.find import find_attention
-from wellcond.errors import WellcondError
+from wellcond.errors import DEBUG_VARIABLE, WellcondError
 from wellcond.experiments.accelerator import make_accelerator
 from wellcond.experiments.clock import RunClock
 from wellcond.experiments.data.fingerprint import fingerprint
@@ -30,6 +31,10 @@ from wellcond.experiments.train_state import Diverged
 
 KEPT = ("metric", "data", "tokenizer", "model", "final", "best", "progress", "samples_per_second", "seconds_per_step",
         "sessions")  # fmt: skip
+
+
+class UnexpectedRunError(RunError):
+    """A run that ended with an error which wellcond does not know."""
 
 
 @dataclass(frozen=True)
@@ -194,11 +199,21 @@ class _Session:
         except WellcondError as error:
             self._fail(str(error))
             raise
+        except OSError as error:
+            if error.filename is None:
+                raise self._unexpected(error) from error
+            reason = f"{error.filename}: {error.strerror}"
+            self._fail(reason)
+            raise RunError(f"{self.job.name} failed: {reason}. Correct the path or its permissions") from error
         except Exception as error:
-            self._fail(f"{type(error).__name__}: {error}")
-            raise RunError(
-                f"{self.job.name} failed: {type(error).__name__}: {error}\n{traceback.format_exc()}"
-            ) from error
+            raise self._unexpected(error) from error
+
+    def _unexpected(self, error: Exception) -> UnexpectedRunError:
+        self._fail(f"{type(error).__name__}: {error}")
+        details = f"\n{traceback.format_exc()}" if os.environ.get(DEBUG_VARIABLE) else ""
+        return UnexpectedRunError(
+            f"{self.job.name} failed: {type(error).__name__}: {error}; wellcond --debug shows where{details}"
+        )
 
     def _set_up(self) -> Engine:
         job, recipe, observer = self.job, self.job.recipe, self.observer

@@ -5,12 +5,20 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from wellcond.errors import WellcondError
+
+Scale = Literal["tiny", "small", "paper"]
+SequenceLength = Annotated[int, Field(gt=0, le=2**20)]
+"""In tokens; a batch is padded to it."""
+ImageSide = Annotated[int, Field(gt=0, le=2**14)]
+"""In pixels."""
+MOST_INTEGER, MOST_FLOAT = 2**63 - 1, 1e38
+"""What torch holds in 64 and in 32 bits."""
 
 
 class RecipeError(WellcondError, ValueError):
@@ -32,6 +40,20 @@ class Settings(BaseModel):
                 _problem(f"unknown field {name!r}{suggest(str(name), known)}", str(name), values[name])
                 for name in unknown
             ]
+            raise ValidationError.from_exception_data(cls.__name__, problems)
+        return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_numbers_that_fit(cls, values: Any) -> Any:
+        items = values.items() if isinstance(values, dict) else ()
+        problems = [
+            _problem(f"expected a number of at most {most:g}", str(name), found)
+            for name, found in items
+            for kind, most in ((int, MOST_INTEGER), (float, MOST_FLOAT))
+            if isinstance(found, kind) and most < abs(found) < math.inf
+        ]
+        if problems:
             raise ValidationError.from_exception_data(cls.__name__, problems)
         return values
 

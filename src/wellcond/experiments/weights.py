@@ -9,6 +9,7 @@ import re
 import tempfile
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -126,10 +127,23 @@ def _check_fits(state: dict[str, Tensor], own: dict[str, Tensor], what: str) -> 
         raise WeightError(f"{what} does not fit this model: {shown}")
 
 
-def conditioning_in(state: dict[str, Tensor]) -> dict[str, object] | None:
-    """Settings under which a checkpoint's raw weights were trained; None for a plain checkpoint."""
+def conditioning_in(state: dict[str, Tensor]) -> dict[str, Any] | None:
+    """Settings under which a checkpoint's raw weights were trained; None for a plain checkpoint.
+
+    Raises: WeightError if they are damaged.
+    """
     markers = find_markers(state)
-    return read_settings(state[markers[0]]) if markers else None
+    if not markers:
+        return None
+    settings = read_settings(state[markers[0]])
+    kinds = {"method": str, "projections": str, "sites": list}
+    wrong = [f"{key}: {settings[key]!r}" for key, kind in kinds.items() if not isinstance(settings[key], kind)]
+    if wrong or not all(isinstance(name, str) for name in settings["sites"]):
+        raise WeightError(
+            f"the checkpoint's wellcond marker is damaged: expected the name of a method, letters of projections and "
+            f"names of attentions, found {'; '.join(wrong) or settings['sites']!r}. Write the checkpoint again"
+        )
+    return settings
 
 
 def save_weights(model: nn.Module, path: Path, *, overwrite: bool = False) -> None:
@@ -137,7 +151,7 @@ def save_weights(model: nn.Module, path: Path, *, overwrite: bool = False) -> No
 
     Of a model that several processes hold together every process must call this, and the first one writes.
 
-    Raises: WeightError if the file exists and may not be replaced, or is not named ``.safetensors``.
+    Raises: WeightError if the file exists and may not be replaced, is not named ``.safetensors``, or cannot be written.
     """
     if path.suffix != ".safetensors":
         raise WeightError(f"expected an output named *.safetensors, got {path}")
@@ -148,14 +162,17 @@ def save_weights(model: nn.Module, path: Path, *, overwrite: bool = False) -> No
     gathered = gather_model(model) if any_distributed(model) else None
     if gathered == {}:
         return
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".partial")
-    os.close(handle)
     try:
-        if gathered is None:
-            _safetensors().save_model(model, temporary)
-        else:
-            _safetensors().save_file({key: value.contiguous() for key, value in gathered.items()}, temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".partial")
+        os.close(handle)
+        try:
+            if gathered is None:
+                _safetensors().save_model(model, temporary)
+            else:
+                _safetensors().save_file({key: value.contiguous() for key, value in gathered.items()}, temporary)
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise WeightError(f"{path} could not be written: {error.strerror or error}; give another folder") from error

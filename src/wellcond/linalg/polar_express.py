@@ -31,7 +31,8 @@ from wellcond.linalg.float64 import has_float64
 
 Quintic = tuple[float, float, float]
 
-SQUARINGS = (3, 3, 2)  # between two normalisations, so that float32 does not underflow; G^256 in total
+SQUARINGS = (4, 4)  # between two normalisations, so that float32 does not underflow; G^256 in total
+TINY = {torch.float64: 1e-150, torch.float32: 1e-30}
 HEADROOM = 1.005  # the estimate of sigma_1^2 may be 0.2 % below the truth, and the polynomials end at 1
 CHUNK_BYTES = {"cpu": 2**26}  # of float64 weights at a time: the heap of a CPU gives larger pieces back after every use
 GPU_CHUNK_BYTES = 2**28
@@ -71,7 +72,7 @@ def accuracy_of(rows: int, columns: int, wide: torch.dtype) -> Accuracy:
 def mix_with_polar(weights: Tensor, *, keep: float, share: float) -> Tensor:
     r"""`keep W + share sigma_1(W) U V^T` for each matrix of a batch (count, d, D), in the dtype of `weights`.
 
-    A zero matrix stays zero. NaN and infinity stay visible in their own matrix. Carries no gradient.
+    A zero matrix stays zero. NaN and infinity stay visible in their own matrix. No gradient is recorded.
 
     Example:
         >>> weights = torch.diag(torch.tensor([3.0, 1.0]))[None]
@@ -81,9 +82,9 @@ def mix_with_polar(weights: Tensor, *, keep: float, share: float) -> Tensor:
     if weights.shape[-2] > weights.shape[-1]:
         return mix_with_polar(weights.mT, keep=keep, share=share).mT
     wide = wide_dtype(weights.device)
-    at_a_time = CHUNK_BYTES.get(weights.device.type, GPU_CHUNK_BYTES) // (weights[0].numel() * wide.itemsize)
+    bytes_of_one = weights.shape[-2] * weights.shape[-1] * wide.itemsize
+    at_a_time = CHUNK_BYTES.get(weights.device.type, GPU_CHUNK_BYTES) // bytes_of_one
     with torch.no_grad(), torch.autocast(weights.device.type, enabled=False):
-        weights = weights.detach()
         if at_a_time >= len(weights):
             return _mix(weights, keep, share, wide)
         return torch.cat([_mix(part, keep, share, wide) for part in weights.split(max(at_a_time, 1))])
@@ -97,32 +98,34 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 def _mix(weights: Tensor, keep: float, share: float, wide: torch.dtype) -> Tensor:
     d, columns = weights.shape[-2:]
     accuracy = accuracy_of(d, columns, wide)
-    eye, direction = _constants(d, columns, wide, weights.device)
+    _, direction = _constants(d, columns, wide, weights.device)
+    share *= 1 + torch.finfo(weights.dtype).eps / 4  # 16-bit types round what was just enough
     work = weights.to(wide)
     # ||W||_F d^(-1/4) is within d^(1/4) of sigma_1 either way, which is close enough for `eps`.
     work = torch.addcmul(work, _norm(work), direction, value=accuracy.eps * d**-0.25)
-    root = _scaled_inverse_root(work, accuracy)
     if accuracy is SQUARE:
-        # A null direction that E barely met came out too small, but came out: adding a part of the result, which is
+        # A null direction that E barely met comes out too small, but comes out: adding a part of the result, which is
         # aligned with W and so changes no direction, makes it large enough for a second time.
-        work = torch.baddbmm(work, root, work, alpha=ALIGNED)
-        root = _scaled_inverse_root(work, AGAIN) / (1 + ALIGNED)
-        share -= ALIGNED * keep
-    # 16-bit types round what was just enough.
-    factor = torch.add(keep * eye, root, alpha=share * (1 + torch.finfo(weights.dtype).eps / 4))
-    return torch.bmm(factor, work).to(weights.dtype)
+        work = torch.bmm(_factor(work, 1.0, ALIGNED, accuracy), work)
+        accuracy, share = AGAIN, (share - ALIGNED * keep) / (1 + ALIGNED)
+    return torch.bmm(_factor(work, keep, share, accuracy), work).to(weights.dtype)
 
 
-def _scaled_inverse_root(work: Tensor, accuracy: Accuracy) -> Tensor:
-    """sigma_1 (W W^T)^(-1/2), so that its product with W is sigma_1 U V^T."""
-    gram = torch.bmm(work, work.mT)
-    scaled = gram / (HEADROOM * largest_eigenvalue(gram) + torch.finfo(gram.dtype).tiny)
+def _factor(work: Tensor, keep: float, share: float, accuracy: Accuracy) -> Tensor:
+    """Keep I + share sigma_1 (W W^T)^(-1/2): its product with W is keep W + share sigma_1 U V^T."""
+    eye, _ = _constants(work.shape[-2], work.shape[-1], work.dtype, work.device)
+    # A zero matrix gets the Gram matrix of a tiny one, so that nothing is divided by zero.
+    gram = torch.baddbmm(eye, work, work.mT, beta=TINY[work.dtype])
+    scaled = gram / (HEADROOM * largest_eigenvalue(gram))
     steps = schedule(accuracy.smallest)
-    root, scaled = _inverse_root(scaled, steps[: accuracy.num_wide_steps])
-    rest, _ = _inverse_root(scaled.float(), steps[accuracy.num_wide_steps :])
-    assert rest is not None
-    whole = rest.to(gram.dtype) if root is None else torch.bmm(rest.to(gram.dtype), root)
-    return whole / math.sqrt(HEADROOM)
+    wide_steps, narrow_steps = steps[: accuracy.num_wide_steps], steps[accuracy.num_wide_steps :]
+    root, scaled = _inverse_root(scaled, wide_steps)
+    rest, _ = _inverse_root(scaled.float(), narrow_steps, is_last=True)
+    # sigma_1 G^(-1/2) = (G / (HEADROOM sigma_1^2))^(-1/2) / sqrt(HEADROOM)
+    share /= math.sqrt(HEADROOM)
+    return torch.baddbmm(
+        eye, rest.to(work.dtype), eye.expand_as(gram) if root is None else root, beta=keep, alpha=share
+    )
 
 
 def _norm(matrices: Tensor) -> Tensor:
@@ -130,29 +133,29 @@ def _norm(matrices: Tensor) -> Tensor:
 
 
 def largest_eigenvalue(gram: Tensor) -> Tensor:
-    r"""Largest eigenvalue (count, 1, 1) of positive semi-definite matrices, from below, at most 0.2 % off.
+    r"""Largest eigenvalue (count, 1, 1) of positive definite matrices, from below, at most 0.2 % off.
 
     With A = G^256 by repeated squaring in float32, ||A G||_F / ||A||_F weighs eigenvalues by their 512th power: others
     count only if they are within about 1/512 of the largest.
     """
-    tiny = torch.finfo(torch.float32).tiny
     norm = _norm(gram)
-    narrow = (gram / (norm + torch.finfo(gram.dtype).tiny)).float()
-    power = narrow
+    narrow = power = (gram / norm).float()
     for squarings in SQUARINGS:
         for _ in range(squarings):
             power = torch.bmm(power, power)
-        power = power / (_norm(power) + tiny)
-    return _norm(torch.bmm(power, narrow)).to(gram.dtype) * norm
+        power = power / _norm(power)
+    return _norm(torch.bmm(power, narrow)) * norm
 
 
-def _inverse_root(scaled: Tensor, steps: tuple[Quintic, ...]) -> tuple[Tensor | None, Tensor]:
-    """The product of all q_k(G_k), None for no steps, and the last G_k: `scaled`^(-1/2) and I after enough steps."""
-    eye = _constants(scaled.shape[-1], scaled.shape[-1], scaled.dtype, scaled.device)[0]
+def _inverse_root(scaled: Tensor, steps: tuple[Quintic, ...], is_last: bool = False) -> tuple[Tensor | None, Tensor]:
+    """The product of all q_k(G_k), None for no steps, and what is left of G: `scaled`^(-1/2) and I at the end."""
+    eye, _ = _constants(scaled.shape[-1], scaled.shape[-1], scaled.dtype, scaled.device)
     root: Tensor | None = None
-    for a, b, c in steps:
+    for number, (a, b, c) in enumerate(steps):
         rest = torch.baddbmm(scaled, scaled, scaled, beta=b, alpha=c)  # q(G) = a I + rest
         root = torch.add(rest, eye, alpha=a) if root is None else torch.baddbmm(root, root, rest, beta=a)
+        if is_last and number == len(steps) - 1:
+            break
         half = torch.baddbmm(scaled, scaled, rest, beta=a)
         scaled = torch.baddbmm(half, half, rest, beta=a)
     return root, scaled

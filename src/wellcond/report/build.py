@@ -54,13 +54,20 @@ def _build_one(comparison: Comparison, pictures: bool, tell: Callable[[str], Non
         files |= dict(_pictures(analysis, figures, tell))
     home = comparison.folder / "report"
     _check_inside(comparison.folder, home)
-    for name, content in files.items():
-        (home / name).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(home / name, content)
-    for part, endings in MADE.items():
-        for path in sorted((home / part).glob("*")) if pictures else ():
-            if path.suffix in endings and f"{part}/{path.name}" not in files:
-                path.unlink()
+    try:
+        for name, content in files.items():
+            (home / name).parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(home / name, content)
+        for part, endings in MADE.items():
+            for path in sorted((home / part).glob("*")) if pictures else ():
+                if path.suffix in endings and f"{part}/{path.name}" not in files:
+                    path.unlink()
+    except OSError as error:
+        raise RunRecordError(
+            Path(error.filename or home),
+            f"cannot be written: {error.strerror}",
+            "Give yourself the right to write there, make room, or copy the runs elsewhere and report those.",
+        ) from error
     return home / ("report.html" if pictures else "report.md")
 
 

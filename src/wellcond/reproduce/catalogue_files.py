@@ -9,8 +9,7 @@ from typing import Any, Literal, TypeVar, get_args
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from wellcond.errors import UnknownChoiceError
-from wellcond.experiments.recipe import Scale
-from wellcond.experiments.settings import RecipeError, Settings, explain
+from wellcond.experiments.settings import RecipeError, Scale, Settings, explain
 from wellcond.experiments.yaml_text import read_yaml
 
 SCALES: tuple[Scale, ...] = get_args(Scale)

@@ -69,7 +69,7 @@ def resolve_config(raw: object) -> SourceConfig:
             found=listed(raw) if isinstance(raw, Mapping) else repr(raw),
             todo="Add for example 'source: digits'.",
         )
-    if raw["source"] not in SOURCES:
+    if not isinstance(raw["source"], str) or raw["source"] not in SOURCES:
         raise UnknownChoiceError("data source", raw["source"], sorted(SOURCES))
     return SOURCES[raw["source"]].config_class.model_validate(raw)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from wellcond.experiments.data.bundle import Kind, check_index
 from wellcond.experiments.data.errors import DataError
 from wellcond.experiments.data.images import decode_image
+from wellcond.files import read_regular
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def read_image_file(path: str, table: Table, row: int) -> bytes:
             todo="Move the images there, or set 'image_root' to the folder that holds them.",
         )
     try:
-        return file.read_bytes()
+        return read_regular(file)
     except OSError as error:
         raise DataError(
             f"{table.locate(row)}: the image cannot be opened.",

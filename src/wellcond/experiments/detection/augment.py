@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from wellcond.experiments.data.images import import_pil
 from wellcond.experiments.detection.boxes import boxes_of_masks, clip_boxes, thin_boxes
 from wellcond.experiments.detection.instances import Instances
 from wellcond.experiments.detection.masks import Segmentation, to_mask
-from wellcond.experiments.settings import Settings
+from wellcond.experiments.settings import ImageSide, Settings
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 Share = Annotated[float, Field(ge=0, le=1)]
-Sides = tuple[PositiveInt, ...]
+Sides = tuple[ImageSide, ...]
 
 
 class CropSettings(Settings):
@@ -30,8 +30,8 @@ class CropSettings(Settings):
     """Probability of this branch."""
     sides: Sides = Field(default=(400, 500, 600), min_length=1)
     """Shorter sides before the crop; one is drawn."""
-    smallest: PositiveInt = 384
-    largest: PositiveInt = 600
+    smallest: ImageSide = 384
+    largest: ImageSide = 600
     """Range of the height and the width of the crop; an image that is smaller stays whole."""
 
     @model_validator(mode="after")
@@ -48,11 +48,11 @@ class DetectionAugmentation(Settings):
     """Probability of a mirror image."""
     sides: Sides = Field(default=(800,), min_length=1)
     """Shorter sides in training; one is drawn."""
-    longest: PositiveInt = 1333
+    longest: ImageSide = 1333
     """Of the longer side in training, which wins over the shorter."""
     crop: CropSettings | None = None
-    evaluation_side: PositiveInt = 800
-    evaluation_longest: PositiveInt = 1333
+    evaluation_side: ImageSide = 800
+    evaluation_longest: ImageSide = 1333
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,10 @@ def read_pretrained(folder: Path, base: Path | None = None) -> Pretrained:
     record = RunFolder(folder).read_record()
     if record is None:
         raise RunError(f"no run in {folder}: expected run.json there (a run), or comparison.json (a comparison)")
-    task, model = record["config"]["task"]["name"], record["config"]["model"]["name"]
+    try:
+        task, model = record["config"]["task"]["name"], record["config"]["model"]["name"]
+    except (KeyError, TypeError) as error:
+        raise RunError(f"{folder}: its record names no task and model; it is damaged, run it again") from error
     if task != MaskedLanguageModellingSettings.model_fields["name"].default:
         raise RunError(f"{folder}: GLUE starts from a run of masked_language_modelling, found one of {task}")
     if record["status"] != "finished":

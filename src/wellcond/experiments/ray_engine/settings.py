@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from wellcond.experiments.settings import RecipeError
@@ -24,8 +25,8 @@ class RaySettings:
 
         Raises: RecipeError.
         """
-        if self.cpus_per_run is not None and not self.cpus_per_run > 0:
-            raise RecipeError(f"--cpus-per-run: expected more than 0, found {self.cpus_per_run:g}")
+        if self.cpus_per_run is not None and not 0 < self.cpus_per_run < math.inf:
+            raise RecipeError(f"--cpus-per-run: expected a number above 0, found {self.cpus_per_run:g}")
         if self.gpus_per_run is not None and not 0 <= self.gpus_per_run <= 1:
             raise RecipeError(
                 f"--gpus-per-run: expected 0 to 1, found {self.gpus_per_run:g}: a run on Ray is one process with one "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from wellcond.experiments.settings import Settings
 
@@ -16,13 +16,13 @@ class AugmentationSettings(Settings):
 
     flip: Share = 0.0
     """Probability of a mirror image."""
-    crop_padding: NonNegativeInt = 0
+    crop_padding: Annotated[int, Field(ge=0, le=256)] = 0
     """Random crop out of an image padded by this many pixels; for small images."""
     resized_crop: tuple[Share, Share] | None = None
     """Random crop of this share of the area, resized; for large images."""
     rand_augment: str | None = None
     """timm's description, such as rand-m9-mstd0.5-inc1."""
-    color_jitter: NonNegativeFloat = 0.0
+    color_jitter: Annotated[float, Field(ge=0, le=10)] = 0.0
     random_erasing: Share = 0.0
     mixup: NonNegativeFloat = 0.0
     cutmix: NonNegativeFloat = 0.0

@@ -19,7 +19,7 @@ from wellcond.experiments.data.tables import TableSplit
 from wellcond.experiments.glue.metrics import OF_CLASSES, OF_NUMBERS
 from wellcond.experiments.glue.sentences import SentenceFormat, SentenceRows, check_numbers
 from wellcond.experiments.glue.tasks import GlueName, GlueTask, find_task
-from wellcond.experiments.settings import RecipeError, Settings
+from wellcond.experiments.settings import RecipeError, SequenceLength, Settings
 from wellcond.experiments.tasks.base import (
     EVALUATION,
     AbstractTask,
@@ -42,7 +42,7 @@ class GlueSettings(Settings):
     name: Literal["glue"] = "glue"
     task: GlueName
     tokenizer: TokenizerChoice
-    length: Annotated[int, Field(ge=8)] = 128
+    length: Annotated[SequenceLength, Field(ge=8)] = 128
     """Longer sequences are cut, of a pair always the longer sentence."""
     limit_further: PositiveInt | None = None
     """Largest number of rows of the second split that is scored, the mismatched one of mnli."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from wellcond.experiments.data.bundle import Split
 from wellcond.experiments.data.images import as_tensor_images
 from wellcond.experiments.seeding import derive
-from wellcond.experiments.settings import RecipeError, Settings
+from wellcond.experiments.settings import ImageSide, RecipeError, Settings
 from wellcond.experiments.tasks.augmentation import AugmentationSettings
 from wellcond.experiments.tasks.base import (
     EVALUATION,
@@ -34,14 +34,14 @@ class ImageClassificationSettings(Settings):
     """Options of the task."""
 
     name: Literal["image_classification"] = "image_classification"
-    image_size: PositiveInt | None = None
+    image_size: ImageSide | None = None
     """Side in pixels; images of another size are resized. The size of the data by default."""
     channels: Literal[1, 3] | None = None
     """Images are converted to so many; by default 1 if the training images are grey (16 of them are looked at)."""
     normalise: Literal["data", "imagenet", "none"] = "data"
     """By the mean and deviation of the training images (of ImageNet, where they are decoded one by one), of ImageNet,
     or not at all."""
-    evaluation_crop: PositiveFloat = 1.0
+    evaluation_crop: Annotated[float, Field(ge=0.01, le=1)] = 1.0
     """Side of the evaluated square as a share of the resized image's shorter side; less than 1 needs decoding one by
     one."""
     in_memory: Literal["auto", "always", "never"] = "auto"

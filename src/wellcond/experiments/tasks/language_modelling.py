@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from wellcond.experiments.data.bundle import Split
 from wellcond.experiments.data.progress import telling
 from wellcond.experiments.data.token_cache import open_token_stream
-from wellcond.experiments.settings import RecipeError, Settings
+from wellcond.experiments.settings import RecipeError, SequenceLength, Settings
 from wellcond.experiments.tasks.base import (
     EVALUATION,
     AbstractTask,
@@ -47,7 +47,7 @@ class LanguageModellingSettings(Settings):
     """
 
     name: Literal["language_modelling"] = "language_modelling"
-    context: Annotated[int, Field(ge=2)]
+    context: Annotated[SequenceLength, Field(ge=2)]
     """Tokens a model sees at once."""
     tokenizer: TokenizerChoice = "bytes"
     stride: PositiveInt | None = None

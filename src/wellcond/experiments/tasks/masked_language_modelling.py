@@ -16,7 +16,7 @@ from wellcond.attention.wrappers import unwrap
 from wellcond.experiments.data.bundle import Split
 from wellcond.experiments.data.progress import telling
 from wellcond.experiments.data.token_cache import open_token_stream
-from wellcond.experiments.settings import Settings
+from wellcond.experiments.settings import SequenceLength, Settings
 from wellcond.experiments.tasks.base import (
     EVALUATION,
     AbstractTask,
@@ -39,7 +39,7 @@ class MaskedLanguageModellingSettings(Settings):
     """Options of the task."""
 
     name: Literal["masked_language_modelling"] = "masked_language_modelling"
-    length: Annotated[int, Field(ge=2)] = 128
+    length: Annotated[SequenceLength, Field(ge=2)] = 128
     """Tokens of a sequence; documents follow each other, and a sequence may hold the end of one and the next."""
     tokenizer: TokenizerChoice = "bytes"
     mask_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.25

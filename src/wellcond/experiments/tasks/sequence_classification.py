@@ -7,11 +7,10 @@ from typing import Literal
 
 import numpy as np
 import torch
-from pydantic import PositiveInt
 from torch import Tensor
 
 from wellcond.experiments.data.bundle import Split, TensorSplit
-from wellcond.experiments.settings import RecipeError
+from wellcond.experiments.settings import ImageSide, RecipeError
 from wellcond.experiments.tasks.base import Batch, SampleKey, SampleSet, TaskContext, register_task
 from wellcond.experiments.tasks.byte_text import PADDING, VOCABULARY, PackedDocuments, read_documents
 from wellcond.experiments.tasks.pixels import LEVELS, grey_pixels
@@ -24,7 +23,7 @@ class SequenceClassificationSettings(SequenceSettings):
     """Options of the task."""
 
     name: Literal["sequence_classification"] = "sequence_classification"
-    image_size: PositiveInt | None = None
+    image_size: ImageSide | None = None
     """Side in pixels that images are resized to; their own by default."""
     black: Literal["masked", "visible"] = "masked"
     """Whether pixels of value 0 are masked like padding, as in the release of the Long Range Arena. Visible pixels

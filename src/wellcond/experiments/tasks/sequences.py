@@ -8,12 +8,12 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from pydantic import PositiveInt, model_validator
+from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from wellcond.experiments.data.bundle import Split
-from wellcond.experiments.settings import RecipeError, Settings
+from wellcond.experiments.settings import RecipeError, SequenceLength, Settings
 from wellcond.experiments.tasks.base import (
     EVALUATION,
     AbstractTask,
@@ -32,9 +32,9 @@ class SequenceSettings(Settings):
     """Options of every task on sequences."""
 
     name: str
-    length: PositiveInt | None = None
+    length: SequenceLength | None = None
     """Longer sequences are cut to it; needed for text, the length of the data for tokens."""
-    pad_to: PositiveInt | None = None
+    pad_to: SequenceLength | None = None
     """Sequences are padded to it; to `length` by default."""
     too_long: Literal["cut", "error"] | None = None
     """What to do with a sequence longer than `length`; null: cut text, but refuse tokens, half of which may mean

@@ -10,6 +10,7 @@ from typing import Any
 from wellcond.experiments.data.errors import DataError, files_or_folders, listed
 from wellcond.experiments.data.mirror import MIRROR_VARIABLE, mirror_roots
 from wellcond.experiments.tokenizers.library_tokenizer import NAMES, LibraryTokenizer, import_tokenizers
+from wellcond.files import read_regular
 
 TOKENIZER, VOCABULARY, MERGES, WORDS = "tokenizer.json", "vocab.json", "merges.txt", "vocab.txt"
 
@@ -207,7 +208,7 @@ def _read_merges(path: Path) -> list[tuple[str, str]]:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path}: the file cannot be read.",

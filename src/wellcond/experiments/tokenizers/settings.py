@@ -14,7 +14,7 @@ class TrainedTokenizer(Settings):
 
     train: Literal["wordpiece", "bpe"]
     """Word pieces as in BERT, or byte pairs as in GPT-2."""
-    vocabulary: Annotated[int, Field(ge=2)]
+    vocabulary: Annotated[int, Field(ge=2, le=10_000_000)]
     """Number of tokens, special ones and single characters among them."""
     lower_case: bool = False
     """Whether texts are written in lower case first; word pieces then lose their accents as well."""

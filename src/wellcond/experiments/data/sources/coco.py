@@ -22,6 +22,7 @@ from wellcond.experiments.data.mirror import find_folder, require_file
 from wellcond.experiments.data.registry import SourceConfig, register_source
 from wellcond.experiments.detection.instances import Instances
 from wellcond.experiments.settings import Settings
+from wellcond.files import read_regular
 
 
 class CocoPart(Settings):
@@ -122,7 +123,7 @@ class CocoSplit:
             # Followed to its end: a link may lead anywhere.
             if not file.resolve().is_relative_to(self.folder.resolve()):
                 raise OSError(None, "it is a link out of the data set")
-            return file.read_bytes()
+            return read_regular(file)
         except OSError as error:
             raise DataError(
                 f"{file}: the image cannot be opened.",

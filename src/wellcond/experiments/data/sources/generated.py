@@ -15,6 +15,8 @@ from wellcond.experiments.data.chunks import make_split
 from wellcond.experiments.data.generated import GENERATORS, Generated
 from wellcond.experiments.data.registry import SourceConfig, register_source
 
+MOST_SAMPLES = 10_000_000
+
 
 class GeneratedConfig(SourceConfig):
     """Settings of `generated`; `options` are those of the generator, and are completed with their defaults."""
@@ -22,9 +24,9 @@ class GeneratedConfig(SourceConfig):
     source: Literal["generated"] = "generated"
     generator: str
     options: dict[str, Any] = Field(default_factory=dict, validate_default=True)
-    num_train: int = Field(4096, ge=1)
-    num_evaluation: int = Field(1024, ge=1)
-    num_test: int = Field(0, ge=0)
+    num_train: int = Field(4096, ge=1, le=MOST_SAMPLES)
+    num_evaluation: int = Field(1024, ge=1, le=MOST_SAMPLES)
+    num_test: int = Field(0, ge=0, le=MOST_SAMPLES)
     """Samples of a third split, named test; 0 for none."""
     seed: int = 0
 

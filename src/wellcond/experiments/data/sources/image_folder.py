@@ -15,6 +15,7 @@ from wellcond.experiments.data.bundle import DataBundle, check_index, describe_s
 from wellcond.experiments.data.errors import DataError, files_or_folders, listed
 from wellcond.experiments.data.images import decode_image, import_pil, picture_formats
 from wellcond.experiments.data.registry import SourceConfig, register_source
+from wellcond.files import read_regular
 
 EVALUATION_NAMES = ("val", "validation", "test")
 
@@ -49,7 +50,7 @@ class FolderSplit:
     def content(self, index: int) -> bytes:
         """The file's bytes."""
         try:
-            return Path(self.files[index]).read_bytes()
+            return read_regular(self.files[index])
         except OSError as error:
             raise DataError(
                 f"{self.files[index]}: the image cannot be opened.",

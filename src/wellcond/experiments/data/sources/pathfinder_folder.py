@@ -26,6 +26,7 @@ from wellcond.experiments.data.images import decode_image
 from wellcond.experiments.data.mirror import find_folder, require_file
 from wellcond.experiments.data.pathfinder_metadata import read_metadata
 from wellcond.experiments.data.registry import SourceConfig, register_source
+from wellcond.files import read_regular
 
 CLASS_NAMES = ("apart", "joined")
 ARRAY_NAMES = (("image", "label"), ("x", "y"))
@@ -152,7 +153,7 @@ def _read_image(root: Path, file: str, where: str) -> bytes:
         # Followed to its end: a link may lead anywhere.
         if not path.resolve().is_relative_to(root.resolve()):
             raise OSError(None, "it is a link out of the data set")
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as error:
         raise DataError(
             f"{where}: the image cannot be opened.",

@@ -1,0 +1,43 @@
+"""`wellcond report`: from records to tables and pages, without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.markup import escape
+
+from wellcond.cli.console import make_console, print_table
+from wellcond.errors import WellcondError
+
+
+def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False) -> None:
+    """Build the report of a folder, print its summary and where it is."""
+    from wellcond.report.analysis import analyse
+    from wellcond.report.build import build_report
+    from wellcond.report.load_runs import load_comparisons
+    from wellcond.report.reading import find_findings
+    from wellcond.report.tables import summary_table
+
+    pages = build_report(folder, pictures=pictures)
+    if quiet:
+        return
+    out = make_console()
+    for comparison, page in zip(load_comparisons(folder), pages, strict=True):
+        analysis = analyse(comparison)
+        summary = summary_table(analysis)
+        print_table(out, comparison.title, summary)
+        for finding in find_findings(analysis):
+            out.print(f"- {escape(finding)}", soft_wrap=True)
+        out.print(f"report: {page}", markup=False, soft_wrap=True)
+        if pictures:
+            out.print(f"        {page.with_suffix('.md')}", markup=False, soft_wrap=True)
+
+
+def build_reports(folder: Path, *, pictures: bool) -> None:
+    """`wellcond report FOLDER`.
+
+    Raises: WellcondError if there is nothing to report on.
+    """
+    if not folder.is_dir():
+        raise WellcondError(f"no such folder: {folder}")
+    print_report(folder, pictures=pictures)

@@ -1,0 +1,136 @@
+"""What a command loads before it knows that it will be needed: torch takes seconds and 600 MB."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+import wellcond
+from wellcond.cli import measure_options
+from wellcond.jacobian.records import Convention
+from wellcond.jacobian.select import METHODS
+from wellcond.measurement import Combine, Kappa
+
+PROGRAM = """
+import contextlib, io, json, sys
+from wellcond.cli.main import main
+told = []
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["wellcond", *arguments]
+    err = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
+        try: main()
+        except SystemExit as end: code = end.code
+    loaded = [name for name in ("torch", "timm", "transformers", "numpy", "scipy") if name in sys.modules]
+    told.append((code, loaded, err.getvalue()))
+print(json.dumps(told))
+"""
+COMMANDS = ("inspect", "init", "fold", "measure", "train", "compare", "demo", "report", "recipes", "glue", "reproduce",
+            "claims")  # fmt: skip
+
+
+def told_by(*calls):
+    """Exit code, large packages that are loaded by then, and standard error of every call, in one fresh process."""
+    given = json.dumps([list(map(str, call)) for call in calls])
+    done = subprocess.run([sys.executable, "-c", PROGRAM, given], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def test_help_loads_no_large_package():
+    for code, loaded, _ in told_by(["--help"], ["--version"], *([command, "--help"] for command in COMMANDS)):
+        assert code == 0 and loaded == []
+
+
+VIT = "timm:test_vit"
+RANDOM = [VIT, "--input", "random"]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (["inspect", VIT, "--weights", "none.pt"], "no such weights file"),
+        (["inspect", VIT, "--model-arg", "depth"], "expected key=value"),
+        (["inspect", VIT, "--model-arg", "pretrained=true"], "which loads files or code"),
+        (["inspect", "vit"], "unknown MODEL"),
+        (["inspect", "none.py:build"], "no such file"),
+        (["inspect", "--zoo", "fairseq"], "expected one of 'timm', 'hf'"),
+        (["inspect", VIT, "--seed", "-1"], "Usage"),
+        (["init", VIT, "-o", "out.pt"], "expected an output named *.safetensors"),
+        (["init", VIT, "-o", "none/out.safetensors"], "no such folder"),
+        (["init", VIT, "-o", "/proc/out.safetensors"], "cannot be written"),
+        (["init", VIT, "-o", "out.safetensors", "--method", "weight_selection"], "--teacher"),
+        (["fold", VIT, "-o", "out.safetensors", "--weights", "none.pt"], "no such weights file"),
+        (["measure", *RANDOM, "--convention", "tall"], "expected one of 'wide', 'stack'"),
+        (["measure", *RANDOM, "--samples", "0"], "--samples: expected at least 1"),
+        (["measure", *RANDOM, "--layers", "first"], "expected 'all' or numbers"),
+        (["measure", *RANDOM, "--tokens", "0"], "--tokens: expected at least 1"),
+        (["measure", *RANDOM, "-o", "/proc/out.json"], "cannot be written"),
+        (["measure", VIT, "--input", "nowhere"], "which does not exist"),
+        (["measure", VIT, "--input", "nowhere.npy"], "found nothing at"),
+        (["train", "nowhere"], "no recipe 'nowhere'"),
+        (["train", "nowhere.yaml"], "no such recipe file"),
+        (["train", "digits", "--set", "optimizer"], "expected path.to.field=value"),
+        (["train", "digits", "--set", "optimizer.lr=["], "is not YAML"),
+        (["train", "digits", "--scale", "paper"], "choose one with --scale"),
+        (["train", "digits", "--data", "nowhere.csv"], "--data: no such file"),
+        (["train", "digits", "-o", __file__], "found the file"),
+        (["compare", "--recipe", "digits", "--seeds", "1000000000"], "--seeds: expected 1 to 10000"),
+        (["compare", "--recipe", "digits", "--jobs", "none"], "--jobs: expected auto or a number"),
+        (["compare", "--recipe", "digits", "--engine", "slurm"], "unknown engine"),
+        (["demo", "--seeds", "none"], "--seeds: expected a number"),
+        (["report", "nowhere"], "no such folder"),
+        (["glue", "nowhere"], "no such folder"),
+        (["glue", ".", "--tasks", "none"], "unknown GLUE task"),
+        (["reproduce", "X-1"], "unknown table or figure"),
+        (["reproduce", "C-T1", "--scale", "huge"], "unknown scale"),
+        (["reproduce", "C-T1", "--records", "nowhere"], "--records: expected a folder"),
+        (["claims", "nowhere"], "no such folder"),
+    ],
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
+)
+def test_mistakes_are_told_before_torch_is_loaded(mistakes, call, words):
+    code, loaded, told = mistakes(call)
+    assert code == 2 and words in told and not {"torch", "timm", "transformers"} & set(loaded), told
+
+
+@pytest.fixture(scope="module")
+def mistakes():
+    """What every call of the test above tells; one process for all shows all the more that none loads torch."""
+    mark = next(mark for mark in test_mistakes_are_told_before_torch_is_loaded.pytestmark)
+    calls = [call for call, _ in mark.args[1]]
+    answers = told_by(*calls)
+    return lambda call: answers[calls.index(call)]
+
+
+def test_choices_are_those_of_the_library():
+    assert measure_options.CONVENTIONS == get_args(Convention)
+    assert measure_options.KAPPAS == get_args(Kappa)
+    assert measure_options.COMBINES == get_args(Combine)
+    assert measure_options.METHODS == ("auto", *METHODS)
+
+
+def test_importing_wellcond_loads_nothing_and_gives_everything():
+    code = (
+        "import sys, wellcond\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert set(wellcond.__all__) <= set(dir(wellcond))\n"
+        "assert wellcond.WellcondError is wellcond.errors.WellcondError and 'torch' not in sys.modules\n"
+        "from wellcond import *\n"
+        "assert measure is wellcond.measure is wellcond.measurement.measure\n"
+        "assert wellcond.linalg.spectrum.spectrum is spectrum\n"
+        "try: wellcond.nothing\n"
+        "except AttributeError as error: assert 'nothing' in str(error)\n"
+        "else: raise SystemExit('found nothing')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_type_checkers_see_the_names_that_are_given():
+    tree = ast.parse(Path(wellcond.__file__).read_text())
+    [block] = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {node.module: tuple(alias.name for alias in node.names) for node in block.body}
+    assert seen == {f"wellcond.{module}": names for module, names in wellcond._LAZY.items()}

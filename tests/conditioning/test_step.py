@@ -1,0 +1,244 @@
+"""What a training step with a correction costs, counted, and how well conditioned the weights are that it uses."""
+
+import contextlib
+from collections import Counter
+
+import pytest
+import timm
+import torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import wellcond as wc
+from wellcond.linalg.spectrum import spectra
+
+WAITS = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal"}
+DECOMPOSITIONS = ("eigh", "svd", "qr", "cholesky", "linalg_inv", "linalg_solve", "lu_factor")
+METHODS = [("identity", {"lam": 0.5}), ("polar", {}), ("balanced", {}), ("polar", {"frozen": True})]
+
+
+class Count(TorchDispatchMode):
+    """Every operation that torch runs, views included."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def vit(depth=12):
+    torch.manual_seed(0)
+    return timm.models.VisionTransformer(
+        img_size=16, patch_size=8, embed_dim=48, depth=depth, num_heads=3, num_classes=5
+    )
+
+
+def images(count=4):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, 3, 16, 16, generator=generator), torch.randint(5, (count,), generator=generator)
+
+
+def step(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+    loss.backward()
+    optimizer.step()
+
+
+def count_step(model):
+    # A capturable optimiser: torch's own reads the number of its step on the host.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    step(model, optimizer, images())
+    with Count() as counted:
+        step(model, optimizer, images())
+    return counted.names
+
+
+def assert_never_waits(names):
+    assert not WAITS & set(names), names
+    assert not [name for name in names if any(part in name for part in DECOMPOSITIONS)]
+
+
+@pytest.mark.parametrize("method, options", METHODS)
+def test_a_step_costs_at_most_eight_operations_a_layer_and_never_waits(method, options):
+    plain = count_step(vit())
+    names = count_step(wc.condition_(vit(), method, **options))
+    assert_never_waits(names)
+    assert names.total() - plain.total() <= 8 * 12
+
+
+def test_layers_of_one_shape_are_one_batch():
+    def extra(depth):
+        return count_step(wc.condition_(vit(depth), "balanced")).total() - count_step(vit(depth)).total()
+
+    # One more layer costs the link between its parameter and the effective weight.
+    assert extra(12) - extra(6) <= 2 * 6
+
+
+@pytest.mark.parametrize("method, options", METHODS)
+def test_evaluation_never_waits(method, options):
+    model = wc.condition_(vit(), method, **options).eval()
+    model(images()[0])
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), Count() as counted:
+            model(images()[0])
+        assert_never_waits(counted.names)
+
+
+def test_a_compiled_step_is_one_graph_that_never_waits():
+    graphs = []
+
+    def look(graph, inputs):
+        graphs.append(Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function"))
+        return make_boxed_func(graph.forward)
+
+    for method, options in METHODS:
+        torch._dynamo.reset()
+        graphs.clear()
+        model = wc.condition_(vit(depth=3), method, **options)
+        compiled = torch.compile(model, backend=aot_autograd(fw_compiler=look, bw_compiler=look), fullgraph=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        step(compiled, optimizer, images())
+        step(compiled, optimizer, images())
+        assert len(graphs) == 2, "one forward and one backward graph, compiled once"
+        names = sum(graphs, Counter())
+        assert not [name for name in names if "wellcond" in name or any(part in name for part in DECOMPOSITIONS)]
+        assert not [name for name in names if any(part in name for part in WAITS)]
+
+
+def test_a_compiled_graph_batches_the_layers_too():
+    def size(depth, method):
+        torch._dynamo.reset()
+        sizes = []
+
+        def look(graph, inputs):
+            sizes.append(sum(node.op == "call_function" for node in graph.graph.nodes))
+            return make_boxed_func(graph.forward)
+
+        model = vit(depth) if method is None else wc.condition_(vit(depth), method)
+        torch.compile(model, backend=aot_autograd(fw_compiler=look, bw_compiler=look), fullgraph=True)(images()[0])
+        return sizes[0]
+
+    extra = {depth: size(depth, "balanced") - size(depth, None) for depth in (1, 3)}
+    assert extra[3] - extra[1] <= 3 * 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("method, options", METHODS)
+def test_no_synchronisation_on_a_gpu(method, options):
+    model = wc.condition_(vit().cuda(), method, **options)
+    batch = tuple(tensor.cuda() for tensor in images())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, capturable=True)
+    step(model, optimizer, batch)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(model, optimizer, batch)
+        with torch.no_grad():
+            model(batch[0])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contextlib.contextmanager
+def weights_of_a_pass(model):
+    """The weights that the projections are given by torch, whatever the modules say."""
+    seen = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is nn.functional.linear:
+                seen.append(args[1].detach())
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        yield seen
+
+
+def used_heads(model):
+    """Q, K, V of every block as the forward pass used them."""
+    model.eval()
+    with torch.no_grad(), weights_of_a_pass(model) as seen:
+        model(images(1)[0])
+    model.train()
+    width = model.embed_dim
+    return [w.reshape(-1, width // 3, width) for w in seen if w.shape == (3 * width, width)]
+
+
+def worst(model):
+    return max(s.condition_number for heads in used_heads(model) for s in spectra(heads))
+
+
+def raw_worst(model):
+    heads = [block.attn.qkv.weight.detach().reshape(-1, 16, 48) for block in model.blocks]
+    return max(s.condition_number for head in heads for s in spectra(head))
+
+
+def train_and_watch(rate, steps, every, dtype=torch.float32):
+    model = wc.condition_(vit(depth=2), "balanced").to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    generator = torch.Generator().manual_seed(2)
+    templates = torch.randn(5, 3, 16, 16, generator=generator)
+    for number in range(steps):
+        labels = torch.randint(5, (16,), generator=generator)
+        batch = (templates[labels] + torch.randn(16, 3, 16, 16, generator=generator)).to(dtype)
+        step(model, optimizer, (batch, labels))
+        if number % every == 0 or number == steps - 1:
+            bound = 1.001 if raw_worst(model) <= 1e4 else 1.05
+            assert worst(model) <= 2 * bound, number
+    return model
+
+
+def test_weights_stay_conditioned_through_training():
+    train_and_watch(1e-2, steps=60, every=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", [1e-3, 1e-2])
+def test_weights_stay_conditioned_through_two_thousand_steps(rate):
+    model = train_and_watch(rate, steps=2000, every=50)
+    used = used_heads(model)
+    folded = wc.fold_(model)
+    for heads, block in zip(used, folded.blocks, strict=True):
+        torch.testing.assert_close(block.attn.qkv.weight.reshape(heads.shape), heads, rtol=0, atol=1e-6)
+
+
+def test_weights_that_are_replaced_outright_are_conditioned_at_once():
+    model = wc.condition_(vit(depth=2), "balanced")
+    model(images()[0])
+    for kappa in (1e2, 1e4, 1e6):
+        with torch.no_grad():
+            for block in model.blocks:
+                values = torch.logspace(0, -torch.tensor(kappa).log10().item(), 16)
+                u, v = (torch.linalg.qr(torch.randn(9, size, 16))[0] for size in (16, 48))
+                block.attn.qkv.weight.copy_(((u * values) @ v.mT).reshape(144, 48))
+        assert worst(model) <= 2 * (1.001 if kappa <= 1e4 else 1.05)
+    state = wc.condition_(vit(depth=2), "balanced").state_dict()
+    model.load_state_dict(state)
+    assert worst(model) <= 2.002
+    with torch.no_grad():
+        model.blocks[0].attn.qkv.weight[:16] = 0  # a dead head keeps C = 0
+        model.blocks[1].attn.qkv.weight[:16, 1:] = 0  # rank one
+    heads = used_heads(model)
+    assert torch.equal(heads[0][0], torch.zeros(16, 48))
+    assert max(s.condition_number for s in spectra(torch.cat([heads[0][1:], heads[1]]))) <= 2.1
+
+
+@pytest.mark.parametrize("build", [lambda: vit(depth=2), lambda: gpt2()], ids=["vit", "gpt2"])
+@pytest.mark.parametrize("method, options", METHODS)
+def test_fold_writes_what_the_last_forward_used(method, options, build):
+    model = wc.condition_(build(), method, **options)
+    used = {site.name: [site.slots[role].read().detach() for role in "qkv"] for site in wc.find_attention(model)}
+    wc.fold_(model)
+    for site in wc.find_attention(model):
+        for role, heads in zip("qkv", used[site.name], strict=True):
+            torch.testing.assert_close(site.slots[role].read(), heads, rtol=0, atol=1e-6)
+
+
+def gpt2():
+    return GPT2LMHeadModel(GPT2Config(n_embd=24, n_head=3, n_layer=2, vocab_size=11, n_positions=16))
