@@ -11,6 +11,7 @@ from torch import nn
 from wellcond.attention.effective import corrections_of
 from wellcond.attention.find import find_attention
 from wellcond.attention.peft_adapters import refuse_adapters
+from wellcond.attention.shards import local_part
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.errors import ConditioningError, WeightError, check_choice
 
@@ -73,6 +74,7 @@ def check_writable(model: nn.Module, sites: Iterable[AttentionSite], projections
                 "Unfreeze it first, or leave the site out with sites=..."
             )
     _check_tied(model, chosen, verb)
+    _check_memory(model, chosen, verb)
 
 
 def _check_tied(model: nn.Module, chosen: list[tuple[AttentionSite, str, Slot]], verb: str) -> None:
@@ -99,6 +101,31 @@ def _check_tied(model: nn.Module, chosen: list[tuple[AttentionSite, str, Slot]],
                 f"{site.name} ({role}) is tied: the same parameter is used as {', '.join(holders.get(key, []))}. "
                 f"{verb} would change all of them; untie it first, or leave the site out with sites=..."
             )
+
+
+def _check_memory(model: nn.Module, chosen: list[tuple[AttentionSite, str, Slot]], verb: str) -> None:
+    """Two parameters that are views of the same numbers are tied without anybody knowing."""
+    spans: dict[int, list[tuple[int, int, str, nn.Parameter]]] = {}
+    for name, parameter in model.named_parameters():
+        stored = local_part(parameter)
+        if stored.device.type != "meta" and stored.numel():
+            first = stored.storage_offset()
+            last = first + sum((size - 1) * step for size, step in zip(stored.shape, stored.stride(), strict=True))
+            storage = stored.untyped_storage().data_ptr()
+            spans.setdefault(storage, []).append((first, last, name, parameter))
+    rewritten = {id(slot.parameter): (site, role) for site, role, slot in chosen}
+    for parts in spans.values():
+        reach = None  # the part that reaches furthest so far
+        for part in sorted(parts, key=lambda part: part[:2]):
+            if reach is not None and part[0] <= reach[1]:
+                for own, other in ((reach, part), (part, reach)):
+                    if id(own[3]) in rewritten:
+                        site, role = rewritten[id(own[3])]
+                        raise WeightError(
+                            f"{site.name} ({role}) shares memory with {other[2]}: {verb} would change both; give each "
+                            "its own copy first, or leave the site out with sites=..."
+                        )
+            reach = part if reach is None or part[1] > reach[1] else reach
 
 
 def _names_per_module(model: nn.Module) -> dict[int, int]:

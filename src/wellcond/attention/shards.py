@@ -43,11 +43,21 @@ class Box:
         return (positions >= first) & (positions < first + self.sizes[axis])
 
 
-def box_of(tensor: Tensor) -> Box:
-    """Where the part of this process lies in a distributed tensor."""
+def box_of(tensor: Tensor, shape: tuple[int, ...] | None = None) -> Box:
+    """Where the part of this process lies in a distributed tensor; in a compiled graph, `shape` must be given."""
+    shape = tuple(tensor.shape) if shape is None else shape
+    return Box(*_offsets_and_sizes(shape, tensor.device_mesh, tensor.placements))  # type: ignore[attr-defined]
+
+
+def _offsets_and_sizes(shape: tuple[int, ...], mesh: Any, placements: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     # What torch's own distributed checkpoints ask; right for any mesh, also of FSDP over tensor parallelism.
-    [chunk] = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
-    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, offsets = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
+    return tuple(offsets), tuple(sizes)
+
+
+_offsets_and_sizes._dynamo_marked_constant = True  # type: ignore[attr-defined] # as torch.compiler's decorator
 
 
 def like(tensor: Tensor, part: Tensor) -> Tensor:

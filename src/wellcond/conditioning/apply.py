@@ -18,7 +18,7 @@ from wellcond.attention.shards import any_process, box_of, is_distributed, like,
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.attention.wrappers import unwrap, update_buffers
 from wellcond.conditioning import warnings as advice
-from wellcond.conditioning.attach import Attachment, attach, detach
+from wellcond.conditioning.attach import Attachment, attach, detach, readers_in
 from wellcond.conditioning.checkpoint import mark, marker_of, restore_mark, settings_of, unmark
 from wellcond.conditioning.corrections import AbstractCorrection, FrozenCorrection, SpectralCorrection
 from wellcond.conditioning.methods import METHODS, Method, per_projection
@@ -94,7 +94,7 @@ def condition_(
     ]
     for owner, buffer_name, buffer in buffers:
         owner.register_buffer(buffer_name, buffer)
-    attach(model, attachments)
+    attach(model, attachments, _readers(model, found))
     mark(model, _call_text(chosen_method, chosen, some), _settings(chosen_method, chosen, found))
     update_buffers(given)
     return given
@@ -143,6 +143,12 @@ def _by_weight(sites: list[AttentionSite], projections: str) -> dict[tuple[nn.Mo
                 )
             known.append((role, slot))
     return parts
+
+
+def _readers(model: nn.Module, sites: list[AttentionSite]) -> list[nn.Module]:
+    """The attentions and the modules that contain them, some of which read the weights of their attention."""
+    attentions = {id(site.module) for site in sites}
+    return [m for m in model.modules() if {id(m), *map(id, m.children())} & attentions]
 
 
 def _frozen(name: str, correction: AbstractCorrection) -> FrozenCorrection:
@@ -247,7 +253,7 @@ def folded(model: nn.Module) -> Iterator[nn.Module]:
     """
     attached = _attached(model)
     markers = [
-        (module, name, module._buffers[name], settings_of(module), _attachments(module))
+        (module, name, module._buffers[name], settings_of(module), _attachments(module), readers_in(module))
         for module in model.modules()
         if (name := marker_of(module))
     ]
@@ -274,8 +280,8 @@ def folded(model: nn.Module) -> Iterator[nn.Module]:
             if isinstance(part.correction, FrozenCorrection):
                 name = part.correction.buffer_name
                 part.owner.register_buffer(name, frozen[id(part.owner)][name])
-        for root, name, marker, settings, attachments in markers:
-            attach(root, attachments)
+        for root, name, marker, settings, attachments, readers in markers:
+            attach(root, attachments, readers)
             restore_mark(root, name, marker, settings)
         update_buffers(model)
 

@@ -4,9 +4,9 @@ The parameter stays where it is, under its own name, in `module._parameters`: op
 `functional_call` see the plain, raw weight, and so does everybody who asks for `module.weight`, except a forward pass.
 The class of a module that owns a conditioned weight is replaced by a subclass whose attribute of that name is a
 property: the parameter itself, or, while a forward is running, W + C. Every module around it, up to the model, gets a
-`forward` of its own that tells when one is running, since some read the weights of the modules below them.
+`forward` of its own that tells when it is running.
 
-    attach(model, [(m, "weight", c)]);  detach(model)   =>   classes, m._parameters and m.__dict__ are as before
+    attach(model, [(m, "weight", c)], []);  detach(model)   =>   classes, m._parameters and m.__dict__ are as before
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -32,19 +31,11 @@ from wellcond.attention.effective import (
 from wellcond.attention.shards import is_distributed
 from wellcond.conditioning.corrections import AbstractCorrection
 from wellcond.conditioning.effective_state import save_pretrained
-from wellcond.conditioning.forward_pass import ForwardPass
+from wellcond.conditioning.forward_pass import ForwardPass, Place
 from wellcond.conditioning.guards import refuse_merging, refuse_reparametrisation, reparametrised
 from wellcond.errors import ConditioningError
 
 Attachment = tuple[nn.Module, str, AbstractCorrection]
-
-
-@dataclass(frozen=True)
-class Place:
-    """Of a module around conditioned weights: the passes of its model, and whether it contains all the weights."""
-
-    forward_pass: ForwardPass
-    has_all: bool
 
 
 class AnnouncedForward(Announced):
@@ -56,7 +47,7 @@ class AnnouncedForward(Announced):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's own forward returns."""
-        with self.place.forward_pass.running(self.module, self.place.has_all):
+        with self.place.forward_pass.running(self.place, self.module):
             if self.replaced is not None:
                 return self.replaced(*args, **kwargs)
             return type(self.module).forward(self.module, *args, **kwargs)
@@ -79,16 +70,24 @@ class AnnouncedSaving(Announced):
         return save_pretrained(self.model, *args, **kwargs)
 
 
-def attach(model: nn.Module, attachments: Iterable[Attachment]) -> None:
-    """Let forward passes of `model` read effective weights."""
+def attach(model: nn.Module, attachments: Iterable[Attachment], readers: Iterable[nn.Module]) -> None:
+    """Let forward passes of `model` read effective weights.
+
+    Args:
+        model: what was conditioned as a whole.
+        attachments: modules that own weights, the names of these, and their corrections.
+        readers: other modules whose forward uses these weights.
+    """
     attachments = list(attachments)
+    reading = {id(module) for module in readers}
     owners = {id(module) for module, _, _ in attachments}
     below = _owners_below(model, owners)
     for module, name, correction in attachments:
         vars(module)[CORRECTIONS_ATTRIBUTE] = {**corrections_of(module), name: correction}
     forward_pass = ForwardPass()
     for module in [module for module in model.modules() if below[id(module)]]:
-        place = Place(forward_pass, has_all=below[id(module)] == owners)
+        reads = id(module) in owners or id(module) in reading
+        place = Place(forward_pass, has_all=below[id(module)] == owners, reads=reads)
         vars(module)["forward"] = AnnouncedForward(module, place)
         if hasattr(module, "save_pretrained"):
             vars(module)["save_pretrained"] = AnnouncedSaving(module)
@@ -109,6 +108,12 @@ def _owners_below(model: nn.Module, owners: set[int]) -> dict[int, set[int]]:
 
     visit(model)
     return below
+
+
+def readers_in(model: nn.Module) -> list[nn.Module]:
+    """The readers that `attach` was given."""
+    forwards = [(module, vars(module).get("forward")) for module in model.modules()]
+    return [module for module, forward in forwards if isinstance(forward, AnnouncedForward) and forward.place.reads]
 
 
 def detach(model: nn.Module) -> None:

@@ -111,11 +111,13 @@ class IdentityCorrection(AbstractCorrection):
 
     def __init__(self, parts: list[IdentityPart]) -> None:
         """Collect the entries of all parts."""
+        self.shape = tuple(parts[0].slot.parameter.shape)
         entries = [part.entries() for part in parts]
         rows, columns = (torch.cat(positions) for positions in zip(*entries, strict=True))
         self.entries = (columns, rows) if parts[0].slot.transposed else (rows, columns)
         self.lams = torch.cat([torch.full(r.shape, p.lam) for p, (r, _) in zip(parts, entries, strict=True)])
         self.placed: dict[object, tuple[Tensor, Tensor, Tensor]] = {}
+        self._entries(parts[0].slot.parameter, None)  # a graph that is traced now would be traced again after it
 
     def value(self, module: nn.Module, raw: Tensor) -> Tensor:
         """The weight with lam added on its diagonals."""
@@ -123,7 +125,7 @@ class IdentityCorrection(AbstractCorrection):
 
     def part(self, module: nn.Module, raw: Tensor) -> Tensor:
         """The entries that lie in this rank's part."""
-        return self._add(local_part(raw), box_of(raw))
+        return self._add(local_part(raw), box_of(raw, self.shape))
 
     def _add(self, stored: Tensor, box: Box | None) -> Tensor:
         first, second, lams = self._entries(stored, box)
@@ -176,13 +178,15 @@ class SpectralCorrection(AbstractCorrection):
     def __init__(self, slots: list[Slot], mixture: Mixture, layout: str) -> None:
         """Correct the rows of `slots`; ``layout`` is ``per_head`` or ``joint``."""
         self.mixture, self.layout = mixture, layout
-        self.transposed, self.num_rows = slots[0].transposed, slots[0].out_features
+        self.transposed, self.shape = slots[0].transposed, tuple(slots[0].parameter.shape)
         rows = [slot.rows if layout == "per_head" else slot.rows.reshape(1, -1) for slot in slots]
         by_width: dict[int, list[tuple[int, ...]]] = {}
         for table in rows:
             by_width.setdefault(table.shape[1], []).extend(map(tuple, table.tolist()))
         self.heads = tuple(Heads(tuple(table)) for table in by_width.values())
         self.placed: dict[object, Tensor] = {}
+        for heads in self.heads:
+            self._index(heads, slots[0].parameter.device)  # a graph that is traced now would be traced again after it
 
     def kind(self, raw: Tensor) -> tuple[object, ...]:
         """Weights of one kind are corrected as one batch."""
@@ -199,7 +203,7 @@ class SpectralCorrection(AbstractCorrection):
 
     def part(self, module: nn.Module, raw: Tensor) -> Tensor:
         """A head that one rank stores whole is corrected there; if some head is cut, the weight is gathered."""
-        box = box_of(raw)
+        box = box_of(raw, self.shape)
         if not self._is_cut_between_heads(raw):
             return box.of(self.value(module, whole(raw))).contiguous()
         axis = 1 if self.transposed else 0
@@ -218,7 +222,7 @@ class SpectralCorrection(AbstractCorrection):
         cuts = [(place, size) for place, size in placements if not place.is_replicate()]
         if len(cuts) != 1 or not cuts[0][0].is_shard(axis):
             return False
-        rows_per_rank = -(-raw.shape[axis] // cuts[0][1])  # rounded up, as torch does
+        rows_per_rank = -(-self.shape[axis] // cuts[0][1])  # rounded up, as torch does
         return all(len({row // rows_per_rank for row in rows}) == 1 for heads in self.heads for rows in heads.rows)
 
     def _mix(self, stored: Tensor, groups: tuple[Heads, ...]) -> Tensor:
@@ -270,4 +274,6 @@ class FrozenCorrection(AbstractCorrection):
     def part(self, module: nn.Module, raw: Tensor) -> Tensor:
         """This rank's part of both."""
         with torch.no_grad():
-            return local_part(raw).detach() + box_of(raw).of(whole(module.get_buffer(self.buffer_name)))
+            return local_part(raw).detach() + box_of(raw, self.spectral.shape).of(
+                whole(module.get_buffer(self.buffer_name))
+            )

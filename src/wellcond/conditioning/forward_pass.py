@@ -1,8 +1,10 @@
 """Only a forward pass reads effective weights; everybody else reads the parameters as they are stored.
 
 So whatever writes to a weight (an optimiser, `nn.init`, `load_state_dict`, somebody's `.data.copy_`) writes to the
-parameter, and there is no copy that could get lost or go out of date. A pass begins when the forward of a module with
-conditioned weights below it is called, and forgets everything when that forward returns.
+parameter, and there is no copy that could get lost or go out of date. Who reads as a part of a forward pass are the
+modules that use the weights: their owners, the attentions, and the blocks around these (nn.TransformerEncoderLayer reads
+the weights of its attention). A pass begins when the forward of a module with conditioned weights below it is called,
+and forgets everything when that forward returns.
 
 Within a pass, all weights of one kind are corrected as one batch, when the first of them is read: a model of twelve
 layers costs as many operations as one of one layer. The batch belongs to the smallest module that contains all
@@ -25,6 +27,17 @@ from wellcond.attention.shards import is_distributed
 from wellcond.conditioning.corrections import SpectralCorrection, straight_through
 
 
+@dataclass(frozen=True)
+class Place:
+    """A module around conditioned weights."""
+
+    forward_pass: ForwardPass
+    has_all: bool
+    """Whether all conditioned weights of the model are below this module."""
+    reads: bool
+    """Whether its forward uses conditioned weights itself."""
+
+
 @dataclass
 class Computed:
     """W + C of one weight, with what tells that it is of this weight."""
@@ -38,9 +51,8 @@ class Computed:
 class Frame:
     """A forward that is running: its module, and the effective weights that were computed in it."""
 
+    place: Place
     module: nn.Module
-    has_all: bool
-    """Whether all conditioned weights of the model are below this module."""
     computed: dict[tuple[nn.Module, str], Computed] = field(default_factory=dict)
     has_batch: bool = False
 
@@ -69,13 +81,13 @@ class ForwardPass:
         """Whether a weight that is read now is read by a forward pass, or by the repetition of one in a backward."""
         if torch.compiler.is_compiling():
             return True
-        return bool(self.frames()) or torch._C._current_graph_task_id() != -1
+        return any(frame.place.reads for frame in self.frames()) or torch._C._current_graph_task_id() != -1
 
     @contextlib.contextmanager
-    def running(self, module: nn.Module, has_all: bool) -> Iterator[None]:
-        """The forward of `module` is running; does it contain all conditioned weights of its model?"""
+    def running(self, place: Place, module: nn.Module) -> Iterator[None]:
+        """The forward of `module` is running."""
         frames = self.frames()
-        frames.append(Frame(module, has_all))
+        frames.append(Frame(place, module))
         try:
             yield
         finally:
@@ -103,7 +115,7 @@ def _find(frames: list[Frame], module: nn.Module, name: str, raw: Tensor) -> Ten
 
 
 def _compute(frames: list[Frame], module: nn.Module, name: str, raw: Tensor) -> Tensor:
-    smallest = next((frame for frame in reversed(frames) if frame.has_all), None)
+    smallest = next((frame for frame in reversed(frames) if frame.place.has_all), None)
     if smallest is not None and not smallest.has_batch:
         smallest.has_batch = True
         _compute_all(smallest)
