@@ -37,7 +37,7 @@ WRITES = {
     "data, negated": lambda w: w.data.neg_(),
     "data, replaced": lambda w: setattr(w, "data", torch.randn_like(w)),
     "data, rows exchanged": lambda w: w.data.copy_(w.data.flip(0).clone()),
-    "one number": lambda w: w.data[0].add_(0.1),
+    "one number": lambda w: w.data[0, :5].add_(0.5),
     "in place": lambda w: w.mul_(3),
     "initialised": lambda w: nn.init.normal_(w, std=0.3),
     "indexed": lambda w: w.__setitem__(slice(10), 0.0),

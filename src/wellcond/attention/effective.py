@@ -60,6 +60,7 @@ def effective_weight(module: nn.Module, name: str) -> Tensor:
 def remove_conditioning(module: nn.Module) -> None:
     """Make one module what it was before it, or something in it, was conditioned; no parameter is touched."""
     for name, value in list(vars(module).items()):
+        value = getattr(value, "__func__", value)  # bound by Accelerate
         if isinstance(value, Announced):
             del vars(module)[name]
             if value.replaced is not None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Iterable
-from types import MethodType
+from types import CodeType, MethodType
 from typing import Any
 
 import torch
@@ -47,6 +47,8 @@ class AnnouncedForward(Announced):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module's own forward returns."""
+        if args and args[0] is self.module:  # Accelerate takes every forward for a function, and binds it
+            args = args[1:]
         with self.place.forward_pass.running(self.place, self.module):
             if self.replaced is not None:
                 return self.replaced(*args, **kwargs)
@@ -56,6 +58,11 @@ class AnnouncedForward(Announced):
     def __signature__(self) -> inspect.Signature:
         """That of the module's own forward; Trainer chooses the columns of its data by it."""
         return inspect.signature(self.replaced or MethodType(type(self.module).forward, self.module))
+
+    @property
+    def __code__(self) -> CodeType:
+        """That of the module's own forward; torch.export names it in its messages."""
+        return type(self.module).forward.__code__
 
 
 class AnnouncedSaving(Announced):

@@ -29,7 +29,7 @@ FOLD_FIRST = (
     "a model whose correction follows its weights would compute it in every call of the exported program; call "
     "wellcond.fold_(model) first, or export inside `with wellcond.folded(model):`"
 )
-_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # since torch 2.7
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # since torch 2.7
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -227,7 +227,7 @@ class SpectralCorrection(AbstractCorrection):
 
     def _mix(self, stored: Tensor, groups: tuple[Heads, ...]) -> Tensor:
         """`stored` (count, *shape of the weight)."""
-        if _is_exporting() or torch.jit.is_tracing():
+        if is_exporting() or torch.jit.is_tracing():
             raise ConditioningError(FOLD_FIRST)
         matrices = stored.mT if self.transposed else stored.flatten(2)
         count, num_rows, in_features = matrices.shape

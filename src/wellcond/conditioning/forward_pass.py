@@ -2,9 +2,9 @@
 
 So whatever writes to a weight (an optimiser, `nn.init`, `load_state_dict`, somebody's `.data.copy_`) writes to the
 parameter, and there is no copy that could get lost or go out of date. Who reads as a part of a forward pass are the
-modules that use the weights: their owners, the attentions, and the blocks around these (nn.TransformerEncoderLayer reads
-the weights of its attention). A pass begins when the forward of a module with conditioned weights below it is called,
-and forgets everything when that forward returns.
+modules that use the weights: their owners, the attentions, and the blocks around these (nn.TransformerEncoderLayer
+reads the weights of its attention). A pass begins when the forward of a module with conditioned weights below it is
+called, and forgets everything when that forward returns.
 
 Within a pass, all weights of one kind are corrected as one batch, when the first of them is read: a model of twelve
 layers costs as many operations as one of one layer. The batch belongs to the smallest module that contains all
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from wellcond.attention.effective import corrections_of
 from wellcond.attention.shards import is_distributed
-from wellcond.conditioning.corrections import SpectralCorrection, straight_through
+from wellcond.conditioning.corrections import SpectralCorrection, is_exporting, straight_through
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,9 @@ class ForwardPass:
     @contextlib.contextmanager
     def running(self, place: Place, module: nn.Module) -> Iterator[None]:
         """The forward of `module` is running."""
+        if is_exporting():  # what may be exported has nothing to compute in batches
+            yield
+            return
         frames = self.frames()
         frames.append(Frame(place, module))
         try:

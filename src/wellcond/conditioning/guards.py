@@ -30,6 +30,8 @@ def refuse_merging(module: nn.Module) -> NoReturn:
     """
     asking = sys._getframe(1)  # BaseTunerLayer.get_base_layer
     caller = asking.f_back
+    if caller is not None and caller.f_code.co_name == "get_base_weight":
+        caller = caller.f_back
     if asking.f_code.co_name == "get_base_layer" and caller is not None and caller.f_code.co_name in WRITERS:
         raise ConditioningError(
             f"PEFT's {caller.f_code.co_name} would write into a conditioned weight, whose correction would then be "
