@@ -10,12 +10,13 @@ import pytest
 import wellcond
 
 SRC = Path(wellcond.__file__).parent
-BASE = {"records", "errors", "files", "run_lengths"}
+BASE = {"records", "errors", "files", "run_lengths", "run_records"}
 ALLOWED = {
     "records": set(),
     "errors": set(),
     "files": set(),
     "run_lengths": set(),
+    "run_records": {"files"},
     "linalg": BASE,
     "attention": BASE | {"linalg"},
     "init": BASE | {"linalg", "attention"},

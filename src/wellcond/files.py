@@ -33,7 +33,8 @@ def opened_atomically(path: Path) -> Iterator[BinaryIO]:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with open(temporary, "wb") as file:
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb") as file:  # never through a link of that name
             yield file
             file.flush()
             os.fsync(file.fileno())

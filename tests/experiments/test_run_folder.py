@@ -7,9 +7,10 @@ import time
 
 import pytest
 
-from wellcond.experiments.run_folder import SCHEMA, RunError, RunFolder
+from wellcond.experiments.run_folder import RunError, RunFolder
+from wellcond.run_records import SCHEMA
 
-RECORD = {"kind": "wellcond-run", "schema": SCHEMA, "status": "running"}
+RECORD = {"kind": "wellcond-run", "schema": SCHEMA, "method": "default", "seed": 0, "status": "running"}
 HOLD = """
 import os, sys, time
 from pathlib import Path
@@ -47,16 +48,16 @@ def test_a_row_may_hold_any_text_and_number(tmp_path):
 def test_resuming_cuts_the_logs_back(tmp_path):
     with RunFolder(tmp_path).opened() as folder:
         folder.append("steps.jsonl", rows(1, 3))
-        sizes = folder.log_sizes()
+        marks = folder.log_marks()
         folder.append("steps.jsonl", rows(4, 9))
         folder.append("evaluations.jsonl", rows(4, 4))
         with (tmp_path / "steps.jsonl").open("ab") as file:
             file.write(b'{"step": 1')  # a line cut short by a kill
     with RunFolder(tmp_path).opened() as folder:
-        folder.cut_logs(sizes)
+        folder.cut_logs(marks)
         folder.append("steps.jsonl", rows(4, 4))
         assert folder.read_log("steps.jsonl") == rows(1, 4)
-        assert folder.read_log("evaluations.jsonl") == [] and folder.log_sizes()["evaluations.jsonl"] == 0
+        assert folder.read_log("evaluations.jsonl") == [] and folder.log_marks()["evaluations.jsonl"]["bytes"] == 0
 
 
 def test_cutting_works_while_the_logs_are_open(tmp_path):
@@ -70,10 +71,11 @@ def test_cutting_works_while_the_logs_are_open(tmp_path):
 def test_lost_lines_are_noticed(tmp_path):
     with RunFolder(tmp_path).opened() as folder:
         folder.append("steps.jsonl", rows(1, 3))
-        sizes = folder.log_sizes()
+        marks = folder.log_marks()
+        size = marks["steps.jsonl"]["bytes"]
         os.truncate(tmp_path / "steps.jsonl", 5)
-        with pytest.raises(RunError, match=rf"steps.jsonl: expected at least {sizes['steps.jsonl']} bytes, found 5"):
-            folder.cut_logs(sizes)
+        with pytest.raises(RunError, match=rf"steps.jsonl: expected at least {size} bytes, found 5"):
+            folder.cut_logs(marks)
         assert (tmp_path / "steps.jsonl").stat().st_size == 5
 
 
@@ -88,7 +90,7 @@ def test_the_record_reads_back(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"kind": ', "is not JSON .*delete the folder"),
+        (b'{"kind": ', r"is not JSON .*\n.*delete .* to start this run anew"),
         (b"\xff\xfe", "is not JSON"),
         (b"[]", "expected a run record of schema"),
         (b'{"kind": "wellcond-run", "schema": 99}', "expected a run record of schema"),
@@ -164,7 +166,7 @@ def test_a_full_disk_is_told_and_leaves_what_was_there(tmp_path):
     assert f"{tmp_path / 'run.json'} could not be written: File too large" in messages["record"]
     assert f"{tmp_path / 'steps.jsonl'} could not be written: File too large" in messages["log"]
     assert "goes on from the last checkpoint" in messages["log"]
-    assert json.loads((tmp_path / "run.json").read_text()) == {"kind": "old"}
+    assert json.loads((tmp_path / "run.json").read_text())["kind"] == "old"
     assert (tmp_path / "steps.jsonl").read_text() == '{"step": 1}\n'
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "run.json", "steps.jsonl"]
     assert time.monotonic() - began < 60

@@ -19,6 +19,7 @@ from wellcond.experiments.run import run_job
 from wellcond.experiments.settings import RecipeError
 from wellcond.experiments.teachers import load_teacher
 from wellcond.experiments.weights import load_weights
+from wellcond.run_records import seal
 
 LARGE = {"img_size": 8, "patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 4, "mlp_ratio": 1.0}
 STEPS = "training={length: {steps: 3}, batch_size: 32, threads: 1, log_every: 5}"
@@ -139,7 +140,7 @@ def rewritten(runs, tmp_path, change):
     path = tmp_path / "run" / "run.json"
     record = json.loads(path.read_text())
     change(record)
-    path.write_text(json.dumps(record))
+    path.write_text(json.dumps(seal(record)))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def test_missing_parts_of_a_run_are_named(runs, tmp_path):
         student('weight_selection(teacher=none.safetensors, teacher_model="timm:vit_tiny_patch16_224")', tmp_path)
     rewritten(runs, tmp_path, lambda record: None)
     checkpoint(tmp_path / "run").write_bytes(b"damaged")
-    with pytest.raises(wellcond.WellcondError, match=r"step-.*model.safetensors is not a readable safetensors file"):
+    with pytest.raises(wellcond.WellcondError, match=r"step-.*model.safetensors is missing or damaged .*delete"):
         student("weight_selection(teacher=run)", tmp_path)
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     with pytest.raises(RecipeError, match=r"the run in .*run has no checkpoint"):

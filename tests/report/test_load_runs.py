@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from report.fake_runs import FakeMethod, usual_methods, write_comparison, write_run
+from report.fake_runs import PERPLEXITY, FakeMethod, usual_methods, write_comparison, write_run
 from wellcond.errors import WellcondError
 from wellcond.report.load_runs import load_comparisons
 from wellcond.report.run_record import RunRecordError
@@ -130,10 +130,33 @@ def test_runs_that_cannot_be_compared(folder):
         load_comparisons(folder)
 
 
-def test_a_finished_run_with_an_infinite_metric_has_diverged(folder):
-    change(folder / "default" / "seed0" / "run.json", final={"step": 1, "accuracy": "nan"})
-    (comparison,) = load_comparisons(folder)
-    assert comparison.of("default")[0].outcome == "diverged" and 0 not in comparison.finished("default")
+def test_a_finished_run_with_an_infinite_metric_has_diverged(tmp_path):
+    methods = [FakeMethod("default", {0: 30.0, 1: float("inf")}, curves={1: [90.0, float("inf")]})]
+    (comparison,) = load_comparisons(write_comparison(tmp_path, methods, metric=PERPLEXITY))
+    assert comparison.of("default")[1].outcome == "diverged" and set(comparison.finished("default")) == {0}
+    assert comparison.of("default")[1].evaluations[-1]["perplexity"] == "inf"
+
+
+@pytest.mark.parametrize("value", [1.7, -0.1, None, "0.9", "nan", "inf", float("nan"), True, []])
+@pytest.mark.parametrize("status", ["finished", "diverged", "interrupted"])
+def test_a_score_that_cannot_be_is_refused(folder, value, status):
+    change(folder / "default" / "seed0" / "run.json", final={"step": 1, "accuracy": value}, status=status)
+    with pytest.raises(RunRecordError, match=r"run\.json: expected 'final\.accuracy' to be a number from 0"):
+        load_comparisons(folder)
+
+
+@pytest.mark.parametrize("final", [None, {"step": 1}])
+def test_a_finished_run_without_a_score_is_refused(folder, final):
+    change(folder / "default" / "seed0" / "run.json", final=final)
+    with pytest.raises(RunRecordError, match=r"run\.json: expected 'final.*\n.*delete .*/default/seed0 and repeat"):
+        load_comparisons(folder)
+
+
+def test_a_correlation_may_be_negative_and_a_perplexity_large(tmp_path):
+    matthews = {"name": "matthews", "higher_is_better": True, "percent": True}
+    write_comparison(tmp_path / "a", [FakeMethod("default", {0: -0.03})], metric=matthews)
+    write_comparison(tmp_path / "b", [FakeMethod("default", {0: 3e5})], metric=PERPLEXITY)
+    assert [comparison.runs[0].value for comparison in load_comparisons(tmp_path)] == [-0.03, 3e5]
 
 
 def test_runs_under_different_settings_are_not_pooled(folder):

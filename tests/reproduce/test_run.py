@@ -200,7 +200,9 @@ def test_the_list_looks_where_runs_go(tmp_path):
     plan = make_plan("C-T2", entries()["C-T2"], "tiny", Wishes(tmp_path))
     job = plan.studies[0].jobs[0]
     job.folder.mkdir(parents=True)
-    (job.folder / "run.json").write_text(json.dumps({"schema": 1, "kind": "wellcond-run", "status": "finished"}))
+    metric = {"name": "accuracy", "higher_is_better": True, "percent": True}
+    stored = {"schema": 1, "kind": "wellcond-run", "method": "default", "seed": 0, "status": "finished"}
+    (job.folder / "run.json").write_text(json.dumps(stored | {"metric": metric, "final": {"accuracy": 0.5}}))
     _, shown = call("reproduce", "--list", "--json", "--folder", tmp_path)
     listed = {row["id"]: row["scales"]["tiny"].get("runs_done") for row in json.loads(shown)}
     assert listed["C-T2"] == 1

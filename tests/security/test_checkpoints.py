@@ -167,7 +167,9 @@ def test_the_run_of_a_teacher_may_not_name_code(canary, tmp_path):
     (teacher / "checkpoints" / "step-00000001").mkdir(parents=True)
     save_file({"w": torch.ones(1)}, teacher / "checkpoints" / "step-00000001" / "model.safetensors")
     config = {"model": {"name": f"{tmp_path / 'evil.py'}:build", "arguments": {}}, "task": {}}
-    record = {"kind": "wellcond-run", "schema": 1, "status": "finished", "config": config}
+    metric = {"name": "accuracy", "higher_is_better": True, "percent": True}
+    record = {"kind": "wellcond-run", "schema": 1, "method": "default", "seed": 0, "status": "finished"}
+    record |= {"config": config, "metric": metric, "final": {"accuracy": 0.5}}
     (teacher / "run.json").write_text(json.dumps(record))
     method = {"init": "weight_selection", "init_options": {"teacher": str(teacher)}}
     with pytest.raises(wc.WellcondError, match="is code in a file .*not run here"):

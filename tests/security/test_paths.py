@@ -71,7 +71,7 @@ def test_a_report_is_written_beside_its_records_whatever_they_say(tmp_path):
             stored["methods"] = [method | {"slug": "../../../../out"} for method in stored["methods"]]
         else:
             stored["metric"]["name"] = "../../../out"
-            stored["final"] = stored["best"] = stored["final"] | {"../../../out": 0.9}
+            stored["final"] = stored["best"] = stored["final"] | {"../../../out": stored["final"]["accuracy"]}
         path.write_text(json.dumps(stored))
     for path in folder.rglob("evaluations.jsonl"):
         path.write_text(path.read_text().replace('"accuracy"', '"../../../out"'))

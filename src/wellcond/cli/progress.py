@@ -15,6 +15,9 @@ from rich.progress import TimeRemainingColumn as TimeLeft
 from wellcond.experiments.engine import Event
 from wellcond.experiments.run import Job
 
+WAITING = "waiting, another process is running it"
+STARTING_AGAIN = "starting again"
+
 
 class RunsProgress:
     """What runs report, shown. Give `observe` to the engine."""
@@ -56,10 +59,14 @@ class RunsProgress:
             self._end(job.name, key, event.get("record"), event.get("problem", ""))
             return
         if kind == "lost":
-            state["phase"] = "starting again"
+            state["phase"] = STARTING_AGAIN
             if not self.quiet:
-                lost = f"{escape(job.name)}: [yellow]starting again[/], {escape(event['problem'])}"
+                lost = f"{escape(job.name)}: [yellow]{STARTING_AGAIN}[/], {escape(event['problem'])}"
                 self.console.print(lost, highlight=False, soft_wrap=True)
+        elif kind == "waiting":
+            if state["phase"] not in (WAITING, STARTING_AGAIN) and not self.quiet:
+                self.console.print(f"{escape(job.name)}: {WAITING}", highlight=False, soft_wrap=True)
+            state["phase"] = WAITING
         elif kind == "start":
             state |= {"first": event["step"], "since": time.perf_counter(), "batch": event["batch_size"]}
             state |= {"phase": "", "total": event["num_steps"], "step": event["step"]}

@@ -31,7 +31,7 @@ class BestWeights:
     def resume(self, checkpoint: Path) -> None:
         """Go on with those of a checkpoint.
 
-        Raises: RunError if it has none, or their file is cut off.
+        Raises: RunError if it has none, or their file is damaged.
         """
         check_tensors(checkpoint / BEST)
         self._kept = checkpoint / BEST

@@ -5,12 +5,14 @@
 Average and best weights are there where the recipe asks for them. Best weights that are no newer than the checkpoint
 before are its file once more (a hard link), not another copy.
 
-A checkpoint is a folder that is written under another name and then renamed, so that it is whole or absent.
+A checkpoint is a folder that is written under another name and then renamed, so that it is whole or absent. Its
+`state.json` has a checksum, and lists those of the other files.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -26,11 +28,13 @@ from wellcond.attention.wrappers import unwrap
 from wellcond.errors import MissingExtraError
 from wellcond.experiments.run_folder import RunError, writing
 from wellcond.files import to_json
+from wellcond.run_records import CHECKSUM, find_change, seal
 
 NAME = re.compile(r"step-(\d{8,})")
 OURS = re.compile(r"step-\d{8,}|\.step-\d{8,}(\.former)?\.partial")
 SEPARATOR = "//"
-BEST = "best.safetensors"
+MODEL, BEST = "model.safetensors", "best.safetensors"
+FILES = (MODEL, "optimizer.safetensors", "average.safetensors", BEST)
 
 
 def _safetensors() -> Any:
@@ -118,15 +122,19 @@ def save_checkpoint(
         with writing(place):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            for name, values in files.items():
-                _write_tensors(partial / f"{name}.safetensors", values)
+            sums = {
+                f"{name}.safetensors": _write_tensors(partial / f"{name}.safetensors", values)
+                for name, values in files.items()
+            }
             if isinstance(best, Path):
                 link_or_copy(best, partial / BEST)
+                with _naming(best):
+                    sums[BEST] = _listed_sums(best.parent).get(BEST) or _sum(best)
             elif best is not None:
-                _write_tensors(partial / BEST, best)
+                sums[BEST] = _write_tensors(partial / BEST, best)
             groups = [dict(group) for group in optimizer["param_groups"]]
-            text = to_json(state | {"step": step, "optimizer": {"groups": groups, "values": plain}})
-            _write_synced(partial / "state.json", text.encode("utf-8"))
+            whole = state | {"step": step, "optimizer": {"groups": groups, "values": plain}, "files": sums}
+            _write_synced(partial / "state.json", to_json(seal(whole)).encode("utf-8"))
             if place.exists():  # removing it would take longer than renaming it
                 os.replace(place, folder / f".{place.name}.former.partial")
             os.replace(partial, place)
@@ -139,7 +147,8 @@ def save_checkpoint(
     return place
 
 
-def _write_tensors(path: Path, values: dict[str, Tensor]) -> None:
+def _write_tensors(path: Path, values: dict[str, Tensor]) -> str:
+    """Write a file; returns its checksum."""
     # Tied weights share storage, which safetensors refuses; each name gets a copy of its own.
     seen: set[int] = set()
     own = {}
@@ -148,7 +157,9 @@ def _write_tensors(path: Path, values: dict[str, Tensor]) -> None:
         storage = value.untyped_storage().data_ptr()
         own[name] = value.clone() if storage in seen else value
         seen.add(storage)
-    _write_synced(path, _safetensors().save(own))
+    content = _safetensors().save(own)
+    _write_synced(path, content)
+    return hashlib.sha256(content).hexdigest()
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -180,22 +191,58 @@ def read_checkpoint(place: Path) -> tuple[dict[str, Tensor], dict[str, Any], dic
     """
     load_file = _safetensors().load_file
     try:
-        state = json.loads((place / "state.json").read_text("utf-8"))
+        state = _read_state(place)
+        sums = state.pop("files", None)
+        present = [name for name in FILES if (place / name).exists()] if sums is None else list(sums)
+        _check_files(place, sums or {})
         stored = state.pop("optimizer")
-        model = load_file(place / "model.safetensors")
+        model = load_file(place / MODEL)
         tensors = load_file(place / "optimizer.safetensors")
-        path = place / "average.safetensors"
-        average = load_file(path) if path.exists() else None
+        average = load_file(place / "average.safetensors") if "average.safetensors" in present else None
+        rows: dict[str, dict[str, Any]] = {}
+        for joined, value in (tensors | stored["values"]).items():
+            name, _, key = joined.rpartition(SEPARATOR)
+            rows.setdefault(name, {})[key] = value
+        groups = [_as_stored(group) for group in stored["groups"]]
     except Exception as error:
         raise RunError(
             f"{place} is damaged ({error}); delete it to go on from an earlier one or from the start"
         ) from error
-    rows: dict[str, dict[str, Any]] = {}
-    for joined, value in (tensors | stored["values"]).items():
-        name, _, key = joined.rpartition(SEPARATOR)
-        rows.setdefault(name, {})[key] = value
-    groups = [_as_stored(group) for group in stored["groups"]]
     return model, {"state": rows, "param_groups": groups}, state, average
+
+
+def _read_state(place: Path) -> dict[str, Any]:
+    """state.json.
+
+    Raises: OSError, ValueError, KeyError if it is missing, damaged or of another step.
+    """
+    state: dict[str, Any] = json.loads((place / "state.json").read_text("utf-8"))
+    if changed := find_change(state):
+        raise ValueError(f"state.json {changed}")
+    if state["step"] != int(place.name.removeprefix("step-")):
+        raise ValueError(f"it is of step {state['step']}")
+    state.pop(CHECKSUM, None)
+    return state
+
+
+def _listed_sums(place: Path) -> dict[str, str]:
+    """Checksums of a checkpoint's files; none in older ones."""
+    sums: dict[str, str] = _read_state(place).get("files", {}) if (place / "state.json").exists() else {}
+    return sums
+
+
+def _check_files(place: Path, sums: dict[str, str]) -> None:
+    """Raise OSError or ValueError if a file is not what its checkpoint lists."""
+    for name, expected in sums.items():
+        if name not in FILES:
+            raise ValueError(f"state.json lists {name!r}, which is no file of a checkpoint")
+        if _sum(place / name) != expected:
+            raise ValueError(f"{name} was changed after it was written: its checksum does not match")
+
+
+def _sum(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -203,18 +250,36 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
     Raises: RunError if it is missing or damaged.
     """
+    check_tensors(path)
     with _naming(path):
         tensors: dict[str, Tensor] = _safetensors().load_file(path)
         return tensors
 
 
 def check_tensors(path: Path) -> None:
-    """Read only the header of a file of a checkpoint.
+    """Check a file against the checksum that its checkpoint lists, and read its header.
 
-    Raises: RunError if it is missing or cut off.
+    Raises: RunError if it is missing or damaged.
     """
-    with _naming(path), _safetensors().safe_open(path, framework="pt"):
-        pass
+    with _naming(path):
+        listed = _listed_sums(path.parent)
+        _check_files(path.parent, {path.name: listed[path.name]} if path.name in listed else {})
+        with _safetensors().safe_open(path, framework="pt"):
+            pass
+
+
+def trained_weights(place: Path, record: dict[str, Any]) -> Path:
+    """The file of weights in the last checkpoint of a finished run.
+
+    Raises: RunError if it is missing or damaged, or the checkpoint is of another run than the record.
+    """
+    path = place / MODEL
+    check_tensors(path)
+    with _naming(path):
+        marks = _read_state(place).get("logs") if (place / "state.json").exists() else None
+        if "logs" in record and marks is not None and marks != record["logs"]:
+            raise ValueError("it is of another run than run.json")
+    return path
 
 
 @contextlib.contextmanager

@@ -19,9 +19,10 @@ from wellcond.experiments.models import ModelSpecError
 from wellcond.experiments.ray_engine.settings import RaySettings
 from wellcond.experiments.recipe import Recipe, config_hash
 from wellcond.experiments.run import Job, UnexpectedRunError, check_local_code, run_job
-from wellcond.experiments.run_folder import SCHEMA, RunError, writing
+from wellcond.experiments.run_folder import RunError, writing
 from wellcond.experiments.settings import RecipeError
 from wellcond.files import to_json, write_atomically
+from wellcond.run_records import COMPLETE, SCHEMA, find_change, seal
 
 # What is wrong with the recipe or the data is wrong for every run: the comparison ends at the first.
 FOR_ALL = (RecipeError, DataError, MissingExtraError, AttentionNotFoundError, ModelSpecError)
@@ -120,21 +121,28 @@ def write_comparison(folder: Path, recipe: Recipe, methods: Sequence[MethodSetti
     }
     with writing(path):
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, to_json(content, indent=1) + "\n")
+        write_atomically(path, to_json(seal(content), indent=1) + "\n")
 
 
 def read_comparison(path: Path) -> dict[str, Any]:
     """comparison.json.
 
-    Raises: RunError if it is not one.
+    Raises: RunError if it is not one, or was changed.
     """
+    advice = "Delete it, then run the same command: it is written anew, and the runs stay"
     try:
         content = json.loads(path.read_text("utf-8"))
         if content["kind"] != "wellcond-comparison" or content["schema"] != SCHEMA:
             raise ValueError(f"schema {content['schema']}, kind {content['kind']}")
-        return content
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{path}: expected a comparison of schema {SCHEMA}: {error}") from error
+        if not all(isinstance(content[key], list) for key in ("methods", "seeds")) or not {"recipe", "scale"} <= set(
+            content
+        ):
+            raise ValueError("recipe, scale, or the lists of methods and seeds are missing")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise RunError(f"{path}: expected a comparison of schema {SCHEMA}: {error}\n  {advice}") from error
+    if changed := find_change(content):
+        raise RunError(f"{path} {changed}\n  {advice}")
+    return content
 
 
 def run_comparison(
@@ -144,6 +152,23 @@ def run_comparison(
 
     Raises: RecipeError, DataError or MissingExtraError, which concern every run; other failures are in the outcome.
     """
+    outcome = _run_all(jobs, num_workers, observer, ray)
+    if os.environ.get("RANK", "0") == "0":
+        _miss_deleted(outcome, jobs)
+    return outcome
+
+
+def _miss_deleted(outcome: Outcome, jobs: Sequence[Job]) -> None:
+    """A run whose folder was deleted while others were running has no result."""
+    for job in jobs:
+        done = [kept for kept in outcome.records if (kept["method"], kept["seed"]) == (job.method.label, job.seed)]
+        if any(kept["status"] in COMPLETE for kept in done) and not (job.folder / "run.json").is_file():
+            outcome.records = [kept for kept in outcome.records if kept not in done]
+            problem = f"{job.name}: {job.folder} was deleted after the run had ended; run the same command to repeat it"
+            outcome.failures.append((job, problem))
+
+
+def _run_all(jobs: Sequence[Job], num_workers: int, observer: JobObserver, ray: RaySettings | None) -> Outcome:
     if ray is not None:
         from wellcond.experiments.ray_engine.drive import run_on_ray
 

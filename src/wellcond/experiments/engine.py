@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -30,10 +31,10 @@ from wellcond.experiments.evaluator import Evaluator, find_test_set
 from wellcond.experiments.interrupts import StopWish
 from wellcond.experiments.lengths import Lengths
 from wellcond.experiments.recipe import Recipe
-from wellcond.experiments.run_folder import RunFolder
+from wellcond.experiments.run_folder import RunFolder, check_links
 from wellcond.experiments.tasks.base import AbstractTask
 from wellcond.experiments.time_budget import TimeBudget
-from wellcond.experiments.train_state import TrainState, check_loss, newest_loss
+from wellcond.experiments.train_state import Diverged, TrainState, check_loss, newest_loss
 from wellcond.experiments.updates import Updater
 
 Event = dict[str, Any]
@@ -157,11 +158,13 @@ class Engine:
                 state = {
                     "train": self.state.to_dict(),
                     "seconds": self.clock.now(),
-                    "logs": self.folder.log_sizes(),
+                    "logs": self.folder.log_marks(),
                     "scaler": None if scaler is None else scaler.state_dict(),
                 }
                 best = None if self.best_weights is None else self.best_weights.to_save
                 folder = self.folder.path / "checkpoints"
+                self.folder.check_there()
+                check_links(self.folder.path)  # one may have been put there since the run began
                 place = save_checkpoint(folder, self.state.step, model, optimizer, state, average, best)
                 if self.best_weights is not None:
                     self.best_weights.saved_in(place)
@@ -314,6 +317,8 @@ class Engine:
                 values = self.evaluator.score(samples, len(samples))
             tested = self.state.best if weights == "best" else self.state.final
             assert tested is not None
+            if not math.isfinite(loss := values["loss"]):
+                raise Diverged(f"the loss on the test split is {loss} with the weights of step {tested['step']}")
             self.test = {"step": tested["step"], "epoch": tested["epoch"], "weights": weights, **values}
             if self.is_main:
                 self.accelerator.log({f"test/{name}": value for name, value in values.items()}, step=self.state.step)

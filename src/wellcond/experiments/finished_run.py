@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from wellcond.experiments.checkpoint import last_checkpoint
+from wellcond.experiments.checkpoint import last_checkpoint, trained_weights
 from wellcond.experiments.run_folder import RunFolder
 from wellcond.experiments.settings import RecipeError
 
@@ -18,7 +18,7 @@ def read_finished_run(path: Path, field: str, instead: str) -> tuple[dict[str, A
         field: of the recipe that names it, for messages.
         instead: what else the field may name.
 
-    Raises: RecipeError if there is no finished run with its weights.
+    Raises: RecipeError if there is no finished run with its weights; RunError if they are damaged.
     """
     record = RunFolder(path).read_record()
     if record is None:
@@ -28,4 +28,4 @@ def read_finished_run(path: Path, field: str, instead: str) -> tuple[dict[str, A
     place = last_checkpoint(path / "checkpoints")
     if place is None:
         raise RecipeError(f"{field}: the run in {path} has no checkpoint; was its folder checkpoints deleted?")
-    return record, place / "model.safetensors"
+    return record, trained_weights(place, record)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +26,15 @@ from wellcond.experiments.prepare import prepare_model, prepare_task
 from wellcond.experiments.provenance import describe_session, peak_memory, reset_peak_memory
 from wellcond.experiments.recipe import Recipe, config_hash
 from wellcond.experiments.recorded_tokenizer import describe_tokenizer
-from wellcond.experiments.run_folder import COMPLETE, SCHEMA, RunError, RunFolder
+from wellcond.experiments.run_folder import FolderInUse, RunError, RunFolder
 from wellcond.experiments.settings import RecipeError
 from wellcond.experiments.train_state import Diverged
+from wellcond.run_records import COMPLETE, SCHEMA
 
 KEPT = ("metric", "data", "tokenizer", "model", "final", "best", "progress", "samples_per_second", "seconds_per_step",
-        "sessions")  # fmt: skip
+        "sessions", "logs")  # fmt: skip
+SECONDS_BETWEEN_TRIES = 0.5
+"""To take a folder that another command has."""
 
 
 class UnexpectedRunError(RunError):
@@ -63,6 +67,8 @@ def ignore(event: Event) -> None:
 def run_job(job: Job, observer: Observer = ignore, *, stop: StopWish | None = None) -> dict[str, Any]:
     """Train, or go on training, or return the record of a run that is complete.
 
+    While another command has the run, this one waits: for its record, or to go on where that one was stopped.
+
     Args:
         job: what to run.
         observer: told what happens.
@@ -77,27 +83,33 @@ def run_job(job: Job, observer: Observer = ignore, *, stop: StopWish | None = No
     config = job.recipe.config(job.method, job.seed)
     accelerator = make_accelerator(job.recipe, job.folder, cpu=job.cpu)
     with contextlib.ExitStack() as held:
-        _hold_together(folder, accelerator, held)
         wish = held.enter_context(StopWish().listening()) if stop is None else stop
+        while _is_in_use(folder, accelerator, held):
+            if wish.wanted_anywhere(accelerator):
+                return _Session(job, folder, config, accelerator, observer, None).give_up()
+            observer({"event": "waiting"})
+            time.sleep(SECONDS_BETWEEN_TRIES)
         return _run(job, folder, config, accelerator, observer, wish)
 
 
-def _hold_together(folder: RunFolder, accelerator: Any, held: contextlib.ExitStack) -> None:
-    """Take the folder on the first process; if it cannot be had, every process raises, or they would part ways."""
+def _is_in_use(folder: RunFolder, accelerator: Any, held: contextlib.ExitStack) -> bool:
+    """Take the folder on the first process; returns, on every process, whether another command has it.
+
+    Raises: RunError on every process if it cannot be had; they would part ways otherwise.
+    """
     problem = None
     if accelerator.is_main_process:
         try:
             held.enter_context(folder.opened())
         except RunError as error:
-            if accelerator.num_processes == 1:
-                raise
-            problem = str(error)
+            problem = error
     if accelerator.num_processes > 1:
         from accelerate.utils import broadcast_object_list
 
         [problem] = broadcast_object_list([problem])
-    if problem is not None:
-        raise RunError(problem)
+    if problem is not None and not isinstance(problem, FolderInUse):
+        raise problem
+    return problem is not None
 
 
 def _run(
@@ -184,6 +196,13 @@ class _Session:
         for name in KEPT:  # what an earlier session found out stays until this one knows better
             if former is not None and name in former:
                 self.record[name] = former[name]
+
+    def give_up(self) -> dict[str, Any]:
+        """Stop before the run could begin; its folder is another command's."""
+        self.record |= {"status": "interrupted", "reason": "stopped while another process was running it"}
+        self.record["seconds"] = self.clock.now()
+        self.observer({"event": "end", "record": self.record, "repeated": False})
+        return self.record
 
     def run(self, stop: StopWish) -> dict[str, Any]:
         try:
@@ -322,4 +341,5 @@ class _Session:
                 self.record["samples"] = engine.samples
         self.record |= {"seconds": seconds, "peak_memory_bytes": peak_memory(self.accelerator.device)}
         if self.accelerator.is_main_process:
+            self.record |= {"logs": marks} if (marks := self.folder.log_marks()) else {}
             self.folder.write_record(self.record)

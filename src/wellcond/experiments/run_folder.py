@@ -1,7 +1,8 @@
 """One run, one folder: a record, three logs and checkpoints. Nothing in it is ever half written.
 
-`run.json` and checkpoints are replaced in one step. The logs only grow; a checkpoint notes how long they were, and
-resuming cuts them back to that length, so that a run killed at any moment ends with the same files.
+`run.json` and checkpoints are replaced in one step. The logs only grow; a checkpoint notes how long they were and what
+they held, and resuming cuts them back to that, so that a run killed at any moment ends with the same files. Nothing
+outside of the folder is ever written or deleted, whatever links it holds.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -17,10 +19,7 @@ from typing import Any, BinaryIO
 
 from wellcond.errors import WellcondError
 from wellcond.files import to_json, write_atomically
-
-SCHEMA = 1
-LOGS = ("steps.jsonl", "evaluations.jsonl", "conditioning.jsonl")
-COMPLETE = ("finished", "diverged")
+from wellcond.run_records import CHECKSUM, LOGS, SCHEMA, find_problem, log_mark, seal
 
 
 class RunError(WellcondError, RuntimeError):
@@ -37,60 +36,94 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         """The folder is made when it is opened."""
         self.path = path
-        self._logs: dict[str, BinaryIO] = {}
+        self._lock: BinaryIO | None = None
+        self._logs: dict[str, _Log] = {}
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[RunFolder]:
         """Make the folder and hold it against other processes; the system lets go of it even after a kill.
 
-        Raises: FolderInUse if another process holds it; RunError if it cannot be made.
+        Raises: FolderInUse if another process holds it; RunError if it cannot be made, or a link leads out of it.
         """
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            self._check_links()
+            check_links(self.path)
             lock = open(self.path / "lock", "ab")
         try:
             _hold(lock, self.path)
             _forget_in_children()
             _HELD.add(lock)
+            self._lock = lock
+            self.check_there()
             yield self
         finally:
             _HELD.discard(lock)
+            self._lock = None
             for log in self._logs.values():
-                log.close()
+                log.file.close()
             self._logs.clear()
             lock.close()
 
-    def _check_links(self) -> None:
-        """Raise RunError for a link among the files that grow or are cut: what it leads to may be anybody's."""
-        for name in ("lock", *LOGS):
-            if (path := self.path / name).is_symlink():
-                raise RunError(f"{path} is a link to {os.readlink(path)}, which a run could cut or write to; remove it")
+    def check_there(self) -> None:
+        """Raise RunError if the folder that is held was deleted, or another one has its name now."""
+        if self._lock is None:
+            return
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(self.path / "lock"), os.fstat(self._lock.fileno())):
+                return
+        raise RunError(f"{self.path} or its file `lock` was deleted during the run; run the same command to repeat it")
 
     def append(self, log: str, rows: Iterable[dict[str, Any]]) -> None:
         """Add one line for each row."""
+        self.check_there()
         with writing(self.path / log):
             if log not in self._logs:
-                # Unbuffered: bytes that do not fit on the disk must not be written again on closing.
-                self._logs[log] = open(self.path / log, "ab", buffering=0)
-            _append_whole(self._logs[log], "".join(to_json(row) + "\n" for row in rows).encode("utf-8"))
+                self._logs[log] = _Log(self.path / log)
+            self._logs[log].append("".join(to_json(row) + "\n" for row in rows).encode("utf-8"))
 
-    def log_sizes(self) -> dict[str, int]:
-        """Bytes in each log."""
-        return {log: path.stat().st_size if (path := self.path / log).exists() else 0 for log in LOGS}
+    def log_marks(self) -> dict[str, dict[str, Any]]:
+        """Length and checksum of each log that was written or cut."""
+        return {name: log_mark(log.size, log.digest) for name, log in self._logs.items()}
 
-    def cut_logs(self, sizes: dict[str, int]) -> None:
+    def cut_logs(self, marks: dict[str, Any]) -> None:
         """Forget what was logged after a checkpoint.
 
-        Raises: RunError if a log is shorter than the checkpoint says, so that lines are missing.
+        Args:
+            marks: of `log_marks`, as the checkpoint has them; sizes only in older ones.
+
+        Raises: RunError if a log is not what the checkpoint says; nothing is cut then.
         """
-        for log in LOGS:
-            path, size = self.path / log, sizes.get(log, 0)
+        advice = f"Delete {self.path / 'checkpoints'} to start the run anew"
+        cut = {}
+        for name in LOGS:
+            path, mark = self.path / name, marks.get(name, 0)
+            size = mark["bytes"] if isinstance(mark, dict) else mark
             found = path.stat().st_size if path.exists() else 0
             if found < size:
-                raise RunError(f"{path}: expected at least {size} bytes, found {found}; lines were lost. Start it anew")
-            with writing(path), open(path, "ab") as file:
+                raise RunError(
+                    f"{path}: expected at least {size} bytes, found {found}; lines were lost, or the checkpoint in "
+                    f"{self.path / 'checkpoints'} is of another run. {advice}"
+                )
+            digest = _digest_of_start(path, size)
+            if isinstance(mark, dict) and mark != log_mark(size, digest):
+                raise RunError(
+                    f"{path} is not the log of the checkpoint in {self.path / 'checkpoints'}: one of them was changed, "
+                    f"or is of another run. {advice}"
+                )
+            cut[name] = size, digest
+        self._note_cut({name: log_mark(*state) for name, state in cut.items()})
+        for name, (size, digest) in cut.items():
+            with writing(self.path / name), open(self.path / name, "ab") as file:
                 file.truncate(size)
+            if name in self._logs:
+                self._logs.pop(name).file.close()
+            self._logs[name] = _Log(self.path / name, size, digest)
+
+    def _note_cut(self, marks: dict[str, Any]) -> None:
+        """Let the record speak of the logs as they will be: whoever reads it after a kill would miss lines."""
+        record = self.read_record()
+        if record is not None and "logs" in record:
+            self.write_record(record | {"logs": marks})
 
     def read_log(self, log: str) -> list[dict[str, Any]]:
         """Rows of a log."""
@@ -101,24 +134,62 @@ class RunFolder:
 
     def write_record(self, record: dict[str, Any]) -> None:
         """Replace run.json."""
+        self.check_there()
         with writing(self.path / "run.json"):
-            write_atomically(self.path / "run.json", to_json(record, indent=1) + "\n")
+            write_atomically(self.path / "run.json", to_json(seal(record), indent=1) + "\n")
 
     def read_record(self) -> dict[str, Any] | None:
         """run.json; None if there is none.
 
-        Raises: RunError if it is not a record.
+        Raises: RunError if it is not a record, was changed, or has scores that cannot be.
         """
         path = self.path / "run.json"
         if not path.exists():
             return None
+        advice = f"Restore it, or delete {self.path} to start this run anew"
         try:
             record = json.loads(path.read_text("utf-8"))
         except (ValueError, RecursionError) as error:
-            raise RunError(f"{path} is not JSON ({error}); delete the folder to start this run anew") from error
+            raise RunError(f"{path} is not JSON ({error})\n  {advice}") from error
         if not isinstance(record, dict) or record.get("kind") != "wellcond-run" or record.get("schema") != SCHEMA:
-            raise RunError(f"{path}: expected a run record of schema {SCHEMA}, found something else")
-        return record
+            raise RunError(f"{path}: expected a run record of schema {SCHEMA}, found something else\n  {advice}")
+        if problem := find_problem(record):
+            raise RunError(f"{path}: {problem}\n  {advice}")
+        return {key: value for key, value in record.items() if key != CHECKSUM}
+
+
+def check_links(folder: Path) -> None:
+    """Raise RunError if a link in the folder of a run leads out of it: what is there may be anybody's."""
+    inside = folder.resolve()
+    for place, folders, names in os.walk(folder):
+        for path in (Path(place, name) for name in (*folders, *names)):
+            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
+                raise RunError(f"{path} is a link to {os.readlink(path)}, outside of the run's folder; remove the link")
+
+
+class _Log:
+    """A file that only grows, with length and checksum of what it holds."""
+
+    def __init__(self, path: Path, size: int | None = None, digest: hashlib._Hash | None = None) -> None:
+        # Unbuffered: bytes that do not fit on the disk must not be written again on closing.
+        self.file: BinaryIO = open(path, "ab", buffering=0)
+        self.size = self.file.tell() if size is None else size
+        self.digest = digest or _digest_of_start(path, self.size)
+
+    def append(self, content: bytes) -> None:
+        _append_whole(self.file, content)
+        self.size += len(content)
+        self.digest.update(content)
+
+
+def _digest_of_start(path: Path, size: int) -> hashlib._Hash:
+    digest = hashlib.sha256()
+    if size:
+        with open(path, "rb") as file:
+            while size > 0 and (chunk := file.read(min(size, 2**20))):
+                digest.update(chunk)
+                size -= len(chunk)
+    return digest
 
 
 def _append_whole(file: BinaryIO, content: bytes) -> None:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from wellcond.report.run_record import STATES, Metric, Run, RunRecordError, read_json
+from wellcond.report.run_record import Metric, Run, RunRecordError, read_json
 from wellcond.report.same_settings import setting_differences
 
 
@@ -91,7 +91,9 @@ def load_comparisons(folder: Path) -> list[Comparison]:
     for path in sorted(folder.rglob("run.json")):
         if _is_inside_a_run(path.parent, folder):  # fine-tuning of that run, which is no part of the comparison
             continue
-        grouped.setdefault(_home(path.parent, folder, described), []).append(_load_run(path))
+        grouped.setdefault(_home(path.parent, folder, described), []).append(
+            Run(path.parent, read_json(path, "wellcond-run"))
+        )
     if not grouped:
         raise RunRecordError(
             folder, "holds no run.json, at any depth", "Make runs with wellcond compare or wellcond train first."
@@ -110,28 +112,6 @@ def _home(run: Path, folder: Path, described: set[Path]) -> Path:
     inside = above[: above.index(folder) + 1]
     nearest = next((parent for parent in inside if parent in described), None)
     return nearest or (inside[2] if len(inside) > 2 else folder)
-
-
-def _load_run(path: Path) -> Run:
-    record = read_json(path, "wellcond-run")
-    wanted: dict[str, type] = {"method": str, "seed": int, "status": str}
-    if record.get("metric") is not None or record.get("status") in ("finished", "diverged"):
-        wanted["metric"] = dict  # a run that failed early has none
-    for key, kind in wanted.items():
-        if not isinstance(record.get(key), kind):
-            raise RunRecordError(
-                path, f"expected {key!r} to be {kind.__name__}, found {record.get(key)!r}", "Repeat the run."
-            )
-    if record["status"] not in STATES:
-        raise RunRecordError(
-            path, f"expected a status of {', '.join(STATES)}, found {record['status']!r}", "Repeat the run."
-        )
-    if "metric" in wanted and not {"name", "higher_is_better"} <= set(record["metric"]):
-        raise RunRecordError(path, "expected 'metric' to have name and higher_is_better", "Repeat the run.")
-    for key in ("final", "test"):
-        if not isinstance(record.get(key) or {}, dict):
-            raise RunRecordError(path, f"expected {key!r} to be a mapping, found {record[key]!r}", "Repeat the run.")
-    return Run(path.parent, record)
 
 
 def _share_metric(home: Path, runs: list[Run]) -> None:

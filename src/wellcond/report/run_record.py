@@ -12,10 +12,9 @@ from typing import Any
 
 from wellcond.errors import WellcondError
 from wellcond.report.values import MISSING, number, show
+from wellcond.run_records import CHECKSUM, COMPLETE, SCHEMA, find_change, find_problem, matches
 
-SCHEMA = 1
-STATES = ("running", "finished", "diverged", "failed", "interrupted")
-UNFINISHED = ("running", "failed", "interrupted")
+ANEW = "Restore it, or delete {} and repeat the run."
 
 
 class RunRecordError(WellcondError, ValueError):
@@ -134,7 +133,19 @@ class Run:
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:
         """Rows of evaluation."""
-        return self._rows("evaluations.jsonl", ("step",), required=True)
+        rows = self._rows("evaluations.jsonl", ("step",), required=True)
+        if (
+            self.status == "finished"
+            and rows
+            and rows[-1].get(self.metric.name) != self.record["final"][self.metric.name]
+        ):
+            raise RunRecordError(
+                self.folder / "run.json",
+                f"has {self.metric.name} {self.value} at the end, but the last row of evaluations.jsonl has "
+                f"{rows[-1].get(self.metric.name)}: one of them was changed",
+                ANEW.format(self.folder),
+            )
+        return rows
 
     @property
     def conditioning(self) -> list[dict[str, Any]]:
@@ -142,14 +153,16 @@ class Run:
         return self._rows("conditioning.jsonl", ("step", "layer", "head"), required=False)
 
     def _rows(self, name: str, keys: tuple[str, ...], *, required: bool) -> list[dict[str, Any]]:
-        path = self.folder / name
+        path, advice = self.folder / name, ANEW.format(self.folder)
+        mark = self.record.get("logs", {}).get(name)
         if not path.is_file():
-            if required and self.status == "finished":
-                raise RunRecordError(
-                    path, "is missing, though the run is finished", "Restore the file, or repeat the run."
-                )
+            if (required and self.status == "finished") or (mark and mark["bytes"]):
+                raise RunRecordError(path, f"is missing, though the run is {self.status}", advice)
             return []
-        rows = _read_lines(path, unfinished=self.status in UNFINISHED)
+        content, complete = path.read_bytes(), self.status in COMPLETE
+        if mark and not matches(mark, content, complete=complete):
+            raise RunRecordError(path, "was changed after it was written, or is not of the run in run.json", advice)
+        rows = _read_lines(path, content, unfinished=not complete)
         # A run that was killed and resumed may have written a step twice; the later row is the one that counts.
         latest: dict[tuple[Any, ...], dict[str, Any]] = {}
         for at, row in enumerate(rows):
@@ -164,14 +177,16 @@ class Run:
 def read_json(path: Path, kind: str) -> dict[str, Any]:
     """A record of a kind and of the schema that is known here.
 
-    Raises: RunRecordError if it is anything else.
+    Raises: RunRecordError if it is anything else, was changed, or is of a run with scores that cannot be.
     """
+    is_run = kind == "wellcond-run"
+    advice = (
+        ANEW.format(path.parent) if is_run else f"Restore it, or delete {path} and repeat the command that wrote it."
+    )
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise RunRecordError(
-            path, f"is not readable JSON ({error})", "Delete it and repeat what wrote it, or restore it."
-        ) from error
+        raise RunRecordError(path, f"is not readable JSON ({error})", advice) from error
     if not isinstance(record, dict) or record.get("kind", kind) != kind:
         raise RunRecordError(path, f"expected a record of kind {kind!r}", "It was not written by wellcond.")
     if record.get("schema") != SCHEMA:
@@ -180,6 +195,9 @@ def read_json(path: Path, kind: str) -> dict[str, Any]:
             f"expected schema {SCHEMA}, found {record.get('schema')!r}",
             "It is of another version of wellcond: use that version, or repeat the run.",
         )
+    if problem := find_problem(record) if is_run else find_change(record):
+        raise RunRecordError(path, problem, advice)
+    record.pop(CHECKSUM, None)
     # Generated samples may hold anything; their pages show each such character by its number.
     return {key: value if key == "samples" else _without_controls(value) for key, value in record.items()}
 
@@ -197,9 +215,9 @@ def _without_controls(value: Any) -> Any:
     return [_without_controls(item) for item in value] if isinstance(value, list) else value
 
 
-def _read_lines(path: Path, *, unfinished: bool) -> list[Any]:
+def _read_lines(path: Path, content: bytes, *, unfinished: bool) -> list[Any]:
     """Rows of a file with one JSON object per line; half a last line is what a killed run leaves."""
-    lines = [line for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
+    lines = [line for line in content.decode("utf-8", errors="replace").split("\n") if line.strip()]
     try:
         return list(json.loads(f"[{','.join(lines)}]"))
     except (ValueError, RecursionError):

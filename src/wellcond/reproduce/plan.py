@@ -12,9 +12,10 @@ from wellcond.experiments.load_recipe import load_recipe
 from wellcond.experiments.methods import MethodSettings
 from wellcond.experiments.recipe import Recipe
 from wellcond.experiments.run import Job
-from wellcond.experiments.run_folder import COMPLETE, RunFolder
+from wellcond.experiments.run_folder import RunFolder
 from wellcond.experiments.settings import RecipeError
 from wellcond.reproduce.catalogue_files import AtScale, Column, Entry, find_study, studies, variants
+from wellcond.run_records import COMPLETE
 
 RUNS = "runs"
 """Folder of the studies, beside those of the ids."""

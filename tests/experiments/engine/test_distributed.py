@@ -143,9 +143,23 @@ def test_a_comparison_runs_on_two_processes_and_is_not_repeated(tmp_path):
 def test_a_folder_that_one_process_cannot_have_stops_both(tmp_path):
     """Going on with the next run on one process alone would mix two runs into one."""
     changes = [part for override in SETTINGS for part in ("--set", override)]
-    held = RunFolder(tmp_path / "digits/default/seed0")
-    with held.opened():
-        arguments = ["compare", "--recipe", "digits", "-o", tmp_path / "digits", "--cpu", "--no-report", *changes]
-        done = subprocess.run(command(*arguments, processes=2), capture_output=True, text=True, timeout=120)
-    assert done.returncode != 0 and "another process is writing this run" in done.stderr
+    folder = tmp_path / "digits/default/seed0"
+    folder.mkdir(parents=True)
+    (folder / "checkpoints").symlink_to(tmp_path)
+    arguments = ["compare", "--recipe", "digits", "-o", tmp_path / "digits", "--cpu", "--no-report", *changes]
+    done = subprocess.run(command(*arguments, processes=2), capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "checkpoints is a link" in done.stderr
     assert not list((tmp_path / "digits").rglob("run.json"))
+
+
+def test_a_folder_that_is_in_use_is_waited_for_by_both(tmp_path):
+    folder = tmp_path / "run"
+    arguments = [part for part in train_command(folder, processes=2) if part != "-q"]
+    with RunFolder(folder).opened():
+        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while "another process is running it" not in (line := process.stderr.readline()):
+            assert line, "it ended"
+        assert [path.name for path in folder.iterdir()] == ["lock"]
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert record(folder)["status"] == "finished" and record(folder)["sessions"][0]["processes"] == 2

@@ -12,6 +12,7 @@ from wellcond.experiments.recipe import config_hash
 from wellcond.experiments.run import run_job
 from wellcond.experiments.schedule import Point, Triangular
 from wellcond.experiments.time_budget import TimeBudget
+from wellcond.run_records import seal
 
 SECONDS = 0.8
 TICK = 0.01
@@ -88,7 +89,7 @@ def test_training_ends_with_the_time(tmp_path, ticking):
     assert rates[-1] < 0.2 * peak and rates.index(max(rates)) / len(rates) == pytest.approx(0.75, abs=0.1)
     assert [row["step"] for row in rows(tmp_path / "run", "evaluations")] == [0, steps]
     assert {row["step"] for row in rows(tmp_path / "run", "conditioning")} == {0, steps}
-    assert run_job(timed_job(tmp_path / "run")) == record(tmp_path / "run")
+    assert seal(run_job(timed_job(tmp_path / "run"))) == record(tmp_path / "run")
 
 
 def test_resuming_goes_on_with_the_time_that_is_left(tmp_path, ticking):

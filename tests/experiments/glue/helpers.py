@@ -8,6 +8,7 @@ from experiments.data.helpers import write_csv, write_jsonl, write_parquet
 from wellcond.experiments.methods import MethodSettings
 from wellcond.experiments.recipe import Recipe
 from wellcond.experiments.run import Job, run_job
+from wellcond.run_records import seal
 
 WORDS = "the cat sat on a mat and saw that no dog was near so it ran home to tell her of this good bad day".split()
 MODELS = {
@@ -85,4 +86,4 @@ def edit_record(folder, change):
     """Change run.json in place."""
     record = json.loads((folder / "run.json").read_text())
     change(record)
-    (folder / "run.json").write_text(json.dumps(record))
+    (folder / "run.json").write_text(json.dumps(seal(record)))

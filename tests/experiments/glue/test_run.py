@@ -52,6 +52,18 @@ def test_a_pre_trained_run_is_fine_tuned_and_scored(pretrained, glue_folder, mod
     assert {path: path.stat().st_mtime_ns for path in folder.glob("glue/*/*/run.json")} == before
 
 
+@pytest.mark.parametrize("link", ["glue", "glue/cola"])
+def test_nothing_is_written_through_a_link(pretrained, glue_folder, tmp_path, link):
+    folder = shutil.copytree(pretrained("bert"), tmp_path / "run")
+    (tmp_path / "outside").mkdir()
+    (folder / link).parent.mkdir(exist_ok=True)
+    shutil.rmtree(folder / link, ignore_errors=True)
+    (folder / link).symlink_to(tmp_path / "outside")
+    with pytest.raises(RunError, match=f"{link} is a link to .*outside"):
+        score(folder, glue_folder, tasks=["cola"])
+    assert not list((tmp_path / "outside").iterdir())
+
+
 FINE_TUNING = [("paper", 4e-5, 16, 5, None), ("tiny", 1e-3, 32, 3, 3000)]
 
 
@@ -224,7 +236,7 @@ def changed(*path, to):
     ("spoil", "error", "message"),
     [
         (no_checkpoint, RunError, "there is no checkpoint"),
-        (damaged, WeightError, "is not a readable safetensors file"),
+        (damaged, RunError, "model.safetensors is missing or damaged .*delete"),
         (changed("status", to="interrupted"), RunError, "expected a finished run, found one that is interrupted"),
         (changed("config", "task", to={"name": "language_modelling"}), RunError, "found one of language_modelling"),
         (

@@ -28,7 +28,15 @@ PLACE = ["--node-ip-address=127.0.0.1", f"--object-store-memory={80 * 2**20}", "
 ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
 """Nothing is written to the home folder; and training is what these machines are for."""
 METHODS = ("default", "conditioned")
-OF_A_SESSION = ("seconds", "samples_per_second", "seconds_per_step", "peak_memory_bytes", "sessions")
+OF_A_SESSION = (
+    "seconds",
+    "samples_per_second",
+    "seconds_per_step",
+    "peak_memory_bytes",
+    "sessions",
+    "logs",
+    "checksum",
+)
 
 
 def compare_command(folder, *arguments, changes=LONG, engine=("--engine", "ray")):

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from wellcond.conditioning.apply import fold_, recondition_
 from wellcond.errors import NumericalWarning
-from wellcond.experiments.checkpoint import last_checkpoint
+from wellcond.experiments.checkpoint import last_checkpoint, trained_weights
 from wellcond.experiments.data.bundle import DataBundle, Split
 from wellcond.experiments.data.fingerprint import fingerprint
 from wellcond.experiments.data.registry import load_data, resolve_config
 from wellcond.experiments.models import build_model
 from wellcond.experiments.norms import remove_norms_
 from wellcond.experiments.prepare import located
-from wellcond.experiments.run_folder import RunError, RunFolder, writing
+from wellcond.experiments.run_folder import RunError, RunFolder, check_links, writing
 from wellcond.experiments.tasks.masked_language_modelling import MaskedLanguageModellingSettings
 from wellcond.experiments.teachers import file_sha256
 from wellcond.experiments.tokenizers.base import Tokenizer
@@ -181,8 +181,10 @@ def _load(data: str, base: Path | None) -> DataBundle:
 def read_pretrained(folder: Path, base: Path | None = None) -> Pretrained:
     """The run in a folder.
 
-    Raises: RunError if it is no finished run of masked language modelling whose model has a classifier.
+    Raises: RunError if it is no finished run of masked language modelling whose model has a classifier, its weights are
+        damaged, or a link leads out of its folder, into which scores are written.
     """
+    check_links(folder)
     record = RunFolder(folder).read_record()
     if record is None:
         raise RunError(f"no run in {folder}: expected run.json there (a run), or comparison.json (a comparison)")
@@ -202,4 +204,4 @@ def read_pretrained(folder: Path, base: Path | None = None) -> Pretrained:
     place = last_checkpoint(folder / "checkpoints")
     if place is None or not (place / "model.safetensors").is_file():
         raise RunError(f"{folder}: there is no checkpoint; was its folder checkpoints deleted?")
-    return Pretrained(folder, record, place / "model.safetensors", base)
+    return Pretrained(folder, record, trained_weights(place, record), base)

@@ -15,8 +15,9 @@ from wellcond.experiments.glue.recipes import glue_recipe
 from wellcond.experiments.glue.tasks import NAMES, find_task
 from wellcond.experiments.methods import MethodSettings
 from wellcond.experiments.run import Job
-from wellcond.experiments.run_folder import COMPLETE, RunError, RunFolder
+from wellcond.experiments.run_folder import RunError, RunFolder
 from wellcond.experiments.settings import RecipeError
+from wellcond.run_records import COMPLETE
 
 
 @dataclass(frozen=True)

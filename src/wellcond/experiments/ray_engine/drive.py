@@ -19,14 +19,14 @@ from wellcond.experiments.ray_engine.cluster import Share, check_still_fits, cho
 from wellcond.experiments.ray_engine.hired import Hired
 from wellcond.experiments.ray_engine.settings import RaySettings
 from wellcond.experiments.ray_engine.worker import RunWorker
-from wellcond.experiments.run import Job
-from wellcond.experiments.run_folder import RunError, writing
+from wellcond.experiments.run import SECONDS_BETWEEN_TRIES, Job
+from wellcond.experiments.run_folder import FolderInUse, RunError, writing
 from wellcond.experiments.teachers import file_sha256
 
 ATTEMPTS = 4
 """Machines of a cluster come and go: a lost worker is less often the run's own fault than on one machine."""
 PATIENCE = 60.0
-"""Seconds for machines to come back, or for a lost worker to let go of its folder."""
+"""Seconds for machines to come back."""
 SECONDS_TO_SAVE = 10.0
 """For runs that another run's error ends."""
 
@@ -134,7 +134,7 @@ class _Drive:
 
     def _give(self, worker: Hired, job: Job) -> None:
         with self._minding(worker):
-            worker.give(job, PATIENCE if self.dispatch.times_lost(job) else 0.0)
+            worker.give(job)
 
     def _listen(self) -> None:
         """Wait for somebody to answer, and take all answers that are there."""
@@ -171,6 +171,12 @@ class _Drive:
                 self._count_failed_start(error)
             else:
                 self.dispatch.lose(job, f"its worker was lost: {_reason(error)}")
+        except FolderInUse:  # another command has the run: wait for it, other runs first
+            assert worker.job is not None
+            self.dispatch.hear(worker.job, ("event", {"event": "waiting"}))
+            self.dispatch.waiting.append(worker.job)
+            worker.release()
+            time.sleep(SECONDS_BETWEEN_TRIES)
         except RunError as error:
             assert worker.job is not None
             self.dispatch.hear(worker.job, ("error", str(error)))

@@ -51,10 +51,10 @@ class Hired:
             )
         self.greeting, self.request = greeting, None
 
-    def give(self, job: Job, patience: float) -> None:
+    def give(self, job: Job) -> None:
         """Let it do a job.
 
-        Raises: RunError if the run's folder is in use here, or cannot be read.
+        Raises: FolderInUse if another command has the run; RunError if its folder cannot be read.
         """
         assert self.greeting is not None and self.job is None
         self.job = job
@@ -65,7 +65,7 @@ class Hired:
             self.ray.get(self.actor.make_scratch.remote())
             for piece in chunks_of(job.folder):
                 self.ray.get(self.actor.write.remote(*piece))
-        self.request = self.actor.begin.remote(sent, patience)
+        self.request = self.actor.begin.remote(sent)
 
     def take(self) -> list[Message]:
         """The answer to the last request: messages about the job. Files are in place before what was said after them.

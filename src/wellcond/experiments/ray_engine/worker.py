@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import platform
 import queue
 import shutil
 import tempfile
 import threading
-import time
 import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from wellcond.errors import WellcondError
 from wellcond.experiments.dispatch import Message, do_job
-from wellcond.experiments.engine import Observer
 from wellcond.experiments.interrupts import StopWish
 from wellcond.experiments.provenance import installed_version
 from wellcond.experiments.ray_engine.folder_copy import read_chunk, take_snapshot, write_chunk
-from wellcond.experiments.run import Job, run_job
-from wellcond.experiments.run_folder import FolderInUse
+from wellcond.experiments.run import Job
 from wellcond.experiments.teachers import file_sha256
 
 
@@ -52,17 +47,12 @@ class RunWorker:
         missing = [path for path, digest in code.items() if _digest(path) != digest]
         return Greeting(platform.node(), installed_version("wellcond"), Path(token).is_file(), tuple(missing))
 
-    def begin(self, job: Job, patience: float) -> list[Message]:
-        """Start a run, in the scratch folder if there is one; there are no messages yet.
-
-        Args:
-            job: what to run.
-            patience: seconds to wait for a folder that a lost worker has not let go of yet.
-        """
+    def begin(self, job: Job) -> list[Message]:
+        """Start a run, in the scratch folder if there is one; there are no messages yet."""
         self._stop, self._snapshot_wanted = StopWish(), True
         if self._scratch is not None:
             job = replace(job, folder=self._scratch / "run")
-        threading.Thread(target=self._work, args=(job, self._stop, patience), daemon=True).start()
+        threading.Thread(target=self._work, args=(job, self._stop), daemon=True).start()
         return []
 
     def receive(self) -> list[Message]:
@@ -79,9 +69,9 @@ class RunWorker:
         """Finish the step and save."""
         self._stop.wanted = True
 
-    def _work(self, job: Job, stop: StopWish, patience: float) -> None:
+    def _work(self, job: Job, stop: StopWish) -> None:
         try:
-            do_job(job, self._send, stop, run=functools.partial(_run_when_free, patience=patience))
+            do_job(job, self._send, stop)
         except Exception as error:
             self._send(("error", f"{job.name}: {type(error).__name__}: {error}\n{traceback.format_exc()}"))
 
@@ -130,14 +120,3 @@ def _digest(path: str) -> str | None:
         return file_sha256(Path(path))
     except WellcondError:
         return None
-
-
-def _run_when_free(job: Job, tell: Observer, stop: StopWish, *, patience: float) -> dict[str, Any]:
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            return run_job(job, tell, stop=stop)
-        except FolderInUse:
-            if stop.wanted or time.monotonic() > deadline:
-                raise
-            time.sleep(0.5)

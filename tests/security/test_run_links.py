@@ -1,0 +1,103 @@
+"""Links in the folder of a run: nothing outside of the folder is written or deleted."""
+
+import os
+import shutil
+
+import pytest
+
+from experiments.small import assert_same_run, small_job, stop_after
+from wellcond.experiments.run import run_job
+from wellcond.experiments.run_folder import RunError
+from wellcond.files import write_atomically
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("interrupted") / "run"
+    assert stop_after(small_job(folder), 8)["status"] == "interrupted"
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    assert run_job(small_job(folder))["status"] == "finished"
+    return folder
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def move_out(path, outside):
+    """Put a file or folder elsewhere, with a link in its place, as if the disk had been full."""
+    outside.mkdir()
+    (outside / "step-00000001").mkdir()
+    (outside / "step-00000001" / "precious").write_text("keep")
+    target = outside / path.name
+    if path.exists():
+        path.rename(target)
+    elif path.suffix == ".partial":
+        target.mkdir()
+    else:
+        target.write_text("keep")
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(target)
+
+
+NAMES = ["checkpoints", "checkpoints/step-00000008", "checkpoints/step-00000008/model.safetensors",
+         "checkpoints/.step-00000014.partial", "steps.jsonl", "run.json", "lock", ".incoming.partial",
+         "tensorboard/events"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_is_not_resumed_through_a_link(interrupted, tmp_path, name):
+    folder = shutil.copytree(interrupted, tmp_path / "run")
+    move_out(folder / name, tmp_path / "outside")
+    before = contents(tmp_path / "outside")
+    with pytest.raises(RunError) as caught:
+        run_job(small_job(folder))
+    assert f"{folder / name} is a link to {tmp_path / 'outside'}" in str(caught.value)
+    assert "remove the link" in str(caught.value)
+    assert contents(tmp_path / "outside") == before
+
+
+def test_checkpoints_that_are_all_elsewhere_stay(interrupted, tmp_path):
+    """A folder of other people's checkpoints would lose all of them but one."""
+    folder = shutil.copytree(interrupted, tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints")
+    shutil.copytree(interrupted / "checkpoints", tmp_path / "outside")
+    (folder / "checkpoints").symlink_to(tmp_path / "outside")
+    with pytest.raises(RunError, match="checkpoints is a link"):
+        run_job(small_job(folder))
+    assert contents(tmp_path / "outside") == contents(interrupted / "checkpoints")
+
+
+def test_a_link_that_is_put_there_during_the_run_is_noticed(tmp_path):
+    folder, before = tmp_path / "run", {}
+
+    def observe(event):
+        if event["event"] == "saved" and event["step"] == 7:
+            move_out(folder / "checkpoints", tmp_path / "outside")
+            before.update(contents(tmp_path / "outside"))
+
+    with pytest.raises(RunError, match="checkpoints is a link"):
+        run_job(small_job(folder), observe)
+    assert before and contents(tmp_path / "outside") == before
+
+
+def test_links_that_stay_inside_do_not_hinder(interrupted, finished, tmp_path):
+    folder = shutil.copytree(interrupted, tmp_path / "real")
+    (folder / "latest").symlink_to("checkpoints/step-00000008")
+    (folder / "loop").symlink_to("loop")
+    (tmp_path / "run").symlink_to(folder)  # the folder itself may be anywhere
+    run_job(small_job(tmp_path / "run"))
+    assert_same_run(finished, folder)
+
+
+def test_a_file_is_not_written_through_a_link_of_its_temporary_name(tmp_path):
+    (tmp_path / "precious").write_text("keep")
+    (tmp_path / f".run.json.{os.getpid()}.partial").symlink_to(tmp_path / "precious")
+    write_atomically(tmp_path / "run.json", "{}")
+    assert (tmp_path / "precious").read_text() == "keep"
+    assert (tmp_path / "run.json").read_text() == "{}" and not (tmp_path / "run.json").is_symlink()
