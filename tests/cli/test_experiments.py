@@ -4,11 +4,12 @@ import json
 import os
 import signal
 import subprocess
-import time
 
 import pytest
 
+from experiments.held_runs import HELD
 from experiments.small import SETTINGS, command, record, run
+from patience import PATIENCE
 from wellcond.cli.experiments import choose_workers, data_overrides, parse_seeds
 from wellcond.experiments.load_recipe import load_recipe
 from wellcond.experiments.settings import RecipeError
@@ -18,7 +19,7 @@ CHANGES = [part for override in SETTINGS for part in ("--set", override)]
 
 
 def fails(*arguments):
-    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     return done.stderr
 
@@ -80,37 +81,39 @@ def test_report_rebuilds_the_same_bytes(compared):
     assert len(before) > 10 and all(path.read_bytes() == content for path, content in before.items())
 
 
-def test_a_killed_worker_is_replaced_and_its_run_taken_up_again(tmp_path):
-    folder = tmp_path / "digits"
-    # Enough steps for the kill to hit a run on its way.
-    longer = ["--set", "training.length={steps: 600}", "--no-report"]
-    started = command("compare", "--recipe", "digits", "-o", folder, "--jobs", 2, *CHANGES, *longer)
-    process = subprocess.Popen(started, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.time() + 120
-    # Both workers are on their way once two runs have checkpoints.
-    while len({path.parent for path in folder.glob("*/seed*/checkpoints/step-*")}) < 2 and time.time() < deadline:
-        time.sleep(0.02)
-    workers = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "spawn_main"], capture_output=True, text=True)
-    os.kill(int(workers.stdout.split()[0]), signal.SIGKILL)
-    _, errors = process.communicate(timeout=200)
+def start_held(folder, hold):
+    """A comparison on two workers whose first two runs are held at a step; its command, its process, its workers."""
+    held = ["--set", HELD, "--trust-local-code", "--no-report"]
+    started = command("compare", "--recipe", "digits", "-o", folder, "--jobs", 2, *CHANGES, *held)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(started, env=os.environ | hold.environment, **pipes)
+    return started, process, hold.wait_for(2, process)
+
+
+def records_of(folder):
+    return [record(path.parent) for path in folder.glob("*/seed*/run.json")]
+
+
+def test_a_killed_worker_is_replaced_and_its_run_taken_up_again(hold, tmp_path):
+    _, process, workers = start_held(tmp_path, hold)
+    os.kill(workers[0], signal.SIGKILL)
+    hold.end()
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
-    records = [record(path.parent) for path in folder.glob("*/seed*/run.json")]
+    records = records_of(tmp_path)
     assert len(records) == 4 and {kept["status"] for kept in records} == {"finished"}
-    assert any(len(kept["sessions"]) > 1 for kept in records)
+    starts = sorted([session["resumed_at_step"] for session in kept["sessions"]] for kept in records)
+    assert starts == [[0], [0], [0], [0, 7]]
 
 
-def test_ctrl_c_leaves_a_comparison_that_goes_on(tmp_path):
-    folder = tmp_path / "digits"
-    started = command("compare", "--recipe", "digits", "-o", folder, "--jobs", 2, *CHANGES, "--no-report")
-    process = subprocess.Popen(started, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.time() + 120
-    while not list(folder.glob("*/seed0/run.json")) and time.time() < deadline:
-        time.sleep(0.02)
+def test_ctrl_c_leaves_a_comparison_that_goes_on(hold, tmp_path):
+    started, process, _ = start_held(tmp_path, hold)
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and "the same command goes on from here" in output, (output, errors)
+    assert [(kept["status"], kept["progress"]["step"]) for kept in records_of(tmp_path)] == [("interrupted", 10)] * 2
     run(started)
-    assert {record(path.parent)["status"] for path in folder.glob("*/seed*/run.json")} == {"finished"}
+    assert [kept["status"] for kept in records_of(tmp_path)] == ["finished"] * 4
 
 
 def test_recipes_are_listed():
@@ -162,7 +165,7 @@ def test_other_settings_in_the_same_comparison_are_refused(compared):
 def test_a_run_that_fails_early_is_reported_beside_the_others(tmp_path):
     methods = "default,conditioned(value=nonsense)"
     arguments = ["compare", "--recipe", "digits", "-o", tmp_path, "--methods", methods, "--seeds", "1", "--json"]
-    done = subprocess.run(command(*arguments, *CHANGES), capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command(*arguments, *CHANGES), capture_output=True, text=True, timeout=PATIENCE)
     rows = {row["status"]: row for row in json.loads(done.stdout)["runs"]}
     assert done.returncode == 1 and set(rows) == {"finished", "failed"}
     assert "nonsense" in rows["failed"]["reason"] and "joint" in rows["failed"]["reason"]

@@ -6,12 +6,13 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import typer
 
+from experiments.held_runs import HELD
 from experiments.small import SETTINGS, assert_same_run, command, logs, record, run
+from patience import PATIENCE
 from wellcond.cli.engines import job_command
 from wellcond.cli.experiment_commands import compare, report
 from wellcond.cli.experiments import run_train
@@ -57,19 +58,18 @@ def test_the_lines_make_the_comparison_that_compare_makes(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_preempted_line_goes_on_when_it_is_repeated(tmp_path):
-    [line, _] = printed(tmp_path, "--seeds", "1", "--cpu", "--set", "training.length={steps: 400}")[0]
+def test_a_preempted_line_goes_on_when_it_is_repeated(hold, tmp_path):
+    [line, _] = printed(tmp_path, "--seeds", "1", "--cpu", "--set", HELD, "--trust-local-code")[0]
     shell = ["bash", "-c", f"trap '' TERM; {line}"]  # as docs/cluster.md says
-    process = subprocess.Popen(shell, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0)
-    while not list(tmp_path.glob("default/seed0/checkpoints/step-*")):
-        assert process.poll() is None
-        time.sleep(0.02)
+    process = subprocess.Popen(shell, env=ENVIRONMENT | hold.environment, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, process_group=0)  # fmt: skip
+    hold.wait_for(1, process)
     os.killpg(process.pid, signal.SIGTERM)  # what Slurm sends first, to every process of the step
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and record(tmp_path / "default/seed0")["status"] == "interrupted"
     run(shell, **ENVIRONMENT)
     assert record(tmp_path / "default/seed0")["status"] == "finished"
-    assert logs(tmp_path / "default/seed0")["steps"][-1]["step"] == 400
+    assert logs(tmp_path / "default/seed0")["steps"][-1]["step"] == 24
 
 
 def test_own_data_scale_and_json(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import PATIENCE
 from wellcond.experiments.load_recipe import load_recipe
 from wellcond.experiments.methods import MethodSettings
 from wellcond.experiments.run import Job, run_job
@@ -39,7 +40,8 @@ def small_recipe(*overrides):
 
 
 def small_job(folder, method="conditioned+balanced", *overrides, seed=0):
-    return Job(small_recipe(*overrides), MethodSettings.model_validate(method), seed, Path(folder), cpu=True)
+    recipe, chosen = small_recipe(*overrides), MethodSettings.model_validate(method)
+    return Job(recipe, chosen, seed, Path(folder), cpu=True, local_code=True)
 
 
 def command(*arguments, processes=1):
@@ -51,12 +53,12 @@ def command(*arguments, processes=1):
 
 def train_command(folder, method="conditioned+balanced", *overrides, processes=1):
     changes = [part for override in (*SETTINGS, *overrides) for part in ("--set", override)]
-    chosen = ["--method", method, "-o", folder, "--cpu", "-q"]
+    chosen = ["--method", method, "-o", folder, "--cpu", "-q", "--trust-local-code"]
     return command("train", "digits", *chosen, *changes, processes=processes)
 
 
 def run(arguments, **environment):
-    done = subprocess.run(arguments, capture_output=True, text=True, env=os.environ | environment, timeout=300)
+    done = subprocess.run(arguments, capture_output=True, text=True, env=os.environ | environment, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
@@ -85,7 +87,7 @@ def stop_after(job, step):
 
     def observe(event):
         if event["event"] == "evaluation" and event["row"]["step"] >= step:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
     return run_job(job, observe)
 

@@ -133,7 +133,7 @@ def test_a_run_that_diverged_or_was_stopped_has_no_samples(tmp_path, text):
 
     def stop(event):
         if event["event"] == "evaluation" and event["row"]["step"] == 4:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
     stopped = job(tmp_path / "stopped", text)
     assert run_job(stopped, stop)["status"] == "interrupted" and "samples" not in record(stopped.folder)
@@ -231,7 +231,7 @@ def test_the_record_names_the_tokeniser(tmp_path, text):
 def interrupted(folder, text, tokenizer):
     def stop(event):
         if event["event"] == "evaluation" and event["row"]["step"] == 4:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
     assert run_job(job(folder, text, tokenizer), stop)["status"] == "interrupted"
 

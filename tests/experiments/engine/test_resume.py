@@ -1,11 +1,11 @@
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
+from experiments.held_runs import HELD
 from experiments.small import assert_same_run, kill_at_write, last_weights, record, small_job, stop_after, train_command
 from wellcond.experiments.compare import run_comparison
 from wellcond.experiments.run import run_job
@@ -19,19 +19,18 @@ def unbroken(tmp_path_factory):
     return folder
 
 
-def test_a_killed_run_resumes_to_the_same_files_bit_for_bit(unbroken, tmp_path):
+def test_a_killed_run_resumes_to_the_same_files_bit_for_bit(unbroken, hold, tmp_path):
     folder = tmp_path / "run"
-    process = subprocess.Popen(train_command(folder), stderr=subprocess.PIPE)
-    deadline = time.time() + 120
-    while not list(folder.glob("checkpoints/step-00000007*")) and time.time() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
+    started = train_command(folder, "conditioned+balanced", HELD)
+    process = subprocess.Popen(started, env=os.environ | hold.environment, stderr=subprocess.PIPE)
+    hold.wait_for(1, process)
+    process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     assert record(folder)["status"] == "running"
-    run_job(small_job(folder))
+    run_job(small_job(folder, "conditioned+balanced", HELD))
     assert record(folder)["status"] == "finished"
-    assert [session["resumed_at_step"] for session in record(folder)["sessions"]][-1] >= 7
+    assert [session["resumed_at_step"] for session in record(folder)["sessions"]] == [0, 7]
     assert_same_run(unbroken, folder)
 
 
@@ -113,7 +112,7 @@ def test_ctrl_c_in_the_last_step_of_a_run_ends_the_comparison(tmp_path):
 
     def observe(job, event):
         if event["event"] == "evaluation" and event["row"]["step"] == 24:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
     outcome = run_comparison(jobs, num_workers=1, observer=observe)
     assert outcome.interrupted and [kept["status"] for kept in outcome.records] == ["finished"]
