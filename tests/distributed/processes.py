@@ -11,15 +11,16 @@ import torch
 import torch.distributed
 import torch.multiprocessing
 
+from patience import PATIENCE
+
 
 def run_on_two(folder, function, cases):
     """{case: function(*case) of rank 0} for every case, all in one pair of processes: starting them takes seconds.
 
     A case that raises gives the text of its error, which must be the same on both.
     """
-    # bfloat16 products need the first variable on some CPUs (illegal instruction otherwise); the second one makes a
-    # process that is killed by a signal print where it was.
-    with mock.patch.dict(os.environ, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "PYTHONFAULTHANDLER": "1"}):
+    # A process that is killed by a signal prints where it was.
+    with mock.patch.dict(os.environ, {"PYTHONFAULTHANDLER": "1"}):
         torch.multiprocessing.spawn(_work, args=(str(folder), function, cases), nprocs=2)
     return {case: torch.load(folder / f"{index}.pt", weights_only=True) for index, case in enumerate(cases)}
 
@@ -32,7 +33,7 @@ def _work(rank, folder, function, cases):
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=2,
-        timeout=datetime.timedelta(seconds=120),  # a process that waits in vain fails the test instead of hanging
+        timeout=datetime.timedelta(seconds=PATIENCE),  # a process that waits in vain fails the test
     )
     for index, case in enumerate(cases):
         try:

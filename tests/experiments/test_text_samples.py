@@ -1,7 +1,6 @@
 """Text that a trained language model writes into its record, and the tokeniser that the record names."""
 
 import json
-import os
 import signal
 
 import numpy as np

@@ -24,7 +24,9 @@ def counting(count, options, generator):
         number = len(Path(options.record).read_text().split())
         if options.fail_from is not None and number > options.fail_from:
             raise KeyboardInterrupt
-        while options.hold_from is not None and number > options.hold_from and not Path(f"{options.record}.open").exists():
+        while (
+            options.hold_from is not None and number > options.hold_from and not Path(f"{options.record}.open").exists()
+        ):
             time.sleep(0.02)
     tokens = torch.randint(-1, 50, (count, options.width), generator=generator)
     return Generated("tokens", tokens, tokens[:, 0].clamp(min=0) % 2, ("even", "odd"), 50)

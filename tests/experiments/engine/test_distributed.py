@@ -18,6 +18,7 @@ from experiments.small import (
     stop_after,
     train_command,
 )
+from patience import PATIENCE
 from wellcond.experiments.run import run_job
 from wellcond.experiments.run_folder import RunFolder
 
@@ -146,6 +147,6 @@ def test_a_folder_that_one_process_cannot_have_stops_both(tmp_path):
     held = RunFolder(tmp_path / "digits/default/seed0")
     with held.opened():
         arguments = ["compare", "--recipe", "digits", "-o", tmp_path / "digits", "--cpu", "--no-report", *changes]
-        done = subprocess.run(command(*arguments, processes=2), capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command(*arguments, processes=2), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode != 0 and "another process is writing this run" in done.stderr
     assert not list((tmp_path / "digits").rglob("run.json"))

@@ -146,5 +146,6 @@ def test_a_comparison_gives_every_method_the_same_time_and_is_reported(tmp_path)
     chosen = ["--methods", "default,conditioned", "--seeds", "2", "-o", tmp_path / "runs", "--cpu", "-q"]
     run(command("compare", "--recipe", "digits", *chosen, *changes), OMP_NUM_THREADS="1")
     records = [json.loads(path.read_text()) for path in (tmp_path / "runs").rglob("run.json")]
-    assert len(records) == 4 and all(SECONDS <= r["seconds"]["training"] < SECONDS + 5 for r in records)
+    assert len(records) == 4 and all(SECONDS <= r["seconds"]["training"] for r in records)
+    assert all(0 < r["progress"]["step"] < 100000 for r in records)
     assert list((tmp_path / "runs").rglob("report.html"))

@@ -99,8 +99,9 @@ def test_a_cluster_that_ended_without_a_word_is_not_waited_for(tmp_path, monkeyp
 @pytest.mark.parametrize("address", ["ray://127.0.0.1:1", "127.0.0.1:1"])
 def test_without_a_cluster_at_the_address(address, tmp_path):
     pytest.importorskip("ray", reason="ray is not installed")
-    code, _, errors = finish(start(compare_command(tmp_path, "--ray-address", address)), seconds=30)
+    code, _, errors = finish(start(compare_command(tmp_path, "--ray-address", address)))
     assert code == 1 and f"no Ray cluster answers at '{address}'" in errors and "Traceback" not in errors
+    assert "Connection refused" in errors  # what Ray, which tries for minutes, does not say
 
 
 @pytest.fixture(scope="module")
