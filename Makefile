@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed-$(shell $(PYTHON) -c "import hashlib;print(hashlib.
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo test test-slow lint docs examples bench zoo clean
+.PHONY: help setup demo test test-slow test-stress lint docs examples bench zoo clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -31,6 +31,9 @@ test: $(STAMP)  ## Run the default tests (a few minutes)
 
 test-slow: $(STAMP)  ## Run the slow tests as well
 	PYTHONPATH=$(CURDIR)/src $(BIN)/python -m pytest
+
+test-stress: $(STAMP)  ## Repeat the tests of processes, signals and time: quiet, beside busy processes, on one core (ROUNDS=20)
+	PYTHON=$(abspath $(BIN)/python) tests/stress.sh $(or $(ROUNDS),20)
 
 lint: $(STAMP)  ## Style, import order, docstrings, types
 	$(BIN)/ruff check .

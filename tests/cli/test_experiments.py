@@ -18,6 +18,8 @@ from wellcond.experiments.load_recipe import load_recipe
 from wellcond.experiments.settings import RecipeError
 from wellcond.report.build import build_report
 
+pytestmark = pytest.mark.processes
+
 CHANGES = [part for override in SETTINGS for part in ("--set", override)]
 
 

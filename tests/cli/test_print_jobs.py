@@ -21,6 +21,8 @@ from wellcond.experiments.methods import MethodSettings
 from wellcond.experiments.run import Job
 from wellcond.experiments.settings import RecipeError
 
+pytestmark = pytest.mark.processes
+
 CHANGES = [part for override in SETTINGS for part in ("--set", override)]
 ENVIRONMENT = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
 METHODS = "default,identity(lam=2)+conditioned"

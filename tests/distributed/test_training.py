@@ -9,6 +9,8 @@ import wellcond as wc
 from distributed.models import WRAPPERS, build, gather, loss_of, probe_of
 from distributed.processes import rank, run_on_two
 
+pytestmark = pytest.mark.processes
+
 METHODS = {
     "balanced": {},
     "identity": {"lam": 0.5},

@@ -9,6 +9,8 @@ import pytest
 from patience import PATIENCE
 from wellcond.experiments.run_folder import SCHEMA, RunError, RunFolder
 
+pytestmark = pytest.mark.processes
+
 RECORD = {"kind": "wellcond-run", "schema": SCHEMA, "status": "running"}
 HOLD = """
 import os, sys

@@ -16,6 +16,8 @@ from wellcond.experiments.provenance import describe_session, peak_memory, reset
 from wellcond.experiments.seeding import derive, epoch_order, generator
 from wellcond.experiments.train_state import Diverged, TrainState, check_loss
 
+pytestmark = pytest.mark.processes
+
 
 def test_the_clock_counts_each_activity(monkeypatch):
     now = [0.0]

@@ -126,6 +126,7 @@ def test_a_run_killed_while_it_writes_writes_again(tmp_path, text, monkeypatch):
     assert run_job(job(tmp_path / "run", text))["samples"] == whole["samples"]
 
 
+@pytest.mark.processes
 def test_a_run_that_diverged_or_was_stopped_has_no_samples(tmp_path, text):
     diverging = job(tmp_path / "diverged", text, optimizer={"name": "sgd", "lr": 1e9})
     assert run_job(diverging)["status"] == "diverged" and "samples" not in record(diverging.folder)

@@ -167,6 +167,7 @@ def build(tokenizer, found):
     found.put((tokenizer.batches, stream.counts.tokens))
 
 
+@pytest.mark.processes
 def test_of_two_processes_one_makes_the_stream_and_goes_on_from_one_that_was_killed(tmp_path, small_batches):
     documents = DOCUMENTS * 8
     processes = multiprocessing.get_context("fork")
@@ -223,6 +224,7 @@ def fill_disk(found):
         found.put(str(error))
 
 
+@pytest.mark.processes
 def test_a_full_disk_is_named_and_what_was_written_is_of_use(tmp_path, small_batches):
     processes = multiprocessing.get_context("fork")
     found = processes.Queue()

@@ -8,6 +8,8 @@ import pytest
 
 from patience import PATIENCE
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = """
 import sys, warnings
 import lightning.pytorch as pl

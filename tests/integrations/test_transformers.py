@@ -176,7 +176,7 @@ def test_mixed_precision_is_measured_unrounded(tmp_path):
     last = [p for p in callback.points if p.step == 4]
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     report = wc.measure(model, inputs("bert"))
-    assert [h.jacobian.sigma_max for l in report.layers for h in l.heads] == [p.sigma_max for p in last]
+    assert [h.jacobian.sigma_max for layer in report.layers for h in layer.heads] == [p.sigma_max for p in last]
 
 
 @pytest.mark.parametrize("family", ["T5", "Bart"])

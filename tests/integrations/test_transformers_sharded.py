@@ -8,6 +8,8 @@ import pytest
 
 from patience import PATIENCE
 
+pytestmark = pytest.mark.processes
+
 LAYERS = {"bert": "BertLayer", "gpt2": "GPT2Block"}
 
 SCRIPT = """

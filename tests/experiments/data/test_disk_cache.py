@@ -8,6 +8,8 @@ import pytest
 
 from wellcond.experiments.data.disk_cache import CacheEntry, CacheError, cache_root
 
+pytestmark = pytest.mark.processes
+
 FCNTL = pytest.importorskip("fcntl", reason="no file locks on this system")
 
 

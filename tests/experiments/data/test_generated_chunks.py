@@ -27,6 +27,8 @@ from wellcond.experiments.methods import MethodSettings
 from wellcond.experiments.recipe import config_hash
 from wellcond.experiments.settings import RecipeError
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(autouse=True)
 def generators(monkeypatch, tmp_path):

@@ -22,6 +22,8 @@ from patience import PATIENCE
 from wellcond.experiments.run import run_job
 from wellcond.experiments.run_folder import RunFolder
 
+pytestmark = pytest.mark.processes
+
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",

@@ -186,6 +186,7 @@ def test_an_unknown_tracker_is_refused(tmp_path):
         run_job(small_job(tmp_path / "run", "default", "logging.trackers=[nowhere]"))
 
 
+@pytest.mark.processes
 def test_a_full_disk_names_the_file_and_leaves_a_run_that_goes_on(tmp_path):
     """A limit on the size of files stands for a disk without room: the checkpoint no longer fits."""
     folder = tmp_path / "run"
@@ -206,6 +207,7 @@ def test_a_full_disk_names_the_file_and_leaves_a_run_that_goes_on(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 def test_data_workers_run_inside_the_pool(tmp_path):
     folder = tmp_path / "images"
     for split, count in (("train", 24), ("val", 8)):

@@ -11,6 +11,8 @@ from wellcond.experiments.compare import run_comparison
 from wellcond.experiments.run import run_job
 from wellcond.experiments.run_folder import RunError
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):

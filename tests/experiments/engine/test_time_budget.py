@@ -13,6 +13,8 @@ from wellcond.experiments.run import run_job
 from wellcond.experiments.schedule import Point, Triangular
 from wellcond.experiments.time_budget import TimeBudget
 
+pytestmark = pytest.mark.processes
+
 SECONDS = 0.8
 TICK = 0.01
 TIMED = (

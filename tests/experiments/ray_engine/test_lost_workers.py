@@ -19,6 +19,7 @@ from experiments.small import record
 from patience import wait_until
 
 pytest.importorskip("ray", reason="ray is not installed")
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ from wellcond.experiments.ray_engine.cluster import Share, choose_share, connect
 from wellcond.experiments.ray_engine.settings import RaySettings
 from wellcond.experiments.settings import RecipeError
 
+pytestmark = pytest.mark.processes
+
 SHORT = ("training.length={steps: 20}", "tracking={weights_every: null, jacobian_points: 0}")
 GPU_MACHINES = [{"CPU": 4.0}, {"CPU": 16.0, "GPU": 2.0}]
 
