@@ -27,7 +27,7 @@ demo: $(STAMP)  ## Train a small ViT on digits with nine methods and three seeds
 	$(BIN)/wellcond demo
 
 test: $(STAMP)  ## Run the default tests (a few minutes)
-	PYTHONPATH=$(CURDIR)/src $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+	PYTHONPATH=$(CURDIR)/src $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP)  ## Run the slow tests as well
 	PYTHONPATH=$(CURDIR)/src $(BIN)/python -m pytest

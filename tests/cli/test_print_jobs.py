@@ -16,6 +16,7 @@ from patience import PATIENCE
 from wellcond.cli.engines import job_command
 from wellcond.cli.experiment_commands import compare, report
 from wellcond.cli.experiments import run_train
+from wellcond.cli.main import main
 from wellcond.experiments.load_recipe import load_recipe
 from wellcond.experiments.methods import MethodSettings
 from wellcond.experiments.run import Job
@@ -74,14 +75,17 @@ def test_a_preempted_line_goes_on_when_it_is_repeated(hold, tmp_path):
     assert logs(tmp_path / "default/seed0")["steps"][-1]["step"] == 24
 
 
-def test_own_data_scale_and_json(tmp_path, monkeypatch):
+def test_own_data_scale_and_json(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my rows.csv").write_text("review,liked\ngood,yes\nbad,no\n")
     data = ["--data", "my rows.csv", "--input", "review", "--label", "liked"]
-    done = run(command("compare", "--recipe", "text", "--scale", "tiny", *data, "--seeds", "3,4", "--print-jobs",
-                       "--json", "--methods", "default", "-o", "runs"))  # fmt: skip
-    lines = json.loads(done.stdout)["jobs"]
-    assert done.stderr == "" and len(lines) == 2
+    chosen = ["--seeds", "3,4", "--print-jobs", "--json", "--methods", "default", "-o", "runs"]
+    monkeypatch.setattr(sys, "argv", ["wellcond", "compare", "--recipe", "text", "--scale", "tiny", *data, *chosen])
+    with pytest.raises(SystemExit):
+        main()
+    output, errors = capsys.readouterr()
+    lines = json.loads(output)["jobs"]
+    assert errors == "" and len(lines) == 2
     words = shlex.split(lines[1])
     assert words[:3] == ["cd", str(tmp_path), "&&"] and words[words.index("--seed") + 1] == "4"
     assert words[words.index("--scale") + 1] == "tiny" and str(tmp_path / "runs/default/seed4") in words

@@ -26,7 +26,6 @@ QUICK = [
     ("llama", "tp", "identity", "after"),
     ("llama", "tp", "polar of the whole matrix", "after"),
     ("llama", "fsdp over tp", "balanced", "after"),
-    ("llama", "compiled tp", "balanced", "before"),
 ]
 SPREAD = [("vit", "ddp"), ("llama", "ddp"), ("vit", "fsdp"), ("gpt2", "fsdp"), ("llama", "fsdp"), ("torch", "fsdp"),
           ("torch", "fsdp of attention"), ("llama", "tp"), ("llama", "fsdp over tp"), ("vit", "compiled fsdp"),

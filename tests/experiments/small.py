@@ -39,9 +39,9 @@ def small_recipe(*overrides):
     return load_recipe("digits", overrides=[*SETTINGS, *overrides])[0]
 
 
-def small_job(folder, method="conditioned+balanced", *overrides, seed=0):
+def small_job(folder, method="conditioned+balanced", *overrides, seed=0, local_code=False):
     recipe, chosen = small_recipe(*overrides), MethodSettings.model_validate(method)
-    return Job(recipe, chosen, seed, Path(folder), cpu=True, local_code=True)
+    return Job(recipe, chosen, seed, Path(folder), cpu=True, local_code=local_code)
 
 
 def command(*arguments, processes=1):
@@ -53,7 +53,7 @@ def command(*arguments, processes=1):
 
 def train_command(folder, method="conditioned+balanced", *overrides, processes=1):
     changes = [part for override in (*SETTINGS, *overrides) for part in ("--set", override)]
-    chosen = ["--method", method, "-o", folder, "--cpu", "-q", "--trust-local-code"]
+    chosen = ["--method", method, "-o", folder, "--cpu", "-q"]
     return command("train", "digits", *chosen, *changes, processes=processes)
 
 

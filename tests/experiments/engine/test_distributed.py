@@ -37,7 +37,7 @@ AVERAGED = "training.averaging={decay: 0.9}"
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone") / "run"
-    run(train_command(folder, "conditioned+balanced", AVERAGED))
+    run_job(small_job(folder, "conditioned+balanced", AVERAGED))
     return folder
 
 

@@ -1,5 +1,6 @@
 """A comparison on two Ray workers goes on when one is killed, and ends with the records of the local engine."""
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -18,8 +19,10 @@ from experiments.ray_engine.two_machines import (
 from experiments.small import record
 from patience import wait_until
 
-pytest.importorskip("ray", reason="ray is not installed")
-pytestmark = pytest.mark.processes
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed"),
+]
 
 
 @pytest.fixture
