@@ -99,38 +99,22 @@ def test_report_rebuilds_the_same_bytes(compared, wellcond):
     assert len(before) > 10 and all(path.read_bytes() == content for path, content in before.items())
 
 
-def start_held(folder, hold):
-    """A comparison of two runs, both held at a step by two workers; its arguments, its process, its workers."""
+def test_ctrl_c_leaves_a_comparison_that_goes_on(wellcond, hold, tmp_path):
     held = ["--seeds", "1", "--set", HELD, "--trust-local-code", "--no-report"]
-    arguments = ["compare", "--recipe", "digits", "-o", folder, *CHANGES, *held]
+    arguments = ["compare", "--recipe", "digits", "-o", tmp_path, *CHANGES, *held]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command(*arguments, "--jobs", 2), env=os.environ | hold.environment, **pipes)
-    return arguments, process, hold.wait_for(2, process)
+    hold.wait_for(2, process)
 
+    def records():
+        return [record(tmp_path / method / "seed0") for method in ("default", "conditioned")]
 
-def records_of(folder):
-    return [record(path.parent) for path in folder.glob("*/seed*/run.json")]
-
-
-def test_a_killed_worker_is_replaced_and_its_run_taken_up_again(hold, tmp_path):
-    _, process, workers = start_held(tmp_path, hold)
-    os.kill(workers[0], signal.SIGKILL)
-    hold.end()
-    _, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, errors
-    records = records_of(tmp_path)
-    assert [kept["status"] for kept in records] == ["finished"] * 2
-    assert sorted([session["resumed_at_step"] for session in kept["sessions"]] for kept in records) == [[0], [0, 7]]
-
-
-def test_ctrl_c_leaves_a_comparison_that_goes_on(wellcond, hold, tmp_path):
-    arguments, process, _ = start_held(tmp_path, hold)
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and "the same command goes on from here" in output, (output, errors)
-    assert [(kept["status"], kept["progress"]["step"]) for kept in records_of(tmp_path)] == [("interrupted", 10)] * 2
+    assert [(kept["status"], kept["progress"]["step"]) for kept in records()] == [("interrupted", 10)] * 2
     assert wellcond(*arguments, "--jobs", 1)[0] == 0
-    assert [kept["status"] for kept in records_of(tmp_path)] == ["finished"] * 2
+    assert [kept["status"] for kept in records()] == ["finished"] * 2
 
 
 def test_recipes_are_listed(wellcond):

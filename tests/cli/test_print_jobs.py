@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from experiments.held_runs import HELD
-from experiments.small import SETTINGS, assert_same_run, command, logs, record, run
+from experiments.small import SETTINGS, assert_same_run, logs, record, run
 from patience import PATIENCE
 from wellcond.cli.engines import job_command
 from wellcond.cli.experiment_commands import compare, report
@@ -29,15 +29,25 @@ ENVIRONMENT = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.envi
 METHODS = "default,identity(lam=2)+conditioned"
 
 
-def printed(folder, *arguments):
-    done = run(command("compare", "--recipe", "digits", "-o", folder, *CHANGES, *arguments, "--print-jobs"))
-    return done.stdout.splitlines(), done.stderr
+@pytest.fixture
+def printed(monkeypatch, capsys):
+    """The lines for a comparison, and what is said about them."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["wellcond", "compare", *map(str, arguments), "--print-jobs"])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code == 0
+        return capsys.readouterr()
+
+    return call
 
 
-def test_the_lines_make_the_comparison_that_compare_makes(tmp_path, capsys):
+def test_the_lines_make_the_comparison_that_compare_makes(printed, tmp_path, capsys):
     folder, other = tmp_path / "it's a folder", tmp_path / "other"
     chosen = ["--methods", METHODS, "--seeds", "1", "--cpu", "--set", "optimizer.lr=5e-4"]
-    lines, told = printed(folder, *chosen)
+    output, told = printed("--recipe", "digits", "-o", folder, *CHANGES, *chosen)
+    lines = output.splitlines()
     assert len(lines) == 2 and told == f"2 runs; when they are done: wellcond report {shlex.quote(str(folder))}\n"
     assert list(folder.iterdir()) == [folder / "comparison.json"]  # nothing has run
     for line in lines:  # each in a shell of its own, somewhere else, as a batch system does
@@ -61,8 +71,9 @@ def test_the_lines_make_the_comparison_that_compare_makes(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_preempted_line_goes_on_when_it_is_repeated(hold, tmp_path):
-    [line, _] = printed(tmp_path, "--seeds", "1", "--cpu", "--set", HELD, "--trust-local-code")[0]
+def test_a_preempted_line_goes_on_when_it_is_repeated(printed, hold, tmp_path):
+    chosen = ["--seeds", "1", "--cpu", "--set", HELD, "--trust-local-code"]
+    [line, _] = printed("--recipe", "digits", "-o", tmp_path, *CHANGES, *chosen).out.splitlines()
     shell = ["bash", "-c", f"trap '' TERM; {line}"]  # as docs/cluster.md says
     process = subprocess.Popen(shell, env=ENVIRONMENT | hold.environment, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, process_group=0)  # fmt: skip
@@ -75,15 +86,12 @@ def test_a_preempted_line_goes_on_when_it_is_repeated(hold, tmp_path):
     assert logs(tmp_path / "default/seed0")["steps"][-1]["step"] == 24
 
 
-def test_own_data_scale_and_json(tmp_path, monkeypatch, capsys):
+def test_own_data_scale_and_json(printed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my rows.csv").write_text("review,liked\ngood,yes\nbad,no\n")
     data = ["--data", "my rows.csv", "--input", "review", "--label", "liked"]
-    chosen = ["--seeds", "3,4", "--print-jobs", "--json", "--methods", "default", "-o", "runs"]
-    monkeypatch.setattr(sys, "argv", ["wellcond", "compare", "--recipe", "text", "--scale", "tiny", *data, *chosen])
-    with pytest.raises(SystemExit):
-        main()
-    output, errors = capsys.readouterr()
+    chosen = ["--seeds", "3,4", "--json", "--methods", "default", "-o", "runs"]
+    output, errors = printed("--recipe", "text", "--scale", "tiny", *data, *chosen)
     lines = json.loads(output)["jobs"]
     assert errors == "" and len(lines) == 2
     words = shlex.split(lines[1])

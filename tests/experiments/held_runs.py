@@ -14,7 +14,7 @@ class Hold:
         self._folder = folder
         self.environment = {held_model.FOLDER: str(folder)}
 
-    def wait_for(self, count, process):
+    def wait_for(self, count, process=None):
         """Ids of the processes whose runs are held, once there are so many."""
 
         def held():

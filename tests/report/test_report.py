@@ -318,9 +318,10 @@ def files(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
+@pytest.mark.slow  # by default tests/cli/test_experiments.py builds the report of real runs twice
 def test_the_same_records_give_the_same_bytes(tmp_path):
     for name in ("one", "two"):
-        write_comparison(tmp_path / name / "digits", usual_methods()[3:], points=2, layers=1, heads=1)
+        write_comparison(tmp_path / name / "digits", usual_methods()[2:], points=3, layers=2, heads=2)
         build_report(tmp_path / name)
     first, second = (files(tmp_path / name / "digits" / "report") for name in ("one", "two"))
     assert first.keys() == second.keys() and len(first) > 40
