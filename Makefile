@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed-$(shell $(PYTHON) -c "import hashlib;print(hashlib.
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo test test-slow lint docs examples bench zoo clean
+.PHONY: help setup demo test test-slow test-stress lint docs examples bench zoo clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -27,10 +27,13 @@ demo: $(STAMP)  ## Train a small ViT on digits with nine methods and three seeds
 	$(BIN)/wellcond demo
 
 test: $(STAMP)  ## Run the default tests (a few minutes)
-	PYTHONPATH=$(CURDIR)/src $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+	PYTHONPATH=$(CURDIR)/src $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP)  ## Run the slow tests as well
 	PYTHONPATH=$(CURDIR)/src $(BIN)/python -m pytest
+
+test-stress: $(STAMP)  ## Repeat the tests of processes, signals and time: quiet, beside busy processes, on one core (ROUNDS=20)
+	PYTHON=$(abspath $(BIN)/python) tests/stress.sh $(or $(ROUNDS),20)
 
 lint: $(STAMP)  ## Style, import order, docstrings, types
 	$(BIN)/ruff check .

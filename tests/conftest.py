@@ -6,11 +6,24 @@ import sys
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# A CPU may name matrix instructions that its virtual machine does not run: products of bfloat16 would end the process.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+import hypothesis
 import pytest
 import torch
 
 torch.set_num_threads(1)
+# The same examples every time, however slow the machine; --hypothesis-profile=default looks for others.
+hypothesis.settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_collection_modifyitems(items):
+    """Files whose tests take long go first, so that two workers end together."""
+    items.sort(key=lambda item: item.get_closest_marker("processes") is None)
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +34,16 @@ def fixed_seed():
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory):
     os.environ["WELLCOND_CACHE"] = str(tmp_path_factory.mktemp("wellcond_cache"))
+
+
+@pytest.fixture
+def hold(tmp_path_factory):
+    """Holds runs at a step; ends with the test, so that no process waits for ever."""
+    from experiments.held_runs import Hold
+
+    made = Hold(tmp_path_factory.mktemp("hold"))
+    yield made
+    made.end()
 
 
 @pytest.fixture

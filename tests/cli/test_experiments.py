@@ -2,26 +2,44 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
-import time
+import sys
 
 import pytest
 
+from experiments.held_runs import HELD
 from experiments.small import SETTINGS, command, record, run
+from patience import PATIENCE
 from wellcond.cli.experiment_checks import data_overrides
 from wellcond.cli.experiments import choose_workers, parse_seeds
+from wellcond.cli.main import main
 from wellcond.experiments.load_recipe import load_recipe
 from wellcond.experiments.settings import RecipeError
 from wellcond.report.build import build_report
 
+pytestmark = pytest.mark.processes
+
 CHANGES = [part for override in SETTINGS for part in ("--set", override)]
 
 
-def fails(*arguments):
-    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    return done.stderr
+@pytest.fixture
+def wellcond(run):
+    """The command in this process, where torch is imported: (exit code or message, standard output)."""
+    return run
+
+
+@pytest.fixture
+def fails(wellcond):
+    """The message of a command that must fail."""
+
+    def call(*arguments):
+        message, _ = wellcond(*arguments)
+        assert isinstance(message, str) and "Traceback" not in message
+        return message
+
+    return call
 
 
 @pytest.fixture(scope="module")
@@ -43,21 +61,22 @@ def test_a_comparison_runs_everything_and_reports(compared):
     assert "conditioned" in (folder / "report/report.md").read_text()
 
 
-def test_a_comparison_picks_up_where_it_stopped(compared):
-    folder, _ = compared
+def test_a_comparison_picks_up_where_it_stopped(compared, tmp_path, monkeypatch, capfd):
+    folder = shutil.copytree(compared[0], tmp_path / "digits")
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*/seed*/run.json")}
-    more = command(
-        "compare", "--recipe", "digits", "-o", folder, "--methods", "default,polar", "--seeds", "0", "--json"
-    )
-    done = run([*more[:-2], "0,1", "--json", *CHANGES])
-    rows = json.loads(done.stdout)["runs"]
+    more = ["--methods", "default,polar", "--seeds", "0,1", "--jobs", "1", "--json", "--no-report"]
+    monkeypatch.setattr(sys, "argv", ["wellcond", "compare", "--recipe", "digits", "-o", str(folder), *more, *CHANGES])
+    with pytest.raises(SystemExit) as end:
+        main()
+    output, errors = capfd.readouterr()
+    assert end.value.code == 0 and errors == ""
+    rows = json.loads(output)["runs"]
     assert sorted((row["method"], row["seed"]) for row in rows) == [
         ("default", 0), ("default", 1), ("polar", 0), ("polar", 1)
     ]  # fmt: skip
     assert all(path.stat().st_mtime_ns == then for path, then in before.items())
     listed = json.loads((folder / "comparison.json").read_text())
     assert [row["label"] for row in listed["methods"]] == ["default", "conditioned", "polar"]
-    assert done.stderr == ""
 
 
 def without_times(text):
@@ -73,51 +92,36 @@ def test_one_process_and_the_pool_write_the_same_numbers(compared, tmp_path):
         assert without_times(ours) == without_times(theirs)
 
 
-def test_report_rebuilds_the_same_bytes(compared):
+def test_report_rebuilds_the_same_bytes(compared, wellcond):
     folder, _ = compared
-    assert "report.html" in run(command("report", folder)).stdout
     before = {path: path.read_bytes() for path in (folder / "report").rglob("*") if path.is_file()}
-    build_report(folder)
+    code, output = wellcond("report", folder)
+    assert code == 0 and "report.html" in output
     assert len(before) > 10 and all(path.read_bytes() == content for path, content in before.items())
 
 
-def test_a_killed_worker_is_replaced_and_its_run_taken_up_again(tmp_path):
-    folder = tmp_path / "digits"
-    # Enough steps for the kill to hit a run on its way.
-    longer = ["--set", "training.length={steps: 600}", "--no-report"]
-    started = command("compare", "--recipe", "digits", "-o", folder, "--jobs", 2, *CHANGES, *longer)
-    process = subprocess.Popen(started, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.time() + 120
-    # Both workers are on their way once two runs have checkpoints.
-    while len({path.parent for path in folder.glob("*/seed*/checkpoints/step-*")}) < 2 and time.time() < deadline:
-        time.sleep(0.02)
-    workers = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "spawn_main"], capture_output=True, text=True)
-    os.kill(int(workers.stdout.split()[0]), signal.SIGKILL)
-    _, errors = process.communicate(timeout=200)
-    assert process.returncode == 0, errors
-    records = [record(path.parent) for path in folder.glob("*/seed*/run.json")]
-    assert len(records) == 4 and {kept["status"] for kept in records} == {"finished"}
-    assert any(len(kept["sessions"]) > 1 for kept in records)
+def test_ctrl_c_leaves_a_comparison_that_goes_on(wellcond, hold, tmp_path):
+    held = ["--seeds", "1", "--set", HELD, "--trust-local-code", "--no-report"]
+    arguments = ["compare", "--recipe", "digits", "-o", tmp_path, *CHANGES, *held]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command(*arguments, "--jobs", 2), env=os.environ | hold.environment, **pipes)
+    hold.wait_for(2, process)
 
+    def records():
+        return [record(tmp_path / method / "seed0") for method in ("default", "conditioned")]
 
-def test_ctrl_c_leaves_a_comparison_that_goes_on(tmp_path):
-    folder = tmp_path / "digits"
-    started = command("compare", "--recipe", "digits", "-o", folder, "--jobs", 2, *CHANGES, "--no-report")
-    process = subprocess.Popen(started, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.time() + 120
-    while not list(folder.glob("*/seed0/run.json")) and time.time() < deadline:
-        time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and "the same command goes on from here" in output, (output, errors)
-    run(started)
-    assert {record(path.parent)["status"] for path in folder.glob("*/seed*/run.json")} == {"finished"}
+    assert [(kept["status"], kept["progress"]["step"]) for kept in records()] == [("interrupted", 10)] * 2
+    assert wellcond(*arguments, "--jobs", 1)[0] == 0
+    assert [kept["status"] for kept in records()] == ["finished"] * 2
 
 
-def test_recipes_are_listed():
-    listed = run(command("recipes")).stdout
+def test_recipes_are_listed(wellcond):
+    _, listed = wellcond("recipes")
     assert "digits" in listed and "paper" in listed
-    rows = json.loads(run(command("recipes", "--json")).stdout)
+    rows = json.loads(wellcond("recipes", "--json")[1])
     assert {row["scale"] for row in rows} == {"tiny", "small", "paper"}
 
 
@@ -138,13 +142,13 @@ def test_recipes_are_listed():
         (["compare", "--recipe", "digits", "--methods", "default,identity(lam=1),identity(lam=1.0)"], "are the same"),
     ],
 )  # fmt: skip
-def test_wrong_arguments_say_what_was_expected(arguments, message, tmp_path, monkeypatch):
+def test_wrong_arguments_say_what_was_expected(arguments, message, fails, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert message in fails(*arguments)
     assert not list(tmp_path.rglob("run.json"))
 
 
-def test_data_errors_end_a_comparison_at_once_and_name_the_file(tmp_path):
+def test_data_errors_end_a_comparison_at_once_and_name_the_file(fails, tmp_path):
     table = tmp_path / "words.csv"
     table.write_text("text,label\ngood,1\nbad,0\n")
     columns = ["--data", table, "--input", "words", "--label", "label"]
@@ -152,7 +156,7 @@ def test_data_errors_end_a_comparison_at_once_and_name_the_file(tmp_path):
     assert "words.csv" in told and "words" in told and "text" in told
 
 
-def test_other_settings_in_the_same_comparison_are_refused(compared):
+def test_other_settings_in_the_same_comparison_are_refused(compared, fails):
     folder, _ = compared
     before = (folder / "comparison.json").read_bytes()
     told = fails("compare", "--recipe", "digits", "-o", folder, "--seeds", "2,3", *CHANGES, "--set", "optimizer.lr=0.1")
@@ -160,13 +164,13 @@ def test_other_settings_in_the_same_comparison_are_refused(compared):
     assert (folder / "comparison.json").read_bytes() == before
 
 
-def test_a_run_that_fails_early_is_reported_beside_the_others(tmp_path):
-    methods = "default,conditioned(value=nonsense)"
-    arguments = ["compare", "--recipe", "digits", "-o", tmp_path, "--methods", methods, "--seeds", "1", "--json"]
-    done = subprocess.run(command(*arguments, *CHANGES), capture_output=True, text=True, timeout=200)
-    rows = {row["status"]: row for row in json.loads(done.stdout)["runs"]}
-    assert done.returncode == 1 and set(rows) == {"finished", "failed"}
+def test_a_run_that_fails_early_is_reported_beside_the_others(wellcond, tmp_path):
+    chosen = ["--methods", "default,conditioned(value=nonsense)", "--seeds", "1", "--jobs", "1", "--json"]
+    code, output = wellcond("compare", "--recipe", "digits", "-o", tmp_path, *chosen, "--no-report", *CHANGES)
+    rows = {row["status"]: row for row in json.loads(output)["runs"]}
+    assert code == 1 and set(rows) == {"finished", "failed"}
     assert "nonsense" in rows["failed"]["reason"] and "joint" in rows["failed"]["reason"]
+    build_report(tmp_path, pictures=False)
     assert "failed" in (tmp_path / "report/report.md").read_text()
 
 
@@ -183,7 +187,7 @@ def test_own_data_is_a_path_and_two_columns(tmp_path):
         data_overrides(None, "review", None)
 
 
-def test_training_on_own_text_with_two_column_names(tmp_path):
+def test_training_on_own_text_with_two_column_names(wellcond, tmp_path):
     table = tmp_path / "reviews.csv"
     rows = [f"{'splendid' if n % 2 else 'dreadful'} film {n},{'yes' if n % 2 else 'no'}" for n in range(400)]
     table.write_text("review,liked\n" + "\n".join(rows) + "\n")
@@ -195,7 +199,7 @@ def test_training_on_own_text_with_two_column_names(tmp_path):
     ]
     settings = [part for change in changes for part in ("--set", change)]
     data = ["--data", table, "--input", "review", "--label", "liked"]
-    run(command("train", "text", *data, *settings, "-o", tmp_path / "run", "-q"))
+    assert wellcond("train", "text", *data, *settings, "-o", tmp_path / "run", "-q")[0] == 0
     kept = record(tmp_path / "run")
     assert kept["status"] == "finished" and kept["final"]["accuracy"] > 0.9
     assert kept["data"]["train"] == 360

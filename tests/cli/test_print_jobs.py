@@ -6,34 +6,48 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import typer
 
-from experiments.small import SETTINGS, assert_same_run, command, logs, record, run
+from experiments.held_runs import HELD
+from experiments.small import SETTINGS, assert_same_run, logs, record, run
+from patience import PATIENCE
 from wellcond.cli.engines import job_command
 from wellcond.cli.experiment_commands import compare, report
 from wellcond.cli.experiments import run_train
+from wellcond.cli.main import main
 from wellcond.experiments.load_recipe import load_recipe
 from wellcond.experiments.methods import MethodSettings
 from wellcond.experiments.run import Job
 from wellcond.experiments.settings import RecipeError
+
+pytestmark = pytest.mark.processes
 
 CHANGES = [part for override in SETTINGS for part in ("--set", override)]
 ENVIRONMENT = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
 METHODS = "default,identity(lam=2)+conditioned"
 
 
-def printed(folder, *arguments):
-    done = run(command("compare", "--recipe", "digits", "-o", folder, *CHANGES, *arguments, "--print-jobs"))
-    return done.stdout.splitlines(), done.stderr
+@pytest.fixture
+def printed(monkeypatch, capsys):
+    """The lines for a comparison, and what is said about them."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["wellcond", "compare", *map(str, arguments), "--print-jobs"])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code == 0
+        return capsys.readouterr()
+
+    return call
 
 
-def test_the_lines_make_the_comparison_that_compare_makes(tmp_path, capsys):
+def test_the_lines_make_the_comparison_that_compare_makes(printed, tmp_path, capsys):
     folder, other = tmp_path / "it's a folder", tmp_path / "other"
     chosen = ["--methods", METHODS, "--seeds", "1", "--cpu", "--set", "optimizer.lr=5e-4"]
-    lines, told = printed(folder, *chosen)
+    output, told = printed("--recipe", "digits", "-o", folder, *CHANGES, *chosen)
+    lines = output.splitlines()
     assert len(lines) == 2 and told == f"2 runs; when they are done: wellcond report {shlex.quote(str(folder))}\n"
     assert list(folder.iterdir()) == [folder / "comparison.json"]  # nothing has run
     for line in lines:  # each in a shell of its own, somewhere else, as a batch system does
@@ -57,29 +71,29 @@ def test_the_lines_make_the_comparison_that_compare_makes(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_preempted_line_goes_on_when_it_is_repeated(tmp_path):
-    [line, _] = printed(tmp_path, "--seeds", "1", "--cpu", "--set", "training.length={steps: 400}")[0]
+def test_a_preempted_line_goes_on_when_it_is_repeated(printed, hold, tmp_path):
+    chosen = ["--seeds", "1", "--cpu", "--set", HELD, "--trust-local-code"]
+    [line, _] = printed("--recipe", "digits", "-o", tmp_path, *CHANGES, *chosen).out.splitlines()
     shell = ["bash", "-c", f"trap '' TERM; {line}"]  # as docs/cluster.md says
-    process = subprocess.Popen(shell, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0)
-    while not list(tmp_path.glob("default/seed0/checkpoints/step-*")):
-        assert process.poll() is None
-        time.sleep(0.02)
+    process = subprocess.Popen(shell, env=ENVIRONMENT | hold.environment, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, process_group=0)  # fmt: skip
+    hold.wait_for(1, process)
     os.killpg(process.pid, signal.SIGTERM)  # what Slurm sends first, to every process of the step
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and record(tmp_path / "default/seed0")["status"] == "interrupted"
     run(shell, **ENVIRONMENT)
     assert record(tmp_path / "default/seed0")["status"] == "finished"
-    assert logs(tmp_path / "default/seed0")["steps"][-1]["step"] == 400
+    assert logs(tmp_path / "default/seed0")["steps"][-1]["step"] == 24
 
 
-def test_own_data_scale_and_json(tmp_path, monkeypatch):
+def test_own_data_scale_and_json(printed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my rows.csv").write_text("review,liked\ngood,yes\nbad,no\n")
     data = ["--data", "my rows.csv", "--input", "review", "--label", "liked"]
-    done = run(command("compare", "--recipe", "text", "--scale", "tiny", *data, "--seeds", "3,4", "--print-jobs",
-                       "--json", "--methods", "default", "-o", "runs"))  # fmt: skip
-    lines = json.loads(done.stdout)["jobs"]
-    assert done.stderr == "" and len(lines) == 2
+    chosen = ["--seeds", "3,4", "--json", "--methods", "default", "-o", "runs"]
+    output, errors = printed("--recipe", "text", "--scale", "tiny", *data, *chosen)
+    lines = json.loads(output)["jobs"]
+    assert errors == "" and len(lines) == 2
     words = shlex.split(lines[1])
     assert words[:3] == ["cd", str(tmp_path), "&&"] and words[words.index("--seed") + 1] == "4"
     assert words[words.index("--scale") + 1] == "tiny" and str(tmp_path / "runs/default/seed4") in words

@@ -169,6 +169,7 @@ def normalise_half(rank, path):
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 def test_batch_norm_over_two_processes_is_that_of_one(tmp_path):
     values, target = torch.randn(4, 3, 5, 6) + 2, torch.randn(4, 3, 5, 6)
     torch.save([values, target], tmp_path / "values.pt")

@@ -2,7 +2,6 @@
 
 import datetime
 import os
-import sys
 import traceback
 import warnings
 from unittest import mock
@@ -11,20 +10,57 @@ import torch
 import torch.distributed
 import torch.multiprocessing
 
+from patience import PATIENCE
+
+
+class _Pair:
+    """Two processes that form a group and work until this one ends: to start them takes longer than most cases."""
+
+    def __init__(self, folder):
+        context = torch.multiprocessing.get_context("spawn")
+        self.connections, self.processes = [], []
+        # A process that is killed by a signal prints where it was.
+        with mock.patch.dict(os.environ, {"PYTHONFAULTHANDLER": "1"}):
+            for rank in range(2):
+                ours, theirs = context.Pipe()
+                self.processes.append(context.Process(target=_serve, args=(rank, str(folder), theirs), daemon=True))
+                self.processes[-1].start()
+                self.connections.append(ours)
+                theirs.close()
+
+    def work(self, *task):
+        """Let both do a task; raises EOFError if one of them dies."""
+        for connection in self.connections:
+            connection.send(task)
+        for connection in self.connections:
+            connection.recv()
+
+    def end(self):
+        for process, connection in zip(self.processes, self.connections, strict=True):
+            process.kill()
+            process.join()
+            connection.close()
+
+
+_PAIRS: list[_Pair] = []
+
 
 def run_on_two(folder, function, cases):
-    """{case: function(*case) of rank 0} for every case, all in one pair of processes: starting them takes seconds.
+    """{case: function(*case) of rank 0} for every case, in a pair of processes that all calls share.
 
     A case that raises gives the text of its error, which must be the same on both.
     """
-    # bfloat16 products need the first variable on some CPUs (illegal instruction otherwise); the second one makes a
-    # process that is killed by a signal print where it was.
-    with mock.patch.dict(os.environ, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "PYTHONFAULTHANDLER": "1"}):
-        torch.multiprocessing.spawn(_work, args=(str(folder), function, cases), nprocs=2)
+    if not _PAIRS:
+        _PAIRS.append(_Pair(folder))
+    try:
+        _PAIRS[0].work(str(folder), function, cases)
+    except BaseException:
+        _PAIRS.pop().end()
+        raise
     return {case: torch.load(folder / f"{index}.pt", weights_only=True) for index, case in enumerate(cases)}
 
 
-def _work(rank, folder, function, cases):
+def _serve(rank, folder, connection):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     torch.distributed.init_process_group(
@@ -32,8 +68,17 @@ def _work(rank, folder, function, cases):
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=2,
-        timeout=datetime.timedelta(seconds=120),  # a process that waits in vain fails the test instead of hanging
+        timeout=datetime.timedelta(seconds=PATIENCE),  # a process that waits in vain fails the test
     )
+    while True:
+        try:
+            _work(rank, *connection.recv())
+        except EOFError:
+            os._exit(0)
+        connection.send("done")
+
+
+def _work(rank, folder, function, cases):
     for index, case in enumerate(cases):
         try:
             result = function(*case)
@@ -46,12 +91,6 @@ def _work(rank, folder, function, cases):
             result = f"the processes disagree: {both}"
         if rank == 0:
             torch.save(result, os.path.join(folder, f"{index}.pt"))
-    torch.distributed.destroy_process_group()
-    # Meshes of the models still hold the group, hence gloo's threads. One that lets go of its last tensor while the
-    # interpreter ends aborts the process, now and then, so this one ends without.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def assert_same_everywhere(model):

@@ -10,7 +10,7 @@ import wellcond as wc
 from distributed.models import WRAPPERS, build, gather, loss_of
 from distributed.processes import run_on_two
 
-pytestmark = pytest.mark.slow  # test_training gathers to plain keys by default
+pytestmark = [pytest.mark.slow, pytest.mark.processes]  # test_training gathers to plain keys by default
 CASES = [("vit", "fsdp"), ("gpt2", "fsdp"), ("llama", "tp"), ("llama", "fsdp over tp")]
 
 

@@ -9,6 +9,8 @@ from distributed.models import WRAPPERS, build, gather, gpt2, loss_of
 from distributed.processes import assert_same_everywhere, is_first, rank, run_on_two
 from wellcond.attention.wrappers import unwrap
 
+pytestmark = pytest.mark.processes
+
 METHODS = {
     "conditioned": {"output": True},
     "conditioned, same norm": {"match_norm": True},

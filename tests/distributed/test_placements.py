@@ -10,6 +10,8 @@ import wellcond as wc
 from distributed.processes import run_on_two
 from wellcond.attention.effective import corrections_of
 
+pytestmark = pytest.mark.processes
+
 METHODS = [("balanced", {}), ("polar", {"layout": "joint"}), ("identity", {"lam": 0.5}), ("polar", {"frozen": True})]
 PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "copies": Replicate()}
 CASES = [(placement, heads, method) for placement in PLACEMENTS for heads in (2, 3) for method in range(len(METHODS))]

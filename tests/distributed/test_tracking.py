@@ -8,6 +8,8 @@ from distributed.models import TOKENS, WRAPPERS, blocks_of, build, gather, loss_
 from distributed.processes import rank, run_on_two
 from wellcond.attention.shards import any_distributed, is_held_together
 
+pytestmark = pytest.mark.processes
+
 CASES = ["budget", "undisturbed", "ddp", "hopeless", "diverged", "own heads", "own batch", "after an evaluation",
          "bfloat16", "evaluated while folded", "a bad part"]  # fmt: skip
 

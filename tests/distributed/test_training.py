@@ -9,6 +9,8 @@ import wellcond as wc
 from distributed.models import WRAPPERS, build, gather, loss_of, probe_of
 from distributed.processes import rank, run_on_two
 
+pytestmark = pytest.mark.processes
+
 METHODS = {
     "balanced": {},
     "identity": {"lam": 0.5},
@@ -24,7 +26,6 @@ QUICK = [
     ("llama", "tp", "identity", "after"),
     ("llama", "tp", "polar of the whole matrix", "after"),
     ("llama", "fsdp over tp", "balanced", "after"),
-    ("llama", "compiled tp", "balanced", "before"),
 ]
 SPREAD = [("vit", "ddp"), ("llama", "ddp"), ("vit", "fsdp"), ("gpt2", "fsdp"), ("llama", "fsdp"), ("torch", "fsdp"),
           ("torch", "fsdp of attention"), ("llama", "tp"), ("llama", "fsdp over tp"), ("vit", "compiled fsdp"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import PATIENCE
 from wellcond.experiments.load_recipe import load_recipe
 from wellcond.experiments.methods import MethodSettings
 from wellcond.experiments.run import Job, run_job
@@ -39,8 +40,9 @@ def small_recipe(*overrides):
     return load_recipe("digits", overrides=[*SETTINGS, *overrides])[0]
 
 
-def small_job(folder, method="conditioned+balanced", *overrides, seed=0):
-    return Job(small_recipe(*overrides), MethodSettings.model_validate(method), seed, Path(folder), cpu=True)
+def small_job(folder, method="conditioned+balanced", *overrides, seed=0, local_code=False):
+    recipe, chosen = small_recipe(*overrides), MethodSettings.model_validate(method)
+    return Job(recipe, chosen, seed, Path(folder), cpu=True, local_code=local_code)
 
 
 def command(*arguments, processes=1):
@@ -57,7 +59,7 @@ def train_command(folder, method="conditioned+balanced", *overrides, processes=1
 
 
 def run(arguments, **environment):
-    done = subprocess.run(arguments, capture_output=True, text=True, env=os.environ | environment, timeout=300)
+    done = subprocess.run(arguments, capture_output=True, text=True, env=os.environ | environment, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
@@ -86,7 +88,7 @@ def stop_after(job, step):
 
     def observe(event):
         if event["event"] == "evaluation" and event["row"]["step"] >= step:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
     return run_job(job, observe)
 

@@ -5,7 +5,6 @@ import math
 import os
 import signal
 import threading
-import time
 
 import pytest
 import torch
@@ -16,6 +15,8 @@ from wellcond.experiments.interrupts import StopWish
 from wellcond.experiments.provenance import describe_session, peak_memory, reset_peak_memory
 from wellcond.experiments.seeding import derive, epoch_order, generator
 from wellcond.experiments.train_state import Diverged, TrainState, check_loss
+
+pytestmark = pytest.mark.processes
 
 
 def test_the_clock_counts_each_activity(monkeypatch):
@@ -86,15 +87,13 @@ def test_the_first_signal_is_a_wish(number):
     wish = StopWish()
     with wish.listening() as stop:
         assert not stop.wanted
-        os.kill(os.getpid(), number)
-        time.sleep(0.01)
+        signal.raise_signal(number)
         assert stop.wanted
         if number == signal.SIGINT:
             with pytest.raises(KeyboardInterrupt):
-                os.kill(os.getpid(), number)
-                time.sleep(1)
+                signal.raise_signal(number)
         else:
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
     assert signal.getsignal(number) is former
 
 

@@ -1,7 +1,6 @@
 """Text that a trained language model writes into its record, and the tokeniser that the record names."""
 
 import json
-import os
 import signal
 
 import numpy as np
@@ -127,13 +126,14 @@ def test_a_run_killed_while_it_writes_writes_again(tmp_path, text, monkeypatch):
     assert run_job(job(tmp_path / "run", text))["samples"] == whole["samples"]
 
 
+@pytest.mark.processes
 def test_a_run_that_diverged_or_was_stopped_has_no_samples(tmp_path, text):
     diverging = job(tmp_path / "diverged", text, optimizer={"name": "sgd", "lr": 1e9})
     assert run_job(diverging)["status"] == "diverged" and "samples" not in record(diverging.folder)
 
     def stop(event):
         if event["event"] == "evaluation" and event["row"]["step"] == 4:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
     stopped = job(tmp_path / "stopped", text)
     assert run_job(stopped, stop)["status"] == "interrupted" and "samples" not in record(stopped.folder)
@@ -231,7 +231,7 @@ def test_the_record_names_the_tokeniser(tmp_path, text):
 def interrupted(folder, text, tokenizer):
     def stop(event):
         if event["event"] == "evaluation" and event["row"]["step"] == 4:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
     assert run_job(job(folder, text, tokenizer), stop)["status"] == "interrupted"
 

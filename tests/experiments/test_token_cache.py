@@ -6,13 +6,14 @@ import json
 import multiprocessing
 import pickle
 import resource
-import time
+import signal
 
 import numpy as np
 import pytest
 
 from experiments.data.helpers import load
 from experiments.helpers import texts
+from patience import PATIENCE, wait_until
 from wellcond.experiments.data import DataError, fingerprint
 from wellcond.experiments.data.disk_cache import CacheEntry, CacheError
 from wellcond.experiments.data.growing_files import Piece, find_grown, grow
@@ -152,9 +153,12 @@ def test_what_was_done_before_an_interruption_is_kept(torn, tmp_path, small_batc
     assert not (folder / "journal").exists()
 
 
-class Slow(Counting):
+class Held(Counting):
+    """Encodes two batches and no third."""
+
     def encode_batch(self, batch):
-        time.sleep(0.3)
+        if self.batches == 2:
+            signal.pause()
         return super().encode_batch(batch)
 
 
@@ -163,18 +167,21 @@ def build(tokenizer, found):
     found.put((tokenizer.batches, stream.counts.tokens))
 
 
+@pytest.mark.processes
 def test_of_two_processes_one_makes_the_stream_and_goes_on_from_one_that_was_killed(tmp_path, small_batches):
     documents = DOCUMENTS * 8
     processes = multiprocessing.get_context("fork")
     found = processes.Queue()
-    killed, *both = [processes.Process(target=build, args=(kind(), found)) for kind in (Slow, Counting, Counting)]
+    killed, *both = [
+        processes.Process(target=build, args=(kind(), found), daemon=True) for kind in (Held, Counting, Counting)
+    ]
     killed.start()
-    wait_for(lambda: any(path.stat().st_size for path in (tmp_path / "cache/tokens").glob("*/journal")))
+    wait_until(lambda: any(path.stat().st_size for path in (tmp_path / "cache/tokens").glob("*/journal")))
     killed.kill()
     killed.join()
     for process in both:
         process.start()
-    rows = sorted(found.get(timeout=60) for _ in both)
+    rows = sorted(found.get(timeout=PATIENCE) for _ in both)
     for process in both:
         process.join()
     whole = Counting()
@@ -182,13 +189,6 @@ def test_of_two_processes_one_makes_the_stream_and_goes_on_from_one_that_was_kil
     assert rows[0][0] == 0 and 0 < rows[1][0] < whole.batches
     assert {row[1] for row in rows} == {len(expected_stream(documents))}
     assert same(open_stream(documents), documents)
-
-
-def wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("documents", [[""], ["", " \n\t"], ["\u3000"]])
@@ -224,12 +224,13 @@ def fill_disk(found):
         found.put(str(error))
 
 
+@pytest.mark.processes
 def test_a_full_disk_is_named_and_what_was_written_is_of_use(tmp_path, small_batches):
     processes = multiprocessing.get_context("fork")
     found = processes.Queue()
     process = processes.Process(target=fill_disk, args=(found,))
     process.start()
-    assert "the cache cannot be written: File too large. Make room" in found.get(timeout=60)
+    assert "the cache cannot be written: File too large. Make room" in found.get(timeout=PATIENCE)
     process.join()
     assert same(open_stream(DOCUMENTS * 8), DOCUMENTS * 8)
 

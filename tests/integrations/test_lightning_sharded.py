@@ -6,6 +6,10 @@ import sys
 
 import pytest
 
+from patience import PATIENCE
+
+pytestmark = pytest.mark.processes
+
 SCRIPT = """
 import sys, warnings
 import lightning.pytorch as pl
@@ -75,7 +79,7 @@ def test_a_sharded_module_trains_is_exported_and_goes_on(tmp_path, condition, in
     script, folder = tmp_path / "script.py", tmp_path / "run"
     folder.mkdir()
     script.write_text(SCRIPT.format(folder=str(folder), condition=condition, in_parts=in_parts))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=PATIENCE)
     assert (folder / "done0").exists() and (folder / "done1").exists(), done.stderr[-3000:]
     rows = [json.loads(line) for line in (folder / "wellcond.jsonl").read_text().splitlines()]
     assert {row["step"] for row in rows} == {0, 1, 2}

@@ -1,11 +1,7 @@
 """The real Trainer for a few steps: preparing, measuring, logging."""
 
 import json
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -173,27 +169,14 @@ def test_gradient_accumulation_counts_steps_of_the_optimiser(tmp_path):
     assert sorted({p.step for p in callback.points}) == [0, 2, 4]
 
 
-MIXED = """
-import sys; sys.path.insert(0, {tests!r})
-import torch; torch.set_num_threads(1)
-from integrations.test_transformers import EVERY, WellcondCallback, conditioned, inputs, make_trainer, wc
-trainer = make_trainer(conditioned("bert"), "bert", {folder!r}, bf16=True)
-callback = WellcondCallback(inputs("bert"), **EVERY).add_to(trainer)
-trainer.train()
-last = [p for p in callback.points if p.step == 4]
-model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
-report = wc.measure(model, inputs("bert"))
-assert [h.jacobian.sigma_max for l in report.layers for h in l.heads] == [p.sigma_max for p in last]
-print("done")
-"""
-
-
 def test_mixed_precision_is_measured_unrounded(tmp_path):
-    # bfloat16 products need this variable on some CPUs (illegal instruction otherwise), so a process of its own.
-    code = MIXED.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path))
-    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and done.stdout.strip().endswith("done"), done.stderr
+    trainer = make_trainer(conditioned("bert"), "bert", tmp_path, bf16=True)
+    callback = WellcondCallback(inputs("bert"), **EVERY).add_to(trainer)
+    trainer.train()
+    last = [p for p in callback.points if p.step == 4]
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+    report = wc.measure(model, inputs("bert"))
+    assert [h.jacobian.sigma_max for layer in report.layers for h in layer.heads] == [p.sigma_max for p in last]
 
 
 @pytest.mark.parametrize("family", ["T5", "Bart"])

@@ -19,6 +19,7 @@ from transformers import (
 
 import wellcond as wc
 from integrations.trainer_runs import MODELS, bert, conditioned, gpt2, inputs, logits, losses, make_trainer, samples
+from patience import PATIENCE
 from wellcond.conditioning.checkpoint import RESUME
 from wellcond.integrations.transformers import WellcondCallback, export, prepare
 
@@ -193,5 +194,5 @@ def test_two_processes(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(TWO_PROCESSES.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path / "run")))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0 and "done 0" in done.stdout and "done 1" in done.stdout, done.stderr

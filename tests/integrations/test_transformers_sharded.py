@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from patience import PATIENCE
+
+pytestmark = pytest.mark.processes
+
 LAYERS = {"bert": "BertLayer", "gpt2": "GPT2Block"}
 
 SCRIPT = """
@@ -63,5 +67,5 @@ def test_a_sharded_model_trains_saves_resumes_and_is_exported(tmp_path, name, ki
         SCRIPT.format(tests=tests, folder=str(tmp_path / "run"), name=name, layer=LAYERS[name], kind=kind)
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0 and "done 0" in done.stdout and "done 1" in done.stdout, done.stderr

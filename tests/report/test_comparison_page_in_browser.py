@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import PATIENCE, wait_until
 from report.fake_runs import usual_methods, write_comparison
 from wellcond.report.comparison_page import render_comparison
 from wellcond.report.load_runs import load_comparisons
@@ -42,6 +43,7 @@ def visit(browser, address):
         )
         contexts.append(context)
         page = context.new_page()
+        page.set_default_timeout(1000 * PATIENCE)
         page.on("console", lambda m: problems.append(m.text) if m.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("request", lambda r: None if r.url.startswith(("file:", "data:", "blob:")) else problems.append(r.url))
@@ -89,7 +91,7 @@ def test_pointing_at_a_point_shows_its_label(visit):
     box = points.last.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     label = page.locator("#learning-0 .hoverlayer .hovertext")
-    label.first.wait_for(timeout=5000)
+    label.first.wait_for()
     assert "epoch" in label.first.text_content()
 
 
@@ -129,9 +131,7 @@ def test_the_scheme_recolours_page_and_plots(visit):
 
     light = colours()
     page.emulate_media(color_scheme="dark")
-    page.wait_for_timeout(300)
-    dark = colours()
-    assert all(a and b and a != b for a, b in zip(light, dark, strict=True)), (light, dark)
+    dark = wait_until(lambda: all(a and b and a != b for a, b in zip(light, colours(), strict=True)) and colours())
     assert visit(scheme="dark").evaluate("getComputedStyle(document.body).backgroundColor") == dark[0]
 
 

@@ -318,6 +318,7 @@ def files(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
+@pytest.mark.slow  # by default tests/cli/test_experiments.py builds the report of real runs twice
 def test_the_same_records_give_the_same_bytes(tmp_path):
     for name in ("one", "two"):
         write_comparison(tmp_path / name / "digits", usual_methods()[2:], points=3, layers=2, heads=2)
@@ -344,7 +345,8 @@ def test_files_of_an_older_report_go_and_others_stay(tmp_path):
 def test_several_comparisons_each_get_a_report(tmp_path):
     for name in ("a", "b"):
         write_comparison(tmp_path / name, [FakeMethod("default", {0: 0.9})], conditioning=False)
-    assert build_report(tmp_path) == [tmp_path / name / "report" / "report.html" for name in ("a", "b")]
+    made = build_report(tmp_path, pictures=False)
+    assert made == [tmp_path / name / "report" / "report.md" for name in ("a", "b")]
     assert len(load_comparisons(tmp_path)) == 2  # a report is no run
 
 

@@ -58,10 +58,12 @@ def run_in_pool(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver)
 
 
 def _give(worker: _Worker, job: Job) -> _Worker:
-    if not worker.process.is_alive():
+    try:
+        worker.connection.send(job)
+    except OSError:  # it died while it had nothing to do
         worker.connection.close()
         worker = _start()
-    worker.connection.send(job)
+        worker.connection.send(job)
     worker.job = job
     return worker
 

@@ -12,18 +12,22 @@ from wellcond.experiments.data import DataError, Generated, GeneratorOptions
 class CountingOptions(GeneratorOptions):
     width: int = 6
     record: str | None = None
-    seconds: float = 0.0
     fail_from: int | None = None
+    hold_from: int | None = None
 
 
 def counting(count, options, generator):
-    """Random tokens; notes each call in a file."""
+    """Random tokens; notes each call in a file. Calls beyond a number fail, or wait for a file with the end .open."""
     if options.record is not None:
         with open(options.record, "a") as file:
             file.write(f"{os.getpid()}\n")
-        if options.fail_from is not None and len(Path(options.record).read_text().split()) > options.fail_from:
+        number = len(Path(options.record).read_text().split())
+        if options.fail_from is not None and number > options.fail_from:
             raise KeyboardInterrupt
-    time.sleep(options.seconds)
+        while (
+            options.hold_from is not None and number > options.hold_from and not Path(f"{options.record}.open").exists()
+        ):
+            time.sleep(0.02)
     tokens = torch.randint(-1, 50, (count, options.width), generator=generator)
     return Generated("tokens", tokens, tokens[:, 0].clamp(min=0) % 2, ("even", "odd"), 50)
 

@@ -2,12 +2,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from wellcond.experiments.data.disk_cache import CacheEntry, CacheError, cache_root
+
+pytestmark = pytest.mark.processes
 
 FCNTL = pytest.importorskip("fcntl", reason="no file locks on this system")
 
@@ -119,7 +120,7 @@ def test_a_full_disk_leaves_the_old_file(entry):
 
 
 HOLD = """
-import os, sys, time
+import os, sys
 from pathlib import Path
 from wellcond.experiments.data.disk_cache import CacheEntry
 entry = CacheEntry("things", {"version": 1, "name": "é"}, root=Path(sys.argv[1]))
@@ -128,16 +129,17 @@ with entry.locked():
     (entry.folder / ".left.2.partial").write_bytes(b"")
     os.utime(entry.folder / ".left.1.partial", (0, 0))
     print("held", flush=True)
-    time.sleep(60)
+    os.read(0, 1)
 """
 
 
 def test_a_killed_holder_does_not_block_and_its_leftovers_go(entry, tmp_path):
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], **pipes)
     waits = []
 
     def waiting():
-        waits.append(time.monotonic())
+        waits.append("another process holds it")
         if len(waits) == 2:
             os.kill(holder.pid, signal.SIGKILL)
 
@@ -148,4 +150,5 @@ def test_a_killed_holder_does_not_block_and_its_leftovers_go(entry, tmp_path):
     finally:
         holder.kill()
         holder.wait()
+        holder.stdin.close()
         holder.stdout.close()

@@ -1,10 +1,11 @@
 """Generators in chunks: the same samples from any number of processes, kept on disk, taken up again."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-import time
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from experiments.data.chunk_generators import CountingOptions, counting, dies_in_a_worker, fails_later
 from experiments.data.helpers import failure
 from experiments.test_recipe import make_recipe
+from patience import PATIENCE, wait_until
 from wellcond.experiments.data import (
     DataError,
     fingerprint,
@@ -24,6 +26,8 @@ from wellcond.experiments.data.generated import GENERATORS, RegisteredGenerator,
 from wellcond.experiments.methods import MethodSettings
 from wellcond.experiments.recipe import config_hash
 from wellcond.experiments.settings import RecipeError
+
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +62,7 @@ def test_a_longer_split_begins_with_the_shorter_one(generator):
 
 def test_the_streams_of_seeds_splits_options_and_versions_differ(monkeypatch):
     first = load(num_test=20)
-    others = [load(seed=1).train, first.evaluation, first.others["test"], load(options={"seconds": 1e-9}).train]
+    others = [load(seed=1).train, first.evaluation, first.others["test"], load(options={"hold_from": 99}).train]
     monkeypatch.setitem(GENERATORS, "counting", RegisteredGenerator(CountingOptions, counting, 10, 2))
     others.append(load().train)
     for other in others:
@@ -76,7 +80,7 @@ def test_tokens_are_small_in_memory_and_whole_in_an_example():
 
 def test_the_number_of_processes_changes_nothing(monkeypatch, tmp_path):
     record = str(tmp_path / "record")
-    options = {"record": record, "seconds": 0.02}
+    options = {"record": record}
     alone = load(options=options, num_evaluation=10)
     assert set(Path(record).read_text().split()) == {str(os.getpid())}
     monkeypatch.setenv("WELLCOND_CACHE", str(tmp_path / "another"))
@@ -155,75 +159,104 @@ SCRIPT = """
 import sys
 from wellcond.experiments.data import job_pool
 job_pool.POOL_SECONDS = 0
+class Telling(job_pool.ProcessPoolExecutor):
+    def shutdown(self, **options):
+        super().shutdown(wait=False, **options)  # nothing more is handed out
+        print("stopping", flush=True)
+        super().shutdown(**options)
+job_pool.ProcessPoolExecutor = Telling
 from experiments.data.chunk_generators import CountingOptions, counting
 from wellcond.experiments.data import load_data, register_generator, resolve_config
 register_generator("counting", CountingOptions, chunk=10)(counting)
 if __name__ == "__main__":
-    options = {"record": sys.argv[1], "seconds": 0.15}
+    options = {"record": sys.argv[1], "hold_from": int(sys.argv[2])}
     data = {"source": "generated", "generator": "counting", "num_train": 200, "num_evaluation": 1, "options": options}
     load_data(resolve_config(data), progress=lambda *event: print(*event, flush=True))
 """
 
 
-def start(tmp_path, **variables):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [sys.executable, script, tmp_path / "record"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": paths} | variables,
-        start_new_session=True,
-    )
+class Maker:
+    """A process that makes 20 chunks, of which those beyond `hold_from` are not made before the hold ends."""
 
+    def __init__(self, tmp_path, hold_from, **variables):
+        self.script = tmp_path / "script.py"
+        self.script.write_text(SCRIPT)
+        paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+        self.output, self.errors = (tempfile.TemporaryFile("w+", dir=tmp_path) for _ in range(2))
+        self.process = subprocess.Popen(
+            [sys.executable, self.script, tmp_path / "record", str(hold_from)],
+            stdout=self.output,
+            stderr=self.errors,
+            env=os.environ | {"PYTHONPATH": paths} | variables,
+            start_new_session=True,
+        )
 
-def wait_until_gone(group):
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
+    def told(self):
+        self.output.seek(0)
+        return self.output.read()
+
+    def wait_until_it_tells(self, text):
+        wait_until(lambda: text in self.told(), process=self.process)
+
+    def end(self):
+        """Exit code and errors, once it and its workers are gone."""
+        code = self.process.wait(PATIENCE)
+        wait_until(self._is_gone)
+        self.errors.seek(0)
+        return code, self.errors.read()
+
+    def _is_gone(self):
         try:
-            os.killpg(group, 0)
+            os.killpg(self.process.pid, 0)
         except ProcessLookupError:
-            break
-        time.sleep(0.1)
-    else:
-        pytest.fail("workers outlive the process that started them")
+            return True
 
 
-def test_of_processes_that_start_at_once_one_makes_the_data_and_the_others_wait(tmp_path):
-    processes = [start(tmp_path, WELLCOND_WORKERS="1") for _ in range(3)]
-    outputs = [process.communicate(timeout=60) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], outputs
-    makers = (tmp_path / "record").read_text().split()
-    assert len(makers) == 20 + 1
-    assert any("(another process makes them)" in out for out, _ in outputs)
+@pytest.fixture
+def make(tmp_path):
+    """Starts makers; none outlives the test."""
+    made = []
+    yield lambda *given, **variables: made.append(Maker(tmp_path, *given, **variables)) or made[-1]
+    for maker in made:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(maker.process.pid, signal.SIGKILL)
+        maker.process.wait()
+        maker.output.close()
+        maker.errors.close()
+
+
+def end_hold(tmp_path):
+    (tmp_path / "record.open").touch()
+
+
+def test_of_processes_that_start_at_once_one_makes_the_data_and_the_other_waits(make, tmp_path):
+    makers = [make(0, WELLCOND_WORKERS="1") for _ in range(2)]
+    wait_until(lambda: any("(another process makes them)" in maker.told() for maker in makers))
+    end_hold(tmp_path)
+    assert [maker.end() for maker in makers] == [(0, "")] * 2
+    assert len((tmp_path / "record").read_text().split()) == 20 + 1
 
 
 @pytest.mark.slow
-def test_interrupt_stops_all_processes_and_keeps_what_is_done(tmp_path):
-    process = start(tmp_path, WELLCOND_WORKERS="2")
-    try:
-        lines = [process.stdout.readline() for _ in range(3)]
-        assert "chunks 3 20" in lines[-1], process.stderr.read()
-        os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C in a terminal
-        _, errors = process.communicate(timeout=60)
-        assert process.returncode != 0 and errors.rstrip().endswith("KeyboardInterrupt")
-        assert "Process " not in errors  # no worker complains
-        wait_until_gone(process.pid)
-    finally:
-        process.kill()
+def test_interrupt_stops_all_processes_and_keeps_what_is_done(make, tmp_path):
+    maker = make(3, WELLCOND_WORKERS="2")
+    maker.wait_until_it_tells("chunks 3 20")
+    os.killpg(maker.process.pid, signal.SIGINT)  # as Ctrl-C in a terminal
+    maker.wait_until_it_tells("stopping")
+    end_hold(tmp_path)
+    code, errors = maker.end()
+    assert code != 0 and errors.rstrip().endswith("KeyboardInterrupt")
+    assert "Process " not in errors  # no worker complains
     assert 3 <= len(chunk_files(tmp_path)) < 20
     assert not list((tmp_path / "cache").rglob(".*.partial"))
 
 
 @pytest.mark.slow
-def test_killing_the_process_ends_its_workers(tmp_path):
-    process = start(tmp_path, WELLCOND_WORKERS="2")
-    assert "chunks 1 20" in process.stdout.readline()
-    process.kill()
-    process.communicate(timeout=60)
-    wait_until_gone(process.pid)
+def test_killing_the_process_ends_its_workers(make):
+    maker = make(3, WELLCOND_WORKERS="2")
+    maker.wait_until_it_tells("chunks 3 20")
+    maker.process.kill()
+    assert maker.end()[0] == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])

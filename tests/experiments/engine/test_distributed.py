@@ -18,8 +18,11 @@ from experiments.small import (
     stop_after,
     train_command,
 )
+from patience import PATIENCE
 from wellcond.experiments.run import run_job
 from wellcond.experiments.run_folder import RunFolder
+
+pytestmark = pytest.mark.processes
 
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
@@ -34,7 +37,7 @@ AVERAGED = "training.averaging={decay: 0.9}"
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone") / "run"
-    run(train_command(folder, "conditioned+balanced", AVERAGED))
+    run_job(small_job(folder, "conditioned+balanced", AVERAGED))
     return folder
 
 
@@ -147,7 +150,7 @@ def test_a_folder_that_one_process_cannot_have_stops_both(tmp_path):
     folder.mkdir(parents=True)
     (folder / "checkpoints").symlink_to(tmp_path)
     arguments = ["compare", "--recipe", "digits", "-o", tmp_path / "digits", "--cpu", "--no-report", *changes]
-    done = subprocess.run(command(*arguments, processes=2), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command(*arguments, processes=2), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode != 0 and "checkpoints is a link" in done.stderr
     assert not list((tmp_path / "digits").rglob("run.json"))
 
@@ -160,6 +163,6 @@ def test_a_folder_that_is_in_use_is_waited_for_by_both(tmp_path):
         while "another process is running it" not in (line := process.stderr.readline()):
             assert line, "it ended"
         assert [path.name for path in folder.iterdir()] == ["lock"]
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     assert record(folder)["status"] == "finished" and record(folder)["sessions"][0]["processes"] == 2

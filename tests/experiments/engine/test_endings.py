@@ -3,22 +3,21 @@
 import dataclasses
 import gc
 import json
-import subprocess
-import sys
+import resource
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
-from experiments.small import TESTED, logs, record, run, small_job, stop_after, train_command
+from experiments.small import TESTED, logs, record, small_job, stop_after
 from wellcond.errors import UnsupportedLayoutError
 from wellcond.experiments import prepare, updates
 from wellcond.experiments.compare import run_comparison
 from wellcond.experiments.engine import Engine
 from wellcond.experiments.prepare import prepare_model, prepare_task
 from wellcond.experiments.run import run_job
+from wellcond.experiments.run_folder import RunError
 from wellcond.experiments.settings import RecipeError
 
 
@@ -162,7 +161,7 @@ def test_measuring_changes_nothing(tmp_path):
 )
 def test_other_precisions_and_compilation_train(tmp_path, change):
     folder = tmp_path / "run"
-    run(train_command(folder, "balanced", change), ONEDNN_MAX_CPU_ISA="AVX512_CORE_BF16")
+    run_job(small_job(folder, "balanced", change))
     plain = tmp_path / "plain"
     run_job(small_job(plain, "balanced"))
     ours, theirs = record(folder)["final"]["loss"], record(plain)["final"]["loss"]
@@ -173,7 +172,7 @@ def test_other_precisions_and_compilation_train(tmp_path, change):
 def test_trackers_of_accelerate_receive_the_metrics(tmp_path):
     tensorboard = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     folder = tmp_path / "run"
-    run(train_command(folder, "default", "logging.trackers=[tensorboard]"))
+    run_job(small_job(folder, "default", "logging.trackers=[tensorboard]"))
     events = min(folder.rglob("events.out.tfevents.*"), key=lambda path: len(path.parts))
     reader = tensorboard.EventAccumulator(str(events.parent))
     reader.Reload()
@@ -188,24 +187,22 @@ def test_an_unknown_tracker_is_refused(tmp_path):
 
 def test_a_full_disk_names_the_file_and_leaves_a_run_that_goes_on(tmp_path):
     """A limit on the size of files stands for a disk without room: the checkpoint no longer fits."""
-    folder = tmp_path / "run"
-    code = (
-        "import resource, sys\n"
-        "from experiments.small import small_job\n"
-        "from wellcond.experiments.run import run_job\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))\n"
-        "run_job(small_job(sys.argv[1], 'default', 'tracking={weights_every: null, jacobian_points: 0}'))\n"
-    )
-    tests = str(Path(__file__).parents[2])
-    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, cwd=tests)
-    assert done.returncode == 1 and "step-00000007 could not be written" in done.stderr
-    assert "it goes on from the last checkpoint" in done.stderr
+    folder, tracking = tmp_path / "run", "tracking={weights_every: null, jacobian_points: 0}"
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
+    try:
+        with pytest.raises(
+            RunError, match=r"step-00000007 could not be written(?s:.*)goes on from the last checkpoint"
+        ):
+            run_job(small_job(folder, "default", tracking))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert record(folder)["status"] == "failed"
-    tracking = "tracking={weights_every: null, jacobian_points: 0}"
     assert run_job(small_job(folder, "default", tracking))["status"] == "finished"
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 def test_data_workers_run_inside_the_pool(tmp_path):
     folder = tmp_path / "images"
     for split, count in (("train", 24), ("val", 8)):

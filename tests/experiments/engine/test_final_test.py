@@ -1,5 +1,7 @@
 """The score on the test split after training: of the right weights, the same after any interruption."""
 
+import sys
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,11 +14,11 @@ from experiments.small import (
     last_weights,
     logs,
     record,
-    run,
     small_job,
     stop_after,
     train_command,
 )
+from wellcond.cli.main import main
 from wellcond.experiments import checkpoint, updates
 from wellcond.experiments.evaluator import Evaluator
 from wellcond.experiments.prepare import prepare_model, prepare_task
@@ -76,7 +78,7 @@ def test_the_kept_weights_give_the_score_again(unbroken):
     assert set(kept) == {"step", "epoch", "weights", *values}
 
 
-@pytest.mark.parametrize("moment", range(1, 33, 3))
+@pytest.mark.parametrize("moment", [pytest.param(n, marks=[pytest.mark.slow] * (n % 6 != 1)) for n in range(1, 33)])
 def test_a_run_stopped_at_any_write_ends_with_the_same_test(unbroken, tmp_path, monkeypatch, moment):
     folder = tmp_path / "run"
     kill_at_write(monkeypatch, moment, job_with_test(folder))
@@ -201,8 +203,12 @@ def test_more_samples_than_there_are_is_all_of_them(tmp_path, unbroken):
     assert logs(tmp_path / "run")["evaluations"] == logs(unbroken)["evaluations"]
 
 
-def test_the_command_line_tells_the_score(tmp_path, unbroken):
-    command = [part for part in train_command(tmp_path / "run", METHOD, *TESTED) if part != "-q"]
-    said = run(command).stderr
+def test_the_command_line_tells_the_score(tmp_path, unbroken, monkeypatch, capsys):
+    command = train_command(tmp_path / "run", METHOD, *TESTED)
+    monkeypatch.setattr(sys, "argv", [part for part in command[command.index("-m") + 1 :] if part != "-q"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    said = capsys.readouterr().err
+    assert end.value.code == 0
     kept = record(unbroken)["test"]
     assert f"test accuracy {100 * kept['accuracy']:.1f} % (best weights, step {kept['step']})" in said

@@ -1,15 +1,17 @@
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
+from experiments.held_runs import HELD
 from experiments.small import assert_same_run, kill_at_write, last_weights, record, small_job, stop_after, train_command
 from wellcond.experiments.compare import run_comparison
 from wellcond.experiments.run import run_job
 from wellcond.experiments.run_folder import RunError
+
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")
@@ -19,25 +21,24 @@ def unbroken(tmp_path_factory):
     return folder
 
 
-def test_a_killed_run_resumes_to_the_same_files_bit_for_bit(unbroken, tmp_path):
+def test_a_killed_run_resumes_to_the_same_files_bit_for_bit(unbroken, hold, tmp_path):
     folder = tmp_path / "run"
-    process = subprocess.Popen(train_command(folder), stderr=subprocess.PIPE)
-    deadline = time.time() + 120
-    while not list(folder.glob("checkpoints/step-00000007*")) and time.time() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
+    started = [*train_command(folder, "conditioned+balanced", HELD), "--trust-local-code"]
+    process = subprocess.Popen(started, env=os.environ | hold.environment, stderr=subprocess.PIPE)
+    hold.wait_for(1, process)
+    process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     assert record(folder)["status"] == "running"
-    run_job(small_job(folder))
+    run_job(small_job(folder, "conditioned+balanced", HELD, local_code=True))
     assert record(folder)["status"] == "finished"
-    assert [session["resumed_at_step"] for session in record(folder)["sessions"]][-1] >= 7
+    assert [session["resumed_at_step"] for session in record(folder)["sessions"]] == [0, 7]
     assert_same_run(unbroken, folder)
 
 
-@pytest.mark.parametrize("moment", range(0, 27, 2))
+@pytest.mark.parametrize("moment", [pytest.param(n, marks=[pytest.mark.slow] * (n % 4 != 0)) for n in range(27)])
 def test_a_run_stopped_at_any_write_resumes_to_the_same_files(unbroken, tmp_path, monkeypatch, moment):
-    """Every second moment at which a file is about to be flushed or put in place."""
+    """Moments at which a file is about to be flushed or put in place."""
     folder = tmp_path / "run"
     kill_at_write(monkeypatch, moment, small_job(folder))
     run_job(small_job(folder))
@@ -113,7 +114,7 @@ def test_ctrl_c_in_the_last_step_of_a_run_ends_the_comparison(tmp_path):
 
     def observe(job, event):
         if event["event"] == "evaluation" and event["row"]["step"] == 24:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
     outcome = run_comparison(jobs, num_workers=1, observer=observe)
     assert outcome.interrupted and [kept["status"] for kept in outcome.records] == ["finished"]

@@ -14,6 +14,8 @@ from wellcond.experiments.schedule import Point, Triangular
 from wellcond.experiments.time_budget import TimeBudget
 from wellcond.run_records import seal
 
+pytestmark = pytest.mark.processes
+
 SECONDS = 0.8
 TICK = 0.01
 TIMED = (
@@ -147,5 +149,6 @@ def test_a_comparison_gives_every_method_the_same_time_and_is_reported(tmp_path)
     chosen = ["--methods", "default,conditioned", "--seeds", "2", "-o", tmp_path / "runs", "--cpu", "-q"]
     run(command("compare", "--recipe", "digits", *chosen, *changes), OMP_NUM_THREADS="1")
     records = [json.loads(path.read_text()) for path in (tmp_path / "runs").rglob("run.json")]
-    assert len(records) == 4 and all(SECONDS <= r["seconds"]["training"] < SECONDS + 5 for r in records)
+    assert len(records) == 4 and all(SECONDS <= r["seconds"]["training"] for r in records)
+    assert all(0 < r["progress"]["step"] < 100000 for r in records)
     assert list((tmp_path / "runs").rglob("report.html"))

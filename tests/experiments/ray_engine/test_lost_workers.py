@@ -1,5 +1,6 @@
 """A comparison on two Ray workers goes on when one is killed, and ends with the records of the local engine."""
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -14,11 +15,14 @@ from experiments.ray_engine.two_machines import (
     finish,
     run_here,
     start,
-    wait_for_checkpoints,
 )
 from experiments.small import record
+from patience import wait_until
 
-pytest.importorskip("ray", reason="ray is not installed")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed"),
+]
 
 
 @pytest.fixture
@@ -46,14 +50,15 @@ def the_lost(errors):
 def assert_resumed(folder, lost):
     counts = {method: len(rows) for method, rows in sessions(folder).items()}
     assert counts == {method: 2 if method == lost else 1 for method in METHODS}
-    assert sessions(folder)[lost][1]["resumed_at_step"] >= 20
+    assert sessions(folder)[lost][1]["resumed_at_step"] == 7
 
 
-def test_the_run_of_a_killed_machine_is_resumed_on_another(cluster, here, tmp_path):
+def test_the_run_of_a_killed_machine_is_resumed_on_another(cluster, here, hold, tmp_path):
     [victim, _] = cluster.add(2)
-    process = start(compare_command(tmp_path, "--ray-address", cluster.address))
-    wait_for_checkpoints(tmp_path, process)
+    process = start(compare_command(tmp_path, "--ray-address", cluster.address), **hold.environment)
+    hold.wait_for(2, process)
     victim.kill()
+    hold.end()
     code, output, errors = finish(process)
     assert code == 0, errors
     assert_resumed(tmp_path, the_lost(errors))
@@ -63,11 +68,11 @@ def test_the_run_of_a_killed_machine_is_resumed_on_another(cluster, here, tmp_pa
 
 
 @pytest.mark.slow
-def test_the_run_of_a_killed_process_is_resumed(cluster, here, tmp_path):
-    [victim, _] = cluster.add(2)
-    process = start(compare_command(tmp_path, "--ray-address", cluster.client_address))
-    wait_for_checkpoints(tmp_path, process)
-    victim.kill_worker()
+def test_the_run_of_a_killed_process_is_resumed(cluster, here, hold, tmp_path):
+    cluster.add(2)
+    process = start(compare_command(tmp_path, "--ray-address", cluster.client_address), **hold.environment)
+    os.kill(hold.wait_for(2, process)[0], signal.SIGKILL)
+    hold.end()
     code, _, errors = finish(process)
     assert code == 0, errors
     assert_resumed(tmp_path, the_lost(errors))
@@ -79,14 +84,17 @@ def test_the_run_of_a_killed_process_is_resumed(cluster, here, tmp_path):
     subprocess.run(["unshare", "--map-root-user", "--mount", "true"], capture_output=True).returncode != 0,
     reason="this system has no mount namespaces to hide a folder in",
 )
-def test_machines_without_a_common_folder_send_their_runs_back(cluster, here, tmp_path):
+def test_machines_without_a_common_folder_send_their_runs_back(cluster, here, hold, tmp_path):
     # Each machine has an empty disk where the comparison is.
     [victim, other] = cluster.add(2, before=f"mount -t tmpfs tmpfs {tmp_path}")
-    process = start(compare_command(tmp_path, "--ray-address", cluster.address))
-    wait_for_checkpoints(tmp_path, process)  # they are sent while the runs go on
+    process = start(compare_command(tmp_path, "--ray-address", cluster.address), **hold.environment)
+    hold.wait_for(2, process)
+    # they are sent while the runs go on
+    wait_until(lambda: len(list(tmp_path.glob("*/seed0/checkpoints/step-*7"))) == 2, process=process)
     seen = subprocess.run(["ls", f"/proc/{other.process.pid}/root{tmp_path}"], capture_output=True, text=True)
     assert seen.returncode == 0 and seen.stdout == ""
     victim.kill()
+    hold.end()
     code, _, errors = finish(process)
     assert code == 0, errors
     assert_resumed(tmp_path, the_lost(errors))
@@ -95,9 +103,10 @@ def test_machines_without_a_common_folder_send_their_runs_back(cluster, here, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_comparison_that_is_stopped_goes_on_with_the_same_command(here, tmp_path, number):
-    process = start(compare_command(tmp_path, "--jobs", 2), FORCE_COLOR="1")  # on a cluster of its own
-    wait_for_checkpoints(tmp_path, process)
+def test_a_comparison_that_is_stopped_goes_on_with_the_same_command(here, hold, tmp_path, number):
+    # on a cluster of its own
+    process = start(compare_command(tmp_path, "--jobs", 2), FORCE_COLOR="1", **hold.environment)
+    hold.wait_for(2, process)
     if number == signal.SIGINT:
         os.killpg(process.pid, number)  # as a terminal does
     else:

@@ -9,24 +9,25 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
+from experiments.held_runs import HELD
 from experiments.small import SETTINGS, assert_same_run, command, record, small_recipe
+from patience import PATIENCE, wait_until
 from wellcond.experiments.compare import plan_comparison, run_comparison, write_comparison
 
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
-LONG = (
-    "training.length={steps: 160}",
-    "evaluation={every: {steps: 40}, batch_size: 250}",
-    "checkpoint={every: {steps: 20}}",
-    "tracking={weights_every: {steps: 80}, jacobian_points: 2}",
-)
-"""Enough steps to be killed on the way."""
 ANYWHERE = ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
 PLACE = ["--node-ip-address=127.0.0.1", f"--object-store-memory={80 * 2**20}", "--block", "--disable-usage-stats"]
-ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
-"""Nothing is written to the home folder; and training is what these machines are for."""
+ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",  # nothing is written to the home folder
+    "RAY_worker_niceness": "0",  # training is what these machines are for
+    "RAY_health_check_period_ms": "500",  # the dead are noticed soon ...
+    "RAY_health_check_timeout_ms": str(1000 * PATIENCE),  # ... and the slow are not dead
+    "RAY_raylet_start_wait_time_s": str(PATIENCE),
+    "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": str(PATIENCE),
+    "RAY_worker_register_timeout_seconds": str(PATIENCE),
+}
 METHODS = ("default", "conditioned")
 OF_A_SESSION = (
     "seconds",
@@ -39,18 +40,18 @@ OF_A_SESSION = (
 )
 
 
-def compare_command(folder, *arguments, changes=LONG, engine=("--engine", "ray")):
+def compare_command(folder, *arguments, changes=(HELD,)):
     """Two runs, one of each method."""
     settings = [part for change in (*SETTINGS, *changes) for part in ("--set", change)]
-    return command("compare", "--recipe", "digits", "-o", folder, "--seeds", 1, "--cpu", "--no-report", *settings,
-                   *engine, *arguments)  # fmt: skip
+    return command("compare", "--recipe", "digits", "-o", folder, "--seeds", 1, "--cpu", "--no-report",
+                   "--trust-local-code", *settings, "--engine", "ray", *arguments)  # fmt: skip
 
 
 def run_here(folder):
     """The same comparison on the local engine."""
-    recipe = small_recipe(*LONG)
+    recipe = small_recipe(HELD)
     write_comparison(folder, recipe, recipe.methods, (0,))
-    jobs = plan_comparison(recipe, recipe.methods, (0,), folder, cpu=True)
+    jobs = plan_comparison(recipe, recipe.methods, (0,), folder, cpu=True, local_code=True)
     outcome = run_comparison(jobs, num_workers=1, observer=lambda job, event: None)
     assert {row["status"] for row in outcome.records} == {"finished"}
     return folder
@@ -68,9 +69,9 @@ def start(arguments, *, output=subprocess.PIPE, **environment):
     )
 
 
-def finish(process, seconds=200):
+def finish(process):
     """Exit code, standard output and standard error of a process."""
-    output, errors = process.communicate(timeout=seconds)
+    output, errors = process.communicate(timeout=PATIENCE)
     return process.returncode, output, errors
 
 
@@ -96,20 +97,12 @@ class Machine:
         self.process = start(words, output=self.log, **environment)
 
     def wait_until_up(self):
-        deadline = time.monotonic() + 90
-        while "Ray runtime started" not in (told := self._told()):
-            assert self.process.poll() is None and time.monotonic() < deadline, told
-            time.sleep(0.05)
-        return self
+        wait_until(lambda: "Ray runtime started" in self.told() or self.process.poll() is not None)
+        assert self.process.poll() is None, self.told()
 
-    def _told(self):
+    def told(self):
         self.log.seek(0)
         return self.log.read()
-
-    def kill_worker(self):
-        """Only the process that trains."""
-        [worker] = [pid for pid, text in family(self.process).items() if "ray::RunWorker" in text]
-        os.kill(worker, signal.SIGKILL)
 
     def kill(self):
         """As if the power failed."""
@@ -157,14 +150,6 @@ class Cluster:
         for machine in reversed(self.machines):
             machine.kill()
         shutil.rmtree(self.temporary, ignore_errors=True)
-
-
-def wait_for_checkpoints(folder, process, count=2):
-    """Until so many runs are on their way."""
-    deadline = time.monotonic() + 120
-    while len({path.parent for path in folder.glob("*/seed*/checkpoints/step-*")}) < count:
-        assert process.poll() is None and time.monotonic() < deadline, finish(process)
-        time.sleep(0.02)
 
 
 def without_times(value):
