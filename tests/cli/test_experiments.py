@@ -15,8 +15,10 @@ from patience import PATIENCE
 from wellcond.cli.experiment_checks import data_overrides
 from wellcond.cli.experiments import choose_workers, parse_seeds
 from wellcond.cli.main import main
+from wellcond.errors import WellcondError
 from wellcond.experiments.load_recipe import load_recipe
 from wellcond.experiments.settings import RecipeError
+from wellcond.init.plan import METHODS
 from wellcond.report.build import build_report
 
 pytestmark = pytest.mark.processes
@@ -164,12 +166,16 @@ def test_other_settings_in_the_same_comparison_are_refused(compared, fails):
     assert (folder / "comparison.json").read_bytes() == before
 
 
-def test_a_run_that_fails_early_is_reported_beside_the_others(wellcond, tmp_path):
-    chosen = ["--methods", "default,conditioned(value=nonsense)", "--seeds", "1", "--jobs", "1", "--json"]
+def test_a_run_that_fails_early_is_reported_beside_the_others(wellcond, tmp_path, monkeypatch):
+    def fails(context):
+        raise WellcondError("no memory for conditioned heads")
+
+    monkeypatch.setitem(METHODS, "conditioned", fails)
+    chosen = ["--methods", "default,conditioned", "--seeds", "1", "--jobs", "1", "--json"]
     code, output = wellcond("compare", "--recipe", "digits", "-o", tmp_path, *chosen, "--no-report", *CHANGES)
     rows = {row["status"]: row for row in json.loads(output)["runs"]}
     assert code == 1 and set(rows) == {"finished", "failed"}
-    assert "nonsense" in rows["failed"]["reason"] and "joint" in rows["failed"]["reason"]
+    assert "no memory for conditioned heads" in rows["failed"]["reason"]
     build_report(tmp_path, pictures=False)
     assert "failed" in (tmp_path / "report/report.md").read_text()
 
