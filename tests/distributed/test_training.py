@@ -89,23 +89,25 @@ def rest(tmp_path_factory):
 @pytest.mark.filterwarnings("ignore::wellcond.NumericalWarning")
 @pytest.mark.parametrize("case", QUICK, ids=", ".join)
 def test_two_processes_do_what_one_does(case, quick):
-    assert_same(quick[case], story(case[0], "alone", *case[2:]))
+    assert_same(quick[case], story(case[0], "alone", *case[2:]), case[2])
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::wellcond.NumericalWarning")
 @pytest.mark.parametrize("case", REST, ids=", ".join)
 def test_every_model_method_and_order(case, rest):
-    assert_same(rest[case], story(case[0], "alone", *case[2:]))
+    assert_same(rest[case], story(case[0], "alone", *case[2:]), case[2])
 
 
-def assert_same(two, one):
+def assert_same(two, one, method):
+    # The polar factor of a square Gaussian matrix multiplies differences of rounding by its condition number.
+    after_training = 2e-3 if "whole" in method else 2e-4
     assert not isinstance(two, str), two
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
     for when, state in one["states"].items():
         assert list(two["states"][when]) == list(state), when
         for name, value in state.items():
-            tolerance = 1e-6 if when == "started" else 2e-4
+            tolerance = 1e-6 if when == "started" else after_training
             difference = (two["states"][when][name].double() - value.double()).abs().max()
             assert difference < tolerance, (when, name)
     assert not any("wellcond" in name for name in two["states"]["folded"])

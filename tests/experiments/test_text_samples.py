@@ -20,6 +20,7 @@ from wellcond.experiments.run import Job, run_job
 from wellcond.experiments.run_folder import RunError
 from wellcond.experiments.tasks.language_modelling import SAMPLE_TOKENS, TEMPERATURE
 from wellcond.experiments.tokenizers.byte_tokenizer import ByteTokenizer
+from wellcond.run_records import seal
 
 pytest.importorskip("tokenizers")
 WORDS = "the cat sat on a mat and saw that no dog was near so it ran home to tell her of this good bad day".split()
@@ -128,7 +129,7 @@ def test_a_run_killed_while_it_writes_writes_again(tmp_path, text, monkeypatch):
 
 @pytest.mark.processes
 def test_a_run_that_diverged_or_was_stopped_has_no_samples(tmp_path, text):
-    diverging = job(tmp_path / "diverged", text, optimizer={"name": "sgd", "lr": 1e9})
+    diverging = job(tmp_path / "diverged", text, optimizer={"name": "sgd", "lr": 1e6})
     assert run_job(diverging)["status"] == "diverged" and "samples" not in record(diverging.folder)
 
     def stop(event):
@@ -261,7 +262,7 @@ def test_a_record_without_a_tokeniser_goes_on(tmp_path, text):
     interrupted(tmp_path / "run", text, BPE)
     older = record(tmp_path / "run")
     del older["tokenizer"]
-    (tmp_path / "run/run.json").write_text(json.dumps(older))
+    (tmp_path / "run/run.json").write_text(json.dumps(seal(older)))
     assert run_job(job(tmp_path / "run", text, BPE))["tokenizer"]["vocabulary_size"] == 280
 
 

@@ -109,8 +109,8 @@ def _check_memory(model: nn.Module, chosen: list[tuple[AttentionSite, str, Slot]
     for name, parameter in model.named_parameters():
         stored = local_part(parameter)
         if stored.device.type != "meta" and stored.numel():
-            first = stored.storage_offset()
-            last = first + sum((size - 1) * step for size, step in zip(stored.shape, stored.stride(), strict=True))
+            first = int(stored.storage_offset())
+            last = first + sum(int((size - 1) * step) for size, step in zip(stored.shape, stored.stride(), strict=True))
             storage = stored.untyped_storage().data_ptr()
             spans.setdefault(storage, []).append((first, last, name, parameter))
     rewritten = {id(slot.parameter): (site, role) for site, role, slot in chosen}

@@ -57,7 +57,7 @@ def _offsets_and_sizes(shape: tuple[int, ...], mesh: Any, placements: Any) -> tu
     return tuple(offsets), tuple(sizes)
 
 
-_offsets_and_sizes._dynamo_marked_constant = True  # type: ignore[attr-defined] # as torch.compiler's decorator
+vars(_offsets_and_sizes)["_dynamo_marked_constant"] = True  # as torch.compiler.assume_constant_result, not imported
 
 
 def like(tensor: Tensor, part: Tensor) -> Tensor:

@@ -140,9 +140,9 @@ def _compute_all(frame: Frame) -> None:
             if isinstance(correction, SpectralCorrection) and raw is not None and not is_distributed(raw):
                 kinds.setdefault(correction.kind(raw), []).append((module, name, raw, correction))
     for members in kinds.values():
-        values = members[0][3].values([raw for _, _, raw, _ in members])
-        for (module, name, raw, _), value in zip(members, values, strict=True):
-            frame.computed[module, name] = Computed(raw, _version(raw), value)
+        values = members[0][3].values([weight for _, _, weight, _ in members])
+        for (module, name, weight, _), value in zip(members, values, strict=True):
+            frame.computed[module, name] = Computed(weight, _version(weight), value)
 
 
 def _version(raw: Tensor) -> int | None:

@@ -121,6 +121,7 @@ def _factor(work: Tensor, keep: float, share: float, accuracy: Accuracy) -> Tens
     wide_steps, narrow_steps = steps[: accuracy.num_wide_steps], steps[accuracy.num_wide_steps :]
     root, scaled = _inverse_root(scaled, wide_steps)
     rest, _ = _inverse_root(scaled.float(), narrow_steps, is_last=True)
+    assert rest is not None
     # sigma_1 G^(-1/2) = (G / (HEADROOM sigma_1^2))^(-1/2) / sqrt(HEADROOM)
     share /= math.sqrt(HEADROOM)
     return torch.baddbmm(
@@ -188,7 +189,8 @@ def schedule(smallest: float) -> tuple[Quintic, ...]:
         True
     """
     if smallest not in _SCHEDULES:
-        low, steps = smallest, []
+        low = smallest
+        steps: list[Quintic] = []
         while 1 - low > 1e-6:
             a, b, c = best_quintic(low, 2 - low if steps else 1.0)
             steps.append((a, b, c))
@@ -199,7 +201,7 @@ def schedule(smallest: float) -> tuple[Quintic, ...]:
 
 # What torch.compiler.assume_constant_result does; it would import the compiler with this package.
 for function in (_constants, schedule):
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    vars(function)["_dynamo_marked_constant"] = True
 
 
 def best_quintic(low: float, high: float) -> Quintic:
