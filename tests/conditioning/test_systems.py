@@ -8,6 +8,7 @@ from torch import nn
 
 import wellcond as wc
 from conditioning.test_condition import vit
+from models import NanoGPTAttention
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, 2, 3])
@@ -106,3 +107,41 @@ def test_replicas_of_data_parallel_are_refused_with_what_to_use_instead():
     replica = model._replicate_for_data_parallel()  # the next two lines are what nn.DataParallel does on GPUs
     with pytest.raises(wc.ConditioningError, match="DistributedDataParallel"):
         replica.in_proj_weight = model.in_proj_weight.detach()
+
+
+class WithBreaks(NanoGPTAttention):
+    """Parts of its forward cannot be compiled: one reads the weight itself, one calls the projection."""
+
+    @torch.compiler.disable
+    def by_hand(self, x):
+        return nn.functional.linear(x, self.c_attn.weight, self.c_attn.bias)
+
+    @torch.compiler.disable
+    def by_module(self, x):
+        return self.c_attn(x)
+
+    def forward(self, x):
+        out = super().forward(x) + self.by_hand(x)[..., : x.shape[-1]]
+        torch._dynamo.graph_break()
+        return out - self.by_module(x)[..., : x.shape[-1]] + nn.functional.linear(out, self.c_attn.weight)[..., :12]
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, about what it hands from graph to graph
+@pytest.mark.parametrize(
+    "method, options", [("balanced", {}), pytest.param("identity", {"lam": 0.5}, marks=pytest.mark.slow)]
+)
+def test_graph_breaks_inside_an_attention(method, options):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = wc.condition_(nn.Sequential(WithBreaks(12, 2), WithBreaks(12, 2)), method, **options)
+    x = torch.randn(2, 3, 12)
+    expected = model(x)
+    compiled = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), expected)
+    compiled(x).sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model(x).sum().backward()
+    for ours, p in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(ours, p.grad)
+    assert model[0].c_attn.weight is model[0].c_attn._parameters["weight"]

@@ -4,9 +4,12 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wellcond.linalg.polar_express import best_quintic, largest_eigenvalue, mix_with_polar, schedule
+from wellcond.linalg.spectrum import spectra
 
 SHAPES = [(8, 24), (64, 384), (64, 128), (32, 48), (16, 16), (64, 64), (24, 8)]
 
@@ -107,6 +110,18 @@ def test_the_schedule_takes_its_whole_interval_to_one():
         for a, b, c in schedule(smallest):
             x = a * x + b * x**3 + c * x**5
         assert (x - 1).abs().max() < 2e-6
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 8), st.integers(2, 8), st.floats(1.0, 10.0), st.integers(0, 10_000))
+def test_balanced_keeps_the_norm_and_meets_the_target(rows, columns, target, seed):
+    weights = torch.randn(1, rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    before = spectra(weights)[0]
+    after = spectra(mix_with_polar(weights, keep=1 - 1 / target, share=1 / target))[0]
+    assert after.sigma_max == pytest.approx(before.sigma_max, rel=1e-3)
+    assert after.condition_number <= target * 1.001
+    # Exactly: sigma_i becomes (1 - 1/t) sigma_i + sigma_1 / t.
+    assert after.sigma_min == pytest.approx((1 - 1 / target) * before.sigma_min + before.sigma_max / target, rel=1e-3)
 
 
 class Names(TorchDispatchMode):

@@ -81,7 +81,9 @@ class ForwardPass:
         """Whether a weight that is read now is read by a forward pass, or by the repetition of one in a backward."""
         if torch.compiler.is_compiling():
             return True
-        return any(frame.place.reads for frame in self.frames()) or torch._C._current_graph_task_id() != -1
+        # Between two graphs of one forward, what was traced tells what is running.
+        running = any(frame.place.reads for frames in (self.frames(), self.traced) for frame in frames)
+        return running or torch._C._current_graph_task_id() != -1
 
     @contextlib.contextmanager
     def running(self, place: Place, module: nn.Module) -> Iterator[None]:

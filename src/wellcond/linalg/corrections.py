@@ -1,7 +1,4 @@
-"""The corrections C of spectral conditioning, as maps W -> C on batches of heads (count, d, D).
-
-The forward pass uses W + C, and C carries no gradient.
-"""
+"""The correction C of paper S, exactly, for statements about it; training uses `wellcond.linalg.polar_express`."""
 
 from __future__ import annotations
 
@@ -23,22 +20,3 @@ def polar_correction(heads: Tensor) -> Tensor:
         [[3.0, 0.0], [0.0, 3.0]]
     """
     return polar(heads, times_norm=True).factor
-
-
-def balanced_correction(heads: Tensor, *, target: float = 2.0) -> Tensor:
-    r"""The polar correction rescaled so that the spectral norm stays that of W.
-
-    With b = 1/target, the effective weight mixes W with its polar factor,
-
-    .. math:: W + C = (1 - b)\, W + b\, \sigma_1(W)\, U V^T,
-
-    so its singular values (1-b) sigma_i + b sigma_1 lie between b sigma_1 and sigma_1: the largest is unchanged and
-    kappa(W + C) <= target, with equality for rank-deficient W. target = 2 is half of W + C of theorem 3.5.
-
-    Example:
-        >>> import torch
-        >>> w = torch.diag(torch.tensor([3.0, 1.0]))[None]
-        >>> (w + balanced_correction(w))[0].round().tolist()
-        [[3.0, 0.0], [0.0, 2.0]]
-    """
-    return (polar_correction(heads) - heads) / target
