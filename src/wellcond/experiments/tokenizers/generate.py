@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from wellcond.attention.effective import is_conditioned
+from wellcond.attention.shards import is_held_together
+from wellcond.conditioning.apply import folded
 from wellcond.experiments.settings import RecipeError
 from wellcond.experiments.tokenizers.base import Tokenizer, document_end
 
@@ -49,16 +53,19 @@ def generate_text(
     was_training = [(module, module.training) for module in model.modules()]
     model.eval()
     tokens = list(given)
+    # Every token is a forward pass, in which a correction would be computed again.
+    folding = is_conditioned(model) and not is_held_together(model)
     try:
-        for _ in range(num_tokens):
-            output: Any = model(input_ids=torch.tensor([tokens[-seen:]], device=device), use_cache=False)
-            logits = (output if isinstance(output, Tensor) else output.logits)[0, -1].double().cpu()
-            if len(logits) < tokenizer.vocabulary_size:
-                raise RecipeError(
-                    f"the model knows {len(logits)} tokens, and the tokeniser has {tokenizer.vocabulary_size}"
-                )
-            # A model may have more embeddings than there are tokens.
-            tokens.append(_draw(logits[: tokenizer.vocabulary_size], temperature, generator))
+        with folded(model) if folding else contextlib.nullcontext():
+            for _ in range(num_tokens):
+                output: Any = model(input_ids=torch.tensor([tokens[-seen:]], device=device), use_cache=False)
+                logits = (output if isinstance(output, Tensor) else output.logits)[0, -1].double().cpu()
+                if len(logits) < tokenizer.vocabulary_size:
+                    raise RecipeError(
+                        f"the model knows {len(logits)} tokens, and the tokeniser has {tokenizer.vocabulary_size}"
+                    )
+                # A model may have more embeddings than there are tokens.
+                tokens.append(_draw(logits[: tokenizer.vocabulary_size], temperature, generator))
     finally:
         for module, training in was_training:
             module.training = training
