@@ -2,7 +2,7 @@
 
 import time
 
-PATIENCE = 900
+PATIENCE = 600
 """Seconds after which a test counts as hanging. It decides nothing: every wait ends with a state."""
 
 

@@ -156,7 +156,7 @@ def test_when_the_disk_is_full_the_rest_is_made_in_memory(tmp_path):
 
 
 SCRIPT = """
-import sys
+import os, signal, sys, threading
 from wellcond.experiments.data import job_pool
 job_pool.POOL_SECONDS = 0
 class Telling(job_pool.ProcessPoolExecutor):
@@ -168,10 +168,15 @@ job_pool.ProcessPoolExecutor = Telling
 from experiments.data.chunk_generators import CountingOptions, counting
 from wellcond.experiments.data import load_data, register_generator, resolve_config
 register_generator("counting", CountingOptions, chunk=10)(counting)
+def tell(*event):
+    if "SIGNALS_ELSEWHERE" in os.environ:  # for the thread below to receive
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    print(*event, flush=True)
 if __name__ == "__main__":
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
     options = {"record": sys.argv[1], "hold_from": int(sys.argv[2])}
     data = {"source": "generated", "generator": "counting", "num_train": 200, "num_evaluation": 1, "options": options}
-    load_data(resolve_config(data), progress=lambda *event: print(*event, flush=True))
+    load_data(resolve_config(data), progress=tell)
 """
 
 
@@ -197,6 +202,11 @@ class Maker:
 
     def wait_until_it_tells(self, text):
         wait_until(lambda: text in self.told(), process=self.process)
+
+    def sleeps(self):
+        """Whether its main thread waits, all the time that we look."""
+        states = [Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2][0] for _ in range(100)]
+        return set(states) == {"S"}
 
     def end(self):
         """Exit code and errors, once it and its workers are gone."""
@@ -238,9 +248,12 @@ def test_of_processes_that_start_at_once_one_makes_the_data_and_the_other_waits(
 
 
 @pytest.mark.slow
-def test_interrupt_stops_all_processes_and_keeps_what_is_done(make, tmp_path):
-    maker = make(3, WELLCOND_WORKERS="2")
+@pytest.mark.parametrize("variables", [{}, {"SIGNALS_ELSEWHERE": "1"}], ids=["here", "elsewhere"])
+def test_interrupt_stops_all_processes_and_keeps_what_is_done(make, tmp_path, variables):
+    """A signal that comes as a wait begins, or to another thread, does not end the wait."""
+    maker = make(3, WELLCOND_WORKERS="2", **variables)
     maker.wait_until_it_tells("chunks 3 20")
+    wait_until(maker.sleeps)
     os.killpg(maker.process.pid, signal.SIGINT)  # as Ctrl-C in a terminal
     maker.wait_until_it_tells("stopping")
     end_hold(tmp_path)

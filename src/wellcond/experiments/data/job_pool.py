@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
@@ -20,6 +20,8 @@ from wellcond.experiments.settings import RecipeError
 
 POOL_SECONDS = 6.0
 """Work below this is done by the time that processes have started and imported torch."""
+SECONDS_TO_HEAR = 0.5
+"""Until Ctrl-C is heard at the latest."""
 
 JobT = TypeVar("JobT")
 ResultT = TypeVar("ResultT")
@@ -89,10 +91,13 @@ def _run_in_pool(
     try:
         with _interrupts_ignored():  # what children inherit: Ctrl-C is for this process to act on
             numbers = {executor.submit(work, jobs[number]): number for number in sorted(left)}
-        for future in as_completed(list(numbers)):
-            number, result = numbers.pop(future), future.result()
-            left.remove(number)
-            yield number, result
+        while numbers:
+            # A signal that comes as the wait begins is heard when it ends.
+            done, _ = wait(numbers, timeout=SECONDS_TO_HEAR, return_when=FIRST_COMPLETED)
+            for future in done:
+                number, result = numbers.pop(future), future.result()
+                left.remove(number)
+                yield number, result
     except BrokenProcessPool:
         # A process died (out of memory, or it cannot import the caller's script), or its error could not be sent.
         for number in sorted(left):
