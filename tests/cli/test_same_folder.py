@@ -77,7 +77,8 @@ def test_a_waiting_command_can_be_stopped(tmp_path, number):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
 def test_two_identical_comparisons_make_every_run_once(tmp_path, workers):
     folder = tmp_path / "digits"
     arguments = command("compare", "--recipe", "digits", "-o", folder, "--jobs", workers, "--json", *CHANGES)

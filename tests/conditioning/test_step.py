@@ -98,10 +98,10 @@ def test_a_compiled_step_is_one_graph_that_never_waits():
         graphs.append(Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function"))
         return make_boxed_func(graph.forward)
 
-    for method, options in METHODS:
+    for method, options in (("identity", {"lam": 0.5}), ("balanced", {})):
         torch._dynamo.reset()
         graphs.clear()
-        model = wc.condition_(vit(depth=3), method, **options)
+        model = wc.condition_(vit(depth=2), method, **options)
         compiled = torch.compile(model, backend=aot_autograd(fw_compiler=look, bw_compiler=look), fullgraph=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         step(compiled, optimizer, images())
@@ -125,8 +125,8 @@ def test_a_compiled_graph_batches_the_layers_too():
         torch.compile(model, backend=aot_autograd(fw_compiler=look, bw_compiler=look), fullgraph=True)(images()[0])
         return sizes[0]
 
-    extra = {depth: size(depth, "balanced") - size(depth, None) for depth in (1, 3)}
-    assert extra[3] - extra[1] <= 3 * 2
+    extra = {depth: size(depth, "balanced") - size(depth, None) for depth in (1, 2)}
+    assert extra[2] - extra[1] <= 3
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

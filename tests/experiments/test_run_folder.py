@@ -18,9 +18,8 @@ import os, sys
 from pathlib import Path
 from wellcond.experiments.run_folder import RunFolder
 with RunFolder(Path(sys.argv[1])).opened():
-    child = os.fork()
-    if child:
-        print(child, flush=True)
+    if not os.fork():
+        print(os.getpid(), flush=True)  # said by the child, which has let go of the lock by then
     os.read(0, 1)
 """
 
