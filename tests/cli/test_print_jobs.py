@@ -43,6 +43,7 @@ def printed(monkeypatch, capsys):
     return call
 
 
+@pytest.mark.slow
 def test_the_lines_make_the_comparison_that_compare_makes(printed, tmp_path, capsys):
     folder, other = tmp_path / "it's a folder", tmp_path / "other"
     chosen = ["--methods", METHODS, "--seeds", "1", "--cpu", "--set", "optimizer.lr=5e-4"]

@@ -143,6 +143,7 @@ def test_a_comparison_runs_on_two_processes_and_is_not_repeated(tmp_path):
     assert json.loads(run(command(*arguments, processes=2)).stdout)["runs"] == rows
 
 
+@pytest.mark.slow
 def test_a_folder_that_one_process_cannot_have_stops_both(tmp_path):
     """Going on with the next run on one process alone would mix two runs into one."""
     changes = [part for override in SETTINGS for part in ("--set", override)]
@@ -155,6 +156,7 @@ def test_a_folder_that_one_process_cannot_have_stops_both(tmp_path):
     assert not list((tmp_path / "digits").rglob("run.json"))
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_in_use_is_waited_for_by_both(tmp_path):
     folder = tmp_path / "run"
     arguments = [part for part in train_command(folder, processes=2) if part != "-q"]
