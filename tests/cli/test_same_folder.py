@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from experiments.small import SETTINGS, command, record, small_job, train_command
+from patience import PATIENCE
 from wellcond.cli import experiments
 from wellcond.cli.progress import RunsProgress
 from wellcond.experiments.compare import run_comparison
@@ -34,7 +35,7 @@ def until_it_waits(process):
 
 
 def ended(process):
-    output, errors = process.communicate(timeout=300)
+    output, errors = process.communicate(timeout=PATIENCE)
     assert "Traceback" not in errors, errors
     return process.returncode, output, errors
 

@@ -23,14 +23,6 @@ def qkv_of(model):
     return model.blocks[0].attn.qkv
 
 
-def expected_output(model, method, options):
-    """Of a new model with the weights that `model` stores now."""
-    twin = vit().eval()
-    parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
-    twin.load_state_dict(parameters, strict=True)
-    return wc.condition_(twin, method, **options)(X)
-
-
 WRITES = {
     "data, every other column negated": lambda w: w.data[:, 1::2].neg_(),
     "data, doubled": lambda w: w.data.mul_(2),
