@@ -67,7 +67,7 @@ def test_a_waiting_command_takes_over_when_the_other_one_is_gone(tmp_path):
     assert record(tmp_path / "run")["status"] == "finished"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_waiting_command_can_be_stopped(tmp_path, number):
     with RunFolder(tmp_path / "run").opened():
         process = start(loud(tmp_path / "run"))

@@ -170,6 +170,7 @@ def test_an_exported_detector_is_plain(root, finished):
     plain.load_state_dict(exported)
 
 
+@pytest.mark.slow
 def test_a_detector_learns_what_is_in_the_images(tmp_path):
     """A square in each of two images: the loss falls by half and they are found."""
     objects = [

@@ -108,7 +108,9 @@ def test_the_last_weights_write_even_if_the_best_are_tested(tmp_path, text, monk
     assert found["samples"] == written_again(ours) != written_again(ours, "best")
 
 
-@pytest.mark.parametrize("moment", [3, 8, 13])
+@pytest.mark.parametrize(
+    "moment", [pytest.param(3, marks=pytest.mark.slow), 8, pytest.param(13, marks=pytest.mark.slow)]
+)
 def test_a_run_that_was_killed_writes_the_same(tmp_path, text, monkeypatch, moment):
     whole = run_job(job(tmp_path / "whole", text, BPE))
     kill_at_write(monkeypatch, moment, job(tmp_path / "run", text, BPE))

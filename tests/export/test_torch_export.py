@@ -28,8 +28,8 @@ def graph_of(program):
     return operators, {name: tuple(value.shape) for name, value in tensors.items()}
 
 
-# Every model by default (every method is in the tests below), every pair of them in the slow suite.
-DEFAULT = [(name, "polar") for name in CASES]
+# One model of each library by default (every method is in the tests below), every pair in the slow suite.
+DEFAULT = [(name, "polar") for name in ("timm_vit", "hf_bert", "torch_encoder")]
 PAIRS = [
     pytest.param(name, method, marks=() if (name, method) in DEFAULT else pytest.mark.slow)
     for name in CASES

@@ -57,7 +57,13 @@ def test_checkpoints_load_in_plain_automodel_with_effective_weights(name, condit
 
 
 @pytest.mark.parametrize(
-    "name, condition", [("bert", "balanced"), ("gpt2", CONDITIONS[1]), ("vit", CONDITIONS[2]), ("vit", None)]
+    "name, condition",
+    [
+        ("bert", "balanced"),
+        pytest.param("gpt2", CONDITIONS[1], marks=pytest.mark.slow),
+        ("vit", CONDITIONS[2]),
+        pytest.param("vit", None, marks=pytest.mark.slow),
+    ],
 )
 def test_resuming_equals_not_stopping(name, condition, tmp_path):
     def run(folder, **how):

@@ -350,6 +350,7 @@ def test_several_comparisons_each_get_a_report(tmp_path):
     assert len(load_comparisons(tmp_path)) == 2  # a report is no run
 
 
+@pytest.mark.slow
 def test_a_large_model_stays_small_on_the_page(tmp_path):
     analysis = study(tmp_path, usual_methods()[:2], layers=24, heads=16, points=30)
     page = render_comparison(analysis.comparison)

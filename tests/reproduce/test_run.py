@@ -196,6 +196,7 @@ def test_runs_under_other_settings_are_not_taken_for_these(ran, pets):
         make_plan("C-T2", pets, "tiny", Wishes(folder, overrides=("optimizer.lr=0.5",)))
 
 
+@pytest.mark.slow
 def test_the_list_looks_where_runs_go(tmp_path):
     plan = make_plan("C-T2", entries()["C-T2"], "tiny", Wishes(tmp_path))
     job = plan.studies[0].jobs[0]

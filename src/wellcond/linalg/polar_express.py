@@ -34,7 +34,7 @@ Quintic = tuple[float, float, float]
 SQUARINGS = (4, 4)  # between two normalisations, so that float32 does not underflow; G^256 in total
 TINY = {torch.float64: 1e-150, torch.float32: 1e-30}
 HEADROOM = 1.005  # the estimate of sigma_1^2 may be 0.2 % below the truth, and the polynomials end at 1
-CHUNK_BYTES = {"cpu": 2**26}  # of float64 weights at a time: the heap of a CPU gives larger pieces back after every use
+CHUNK_BYTES = {"cpu": 2**22}  # of float64 weights at a time: what the caches of a CPU hold
 GPU_CHUNK_BYTES = 2**28
 
 

@@ -53,6 +53,7 @@ def assert_resumed(folder, lost):
     assert sessions(folder)[lost][1]["resumed_at_step"] == 7
 
 
+@pytest.mark.slow
 def test_the_run_of_a_killed_machine_is_resumed_on_another(cluster, here, hold, tmp_path):
     [victim, _] = cluster.add(2)
     process = start(compare_command(tmp_path, "--ray-address", cluster.address), **hold.environment)
