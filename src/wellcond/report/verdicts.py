@@ -106,7 +106,8 @@ def sign_flip_p(values: Sequence[float]) -> float | None:
     if not len(sizes):
         return None
     unit = float(sizes.max())
-    sums, counts = np.zeros(1), np.ones(1)
+    sums: np.ndarray = np.zeros(1)
+    counts: np.ndarray = np.ones(1)
     for size in sizes / unit:
         both = np.concatenate([sums - size, sums + size]).round(9)
         sums, places = np.unique(both, return_inverse=True)
