@@ -78,6 +78,12 @@ class MethodSettings(Settings):
         return self
 
     def _check_init(self) -> None:
+        if self.init == "default" and "library" in self.init_options:
+            if self.init_options != {"library": True}:
+                raise ValueError(
+                    "default(library=true) is the start of the library, which takes no other value and no other option"
+                )
+            return
         if self.init != "weight_selection":
             check_options(self.init, self.init_options)
             return
@@ -86,6 +92,11 @@ class MethodSettings(Settings):
             self.init, {name: value for name, value in self.init_options.items() if name not in TEACHER_OPTIONS}
         )
         check_teacher(self.init_options)
+
+    @property
+    def library(self) -> bool:
+        """Whether it asks for the start of the model's library, whatever the recipe is a proxy for."""
+        return "library" in self.init_options
 
     def canonical(self) -> str:
         """The method as text that `parse_method` reads."""
@@ -124,7 +135,7 @@ class MethodSettings(Settings):
                 init_(model, self.init, sites=sites, **options)
             except WellcondError as error:
                 raise RecipeError(f"weight_selection from {self.init_options['teacher']}: {error}") from error
-        elif self.init != "default" or self.init_options:
+        elif self.init != "default" or (self.init_options and not self.library):
             init_(model, self.init, sites=sites, generator=torch.Generator().manual_seed(seed), **self.init_options)
         if self.condition is not None:
             with warnings.catch_warnings():
