@@ -104,7 +104,7 @@ def prepare_model(
         else:
             load_encoder(model, path)
         if "{method}" in recipe.model.encoder:  # its initialisation was that of pre-training
-            method = method.model_copy(update={"init": "default", "init_options": {}})
+            method = method.model_copy(update={"init": "default", "init_options": {}, "tokens": {}})
 
     def build_teacher(name: str, given: dict[str, Any]) -> nn.Module:
         return _build(name, task.model_arguments(name.partition(":")[0]) | given, {}, task, local_code=False)

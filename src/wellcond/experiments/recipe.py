@@ -192,7 +192,7 @@ YOUNGER: dict[str, dict[str, Any]] = {
     "schedule": {"begin": 0.0},
     "training": {"hours": None, "batch_ramp": None},
     "evaluation": {"samples": None, "test": None},
-    "method": {"sites": "*"},
+    "method": {"sites": "*", "tokens": {}},
 }
 YOUNGER_PARTS: dict[str, Any] = {"proxy": None}
 YOUNGER_OF_TASKS: dict[str, dict[str, Any]] = {
