@@ -15,6 +15,7 @@ from wellcond.experiments.methods import MethodSettings
 from wellcond.experiments.run import Job, run_job
 
 SETTINGS = (
+    "proxy=null",
     "model.arguments={img_size: 8, patch_size: 4, embed_dim: 16, depth: 2, num_heads: 2, mlp_ratio: 1.0}",
     "training={length: {steps: 24}, batch_size: 32, threads: 1, log_every: 5}",
     "evaluation={every: {steps: 8}, batch_size: 250}",

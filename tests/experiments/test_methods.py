@@ -114,11 +114,13 @@ CONDITIONS = st.one_of(
     condition=CONDITIONS,
     projections=st.sampled_from(["qkv", "q", "kv"]),
     sites=st.sampled_from(["*", "blocks.*", "[ab], c=d", 'a "quoted" name']),
+    tokens=st.dictionaries(st.sampled_from(["embeddings", "positions"]), st.floats(1e-3, 1e6)),
 )
 @settings(max_examples=200, deadline=None)
-def test_canonical_text_gives_the_same_method(init, condition, projections, sites):
+def test_canonical_text_gives_the_same_method(init, condition, projections, sites, tokens):
     method = MethodSettings(
         sites=sites,
+        tokens=tokens,
         init=init[0],
         init_options=init[1],
         condition=condition[0],

@@ -1,7 +1,8 @@
-"""A method of a comparison: an initialisation, a conditioning, or one after the other.
+"""A method of a comparison: an initialisation, a conditioning, or one after the other, and scales of the tokens.
 
 In text: ``default``, ``conditioned``, ``identity(lam=10)``, ``conditioned+balanced(target=1.5)``,
-``conditioned(sites="blocks.*")``. ``conditioned+set(optimizer.lr=3e-3)`` changes fields of the recipe for this method.
+``conditioned(sites="blocks.*")``, ``tokens(positions=25)+gaussian``. ``conditioned+set(optimizer.lr=3e-3)`` changes
+fields of the recipe for this method.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from wellcond.errors import NumericalWarning, WellcondError
 from wellcond.experiments.settings import RecipeError, Settings, suggest
 from wellcond.experiments.teachers import OPTIONS as TEACHER_OPTIONS
 from wellcond.experiments.teachers import Build, check_teacher, pin_teacher, selection_options
+from wellcond.experiments.token_scales import check_factors, scale_tokens_
 from wellcond.experiments.yaml_text import read_yaml
 from wellcond.init.apply import check_names, check_options, init_
 from wellcond.init.options import check_values
@@ -48,6 +50,8 @@ class MethodSettings(Settings):
     """Pattern of the names of the attentions that it acts on, such as ``blocks.*``."""
     set: dict[str, Any] = Field(default_factory=dict)
     """Fields of the recipe that this method changes, such as ``optimizer.lr``; see `override_recipe`."""
+    tokens: dict[str, Any] = Field(default_factory=dict)
+    """Factors on the start's ``embeddings`` (of words or patches) and ``positions``."""
 
     @model_validator(mode="before")
     @classmethod
@@ -59,10 +63,15 @@ class MethodSettings(Settings):
     def _in_one_order(cls, fields: dict[str, Any]) -> dict[str, Any]:
         return {name: _whole(fields[name]) for name in sorted(fields)}
 
-    @field_validator("init_options", "condition_options")
+    @field_validator("init_options", "condition_options", "tokens")
     @classmethod
     def _plain_numbers(cls, options: dict[str, Any]) -> dict[str, Any]:
         return {name: _whole(value) for name, value in options.items()}
+
+    @field_validator("tokens")
+    @classmethod
+    def _factors(cls, factors: dict[str, Any]) -> dict[str, Any]:
+        return check_factors(factors)
 
     @model_validator(mode="after")
     def _exists(self) -> MethodSettings:
@@ -85,6 +94,12 @@ class MethodSettings(Settings):
         return self
 
     def _check_init(self) -> None:
+        if self.init == "default" and "library" in self.init_options:
+            if self.init_options != {"library": True}:
+                raise ValueError(
+                    "default(library=true) is the start of the library, which takes no other value and no other option"
+                )
+            return
         if self.init != "weight_selection":
             check_options(self.init, self.init_options)
             return
@@ -94,11 +109,18 @@ class MethodSettings(Settings):
         )
         check_teacher(self.init_options)
 
+    @property
+    def library(self) -> bool:
+        """Whether it asks for the start of the model's library, whatever the recipe is a proxy for."""
+        return "library" in self.init_options
+
     def canonical(self) -> str:
         """The method as text that `parse_method` reads."""
         untouched = self.init == "default" and not self.init_options
         where = {} if self.sites == "*" else {"sites": self.sites}
-        parts = [] if untouched and self.condition else [_call(self.init, self.init_options | where)]
+        parts = [_call("tokens", self.tokens)] if self.tokens else []
+        if not untouched or not (self.condition or (self.tokens and not where)):
+            parts.append(_call(self.init, self.init_options | where))
         if self.condition:
             chosen = {} if self.projections == "qkv" else {"projections": self.projections}
             parts.append(_call(self.condition, self.condition_options | chosen | where))
@@ -132,8 +154,10 @@ class MethodSettings(Settings):
                 init_(model, self.init, sites=sites, **options)
             except WellcondError as error:
                 raise RecipeError(f"weight_selection from {self.init_options['teacher']}: {error}") from error
-        elif self.init != "default" or self.init_options:
+        elif self.init != "default" or (self.init_options and not self.library):
             init_(model, self.init, sites=sites, generator=torch.Generator().manual_seed(seed), **self.init_options)
+        if self.tokens:
+            scale_tokens_(model, self.tokens)
         if self.condition is not None:
             with warnings.catch_warnings():
                 # The report shows the saturation that this warns of, from the measured entropy.
@@ -237,14 +261,16 @@ def parse_method(text: str) -> dict[str, Any]:
         if matched is None:
             raise ValueError(f"expected a method such as conditioned or identity(lam=10), found {part!r}")
         name, options = matched[1], _options(matched[2] or "", part, dotted=matched[1] == "set")
-        if name == "set":
-            if "set" in fields or not options:
-                raise ValueError(f"expected one set with fields such as optimizer.lr=3e-3, found {text!r}")
-            fields["set"] = options
+        if name in ("set", "tokens"):
+            if name in fields or not options:
+                example = "optimizer.lr=3e-3" if name == "set" else "positions=25"
+                raise ValueError(f"expected one {name} with values such as {example}, found {text!r}")
+            fields[name] = options
             continue
         kind = "condition" if name in CONDITIONS else "init"
         if name not in CONDITIONS and name not in INITS:
-            raise ValueError(f"unknown method {name!r}{suggest(name, [*sorted(INITS), *sorted(CONDITIONS), 'set'])}")
+            known = [*sorted(INITS), *sorted(CONDITIONS), "tokens", "set"]
+            raise ValueError(f"unknown method {name!r}{suggest(name, known)}")
         if kind in fields:
             raise ValueError(f"{text!r} names two methods of the same kind: {fields[kind]} and {name}")
         if kind == "condition" and "projections" in options:

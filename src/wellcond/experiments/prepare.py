@@ -16,6 +16,7 @@ from wellcond.experiments.data.registry import load_data, resolve_config
 from wellcond.experiments.methods import MethodSettings
 from wellcond.experiments.models import ModelSpecError, build_model
 from wellcond.experiments.norms import remove_norms_
+from wellcond.experiments.proxy import check_untrained, scale_true_
 from wellcond.experiments.recipe import Recipe
 from wellcond.experiments.seeding import derive
 from wellcond.experiments.settings import RecipeError
@@ -82,12 +83,18 @@ def prepare_model(
     """Build the model and apply the method. A seed fixes every other weight, so that methods are paired."""
     kind = recipe.model.name.partition(":")[0]
     arguments = _merge(task.model_arguments(kind), recipe.model.arguments, recipe.model.name)
+    name = located(recipe.model.name, base)
+    proxy = None if method.library else recipe.proxy
+    if proxy is not None:
+        _check_proxy(name, method)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "model"))
-        model = _build(located(recipe.model.name, base), arguments, recipe.model.arguments, task, local_code)
+        model = _build(name, arguments, recipe.model.arguments, task, local_code)
         if recipe.model.norms != "keep":
             remove_norms_(model, recipe.model.norms, lambda: _check_takes(model, task, recipe.model.name))
         _check_takes(model, task, recipe.model.name)
+    if proxy is not None:
+        scale_true_(model, proxy.width)
     if recipe.model.weights is not None:
         load_weights(model, (base or Path()) / recipe.model.weights)
     if recipe.model.encoder is not None:
@@ -97,12 +104,22 @@ def prepare_model(
         else:
             load_encoder(model, path)
         if "{method}" in recipe.model.encoder:  # its initialisation was that of pre-training
-            method = method.model_copy(update={"init": "default", "init_options": {}})
+            method = method.model_copy(update={"init": "default", "init_options": {}, "tokens": {}})
 
     def build_teacher(name: str, given: dict[str, Any]) -> nn.Module:
         return _build(name, task.model_arguments(name.partition(":")[0]) | given, {}, task, local_code=False)
 
     return method.apply_(model, seed=derive(seed, "method"), base=base, build=build_teacher)
+
+
+def _check_proxy(name: str, method: MethodSettings) -> None:
+    """Raise RecipeError for a model or a method whose start would not be that of the larger model."""
+    check_untrained(name)
+    if method.init == "default" and method.init_options and method.init_options.get("rule") != "torch":
+        raise RecipeError(
+            f"proxy: {method.label} draws the attention again at the scale of the library; expected default, which is "
+            "scale-true, or default(library=true)"
+        )
 
 
 def located(name: str, base: Path | None) -> str:

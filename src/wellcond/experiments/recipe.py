@@ -26,6 +26,7 @@ from wellcond.experiments.data.registry import SourceConfig, resolve_config
 from wellcond.experiments.method_overrides import override_recipe
 from wellcond.experiments.methods import MethodSettings, check_distinct
 from wellcond.experiments.optimizers import OptimizerSettings
+from wellcond.experiments.proxy import ProxySettings
 from wellcond.experiments.schedule import Constant, ScheduleSettings
 from wellcond.experiments.settings import Interval, Scale, Settings, suggest
 from wellcond.experiments.tasks.augmentation import AugmentationSettings
@@ -146,6 +147,8 @@ class Recipe(Settings):
     task: Annotated[SerializeAsAny[Settings], BeforeValidator(_resolve_task)]
     data: Annotated[SerializeAsAny[SourceConfig], BeforeValidator(_resolve_source)]
     model: ModelSettings
+    proxy: ProxySettings | None = None
+    """The model that this one stands in for: matrices of the blocks start at its sigma sqrt(fan_in)."""
     method: MethodSettings = MethodSettings(init="default")
     methods: tuple[MethodSettings, ...] = ()
     """Those of a comparison."""
@@ -168,6 +171,12 @@ class Recipe(Settings):
         check_distinct(self.methods)
         for method in (self.method, *self.methods):
             override_recipe(self, method)
+        for field in ("weights", "encoder"):
+            if self.proxy is not None and getattr(self.model, field) is not None:
+                raise ValueError(
+                    f"proxy: expected a model that starts from scratch, found model.{field}, which replaces the start; "
+                    "remove one of them (proxy: null)"
+                )
         return self
 
     def config(self, method: MethodSettings, seed: int) -> dict[str, Any]:
@@ -186,8 +195,9 @@ YOUNGER: dict[str, dict[str, Any]] = {
     "schedule": {"begin": 0.0},
     "training": {"hours": None, "batch_ramp": None},
     "evaluation": {"samples": None, "test": None},
-    "method": {"sites": "*"},
+    "method": {"sites": "*", "tokens": {}},
 }
+YOUNGER_PARTS: dict[str, Any] = {"proxy": None}
 YOUNGER_OF_TASKS: dict[str, dict[str, Any]] = {
     "language_modelling": {"tokenizer": "bytes", "stride": None, "limit_tokens": None},
     "sequence_classification": {
@@ -207,6 +217,7 @@ def config_hash(config: dict[str, Any]) -> str:
     # What a method sets is in the other parts of the configuration already.
     kept["method"] = {key: value for key, value in kept["method"].items() if key not in ("label", "set")}
     younger = YOUNGER | {"task": YOUNGER_OF_TASKS.get(kept["task"]["name"], {})}
+    kept = {key: value for key, value in kept.items() if key not in YOUNGER_PARTS or value != YOUNGER_PARTS[key]}
     for part, defaults in younger.items():
         kept[part] = {key: value for key, value in kept[part].items() if key not in defaults or value != defaults[key]}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
