@@ -6,7 +6,7 @@ from transformers import GPT2Config, GPT2Model
 
 import wellcond as wc
 from models import NanoGPTAttention, XTransformersAttention, stack
-from wellcond.init.plan import METHODS
+from wellcond.init.apply import METHODS
 from wellcond.init.positions import sincos_2d
 from wellcond.init.selection import select_indices
 from wellcond.linalg.spectrum import singular_values

@@ -116,7 +116,7 @@ def test_the_default_draws_from_no_device_and_not_from_the_global_generator(rule
         ("gaussian", "value", "shared", "unknown value: got 'shared', expected one of 'gaussian', 'per_head', 'joint'"),
         ("gaussian", "projections", "qx", "unknown projection: got 'x'"),
         ("gaussian", "projections", 3, "projections of 'gaussian': expected text, got 3"),
-        ("conditioned", "value_scale", "big", "expected a finite number, got 'big'"),
+        ("conditioned", "value_scale", "big", "expected a finite number or one of 'default', got 'big'"),
         ("conditioned", "orthogonal", "cayley", "unknown orthogonal: got 'cayley', expected one of 'svd', 'qr'"),
         ("conditioned", "match_norm", "yes", "expected True or False, got 'yes'"),
         ("conditioned", "output", "joint", "True or False or one of 'identity', 'orthogonal', got 'joint'"),

@@ -84,7 +84,7 @@ def init(
     model: Model,
     output: Output,
     method: Annotated[
-        str, typer.Option(help="conditioned, orthogonal, gaussian, mimetic, weight_selection, default")
+        str, typer.Option(help="conditioned, orthogonal, gaussian, mimetic, nanochat, weight_selection, default")
     ] = ("conditioned"),
     weights: Weights = None,
     option: Annotated[

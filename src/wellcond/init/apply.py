@@ -11,6 +11,7 @@ from torch import nn
 
 import wellcond.init.conditioned
 import wellcond.init.mimetic
+import wellcond.init.nanochat
 import wellcond.init.selection
 import wellcond.init.standard  # noqa: F401  (each registers its methods)
 from wellcond.attention.checks import check_writable, choose_projections, choose_sites
@@ -39,7 +40,8 @@ def init_(
 
     Args:
         model: any model whose attention `find_attention` recognises.
-        method: ``conditioned``, ``orthogonal``, ``gaussian``, ``mimetic``, ``weight_selection`` or ``default``.
+        method: ``conditioned``, ``orthogonal``, ``gaussian``, ``mimetic``, ``nanochat``, ``weight_selection`` or
+            ``default``.
         sites: only these attentions (from `find_attention(model)`); all by default.
         generator: source of randomness; torch's global one if None. A seed gives the same weights whatever the
             storage layout, dtype or device.

@@ -53,7 +53,7 @@ def conditioned(
     orthogonal: Source = "svd",
     heads: Heads = "independent",
     value: Value = "per_head",
-    value_scale: float = 1.0,
+    value_scale: float | Literal["default"] = 1.0,
     projections: str = "qkv",
     output: bool | Output = False,
     roles: Roles = "by_role",
@@ -69,7 +69,8 @@ def conditioned(
         orthogonal: how a semi-orthogonal matrix is drawn; both give the Haar distribution.
         heads: draw each head independently (the paper), or one matrix for all heads of a projection.
         value: W_V: the same identity in every head (the paper), one identity over all heads, or semi-orthogonal.
-        value_scale: factor on W_V.
+        value_scale: factor on W_V; ``default``: every head of it keeps the Frobenius norm that it has now, which is the
+            default's in a model that was just built.
         projections: which of q, k, v to set.
         output: also set W_O: True or ``"orthogonal"``, or ``"identity"``.
         roles: where an attention stores its linear path under another name (DaViT's channel attention keeps it in the
@@ -83,17 +84,20 @@ def conditioned(
     """
     chosen = choose_projections(projections)
     output = "orthogonal" if output is True else output
+    keep_value_norm = value_scale == "default"
+    value_factor = 1.0 if value_scale == "default" else value_scale
     for site in context.sites:
         linear_path = site.roles["value"] if roles == "by_role" else "v"
         scale = tied_scale(site, own_token, tokens) if keys == "tied" else 1.0
         for role in chosen:
             slot = site.slots[role]
             if role == linear_path and value != "orthogonal":
-                weights = value_scale * identity_heads(slot, layout=value)
+                weights = value_factor * identity_heads(slot, layout=value)
             elif not (keys == "tied" and role == "k"):  # else the weights of q, which comes before
                 weights = semi_orthogonal_heads(slot, context, source=orthogonal, heads=heads)
-                weights = weights * (value_scale if role == linear_path else scale)
-            yield head_write(site, role, _with_norm_of(slot, weights) if match_norm else weights)
+                weights = weights * (value_factor if role == linear_path else scale)
+            keep_norm = match_norm or (keep_value_norm and role == linear_path)
+            yield head_write(site, role, _with_norm_of(slot, weights) if keep_norm else weights)
         if output and site.o is not None:
             yield head_write(site, "o", output_heads(site, context, kind=output, source=orthogonal))
 
