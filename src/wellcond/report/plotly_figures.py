@@ -122,7 +122,7 @@ def _tuned_plot(panel: Panel, curves: list[TunedCurve]) -> Plot:
     safe = [replace(curve, name=_safe(curve.name)) for curve in curves]
     ticks = axis_ticks(curves)
     look = {"type": "log"} if is_logarithmic(curves) else {}
-    x = _axis(panel.title, tickvals=list(ticks), ticktext=list(ticks.values()), **look)
+    x = _axis(panel.name, tickvals=list(ticks), ticktext=list(ticks.values()), **look)
     # Crosses of diverged runs stand at the lower edge, whatever the scores are.
     edge = {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True}
     traces = tuned_traces(safe, [_colour(at) for at in range(NUM_COLOURS)], DASHES)

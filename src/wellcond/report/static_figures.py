@@ -131,6 +131,7 @@ def _draw_panel(comparison: Comparison, figure: Figure, panel: Panel, canvas: An
         _draw_lines(comparison, figure, panel, ax)
     elif figure.kind == "tuned":
         draw_tuned(ax, tuned_curves(comparison, figure, panel.name), COLOURS, DASHES)
+        ax.set_xlabel(tidy(panel.name))
         ax.set_ylabel(tidy(panel.y_label))
     elif figure.kind == "map_over_steps":
         _draw_map(canvas, ax, figure, map_over_steps(figure, panel.name, layers_of(figure)), "step")

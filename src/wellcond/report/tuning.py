@@ -210,7 +210,7 @@ def tuning_figure(comparison: Comparison, tuning: Tuning) -> Figure:
     """Score over every tuned field, a panel each."""
     rows = tuple(_rows(comparison, tuning))
     label = f"{tuning.metric.label}, evaluation split"
-    panels = tuple(Panel(field, field, label) for field in tuning.fields if any(row.panel == field for row in rows))
+    panels = tuple(Panel(field, "", label) for field in tuning.fields if any(row.panel == field for row in rows))
     profile = " Each point is the best over the other fields." if len(tuning.fields) > 1 else ""
     caption = (
         f"Lines are means over the tuning seeds ({', '.join(tuning.seeds)}), dots are seeds, the large dot is the "

@@ -91,7 +91,7 @@ def tuned_traces(curves: list[TunedCurve], colours: list[str], dashes: tuple[str
             traces.append(
                 common
                 | {
-                    "mode": "markers", "x": [x for x, _ in curve.diverged], "y": [0.02] * len(curve.diverged),
+                    "mode": "markers", "x": [x for x, _ in curve.diverged], "y": [0.04] * len(curve.diverged),
                     "yaxis": "y2", "text": [f"seed {seed}" for _, seed in curve.diverged],
                     "marker": {"color": colour, "size": 9, "symbol": "x"},
                     "hovertemplate": f"<b>{curve.name}</b><br>%{{x:.3~g}}: diverged, %{{text}}<extra></extra>",
@@ -111,7 +111,7 @@ def draw_tuned(ax: Any, curves: list[TunedCurve], colours: tuple[str, ...], dash
         ax.plot([x for x, _, _ in curve.seeds], [y for _, y, _ in curve.seeds], "o", color=colour, markersize=2.5)
         ax.plot([x for x, _ in curve.best], [y for _, y in curve.best], "o", color=colour, markersize=7)
         crosses = [x for x, _ in curve.diverged]
-        ax.plot(crosses, [0.02] * len(crosses), "x", color=colour, transform=ax.get_xaxis_transform(), clip_on=False)
+        ax.plot(crosses, [0.04] * len(crosses), "x", color=colour, transform=ax.get_xaxis_transform())
     if is_logarithmic(curves):
         ax.set_xscale("log")
     ticks = axis_ticks(curves)
