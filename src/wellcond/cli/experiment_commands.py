@@ -191,11 +191,19 @@ def demo(
 def report(
     folder: Annotated[Path, typer.Argument(help="A comparison, or a folder with several.")],
     pictures: Annotated[bool, typer.Option("--pictures/--no-pictures", help="Draw figures and make the page.")] = True,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Loss within which a tuned value counts as good, in points for percentages; by default one standard "
+            "deviation over tuning seeds.",
+        ),
+    ] = None,
 ) -> None:
     """Rebuild tables, figures and the page from the records."""
     from wellcond.cli.report import build_reports
 
-    build_reports(folder, pictures=pictures)
+    build_reports(folder, pictures=pictures, tolerance=tolerance)
 
 
 @app.command("recipes")

@@ -76,7 +76,7 @@ def run_train(
     asked = [recipe.method] if method is None else parse_methods(method)
     if len(asked) != 1:
         raise RecipeError(f"--method: expected one method, found {len(asked)}; `wellcond compare` takes several")
-    chosen = asked[0]
+    chosen = recipe.at_tuned(asked[0])
     place = folder or Path("runs") / f"{recipe.name}-{recipe.scale}" / chosen.slug / f"seed{seed}"
     job = Job(recipe, chosen, seed, place, base=base, cpu=cpu, local_code=local_code)
     with leaving_together():

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-
 from wellcond.cli.console import make_console, print_table
 from wellcond.cli.experiment_checks import read_tuning_seeds
 from wellcond.cli.experiments import choose_workers, is_first_process, leaving_together, parse_seeds, run_jobs, tell_end
@@ -24,7 +22,7 @@ from wellcond.experiments.settings import RecipeError
 from wellcond.experiments.tune.candidates import check_fields, show_values
 from wellcond.experiments.tune.grid import read_tuned_fields
 from wellcond.experiments.tune.record import SEEN, join_former, write_tuning
-from wellcond.experiments.tune.search import FOLDER, MethodSearch, Plan, search
+from wellcond.experiments.tune.search import FOLDER, MethodSearch, Plan, paired_spread, search
 from wellcond.report.run_record import Metric
 from wellcond.report.table import Table
 from wellcond.report.values import MISSING
@@ -87,6 +85,7 @@ def run_tuned_compare(
     options = {"base": base, "cpu": cpu, "local_code": local_code}
     numbers, tuning_seeds = parse_seeds(seeds, recipe), read_tuning_seeds(tune.seeds)
     plan = Plan(recipe, read_tuned_fields(tune.fields), tuning_seeds, tune.growth, place, options)
+    chosen = tuple(recipe.at_tuned(method, but=[field.name for field in plan.fields]) for method in chosen)
     _check(plan, chosen, numbers)
     plan = join_former(plan)
     run = _Runner(recipe, jobs, cpu, ray, quiet or as_json)
@@ -102,7 +101,7 @@ def run_tuned_compare(
     with leaving_together():
         searches, stopped = search(plan, chosen, run, note)
         if stopped is None:
-            _tell_best(run, searches, len(numbers))
+            _tell_best(run, searches, recipe.baseline, len(numbers))
             best = [found.tuned(found.best()) if found.fields else found.method for found in searches]
             outcome = run(plan_comparison(recipe, best, numbers, place, **options), "test")
     if stopped is not None:
@@ -141,8 +140,8 @@ def _tell_plan(run: _Runner, plan: Plan, methods: Sequence[MethodSettings], seed
         run.say(f"scored on {SEEN}")
 
 
-def _tell_best(run: _Runner, searches: Sequence[MethodSearch], num_seeds: int) -> None:
-    """The best values, and how far the tuning seeds lie apart there."""
+def _tell_best(run: _Runner, searches: Sequence[MethodSearch], baseline: str, num_seeds: int) -> None:
+    """The best values, and how far the tuning seeds let paired differences spread there."""
     if run.quiet or not is_first_process():
         return
     stored = metric_of(searches)
@@ -160,14 +159,11 @@ def _tell_best(run: _Runner, searches: Sequence[MethodSearch], num_seeds: int) -
         )  # fmt: skip
     header = ("method", "best", f"{metric.label}, mean over tuning seeds", "std", "")
     print_table(make_console(), "Search", Table("search", "Search", header, tuple(rows), (), frozenset({0, 1, 4})))
-    spreads = [found.std(found.best()) for found in searches if found.fields]
-    known = [spread for spread in spreads if not math.isnan(spread)]
-    if known:
-        pooled = math.sqrt(math.fsum(spread**2 for spread in known) / len(known))
+    spread = paired_spread(searches, baseline)
+    if not math.isnan(spread):
         make_console().print(
-            escape(
-                f"spread of a method over seeds, from the tuning seeds: {metric.show(pooled)}{metric.unit}; "
-                f"{num_seeds} fresh seeds follow"
-            ),
+            f"standard deviation of a paired difference to {baseline}, from the tuning seeds: "
+            f"{metric.show(spread)}{metric.unit}; {num_seeds} fresh seeds follow",
+            markup=False,
             soft_wrap=True,
         )

@@ -123,7 +123,19 @@ def _fields(text: str, where: str, overrides: Sequence[str] = ()) -> dict[str, A
     data = _extended(text, where)
     for override in overrides:
         set_field(data, override)
+        _forget_tuned(data, override.partition("=")[0].strip())
     return data
+
+
+def _forget_tuned(data: dict[str, Any], path: str) -> None:
+    """What the user sets counts for all methods, whatever was found for some."""
+    tuned = data.get("tuned")
+    values = tuned.get("values") if isinstance(tuned, dict) else None
+    if not isinstance(values, dict) or path.partition(".")[0] == "tuned":
+        return
+    for method, fields in values.items():
+        if isinstance(fields, dict):
+            values[method] = {field: value for field, value in fields.items() if not f"{field}.".startswith(f"{path}.")}
 
 
 def _extended(text: str, where: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -139,7 +151,9 @@ def _extended(text: str, where: str, seen: tuple[str, ...] = ()) -> dict[str, An
         raise RecipeError(f"{where}: extends: no recipe {base!r}{suggest(str(base), sorted(shipped))}")
     if base in seen:
         raise RecipeError(f"{where}: extends: {base} extends itself")
-    return merge(_extended(shipped[base], base, (*seen, base)), data)
+    inherited = _extended(shipped[base], base, (*seen, base))
+    inherited.pop("tuned", None)  # found for that one
+    return merge(inherited, data)
 
 
 def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

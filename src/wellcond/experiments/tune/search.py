@@ -193,3 +193,18 @@ def search(
         points = [found.grow() if found.fields else [] for found in searches]
         stage = "growth of the grids"
     return searches, None
+
+
+def paired_spread(searches: Sequence[MethodSearch], baseline: str) -> float:
+    """Standard deviation of the paired differences to the baseline, all at their best, pooled over methods.
+
+    NaN where no method shares two seeds with the baseline.
+    """
+    by_label = {found.method.label: found.scores[found.best()] for found in searches if found.scores}
+    base = by_label.pop(baseline, {})
+    spreads = []
+    for scores in by_label.values():
+        differences = [score - base[seed] for seed, score in scores.items() if seed in base]
+        known = [difference for difference in differences if not math.isnan(difference)]
+        spreads += [statistics.stdev(known)] if len(known) > 1 else []
+    return math.sqrt(math.fsum(spread**2 for spread in spreads) / len(spreads)) if spreads else math.nan
