@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from wellcond.attention.head_norm import with_head_norm
 from wellcond.attention.peft_adapters import refuse_adapters
 from wellcond.attention.registry import Place, find_adapter, find_base_adapter, registered_families
 from wellcond.attention.site import AttentionSite
@@ -36,7 +37,7 @@ def scan_attention(model: nn.Module) -> Scan:
             refusals.append(refusal)
             continue
         if site is not None:
-            sites.append(site)
+            sites.append(with_head_norm(site))
     return Scan(sites, refusals)
 
 

@@ -17,6 +17,7 @@ from wellcond.experiments.methods import MethodSettings
 from wellcond.experiments.models import ModelSpecError, build_model
 from wellcond.experiments.norms import remove_norms_
 from wellcond.experiments.proxy import check_untrained, scale_true_
+from wellcond.experiments.qk_norm import add_qk_norm_
 from wellcond.experiments.recipe import Recipe
 from wellcond.experiments.seeding import derive
 from wellcond.experiments.settings import RecipeError
@@ -93,6 +94,8 @@ def prepare_model(
         if recipe.model.norms != "keep":
             remove_norms_(model, recipe.model.norms, lambda: _check_takes(model, task, recipe.model.name))
         _check_takes(model, task, recipe.model.name)
+        if recipe.model.qk_norm:
+            add_qk_norm_(model, lambda: _check_takes(model, task, recipe.model.name))
     if proxy is not None:
         scale_true_(model, proxy.width)
     if recipe.model.weights is not None:

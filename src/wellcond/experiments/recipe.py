@@ -222,7 +222,7 @@ WITHOUT_EFFECT = ("title", "description", "checkpoint", "logging")
 YOUNGER: dict[str, dict[str, Any]] = {
     "augmentation": {"repeats": 1},
     "data": {"num_test": 0, "held_out": None, "limit_test": None, "label_kind": "class"},
-    "model": {"norms": "keep", "encoder": None},
+    "model": {"norms": "keep", "encoder": None, "qk_norm": False},
     "schedule": {"begin": 0.0},
     "training": {"hours": None, "batch_ramp": None},
     "evaluation": {"samples": None, "test": None},

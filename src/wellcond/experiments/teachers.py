@@ -122,6 +122,8 @@ def _describe(options: dict[str, Any], base: Path | None) -> tuple[Path, str, di
         raise RecipeError(f"teacher: the model of {path} is code in a file ({model['name']}), which is not run here")
     if model.get("norms", "keep") != "keep":
         raise RecipeError(f"teacher: the run in {path} was trained with model.norms: {model['norms']}; expected keep")
+    if model.get("qk_norm", False):
+        raise RecipeError(f"teacher: the run in {path} was trained with model.qk_norm: true; expected false")
     names = {"timm": "img_size", "hf": "image_size"}
     sized = {} if size is None else {names[model["name"].partition(":")[0]]: size}
     return weights, model["name"], sized | model["arguments"] | arguments

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from wellcond.attention.head_norm import EPS, has_head_norm
 from wellcond.attention.site import AttentionSite
 from wellcond.jacobian.capture_record import CapturedAttention
 from wellcond.jacobian.channel import ChannelHead
@@ -114,6 +116,8 @@ def _normalised(captured: CapturedAttention, kv_head: int, samples: Sequence[int
     if site.modifiers or site.talking_heads or site.kind != "softmax" or p is None or captured.memory is not None:
         return None
     maps = [_norm_map(getattr(site.module, name, None)) for name in ("q_norm", "k_norm")]
+    if has_head_norm(site):
+        maps = [partial(rms_norm, eps=EPS)] * 2
     if maps[0] is None or maps[1] is None:
         return None
     group, w = captured.query_heads(kv_head), _weights(site, kv_head)

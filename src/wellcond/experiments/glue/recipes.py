@@ -118,6 +118,7 @@ def _model(pretrained: Pretrained) -> dict[str, Any]:
         "name": CLASSIFIERS.get(name, name),
         "arguments": pretrained.arguments() | dict.fromkeys(names, DROPOUT),
         "norms": settings.get("norms", "keep"),
+        "qk_norm": settings.get("qk_norm", False),
         "encoder": pretrained.encoder_file,
     }
 

@@ -69,6 +69,8 @@ class ModelSettings(Settings):
     method's initialisation is then that of pre-training, and is not applied again."""
     norms: Norms = "keep"
     """Whether to take all norms out of the blocks (the final norm stays), or only the one in front of the attention."""
+    qk_norm: bool = False
+    """Whether each query and key head is divided by its root mean square, without a learned gain, as in nanochat."""
 
 
 @dataclass(frozen=True)
