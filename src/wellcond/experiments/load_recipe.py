@@ -124,7 +124,14 @@ def _fields(text: str, where: str, overrides: Sequence[str] = ()) -> dict[str, A
     for override in overrides:
         set_field(data, override)
         _forget_tuned(data, override.partition("=")[0].strip())
-    return data
+    changed = {override.partition("=")[0].strip().partition(".")[0] for override in overrides}
+    return data if changed & set(DESCRIBED) else _without_untrue(data, changed)
+
+
+def _without_untrue(data: dict[str, Any], changed: set[str]) -> dict[str, Any]:
+    """Fields without a title or description that would speak of other data, another model or another length."""
+    untrue = [key for key, fields in DESCRIBED.items() if changed & fields]
+    return {key: value for key, value in data.items() if key not in untrue}
 
 
 def _forget_tuned(data: dict[str, Any], path: str) -> None:
@@ -153,7 +160,7 @@ def _extended(text: str, where: str, seen: tuple[str, ...] = ()) -> dict[str, An
         raise RecipeError(f"{where}: extends: {base} extends itself")
     inherited = _extended(shipped[base], base, (*seen, base))
     inherited.pop("tuned", None)  # found for that one
-    return merge(inherited, data)
+    return merge(_without_untrue(inherited, set(data)), data)
 
 
 def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -176,6 +183,11 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+DESCRIBED = {
+    "title": {"data", "model", "task"},
+    "description": {"augmentation", "data", "evaluation", "model", "optimizer", "schedule", "task", "training"},
+}
+"""Fields that a recipe's own title and description speak of: a change of one of them makes the text untrue."""
 LENGTHS = ("length", "every", "weights_every", "warmup", "cooldown")
 """Fields that are given in epochs or in steps: one replaces the other."""
 
