@@ -48,7 +48,7 @@ def build_report(folder: Path, *, pictures: bool = True, progress: Callable[[str
 def _build_one(comparison: Comparison, pictures: bool, tell: Callable[[str], None]) -> Path:
     tell(f"{comparison.name}: reading {len(comparison.runs)} runs")
     analysis = analyse(comparison)
-    figures = build_figures(analysis)
+    figures = build_figures(analysis) if pictures else []
     files = dict(_texts(analysis, figures))
     if pictures:
         files |= dict(_pictures(analysis, figures, tell))

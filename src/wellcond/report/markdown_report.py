@@ -16,7 +16,7 @@ from wellcond.report.tables import build_tables, judged_from
 
 
 def render_markdown(analysis: Analysis, figures: Sequence[Figure]) -> str:
-    """Markdown of a comparison, to stand beside the folders `figures` and `tables`."""
+    """Markdown of a comparison, to stand beside the folders `figures` and `tables`; without figures, to stand alone."""
     comparison, metric = analysis.comparison, analysis.comparison.result
     better = "higher is better" if metric.higher_is_better else "lower is better"
     lines = [
@@ -28,17 +28,18 @@ def render_markdown(analysis: Analysis, figures: Sequence[Figure]) -> str:
             f"baseline {comparison.baseline}."
         ),
         "",
-        "With plots to point at: [report.html](report.html).",
-        "",
+        *(("With plots to point at: [report.html](report.html).", "") if figures else ()),
     ]
     if comparison.notes:
         lines += [plain_markdown(comparison.notes), ""]
     lines += ["## Findings", "", *(f"- {plain_markdown(finding)}" for finding in find_findings(analysis)), ""]
     for table in build_tables(analysis):
-        lines += [f"## {table.title}", "", table_markdown(table), "", f"[CSV](tables/{table.name}.csv)", ""]
+        link = [f"[CSV](tables/{table.name}.csv)", ""] if figures else []
+        lines += [f"## {table.title}", "", table_markdown(table), "", *link]
     lines += samples_markdown(find_samples(comparison))
-    lines += detections_markdown(find_pictures(comparison))
-    lines += ["## Figures", ""]
+    detections = detections_markdown(find_pictures(comparison))
+    lines += [line for line in detections if figures or not line.startswith("![")]
+    lines += ["## Figures", ""] if figures else []
     for figure in figures:
         links = ", ".join(f"[{kind.upper()}](figures/{figure.name}.{kind})" for kind in ("svg", "csv"))
         lines += [
