@@ -171,6 +171,7 @@ def write_run(folder, method, seed, *, metric=ACCURACY, epochs=12, points=5, lay
                 "started": "2026-11-15T23:59:00+00:00", "wellcond": "0.1.0", "python": "3.11.2", "torch": "2.15.0",
                 "packages": {"timm": "1.0.30"}, "commit": "abc123", "dirty": False, "device": "cpu",
                 "device_name": "x86_64", "processes": 1, "threads": 1, "precision": "float32", "resumed_at_step": 0,
+                "alone": True,
             }
         ],
     }  # fmt: skip

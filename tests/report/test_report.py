@@ -71,8 +71,8 @@ def test_summary_table_holds_the_statistics(usual):
     table = build_tables(usual)[0]
     rows = {row[0]: row for row in table.rows}
     assert rows["conditioned"][1:5] == ("3", "94.17 ± 1.04", "+3.17 [+2.45, +3.88]", "0.0055")
-    assert rows["polar"][1] == "1 + 1 diverged + 1 partial" and rows["polar"][4] == "–"
-    assert rows["identity(lam=10)"][5] == "> 12" and rows["polar"][8] == "1.55 ×"
+    assert rows["polar"][1] == "1 + 1 diverged (50 %) + 1 partial" and rows["polar"][4] == "–"
+    assert rows["identity(lam=10)"][5:7] == ("worse", "> 12") and rows["polar"][9] == "1.55 ×"
     notes = " ".join(table.notes)
     assert "polar, seed 1 diverged" in notes and "paired difference is left out" in notes and "1 unfinished" in notes
 
@@ -156,7 +156,7 @@ def test_perplexity(tmp_path):
     analysis = study(tmp_path, methods, metric=PERPLEXITY)
     said = find_findings(analysis)
     assert said[0].startswith("Best mean perplexity: polar (28.83 ± 0.7638, 3 seeds)")
-    assert "polar is 2.333 better than default" in said[1]
+    assert "polar is 2.333 better than default" in said[2]
     assert "(perplexity negated)" in build_tables(analysis)[0].notes[0]
     assert "lower is better" in render_comparison(analysis.comparison)
 
@@ -166,7 +166,7 @@ def test_without_conditioning_rows(tmp_path):
     page = render_comparison(analysis.comparison)
     assert page.count("so nothing was measured") == 3
     assert {figure.section for figure in build_figures(analysis)} == {"Summary", "Learning", "Matching", "Cost"}
-    assert build_tables(analysis)[0].rows[0][6:8] == ("–", "–")
+    assert build_tables(analysis)[0].rows[0][7:9] == ("–", "–")
 
 
 def test_no_finished_run_at_all(tmp_path):
@@ -202,7 +202,7 @@ def test_infinite_and_missing_condition_numbers(tmp_path):
     (page,) = build_report(tmp_path)
     (comparison,) = load_comparisons(tmp_path)
     (table,) = (t for t in build_tables(analyse(comparison)) if t.name == "conditioning")
-    assert [row[1] for row in table.rows] == ["–", "–"] and [row[4] for row in table.rows] == ["0/36", "0/0"]
+    assert [row[1] for row in table.rows] == ["∞", "–"] and [row[4] for row in table.rows] == ["0/36", "0/0"]
     assert "NaN" not in json.dumps(plot_data(page.read_text())) and "Infinity" not in json.dumps(
         plot_data(page.read_text())
     )
@@ -295,7 +295,7 @@ def test_hostile_labels_do_no_harm(tmp_path):
     text = (path.parent / "report.md").read_text()
     assert "<script" not in text and "<img" not in text
     rows = [line for line in text.splitlines() if line.startswith(r"| &lt;/script")]
-    assert rows and all(len(re.findall(r"(?<!\\)\|", row)) == 10 for row in rows[:1])
+    assert rows and all(len(re.findall(r"(?<!\\)\|", row)) == 11 for row in rows[:1])
 
 
 def test_json_in_a_script_cannot_end_it():

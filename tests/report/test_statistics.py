@@ -67,7 +67,7 @@ def test_differences_without_spread_make_no_claim():
     assert len(set(found.values.values())) > 1 and found.std == 0
     assert found.p is None and found.without_spread and not found.certain
     assert found.interval == pytest.approx((0.03, 0.03))
-    assert paired_p([0.0, 0.0, 0.0]) == 1.0
+    assert paired_p([0.0, 0.0, 0.0]) is None
 
 
 def test_bootstrap_from_five_seeds_on_and_always_the_same():

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 from wellcond.report.head_table import HeadTable, read_heads
 from wellcond.report.load_runs import Comparison
-from wellcond.report.match import SMOOTH, Matching, match_method, match_unit
+from wellcond.report.match import SMOOTH, MatchGain, Matching, match_gains, match_method, match_unit
 from wellcond.report.run_record import Run
 from wellcond.report.statistics import (
     LogSummary,
     PairedDifference,
     Summary,
-    differences_of,
     differences_to_baseline,
-    required_pairs,
+    required_differences,
     summarise_logs,
 )
 from wellcond.report.values import number
+from wellcond.report.verdicts import Verdict, default_margin, judge, typical_std
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,41 @@ class Analysis:
     """Results: on the test split where there is one, else of the last evaluation."""
     differences: dict[str, PairedDifference]
     required: list[PairedDifference]
+    margin: float
+    """A difference of results below it counts as none; NaN where the baseline has fewer than two results."""
     last_summaries: dict[str, Summary]
     """Of the last evaluation."""
     last_differences: dict[str, PairedDifference]
     matchings: dict[str, Matching]
     smoothed: dict[str, Matching]
+    match_gains: dict[str, MatchGain]
     heads: dict[str, list[HeadTable]]
     """Tables of all runs that have conditioning rows."""
+
+    @property
+    def verdicts(self) -> dict[str, Verdict]:
+        """Of every method against the baseline."""
+        return {method: self.judge(difference) for method, difference in self.differences.items() if difference.count}
+
+    def judge(self, difference: PairedDifference) -> Verdict:
+        """What a difference of results decides."""
+        lost, lost_baseline = (self.outcomes(m)["diverged"] for m in (difference.method, difference.baseline))
+        return judge(difference, self.margin, diverged=lost, baseline_diverged=lost_baseline)
+
+    @property
+    def pairs(self) -> int:
+        """Seeds that the baseline and another method finished."""
+        return max((difference.count for difference in self.differences.values()), default=0)
+
+    @property
+    def typical_std(self) -> float:
+        """Standard deviation of the paired differences, pooled over methods."""
+        return typical_std(list(self.differences.values()))
+
+    @property
+    def not_alone(self) -> list[Run]:
+        """Finished runs that did not have their cores to themselves, as far as is known."""
+        return [run for run in self.comparison.runs if run.finished and not run.alone]
 
     def outcomes(self, method: str) -> Counter[str]:
         """How many runs finished, diverged, failed, or are partial."""
@@ -101,26 +129,38 @@ def _mean(values: list[float]) -> float:
 
 
 def seconds_per_step(run: Run) -> float:
-    """Time of one training step without evaluation and measuring; NaN if not known."""
+    """Time of one training step without evaluation and measuring; NaN if the run was not alone on its cores."""
     seconds = number(run.record.get("seconds_per_step"))
-    return seconds if seconds > 0 else math.nan
+    return seconds if seconds > 0 and run.alone else math.nan
 
 
-def analyse(comparison: Comparison) -> Analysis:
-    """Statistics of a comparison."""
+def analyse(comparison: Comparison, *, margin: float | None = None) -> Analysis:
+    """Statistics of a comparison.
+
+    Args:
+        comparison: the runs.
+        margin: a difference of results that counts as none, such as half of a paper's gain, in stored units (0.01 is
+            one point of accuracy); one standard deviation of the baseline over seeds by default.
+    """
     methods = comparison.methods
     summaries = {method: Summary(comparison.results(method)) for method in methods}
     last_summaries = {method: Summary(comparison.last_values(method)) for method in methods}
+    unit = match_unit(comparison)
+    matchings = {method: match_method(comparison, method) for method in methods}
+    differences = differences_to_baseline(comparison, summaries)
+    own = list(summaries[comparison.baseline].values.values())
     return Analysis(
         comparison=comparison,
-        unit=match_unit(comparison),
+        unit=unit,
         summaries=summaries,
-        differences=differences_to_baseline(comparison, summaries),
-        required=differences_of(comparison, summaries, required_pairs(comparison)),
+        differences=differences,
+        required=required_differences(comparison, summaries, differences),
+        margin=default_margin(own) if margin is None else margin,
         last_summaries=last_summaries,
         last_differences=differences_to_baseline(comparison, last_summaries),
-        matchings={method: match_method(comparison, method) for method in methods},
+        matchings=matchings,
         smoothed={method: match_method(comparison, method, smooth=SMOOTH) for method in methods},
+        match_gains=match_gains(comparison.baseline, matchings, unit),
         heads={
             method: [table for table in map(read_heads, comparison.of(method)) if table is not None]
             for method in methods

@@ -17,7 +17,7 @@ from wellcond.report.load_runs import Comparison
 from wellcond.report.markup import Markup, tag
 from wellcond.report.page_script import EXTRA_STYLE, SCRIPT
 from wellcond.report.plotly_figures import plots
-from wellcond.report.provenance import provenance_table
+from wellcond.report.provenance import data_of, provenance_table
 from wellcond.report.reading import find_findings
 from wellcond.report.samples import LEAD, find_samples, samples_html
 from wellcond.report.samples import STYLE as SAMPLE_STYLE
@@ -137,13 +137,12 @@ def script_json(data: Any) -> Markup:
 
 
 def _header(comparison: Comparison) -> Markup:
-    record = comparison.runs[0].record
-    data, model = record.get("data") or {}, record.get("model") or {}
+    model = comparison.runs[0].record.get("model") or {}
     metric = comparison.result
     better = "higher is better" if metric.higher_is_better else "lower is better"
     facts = [
         ("Recipe", f"{comparison.recipe or 'not recorded'}, scale {comparison.scale or 'not recorded'}"),
-        ("Data", str(data.get("description") or data.get("name") or "not recorded")),
+        ("Data", data_of(comparison)),
         ("Model", str(model.get("name") or "not recorded")),
         ("Judged by", f"{metric.name}, {better}{judged_from(comparison)}"),
         ("Seeds", f"{', '.join(map(str, comparison.seeds))}; baseline {comparison.baseline}"),

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from wellcond.report.analysis import Analysis
+from wellcond.report.formats import show_share
 from wellcond.report.head_table import ROLES, HeadTable
 from wellcond.report.series import MEAN, Curve, Figure, Panel, Row, curve_rows, with_points
 from wellcond.report.training_figures import BAND
@@ -45,7 +46,8 @@ def _lines(
 ) -> Figure:
     rows: list[Row] = []
     for panel, read in panels:
-        rows += curve_rows(analysis.comparison, name, panel.name, _curves(analysis, read), log=panel.log)
+        curves = _curves(analysis, read)
+        rows += curve_rows(analysis.comparison, name, panel.name, curves, log=panel.log, limits=panel.span)
     kept = with_points((panel for panel, _ in panels), rows)
     return Figure(
         name, section, title, caption, "lines", kept, tuple(rows),
@@ -61,12 +63,25 @@ def _arithmetic(key: str) -> Reader:
     return lambda table: table.over_steps(key, log=False)
 
 
+def _singular(analysis: Analysis, *keys: str) -> str:
+    """A sentence on the infinite condition numbers, which are in no mean; empty if there are none."""
+    found = {}
+    for method, tables in analysis.heads.items():
+        values = np.concatenate([table.columns[key] for table in tables for key in keys] or [np.empty(0)])
+        share = np.isinf(values).sum() / max(1, (~np.isnan(values)).sum())
+        if share:
+            found[method] = show_share(float(share))
+    told = ", ".join(f"{method} {share}" for method, share in found.items())
+    return f" Infinite, and in no mean: {told} of the measured heads." if told else ""
+
+
 def _weights(analysis: Analysis, key: str, name: str, title: str, which: str) -> Figure:
     panels = [
         (Panel(f"{key}_{r}", f"κ of W_{r.upper()}", "condition number", log=True), _geometric(f"{key}_{r}"))
         for r in ROLES
     ]
-    caption = f"{HEADS}1 is best; see whether training undoes what a method set up ({which}). {BAND}"
+    caption = f"{HEADS}1 is best; see whether training undoes what a method set up ({which})."
+    caption += f"{_singular(analysis, *(f'{key}_{role}' for role in ROLES))} {BAND}"
     return _lines(analysis, "Conditioning", name, title, caption, panels)
 
 
@@ -107,7 +122,8 @@ def _jacobian(analysis: Analysis) -> Figure:
     inexact = sum(int(t.columns["inexact"].sum()) for tables in analysis.heads.values() for t in tables)
     if inexact:
         caption += f"; {inexact} of {total} are not exact (an estimate, or singular as far as float64 can tell)"
-    caption += f". What the papers print as a bound is not one: measured values may exceed it. {BAND}"
+    caption += f".{_singular(analysis, 'pseudo_condition_number')}"
+    caption += f" What the papers print as a bound is not one: measured values may exceed it. {BAND}"
     panels = [(Panel(name, title, "condition number", log=True), read) for name, title, read in readers]
     figure = _lines(analysis, "Conditioning", "jacobian", "Condition number of the Jacobian", caption, panels)
     beyond = sorted({row.series for row in figure.rows if row.value == math.inf})
@@ -168,7 +184,8 @@ def _layer_figures(analysis: Analysis) -> list[Figure]:
     for key, name, sign in named:
         last = _map_rows(analysis, f"layers_end_{name}", key, last=True)
         title = f"log₁₀ {sign} at the end, layer by method"
-        caption = f"Which layers of which method are ill conditioned (dark), at the last measurement of {sign}.{care}"
+        caption = f"Which layers of which method are ill conditioned (dark), at the last measurement of {sign}."
+        caption += f"{_singular(analysis, key)}{care}"
         figures.append(_map(f"layers_end_{name}", title, caption, "map_by_method", last))
     rows = _map_rows(analysis, "layers_jacobian", "pseudo_condition_number", last=False)
     figures.append(
@@ -176,7 +193,8 @@ def _layer_figures(analysis: Analysis) -> list[Figure]:
             "layers_jacobian",
             "log₁₀ κ(J) over training, layer by layer",
             "When and where the Jacobian gets better or worse; all panels have the same colours, dark is ill "
-            f"conditioned. Geometric means over heads and seeds, non-zero spectrum.{care}",
+            "conditioned. Geometric means over heads and seeds, non-zero spectrum."
+            f"{_singular(analysis, 'pseudo_condition_number')}{care}",
             "map_over_steps",
             rows,
         )

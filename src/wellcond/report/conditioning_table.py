@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from wellcond.report.analysis import Analysis
+from wellcond.report.formats import show_kappa, show_share
 from wellcond.report.head_table import ROLES, HeadTable
 from wellcond.report.statistics import LogSummary, summarise_logs
 from wellcond.report.table import Table
-from wellcond.report.values import MISSING, show
+from wellcond.report.values import INFINITE, MISSING
 
 
 def conditioning_table(analysis: Analysis) -> Table:
@@ -28,17 +30,17 @@ def conditioning_table(analysis: Analysis) -> Table:
         factors = [kappas[seed] / base[seed] for seed in sorted(set(kappas) & set(base))]
         pseudo, strict = (analysis.last_jacobian(method, k) for k in ("pseudo_condition_number", "condition_number"))
         first, last = (analysis.attention(method, last=at_end) for at_end in (False, True))
-        weights = [summarise_logs(_last(analysis, method, f"kappa_{role}").values()) for role in ROLES]
+        known = not pseudo.infinite and not analysis.last_jacobian(baseline).infinite and method != baseline
         rows.append(
             (
                 method,
-                show_logs(summarise_logs(kappas.values())),
-                MISSING if method == baseline else show_logs(summarise_logs(factors)),
+                show_kappa(_over_seeds(analysis, method, "pseudo_condition_number"), interval=True),
+                show_kappa(summarise_logs(factors), interval=True) if known else MISSING,
                 f"{pseudo.finite}/{pseudo.total}",
                 f"{strict.finite}/{strict.total}",
                 _mean_log(analysis, method, "bound_log10"),
                 _mean_log(analysis, method, "papers_bound_log10"),
-                *(show(weight.geometric_mean) for weight in weights),
+                *(show_kappa(_over_seeds(analysis, method, f"kappa_{role}")) for role in ROLES),
                 MISSING if first is None or last is None else f"{first.entropy:.2f} → {last.entropy:.2f}",
                 MISSING if last is None else f"{last.dead}/{last.heads}",
             )
@@ -46,20 +48,17 @@ def conditioning_table(analysis: Analysis) -> Table:
     notes = (
         "Geometric means over heads and layers at the last measurement of each run, then over seeds; intervals by the "
         "t distribution on log₁₀ of the seeds, from three seeds on. κ(J) is over the non-zero spectrum; the strict "
-        "one is infinite where the rank is not full. A saturated or dead head can have a small κ(J) and learn nothing.",
+        "one is infinite where the rank is not full. Infinite values are in no mean: their share is shown, and "
+        "there is no factor. A saturated or dead head can have a small κ(J) and learn nothing.",
     )
     return Table("conditioning", "Conditioning at the end", header, tuple(rows), notes)
 
 
-def show_logs(summary: LogSummary) -> str:
-    """A geometric mean with its interval, if it has one.
-
-    Example:
-        >>> show_logs(summarise_logs([10.0, 1000.0]))
-        '100'
-    """
-    interval = "" if summary.interval is None else f" [{show(summary.interval[0])}, {show(summary.interval[1])}]"
-    return show(summary.geometric_mean) + interval
+def _over_seeds(analysis: Analysis, method: str, key: str) -> LogSummary:
+    """Mean and interval over seeds, with the counts of finite and infinite heads."""
+    heads = analysis.last_jacobian(method, key)
+    summary = summarise_logs(_last(analysis, method, key).values())
+    return replace(summary, finite=heads.finite, infinite=heads.infinite)
 
 
 def _last(analysis: Analysis, method: str, key: str) -> dict[int, float]:
@@ -71,7 +70,11 @@ def _last(analysis: Analysis, method: str, key: str) -> dict[int, float]:
 def _mean_log(analysis: Analysis, method: str, key: str) -> str:
     values = [_at_end(table, key, log=False) for table in analysis.tables(method)]
     known = [value for value in values if math.isfinite(value)]
-    return f"{math.fsum(known) / len(known):.2f}" if known else MISSING
+    heads = analysis.last_jacobian(method, key)
+    if not known:
+        return INFINITE if heads.infinite else MISSING
+    shown = f"{math.fsum(known) / len(known):.2f}"
+    return shown + (f" ({INFINITE} in {show_share(heads.infinite_share)})" if heads.infinite else "")
 
 
 def _at_end(table: HeadTable, key: str, *, log: bool) -> float:

@@ -198,7 +198,7 @@ def _assemble(home: Path, runs: list[Run], described: bool) -> Comparison:
     return Comparison(
         folder=home,
         name=name,
-        title=str(stored.get("title") or name),
+        title=str(stored.get("title") or _title_of(name, runs)),
         recipe=str(stored.get("recipe") or first.get("recipe") or ""),
         scale=str(stored.get("scale") or first.get("scale") or ""),
         baseline=baseline,
@@ -206,3 +206,12 @@ def _assemble(home: Path, runs: list[Run], described: bool) -> Comparison:
         runs=tuple(runs),
         notes=str(stored.get("notes") or ""),
     )
+
+
+def _title_of(name: str, runs: list[Run]) -> str:
+    """Made of what ran, where no title is stored."""
+    for run in runs:
+        model, data = ((run.record.get(key) or {}).get("name") for key in ("model", "data"))
+        if model and data:
+            return f"{name}: {str(model).rpartition(':')[2]} on {data}"
+    return name

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from wellcond.report.analysis import Analysis
 from wellcond.report.detection_records import find_pictures
 from wellcond.report.detections import detections_markdown
-from wellcond.report.provenance import provenance_table
+from wellcond.report.provenance import data_of, provenance_table
 from wellcond.report.reading import find_findings
 from wellcond.report.samples import find_samples, samples_markdown
 from wellcond.report.series import Figure
@@ -23,9 +23,9 @@ def render_markdown(analysis: Analysis, figures: Sequence[Figure]) -> str:
         f"# {plain_markdown(comparison.title)}",
         "",
         plain_markdown(
-            f"Recipe {comparison.recipe or 'not recorded'}, scale {comparison.scale or 'not recorded'}; judged by "
-            f"{metric.name} ({better}){judged_from(comparison)}; seeds {', '.join(map(str, comparison.seeds))}; "
-            f"baseline {comparison.baseline}."
+            f"Recipe {comparison.recipe or 'not recorded'}, scale {comparison.scale or 'not recorded'}; data: "
+            f"{data_of(comparison)}; judged by {metric.name} ({better}){judged_from(comparison)}; "
+            f"seeds {', '.join(map(str, comparison.seeds))}; baseline {comparison.baseline}."
         ),
         "",
         *(("With plots to point at: [report.html](report.html).", "") if figures else ()),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from wellcond.report.load_runs import Comparison
 from wellcond.report.run_record import Run
+from wellcond.report.statistics import holm
 from wellcond.report.values import MISSING, number, show
+from wellcond.report.verdicts import sign_flip_p
 
 SMOOTH = 3
 
@@ -74,6 +76,52 @@ class Matching:
             return f"> {show(_total(next(iter(self.by_seed.values())), unit), 6)}"
         mean = show(self.mean(unit), 3 if unit == "epoch" else 6)
         return mean + (f" ({self.censored} of {len(self.by_seed)} never)" if self.censored else "")
+
+
+@dataclass(frozen=True)
+class MatchGain:
+    """How much earlier than the baseline itself a method is as good as the baseline is at its end."""
+
+    values: dict[int, float]
+    """By seed, positive is earlier; a seed that never gets there counts as one unit later than the end."""
+    never: int
+    """Number of seeds that never get there."""
+    p: float | None
+    """Exact test over all flips of sign; None where every difference is zero."""
+    p_holm: float | None
+    """Corrected over the methods."""
+
+    @property
+    def mean(self) -> float:
+        """Over the seeds; NaN where one never gets there, or there are none."""
+        return math.nan if self.never or not self.values else math.fsum(self.values.values()) / len(self.values)
+
+    def show(self) -> str:
+        """The mean, or how many seeds never get there."""
+        if self.never:
+            return f"{MISSING} ({self.never} of {len(self.values)} never)"
+        return MISSING if math.isnan(self.mean) else f"{self.mean:+.3g}" if self.mean else "0"
+
+
+def match_gains(baseline: str, matchings: Mapping[str, Matching], unit: str) -> dict[str, MatchGain]:
+    """Gains of all methods but the baseline over the count of the baseline itself, which a noisy curve makes early."""
+
+    def count(match: Match) -> float:
+        place = match.epoch if unit == "epoch" else match.step
+        return _total(match, unit) + 1 if place is None else float(place)
+
+    own = matchings[baseline].by_seed
+    values = {
+        method: {seed: count(own[seed]) - count(match) for seed, match in matching.by_seed.items() if seed in own}
+        for method, matching in matchings.items()
+        if method != baseline
+    }
+    tests = {method: sign_flip_p(list(gains.values())) for method, gains in values.items()}
+    corrected = holm(list(tests.values()))
+    return {
+        method: MatchGain(gains, matchings[method].censored, tests[method], p)
+        for (method, gains), p in zip(values.items(), corrected, strict=True)
+    }
 
 
 def _total(match: Match, unit: str) -> float:

@@ -13,6 +13,13 @@ from wellcond.report.table import Table
 MOST_SHOWN = 4
 
 
+def data_of(comparison: Comparison) -> str:
+    """The data that ran, in words."""
+    found = [run.record["data"] for run in comparison.runs if run.record.get("data")]
+    data = found[0] if found else {}
+    return str(data.get("description") or data.get("name") or "not recorded")
+
+
 def provenance_table(comparison: Comparison) -> Table:
     """What all runs share, and where they differ."""
     rows: list[tuple[str, str]] = []

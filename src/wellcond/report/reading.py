@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 from wellcond.report.analysis import Analysis
-from wellcond.report.formats import show_interval, show_mean, show_p
-from wellcond.report.match import show_match
+from wellcond.report.formats import show_interval, show_kappa, show_mean, show_p, show_share
+from wellcond.report.match import MatchGain, Matching, show_match
 from wellcond.report.provenance import session_differences
 from wellcond.report.statistics import FEWEST_SEEDS, PairedDifference, method_kind
 from wellcond.report.values import number, show, show_seeds
+from wellcond.report.verdicts import ALPHA, POWER, smallest_detectable
 
-SIGNIFICANT = 0.05
 SMALL_GRADIENT = 0.01
 
 
@@ -23,6 +23,7 @@ def find_findings(analysis: Analysis) -> list[str]:
     return [
         *_winner(analysis),
         *_few_seeds(analysis),
+        *describe_power(analysis),
         *_differences(analysis),
         *_failures(analysis),
         *_scale_control(analysis),
@@ -34,16 +35,28 @@ def find_findings(analysis: Analysis) -> list[str]:
 
 
 def _ranked(analysis: Analysis) -> list[str]:
-    """Methods with a finished run, the best mean first."""
+    """Methods that lost no run by divergence, the best mean first."""
     sign = -1.0 if analysis.comparison.result.higher_is_better else 1.0
-    known = [method for method in analysis.comparison.methods if analysis.summaries[method].count]
+    known = [m for m in analysis.comparison.methods if analysis.summaries[m].count and not _lost(analysis, m)]
     return sorted(known, key=lambda method: sign * analysis.summaries[method].mean)
 
 
+def _lost(analysis: Analysis, method: str) -> int:
+    return analysis.outcomes(method)["diverged"]
+
+
+def _tied_for_best(analysis: Analysis) -> list[str]:
+    """Ranked methods with the best mean, up to rounding."""
+    ranked = _ranked(analysis)
+    means = {method: analysis.summaries[method].mean for method in ranked}
+    return [method for method in ranked if math.isclose(means[method], means[ranked[0]], rel_tol=1e-12)]
+
+
 def _winner(analysis: Analysis) -> list[str]:
-    ranked, metric = _ranked(analysis), analysis.comparison.result
-    if len(ranked) < 2:
-        return [f"Only {ranked[0]} has finished runs, so there is nothing to compare it with."]
+    ranked, tied, metric = _ranked(analysis), _tied_for_best(analysis), analysis.comparison.result
+    finished = [method for method in analysis.comparison.methods if analysis.summaries[method].count]
+    if len(finished) < 2:
+        return [f"Only {finished[0]} has finished runs, so there is nothing to compare it with."]
 
     def told(method: str) -> str:
         summary = analysis.summaries[method]
@@ -51,11 +64,46 @@ def _winner(analysis: Analysis) -> list[str]:
         unit = " %" if metric.percent else ""
         return f"{method} ({show_mean(summary.mean, summary.std, metric)}{unit}, {seeds})"
 
+    lost = [
+        f" {told(m)} is not ranked: {_lost(analysis, m)} of its {analysis.outcomes(m).total()} runs diverged."
+        for m in finished
+        if _lost(analysis, m)
+    ]
+    if not ranked:
+        return [f"Every method lost runs, so none is called best.{''.join(lost)}"]
+    if len(ranked) == 1:
+        return [f"Only {told(ranked[0])} lost no run, so there is no ranking.{''.join(lost)}"]
+    if len(tied) == len(ranked):
+        value = f"{metric.show(analysis.summaries[tied[0]].mean)}{' %' if metric.percent else ''}"
+        every = f"All {len(tied)} methods" + (" that lost no run" if lost else "")
+        return [f"{every} have the same mean {metric.name}, {value}: these runs cannot tell them apart.{''.join(lost)}"]
+    if len(tied) > 1:
+        names = f"{', '.join(tied[:-1])} and {tied[-1]}"
+        rest = f", before {told(ranked[len(tied)])}"
+        first = f"Best mean {metric.name}: {names} are equal ({metric.show(analysis.summaries[tied[0]].mean)}){rest}."
+        return [first + "".join(lost)]
     best, second, last = ranked[0], ranked[1], ranked[-1]
-    if analysis.summaries[best].mean == analysis.summaries[second].mean:
-        return [f"Best mean {metric.name}: {told(best)} and {told(second)} are equal."]
     tail = "" if last == second else f"; worst is {told(last)}"
-    return [f"Best mean {metric.name}: {told(best)}, before {told(second)}{tail}."]
+    return [f"Best mean {metric.name}: {told(best)}, before {told(second)}{tail}.{''.join(lost)}"]
+
+
+def describe_power(analysis: Analysis, seeds: int | None = None) -> list[str]:
+    """Which difference as many seeds can show, from the spread of the runs that are there; nothing without spread.
+
+    Args:
+        analysis: of runs that are done.
+        seeds: of a comparison that is to come; as many as there are pairs by default.
+    """
+    count = analysis.pairs if seeds is None else seeds
+    smallest = smallest_detectable(analysis.typical_std, count)
+    if math.isnan(smallest):
+        return []
+    metric = analysis.comparison.result
+    return [
+        f"{show_seeds(count)} can show a true difference of {metric.show(smallest)}{metric.unit} (power "
+        f"{show_share(POWER)}, level {ALPHA}, one comparison; paired differences here have a standard deviation of "
+        f"{metric.show(analysis.typical_std)}{metric.unit} over {show_seeds(analysis.pairs)})."
+    ]
 
 
 def _few_seeds(analysis: Analysis) -> list[str]:
@@ -79,18 +127,33 @@ def describe_difference(difference: PairedDifference, analysis: Analysis) -> str
         pairs = show_seeds(difference.count)
         return f"{start} ({pairs}, not tested)."
     if difference.without_spread:
-        return f"{start} in every one of {difference.count} seeds alike, so a t test is not defined."
+        alike = "" if difference.mean == 0 else " alike, so a t test is not defined"
+        return f"{start} in every one of {difference.count} seeds{alike}."
     facts = f"95 % interval {show_interval(difference.interval, metric)}, p = {show_p(difference.p_holm)} after Holm"
     facts = facts.replace("p = <", "p <")
-    significant = difference.p_holm is not None and difference.p_holm < SIGNIFICANT
-    if difference.certain and significant:
-        return f"{start}: the interval excludes 0 ({facts})."
+    verdict = analysis.judge(difference)
+    margin = f"{metric.show(verdict.margin)}{metric.unit}"
+    if verdict.kind == "equal":
+        return (
+            f"{difference.method} is equal to {difference.baseline} within {margin}: the difference is "
+            f"{metric.show(difference.mean, sign=True)} ({facts}; p of equality {show_p(verdict.p_equal)})."
+        )
+    lost = f"; undecided: {verdict.reason}" if verdict.kind == "undecided" and verdict.reason else ""
+    if difference.certain and difference.p_holm is not None and difference.p_holm < ALPHA:
+        small = f", and less than the margin of {margin}" if verdict.within_margin else ""
+        return f"{start}: the interval excludes 0{small} ({facts}){lost}."
     if difference.certain:
         return (
             f"{start}: the interval excludes 0, but not significantly once the number of methods is "
-            f"considered ({facts})."
+            f"considered ({facts}){lost}."
         )
-    return f"{start}, which is not significant: the interval contains 0 ({facts})."
+    reach = f"; {show_seeds(difference.count)} with this spread can show {_detectable(difference, analysis)}"
+    return f"{start}, which is not significant: the interval contains 0 ({facts}){reach}{lost}."
+
+
+def _detectable(difference: PairedDifference, analysis: Analysis) -> str:
+    metric = analysis.comparison.result
+    return f"{metric.show(smallest_detectable(difference.std, difference.count))}{metric.unit}"
 
 
 def _differences(analysis: Analysis) -> list[str]:
@@ -135,8 +198,7 @@ def _scale_control(analysis: Analysis) -> list[str]:
             f"{gain.baseline} by {metric.show(control.mean, sign=True)}{metric.unit}, {difference.method} by "
             f"{metric.show(gain.mean, sign=True)}{metric.unit}"
         )
-        holds = difference.p_holm is not None and difference.p_holm < SIGNIFICANT
-        if difference.certain and holds and difference.mean > 0:
+        if analysis.judge(difference).kind == "better":
             found.append(f"Scale control: {share}: scale alone does not explain the gain.")
         elif difference.interval is None:
             found.append(f"Scale control: {share}; too few seeds to say whether scale explains the gain.")
@@ -206,8 +268,7 @@ def _matching(analysis: Analysis) -> list[str]:
         if not matching.reached:
             never.append(method)
             continue
-        seeds = f", {len(matching.reached)} of {len(matching.by_seed)} seeds" if matching.censored else ""
-        told.append(f"{method} {show(matching.mean(unit), 3)} ({matching.mean('saving'):.0%} fewer{seeds})")
+        told.append(f"{method} {_told_match(matching, analysis.match_gains[method], unit)}")
     if not told and not never:
         return []
     missed = [f"never: {', '.join(never)}"] if never else []
@@ -218,29 +279,54 @@ def _matching(analysis: Analysis) -> list[str]:
     ]
 
 
+def _told_match(matching: Matching, gain: MatchGain, unit: str) -> str:
+    """How early, against the baseline's own count of the same seeds."""
+    when = show(matching.mean(unit), 3 if unit == "epoch" else 6)
+    if gain.never:
+        return f"{when} in {len(matching.reached)} of {len(matching.by_seed)} seeds, never in the others"
+    if math.isnan(gain.mean):
+        return when
+    way = "earlier" if gain.mean > 0 else "later"
+    by = f"{show(abs(gain.mean), 3)} {way} by seed" if gain.mean else "no earlier by seed"
+    p = "" if gain.p_holm is None else f", exact p = {show_p(gain.p_holm)} after Holm".replace("= <", "<")
+    return f"{when} ({by}{p})"
+
+
 def _conditioning(analysis: Analysis) -> list[str]:
     known = {
-        method: summary.geometric_mean
+        method: summary
         for method in analysis.comparison.methods
-        if (summary := analysis.last_jacobian(method)).finite
+        if (summary := analysis.last_jacobian(method)).finite or summary.infinite
     }
     if len(known) < 2:
         return []
-    low, high = min(known, key=lambda m: known[m]), max(known, key=lambda m: known[m])
+    low, high = min(known, key=lambda m: known[m].rank), max(known, key=lambda m: known[m].rank)
+    if known[low].rank == known[high].rank:
+        return []
+
+    def told(method: str) -> str:
+        summary = known[method]
+        if not summary.infinite:
+            return show_kappa(summary)
+        rest = f", {show(summary.geometric_mean)} in the others" if summary.finite else ""
+        return f"infinite in {show_share(summary.infinite_share)} of its heads{rest}"
+
     said = (
-        f"κ(J) at the end (geometric mean, non-zero spectrum) is smallest for {low} ({show(known[low])}) and largest "
-        f"for {high} ({show(known[high])})"
+        f"κ(J) at the end (geometric mean, non-zero spectrum; singular heads rank last) is smallest for {low} "
+        f"({told(low)}) and largest for {high} ({told(high)})"
     )
     state = analysis.attention(low, last=True)
     if state is not None and state.saturated:
         said += f" (the attention of {low} is saturated, where a small κ(J) says nothing good)"
-    best = next((method for method in _ranked(analysis) if method in known), None)
-    if best == low:
-        return [f"{said}; the method with the smallest κ(J) also has the best {analysis.comparison.result.name} here."]
-    return [
-        f"{said}; the smallest κ(J) does not go with the best {analysis.comparison.result.name} here, which is that of "
-        f"{best} ({show(known[best]) if best else ''})."
-    ]
+    best, name = [method for method in _tied_for_best(analysis) if method in known], analysis.comparison.result.name
+    if not best or len(best) == len(known):
+        return [f"{said}."]
+    if low in best:
+        others = [method for method in best if method != low]
+        shared = f", together with {', '.join(others)}" if others else ""
+        return [f"{said}; the method with the smallest κ(J) also has the best {name} here{shared}."]
+    whose = ", ".join(f"{method} ({told(method)})" for method in best)
+    return [f"{said}; the smallest κ(J) does not go with the best {name} here, which is that of {whose}."]
 
 
 def _fairness(analysis: Analysis) -> list[str]:

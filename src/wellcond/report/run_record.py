@@ -13,7 +13,7 @@ from typing import Any
 from wellcond.errors import WellcondError
 from wellcond.report.packed_records import PACKED, merge, to_rows, unpack_heads
 from wellcond.report.values import MISSING, number, show
-from wellcond.run_records import CHECKSUM, COMPLETE, SCHEMA, find_change, find_problem, matches
+from wellcond.run_records import CHECKSUM, COMPLETE, CORRELATIONS, SCHEMA, find_change, find_problem, matches
 
 ANEW = "Restore it, or delete {} and repeat the run."
 
@@ -40,6 +40,12 @@ class Metric:
     def scale(self) -> float:
         """Factor from stored to shown numbers."""
         return 100.0 if self.percent else 1.0
+
+    @property
+    def limits(self) -> tuple[float, float] | None:
+        """Smallest and largest number that can be shown; None where there is no largest."""
+        lowest = -self.scale if self.name in CORRELATIONS else 0.0
+        return (lowest, self.scale) if self.percent else None
 
     @property
     def unit(self) -> str:
@@ -132,6 +138,12 @@ class Run:
     def finished(self) -> bool:
         """Whether it counts in means."""
         return self.outcome == "finished"
+
+    @property
+    def alone(self) -> bool:
+        """Whether it had its cores to itself from beginning to end, so that its times are those of its method."""
+        sessions = self.record.get("sessions") or ()
+        return bool(sessions) and all(session.get("alone") is True for session in sessions)
 
     @cached_property
     def steps(self) -> list[dict[str, Any]]:

@@ -89,7 +89,13 @@ class Curve:
 
 
 def curve_rows(
-    comparison: Comparison, figure: str, panel: str, curves: Mapping[str, Sequence[Curve]], *, log: bool
+    comparison: Comparison,
+    figure: str,
+    panel: str,
+    curves: Mapping[str, Sequence[Curve]],
+    *,
+    log: bool,
+    limits: tuple[float, float] | None = None,
 ) -> list[Row]:
     """Rows of a panel: every run, then mean and band over the finished runs at the steps that all of them have.
 
@@ -101,6 +107,7 @@ def curve_rows(
         panel: name of the panel.
         curves: by method.
         log: mean and standard deviation on log10.
+        limits: smallest and largest value that can be; a band ends there.
     """
     rows: list[Row] = []
     for method, listed in curves.items():
@@ -112,7 +119,9 @@ def curve_rows(
                     rows.append(
                         Row(figure, panel, name, str(curve.run.seed), step, epoch, float(value), comparison.scale)
                     )
-        for seed, step, epoch, value in _means(finished, log):
+        lowest, highest = limits or (-math.inf, math.inf)
+        for seed, step, epoch, mean in _means(finished, log):
+            value = min(max(mean, lowest), highest)
             rows.append(Row(figure, panel, method, seed, step, epoch, value, comparison.scale))
     return rows
 

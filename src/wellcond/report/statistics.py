@@ -68,9 +68,9 @@ class PairedDifference:
     bootstrap: Interval | None
     """95 % percentile interval of 10,000 draws; None below five seeds."""
     p: float | None
-    """Two-sided paired t test; None below three seeds, or where all differences are equal but not zero."""
+    """Two-sided paired t test; None below three seeds, or where all differences are equal."""
     p_holm: float | None = None
-    """`p` corrected for the number of methods in the same table."""
+    """`p` corrected over its question: all pairs with the same baseline and metric."""
 
     @property
     def count(self) -> int:
@@ -98,6 +98,17 @@ class LogSummary:
     """95 % interval of the geometric mean; None below three finite values."""
     finite: int
     total: int
+    infinite: int = 0
+
+    @property
+    def infinite_share(self) -> float:
+        """Share of the known values that are infinite; 0 of nothing."""
+        return self.infinite / (self.finite + self.infinite) if self.infinite else 0.0
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Smaller is better conditioned: fewer infinite values first, then the mean of the finite ones."""
+        return self.infinite_share, self.geometric_mean if self.finite else math.inf
 
 
 def sample_std(values: Sequence[float]) -> float:
@@ -139,7 +150,7 @@ def paired_p(values: Sequence[float]) -> float | None:
         return None
     std, mean = sample_std(values), float(np.mean(values))
     if std == 0:
-        return 1.0 if mean == 0 else None
+        return None
     return float(2 * stdtr(len(values) - 1, -abs(mean) / std * math.sqrt(len(values))))
 
 
@@ -209,6 +220,21 @@ def differences_of(
     )
 
 
+def required_differences(
+    comparison: Comparison, summaries: Mapping[str, Summary], to_baseline: Mapping[str, PairedDifference]
+) -> list[PairedDifference]:
+    """Differences of the required pairs; those to the comparison's baseline are the ones that are there already.
+
+    The others are corrected over the pairs with the same second method.
+    """
+    pairs = required_pairs(comparison)
+    found = {(method, comparison.baseline): difference for method, difference in to_baseline.items()}
+    for second in {second for _, second in pairs if second != comparison.baseline}:
+        same = [pair for pair in pairs if pair[1] == second]
+        found |= dict(zip(same, differences_of(comparison, summaries, same), strict=True))
+    return [found[pair] for pair in pairs]
+
+
 # First minus second, each as (init, condition): what the papers' claims rest on.
 REQUIRED = (
     (("conditioned", ""), ("mimetic", "")),
@@ -266,4 +292,5 @@ def summarise_logs(values: Iterable[float]) -> LogSummary:
     mean = 10 ** (math.fsum(logs) / len(logs)) if logs else math.nan
     around = t_interval(logs)
     interval = None if around is None else (10 ** around[0], 10 ** around[1])
-    return LogSummary(mean, sample_std(logs), interval, len(logs), len(listed))
+    infinite = sum(value == math.inf for value in listed)
+    return LogSummary(mean, sample_std(logs), interval, len(logs), len(listed), infinite)

@@ -7,7 +7,16 @@ from collections.abc import Mapping, Sequence
 
 from wellcond.report.analysis import Analysis, seconds_per_step
 from wellcond.report.conditioning_table import conditioning_table
-from wellcond.report.formats import PLUS_MINUS, show_counts, show_interval, show_mean, show_p, show_relative
+from wellcond.report.formats import (
+    PLUS_MINUS,
+    show_counts,
+    show_interval,
+    show_kappa,
+    show_mean,
+    show_p,
+    show_relative,
+    show_verdict,
+)
 from wellcond.report.load_runs import Comparison
 from wellcond.report.match import SMOOTH, show_match
 from wellcond.report.other_metrics import other_metrics, other_metrics_table
@@ -16,6 +25,7 @@ from wellcond.report.statistics import FEWEST_SEEDS, PairedDifference, Summary
 from wellcond.report.table import Table
 from wellcond.report.training_figures import PARTS
 from wellcond.report.values import MISSING, number, show
+from wellcond.report.verdicts import smallest_detectable
 
 
 def build_tables(analysis: Analysis) -> list[Table]:
@@ -51,13 +61,12 @@ def summary_table(analysis: Analysis) -> Table:
     comparison, metric = analysis.comparison, analysis.comparison.result
     header = (
         "method", "runs", f"{metric.label}, mean {PLUS_MINUS} std",
-        f"difference to {comparison.baseline} [95 % interval]", "p (Holm)", f"{analysis.unit}s to match",
+        f"difference to {comparison.baseline} [95 % interval]", "p (Holm)", "verdict", f"{analysis.unit}s to match",
         "κ(J) at end", "entropy / ln N at end", "time of a step",
     )  # fmt: skip
     rows = []
     for method in comparison.methods:
         summary, last = analysis.summaries[method], analysis.attention(method, last=True)
-        jacobian = analysis.last_jacobian(method)
         ratio = analysis.step_ratio(method)
         shown, _, corrected = _difference_cells(analysis.differences.get(method), metric)
         rows.append(
@@ -67,14 +76,15 @@ def summary_table(analysis: Analysis) -> Table:
                 show_mean(summary.mean, summary.std, metric),
                 shown,
                 corrected,
+                show_verdict(analysis.verdicts.get(method), metric),
                 analysis.matchings[method].show(analysis.unit),
-                show(jacobian.geometric_mean),
+                show_kappa(analysis.last_jacobian(method)),
                 MISSING if last is None else f"{last.entropy:.2f}",
                 MISSING if math.isnan(ratio) else f"{ratio:.2f} ×",
             )
         )
     notes = tuple(_summary_notes(analysis))
-    return Table("summary", "Summary by method", header, tuple(rows), notes, frozenset({0, 1}))
+    return Table("summary", "Summary by method", header, tuple(rows), notes, frozenset({0, 1, 5}))
 
 
 def _summary_notes(analysis: Analysis) -> list[str]:
@@ -83,7 +93,8 @@ def _summary_notes(analysis: Analysis) -> list[str]:
         f"Differences are paired by seed, {comparison.baseline} subtracted, positive is better"
         + ("" if comparison.metric.higher_is_better else f" ({comparison.metric.name} negated)")
         + "; intervals and p by the paired t distribution, p corrected by Holm's method over this table; uncorrected p "
-        "and all other statistics are in the table of statistics."
+        "and all other statistics are in the table of statistics.",
+        _verdict_note(analysis),
     ]
     if comparison.tested:
         notes.append(
@@ -115,9 +126,30 @@ def _summary_notes(analysis: Analysis) -> list[str]:
         notes.append(f"All differences are equal: the interval has no width, t is not defined: {', '.join(flat)}.")
     if any(analysis.heads.values()):
         notes.append(
-            "κ(J) is the geometric mean over all heads and seeds at the last measurement, over the non-zero spectrum."
+            "κ(J) is the geometric mean over all heads and seeds at the last measurement, over the non-zero spectrum; "
+            "infinite ones are in no mean, and their share is shown."
         )
-    return notes
+    return [*notes, *_time_notes(analysis)]
+
+
+def _verdict_note(analysis: Analysis) -> str:
+    metric = analysis.comparison.result
+    margin = "" if math.isnan(analysis.margin) else f", here {metric.show(analysis.margin)}{metric.unit}"
+    return (
+        "Verdicts: better and worse have p below 0.05 after Holm's correction; equal has both one-sided tests at 5 % "
+        f"against the margin (by default one standard deviation of the baseline over seeds{margin}); all else is "
+        "undecided, and so is better or equal of a method that lost runs."
+    )
+
+
+def _time_notes(analysis: Analysis) -> list[str]:
+    """Why times of steps are missing."""
+    runs = analysis.not_alone
+    finished = [run for run in analysis.comparison.runs if run.finished]
+    if not runs:
+        return []
+    named = "" if len(runs) == len(finished) else f": {', '.join(f'{run.method}, seed {run.seed}' for run in runs)}"
+    return [f"Times of a step that were not measured alone on their cores are left out{named}."]
 
 
 def statistics_table(analysis: Analysis) -> Table:
@@ -140,14 +172,14 @@ def evaluation_statistics_table(analysis: Analysis) -> Table:
 
 STATISTICS_NOTE = (
     "std has the divisor n - 1. Intervals and p from three pairs on, the bootstrap (10,000 draws, percentile) from "
-    "five on."
+    "five on. Can show is the smallest true difference that as many pairs with this spread show with a power of 80 %."
 )
 
 
 def _statistics_header(baseline: str) -> tuple[str, ...]:
     return (
         "method", "n", "mean", "std", "min", "max", "pairs", f"difference to {baseline}", "its std", "relative",
-        "95 % interval (t)", "95 % interval (bootstrap)", "p", "p (Holm)",
+        "95 % interval (t)", "95 % interval (bootstrap)", "p", "p (Holm)", "can show",
     )  # fmt: skip
 
 
@@ -161,12 +193,13 @@ def _statistics_rows(
     for method in methods:
         summary, difference = summaries[method], differences.get(method)
         own = (summary.mean, summary.std, summary.minimum, summary.maximum)
-        cells: tuple[str, ...] = (MISSING,) * 8
+        cells: tuple[str, ...] = (MISSING,) * 9
         if difference is not None and difference.count:
             cells = (
                 str(difference.count), metric.show(difference.mean, sign=True), metric.show(difference.std),
                 show_relative(difference.relative), show_interval(difference.interval, metric),
                 show_interval(difference.bootstrap, metric), show_p(difference.p), show_p(difference.p_holm),
+                metric.show(smallest_detectable(difference.std, difference.count)),
             )  # fmt: skip
         rows.append((method, str(summary.count), *map(metric.show, own), *cells))
     return tuple(rows)
@@ -176,15 +209,19 @@ def required_table(analysis: Analysis) -> Table:
     """Comparisons between methods on which the papers' claims rest."""
     metric = analysis.comparison.result
     unit = f" in{metric.unit}" if metric.unit else ""
-    header = ("comparison", "pairs", f"difference{unit} [95 % interval]", "relative", "p", "p (Holm)")
+    header = ("comparison", "pairs", f"difference{unit} [95 % interval]", "relative", "p", "p (Holm)", "verdict")
     rows = []
     for difference in analysis.required:
         shown, p, corrected = _difference_cells(difference, metric)
         name = f"{difference.method} − {difference.baseline}"
-        rows.append((name, str(difference.count), shown, show_relative(difference.relative), p, corrected))
+        verdict = show_verdict(analysis.judge(difference) if difference.count else None, metric)
+        rows.append((name, str(difference.count), shown, show_relative(difference.relative), p, corrected, verdict))
+    note = (
+        "Positive means that the first method is better. Holm's correction is over all pairs with the same second "
+        f"method: a difference to {analysis.comparison.baseline} is that of the summary, with the same p."
+    )
     return Table(
-        "required", "Comparisons between methods", header, tuple(rows),
-        ("Positive means that the first method is better. Holm's correction is over this table.",),
+        "required", "Comparisons between methods", header, tuple(rows), (note,), frozenset({0, 6}),
     )  # fmt: skip
 
 
@@ -192,34 +229,41 @@ def matching_table(analysis: Analysis) -> Table:
     """Epochs-to-match in all forms."""
     unit = analysis.unit
     header = (
-        "method", "paired by seed", "never reached", "saving", "papers' form", f"paired, running mean of {SMOOTH}",
+        "method", "paired by seed", "never reached", f"earlier than {analysis.comparison.baseline} itself",
+        "p (exact, Holm)", "share of training saved", "papers' form", f"paired, running mean of {SMOOTH}",
         "seconds of training", "each seed",
     )  # fmt: skip
     rows = []
     for method in analysis.comparison.methods:
         matching = analysis.matchings[method]
-        saving, seconds = matching.mean("saving"), matching.mean("seconds")
+        saving, gain = matching.mean("saving"), analysis.match_gains.get(method)
+        alone = all(run.alone for run in analysis.comparison.finished(method).values())
         seeds = [f"{seed}: {show_match(match, unit)}" for seed, match in sorted(matching.by_seed.items())]
         rows.append(
             (
                 method + (" (baseline)" if method == analysis.comparison.baseline else ""),
                 matching.show(unit),
                 f"{matching.censored}/{len(matching.by_seed)}" if matching.by_seed else MISSING,
+                MISSING if gain is None else gain.show(),
+                MISSING if gain is None else show_p(gain.p_holm),
                 MISSING if math.isnan(saving) else f"{saving:.0%}",
                 show_match(matching.of_means, unit),
                 analysis.smoothed[method].show(unit),
-                show(seconds),
+                show(matching.mean("seconds")) if alone else MISSING,
                 ", ".join(seeds) or MISSING,
             )
         )
     notes = (
         f"First evaluation as good as the last one of {analysis.comparison.baseline} with the same seed, in {unit}s; "
         "no interpolation. Seeds that never get there are counted, not averaged; a diverged run never gets there.",
-        "Read savings against the baseline's own: on a noisy curve it reaches its last value early.",
+        f"On a noisy curve {analysis.comparison.baseline} itself reaches its last value before the end, so what counts "
+        f"is how much earlier than that a method gets there (negative: later); p is of the exact test over all flips "
+        f"of sign, in which a seed that never gets there is one {unit} later than the end. The share of training saved "
+        "is of the whole run, as the papers count.",
         "Running mean: curve and target are both means of the last evaluations.",
     )
     return Table(
-        "matching", f"{unit.capitalize()}s to match the baseline", header, tuple(rows), notes, frozenset({0, 7})
+        "matching", f"{unit.capitalize()}s to match the baseline", header, tuple(rows), notes, frozenset({0, 9})
     )
 
 
@@ -274,10 +318,13 @@ def cost_table(analysis: Analysis) -> Table:
                 method,
                 show(mean([seconds_per_step(run) for run in runs])),
                 MISSING if math.isnan(ratio) else f"{ratio:.2f} ×",
-                show(mean([number(run.record.get("samples_per_second")) for run in runs]), 4),
+                show(mean([number(run.record.get("samples_per_second")) for run in runs if run.alone]), 4),
                 *(show(part) for part in parts),
                 show(mean([number(run.record.get("peak_memory_bytes")) / 1e6 for run in runs]), 4),
             )
         )
     note = f"Means over finished runs; relative is to {comparison.baseline} of the same seed."
-    return Table("cost", "Cost", header, tuple(rows), (note,))
+    notes = (note, *_time_notes(analysis))
+    if analysis.not_alone:
+        notes += ("Where runs shared their cores, seconds of a whole run are those of the company it had.",)
+    return Table("cost", "Cost", header, tuple(rows), notes)

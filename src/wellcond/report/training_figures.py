@@ -14,7 +14,10 @@ from wellcond.report.run_record import Run
 from wellcond.report.series import BUDGET, MEAN, Curve, Figure, Panel, Row, curve_rows, thin, with_points
 from wellcond.report.values import number
 
-BAND = "Lines are means over seeds, bands are one standard deviation; dashed lines are runs that did not finish."
+BAND = (
+    "Lines are means over seeds, bands are one standard deviation (cut off where no value can be); dashed lines are "
+    "runs that did not finish."
+)
 PARTS = ("training", "evaluation", "measuring", "checkpointing", "setup")
 
 
@@ -44,7 +47,8 @@ def curves_of(
 def _lines(analysis: Analysis, name: str, title: str, caption: str, panels: list[tuple[Panel, dict]]) -> Figure:
     rows: list[Row] = []
     for panel, curves in panels:
-        rows += curve_rows(analysis.comparison, name, panel.name, curves, log=panel.log)
+        limits = analysis.comparison.metric.limits if panel.name == "metric" else None
+        rows += curve_rows(analysis.comparison, name, panel.name, curves, log=panel.log, limits=limits)
     return Figure(
         name, "Learning", title, caption, "lines", with_points((p for p, _ in panels), rows), tuple(rows),
         x_label=analysis.unit, by_epoch=analysis.unit == "epoch",
@@ -167,6 +171,8 @@ def _time(analysis: Analysis) -> Figure:
                 rows.append(Row("cost_time", part, method, MEAN, math.nan, math.nan, mean, comparison.scale))
     panels = tuple(Panel(part, part, "seconds per run") for part in PARTS if any(row.panel == part for row in rows))
     caption = "Where the wall time of a run goes, mean over finished runs; measuring is the price of these reports."
+    if analysis.not_alone:
+        caption += " Runs shared their cores, as far as is known, so methods cannot be compared by it."
     return Figure("cost_time", "Cost", "Wall time", caption, "stack", panels, tuple(rows))
 
 

@@ -1,0 +1,225 @@
+"""Ties, degenerate runs, lost runs, singular heads and shared cores: the report says only what is true."""
+
+import json
+import math
+
+import pytest
+
+from report.fake_runs import FakeMethod, usual_methods, write_comparison
+from wellcond.report.analysis import analyse
+from wellcond.report.comparison_page import render_comparison
+from wellcond.report.figures import build_figures
+from wellcond.report.load_runs import load_comparisons
+from wellcond.report.markdown_report import render_markdown
+from wellcond.report.reading import find_findings
+from wellcond.report.tables import build_tables, summary_table
+
+
+def study(folder, methods=None, **options):
+    (comparison,) = load_comparisons(write_comparison(folder, methods or usual_methods(), **options))
+    return analyse(comparison)
+
+
+def table(analysis, name):
+    return next(table for table in build_tables(analysis) if table.name == name)
+
+
+def column(made, name):
+    at = next(at for at, title in enumerate(made.header) if title.startswith(name))
+    return {row[0]: row[at] for row in made.rows}
+
+
+def change(folder, edit):
+    for path in sorted(folder.rglob("run.json")):
+        record = json.loads(path.read_text())
+        edit(record)
+        path.write_text(json.dumps(record))
+
+
+def perfect(seeds=3, **options):
+    """Three methods at 100 %, of which default gets there first."""
+    curves = {"default": [0.1, 1.0, 1.0, 1.0], "conditioned": [0.1, 0.9, 1.0, 1.0], "polar": [0.1, 0.9, 1.0, 1.0]}
+    jacobians = {"default": 500.0, "conditioned": 20.0, "polar": 300.0}
+    return [
+        FakeMethod(label, dict.fromkeys(range(seeds), 1.0), curves=dict.fromkeys(range(seeds), curve),
+                   jacobian=jacobians[label], init="conditioned" if label == "conditioned" else "default", **options)
+        for label, curve in curves.items()
+    ]  # fmt: skip
+
+
+def test_all_methods_at_100_percent(tmp_path):
+    analysis = study(tmp_path, perfect(), epochs=3)
+    said = "\n".join(find_findings(analysis))
+    assert "All 3 methods have the same mean accuracy, 100.00 %" in said and "Best mean" not in said
+    assert "conditioned is equal to default in every one of 3 seeds" in said
+    assert "does not go with the best" not in said and "also has the best" not in said
+    made = summary_table(analysis)
+    assert column(made, "p (Holm)")["conditioned"] == "–"  # a t test of nothing but zeros is not defined
+    assert column(made, "verdict")["conditioned"] == "equal: tied in every seed"
+
+
+def test_later_than_the_baseline_is_not_fewer(tmp_path):
+    analysis = study(tmp_path, perfect(), epochs=3)
+    said = next(line for line in find_findings(analysis) if line.startswith("Epochs until"))
+    assert "conditioned 2 (1 later" in said and "fewer" not in said
+    assert column(table(analysis, "matching"), "earlier than default itself")["conditioned"] == "-1"
+
+
+def test_counts_have_an_exact_test(tmp_path):
+    methods = perfect(seeds=7)
+    late = methods[0].curves[0]
+    methods[0].curves = dict.fromkeys(range(7), methods[1].curves[0])
+    methods[1].curves = dict.fromkeys(range(6), late) | {6: [0.1, 0.2, 0.3, 0.4]}
+    methods[1].finals = dict.fromkeys(range(6), 1.0) | {6: 0.4}
+    analysis = study(tmp_path, methods, epochs=3)
+    # default 2 by seed; conditioned 1 six times, and never: one later than the end, 4. Differences 1 x 6 and -2
+    signs = [6 - 2 * k + s for k in range(7) for s in (2, -2) for _ in range(math.comb(6, k))]
+    expected = sum(abs(total) >= 4 for total in signs) / len(signs)
+    found = analysis.match_gains["conditioned"]
+    assert found.values == dict.fromkeys(range(6), 1.0) | {6: -2.0} and found.p == pytest.approx(expected)
+    made = table(analysis, "matching")
+    assert column(made, "earlier than default itself")["conditioned"] == "– (1 of 7 never)"
+    assert column(made, "p (exact, Holm)")["polar"] == "–"  # all differences are zero
+
+
+def test_the_best_of_a_tie_is_not_denied(tmp_path):
+    finals = {0: 0.9, 1: 0.92, 2: 0.94}
+    methods = [FakeMethod("default", {0: 0.8, 1: 0.81, 2: 0.83}, jacobian=900), FakeMethod("polar", finals),
+               FakeMethod("conditioned", dict(finals), init="conditioned", jacobian=20)]  # fmt: skip
+    said = "\n".join(find_findings(study(tmp_path, methods)))
+    assert "Best mean accuracy: polar and conditioned are equal" in said
+    assert "does not go with the best accuracy" not in said
+    assert "smallest κ(J) also has the best accuracy here, together with polar" in said
+
+
+def test_one_difference_has_one_p(tmp_path):
+    analysis = study(tmp_path)
+    [shared] = [d for d in analysis.required if d.baseline == "default"]
+    assert shared is analysis.differences[shared.method]
+    corrected = column(table(analysis, "required"), "p (Holm)")[f"{shared.method} − default"]
+    assert corrected == column(summary_table(analysis), "p (Holm)")[shared.method]
+    assert corrected == column(table(analysis, "statistics"), "p (Holm)")[shared.method]
+
+
+def test_a_method_that_lost_runs_is_not_the_best(tmp_path):
+    methods = usual_methods()[:3]
+    methods[1].statuses = {1: "diverged"}
+    analysis = study(tmp_path, methods)
+    said = find_findings(analysis)
+    assert said[0].startswith("Best mean accuracy: gaussian (")
+    assert "conditioned (94.00 ± 1.41 %, 2 seeds) is not ranked: 1 of its 3 runs diverged" in said[0]
+    assert column(summary_table(analysis), "runs")["conditioned"] == "2 + 1 diverged (33 %)"
+
+
+def test_lost_runs_limit_the_verdict(tmp_path):
+    finals = {0: 0.95, 1: 0.962, 2: 0.97, 3: 0.981, 4: 0.9}
+    methods = [FakeMethod("default", {s: 0.90 + s / 100 for s in range(5)})]
+    methods.append(FakeMethod("polar", finals, statuses={4: "diverged"}))
+    verdict = study(tmp_path, methods).verdicts["polar"]
+    assert verdict.kind == "undecided" and verdict.reason == "better in the runs that survived, but 1 diverged"
+
+
+def singular(folder, method, share):
+    """Give the first heads of a method infinite condition numbers."""
+    for path in (folder / method).rglob("conditioning.jsonl"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in rows:
+            if row["head"] < share * 4:
+                row |= {"pseudo_condition_number": "inf", "kappa_q": "inf"}
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_singular_heads_are_shown_and_ranked(tmp_path):
+    write_comparison(tmp_path, usual_methods()[:3])
+    singular(tmp_path, "conditioned", 0.25)  # the smallest of those that are finite
+    analysis = analyse(load_comparisons(tmp_path)[0])
+    assert "∞ in 25 %" in column(summary_table(analysis), "κ(J) at end")["conditioned"]
+    made = table(analysis, "conditioning")
+    assert "∞ in 25 %" in column(made, "κ(J) [")["conditioned"] and column(made, "factor")["conditioned"] == "–"
+    assert "∞ in 25 %" in column(made, "κ of W_Q")["conditioned"] and "∞" not in column(made, "κ of W_K")["conditioned"]
+    said = next(line for line in find_findings(analysis) if line.startswith("κ(J) at the end"))
+    assert "smallest for gaussian" in said and "largest for conditioned (infinite in 25 % of its heads" in said
+    captions = {figure.name: figure.caption for figure in build_figures(analysis)}
+    for name in ("jacobian", "layers_end_jacobian", "layers_end_wq"):
+        assert "conditioned 25 %" in captions[name], name
+    assert "conditioned 8 %" in captions["weights"] and "Infinite" not in captions["layers_end_wk"]
+
+
+def test_only_singular_heads_are_infinite(tmp_path):
+    write_comparison(tmp_path, usual_methods()[:2])
+    singular(tmp_path, "conditioned", 1.0)
+    analysis = analyse(load_comparisons(tmp_path)[0])
+    assert column(summary_table(analysis), "κ(J) at end")["conditioned"] == "∞"
+
+
+def test_bands_of_percentages_stay_possible(tmp_path):
+    methods = [FakeMethod("default", {0: 1.0, 1: 0.7, 2: 0.999}), FakeMethod("polar", {0: 0.01, 1: 0.3, 2: 0.0})]
+    (figure,) = (f for f in build_figures(study(tmp_path, methods)) if f.name == "learning")
+    values = [row.value for row in figure.rows if row.panel == "metric"]
+    assert min(values) >= 0 and max(values) <= 100
+
+
+def test_step_times_need_cores_of_their_own(tmp_path):
+    write_comparison(tmp_path, usual_methods())
+    analysis = analyse(load_comparisons(tmp_path)[0])
+    assert column(summary_table(analysis), "time of a step")["polar"] == "1.55 ×"
+
+    def forget(record):
+        for session in record["sessions"]:
+            del session["alone"]
+
+    change(tmp_path, forget)
+    analysis = analyse(load_comparisons(tmp_path)[0])
+    assert set(column(summary_table(analysis), "time of a step").values()) == {"–"}
+    assert any("not measured alone" in note for note in summary_table(analysis).notes)
+    cost = table(analysis, "cost")
+    assert set(column(cost, "seconds per step").values()) == {"–"} and "not measured alone" in " ".join(cost.notes)
+    assert set(column(cost, "samples per second").values()) == {"–"}
+    assert set(column(table(analysis, "matching"), "seconds of training").values()) == {"–"}
+    figures = {figure.name: figure.caption for figure in build_figures(analysis)}
+    assert "cost_step" not in figures and "shared their cores" in figures["cost_time"]
+
+
+def test_one_session_among_others_is_not_alone(tmp_path):
+    write_comparison(tmp_path, usual_methods()[:2])
+    analysis = analyse(load_comparisons(tmp_path)[0])
+    path = tmp_path / "conditioned" / "seed1" / "run.json"
+    record = json.loads(path.read_text())
+    record["sessions"].append(record["sessions"][0] | {"alone": False})
+    path.write_text(json.dumps(record))
+    found = analyse(load_comparisons(tmp_path)[0])
+    assert found.step_ratio("conditioned") == analysis.step_ratio("conditioned") == pytest.approx(1.0)
+    assert any("conditioned, seed 1" in note for note in summary_table(found).notes)
+
+
+def test_a_title_that_is_not_stored_is_made_of_what_ran(tmp_path):
+    write_comparison(tmp_path, usual_methods()[:2], title="")
+    (comparison,) = load_comparisons(tmp_path)
+    assert comparison.title == "digits: vit_tiny on digits"
+    page = render_comparison(comparison)
+    assert "8 x 8 grey images" in page.partition("<script")[0]
+    assert "8 x 8 grey images" in render_markdown(analyse(comparison), [])
+
+
+def test_power_and_verdict_are_in_page_table_and_markdown(tmp_path):
+    analysis = study(tmp_path)
+    made = summary_table(analysis)
+    assert column(made, "verdict")["conditioned"] == "better" and column(made, "verdict")["polar"] == "undecided"
+    assert (
+        column(made, "verdict")["identity(lam=10)"] == "worse" and column(made, "verdict")["default (baseline)"] == "–"
+    )
+    [power] = [line for line in find_findings(analysis) if line.startswith("3 seeds can show a true difference")]
+    assert "points (power 80 %" in power
+    assert power in render_markdown(analysis, []) and power in render_comparison(analysis.comparison)
+    assert column(table(analysis, "statistics"), "can show")["conditioned"] != "–"
+
+
+def test_equal_within_the_margin(tmp_path):
+    base = {s: 0.80 + 0.02 * (s % 3) for s in range(6)}
+    near = {s: value + 0.002 * (-1) ** s for s, value in base.items()}
+    methods = [FakeMethod("default", base), FakeMethod("polar", near)]
+    analysis = study(tmp_path, methods)
+    assert analysis.verdicts["polar"].kind == "equal" and analysis.margin == pytest.approx(0.0178885, abs=1e-6)
+    assert column(summary_table(analysis), "verdict")["polar"] == "equal within 1.79"
+    assert "polar is equal to default within 1.79 points" in "\n".join(find_findings(analysis))
+    assert analyse(analysis.comparison, margin=1e-4).verdicts["polar"].kind == "undecided"

@@ -1,0 +1,116 @@
+"""Power, verdicts and exact tests against simulation, scipy and hand counts."""
+
+import itertools
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from wellcond.report.statistics import compare_paired, correct
+from wellcond.report.verdicts import (
+    default_margin,
+    equality_p,
+    judge,
+    power_of,
+    sign_flip_p,
+    smallest_detectable,
+    typical_std,
+)
+
+
+def difference(values):
+    """One corrected difference, alone in its question."""
+    zeros = dict.fromkeys(range(len(values)), 0.0)
+    [found] = correct([compare_paired("a", dict(enumerate(values)), "b", zeros, higher_is_better=True)])
+    return found
+
+
+@pytest.mark.parametrize("n", [3, 5, 10, 30])
+@pytest.mark.parametrize("power", [0.5, 0.8, 0.95])
+def test_smallest_detectable_has_the_power_asked_for(n, power):
+    found = smallest_detectable(2.0, n, power)
+    effect, critical = found / 2.0 * math.sqrt(n), stats.t.ppf(0.975, n - 1)
+    assert stats.nct.sf(critical, n - 1, effect) + stats.nct.cdf(-critical, n - 1, effect) == pytest.approx(power, 1e-6)
+    assert power_of(found, 2.0, n) == pytest.approx(power, 1e-6)
+
+
+def test_smallest_detectable_agrees_with_simulation():
+    n, std, draws = 10, 0.7, 40_000
+    truth = smallest_detectable(std, n)
+    samples = np.random.default_rng(0).normal(truth, std, (draws, n))
+    t = samples.mean(1) / samples.std(1, ddof=1) * math.sqrt(n)
+    share = np.mean(np.abs(t) > stats.t.ppf(0.975, n - 1))
+    assert share == pytest.approx(0.8, abs=4 * math.sqrt(0.16 / draws))
+
+
+def test_what_cannot_be_detected():
+    assert math.isnan(smallest_detectable(1.0, 2)) and math.isnan(smallest_detectable(0.0, 10))
+    assert math.isnan(smallest_detectable(math.nan, 10))
+    assert smallest_detectable(1.0, 10, level=0.05 / 8) > smallest_detectable(1.0, 10)
+
+
+def test_equality_is_two_one_sided_tests():
+    values = [0.1, -0.2, 0.3, 0.0, -0.1]
+    low = stats.ttest_1samp(values, -0.5, alternative="greater").pvalue
+    high = stats.ttest_1samp(values, 0.5, alternative="less").pvalue
+    assert equality_p(values, 0.5) == pytest.approx(max(low, high), 1e-10)
+    assert equality_p(values[:2], 0.5) is None and equality_p([0.1] * 5, 0.5) is None
+    assert equality_p(values, math.nan) is None and equality_p(values, 0.0) is None
+
+
+@pytest.mark.parametrize("values", [[1, 1, 2], [3, -1, 2, 2], [1.5, 0, -0.5, 2, 2, 1], [1, -1], [0.1, 0.2, 0.3, -0.3]])
+def test_sign_flips_are_all_counted(values):
+    observed = abs(sum(values))
+    sums = [abs(sum(s * v for s, v in zip(signs, values, strict=True)))
+            for signs in itertools.product((1, -1), repeat=len(values))]  # fmt: skip
+    assert sign_flip_p(values) == pytest.approx(np.mean([s >= observed - 1e-9 for s in sums]), abs=1e-12)
+
+
+def test_sign_flips_of_many_seeds_and_of_nothing():
+    counts = [1, 2, 1, 0, 3, 1, 1, 2] * 5  # quantised: 2^35 flips, few different sums
+    assert sign_flip_p(counts) == pytest.approx(2.0**-34)
+    assert sign_flip_p([]) is None and sign_flip_p([0, 0, 0]) is None
+    with pytest.raises(ValueError, match="different sums"):
+        sign_flip_p(list(np.random.default_rng(0).normal(size=24)))
+
+
+def test_verdicts():
+    better = difference([1.0, 1.2, 0.9, 1.1])
+    assert judge(better, 0.5).kind == "better" and not judge(better, 0.5).within_margin
+    assert judge(difference([-1.0, -1.2, -0.9, -1.1]), 0.5).kind == "worse"
+    none = difference([0.1, -0.2, 0.15, 0.0, -0.1])
+    assert judge(none, 0.5).kind == "equal" and judge(none, 0.05).kind == "undecided"
+    assert judge(none).kind == "undecided"  # nothing is equal without a margin
+    small = judge(better, 3.0)
+    assert small.kind == "better" and small.within_margin
+
+
+def test_verdicts_of_ties_and_of_equal_differences():
+    tied = judge(difference([0.0, 0.0, 0.0]), 0.0)
+    assert tied.kind == "equal" and tied.reason == "tied in every seed" and tied.p_equal is None
+    flat = judge(difference([0.5, 0.5, 0.5]), 1.0)
+    assert flat.kind == "undecided" and "not defined" in flat.reason
+    assert judge(difference([5.0, 5.1]), 1.0).reason == "fewer than 3 pairs"
+
+
+def test_a_side_that_lost_runs_is_not_called_better():
+    better, worse, none = difference([1.0, 1.2, 0.9]), difference([-1.0, -1.2, -0.9]), difference([0.1, -0.1, 0.0, 0.1])
+    assert judge(better, diverged=1).kind == "undecided" and "1 diverged" in judge(better, diverged=1).reason
+    assert judge(worse, diverged=1).kind == "worse" and judge(none, 2.0, diverged=1).kind == "undecided"
+    assert judge(better, baseline_diverged=1).kind == "better"
+    assert judge(worse, baseline_diverged=1).kind == judge(none, 2.0, baseline_diverged=2).kind == "undecided"
+
+
+def test_margin_and_spread():
+    assert default_margin([1.0, 2.0, 3.0]) == 1.0 and math.isnan(default_margin([1.0]))
+    pooled = typical_std([difference([1.0, 3.0]), difference([0.0, 0.0, 0.0]), difference([0.0, 1.0, 2.0])])
+    assert pooled == pytest.approx(math.sqrt((2.0 * 1 + 1.0 * 2) / 3))
+    assert math.isnan(typical_std([]))
+
+
+def test_scipy_stats_is_not_imported():
+    code = "import sys, wellcond.report.verdicts; sys.exit('scipy.stats' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
