@@ -66,6 +66,7 @@ WITHOUT_EFFECT = {
     "logging.project",
     "training.workers",
     "method.label",
+    "method.set",  # its values are those of the other fields
 }
 
 

@@ -1,7 +1,7 @@
 """A method of a comparison: an initialisation, a conditioning, or one after the other.
 
 In text: ``default``, ``conditioned``, ``identity(lam=10)``, ``conditioned+balanced(target=1.5)``,
-``conditioned(sites="blocks.*")``.
+``conditioned(sites="blocks.*")``. ``conditioned+set(optimizer.lr=3e-3)`` changes fields of the recipe for this method.
 """
 
 from __future__ import annotations
@@ -46,11 +46,18 @@ class MethodSettings(Settings):
     projections: str = "qkv"
     sites: str = "*"
     """Pattern of the names of the attentions that it acts on, such as ``blocks.*``."""
+    set: dict[str, Any] = Field(default_factory=dict)
+    """Fields of the recipe that this method changes, such as ``optimizer.lr``; see `override_recipe`."""
 
     @model_validator(mode="before")
     @classmethod
     def _from_text(cls, values: Any) -> Any:
         return parse_method(values) if isinstance(values, str) else values
+
+    @field_validator("set")
+    @classmethod
+    def _in_one_order(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        return {name: _whole(fields[name]) for name in sorted(fields)}
 
     @field_validator("init_options", "condition_options")
     @classmethod
@@ -95,6 +102,7 @@ class MethodSettings(Settings):
         if self.condition:
             chosen = {} if self.projections == "qkv" else {"projections": self.projections}
             parts.append(_call(self.condition, self.condition_options | chosen | where))
+        parts += [_call("set", self.set)] if self.set else []
         return "+".join(parts)
 
     @property
@@ -228,10 +236,15 @@ def parse_method(text: str) -> dict[str, Any]:
         matched = re.fullmatch(r"([A-Za-z_]\w*)\s*(?:\((.*)\))?", part, flags=re.DOTALL)
         if matched is None:
             raise ValueError(f"expected a method such as conditioned or identity(lam=10), found {part!r}")
-        name, options = matched[1], _options(matched[2] or "", part)
+        name, options = matched[1], _options(matched[2] or "", part, dotted=matched[1] == "set")
+        if name == "set":
+            if "set" in fields or not options:
+                raise ValueError(f"expected one set with fields such as optimizer.lr=3e-3, found {text!r}")
+            fields["set"] = options
+            continue
         kind = "condition" if name in CONDITIONS else "init"
         if name not in CONDITIONS and name not in INITS:
-            raise ValueError(f"unknown method {name!r}{suggest(name, [*sorted(INITS), *sorted(CONDITIONS)])}")
+            raise ValueError(f"unknown method {name!r}{suggest(name, [*sorted(INITS), *sorted(CONDITIONS), 'set'])}")
         if kind in fields:
             raise ValueError(f"{text!r} names two methods of the same kind: {fields[kind]} and {name}")
         if kind == "condition" and "projections" in options:
@@ -244,12 +257,14 @@ def parse_method(text: str) -> dict[str, Any]:
     return fields
 
 
-def _options(text: str, part: str) -> dict[str, Any]:
+def _options(text: str, part: str, *, dotted: bool) -> dict[str, Any]:
     options = {}
     for pair in split_top_level(text, ",") if text.strip() else []:
         key, equals, value = pair.partition("=")
-        if not equals or not key.strip().isidentifier():
-            raise ValueError(f"expected options such as lam=10 in {part!r}, found {pair!r}")
+        words = key.strip().split(".") if dotted else [key.strip()]
+        if not equals or not all(word.isidentifier() for word in words):
+            example = "optimizer.lr=3e-3" if dotted else "lam=10"
+            raise ValueError(f"expected options such as {example} in {part!r}, found {pair!r}")
         if key.strip() in options:
             raise ValueError(f"the option {key.strip()!r} stands twice in {part!r}")
         options[key.strip()] = read_yaml(value, f"{key.strip()} in {part!r}")

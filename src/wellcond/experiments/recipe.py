@@ -23,6 +23,7 @@ import wellcond.experiments.data  # noqa: F401  (registers the sources)
 import wellcond.experiments.tasks  # noqa: F401  (registers the tasks)
 from wellcond.errors import WellcondError
 from wellcond.experiments.data.registry import SourceConfig, resolve_config
+from wellcond.experiments.method_overrides import override_recipe
 from wellcond.experiments.methods import MethodSettings, check_distinct
 from wellcond.experiments.optimizers import OptimizerSettings
 from wellcond.experiments.schedule import Constant, ScheduleSettings
@@ -165,6 +166,8 @@ class Recipe(Settings):
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds: expected different numbers, found {list(self.seeds)}")
         check_distinct(self.methods)
+        for method in (self.method, *self.methods):
+            override_recipe(self, method)
         return self
 
     def config(self, method: MethodSettings, seed: int) -> dict[str, Any]:
@@ -201,7 +204,8 @@ def config_hash(config: dict[str, Any]) -> str:
     """16 hexadecimal digits that name what a run computes."""
     kept = {key: value for key, value in config.items() if key not in WITHOUT_EFFECT}
     kept["training"] = {key: value for key, value in kept["training"].items() if key != "workers"}
-    kept["method"] = {key: value for key, value in kept["method"].items() if key != "label"}
+    # What a method sets is in the other parts of the configuration already.
+    kept["method"] = {key: value for key, value in kept["method"].items() if key not in ("label", "set")}
     younger = YOUNGER | {"task": YOUNGER_OF_TASKS.get(kept["task"]["name"], {})}
     for part, defaults in younger.items():
         kept[part] = {key: value for key, value in kept[part].items() if key not in defaults or value != defaults[key]}

@@ -20,6 +20,7 @@ from wellcond.experiments.data.fingerprint import fingerprint
 from wellcond.experiments.engine import Engine, Event, Interrupted, Observer
 from wellcond.experiments.evaluator import find_test_set
 from wellcond.experiments.interrupts import StopWish
+from wellcond.experiments.method_overrides import override_recipe
 from wellcond.experiments.methods import MethodSettings
 from wellcond.experiments.models import TRUST_NEEDED, is_local_code
 from wellcond.experiments.prepare import prepare_model, prepare_task
@@ -46,6 +47,7 @@ class Job:
     """What to run, and where."""
 
     recipe: Recipe
+    """With what the method sets."""
     method: MethodSettings
     seed: int
     folder: Path
@@ -53,6 +55,13 @@ class Job:
     """Folder that the recipe's relative paths start from."""
     cpu: bool = False
     local_code: bool = False
+
+    def __post_init__(self) -> None:
+        """Apply what the method sets.
+
+        Raises: RecipeError.
+        """
+        object.__setattr__(self, "recipe", override_recipe(self.recipe, self.method))
 
     @property
     def name(self) -> str:

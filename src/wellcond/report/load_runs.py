@@ -155,6 +155,7 @@ def _assemble(home: Path, runs: list[Run], described: bool) -> Comparison:
     runs = sorted(runs, key=lambda run: run.seed)
     _share_metric(home, runs)
     seen: dict[tuple[str, int], Run] = {}
+    first_of_method: dict[str, Run] = {}
     for run in runs:
         other = seen.setdefault((run.method, run.seed), run)
         if other is not run:
@@ -170,13 +171,14 @@ def _assemble(home: Path, runs: list[Run], described: bool) -> Comparison:
                 f"{runs[0].file} in the same comparison",
                 "Runs of different recipes cannot be compared: report their folders one by one.",
             )
-        differing = setting_differences(runs[0].record.get("config"), run.record.get("config"))
-        if differing:
-            raise RunRecordError(
-                run.file,
-                f"was made with other settings than {runs[0].file}: {'; '.join(differing[:4])}",
-                "Runs under different settings cannot be compared: put them into different folders.",
-            )
+        for like in (runs[0], first_of_method.setdefault(run.method, run)):
+            differing = setting_differences(like.record.get("config"), run.record.get("config"))
+            if differing:
+                raise RunRecordError(
+                    run.file,
+                    f"was made with other settings than {like.file}: {'; '.join(differing[:4])}",
+                    "Runs under different settings cannot be compared: put them into different folders.",
+                )
     found = sorted({run.method for run in runs}, key=lambda label: (label != "default", label))
     stored = read_json(home / "comparison.json", "wellcond-comparison") if described else {}
     try:
