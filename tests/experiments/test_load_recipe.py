@@ -164,3 +164,30 @@ def test_a_name_at_several_scales_needs_one(monkeypatch):
     with pytest.raises(RecipeError, match="exists at the scales tiny, paper, not at 'small'"):
         load_recipe("small", scale="small")
     assert load_recipe("small", scale="paper")[0].scale == "paper"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kept"),
+    [
+        ([], (True, True)),
+        (["seeds=[0, 1]", "tracking.jacobian_points=2"], (True, True)),
+        (["training.length={epochs: 2}"], (True, False)),
+        (["data={source: image_folder, path: mine}"], (False, False)),
+        (["data.limit_train=500"], (False, False)),
+        (["model.arguments.depth=2"], (False, False)),
+    ],
+)
+def test_title_and_description_are_those_of_what_runs(overrides, kept):
+    recipe, _ = load_recipe("vit", scale="tiny", overrides=overrides)
+    assert (bool(recipe.title), bool(recipe.description)) == kept
+    named, _ = load_recipe("vit", scale="tiny", overrides=[*overrides, "title=Mine"])
+    assert named.title == "Mine"
+
+
+def test_a_recipe_of_ones_own_does_not_inherit_what_is_untrue(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: tiny/vit\nname: mine\ndata: {source: image_folder, path: images}\n")
+    recipe, _ = load_recipe(str(path))
+    assert recipe.title == "" and recipe.description == ""
+    path.write_text("extends: tiny/vit\nname: mine\nseeds: [3]\n")
+    assert "CIFAR-10" in load_recipe(str(path))[0].title

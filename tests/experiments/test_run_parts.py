@@ -10,9 +10,15 @@ import pytest
 import torch
 
 from wellcond.experiments import clock as clock_module
-from wellcond.experiments.clock import RunClock
+from wellcond.experiments.clock import RunClock, synchronizer
 from wellcond.experiments.interrupts import StopWish
-from wellcond.experiments.provenance import describe_session, peak_memory, reset_peak_memory
+from wellcond.experiments.provenance import (
+    describe_session,
+    has_free_cores,
+    num_cores,
+    peak_memory,
+    reset_peak_memory,
+)
 from wellcond.experiments.seeding import derive, epoch_order, generator
 from wellcond.experiments.train_state import Diverged, TrainState, check_loss
 
@@ -36,6 +42,49 @@ def test_the_clock_counts_each_activity(monkeypatch):
     assert clock.now() == expected == clock.now()
     clock.add({"training": 10.0})
     assert clock.now()["training"] == 13.0
+
+
+def test_queued_work_counts_for_what_queued_it(monkeypatch):
+    now, queued = [0.0], [0.0]
+    monkeypatch.setattr(clock_module.time, "perf_counter", lambda: now[0])
+
+    def synchronize():
+        now[0] += queued[0]
+        queued[0] = 0.0
+
+    clock = RunClock(synchronize)
+    clock.switch("training")
+    queued[0] = 5.0  # updates that the device has not come to yet
+    assert clock.now()["training"] == 0.0 and queued[0] == 5.0  # a look at the time does not wait for them
+    with clock.spent_on("evaluation"):
+        now[0] += 1.0
+        queued[0] = 2.0
+    expected = {"setup": 0.0, "training": 5.0, "evaluation": 3.0, "measuring": 0.0, "checkpointing": 0.0}
+    assert clock.now() == expected
+
+
+def test_only_a_device_with_a_queue_is_waited_for():
+    synchronizer(torch.device("cpu"))()
+    synchronizer(torch.device("meta"))()
+    wait = synchronizer(torch.device("cuda", 0))
+    if torch.cuda.is_available():
+        wait()
+    else:
+        with pytest.raises((RuntimeError, AssertionError)):
+            wait()
+
+
+def test_a_session_is_alone_where_its_threads_have_cores(monkeypatch):
+    def alone(load, **options):
+        monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0), raising=False)
+        return describe_session(torch.device("cpu"), processes=1, precision="float32", step=0, **options)["alone"]
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert alone(0.3) and alone(0.3, at_once=num_cores()) and not alone(0.3, at_once=num_cores() + 1)
+    assert not alone(os.cpu_count() + 1.0)
+    assert has_free_cores(float(os.cpu_count())) and not has_free_cores(os.cpu_count() + 1.0)
+    monkeypatch.delattr(os, "getloadavg")
+    assert not has_free_cores()
 
 
 def test_state_survives_json_exactly():

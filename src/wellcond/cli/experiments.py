@@ -19,7 +19,7 @@ from wellcond.cli.console import make_console
 from wellcond.cli.engines import job_command
 from wellcond.cli.experiment_checks import read_jobs, read_seeds
 from wellcond.cli.progress import RunsProgress
-from wellcond.cli.report import print_report
+from wellcond.cli.report import foresee_power, print_report
 from wellcond.errors import WellcondError
 from wellcond.experiments.compare import Outcome, plan_comparison, run_comparison, write_comparison
 from wellcond.experiments.load_recipe import load_recipe, parse_recipe, shipped_recipes
@@ -136,6 +136,8 @@ def _print_plan(recipe: Recipe, methods: Sequence[MethodSettings], seeds: Sequen
         markup=False,
         soft_wrap=True,
     )
+    for line in foresee_power(place, len(seeds)):
+        out.print(f"From the runs that are there: {line}", markup=False, soft_wrap=True)
 
 
 def _print_jobs(lines: Sequence[str], place: Path, *, as_json: bool, quiet: bool) -> None:

@@ -33,6 +33,24 @@ def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False) ->
             out.print(f"        {page.with_suffix('.md')}", markup=False, soft_wrap=True)
 
 
+def foresee_power(folder: Path, seeds: int) -> list[str]:
+    """Which difference as many seeds can show, as far as earlier runs in a folder tell; nothing otherwise."""
+    from wellcond.report.load_runs import load_comparisons
+    from wellcond.report.reading import describe_power
+    from wellcond.report.run_record import RunRecordError
+    from wellcond.report.statistics import Summary, differences_to_baseline
+
+    try:
+        found = load_comparisons(folder)
+    except RunRecordError:  # no runs yet; what is wrong with one is said when it is its turn
+        return []
+    told = []
+    for comparison in found:
+        summaries = {method: Summary(comparison.results(method)) for method in comparison.methods}
+        told += describe_power(comparison, differences_to_baseline(comparison, summaries), seeds)
+    return told
+
+
 def build_reports(folder: Path, *, pictures: bool) -> None:
     """`wellcond report FOLDER`.
 

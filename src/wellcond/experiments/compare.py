@@ -6,7 +6,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ def write_comparison(folder: Path, recipe: Recipe, methods: Sequence[MethodSetti
         "schema": SCHEMA,
         "kind": "wellcond-comparison",
         "name": recipe.name,
-        "title": recipe.title or recipe.name,
+        "title": recipe.title,
         "recipe": recipe.name,
         "scale": recipe.scale,
         "settings_hash": settings_hash(recipe),
@@ -152,7 +152,9 @@ def run_comparison(
 
     Raises: RecipeError, DataError or MissingExtraError, which concern every run; other failures are in the outcome.
     """
-    outcome = _run_all(jobs, num_workers, observer, ray)
+    at_once = max(1, min(num_workers, len(jobs)))
+    placed = [job if job.at_once == at_once else replace(job, at_once=at_once) for job in jobs]
+    outcome = _run_all(placed, num_workers, observer, ray)
     if os.environ.get("RANK", "0") == "0":
         _miss_deleted(outcome, jobs)
     return outcome

@@ -226,8 +226,10 @@ class Engine:
         last = step == lengths.num_steps
         if step in self.log.steps:
             self.observer({"event": "phase", "phase": "measuring"})
-        with self.clock.spent_on("measuring"):
-            self._write_conditioning(self.log.after(step))
+            with self.clock.spent_on("measuring"):
+                self._write_conditioning(self.log.after(step))
+        else:
+            self.log.after(step)  # counts, and must not wait for the device at every step
         if last or step % lengths.evaluate_every == 0:
             self._evaluate()
         stopping = self._all_want_to_stop(stop) and not last

@@ -123,7 +123,14 @@ def _fields(text: str, where: str, overrides: Sequence[str] = ()) -> dict[str, A
     data = _extended(text, where)
     for override in overrides:
         set_field(data, override)
-    return data
+    changed = {override.partition("=")[0].strip().partition(".")[0] for override in overrides}
+    return data if changed & set(DESCRIBED) else _without_untrue(data, changed)
+
+
+def _without_untrue(data: dict[str, Any], changed: set[str]) -> dict[str, Any]:
+    """Fields without a title or description that would speak of other data, another model or another length."""
+    untrue = [key for key, fields in DESCRIBED.items() if changed & fields]
+    return {key: value for key, value in data.items() if key not in untrue}
 
 
 def _extended(text: str, where: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -139,7 +146,8 @@ def _extended(text: str, where: str, seen: tuple[str, ...] = ()) -> dict[str, An
         raise RecipeError(f"{where}: extends: no recipe {base!r}{suggest(str(base), sorted(shipped))}")
     if base in seen:
         raise RecipeError(f"{where}: extends: {base} extends itself")
-    return merge(_extended(shipped[base], base, (*seen, base)), data)
+    inherited = _extended(shipped[base], base, (*seen, base))
+    return merge(_without_untrue(inherited, set(data)), data)
 
 
 def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -162,6 +170,11 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+DESCRIBED = {
+    "title": {"data", "model", "task"},
+    "description": {"augmentation", "data", "evaluation", "model", "optimizer", "schedule", "task", "training"},
+}
+"""Fields that a recipe's own title and description speak of: a change of one of them makes the text untrue."""
 LENGTHS = ("length", "every", "weights_every", "warmup", "cooldown")
 """Fields that are given in epochs or in steps: one replaces the other."""
 

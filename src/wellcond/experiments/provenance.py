@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.metadata
+import os
 import platform
 import subprocess
 from datetime import UTC, datetime
@@ -16,8 +17,20 @@ import torch
 PACKAGES = ("accelerate", "datasets", "numpy", "scikit-learn", "scipy", "timm", "torchvision", "transformers")
 
 
-def describe_session(device: torch.device, *, processes: int, precision: str, step: int) -> dict[str, Any]:
-    """Versions, commit and machine."""
+def describe_session(
+    device: torch.device, *, processes: int, precision: str, step: int, at_once: int = 1
+) -> dict[str, Any]:
+    """Versions, commit and machine; `alone` says whether its cores, or its GPU, are not shared.
+
+    Args:
+        device: that it trains on.
+        processes: of this run.
+        precision: of its products.
+        step: that it starts from.
+        at_once: runs of the comparison at the same time.
+    """
+    threads = at_once * processes * torch.get_num_threads()
+    alone = threads <= num_cores() if device.type == "cpu" else at_once == 1
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "wellcond": installed_version("wellcond"),
@@ -31,7 +44,34 @@ def describe_session(device: torch.device, *, processes: int, precision: str, st
         "threads": torch.get_num_threads(),
         "precision": precision,
         "resumed_at_step": step,
+        "runs_at_once": at_once,
+        "cores": num_cores(),
+        "alone": alone and has_free_cores(),
     }
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def has_free_cores(load: float | None = None) -> bool:
+    """Whether no more threads want to run on this machine than it has cores.
+
+    Args:
+        load: mean number of threads that want to run; that of the last minute by default. Where the system does not
+            say, the answer is no.
+    """
+    if load is None:
+        try:
+            load = os.getloadavg()[0]
+        except (AttributeError, OSError):
+            return False
+    return load <= (os.cpu_count() or 1) + LOAD_OF_OUR_OWN
+
+
+LOAD_OF_OUR_OWN = 0.5
+"""Threads that start and watch the runs, and data on their way."""
 
 
 def installed_version(package: str) -> str | None:

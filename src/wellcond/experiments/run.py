@@ -15,7 +15,7 @@ import torch
 from wellcond.attention.find import find_attention
 from wellcond.errors import DEBUG_VARIABLE, WellcondError
 from wellcond.experiments.accelerator import make_accelerator
-from wellcond.experiments.clock import RunClock
+from wellcond.experiments.clock import RunClock, synchronizer
 from wellcond.experiments.data.fingerprint import fingerprint
 from wellcond.experiments.engine import Engine, Event, Interrupted, Observer
 from wellcond.experiments.evaluator import find_test_set
@@ -24,7 +24,7 @@ from wellcond.experiments.method_overrides import override_recipe
 from wellcond.experiments.methods import MethodSettings
 from wellcond.experiments.models import TRUST_NEEDED, is_local_code
 from wellcond.experiments.prepare import prepare_model, prepare_task
-from wellcond.experiments.provenance import describe_session, peak_memory, reset_peak_memory
+from wellcond.experiments.provenance import describe_session, has_free_cores, peak_memory, reset_peak_memory
 from wellcond.experiments.recipe import Recipe, config_hash
 from wellcond.experiments.recorded_tokenizer import describe_tokenizer
 from wellcond.experiments.run_folder import FolderInUse, RunError, RunFolder
@@ -55,6 +55,8 @@ class Job:
     """Folder that the recipe's relative paths start from."""
     cpu: bool = False
     local_code: bool = False
+    at_once: int = 1
+    """Runs of the comparison at the same time, this one included."""
 
     def __post_init__(self) -> None:
         """Apply what the method sets.
@@ -181,7 +183,7 @@ class _Session:
         self, job: Job, folder: RunFolder, config: dict[str, Any], accelerator: Any, observer: Observer, former: Any
     ) -> None:
         self.job, self.folder, self.accelerator, self.observer = job, folder, accelerator, observer
-        self.clock = RunClock()
+        self.clock = RunClock(synchronizer(accelerator.device))
         self.engine: Engine | None = None
         self.record: dict[str, Any] = {
             "schema": SCHEMA,
@@ -296,6 +298,7 @@ class _Session:
             processes=self.accelerator.num_processes,
             precision={"no": "float32"}.get(recipe.precision.mixed, recipe.precision.mixed),
             step=step,
+            at_once=job.at_once,
         )
         self.record["sessions"] = [*self.record["sessions"], session]
         self._write()
@@ -324,6 +327,12 @@ class _Session:
         ):  # a disk that is full for the log is full for the record: the first error counts
             self._write()
 
+    def _note_company(self) -> None:
+        """A session that is seen on a busy machine once was not alone."""
+        if self.record["sessions"]:
+            session = self.record["sessions"][-1]
+            session["alone"] = bool(session.get("alone")) and has_free_cores()
+
     def _write(self) -> None:
         """Bring the record up to date and, on the first process, write it."""
         engine = self.engine
@@ -348,6 +357,7 @@ class _Session:
                 self.record["test"] = engine.test
             if engine.samples:
                 self.record["samples"] = engine.samples
+            self._note_company()
         self.record |= {"seconds": seconds, "peak_memory_bytes": peak_memory(self.accelerator.device)}
         if self.accelerator.is_main_process:
             self.record |= {"logs": marks} if (marks := self.folder.log_marks()) else {}

@@ -19,7 +19,7 @@ from wellcond.report.statistics import (
     summarise_logs,
 )
 from wellcond.report.values import number
-from wellcond.report.verdicts import Verdict, default_margin, judge, typical_std
+from wellcond.report.verdicts import Verdict, default_margin, judge
 
 
 @dataclass(frozen=True)
@@ -70,16 +70,6 @@ class Analysis:
         """What a difference of results decides."""
         lost, lost_baseline = (self.outcomes(m)["diverged"] for m in (difference.method, difference.baseline))
         return judge(difference, self.margin, diverged=lost, baseline_diverged=lost_baseline)
-
-    @property
-    def pairs(self) -> int:
-        """Seeds that the baseline and another method finished."""
-        return max((difference.count for difference in self.differences.values()), default=0)
-
-    @property
-    def typical_std(self) -> float:
-        """Standard deviation of the paired differences, pooled over methods."""
-        return typical_std(list(self.differences.values()))
 
     @property
     def not_alone(self) -> list[Run]:

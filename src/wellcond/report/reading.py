@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from wellcond.report.analysis import Analysis
 from wellcond.report.formats import show_interval, show_kappa, show_mean, show_p, show_share
+from wellcond.report.load_runs import Comparison
 from wellcond.report.match import MatchGain, Matching, show_match
 from wellcond.report.provenance import session_differences
 from wellcond.report.statistics import FEWEST_SEEDS, PairedDifference, method_kind
 from wellcond.report.values import number, show, show_seeds
-from wellcond.report.verdicts import ALPHA, POWER, smallest_detectable
+from wellcond.report.verdicts import ALPHA, POWER, smallest_detectable, typical_std
 
 SMALL_GRADIENT = 0.01
 
@@ -23,7 +25,7 @@ def find_findings(analysis: Analysis) -> list[str]:
     return [
         *_winner(analysis),
         *_few_seeds(analysis),
-        *describe_power(analysis),
+        *describe_power(analysis.comparison, analysis.differences),
         *_differences(analysis),
         *_failures(analysis),
         *_scale_control(analysis),
@@ -87,22 +89,26 @@ def _winner(analysis: Analysis) -> list[str]:
     return [f"Best mean {metric.name}: {told(best)}, before {told(second)}{tail}.{''.join(lost)}"]
 
 
-def describe_power(analysis: Analysis, seeds: int | None = None) -> list[str]:
+def describe_power(
+    comparison: Comparison, differences: Mapping[str, PairedDifference], seeds: int | None = None
+) -> list[str]:
     """Which difference as many seeds can show, from the spread of the runs that are there; nothing without spread.
 
     Args:
-        analysis: of runs that are done.
+        comparison: runs that are done.
+        differences: of their results.
         seeds: of a comparison that is to come; as many as there are pairs by default.
     """
-    count = analysis.pairs if seeds is None else seeds
-    smallest = smallest_detectable(analysis.typical_std, count)
+    pairs = max((difference.count for difference in differences.values()), default=0)
+    std, count = typical_std(list(differences.values())), pairs if seeds is None else seeds
+    smallest = smallest_detectable(std, count)
     if math.isnan(smallest):
         return []
-    metric = analysis.comparison.result
+    metric = comparison.result
     return [
         f"{show_seeds(count)} can show a true difference of {metric.show(smallest)}{metric.unit} (power "
         f"{show_share(POWER)}, level {ALPHA}, one comparison; paired differences here have a standard deviation of "
-        f"{metric.show(analysis.typical_std)}{metric.unit} over {show_seeds(analysis.pairs)})."
+        f"{metric.show(std)}{metric.unit} over {show_seeds(pairs)})."
     ]
 
 

@@ -13,6 +13,7 @@ from PIL import Image
 from experiments.small import TESTED, logs, record, small_job, stop_after
 from wellcond.errors import UnsupportedLayoutError
 from wellcond.experiments import prepare, updates
+from wellcond.experiments import run as run_module
 from wellcond.experiments.compare import run_comparison
 from wellcond.experiments.engine import Engine
 from wellcond.experiments.prepare import prepare_model, prepare_task
@@ -98,6 +99,21 @@ def test_local_code_needs_trust(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+NO_WEIGHTS = "tracking={weights_every: null, jacobian_points: 2}"
+
+
+@pytest.mark.parametrize("steps", [24, 48])
+def test_the_device_is_waited_for_at_boundaries_and_not_at_every_step(tmp_path, monkeypatch, steps):
+    waits = []
+    monkeypatch.setattr(run_module, "synchronizer", lambda device: lambda: waits.append(device.type))
+    often = f"training={{length: {{steps: {steps}}}, batch_size: 32, threads: 1, log_every: 1, hours: 10}}"
+    rare = ["evaluation={every: {steps: 1000}}", "checkpoint={every: {steps: 1000}}", NO_WEIGHTS]
+    ended = run_job(small_job(tmp_path / "run", "default", often, *rare))
+    assert ended["status"] == "finished" and ended["progress"]["step"] == steps
+    # into and out of: measuring, evaluation; training; measuring, evaluation, checkpointing; evaluation
+    assert len(waits) == 2 + 2 + 1 + 6 + 1
+
+
 def test_the_record_says_what_was_run_on_what(tmp_path):
     folder = tmp_path / "run"
     run_job(small_job(folder))
@@ -111,6 +127,7 @@ def test_the_record_says_what_was_run_on_what(tmp_path):
     assert kept["peak_memory_bytes"] > 1e7
     session = kept["sessions"][0]
     assert session["torch"] == torch.__version__ and session["device"] == "cpu" and session["threads"] == 1
+    assert session["runs_at_once"] == 1 and session["cores"] >= 1 and isinstance(session["alone"], bool)
     rows = logs(folder)
     assert [row["step"] for row in rows["evaluations"]] == [0, 8, 16, 24]
     assert [row["step"] for row in rows["steps"]] == [5, 10, 15, 20, 24]
