@@ -30,7 +30,7 @@ ALLOWED = {
     "report": BASE,
     "experiments": BASE | {"linalg", "attention", "init", "conditioning", "jacobian", "measurement", "tracking"},
     "integrations": BASE | {"attention", "init", "conditioning", "tracking", "experiments"},
-    "reproduce": BASE | {"experiments", "report", "theory"},
+    "reproduce": BASE | {"attention", "conditioning", "experiments", "report", "theory"},
 }
 EXTRAS = [
     "timm",

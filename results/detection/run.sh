@@ -3,5 +3,6 @@
 # What is complete is not repeated.
 set -euo pipefail
 cd "$(dirname "$0")"
-wellcond compare --recipe coco --scale tiny --no-report --folder coco
-wellcond report coco
+runs="${RUNS:-../../runs/detection}"  # full runs, which resume; what is packed from them is beside this script
+wellcond compare --recipe coco --scale tiny --no-report --folder "$runs/coco"
+wellcond pack "$runs/coco" -o coco

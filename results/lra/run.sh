@@ -4,8 +4,9 @@
 # complete is not repeated.
 set -euo pipefail
 cd "$(dirname "$0")"
+runs="${RUNS:-../../runs/lra}"  # full runs, which resume; what is packed from them is beside this script
 compare() {  # recipe, folder, further arguments
-  wellcond compare --recipe "lra-$1" --scale tiny --no-report --folder "$2" "${@:3}"
+  wellcond compare --recipe "lra-$1" --scale tiny --no-report --folder "$runs/$2" "${@:3}"
 }
 
 compare listops listops
@@ -23,5 +24,4 @@ compare text analysis/lambda "${short[@]}" --methods "default,conditioned,balanc
 compare text analysis/without-norm "${short[@]}" --set model.norms=without_block_norms \
   --methods "default,conditioned,balanced,identity(lam=1),identity(lam=10)"
 
-for folder in listops text retrieval image pathfinder; do wellcond report "$folder"; done
-for folder in analysis/*; do wellcond report "$folder" --no-pictures; done
+wellcond pack "$runs" -o .

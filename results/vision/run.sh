@@ -2,7 +2,9 @@
 # Every run of results/vision: a good hour on two cores, each ablation with one seed (SEEDS=3 for more). WELLCOND_DATA names a mirror of the Hugging Face hub
 # with uoft-cs/cifar10 in it, or the hub is used. What is complete is not repeated.
 set -euo pipefail
-cd "$(dirname "$0")"
+results="$(cd "$(dirname "$0")" && pwd)"
+runs="${RUNS:-$results/../../runs/vision}"  # full runs, which resume; what is packed from them is beside this script
+mkdir -p "$runs" && cd "$runs"
 compare() { wellcond compare --scale tiny --no-report "$@"; }
 
 for family in vit deit swin xcit davit; do
@@ -37,4 +39,6 @@ compare --recipe vit-patch8 --folder weight-selection/students --seeds "${SEEDS:
   --methods "$(printf 'default'; for m in default mimetic conditioned; do for l in blind heads; do \
     printf ',weight_selection(teacher=weight-selection/teachers/%s, layout=%s)' "$m" "$l"; done; done)"
 
-wellcond report .
+for folder in vit deit swin xcit davit ablations weight-selection/teachers weight-selection/students; do
+  wellcond pack "$folder" -o "$results/$folder"
+done

@@ -68,6 +68,7 @@ def json_ready(value: Any) -> Any:
     return value
 
 
-def to_json(value: Any, *, indent: int | None = None) -> str:
-    """One JSON text, infinities and NaN as text."""
-    return json.dumps(json_ready(value), indent=indent, ensure_ascii=False, allow_nan=False)
+def to_json(value: Any, *, indent: int | None = None, compact: bool = False) -> str:
+    """One JSON text, infinities and NaN as text; `compact` leaves out every space."""
+    separators = (",", ":") if compact else None
+    return json.dumps(json_ready(value), indent=indent, separators=separators, ensure_ascii=False, allow_nan=False)

@@ -29,17 +29,18 @@ def seal(record: dict[str, Any]) -> dict[str, Any]:
         >>> find_change(sealed), find_change(sealed | {"seed": 4})
         ('', 'was changed after it was written: its checksum does not match')
     """
-    return record | {CHECKSUM: _checksum(record)}
+    return record | {CHECKSUM: checksum(record)}
 
 
 def find_change(record: dict[str, Any]) -> str:
     """How the checksum of a record shows a change; empty if it shows none."""
-    if CHECKSUM not in record or record[CHECKSUM] == _checksum(record):
+    if CHECKSUM not in record or record[CHECKSUM] == checksum(record):
         return ""
     return "was changed after it was written: its checksum does not match"
 
 
-def _checksum(record: dict[str, Any]) -> str:
+def checksum(record: dict[str, Any]) -> str:
+    """SHA-256 over the content of a record, but for the checksum that it may hold."""
     content = {key: value for key, value in record.items() if key != CHECKSUM}
     as_read = json.loads(to_json(content))
     return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode("ascii")).hexdigest()

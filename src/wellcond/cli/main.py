@@ -22,6 +22,7 @@ def main() -> None:
         sys.exit(str(MissingExtraError("typer and rich", "cli")) + f" ({error})")
     import wellcond.cli.experiment_commands  # noqa: F401  (adds its commands)
     import wellcond.cli.glue_command  # noqa: F401
+    import wellcond.cli.pack_command  # noqa: F401
     import wellcond.cli.reproduce_command  # noqa: F401
     from wellcond.cli.commands import app
 

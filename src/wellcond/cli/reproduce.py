@@ -96,8 +96,8 @@ def run_reproduce(request: Request, *, dry_run: bool, records: Path | None) -> i
     if not is_first_process():
         return code
     collection = None if entry.kind == "static" else Collection(request.place)
-    written = write_outcome(id, entry, request.scale, collection, request.place / id)
-    _show(outcome_tables(id, entry, request.scale, collection), request)
+    written = write_outcome(id, plan.entry, request.scale, collection, request.place / id)
+    _show(outcome_tables(id, plan.entry, request.scale, collection), request)
     if not (request.quiet or request.as_json):
         page = next(path for path in written if path.suffix == ".md")
         make_console().print(f"written: {page}", markup=False, soft_wrap=True)

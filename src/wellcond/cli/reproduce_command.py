@@ -76,7 +76,7 @@ def claims(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Judge the papers' claims, one by one, by committed records: reproduced, not reproduced, or not testable."""
+    """Judge the papers' claims by committed records, one by one: better, worse, equal within a margin, or undecided."""
     need_train_extra()
     if not results.is_dir():
         raise WellcondError(f"no such folder: {results}")

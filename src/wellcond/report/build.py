@@ -57,11 +57,11 @@ def build_report(
 def _build_one(comparison: Comparison, pictures: bool, tell: Callable[[str], None], tolerance: float | None) -> Path:
     tell(f"{comparison.name}: reading {len(comparison.runs)} runs")
     analysis = analyse(comparison)
-    figures = build_figures(analysis)
     tuning = find_tuning(comparison, tolerance)
-    tables = [*build_tables(analysis), *([] if tuning is None else [tuning_table(tuning)])]
-    searched = [] if tuning is None else [tuning_figure(comparison, tuning)]
-    files = {f"tables/{table.name}.csv": table_csv(table).encode() for table in [*tables, provenance_table(comparison)]}
+    figures = build_figures(analysis) if pictures else []
+    searched = [tuning_figure(comparison, tuning)] if pictures and tuning is not None else []
+    tables = [*build_tables(analysis), *([] if tuning is None else [tuning_table(tuning)]), provenance_table(comparison)]
+    files = {f"tables/{table.name}.csv": table_csv(table).encode() for table in tables}
     files["report.md"] = render_markdown(analysis, [*searched, *figures], tolerance=tolerance).encode()
     if pictures:
         files |= dict(_pictures(analysis, [*searched, *figures], tell))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from wellcond.report.load_runs import Comparison, load_comparisons
-from wellcond.report.run_record import RunRecordError, read_json
+from wellcond.report.run_record import Run, RunRecordError, read_json
 from wellcond.report.same_settings import setting_differences
 from wellcond.report.values import number
 
@@ -112,12 +112,12 @@ def load_glue(folder: Path) -> GlueScores:
     folder = Path(folder)
     if (folder / "comparison.json").is_file():
         comparison = next(found for found in load_comparisons(folder) if found.folder == folder)
-        runs = [ScoredRun(run.method, run.seed, _read(run.folder)) for run in comparison.runs]
+        runs = [ScoredRun(run.method, run.seed, _read(run)) for run in comparison.runs]
         title, scale = comparison.title, comparison.scale
     else:
         comparison = None
         record = read_json(folder / "run.json", "wellcond-run")
-        runs = [ScoredRun(str(record["method"]), int(record["seed"]), _read(folder))]
+        runs = [ScoredRun(str(record["method"]), int(record["seed"]), _read(Run(folder, record)))]
         title, scale = f"{record['recipe']}, {record['method']}, seed {record['seed']}", str(record["scale"])
     scored = tuple(run for run in runs if run.records)
     if not scored:
@@ -128,10 +128,9 @@ def load_glue(folder: Path) -> GlueScores:
     return scores
 
 
-def _read(folder: Path) -> Records:
+def _read(run: Run) -> Records:
     found: Records = {}
-    for path in sorted((folder / "glue").glob("*/seed-*/run.json")):
-        record = read_json(path, "wellcond-run")
+    for path, record in run.fine_tuned():
         task = record["config"]["task"].get("task")
         if task not in TITLES or not isinstance(record.get("final") or {}, dict):
             raise RunRecordError(path, f"expected a run on one of {', '.join(TITLES)}", "It was not written by glue.")

@@ -5,9 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from wellcond.report.run_record import Metric, Run, RunRecordError, read_json
+from wellcond.report.run_record import Metric, Run, RunRecordError, read_json, read_packed
 from wellcond.report.same_settings import setting_differences
+from wellcond.run_records import checksum
+
+TUNING = "tuning"
+"""Folder of the runs of a search, which are no part of the comparison above it."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,8 @@ def load_comparisons(folder: Path) -> list[Comparison]:
     """Every comparison below a folder, by path.
 
     A run belongs to the nearest folder above it that has a `comparison.json`. Runs without one form a comparison of
-    the folder that holds their method folders, methods by name, `default` first and baseline.
+    the folder that holds their method folders, methods by name, `default` first and baseline. Packed runs
+    (`wellcond pack`) are files `METHOD/seedN.json` below their `comparison.json`.
 
     Args:
         folder: results of `wellcond compare` or `wellcond train`, at any depth.
@@ -92,14 +98,35 @@ def load_comparisons(folder: Path) -> list[Comparison]:
         # Fine-tuning of a run, and the search before a comparison, are no part of it.
         if _is_inside_a_run(path.parent, folder) or _is_of_a_search(path.parent, folder):
             continue
-        grouped.setdefault(_home(path.parent, folder, described), []).append(
-            Run(path.parent, read_json(path, "wellcond-run"))
-        )
+        home = _home(path.parent, folder, described)
+        if path.relative_to(home).parts[0] != TUNING:
+            grouped.setdefault(home, []).append(Run(path.parent, read_json(path, "wellcond-run")))
+    for home in sorted(described):
+        grouped.setdefault(home, []).extend(_packed_runs(home))
+    grouped = {home: runs for home, runs in grouped.items() if runs}
     if not grouped:
         raise RunRecordError(
-            folder, "holds no run.json, at any depth", "Make runs with wellcond compare or wellcond train first."
+            folder,
+            "holds no run.json and no packed run, at any depth",
+            "Make runs with wellcond compare or wellcond train first.",
         )
     return [_assemble(home, runs, home in described) for home, runs in sorted(grouped.items())]
+
+
+def shared_mark(shared: dict[str, Any]) -> str:
+    """By which packed runs name what their comparison stores for all of them."""
+    return checksum(shared)[:16]
+
+
+def _packed_runs(home: Path) -> list[Run]:
+    described = read_json(home / "comparison.json", "wellcond-comparison")
+    if "shared" not in described:
+        return []
+    shared = described["shared"]
+    if not isinstance(shared, dict):
+        raise RunRecordError(home / "comparison.json", "expected 'shared' to be a mapping", "Pack the runs again.")
+    mark = shared_mark(shared)
+    return [read_packed(path, shared, mark) for path in sorted(home.glob("*/seed*.json"))]
 
 
 def _is_inside_a_run(place: Path, folder: Path) -> bool:
@@ -140,23 +167,23 @@ def _assemble(home: Path, runs: list[Run], described: bool) -> Comparison:
         other = seen.setdefault((run.method, run.seed), run)
         if other is not run:
             raise RunRecordError(
-                run.folder / "run.json",
-                f"is a second run of {run.method!r} with seed {run.seed}; the first is {other.folder / 'run.json'}",
+                run.file,
+                f"is a second run of {run.method!r} with seed {run.seed}; the first is {other.file}",
                 "Keep one of them, or report their folders one by one.",
             )
         if (run.record.get("recipe"), run.metric) != (runs[0].record.get("recipe"), runs[0].metric):
             raise RunRecordError(
-                run.folder / "run.json",
+                run.file,
                 f"has recipe {run.record.get('recipe')!r} and metric {run.metric.name!r}, unlike "
-                f"{runs[0].folder / 'run.json'} in the same comparison",
+                f"{runs[0].file} in the same comparison",
                 "Runs of different recipes cannot be compared: report their folders one by one.",
             )
         for like in (runs[0], first_of_method.setdefault(run.method, run)):
             differing = setting_differences(like.record.get("config"), run.record.get("config"))
             if differing:
                 raise RunRecordError(
-                    run.folder / "run.json",
-                    f"was made with other settings than {like.folder / 'run.json'}: {'; '.join(differing[:4])}",
+                    run.file,
+                    f"was made with other settings than {like.file}: {'; '.join(differing[:4])}",
                     "Runs under different settings cannot be compared: put them into different folders.",
                 )
     found = sorted({run.method for run in runs}, key=lambda label: (label != "default", label))

@@ -17,7 +17,7 @@ from wellcond.report.tuning import find_tuning, tuning_table
 
 
 def render_markdown(analysis: Analysis, figures: Sequence[Figure], *, tolerance: float | None = None) -> str:
-    """Markdown of a comparison, to stand beside the folders `figures` and `tables`."""
+    """Markdown of a comparison, to stand beside the folders `figures` and `tables`; without figures, to stand alone."""
     comparison, metric = analysis.comparison, analysis.comparison.result
     better = "higher is better" if metric.higher_is_better else "lower is better"
     lines = [
@@ -29,18 +29,19 @@ def render_markdown(analysis: Analysis, figures: Sequence[Figure], *, tolerance:
             f"seeds {', '.join(map(str, comparison.seeds))}; baseline {comparison.baseline}."
         ),
         "",
-        "With plots to point at: [report.html](report.html).",
-        "",
+        *(("With plots to point at: [report.html](report.html).", "") if figures else ()),
     ]
     if comparison.notes:
         lines += [plain_markdown(comparison.notes), ""]
     lines += ["## Findings", "", *(f"- {plain_markdown(finding)}" for finding in find_findings(analysis)), ""]
     tuning = find_tuning(comparison, tolerance)
     for table in [*build_tables(analysis), *([tuning_table(tuning)] if tuning is not None else [])]:
-        lines += [f"## {table.title}", "", table_markdown(table), "", f"[CSV](tables/{table.name}.csv)", ""]
+        link = [f"[CSV](tables/{table.name}.csv)", ""] if figures else []
+        lines += [f"## {table.title}", "", table_markdown(table), "", *link]
     lines += samples_markdown(find_samples(comparison))
-    lines += detections_markdown(find_pictures(comparison))
-    lines += ["## Figures", ""]
+    detections = detections_markdown(find_pictures(comparison))
+    lines += [line for line in detections if figures or not line.startswith("![")]
+    lines += ["## Figures", ""] if figures else []
     for figure in figures:
         links = ", ".join(f"[{kind.upper()}](figures/{figure.name}.{kind})" for kind in ("svg", "csv"))
         lines += [

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from wellcond.errors import WellcondError
+from wellcond.report.packed_records import PACKED, merge, to_rows, unpack_heads
 from wellcond.report.values import MISSING, number, show
 from wellcond.run_records import CHECKSUM, COMPLETE, CORRELATIONS, SCHEMA, find_change, find_problem, matches
 
@@ -79,6 +80,13 @@ class Run:
 
     folder: Path
     record: dict[str, Any]
+    packed: Mapping[str, Any] | None = None
+    """Columns of a packed run, which has no other files; see `packed_records`."""
+
+    @property
+    def file(self) -> Path:
+        """The file of its record."""
+        return self.folder / "run.json" if self.packed is None else self.folder.with_suffix(".json")
 
     @property
     def method(self) -> str:
@@ -152,7 +160,7 @@ class Run:
             and rows[-1].get(self.metric.name) != self.record["final"][self.metric.name]
         ):
             raise RunRecordError(
-                self.folder / "run.json",
+                self.file,
                 f"has {self.metric.name} {self.value} at the end, but the last row of evaluations.jsonl has "
                 f"{rows[-1].get(self.metric.name)}: one of them was changed",
                 ANEW.format(self.folder),
@@ -164,7 +172,18 @@ class Run:
         """Rows of measured heads; empty if nothing was measured. Read anew each time, since there can be very many."""
         return self._rows("conditioning.jsonl", ("step", "layer", "head"), required=False)
 
+    def fine_tuned(self) -> Iterable[tuple[Path, dict[str, Any]]]:
+        """Records of runs that were fine-tuned from this one, each with the file that holds it."""
+        if self.packed is None:
+            for path in sorted((self.folder / "glue").glob("*/seed-*/run.json")):
+                yield path, read_json(path, "wellcond-run")
+        else:
+            for _, record in sorted(self.packed.get("fine_tuned", {}).items()):
+                yield self.file, record | {"sessions": list(record.get("sessions", {}).values())}
+
     def _rows(self, name: str, keys: tuple[str, ...], *, required: bool) -> list[dict[str, Any]]:
+        if self.packed is not None:
+            return self._unpacked(name.removesuffix(".jsonl"))
         path, advice = self.folder / name, ANEW.format(self.folder)
         mark = self.record.get("logs", {}).get(name)
         if not path.is_file():
@@ -184,6 +203,35 @@ class Run:
                 )
             latest[tuple(row[key] for key in keys)] = row
         return sorted(latest.values(), key=lambda row: number(row["step"]))
+
+    def _unpacked(self, name: str) -> list[dict[str, Any]]:
+        columns = (self.packed or {}).get(name) or {}
+        try:
+            return unpack_heads(columns) if name == "conditioning" else to_rows(columns)
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            raise RunRecordError(self.file, f"its {name} cannot be read: {error}", "Pack the runs again.") from error
+
+
+def read_packed(path: Path, shared: Mapping[str, Any], mark: str) -> Run:
+    """A packed run.
+
+    Args:
+        path: its file.
+        shared: what all runs of its comparison share.
+        mark: checksum of `shared`, which the file must have been packed with.
+
+    Raises: RunRecordError if it was changed, or packed with another comparison, or holds scores that cannot be.
+    """
+    advice = "Restore it, or pack the runs again: wellcond pack."
+    rest = read_json(path, PACKED)
+    if rest.pop("shared", None) != mark:
+        raise RunRecordError(path, "was packed with another comparison.json than the one above it", advice)
+    record = merge(shared, rest) | {"kind": "wellcond-run"}
+    packed = record.pop("packed", {})
+    record["sessions"] = list((record.get("sessions") or {}).values())
+    if problem := find_problem(record):
+        raise RunRecordError(path, problem, advice)
+    return Run(path.with_suffix(""), record, packed)
 
 
 def read_json(path: Path, kind: str) -> dict[str, Any]:

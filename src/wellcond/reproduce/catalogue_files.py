@@ -120,6 +120,9 @@ class PanelSettings(Settings):
     """Of singular values: those of W, of W + C, or both."""
 
 
+PartT = TypeVar("PartT", Column, PanelSettings)
+
+
 class Entry(Settings):
     """What an id stands for."""
 
@@ -136,6 +139,8 @@ class Entry(Settings):
     static: Literal["", "memory", "flops", "cost", "forms"] = ""
     records: dict[str, str] = Field(default_factory=dict)
     """Folders of committed records by study, where they are others than the study's."""
+    at_tiny: dict[str, str] = Field(default_factory=dict)
+    """Studies that take the place of others at scale tiny, since those records are of them."""
     note: str = ""
 
     @property
@@ -147,6 +152,22 @@ class Entry(Settings):
     def all_rows(self) -> dict[str, Row]:
         """The paper's and ours."""
         return self.rows | self.controls
+
+    def at(self, scale: str) -> Entry:
+        """What is run at a scale: at tiny, what the records ran."""
+        if scale != "tiny" or not self.at_tiny:
+            return self
+
+        def swap(part: PartT) -> PartT:
+            return part.model_copy(update={"study": self.at_tiny.get(part.study, part.study)})
+
+        rows = {
+            name: {key: row.model_copy(update={"only": tuple(self.at_tiny.get(study, study) for study in row.only)})
+                   for key, row in getattr(self, name).items()}
+            for name in ("rows", "controls")
+        }  # fmt: skip
+        columns = {name: swap(column) for name, column in self.columns.items()}
+        return self.model_copy(update=rows | {"columns": columns, "panels": tuple(map(swap, self.panels))})
 
     @property
     def studies(self) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ import math
 import numpy as np
 
 from wellcond.report.analysis import Analysis
-from wellcond.report.head_table import ROLES, HeadTable
 
 
 def first_or_last_logs(analysis: Analysis, method: str, key: str, *, last: bool) -> dict[int, float]:
@@ -35,19 +34,14 @@ def count_inexact(analysis: Analysis, methods: tuple[str, ...], key: str, *, las
     return inexact, total
 
 
-def raw_and_effective_logs(analysis: Analysis, method: str, what: str) -> tuple[dict[int, float], dict[int, float]]:
-    """Mean log10 over Q, K, V and heads at the last measurement: of W, and of W + C."""
-
-    def logs(prefix: str) -> dict[int, float]:
-        found = {}
-        for table in analysis.tables(method):
-            values = np.concatenate([_at_end(table, f"{prefix}{what}_{role}") for role in ROLES])
-            mean = _mean_log(values)
-            if math.isfinite(mean):
-                found[table.run.seed] = mean
-        return found
-
-    return logs("raw_"), logs("")
+def count_infinite(analysis: Analysis, method: str, key: str, *, last: bool) -> int:
+    """How many of the values that `first_or_last_logs` reads are infinite, and so in no mean."""
+    total = 0
+    for table in analysis.tables(method):
+        steps = table.columns["step"][~np.isnan(table.columns[key])]
+        if len(steps):
+            total += int(np.isinf(table.at(key, float(steps.max() if last else steps.min()))).sum())
+    return total
 
 
 def savings(analysis: Analysis, method: str) -> dict[int, float]:
@@ -67,33 +61,23 @@ def distance_below(analysis: Analysis, method: str, what: str, limit: str) -> tu
     return float(every.min()), float(every.max())
 
 
-def count_above(analysis: Analysis, method: str, what: str, limit: float | str) -> tuple[int, int]:
-    """Measurements of a head that exceed a number, or the column of that name (as log10), and all of them.
+def count_above(analysis: Analysis, method: str, what: str, limit: str) -> tuple[int, int]:
+    """Measurements of a head that exceed a column that holds log10, and all of them.
 
     Args:
         analysis: of the runs.
         method: only this one; all with an empty name.
-        what: a column, or `kappa` for those of Q, K and V.
-        limit: see above.
+        what: a column.
+        limit: another, in log10.
     """
     above = total = 0
     for table in [t for name in analysis.heads for t in analysis.heads[name] if method in ("", name)]:
-        for key in [f"kappa_{role}" for role in ROLES] if what == "kappa" else [what]:
-            values = table.columns[key]
-            if isinstance(limit, str):
-                known = ~np.isnan(values) & ~np.isnan(table.columns[limit])
-                with np.errstate(divide="ignore"):
-                    too_large = np.log10(values[known]) > table.columns[limit][known]
-            else:
-                known = ~np.isnan(values)
-                too_large = values[known] > limit * (1 + 1e-4)  # the weights are float32
-            above, total = above + int(too_large.sum()), total + int(known.sum())
+        values = table.columns[what]
+        known = ~np.isnan(values) & ~np.isnan(table.columns[limit])
+        with np.errstate(divide="ignore"):
+            too_large = np.log10(values[known]) > table.columns[limit][known]
+        above, total = above + int(too_large.sum()), total + int(known.sum())
     return above, total
-
-
-def _at_end(table: HeadTable, key: str) -> np.ndarray:
-    step = table.last_step(key)
-    return np.array([]) if step is None else table.at(key, step)
 
 
 def _mean_log(values: np.ndarray) -> float:

@@ -1,15 +1,15 @@
 """The rules by which records decide about a claim.
 
-A gain is
-  reproduced            if it is positive with p < 0.05 after Holm's correction;
-  not reproduced        if it is negative with p < 0.05, or its 95 % interval ends below what the paper has;
-  not testable          if there are fewer than three pairs, or the interval holds both 0 and the paper's gain: these
-                        runs are too few or too noisy to tell.
+A difference is better, worse, equal within a margin, or undecided (`report.verdicts`). The margin is half of the
+paper's gain, carried over as a share of the baseline's error, since points of other data or sizes mean something else;
+where the paper has no number it is one standard deviation of the baseline over seeds.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -21,23 +21,28 @@ from wellcond.report.glue_scores import AVERAGE
 from wellcond.report.run_record import Metric
 from wellcond.report.statistics import PairedDifference, compare_paired, correct
 from wellcond.report.values import show_seeds
+from wellcond.report.verdicts import ALPHA, Kind, default_margin, judge, sign_flip_p, smallest_detectable
 from wellcond.reproduce.catalogue_files import entries
 from wellcond.reproduce.claim_computations import computed
 from wellcond.reproduce.claim_measurements import (
     count_above,
     count_inexact,
+    count_infinite,
     distance_below,
     first_or_last_logs,
-    raw_and_effective_logs,
     savings,
 )
 from wellcond.reproduce.collect import StoredStudy
-from wellcond.reproduce.glue_average import averaged_columns, mean_gain
+from wellcond.reproduce.glue_average import averaged_columns, mean_gain, mean_of
 from wellcond.reproduce.paper_numbers import paper_tables
 
-REPRODUCED, NOT_REPRODUCED, NOT_TESTABLE = "reproduced", "not reproduced", "not testable at this size"
-NO_RECORDS = "no records yet"
-SIGNIFICANT = 0.05
+BETTER, WORSE, EQUAL, UNDECIDED = "better", "worse", "equal", "undecided"
+HOLDS, FAILS = "holds", "fails"
+NEEDS, NO_RECORDS = "not run here", "no records"
+FEWEST_COUNTS = 6
+"""Seeds from which the exact test on counts can come below 0.05."""
+LONGEST = 24
+"""Characters of a method's name that are repeated in a sentence."""
 
 
 class Rule(Settings):
@@ -54,14 +59,12 @@ class Rule(Settings):
     base_row: str = ""
     """Rows of the paper's table whose difference is the gain it claims."""
     glue: str = ""
-    expected: Literal["paper", "own_gain"] = "paper"
-    """What to compare a gain with: the paper's, or our own over the baseline."""
+    margin: Literal["paper", "own_gain"] = "paper"
+    """Half of what counts as none: the paper's gain, or our own over the baseline."""
     quantity: str = ""
     moment: Literal["first", "last"] = "last"
     at_least: float = 0.0
-    limit: float | str = 0.0
-    within: float = 0.0
-    """In the metric's unit: what counts as no effect."""
+    limit: str = ""
     among: tuple[str, ...] = ()
     best: tuple[str, ...] = ()
     what: str = ""
@@ -75,9 +78,11 @@ class Verdict(Settings):
 
     word: str
     evidence: str
+    as_claimed: bool | None = None
+    """None while nothing is decided."""
 
 
-def judge(rule: Rule, table: str, results: Path) -> Verdict:
+def judge_rule(rule: Rule, table: str, results: Path) -> Verdict:
     """Decide a claim.
 
     Args:
@@ -88,20 +93,21 @@ def judge(rule: Rule, table: str, results: Path) -> Verdict:
     verdict = _judge(rule, table, results)
     if not rule.caveat or verdict.word == NO_RECORDS:
         return verdict
-    return Verdict(word=verdict.word, evidence=f"{verdict.evidence}; {rule.caveat}")
+    return verdict.model_copy(update={"evidence": f"{verdict.evidence}; {rule.caveat}"})
 
 
 def _judge(rule: Rule, table: str, results: Path) -> Verdict:
     if rule.kind == "needs":
-        return Verdict(word=NOT_TESTABLE, evidence=rule.why)
+        return Verdict(word=NEEDS, evidence=rule.why)
     if rule.kind == "computed":
-        return Verdict(**computed(rule.what))
-    analysis = _analysis(results / rule.folder)
+        holds, evidence = computed(rule.what)
+        return Verdict(word=HOLDS if holds else FAILS, evidence=evidence, as_claimed=holds)
+    analysis = find_analysis(results / rule.folder)
     if analysis is None:
-        return Verdict(word=NO_RECORDS, evidence=f"nothing in {rule.folder}")
+        return _no_records(f"nothing in {rule.folder}")
+    kinds = {"gain": _gain, "same": _gain, "kappa": _kappa, "saving": _saving, "below": _below, "best": _best}
     if rule.over_folder:
-        return _gain_over_folder(rule, analysis, _analysis(results / rule.over_folder), table)
-    kinds = {"gain": _gain, "kappa": _kappa, "saving": _saving, "below": _below, "best": _best, "same": _same}
+        return _gain_over_folder(rule, analysis, find_analysis(results / rule.over_folder), table)
     return kinds[rule.kind](rule, analysis, table)
 
 
@@ -110,31 +116,55 @@ def _study(folder: Path) -> StoredStudy:
     return StoredStudy(folder, committed=True)
 
 
-def _analysis(folder: Path) -> Analysis | None:
+def find_analysis(folder: Path) -> Analysis | None:
+    """Statistics of committed records; None if there are none."""
     return _study(folder).analysis if folder.is_dir() else None
 
 
-def _paper_gain(rule: Rule, table: str) -> float | None:
-    """Row minus row, positive is better, in the paper's unit."""
+def _no_records(what: str) -> Verdict:
+    return Verdict(word=NO_RECORDS, evidence=what)
+
+
+def paper_share(rule: Rule, table: str, tasks: tuple[str, ...] = ()) -> float | None:
+    """The gain that the paper claims, as a share of its baseline's error; over some columns only, with `tasks`.
+
+    Example:
+        >>> rule = Rule(kind="gain", row="conditioned", base_row="default", column="ViT-B")
+        >>> round(paper_share(rule, "C-T1"), 4)  # 1.2 of 19.7 points
+        0.0609
+    """
     known = paper_tables().get(table)
-    return None if known is None or not rule.row else known.parts[0].gain(rule.row, rule.base_row, rule.column)
+    if known is None or not rule.row:
+        return None
+    part = known.parts[0]
+    gain = mean_gain(part, rule.row, rule.base_row, tasks) if tasks else part.gain(rule.row, rule.base_row, rule.column)
+    base = mean_of(part, rule.base_row, tasks) if tasks else part.value(rule.base_row, rule.column)
+    if gain is None or base is None:
+        return None
+    error = 100 - base if part.metric.higher_is_better else base
+    return gain / error
+
+
+def _error(values: Sequence[float], metric: Metric) -> float:
+    """What a method still gets wrong, in stored units: that by which a gain is a share."""
+    mean = math.fsum(values) / len(values)
+    if not metric.higher_is_better:
+        return mean
+    return 1 - mean if metric.percent else math.nan
 
 
 def _gain(rule: Rule, analysis: Analysis, table: str) -> Verdict:
-    difference, metric = _difference(rule, analysis)
+    difference, metric, base = _difference(rule, analysis)
     if difference is None:
-        return Verdict(word=NO_RECORDS, evidence=f"no records of {rule.method} and {rule.over}")
-    expected, over = _paper_gain(rule, table), ""
+        return _no_records(f"no records of {rule.method} and {rule.over}")
     tasks = averaged_columns(entries()[table], _study(analysis.comparison.folder)) if rule.glue == AVERAGE else ()
-    if tasks:
-        expected = mean_gain(paper_tables()[table].parts[0], rule.row, rule.base_row, tasks)
-        over = f" over the same tasks, {', '.join(tasks)}"
-    words = "" if expected is None else f"; the paper has {expected:+.3g}{over}"
-    if rule.expected == "own_gain":
-        own = analysis.differences.get(rule.method)
-        expected = None if own is None or not own.count else own.mean * metric.scale
-        words = "" if expected is None else f"; {rule.method} minus {analysis.comparison.baseline} is {expected:+.2f}"
-    return _decide(difference, metric, expected, words)
+    share = paper_share(rule, table, tasks)
+    own = analysis.differences.get(rule.method)
+    half = own.mean / 2 if rule.margin == "own_gain" and own is not None and own.certain and own.mean > 0 else None
+    lost = tuple(analysis.outcomes(name)["diverged"] for name in (rule.method, rule.over))
+    return _decide(
+        difference, metric, base, share, half=half, lost=lost, claimed="equal" if rule.kind == "same" else "better"
+    )
 
 
 def _gain_over_folder(rule: Rule, analysis: Analysis, other: Analysis | None, table: str) -> Verdict:
@@ -144,51 +174,83 @@ def _gain_over_folder(rule: Rule, analysis: Analysis, other: Analysis | None, ta
         for some, name in ((analysis, rule.method), (other, rule.over))
     )
     metric = analysis.comparison.result
-    [difference] = correct(
-        [compare_paired(rule.method, first, rule.over, second, higher_is_better=metric.higher_is_better)]
-    )
+    difference = _one(rule.method, first, rule.over, second, higher_is_better=metric.higher_is_better)
     if not difference.count:
-        return Verdict(word=NO_RECORDS, evidence=f"no records of {rule.method} in {rule.folder} and {rule.over_folder}")
-    expected = _paper_gain(rule, table)
-    words = "" if expected is None else f"; the paper has {expected:+.3g}"
-    return _decide(difference, metric, expected, words)
+        return _no_records(f"no records of {rule.method} in {rule.folder} and {rule.over_folder}")
+    return _decide(difference, metric, list(second.values()), paper_share(rule, table))
 
 
-def _difference(rule: Rule, analysis: Analysis) -> tuple[PairedDifference | None, Metric]:
-    """With Holm's correction over the table of the report that has this pair."""
+def _one(
+    method: str, values: Mapping[int, float], over: str, base: Mapping[int, float], *, higher_is_better: bool
+) -> PairedDifference:
+    [difference] = correct([compare_paired(method, values, over, base, higher_is_better=higher_is_better)])
+    return difference
+
+
+def _difference(rule: Rule, analysis: Analysis) -> tuple[PairedDifference | None, Metric, list[float]]:
+    """With Holm's correction over the table of the report that has this pair, and the values of `over`."""
     comparison, metric = analysis.comparison, analysis.comparison.result
     found: list[PairedDifference]
     if rule.glue:
         scores = _study(comparison.folder).glue
         known = {} if scores is None else find_differences(scores)
         found, metric = [d for (column, _), d in known.items() if column == rule.glue], SHOWN
-    elif rule.over == comparison.baseline:
-        found = list(analysis.differences.values())
+        base = {} if scores is None else scores.values(rule.over, rule.glue)
     else:
-        found = list(analysis.required)
+        found = list(analysis.differences.values()) if rule.over == comparison.baseline else list(analysis.required)
+        base = analysis.summaries[rule.over].values if rule.over in comparison.methods else {}
     chosen = next((d for d in found if (d.method, d.baseline) == (rule.method, rule.over)), None)
     if chosen is None and not rule.glue and {rule.method, rule.over} <= set(comparison.methods):
-        better = comparison.metric.higher_is_better
-        first, second = (analysis.summaries[name].values for name in (rule.method, rule.over))
-        [chosen] = correct([compare_paired(rule.method, first, rule.over, second, higher_is_better=better)])
-    return (chosen if chosen is not None and chosen.count else None), metric
+        values = analysis.summaries[rule.method].values
+        chosen = _one(rule.method, values, rule.over, base, higher_is_better=comparison.metric.higher_is_better)
+    return (chosen if chosen is not None and chosen.count else None), metric, list(base.values())
 
 
-def _decide(difference: PairedDifference, metric: Metric, expected: float | None, words: str) -> Verdict:
-    seeds = show_seeds(difference.count)
-    shown = f"{metric.show(difference.mean, sign=True)}{metric.unit or f' {metric.name}'}"
-    if difference.without_spread:
-        return Verdict(word=NOT_TESTABLE, evidence=f"{shown} with each of {seeds}, so that t is not defined{words}")
-    if difference.interval is None or difference.p_holm is None:
-        return Verdict(word=NOT_TESTABLE, evidence=f"{shown} with {seeds}, which is too few{words}")
-    evidence = f"{shown} {show_interval(difference.interval, metric)}, {seeds}, p {show_p(difference.p_holm)}{words}"
-    if difference.p_holm < SIGNIFICANT:
-        return Verdict(word=REPRODUCED if difference.mean > 0 else NOT_REPRODUCED, evidence=evidence)
-    if expected is not None and difference.interval[1] * metric.scale < expected:
-        return Verdict(word=NOT_REPRODUCED, evidence=evidence + ", which is above the interval")
-    apart = difference.interval[0] > 0 or difference.interval[1] < 0
-    why = "not significant after Holm's correction" if apart else "too few seeds to tell this from 0"
-    return Verdict(word=NOT_TESTABLE, evidence=f"{evidence}; {why}")
+def _decide(
+    difference: PairedDifference,
+    metric: Metric,
+    base: Sequence[float],
+    paper: float | None,
+    *,
+    half: float | None = None,
+    lost: tuple[int, ...] = (0, 0),
+    claimed: Kind = "better",
+) -> Verdict:
+    """Judge one difference.
+
+    Args:
+        difference: corrected.
+        metric: of it.
+        base: values of the second method.
+        paper: the paper's gain as a share of its baseline's error; None if it has no number.
+        half: half of our own gain, which is the margin instead.
+        lost: diverged runs of the first and the second method.
+        claimed: the verdict that agrees with the paper.
+    """
+    error = _error(base, metric)
+    if half is not None:
+        margin = half
+    elif paper is not None and math.isfinite(error):
+        margin = abs(paper) * error / 2
+    else:
+        margin = default_margin(base)
+    verdict = judge(difference, margin, diverged=lost[0], baseline_diverged=lost[1])
+    said = [f"{metric.show(difference.mean, sign=True)}{metric.unit or f' {metric.name}'}"]
+    if difference.interval is not None and not difference.without_spread:
+        said[0] += f" {show_interval(difference.interval, metric)}"
+    said[0] += f", {show_seeds(difference.count)}"
+    said[0] += f", p {show_p(difference.p_holm)}" if difference.p_holm is not None else ""
+    if paper is not None and math.isfinite(error) and error:
+        other = difference.baseline if len(difference.baseline) <= LONGEST else "the other"
+        said.append(f"{difference.mean / error:+.1%} of the error of {other}, the paper's {paper:+.1%}")
+    said += [verdict.reason] if verdict.reason else []
+    if verdict.kind in ("equal", "undecided") and difference.count > 1 and margin > 0:
+        said.append(f"margin {metric.show(margin)}")
+    if verdict.kind == "undecided":
+        least = smallest_detectable(difference.std, difference.count)
+        said += [f"so many seeds show {metric.show(least)}"] if math.isfinite(least) else []
+    as_claimed = None if verdict.kind == UNDECIDED else verdict.kind == claimed
+    return Verdict(word=verdict.kind, evidence="; ".join(said), as_claimed=as_claimed)
 
 
 ORDERS = Metric("orders of magnitude", higher_is_better=False, percent=False)
@@ -196,101 +258,93 @@ ORDERS = Metric("orders of magnitude", higher_is_better=False, percent=False)
 
 def _kappa(rule: Rule, analysis: Analysis, table: str) -> Verdict:
     """On log10, paired by seed; positive is lower. Corrected over the methods of the comparison."""
-    difference: PairedDifference | None
-    if rule.over == "raw":
-        raw, effective = raw_and_effective_logs(analysis, rule.method, rule.quantity)
-        [difference] = correct([compare_paired("W + C", effective, "W", raw, higher_is_better=False)])
-    else:
-        logs = {
-            method: first_or_last_logs(analysis, method, rule.quantity, last=rule.moment == "last")
-            for method in analysis.comparison.methods
-        }
-        others = [method for method in logs if method != rule.over and logs[method]]
-        differences = correct(
-            compare_paired(method, logs[method], rule.over, logs.get(rule.over, {}), higher_is_better=False)
-            for method in others
-        )
-        difference = next((d for d in differences if d.method == rule.method), None)
+    last = rule.moment == "last"
+    logs = {m: first_or_last_logs(analysis, m, rule.quantity, last=last) for m in analysis.comparison.methods}
+    base = logs.get(rule.over, {})
+    differences = correct(
+        compare_paired(method, logs[method], rule.over, base, higher_is_better=False)
+        for method in logs
+        if method != rule.over and logs[method]
+    )
+    difference = next((d for d in differences if d.method == rule.method), None)
     if difference is None or not difference.count:
-        return Verdict(word=NO_RECORDS, evidence=f"no measurements of {rule.method} and {rule.over}")
-    verdict = _decide(difference, ORDERS, None, "")
-    factor, doubt = 10**difference.mean, ""
-    words = f"lower by a factor of {factor:.3g}" if factor >= 1 else f"higher by a factor of {1 / factor:.3g}"
-    if rule.over != "raw":
-        pair, last = (rule.method, rule.over), rule.moment == "last"
-        inexact, total = count_inexact(analysis, pair, rule.quantity, last=last)
-        doubt = f"; {inexact} of {total} values are not exact" if inexact else ""
-    return Verdict(word=verdict.word, evidence=f"{words}: {verdict.evidence}{doubt}")
+        return _no_records(f"no measurements of {rule.method} and {rule.over}")
+    verdict = _decide(difference, ORDERS, list(base.values()), None)
+    factor = 10**difference.mean
+    said = [f"lower by a factor of {factor:.3g}" if factor >= 1 else f"higher by a factor of {1 / factor:.3g}"]
+    inexact, total = count_inexact(analysis, (rule.method, rule.over), rule.quantity, last=last)
+    said += [f"{inexact} of {total} values are not exact"] if inexact else []
+    singular = [count_infinite(analysis, name, rule.quantity, last=last) for name in (rule.method, rule.over)]
+    if any(singular):
+        said.append(f"infinite and in no mean: {singular[0]} of {rule.method}, {singular[1]} of {rule.over}")
+    if singular[0] > singular[1] and verdict.word == BETTER or singular[0] < singular[1] and verdict.word == WORSE:
+        verdict = Verdict(word=UNDECIDED, evidence=verdict.evidence)
+    return verdict.model_copy(update={"evidence": f"{'; '.join(said)}: {verdict.evidence}"})
 
 
 def _saving(rule: Rule, analysis: Analysis, table: str) -> Verdict:
-    """Share of epochs saved beyond the baseline's own; a seed that never gets there saves nothing."""
+    """Share of epochs saved beyond the baseline's own, by the exact test for counts.
+
+    A seed that never gets there saves nothing.
+    """
     base, values = (savings(analysis, name) for name in (analysis.comparison.baseline, rule.method))
-    [difference] = correct([compare_paired(rule.method, values, "default", base, higher_is_better=True)])
-    if not difference.count:
-        return Verdict(word=NO_RECORDS, evidence=f"no records of {rule.method}")
-    metric = Metric("saving", higher_is_better=True, percent=True)
-    words = f"; the paper has at least {rule.at_least:.0%}"
-    verdict = _decide(difference, metric, 100 * rule.at_least, words)
-    if verdict.word == REPRODUCED and difference.mean < rule.at_least:
-        return Verdict(word=NOT_REPRODUCED, evidence=verdict.evidence + ": fewer epochs, but not that many fewer")
-    return verdict
+    differences = [values[seed] - base[seed] for seed in sorted(set(base) & set(values))]
+    if not differences:
+        return _no_records(f"no records of {rule.method}")
+    mean, p = math.fsum(differences) / len(differences), sign_flip_p(differences)
+    shown = "tied in every seed" if p is None else f"exact p {show_p(p)}"
+    evidence = f"{mean:+.0%} of the epochs, {show_seeds(len(differences))}, {shown}; the paper has {rule.at_least:.0%}"
+    if len(differences) < FEWEST_COUNTS:
+        least = f"; {show_seeds(len(differences))} cannot have p below {min(1.0, 2 / 2 ** len(differences)):.2g}"
+        return Verdict(word=UNDECIDED, evidence=evidence + least)
+    if p is None:
+        return Verdict(word=EQUAL, evidence=evidence, as_claimed=False)
+    if p >= ALPHA:
+        return Verdict(word=UNDECIDED, evidence=evidence)
+    if mean < 0:
+        return Verdict(word=WORSE, evidence=evidence, as_claimed=False)
+    return Verdict(word=BETTER, evidence=evidence, as_claimed=mean >= rule.at_least)
 
 
 def _below(rule: Rule, analysis: Analysis, table: str) -> Verdict:
     above, total = count_above(analysis, rule.method, rule.quantity, rule.limit)
     if not total:
-        return Verdict(word=NO_RECORDS, evidence="no measurements")
-    evidence = f"{above} of {total} measurements of a head are above it"
-    if isinstance(rule.limit, str):
-        least, most = distance_below(analysis, rule.method, rule.quantity, rule.limit)
-        evidence += (
-            f"; it is 10^{least:.0f} to 10^{most:.0f} times as large as what is measured, so that this says little, "
-            "and it is no bound in general (erratum E4)"
-        )
-    return Verdict(word=NOT_REPRODUCED if above else REPRODUCED, evidence=evidence)
-
-
-def _same(rule: Rule, analysis: Analysis, table: str) -> Verdict:
-    """No effect: the whole 95 % interval of the difference is small; an effect: all of it is not."""
-    difference, metric = _difference(rule, analysis)
-    if difference is None:
-        return Verdict(word=NO_RECORDS, evidence=f"no records of {rule.method} and {rule.over}")
-    if difference.interval is None:
-        return Verdict(word=NOT_TESTABLE, evidence=f"{show_seeds(difference.count)}, which is too few")
-    low, high = (end * metric.scale for end in difference.interval)
-    shown = f"{metric.show(difference.mean, sign=True)}{metric.unit} {show_interval(difference.interval, metric)}"
-    evidence = f"{shown}, {show_seeds(difference.count)}; no effect is one within {rule.within:g}{metric.unit}"
-    if -rule.within <= low and high <= rule.within:
-        return Verdict(word=REPRODUCED, evidence=evidence)
-    if low > rule.within or high < -rule.within:
-        return Verdict(word=NOT_REPRODUCED, evidence=evidence)
-    return Verdict(word=NOT_TESTABLE, evidence=f"{evidence}; too few seeds to tell")
+        return _no_records("no measurements")
+    least, most = distance_below(analysis, rule.method, rule.quantity, rule.limit)
+    evidence = (
+        f"{above} of {total} measurements of a head are above it; it is 10^{least:.0f} to 10^{most:.0f} times as large "
+        "as what is measured, so that this says little, and it is no bound in general (erratum E4)"
+    )
+    return Verdict(word=FAILS if above else HOLDS, evidence=evidence, as_claimed=not above)
 
 
 def _best(rule: Rule, analysis: Analysis, table: str) -> Verdict:
-    """Every rival is worse than the best of those that should win, with p < 0.05 after Holm's correction."""
+    """The best of the claimed winners against every other member of the sweep."""
     comparison, metric = analysis.comparison, analysis.comparison.result
     known = [name for name in rule.among if name in comparison.methods and analysis.summaries[name].count]
     winners = [name for name in known if name in rule.best]
     if not winners or len(known) == len(winners):
-        return Verdict(word=NO_RECORDS, evidence="no records of the sweep")
+        return _no_records("no records of the sweep")
     sign = 1 if metric.higher_is_better else -1
     top = max(winners, key=lambda name: sign * analysis.summaries[name].mean)
     values = ", ".join(f"{name} {metric.show(analysis.summaries[name].mean)}" for name in known)
-    count = analysis.summaries[top].count
+    own = analysis.summaries[top].values
     rivals = correct(
         compare_paired(
-            top, analysis.summaries[top].values, name, analysis.summaries[name].values,
-            higher_is_better=metric.higher_is_better,
+            top, own, name, analysis.summaries[name].values, higher_is_better=metric.higher_is_better,
         )
         for name in known
         if name not in rule.best
     )  # fmt: skip
-    if any(rival.p_holm is None for rival in rivals):
-        return Verdict(word=NOT_TESTABLE, evidence=f"{values}: {show_seeds(count)}, which is too few")
-    if all(rival.mean > 0 and (rival.p_holm or 0) < SIGNIFICANT for rival in rivals):
-        return Verdict(word=REPRODUCED, evidence=values)
-    if any(rival.mean < 0 and (rival.p_holm or 0) < SIGNIFICANT for rival in rivals):
-        return Verdict(word=NOT_REPRODUCED, evidence=values)
-    return Verdict(word=NOT_TESTABLE, evidence=f"{values}: too few seeds to tell them apart")
+    margin = default_margin(list(own.values()))
+    kinds = {rival.baseline: judge(rival, margin).kind for rival in rivals}
+    evidence = f"{values}; {show_seeds(len(own))}"
+    losing = [name for name, kind in kinds.items() if kind == WORSE]
+    if losing:
+        return Verdict(word=WORSE, evidence=f"{evidence}; behind {', '.join(losing)}", as_claimed=False)
+    if all(kind == BETTER for kind in kinds.values()):
+        return Verdict(word=BETTER, evidence=evidence, as_claimed=True)
+    if all(kind in (BETTER, EQUAL) for kind in kinds.values()):
+        return Verdict(word=EQUAL, evidence=f"{evidence}; margin {metric.show(margin)}", as_claimed=False)
+    open_ = [name for name, kind in kinds.items() if kind == UNDECIDED]
+    return Verdict(word=UNDECIDED, evidence=f"{evidence}; not told apart from {', '.join(open_)}")

@@ -12,7 +12,10 @@ from pydantic import Field, ValidationError
 
 from wellcond.experiments.settings import Settings, explain
 from wellcond.experiments.yaml_text import read_yaml
-from wellcond.reproduce.claim_rules import Rule, Verdict, judge
+from wellcond.reproduce.claim_rules import NO_RECORDS, Rule, Verdict, find_analysis, judge_rule
+from wellcond.reproduce.what_ran import what_ran
+
+Group = Literal["runs", "construction", "needs"]
 
 
 class Claim(Settings):
@@ -20,11 +23,20 @@ class Claim(Settings):
 
     paper: Literal["C", "S"]
     claim: str
+    setup: str
+    """What the paper ran it on."""
     table: str
     """Where it is made; an id of `reproduce` wherever there is one."""
     rule: Rule
     each: dict[str, str] = Field(default_factory=dict)
     """Folder of records by column."""
+    optional: bool = False
+    """Left out while there are no records."""
+
+    @property
+    def group(self) -> Group:
+        """Which table it belongs to."""
+        return {"computed": "construction", "needs": "needs"}.get(self.rule.kind, "runs")  # type: ignore[return-value]
 
 
 class Judged(Settings):
@@ -32,7 +44,11 @@ class Judged(Settings):
 
     paper: str
     claim: str
+    setup: str
+    ran: str
+    """What our runs were, from their records; empty if nothing ran."""
     table: str
+    group: Group
     verdict: Verdict
     link: str
     """Report of the records, from their folder; empty if there is none."""
@@ -69,9 +85,18 @@ def judge_claims(results: Path) -> list[Judged]:
 def _judge(claim: Claim, results: Path) -> Iterator[Judged]:
     for column, folder in (claim.each or {claim.rule.column: claim.rule.folder}).items():
         rule = claim.rule.model_copy(update={"column": column, "folder": folder})
-        text = claim.claim.replace("{column}", column)
-        report = f"{folder}/report/report.md" if folder else ""
-        link = report if report and (results / report).is_file() else ""
+        verdict = judge_rule(rule, claim.table, results)
+        if claim.optional and verdict.word == NO_RECORDS:
+            continue
+        analysis = find_analysis(results / folder) if folder else None
+        report = f"{folder}/report/report.md"
         yield Judged(
-            paper=claim.paper, claim=text, table=claim.table, verdict=judge(rule, claim.table, results), link=link
+            paper=claim.paper,
+            claim=claim.claim,
+            setup=claim.setup.replace("{column}", column),
+            ran="" if analysis is None else what_ran(analysis.comparison),
+            table=claim.table,
+            group=claim.group,
+            verdict=verdict,
+            link=report if folder and (results / report).is_file() else "",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +12,43 @@ from wellcond.files import write_atomically
 from wellcond.report.markup import Markup, tag
 from wellcond.report.style import STYLE
 from wellcond.report.table import Table, plain_markdown
-from wellcond.reproduce.claim_rules import NO_RECORDS, NOT_REPRODUCED, NOT_TESTABLE, REPRODUCED
+from wellcond.reproduce.claim_rules import BETTER, EQUAL, FAILS, HOLDS, NEEDS, NO_RECORDS, UNDECIDED, WORSE
 from wellcond.reproduce.claims import Judged
 
 PAPERS = {
     "C": "Paper C: Conditioned Initialization for Attention",
     "S": "Paper S: Spectral Conditioning of Attention Improves Transformer Performance",
 }
-WORDS = (REPRODUCED, NOT_REPRODUCED, NOT_TESTABLE, NO_RECORDS)
+WORDS = (BETTER, WORSE, EQUAL, UNDECIDED, HOLDS, FAILS, NO_RECORDS, NEEDS)
 TITLE = "The papers' claims at CPU size"
 LEAD = (
     "Made by `wellcond claims results` from the committed records; no verdict is written by hand.",
-    "These models have a thousandth of the papers' size, or a few (a quarter to a half on the Long Range Arena, a "
-    "fortieth in detection), and minutes of training. A claim that fails here may hold there, and one that holds here "
-    "is not confirmed there.",
-    "A gain is reproduced if it is positive with p < 0.05 (paired t test by seed, Holm's correction over the methods "
-    "of its comparison); not reproduced if it is negative with p < 0.05, or if its 95 % interval ends below what the "
-    "paper has; otherwise not testable. Savings of epochs (beyond the default's own; a seed that never gets there "
-    "saves nothing), W + C against W, and with against without layer norms are single comparisons, which are not "
-    "corrected. Tables of `wellcond reproduce` correct over all their cells, so that their p are larger.",
+    "A row says what ran; the set-up of the paper, which is a hundred to a thousand times as large, has a column of "
+    "its own. A claim that fails here may hold there, and one that holds here is not confirmed there.",
+    "Verdicts are on the first method against the second: better or worse (p < 0.05, paired t test by seed, Holm's "
+    "correction over the methods of the comparison), equal (both one-sided tests at 5 % against a margin), or "
+    "undecided. The margin is half of the paper's gain, carried over as a share of the baseline's error, since points "
+    "of other data mean something else; without a number of the paper it is one standard deviation of the baseline "
+    "over seeds. Epochs are counts and have an exact test (all flips of sign, which takes six seeds), in shares of "
+    "the epochs beyond what the default itself saves. What so many seeds show is a difference that they find with a "
+    "power of 80 %.",
 )
-COLUMNS = ("claim", "where", "verdict", "evidence", "records")
-STYLES = {REPRODUCED: "yes", NOT_REPRODUCED: "no", NOT_TESTABLE: "open", NO_RECORDS: "open"}
+COLUMNS = ("claim", "the paper's set-up", "what ran", "where", "verdict", "evidence", "records")
+SHORT = ("claim", "the paper's set-up", "where", "verdict", "evidence")
+GROUPS = {
+    "construction": (
+        "True by construction",
+        "These follow from definitions. They are computed when this page is made, and no run says anything about them.",
+    ),
+    "needs": (
+        "Not decided at this size",
+        "These need ImageNet, other large data, or up to billions of parameters.",
+    ),
+}
+STYLES = {BETTER: "yes", HOLDS: "yes", WORSE: "no", FAILS: "no", EQUAL: "no"}
 EXTRA_STYLE = """
 td.yes{color:var(--c2)}td.no{color:var(--bad)}td.open{color:var(--soft)}td.yes,td.no{font-weight:600}
-td:nth-child(1),td:nth-child(4){white-space:normal;min-width:16em}caption{display:none}
+td:nth-child(1),td:nth-last-child(-n+2){white-space:normal;min-width:14em}caption{display:none}
 """
 
 
@@ -55,25 +67,55 @@ def count_words(judged: Sequence[Judged]) -> str:
     return ", ".join(f"{counts[word]} {word}" for word in WORDS if counts[word])
 
 
+def describe(one: Judged) -> str:
+    """A verdict, and whether the paper says so."""
+    said = {None: "", True: ", as claimed", False: ", not as claimed"}[one.verdict.as_claimed]
+    return one.verdict.word + (said if one.group == "runs" else "")
+
+
 def claims_table(judged: Sequence[Judged]) -> Table:
     """For a terminal."""
-    rows = tuple((one.paper, one.table, one.claim, one.verdict.word, one.verdict.evidence) for one in judged)
-    header = ("paper", "where", "claim", "verdict", "evidence")
-    return Table("claims", TITLE, header, rows, (count_words(judged) + ".",), frozenset(range(5)))
+    rows = tuple((one.paper, one.table, one.claim, one.ran, describe(one), one.verdict.evidence) for one in judged)
+    header = ("paper", "where", "claim", "what ran", "verdict", "evidence")
+    return Table("claims", TITLE, header, rows, (f"{_counted(judged)}.",), frozenset(range(6)))
+
+
+def _counted(judged: Sequence[Judged]) -> str:
+    by_runs = [one for one in judged if one.group == "runs"]
+    agreed = sum(one.verdict.as_claimed is True for one in by_runs)
+    return f"{len(by_runs)} claims by runs: {count_words(by_runs)}; {agreed} as claimed"
+
+
+def _sections(judged: Sequence[Judged]) -> Iterator[tuple[str, str, Sequence[Judged], tuple[str, ...]]]:
+    """Title, text, claims and columns of each table."""
+    for paper, title in PAPERS.items():
+        some = [one for one in judged if one.paper == paper and one.group == "runs"]
+        yield title, f"{count_words(some)}.", some, COLUMNS
+    for group, (title, text) in GROUPS.items():
+        yield title, text, [one for one in judged if one.group == group], SHORT
+
+
+def _cells(one: Judged, columns: Sequence[str]) -> dict[str, str]:
+    known = {
+        "claim": one.claim, "the paper's set-up": one.setup, "what ran": one.ran, "where": one.table,
+        "verdict": describe(one), "evidence": one.verdict.evidence, "records": one.link,
+    }  # fmt: skip
+    return {name: known[name] for name in columns}
 
 
 def claims_markdown(judged: Sequence[Judged]) -> str:
-    """A section for each paper."""
-    lines = [f"# {TITLE}", "", *(part for text in LEAD for part in (text, "")), f"**{count_words(judged)}.**", ""]
-    for paper, title in PAPERS.items():
-        some = [one for one in judged if one.paper == paper]
-        lines += [f"## {title}", "", f"{count_words(some)}.", ""]
-        lines += [f"| {' | '.join(COLUMNS)} |", "|:---" * len(COLUMNS) + "|"]
+    """Claims that runs decide, by paper; what is true by construction; what cannot be run here."""
+    lines = [f"# {TITLE}", "", *(part for text in LEAD for part in (text, "")), f"**{_counted(judged)}.**", ""]
+    for title, text, some, columns in _sections(judged):
+        lines += [f"## {title}", "", text, "", f"| {' | '.join(columns)} |", "|:---" * len(columns) + "|"]
         for one in some:
-            word = f"**{one.verdict.word}**" if one.verdict.word in (REPRODUCED, NOT_REPRODUCED) else one.verdict.word
-            link = f"[table]({one.link})" if one.link else ""
-            cells = (plain_markdown(one.claim), one.table, word, plain_markdown(one.verdict.evidence), link)
-            lines.append(f"| {' | '.join(cells)} |")
+            cells = {name: plain_markdown(text) for name, text in _cells(one, columns).items()}
+            word = one.verdict.word
+            if word in STYLES:
+                cells["verdict"] = cells["verdict"].replace(word, f"**{word}**", 1)
+            if "records" in cells:
+                cells["records"] = f"[table]({one.link})" if one.link else ""
+            lines.append(f"| {' | '.join(cells.values())} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -81,18 +123,16 @@ def claims_markdown(judged: Sequence[Judged]) -> str:
 def claims_html(judged: Sequence[Judged]) -> str:
     """One page that loads nothing."""
     sections = []
-    for paper, title in PAPERS.items():
-        some = [one for one in judged if one.paper == paper]
-        head = tag("tr", *(tag("th", name, scope="col") for name in COLUMNS))
-        rows = [tag("tr", *_cells(one)) for one in some]
+    for title, text, some, columns in _sections(judged):
+        head = tag("tr", *(tag("th", name, scope="col") for name in columns))
+        rows = [tag("tr", *_html_cells(one, columns)) for one in some]
         table = tag("table", tag("caption", title), tag("thead", head), tag("tbody", *rows))
         box = tag("div", table, class_="scroll", tabindex=0, role="region", aria_label=title)
-        sections.append(tag("section", tag("h2", title), tag("p", f"{count_words(some)}."), box))
-    counts = Counter(one.verdict.word for one in judged)
-    tiles = [tag("div", tag("b", str(counts[word])), tag("span", word), class_="tile") for word in WORDS]
-    lead = [
-        tag("p", *(tag("code", part) if at % 2 else part for at, part in enumerate(text.split("`")))) for text in LEAD
-    ]
+        sections.append(tag("section", tag("h2", title), tag("p", text), box))
+    counts = Counter(one.verdict.word for one in judged if one.group == "runs")
+    shown = [word for word in WORDS if counts[word]]
+    tiles = [tag("div", tag("b", str(counts[word])), tag("span", word), class_="tile") for word in shown]
+    lead = [tag("p", *_with_code(text)) for text in LEAD]
     body = tag("main", tag("h1", TITLE), *lead, tag("div", *tiles, class_="tiles"), *sections)
     head = tag(
         "head",
@@ -109,15 +149,16 @@ def _with_code(text: str) -> list[Markup | str]:
     return [tag("code", part) if at % 2 else part for at, part in enumerate(text.split("`"))]
 
 
-def _cells(one: Judged) -> list[Markup]:
-    link = tag("a", "table", href=one.link) if one.link else Markup("")
-    return [
-        tag("td", one.claim),
-        tag("td", one.table),
-        tag("td", one.verdict.word, class_=STYLES[one.verdict.word]),
-        tag("td", one.verdict.evidence),
-        tag("td", link),
-    ]
+def _html_cells(one: Judged, columns: Sequence[str]) -> list[Markup]:
+    made = []
+    for name, text in _cells(one, columns).items():
+        if name == "records":
+            made.append(tag("td", tag("a", "table", href=one.link) if one.link else Markup("")))
+        elif name == "verdict":
+            made.append(tag("td", text, class_=STYLES.get(one.verdict.word, "open")))
+        else:
+            made.append(tag("td", text))
+    return made
 
 
 def claims_json(judged: Sequence[Judged]) -> list[dict[str, Any]]:

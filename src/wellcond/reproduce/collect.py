@@ -32,7 +32,7 @@ class StoredStudy:
     @cached_property
     def comparison(self) -> Comparison | None:
         """None if there are no runs."""
-        if not any(self.folder.glob("*/*/run.json")):
+        if not any(any(self.folder.glob(pattern)) for pattern in ("*/*/run.json", "*/seed*.json")):
             return None
         return next((c for c in load_comparisons(self.folder) if c.folder == self.folder), None)
 

@@ -74,14 +74,15 @@ class Forms:
         self.x = torch.nn.functional.layer_norm(tokens, (size.width,))
         self.weights = [0.02 * torch.randn(size.width, size.head, generator=generator) for _ in range(3)]
         self.correction = LAM * torch.eye(size.width, size.head)
+        self.lam = torch.tensor(LAM)
 
     def project(self, form: str) -> Callable[[list[Tensor]], list[Tensor]]:
         """From the weights to Q, K and V."""
-        x, c, head = self.x, self.correction, self.size.head
+        x, c, lam, head = self.x, self.correction, self.lam, self.size.head
         return {
             "original": lambda weights: [x @ w for w in weights],
             "weight": lambda weights: [x @ (w + c) for w in weights],
-            "activation": lambda weights: [x @ w + LAM * x[:, :head] for w in weights],
+            "activation": lambda weights: [x @ w + lam * x[:, :head] for w in weights],
             "folded": lambda weights: [x @ w for w in weights],
         }[form]
 
@@ -89,6 +90,10 @@ class Forms:
         """Trainable weights of a form."""
         made = [w + self.correction if form == "folded" else w.clone() for w in self.weights]
         return [w.requires_grad_() for w in made]
+
+    def stored(self, form: str) -> list[Tensor]:
+        """What the projections of a form read beside weights and tokens."""
+        return {"weight": [self.correction], "activation": [self.lam]}.get(form, [])
 
     def count(self, form: str) -> Counted:
         """Everything about one form."""
@@ -104,7 +109,7 @@ class Forms:
             form=form,
             parameters=sum(w.numel() for w in weights),
             gradients=sum(w.grad.numel() for w in weights if w.grad is not None),
-            correction={"weight": self.correction.numel(), "activation": 1}.get(form, 0),
+            correction=sum(stored.numel() for stored in self.stored(form)),
             activations=sum(y.numel() for y in outputs),
             matmul_flops=flops.get_total_flops(),
             elementwise=elementwise.total,

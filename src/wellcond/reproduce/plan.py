@@ -102,6 +102,7 @@ def make_plan(id: str, entry: Entry, scale: str, wishes: Wishes) -> Plan:
 
     Raises: RecipeError for a method or setting that does not exist.
     """
+    entry = entry.at(scale)
     asked: dict[tuple[str, str], list[MethodSettings]] = {}
     left_out = []
     sources = [*entry.columns.items(), *((panel.title, Column(study=panel.study)) for panel in entry.panels)]

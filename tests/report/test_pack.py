@@ -1,0 +1,171 @@
+"""Packed runs: small, sealed, and the same tables."""
+
+import json
+import math
+import shutil
+
+import pytest
+
+from report.fake_runs import PERPLEXITY, FakeMethod, usual_methods, write_comparison, write_run, write_with_samples
+from wellcond.report.analysis import analyse
+from wellcond.report.figures import build_figures
+from wellcond.report.load_runs import load_comparisons
+from wellcond.report.markdown_report import render_markdown
+from wellcond.report.pack import pack
+from wellcond.report.packed_records import MOST_POINTS, merge, pack_steps, share, to_rows
+from wellcond.report.run_record import RunRecordError
+from wellcond.run_records import seal
+
+
+def complete(methods):
+    for method in methods:
+        method.statuses = {seed: status for seed, status in method.statuses.items() if status != "running"}
+    return methods
+
+
+def page(folder):
+    [comparison] = load_comparisons(folder)
+    analysis = analyse(comparison)
+    return render_markdown(analysis, build_figures(analysis))
+
+
+@pytest.mark.parametrize("metric", [None, PERPLEXITY], ids=["accuracy", "perplexity"])
+def test_every_table_finding_and_caption_is_the_same(tmp_path, metric):
+    methods = complete(usual_methods())
+    if metric:
+        methods = [FakeMethod("default", {0: 33.1234567, 1: 34.9}), FakeMethod("polar", {0: 31 / 3, 1: 1e9 / 7})]
+    full = write_comparison(tmp_path / "full" / "one", methods, **({"metric": metric} if metric else {}))
+    [home] = pack(tmp_path / "full", tmp_path / "packed")
+    assert home == tmp_path / "packed" / "one" and page(home) == page(full)
+    files = sorted(path.relative_to(home).as_posix() for path in home.rglob("*") if path.is_file())
+    runs = sum(len(method.finals) for method in methods)
+    assert len([name for name in files if "/seed" in name]) == runs and len(files) == runs + 2
+    assert {"comparison.json", "report/report.md"} <= set(files)
+    assert sum(path.stat().st_size for path in home.rglob("seed*.json")) < 6000 * runs
+    assert "](" not in (home / "report" / "report.md").read_text()  # no link to what is not there
+
+
+def test_curves_are_close_enough_to_plot(tmp_path):
+    full = write_comparison(tmp_path / "full", complete(usual_methods()))
+    [home] = pack(full, tmp_path / "packed")
+    before, after = (build_figures(analyse(load_comparisons(folder)[0])) for folder in (full, home))
+    assert [figure.name for figure in before] == [figure.name for figure in after] and len(before) > 10
+    for one, other in zip(before, after, strict=True):
+        for row, packed in zip(one.rows, other.rows, strict=True):
+            assert (row.panel, row.series, row.seed) == (packed.panel, packed.series, packed.seed)
+            assert math.isclose(row.value, packed.value, rel_tol=5e-3, abs_tol=1e-4) or str(row.value) == str(
+                packed.value
+            )
+
+
+def test_many_steps_are_thinned_to_means():
+    rows = [{"step": at, "epoch": at / 10, "loss": float(at)} for at in range(1, 1001)]
+    packed = to_rows(pack_steps(rows))
+    assert len(packed) <= MOST_POINTS and packed[-1]["step"] == 1000
+    assert packed[0]["loss"] == pytest.approx(sum(range(1, packed[0]["step"] + 1)) / packed[0]["step"])
+
+
+def test_sharing_loses_nothing():
+    records = [
+        {"config": {"lr": 1, "options": {}}, "seed": 0},
+        {"config": {"lr": 1, "options": {"std": 2.5}}, "seed": 1},
+        {"config": {"lr": 1, "options": {}, "late": None}, "seed": 2},
+        {"config": {"lr": 3}, "seed": 3},
+    ]
+    shared, rests = share(records)
+    assert shared["config"]["lr"] == 1
+    assert [merge(shared, rest) for rest in rests] == records
+
+
+def test_a_changed_run_or_comparison_is_refused(tmp_path):
+    pack(write_comparison(tmp_path / "full", complete(usual_methods())), tmp_path / "packed")
+    path = tmp_path / "packed" / "default" / "seed0.json"
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps(stored | {"final": stored["final"] | {"accuracy": 0.99}}))
+    with pytest.raises(RunRecordError, match=r"seed0.json: was changed after it was written"):
+        load_comparisons(tmp_path / "packed")
+    path.write_text(json.dumps(stored))
+    described = json.loads((tmp_path / "packed" / "comparison.json").read_text())
+    described.pop("checksum")
+    described["shared"]["config"]["optimiser"]["lr"] = 1.0
+    (tmp_path / "packed" / "comparison.json").write_text(json.dumps(seal(described)))
+    with pytest.raises(RunRecordError, match="was packed with another comparison.json"):
+        load_comparisons(tmp_path / "packed")
+
+
+def test_impossible_scores_are_refused_in_packed_runs_too(tmp_path):
+    pack(write_comparison(tmp_path / "full", complete(usual_methods())), tmp_path / "packed")
+    path = tmp_path / "packed" / "default" / "seed0.json"
+    stored = json.loads(path.read_text())
+    stored.pop("checksum")
+    stored["final"]["accuracy"] = 1.7
+    path.write_text(json.dumps(seal(stored)))
+    with pytest.raises(RunRecordError, match=r"expected 'final.accuracy' to be a number from 0 to 1"):
+        load_comparisons(tmp_path / "packed")
+
+
+def test_what_cannot_be_packed(tmp_path):
+    methods = usual_methods()
+    folder = write_comparison(tmp_path / "full", methods)
+    assert any("running" in method.statuses.values() for method in methods)
+    with pytest.raises(RunRecordError, match="is of a run that is running"):
+        pack(folder, tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+    folder = write_comparison(tmp_path / "whole", complete(usual_methods()))
+    for wrong in (folder, folder / "deeper", tmp_path):
+        with pytest.raises(RunRecordError, match="Give another folder"):
+            pack(folder, wrong)
+    [home] = pack(folder, tmp_path / "packed")
+    with pytest.raises(RunRecordError, match="is packed already"):
+        pack(home, tmp_path / "again")
+    with pytest.raises(RunRecordError, match="holds a comparison that is not packed"):
+        pack(folder, write_comparison(tmp_path / "other", complete(usual_methods())))
+
+
+def test_packing_again_replaces_runs_and_keeps_what_is_not_its_own(tmp_path):
+    full = write_comparison(tmp_path / "full", complete(usual_methods()))
+    [home] = pack(full, tmp_path / "packed")
+    (home / "README.md").write_text("mine")
+    pack(write_comparison(tmp_path / "inner", complete(usual_methods()[:2])), home / "inner")
+    shutil.rmtree(full / "polar")
+    pack(full, home)
+    assert not (home / "polar" / "seed0.json").exists() and (home / "default" / "seed0.json").exists()
+    assert (home / "README.md").read_text() == "mine" and len(load_comparisons(home)) == 2
+
+
+def test_runs_of_train_without_a_comparison(tmp_path):
+    for label in ("default", "polar"):
+        write_run(tmp_path / "teachers", FakeMethod(label, {0: 0.9}), 0)
+    pack(tmp_path / "teachers", tmp_path / "packed")
+    [comparison] = load_comparisons(tmp_path / "packed")
+    assert comparison.methods == ("default", "polar") and comparison.of("polar")[0].value == 0.9
+
+
+def test_samples_of_one_seed_are_kept(tmp_path):
+    methods = [FakeMethod(label, {0: 9.0, 1: 8.0}) for label in ("default", "polar")]
+    said = [{"prompt": "Once", "text": "Once upon"}]
+    write_with_samples(tmp_path / "full", methods, PERPLEXITY, lambda record: said)
+    [home] = pack(tmp_path / "full", tmp_path / "packed")
+    assert page(home) == page(tmp_path / "full") and "Once upon" in page(home)
+    assert "Once upon" not in (home / "default" / "seed1.json").read_text()
+
+
+def test_the_runs_of_a_search_are_in_one_file_and_in_no_comparison(tmp_path):
+    full = write_comparison(tmp_path / "full", [FakeMethod("default", {5: 0.8, 6: 0.9})])
+    for value in ("0.001", "0.003"):
+        write_run(full / "tuning", FakeMethod("default", {0: 0.7, 1: 0.75}, slug=f"default/{value}"), 0)
+    search = {"schema": 1, "kind": "wellcond-tuning", "fields": ["optimizer.lr"]}
+    (full / "tuning.json").write_text(json.dumps(seal(search)))
+    [comparison] = load_comparisons(full)
+    assert comparison.seeds == (5, 6)
+    [home] = pack(full, tmp_path / "packed")
+    assert not (home / "tuning").exists() and [c.seeds for c in load_comparisons(home)] == [(5, 6)]
+    stored = json.loads((home / "tuning.json").read_text())
+    runs = stored["packed"]["runs"]
+    assert sorted(runs) == ["default/0.001/seed0", "default/0.003/seed0"] and stored["fields"] == ["optimizer.lr"]
+    record = merge(stored["packed"]["shared"], runs["default/0.003/seed0"])
+    assert record["final"]["accuracy"] == 0.7 and record["config"]["optimiser"]["lr"] == 1e-3
+    assert (
+        "steps" not in json.dumps(record)
+        and stored["checksum"] == seal({key: value for key, value in stored.items() if key != "checksum"})["checksum"]
+    )
