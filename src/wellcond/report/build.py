@@ -60,7 +60,11 @@ def _build_one(comparison: Comparison, pictures: bool, tell: Callable[[str], Non
     tuning = find_tuning(comparison, tolerance)
     figures = build_figures(analysis) if pictures else []
     searched = [tuning_figure(comparison, tuning)] if pictures and tuning is not None else []
-    tables = [*build_tables(analysis), *([] if tuning is None else [tuning_table(tuning)]), provenance_table(comparison)]
+    tables = [
+        *build_tables(analysis),
+        *([] if tuning is None else [tuning_table(tuning)]),
+        provenance_table(comparison),
+    ]
     files = {f"tables/{table.name}.csv": table_csv(table).encode() for table in tables}
     files["report.md"] = render_markdown(analysis, [*searched, *figures], tolerance=tolerance).encode()
     if pictures:
