@@ -293,5 +293,5 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _as_stored(group: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no tuples; the betas of Adam are one."""
-    return {key: tuple(value) if key == "betas" else value for key, value in group.items()}
+    """JSON has no tuples; the betas of Adam are one, and the coefficients of Muon."""
+    return {key: tuple(value) if key in ("betas", "ns_coefficients") else value for key, value in group.items()}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +17,9 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from wellcond.attention.builders import is_conv1d, is_projection
 from wellcond.attention.find import find_attention
-from wellcond.attention.site import AttentionSite
 from wellcond.errors import WellcondError
+from wellcond.experiments.blocks import Matrix, block_matrices
 from wellcond.experiments.settings import RecipeError, Settings
 
 LIBRARY_STD = 0.02
@@ -65,11 +63,11 @@ def scale_true_(model: nn.Module, width: int) -> list[Rescaled]:
     """
     try:
         sites = find_attention(model)
+        weights = list(block_matrices(model, sites))
     except WellcondError as error:
         raise RecipeError(f"proxy: the width of {type(model).__name__} cannot be told: {error}") from error
     factor = math.sqrt(width / sites[0].in_features)
     fixed = float(getattr(getattr(model, "config", None), "initializer_range", None) or LIBRARY_STD)
-    weights = list(_matrices(model, sites))
     depth = len({weight.block for weight in weights})
     plan = [(weight, factor if _is_fixed(weight, fixed, depth) else 1.0) for weight in weights]
     rescaled = []
@@ -92,58 +90,7 @@ def check_untrained(name: str) -> None:
             )
 
 
-@dataclass(frozen=True)
-class _Matrix:
-    name: str
-    parameter: Tensor
-    fan_in: int
-    fan_out: int
-    block: str
-    index: int
-    """Of its block, from 1."""
-
-
-def _matrices(model: nn.Module, sites: list[AttentionSite]) -> Iterator[_Matrix]:
-    blocks = list(dict.fromkeys(_block_of(model, site.name, sites) for site in sites))
-    held = {id(slot.parameter): slot.transposed for site in sites for slot in site.slots.values()}
-    seen: set[int] = set()
-    for index, block in enumerate(blocks, start=1):
-        for path, module in model.get_submodule(block).named_modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                if id(parameter) in seen or not (id(parameter) in held or (is_projection(module) and name == "weight")):
-                    continue
-                seen.add(id(parameter))
-                transposed = held.get(id(parameter), is_conv1d(module))
-                sizes = parameter.shape[:2] if transposed else parameter.shape[:2][::-1]
-                full = ".".join(part for part in (block, path, name) if part)
-                yield _Matrix(full, parameter, sizes[0], sizes[1], block, index)
-
-
-def _block_of(model: nn.Module, site: str, sites: list[AttentionSite]) -> str:
-    """The element of a list of modules that holds an attention; the stage, with what joins stages, if it is in one."""
-    parts = site.split(".")
-    found = None
-    for length in range(len(parts) - 1, 0, -1):
-        parent = ".".join(parts[: length - 1])
-        listed = model.get_submodule(parent)
-        if not isinstance(listed, (nn.ModuleList, nn.Sequential)):
-            continue
-        prefix = f"{parent}." if parent else ""
-        elements = [f"{prefix}{name}" for name, _ in listed.named_children()]
-        whole = all(any(f"{other.name}.".startswith(f"{one}.") for other in sites) for one in elements)
-        if found is None or whole:
-            found = ".".join(parts[:length])
-        if not whole:
-            break
-    if found is None:
-        raise RecipeError(
-            f"proxy: the attention {site!r} of {type(model).__name__} stands in no list of blocks, so which weights "
-            "belong to its block cannot be told; remove proxy"
-        )
-    return found
-
-
-def _is_fixed(weight: _Matrix, fixed: float, depth: int) -> bool:
+def _is_fixed(weight: Matrix, fixed: float, depth: int) -> bool:
     """Whether a weight was drawn with the library's one deviation, not by fan.
 
     Raises: RecipeError if neither or both agree with what is measured.

@@ -223,6 +223,7 @@ YOUNGER: dict[str, dict[str, Any]] = {
     "augmentation": {"repeats": 1},
     "data": {"num_test": 0, "held_out": None, "limit_test": None, "label_kind": "class"},
     "model": {"norms": "keep", "encoder": None, "qk_norm": False},
+    "optimizer": {"qk_lr_factor": 1.0},
     "schedule": {"begin": 0.0},
     "training": {"hours": None, "batch_ramp": None},
     "evaluation": {"samples": None, "test": None},
