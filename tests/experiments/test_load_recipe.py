@@ -24,7 +24,7 @@ def failure(text=TEXT, overrides=()):
         ("optimiser.lr=1", r"  optimiser: unknown field 'optimiser'; did you mean 'optimizer'\? Allowed: name, .*data"),
         ("training.batchsize=2", r"  training.batchsize: unknown field 'batchsize'; did you mean 'batch_size'.* 2"),
         ("optimizer.momentum=2", r"  optimizer.momentum: unknown field 'momentum'.*Allowed: name, lr, betas.*found 2"),
-        ("data.limit=2", r"  data.limit: unknown field 'limit'.* Allowed: source \(found 2\)"),
+        ("data.limit=2", r"  data.limit: unknown field 'limit'.* Allowed: source, held_out \(found 2\)"),
         ("task.size=2", r"  task.size: unknown field 'size'.*Allowed: name, image_size.*\(found 2\)"),
         ("task.name=classify", r"  task: unknown task 'classify'.*Allowed: .*image_classification, language_modelling"),
         ("data.source=imagenet", r"  data: unknown data source: got 'imagenet', expected one of .*'digits', "),

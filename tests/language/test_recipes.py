@@ -152,7 +152,7 @@ def test_tiny_recipe(name):
     ]  # fmt: skip
     assert recipe.tracking.jacobian_points == 0 and recipe.tracking.weights_every == Interval(steps=100)
     data = (
-        TINYSTORIES | {"limit_train": 3117, "limit_evaluation": 200}
+        TINYSTORIES | {"held_out": 0.065, "limit_train": 2900, "limit_evaluation": 200, "limit_test": 400}
         if name == "gpt2-tinystories"
         else WIKITEXT | {"config": "wikitext-2-v1"}
     )
@@ -174,7 +174,7 @@ def test_tiny_recipes_train_as_the_papers_but_for_sizes(name, model_of):
     assert tiny.optimizer.model_dump(include=same) == paper.optimizer.model_dump(include=same)
     assert tiny.schedule.model_dump(exclude={"warmup"}) == paper.schedule.model_dump(exclude={"warmup"})
     assert tiny.training.clip_norm == paper.training.clip_norm
-    assert tiny.evaluation.test == paper.evaluation.test
+    assert tiny.evaluation.test == (paper.evaluation.test or "last")  # rates are tuned on the evaluation split
     assert tiny.model.arguments.get("attn_pdrop", 0) == paper.model.arguments.get("attn_pdrop", 0)
 
 

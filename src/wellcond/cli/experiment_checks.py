@@ -9,6 +9,7 @@ from typing import Any
 
 from wellcond.experiments.load_recipe import read_recipe
 from wellcond.experiments.settings import RecipeError
+from wellcond.experiments.tune.grid import FIRST_TUNING_SEED, read_tuned_fields
 
 FILE_ENDINGS = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 MOST_SEEDS = 10_000
@@ -35,22 +36,30 @@ def data_overrides(data: str | None, input_column: str | None, label_column: str
     return [f"data={json.dumps(settings)}"]
 
 
-def read_seeds(text: str) -> tuple[int, ...]:
-    """A number of seeds from 0, or a list such as 3,4,7.
+def read_seeds(text: str, *, option: str = "--seeds", first: int = 0) -> tuple[int, ...]:
+    """A number of seeds from the first one on, or a list such as 3,4,7.
 
     Raises: RecipeError.
     """
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise RecipeError(f"--seeds: expected a number or a list such as 0,1,2, found {text!r}") from error
+        raise RecipeError(f"{option}: expected a number or a list such as 0,1,2, found {text!r}") from error
     if "," not in text:
         if not 0 < numbers[0] <= MOST_SEEDS:
-            raise RecipeError(f"--seeds: expected 1 to {MOST_SEEDS} seeds or a list such as 0,1,2, found {text!r}")
-        return tuple(range(numbers[0]))
+            raise RecipeError(f"{option}: expected 1 to {MOST_SEEDS} seeds or a list such as 0,1,2, found {text!r}")
+        return tuple(range(first, first + numbers[0]))
     if min(numbers) < 0 or len(set(numbers)) < len(numbers):
-        raise RecipeError(f"--seeds: expected at least one seed, none twice or below 0, found {text!r}")
+        raise RecipeError(f"{option}: expected at least one seed, none twice or below 0, found {text!r}")
     return tuple(numbers)
+
+
+def read_tuning_seeds(text: str | None) -> tuple[int, ...]:
+    """Seeds of a search: two by default, counted from one that is not tested.
+
+    Raises: RecipeError.
+    """
+    return read_seeds(text or "2", option="--tuning-seeds", first=FIRST_TUNING_SEED)
 
 
 def read_jobs(text: str) -> int | None:
@@ -83,6 +92,22 @@ def check_experiment(
         read_seeds(seeds)
     read_jobs(jobs)
     read_recipe(recipe, scale=scale, overrides=overrides)
+
+
+def check_tuning(tune: Sequence[str], *, seeds: str | None, growth: int | None, print_jobs: bool) -> None:
+    """What can be known of --tune and its options without torch.
+
+    Raises: RecipeError.
+    """
+    if not tune:
+        for name, value in (("--tuning-seeds", seeds), ("--tune-growth", growth)):
+            if value is not None:
+                raise RecipeError(f"{name} belongs to --tune; give both or neither")
+        return
+    if print_jobs:
+        raise RecipeError("--print-jobs prints runs that are known before any has ended; leave it out with --tune")
+    read_tuned_fields(tune)
+    read_tuning_seeds(seeds)
 
 
 def check_folder(folder: Path | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,6 +13,7 @@ from wellcond.cli.commands import app
 from wellcond.errors import MissingExtraError, check_choice
 
 ENGINES = ("local", "ray")
+DEFAULT_GROWTH = 3
 
 RecipeName = Annotated[str, typer.Option("--recipe", help="Name of a shipped recipe (wellcond recipes), or FILE.yaml.")]
 ScaleOption = Annotated[str | None, typer.Option(help="tiny, small or paper, where a recipe exists at several.")]
@@ -34,6 +35,26 @@ RayAddress = Annotated[
 ]
 CpusPerRun = Annotated[float | None, typer.Option(help="With --engine ray; the recipe's threads by default.")]
 GpusPerRun = Annotated[float | None, typer.Option(help="With --engine ray; 1 by default where the cluster has GPUs.")]
+Tune = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tune",
+        metavar="FIELD=VALUES",
+        help="Such as optimizer.lr=3e-4,1e-3,3e-3,1e-2, or identity.lam=1,3,10: each method first finds its best value "
+        "on tuning seeds, then all are compared on fresh ones; several fields search their product.",
+    ),
+]
+TuningSeeds = Annotated[
+    str | None, typer.Option(help="With --tune: how many, from 1000; or a list. 2 by default, none of them tested.")
+]
+TuneGrowth = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=20,
+        help="With --tune: how often a grid grows each way while its best value is at an edge; 3 by default.",
+    ),
+]
 Cpu = Annotated[bool, typer.Option("--cpu", help="Do not use a GPU.")]
 Trust = Annotated[
     bool,
@@ -98,6 +119,9 @@ def compare(
         str | None, typer.Option(help="Comma-separated, such as default,conditioned,identity(lam=2).")
     ] = None,
     seeds: Annotated[str | None, typer.Option(help="How many, from 0; or a list such as 3,4,7.")] = None,
+    tune: Tune = None,
+    tuning_seeds: TuningSeeds = None,
+    tune_growth: TuneGrowth = None,
     scale: ScaleOption = None,
     set: Overrides = None,
     data: Data = None,
@@ -120,32 +144,36 @@ def compare(
 ) -> None:
     """Train every method with every seed under one recipe, and show who wins, by how much, and why."""
     need_train_extra()
-    from wellcond.cli.experiment_checks import check_experiment, data_overrides
+    from wellcond.cli.experiment_checks import check_experiment, check_tuning, data_overrides
 
     overrides = [*data_overrides(data, input, label), *(set or [])]
+    check_tuning(tune or [], seeds=tuning_seeds, growth=tune_growth, print_jobs=print_jobs)
     check_experiment(recipe, scale=scale, overrides=overrides, folder=folder, seeds=seeds, jobs=jobs)
     check_choice("engine", engine, ENGINES)
     from wellcond.cli.engines import choose_engine
     from wellcond.cli.experiments import run_compare
 
     ray = choose_engine(engine, address=ray_address, cpus=cpus_per_run, gpus=gpus_per_run, print_only=print_jobs)
-    code = run_compare(
-        recipe,
-        scale=scale,
-        methods=methods,
-        seeds=seeds,
-        overrides=overrides,
-        folder=folder,
-        jobs=jobs,
-        cpu=cpu,
-        local_code=trust_local_code,
-        as_json=json,
-        quiet=quiet,
-        report=report,
-        ray=ray,
-        print_only=print_jobs,
-    )
-    raise typer.Exit(code)
+    settings: dict[str, Any] = {
+        "scale": scale,
+        "methods": methods,
+        "seeds": seeds,
+        "overrides": overrides,
+        "folder": folder,
+        "jobs": jobs,
+        "cpu": cpu,
+        "local_code": trust_local_code,
+        "as_json": json,
+        "quiet": quiet,
+        "report": report,
+        "ray": ray,
+    }
+    if tune:
+        from wellcond.cli.tuned_compare import TuneOptions, run_tuned_compare
+
+        asked = TuneOptions(tune, tuning_seeds, DEFAULT_GROWTH if tune_growth is None else tune_growth)
+        raise typer.Exit(run_tuned_compare(recipe, asked, **settings))
+    raise typer.Exit(run_compare(recipe, **settings, print_only=print_jobs))
 
 
 @app.command("demo")
@@ -163,11 +191,19 @@ def demo(
 def report(
     folder: Annotated[Path, typer.Argument(help="A comparison, or a folder with several.")],
     pictures: Annotated[bool, typer.Option("--pictures/--no-pictures", help="Draw figures and make the page.")] = True,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Loss within which a tuned value counts as good, in points for percentages; by default one standard "
+            "deviation over tuning seeds.",
+        ),
+    ] = None,
 ) -> None:
     """Rebuild tables, figures and the page from the records."""
     from wellcond.cli.report import build_reports
 
-    build_reports(folder, pictures=pictures)
+    build_reports(folder, pictures=pictures, tolerance=tolerance)
 
 
 @app.command("recipes")

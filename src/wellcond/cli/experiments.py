@@ -6,8 +6,9 @@ import contextlib
 import os
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich import box
@@ -75,14 +76,15 @@ def run_train(
     asked = [recipe.method] if method is None else parse_methods(method)
     if len(asked) != 1:
         raise RecipeError(f"--method: expected one method, found {len(asked)}; `wellcond compare` takes several")
-    chosen = asked[0]
+    chosen = recipe.at_tuned(asked[0])
     place = folder or Path("runs") / f"{recipe.name}-{recipe.scale}" / chosen.slug / f"seed{seed}"
     job = Job(recipe, chosen, seed, place, base=base, cpu=cpu, local_code=local_code)
-    outcome = _run([job], 1, quiet=quiet or as_json)
+    with leaving_together():
+        outcome = run_jobs([job], 1, quiet=quiet or as_json)
     known = bool(outcome.failures) and not outcome.crashed
     if known and not as_json:
         raise WellcondError(outcome.failures[0][1])
-    code = _tell_end(outcome, [job], as_json=as_json)
+    code = tell_end(outcome, as_json=as_json, num_jobs=1)
     # Of a comparison that goes on with other runs the code is 1, whatever a run fails of.
     return 2 if known else code
 
@@ -120,8 +122,9 @@ def run_compare(
         write_comparison(place, recipe, chosen, numbers)
         if not (quiet or as_json):
             _print_plan(recipe, chosen, numbers, place)
-    outcome = _run(planned, workers, quiet=quiet or as_json, ray=ray)
-    code = _tell_end(outcome, planned, as_json=as_json)
+    with leaving_together():
+        outcome = run_jobs(planned, workers, quiet=quiet or as_json, ray=ray)
+    code = tell_end(outcome, as_json=as_json, num_jobs=len(planned))
     if report and is_first_process() and any(record["final"] for record in outcome.records):
         print_report(place, quiet=quiet or as_json)
     return code
@@ -148,9 +151,10 @@ def _print_jobs(lines: Sequence[str], place: Path, *, as_json: bool, quiet: bool
         Console(stderr=True).print(told, markup=False, highlight=False, soft_wrap=True)
 
 
-def _run(jobs: Sequence[Job], num_workers: int, *, quiet: bool, ray: RaySettings | None = None) -> Outcome:
+def run_jobs(jobs: Sequence[Job], num_workers: int, *, quiet: bool, ray: RaySettings | None = None) -> Outcome:
+    """Run jobs and show how they go."""
     progress = RunsProgress(len(jobs), quiet=quiet or not is_first_process())
-    with leaving_together(), progress.shown():
+    with progress.shown():
         return run_comparison(jobs, num_workers=num_workers, observer=progress.observe, ray=ray)
 
 
@@ -173,7 +177,8 @@ def leaving_together() -> Iterator[None]:
             time.sleep(0.2)
 
 
-def _tell_end(outcome: Outcome, jobs: Sequence[Job], *, as_json: bool) -> int:
+def tell_end(outcome: Outcome, *, num_jobs: int, as_json: bool, more: Mapping[str, Any] | None = None) -> int:
+    """Say what failed or is left, or with `as_json` all of it and `more`; returns the exit code."""
     if not is_first_process():
         return 1 if outcome.failures else 0
     if as_json:
@@ -182,14 +187,14 @@ def _tell_end(outcome: Outcome, jobs: Sequence[Job], *, as_json: bool) -> int:
         rows += [
             {"method": j.method.label, "seed": j.seed, "status": "failed", "reason": e} for j, e in outcome.failures
         ]
-        print(to_json({"runs": rows, "interrupted": outcome.interrupted}, indent=1))
+        print(to_json({"runs": rows, "interrupted": outcome.interrupted, **(more or {})}, indent=1))
     else:
         out = make_console()
         for _, problem in outcome.failures:
             out.print(f"[red]failed:[/] {escape(problem)}", soft_wrap=True)
         if outcome.interrupted:
-            left = len(jobs) - sum(record["status"] in ("finished", "diverged") for record in outcome.records)
-            out.print(f"[yellow]stopped[/] with {left} of {len(jobs)} runs to go; the same command goes on from here")
+            left = num_jobs - sum(record["status"] in ("finished", "diverged") for record in outcome.records)
+            out.print(f"[yellow]stopped[/] with {left} of {num_jobs} runs to go; the same command goes on from here")
     return 130 if outcome.interrupted else 1 if outcome.failures else 0
 
 

@@ -10,20 +10,24 @@ from wellcond.cli.console import make_console, print_table
 from wellcond.errors import WellcondError
 
 
-def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False) -> None:
+def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False, tolerance: float | None = None) -> None:
     """Build the report of a folder, print its summary and where it is."""
     from wellcond.report.analysis import analyse
     from wellcond.report.build import build_report
     from wellcond.report.load_runs import load_comparisons
     from wellcond.report.reading import find_findings
     from wellcond.report.tables import summary_table
+    from wellcond.report.tuning import find_tuning, tuning_table
 
-    pages = build_report(folder, pictures=pictures)
+    pages = build_report(folder, pictures=pictures, tolerance=tolerance)
     if quiet:
         return
     out = make_console()
     for comparison, page in zip(load_comparisons(folder), pages, strict=True):
         analysis = analyse(comparison)
+        tuning = find_tuning(comparison, tolerance)
+        if tuning is not None:
+            print_table(out, "Tuning", tuning_table(tuning))
         summary = summary_table(analysis)
         print_table(out, comparison.title, summary)
         for finding in find_findings(analysis):
@@ -51,11 +55,11 @@ def foresee_power(folder: Path, seeds: int) -> list[str]:
     return told
 
 
-def build_reports(folder: Path, *, pictures: bool) -> None:
+def build_reports(folder: Path, *, pictures: bool, tolerance: float | None = None) -> None:
     """`wellcond report FOLDER`.
 
     Raises: WellcondError if there is nothing to report on.
     """
     if not folder.is_dir():
         raise WellcondError(f"no such folder: {folder}")
-    print_report(folder, pictures=pictures)
+    print_report(folder, pictures=pictures, tolerance=tolerance)

@@ -53,7 +53,7 @@ class Outcome:
 def plan_comparison(
     recipe: Recipe, methods: Sequence[MethodSettings], seeds: Sequence[int], folder: Path, **options: Any
 ) -> list[Job]:
-    """All runs, seed by seed, so that a comparison that is cut short has whole pairs.
+    """All runs, seed by seed, so that a comparison that is cut short has whole pairs; each at its tuned values.
 
     Raises: RecipeError without methods, without the baseline among them, or for local code that is not trusted.
     """
@@ -63,10 +63,9 @@ def plan_comparison(
         raise RecipeError("expected methods to compare, found none; give --methods, or `methods` in the recipe")
     if recipe.baseline not in [method.label for method in methods]:
         raise RecipeError(f"the baseline {recipe.baseline!r} is not among the methods; add it, or set baseline")
+    tuned = [recipe.at_tuned(method) for method in methods]
     return [
-        Job(recipe, method, seed, folder / method.slug / f"seed{seed}", **options)
-        for seed in seeds
-        for method in methods
+        Job(recipe, method, seed, folder / method.slug / f"seed{seed}", **options) for seed in seeds for method in tuned
     ]
 
 

@@ -123,6 +123,7 @@ def _fields(text: str, where: str, overrides: Sequence[str] = ()) -> dict[str, A
     data = _extended(text, where)
     for override in overrides:
         set_field(data, override)
+        _forget_tuned(data, override.partition("=")[0].strip())
     changed = {override.partition("=")[0].strip().partition(".")[0] for override in overrides}
     return data if changed & set(DESCRIBED) else _without_untrue(data, changed)
 
@@ -131,6 +132,17 @@ def _without_untrue(data: dict[str, Any], changed: set[str]) -> dict[str, Any]:
     """Fields without a title or description that would speak of other data, another model or another length."""
     untrue = [key for key, fields in DESCRIBED.items() if changed & fields]
     return {key: value for key, value in data.items() if key not in untrue}
+
+
+def _forget_tuned(data: dict[str, Any], path: str) -> None:
+    """What the user sets counts for all methods, whatever was found for some."""
+    tuned = data.get("tuned")
+    values = tuned.get("values") if isinstance(tuned, dict) else None
+    if not isinstance(values, dict) or path.partition(".")[0] == "tuned":
+        return
+    for method, fields in values.items():
+        if isinstance(fields, dict):
+            values[method] = {field: value for field, value in fields.items() if not f"{field}.".startswith(f"{path}.")}
 
 
 def _extended(text: str, where: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -147,6 +159,7 @@ def _extended(text: str, where: str, seen: tuple[str, ...] = ()) -> dict[str, An
     if base in seen:
         raise RecipeError(f"{where}: extends: {base} extends itself")
     inherited = _extended(shipped[base], base, (*seen, base))
+    inherited.pop("tuned", None)  # found for that one
     return merge(_without_untrue(inherited, set(data)), data)
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -16,6 +17,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     SerializeAsAny,
+    field_validator,
     model_validator,
 )
 
@@ -119,6 +121,20 @@ class LoggingSettings(Settings):
     project: FolderName = "wellcond"
 
 
+class TunedSettings(Settings):
+    """Values of fields that a search found for methods, and where its record is."""
+
+    record: str
+    """Folder of the comparison whose tuning.json has the search."""
+    values: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Fields and their values by method, in text such as ``conditioned`` or ``identity(lam=1)``."""
+
+    @field_validator("values")
+    @classmethod
+    def _by_canonical_text(cls, values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        return {MethodSettings.model_validate(text).canonical(): fields for text, fields in values.items()}
+
+
 def _resolve_source(raw: Any) -> Any:
     try:
         return resolve_config(raw)
@@ -160,6 +176,8 @@ class Recipe(Settings):
     checkpoint: CheckpointSettings = CheckpointSettings()
     tracking: TrackingSettings = TrackingSettings()
     logging: LoggingSettings = LoggingSettings()
+    tuned: TunedSettings | None = None
+    """What `wellcond compare --tune` found: where methods start that set nothing themselves."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
@@ -168,11 +186,24 @@ class Recipe(Settings):
         check_distinct(self.methods)
         for method in (self.method, *self.methods):
             override_recipe(self, method)
+        for text, values in self.tuned.values.items() if self.tuned is not None else ():
+            override_recipe(self, MethodSettings.model_validate(text).model_copy(update={"set": values}))
         return self
+
+    def at_tuned(self, method: MethodSettings, *, but: Collection[str] = ()) -> MethodSettings:
+        """The method with what `tuned` has for it, if it sets nothing itself.
+
+        Args:
+            method: looked up by its canonical text, whatever its label is.
+            but: fields to leave out, since they are tuned anew.
+        """
+        found = {} if self.tuned is None or method.set else self.tuned.values.get(method.canonical(), {})
+        kept = {field: value for field, value in found.items() if field not in but}
+        return MethodSettings.model_validate(method.model_dump() | {"set": kept}) if kept else method
 
     def config(self, method: MethodSettings, seed: int) -> dict[str, Any]:
         """The resolved recipe of one run."""
-        data = self.model_dump(mode="json", exclude={"method", "methods", "baseline", "seeds"})
+        data = self.model_dump(mode="json", exclude={"method", "methods", "baseline", "seeds", "tuned"})
         return data | {"method": method.model_dump(mode="json"), "seed": seed}
 
 

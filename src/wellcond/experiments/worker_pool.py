@@ -29,10 +29,13 @@ class _Worker:
 def run_in_pool(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver) -> Outcome:
     """As `run_comparison`; a worker that dies is replaced and its run taken up again."""
     dispatch = Dispatch(jobs, observer, attempts=ATTEMPTS)
+    dispatch.leave_out_complete()
+    if not dispatch.waiting:
+        return dispatch.outcome
     workers: list[_Worker] = []
     try:
         with StopWish().listening() as stop:
-            workers += [_start() for _ in range(num_workers)]
+            workers += [_start() for _ in range(min(num_workers, len(dispatch.waiting)))]
             while True:
                 if stop.wanted and not dispatch.stopping:
                     dispatch.stop()

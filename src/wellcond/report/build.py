@@ -20,11 +20,18 @@ from wellcond.report.series import Figure, write_csv
 from wellcond.report.static_figures import draw_static
 from wellcond.report.table import table_csv
 from wellcond.report.tables import build_tables
+from wellcond.report.tuning import find_tuning, tuning_figure, tuning_table
 
 MADE = {"figures": (".png", ".svg", ".csv"), "tables": (".csv",)}
 
 
-def build_report(folder: Path, *, pictures: bool = True, progress: Callable[[str], None] | None = None) -> list[Path]:
+def build_report(
+    folder: Path,
+    *,
+    pictures: bool = True,
+    progress: Callable[[str], None] | None = None,
+    tolerance: float | None = None,
+) -> list[Path]:
     """Write `report/` into the folder of every comparison found; the same records give the same files.
 
     Each file is replaced as a whole, so that a reader never sees half of one. Figures and tables of an older report
@@ -34,6 +41,7 @@ def build_report(folder: Path, *, pictures: bool = True, progress: Callable[[str
         folder: any folder above `run.json` files.
         pictures: also draw figures and make the page; without, only `report.md` and the tables are written.
         progress: called with a line of text before each part.
+        tolerance: loss within which a tuned value counts as good; see `find_tuning`.
 
     Returns: path of every `report.html`, or `report.md` without pictures.
 
@@ -42,16 +50,24 @@ def build_report(folder: Path, *, pictures: bool = True, progress: Callable[[str
     """
     if pictures:
         plotly_source()
-    return [_build_one(comparison, pictures, progress or (lambda _: None)) for comparison in load_comparisons(folder)]
+    tell = progress or (lambda _: None)
+    return [_build_one(comparison, pictures, tell, tolerance) for comparison in load_comparisons(folder)]
 
 
-def _build_one(comparison: Comparison, pictures: bool, tell: Callable[[str], None]) -> Path:
+def _build_one(comparison: Comparison, pictures: bool, tell: Callable[[str], None], tolerance: float | None) -> Path:
     tell(f"{comparison.name}: reading {len(comparison.runs)} runs")
     analysis = analyse(comparison)
     figures = build_figures(analysis) if pictures else []
-    files = dict(_texts(analysis, figures))
+    tuning = find_tuning(comparison, tolerance)
+    tables = [*build_tables(analysis), *([] if tuning is None else [tuning_table(tuning)])]
+    searched = [] if tuning is None else [tuning_figure(comparison, tuning)]
+    files = {f"tables/{table.name}.csv": table_csv(table).encode() for table in [*tables, provenance_table(comparison)]}
+    shown = [*searched, *figures] if pictures else []
+    files["report.md"] = render_markdown(analysis, shown, tolerance=tolerance).encode()
     if pictures:
-        files |= dict(_pictures(analysis, figures, tell))
+        files |= dict(_pictures(analysis, [*searched, *figures], tell))
+        tell(f"{comparison.name}: page")
+        files["report.html"] = render_page(analysis, figures, tolerance=tolerance).encode()
     home = comparison.folder / "report"
     _check_inside(comparison.folder, home)
     try:
@@ -78,12 +94,6 @@ def _check_inside(folder: Path, home: Path) -> None:
             raise RunRecordError(place, f"is a link that leads out of {folder}, to {place.resolve()}", "Remove it.")
 
 
-def _texts(analysis: Analysis, figures: list[Figure]) -> Iterator[tuple[str, bytes]]:
-    for table in [*build_tables(analysis), provenance_table(analysis.comparison)]:
-        yield f"tables/{table.name}.csv", table_csv(table).encode()
-    yield "report.md", render_markdown(analysis, figures).encode()
-
-
 def _pictures(analysis: Analysis, figures: list[Figure], tell: Callable[[str], None]) -> Iterator[tuple[str, bytes]]:
     comparison = analysis.comparison
     for at, picture in enumerate(find_pictures(comparison)):
@@ -94,5 +104,3 @@ def _pictures(analysis: Analysis, figures: list[Figure], tell: Callable[[str], N
         yield f"figures/{figure.name}.csv", write_csv(figure.rows).encode()
         for kind, content in draw_static(comparison, figure).items():
             yield f"figures/{figure.name}.{kind}", content
-    tell(f"{comparison.name}: page")
-    yield "report.html", render_page(analysis, figures).encode()

@@ -26,6 +26,9 @@ from wellcond.report.shapes import NUM_COLOURS
 from wellcond.report.style import STYLE
 from wellcond.report.table import Table, table_html
 from wellcond.report.tables import build_tables, judged_from
+from wellcond.report.tuning import LEAD as TUNING_LEAD
+from wellcond.report.tuning import SECTION as TUNING
+from wellcond.report.tuning import find_tuning, tuning_figure, tuning_table
 
 TABS = {
     "Summary": "What the numbers say, and the numbers.",
@@ -51,16 +54,21 @@ def render_comparison(comparison: Comparison) -> str:
     return render_page(analyse(comparison))
 
 
-def render_page(analysis: Analysis, figures: Sequence[Figure] | None = None) -> str:
-    """Like `render_comparison`, for an analysis and figures that are there already."""
+def render_page(analysis: Analysis, figures: Sequence[Figure] | None = None, *, tolerance: float | None = None) -> str:
+    """Like `render_comparison`, for an analysis and figures that are there already; see `find_tuning`."""
     comparison = analysis.comparison
     figures = build_figures(analysis) if figures is None else figures
+    tuning = find_tuning(comparison, tolerance)
     drawings: dict[str, dict[str, Any]] = {}
     samples, pictures = find_samples(comparison), find_pictures(comparison)
     bodies = {name: [tag("p", lead, class_="lead")] for name, lead in TABS.items()}
     for table in build_tables(analysis):
         bodies[TABLE_TABS[table.name]].append(_table_section(table))
     bodies["Summary"].insert(2, _findings(analysis))
+    if tuning is not None:
+        table, figure = tuning_table(tuning), tuning_figure(comparison, tuning)
+        parts = [_figure_section(comparison, figure, drawings), _table_section(table)]
+        bodies = _after_summary(bodies, TUNING, [tag("p", TUNING_LEAD, class_="lead"), *parts])
     for figure in figures:
         bodies[figure.section].append(_figure_section(comparison, figure, drawings))
     settings = provenance_table(comparison)
@@ -109,6 +117,12 @@ def _before_runs(bodies: dict[str, list[Markup]], name: str, body: list[Markup])
     """Tabs with one more before the last."""
     *others, last = bodies.items()
     return dict([*others, (name, body), last])
+
+
+def _after_summary(bodies: dict[str, list[Markup]], name: str, body: list[Markup]) -> dict[str, list[Markup]]:
+    """Tabs with one more after the first."""
+    first, *others = bodies.items()
+    return dict([first, (name, body), *others])
 
 
 def plotly_source() -> str:

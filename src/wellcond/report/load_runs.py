@@ -95,7 +95,8 @@ def load_comparisons(folder: Path) -> list[Comparison]:
     described = {path.parent for path in folder.rglob("comparison.json")}
     grouped: dict[Path, list[Run]] = {}
     for path in sorted(folder.rglob("run.json")):
-        if _is_inside_a_run(path.parent, folder):  # fine-tuning of that run, which is no part of the comparison
+        # Fine-tuning of a run, and the search before a comparison, are no part of it.
+        if _is_inside_a_run(path.parent, folder) or _is_of_a_search(path.parent, folder):
             continue
         home = _home(path.parent, folder, described)
         if path.relative_to(home).parts[0] != TUNING:
@@ -131,6 +132,12 @@ def _packed_runs(home: Path) -> list[Run]:
 def _is_inside_a_run(place: Path, folder: Path) -> bool:
     above = [parent for parent in place.parents if parent.is_relative_to(folder)]
     return any((parent / "run.json").is_file() for parent in above)
+
+
+def _is_of_a_search(place: Path, folder: Path) -> bool:
+    """Whether a run is in tuning/METHOD/VALUES/seedN of a folder that is not the search's own."""
+    home = place.parents[2]
+    return home.name == "tuning" and home != folder and home.is_relative_to(folder)
 
 
 def _home(run: Path, folder: Path, described: set[Path]) -> Path:

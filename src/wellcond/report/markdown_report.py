@@ -13,9 +13,10 @@ from wellcond.report.samples import find_samples, samples_markdown
 from wellcond.report.series import Figure
 from wellcond.report.table import plain_markdown, table_markdown
 from wellcond.report.tables import build_tables, judged_from
+from wellcond.report.tuning import find_tuning, tuning_table
 
 
-def render_markdown(analysis: Analysis, figures: Sequence[Figure]) -> str:
+def render_markdown(analysis: Analysis, figures: Sequence[Figure], *, tolerance: float | None = None) -> str:
     """Markdown of a comparison, to stand beside the folders `figures` and `tables`; without figures, to stand alone."""
     comparison, metric = analysis.comparison, analysis.comparison.result
     better = "higher is better" if metric.higher_is_better else "lower is better"
@@ -33,7 +34,8 @@ def render_markdown(analysis: Analysis, figures: Sequence[Figure]) -> str:
     if comparison.notes:
         lines += [plain_markdown(comparison.notes), ""]
     lines += ["## Findings", "", *(f"- {plain_markdown(finding)}" for finding in find_findings(analysis)), ""]
-    for table in build_tables(analysis):
+    tuning = find_tuning(comparison, tolerance)
+    for table in [*build_tables(analysis), *([tuning_table(tuning)] if tuning is not None else [])]:
         link = [f"[CSV](tables/{table.name}.csv)", ""] if figures else []
         lines += [f"## {table.title}", "", table_markdown(table), "", *link]
     lines += samples_markdown(find_samples(comparison))

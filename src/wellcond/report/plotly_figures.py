@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+from dataclasses import replace
 from typing import Any
 
 from wellcond.report.heat_map import RAMP
@@ -23,6 +24,7 @@ from wellcond.report.shapes import (
     panel_budget,
     panel_lines,
 )
+from wellcond.report.tuning_plots import TunedCurve, axis_ticks, is_logarithmic, tuned_curves, tuned_traces
 
 DASHES = ("solid", "dot", "dashdot", "longdash")
 Plot = dict[str, Any]
@@ -37,6 +39,8 @@ def plots(comparison: Comparison, figure: Figure) -> list[tuple[str, Plot]]:
             (p.title, _bar_plot(figure, p, panel_bars(comparison, figure, p.name), panel_budget(figure, p.name)))
             for p in figure.panels
         ]
+    if figure.kind == "tuned":
+        return [(p.title, _tuned_plot(p, tuned_curves(comparison, figure, p.name))) for p in figure.panels]
     if figure.kind == "stack":
         return [("", _stack_plot(comparison, figure))]
     if figure.kind == "map_by_method":
@@ -112,6 +116,17 @@ def _line_plot(figure: Figure, panel: Panel, lines: list[Line]) -> Plot:
         room = 0.03 * (panel.span[1] - panel.span[0])
         y["range"] = [panel.span[0] - room, panel.span[1] + room]
     return {"data": traces, "layout": _layout(290, _axis(figure.x_label), y)}
+
+
+def _tuned_plot(panel: Panel, curves: list[TunedCurve]) -> Plot:
+    safe = [replace(curve, name=_safe(curve.name)) for curve in curves]
+    ticks = axis_ticks(curves)
+    look = {"type": "log"} if is_logarithmic(curves) else {}
+    x = _axis(panel.name, tickvals=list(ticks), ticktext=list(ticks.values()), **look)
+    # Crosses of diverged runs stand at the lower edge, whatever the scores are.
+    edge = {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True}
+    traces = tuned_traces(safe, [_colour(at) for at in range(NUM_COLOURS)], DASHES)
+    return {"data": traces, "layout": _layout(380, x, _axis(panel.y_label), yaxis2=edge)}
 
 
 def _log_axis(panel: Panel, lines: list[Line]) -> Plot:

@@ -19,7 +19,7 @@ LOW_END, HIGH_END = "interval-low", "interval-high"
 BUDGET = "(budget)"
 MOST_POINTS = 300
 
-Kind = Literal["lines", "bars", "intervals", "stack", "map_over_steps", "map_by_method"]
+Kind = Literal["lines", "bars", "intervals", "stack", "map_over_steps", "map_by_method", "tuned"]
 
 
 @dataclass(frozen=True, slots=True)

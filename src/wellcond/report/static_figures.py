@@ -24,6 +24,7 @@ from wellcond.report.shapes import (
     panel_budget,
     panel_lines,
 )
+from wellcond.report.tuning_plots import draw_tuned, tuned_curves
 
 COLOURS = ("#2969a8", "#c2571a", "#2e8056", "#9a3b86", "#8a6d0b", "#147f91", "#b3261e", "#6a5acd", "#4b5563",
            "#6b8e00")  # fmt: skip
@@ -109,11 +110,12 @@ def _colour(method: int) -> str:
 
 
 def _legend(comparison: Comparison, figure: Figure, canvas: Any) -> None:
-    if figure.kind != "lines":
+    if figure.kind not in ("lines", "tuned"):
         return
     from matplotlib.lines import Line2D
 
-    drawn = {line.method for panel in figure.panels for line in panel_lines(comparison, figure, panel.name)}
+    curves: Any = tuned_curves if figure.kind == "tuned" else panel_lines
+    drawn = {curve.method for panel in figure.panels for curve in curves(comparison, figure, panel.name)}
     handles = [
         Line2D([], [], color=_colour(at), linestyle=DASHES[at // NUM_COLOURS % len(DASHES)]) for at in sorted(drawn)
     ]
@@ -127,6 +129,10 @@ def _legend(comparison: Comparison, figure: Figure, canvas: Any) -> None:
 def _draw_panel(comparison: Comparison, figure: Figure, panel: Panel, canvas: Any, ax: Any) -> None:
     if figure.kind == "lines":
         _draw_lines(comparison, figure, panel, ax)
+    elif figure.kind == "tuned":
+        draw_tuned(ax, tuned_curves(comparison, figure, panel.name), COLOURS, DASHES)
+        ax.set_xlabel(tidy(panel.name))
+        ax.set_ylabel(tidy(panel.y_label))
     elif figure.kind == "map_over_steps":
         _draw_map(canvas, ax, figure, map_over_steps(figure, panel.name, layers_of(figure)), "step")
     else:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from wellcond.experiments.data.bundle import DataBundle, TensorSplit, describe_sizes
+from pydantic import Field
+
+from wellcond.experiments.data.bundle import DataBundle, Split, TensorSplit, describe_sizes
 from wellcond.experiments.data.registry import SourceConfig, register_source
 from wellcond.experiments.digits import load_digits
 
 
 class DigitsConfig(SourceConfig):
-    """Settings of `digits`: none."""
+    """Settings of `digits`."""
 
     source: Literal["digits"] = "digits"
+    held_out: float | None = Field(None, gt=0, lt=1)
+    """Share of the training images to evaluate on; the test images are then the test split."""
 
 
 @register_source(DigitsConfig)
@@ -22,6 +26,14 @@ def load(config: DigitsConfig, base: Path) -> DataBundle:
     data = load_digits()
     train = TensorSplit("image", data.train_images, data.train_labels.long())
     evaluation = TensorSplit("image", data.test_images, data.test_labels.long())
+    others: dict[str, Split] = {}
+    if config.held_out is not None:
+        others["test"] = evaluation
+        kept = len(train) - max(1, round(config.held_out * len(train)))  # in random order as they are
+        train, evaluation = (
+            TensorSplit("image", train.inputs[part], data.train_labels.long()[part])
+            for part in (slice(kept), slice(kept, None))
+        )
     names = tuple(str(digit) for digit in range(10))
     description = f"scikit-learn's digits, grey, 8 x 8, normalised: {describe_sizes(train, evaluation, names)}"
-    return DataBundle("digits", "image", train, evaluation, names, description)
+    return DataBundle("digits", "image", train, evaluation, names, description, others)
