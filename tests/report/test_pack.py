@@ -6,7 +6,15 @@ import shutil
 
 import pytest
 
-from report.fake_runs import PERPLEXITY, FakeMethod, usual_methods, write_comparison, write_run, write_with_samples
+from report.fake_runs import (
+    ACCURACY,
+    PERPLEXITY,
+    FakeMethod,
+    usual_methods,
+    write_comparison,
+    write_run,
+    write_with_samples,
+)
 from wellcond.report.analysis import analyse
 from wellcond.report.figures import build_figures
 from wellcond.report.load_runs import load_comparisons
@@ -14,6 +22,7 @@ from wellcond.report.markdown_report import render_markdown
 from wellcond.report.pack import pack
 from wellcond.report.packed_records import MOST_POINTS, merge, pack_steps, share, to_rows
 from wellcond.report.run_record import RunRecordError
+from wellcond.report.tuning import find_tuning
 from wellcond.run_records import seal
 
 
@@ -154,18 +163,18 @@ def test_the_runs_of_a_search_are_in_one_file_and_in_no_comparison(tmp_path):
     full = write_comparison(tmp_path / "full", [FakeMethod("default", {5: 0.8, 6: 0.9})])
     for value in ("0.001", "0.003"):
         write_run(full / "tuning", FakeMethod("default", {0: 0.7, 1: 0.75}, slug=f"default/{value}"), 0)
-    search = {"schema": 1, "kind": "wellcond-tuning", "fields": ["optimizer.lr"]}
+    points = [{"values": {"optimizer.lr": rate}, "scores": {"0": 0.7, "1": 0.75 + rate}} for rate in (0.001, 0.003)]
+    method = {"label": "default", "points": points, "best": points[1], "at_edge": {}}
+    search = {
+        "schema": 1, "kind": "wellcond-tuning", "metric": ACCURACY, "fields": ["optimizer.lr"], "seeds": [0, 1],
+        "scored": "best", "test_data": "other seeds", "methods": [method],
+    }  # fmt: skip
     (full / "tuning.json").write_text(json.dumps(seal(search)))
     [comparison] = load_comparisons(full)
     assert comparison.seeds == (5, 6)
     [home] = pack(full, tmp_path / "packed")
     assert not (home / "tuning").exists() and [c.seeds for c in load_comparisons(home)] == [(5, 6)]
+    assert page(home) == page(full) and "0.003" in page(home)
+    assert find_tuning(load_comparisons(home)[0]) == find_tuning(comparison) is not None
     stored = json.loads((home / "tuning.json").read_text())
-    runs = stored["packed"]["runs"]
-    assert sorted(runs) == ["default/0.001/seed0", "default/0.003/seed0"] and stored["fields"] == ["optimizer.lr"]
-    record = merge(stored["packed"]["shared"], runs["default/0.003/seed0"])
-    assert record["final"]["accuracy"] == 0.7 and record["config"]["optimiser"]["lr"] == 1e-3
-    assert (
-        "steps" not in json.dumps(record)
-        and stored["checksum"] == seal({key: value for key, value in stored.items() if key != "checksum"})["checksum"]
-    )
+    assert stored == seal(search)

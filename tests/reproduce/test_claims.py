@@ -1,5 +1,6 @@
 """Verdicts follow from records by rule."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -143,7 +144,7 @@ def test_rows_name_what_ran_and_never_the_papers_set_up():
     for one in runs:
         assert one.ran or one.verdict.word == NO_RECORDS
         assert "ImageNet" not in one.claim + one.ran and "-B" not in one.claim + one.ran
-    assert {one.ran for one in runs} >= {"ViT, width 64, CIFAR-10, 10,000 images"}
+    assert any(re.fullmatch(r"ViT, width \d+, CIFAR-10, [\d,]+ images", one.ran) for one in runs)
 
 
 def test_without_records_only_what_is_computed_is_decided(tmp_path):

@@ -13,11 +13,12 @@ from wellcond.report.analysis import analyse
 from wellcond.report.glue import rebuild_glue
 from wellcond.report.load_runs import Comparison, load_comparisons, shared_mark
 from wellcond.report.markdown_report import render_markdown
-from wellcond.report.pack_tuning import FILE, pack_tuning
 from wellcond.report.packed_records import PACKED, pack_evaluations, pack_heads, pack_steps, share
 from wellcond.report.run_record import Run, RunRecordError, read_json
 from wellcond.report.table import table_csv
 from wellcond.report.tables import build_tables
+from wellcond.report.tuning import NAME as TUNING_FILE
+from wellcond.report.tuning import find_tuning, tuning_table
 from wellcond.run_records import SCHEMA, seal
 
 LEFT_OUT = ("logs", "samples", "sessions")
@@ -80,20 +81,24 @@ def _replace(home: Path, made: Path) -> None:
     for name in written:
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(made / name, home / name)
-    for path in [*home.glob("*/seed*.json"), *home.glob(FILE)]:
+    for path in [*home.glob("*/seed*.json"), *home.glob(TUNING_FILE)]:
         if path.relative_to(home) not in written:
             path.unlink()
 
 
 def _check_same_tables(comparison: Comparison, packed: Comparison) -> None:
-    before, after = (
-        {table.name: table_csv(table) for table in build_tables(analyse(some))} for some in (comparison, packed)
-    )
+    before, after = (dict(_tables(some)) for some in (comparison, packed))
     changed = sorted(name for name in before if before[name] != after.get(name))
     if changed:
         raise RunRecordError(
             comparison.folder, f"packed, these tables would change: {', '.join(changed)}", "This is a bug in wellcond."
         )
+
+
+def _tables(comparison: Comparison) -> Iterator[tuple[str, str]]:
+    tuning = find_tuning(comparison)
+    for table in [*build_tables(analyse(comparison)), *([] if tuning is None else [tuning_table(tuning)])]:
+        yield table.name, table_csv(table)
 
 
 def _pack_glue(folder: Path, made: Path) -> None:
@@ -118,8 +123,9 @@ def _files(comparison: Comparison) -> Iterator[tuple[str, str]]:
     stored = comparison.folder / "comparison.json"
     known = read_json(stored, "wellcond-comparison") if stored.is_file() else _described(comparison)
     yield "comparison.json", to_json(seal(known | {"shared": shared}), compact=True) + "\n"
-    if (tuning := pack_tuning(comparison.folder)) is not None:
-        yield FILE, to_json(seal(tuning), compact=True) + "\n"
+    if (comparison.folder / TUNING_FILE).is_file():  # has the score of every run of the search
+        searched = read_json(comparison.folder / TUNING_FILE, "wellcond-tuning")
+        yield TUNING_FILE, to_json(seal(searched), compact=True) + "\n"
 
 
 def _slug(run: Run) -> str:
