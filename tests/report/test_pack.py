@@ -15,6 +15,9 @@ from report.fake_runs import (
     write_run,
     write_with_samples,
 )
+from wellcond.experiments.compare import write_comparison as write_run_list
+from wellcond.experiments.load_recipe import load_recipe
+from wellcond.experiments.run_folder import RunError
 from wellcond.report.analysis import analyse
 from wellcond.report.figures import build_figures
 from wellcond.report.load_runs import load_comparisons
@@ -178,3 +181,12 @@ def test_the_runs_of_a_search_are_in_one_file_and_in_no_comparison(tmp_path):
     assert find_tuning(load_comparisons(home)[0]) == find_tuning(comparison) is not None
     stored = json.loads((home / "tuning.json").read_text())
     assert stored == seal(search)
+
+
+def test_a_comparison_is_not_resumed_in_a_folder_of_packed_records(tmp_path):
+    [home] = pack(write_comparison(tmp_path / "full", complete(usual_methods())), tmp_path / "packed")
+    before = (home / "comparison.json").read_bytes()
+    recipe, _ = load_recipe("digits", scale="tiny")
+    with pytest.raises(RunError, match="holds packed records, which cannot be resumed"):
+        write_run_list(home, recipe, recipe.methods, (0,))
+    assert (home / "comparison.json").read_bytes() == before

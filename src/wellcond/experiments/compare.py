@@ -75,11 +75,16 @@ def settings_hash(recipe: Recipe) -> str:
 
 
 def check_settings(folder: Path, recipe: Recipe) -> None:
-    """Raise RunError if a folder holds a comparison of another recipe, or under other settings."""
+    """Raise RunError if a folder holds a comparison of another recipe, or under other settings, or a packed one."""
     path = folder / "comparison.json"
     if not path.exists():
         return
     former, settings = read_comparison(path), settings_hash(recipe)
+    if "shared" in former:
+        raise RunError(
+            f"{folder} holds packed records, which cannot be resumed; give another folder, then pack what ran there: "
+            "wellcond pack"
+        )
     if (former["recipe"], former["scale"]) != (recipe.name, recipe.scale):
         raise RunError(
             f"{folder} holds a comparison of {former['recipe']} ({former['scale']}), not of {recipe.name} "
