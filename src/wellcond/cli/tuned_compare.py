@@ -26,6 +26,7 @@ from wellcond.experiments.tune.search import FOLDER, MethodSearch, Plan, paired_
 from wellcond.report.run_record import Metric
 from wellcond.report.table import Table
 from wellcond.report.values import MISSING
+from wellcond.report.verdicts import smallest_detectable
 
 
 @dataclass(frozen=True)
@@ -160,10 +161,12 @@ def _tell_best(run: _Runner, searches: Sequence[MethodSearch], baseline: str, nu
     header = ("method", "best", f"{metric.label}, mean over tuning seeds", "std", "")
     print_table(make_console(), "Search", Table("search", "Search", header, tuple(rows), (), frozenset({0, 1, 4})))
     spread = paired_spread(searches, baseline)
-    if not math.isnan(spread):
+    shown = smallest_detectable(spread, num_seeds)
+    if not math.isnan(shown):
         make_console().print(
             f"standard deviation of a paired difference to {baseline}, from the tuning seeds: "
-            f"{metric.show(spread)}{metric.unit}; {num_seeds} fresh seeds follow",
+            f"{metric.show(spread)}{metric.unit}; {num_seeds} fresh seeds can show a difference of "
+            f"{metric.show(shown)}{metric.unit}",
             markup=False,
             soft_wrap=True,
         )
