@@ -10,11 +10,13 @@ Which rows is said by the group of the weight, as plain numbers, so that checkpo
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from wellcond.attention.shards import is_distributed
 from wellcond.experiments.settings import RecipeError
@@ -60,6 +62,15 @@ class RowRateAdamW(torch.optim.AdamW):
         return loss
 
 
+class InSingle(TorchFunctionMode):
+    """Casts to bfloat16 become casts to float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation with float32 in place of bfloat16."""
+        widened = {name: torch.float32 if value is torch.bfloat16 else value for name, value in (kwargs or {}).items()}
+        return func(*args, **widened)
+
+
 class MuonAndAdamW(torch.optim.Optimizer):
     """`torch.optim.Muon` for some groups and AdamW for the others; groups and state are here, for checkpoints."""
 
@@ -87,7 +98,10 @@ class MuonAndAdamW(torch.optim.Optimizer):
         """One update."""
         loss = None if closure is None else closure()
         rates = RowRates(self.param_groups)
-        self._muon.step()
+        # torch's Muon iterates in bfloat16: slow on a processor, and fatal on one that offers AMX without allowing it.
+        on_cpu = all(weight.device.type == "cpu" for group in self._muon.param_groups for weight in group["params"])
+        with InSingle() if on_cpu else contextlib.nullcontext():
+            self._muon.step()
         if self._adamw is not None:
             self._adamw.step()
         rates.apply_()
