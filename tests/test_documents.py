@@ -13,7 +13,12 @@ import yaml
 
 import wellcond
 import wellcond.theory
-from wellcond.cli import experiment_commands, glue_command, reproduce_command  # noqa: F401  (each adds its commands)
+from wellcond.cli import (  # noqa: F401  (each adds its commands)
+    experiment_commands,
+    glue_command,
+    pack_command,
+    reproduce_command,
+)
 from wellcond.cli.commands import app
 from wellcond.conditioning.methods import METHODS as CONDITIONS
 from wellcond.experiments.load_recipe import load_recipe, parse_recipe

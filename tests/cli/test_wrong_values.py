@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 import wellcond as wc
 import wellcond.cli.experiment_commands
 import wellcond.cli.glue_command
+import wellcond.cli.pack_command  # noqa: F401
 import wellcond.cli.reproduce_command  # noqa: F401  (each adds its commands)
 from experiments.small import SETTINGS
 from report.fake_runs import usual_methods, write_comparison
