@@ -226,7 +226,7 @@ def test_nesting_in_a_record_is_an_error_that_names_the_file(name, tmp_path):
     folder = write_comparison(tmp_path, [FakeMethod("default", {0: 0.9})], points=2, layers=1, heads=1)
     (folder / name).write_text(NESTED)
     with pytest.raises(WellcondError, match=name.rpartition("/")[2].replace(".", r"\.")):
-        build_report(folder, pictures=False)
+        build_report(folder)
     if name.endswith("run.json"):
         with pytest.raises(WellcondError, match=r"run\.json is not JSON"):
             RunFolder((folder / name).parent).read_record()

@@ -5,6 +5,7 @@ import io
 import json
 import re
 from html.parser import HTMLParser
+from typing import get_args
 
 import pytest
 import torch
@@ -23,8 +24,8 @@ from wellcond.report.markdown_report import render_markdown
 from wellcond.report.measurement_page import render_measurement
 from wellcond.report.static_figures import draw_static
 from wellcond.report.table import plain_markdown
-from wellcond.reproduce.claim_rules import REPRODUCED, Verdict
-from wellcond.reproduce.claims import Judged
+from wellcond.reproduce.claim_rules import Verdict
+from wellcond.reproduce.claims import Group, Judged
 from wellcond.reproduce.claims_page import claims_html, claims_markdown
 
 TEXTS = {
@@ -160,8 +161,12 @@ def test_the_page_of_a_measurement(text):
 
 
 def test_the_page_of_claims(text):
-    verdict = Verdict(word=REPRODUCED, evidence=text)
-    judged = [Judged(paper=paper, claim=text, table="C-T1", verdict=verdict, link="") for paper in "CS"]
+    verdict = Verdict(word="better", evidence=text, as_claimed=True)
+    judged = [
+        Judged(paper=paper, claim=text, setup=text, ran=text, table="C-T1", group=group, verdict=verdict, link="")
+        for paper in "CS"
+        for group in get_args(Group)
+    ]
     assert_harmless(claims_html(judged))
     rows = [line for line in claims_markdown(judged).splitlines() if line.startswith("|")]
     assert_plain_markdown("\n".join(rows))

@@ -248,7 +248,7 @@ def read_json(path: Path, kind: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise RunRecordError(path, f"is not readable JSON ({error})", advice) from error
     if not isinstance(record, dict) or record.get("kind", kind) != kind:
-        raise RunRecordError(path, f"expected a record of kind {kind!r}", "It was not written by wellcond.")
+        raise RunRecordError(path, f"expected a record of kind {kind!r}", advice)
     if record.get("schema") != SCHEMA:
         raise RunRecordError(
             path,

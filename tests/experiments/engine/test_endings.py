@@ -77,7 +77,7 @@ def test_one_failing_method_does_not_end_a_comparison(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("training.batch_size=5000", "training.batch_size: expected at most the 1297 training samples, found 5000"),
+        ("training.batch_size=5000", "training.batch_size: expected at most the 1038 training samples, found 5000"),
         ("training.accumulate=5", "expected a multiple of 5"),
         ("model.arguments={num_classes: 3}", "the data need 10, found 3"),
         ("model.name=timm:vit_tinny", "timm has no model 'vit_tinny'"),
@@ -120,7 +120,7 @@ def test_the_record_says_what_was_run_on_what(tmp_path):
     kept = record(folder)
     assert kept["status"] == "finished" and kept["progress"]["step"] == 24
     assert kept["config"]["optimizer"]["lr"] == 0.001 and len(kept["config_hash"]) == 16
-    assert kept["data"]["train"] == 1297 and kept["data"]["evaluation"] == 500
+    assert kept["data"]["train"] == 1038 and kept["data"]["evaluation"] == 259
     assert kept["model"]["attentions"] == 2 and kept["model"]["parameters"] > 1000
     assert set(kept["seconds"]) == {"setup", "training", "evaluation", "measuring", "checkpointing"}
     assert kept["seconds_per_step"] == pytest.approx(kept["seconds"]["training"] / 24)

@@ -188,4 +188,4 @@ def test_one_failing_run_is_listed_beside_the_others(machine, tmp_path):
 @pytest.mark.slow
 def test_an_error_of_the_recipe_ends_the_comparison(machine, tmp_path):
     code, _, errors = compare(tmp_path, machine(), changes=(*SHORT, "training.batch_size=5000"))
-    assert code == 2 and errors.startswith("error:") and "at most the 1297 training samples" in errors
+    assert code == 2 and errors.startswith("error:") and "at most the 1038 training samples" in errors
