@@ -51,8 +51,9 @@ def normalise_heads(projected: Tensor, rows: Tensor, axis: int = -1) -> Tensor:
     """RMS norm of heads (heads, d) that are at the positions `rows` of an axis; other positions stay.
 
     Example:
-        >>> normalise_heads(torch.tensor([[3.0, 1.0, -4.0, 0.0]]), torch.tensor([[0, 2]])).mul(1000).round().int().tolist()
-        [[849, 1000, -1131, 0]]
+        >>> normalised = normalise_heads(torch.tensor([[3.0, 1.0, -4.0, 0.0]]), torch.tensor([[0, 2]]))
+        >>> [round(value, 3) for value in normalised[0].tolist()]
+        [0.849, 1.0, -1.131, 0.0]
     """
     axis %= projected.dim()
     flat = rows.flatten().to(projected.device)
