@@ -19,7 +19,7 @@ RATES = ["--tune", "optimizer.lr=1e-3,1e-2", "--tune-growth", "1", "--seeds", "3
 
 
 def compare(folder, *more):
-    return ["compare", "--recipe", "digits", "-o", folder, *CHANGES, *TESTED, *RATES, *more]
+    return ["compare", "--recipe", "digits", "-o", folder, *CHANGES, *TESTED, *RATES, "--no-report", *more]
 
 
 def tuning_runs(folder):
@@ -30,7 +30,7 @@ def tuning_runs(folder):
     }
 
 
-def test_search_growth_interruption_test_and_report(run, hold, tmp_path):
+def test_search_growth_interruption_and_test(run, hold, tmp_path):
     held = ["--set", HELD, "--trust-local-code"]
     arguments = compare(tmp_path, *held)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -226,8 +226,8 @@ def test_the_list_shows_every_id():
     assert at_paper["gpus"] == 8 and at_paper["data"][0]["name"] == "ILSVRC/imagenet-1k"
 
 
-KINDS = ("C-T1", "C-T2", "C-T3", "C-T4", "C-T5", "C-T6", "C-T7", "C-T8", "C-T9", "C-T10", "C-T11", "C-T12", "C-T13", "C-F3",
-         "S-T6", "S-T7", "S-T10", "S-T12", "S-F3", "S-F17", "A-norm", "A-qknorm", "A-roles", "A-ws")  # fmt: skip
+KINDS = [f"C-T{number}" for number in range(1, 14)]
+KINDS += ["C-F3", "S-T6", "S-T7", "S-T10", "S-T12", "S-F3", "S-F17", "A-norm", "A-qknorm", "A-roles", "A-ws"]
 
 
 def test_every_study_is_run_by_some_of_these():
