@@ -12,6 +12,7 @@ import pytest
 from wellcond.cli.main import main
 from wellcond.experiments.run_folder import RunError
 from wellcond.experiments.tasks.base import TASKS
+from wellcond.reproduce import run_plan
 from wellcond.reproduce.catalogue_files import Entry, entries
 from wellcond.reproduce.collect import Collection, StoredStudy, may_be_paired
 from wellcond.reproduce.outcome import outcome_tables, write_outcome
@@ -117,6 +118,18 @@ def test_committed_records_are_printed():
     rows = {(row["column"], row["method"]): row for row in json.loads(shown)[0]["rows"]}
     assert code == 0 and rows["ViT-B", "conditioned"]["our gain [95 % interval]"] == "+6.63 [+2.78, +10.48]"
     assert rows["ViT-B", "conditioned"]["agreement"] == "above"
+
+
+def test_rows_of_other_recipes_are_not_paired():
+    entry = entries()["S-T6"]
+    gains = []
+    for places in (entry.records, {}):  # records of the recipe of the variant, and of another
+        tables = outcome_tables("S-T6", entry, "tiny", Collection(RESULTS, committed=True, places=places))
+        rows = [dict(zip(tables[0].header, row, strict=True)) for row in tables[0].rows]
+        [row] = [r for r in rows if (r["column"], r["method"]) == ("ViT-B", "spectral - LayerNorm")]
+        assert row["ours"] != "–"
+        gains.append(row["our gain [95 % interval]"])
+    assert gains[0] != "–" and gains[1] == "–"
 
 
 def test_rows_under_other_settings_are_not_paired():
@@ -241,9 +254,11 @@ def test_every_study_is_run_by_some_of_these():
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("WELLCOND_DATA"), reason="WELLCOND_DATA names no mirror of the data sets")
 @pytest.mark.parametrize("id", KINDS)
-def test_every_kind_of_entry_runs(id, tmp_path):
+def test_every_kind_of_entry_runs(id, tmp_path, monkeypatch):
     if any(name.startswith("coco") for name in entries()[id].studies) and "detection" not in TASKS:
         pytest.skip("this version has no detection")
     changes = [part for change in SHORT for part in ("--set", change)]
+    plan_glue = run_plan.plan_glue  # with few rows: each run is fine-tuned on eight tasks
+    monkeypatch.setattr(run_plan, "plan_glue", lambda folder, **options: plan_glue(folder, **options | {"limit": 40}))
     code, _ = call("reproduce", id, "--folder", tmp_path, "--seeds", 1, "--jobs", 1, "--quiet", *changes)
     assert code == 0 and (tmp_path / id / f"{id}.md").is_file()
