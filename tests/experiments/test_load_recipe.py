@@ -181,7 +181,7 @@ def test_title_and_description_are_those_of_what_runs(overrides, kept):
     recipe, _ = load_recipe("vit", scale="tiny", overrides=overrides)
     assert (bool(recipe.title), bool(recipe.description)) == kept
     named, _ = load_recipe("vit", scale="tiny", overrides=[*overrides, "title=Mine"])
-    assert named.title == "Mine"
+    assert named.title == "Mine" and bool(named.description) == kept[1]
 
 
 def test_a_recipe_of_ones_own_does_not_inherit_what_is_untrue(tmp_path):

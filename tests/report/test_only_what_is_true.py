@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from report.fake_runs import FakeMethod, usual_methods, write_comparison
+from report.fake_runs import PERPLEXITY, FakeMethod, usual_methods, write_comparison
 from wellcond.report.analysis import analyse
 from wellcond.report.comparison_page import render_comparison
 from wellcond.report.figures import build_figures
@@ -63,6 +63,24 @@ def test_later_than_the_baseline_is_not_fewer(tmp_path):
     said = next(line for line in find_findings(analysis) if line.startswith("Epochs until"))
     assert "conditioned 2 (1 later" in said and "fewer" not in said
     assert column(table(analysis, "matching"), "earlier than default itself")["conditioned"] == "-1"
+
+
+def test_an_exact_test_that_cannot_decide_has_no_p(tmp_path):
+    analysis = study(tmp_path, perfect(seeds=5), epochs=3)
+    assert analysis.match_gains["conditioned"].p is None  # five times the same sign: 0.0625 at best
+    said = next(line for line in find_findings(analysis) if line.startswith("Epochs until"))
+    assert "5 seeds: below 6 the exact test cannot decide" in said and "exact p" not in said
+    seven = study(tmp_path / "seven", perfect(seeds=7), epochs=3)
+    said = next(line for line in find_findings(seven) if line.startswith("Epochs until"))
+    assert "conditioned 2 (1 later by seed, exact p = 0.0312 after Holm)" in said  # 2 / 2^7 and twice that
+
+
+def test_what_is_undecided_is_not_called_better(tmp_path):
+    methods = [FakeMethod("default", {0: 30.0, 1: 31.0, 2: 32.0}), FakeMethod("polar", {0: 29.0, 1: 32.0, 2: 30.5})]
+    said = "\n".join(find_findings(study(tmp_path, methods, metric=PERPLEXITY)))
+    assert "polar and default differ by 0.5 in favour of polar, which is undecided: the interval contains 0" in said
+    assert "3 seeds with this spread can show" in said and "better than" not in said
+    assert "The lead of 0.5 is smaller than the spread over seeds" in said
 
 
 def test_counts_have_an_exact_test(tmp_path):
@@ -176,8 +194,8 @@ def test_step_times_need_cores_of_their_own(tmp_path):
     assert set(column(cost, "seconds per step").values()) == {"–"} and "not measured alone" in " ".join(cost.notes)
     assert set(column(cost, "samples per second").values()) == {"–"}
     assert set(column(table(analysis, "matching"), "seconds of training").values()) == {"–"}
-    figures = {figure.name: figure.caption for figure in build_figures(analysis)}
-    assert "cost_step" not in figures and "shared their cores" in figures["cost_time"]
+    assert set(column(cost, "training, s").values()) == {"–"} and "–" not in column(cost, "peak memory").values()
+    assert not {"cost_step", "cost_time"} & {figure.name for figure in build_figures(analysis)}
 
 
 def test_one_session_among_others_is_not_alone(tmp_path):

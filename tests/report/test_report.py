@@ -128,7 +128,7 @@ def test_findings_follow_the_numbers(tmp_path):
     methods[2].finals = {0: 0.90, 1: 0.90, 2: 0.93}  # gaussian: nothing
     said = "\n".join(find_findings(study(tmp_path / "a", methods)))
     assert "scale alone does not explain the gain" in said
-    assert "gaussian" in said and "which is not significant: the interval contains 0" in said
+    assert "gaussian" in said and "which is undecided: the interval contains 0" in said
     methods[1].gradient, methods[1].entropy = 0.1, 0.0
     said = "\n".join(find_findings(study(tmp_path / "b", methods)))
     assert "still receive a gradient" in said
@@ -156,7 +156,7 @@ def test_perplexity(tmp_path):
     analysis = study(tmp_path, methods, metric=PERPLEXITY)
     said = find_findings(analysis)
     assert said[0].startswith("Best mean perplexity: polar (28.83 ± 0.7638, 3 seeds)")
-    assert "polar is 2.333 better than default" in said[2]
+    assert "polar and default differ by 2.333 in favour of polar, which is undecided" in said[2]
     assert "(perplexity negated)" in build_tables(analysis)[0].notes[0]
     assert "lower is better" in render_comparison(analysis.comparison)
 

@@ -125,12 +125,12 @@ def _fields(text: str, where: str, overrides: Sequence[str] = ()) -> dict[str, A
         set_field(data, override)
         _forget_tuned(data, override.partition("=")[0].strip())
     changed = {override.partition("=")[0].strip().partition(".")[0] for override in overrides}
-    return data if changed & set(DESCRIBED) else _without_untrue(data, changed)
+    return _without_untrue(data, changed)
 
 
 def _without_untrue(data: dict[str, Any], changed: set[str]) -> dict[str, Any]:
     """Fields without a title or description that would speak of other data, another model or another length."""
-    untrue = [key for key, fields in DESCRIBED.items() if changed & fields]
+    untrue = [key for key, fields in DESCRIBED.items() if changed & fields and key not in changed]
     return {key: value for key, value in data.items() if key not in untrue}
 
 

@@ -14,6 +14,8 @@ from wellcond.report.values import MISSING, number, show
 from wellcond.report.verdicts import sign_flip_p
 
 SMOOTH = 3
+FEWEST_FOR_EXACT = 6
+"""With five differences the smallest p of all flips of sign is 2 / 2^5 = 0.0625."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class MatchGain:
     never: int
     """Number of seeds that never get there."""
     p: float | None
-    """Exact test over all flips of sign; None where every difference is zero."""
+    """Exact test over all flips of sign; None below six seeds, where it cannot decide, or without a difference."""
     p_holm: float | None
     """Corrected over the methods."""
 
@@ -116,7 +118,10 @@ def match_gains(baseline: str, matchings: Mapping[str, Matching], unit: str) -> 
         for method, matching in matchings.items()
         if method != baseline
     }
-    tests = {method: sign_flip_p(list(gains.values())) for method, gains in values.items()}
+    tests = {
+        method: sign_flip_p(list(gains.values())) if len(gains) >= FEWEST_FOR_EXACT else None
+        for method, gains in values.items()
+    }
     corrected = holm(list(tests.values()))
     return {
         method: MatchGain(gains, matchings[method].censored, tests[method], p)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from wellcond.report.analysis import Analysis
 from wellcond.report.formats import show_interval, show_kappa, show_mean, show_p, show_share
 from wellcond.report.load_runs import Comparison
-from wellcond.report.match import MatchGain, Matching, show_match
+from wellcond.report.match import FEWEST_FOR_EXACT, MatchGain, Matching, show_match
 from wellcond.report.provenance import session_differences
 from wellcond.report.statistics import FEWEST_SEEDS, PairedDifference, method_kind
 from wellcond.report.values import number, show, show_seeds
@@ -86,6 +86,9 @@ def _winner(analysis: Analysis) -> list[str]:
         return [first + "".join(lost)]
     best, second, last = ranked[0], ranked[1], ranked[-1]
     tail = "" if last == second else f"; worst is {told(last)}"
+    lead = abs(analysis.summaries[best].mean - analysis.summaries[second].mean)
+    if lead < max(analysis.summaries[best].std, analysis.summaries[second].std):
+        tail += f". The lead of {metric.show(lead)}{metric.unit} is smaller than the spread over seeds"
     return [f"Best mean {metric.name}: {told(best)}, before {told(second)}{tail}.{''.join(lost)}"]
 
 
@@ -144,17 +147,19 @@ def describe_difference(difference: PairedDifference, analysis: Analysis) -> str
             f"{difference.method} is equal to {difference.baseline} within {margin}: the difference is "
             f"{metric.show(difference.mean, sign=True)} ({facts}; p of equality {show_p(verdict.p_equal)})."
         )
+    favoured = difference.method if difference.mean > 0 else difference.baseline
+    differ = f"{difference.method} and {difference.baseline} differ by {size} in favour of {favoured}"
     lost = f"; undecided: {verdict.reason}" if verdict.kind == "undecided" and verdict.reason else ""
     if difference.certain and difference.p_holm is not None and difference.p_holm < ALPHA:
         small = f", and less than the margin of {margin}" if verdict.within_margin else ""
         return f"{start}: the interval excludes 0{small} ({facts}){lost}."
     if difference.certain:
         return (
-            f"{start}: the interval excludes 0, but not significantly once the number of methods is "
-            f"considered ({facts}){lost}."
+            f"{differ}, which is undecided: the interval excludes 0, but not significantly once the number of methods "
+            f"is considered ({facts}){lost}."
         )
     reach = f"; {show_seeds(difference.count)} with this spread can show {_detectable(difference, analysis)}"
-    return f"{start}, which is not significant: the interval contains 0 ({facts}){reach}{lost}."
+    return f"{differ}, which is undecided: the interval contains 0 ({facts}){reach}{lost}."
 
 
 def _detectable(difference: PairedDifference, analysis: Analysis) -> str:
@@ -278,10 +283,12 @@ def _matching(analysis: Analysis) -> list[str]:
     if not told and not never:
         return []
     missed = [f"never: {', '.join(never)}"] if never else []
+    seeds = max(len(gain.values) for gain in analysis.match_gains.values())
+    few = f" {show_seeds(seeds)}: below {FEWEST_FOR_EXACT} the exact test cannot decide." * (seeds < FEWEST_FOR_EXACT)
     return [
         f"{unit.capitalize()}s until the last {comparison.metric.name} of {comparison.baseline} is reached, which "
         f"takes {comparison.baseline} itself {own.show(unit)} (by seed) or {show_match(own.of_means, unit)} (mean "
-        f"curve): {'; '.join([*told, *missed])}."
+        f"curve): {'; '.join([*told, *missed])}.{few}"
     ]
 
 

@@ -149,7 +149,7 @@ def _time_notes(analysis: Analysis) -> list[str]:
     if not runs:
         return []
     named = "" if len(runs) == len(finished) else f": {', '.join(f'{run.method}, seed {run.seed}' for run in runs)}"
-    return [f"Times of a step that were not measured alone on their cores are left out{named}."]
+    return [f"Times that were not measured alone on their cores are those of the company, and left out{named}."]
 
 
 def statistics_table(analysis: Analysis) -> Table:
@@ -258,8 +258,8 @@ def matching_table(analysis: Analysis) -> Table:
         "no interpolation. Seeds that never get there are counted, not averaged; a diverged run never gets there.",
         f"On a noisy curve {analysis.comparison.baseline} itself reaches its last value before the end, so what counts "
         f"is how much earlier than that a method gets there (negative: later); p is of the exact test over all flips "
-        f"of sign, in which a seed that never gets there is one {unit} later than the end. The share of training saved "
-        "is of the whole run, as the papers count.",
+        f"of sign, in which a seed that never gets there is one {unit} later than the end; below six seeds it cannot "
+        "decide, and is left out. The share of training saved is of the whole run, as the papers count.",
         "Running mean: curve and target are both means of the last evaluations.",
     )
     return Table(
@@ -306,25 +306,23 @@ def cost_table(analysis: Analysis) -> Table:
     rows = []
     for method in comparison.methods:
         runs = list(comparison.finished(method).values())
+        alone = [run for run in runs if run.alone]
 
         def mean(values: list[float]) -> float:
             known = [value for value in values if math.isfinite(value)]
             return math.fsum(known) / len(known) if known else math.nan
 
-        parts = [mean([number((run.record.get("seconds") or {}).get(part)) for run in runs]) for part in PARTS]
+        parts = [mean([number((run.record.get("seconds") or {}).get(part)) for run in alone]) for part in PARTS]
         ratio = analysis.step_ratio(method)
         rows.append(
             (
                 method,
                 show(mean([seconds_per_step(run) for run in runs])),
                 MISSING if math.isnan(ratio) else f"{ratio:.2f} ×",
-                show(mean([number(run.record.get("samples_per_second")) for run in runs if run.alone]), 4),
+                show(mean([number(run.record.get("samples_per_second")) for run in alone]), 4),
                 *(show(part) for part in parts),
                 show(mean([number(run.record.get("peak_memory_bytes")) / 1e6 for run in runs]), 4),
             )
         )
     note = f"Means over finished runs; relative is to {comparison.baseline} of the same seed."
-    notes = (note, *_time_notes(analysis))
-    if analysis.not_alone:
-        notes += ("Where runs shared their cores, seconds of a whole run are those of the company it had.",)
-    return Table("cost", "Cost", header, tuple(rows), notes)
+    return Table("cost", "Cost", header, tuple(rows), (note, *_time_notes(analysis)))

@@ -163,16 +163,17 @@ def _time(analysis: Analysis) -> Figure:
     rows = []
     for part in PARTS:
         for method in comparison.methods:
-            runs = comparison.finished(method).values()
+            runs = [run for run in comparison.finished(method).values() if run.alone]
             seconds = [number((run.record.get("seconds") or {}).get(part)) for run in runs]
             known = [value for value in seconds if math.isfinite(value)]
             if known:
                 mean = math.fsum(known) / len(known)
                 rows.append(Row("cost_time", part, method, MEAN, math.nan, math.nan, mean, comparison.scale))
     panels = tuple(Panel(part, part, "seconds per run") for part in PARTS if any(row.panel == part for row in rows))
-    caption = "Where the wall time of a run goes, mean over finished runs; measuring is the price of these reports."
-    if analysis.not_alone:
-        caption += " Runs shared their cores, as far as is known, so methods cannot be compared by it."
+    caption = (
+        "Where the wall time of a run goes, mean over finished runs that had their cores to themselves; measuring is "
+        "the price of these reports."
+    )
     return Figure("cost_time", "Cost", "Wall time", caption, "stack", panels, tuple(rows))
 
 
