@@ -120,7 +120,7 @@ def test_a_method_of_any_label_arrives_as_it_is(tmp_path, monkeypatch, fields):
     changes = [words[number + 1] for number, word in enumerate(words) if word == "--set"]
     found = []
     monkeypatch.setattr(
-        "wellcond.cli.experiments._run", lambda jobs, *rest, **options: found.extend(jobs) or _Nothing()
+        "wellcond.cli.experiments.run_jobs", lambda jobs, *rest, **options: found.extend(jobs) or _Nothing()
     )
     given = words[words.index("--method") + 1] if "--method" in words else None
     run_train("digits", scale=None, method=given, seed=5, overrides=changes, folder=tmp_path / "run", cpu=True,
