@@ -21,6 +21,8 @@ class FakeMethod:
     init: str = "default"
     condition: str | None = None
     init_options: dict = field(default_factory=dict)
+    tokens: dict = field(default_factory=dict)
+    set: dict = field(default_factory=dict)
     speed: float = 3.0
     kappa: float = 50.0
     jacobian: float = 2e3
@@ -149,6 +151,7 @@ def write_run(folder, method, seed, *, metric=ACCURACY, epochs=12, points=5, lay
         "method_spec": {
             "init": method.init, "init_options": method.init_options,
             "condition": method.condition, "condition_options": {},
+            "tokens": method.tokens, "set": method.set,
         },
         "config": {"optimiser": {"lr": 1e-3, "weight_decay": 0.05}, "method": method.label, "seed": seed, "batch": 64},
         "config_hash": "0123456789abcdef", "status": status,

@@ -128,6 +128,18 @@ def test_required_pairs_need_both_methods(tmp_path):
     ]  # fmt: skip
 
 
+def test_required_pairs_differ_in_their_attention_alone(tmp_path):
+    finals = {0: 0.9, 1: 0.8, 2: 0.7}
+    methods = [FakeMethod("default", finals), FakeMethod("library", finals, init_options={"library": True})]
+    for init, rate in (("conditioned", 1e-3), ("gaussian", 1e-2)):
+        methods.append(FakeMethod(init, finals, init=init, set={"optimizer.lr": rate}))
+        methods.append(FakeMethod(f"strong {init}", finals, init=init, tokens={"positions": 25}))
+        methods.append(FakeMethod(f"normed {init}", finals, init=init, set={"model.qk_norm": True}))
+    assert required_pairs(load(tmp_path, methods)) == [
+        (f"{name}conditioned", f"{name}gaussian") for name in ("", "strong ", "normed ")
+    ]
+
+
 def test_tied_keys_are_compared_with_plain_ones(tmp_path):
     finals = {0: 0.9, 1: 0.8, 2: 0.7}
     methods = [FakeMethod("default", finals), FakeMethod("conditioned", finals, init="conditioned")]

@@ -248,17 +248,31 @@ def required_pairs(comparison: Comparison) -> list[tuple[str, str]]:
     """The comparisons that must be printed whenever both methods are there; keys made for a mask against plain ones."""
     specs = {run.method: run.record.get("method_spec") for run in comparison.runs}
     kinds = {method: method_kind(spec, method) for method, spec in specs.items()}
+    around = {method: _surroundings(spec) for method, spec in specs.items()}
     present = [method for method in comparison.methods if method in kinds]
     claims = [
         (first, second)
         for wanted_first, wanted_second in REQUIRED
         for first in present
         for second in present
-        if kinds[first] == wanted_first and kinds[second] == wanted_second
+        if kinds[first] == wanted_first and kinds[second] == wanted_second and around[first] == around[second]
     ]
     tied = [method for method in present if _ties_keys(specs[method])]
     plain = [method for method in present if method not in tied]
-    return claims + [(first, second) for first in tied for second in plain if kinds[first] == kinds[second]]
+    return claims + [
+        (first, second)
+        for first in tied
+        for second in plain
+        if kinds[first] == kinds[second] and around[first] == around[second]
+    ]
+
+
+def _surroundings(spec: object) -> tuple[object, ...]:
+    """What must be the same around two attention starts: tokens, the start of the rest, fields other than the rate."""
+    if not isinstance(spec, dict):
+        return ()
+    fields = {field: value for field, value in (spec.get("set") or {}).items() if field != "optimizer.lr"}
+    return spec.get("tokens") or {}, "library" in (spec.get("init_options") or {}), fields
 
 
 def _ties_keys(spec: object) -> bool:
