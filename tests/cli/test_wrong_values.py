@@ -47,6 +47,7 @@ CALLS = {
     "glue": ({"run": "runs"}, ["--cpu"]),
     "reproduce": ({"id": "C-T1"}, ["--dry-run", "--cpu"]),
     "claims": ({"results": "runs"}, []),
+    "pack": ({"folder": "whole"}, ["-o", "packed"]),
 }
 FEW = ("nan", "-1", "1" + "0" * 30)
 ALL = ("", " ", "abc", "inf", "0", "1.5", "1e300", "1000000000", "é" * 300, ",", "=", "x=", "=1", "0,0", "{", "[red]",
@@ -77,6 +78,7 @@ def place(tmp_path_factory):
     (folder / "file").write_text("a file")
     save_file(wc.condition_(build_model(MODEL), "balanced").state_dict(), folder / "conditioned.safetensors")
     write_comparison(folder / "runs", usual_methods())
+    write_comparison(folder / "whole", usual_methods()[:2])
     return folder
 
 

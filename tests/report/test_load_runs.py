@@ -1,6 +1,7 @@
 """What is read, and what is refused with a message that helps."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +43,13 @@ def test_runs_without_a_comparison_are_in_order_of_name_default_first(tmp_path):
     assert comparison.folder == tmp_path
     (single,) = load_comparisons(tmp_path / "polar" / "seed0")
     assert single.methods == ("polar",) and single.baseline == "polar"
+
+
+def test_a_run_in_the_very_folder_that_is_given_is_read(tmp_path, monkeypatch):
+    write_run(tmp_path, FakeMethod("polar", {0: 0.9}), 0)
+    monkeypatch.chdir(tmp_path / "polar" / "seed0")
+    (single,) = load_comparisons(Path("."))  # a relative path has few parents
+    assert single.methods == ("polar",)
 
 
 def test_half_a_last_line_of_a_killed_run_is_ignored(folder):

@@ -11,9 +11,6 @@ from wellcond.report.run_record import Metric, Run, RunRecordError, read_json, r
 from wellcond.report.same_settings import setting_differences
 from wellcond.run_records import checksum
 
-TUNING = "tuning"
-"""Folder of the runs of a search, which are no part of the comparison above it."""
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -98,9 +95,9 @@ def load_comparisons(folder: Path) -> list[Comparison]:
         # Fine-tuning of a run, and the search before a comparison, are no part of it.
         if _is_inside_a_run(path.parent, folder) or _is_of_a_search(path.parent, folder):
             continue
-        home = _home(path.parent, folder, described)
-        if path.relative_to(home).parts[0] != TUNING:
-            grouped.setdefault(home, []).append(Run(path.parent, read_json(path, "wellcond-run")))
+        grouped.setdefault(_home(path.parent, folder, described), []).append(
+            Run(path.parent, read_json(path, "wellcond-run"))
+        )
     for home in sorted(described):
         grouped.setdefault(home, []).extend(_packed_runs(home))
     grouped = {home: runs for home, runs in grouped.items() if runs}
@@ -136,8 +133,7 @@ def _is_inside_a_run(place: Path, folder: Path) -> bool:
 
 def _is_of_a_search(place: Path, folder: Path) -> bool:
     """Whether a run is in tuning/METHOD/VALUES/seedN of a folder that is not the search's own."""
-    home = place.parents[2]
-    return home.name == "tuning" and home != folder and home.is_relative_to(folder)
+    return place.relative_to(folder).parts[-4:-3] == ("tuning",)
 
 
 def _home(run: Path, folder: Path, described: set[Path]) -> Path:
