@@ -79,10 +79,23 @@ def _listen(worker: _Worker, dispatch: Dispatch) -> None:
     except (EOFError, ConnectionError):
         worker.process.join(10)
         worker.job = None
-        dispatch.lose(job, f"its process ended with code {worker.process.exitcode}; out of memory?")
+        dispatch.lose(job, f"its process {describe_exit(worker.process.exitcode)}")
         return
     if dispatch.hear(job, message):
         worker.job = None
+
+
+def describe_exit(code: int | None) -> str:
+    """How a process that said nothing ended.
+
+    Example:
+        >>> describe_exit(-9), describe_exit(3)
+        ('was ended by SIGKILL; out of memory?', 'ended with code 3')
+    """
+    if code is None or code >= 0:
+        return f"ended with code {code}"
+    killed = code == -signal.SIGKILL
+    return f"was ended by {signal.Signals(-code).name}{'; out of memory?' if killed else ''}"
 
 
 def _start() -> _Worker:
