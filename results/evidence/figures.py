@@ -25,6 +25,7 @@ matplotlib.rcParams |= {
 
 
 def save(figure: plt.Figure, name: str) -> None:
+    """Write a figure, the same bytes for the same records."""
     figure.savefig(HERE / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight")
 
 
