@@ -23,7 +23,7 @@ $(STAMP):
 	@rm -f $(VENV)/.installed-*
 	@touch $(STAMP)
 
-demo: $(STAMP)  ## Train a small ViT on digits with nine methods and three seeds, compare, and write an HTML report
+demo: $(STAMP)  ## Train a small ViT on digits with six starts at tuned rates and five seeds, compare, and write an HTML report
 	$(BIN)/wellcond demo
 
 test: $(STAMP)  ## Run the default tests (a few minutes)

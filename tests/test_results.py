@@ -1,12 +1,15 @@
 """The committed records make the committed tables, byte for byte, and are small."""
 
+import json
 import re
 import shutil
 import subprocess
+from importlib import resources
 from pathlib import Path
 
 import pytest
 
+from wellcond.experiments.load_recipe import load_recipe
 from wellcond.report.build import build_report
 from wellcond.report.glue import rebuild_glue
 from wellcond.reproduce.claims import judge_claims
@@ -54,3 +57,13 @@ def test_links_of_claims_written_elsewhere_lead_to_the_records(tmp_path):
     write_claims(judge_claims(RESULTS), tmp_path / "deep" / "claims.md", RESULTS)
     links = re.findall(r"\[table\]\(([^)]+)\)", (tmp_path / "deep" / "claims.md").read_text("utf-8"))
     assert len(links) > 20 and all((tmp_path / "deep" / link).is_file() for link in links)
+
+
+def test_the_recipe_carries_the_rates_that_its_record_found():
+    recipe, _ = load_recipe("digits")
+    search = json.loads((RESULTS.parent / recipe.tuned.record / "tuning.json").read_text("utf-8"))
+    found = {row["canonical"]: row["best"]["values"] for row in search["methods"]}
+    assert recipe.tuned.values == {name: found[name] for name in recipe.tuned.values}
+    assert {method.canonical() for method in recipe.methods} <= set(recipe.tuned.values)
+    shipped = resources.files("wellcond.experiments") / "recipes" / "tiny" / "digits.tuning.json"
+    assert json.loads(shipped.read_text("utf-8")) == search

@@ -16,8 +16,11 @@ from wellcond.report.tuning import find_tuning
 
 HERE = Path(__file__).parent
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#a463f2", "#97bbf5", "#9c6b4e")
+FARTHEST = 25.0
+"""Differences beyond it are written, not drawn."""
 matplotlib.rcParams |= {
     "svg.hashsalt": "wellcond",
+    "svg.fonttype": "none",
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -66,6 +69,9 @@ def draw_differences(comparison: Comparison, name: str) -> None:
     figure, axes = plt.subplots(figsize=(6.2, 0.24 * len(found) + 0.8))
     for row, difference in enumerate(found):
         low, high = difference.interval or (math.nan, math.nan)
+        if scale * abs(difference.mean) > FARTHEST:
+            axes.text(-0.5, row, f"{scale * difference.mean:.0f}", ha="right", va="center", color=COLOURS[2])
+            continue
         colour = COLOURS[0] if low <= 0 <= high else COLOURS[4] if low > 0 else COLOURS[2]
         axes.plot([scale * low, scale * high], [row, row], color=colour, lw=2)
         axes.plot(scale * difference.mean, row, "o", ms=4, color=colour)

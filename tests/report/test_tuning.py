@@ -46,12 +46,15 @@ DEFAULT = curve("default", [(0.50, 0.52), (0.80, 0.82), (0.70, 0.72), (None, 0.3
 CONDITIONED = curve("conditioned", [(0.70, 0.72), (0.80, 0.80), (0.82, 0.82), (0.81, 0.82)], 2)
 
 
-def write(folder, *methods, fields=("optimizer.lr",)):
+ACCURACY = {"name": "accuracy", "higher_is_better": True, "percent": True}
+
+
+def write(folder, *methods, fields=("optimizer.lr",), metric=ACCURACY):
     names = [row["label"] for row in methods]
     write_comparison(folder, [FakeMethod(name, {0: 0.8, 1: 0.9, 2: 0.85}) for name in names])
     record = {
         "schema": 1, "kind": "wellcond-tuning", "recipe": "digits", "scale": "tiny", "settings_hash": "x",
-        "metric": {"name": "accuracy", "higher_is_better": True, "percent": True}, "fields": list(fields),
+        "metric": metric, "fields": list(fields),
         "grid": {}, "seeds": [1000, 1001], "growth": 3, "scored": "final evaluation on the evaluation split",
         "test_seeds": [0, 1, 2], "test_data": "the test split, which the search does not see", "methods": list(methods),
     }  # fmt: skip
@@ -64,10 +67,20 @@ def cells(tuning):
     return {row[0]: row for row in tuning_table(tuning).rows}
 
 
-def test_the_tolerance_is_the_pooled_spread_at_the_best_values(tmp_path):
+def test_the_tolerance_is_two_points_or_what_is_asked_for(tmp_path):
     tuning = find_tuning(write(tmp_path, DEFAULT, CONDITIONED))
-    assert tuning.tolerance == pytest.approx(math.sqrt((0.02**2 / 2 + 0) / 2)) and not tuning.tolerance_given
+    assert tuning.tolerance == pytest.approx(0.02) and not tuning.tolerance_given
     assert find_tuning(write(tmp_path, DEFAULT, CONDITIONED), 5.0).tolerance == pytest.approx(0.05)
+
+
+def test_the_tolerance_of_a_perplexity_is_a_share_of_the_best(tmp_path):
+    perplexity = {"name": "perplexity", "higher_is_better": False, "percent": False}
+    best = find_tuning(
+        write(
+            tmp_path, curve("default", [(50.0, 52.0), (40.0, 42.0), (60.0, 60.0), (70.0, 70.0)], 1), metric=perplexity
+        )
+    )
+    assert best.tolerance == pytest.approx(0.02 * 41)
 
 
 def test_the_range_is_interpolated_ends_before_divergence_and_says_where_it_is_open(tmp_path):

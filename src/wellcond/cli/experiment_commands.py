@@ -202,8 +202,7 @@ def report(
         float | None,
         typer.Option(
             min=0.0,
-            help="Loss within which a tuned value counts as good, in points for percentages; by default one standard "
-            "deviation over tuning seeds.",
+            help="Loss within which a tuned value counts as good; by default 2 points of a percentage, 2 % of others.",
         ),
     ] = None,
 ) -> None:

@@ -18,6 +18,8 @@ NAME = "tuning.json"
 BEST = "best"
 """Seed of the row that marks the best value, beside `mean` and the seeds."""
 SECTION = "Tuning"
+SHARE = 0.02
+"""Loss that still counts as good: of 1 for percentages, of the best score for others."""
 LEAD = "How the score depends on what was tuned, for each method, and what was chosen before the test."
 
 
@@ -163,7 +165,7 @@ def find_tuning(comparison: Comparison, tolerance: float | None = None) -> Tunin
     Args:
         comparison: in whose folder the record is.
         tolerance: loss that still counts as good, in the units that are shown (points for percentages). By default
-            one standard deviation over seeds, pooled over all methods at their best values.
+            2 points of a percentage, 2 % of the best score of all methods otherwise.
 
     Raises: RunRecordError if the record is broken or was changed.
     """
@@ -190,8 +192,8 @@ def find_tuning(comparison: Comparison, tolerance: float | None = None) -> Tunin
     if broken:
         raise RunRecordError(path, "has a best value that was not tried", "Run the comparison again.")
     methods.sort(key=lambda method: comparison.methods.index(method.label))
-    pooled = _pooled_std(methods) if tolerance is None else tolerance / metric.scale
-    return Tuning(metric, fields, tuple(methods), seeds, *said, pooled, tolerance is not None)
+    usual = _usual_tolerance(methods, metric) if tolerance is None else tolerance / metric.scale
+    return Tuning(metric, fields, tuple(methods), seeds, *said, usual, tolerance is not None)
 
 
 def _point(row: Mapping[str, Any]) -> TunedPoint:
@@ -201,9 +203,12 @@ def _point(row: Mapping[str, Any]) -> TunedPoint:
     return TunedPoint({str(field): float(value) for field, value in row["values"].items()}, scores)
 
 
-def _pooled_std(methods: list[TunedMethod]) -> float:
-    spreads = [method.best.std for method in methods if not math.isnan(method.best.std)]
-    return math.sqrt(math.fsum(spread**2 for spread in spreads) / len(spreads)) if spreads else math.nan
+def _usual_tolerance(methods: list[TunedMethod], metric: Metric) -> float:
+    """Not a spread: two seeds tell too little of it, and one method that learns nothing would widen all ranges."""
+    if metric.percent:
+        return SHARE
+    best = [abs(method.best.mean) for method in methods if not method.best.lost]
+    return SHARE * (max(best) if metric.higher_is_better else min(best)) if best else math.nan
 
 
 def tuning_figure(comparison: Comparison, tuning: Tuning) -> Figure:
@@ -270,17 +275,14 @@ def tuning_table(tuning: Tuning) -> Table:
 
 def _notes(tuning: Tuning) -> tuple[str, ...]:
     metric = tuning.metric
-    origin = "as asked for" if tuning.tolerance_given else (
-        "one standard deviation over seeds, pooled over the methods at their best values"
-    )  # fmt: skip
+    share = "" if metric.percent else f"{100 * SHARE:g} % of the best score, "
+    origin = "as asked for" if tuning.tolerance_given else f"{share}since none was given (wellcond report --tolerance)"
     notes = [
         f"Scored by the {tuning.scored}, seeds {', '.join(tuning.seeds)}; the best mean was chosen, the smaller value "
         "of equals, and a value at which a run diverged only after all others.",
         f"The comparison is of other seeds, on {tuning.test_data}.",
     ]
-    if math.isnan(tuning.tolerance):
-        notes.append("One tuning seed has no spread, so no tolerance: give one with wellcond report --tolerance.")
-    else:
+    if not math.isnan(tuning.tolerance):
         notes.append(
             f"Tolerance: {metric.show(tuning.tolerance)}{metric.unit}, {origin}. Between two values the mean is "
             "interpolated over the logarithm; `or more` and `or less` are ends of what was tried."
