@@ -178,14 +178,14 @@ def test_other_settings_in_the_same_comparison_are_refused(compared, fails):
 
 def test_a_run_that_fails_early_is_reported_beside_the_others(wellcond, tmp_path, monkeypatch):
     def fails(context):
-        raise WellcondError("no memory for conditioned heads")
+        raise WellcondError("no memory for so many heads")
 
-    monkeypatch.setitem(METHODS, "conditioned", fails)
-    chosen = ["--methods", "default,conditioned", "--seeds", "1", "--jobs", "1", "--json"]
+    monkeypatch.setitem(METHODS, "mimetic", fails)
+    chosen = ["--methods", "default,mimetic", "--seeds", "1", "--jobs", "1", "--json"]
     code, output = wellcond("compare", "--recipe", "digits", "-o", tmp_path, *chosen, "--no-report", *CHANGES)
     rows = {row["status"]: row for row in json.loads(output)["runs"]}
     assert code == 1 and set(rows) == {"finished", "failed"}
-    assert "no memory for conditioned heads" in rows["failed"]["reason"]
+    assert "no memory for so many heads" in rows["failed"]["reason"]
     build_report(tmp_path, pictures=False)
     assert "failed" in (tmp_path / "report/report.md").read_text()
 

@@ -110,8 +110,8 @@ METHOD_FIELDS = [
 
 @pytest.mark.parametrize("fields", METHOD_FIELDS, ids=lambda fields: fields["label"].split()[0])
 def test_a_method_of_any_label_arrives_as_it_is(tmp_path, monkeypatch, fields):
-    method = MethodSettings.model_validate(fields)
     recipe, base = load_recipe("digits", overrides=SETTINGS)
+    method = recipe.at_tuned(MethodSettings.model_validate(fields))
     job = Job(recipe, method, 5, tmp_path / "run", base=base, cpu=True, local_code=True)
     overrides = [*SETTINGS, "title=|\n  two\n  lines"]
     words = shlex.split(job_command(job, "digits", scale=None, overrides=overrides).partition(" && ")[2])
@@ -126,7 +126,7 @@ def test_a_method_of_any_label_arrives_as_it_is(tmp_path, monkeypatch, fields):
     run_train("digits", scale=None, method=given, seed=5, overrides=changes, folder=tmp_path / "run", cpu=True,
               local_code=True, as_json=False, quiet=True)  # fmt: skip
     [made] = found
-    assert made.method == method and made.recipe.config(method, 5) == recipe.model_copy(
+    assert made.method == method and made.recipe.config(method, 5) == job.recipe.model_copy(
         update={"title": "two\nlines"}
     ).config(method, 5)
 
