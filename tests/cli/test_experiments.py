@@ -112,6 +112,7 @@ def test_report_rebuilds_the_same_bytes(compared, wellcond):
     assert len(before) > 10 and all(path.read_bytes() == content for path, content in before.items())
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_comparison_that_goes_on(wellcond, hold, tmp_path):
     held = ["--seeds", "1", "--set", HELD, "--trust-local-code", "--no-report"]
     arguments = ["compare", "--recipe", "digits", "-o", tmp_path, *CHANGES, *held]

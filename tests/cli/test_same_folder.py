@@ -58,6 +58,7 @@ def test_of_two_identical_commands_one_trains_and_the_other_waits(tmp_path):
     assert record(folder)["final"] == ours["final"] and len(record(folder)["sessions"]) == 1
 
 
+@pytest.mark.slow
 def test_a_waiting_command_takes_over_when_the_other_one_is_gone(tmp_path):
     with RunFolder(tmp_path / "run").opened():
         process = start(loud(tmp_path / "run"))
@@ -125,7 +126,7 @@ def test_a_run_deleted_during_a_comparison_has_failed(tmp_path):
     assert job is jobs[0] and str(jobs[0].folder) in problem and "same command" in problem
 
 
-@pytest.mark.parametrize("deleted", ["default", "."])
+@pytest.mark.parametrize("deleted", [pytest.param("default", marks=pytest.mark.slow), "."])
 def test_a_comparison_whose_folder_was_deleted_exits_with_an_error(tmp_path, monkeypatch, capsys, deleted):
     folder = tmp_path / "digits"
     observe = RunsProgress.observe

@@ -114,6 +114,7 @@ def test_truth_stands_beside_what_each_method_found(tmp_path):
     assert find_samples(comparison) == {}
 
 
+@pytest.mark.slow
 def test_files_hold_the_same(tmp_path):
     (page,) = build_report(write_runs(tmp_path))
     text = (page.parent / "report.md").read_text("utf-8")

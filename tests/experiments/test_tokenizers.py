@@ -90,6 +90,7 @@ def test_half_a_surrogate_pair_is_no_reason_to_stop():
     assert len(ByteTokenizer().encode_batch(["a\ud800b"])[0]) == 5
 
 
+@pytest.mark.slow
 def test_training_repeats_in_another_process_with_other_threads():
     code = (
         "import sys; sys.path.insert(0, 'tests')\n"

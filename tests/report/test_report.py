@@ -195,6 +195,7 @@ def test_different_seed_sets_are_paired_where_they_meet(tmp_path):
     render_comparison(analysis.comparison)
 
 
+@pytest.mark.slow
 def test_infinite_and_missing_condition_numbers(tmp_path):
     methods = usual_methods()[:2]
     methods[0].jacobian, methods[0].kappa, methods[1].jacobian = math.inf, math.inf, math.nan

@@ -154,6 +154,7 @@ def test_without_records_only_what_is_computed_is_decided(tmp_path):
     assert {one.verdict.word for one in judged} == {HOLDS, FAILS, NEEDS, NO_RECORDS}
 
 
+@pytest.mark.slow
 def test_what_is_true_by_construction_is_computed_and_can_fail(monkeypatch):
     assert all(computations.computed(what)[0] for what in ("weights", "theorem35", "memory", "flops", "folding"))
     assert not computations.computed("theorem38")[0]

@@ -78,6 +78,7 @@ def test_tokens_are_small_in_memory_and_whole_in_an_example():
     assert int(bundle.train.inputs.min()) == -1 and bundle.vocabulary_size == 50
 
 
+@pytest.mark.slow
 def test_the_number_of_processes_changes_nothing(monkeypatch, tmp_path):
     record = str(tmp_path / "record")
     options = {"record": record}

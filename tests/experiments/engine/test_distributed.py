@@ -68,7 +68,8 @@ def assert_close(a, b):
             assert (whole[key].double() - other[key].double()).abs().max() < 2e-3, (name, key)
 
 
-@pytest.mark.parametrize("environment", [pytest.param({}, marks=pytest.mark.slow), FSDP2], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("environment", [{}, FSDP2], ids=["ddp", "fsdp2"])
+@pytest.mark.slow
 def test_two_processes_compute_what_one_does(alone, tmp_path, environment):
     folder = tmp_path / "run"
     run(train_command(folder, "conditioned+balanced", AVERAGED, processes=2), **environment)
