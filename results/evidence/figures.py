@@ -12,6 +12,7 @@ import matplotlib.pyplot as plt
 
 from wellcond.report.analysis import analyse
 from wellcond.report.load_runs import Comparison, load_comparisons
+from wellcond.report.statistics import differences_of
 from wellcond.report.tuning import find_tuning
 
 HERE = Path(__file__).parent
@@ -92,8 +93,24 @@ def draw_scores(comparison: Comparison, name: str) -> None:
     save(figure, name)
 
 
+def print_numbers(comparison: Comparison) -> None:
+    """What the pages say beside the tables: differences to the scale-true default, and what a wrong rate costs."""
+    summaries = analyse(comparison).summaries
+    pairs = [(method, "default") for method in comparison.methods if method != "default"]
+    scale = comparison.result.scale
+    for difference in differences_of(comparison, summaries, pairs):
+        low, high = (scale * end for end in difference.interval or (math.nan, math.nan))
+        print(
+            f"{difference.method} - default: {scale * difference.mean:+.2f} [{low:+.2f}, {high:+.2f}], p {difference.p:.2g}"
+        )
+    tuning = find_tuning(comparison)
+    for method in tuning.methods if tuning is not None else ():
+        worst = max(method.loss(point) for point in method.points)
+        print(f"{method.label}: loses at most {tuning.metric.scale * worst:.1f} over the rates that were tried")
+
+
 def main() -> None:
-    """Draw what there are records for."""
+    """Draw what there are records for, and print what else the pages say."""
     for task in ("digits", "gpt2-tinystories"):
         if (HERE / task).is_dir():
             [comparison] = load_comparisons(HERE / task)
@@ -109,6 +126,7 @@ def main() -> None:
             ]
             draw_rates(comparison, shown, f"{task}-rates")
             draw_differences(comparison, f"{task}-differences")
+            print_numbers(comparison)
     if (HERE / "causal").is_dir():
         [comparison] = load_comparisons(HERE / "causal")
         draw_scores(comparison, "causal")

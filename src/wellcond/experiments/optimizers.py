@@ -14,13 +14,11 @@ from wellcond.experiments.blocks import block_matrices
 from wellcond.experiments.row_rates import Group, MuonAndAdamW, RowRateAdamW
 from wellcond.experiments.schedule import Point
 from wellcond.experiments.settings import RecipeError, Settings
+from wellcond.experiments.token_scales import POSITIONS
 
 # Position embeddings and class tokens are matrices by shape only.
 UNDECAYED = (
-    "pos_embed",
-    "position_embedding",
-    "embed_positions",
-    "wpe",
+    *POSITIONS,
     "relative_position_bias_table",
     "cls_token",
     "dist_token",

@@ -20,6 +20,7 @@ from wellcond.experiments.settings import RecipeError
 KINDS = ("embeddings", "positions")
 LARGEST = 1e6
 POSITIONS = ("pos_embed", "position_embedding", "embed_positions", "wpe")
+"""Parts of the names of learned position embeddings."""
 CONSTANT_TOKENS = ("cls_token", "dist_token", "distillation_token", "reg_token", "register_tokens")
 PATCHES = ("patch_embed", "patch_embeddings", "stem")
 
