@@ -100,9 +100,8 @@ def print_numbers(comparison: Comparison) -> None:
     scale = comparison.result.scale
     for difference in differences_of(comparison, summaries, pairs):
         low, high = (scale * end for end in difference.interval or (math.nan, math.nan))
-        print(
-            f"{difference.method} - default: {scale * difference.mean:+.2f} [{low:+.2f}, {high:+.2f}], p {difference.p:.2g}"
-        )
+        shown = f"{scale * difference.mean:+.2f} [{low:+.2f}, {high:+.2f}], p {difference.p:.2g}"
+        print(f"{difference.method} - default: {shown}")
     tuning = find_tuning(comparison)
     for method in tuning.methods if tuning is not None else ():
         worst = max(method.loss(point) for point in method.points)
