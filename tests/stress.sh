@@ -9,6 +9,7 @@ shift || true
 settings=("$@")
 [ ${#settings[@]} -gt 0 ] || settings=(quiet busy pinned)
 logs=${LOGS:-${TMPDIR:-/tmp}}
+mapfile -t files < <(grep -rl "mark\.processes" tests --include="test_*.py")
 export PYTHONPATH="$PWD/src" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 busy=()
 end_busy() {
@@ -26,7 +27,7 @@ for setting in "${settings[@]}"; do
         *) echo "expected quiet, busy or pinned, found $setting" >&2; exit 2 ;;
     esac
     for round in $(seq "$rounds"); do
-        if told=$("${before[@]}" "${PYTHON:-python}" -m pytest -q -p no:cacheprovider -m "${SELECT:-processes}" tests 2>&1); then
+        if told=$("${before[@]}" "${PYTHON:-python}" -m pytest -q -p no:cacheprovider -m "${SELECT:-processes}" "${files[@]}" 2>&1); then
             result=passed
         else
             result=FAILED failed=1

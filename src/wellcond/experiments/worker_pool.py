@@ -53,10 +53,8 @@ def run_in_pool(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver)
     finally:
         for worker in workers:
             worker.connection.close()
+            worker.process.terminate()  # with nothing to do it ends at once; a run ends with its step
         for worker in workers:
-            if worker.job is None:
-                worker.process.join(10)  # it leaves by itself
-            worker.process.terminate()
             worker.process.join(10)
 
 

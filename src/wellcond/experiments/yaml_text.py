@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
 from typing import Any
 
@@ -56,6 +58,16 @@ def _count_values(node: yaml.Node, known: dict[int, int]) -> int:
     return count
 
 
+@functools.lru_cache(maxsize=256)  # parsing takes 20 ms for a recipe, and many extend the same one
+def _parse(text: str) -> Any:
+    loader = _Loader(text)
+    node = loader.get_single_node()
+    if node is None:
+        return None
+    _count_values(node, {})
+    return loader.construct_document(node)
+
+
 def read_yaml(text: str, where: str = "the value") -> Any:
     """Plain data from YAML.
 
@@ -68,12 +80,7 @@ def read_yaml(text: str, where: str = "the value") -> Any:
     if len(text) > MOST_CHARACTERS:
         raise RecipeError(f"{where}: expected at most {MOST_CHARACTERS} characters, found {len(text)}")
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _count_values(node, {})
-        return loader.construct_document(node)
+        return copy.deepcopy(_parse(text))
     # ValueError: a date with a 13th month; RecursionError: thousands of brackets
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise RecipeError(f"{where} is not YAML: {error}") from error

@@ -8,7 +8,6 @@ import math
 import numpy as np
 import torch
 from pydantic import Field, model_validator
-from scipy.signal import fftconvolve
 
 from wellcond.experiments.data.errors import DataError
 from wellcond.experiments.data.generated import Generated, GeneratorOptions, register_generator
@@ -129,6 +128,8 @@ def length_distribution(max_depth: int, max_args: int, max_length: int) -> np.nd
 
     With P the generating function of the lengths one level below: x 3/4 + x^2 / 4 mean(P^k, k = 2 .. max_args).
     """
+    from scipy.signal import fftconvolve  # takes a second to import, in every process that trains
+
     probabilities = np.zeros(max_length)
     probabilities[1] = 1.0
     for _ in range(max_depth - 1):
