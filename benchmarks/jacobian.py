@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from wellcond.jacobian.forms import WideForm
 from wellcond.jacobian.head import SoftmaxHead
-from wellcond.jacobian.nystrom import NystromHead
-from wellcond.jacobian.nystrom_form import NystromForm
+from wellcond.jacobian.nystrom.form import NystromForm
+from wellcond.jacobian.nystrom.head import NystromHead
 from wellcond.jacobian.spectrum import form_spectrum, jacobian_spectrum
 from wellcond.linalg.lanczos import largest_eigenvalue
 

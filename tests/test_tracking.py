@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import wellcond as wc
-import wellcond.jacobian.capture_watch as capture_watch
+import wellcond.jacobian.capture.watch as capture_watch
 from wellcond.attention.wrappers import unwrap
 from wellcond.tracking import Allowance
 

@@ -18,13 +18,13 @@ from wellcond.attention.site import AttentionSite
 from wellcond.conditioning.apply import conditioning_of
 from wellcond.errors import WellcondError, check_choice
 from wellcond.jacobian.capture import capture_sites
-from wellcond.jacobian.capture_record import CapturedAttention
-from wellcond.jacobian.captured_forms import CapturedForm, captured_form
+from wellcond.jacobian.capture.attention import CapturedAttention
+from wellcond.jacobian.capture.forms import CapturedForm, captured_form
 from wellcond.jacobian.diagnosis import attention_statistics, diagnose, is_collapsed
 from wellcond.jacobian.forms import StackForm, WideForm
-from wellcond.jacobian.generic import num_samples
+from wellcond.jacobian.generic.head import num_samples
 from wellcond.jacobian.head import SoftmaxHead
-from wellcond.jacobian.nystrom_capture import nystrom_map
+from wellcond.jacobian.nystrom.captured import nystrom_map
 from wellcond.jacobian.output_projection import PlainHead, ProjectedHeads
 from wellcond.jacobian.records import Convention, JacobianSpectrum
 from wellcond.jacobian.select import METHODS

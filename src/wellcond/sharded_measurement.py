@@ -22,7 +22,7 @@ from wellcond.attention.site import AttentionSite, Slot
 from wellcond.conditioning.apply import conditioning_of
 from wellcond.conditioning.attach import conditioned_class
 from wellcond.errors import UnsupportedLayoutError, WellcondError
-from wellcond.jacobian.capture_watch import Arguments, copy_argument, run, undisturbed
+from wellcond.jacobian.capture.watch import Arguments, copy_argument, run, undisturbed
 from wellcond.measurement import NUMERICAL, check_options, measure
 from wellcond.measurement_records import LayerReport, MeasurementReport
 

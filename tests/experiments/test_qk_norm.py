@@ -21,7 +21,7 @@ from wellcond.experiments.recipe import config_hash
 from wellcond.experiments.run import run_job
 from wellcond.experiments.settings import RecipeError
 from wellcond.jacobian.capture import capture_attention
-from wellcond.jacobian.captured_forms import captured_form
+from wellcond.jacobian.capture.forms import captured_form
 
 SWIN = {"img_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 8, "depths": (1, 1), "num_heads": (1, 2)}
 XCIT = {"img_size": 32, "embed_dim": 16, "depth": 1, "num_heads": 2, "cls_attn_layers": 1}

@@ -16,7 +16,7 @@ from contracts.harness import randomise_
 from wellcond.errors import WeightError
 from wellcond.jacobian.capture import CapturedAttention, capture_attention
 from wellcond.jacobian.dense import dense_jacobian
-from wellcond.jacobian.generic import GenericHead, ReplayError
+from wellcond.jacobian.generic.head import GenericHead, ReplayError
 from wellcond.linalg.lanczos import largest_eigenvalue
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")

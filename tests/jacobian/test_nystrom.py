@@ -16,13 +16,12 @@ from wellcond.experiments.architectures.nystrom import MaskedNystromAttention
 from wellcond.experiments.models import build_model
 from wellcond.jacobian import spectrum
 from wellcond.jacobian.capture import CapturedAttention, capture_attention
-from wellcond.jacobian.captured_forms import captured_form
-from wellcond.jacobian.generic import GenericHead
-from wellcond.jacobian.generic_form import GenericForm
-from wellcond.jacobian.nystrom import Inverse
-from wellcond.jacobian.nystrom_capture import nystrom_head
-from wellcond.jacobian.nystrom_form import NystromForm
-from wellcond.jacobian.nystrom_triangle import triangle
+from wellcond.jacobian.capture.forms import captured_form
+from wellcond.jacobian.generic.head import GenericForm, GenericHead
+from wellcond.jacobian.nystrom.captured import nystrom_head
+from wellcond.jacobian.nystrom.form import NystromForm
+from wellcond.jacobian.nystrom.head import Inverse
+from wellcond.jacobian.nystrom.triangle import triangle
 from wellcond.jacobian.spectrum import form_spectrum
 
 TOKENS, WIDTH, HEADS = 24, 8, 2

@@ -11,9 +11,9 @@ import wellcond as wc
 from contracts.harness import randomise_
 from jacobian.test_generic import BUILD, captured_from
 from wellcond.jacobian.capture import capture_attention
-from wellcond.jacobian.captured_forms import captured_form
-from wellcond.jacobian.generic import GenericHead, num_samples
-from wellcond.jacobian.generic_replica import CopyError
+from wellcond.jacobian.capture.forms import captured_form
+from wellcond.jacobian.generic.head import GenericHead, num_samples
+from wellcond.jacobian.generic.replica import CopyError
 from wellcond.jacobian.spectrum import form_spectrum
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from wellcond.cli.measure_options import InputError, check_input
 from wellcond.errors import MissingExtraError
-from wellcond.jacobian.capture_watch import run, undisturbed
+from wellcond.jacobian.capture.watch import run, undisturbed
 from wellcond.jacobian.select import available_bytes
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")

@@ -15,7 +15,7 @@ from wellcond.errors import check_choice
 from wellcond.jacobian.dense import dense_jacobian
 from wellcond.jacobian.forms import Form, NotDefinedError, StackForm, WideForm, certified, gram_side, smaller_gram
 from wellcond.jacobian.head import SoftmaxHead
-from wellcond.jacobian.nystrom_form import NystromForm
+from wellcond.jacobian.nystrom.form import NystromForm
 from wellcond.jacobian.records import Convention, JacobianSpectrum, Status
 from wellcond.jacobian.select import ASKED, EXHAUSTIVE_LIMIT, Choice, available_bytes, choose_method
 from wellcond.jacobian.spectrum_record import Task, from_singular_values, make_record

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wellcond.jacobian.forms import certified
-from wellcond.jacobian.nystrom_form import NystromForm
+from wellcond.jacobian.nystrom.form import NystromForm
 from wellcond.jacobian.records import JacobianSpectrum
 from wellcond.jacobian.spectrum_record import Task, from_singular_values, make_record
 from wellcond.jacobian.triangle_ends import largest_of_inverse, lowest_singular_values

@@ -13,7 +13,7 @@ from wellcond.attention.registry import Place
 from wellcond.experiments.models import ModelSpecError, build_model
 from wellcond.experiments.norms import remove_norms_
 from wellcond.jacobian.capture import capture_attention
-from wellcond.jacobian.captured_forms import captured_form
+from wellcond.jacobian.capture.forms import captured_form
 
 SMALL = {"vocab_size": 40, "length": 12, "layers": 2, "width": 16, "heads": 2, "feed_forward": 24}
 HEADS = {"crammed_bert": {}, "crammed_bert_classifier": {"num_labels": 3, "pooler_width": 20}}

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from wellcond.jacobian.head import weighted_covariances
-from wellcond.jacobian.nystrom import NystromHead
+from wellcond.jacobian.nystrom.head import NystromHead
 from wellcond.linalg.spectrum import resolve_rank
 
 ROUNDING = 1e-12  # of bases that come from ill-conditioned matrices

@@ -1,6 +1,6 @@
 r"""The Jacobian of a Nystrom head in orthonormal coordinates, without directions that are known to change nothing.
 
-Columns: `wellcond.jacobian.nystrom_null`. Rows: `wellcond.jacobian.nystrom_triangle`.
+Columns: `wellcond.jacobian.nystrom.null`. Rows: `wellcond.jacobian.nystrom.triangle`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from wellcond.jacobian.nystrom import NystromHead
-from wellcond.jacobian.nystrom_null import Moving
-from wellcond.jacobian.nystrom_triangle import Reach, Triangle, triangle
+from wellcond.jacobian.nystrom.head import NystromHead
+from wellcond.jacobian.nystrom.null import Moving
+from wellcond.jacobian.nystrom.triangle import Reach, Triangle, triangle
 from wellcond.jacobian.structure import Structure
 from wellcond.linalg.spectrum import resolve_rank
 

@@ -20,8 +20,8 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
-from wellcond.jacobian.nystrom import NystromHead
-from wellcond.jacobian.nystrom_null import differences, row_space, split_by
+from wellcond.jacobian.nystrom.head import NystromHead
+from wellcond.jacobian.nystrom.null import differences, row_space, split_by
 
 
 class Reach:

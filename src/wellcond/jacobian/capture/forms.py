@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from wellcond.attention.head_norm import EPS, has_head_norm
 from wellcond.attention.site import AttentionSite
-from wellcond.jacobian.capture_record import CapturedAttention
+from wellcond.jacobian.capture.attention import CapturedAttention
 from wellcond.jacobian.channel import ChannelHead
 from wellcond.jacobian.forms import Form, WideForm
-from wellcond.jacobian.generic import GenericHead
-from wellcond.jacobian.generic_form import GenericForm
+from wellcond.jacobian.generic.head import GenericForm, GenericHead
 from wellcond.jacobian.head import SoftmaxHead
 from wellcond.jacobian.normalised import NormalisedHead, mapped_head
-from wellcond.jacobian.nystrom_capture import nystrom_form
+from wellcond.jacobian.nystrom.captured import nystrom_form
 from wellcond.jacobian.token_maps import MapRows, layer_norm, rms_norm
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wellcond.jacobian.capture_record import CapturedAttention
+from wellcond.jacobian.capture.attention import CapturedAttention
 from wellcond.jacobian.diagnosis import AttentionStatistics, map_statistics
-from wellcond.jacobian.generic import GenericHead
-from wellcond.jacobian.nystrom import NystromHead
-from wellcond.jacobian.nystrom_form import NystromForm
+from wellcond.jacobian.generic.head import GenericHead
+from wellcond.jacobian.nystrom.form import NystromForm
+from wellcond.jacobian.nystrom.head import NystromHead
 
 MASKED = -1e9
 LARGEST_MAP = 256  # rows of the exact attention map that are looked at

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.errors import WeightError, WellcondError
-from wellcond.jacobian.capture_align import is_map, tolerance
-from wellcond.jacobian.capture_record import CapturedAttention
-from wellcond.jacobian.capture_watch import ROLES
-from wellcond.jacobian.generic_products import Products
-from wellcond.jacobian.generic_replica import BatchAxis, Replica, as_double, batch_axis
+from wellcond.jacobian.capture.align import is_map, tolerance
+from wellcond.jacobian.capture.attention import CapturedAttention
+from wellcond.jacobian.capture.watch import ROLES
+from wellcond.jacobian.generic.products import Products
+from wellcond.jacobian.generic.replica import BatchAxis, Replica, as_double, batch_axis
 from wellcond.jacobian.structure import Structure, token_rank
 
 LARGEST_BATCH = 32
@@ -308,3 +308,44 @@ class GenericHead:
     def unflatten(self, vector: Tensor) -> tuple[Tensor, ...]:
         """The inverse of `flatten`."""
         return self._products.unflatten(vector)
+
+
+class GenericForm:
+    """The Jacobian of any attention, formed row by row."""
+
+    def __init__(self, head: GenericHead) -> None:
+        """Wrap a generic head."""
+        self.head = head
+        self.num_outputs = head.size
+
+    @property
+    def gram_side(self) -> int:
+        """Side of the smaller Gram matrix."""
+        return min(self.num_outputs, self.head.num_parameters)
+
+    @property
+    def table_entries(self) -> int:
+        """J itself."""
+        return self.num_outputs * self.head.num_parameters
+
+    def structure(self) -> Structure:
+        """Sizes; the rank is an upper bound."""
+        return self.head.structure
+
+    def explicit_jacobian(self) -> Tensor:
+        """One reverse pass per output."""
+        return self.head.explicit_jacobian()
+
+    def smaller_gram(self) -> Tensor:
+        """J J^T, or J^T J where that is smaller."""
+        jacobian = self.head.explicit_jacobian()
+        return jacobian @ jacobian.T if len(jacobian) <= jacobian.shape[1] else jacobian.T @ jacobian
+
+    def output_gram(self) -> Tensor:
+        """From the explicit Jacobian."""
+        jacobian = self.head.explicit_jacobian()
+        return torch.matmul(jacobian, jacobian.T)
+
+    def product(self, flat: Tensor) -> Tensor:
+        """J (J^T u)."""
+        return self.head.matvec(flat)

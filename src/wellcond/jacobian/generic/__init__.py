@@ -1,0 +1,1 @@
+"""The Jacobian of any attention, by automatic differentiation of its own module."""

@@ -1,0 +1,1 @@
+"""The Jacobian of Nystrom attention in closed form."""
