@@ -28,8 +28,8 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
 
+from wellcond.head import Head
 from wellcond.jacobian.forms import WideForm
-from wellcond.jacobian.head import SoftmaxHead
 from wellcond.jacobian.nystrom.form import NystromForm
 from wellcond.jacobian.nystrom.head import NystromHead
 from wellcond.jacobian.spectrum import form_spectrum, jacobian_spectrum
@@ -80,7 +80,7 @@ class Result:
         return self.sigma_max / self.sigma_rank if self.sigma_max and self.sigma_rank else None
 
 
-class Head(nn.Module):
+class HeadModule(nn.Module):
     """One plain head, as anyone would write it."""
 
     def __init__(self, w_q: Tensor, w_k: Tensor, w_v: Tensor) -> None:
@@ -132,7 +132,7 @@ def nystrom(size: tuple[int, int, int], case: Case) -> Result:
 
 def largest(size: tuple[int, int, int], case: Case) -> Result:
     x, w_q, w_k, w_v = make_head(size, case.std)
-    form = WideForm(SoftmaxHead(x, w_q, w_k, w_v, size[2] ** -0.5))
+    form = WideForm(Head(x, w_q, w_k, w_v, size[2] ** -0.5))
     found = largest_eigenvalue(form.product, form.num_outputs)
     return Result(0.0, math.sqrt(found.value), note=f"{found.num_products} products")
 
@@ -159,7 +159,7 @@ def generic_products(x: Tensor, weights: list[Tensor]) -> sparse.LinearOperator:
     if importlib.util.find_spec("curvlinops") is not None:
         from curvlinops import JacobianLinearOperator
 
-        model = Head(*weights)
+        model = HeadModule(*weights)
         data = [(x[None], torch.zeros(1, len(x), len(weights[2]), dtype=x.dtype))]
         return JacobianLinearOperator(model, list(model.parameters()), data, check_deterministic=False).to_scipy()
     width = weights[0].numel()

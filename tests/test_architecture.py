@@ -10,11 +10,12 @@ import pytest
 import wellcond
 
 SRC = Path(wellcond.__file__).parent
-BASE = {"records", "errors", "files", "run_lengths", "run_records"}
+BASE = {"records", "errors", "files", "run_lengths", "run_records", "head"}
 ALLOWED = {
     "records": set(),
     "errors": set(),
     "files": set(),
+    "head": {"errors"},
     "run_lengths": set(),
     "run_records": {"files"},
     "linalg": BASE,
@@ -22,7 +23,7 @@ ALLOWED = {
     "init": BASE | {"linalg", "attention"},
     "conditioning": BASE | {"linalg", "attention"},
     "theory": BASE | {"linalg"},
-    "jacobian": BASE | {"linalg", "attention"},
+    "jacobian": BASE | {"linalg", "attention", "theory"},
     "measurement_records": BASE | {"jacobian"},
     "measurement": BASE | {"measurement_records"} | {"linalg", "attention", "conditioning", "jacobian", "theory"},
     "sharded_measurement": BASE | {"measurement_records", "attention", "conditioning", "jacobian", "measurement"},

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,13 +15,13 @@ from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite
 from wellcond.conditioning.apply import conditioning_of
 from wellcond.errors import WellcondError, check_choice
+from wellcond.head import Head, build_blocks
 from wellcond.jacobian.capture import capture_sites
 from wellcond.jacobian.capture.attention import CapturedAttention
 from wellcond.jacobian.capture.forms import CapturedForm, captured_form
 from wellcond.jacobian.diagnosis import attention_statistics, diagnose, is_collapsed
 from wellcond.jacobian.forms import StackForm, WideForm
 from wellcond.jacobian.generic.head import num_samples
-from wellcond.jacobian.head import SoftmaxHead
 from wellcond.jacobian.nystrom.captured import nystrom_map
 from wellcond.jacobian.output_projection import PlainHead, ProjectedHeads
 from wellcond.jacobian.records import Convention, JacobianSpectrum
@@ -32,9 +30,8 @@ from wellcond.jacobian.spectrum import form_spectrum
 from wellcond.linalg.spectrum import spectra
 from wellcond.measurement_records import Combine, HeadReport, Kappa, LayerReport, MeasurementReport
 from wellcond.records import Spectrum
-from wellcond.theory.bounds import kappa_bound
-from wellcond.theory.head import Head, key_block_norms, queries
-from wellcond.theory.surrogate import papers_bound
+from wellcond.theory.bounds import log10_kappa_bound
+from wellcond.theory.surrogate import log10_papers_bound
 
 __all__ = ["NUMERICAL", "Combine", "HeadReport", "Kappa", "LayerReport", "MeasurementReport", "measure"]
 
@@ -247,37 +244,14 @@ def _jacobian_of(captured: CapturedAttention, index: int, task: _Task) -> dict[s
     fields["how"], form, head = forms[0].how, forms[0].form, forms[0].head
     if head is None:
         return fields | _approximated(captured, index)
-    diagnosis = diagnose(head, form.blocks if isinstance(form, WideForm) and not form.biases else None)
+    blocks = form.blocks if isinstance(form, WideForm) and not form.biases else build_blocks(head)
+    diagnosis = diagnose(head, blocks)
     fields |= {"diagnosis": diagnosis, "attention": diagnosis.attention, "dead": diagnosis.dead}
-    if head.num_query_heads == 1 and head.y is None:
-        plain = _without_biases(head)
-        fields["papers_bound_log10"] = papers_bound(plain, strict=False).log10
-        fields["bound_log10"] = None if task.biases else _bound_log10(head, plain, task.convention)
+    if head.is_single:
+        fields["papers_bound_log10"] = log10_papers_bound(head)
+        bound = None if task.biases else log10_kappa_bound(head, blocks, convention=task.convention)
+        fields["bound_log10"] = bound
     return fields
-
-
-def _bound_log10(head: SoftmaxHead, plain: Head, convention: Convention) -> float | None:
-    r"""log10 of `kappa_bound`, sqrt(U1 / L), for a head whose biases are no parameters.
-
-    M_i and B_i do not see biases of keys and values, since Lambda_i 1 = 0. J_K reads the queries with their bias, which
-    `plain` does not have: only |Q| in (U1) = |X|^2 max |M_i|^2 + |Q|^2 max |B_i|^2 + |PX|^2 is another.
-    """
-    bound = kappa_bound(plain, convention=convention, strict=False)
-    if bound.value is None:
-        return None
-    upper, lower = bound.parts["U1"], bound.parts["L"]
-    if head.b_q is not None:
-        true, without = (float(torch.linalg.matrix_norm(q, 2)) for q in (head.queries()[0], queries(plain)))
-        upper += (true**2 - without**2) * float(key_block_norms(plain).max()) ** 2
-    return (math.log10(upper) - math.log10(lower)) / 2
-
-
-def _without_biases(head: SoftmaxHead) -> Head:
-    """The same attention map for the theory's head, which has no biases: what they add to the logits joins the mask."""
-    plain = Head(head.x, head.w_q[0], head.w_k, head.w_v, head.scale)
-    added = head.scale * (head.queries()[0] @ head.keys().T - (head.x @ plain.w_q.T) @ (head.x @ plain.w_k.T).T)
-    mask = added if head.logit_bias is None else added + head.logit_bias.reshape(added.shape)
-    return dataclasses.replace(plain, mask=mask)
 
 
 def _through_output(captured: CapturedAttention, task: _Task) -> dict[str, Any]:
@@ -301,7 +275,7 @@ def _both(found: Sequence[JacobianSpectrum]) -> dict[Kappa, tuple[float, ...]]:
     return {kind: tuple(s.kappa(kind) for s in found) for kind in get_args(Kappa)}
 
 
-def _plain_head(captured: CapturedAttention, index: int, combine: Combine) -> SoftmaxHead:
+def _plain_head(captured: CapturedAttention, index: int, combine: Combine) -> Head:
     return captured.stacked_head(index) if combine == "stack" else captured.head(index)
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from jacobian.test_spectrum import G1, causal
+from wellcond.head import Head, build_blocks
 from wellcond.jacobian.dense import dense_jacobian
 from wellcond.jacobian.diagnosis import attention_statistics, block_norms, diagnose
-from wellcond.jacobian.head import SoftmaxHead, build_blocks
 
 F64 = torch.float64
 
@@ -19,16 +19,14 @@ def hadamard(order):
 
 
 def test_T04_block_norms():
-    norms = block_norms(build_blocks(SoftmaxHead(**G1, scale=2**-0.5)))
+    norms = block_norms(build_blocks(Head(**G1, scale=2**-0.5)))
     assert norms == pytest.approx((2.4931075, 1.890186556, 1.148771619), rel=1e-8)
 
 
 @pytest.mark.parametrize("g", [1, 3])
 def test_block_norms_are_those_of_the_dense_blocks(g):
     torch.manual_seed(0)
-    head = SoftmaxHead(
-        torch.randn(5, 7), torch.randn(g, 3, 7), torch.randn(3, 6), torch.randn(4, 6), 0.6, y=torch.randn(8, 6)
-    )
+    head = Head(torch.randn(5, 7), torch.randn(g, 3, 7), torch.randn(3, 6), torch.randn(4, 6), 0.6, y=torch.randn(8, 6))
     dense = [float(torch.linalg.matrix_norm(j, 2)) for j in dense_jacobian(head).values()]
     assert block_norms(build_blocks(head)) == pytest.approx(dense, rel=1e-8)
 
@@ -39,7 +37,7 @@ def test_block_norms_are_those_of_the_dense_blocks(g):
 )
 def test_T13_a_saturated_head_is_dead_not_well_conditioned(lam, norm, dead):
     w = lam * torch.eye(16, dtype=F64)
-    found = diagnose(SoftmaxHead(hadamard(4), w, w, w, 0.25))
+    found = diagnose(Head(hadamard(4), w, w, w, 0.25))
     assert (found.norm_q, found.norm_k) == pytest.approx((norm, norm), rel=1e-4)
     assert found.dead is dead and (found.verdict == "dead head") is dead
     assert found.attention.diagonal_mass == pytest.approx(1 / (1 + 15 * math.exp(-4 * lam**2)), rel=1e-9)
@@ -49,12 +47,12 @@ def test_T13_a_saturated_head_is_dead_not_well_conditioned(lam, norm, dead):
 
 def test_uniform_attention_statistics():
     x, zero = torch.randn(8, 4), torch.zeros(2, 4)
-    s = attention_statistics(SoftmaxHead(x, zero, zero, zero, 1.0))
+    s = attention_statistics(Head(x, zero, zero, zero, 1.0))
     assert s.entropy == pytest.approx(math.log(8)) and s.normalised_entropy == pytest.approx(1.0)
     assert s.diagonal_mass == pytest.approx(1 / 8) == s.max_probability
-    s = attention_statistics(SoftmaxHead(x, zero, zero, zero, 1.0, logit_bias=causal(8)))
+    s = attention_statistics(Head(x, zero, zero, zero, 1.0, mask=causal(8)))
     assert s.normalised_entropy == pytest.approx(1.0)  # uniform over what each token may see
-    s = attention_statistics(SoftmaxHead(x, zero, zero, zero, 1.0, y=torch.randn(3, 4)))
+    s = attention_statistics(Head(x, zero, zero, zero, 1.0, y=torch.randn(3, 4)))
     assert math.isnan(s.diagonal_mass)
 
 
@@ -62,7 +60,7 @@ def test_T11_uniform_causal_attention():
     # kappa(P) of the uniform causal map
     for n, kappa in ((8, 17.21831966), (16, 39.98009532), (32, 88.79840247)):
         zero = torch.zeros(2, n)
-        head = SoftmaxHead(torch.eye(n), zero, zero, torch.ones(2, n), 1.0, logit_bias=causal(n))
+        head = Head(torch.eye(n), zero, zero, torch.ones(2, n), 1.0, mask=causal(n))
         assert diagnose(head).kappa_p == pytest.approx(kappa, rel=1e-9)
 
 
@@ -72,9 +70,9 @@ def test_the_verdict_names_the_culprit():
     x = torch.randn(6, 12, dtype=F64)
     dependent = x.clone()
     dependent[5] = dependent[4] + 1e-7 * dependent[5]
-    assert diagnose(SoftmaxHead(dependent, *w, 0.5)).verdict in ("X", "P")
-    assert diagnose(SoftmaxHead(dependent, *w, 0.5)).kappa_x > 1e6
-    flat = diagnose(SoftmaxHead(x, 1e-3 * w[0], 1e-3 * w[1], w[2], 0.5))
+    assert diagnose(Head(dependent, *w, 0.5)).verdict in ("X", "P")
+    assert diagnose(Head(dependent, *w, 0.5)).kappa_x > 1e6
+    flat = diagnose(Head(x, 1e-3 * w[0], 1e-3 * w[1], w[2], 0.5))
     assert flat.verdict == "P" and "attend alike" in flat.explanation
-    tilted = diagnose(SoftmaxHead(x, 1e4 * w[0], 1e-4 * w[1], w[2], 0.5))
+    tilted = diagnose(Head(x, 1e4 * w[0], 1e-4 * w[1], w[2], 0.5))
     assert tilted.verdict == "norms"

@@ -10,9 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from wellcond.jacobian import forms, head, select
+from wellcond import head
+from wellcond.head import Head
+from wellcond.jacobian import forms, select
 from wellcond.jacobian.forms import StackForm, WideForm
-from wellcond.jacobian.head import SoftmaxHead
 from wellcond.jacobian.spectrum import form_spectrum, head_spectrum
 
 MEMINFO = """MemTotal:       16000000 kB
@@ -99,7 +100,7 @@ def some_head(tokens=24, width=32, head_dim=12):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(tokens, width, generator=generator, dtype=torch.float64)
     w = torch.randn(3, head_dim, width, generator=generator, dtype=torch.float64) * width**-0.5
-    return SoftmaxHead(x, *w, head_dim**-0.5)
+    return Head(x, *w, head_dim**-0.5)
 
 
 @pytest.fixture

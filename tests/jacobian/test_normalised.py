@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wellcond.errors import UnknownChoiceError, WeightError
+from wellcond.head import Head
 from wellcond.jacobian.dense import dense_jacobian
-from wellcond.jacobian.head import SoftmaxHead
 from wellcond.jacobian.normalised import NormalisedHead, cosine_head, mapped_head, softmax_weights
 from wellcond.jacobian.spectrum import form_spectrum
 from wellcond.jacobian.token_maps import TokenMap, chain, identity_map, l2_norm, layer_norm, rms_norm, rotary
@@ -74,8 +74,8 @@ def head_function(head, query=lambda q: q, key=lambda k: k, biases=False):
             q = head.x @ w_q[h].T + (bias["b_q"][h] if bias["b_q"].dim() == 2 else bias["b_q"])
             k, v = head.memory @ w_k.T + bias["b_k"], head.memory @ w_v.T + bias["b_v"]
             logits = head.scale * query(q) @ key(k).T
-            if head.logit_bias is not None:
-                logits = logits + (head.logit_bias if head.logit_bias.dim() == 2 else head.logit_bias[h])
+            if head.mask is not None:
+                logits = logits + (head.mask if head.mask.dim() == 2 else head.mask[h])
             outputs.append(torch.softmax(logits, -1) @ v)
         return torch.stack(outputs)
 
@@ -92,10 +92,10 @@ def random_heads(draw, min_width=1, even=False):
     normal, biased = normals(draw(st.integers(0, 10_000))), draw(st.booleans())
     masked = draw(st.booleans())
     mask = None if not masked else causal(n) if m is None else normal(n, m)
-    return SoftmaxHead(
+    return Head(
         normal(n, D), normal(g, d, D), normal(d, E), normal(dv, E), 0.7, y=None if m is None else normal(m, E),
         b_q=normal(g, d) if biased else None, b_k=normal(d) if biased else None, b_v=normal(dv) if biased else None,
-        logit_bias=mask,
+        mask=mask,
     )  # fmt: skip
 
 
@@ -220,7 +220,7 @@ def test_identity_maps_give_the_plain_head(head, biases):
 def test_rank_of_generic_norm_heads(g, n, d, mapped, loss):
     """Tokens of rank r: d r (g + 1) + dv r numbers are seen, less what the norm hides and the rotations it allows."""
     normal, D = normals(4), 4
-    head = SoftmaxHead(normal(n, D), normal(g, d, D), normal(d, D), normal(2, D), 1.0)
+    head = Head(normal(n, D), normal(g, d, D), normal(d, D), normal(2, D), 1.0)
     form = mapped_head(head, mapped)
     expected = d * D * (g + 1) + 2 * D - loss(d, D, g)
     assert form.structure().max_rank == min(expected, form.num_outputs)
@@ -230,7 +230,7 @@ def test_rank_of_generic_norm_heads(g, n, d, mapped, loss):
 def test_rank_of_a_norm_head_that_is_wider_than_its_tokens():
     """Queries and keys span 2 r = 4 of d = 7 dimensions: 3 of the 21 rotations move neither: no null directions."""
     normal = normals(12)
-    head = SoftmaxHead(normal(40, 2), normal(7, 2), normal(7, 2), normal(2, 2), 0.3)
+    head = Head(normal(40, 2), normal(7, 2), normal(7, 2), normal(2, 2), 0.3)
     form = mapped_head(head, lambda rows: rms_norm(rows, eps=0.1))
     assert form.structure().max_rank == 2 * 7 * 2 + 2 * 2 - (21 - 3)
     assert numerical_rank(torch.linalg.svdvals(form.explicit_jacobian())) == form.structure().max_rank
@@ -238,7 +238,7 @@ def test_rank_of_a_norm_head_that_is_wider_than_its_tokens():
 
 def test_rank_of_a_generic_rotary_head():
     normal, d, D = normals(5), 4, 4
-    head = SoftmaxHead(normal(40, D), normal(d, D), normal(d, D), normal(2, D), 1.0)
+    head = Head(normal(40, D), normal(d, D), normal(d, D), normal(2, D), 1.0)
     form = mapped_head(head, lambda rows: rotary(rows, *angles(40, d, "half"), layout="half"))
     assert form.structure().max_rank == 2 * d * D + 2 * D - d
     assert numerical_rank(torch.linalg.svdvals(form.explicit_jacobian())) == form.structure().max_rank
@@ -247,8 +247,8 @@ def test_rank_of_a_generic_rotary_head():
 def test_cosine_attention_does_not_see_the_scale_of_its_weights():
     normal = normals(6)
     x, w_q, w_k, w_v = normal(5, 6), normal(3, 6), normal(3, 6), normal(3, 6)
-    form = cosine_head(SoftmaxHead(x, w_q, w_k, w_v, 10.0))
-    scaled = cosine_head(SoftmaxHead(x, 7 * w_q, w_k / 3, w_v, 10.0))
+    form = cosine_head(Head(x, w_q, w_k, w_v, 10.0))
+    scaled = cosine_head(Head(x, 7 * w_q, w_k / 3, w_v, 10.0))
     torch.testing.assert_close(form.output(), scaled.output())
     for name, factor in (("q", 1 / 7), ("k", 3.0), ("v", 1.0)):
         torch.testing.assert_close(scaled.parameter_blocks()[name], factor * form.parameter_blocks()[name])
@@ -265,8 +265,8 @@ def test_swin_v2_cosine_attention_against_timm():
     w_q, w_k, w_v = attention.qkv.weight.view(3, 2, 3, 6)
     (b_q, b_v) = (b.view(2, 3) for b in (attention.q_bias, attention.v_bias))
     outputs = [
-        cosine_head(SoftmaxHead(x, w_q[h], w_k[h], w_v[h], scale[h], b_q=b_q[h], b_v=b_v[h],
-                                logit_bias=bias[h])).output()[0]
+        cosine_head(Head(x, w_q[h], w_k[h], w_v[h], scale[h], b_q=b_q[h], b_v=b_v[h],
+                                mask=bias[h])).output()[0]
         for h in range(2)
     ]  # fmt: skip
     ours = attention.proj(torch.cat(outputs, -1))
@@ -275,8 +275,8 @@ def test_swin_v2_cosine_attention_against_timm():
 
 def test_key_bias_counts_under_a_norm_and_only_there():
     normal = normals(8)
-    head = SoftmaxHead(normal(5, 6), normal(3, 6), normal(3, 6), normal(2, 6), 0.7, b_k=normal(3))
-    without, plain = SoftmaxHead(head.x, head.w_q[0], head.w_k, head.w_v, 0.7), identity_map
+    head = Head(normal(5, 6), normal(3, 6), normal(3, 6), normal(2, 6), 0.7, b_k=normal(3))
+    without, plain = Head(head.x, head.w_q[0], head.w_k, head.w_v, 0.7), identity_map
     bias_only = NormalisedHead(head, l2_norm(head.queries()), l2_norm(head.keys()), True).output_gram()
     bias_only -= NormalisedHead(head, l2_norm(head.queries()), l2_norm(head.keys()), False).output_gram()
     assert float(bias_only.norm()) > 0.1
@@ -294,7 +294,7 @@ def test_weights_keep_relative_accuracy_when_attention_is_one_hot():
 
 def test_form_spectrum_takes_the_form():
     normal = normals(10)
-    form = cosine_head(SoftmaxHead(normal(5, 8), normal(3, 8), normal(3, 8), normal(3, 8), 4.0))
+    form = cosine_head(Head(normal(5, 8), normal(3, 8), normal(3, 8), normal(3, 8), 4.0))
     expected = torch.linalg.svdvals(form.explicit_jacobian())
     for method in ("gram", "dense", "cholesky", "implicit"):
         got = form_spectrum(form, method=method)
@@ -304,7 +304,7 @@ def test_form_spectrum_takes_the_form():
 
 def test_refusals():
     normal = normals(11)
-    head = SoftmaxHead(normal(3, 4), normal(2, 4), normal(2, 4), normal(2, 4), 1.0)
+    head = Head(normal(3, 4), normal(2, 4), normal(2, 4), normal(2, 4), 1.0)
     with pytest.raises(ValueError, match="query map: expected 3 rows"):
         NormalisedHead(head, l2_norm(normal(4, 2)), l2_norm(head.keys()))
     with pytest.raises(WeightError, match="key map has NaN"):

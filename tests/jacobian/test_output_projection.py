@@ -19,15 +19,15 @@ from jacobian.test_normalised import (
     tensor,
 )
 from wellcond.errors import WeightError
+from wellcond.head import Head
 from wellcond.jacobian.channel import xcit_head
-from wellcond.jacobian.head import SoftmaxHead
 from wellcond.jacobian.normalised import cosine_head
 from wellcond.jacobian.output_projection import HeadUnion, PlainHead, ProjectedHeads, union_condition_number
 from wellcond.jacobian.spectrum import form_spectrum
 
 S = 2**-0.5
-G1 = SoftmaxHead(X, WQ, WK, WV, S)
-G1_EXCHANGED = SoftmaxHead(X, WK, WQ, WV, S)
+G1 = Head(X, WQ, WK, WV, S)
+G1_EXCHANGED = Head(X, WK, WQ, WV, S)
 
 
 def layer_function(functions, layer):
@@ -99,7 +99,7 @@ def test_condition_number_of_a_union():
 
 def tall_head():
     normal = normals(0)
-    return SoftmaxHead(normal(30, 3), normal(2, 3), normal(2, 3), normal(2, 3), 0.7)
+    return Head(normal(30, 3), normal(2, 3), normal(2, 3), normal(2, 3), 0.7)
 
 
 @st.composite
@@ -130,9 +130,9 @@ def test_projected_heads(layer_and_functions):
 
 def test_heads_of_different_kinds_in_one_layer():
     normal = normals(1)
-    plain = SoftmaxHead(normal(5, 4), normal(2, 2, 4), normal(2, 4), normal(3, 4), 0.7)
+    plain = Head(normal(5, 4), normal(2, 2, 4), normal(2, 4), normal(3, 4), 0.7)
     x = plain.x
-    cosine = SoftmaxHead(x, normal(2, 4), normal(2, 4), normal(2, 4), 3.0)
+    cosine = Head(x, normal(2, 4), normal(2, 4), normal(2, 4), 3.0)
     channel = xcit_head(x, normal(3, 4), normal(3, 4), normal(3, 4), 2.0)
     layer = ProjectedHeads((PlainHead(plain), cosine_head(cosine), channel), normal(6, 2 * 3 + 2 + 3), None, True)
     norm = torch.nn.functional.normalize
@@ -142,9 +142,7 @@ def test_heads_of_different_kinds_in_one_layer():
 
 def test_rank_bounds():
     normal = normals(2)
-    heads = tuple(
-        PlainHead(SoftmaxHead(tall_head().x, normal(2, 3), normal(2, 3), normal(2, 3), 0.7)) for _ in range(2)
-    )
+    heads = tuple(PlainHead(Head(tall_head().x, normal(2, 3), normal(2, 3), normal(2, 3), 0.7)) for _ in range(2))
     narrow = ProjectedHeads(heads, normal(1, 4))
     sigma = torch.linalg.svdvals(narrow.explicit_jacobian())
     assert numerical_rank(sigma) <= narrow.structure().max_rank <= narrow.num_outputs
@@ -159,7 +157,7 @@ def test_the_product_never_forms_a_matrix_of_outputs():
     """N Do = 12 608 outputs: J J^T would be 1.3 GB. J (J^T u) is taken by automatic differentiation instead."""
     normal = normals(3)
     x = normal(197, 64)
-    heads = [SoftmaxHead(x, normal(16, 64) / 8, normal(16, 64) / 8, normal(16, 64) / 8, 0.25) for _ in range(4)]
+    heads = [Head(x, normal(16, 64) / 8, normal(16, 64) / 8, normal(16, 64) / 8, 0.25) for _ in range(4)]
     layer = ProjectedHeads(tuple(PlainHead(head) for head in heads), normal(64, 64) / 8, None, True)
     function, parameters = layer_function([head_function(head) for head in heads], layer)
     u = normal(layer.num_outputs)
@@ -174,7 +172,7 @@ def test_the_product_never_forms_a_matrix_of_outputs():
 
 def test_rank_of_a_group_with_fixed_query_biases():
     normal = normals(6)
-    head = SoftmaxHead(normal(30, 4), normal(2, 2, 4), normal(2, 4), normal(2, 4), 0.7, b_q=normal(2, 2))
+    head = Head(normal(30, 4), normal(2, 2, 4), normal(2, 4), normal(2, 4), 0.7, b_q=normal(2, 2))
     sigma = torch.linalg.svdvals(PlainHead(head).explicit_jacobian())
     assert numerical_rank(sigma) == 32
     assert PlainHead(head).structure().max_rank >= 32

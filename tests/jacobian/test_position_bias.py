@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jacobian.test_normalised import causal, check_form, dense_of, head_function, normals, numerical_rank, random_heads
-from wellcond.jacobian.head import SoftmaxHead
+from wellcond.head import Head
 from wellcond.jacobian.normalised import cosine_head
 from wellcond.jacobian.output_projection import PlainHead, ProjectedHeads
 from wellcond.jacobian.position_bias import PositionBiasHead, swin_head, with_position_table
@@ -22,10 +22,10 @@ def table_function(head, table, index, biases=False, **maps):
 
     def function(*given):
         bias = given[-1][..., index]
-        bias = bias if head.logit_bias is None else bias + head.logit_bias
+        bias = bias if head.mask is None else bias + head.mask
         # not `dataclasses.replace`: a head detaches what it is given
         traced = dataclasses.replace(head)
-        object.__setattr__(traced, "logit_bias", bias)
+        object.__setattr__(traced, "mask", bias)
         return head_function(traced, biases=biases, **maps)[0](*given[:-1])
 
     return function, (*parameters, table)
@@ -44,7 +44,7 @@ def test_position_tables(head, biases, entries, seed):
 
 def test_one_table_under_cosine_attention():
     normal = normals(0)
-    head = SoftmaxHead(normal(4, 6), normal(2, 6), normal(2, 6), normal(2, 6), 5.0, logit_bias=causal(4))
+    head = Head(normal(4, 6), normal(2, 6), normal(2, 6), normal(2, 6), 5.0, mask=causal(4))
     table, index = normal(1, 7), torch.arange(4)[:, None] - torch.arange(4) + 3
     form = PositionBiasHead(cosine_head(with_position_table(head, table, index)), index, 7)
     norm = {"query": lambda t: F.normalize(t, dim=-1), "key": lambda t: F.normalize(t, dim=-1)}
@@ -68,7 +68,7 @@ def test_swin_of_timm():
     w, b = module.qkv.weight.view(3, 2, 3, 6), module.qkv.bias.view(3, 2, 3)
     forms = [
         swin_head(
-            SoftmaxHead(x, *w[:, h], module.scale, b_q=b[0, h], b_k=b[1, h], b_v=b[2, h]),
+            Head(x, *w[:, h], module.scale, b_q=b[0, h], b_k=b[1, h], b_v=b[2, h]),
             module.relative_position_bias_table[:, h], index, biases=True,
         )
         for h in range(2)
@@ -88,7 +88,7 @@ def test_swin_of_timm():
 
 def test_a_constant_added_to_the_table_changes_nothing():
     normal = normals(2)
-    head = SoftmaxHead(normal(9, 5), normal(3, 5), normal(3, 5), normal(3, 5), 0.5)
+    head = Head(normal(9, 5), normal(3, 5), normal(3, 5), normal(3, 5), 0.5)
     form = swin_head(head, normal(25), window_index(3))
     columns = form.parameter_blocks()["table"]
     assert float(columns.sum(1).abs().max()) < 1e-14
@@ -99,7 +99,7 @@ def test_a_constant_added_to_the_table_changes_nothing():
 
 def test_the_table_lifts_the_rank_by_at_most_the_entries_read_less_one():
     normal = normals(4)
-    head = SoftmaxHead(normal(16, 2), normal(2, 2), normal(2, 2), normal(2, 2), 0.7)
+    head = Head(normal(16, 2), normal(2, 2), normal(2, 2), normal(2, 2), 0.7)
     form = swin_head(head, normal(49), window_index(4))
     base, structure = PlainHead(with_position_table(head, normal(49), window_index(4))).structure(), form.structure()
     assert structure.max_rank == min(32, base.max_rank + 48)
@@ -112,7 +112,7 @@ def test_the_table_lifts_the_rank_by_at_most_the_entries_read_less_one():
 
 def test_entries_that_only_a_lonely_key_reads_do_nothing():
     normal, index = normals(6), torch.tensor([[3, 0, 0, 0], [1, 1, 0, 0], [2, 1, 1, 0], [2, 2, 1, 1]])
-    head = SoftmaxHead(normal(4, 1), normal(1, 1), normal(1, 1), normal(3, 1), 1.0, logit_bias=causal(4))
+    head = Head(normal(4, 1), normal(1, 1), normal(1, 1), normal(3, 1), 1.0, mask=causal(4))
     form = swin_head(head, normal(4), index)
     columns = form.parameter_blocks()["table"]
     assert columns[:, [0, 3]].abs().max() == 0  # entry 0 is masked, entry 3 is read by the only key of its row
@@ -121,7 +121,7 @@ def test_entries_that_only_a_lonely_key_reads_do_nothing():
 
 def test_refusals():
     normal = normals(5)
-    base = PlainHead(SoftmaxHead(normal(3, 4), normal(2, 4), normal(2, 4), normal(2, 4), 1.0))
+    base = PlainHead(Head(normal(3, 4), normal(2, 4), normal(2, 4), normal(2, 4), 1.0))
     with pytest.raises(ValueError, match="integers of shape"):
         PositionBiasHead(base, torch.zeros(2, 3, dtype=torch.long), 4)
     with pytest.raises(ValueError, match=r"entries in \[0, 4\)"):

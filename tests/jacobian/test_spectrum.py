@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wellcond.errors import UnknownChoiceError, WeightError
-from wellcond.jacobian.bounds import lower_bound, upper_bound
+from wellcond.head import Head, build_blocks
 from wellcond.jacobian.dense import dense_jacobian
 from wellcond.jacobian.forms import WideForm
 from wellcond.jacobian.gram import explicit_jacobian, output_gram, parameter_gram, stack_gram
-from wellcond.jacobian.head import SoftmaxHead, build_blocks
 from wellcond.jacobian.operator import gram_operator
 from wellcond.jacobian.select import MemoryLimitError, choose_method
 from wellcond.jacobian.spectrum import head_spectrum, jacobian_spectrum
@@ -60,9 +59,9 @@ def heads(draw, masked=True):
     mask = None
     if masked and draw(st.booleans()):
         mask = causal(n) if m is None else normal(n, m)
-    return SoftmaxHead(
+    return Head(
         normal(n, D), normal(g, d, D), normal(d, E), normal(dv, E), 0.7,
-        y=None if m is None else normal(m, E), logit_bias=mask,
+        y=None if m is None else normal(m, E), mask=mask,
         b_q=normal(g, d) if biased else None, b_k=normal(d) if biased else None, b_v=normal(dv) if biased else None,
     )  # fmt: skip
 
@@ -91,10 +90,10 @@ def test_every_form_has_the_singular_values_of_the_dense_jacobian(head, biases):
 @given(heads())
 def test_certified_bounds_hold(head):
     dense = torch.linalg.svdvals(torch.cat(list(dense_jacobian(head).values()), 1))
-    blocks = build_blocks(head)
+    lower, upper = WideForm(head).certified()
     smallest = float(dense[-1]) if len(dense) == head.num_outputs else 0.0
-    assert lower_bound(blocks) <= smallest * (1 + 1e-9) + 1e-12 * float(dense[0])
-    assert upper_bound(blocks) >= float(dense[0]) * (1 - 1e-12)
+    assert lower <= smallest * (1 + 1e-9) + 1e-12 * float(dense[0])
+    assert upper >= float(dense[0]) * (1 - 1e-12)
 
 
 @settings(max_examples=60, deadline=None)
@@ -182,7 +181,7 @@ def test_T13_block_norms_keep_relative_accuracy():
     h = tensor([[1, 1], [1, -1]])
     x = torch.kron(torch.kron(h, h), torch.kron(h, h))
     w = 10.0 * torch.eye(16, dtype=F64)
-    blocks = build_blocks(SoftmaxHead(x, w, w, w, 0.25))
+    blocks = build_blocks(Head(x, w, w, w, 0.25))
     j_q = torch.einsum("ra,roc->roac", blocks.x, blocks.m).reshape(256, -1)
     scaled = j_q / j_q.abs().max()
     norm = float(torch.linalg.matrix_norm(scaled, 2) * j_q.abs().max())
@@ -196,7 +195,7 @@ def test_methods_agree_with_dense(N, D, d):
     w = torch.randn(3, d, D, dtype=F64) / D**0.5
     dense = jacobian_spectrum(x, *w, method="dense") if N * d <= 512 else None
     gram = jacobian_spectrum(x, *w, method="gram")
-    explicit = torch.linalg.svdvals(explicit_jacobian(build_blocks(SoftmaxHead(x, *w, d**-0.5))))
+    explicit = torch.linalg.svdvals(explicit_jacobian(build_blocks(Head(x, *w, d**-0.5))))
     assert gram.sigma_max == pytest.approx(float(explicit[0]), rel=1e-9)
     assert gram.sigma_rank == pytest.approx(float(explicit[gram.rank - 1]), rel=1e-6)
     if dense is not None:
@@ -227,7 +226,7 @@ def test_numerically_singular_is_said_not_guessed():
 
 def test_auto_is_a_table_that_can_be_asked():
     def ask(n, D, d, limit=10**11):
-        head = SoftmaxHead(torch.randn(n, D), *torch.randn(3, d, D), d**-0.5)
+        head = Head(torch.randn(n, D), *torch.randn(3, d, D), d**-0.5)
         return choose_method(WideForm(head), wide_structure(head), memory_limit=limit)
 
     assert ask(32, 96, 32).method == "gram"  # sizes alone; the closed form needs the values
@@ -256,7 +255,7 @@ def test_bad_input():
         jacobian_spectrum(x, *w, mask=torch.tensor([[True] * 4] * 2 + [[False] * 4] + [[True] * 4]))
     with pytest.raises(ValueError, match="w_k: expected 6 columns"):
         jacobian_spectrum(x, w[0], w[1][:, :5], w[2])
-    with pytest.raises(ValueError, match="mask: expected shape"):
+    with pytest.raises(ValueError, match="expected mask of shape"):
         jacobian_spectrum(x, *w, mask=torch.zeros(3, 4))
     with pytest.raises(ValueError, match="stacked convention is defined"):
         jacobian_spectrum(x, *w, memory=x, convention="stack")
@@ -279,11 +278,11 @@ def test_half_precision_and_non_contiguous_tensors():
 
 def test_stack_needs_one_flatten_order():
     # T4: permuting the K block by T_Dd changes the spectrum, so the order is fixed.
-    blocks = dense_jacobian(SoftmaxHead(**G1, scale=2**-0.5))
+    blocks = dense_jacobian(Head(**G1, scale=2**-0.5))
     j_k = blocks["k"].view(6, 4, 2).mT.reshape(6, 8)
     mixed = torch.cat([blocks["q"], j_k, blocks["v"]])
     assert int(torch.linalg.matrix_rank(mixed)) == 8
-    H = stack_gram(build_blocks(SoftmaxHead(**G1, scale=2**-0.5), compress=False))
+    H = stack_gram(build_blocks(Head(**G1, scale=2**-0.5), compress=False))
     torch.testing.assert_close(H, sum(b.T @ b for b in blocks.values()))
 
 
@@ -292,7 +291,7 @@ def test_grouped_heads_share_keys_and_values():
     torch.manual_seed(0)
     x, w = torch.randn(5, 8, dtype=F64), torch.randn(3, 2, 8, dtype=F64)
     pair = jacobian_spectrum(x, torch.stack([w[0], w[0]]), w[1], w[2])
-    dense = head_spectrum(SoftmaxHead(x, torch.stack([w[0], w[0]]), w[1], w[2], 2**-0.5), method="dense")
+    dense = head_spectrum(Head(x, torch.stack([w[0], w[0]]), w[1], w[2], 2**-0.5), method="dense")
     assert pair.rank == dense.rank and pair.sigma_max == pytest.approx(dense.sigma_max)
 
 
@@ -322,7 +321,7 @@ def test_auto_uses_the_closed_form_for_large_heads_with_few_tokens():
 
 def test_G3_exact_case():
     # theory.md: sigma_min(J) = sigma_min(PX) = .7711878382
-    head = SoftmaxHead(
+    head = Head(
         tensor([[1, 0, 1], [0, 1, -1]]), tensor([[1, 0], [0, 1], [1, 0]]).T, tensor([[1, 1], [0, 1], [-1, 0]]).T,
         tensor([[2, 0], [0, 1], [1, 1]]).T, 2**-0.5,
     )  # fmt: skip
@@ -346,7 +345,7 @@ def test_dependent_tokens_get_no_positive_lower_bound():
     torch.manual_seed(0)
     x = torch.randn(6, 9, dtype=F64)
     x[-1] = x[0]
-    assert lower_bound(build_blocks(SoftmaxHead(x, *torch.randn(3, 2, 9, dtype=F64), 0.7))) == 0.0
+    assert WideForm(Head(x, *torch.randn(3, 2, 9, dtype=F64), 0.7)).certified()[0] == 0.0
 
 
 def test_the_tables_of_a_parameter_gram_count_as_memory():

@@ -8,7 +8,7 @@ factor by a printed error, so that an erratum is the distance between two calls.
 import torch
 from torch import Tensor
 
-from wellcond.theory.head import Head, key_blocks, query_blocks
+from wellcond.head import Head, build_blocks
 
 F64 = torch.float64
 
@@ -142,7 +142,8 @@ def row_form(h: Head) -> tuple[Tensor, Tensor, Tensor]:
 
     J_Q[i]: (a,c) -> x_i[a] M_i[:,c],   J_K[i]: (a,c) -> q_i[c] B_i[:,a],   J_V[i]: (a,c) -> (PX)_i[a] e_c.
     """
-    m, b, eye = torch.cat(list(query_blocks(h))), torch.cat(list(key_blocks(h))), torch.eye(h.value_dim, dtype=F64)
+    found, eye = build_blocks(h, compress=False), torch.eye(h.value_dim, dtype=F64)
+    m, b = found.m, found.b
     j_q = torch.einsum("ia,ioc->ioac", h.x, m)
     j_k = torch.einsum("ic,ioa->ioac", h.x @ h.w_q.T, b)
     j_v = torch.einsum("ia,oc->ioac", probabilities(h) @ h.x, eye)

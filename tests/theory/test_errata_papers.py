@@ -21,7 +21,6 @@ from wellcond.theory import (
     theorem38_applies,
     theorem38_printed,
 )
-from wellcond.theory.head import probabilities
 
 
 def near(value, rel=1e-9):
@@ -73,7 +72,9 @@ def test_E16_the_polar_factor_needs_V_of_size_d_by_r():
     eye = torch.eye(2, 4, dtype=F64)
     on_v = Head(h.x, h.w_q, h.w_k, eye, h.scale)
     on_q = Head(h.x, eye, h.w_k, h.w_v, h.scale)
-    assert torch.equal(probabilities(on_v), probabilities(h)) and not torch.equal(probabilities(on_q), probabilities(h))
+    assert torch.equal(on_v.probabilities(), h.probabilities()) and not torch.equal(
+        on_q.probabilities(), h.probabilities()
+    )
 
 
 def test_E17_the_scale_does_not_drop_out():

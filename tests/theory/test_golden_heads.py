@@ -22,6 +22,7 @@ from theory.reference import (
     tensor,
     wide,
 )
+from wellcond.head import build_blocks
 from wellcond.linalg.spectrum import spectrum
 from wellcond.theory import (
     exact_case,
@@ -36,7 +37,6 @@ from wellcond.theory import (
     theorem35,
     upper_bound,
 )
-from wellcond.theory.head import keys, mixed_tokens, probabilities, query_blocks, values
 
 
 def near(value, rel=1e-9):
@@ -68,7 +68,7 @@ def test_T3_scaling_family():
 def test_T4_spectra_of_G1():
     h = cases.g1()
     p = [[0.140029245, 0.5759753452, 0.2839954097], [1 / 3] * 3, [0.08794873878, 0.7336811065, 0.1783701547]]
-    torch.testing.assert_close(probabilities(h), tensor(p), rtol=1e-9, atol=0)
+    torch.testing.assert_close(h.probabilities()[0], tensor(p), rtol=1e-9, atol=0)
     assert sigma(wide(h)).tolist() == [
         near(s) for s in (3.103644745, 1.816294001, 1.400224125, 1.155349006, 0.6149469127, 0.1192922252)
     ]
@@ -95,7 +95,7 @@ def test_T4_bounds_of_G1():
     assert norm_upper_bound(h).value == near(216.1788676) and softmax_spectrum(h).norm == near(0.3932557081)
     assert norm_upper_bound(h, lambda_norm="half").value == near(348.6509392)
     assert kappa_bound(h).value == near(65.80980113)
-    assert float(sigma(mixed_tokens(h))[-1]) == near(0.05084155384)
+    assert float(sigma(h.probabilities()[0] @ h.x)[-1]) == near(0.05084155384)
     assert sigma_min_upper_bound(h).value == near(0.136348443, 4e-9)
 
 
@@ -237,18 +237,18 @@ def test_T13_saturation_ends_in_a_dead_head():
     for lam, (diagonal, kappa_j, norm, rel) in expected.items():
         h = cases.saturated(lam)
         j_q, j_k, j_v = row_form(h)
-        assert float(probabilities(h)[0, 0]) == near(diagonal)
-        assert float(probabilities(h)[0, 0]) == near(1 / (1 + 15 * math.exp(-4 * lam**2)))
+        assert float(h.probabilities()[0][0, 0]) == near(diagonal)
+        assert float(h.probabilities()[0][0, 0]) == near(1 / (1 + 15 * math.exp(-4 * lam**2)))
         assert kappa(torch.cat([j_q, j_k, j_v], 1)) == near(kappa_j)
         assert [float(sigma(j)[0]) for j in (j_q, j_k)] == [near(norm, rel)] * 2
     # The uncentred form loses what is left of the gradient.
     h = cases.saturated(10.0)
-    p, k, v = probabilities(h), keys(h), values(h)
+    p, k, v = h.probabilities()[0], h.keys(), h.values()
     uncentred = torch.einsum("ij,jo,jc->ioc", p, v, k) - torch.einsum("io,ic->ioc", p @ v, p @ k)
-    assert not uncentred.any() and torch.cat(list(query_blocks(h))).any()
-    assert float(probabilities(cases.saturated(1.0, 64))[0, 0]) == near(0.9793032623)
-    assert float(probabilities(cases.saturated(2.0, 64))[0, 1]) == near(1.266416555e-14)
-    assert float(probabilities(cases.saturated(10.0, 64))[0, 1]) == 0.0
+    assert not uncentred.any() and build_blocks(h).m.any()
+    assert float(cases.saturated(1.0, 64).probabilities()[0][0, 0]) == near(0.9793032623)
+    assert float(cases.saturated(2.0, 64).probabilities()[0][0, 1]) == near(1.266416555e-14)
+    assert float(cases.saturated(10.0, 64).probabilities()[0][0, 1]) == 0.0
 
 
 def test_all_forms_of_the_jacobian_agree():

@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 
+import wellcond.head as head_module
 from theory import cases
 from theory.reference import F64, head, lambda_hat, softmax_jacobian, tensor
 from wellcond.errors import UnknownChoiceError, WeightError, WellcondError
+from wellcond.head import build_blocks
 from wellcond.theory import (
     Bound,
     Head,
@@ -20,8 +22,6 @@ from wellcond.theory import (
     softmax_spectrum,
     upper_bound,
 )
-from wellcond.theory import head as head_module
-from wellcond.theory.head import key_blocks, keys, probabilities, query_blocks, values
 from wellcond.theory.statement import Hypothesis, ours
 
 
@@ -95,7 +95,7 @@ def test_heads_refuse_what_has_no_probabilities():
 
 def test_heads_are_float64_without_gradient_and_accept_probabilities():
     h = cases.g1()
-    same = Head(*(t.float().requires_grad_() for t in (h.x, h.w_q, h.w_k, h.w_v)), h.scale, p=probabilities(h))
+    same = Head(*(t.float().requires_grad_() for t in (h.x, h.w_q, h.w_k, h.w_v)), h.scale, p=h.probabilities()[0])
     assert same.x.dtype is F64 and not same.x.requires_grad
     for statement in (lower_bound, upper_bound, papers_bound):
         assert statement(same).value == pytest.approx(statement(h).value, rel=1e-12)
@@ -103,15 +103,13 @@ def test_heads_are_float64_without_gradient_and_accept_probabilities():
 
 def test_blocks_do_not_depend_on_the_chunks(monkeypatch):
     h = cases.g2()
-    p, v = probabilities(h), values(h)
-    for z, whole in ((keys(h), query_blocks), (h.x, key_blocks)):
-        expected = torch.stack([h.scale * v.T @ softmax_jacobian(row) @ z for row in p])
-        torch.testing.assert_close(torch.cat(list(whole(h))), expected, rtol=1e-12, atol=1e-14)
-        monkeypatch.setattr(head_module, "MAX_ELEMENTS", 25)
-        chunks = list(whole(h))
-        assert len(chunks) > 1
-        torch.testing.assert_close(torch.cat(chunks), expected, rtol=1e-12, atol=1e-14)
-        monkeypatch.undo()
+    p, v = h.probabilities()[0], h.values()
+    for chunk_bytes in (head_module.CHUNK_BYTES, 1):  # all rows at once, and one by one
+        monkeypatch.setattr(head_module, "CHUNK_BYTES", chunk_bytes)
+        blocks = build_blocks(h, compress=False)
+        for z, found in ((h.keys(), blocks.m), (h.x, blocks.b)):
+            expected = torch.stack([h.scale * v.T @ softmax_jacobian(row) @ z for row in p])
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -122,14 +120,14 @@ def test_lambda_spectrum_agrees_with_an_eigenvalue_routine(seed, causal):
     mask = torch.full((n, n), -torch.inf, dtype=F64).triu(1) if causal else None
     h = head(torch.randn(n, 4, dtype=F64), *torch.randn(3, 4, 3, dtype=F64), 0.5, mask)
     found = softmax_spectrum(h)
-    for i, row in enumerate(probabilities(h)):
+    for i, row in enumerate(h.probabilities()[0]):
         row = row[row > 0]
         eigenvalues = torch.linalg.eigvalsh(softmax_jacobian(row))
         assert int(found.rank[i]) == len(row) - 1
         if len(row) > 1:
             assert float(found.log_max[i].exp()) == pytest.approx(float(eigenvalues[-1]), rel=1e-11)
             assert float(found.log_min[i].exp()) == pytest.approx(float(eigenvalues[1]), abs=1e-14)
-    assert found.norm == pytest.approx(float(torch.linalg.svdvals(lambda_hat(probabilities(h)))[0]), rel=1e-11)
+    assert found.norm == pytest.approx(float(torch.linalg.svdvals(lambda_hat(h.probabilities()[0]))[0]), rel=1e-11)
 
 
 def test_lambda_spectrum_survives_ties_and_underflow():

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from wellcond.errors import WeightError
-from wellcond.jacobian.head import compressed
-from wellcond.jacobian.normalised import softmax_weights, through_softmax, with_constant
+from wellcond.head import compressed, softmax_weights, through_softmax
+from wellcond.jacobian.normalised import with_constant
 from wellcond.jacobian.structure import Structure, token_rank
 
 TENSORS = ("x", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v")

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from wellcond.jacobian.head import Blocks, SoftmaxHead, build_blocks
+from wellcond.head import Blocks, Head, build_blocks
 from wellcond.linalg.lanczos import largest_eigenvalue
 from wellcond.linalg.spectrum import spectrum
 
@@ -57,12 +57,12 @@ class Diagnosis:
         return dataclasses.asdict(self)
 
 
-def attention_statistics(head: SoftmaxHead) -> AttentionStatistics:
+def attention_statistics(head: Head) -> AttentionStatistics:
     """Entropy, diagonal mass and largest probability of a head's attention map."""
     p = head.probabilities()
     visible = torch.full(p.shape[:-1], float(p.shape[-1]), dtype=p.dtype, device=p.device)
-    if head.logit_bias is not None:
-        visible = (head.logit_bias > -torch.inf).sum(-1).to(p).expand(p.shape[:-1])
+    if head.mask is not None:
+        visible = (head.mask > -torch.inf).sum(-1).to(p).expand(p.shape[:-1])
     square = head.y is None and p.shape[-1] == p.shape[-2]
     return map_statistics(p, visible, p.diagonal(dim1=-2, dim2=-1) if square else None)
 
@@ -76,7 +76,7 @@ def map_statistics(p: Tensor, visible: Tensor, own: Tensor | None) -> AttentionS
     return AttentionStatistics(float(entropy.mean()), float(normalised), diagonal, float(p.amax(-1).mean()))
 
 
-def is_collapsed(head: SoftmaxHead, statistics: AttentionStatistics) -> bool:
+def is_collapsed(head: Head, statistics: AttentionStatistics) -> bool:
     """Dead by the attention map alone, whatever the Jacobian: one-hot, though there are several keys."""
     return head.memory.shape[0] > 1 and statistics.max_probability >= COLLAPSED_MASS
 
@@ -110,7 +110,7 @@ def _product_norm(covariances: Tensor, factors: Tensor) -> float:
     return largest * math.sqrt(largest_eigenvalue(product, size).value)
 
 
-def diagnose(head: SoftmaxHead, blocks: Blocks | None = None) -> Diagnosis:
+def diagnose(head: Head, blocks: Blocks | None = None) -> Diagnosis:
     """Measure and name what dominates the conditioning of a head's Jacobian.
 
     The verdict is the largest of three ratios: kappa(P), kappa of the tokens, and the spread of the norms of J_Q, J_K

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from wellcond.errors import WellcondError
-from wellcond.jacobian import bounds
+from wellcond.head import Blocks, Head, build_blocks
 from wellcond.jacobian.gram import explicit_jacobian, output_gram, parameter_gram, stack_gram
-from wellcond.jacobian.head import Blocks, SoftmaxHead, build_blocks
 from wellcond.jacobian.operator import GramOperator, gram_operator
 from wellcond.jacobian.structure import Structure, stack_structure, wide_structure
+from wellcond.theory.bounds import lower_parts, lower_square, upper_parts, upper_square
 
 
 class NotDefinedError(WellcondError, ValueError):
@@ -51,7 +51,7 @@ class Form(Protocol):
 class WideForm:
     """The Jacobian of a plain softmax head, outputs x parameters."""
 
-    head: SoftmaxHead
+    head: Head
     biases: bool = False
 
     @property
@@ -106,7 +106,8 @@ class WideForm:
 
     def certified(self) -> tuple[float, float]:
         """Bounds (L) on sigma_min and (U1) on sigma_max."""
-        return bounds.lower_bound(self.blocks), bounds.upper_bound(self.blocks)
+        lower = lower_square(lower_parts(self.blocks, len(self.blocks.x), less_rounding=True))
+        return math.sqrt(lower), _norm_bound(self.blocks)
 
     def minimum_from_values(self) -> tuple[float, float] | None:
         """An interval for sigma_min that closes when the values can make a constant, V u = 1 (theory.md, section 6).
@@ -141,7 +142,7 @@ class StackForm:
     this form are the parameters, in the basis of the compressed tokens, and J J^T is H of theory.md 2.3.
     """
 
-    head: SoftmaxHead
+    head: Head
 
     def __post_init__(self) -> None:
         """Refuse heads on which it is not defined."""
@@ -193,7 +194,12 @@ class StackForm:
 
     def certified(self) -> tuple[float, float]:
         """(U1) holds for the stacked matrix too."""
-        return 0.0, bounds.upper_bound(self.blocks)
+        return 0.0, _norm_bound(self.blocks)
+
+
+def _norm_bound(blocks: Blocks) -> float:
+    """The square root of (U1), which rounding must not make smaller than what it bounds."""
+    return math.sqrt(upper_square(upper_parts(blocks))) * (1 + 1e-12)
 
 
 def gram_side(form: Form) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wellcond.jacobian.head import CHUNK_BYTES, Blocks
+from wellcond.head import CHUNK_BYTES, Blocks
 
 
 def output_gram(blocks: Blocks) -> Tensor:

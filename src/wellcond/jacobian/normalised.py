@@ -1,6 +1,6 @@
 r"""Softmax heads whose queries and keys pass a map of their own before they meet: QK-norm, cosine attention, rotary.
 
-Legend (theory.md, section 3, on top of the legend of `wellcond.jacobian.head`):
+Legend (theory.md, section 3, on top of the legend of `wellcond.head`):
 
     qhat_r = f_r(q_r),  khat_j = f_j(k_j)      the mapped rows; P = softmax of s Qhat Khat^T + bias
     N_r^q = df_r/dq (d' x d),  N_j^k           the Jacobians of the maps, one per row
@@ -26,27 +26,10 @@ import torch
 from torch import Tensor
 
 from wellcond.errors import WeightError
-from wellcond.jacobian.head import SoftmaxHead, compressed
+from wellcond.head import Head, compressed, softmax_weights, through_softmax
 from wellcond.jacobian.structure import Structure, token_rank
 from wellcond.jacobian.token_maps import MapRows, Symmetry, TokenMap, eye_like, is_present, l2_norm
 from wellcond.linalg.spectrum import resolve_rank
-
-
-def softmax_weights(p: Tensor, v: Tensor) -> Tensor:
-    """W_r = V^T Lambda_r of every row, (R, dv, M): columns p_rj (v_j - o_r).
-
-    The columns of a W_r sum to zero. Where p_r is nearly one-hot, v_j - o_r cancels for its largest entry, and only for
-    that one; it is replaced by minus the sum of the others, which keeps relative accuracy (theory.md 2.2).
-    """
-    w = p[:, None, :] * (v.T - (p @ v)[:, :, None])
-    top = p.argmax(-1)[:, None, None].expand(-1, v.shape[1], 1)
-    w.scatter_(2, top, 0.0)
-    return w.scatter_(2, top, -w.sum(-1, keepdim=True))
-
-
-def through_softmax(p: Tensor, t: Tensor) -> Tensor:
-    """Lambda_r t_r for every row: the derivative of the row softmax, which is its own transpose."""
-    return p * (t - (p * t).sum(-1, keepdim=True))
 
 
 def with_constant(tokens: Tensor, constant: bool) -> Tensor:
@@ -56,7 +39,7 @@ def with_constant(tokens: Tensor, constant: bool) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class NormalisedHead:
-    """A `SoftmaxHead` whose queries and keys pass maps; parameters are those of the head, the maps are fixed.
+    """A `Head` whose queries and keys pass maps; parameters are those of the head, the maps are fixed.
 
     Attributes:
         head: tokens and weights; its own `probabilities()` are not those of this form.
@@ -65,7 +48,7 @@ class NormalisedHead:
         biases: the biases of the head count as parameters.
     """
 
-    head: SoftmaxHead
+    head: Head
     query: TokenMap
     key: TokenMap
     biases: bool = False
@@ -102,7 +85,7 @@ class NormalisedHead:
     def p(self) -> Tensor:
         """P, (R, M)."""
         logits = self.head.scale * self.query.value @ self.key.value.T
-        bias = self.head.logit_bias
+        bias = self.head.mask
         if bias is not None:
             logits = logits + bias.expand(self.num_query_heads, -1, -1).flatten(0, 1)
         return logits.softmax(-1)
@@ -191,21 +174,19 @@ class NormalisedHead:
         return (weights * t[:, None, :]).flatten(0, 1) @ y
 
 
-def mapped_head(
-    head: SoftmaxHead, query: MapRows, key: MapRows | None = None, *, biases: bool = False
-) -> NormalisedHead:
+def mapped_head(head: Head, query: MapRows, key: MapRows | None = None, *, biases: bool = False) -> NormalisedHead:
     """The form of a head whose queries pass `query` and whose keys pass `key` (the same map if None).
 
     Example:
         >>> one = torch.ones(2, 2)
-        >>> head = SoftmaxHead(torch.eye(2), one, one, one, scale=1.0)
+        >>> head = Head(torch.eye(2), one, one, one, scale=1.0)
         >>> mapped_head(head, l2_norm).output().shape
         torch.Size([1, 2, 2])
     """
     return NormalisedHead(head, query(head.queries()), (key or query)(head.keys()), biases)
 
 
-def cosine_head(head: SoftmaxHead, *, eps: float = 1e-12, biases: bool = False) -> NormalisedHead:
+def cosine_head(head: Head, *, eps: float = 1e-12, biases: bool = False) -> NormalisedHead:
     """Cosine attention (Swin V2): l2-normalised queries and keys; `head.scale` is the clamped, exponentiated one."""
     return mapped_head(head, lambda rows: l2_norm(rows, eps=eps), biases=biases)
 
@@ -294,10 +275,10 @@ def _gauge(symmetry: Symmetry, queries: Tensor, keys: Tensor) -> int:
     return (d * (d - 1) - free * (free - 1)) // 2
 
 
-def _free_logits(head: SoftmaxHead) -> int:
+def _free_logits(head: Head) -> int:
     """sum_r (#keys that row r sees - 1)."""
     rows, keys = head.num_rows, head.memory.shape[0]
-    if head.logit_bias is None:
+    if head.mask is None:
         return rows * (keys - 1)
-    seen = (head.logit_bias > -torch.inf).expand(head.num_query_heads, -1, -1)
+    seen = (head.mask > -torch.inf).expand(head.num_query_heads, -1, -1)
     return int(seen.sum()) - rows

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wellcond.jacobian.head import SoftmaxHead
+from wellcond.head import Head, through_softmax
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,15 +39,12 @@ class GramOperator:
     def __call__(self, flat: Tensor) -> Tensor:
         """G times a vector of length n."""
         u = flat.view(self.p.shape[0], -1)
-        pulled = self._through_softmax(u @ self.v.T)
+        pulled = through_softmax(self.p, u @ self.v.T)
         logits = (self.x_gram @ (pulled @ self.k)) @ self.k.T + self.q @ (self.y_gram @ (pulled.T @ self.q)).T
-        return (self.scale**2 * self._through_softmax(logits) @ self.v + self.value_gram @ u).flatten()
-
-    def _through_softmax(self, t: Tensor) -> Tensor:
-        return self.p * (t - (self.p * t).sum(-1, keepdim=True))
+        return (self.scale**2 * through_softmax(self.p, logits) @ self.v + self.value_gram @ u).flatten()
 
 
-def gram_operator(head: SoftmaxHead, *, biases: bool = False) -> GramOperator:
+def gram_operator(head: Head, *, biases: bool = False) -> GramOperator:
     """The operator of a head."""
     g, n = head.num_query_heads, head.num_tokens
     p, y = head.probabilities().flatten(0, 1), head.memory

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from wellcond.errors import WeightError
+from wellcond.head import compressed
 from wellcond.jacobian.forms import Form, WideForm
-from wellcond.jacobian.head import compressed
 from wellcond.jacobian.normalised import with_constant
 from wellcond.jacobian.records import JacobianSpectrum
 from wellcond.jacobian.structure import Structure, token_rank
@@ -48,7 +48,7 @@ class HeadForm(Form, Protocol):
 
 @dataclass(frozen=True, eq=False)
 class PlainHead(WideForm):
-    """The form of a `SoftmaxHead`, with its value."""
+    """The form of a `Head`, with its value."""
 
     @property
     def num_query_heads(self) -> int:

@@ -1,6 +1,6 @@
 r"""A relative position table as one more parameter (Swin, BEiT, T5): logits += t[index].
 
-Legend (theory.md, section 3, on top of the legends of `wellcond.jacobian.head` and `.normalised`):
+Legend (theory.md, section 3, on top of the legends of `wellcond.head` and `.normalised`):
 
     t  (T) or (g, T)          the table, one per query head
     R_r  M x T                onehot(index[i, :]): which entry each key of row r = (head, i) reads
@@ -20,14 +20,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from wellcond.jacobian.head import SoftmaxHead
-from wellcond.jacobian.normalised import NormalisedHead, softmax_weights, through_softmax
+from wellcond.head import Head, softmax_weights, through_softmax
+from wellcond.jacobian.normalised import NormalisedHead
 from wellcond.jacobian.output_projection import PlainHead
 from wellcond.jacobian.structure import Structure
 from wellcond.linalg.float64 import to_float64
 
 
-def with_position_table(head: SoftmaxHead, table: Tensor, index: Tensor) -> SoftmaxHead:
+def with_position_table(head: Head, table: Tensor, index: Tensor) -> Head:
     """A head with t[index] added to its logits, beside the mask it may have.
 
     Args:
@@ -36,7 +36,7 @@ def with_position_table(head: SoftmaxHead, table: Tensor, index: Tensor) -> Soft
         index: integers (N, M).
     """
     bias = to_float64(table)[..., index]
-    return replace(head, logit_bias=bias if head.logit_bias is None else bias + head.logit_bias)
+    return replace(head, mask=bias if head.mask is None else bias + head.mask)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +78,8 @@ class PositionBiasHead:
         """
         base, head, g = self.base.structure(), self.base.head, self.base.num_query_heads
         visible = torch.ones_like(self.index, dtype=torch.bool)[None].expand(g, -1, -1)
-        if head.logit_bias is not None:
-            visible = (head.logit_bias > -torch.inf).expand(g, -1, -1)
+        if head.mask is not None:
+            visible = (head.mask > -torch.inf).expand(g, -1, -1)
         several = visible & (visible.sum(-1, keepdim=True) > 1)
         read = [len(self.index[some].unique()) for some in several]
         rank = min(self.num_outputs, base.max_rank + sum(max(0, one - 1) for one in read))
@@ -126,12 +126,12 @@ class PositionBiasHead:
         return list(table.view(g, rows // g * dv, self.table_size))
 
 
-def swin_head(head: SoftmaxHead, table: Tensor, index: Tensor, *, biases: bool = False) -> PositionBiasHead:
-    """Window attention of Swin: a plain head and its table; `head.logit_bias` is the mask of shifted windows, if any.
+def swin_head(head: Head, table: Tensor, index: Tensor, *, biases: bool = False) -> PositionBiasHead:
+    """Window attention of Swin: a plain head and its table; `head.mask` is the mask of shifted windows, if any.
 
     Example:
         >>> one = torch.ones(1, 1)
-        >>> head = SoftmaxHead(torch.tensor([[1.0], [2.0]]), one, one, one, scale=1.0)
+        >>> head = Head(torch.tensor([[1.0], [2.0]]), one, one, one, scale=1.0)
         >>> form = swin_head(head, torch.zeros(3), torch.tensor([[1, 0], [2, 1]]))
         >>> form.structure().num_parameters
         6

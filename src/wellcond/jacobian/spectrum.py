@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from wellcond.errors import check_choice
+from wellcond.head import Head
 from wellcond.jacobian.dense import dense_jacobian
 from wellcond.jacobian.forms import Form, NotDefinedError, StackForm, WideForm, certified, gram_side, smaller_gram
-from wellcond.jacobian.head import SoftmaxHead
 from wellcond.jacobian.nystrom.form import NystromForm
 from wellcond.jacobian.records import Convention, JacobianSpectrum, Status
 from wellcond.jacobian.select import ASKED, EXHAUSTIVE_LIMIT, Choice, available_bytes, choose_method
@@ -82,16 +82,16 @@ def jacobian_spectrum(
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask.cpu(), -torch.inf)
     b_q, b_k, b_v = biases or (None, None, None)
-    head = SoftmaxHead(
+    head = Head(
         x, w_q, w_k, w_v, w_k.shape[0] ** -0.5 if scale is None else scale,
-        y=memory, b_q=b_q, b_k=b_k, b_v=b_v, logit_bias=mask,
+        y=memory, b_q=b_q, b_k=b_k, b_v=b_v, mask=mask,
     )  # fmt: skip
     return head_spectrum(head, biases=biases is not None, convention=convention, method=method, rtol=rtol,
                          memory_limit=memory_limit)  # fmt: skip
 
 
 def head_spectrum(
-    head: SoftmaxHead,
+    head: Head,
     *,
     biases: bool = False,
     convention: Convention = "wide",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wellcond.jacobian.head import SoftmaxHead
+from wellcond.head import Head
 from wellcond.linalg.spectrum import resolve_rank, singular_values
 
 
@@ -44,7 +44,7 @@ def token_rank(tokens: Tensor) -> int:
     return int(resolve_rank(singular_values(tokens), tuple(tokens.shape)))
 
 
-def wide_structure(head: SoftmaxHead, *, biases: bool = False) -> Structure:
+def wide_structure(head: Head, *, biases: bool = False) -> Structure:
     """Sizes and ranks of the wide Jacobian R dv x parameters."""
     d, dv, g = head.head_dim, head.value_dim, head.num_query_heads
     rx = token_rank(head.x)
@@ -58,7 +58,7 @@ def wide_structure(head: SoftmaxHead, *, biases: bool = False) -> Structure:
     qx = token_rank(torch.cat([head.x, torch.ones_like(head.x[:, :1])], 1)) if with_q else rx
     vy = token_rank(torch.cat([head.memory, torch.ones_like(head.memory[:, :1])], 1)) if with_v else ry
     seen = g * d * qx + d * ry + dv * vy
-    fixed = 0 if head.b_q is None or biases else token_rank(head.b_q)
+    fixed = 0 if head.query_biases is None or biases else token_rank(head.query_biases)
     gauge = max(0, d * (d - fixed) - max(0, d - rx) * max(0, d - ry))
     rank = min(head.num_outputs, seen - gauge)
     names = []
@@ -69,7 +69,7 @@ def wide_structure(head: SoftmaxHead, *, biases: bool = False) -> Structure:
     return Structure(head.num_outputs, parameters, rx, ry, rank, "; ".join(names))
 
 
-def stack_structure(head: SoftmaxHead) -> Structure:
+def stack_structure(head: Head) -> Structure:
     """Sizes and ranks of the papers' stacked matrix 3 R dv x Dd."""
     d, r = head.head_dim, token_rank(head.x)
     D = head.x.shape[1]

@@ -5,6 +5,7 @@ record with value None. Statements that the papers print and that are false keep
 labelled a surrogate, so that their counterexamples are tests.
 """
 
+from wellcond.head import Head, SoftmaxSpectrum, softmax_spectrum
 from wellcond.theory.bounds import (
     exact_case,
     kappa_bound,
@@ -14,7 +15,6 @@ from wellcond.theory.bounds import (
     upper_bound,
 )
 from wellcond.theory.dead_heads import Saturation, saturation
-from wellcond.theory.head import Head
 from wellcond.theory.ranks import (
     NullDirection,
     Ranks,
@@ -26,7 +26,6 @@ from wellcond.theory.ranks import (
     parameter_nullity,
     structural_ranks,
 )
-from wellcond.theory.softmax import SoftmaxSpectrum, softmax_spectrum
 from wellcond.theory.statement import Bound, Hypothesis, HypothesisError, Reference
 from wellcond.theory.surrogate import Surrogate, papers_bound, papers_second_term, proposition32_printed
 from wellcond.theory.weights import PolarTheorem, theorem35, theorem38, theorem38_applies, theorem38_printed

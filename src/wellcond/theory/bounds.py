@@ -1,7 +1,7 @@
 r"""Bounds on the singular values of the parameter Jacobian that hold. Both conventions, masks allowed.
 
 wide = [J_Q J_K J_V], the Jacobian (N dv x ...); stack = [J_Q; J_K; J_V], the papers' dimension count, for dv = d. With
-the factorised blocks (legend in `theory/head.py`) J J^T (wide) and J^T J (stack) are sums of three PSD terms,
+the factorised blocks (legend in `wellcond/head.py`) J J^T (wide) and J^T J (stack) are sums of three PSD terms,
 
     wide:  J J^T = bd(M_i)(X X^T (x) I) bd(M_i)^T + bd(B_i)(Q Q^T (x) I) bd(B_i)^T + P X X^T P^T (x) I
     stack: J^T J = (X (x) I)^T bd(M_i^T M_i) (X (x) I) + ... + X^T P^T P X (x) I
@@ -17,25 +17,71 @@ from collections.abc import Mapping
 from typing import Literal, get_args
 
 import torch
+from torch import Tensor
 
 from wellcond.errors import check_choice
-from wellcond.linalg.spectrum import singular_values, spectrum
-from wellcond.theory.head import (
-    Head,
-    key_block_norms,
-    key_blocks,
-    mixed_tokens,
-    queries,
-    query_block_singular_values,
-    query_blocks,
-    values,
-)
+from wellcond.head import Blocks, Head, build_blocks, softmax_spectrum
+from wellcond.linalg.spectrum import default_rtol, singular_values, spectrum
 from wellcond.theory.ranks import contains_ones
-from wellcond.theory.softmax import softmax_spectrum
-from wellcond.theory.statement import Bound, Hypothesis, Relation, all_hold, ours, settle
+from wellcond.theory.statement import Bound, Hypothesis, Relation, all_hold, check_single, ours, settle
 
 Convention = Literal["wide", "stack"]
 LambdaNorm = Literal["actual", "half"]
+
+
+def lower_parts(blocks: Blocks, rank: int, *, less_rounding: bool = False) -> dict[str, float]:
+    """Factors of (L) at rank r of the tokens; zero where there are fewer than r singular values.
+
+    `less_rounding` takes the rounding of the SVD off, so that dependent rows get no positive bound.
+    """
+
+    def sigma_r(matrix: Tensor) -> float:
+        if rank > min(matrix.shape):
+            return 0.0
+        sigma = singular_values(matrix)
+        rounding = default_rtol(tuple(matrix.shape)) * float(sigma[0]) if less_rounding else 0.0
+        return max(0.0, float(sigma[rank - 1]) - rounding)
+
+    # bd(M_i) bd(M_i)^T >= min_i sigma_dv(M_i)^2, and sigma_dv = 0 for a tall M_i (d < dv).
+    tall = blocks.m.shape[2] < blocks.m.shape[1]
+    m = 0.0 if tall else float(singular_values(blocks.m)[:, -1].min())
+    return {"sigma_r(X)": sigma_r(blocks.x), "min sigma_min(M_i)": m, "sigma_r(PX)": sigma_r(blocks.py)}
+
+
+def upper_parts(blocks: Blocks) -> dict[str, float]:
+    """Factors of (U1)."""
+
+    def norm(matrices: Tensor) -> float:
+        return float(torch.linalg.matrix_norm(matrices, 2).max())
+
+    return {
+        "||X||": norm(blocks.x),
+        "max ||M_i||": norm(blocks.m),
+        "||Q||": norm(blocks.q),
+        "max ||B_i||": norm(blocks.b),
+        "||PX||": norm(blocks.py),
+    }
+
+
+def lower_square(parts: Mapping[str, float]) -> float:
+    """(L) from its factors."""
+    x, m, px = parts.values()
+    return (x * m) ** 2 + px**2
+
+
+def upper_square(parts: Mapping[str, float]) -> float:
+    """(U1) from its factors."""
+    x, m, q, b, px = parts.values()
+    return (x * m) ** 2 + (q * b) ** 2 + px**2
+
+
+def log10_kappa_bound(head: Head, blocks: Blocks, *, convention: Convention = "wide") -> float | None:
+    """log10 of `kappa_bound`, from blocks that are there already; None where that says nothing."""
+    rank = spectrum(head.x).rank
+    if rank == 0 or (convention == "wide" and rank < head.num_tokens):
+        return None
+    lower = lower_square(lower_parts(blocks, rank))
+    return None if lower == 0 else (math.log10(upper_square(upper_parts(blocks))) - math.log10(lower)) / 2
 
 
 def lower_bound(head: Head, *, convention: Convention = "wide", strict: bool = True) -> Bound:
@@ -48,8 +94,7 @@ def lower_bound(head: Head, *, convention: Convention = "wide", strict: bool = T
 
     Raises: HypothesisError unless r = N (wide), or dv = d and X is not zero (stack).
     """
-    x = spectrum(head.x)
-    r, n = x.rank, head.num_tokens
+    r, n = spectrum(head.x).rank, head.num_tokens
     if convention == "wide":
         needed = Hypothesis("N = rank X", r == n, {"N": n, "rank X": r})
     else:
@@ -57,11 +102,8 @@ def lower_bound(head: Head, *, convention: Convention = "wide", strict: bool = T
     hypotheses = (*_exists(head, convention), needed)
     value, parts = None, dict[str, float]()
     if all_hold(hypotheses):
-        # bd(M_i) bd(M_i)^T >= min_i sigma_dv(M_i)^2, and sigma_dv = 0 for a tall M_i (d < dv).
-        m = float(query_block_singular_values(head)[:, -1].min()) if head.head_dim >= head.value_dim else 0.0
-        px = float(singular_values(mixed_tokens(head))[r - 1])
-        value = x.sigma_rank**2 * m**2 + px**2
-        parts = {"sigma_r(X)": x.sigma_rank, "min sigma_min(M_i)": m, "sigma_r(PX)": px}
+        parts = lower_parts(build_blocks(head), r)
+        value = lower_square(parts)
     quantity = "sigma_min(J_wide)^2" if convention == "wide" else "sigma_dr(J_stack)^2"
     return _bound("lower_bound", value, hypotheses, "(L)", quantity, ">=", parts, strict)
 
@@ -76,15 +118,8 @@ def upper_bound(head: Head, *, convention: Convention = "wide", strict: bool = T
     hypotheses = _exists(head, convention)
     value, parts = None, dict[str, float]()
     if all_hold(hypotheses):
-        parts = {
-            "||X||": float(singular_values(head.x)[0]),
-            "max ||M_i||": float(query_block_singular_values(head)[:, 0].max()),
-            "||Q||": float(singular_values(queries(head))[0]),
-            "max ||B_i||": float(key_block_norms(head).max()),
-            "||PX||": float(singular_values(mixed_tokens(head))[0]),
-        }
-        x, m, q, b, px = parts.values()
-        value = (x * m) ** 2 + (q * b) ** 2 + px**2
+        parts = upper_parts(build_blocks(head))
+        value = upper_square(parts)
     return _bound("upper_bound", value, hypotheses, "(U1)", "sigma_max(J)^2", "<=", parts, strict)
 
 
@@ -116,7 +151,7 @@ def norm_upper_bound(
             "||Wq||": float(singular_values(head.w_q)[0]),
             "||Wk||": float(singular_values(head.w_k)[0]),
             "||Wv||": float(singular_values(head.w_v)[0]),
-            "||PX||": float(singular_values(mixed_tokens(head))[0]),
+            "||PX||": float(singular_values(head.probabilities()[0] @ head.x)[0]),
         }
         s, lam, x, wq, wk, wv, px = parts.values()
         value = (s * lam * x**3 * wv) ** 2 * (wq**2 + wk**2) + px**2
@@ -153,12 +188,13 @@ def exact_case(head: Head, *, strict: bool = True) -> Bound:
 
     Raises: HypothesisError.
     """
-    n, v = head.num_tokens, values(head)
+    check_single(head)
+    n, v = head.num_tokens, head.values()
     hypotheses = (
         Hypothesis("N <= D", n <= head.width, {"N": n, "D": head.width}),
         Hypothesis("1 is in range(V)", contains_ones(v), {"N": n, "rank V": spectrum(v).rank}),
     )
-    value = float(singular_values(mixed_tokens(head))[-1]) if all_hold(hypotheses) else None
+    value = float(singular_values(head.probabilities()[0] @ head.x)[-1]) if all_hold(hypotheses) else None
     return _bound("exact_case", value, hypotheses, "exact case", "sigma_min(J_wide)", "=", {}, strict)
 
 
@@ -169,15 +205,16 @@ def sigma_min_upper_bound(head: Head) -> Bound:
 
     where v is the last left singular vector of PX: the Rayleigh quotient of G over vectors v (x) u, d_v x d_v.
     """
-    left, s, _ = torch.linalg.svd(mixed_tokens(head), full_matrices=True)
+    check_single(head)
+    blocks = build_blocks(head)
+    left, s, _ = torch.linalg.svd(blocks.py, full_matrices=True)
     v = left[:, -1]
     px = float(s[-1]) if head.num_tokens <= head.width else 0.0
     # G_ij = (x_i.x_j) M_i M_j^T + (q_i.q_j) B_i B_j^T + (P X X^T P^T)_ij I, so the sum over i and j is
     #     T T^T + sigma_N(PX)^2 I   with   T = sum_i v_i [M_i (x) x_i^T, B_i (x) q_i^T],
     # and the singular values of T avoid squaring.
-    m, b, q = torch.cat(list(query_blocks(head))), torch.cat(list(key_blocks(head))), queries(head)
-    t_q = torch.einsum("i,ioc,ia->oca", v, m, head.x).flatten(1)
-    t_k = torch.einsum("i,ioa,ic->oca", v, b, q).flatten(1)
+    t_q = torch.einsum("i,ioc,ia->oca", v, blocks.m, blocks.x).flatten(1)
+    t_k = torch.einsum("i,ioa,ic->oca", v, blocks.b, blocks.q).flatten(1)
     t = torch.cat([t_q, t_k], 1)
     tail = float(singular_values(t)[-1]) if t.shape[1] >= t.shape[0] else 0.0
     parts = {"tail": tail, "sigma_N(PX)": px}
@@ -187,6 +224,7 @@ def sigma_min_upper_bound(head: Head) -> Bound:
 
 def _exists(head: Head, convention: Convention) -> tuple[Hypothesis, ...]:
     """The hypothesis under which J in this convention exists at all."""
+    check_single(head)
     check_choice("convention", convention, get_args(Convention))
     d, dv = head.head_dim, head.value_dim
     return () if convention == "wide" else (Hypothesis("the stack needs dv = d", d == dv, {"d": d, "dv": dv}),)

@@ -28,9 +28,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from wellcond.head import Head
 from wellcond.linalg.spectrum import spectrum
-from wellcond.theory.head import Head, log_probabilities
-from wellcond.theory.statement import AbstractStatement, Bound, Hypothesis, all_hold, ours, settle
+from wellcond.theory.statement import AbstractStatement, Bound, Hypothesis, all_hold, check_single, ours, settle
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,9 @@ def structural_ranks(head: Head, *, strict: bool = True) -> StructuralRanks:
 
     Raises: HypothesisError if entries of P are masked, or X = 0.
     """
+    check_single(head)
     r = spectrum(head.x).rank
-    masked = int(torch.isneginf(log_probabilities(head)).sum())
+    masked = int(torch.isneginf(head.log_probabilities()).sum())
     hypotheses = (
         Hypothesis("no entry of P is masked", masked == 0, {"masked": masked}),
         Hypothesis("X is not zero", r > 0, {"rank X": r}),
@@ -173,10 +174,11 @@ def deficient_case(head: Head, *, strict: bool = True) -> Bound:
 
     Raises: HypothesisError unless 1 is in range(V) and N > r.
     """
+    check_single(head)
     r, n, dv = spectrum(head.x).rank, head.num_tokens, head.value_dim
-    inside = contains_ones(head.x @ head.w_v.T)
+    values = head.values()
     hypotheses = (
-        Hypothesis("1 is in range(V)", inside, {"rank V": spectrum(head.x @ head.w_v.T).rank, "N": n}),
+        Hypothesis("1 is in range(V)", contains_ones(values), {"rank V": spectrum(values).rank, "N": n}),
         Hypothesis("N > rank X", n > r, {"N": n, "rank X": r}),
     )
     return settle(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from wellcond.errors import WellcondError
+from wellcond.head import Head
 
 Relation = Literal["<", "<=", "=", ">=", ">"]
 
@@ -121,3 +122,12 @@ def settle(statement: S, *, strict: bool) -> S:
     if strict and not statement.applies:
         raise HypothesisError(statement)
     return statement
+
+
+def check_single(head: Head) -> None:
+    """Raise unless a head is what the papers' statements are about."""
+    if not head.is_single:
+        raise ValueError(
+            "expected one query head that attends to its own tokens: the statements of wellcond.theory are not about "
+            f"{head.num_query_heads} grouped heads or cross attention; use wellcond.jacobian_spectrum"
+        )

@@ -1,7 +1,7 @@
 r"""The papers' bound on kappa(J), which is not one, and what they deduce from it.
 
 Legend: kappa here is the pseudo condition number, over the non-zero singular values; for Lambda over the structurally
-non-zero eigenvalues (`theory/softmax.py`). P is the actual one, with scale and mask.
+non-zero eigenvalues (`softmax_spectrum`). P is the actual one, with scale and mask.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from wellcond.head import Head, SoftmaxSpectrum, softmax_spectrum
 from wellcond.linalg.spectrum import spectrum
-from wellcond.theory.head import Head, probabilities
 from wellcond.theory.ranks import structural_ranks
-from wellcond.theory.softmax import softmax_spectrum
-from wellcond.theory.statement import AbstractStatement, Bound, Hypothesis, all_hold, paper_c, settle
+from wellcond.theory.statement import AbstractStatement, Bound, Hypothesis, all_hold, check_single, paper_c, settle
 
 PRINTED_IN = "Theorem 3.1, eq 8 (Spectral Conditioning of Attention: Theorem 3.4, eq 10)"
 
@@ -44,6 +43,35 @@ class Surrogate(AbstractStatement):
         return _power(self.log10_kappa_lambda)
 
 
+@dataclass(frozen=True, eq=False)
+class _Factors:
+    """Condition numbers of X, Wq, Wk, Wv (in this order) and of P, and the spectra of Lambda_i."""
+
+    kappa: dict[str, float]
+    kappa_p: float
+    lambdas: SoftmaxSpectrum
+
+    @property
+    def log10(self) -> float | None:
+        """log10 of the bound; None if a factor is not defined."""
+        if any(math.isnan(k) for k in self.kappa.values()) or not bool((self.lambdas.rank > 0).any()):
+            return None
+        x, q, k, v = (math.log10(number) for number in self.kappa.values())
+        first = 3 * x + self.lambdas.log10_kappa + v + _add(q, k)
+        return _add(first, x + math.log10(self.kappa_p))
+
+
+def _factors(head: Head) -> _Factors:
+    weights = (("X", head.x), ("Wq", head.query_weights[0]), ("Wk", head.w_k), ("Wv", head.w_v))
+    kappa = {name: spectrum(matrix).pseudo_condition_number for name, matrix in weights}
+    return _Factors(kappa, spectrum(head.probabilities()[0]).pseudo_condition_number, softmax_spectrum(head))
+
+
+def log10_papers_bound(head: Head) -> float | None:
+    """log10 of `papers_bound`; None where a factor is not defined."""
+    return _factors(head).log10
+
+
 def papers_bound(head: Head, *, strict: bool = True) -> Surrogate:
     r"""The papers' bound, in the pseudo reading and in log space.
 
@@ -60,23 +88,15 @@ def papers_bound(head: Head, *, strict: bool = True) -> Surrogate:
         >>> round(papers_bound(Head(x, w, w, w, 1.0)).value, 8)
         12.96494351
     """
-    kappa = {
-        name: spectrum(matrix).pseudo_condition_number
-        for name, matrix in (("X", head.x), ("Wq", head.w_q), ("Wk", head.w_k), ("Wv", head.w_v))
-    }
-    kappa_p = spectrum(probabilities(head)).pseudo_condition_number
-    lambdas = softmax_spectrum(head)
+    check_single(head)
+    factors = _factors(head)
+    kappa, lambdas, log10 = factors.kappa, factors.lambdas, factors.log10
     hypotheses = (
         Hypothesis("X, Wq, Wk and Wv are not zero", not any(math.isnan(k) for k in kappa.values()), kappa),
         Hypothesis(
             "some token attends to two or more", bool((lambdas.rank > 0).any()), {"max rank": int(lambdas.rank.max())}
         ),
     )
-    log10 = None
-    if all_hold(hypotheses):
-        x, q, k, v = (math.log10(number) for number in kappa.values())
-        first = 3 * x + lambdas.log10_kappa + v + _add(q, k)
-        log10 = _add(first, x + math.log10(kappa_p))
     statement = Surrogate(
         name="papers_bound",
         value=None if log10 is None else _power(log10),
@@ -87,7 +107,7 @@ def papers_bound(head: Head, *, strict: bool = True) -> Surrogate:
         kappa_q=kappa["Wq"],
         kappa_k=kappa["Wk"],
         kappa_v=kappa["Wv"],
-        kappa_p=kappa_p,
+        kappa_p=factors.kappa_p,
         log10_kappa_lambda=lambdas.log10_kappa,
         printed_hypotheses=_full_rank(head),
     )
@@ -103,7 +123,8 @@ def papers_second_term(head: Head, *, strict: bool = True) -> Bound:
 
     Raises: HypothesisError for X = 0.
     """
-    x, p = spectrum(head.x).pseudo_condition_number, spectrum(probabilities(head)).pseudo_condition_number
+    check_single(head)
+    x, p = (spectrum(m).pseudo_condition_number for m in (head.x, head.probabilities()[0]))
     hypotheses = (Hypothesis("X is not zero", not math.isnan(x), {"kappa(X)": x}),)
     statement = Bound(
         name="papers_second_term",

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.errors import WeightError, WellcondError
+from wellcond.head import Head
 from wellcond.jacobian.capture.align import align, candidates, head_views, is_map, logit_bias
 from wellcond.jacobian.capture.watch import SiteCall, watch_sites
-from wellcond.jacobian.head import SoftmaxHead
 from wellcond.linalg.float64 import to_float64
 
 # Position decides which keys a query sees, and nothing else changes: masks, or windows as samples of their own.
@@ -69,7 +69,7 @@ class CapturedAttention:
         """Tokens of keys and values, x for self-attention."""
         return self.x if self.memory is None else self.memory
 
-    def head(self, kv_head: int, sample: int = 0) -> SoftmaxHead:
+    def head(self, kv_head: int, sample: int = 0) -> Head:
         """The query heads of one key/value head on one sample or window.
 
         A query that may attend to nothing (padding under a causal mask) is left out: rows are then fewer than N.
@@ -82,7 +82,7 @@ class CapturedAttention:
         """
         return self.stacked_head(kv_head, [sample])
 
-    def stacked_head(self, kv_head: int, samples: Sequence[int] | None = None) -> SoftmaxHead:
+    def stacked_head(self, kv_head: int, samples: Sequence[int] | None = None) -> Head:
         """Several samples or windows (all by default) in one head, which share the weights (theory.md, section 3).
 
         Tokens follow each other, and each sample sees its own keys only. Rows are ordered (query head, sample, token).
@@ -105,7 +105,7 @@ class CapturedAttention:
                 x, y, bias = x[alive], (x if y is None else y), bias[:, alive]
         query, key, value = (self.site.by_role(role) for role in ("query", "key", "value"))
         b_q, b_k, b_v = (slot.read_bias() for slot in (query, key, value))
-        return SoftmaxHead(
+        return Head(
             x,
             to_float64(query.read())[group],
             to_float64(key.read())[kv_head],
@@ -115,7 +115,7 @@ class CapturedAttention:
             b_q=None if b_q is None else to_float64(b_q)[group],
             b_k=None if b_k is None else to_float64(b_k)[kv_head],
             b_v=None if b_v is None else to_float64(b_v)[kv_head],
-            logit_bias=bias,
+            mask=bias,
         )
 
     def query_heads(self, kv_head: int) -> slice:

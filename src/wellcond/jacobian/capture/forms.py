@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from wellcond.attention.head_norm import EPS, has_head_norm
 from wellcond.attention.site import AttentionSite
+from wellcond.head import Head
 from wellcond.jacobian.capture.attention import CapturedAttention
 from wellcond.jacobian.channel import ChannelHead
 from wellcond.jacobian.forms import Form, WideForm
 from wellcond.jacobian.generic.head import GenericForm, GenericHead
-from wellcond.jacobian.head import SoftmaxHead
 from wellcond.jacobian.normalised import NormalisedHead, mapped_head
 from wellcond.jacobian.nystrom.captured import nystrom_form
 from wellcond.jacobian.token_maps import MapRows, layer_norm, rms_norm
@@ -27,7 +27,7 @@ class CapturedForm:
     """A form of one head on one sample, the plain head behind it if there is one, and how it was chosen."""
 
     form: Form
-    head: SoftmaxHead | None
+    head: Head | None
     how: str
 
 
@@ -129,7 +129,7 @@ def _normalised(captured: CapturedAttention, kv_head: int, samples: Sequence[int
     seen = torch.ones(n, n).tril() if site.causal else torch.ones(n, n)
     seen = torch.block_diag(*[seen] * len(samples))  # each sample sees its own keys only
     hidden = None if bool(seen.all()) else torch.zeros_like(seen).masked_fill(seen == 0, -torch.inf)
-    head = SoftmaxHead(x[list(samples)].flatten(0, 1), scale=site.scale, logit_bias=hidden, **w)
+    head = Head(x[list(samples)].flatten(0, 1), scale=site.scale, mask=hidden, **w)
     form: NormalisedHead = mapped_head(head, maps[0], maps[1], biases=biases)
     return CapturedForm(form, None, f"structured: {site.qk_norm} norm on queries and keys")
 

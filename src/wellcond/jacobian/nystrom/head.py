@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d
 
-from wellcond.jacobian.head import weighted_covariances
+from wellcond.head import through_softmax, weighted_covariances
 
 STEPS = 6
 
@@ -140,7 +140,7 @@ class NystromHead:
         l_q, l_k, u = self.landmarks(self.q), self.landmarks(self.k), b @ self.v
         lx_q, lx_k = self.landmarks(x_q), self.landmarks(x_k)
         # Of Z U through A: the gradient of every entry (l, o), pulled back to landmarks of queries and keys.
-        pulled = _through_softmax(self.between, self.inverse.pull_back(u))
+        pulled = through_softmax(self.between, self.inverse.pull_back(u))
         inner_q = torch.einsum("loij,jc,ia->loac", pulled, l_k, lx_q)
         inner_k = torch.einsum("loij,ic,ja->loac", pulled, l_q, lx_k)
         # Of B V: row l is a softmax head whose query is landmark l.
@@ -154,11 +154,6 @@ class NystromHead:
         j_q += x_q[:, None, :, None] * key_side[:, :, None, :]
         j_k += token_side[:, :, :, None] * self.q[:, None, None, :]
         return j_q.mul_(self.root), j_k.mul_(self.root)
-
-
-def _through_softmax(p: Tensor, gradients: Tensor) -> Tensor:
-    """Gradients with respect to logits from those with respect to the rows of p."""
-    return p * (gradients - (p * gradients).sum(-1, keepdim=True))
 
 
 class Inverse:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wellcond.jacobian.head import weighted_covariances
+from wellcond.head import weighted_covariances
 from wellcond.jacobian.nystrom.head import NystromHead
 from wellcond.linalg.spectrum import resolve_rank
 
