@@ -29,9 +29,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from wellcond.head import Head
-from wellcond.jacobian.forms import WideForm
 from wellcond.jacobian.nystrom.form import NystromForm
 from wellcond.jacobian.nystrom.head import NystromHead
+from wellcond.jacobian.plain import WideForm
 from wellcond.jacobian.spectrum import form_spectrum, jacobian_spectrum
 from wellcond.linalg.lanczos import largest_eigenvalue
 

@@ -16,8 +16,8 @@ import wellcond.jacobian.diagnosis as diagnosis_module
 import wellcond.jacobian.spectrum as spectrum_module
 from wellcond.jacobian.capture import capture_attention
 from wellcond.jacobian.capture.forms import GenericForm, captured_form
-from wellcond.jacobian.forms import WideForm
 from wellcond.jacobian.generic.head import GenericHead
+from wellcond.jacobian.plain import WideForm
 from wellcond.jacobian.spectrum import form_spectrum
 from wellcond.report.measurement_page import ReportDataError, render_measurement
 

@@ -15,15 +15,15 @@ from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite
 from wellcond.conditioning.apply import conditioning_of
 from wellcond.errors import WellcondError, check_choice
-from wellcond.head import Head, build_blocks
+from wellcond.head import Head
 from wellcond.jacobian.capture import capture_sites
 from wellcond.jacobian.capture.attention import CapturedAttention
 from wellcond.jacobian.capture.forms import CapturedForm, captured_form
 from wellcond.jacobian.diagnosis import attention_statistics, diagnose, is_collapsed
-from wellcond.jacobian.forms import StackForm, WideForm
 from wellcond.jacobian.generic.head import num_samples
+from wellcond.jacobian.layer import ProjectedHeads
 from wellcond.jacobian.nystrom.captured import nystrom_map
-from wellcond.jacobian.output_projection import PlainHead, ProjectedHeads
+from wellcond.jacobian.plain import WideForm
 from wellcond.jacobian.records import Convention, JacobianSpectrum
 from wellcond.jacobian.select import METHODS
 from wellcond.jacobian.spectrum import form_spectrum
@@ -170,11 +170,7 @@ class _Task:
 
     def spectrum(self, chosen: CapturedForm) -> JacobianSpectrum:
         """Spectrum of one form."""
-        form = chosen.form
-        if self.convention == "stack":
-            if chosen.head is None:
-                raise WellcondError("the stacked convention is defined for plain softmax attention only")
-            form = StackForm(chosen.head)
+        form = chosen.form if self.convention == "wide" else chosen.form.stacked()
         return form_spectrum(form, convention=self.convention, method=self.method, memory_limit=self.memory_limit)
 
 
@@ -241,10 +237,9 @@ def _jacobian_of(captured: CapturedAttention, index: int, task: _Task) -> dict[s
     found = [task.spectrum(form) for form in forms]
     both = _both(found)
     fields: dict[str, Any] = {"jacobian": found[0], "samples": both[task.kappa], "both_samples": both}
-    fields["how"], form, head = forms[0].how, forms[0].form, forms[0].head
-    if head is None:
+    fields["how"], head, blocks = forms[0].how, forms[0].form.plain_head, forms[0].form.plain_blocks()
+    if head is None or blocks is None:
         return fields | _approximated(captured, index)
-    blocks = form.blocks if isinstance(form, WideForm) and not form.biases else build_blocks(head)
     diagnosis = diagnose(head, blocks)
     fields |= {"diagnosis": diagnosis, "attention": diagnosis.attention, "dead": diagnosis.dead}
     if head.is_single:
@@ -263,7 +258,7 @@ def _through_output(captured: CapturedAttention, task: _Task) -> dict[str, Any]:
     try:
         found = []
         for samples in _together(captured.num_samples, task):
-            heads = [PlainHead(captured.stacked_head(i, samples), task.biases) for i in range(site.num_kv_heads)]
+            heads = [WideForm(captured.stacked_head(i, samples), task.biases) for i in range(site.num_kv_heads)]
             form = ProjectedHeads(tuple(heads), w_o)
             found.append(form_spectrum(form, method=task.method, memory_limit=task.memory_limit))
     except NUMERICAL as error:

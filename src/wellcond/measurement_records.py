@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from wellcond.files import json_ready
 from wellcond.jacobian.diagnosis import AttentionStatistics, Diagnosis
-from wellcond.jacobian.output_projection import union_condition_number
+from wellcond.jacobian.layer import union_condition_number
 from wellcond.jacobian.records import Convention, JacobianSpectrum
 from wellcond.records import Spectrum
 

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from wellcond import head
 from wellcond.head import Head
-from wellcond.jacobian import forms, select
-from wellcond.jacobian.forms import StackForm, WideForm
+from wellcond.jacobian import plain, select
+from wellcond.jacobian.plain import StackForm, WideForm
 from wellcond.jacobian.spectrum import form_spectrum, head_spectrum
 
 MEMINFO = """MemTotal:       16000000 kB
@@ -107,8 +107,8 @@ def some_head(tokens=24, width=32, head_dim=12):
 def explicit_jacobians(monkeypatch):
     """How often the matrix itself is built."""
     built = []
-    build = forms.explicit_jacobian
-    monkeypatch.setattr(forms, "explicit_jacobian", lambda blocks: built.append(1) or build(blocks))
+    build = plain.explicit_jacobian
+    monkeypatch.setattr(plain, "explicit_jacobian", lambda blocks: built.append(1) or build(blocks))
     return built
 
 
@@ -139,7 +139,7 @@ def test_a_method_needs_no_more_memory_than_it_says(form, method, monkeypatch):
     monkeypatch.setattr("wellcond.jacobian.gram.CHUNK_BYTES", 2**14)
     form.__dict__.pop("blocks", None)  # cached by an earlier case
     form.__dict__.pop("operator", None)
-    said = select.needed_bytes(method, form, form.structure())
+    said = form.needed_bytes(method, form.structure())
     with PeakBytes() as held:
         form_spectrum(form, method=method, memory_limit=2**40)
     assert held.peak <= said + 2**17, f"{held.peak:,} bytes held, {said:,} said"

@@ -79,7 +79,7 @@ def head_function(head, query=lambda q: q, key=lambda k: k, biases=False):
             outputs.append(torch.softmax(logits, -1) @ v)
         return torch.stack(outputs)
 
-    return function, (head.w_q, head.w_k, head.w_v, *[getattr(head, name) for name in present])
+    return function, (head.query_weights, head.w_k, head.w_v, *[getattr(head, name) for name in present])
 
 
 @st.composite

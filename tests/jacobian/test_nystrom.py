@@ -14,7 +14,7 @@ from transformers.models.nystromformer.modeling_nystromformer import Nystromform
 import wellcond as wc
 from wellcond.experiments.architectures.nystrom import MaskedNystromAttention
 from wellcond.experiments.models import build_model
-from wellcond.jacobian import spectrum
+from wellcond.jacobian import select
 from wellcond.jacobian.capture import CapturedAttention, capture_attention
 from wellcond.jacobian.capture.forms import captured_form
 from wellcond.jacobian.generic.head import GenericForm, GenericHead
@@ -230,7 +230,7 @@ def test_measure_reads_the_masks_of_the_long_range_model(masking, landmarks):
 
 def test_both_ends_come_from_the_triangle_of_large_heads(monkeypatch):
     """What `auto` does beyond 2,500 outputs, on a head that is small enough to know all singular values."""
-    monkeypatch.setattr(spectrum, "LARGEST_FULL_SVD", 10)
+    monkeypatch.setattr(select, "LARGEST_FULL_SVD", 10)
     form = captured_form(captured_from(attention(landmarks=3)), 0).form
     ends, all_values = form_spectrum(form), form_spectrum(form, method="gram")
     assert ends.status == all_values.status == "exact" and ends.rank == all_values.rank

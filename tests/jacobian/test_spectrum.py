@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 from wellcond.errors import UnknownChoiceError, WeightError
 from wellcond.head import Head, build_blocks
 from wellcond.jacobian.dense import dense_jacobian
-from wellcond.jacobian.forms import WideForm
 from wellcond.jacobian.gram import explicit_jacobian, output_gram, parameter_gram, stack_gram
-from wellcond.jacobian.operator import gram_operator
+from wellcond.jacobian.plain import WideForm, gram_operator, wide_structure
 from wellcond.jacobian.select import MemoryLimitError, choose_method
 from wellcond.jacobian.spectrum import head_spectrum, jacobian_spectrum
-from wellcond.jacobian.structure import wide_structure
 
 F64 = torch.float64
 
@@ -229,10 +227,11 @@ def test_auto_is_a_table_that_can_be_asked():
         head = Head(torch.randn(n, D), *torch.randn(3, d, D), d**-0.5)
         return choose_method(WideForm(head), wide_structure(head), memory_limit=limit)
 
-    assert ask(32, 96, 32).method == "gram"  # sizes alone; the closed form needs the values
-    assert ask(197, 256, 64).method == "cholesky"
+    assert ask(24, 96, 32).route == "gram"
+    assert ask(197, 256, 64).route == "cholesky"
     assert "full row rank" in ask(197, 256, 64).reason
-    assert ask(197, 256, 64, limit=200_000_000).method == "implicit"
+    assert ask(197, 256, 64, limit=200_000_000).route == "products"
+    assert ask(32, 96, 32).route == "closed form"  # 1024 outputs, whose values span a constant
     with pytest.raises(MemoryLimitError, match="use fewer tokens"):
         ask(197, 256, 64, limit=1000)
 
@@ -298,7 +297,7 @@ def test_grouped_heads_share_keys_and_values():
 @settings(max_examples=60, deadline=None)
 @given(heads())
 def test_the_closed_form_of_sigma_min_is_an_interval_that_holds(head):
-    interval = WideForm(head).minimum_from_values()
+    interval = WideForm(head).closed_minimum()
     dense = torch.linalg.svdvals(torch.cat(list(dense_jacobian(head).values()), 1))
     if interval is not None and len(dense) == head.num_outputs:
         smallest = float(dense[-1])
@@ -325,7 +324,7 @@ def test_G3_exact_case():
         tensor([[1, 0, 1], [0, 1, -1]]), tensor([[1, 0], [0, 1], [1, 0]]).T, tensor([[1, 1], [0, 1], [-1, 0]]).T,
         tensor([[2, 0], [0, 1], [1, 1]]).T, 2**-0.5,
     )  # fmt: skip
-    assert WideForm(head).minimum_from_values() == pytest.approx((0.7711878382, 0.7711878382), rel=1e-9)
+    assert WideForm(head).closed_minimum() == pytest.approx((0.7711878382, 0.7711878382), rel=1e-9)
     assert head_spectrum(head).sigma_min == pytest.approx(0.7711878382, rel=1e-9)
 
 

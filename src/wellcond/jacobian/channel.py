@@ -32,14 +32,14 @@ from torch import Tensor
 
 from wellcond.errors import WeightError
 from wellcond.head import compressed, softmax_weights, through_softmax
+from wellcond.jacobian.form import AbstractForm, Structure, token_rank
 from wellcond.jacobian.normalised import with_constant
-from wellcond.jacobian.structure import Structure, token_rank
 
 TENSORS = ("x", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v")
 
 
 @dataclass(frozen=True, eq=False)
-class ChannelHead:
+class ChannelHead(AbstractForm):
     """Tokens and weights of one head of channel attention; weights are (out, in) as torch stores them.
 
     Attributes:

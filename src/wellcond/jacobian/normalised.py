@@ -27,7 +27,7 @@ from torch import Tensor
 
 from wellcond.errors import WeightError
 from wellcond.head import Head, compressed, softmax_weights, through_softmax
-from wellcond.jacobian.structure import Structure, token_rank
+from wellcond.jacobian.form import AbstractForm, Structure, token_rank
 from wellcond.jacobian.token_maps import MapRows, Symmetry, TokenMap, eye_like, is_present, l2_norm
 from wellcond.linalg.spectrum import resolve_rank
 
@@ -38,7 +38,7 @@ def with_constant(tokens: Tensor, constant: bool) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class NormalisedHead:
+class NormalisedHead(AbstractForm):
     """A `Head` whose queries and keys pass maps; parameters are those of the head, the maps are fixed.
 
     Attributes:

@@ -1,32 +1,48 @@
-"""Which method computes a Jacobian's spectrum: a table that can be asked.
+"""Which method computes a Jacobian's spectrum: a table that can be asked, and what it answers is what runs.
 
-| method | what it does | all singular values | wants |
-|---|---|---|---|
-| dense | automatic differentiation (or J itself), then SVD | yes | n x p entries; tests and tiny heads |
-| gram | J J^T or J^T J from blocks, eigenvalues; SVD of J where squaring loses them | yes | smaller side <= 6200 |
-| cholesky | J J^T from blocks, Cholesky, inverse Lanczos | no | full row rank, n <= 20000 |
-| implicit | Lanczos on products with J J^T | no | nothing but products; sigma_min is only bounded |
+| method | route | what it does | all singular values | taken by `auto` if |
+|---|---|---|---|---|
+| dense | dense | automatic differentiation (or J itself), then SVD | yes | never: tests and tiny heads |
+| implicit | closed form | sigma_min(J) = sigma_min(PY); sigma_max by Lanczos | no | n > 768, values span a constant |
+| gram | triangle | J made triangular, both ends by Lanczos on it and its inverse | no | the form has one, side > 2500 |
+| gram | gram | J J^T or J^T J from blocks, eigenvalues; SVD of J where squaring loses them | yes | side <= 6200 |
+| cholesky | cholesky | J J^T from blocks, Cholesky, inverse Lanczos | no | full row rank, n <= 20000 |
+| implicit | exhaustive products | Lanczos through the whole space of outputs | no | full row rank, n <= 1500 |
+| implicit | products | Lanczos on products with J J^T; sigma_min is only bounded | no | otherwise |
 
-`auto` takes the first of gram, cholesky and implicit that fits. For more than 768 outputs it first tries the closed
-form sigma_min(J) = sigma_min(PY), which holds when the values span a constant (N <= d suffices), and then needs
-products only: the record says ``implicit``, ``exact``, and why. Ask for ``gram`` to have all singular values.
+The method is what a user asks for and what the record names, the route what runs. `auto` takes the first that fits into
+memory. Ask for ``gram`` to have all singular values. The limits, with their reasons: `wellcond.jacobian.tolerances`.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
 
 from wellcond.errors import WellcondError, check_choice
-from wellcond.jacobian.forms import Form, gram_side
-from wellcond.jacobian.records import MethodName
-from wellcond.jacobian.structure import Structure
+from wellcond.jacobian.form import AbstractForm, Structure
+from wellcond.jacobian.records import Convention, JacobianSpectrum, MethodName, Status
+from wellcond.jacobian.tolerances import (
+    CHOLESKY_LIMIT,
+    CLOSED,
+    CLOSED_ROUNDING,
+    EXHAUSTIVE_LIMIT,
+    GRAM_LIMIT,
+    LARGEST_FULL_SVD,
+    SPECTRUM_LIMIT,
+)
+from wellcond.linalg.lanczos import Estimate, largest_eigenvalue
+from wellcond.linalg.spectrum import default_rtol, resolve_rank
 
-GRAM_LIMIT = 6200
-CHOLESKY_LIMIT = 20_000
-EXHAUSTIVE_LIMIT = 1500  # up to here products alone go through the whole space
+Route = Literal["dense", "closed form", "triangle", "gram", "cholesky", "exhaustive products", "products"]
 ASKED = "asked for"
+EPSILON = torch.finfo(torch.float64).eps
 METHODS = ("dense", "gram", "cholesky", "implicit")
 MEMINFO = Path("/proc/meminfo")
 FALLBACK_BYTES = 4 * 2**30
@@ -36,32 +52,35 @@ class MemoryLimitError(WellcondError, MemoryError):
     """A method would need more memory than there is."""
 
 
+@dataclass(frozen=True, eq=False)
+class ClosedForm:
+    """Both ends where sigma_min is known in closed form: its interval, its rounding, and the largest eigenvalue."""
+
+    interval: tuple[float, float]
+    error: float
+    top: Estimate
+
+
 @dataclass(frozen=True)
 class Choice:
-    """A method, why it was chosen, and the bytes it needs at its peak."""
+    """A method, the route by which it runs, why it was chosen, and the bytes it needs at its peak."""
 
     method: MethodName
+    route: Route
     reason: str
     num_bytes: int
+    closed_form: ClosedForm | None = None
 
 
-def needed_bytes(method: str, form: Form, structure: Structure) -> int:
-    """Peak memory of a method, roughly, in bytes of float64."""
-    n, side, tables = form.num_outputs, gram_side(form), getattr(form, "table_entries", 0)
-    # Covariance blocks hold an entry of every output for every key dimension; Lanczos keeps up to 300 vectors, or all.
-    rows = getattr(form, "block_rows", n)
-    blocks, vectors = rows * (min(structure.memory_rank, rows) + 64), (n if n <= EXHAUSTIVE_LIMIT else 300) * n
-    entries = {
-        "dense": 3 * structure.num_outputs * structure.num_parameters,
-        "gram": 3 * side**2 + 2 * blocks + tables,
-        "cholesky": n * n + 2 * blocks + vectors + (tables if n == side else 0),
-        "implicit": 2 * blocks + vectors,
-    }
-    return 8 * entries[method]
-
-
-def choose_method(form: Form, structure: Structure, *, asked: str = "auto", memory_limit: int | None = None) -> Choice:
-    """The method for a form, with the reason.
+def choose_method(
+    form: AbstractForm,
+    structure: Structure,
+    *,
+    asked: str = "auto",
+    memory_limit: int | None = None,
+    rtol: float | None = None,
+) -> Choice:
+    """The method for a form, with the reason; arguments as in `jacobian_spectrum`.
 
     Raises:
         UnknownChoiceError: no such method.
@@ -69,28 +88,52 @@ def choose_method(form: Form, structure: Structure, *, asked: str = "auto", memo
     """
     check_choice("Jacobian method", asked, ("auto", *METHODS))
     limit = available_bytes() if memory_limit is None else memory_limit
-    needed = {name: needed_bytes(name, form, structure) for name in METHODS}
+    needed = {name: form.needed_bytes(name, structure) for name in METHODS}
     fitting = [name for name in METHODS if needed[name] <= limit]
+    n, side = form.num_outputs, form.gram_side
+    full_row_rank = structure.max_rank == n
+    products: Route = "exhaustive products" if full_row_rank and n <= EXHAUSTIVE_LIMIT else "products"
     if asked != "auto":
         if asked not in fitting:
             raise MemoryLimitError(
-                f"method {asked!r} needs about {needed[asked]:,} bytes for {form.num_outputs} outputs, and {limit:,} "
+                f"method {asked!r} needs about {needed[asked]:,} bytes for {n} outputs, and {limit:,} "
                 f"are available; would fit: {', '.join(fitting) or 'none, use fewer tokens'}"
             )
-        return Choice(asked, ASKED, needed[asked])  # type: ignore[arg-type]
-    n, side = form.num_outputs, gram_side(form)
-    full_row_rank = structure.max_rank == n
+        return Choice(asked, products if asked == "implicit" else asked, ASKED, needed[asked])  # type: ignore[arg-type]
     if side <= GRAM_LIMIT and "gram" in fitting:
-        return Choice("gram", f"the smaller side has {side} <= {GRAM_LIMIT}", needed["gram"])
-    if full_row_rank and n <= CHOLESKY_LIMIT and "cholesky" in fitting:
-        return Choice("cholesky", f"full row rank and {GRAM_LIMIT} < n = {n} <= {CHOLESKY_LIMIT}", needed["cholesky"])
-    if "implicit" in fitting:
+        route: Route = "triangle" if form.has_triangle and side > LARGEST_FULL_SVD else "gram"
+        choice = Choice("gram", route, f"the smaller side has {side} <= {GRAM_LIMIT}", needed["gram"])
+    elif full_row_rank and n <= CHOLESKY_LIMIT and "cholesky" in fitting:
+        why = f"full row rank and {GRAM_LIMIT} < n = {n} <= {CHOLESKY_LIMIT}"
+        choice = Choice("cholesky", "cholesky", why, needed["cholesky"])
+    elif "implicit" in fitting:
         why = "too large to factorise" if full_row_rank else "rank-deficient and too large for all eigenvalues"
-        return Choice("implicit", f"n = {n} is {why}", needed["implicit"])
-    raise MemoryLimitError(
-        f"even matrix-free products need about {needed['implicit']:,} bytes, and {limit:,} are available; "
-        "use fewer tokens"
-    )
+        choice = Choice("implicit", products, f"n = {n} is {why}", needed["implicit"])
+    else:
+        raise MemoryLimitError(
+            f"even matrix-free products need about {needed['implicit']:,} bytes, and {limit:,} are available; "
+            "use fewer tokens"
+        )
+    closed = _closed_form(form, structure, rtol) if full_row_rank and n > SPECTRUM_LIMIT else None
+    if closed is None:
+        return choice
+    reason = f"n = {n} > {SPECTRUM_LIMIT} and the values span a constant: sigma_min(J) = sigma_min(PY)"
+    return replace(choice, method="implicit", route="closed form", reason=reason, closed_form=closed)
+
+
+def _closed_form(form: AbstractForm, structure: Structure, rtol: float | None) -> ClosedForm | None:
+    """Both ends in milliseconds; None unless the interval of the closed form closes, well above rounding."""
+    interval = form.closed_minimum()
+    if interval is None or interval[0] == 0 or interval[1] > interval[0] * (1 + CLOSED):
+        return None
+    top = largest_eigenvalue(form.product, form.num_outputs)
+    largest = math.sqrt(top.value)
+    # Both ends of the interval come from one rounded SVD of PY: each is sure only up to its rounding.
+    rounding = default_rtol((structure.num_outputs, structure.num_parameters))
+    error, zero = rounding * largest, (rounding if rtol is None else rtol) * largest
+    if not top.converged or error > CLOSED_ROUNDING * interval[0] or interval[0] <= zero:
+        return None
+    return ClosedForm(interval, error, top)
 
 
 def available_bytes() -> int:
@@ -122,3 +165,67 @@ def _physical_bytes() -> int:
         return max(0, os.sysconf("SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         return 0
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """One spectrum to compute: of which form, how, and within which memory."""
+
+    form: AbstractForm
+    structure: Structure
+    choice: Choice
+    convention: Convention
+    rtol: float
+    limit: int
+
+
+def from_singular_values(task: Task, sigma: Tensor, reason: str | None = None) -> JacobianSpectrum:
+    """Record of singular values that were not squared; missing ones (compressed away) are zero."""
+    full = torch.zeros(task.structure.smaller_side, dtype=torch.float64)
+    full[: min(len(sigma), len(full))] = sigma[: len(full)].cpu()
+    shape = (task.structure.num_outputs, task.structure.num_parameters)
+    rank = int(resolve_rank(full, shape, rtol=task.rtol))
+    # Autograd's softmax cancels where our centred blocks do not: what `dense` says is sure to half the digits only.
+    rounding = EPSILON**0.5 if task.choice.method == "dense" else default_rtol(shape)
+    sigma_rank, error = float(full[rank - 1]) if rank else 0.0, rounding * float(full[0])
+    return make_record(
+        task, float(full[0]), float(full[-1]), sigma_rank, rank, "exact", values=full, reason=reason,
+        max_bounds=(float(full[0]) - error, float(full[0]) + error),
+        rank_bounds=(max(0.0, sigma_rank - error), sigma_rank + error),
+    )  # fmt: skip
+
+
+def make_record(
+    task: Task,
+    sigma_max: float,
+    sigma_min: float,
+    sigma_rank: float,
+    rank: int,
+    status: Status,
+    *,
+    max_bounds: tuple[float, float],
+    rank_bounds: tuple[float, float],
+    values: Tensor | None = None,
+    reason: str | None = None,
+    num_products: int = 0,
+) -> JacobianSpectrum:
+    """What was found, with what the structure says about it."""
+    structure = task.structure
+    return JacobianSpectrum(
+        convention=task.convention,
+        shape=(structure.num_outputs, structure.num_parameters),
+        sigma_max=sigma_max,
+        sigma_min=sigma_min,
+        sigma_rank=sigma_rank,
+        rank=rank,
+        nullity=structure.smaller_side - rank,
+        null_space=structure.null_space,
+        sigma_max_bounds=max_bounds,
+        sigma_rank_bounds=rank_bounds,
+        rtol=task.rtol,
+        method=task.choice.method,
+        reason=task.choice.reason if reason is None else f"{task.choice.reason}; {reason}",
+        status=status,
+        num_products=num_products,
+        singular_values=None if values is None else tuple(values.tolist()),
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import numpy as np
@@ -13,23 +13,28 @@ from torch import Tensor
 
 from wellcond.errors import check_choice
 from wellcond.head import Head
-from wellcond.jacobian.dense import dense_jacobian
-from wellcond.jacobian.forms import Form, NotDefinedError, StackForm, WideForm, certified, gram_side, smaller_gram
-from wellcond.jacobian.nystrom.form import NystromForm
+from wellcond.jacobian.form import AbstractForm, NotDefinedError
+from wellcond.jacobian.plain import WideForm
 from wellcond.jacobian.records import Convention, JacobianSpectrum, Status
-from wellcond.jacobian.select import ASKED, EXHAUSTIVE_LIMIT, Choice, available_bytes, choose_method
-from wellcond.jacobian.spectrum_record import Task, from_singular_values, make_record
-from wellcond.jacobian.triangle_spectrum import ends_of, from_triangle
+from wellcond.jacobian.select import (
+    ASKED,
+    Route,
+    Task,
+    available_bytes,
+    choose_method,
+    from_singular_values,
+    make_record,
+)
+from wellcond.jacobian.tolerances import (
+    LANCZOS_STEPS,
+    LARGEST_FULL_SVD,
+    LARGEST_SHIFTED_KAPPA,
+    LARGEST_SQUARED_KAPPA,
+    LARGEST_SVD,
+)
+from wellcond.jacobian.triangle import ends_of, from_triangle
 from wellcond.linalg.lanczos import largest_eigenvalue
 from wellcond.linalg.spectrum import default_rtol, singular_values
-
-# Squaring keeps about 1e-16 kappa^2 of relative accuracy: 1e-6 at kappa = 1e5 (theory.md, section 9).
-LARGEST_SQUARED_KAPPA = 1e5
-LARGEST_SHIFTED_KAPPA = 1e4
-LARGEST_SVD = 2e13
-SPECTRUM_LIMIT = 768  # up to here `auto` computes all singular values
-LARGEST_FULL_SVD = 2500  # beyond, an SVD takes longer than everything else, and `auto` gives both ends only
-CLOSED = 1e-8
 
 
 def jacobian_spectrum(
@@ -100,15 +105,15 @@ def head_spectrum(
     memory_limit: int | None = None,
 ) -> JacobianSpectrum:
     """`jacobian_spectrum` of a head that is described already; `biases` counts its biases as parameters."""
-    if convention == "wide":
-        return form_spectrum(WideForm(head, biases), method=method, rtol=rtol, memory_limit=memory_limit)
-    if biases:
+    if convention == "stack" and biases:
         raise ValueError("the stacked convention is defined without biases")
-    return form_spectrum(StackForm(head), convention="stack", method=method, rtol=rtol, memory_limit=memory_limit)
+    form: AbstractForm = WideForm(head, biases)
+    form = form if convention == "wide" else form.stacked()
+    return form_spectrum(form, convention=convention, method=method, rtol=rtol, memory_limit=memory_limit)
 
 
 def form_spectrum(
-    form: Form,
+    form: AbstractForm,
     *,
     convention: Convention = "wide",
     method: str = "auto",
@@ -118,54 +123,28 @@ def form_spectrum(
     """Spectrum of any structured form of the Jacobian; arguments as in `jacobian_spectrum`."""
     limit = available_bytes() if memory_limit is None else memory_limit
     structure = form.structure()
-    choice = choose_method(form, structure, asked=method, memory_limit=limit)
+    choice = choose_method(form, structure, asked=method, memory_limit=limit, rtol=rtol)
     shape = (structure.num_outputs, structure.num_parameters)
     task = Task(form, structure, choice, convention, default_rtol(shape) if rtol is None else rtol, limit)
-    if method == "auto" and isinstance(form, WideForm) and form.num_outputs > SPECTRUM_LIMIT:
-        quick = _from_values(task)
-        if quick is not None:
-            return quick
-    run = {"dense": _dense, "gram": _gram, "cholesky": _cholesky, "implicit": _implicit}[choice.method]
-    return run(task)
+    return ROUTES[choice.route](task)
 
 
-def _from_values(task: Task) -> JacobianSpectrum | None:
-    """Both ends in milliseconds where sigma_min is known in closed form; None where it is not."""
-    assert isinstance(task.form, WideForm)
-    n = task.form.num_outputs
-    interval = task.form.minimum_from_values() if task.structure.max_rank == n else None
-    if interval is None or interval[0] == 0 or interval[1] > interval[0] * (1 + CLOSED):
-        return None
-    top = largest_eigenvalue(task.form.product, n)
-    largest = math.sqrt(top.value)
-    # Both ends come from one rounded SVD of PY: each is sure only up to its rounding.
-    error = default_rtol((task.structure.num_outputs, task.structure.num_parameters)) * largest
-    if not top.converged or error > 1e-6 * interval[0] or interval[0] <= task.rtol * largest:
-        return None
-    reason = f"n = {n} > {SPECTRUM_LIMIT} and the values span a constant: sigma_min(J) = sigma_min(PY)"
+def _closed_form(task: Task) -> JacobianSpectrum:
+    closed = task.choice.closed_form
+    assert closed is not None
+    (low, high), largest = closed.interval, math.sqrt(closed.top.value)
     return make_record(
-        replace(task, choice=Choice("implicit", reason, task.choice.num_bytes)),
-        largest, interval[0], interval[0], n, "exact",
-        max_bounds=(largest, certified(task.form)[1]),
-        rank_bounds=(interval[0] - error, interval[1] + error), num_products=top.num_products,
+        task, largest, low, low, task.form.num_outputs, "exact", max_bounds=(largest, task.form.certified()[1]),
+        rank_bounds=(low - closed.error, high + closed.error), num_products=closed.top.num_products,
     )  # fmt: skip
 
 
 def _dense(task: Task) -> JacobianSpectrum:
-    form = task.form
-    if isinstance(form, WideForm | StackForm):
-        biases = isinstance(form, WideForm) and form.biases
-        blocks = dense_jacobian(form.head, biases=biases)
-        jacobian = torch.cat(list(blocks.values()), dim=1 if task.convention == "wide" else 0)
-    else:
-        jacobian = form.explicit_jacobian()
-    return from_singular_values(task, singular_values(jacobian))
+    return from_singular_values(task, singular_values(task.form.reference_jacobian()))
 
 
 def _gram(task: Task) -> JacobianSpectrum:
-    if isinstance(task.form, NystromForm) and _only_ends(task, gram_side(task.form)):
-        return from_triangle(task, task.form)
-    gram = smaller_gram(task.form)
+    gram = task.form.smaller_gram()
     rank = min(task.structure.max_rank, len(gram))
     if rank == len(gram) and _svd_fits(task) and _squaring_loses(gram):
         return _svd(task)
@@ -218,7 +197,7 @@ def _too_large(task: Task, largest: float, side: int) -> JacobianSpectrum:
         task, largest, 0.0, 0.0, task.structure.max_rank, "numerically singular",
         reason="squaring loses the small ones and J itself is too large",
         max_bounds=_squared_interval(largest, largest, side),
-        rank_bounds=(certified(task.form)[0], _squared_interval(largest / LARGEST_SQUARED_KAPPA, largest, side)[1]),
+        rank_bounds=(task.form.certified()[0], _squared_interval(largest / LARGEST_SQUARED_KAPPA, largest, side)[1]),
     )  # fmt: skip
 
 
@@ -249,7 +228,7 @@ def _cholesky(task: Task) -> JacobianSpectrum:
     top = largest_eigenvalue(task.form.product, n)
     if top.value <= 0:
         return from_singular_values(task, torch.zeros(n, dtype=torch.float64))
-    largest, (sure, highest) = math.sqrt(top.value), certified(task.form)
+    largest, (sure, highest) = math.sqrt(top.value), task.form.certified()
     max_bounds = (largest, highest)
     gram = task.form.output_gram().cpu().numpy()
     # A symmetric matrix is its own transpose: LAPACK factorises in place, without a second copy.
@@ -286,12 +265,12 @@ def _implicit(task: Task) -> JacobianSpectrum:
     top = largest_eigenvalue(product, n)
     if top.value <= 0:
         return from_singular_values(task, torch.zeros(n, dtype=torch.float64))
-    largest, (sure, highest) = math.sqrt(top.value), certified(task.form)
+    largest, (sure, highest) = math.sqrt(top.value), task.form.certified()
     # shift I - G turns the smallest eigenvalue into the largest one. It converges slowly when eigenvalues cluster at
     # the lower end, but its Ritz value bounds sigma_min^2 from above in any case, and n steps exhaust the space.
     shift = top.value + top.residual
-    exhaustive = n <= EXHAUSTIVE_LIMIT and task.structure.max_rank == n
-    steps = n if exhaustive else 300
+    exhaustive = task.choice.route == "exhaustive products"
+    steps = n if exhaustive else LANCZOS_STEPS
     low = largest_eigenvalue(
         lambda u: shift * u - product(u), n, max_steps=steps, tolerance=-1.0 if exhaustive else 1e-15
     )
@@ -306,3 +285,14 @@ def _implicit(task: Task) -> JacobianSpectrum:
         rank_bounds=(sure, _squared_interval(smallest, largest, n)[1]) if full else (0.0, largest),
         num_products=top.num_products + low.num_products,
     )  # fmt: skip
+
+
+ROUTES: dict[Route, Callable[[Task], JacobianSpectrum]] = {
+    "dense": _dense,
+    "closed form": _closed_form,
+    "triangle": from_triangle,
+    "gram": _gram,
+    "cholesky": _cholesky,
+    "exhaustive products": _implicit,
+    "products": _implicit,
+}

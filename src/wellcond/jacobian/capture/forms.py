@@ -15,19 +15,20 @@ from wellcond.attention.site import AttentionSite
 from wellcond.head import Head
 from wellcond.jacobian.capture.attention import CapturedAttention
 from wellcond.jacobian.channel import ChannelHead
-from wellcond.jacobian.forms import Form, WideForm
+from wellcond.jacobian.form import AbstractForm
 from wellcond.jacobian.generic.head import GenericForm, GenericHead
 from wellcond.jacobian.normalised import NormalisedHead, mapped_head
 from wellcond.jacobian.nystrom.captured import nystrom_form
+from wellcond.jacobian.plain import WideForm
 from wellcond.jacobian.token_maps import MapRows, layer_norm, rms_norm
+from wellcond.jacobian.tolerances import AGREEMENT_OF_OUTPUT, AGREEMENT_OF_PRODUCT
 
 
 @dataclass(frozen=True)
 class CapturedForm:
-    """A form of one head on one sample, the plain head behind it if there is one, and how it was chosen."""
+    """A form of one head on one sample, and how it was chosen."""
 
-    form: Form
-    head: Head | None
+    form: AbstractForm
     how: str
 
 
@@ -36,13 +37,13 @@ def captured_form(
 ) -> CapturedForm:
     """The form of one key/value head of a captured attention on one sample, or on several as one Jacobian.
 
-    A structured form that is not plain (channel attention, QK-norm) is believed only if it has the output and the
-    derivative of the module's own copy; otherwise, and for everything else, the derivatives go through the module.
+    A structured form that is not plain (channel attention, QK-norm, Nystrom) is believed only if it has the output and
+    the derivative of the module's own copy; otherwise, and for everything else, derivatives go through the module.
     """
     if captured.is_plain:
         head = captured.stacked_head(kv_head, samples)
         stacked = ", samples stacked" if len(samples) > 1 else ""
-        return CapturedForm(WideForm(head, biases), head, f"structured: plain softmax{stacked}")
+        return CapturedForm(WideForm(head, biases), f"structured: plain softmax{stacked}")
     if captured.site.kind == "nystrom" and len(samples) == 1:
         return _nystrom(captured, kv_head, samples[0], biases)
     generic = GenericHead(captured, kv_head, samples=samples)
@@ -55,24 +56,24 @@ def captured_form(
 
 def _generic(captured: CapturedAttention, generic: GenericHead, biases: bool) -> CapturedForm:
     left_out = "; biases are not counted" if biases else ""
-    return CapturedForm(GenericForm(generic), None, f"generic derivatives: {captured.why_not_plain}{left_out}")
+    return CapturedForm(GenericForm(generic), f"generic derivatives: {captured.why_not_plain}{left_out}")
 
 
 def _nystrom(captured: CapturedAttention, kv_head: int, sample: int, biases: bool) -> CapturedForm:
     generic = GenericHead(captured, kv_head, samples=[sample], alone=True)
-    form = None if biases else nystrom_form(captured, kv_head, sample, generic)
-    if form is not None:
-        return CapturedForm(form, None, "structured: Nystrom attention")
+    form = None if biases else nystrom_form(captured, kv_head, sample)
+    if form is not None and _agree(form, generic):
+        return CapturedForm(form, "structured: Nystrom attention")
     return _generic(captured, generic, biases)
 
 
-def _agree(form: Any, generic: GenericHead) -> bool:
+def _agree(form: AbstractForm, generic: GenericHead) -> bool:
     """Whether a form has the output of the module and, for a vector drawn at random, its product with J J^T."""
     mine, theirs = form.output().flatten(), generic.output().flatten()
-    if mine.shape != theirs.shape or not _close(mine, theirs, 1e-9):
+    if mine.shape != theirs.shape or not _close(mine, theirs, AGREEMENT_OF_OUTPUT):
         return False
     u = torch.randn(generic.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    return _close(form.product(u), generic.matvec(u), 1e-6)
+    return _close(form.product(u), generic.matvec(u), AGREEMENT_OF_PRODUCT)
 
 
 def _close(mine: Tensor, theirs: Tensor, rtol: float) -> bool:
@@ -105,7 +106,7 @@ def _channel(captured: CapturedAttention, kv_head: int, samples: Sequence[int], 
         x[samples[0]].cpu().double(), scale=scale, normalise=site.kind == "cross_covariance", biases=biases,
         names=(site.roles["query"], site.roles["key"], site.roles["value"]), **_weights(site, kv_head),
     )  # fmt: skip
-    return CapturedForm(form, None, f"structured: {site.kind.replace('_', '-')} attention")
+    return CapturedForm(form, f"structured: {site.kind.replace('_', '-')} attention")
 
 
 def _normalised(captured: CapturedAttention, kv_head: int, samples: Sequence[int], biases: bool) -> CapturedForm | None:
@@ -131,7 +132,7 @@ def _normalised(captured: CapturedAttention, kv_head: int, samples: Sequence[int
     hidden = None if bool(seen.all()) else torch.zeros_like(seen).masked_fill(seen == 0, -torch.inf)
     head = Head(x[list(samples)].flatten(0, 1), scale=site.scale, mask=hidden, **w)
     form: NormalisedHead = mapped_head(head, maps[0], maps[1], biases=biases)
-    return CapturedForm(form, None, f"structured: {site.qk_norm} norm on queries and keys")
+    return CapturedForm(form, f"structured: {site.qk_norm} norm on queries and keys")
 
 
 def _norm_map(norm: Any) -> MapRows | None:

@@ -20,9 +20,9 @@ from wellcond.errors import WeightError, WellcondError
 from wellcond.jacobian.capture.align import is_map, tolerance
 from wellcond.jacobian.capture.attention import CapturedAttention
 from wellcond.jacobian.capture.watch import ROLES
+from wellcond.jacobian.form import ExplicitGram, Structure, token_rank
 from wellcond.jacobian.generic.products import Products
 from wellcond.jacobian.generic.replica import BatchAxis, Replica, as_double, batch_axis
-from wellcond.jacobian.structure import Structure, token_rank
 
 LARGEST_BATCH = 32
 BATCH_BYTES = 2**27
@@ -310,13 +310,17 @@ class GenericHead:
         return self._products.unflatten(vector)
 
 
-class GenericForm:
+class GenericForm(ExplicitGram):
     """The Jacobian of any attention, formed row by row."""
 
     def __init__(self, head: GenericHead) -> None:
         """Wrap a generic head."""
         self.head = head
-        self.num_outputs = head.size
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs of the call, or of the samples chosen."""
+        return self.head.size
 
     @property
     def gram_side(self) -> int:
@@ -332,19 +336,13 @@ class GenericForm:
         """Sizes; the rank is an upper bound."""
         return self.head.structure
 
+    def output(self) -> Tensor:
+        """(g, tokens, dv)."""
+        return self.head.output()
+
     def explicit_jacobian(self) -> Tensor:
         """One reverse pass per output."""
         return self.head.explicit_jacobian()
-
-    def smaller_gram(self) -> Tensor:
-        """J J^T, or J^T J where that is smaller."""
-        jacobian = self.head.explicit_jacobian()
-        return jacobian @ jacobian.T if len(jacobian) <= jacobian.shape[1] else jacobian.T @ jacobian
-
-    def output_gram(self) -> Tensor:
-        """From the explicit Jacobian."""
-        jacobian = self.head.explicit_jacobian()
-        return torch.matmul(jacobian, jacobian.T)
 
     def product(self, flat: Tensor) -> Tensor:
         """J (J^T u)."""

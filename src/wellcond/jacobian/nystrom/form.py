@@ -7,26 +7,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from wellcond.jacobian.form import ExplicitGram, Structure, Triangle
 from wellcond.jacobian.nystrom.head import NystromHead
 from wellcond.jacobian.nystrom.null import Moving
-from wellcond.jacobian.nystrom.triangle import Reach, Triangle, triangle
-from wellcond.jacobian.structure import Structure
+from wellcond.jacobian.nystrom.triangle import Reach, triangle
 from wellcond.linalg.spectrum import resolve_rank
 
 TOKENS_AT_A_TIME = 64
 
 
 @dataclass(frozen=True, eq=False)
-class NystromForm:
+class NystromForm(ExplicitGram):
     """One head on one sample."""
 
     head: NystromHead
     token_rtol: float | None = None
     """Singular values of the tokens up to this share of the largest count as zero; by default, rounding of float64."""
+    has_triangle: ClassVar[bool] = True
 
     @property
     def num_outputs(self) -> int:
@@ -115,11 +117,6 @@ class NystromForm:
         values, above, below = self._split()
         beside = torch.cat([torch.diag(values), below.new_zeros(len(below), len(values))])
         return torch.cat([beside, torch.cat([above, below])], dim=1)
-
-    def smaller_gram(self) -> Tensor:
-        """J J^T, or J^T J where that is smaller, in the coordinates that are left."""
-        jacobian = self.explicit_jacobian()
-        return jacobian @ jacobian.T if jacobian.shape[0] <= jacobian.shape[1] else jacobian.T @ jacobian
 
     @property
     def _value_map(self) -> Tensor:

@@ -9,7 +9,7 @@ With tokens X, segment means S X and their differences S' X, queries and keys en
 so that J_Q lives in (SX) (x) (K' and C) + X (x) C, and J_K in (S'X) (x) Q + (S'X and X') (x) L_q: with few landmarks
 less than everything. Of what is left, these are null:
 
- * the gauge W_Q E, -W_K E^T, as it is for the softmax (`wellcond.jacobian.structure`, Note [Gauge]). Biases that are no
+ * the gauge W_Q E, -W_K E^T, as it is for the softmax (`wellcond.jacobian.plain`, Note [Gauge]). Biases that are no
    parameters change q . k by x W_Q E b_k^T - b_q E W_K^T y^T. The first term is the same for all keys, which a softmax
    ignores, unless masks scale b_k differently in different landmarks. The second asks for b_q E = 0.
  * with few landmarks, some of what b_q forbids: if C e = 0 then W_Q g e^T and W_K e u^T act on B alone, and change its

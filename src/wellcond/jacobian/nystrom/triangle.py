@@ -14,12 +14,11 @@ from (F Z) dB V, F dZ (B V) and dF Y, since rows of dF sum to zero: with few lan
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import scipy.linalg
 import torch
 from torch import Tensor
 
+from wellcond.jacobian.form import Triangle
 from wellcond.jacobian.nystrom.head import NystromHead
 from wellcond.jacobian.nystrom.null import differences, row_space, split_by
 
@@ -54,14 +53,6 @@ class Reach:
             rows = (tokens.T @ by_token).view(tokens.shape[1], dv, columns)
             found.append((rows if channels.shape == (dv, dv) else channels.T @ rows).flatten(0, 1))
         return torch.cat(found)
-
-
-@dataclass(frozen=True, eq=False)
-class Triangle:
-    """Upper triangular, with the singular values of J that are not zero; `dropped`: the norm of what counts as zero."""
-
-    entries: Tensor
-    dropped: float
 
 
 def triangle(values: Tensor, above: Tensor, below: Tensor, tolerance: float) -> Triangle:

@@ -1,29 +1,28 @@
 r"""A relative position table as one more parameter (Swin, BEiT, T5): logits += t[index].
 
-Legend (theory.md, section 3, on top of the legends of `wellcond.head` and `.normalised`):
+Legend (on top of the legend of `wellcond.head`):
 
     t  (T) or (g, T)          the table, one per query head
     R_r  M x T                onehot(index[i, :]): which entry each key of row r = (head, i) reads
     W_r = V^T Lambda_r        (dv x M)
 
     J_t[r] = W_r R_r          column e: sum of W_r[:, j] over the keys j with index[i, j] = e
-    G += J_t J_t^T            per query head; tables of different heads do not meet
 
-The table is not multiplied by the scale of the logits. Its values matter through P only.
+Tables of different heads do not meet. The table is not multiplied by the scale of the logits; its values matter through
+P only. A head and its table are the `SumForm` of the two.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from wellcond.head import Head, softmax_weights, through_softmax
+from wellcond.jacobian.form import AbstractForm, Structure, SumForm
 from wellcond.jacobian.normalised import NormalisedHead
-from wellcond.jacobian.output_projection import PlainHead
-from wellcond.jacobian.structure import Structure
+from wellcond.jacobian.plain import WideForm
 from wellcond.linalg.float64 import to_float64
 
 
@@ -40,8 +39,8 @@ def with_position_table(head: Head, table: Tensor, index: Tensor) -> Head:
 
 
 @dataclass(frozen=True, eq=False)
-class PositionBiasHead:
-    """A head whose parameters include its relative position table.
+class PositionTable(AbstractForm):
+    """The Jacobian of a head's output with respect to its relative position table alone.
 
     Attributes:
         base: the form of a head whose logits contain the table already (see `with_position_table`).
@@ -49,7 +48,7 @@ class PositionBiasHead:
         table_size: entries T of the table of one query head.
     """
 
-    base: PlainHead | NormalisedHead
+    base: WideForm | NormalisedHead
     index: Tensor
     table_size: int
 
@@ -76,47 +75,33 @@ class PositionBiasHead:
         The softmax ignores a constant added to the whole table, and entries that no visible pair of tokens reads do
         nothing: a table adds at most (entries read) - 1. A row of one visible key adds nothing at all.
         """
-        base, head, g = self.base.structure(), self.base.head, self.base.num_query_heads
+        head, g = self.base.head, self.base.num_query_heads
         visible = torch.ones_like(self.index, dtype=torch.bool)[None].expand(g, -1, -1)
         if head.mask is not None:
             visible = (head.mask > -torch.inf).expand(g, -1, -1)
         several = visible & (visible.sum(-1, keepdim=True) > 1)
-        read = [len(self.index[some].unique()) for some in several]
-        rank = min(self.num_outputs, base.max_rank + sum(max(0, one - 1) for one in read))
-        names = [base.null_space] if base.null_space else []
-        if rank < self.num_outputs:
-            names = ["upper bound on the rank", f"constant and unread table entries: {_unread(self, read)}", *names]
-        return Structure(
-            self.num_outputs, base.num_parameters + g * self.table_size, base.token_rank, base.memory_rank, rank,
-            "; ".join(dict.fromkeys(names)),
-        )  # fmt: skip
-
-    def parameter_blocks(self) -> dict[str, Tensor]:
-        """J of the base, ``qkv``, and J_t, ``table``, (n, g T)."""
-        return {"qkv": self.base.explicit_jacobian(), "table": torch.block_diag(*self._table_jacobians())}
+        rank = sum(max(0, len(self.index[some].unique()) - 1) for some in several)
+        unread = f"constant and unread table entries: {g * self.table_size - rank}"
+        # A table reads no tokens: it adds nothing to their ranks.
+        return Structure(self.num_outputs, g * self.table_size, 0, 0, min(rank, self.num_outputs), unread)
 
     def explicit_jacobian(self) -> Tensor:
-        """J with compressed tokens: the same singular values."""
-        return torch.cat(list(self.parameter_blocks().values()), dim=1)
+        """J_t of every query head, block-diagonal."""
+        return torch.block_diag(*self._by_head())
 
     def output_gram(self) -> Tensor:
-        """J J^T: that of the base, plus J_t J_t^T of every query head."""
-        tables = [jacobian @ jacobian.T for jacobian in self._table_jacobians()]
-        return self.base.output_gram() + torch.block_diag(*tables)
+        """J_t J_t^T of every query head, block-diagonal."""
+        return torch.block_diag(*[table @ table.T for table in self._by_head()])
 
     def product(self, flat: Tensor) -> Tensor:
         """J J^T times a vector: pulled back to the logits, summed per table entry, spread again, pushed forward."""
         p, v, g = self.base.p, self.base.v, self.base.num_query_heads
+        index = self.index.flatten().long()
         pulled = through_softmax(p, flat.view(len(p), -1) @ v.T).view(g, -1)
-        entries = pulled.new_zeros(g, self.table_size).index_add_(1, self._flat_index, pulled)
-        logits = entries[:, self._flat_index].view_as(p)
-        return self.base.product(flat) + (through_softmax(p, logits) @ v).flatten()
+        entries = pulled.new_zeros(g, self.table_size).index_add_(1, index, pulled)
+        return (through_softmax(p, entries[:, index].view_as(p)) @ v).flatten()
 
-    @cached_property
-    def _flat_index(self) -> Tensor:
-        return self.index.flatten().long()
-
-    def _table_jacobians(self) -> list[Tensor]:
+    def _by_head(self) -> list[Tensor]:
         """J_t of each query head, (N dv, T)."""
         weights = softmax_weights(self.base.p, self.base.v)  # (R, dv, M)
         rows, dv, keys = weights.shape
@@ -126,7 +111,7 @@ class PositionBiasHead:
         return list(table.view(g, rows // g * dv, self.table_size))
 
 
-def swin_head(head: Head, table: Tensor, index: Tensor, *, biases: bool = False) -> PositionBiasHead:
+def swin_head(head: Head, table: Tensor, index: Tensor, *, biases: bool = False) -> SumForm:
     """Window attention of Swin: a plain head and its table; `head.mask` is the mask of shifted windows, if any.
 
     Example:
@@ -136,8 +121,5 @@ def swin_head(head: Head, table: Tensor, index: Tensor, *, biases: bool = False)
         >>> form.structure().num_parameters
         6
     """
-    return PositionBiasHead(PlainHead(with_position_table(head, table, index), biases), index, table.shape[-1])
-
-
-def _unread(form: PositionBiasHead, read: list[int]) -> int:
-    return sum(form.table_size - max(0, one - 1) for one in read)
+    base = WideForm(with_position_table(head, table, index), biases)
+    return SumForm((base, PositionTable(base, index, table.shape[-1])))

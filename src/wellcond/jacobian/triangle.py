@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from wellcond.jacobian.forms import certified
-from wellcond.jacobian.nystrom.form import NystromForm
 from wellcond.jacobian.records import JacobianSpectrum
-from wellcond.jacobian.spectrum_record import Task, from_singular_values, make_record
-from wellcond.jacobian.triangle_ends import largest_of_inverse, lowest_singular_values
-from wellcond.linalg.lanczos import largest_eigenvalue
+from wellcond.jacobian.select import Task, from_singular_values, make_record
+from wellcond.jacobian.tolerances import LOWEST, SURE
+from wellcond.linalg.lanczos import Estimate, largest_eigenvalue
 from wellcond.linalg.spectrum import default_rtol
 
-LOWEST = 40
-"""How many of the smallest singular values are computed where the rank must be counted."""
 
-
-def from_triangle(task: Task, form: NystromForm) -> JacobianSpectrum:
+def from_triangle(task: Task) -> JacobianSpectrum:
     """Both ends of a form that can be made triangular without squaring it, and whose rank shows on the way."""
+    form = task.form
     top = largest_eigenvalue(form.product, form.num_outputs)
     if top.value <= 0:
         return from_singular_values(task, torch.zeros(1, dtype=torch.float64))
@@ -32,13 +29,13 @@ def from_triangle(task: Task, form: NystromForm) -> JacobianSpectrum:
         return make_record(
             task, largest, 0.0, 0.0, task.structure.max_rank, "numerically singular",
             reason="triangular form, whose lower end fades into rounding",
-            max_bounds=(largest, certified(form)[1]), rank_bounds=(0.0, tolerance),
+            max_bounds=(largest, form.certified()[1]), rank_bounds=(0.0, tolerance),
             num_products=top.num_products,
         )  # fmt: skip
     bottom = largest_of_inverse(found.entries)
     smallest, rank = 1 / math.sqrt(bottom.value), len(found.entries)
     error = default_rtol((task.structure.num_outputs, task.structure.num_parameters)) * largest + found.dropped
-    sure = top.converged and bottom.converged and smallest > 10 * max(error, tolerance)
+    sure = top.converged and bottom.converged and smallest > SURE * max(error, tolerance)
     if smallest <= tolerance:
         # The lower end fades into rounding: count what is below, as far as LOWEST reaches.
         low = lowest_singular_values(found.entries, LOWEST)
@@ -61,7 +58,7 @@ def ends_of(task: Task, triangle: Tensor) -> JacobianSpectrum | None:
     top = largest_eigenvalue(lambda u: triangle.T @ (triangle @ u), side)
     largest = math.sqrt(top.value)
     error = default_rtol((task.structure.num_outputs, task.structure.num_parameters)) * largest
-    lowest_allowed = 10 * max(error, task.rtol * largest)
+    lowest_allowed = SURE * max(error, task.rtol * largest)
     # No diagonal entry of R is below its least singular value; solving with a smaller one would overflow.
     if float(triangle.diagonal().abs().min()) <= lowest_allowed or side != task.structure.max_rank:
         return None
@@ -76,3 +73,29 @@ def ends_of(task: Task, triangle: Tensor) -> JacobianSpectrum | None:
         max_bounds=(largest - error, largest + error), rank_bounds=(smallest - error, smallest + error),
         num_products=top.num_products + bottom.num_products,
     )  # fmt: skip
+
+
+def _solve_twice(triangle: Tensor, u: Tensor) -> Tensor:
+    """R^-1 R^-T u, for R upper triangular."""
+    half = torch.linalg.solve_triangular(triangle.T, u[:, None], upper=False)
+    return torch.linalg.solve_triangular(triangle, half, upper=True)[:, 0]
+
+
+def largest_of_inverse(triangle: Tensor) -> Estimate:
+    """Largest eigenvalue of R^-1 R^-T, one over the square of the lowest singular value of R."""
+    return largest_eigenvalue(lambda u: _solve_twice(triangle, u), len(triangle))
+
+
+def lowest_singular_values(triangle: Tensor, count: int) -> Tensor:
+    """`count` of them, by ARPACK to six digits."""
+    import scipy.sparse.linalg as sparse  # here, since it adds a filter to `warnings`
+
+    side = len(triangle)
+
+    def product(u: np.ndarray) -> np.ndarray:
+        return _solve_twice(triangle, torch.from_numpy(u)).numpy()
+
+    inverse = sparse.LinearOperator((side, side), product, dtype=np.float64)
+    first = np.random.default_rng(0).standard_normal(side)
+    values = sparse.eigsh(inverse, min(count, side - 1), v0=first, tol=1e-6, return_eigenvectors=False)
+    return 1 / torch.from_numpy(values).sqrt()

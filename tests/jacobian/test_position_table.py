@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from jacobian.test_normalised import causal, check_form, dense_of, head_function, normals, numerical_rank, random_heads
 from wellcond.head import Head
+from wellcond.jacobian.form import SumForm
+from wellcond.jacobian.layer import ProjectedHeads
 from wellcond.jacobian.normalised import cosine_head
-from wellcond.jacobian.output_projection import PlainHead, ProjectedHeads
-from wellcond.jacobian.position_bias import PositionBiasHead, swin_head, with_position_table
+from wellcond.jacobian.plain import WideForm
+from wellcond.jacobian.position_table import PositionTable, swin_head, with_position_table
 from wellcond.jacobian.spectrum import form_spectrum
 
 
@@ -46,7 +48,8 @@ def test_one_table_under_cosine_attention():
     normal = normals(0)
     head = Head(normal(4, 6), normal(2, 6), normal(2, 6), normal(2, 6), 5.0, mask=causal(4))
     table, index = normal(1, 7), torch.arange(4)[:, None] - torch.arange(4) + 3
-    form = PositionBiasHead(cosine_head(with_position_table(head, table, index)), index, 7)
+    base = cosine_head(with_position_table(head, table, index))
+    form = SumForm((base, PositionTable(base, index, 7)))
     norm = {"query": lambda t: F.normalize(t, dim=-1), "key": lambda t: F.normalize(t, dim=-1)}
     check_form(form, *table_function(head, table, index, **norm))
 
@@ -90,18 +93,18 @@ def test_a_constant_added_to_the_table_changes_nothing():
     normal = normals(2)
     head = Head(normal(9, 5), normal(3, 5), normal(3, 5), normal(3, 5), 0.5)
     form = swin_head(head, normal(25), window_index(3))
-    columns = form.parameter_blocks()["table"]
+    columns = form.parts[1].explicit_jacobian()
     assert float(columns.sum(1).abs().max()) < 1e-14
     assert numerical_rank(torch.linalg.svdvals(columns)) == 24
     moved = swin_head(head, normals(3)(25) * 0 + 2.5, window_index(3))
-    torch.testing.assert_close(moved.output(), PlainHead(head).output())
+    torch.testing.assert_close(moved.output(), WideForm(head).output())
 
 
 def test_the_table_lifts_the_rank_by_at_most_the_entries_read_less_one():
     normal = normals(4)
     head = Head(normal(16, 2), normal(2, 2), normal(2, 2), normal(2, 2), 0.7)
     form = swin_head(head, normal(49), window_index(4))
-    base, structure = PlainHead(with_position_table(head, normal(49), window_index(4))).structure(), form.structure()
+    base, structure = WideForm(with_position_table(head, normal(49), window_index(4))).structure(), form.structure()
     assert structure.max_rank == min(32, base.max_rank + 48)
     few = swin_head(head, normal(10), window_index(4) % 3)
     assert few.structure().max_rank == base.max_rank + 2
@@ -114,15 +117,15 @@ def test_entries_that_only_a_lonely_key_reads_do_nothing():
     normal, index = normals(6), torch.tensor([[3, 0, 0, 0], [1, 1, 0, 0], [2, 1, 1, 0], [2, 2, 1, 1]])
     head = Head(normal(4, 1), normal(1, 1), normal(1, 1), normal(3, 1), 1.0, mask=causal(4))
     form = swin_head(head, normal(4), index)
-    columns = form.parameter_blocks()["table"]
+    columns = form.parts[1].explicit_jacobian()
     assert columns[:, [0, 3]].abs().max() == 0  # entry 0 is masked, entry 3 is read by the only key of its row
-    assert form.structure().max_rank == form.base.structure().max_rank + 1
+    assert form.structure().max_rank == form.parts[0].structure().max_rank + 1
 
 
 def test_refusals():
     normal = normals(5)
-    base = PlainHead(Head(normal(3, 4), normal(2, 4), normal(2, 4), normal(2, 4), 1.0))
+    base = WideForm(Head(normal(3, 4), normal(2, 4), normal(2, 4), normal(2, 4), 1.0))
     with pytest.raises(ValueError, match="integers of shape"):
-        PositionBiasHead(base, torch.zeros(2, 3, dtype=torch.long), 4)
+        PositionTable(base, torch.zeros(2, 3, dtype=torch.long), 4)
     with pytest.raises(ValueError, match=r"entries in \[0, 4\)"):
-        PositionBiasHead(base, torch.full((3, 3), 4), 4)
+        PositionTable(base, torch.full((3, 3), 4), 4)

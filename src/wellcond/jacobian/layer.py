@@ -1,17 +1,16 @@
 r"""Several heads: side by side, and mixed by the output projection W_O.
 
-Heads are given as forms (`wellcond.jacobian.forms`) that know their value: `PlainHead`, `NormalisedHead`,
-`ChannelHead`, `PositionBiasHead`. The rows of a form's Jacobian are those of its `output()`, (heads, N, dv) or (N, dv),
-flattened.
+Heads are forms that know their value. The rows of a form's Jacobian are those of its `output()`, (heads, N, dv) or
+(N, dv), flattened.
 
-Legend (theory.md, section 3; everything float64):
+Legend (everything float64):
 
     o_i^h  (dv)                 output of head h on token i;  c_i = (o_i^1 .. o_i^H) the concatenation
     W_h  (dv x Do)              rows of W_O that read head h;  torch stores W_O^T = [W_1^T .. W_H^T] (Do, H dv)
     y_i = W_O^T c_i + b_O       output of the layer, rows (i, o), n = N Do
 
-    QKV parameters:   G_ij = sum over forms of  sum_hh' W_h^T G_(h,i),(h',j) W_h'      h, h' the heads of one form
-    W_O parameters:   G_ij += (c_i . c_j) I                                            b_O: G_ij += I
+    QKV parameters, `ProjectedHeads`:   G_ij = sum over forms of  sum_hh' W_h^T G_(h,i),(h',j) W_h'    h, h' of one form
+    W_O parameters, `OutputWeights`:    G_ij += (c_i . c_j) I                                          b_O: G_ij += I
 
 Query heads that share keys and values share parameters, so they are one form and h != h' occurs.
 
@@ -25,56 +24,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from wellcond.errors import WeightError
 from wellcond.head import compressed
-from wellcond.jacobian.forms import Form, WideForm
+from wellcond.jacobian.form import AbstractForm, Structure, SumForm, listed, token_rank
 from wellcond.jacobian.normalised import with_constant
 from wellcond.jacobian.records import JacobianSpectrum
-from wellcond.jacobian.structure import Structure, token_rank
-
-
-class HeadForm(Form, Protocol):
-    """A form whose value is known too."""
-
-    def output(self) -> Tensor:
-        """The value, (heads, N, dv) or (N, dv); flattened, it has the order of the rows of J."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
-class PlainHead(WideForm):
-    """The form of a `Head`, with its value."""
-
-    @property
-    def num_query_heads(self) -> int:
-        """Query heads g of the group."""
-        return self.head.num_query_heads
-
-    @cached_property
-    def p(self) -> Tensor:
-        """P, (R, M)."""
-        return self.head.probabilities().flatten(0, 1)
-
-    @cached_property
-    def v(self) -> Tensor:
-        """V, (M, dv)."""
-        return self.head.values()
-
-    def output(self) -> Tensor:
-        """P V, (g, N, dv)."""
-        return self.head.output()
-
-
-@dataclass(frozen=True, eq=False)
-class HeadUnion:
+class HeadUnion(AbstractForm):
     """Heads side by side, without W_O. Rows are ordered head by head."""
 
-    forms: tuple[HeadForm, ...]
+    forms: tuple[AbstractForm, ...]
 
     def __post_init__(self) -> None:
         """Check that there are heads."""
@@ -100,7 +66,7 @@ class HeadUnion:
             token_rank=max(part.token_rank for part in parts),
             memory_rank=max(part.memory_rank for part in parts),
             max_rank=sum(part.max_rank for part in parts),
-            null_space=_listed(parts),
+            null_space=listed(parts),
         )
 
     def output_gram(self) -> Tensor:
@@ -142,22 +108,18 @@ def union_condition_number(spectra: Sequence[JacobianSpectrum], kind: Literal["s
 
 
 @dataclass(frozen=True, eq=False)
-class ProjectedHeads:
-    """Heads and the output projection.
+class ProjectedHeads(AbstractForm):
+    """Heads behind the output projection, which is fixed; with `OutputWeights` beside them it is a parameter too.
 
     Attributes:
         forms: heads, or groups of heads, in the order in which W_O reads them.
         w_o: (Do, H dv), as torch stores it.
         b_o: (Do).
-        weight_is_parameter: W_O counts as a parameter.
-        bias_is_parameter: b_o counts as a parameter.
     """
 
-    forms: tuple[HeadForm, ...]
+    forms: tuple[AbstractForm, ...]
     w_o: Tensor
     b_o: Tensor | None = None
-    weight_is_parameter: bool = False
-    bias_is_parameter: bool = False
 
     def __post_init__(self) -> None:
         """Cast to float64 and check shapes and values."""
@@ -169,8 +131,6 @@ class ProjectedHeads:
             if not bool(torch.isfinite(tensor).all()):
                 raise WeightError(f"{name} has NaN or infinite entries: the Jacobian is not defined")
             object.__setattr__(self, name, tensor.detach().to(torch.float64))
-        if self.bias_is_parameter and self.b_o is None:
-            raise ValueError("b_o cannot be a parameter: there is none")
         if self.w_o.dim() != 2 or self.w_o.shape[1] != self.concatenated.shape[1]:
             raise ValueError(f"w_o: expected {self.concatenated.shape[1]} columns, got shape {tuple(self.w_o.shape)}")
 
@@ -190,22 +150,15 @@ class ProjectedHeads:
         return y if self.b_o is None else y + self.b_o
 
     def structure(self) -> Structure:
-        """Sizes and an upper bound on the rank.
-
-        QKV parameters reach at most N rank(W_O) dimensions, and no more than the ranks of the heads together; W_O
-        reaches Do rank(C~), C~ the rows c_i with a constant input for the bias. The two overlap in general (W_v E with
-        -E W_h is null for every E), so this is an upper bound unless it is the number of outputs.
-        """
+        """Sizes and an upper bound on the rank: at most N rank(W_O), and no more than the heads have together."""
         heads = HeadUnion(self.forms).structure()
-        n, out = self.concatenated.shape[0], self.w_o.shape[0]
-        inputs = self._inputs()
-        mixed = min(heads.max_rank, n * token_rank(self.w_o))
-        rank = min(self.num_outputs, mixed + (out * token_rank(inputs) if inputs.shape[1] else 0))
-        parameters = heads.num_parameters + self.weight_is_parameter * self.w_o.numel() + self.bias_is_parameter * out
+        rank = min(self.num_outputs, heads.max_rank, self.concatenated.shape[0] * token_rank(self.w_o))
         names = [heads.null_space] if heads.null_space else []
         if rank < self.num_outputs:
             names = ["upper bound on the rank", f"outputs that W_O does not reach: {self.num_outputs - rank}", *names]
-        return Structure(self.num_outputs, parameters, heads.token_rank, heads.memory_rank, rank, "; ".join(names))
+        return Structure(
+            self.num_outputs, heads.num_parameters, heads.token_rank, heads.memory_rank, rank, "; ".join(names)
+        )
 
     def output_gram(self) -> Tensor:
         """J J^T, (N Do, N Do); at scale use `product`."""
@@ -216,56 +169,83 @@ class ProjectedHeads:
             part = form.output_gram().view(heads, n, dv, heads, n, dv)
             half = torch.einsum("ohv,hivkjw->iokjw", w, part)
             gram += torch.einsum("iokjw,pkw->iojp", half, w)
-        inputs = self._inputs()
-        gram.diagonal(dim1=1, dim2=3).add_((inputs @ inputs.T)[:, :, None])
         return gram.reshape(n * out, n * out)
 
-    def parameter_blocks(self) -> dict[str, Tensor]:
-        """J of the parameters of the heads, ``heads``, and of the output projection, ``o`` (bias included)."""
+    def explicit_jacobian(self) -> Tensor:
+        """J with compressed tokens: the same singular values."""
         n, out = self.concatenated.shape[0], self.w_o.shape[0]
         parts = []
         for form, weight, (heads, dv) in self._slices:
             jacobian = form.explicit_jacobian().view(heads, n, dv, -1)
             parts.append(torch.einsum("ohv,hivp->iop", weight.reshape(out, heads, dv), jacobian).reshape(n * out, -1))
-        inputs = compressed(self._inputs())
-        identity = torch.eye(out, dtype=torch.float64, device=inputs.device)
-        of_output = torch.einsum("ia,op->ioap", inputs, identity).reshape(n * out, -1)
-        return {"heads": torch.cat(parts, dim=1), "o": of_output}
-
-    def explicit_jacobian(self) -> Tensor:
-        """J with compressed tokens: the same singular values."""
-        return torch.cat(list(self.parameter_blocks().values()), dim=1)
+        return torch.cat(parts, dim=1)
 
     def product(self, flat: Tensor) -> Tensor:
         """J J^T times a vector of length N Do: nothing of size n x n is formed if no head forms it."""
         u = flat.view(self.concatenated.shape[0], -1)
-        inputs = self._inputs()
-        result = inputs @ (inputs.T @ u)
+        result = torch.zeros_like(u)
         for form, weight, (heads, dv) in self._slices:
             pulled = (u @ weight).view(-1, heads, dv).transpose(0, 1)
             pushed = form.product(pulled.flatten()).view(heads, -1, dv)
             result = result + _tokens_first(pushed) @ weight.T
         return result.flatten()
 
-    def _inputs(self) -> Tensor:
-        """What the parameters of the output projection multiply; no columns if none is counted."""
-        c = self.concatenated if self.weight_is_parameter else self.concatenated[:, :0]
-        if self.weight_is_parameter:
-            return with_constant(c, self.bias_is_parameter)
-        return torch.ones_like(self.concatenated[:, :1]) if self.bias_is_parameter else c
-
     @cached_property
     def _outputs(self) -> list[Tensor]:
         return [_by_head(form) for form in self.forms]
 
     @cached_property
-    def _slices(self) -> list[tuple[HeadForm, Tensor, tuple[int, int]]]:
+    def _slices(self) -> list[tuple[AbstractForm, Tensor, tuple[int, int]]]:
         """Each form with the columns of w_o that read it, (Do, heads dv), and its (heads, dv)."""
         sizes = [(out.shape[0], out.shape[2]) for out in self._outputs]
         return list(zip(self.forms, self.w_o.split([h * dv for h, dv in sizes], dim=1), sizes, strict=True))
 
 
-def _by_head(form: HeadForm) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class OutputWeights(AbstractForm):
+    """The Jacobian of a linear layer's output with respect to its own weight: J = inputs (x) I.
+
+    Attributes:
+        inputs: what the parameters multiply, (N, columns).
+        out: outputs per token.
+    """
+
+    inputs: Tensor
+    out: int
+
+    @property
+    def num_outputs(self) -> int:
+        """N Do."""
+        return self.inputs.shape[0] * self.out
+
+    def structure(self) -> Structure:
+        """Do rank(inputs), exactly."""
+        rank, (_, columns) = token_rank(self.inputs), self.inputs.shape
+        return Structure(self.num_outputs, self.out * columns, rank, rank, self.out * rank, "")
+
+    def explicit_jacobian(self) -> Tensor:
+        """J with compressed inputs."""
+        return torch.kron(compressed(self.inputs), torch.eye(self.out, dtype=torch.float64))
+
+    def product(self, flat: Tensor) -> Tensor:
+        """(inputs inputs^T (x) I) u."""
+        u = flat.view(self.inputs.shape[0], -1)
+        return (self.inputs @ (self.inputs.T @ u)).flatten()
+
+
+def with_output_weights(layer: ProjectedHeads, *, weight: bool = True, bias: bool = False) -> AbstractForm:
+    """A layer with W_O, or b_O, or both among its parameters.
+
+    Q, K, V and W_O overlap in general (W_v E with -E W_h is null for every E): the rank is an upper bound.
+    """
+    if bias and layer.b_o is None:
+        raise ValueError("b_o cannot be a parameter: there is none")
+    rows = layer.concatenated
+    inputs = with_constant(rows, bias) if weight else torch.ones_like(rows[:, : int(bias)])
+    return SumForm((layer, OutputWeights(inputs, layer.w_o.shape[0]))) if inputs.shape[1] else layer
+
+
+def _by_head(form: AbstractForm) -> Tensor:
     """Output as (heads, N, dv)."""
     output = form.output()
     return output[None] if output.dim() == 2 else output
@@ -274,8 +254,3 @@ def _by_head(form: HeadForm) -> Tensor:
 def _tokens_first(by_head: Tensor) -> Tensor:
     """(heads, N, dv) -> (N, heads dv)."""
     return by_head.transpose(0, 1).flatten(1)
-
-
-def _listed(parts: Sequence[Structure]) -> str:
-    """Null spaces of the heads, each once."""
-    return " | ".join(dict.fromkeys(part.null_space for part in parts if part.null_space))
