@@ -20,15 +20,16 @@ from wellcond.errors import (
 
 if TYPE_CHECKING:
     from wellcond.attention.builders import fused_site, query_and_kv_site, separate_site
+    from wellcond.attention.effective import conditioning_of
     from wellcond.attention.find import find_attention
     from wellcond.attention.registry import register_adapter
     from wellcond.attention.site import AttentionSite, Slot
-    from wellcond.conditioning.apply import condition_, conditioning_of, fold_, folded, recondition_
+    from wellcond.conditioning.apply import condition_, fold_, folded, recondition_
     from wellcond.init.apply import init_
     from wellcond.jacobian.records import JacobianSpectrum
     from wellcond.jacobian.spectrum import jacobian_spectrum
     from wellcond.linalg.spectrum import spectrum
-    from wellcond.measurement import HeadReport, LayerReport, MeasurementReport, measure
+    from wellcond.measurement import HeadReport, LayerReport, MeasurementReport, MeasureSettings, measure
     from wellcond.records import Spectrum
     from wellcond.tracking import ConditionTracker, TrackPoint
 
@@ -44,6 +45,7 @@ __all__ = [
     "HeadReport",
     "JacobianSpectrum",
     "LayerReport",
+    "MeasureSettings",
     "MeasurementReport",
     "MissingExtraError",
     "NumericalWarning",
@@ -73,15 +75,16 @@ __all__ = [
 # Imported when first used, since torch takes seconds: `wellcond --help` and mistyped commands do not need it.
 _LAZY = {
     "attention.builders": ("fused_site", "query_and_kv_site", "separate_site"),
+    "attention.effective": ("conditioning_of",),
     "attention.find": ("find_attention",),
     "attention.registry": ("register_adapter",),
     "attention.site": ("AttentionSite", "Slot"),
-    "conditioning.apply": ("condition_", "conditioning_of", "fold_", "folded", "recondition_"),
+    "conditioning.apply": ("condition_", "fold_", "folded", "recondition_"),
     "init.apply": ("init_",),
     "jacobian.records": ("JacobianSpectrum",),
     "jacobian.spectrum": ("jacobian_spectrum",),
     "linalg.spectrum": ("spectrum",),
-    "measurement": ("HeadReport", "LayerReport", "MeasurementReport", "measure"),
+    "measurement": ("HeadReport", "LayerReport", "MeasureSettings", "MeasurementReport", "measure"),
     "records": ("Spectrum",),
     "tracking": ("ConditionTracker", "TrackPoint"),
 }

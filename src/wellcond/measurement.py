@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any, TypedDict, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.checks import choose_sites, is_corrected
+from wellcond.attention.checks import choose_sites
+from wellcond.attention.effective import conditioning_of
 from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite
-from wellcond.conditioning.apply import conditioning_of
 from wellcond.errors import WellcondError, check_choice
 from wellcond.head import Head
 from wellcond.jacobian.capture import capture_sites
@@ -33,10 +34,87 @@ from wellcond.records import Spectrum
 from wellcond.theory.bounds import log10_kappa_bound
 from wellcond.theory.surrogate import log10_papers_bound
 
-__all__ = ["NUMERICAL", "Combine", "HeadReport", "Kappa", "LayerReport", "MeasurementReport", "measure"]
+__all__ = [
+    "NUMERICAL",
+    "Combine",
+    "HeadReport",
+    "Kappa",
+    "LayerReport",
+    "MeasureSettings",
+    "MeasurementReport",
+    "measure",
+]
 
 # What a measurement may end in when numbers are NaN, infinite or too large to be squared.
 NUMERICAL = (WellcondError, ArithmeticError, torch.linalg.LinAlgError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureSettings:
+    """What `measure` computes of every head; each field is also a keyword of `measure`.
+
+    Attributes:
+        convention: ``wide``, the Jacobian, or ``stack``, the papers' matrix.
+        kappa: which condition number `samples` and means are about.
+        samples: how many samples (or windows) of the batch to measure.
+        combine: ``mean`` measures them one by one; ``stack`` as one Jacobian, since they share the weights.
+        jacobian: False measures weights and attention maps only, which takes milliseconds.
+        method: of `jacobian_spectrum`.
+        biases: biases count as parameters.
+        output: also measure each layer's output through W_O, with respect to all its Q, K, V together.
+        memory_limit: bytes that may be used.
+
+    Raises: UnknownChoiceError, ValueError: values that do not exist or exclude each other.
+
+    Example:
+        >>> MeasureSettings(samples=4, kappa="pseudo").combine
+        'mean'
+    """
+
+    convention: Convention = "wide"
+    kappa: Kappa = "strict"
+    samples: int = 1
+    combine: Combine = "mean"
+    jacobian: bool = True
+    method: str = "auto"
+    biases: bool = False
+    output: bool = False
+    memory_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be measured before anything runs."""
+        check_choice("convention", self.convention, get_args(Convention))
+        check_choice("kappa", self.kappa, get_args(Kappa))
+        check_choice("combine", self.combine, get_args(Combine))
+        check_choice("Jacobian method", self.method, ("auto", *METHODS))
+        if self.samples < 1:
+            raise ValueError(f"samples: expected at least 1, got {self.samples}")
+        if self.convention == "stack" and self.biases:
+            raise ValueError(
+                "biases=True: the stacked convention is defined without biases; leave them out, or use "
+                "convention='wide'"
+            )
+        if self.output and not self.jacobian:
+            raise ValueError("output=True is about the Jacobian, and jacobian=False leaves it out")
+
+    def spectrum(self, chosen: CapturedForm) -> JacobianSpectrum:
+        """Spectrum of one form."""
+        form = chosen.form if self.convention == "wide" else chosen.form.stacked()
+        return form_spectrum(form, convention=self.convention, method=self.method, memory_limit=self.memory_limit)
+
+
+class MeasureOptions(TypedDict, total=False):
+    """The fields of `MeasureSettings` as keywords."""
+
+    convention: Convention
+    kappa: Kappa
+    samples: int
+    combine: Combine
+    jacobian: bool
+    method: str
+    biases: bool
+    output: bool
+    memory_limit: int | None
 
 
 def measure(
@@ -46,16 +124,9 @@ def measure(
     sites: Sequence[AttentionSite] | None = None,
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
-    convention: Convention = "wide",
-    kappa: Kappa = "strict",
-    samples: int = 1,
-    combine: Combine = "mean",
-    jacobian: bool = True,
-    method: str = "auto",
-    biases: bool = False,
-    output: bool = False,
-    memory_limit: int | None = None,
+    settings: MeasureSettings | None = None,
     progress: Callable[[Sequence[Any]], Iterable[Any]] = iter,
+    **options: Unpack[MeasureOptions],
 ) -> MeasurementReport:
     """Condition numbers of the weights and of the parameter Jacobian of every attention head, on real inputs.
 
@@ -68,16 +139,9 @@ def measure(
         sites: only these attentions.
         layers: only the attentions with these numbers, in the order of `find_attention`.
         heads: only these key/value heads.
-        convention: ``wide``, the Jacobian, or ``stack``, the papers' matrix.
-        kappa: which condition number `samples` and means are about.
-        samples: how many samples (or windows) of the batch to measure.
-        combine: ``mean`` measures them one by one; ``stack`` as one Jacobian, since they share the weights.
-        jacobian: False measures weights and attention maps only, which takes milliseconds.
-        method: of `jacobian_spectrum`.
-        biases: biases count as parameters.
-        output: also measure each layer's output through W_O, with respect to all its Q, K, V together.
-        memory_limit: bytes that may be used.
+        settings: what to compute; the defaults of `MeasureSettings` if None.
         progress: wraps the list of (layer, head) pairs, to show how far it is.
+        **options: fields of `MeasureSettings`, which replace those of `settings`: ``measure(model, batch, samples=4)``.
 
     Returns: a frozen `MeasurementReport` with `to_dict`, `to_json`, `to_table`.
 
@@ -86,9 +150,7 @@ def measure(
         WeightError: NaN or infinite activations or weights, with the layer's name.
         UnknownChoiceError, ValueError: options that do not exist.
     """
-    check_options(convention=convention, kappa=kappa, combine=combine, method=method, samples=samples, biases=biases)
-    if output and not jacobian:
-        raise ValueError("output=True is about the Jacobian, and jacobian=False leaves it out")
+    task = dataclasses.replace(settings or MeasureSettings(), **options)
     chosen = choose_sites(model, sites) if sites is not None else find_attention(model, strict=False)
     if layers is not None:
         outside = [layer for layer in layers if not 0 <= layer < len(chosen)]
@@ -96,11 +158,10 @@ def measure(
             raise ValueError(f"layers: expected numbers below {len(chosen)}, got {outside[0]}")
         chosen = [chosen[layer] for layer in layers]
     asked = sites is not None or layers is not None
-    captured = capture_sites(model, batch, chosen, max_samples=samples, required=asked)
+    captured = capture_sites(model, batch, chosen, max_samples=task.samples, required=asked)
     for head in heads or ():
         if not any(0 <= head < c.site.num_kv_heads for c in captured):
             raise ValueError(f"heads: no attention that is measured has a key/value head {head}")
-    task = _Task(convention, kappa, combine, samples, jacobian, method, biases, memory_limit)
     weighed = [_Layer(c, _chosen_heads(c, heads)) for c in captured]
     plan = [(number, head) for number, layer in enumerate(weighed) if layer.captured.call for head in layer.heads]
     found: dict[int, list[HeadReport]] = {number: [] for number in range(len(captured))}
@@ -120,58 +181,21 @@ def measure(
         LayerReport(
             c.site.name, c.site.kind, c.site.num_heads, c.site.num_kv_heads, c.site.head_dim,
             0 if c.x is None else c.x.shape[1], tuple(found[number]), problems.get(number, ""),
-            **(_through_output(c, task) if output else {}),
+            **_through_output(c, task),
         )
         for number, c in enumerate(captured)
     )  # fmt: skip
-    return MeasurementReport(rows, convention, kappa, combine, conditioning_of(model))
+    return MeasurementReport(rows, task.convention, task.kappa, task.combine, conditioning_of(model))
 
 
-def check_options(
-    *,
-    convention: Convention = "wide",
-    kappa: Kappa = "strict",
-    combine: Combine = "mean",
-    method: str = "auto",
-    samples: int = 1,
-    biases: bool = False,
-    **_others: Any,
-) -> None:
+def check_options(**options: Unpack[MeasureOptions]) -> None:
     """Raise for options of `measure` that do not exist or exclude each other, before anything runs."""
-    check_choice("convention", convention, get_args(Convention))
-    check_choice("kappa", kappa, get_args(Kappa))
-    check_choice("combine", combine, get_args(Combine))
-    check_choice("Jacobian method", method, ("auto", *METHODS))
-    if samples < 1:
-        raise ValueError(f"samples: expected at least 1, got {samples}")
-    if convention == "stack" and biases:
-        raise ValueError(
-            "biases=True: the stacked convention is defined without biases; leave them out, or use convention='wide'"
-        )
+    MeasureSettings(**options)
 
 
 def _chosen_heads(captured: CapturedAttention, heads: Sequence[int] | None) -> list[int]:
     available = range(captured.site.num_kv_heads)
     return list(available) if heads is None else [head for head in heads if head in available]
-
-
-@dataclass(frozen=True)
-class _Task:
-    """What was asked for."""
-
-    convention: Convention
-    kappa: Kappa
-    combine: Combine
-    samples: int
-    jacobian: bool
-    method: str
-    biases: bool
-    memory_limit: int | None
-
-    def spectrum(self, chosen: CapturedForm) -> JacobianSpectrum:
-        """Spectrum of one form."""
-        form = chosen.form if self.convention == "wide" else chosen.form.stacked()
-        return form_spectrum(form, convention=self.convention, method=self.method, memory_limit=self.memory_limit)
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,7 +214,7 @@ class _Layer:
     def raw_weights(self) -> dict[str, dict[int, Spectrum]]:
         """Stored weights likewise."""
         slots = self.captured.site.slots
-        return {role: self._worst(slots[role].read_raw()) if is_corrected(slots[role]) else self.weights[role]
+        return {role: self._worst(slots[role].read_raw()) if slots[role].is_corrected else self.weights[role]
                 for role in "qkv"}  # fmt: skip
 
     @torch.no_grad()
@@ -203,7 +227,7 @@ class _Layer:
         return dict(zip(self.heads, worst, strict=True))
 
 
-def _measure_head(layer: _Layer, index: int, task: _Task) -> HeadReport:
+def _measure_head(layer: _Layer, index: int, task: MeasureSettings) -> HeadReport:
     group = layer.captured.query_heads(index)
     measured = _jacobian_of if task.jacobian else _attention_of
     return HeadReport(
@@ -215,7 +239,7 @@ def _measure_head(layer: _Layer, index: int, task: _Task) -> HeadReport:
     )
 
 
-def _attention_of(captured: CapturedAttention, index: int, task: _Task) -> dict[str, Any]:
+def _attention_of(captured: CapturedAttention, index: int, task: MeasureSettings) -> dict[str, Any]:
     """Fields of a `HeadReport` without a Jacobian."""
     fields: dict[str, Any] = {"how": "weights and attention map only"}
     if captured.is_plain:
@@ -231,7 +255,7 @@ def _approximated(captured: CapturedAttention, index: int) -> dict[str, Any]:
     return {} if seen is None else {"attention": seen.statistics, "approximation_error": seen.error}
 
 
-def _jacobian_of(captured: CapturedAttention, index: int, task: _Task) -> dict[str, Any]:
+def _jacobian_of(captured: CapturedAttention, index: int, task: MeasureSettings) -> dict[str, Any]:
     """Fields of a `HeadReport` that are about the Jacobian and what explains it."""
     forms = _forms(captured, index, task)
     found = [task.spectrum(form) for form in forms]
@@ -249,11 +273,11 @@ def _jacobian_of(captured: CapturedAttention, index: int, task: _Task) -> dict[s
     return fields
 
 
-def _through_output(captured: CapturedAttention, task: _Task) -> dict[str, Any]:
-    """Fields of a `LayerReport` about the output through W_O; none where that is not defined."""
-    site = captured.site
-    if captured.call is None or not captured.is_plain or site.o is None or task.convention != "wide":
-        return {}
+def _through_output(captured: CapturedAttention, task: MeasureSettings) -> dict[str, Any]:
+    """Fields of a `LayerReport` about the output through W_O; none where that is not asked for or not defined."""
+    site, nothing = captured.site, {"output_samples": _both([])}
+    if not task.output or captured.call is None or not captured.is_plain or site.o is None or task.convention != "wide":
+        return nothing
     w_o = site.o.read().detach().cpu().double().transpose(0, 1).flatten(1)  # (out, heads dv) from (heads, out, dv)
     try:
         found = []
@@ -262,7 +286,7 @@ def _through_output(captured: CapturedAttention, task: _Task) -> dict[str, Any]:
             form = ProjectedHeads(tuple(heads), w_o)
             found.append(form_spectrum(form, method=task.method, memory_limit=task.memory_limit))
     except NUMERICAL as error:
-        return {"output_problem": str(error).splitlines()[0]}
+        return nothing | {"output_problem": str(error).splitlines()[0]}
     return {"with_output": found[0], "output_samples": _both(found)}
 
 
@@ -274,11 +298,11 @@ def _plain_head(captured: CapturedAttention, index: int, combine: Combine) -> He
     return captured.stacked_head(index) if combine == "stack" else captured.head(index)
 
 
-def _forms(captured: CapturedAttention, index: int, task: _Task) -> list[CapturedForm]:
+def _forms(captured: CapturedAttention, index: int, task: MeasureSettings) -> list[CapturedForm]:
     count = captured.num_samples if captured.is_plain else min(task.samples, num_samples(captured))
     return [captured_form(captured, index, samples=s, biases=task.biases) for s in _together(count, task)]
 
 
-def _together(count: int, task: _Task) -> list[list[int]]:
+def _together(count: int, task: MeasureSettings) -> list[list[int]]:
     """Samples that make one Jacobian."""
     return [list(range(count))] if task.combine == "stack" else [[sample] for sample in range(count)]

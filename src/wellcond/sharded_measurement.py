@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.effective import class_without_conditioning, corrections_of
+from wellcond.attention.effective import class_without_conditioning, conditioning_of, corrections_of
 from wellcond.attention.plain_copy import plain_class, plain_copy
 from wellcond.attention.shards import is_distributed, reshard_, whole
 from wellcond.attention.site import AttentionSite, Slot
-from wellcond.conditioning.apply import conditioning_of
 from wellcond.conditioning.attach import conditioned_class
 from wellcond.errors import UnsupportedLayoutError, WellcondError
 from wellcond.jacobian.capture.watch import Arguments, copy_argument, run, undisturbed

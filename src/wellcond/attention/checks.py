@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from wellcond.attention.effective import corrections_of
 from wellcond.attention.find import find_attention
 from wellcond.attention.peft_adapters import refuse_adapters
 from wellcond.attention.shards import local_part
@@ -59,7 +58,7 @@ def check_writable(model: nn.Module, sites: Iterable[AttentionSite], projections
         where = f"{site.name or 'the model itself'} ({role})"
         refuse_adapters(slot.owner, where)
         parameter = slot.parameter
-        if is_corrected(slot):
+        if slot.is_corrected:
             raise ConditioningError(f"{where} is already conditioned; call wellcond.fold_(model) before {verb}")
         if parameter.device.type == "meta":
             raise WeightError(
@@ -133,11 +132,6 @@ def _names_per_module(model: nn.Module) -> dict[int, int]:
     for _name, module in model.named_modules(remove_duplicate=False):
         counts[id(module)] = counts.get(id(module), 0) + 1
     return counts
-
-
-def is_corrected(slot: Slot) -> bool:
-    """Whether the forward pass uses another weight than the stored one."""
-    return slot.weight_name in corrections_of(slot.owner)
 
 
 def check_finite(sites: Iterable[AttentionSite], projections: Iterable[str]) -> None:

@@ -11,10 +11,12 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from wellcond.attention.shards import whole
+from wellcond.attention.wrappers import unwrap
 
 CORRECTIONS_ATTRIBUTE = "_wellcond_corrections"
 PLACE_ATTRIBUTE = "_wellcond_place"
 PLAIN_CLASS_ATTRIBUTE = "_wellcond_plain_class"
+SETTINGS_ATTRIBUTE = "_wellcond_settings"
 
 
 class Announced:
@@ -44,6 +46,14 @@ def corrections_of(module: nn.Module) -> dict[str, Correction]:
 def is_conditioned(model: nn.Module) -> bool:
     """Whether some weight of a model carries a correction."""
     return any(CORRECTIONS_ATTRIBUTE in vars(module) for module in model.modules())
+
+
+def conditioning_of(model: nn.Module) -> dict[str, Any] | None:
+    """Method and settings with which a model was conditioned; None for a plain model.
+
+    Of a model of PEFT or a LightningModule, ask the model inside, which `condition_` was given.
+    """
+    return vars(unwrap(model)).get(SETTINGS_ATTRIBUTE)
 
 
 def effective_weight(module: nn.Module, name: str) -> Tensor:

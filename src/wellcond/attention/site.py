@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.effective import effective_weight
+from wellcond.attention.effective import corrections_of, effective_weight
 from wellcond.attention.shards import box_of, is_distributed, local_part, whole
 from wellcond.errors import WeightError, check_choice
 
@@ -113,6 +113,11 @@ class Slot:
         Weights that several processes hold together are gathered: every process must call this.
         """
         return self.take_heads(effective_weight(self.owner, self.weight_name))
+
+    @property
+    def is_corrected(self) -> bool:
+        """Whether the forward pass uses another weight than the stored one."""
+        return self.weight_name in corrections_of(self.owner)
 
     def read_raw(self) -> Tensor:
         """Heads of the stored parameter (what the optimiser updates), gathered like those of `read`."""

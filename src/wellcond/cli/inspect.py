@@ -18,11 +18,11 @@ from rich.progress import track
 from rich.table import Table
 from torch import nn
 
+from wellcond.attention.effective import conditioning_of
 from wellcond.attention.find import scan_attention
 from wellcond.attention.site import AttentionSite
 from wellcond.cli.checkpoints import load_raw_or_plain
 from wellcond.cli.console import make_console
-from wellcond.conditioning.apply import conditioning_of
 from wellcond.errors import AttentionNotFoundError, check_choice
 from wellcond.experiments.models import ModelSpecError, build_model, is_local_code
 from wellcond.linalg.spectrum import spectra

@@ -181,14 +181,6 @@ def _call_text(method: Method, projections: str, some_sites: bool) -> str:
     return text[:-1] + extra + ")"
 
 
-def conditioning_of(model: nn.Module) -> dict[str, Any] | None:
-    """Method and settings with which a model was conditioned; None for a plain model.
-
-    Of a model of PEFT or a LightningModule, ask the model inside, which `condition_` was given.
-    """
-    return settings_of(unwrap(model))
-
-
 @dataclass(frozen=True)
 class _Attached:
     owner: nn.Module

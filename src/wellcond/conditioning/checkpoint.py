@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.effective import corrections_of
+from wellcond.attention.effective import SETTINGS_ATTRIBUTE, corrections_of
 from wellcond.attention.shards import local_part
 from wellcond.conditioning.corrections import FrozenCorrection
 from wellcond.errors import CheckpointMismatchError, CheckpointWarning, WeightError
@@ -33,7 +33,6 @@ from wellcond.errors import CheckpointMismatchError, CheckpointWarning, WeightEr
 PREFIX = "wellcond: "
 RESUME = "wellcond, only to resume training: "  # see `wellcond.conditioning.effective_state`
 ATTRIBUTE = "_wellcond_marker"
-SETTINGS = "_wellcond_settings"
 
 
 def mark(model: nn.Module, call: str, settings: dict[str, Any]) -> None:
@@ -46,14 +45,14 @@ def restore_mark(model: nn.Module, name: str, marker: Tensor | None, settings: d
     """Attach a marker that is known by name and value."""
     model.register_buffer(name, marker)
     # The buffer is for checkpoints; averages over whole state dicts (EMA) may spoil its value, so this is what counts.
-    model.__dict__[ATTRIBUTE], model.__dict__[SETTINGS] = name, settings
+    model.__dict__[ATTRIBUTE], model.__dict__[SETTINGS_ATTRIBUTE] = name, settings
     model.register_load_state_dict_pre_hook(check_incoming)
 
 
 def unmark(model: nn.Module) -> None:
     """Undo `mark`."""
     del model._buffers[model.__dict__.pop(ATTRIBUTE)]
-    del model.__dict__[SETTINGS]
+    del model.__dict__[SETTINGS_ATTRIBUTE]
     hooks = model._load_state_dict_pre_hooks
     for key in [key for key, hook in hooks.items() if getattr(hook, "hook", None) is check_incoming]:
         del hooks[key]
@@ -66,7 +65,7 @@ def marker_of(model: nn.Module) -> str | None:
 
 def settings_of(model: nn.Module) -> dict[str, Any] | None:
     """Settings of a model that was conditioned as a whole."""
-    return model.__dict__.get(SETTINGS)
+    return model.__dict__.get(SETTINGS_ATTRIBUTE)
 
 
 def read_settings(marker: Tensor) -> dict[str, Any]:
