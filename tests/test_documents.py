@@ -158,6 +158,21 @@ def test_every_erratum_is_in_the_table():
     assert [int(n) for n in re.findall(r"^\| E(\d+) \|", written, re.MULTILINE)] == list(range(1, 27))
 
 
+def test_every_section_of_the_theory_that_the_code_cites_exists():
+    numbers = set(re.findall(r"^#+ (\d+(?:\.\d+)?)\.? ", (DOCS / "theory.md").read_text("utf-8"), re.MULTILINE))
+    cited = []
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        text = path.read_text("utf-8")
+        assert not re.search(r"theory\.md[, ]+\d|theory\.md, sections", text), (
+            f"{path.name}: write theory.md, section N"
+        )
+        found = re.findall(r"theory\.md, section (\d+(?:\.\d+)?)|ours\(f?\"section (\d+(?:\.\d+)?)", text)
+        assert len(found) == len(re.findall(r"theory\.md, section|ours\(f?\"", text)), path.name
+        cited += [(path.name, one or other) for one, other in found]
+    assert len(cited) >= 15
+    assert [place for place in cited if place[1] not in numbers] == []
+
+
 @pytest.mark.parametrize("module", [wellcond, wellcond.theory], ids=lambda module: module.__name__)
 def test_every_public_name_is_in_the_reference(module):
     listed = "".join(path.read_text("utf-8") for path in (DOCS / "api").glob("*.md")).splitlines()

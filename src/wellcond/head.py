@@ -1,6 +1,6 @@
 r"""One softmax head (or the heads of one key/value group) on given tokens, and the blocks its Jacobian is made of.
 
-Legend (theory.md, sections 1 to 3; everything float64):
+Legend (theory.md, section 3; everything float64):
 
     X  N x D    query tokens            Y  M x E     key/value tokens (Y = X for self-attention)
     q_r, k_j, v_j                       rows of Q = X Wq, K = Y Wk, V = Y Wv, biases included

@@ -21,7 +21,7 @@ def warn_if_saturating(sites: Iterable[AttentionSite], lams: dict[str, float], n
 
     With layer-normed tokens, lam I on Q and K raises each token's logit with itself over the others by about
     s lam_q lam_k d. From ln N + 5 on, at least 99 % of the attention sits on the diagonal: Q and K get next to no
-    gradient (theory, section 8.1).
+    gradient (theory.md, section 7.1).
     """
     for site in sites:
         if site.kind != "softmax" or site.scale is None or site.qk_norm is not None or site.cross:

@@ -1,6 +1,6 @@
 r"""Attention over channels: cross-covariance attention (XCiT) and the channel attention of DaViT.
 
-Legend (theory.md, section 3.1; everything float64). Indices: c a query channel, e a key channel, i a token.
+Legend (theory.md, section 5.2; everything float64). Indices: c a query channel, e a key channel, i a token.
 
     X  N x D                                tokens;  Q = X Wq (N x C), K = X Wk, V = X Wv (N x E), biases included
     qhat_c = q_c / |q_c|, khat_e            columns of unit length; or the columns themselves (DaViT)

@@ -18,7 +18,7 @@ from wellcond.linalg.spectrum import spectrum
 Verdict = Literal["dead head", "P", "X", "norms", "balanced"]
 
 # Collapsed attention leaves W_Q and W_K next to no gradient. Its condition number is that of the tokens alone and looks
-# excellent (theory.md, section 8.1), so it must be named.
+# excellent (theory.md, section 7.1), so it must be named.
 DEAD_RATIO = 1e-3
 DEAD_MASS = 0.99
 COLLAPSED_MASS = 0.9999

@@ -1,6 +1,6 @@
 r"""Gram matrices of the Jacobian, assembled from blocks without ever forming it.
 
-Outputs (theory.md 2.3), n x n with n = R dv, rows ordered (r, o):
+Outputs (theory.md, section 3.3), n x n with n = R dv, rows ordered (r, o):
 
     G_rr' = (x_r . x_r') M_r M_r'^T + (q_r . q_r') B_r B_r'^T + (PY_r . PY_r') I
 

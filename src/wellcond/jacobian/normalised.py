@@ -1,6 +1,6 @@
 r"""Softmax heads whose queries and keys pass a map of their own before they meet: QK-norm, cosine attention, rotary.
 
-Legend (theory.md, section 3, on top of the legend of `wellcond.head`):
+Legend (theory.md, section 5.1, on top of the legend of `wellcond.head`):
 
     qhat_r = f_r(q_r),  khat_j = f_j(k_j)      the mapped rows; P = softmax of s Qhat Khat^T + bias
     N_r^q = df_r/dq (d' x d),  N_j^k           the Jacobians of the maps, one per row

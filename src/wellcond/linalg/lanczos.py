@@ -31,7 +31,7 @@ def largest_eigenvalue(
 
     Stops when two successive Ritz values agree to `tolerance`, when the Krylov space is exhausted (then the value is
     exact), or after `max_steps`. The Ritz test and not the residual: eigenvalues of attention's Gram matrices come in
-    clusters of about d, where the value converges long before the vector (theory.md, section 9).
+    clusters of about d, where the value converges long before the vector (theory.md, section 7.2).
     """
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(size, generator=generator, dtype=torch.float64)

@@ -54,7 +54,7 @@ def saturation(
         name="saturation",
         value=scale * lam**2 * head_dim if all_hold(hypotheses) else None,
         hypotheses=hypotheses,
-        reference=ours("section 8.1"),
+        reference=ours("section 7.1"),
         threshold=math.log(num_tokens) + 5,
     )
     return settle(statement, strict=strict)

@@ -229,7 +229,7 @@ def parameter_nullity(
             name="parameter_nullity",
             value=nullity if all_hold(hypotheses) else None,
             hypotheses=hypotheses,
-            reference=ours("architecture, section 2, table of nullities"),
+            reference=ours("section 4"),
             quantity="nullity of J_wide",
             relation="=",
             parts={"d": d, "D": width},

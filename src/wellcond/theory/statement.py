@@ -32,8 +32,8 @@ def paper_s(equation: str) -> Reference:
 
 
 def ours(equation: str) -> Reference:
-    """A place in the mathematical specification of this package."""
-    return Reference("wellcond, mathematical specification", equation)
+    """A place in docs/theory.md."""
+    return Reference("wellcond, docs/theory.md", equation)
 
 
 @dataclass(frozen=True)

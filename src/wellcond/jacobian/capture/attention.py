@@ -83,7 +83,7 @@ class CapturedAttention:
         return self.stacked_head(kv_head, [sample])
 
     def stacked_head(self, kv_head: int, samples: Sequence[int] | None = None) -> Head:
-        """Several samples or windows (all by default) in one head, which share the weights (theory.md, section 3).
+        """Several samples or windows (all by default) in one head, which share the weights (theory.md, section 3.5).
 
         Tokens follow each other, and each sample sees its own keys only. Rows are ordered (query head, sample, token).
 

@@ -1,4 +1,4 @@
-r"""Nystrom attention (theory.md 3.2): one head as a function of its weights, and its Jacobian in small pieces.
+r"""Nystrom attention (theory.md, section 5.3): one head as a function of its weights, and its Jacobian in small pieces.
 
     L_q, L_k  means of queries and keys over m segments; s = d^(-1/4) on either side
     F = softmax(Q L_k^T)    A = softmax(L_q L_k^T)    B = softmax(L_q K^T + key bias)
