@@ -1,6 +1,7 @@
 """The numerical core on tensors: every method against automatic differentiation, and the numbers of the theory."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from wellcond.head import Head, build_blocks
 from wellcond.jacobian.dense import dense_jacobian
 from wellcond.jacobian.gram import explicit_jacobian, output_gram, parameter_gram, stack_gram
 from wellcond.jacobian.plain import WideForm, gram_operator, wide_structure
-from wellcond.jacobian.select import MemoryLimitError, choose_method
-from wellcond.jacobian.spectrum import head_spectrum, jacobian_spectrum
+from wellcond.jacobian.select import MemoryLimitError, Route, choose_method
+from wellcond.jacobian.spectrum import ROUTES, form_spectrum, head_spectrum, jacobian_spectrum
 
 F64 = torch.float64
 
@@ -224,7 +225,7 @@ def test_numerically_singular_is_said_not_guessed():
 
 def test_auto_is_a_table_that_can_be_asked():
     def ask(n, D, d, limit=10**11):
-        head = Head(torch.randn(n, D), *torch.randn(3, d, D), d**-0.5)
+        head = Head(torch.randn(n, D), *torch.randn(3, d, D) * D**-0.5, d**-0.5)
         return choose_method(WideForm(head), wide_structure(head), memory_limit=limit)
 
     assert ask(24, 96, 32).route == "gram"
@@ -234,6 +235,28 @@ def test_auto_is_a_table_that_can_be_asked():
     assert ask(32, 96, 32).route == "closed form"  # 1024 outputs, whose values span a constant
     with pytest.raises(MemoryLimitError, match="use fewer tokens"):
         ask(197, 256, 64, limit=1000)
+
+
+@pytest.mark.parametrize("size, method, route", [
+    ((24, 32, 8), "auto", "gram"), ((24, 32, 32), "auto", "gram"), ((32, 96, 32), "auto", "closed form"),
+    ((24, 32, 8), "dense", "dense"), ((24, 32, 8), "cholesky", "cholesky"),
+    ((24, 32, 8), "implicit", "exhaustive products"), ((60, 8, 4), "implicit", "products"),
+])  # fmt: skip
+def test_what_is_chosen_is_what_runs(size, method, route, monkeypatch):
+    (n, D, d), ran = size, []
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(*shape, generator=generator, dtype=F64) for shape in ((n, D), (3, d, D)))
+    form = WideForm(Head(x, *w * D**-0.5, d**-0.5))
+    choice = choose_method(form, form.structure(), asked=method)
+    for name, run in ROUTES.items():
+        monkeypatch.setitem(ROUTES, name, lambda task, name=name, run=run: ran.append(name) or run(task))
+    found = form_spectrum(form, method=method)
+    assert ran == [choice.route] == [route]
+    assert found.method == choice.method and found.reason.startswith(choice.reason)
+
+
+def test_every_route_of_the_table_can_run():
+    assert set(ROUTES) == set(get_args(Route))
 
 
 def test_a_method_that_does_not_fit_names_the_bytes_and_what_would():
