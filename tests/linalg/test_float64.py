@@ -5,8 +5,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 import wellcond as wc
-from wellcond.linalg.float64 import has_float64, to_float64
-from wellcond.linalg.spectrum import singular_values, spectra, spectrum
+from wellcond.linalg.spectrum import has_float64, singular_values, spectra, spectrum, to_float64
 
 
 class WithoutDouble(torch.Tensor):
@@ -45,7 +44,7 @@ class WithoutDouble(torch.Tensor):
 
 @pytest.fixture(autouse=True)
 def device_without_float64(monkeypatch):
-    monkeypatch.setattr("wellcond.linalg.float64.has_float64", lambda device: device.type != "meta")
+    monkeypatch.setattr("wellcond.linalg.spectrum.has_float64", lambda device: device.type != "meta")
 
 
 def test_the_stand_in_refuses_what_mps_refuses():

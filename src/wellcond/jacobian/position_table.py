@@ -23,7 +23,7 @@ from wellcond.head import Head, softmax_weights, through_softmax
 from wellcond.jacobian.form import AbstractForm, Structure, SumForm
 from wellcond.jacobian.normalised import NormalisedHead
 from wellcond.jacobian.plain import WideForm
-from wellcond.linalg.float64 import to_float64
+from wellcond.linalg.spectrum import to_float64
 
 
 def with_position_table(head: Head, table: Tensor, index: Tensor) -> Head:

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wellcond.linalg.float64 import has_float64
+from wellcond.linalg.spectrum import has_float64
 
 Quintic = tuple[float, float, float]
 

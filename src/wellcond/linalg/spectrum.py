@@ -1,4 +1,4 @@
-"""Singular values, rank and condition number; `resolve_rank` holds the only tolerance rule."""
+"""Singular values, rank and condition number in float64; `resolve_rank` holds the only tolerance rule."""
 
 from __future__ import annotations
 
@@ -6,8 +6,18 @@ import torch
 from torch import Tensor
 
 from wellcond.errors import WeightError
-from wellcond.linalg.float64 import to_float64
 from wellcond.records import Spectrum
+
+
+def has_float64(device: torch.device) -> bool:
+    """Whether a device can hold float64; Apple's GPUs (MPS) cannot."""
+    return device.type != "mps"
+
+
+def to_float64(tensor: Tensor) -> Tensor:
+    """The same numbers in float64 without a gradient, on the CPU where the device has none."""
+    tensor = tensor.detach()
+    return (tensor if has_float64(tensor.device) else tensor.cpu()).to(torch.float64)
 
 
 def singular_values(matrix: Tensor) -> Tensor:

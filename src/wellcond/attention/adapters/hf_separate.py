@@ -12,7 +12,7 @@ from typing import Any
 from wellcond.attention import builders
 from wellcond.attention.adapters import hf_common as hf
 from wellcond.attention.adapters import modifiers
-from wellcond.attention.layout import head_rows
+from wellcond.attention.builders import head_rows
 from wellcond.attention.registry import Place, register_adapter
 from wellcond.attention.site import AttentionSite
 

@@ -11,13 +11,14 @@ from typing import Any
 from wellcond.attention.adapters import modifiers
 from wellcond.attention.adapters.timm_common import logit_scale, with_projections
 from wellcond.attention.builders import (
+    QKVLayout,
     check_rows,
     fused_site,
+    head_rows,
     out_features,
     projection_slot,
     separate_site,
 )
-from wellcond.attention.layout import QKVLayout, head_rows
 from wellcond.attention.registry import Place, register_adapter
 from wellcond.attention.site import AttentionSite
 

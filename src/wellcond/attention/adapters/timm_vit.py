@@ -14,8 +14,7 @@ from wellcond.attention.adapters.timm_common import (
     logit_scale,
     query_key_norm,
 )
-from wellcond.attention.builders import fused_site, output_slot, projection_slot, separate_site
-from wellcond.attention.layout import QKVLayout, head_rows
+from wellcond.attention.builders import QKVLayout, fused_site, head_rows, output_slot, projection_slot, separate_site
 from wellcond.attention.registry import Place, register_adapter
 from wellcond.attention.site import AttentionSite, Slot
 

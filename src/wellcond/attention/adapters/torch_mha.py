@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from wellcond.attention.adapters import modifiers
-from wellcond.attention.builders import output_slot
-from wellcond.attention.layout import QKVLayout, head_rows
+from wellcond.attention.builders import QKVLayout, head_rows, output_slot
 from wellcond.attention.registry import Place, register_adapter
 from wellcond.attention.site import AttentionSite, Slot
 

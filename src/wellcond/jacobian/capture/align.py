@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.jacobian.capture.watch import SiteCall, first_tensor
-from wellcond.linalg.float64 import to_float64
+from wellcond.linalg.spectrum import to_float64
 
 View = Callable[[Tensor], Tensor]
 TOLERANCE = 1e-5

@@ -15,7 +15,7 @@ from wellcond.errors import WeightError, WellcondError
 from wellcond.head import Head
 from wellcond.jacobian.capture.align import align, candidates, head_views, is_map, logit_bias
 from wellcond.jacobian.capture.watch import SiteCall, watch_sites
-from wellcond.linalg.float64 import to_float64
+from wellcond.linalg.spectrum import to_float64
 
 # Position decides which keys a query sees, and nothing else changes: masks, or windows as samples of their own.
 HARMLESS = ("local window",)

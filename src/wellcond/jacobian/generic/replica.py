@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
+from wellcond.attention.builders import head_rows
 from wellcond.attention.effective import corrections_of, effective_weight, remove_conditioning
-from wellcond.attention.layout import head_rows
 from wellcond.attention.plain_copy import HOOKS
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.errors import UnsupportedLayoutError, WellcondError
