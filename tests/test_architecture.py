@@ -76,6 +76,16 @@ def test_imports_point_downwards(path):
             assert rest and rest[0] in ALLOWED[layer] | {layer}, f"{layer} may not import {name}"
 
 
+@pytest.mark.parametrize("name", ["select", "spectrum", "triangle"])
+def test_methods_of_the_spectrum_know_no_concrete_form(name):
+    """A new form edits no method: what differs between forms is a member of `AbstractForm`."""
+    tree = ast.parse((SRC / "jacobian" / f"{name}.py").read_text())
+    forms = {f"wellcond.jacobian.{one}" for one in ("form", "plain", "records", "select", "tolerances", "triangle")}
+    assert {one for one in imported(tree) if one.startswith("wellcond.jacobian")} <= forms
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    assert not called & {"isinstance", "getattr", "hasattr"}
+
+
 def test_importing_wellcond_imports_no_extra():
     code = f"import sys, wellcond; print([name for name in {EXTRAS} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

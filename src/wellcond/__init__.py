@@ -84,7 +84,7 @@ _LAZY = {
     "jacobian.records": ("JacobianSpectrum",),
     "jacobian.spectrum": ("jacobian_spectrum",),
     "linalg.spectrum": ("spectrum",),
-    "measurement": ("HeadReport", "LayerReport", "MeasureSettings", "MeasurementReport", "measure"),
+    "measurement": ("HeadReport", "LayerReport", "MeasurementReport", "MeasureSettings", "measure"),
     "records": ("Spectrum",),
     "tracking": ("ConditionTracker", "TrackPoint"),
 }

@@ -276,7 +276,7 @@ def test_swin_v2_cosine_attention_against_timm():
 def test_key_bias_counts_under_a_norm_and_only_there():
     normal = normals(8)
     head = Head(normal(5, 6), normal(3, 6), normal(3, 6), normal(2, 6), 0.7, b_k=normal(3))
-    without, plain = Head(head.x, head.w_q[0], head.w_k, head.w_v, 0.7), identity_map
+    without, plain = Head(head.x, head.w_q, head.w_k, head.w_v, 0.7), identity_map
     bias_only = NormalisedHead(head, l2_norm(head.queries()), l2_norm(head.keys()), True).output_gram()
     bias_only -= NormalisedHead(head, l2_norm(head.queries()), l2_norm(head.keys()), False).output_gram()
     assert float(bias_only.norm()) > 0.1
