@@ -191,8 +191,10 @@ def table_of(task: str, analysis: Analysis) -> list[str]:
     tuned = {method.label: method for method in tuning.methods}
     order = sorted(comparison.methods, key=lambda method: error_of(comparison, method))
     lines = [
-        f"## {TASKS[task]}", "", f"{comparison.title}. Strong default: `{strong}`. [All tables]({task}/report/report.md)", "",
-        f"| start | rate | {metric.label} | better than the strong default by [95 % interval] | p (Holm) | lost over the rates |",
+        f"## {TASKS[task]}", "",
+        f"{comparison.title}. Strong default: `{strong}`. [All tables]({task}/report/report.md)", "",
+        f"| start | rate | {metric.label} | better than the strong default by [95 % interval] | p (Holm) | lost over "
+        "the rates |",
         "|---|---|---|---|---|---|",
     ]  # fmt: skip
     for method in order:
@@ -209,9 +211,9 @@ def table_of(task: str, analysis: Analysis) -> list[str]:
         rate = "" if best is None else f"{best.values['optimizer.lr']:g}"
         worst = max((tuned[method].loss(point) for point in tuned[method].points), default=math.nan)
         diverged = analysis.outcomes(method)["diverged"]
+        score = f"{mean:.1f} ± {spread:.1f}{f', {diverged} diverged' if diverged else ''}"
         lines.append(
-            f"| {words(method, strong)} | {rate} | {mean:.1f} ± {spread:.1f}{f', {diverged} diverged' if diverged else ''} | "
-            f"{beside} | {chance} | {metric.scale * worst:.1f} |"
+            f"| {words(method, strong)} | {rate} | {score} | {beside} | {chance} | {metric.scale * worst:.1f} |"
         )
     return [*lines, ""]
 
@@ -220,13 +222,16 @@ def answers(analyses: dict[str, Analysis]) -> list[str]:
     """The pairs that the questions of results/README.md are about, task by task."""
     pairs: Sequence[tuple[str, str]] = (
         ("default", "default(library=true)"), ("gaussian", "default"), ("conditioned", "default"),
-        ("conditioned", "gaussian"), ("conditioned", "mimetic"), ("balanced", "default"), ("identity(lam=10)", "default"),
+        ("conditioned", "gaussian"), ("conditioned", "mimetic"), ("balanced", "default"),
+        ("identity(lam=10)", "default"),
         ("default+set(optimizer.name=muon)", "default"), (STRONG, "default"), (f"{STRONG}+gaussian", STRONG),
         (f"{STRONG}+conditioned", STRONG), (f"{STRONG}+conditioned", f"{STRONG}+gaussian"),
     )  # fmt: skip
     lines = [
-        "## Pairs", "", "Share of the second one's error that the first removes, in percent [95 % interval], by task.", "",
-        "| first over second | " + " | ".join(TASKS[task] for task in analyses) + " |", "|---" * (len(analyses) + 1) + "|",
+        "## Pairs", "",
+        "Share of the second one's error that the first removes, in percent [95 % interval], by task.", "",
+        "| first over second | " + " | ".join(TASKS[task] for task in analyses) + " |",
+        "|---" * (len(analyses) + 1) + "|",
     ]  # fmt: skip
     for first, second in pairs:
         row = []
