@@ -105,7 +105,7 @@ def draw_gains(analyses: dict[str, Analysis]) -> None:
         panel.set_title(title, fontsize=8.5)
         panel.set_xlabel("% of the error removed")
     panels[0].set_yticks(range(len(analyses)), [TASKS[task] for task in analyses])
-    panels[0].invert_yaxis()
+    panels[0].set_ylim(len(analyses) - 0.5, -0.5)
     save(figure, "gains")
 
 
@@ -130,40 +130,40 @@ def draw_rates(analyses: dict[str, Analysis]) -> None:
                 panel.plot([point.values["optimizer.lr"] for point in points],
                            [tuning.metric.scale * point.mean for point in points], "o-", ms=3, lw=1.3, color=colour,
                            label=words(method.label, comparison.baseline))  # fmt: skip
-        panel.set(xscale="log", title=TASKS[task], ylabel=tuning.metric.label)
+        panel.set(xscale="log", title=TASKS[task], xlabel="learning rate", ylabel=tuning.metric.label)
         if not tuning.metric.higher_is_better:
             panel.set_yscale("log")
     handles, labels = panels.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    figure.supxlabel("learning rate", fontsize=9)
     save(figure, "rates")
 
 
 def draw_methods(analyses: dict[str, Analysis]) -> None:
-    """Every method on every task, as the share of the strong default's error that it has more or less."""
-    named: dict[str, dict[str, tuple[float, float, float]]] = {}
+    """Error of every method on every task, as a multiple of the strong default's; grey if it may be the same."""
+    named: dict[str, dict[str, tuple[float, bool]]] = {}
     for task, analysis in analyses.items():
         strong = analysis.comparison.baseline
         for method in analysis.comparison.methods:
             found = shares(analysis, method, strong) if method != strong else None
             if found is not None:
-                named.setdefault(words(method, strong), {})[task] = found
-    methods = sorted(
-        named, key=lambda method: -math.fsum(max(v[0], -60.0) for v in named[method].values()) / len(named[method])
-    )
-    figure, axes = plt.subplots(figsize=(1.25 * len(analyses) + 2.6, 0.3 * len(methods) + 0.9), layout="constrained")
+                mean, low, high = found
+                named.setdefault(words(method, strong), {})[task] = 1 - mean / 100, not low <= 0 <= high
+    scores = {name: [math.log2(ratio) for ratio, _ in row.values()] for name, row in named.items()}
+    methods = sorted(named, key=lambda name: math.fsum(scores[name]) / len(scores[name]))
+    figure, axes = plt.subplots(figsize=(0.95 * len(analyses) + 2.6, 0.3 * len(methods) + 0.9), layout="constrained")
+    colours = plt.get_cmap("RdYlGn_r")
     for row, method in enumerate(methods):
         for column, task in enumerate(analyses):
             if task not in named[method]:
                 continue
-            mean, low, high = named[method][task]
-            certain = not low <= 0 <= high
-            shade = plt.get_cmap("RdYlGn")(0.5 + max(-0.5, min(0.5, mean / 100)))
-            axes.add_patch(plt.Rectangle((column - 0.5, row - 0.5), 1, 1, color=shade if certain else "0.94", lw=0))
-            axes.text(column, row, f"{mean:+.0f}" if abs(mean) >= 9.5 else f"{mean:+.1f}", ha="center", va="center",
-                      fontsize=8, color="black" if certain else "0.45")  # fmt: skip
+            ratio, certain = named[method][task]
+            place = max(-1.0, min(1.0, math.log2(ratio) / 2))  # a quarter to four times
+            shade = colours(0.5 + 0.4 * place) if certain else "0.94"
+            axes.add_patch(plt.Rectangle((column - 0.5, row - 0.5), 1, 1, color=shade, lw=0))
+            axes.text(column, row, f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}", ha="center", va="center",
+                      fontsize=8, color="black" if certain else "0.4")  # fmt: skip
     axes.set(xlim=(-0.5, len(analyses) - 0.5), ylim=(len(methods) - 0.5, -0.5))
-    axes.set_xticks(range(len(analyses)), [TASKS[task].replace(", ", ",\n") for task in analyses], fontsize=8)
+    axes.set_xticks(range(len(analyses)), [TASKS[task].replace(", ", ",\n") for task in analyses], fontsize=7.5)
     axes.set_yticks(range(len(methods)), methods)
     axes.tick_params(length=0)
     for spine in axes.spines.values():
