@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import nn
 
 from wellcond.attention.find import scan_attention
-from wellcond.attention.site import AttentionSite
+from wellcond.attention.site import FLAGS, AttentionSite
 from wellcond.cli.checkpoints import load_raw_or_plain
 from wellcond.cli.console import make_console
 from wellcond.conditioning.apply import conditioning_of
@@ -27,7 +27,6 @@ from wellcond.errors import AttentionNotFoundError, check_choice
 from wellcond.experiments.models import ModelSpecError, build_model, is_local_code
 from wellcond.linalg.spectrum import spectra
 
-FLAGS = ("causal", "cross", "relative_position_bias", "rotary", "talking_heads")
 MOST_RANDOM = 500_000_000
 """Parameters of a model that is built with random weights if it is only named: 2 GB, and seconds to draw."""
 
