@@ -51,6 +51,13 @@ class Spectrum:
         """Condition number over the non-zero singular values; NaN for a zero matrix."""
         return float("nan") if self.rank == 0 else self.sigma_max / self.sigma_rank
 
+    @property
+    def why_not_finite(self) -> str:
+        """Why the strict condition number is infinite or not defined; empty where it is finite."""
+        if self.rank == 0:
+            return "the matrix is zero"
+        return f"rank {self.rank} of {self.rank + self.nullity}" if self.nullity else ""
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with both condition numbers."""
         return dataclasses.asdict(self) | {
