@@ -1,29 +1,30 @@
 """Frames, plots, one-line representations, and what a report says it is of."""
 
+import dataclasses
 import json
 import math
 import subprocess
 import sys
 
-import matplotlib
 import pandas
 import pytest
 import timm
 import torch
+from matplotlib import pyplot
 from torch import nn
 
 import wellcond as wc
 from wellcond.plots import HeadMark, plot_heads
 from wellcond.run_facts import describe_input, describe_model
 
-matplotlib.use("Agg")
+pyplot.switch_backend("Agg")
 X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(autouse=True)
 def _figures_are_closed():
     yield
-    matplotlib.pyplot.close("all")
+    pyplot.close("all")
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +93,11 @@ def test_numerically_singular_shows_the_certified_lower_bound(infinite):
     head = infinite.layers[0].heads[0]
     fields = {"sigma_min": 0.0, "sigma_rank": 0.0, "nullity": 0, "status": "numerically singular"}
     bounds = {"sigma_max_bounds": (10.0, 11.0), "sigma_rank_bounds": (0.0, 1e-6)}
-    singular = replace(head.jacobian, **fields, **bounds)
+    singular = dataclasses.replace(head.jacobian, **fields, **bounds)
     both = {"strict": (math.inf,), "pseudo": (math.inf,)}
-    head = replace(head, jacobian=singular, samples=(math.inf,), both_samples=both)
+    head = dataclasses.replace(head, jacobian=singular, samples=(math.inf,), both_samples=both)
     assert head.show_pseudo() == ">=1e+07" and "float64 rounding" in head.why_not_finite
-    table = replace(infinite, layers=(replace(infinite.layers[0], heads=(head,)),)).to_table()
+    table = dataclasses.replace(infinite, layers=(dataclasses.replace(infinite.layers[0], heads=(head,)),)).to_table()
     header, line = table.splitlines()
     assert ">=1e+07 numerically singular" in line and line.index("float64") > header.index("why not finite")
     assert line.index("numerically singular") + 20 == header.index("status") + 6, "columns stay in line"
@@ -104,22 +105,16 @@ def test_numerically_singular_shows_the_certified_lower_bound(infinite):
 
 def test_some_samples_may_be_finite(report):
     head = report.layers[0].heads[0]
-    head = replace(head, samples=(head.samples[0], math.inf))
+    head = dataclasses.replace(head, samples=(head.samples[0], math.inf))
     assert head.why_not_finite == "not finite in 1 of 2 samples"
     assert report.layers[0].heads[0].why_not_finite == ""
 
 
 def test_a_zero_jacobian_and_a_zero_weight_say_so(infinite):
-    zero = replace(infinite.layers[0].heads[0].jacobian, rank=0)
+    zero = dataclasses.replace(infinite.layers[0].heads[0].jacobian, rank=0)
     assert zero.why_not_finite == "the Jacobian is zero" and math.isnan(zero.condition_number)
     assert wc.spectrum(torch.zeros(3, 4)).why_not_finite == "the matrix is zero"
     assert wc.spectrum(torch.diag(torch.tensor([2.0, 1.0, 0.0]))).why_not_finite == "rank 2 of 3"
-
-
-def replace(record, **fields):
-    import dataclasses
-
-    return dataclasses.replace(record, **fields)
 
 
 # -- frames
@@ -140,12 +135,12 @@ def test_a_frame_has_a_row_per_head(report, infinite):
 
 
 def test_a_frame_keeps_layers_that_were_not_measured(model, report):
-    broken = replace(report.layers[1], heads=(), problem="it is broken")
-    frame = replace(report, layers=(report.layers[0], broken)).to_frame()
+    broken = dataclasses.replace(report.layers[1], heads=(), problem="it is broken")
+    frame = dataclasses.replace(report, layers=(report.layers[0], broken)).to_frame()
     assert len(frame) == 4 and frame["problem"].iloc[-1] == "it is broken" and pandas.isna(frame["head"].iloc[-1])
     cheap = wc.measure(model, X[:1], jacobian=False).to_frame()
     assert cheap["rank"].isna().all() and cheap["kappa"].isna().all() and (cheap["kappa_v"] >= 1).all()
-    assert replace(report, layers=()).to_frame().empty
+    assert dataclasses.replace(report, layers=()).to_frame().empty
 
 
 # -- plots
@@ -183,7 +178,7 @@ def test_dead_heads_and_unknown_ones_are_marked_and_in_no_mean():
 
 
 def test_a_plot_goes_into_given_axes(report):
-    _, (left, right) = matplotlib.pyplot.subplots(1, 2)
+    _, (left, right) = pyplot.subplots(1, 2)
     assert report.plot(ax=right) is right and right.collections and not left.collections
 
 
@@ -222,12 +217,12 @@ def test_every_record_prints_as_one_short_line(model, report, infinite):
     assert (
         repr(infinite.layers[0]) == "LayerReport('blocks.0.attn', 3 heads x 8, 5 tokens, kappa of 3 heads not finite)"
     )
-    assert "not measured: broken" in repr(replace(report.layers[0], heads=(), problem="broken"))
+    assert "not measured: broken" in repr(dataclasses.replace(report.layers[0], heads=(), problem="broken"))
     kappas = [head.mean_kappa() for layer in report.layers for head in layer.heads]
     ends = f"strict, kappa {min(kappas):.4g} to {max(kappas):.4g})"
     assert repr(report).startswith("MeasurementReport(VisionTransformer (vit") and repr(report).endswith(ends)
     records = [site, *site.slots.values(), report, *report.layers, head, head.jacobian, head.weights["q"], infinite]
-    records += [wc.measure(model, X[:1], jacobian=False), replace(report, layers=())]
+    records += [wc.measure(model, X[:1], jacobian=False), dataclasses.replace(report, layers=())]
     assert all("\n" not in repr(record) and len(repr(record)) < 180 for record in records)
 
 
