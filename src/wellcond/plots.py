@@ -50,7 +50,7 @@ def plot_heads(marks: Sequence[HeadMark], *, kind: str = "strict", title: str = 
     """
     layers = list(dict.fromkeys(mark.layer for mark in marks))
     given, ax = ax is not None, _axes(ax, width=min(5.6 + 0.3 * len(layers), 14.0))
-    styles = {
+    styles: dict[str, dict[str, Any]] = {
         "finite": {"color": BLUE, "alpha": 0.8, "label": "head"},
         "infinite": {"facecolors": "white", "edgecolors": BLUE, "linewidths": 1.4,
                      "label": "head with infinite κ(J): over its non-zero spectrum"},
@@ -188,8 +188,8 @@ def _without_common_parts(names: Sequence[str]) -> list[str]:
 
 
 def _finish(ax: Any, title: str, default: str) -> None:
-    ax.grid(True, color=GRID)
-    ax.grid(False, axis="x")
+    ax.grid(True, which="both", color=GRID, linewidth=0.8)
+    ax.grid(False, which="both", axis="x")
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
     ax.set_title(default, loc="left", fontsize=11, fontweight="bold", pad=22 if title else 8)

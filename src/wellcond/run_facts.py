@@ -86,5 +86,5 @@ def _digest(tensors: list[Tensor]) -> str:
         found.update(_kind(tensor).encode())
         flat = tensor.detach().cpu().reshape(-1)
         flat = torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat
-        found.update(flat.contiguous().view(torch.uint8).numpy())
+        found.update(flat.contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:8]
