@@ -32,6 +32,7 @@ from wellcond.jacobian.spectrum import form_spectrum
 from wellcond.linalg.spectrum import spectra
 from wellcond.measurement_records import Combine, HeadReport, Kappa, LayerReport, MeasurementReport
 from wellcond.records import Spectrum
+from wellcond.run_facts import run_facts
 from wellcond.theory.bounds import kappa_bound
 from wellcond.theory.head import Head, key_block_norms, queries
 from wellcond.theory.surrogate import papers_bound
@@ -82,7 +83,7 @@ def measure(
         memory_limit: bytes that may be used.
         progress: wraps the list of (layer, head) pairs, to show how far it is.
 
-    Returns: a frozen `MeasurementReport` with `to_dict`, `to_json`, `to_table`.
+    Returns: a frozen `MeasurementReport` with `to_dict`, `to_json`, `to_table`, `to_frame`, `plot`.
 
     Raises:
         AttentionNotFoundError: nothing was recognised.
@@ -127,7 +128,7 @@ def measure(
         )
         for number, c in enumerate(captured)
     )  # fmt: skip
-    return MeasurementReport(rows, convention, kappa, combine, conditioning_of(model))
+    return MeasurementReport(rows, convention, kappa, combine, conditioning_of(model), run=run_facts(model, batch))
 
 
 def check_options(
