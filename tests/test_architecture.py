@@ -10,12 +10,13 @@ import pytest
 import wellcond
 
 SRC = Path(wellcond.__file__).parent
-BASE = {"records", "errors", "files", "run_lengths", "run_records", "head"}
+BASE = {"records", "errors", "files", "run_lengths", "run_records", "version", "head"}
 ALLOWED = {
     "records": set(),
     "errors": set(),
     "files": set(),
     "head": {"errors"},
+    "version": set(),
     "run_lengths": set(),
     "run_records": {"files"},
     "linalg": BASE,
@@ -24,10 +25,18 @@ ALLOWED = {
     "conditioning": BASE | {"linalg", "attention"},
     "theory": BASE | {"linalg"},
     "jacobian": BASE | {"linalg", "attention", "theory"},
-    "measurement_records": BASE | {"jacobian"},
-    "measurement": BASE | {"measurement_records"} | {"linalg", "attention", "conditioning", "jacobian", "theory"},
-    "sharded_measurement": BASE | {"measurement_records", "attention", "conditioning", "jacobian", "measurement"},
-    "tracking": BASE | {"linalg", "attention", "jacobian", "measurement", "sharded_measurement"},
+    "run_facts": BASE | {"attention"},
+    "measurement_frame": BASE,
+    "plots": BASE,
+    "measurement_records": BASE | {"jacobian", "measurement_frame", "plots"},
+    "measurement": BASE
+    | {"measurement_records", "run_facts"}
+    | {"linalg", "attention", "conditioning", "jacobian", "theory"},
+    "sharded_measurement": BASE
+    | {"run_facts", "measurement_records", "attention", "conditioning", "jacobian", "measurement"},
+    "track_points": BASE | {"measurement_records"},
+    "tracking": BASE
+    | {"track_points", "linalg", "attention", "jacobian", "measurement", "sharded_measurement", "plots", "run_facts"},
     "report": BASE,
     "experiments": BASE | {"linalg", "attention", "init", "conditioning", "jacobian", "measurement", "tracking"},
     "integrations": BASE | {"attention", "init", "conditioning", "tracking", "experiments"},
@@ -49,6 +58,7 @@ EXTRAS = [
     "yaml",
     "plotly",
     "matplotlib",
+    "pandas",
     "lightning",
     "pytorch_lightning",
     "peft",

@@ -1,8 +1,12 @@
-"""Figures of results/README.md, from the records beside this file. Run: python results/evidence/figures.py."""
+"""Figures and tables of results/README.md and this folder, from the records beside this file.
+
+Run: python results/evidence/figures.py. Draws what there are records for, and writes tables.md.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -10,15 +14,25 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-from wellcond.report.analysis import analyse
+from wellcond.report.analysis import Analysis, analyse
 from wellcond.report.load_runs import Comparison, load_comparisons
 from wellcond.report.statistics import differences_of
 from wellcond.report.tuning import find_tuning
 
 HERE = Path(__file__).parent
+TASKS = {
+    "digits": "ViT, digits",
+    "vit": "ViT, CIFAR-10",
+    "xcit": "XCiT, CIFAR-10",
+    "swin": "Swin, CIFAR-10",
+    "listops": "Nystromformer, ListOps",
+    "text": "Nystromformer, IMDB",
+    "crammed-bert": "BERT, WikiText-2",
+    "gpt2-tinystories": "GPT-2, TinyStories",
+    "gpt2-wikitext2": "GPT-2, WikiText-2",
+}
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#a463f2", "#97bbf5", "#9c6b4e")
-FARTHEST = 25.0
-"""Differences beyond it are written, not drawn."""
+STRONG = "strong default"
 matplotlib.rcParams |= {
     "svg.hashsalt": "wellcond",
     "svg.fonttype": "none",
@@ -31,6 +45,7 @@ matplotlib.rcParams |= {
 def save(figure: plt.Figure, name: str) -> None:
     """Write a figure, the same bytes for the same records."""
     figure.savefig(HERE / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight")
+    plt.close(figure)
 
 
 def words(method: str, strong: str) -> str:
@@ -38,48 +53,123 @@ def words(method: str, strong: str) -> str:
     known = {
         "default(library=true)": "library default",
         "default": "scale-true default",
-        strong: "strong default",
-        "default+set(model.qk_norm=true)": "default with QK-norm",
-        "default+set(optimizer.name=muon)": "default with Muon",
+        strong: STRONG,
+        "default+set(model.qk_norm=true)": "default, QK-norm",
+        "default+set(optimizer.name=muon)": "default, Muon",
         "conditioned(value_scale=default)": "conditioned, V at the default's norm",
     }
-    return known.get(method, method.replace(f"{strong}+", "strong default + "))
+    return known.get(method, method.replace(f"{strong}+", f"{STRONG} + "))
 
 
-def draw_rates(comparison: Comparison, shown: list[str], name: str) -> None:
-    """Score over the learning rate, for some methods."""
-    tuning = find_tuning(comparison)
-    assert tuning is not None
-    figure, axes = plt.subplots(figsize=(6.2, 3.4))
-    for colour, label in zip(COLOURS, shown, strict=False):
-        [method] = [method for method in tuning.methods if method.label == label]
-        points = method.profile("optimizer.lr")
-        rates = [point.values["optimizer.lr"] for point in points]
-        axes.plot(rates, [tuning.metric.scale * point.mean for point in points], "o-", ms=3, color=colour,
-                  label=words(label, comparison.baseline))  # fmt: skip
-    axes.set(xscale="log", xlabel="learning rate", ylabel=f"{tuning.metric.label}, tuning seeds")
-    axes.legend(frameon=False, fontsize=7.5, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    save(figure, name)
+def error_of(comparison: Comparison, method: str) -> float:
+    """Mean error of a method over its seeds, in the unit of the metric: what an accuracy lacks, or the perplexity."""
+    values = list(comparison.results(method).values())
+    mean = math.fsum(values) / len(values)
+    return 1 - mean if comparison.result.higher_is_better else mean
 
 
-def draw_differences(comparison: Comparison, name: str) -> None:
-    """Every method minus the strong default, each at its best rate, with 95 % intervals."""
-    analysis = analyse(comparison)
-    scale = comparison.result.scale
-    found = sorted(analysis.differences.values(), key=lambda difference: difference.mean)
-    figure, axes = plt.subplots(figsize=(6.2, 0.24 * len(found) + 0.8))
-    for row, difference in enumerate(found):
-        low, high = difference.interval or (math.nan, math.nan)
-        if scale * abs(difference.mean) > FARTHEST:
-            axes.text(-0.5, row, f"{scale * difference.mean:.0f}", ha="right", va="center", color=COLOURS[2])
-            continue
-        colour = COLOURS[0] if low <= 0 <= high else COLOURS[4] if low > 0 else COLOURS[2]
-        axes.plot([scale * low, scale * high], [row, row], color=colour, lw=2)
-        axes.plot(scale * difference.mean, row, "o", ms=4, color=colour)
-    axes.axvline(0, color="0.6", lw=0.8)
-    axes.set_yticks(range(len(found)), [words(difference.method, comparison.baseline) for difference in found])
-    axes.set_xlabel(f"{comparison.result.label}: better than the strong default by (95 % interval)")
-    save(figure, name)
+def shares(analysis: Analysis, method: str, over: str) -> tuple[float, float, float] | None:
+    """How much of the error of `over` a method removes, in percent, with its 95 % interval; None without both."""
+    comparison = analysis.comparison
+    if not {method, over} <= set(comparison.methods):
+        return None
+    [difference] = differences_of(comparison, analysis.summaries, [(method, over)])
+    if difference.interval is None:
+        return None
+    error = error_of(comparison, over)
+    return tuple(100 * value / error for value in (difference.mean, *difference.interval))  # type: ignore[return-value]
+
+
+def draw_gains(analyses: dict[str, Analysis]) -> None:
+    """What each of four steps removes of the error, by task."""
+    questions = [
+        ("scale: gaussian\nover the scale-true default", "gaussian", "default"),
+        ("spectrum: conditioned\nover gaussian", "conditioned", "gaussian"),
+        ("tokens: strong default\nover the scale-true default", STRONG, "default"),
+        ("both: strong default + conditioned\nover the strong default", f"{STRONG}+conditioned", STRONG),
+    ]
+    figure, panels = plt.subplots(
+        1, len(questions), figsize=(10.5, 0.34 * len(analyses) + 1.2), sharey=True, layout="constrained"
+    )
+    for panel, (title, method, over) in zip(panels, questions, strict=True):
+        for row, analysis in enumerate(analyses.values()):
+            strong = analysis.comparison.baseline
+            found = shares(analysis, method.replace(STRONG, strong), over.replace(STRONG, strong))
+            if found is None:
+                continue
+            mean, low, high = found
+            colour = "0.45" if low <= 0 <= high else COLOURS[4] if low > 0 else COLOURS[2]
+            panel.plot([low, high], [row, row], color=colour, lw=2)
+            panel.plot(mean, row, "o", ms=4.5, color=colour)
+        panel.axvline(0, color="0.6", lw=0.8)
+        panel.set_title(title, fontsize=8.5)
+        panel.set_xlabel("% of the error removed")
+    panels[0].set_yticks(range(len(analyses)), [TASKS[task] for task in analyses])
+    panels[0].set_ylim(len(analyses) - 0.5, -0.5)
+    save(figure, "gains")
+
+
+def draw_rates(analyses: dict[str, Analysis]) -> None:
+    """Score over the learning rate, a panel for each task."""
+    columns = min(3, len(analyses))
+    rows = math.ceil(len(analyses) / columns)
+    figure, panels = plt.subplots(
+        rows, columns, figsize=(3.5 * columns, 2.4 * rows), squeeze=False, layout="constrained"
+    )
+    shown = ["default(library=true)", "default", "gaussian", "conditioned", "default+set(optimizer.name=muon)", STRONG,
+             f"{STRONG}+conditioned"]  # fmt: skip
+    for panel in panels.flat[len(analyses) :]:
+        panel.axis("off")
+    for panel, (task, analysis) in zip(panels.flat, analyses.items(), strict=False):
+        comparison, tuning = analysis.comparison, find_tuning(analysis.comparison)
+        assert tuning is not None
+        for colour, label in zip(COLOURS, shown, strict=False):
+            found = [method for method in tuning.methods if method.label == label.replace(STRONG, comparison.baseline)]
+            for method in found:
+                points = method.profile("optimizer.lr")
+                panel.plot([point.values["optimizer.lr"] for point in points],
+                           [tuning.metric.scale * point.mean for point in points], "o-", ms=3, lw=1.3, color=colour,
+                           label=words(method.label, comparison.baseline))  # fmt: skip
+        panel.set(xscale="log", title=TASKS[task], xlabel="learning rate", ylabel=tuning.metric.label)
+        if not tuning.metric.higher_is_better:
+            panel.set_yscale("log")
+    handles, labels = panels.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    save(figure, "rates")
+
+
+def draw_methods(analyses: dict[str, Analysis]) -> None:
+    """Error of every method on every task, as a multiple of the strong default's; grey if it may be the same."""
+    named: dict[str, dict[str, tuple[float, bool]]] = {}
+    for task, analysis in analyses.items():
+        strong = analysis.comparison.baseline
+        for method in analysis.comparison.methods:
+            found = shares(analysis, method, strong) if method != strong else None
+            if found is not None:
+                mean, low, high = found
+                named.setdefault(words(method, strong), {})[task] = 1 - mean / 100, not low <= 0 <= high
+    scores = {name: [math.log2(ratio) for ratio, _ in row.values()] for name, row in named.items()}
+    methods = sorted(named, key=lambda name: math.fsum(scores[name]) / len(scores[name]))
+    figure, axes = plt.subplots(figsize=(0.95 * len(analyses) + 2.6, 0.3 * len(methods) + 0.9), layout="constrained")
+    colours = plt.get_cmap("RdYlGn_r")
+    for row, method in enumerate(methods):
+        for column, task in enumerate(analyses):
+            if task not in named[method]:
+                continue
+            ratio, certain = named[method][task]
+            place = max(-1.0, min(1.0, math.log2(ratio) / 2))  # a quarter to four times
+            shade = colours(0.5 + 0.4 * place) if certain else "0.94"
+            axes.add_patch(plt.Rectangle((column - 0.5, row - 0.5), 1, 1, color=shade, lw=0))
+            axes.text(column, row, f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}", ha="center", va="center",
+                      fontsize=8, color="black" if certain else "0.4")  # fmt: skip
+    axes.set(xlim=(-0.5, len(analyses) - 0.5), ylim=(len(methods) - 0.5, -0.5))
+    axes.set_xticks(range(len(analyses)), [TASKS[task].replace(", ", ",\n") for task in analyses], fontsize=7.5)
+    axes.set_yticks(range(len(methods)), methods)
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.xaxis.tick_top()
+    save(figure, "methods")
 
 
 def draw_scores(comparison: Comparison, name: str) -> None:
@@ -93,42 +183,83 @@ def draw_scores(comparison: Comparison, name: str) -> None:
     save(figure, name)
 
 
-def print_numbers(comparison: Comparison) -> None:
-    """What the pages say beside the tables: differences to the scale-true default, and what a wrong rate costs."""
-    summaries = analyse(comparison).summaries
-    pairs = [(method, "default") for method in comparison.methods if method != "default"]
-    scale = comparison.result.scale
-    for difference in differences_of(comparison, summaries, pairs):
-        low, high = (scale * end for end in difference.interval or (math.nan, math.nan))
-        shown = f"{scale * difference.mean:+.2f} [{low:+.2f}, {high:+.2f}], p {difference.p:.2g}"
-        print(f"{difference.method} - default: {shown}")
-    tuning = find_tuning(comparison)
-    for method in tuning.methods if tuning is not None else ():
-        worst = max(method.loss(point) for point in method.points)
-        print(f"{method.label}: loses at most {tuning.metric.scale * worst:.1f} over the rates that were tried")
+def table_of(task: str, analysis: Analysis) -> list[str]:
+    """Every method of a task, best first, beside the strong default."""
+    comparison, tuning = analysis.comparison, find_tuning(analysis.comparison)
+    assert tuning is not None
+    metric, strong = comparison.result, comparison.baseline
+    tuned = {method.label: method for method in tuning.methods}
+    order = sorted(comparison.methods, key=lambda method: error_of(comparison, method))
+    lines = [
+        f"## {TASKS[task]}", "",
+        f"{comparison.title}. Strong default: `{strong}`. [All tables]({task}/report/report.md)", "",
+        f"| start | rate | {metric.label} | better than the strong default by [95 % interval] | p (Holm) | lost over "
+        "the rates |",
+        "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for method in order:
+        values = [metric.scale * value for value in comparison.results(method).values()]
+        mean = math.fsum(values) / len(values)
+        spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / max(1, len(values) - 1))
+        difference = analysis.differences.get(method)
+        beside = chance = ""
+        if difference is not None and difference.interval is not None:
+            low, high = (metric.scale * end for end in difference.interval)
+            beside = f"{metric.scale * difference.mean:+.2f} [{low:+.2f}, {high:+.2f}]"
+            chance = "–" if difference.p_holm is None else f"{difference.p_holm:.2g}"
+        best = tuned[method].best
+        rate = "" if best is None else f"{best.values['optimizer.lr']:g}"
+        worst = max((tuned[method].loss(point) for point in tuned[method].points), default=math.nan)
+        diverged = analysis.outcomes(method)["diverged"]
+        score = f"{mean:.1f} ± {spread:.1f}{f', {diverged} diverged' if diverged else ''}"
+        lines.append(
+            f"| {words(method, strong)} | {rate} | {score} | {beside} | {chance} | {metric.scale * worst:.1f} |"
+        )
+    return [*lines, ""]
+
+
+def answers(analyses: dict[str, Analysis]) -> list[str]:
+    """The pairs that the questions of results/README.md are about, task by task."""
+    pairs: Sequence[tuple[str, str]] = (
+        ("default", "default(library=true)"), ("gaussian", "default"), ("conditioned", "default"),
+        ("conditioned", "gaussian"), ("conditioned", "mimetic"), ("balanced", "default"),
+        ("identity(lam=10)", "default"),
+        ("default+set(optimizer.name=muon)", "default"), (STRONG, "default"), (f"{STRONG}+gaussian", STRONG),
+        (f"{STRONG}+conditioned", STRONG), (f"{STRONG}+conditioned", f"{STRONG}+gaussian"),
+    )  # fmt: skip
+    lines = [
+        "## Pairs", "",
+        "Share of the second one's error that the first removes, in percent [95 % interval], by task.", "",
+        "| first over second | " + " | ".join(TASKS[task] for task in analyses) + " |",
+        "|---" * (len(analyses) + 1) + "|",
+    ]  # fmt: skip
+    for first, second in pairs:
+        row = []
+        for analysis in analyses.values():
+            strong = analysis.comparison.baseline
+            found = shares(analysis, first.replace(STRONG, strong), second.replace(STRONG, strong))
+            row.append("–" if found is None else "{:+.1f} [{:+.1f}, {:+.1f}]".format(*found))
+        lines.append(f"| {words(first, STRONG)} over {words(second, STRONG)} | " + " | ".join(row) + " |")
+    return [*lines, ""]
 
 
 def main() -> None:
-    """Draw what there are records for, and print what else the pages say."""
-    for task in ("digits", "gpt2-tinystories"):
+    """Draw what there are records for, and write the tables."""
+    analyses = {}
+    for task in TASKS:
         if (HERE / task).is_dir():
             [comparison] = load_comparisons(HERE / task)
-            strong = comparison.baseline
-            shown = [
-                "default(library=true)",
-                "default",
-                strong,
-                "gaussian",
-                "conditioned",
-                "balanced",
-                f"{strong}+conditioned",
-            ]
-            draw_rates(comparison, shown, f"{task}-rates")
-            draw_differences(comparison, f"{task}-differences")
-            print_numbers(comparison)
+            analyses[task] = analyse(comparison)
+    draw_gains(analyses)
+    draw_rates(analyses)
+    draw_methods(analyses)
     if (HERE / "causal").is_dir():
         [comparison] = load_comparisons(HERE / "causal")
         draw_scores(comparison, "causal")
+    head = ["# Every method on every task", "", "Made by `python results/evidence/figures.py`; how it was done is in "
+            "[README.md](README.md).", ""]  # fmt: skip
+    tables = [line for task, analysis in analyses.items() for line in table_of(task, analysis)]
+    (HERE / "tables.md").write_text("\n".join([*head, *answers(analyses), *tables]), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from wellcond.errors import (
     WeightError,
     WellcondError,
 )
+from wellcond.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from wellcond.attention.builders import fused_site, query_and_kv_site, separate_site
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from wellcond.measurement import HeadReport, LayerReport, MeasurementReport, MeasureSettings, measure
     from wellcond.records import Spectrum
     from wellcond.tracking import ConditionTracker, TrackPoint
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AttentionNotFoundError",

@@ -31,6 +31,7 @@ from wellcond.jacobian.spectrum import form_spectrum
 from wellcond.linalg.spectrum import spectra
 from wellcond.measurement_records import Combine, HeadReport, Kappa, LayerReport, MeasurementReport
 from wellcond.records import Spectrum
+from wellcond.run_facts import run_facts
 from wellcond.theory.bounds import log10_kappa_bound
 from wellcond.theory.surrogate import log10_papers_bound
 
@@ -143,7 +144,7 @@ def measure(
         progress: wraps the list of (layer, head) pairs, to show how far it is.
         **options: fields of `MeasureSettings`, which replace those of `settings`: ``measure(model, batch, samples=4)``.
 
-    Returns: a frozen `MeasurementReport` with `to_dict`, `to_json`, `to_table`.
+    Returns: a frozen `MeasurementReport` with `to_dict`, `to_json`, `to_table`, `to_frame`, `plot`.
 
     Raises:
         AttentionNotFoundError: nothing was recognised.
@@ -185,7 +186,8 @@ def measure(
         )
         for number, c in enumerate(captured)
     )  # fmt: skip
-    return MeasurementReport(rows, task.convention, task.kappa, task.combine, conditioning_of(model))
+    facts = run_facts(model, batch)
+    return MeasurementReport(rows, task.convention, task.kappa, task.combine, conditioning_of(model), run=facts)
 
 
 def check_options(**options: Unpack[MeasureOptions]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,7 +13,9 @@ from wellcond.files import json_ready
 from wellcond.jacobian.diagnosis import AttentionStatistics, Diagnosis
 from wellcond.jacobian.layer import union_condition_number
 from wellcond.jacobian.records import Convention, JacobianSpectrum
-from wellcond.records import Spectrum
+from wellcond.measurement_frame import make_frame
+from wellcond.plots import HeadMark, plot_heads
+from wellcond.records import Spectrum, show_kappas
 
 SCHEMA = 1
 Kappa = Literal["strict", "pseudo"]
@@ -50,6 +53,13 @@ class HeadReport:
     bound_log10: float | None = None
     """A bound on the Jacobian's condition number, strict for wide, pseudo for stack; None where none is known."""
 
+    def __repr__(self) -> str:
+        """One line."""
+        if self.jacobian is None:
+            return f"HeadReport(head {self.index}, {self.how})"
+        kappas = show_kappas(self.mean_kappa(), self.mean_kappa("pseudo"))
+        return f"HeadReport(head {self.index}, {kappas}, {self.status}, {self.verdict})"
+
     def mean_kappa(self, kind: Kappa | None = None) -> float:
         """Geometric mean over samples; infinite if any is, NaN if one is not known. Of the kind asked for if None."""
         samples = self.samples if kind is None else self.both_samples[kind]
@@ -70,6 +80,24 @@ class HeadReport:
             return 1.0
         mean = sum(logs) / len(logs)
         return math.exp(math.sqrt(sum((x - mean) ** 2 for x in logs) / (len(logs) - 1)))
+
+    @property
+    def why_not_finite(self) -> str:
+        """Why the condition number asked for is infinite or not defined; empty where it is finite or not measured."""
+        if self.jacobian is None or math.isfinite(self.mean_kappa()):
+            return ""
+        count = sum(not math.isfinite(kappa) for kappa in self.samples)
+        some = f"{count} of {len(self.samples)} samples" if len(self.samples) > 1 else ""
+        own = self.jacobian.why_not_finite
+        return f"{own} ({some})" if own and some else own or f"not finite in {some}"
+
+    def show_pseudo(self) -> str:
+        """The condition number over the non-zero spectrum; where that is not known, its certified lower bound."""
+        mean = self.mean_kappa("pseudo")
+        if math.isfinite(mean) or self.jacobian is None:
+            return "-" if math.isnan(mean) else f"{mean:.4g}"
+        sure = self.jacobian.smallest_kappa
+        return f">={sure:.3g}" if math.isfinite(sure) else "-"
 
     @property
     def verdict(self) -> str:
@@ -103,6 +131,13 @@ class LayerReport:
     output_problem: str = ""
     """Why `with_output` could not be measured; empty otherwise."""
 
+    def __repr__(self) -> str:
+        """One line."""
+        grouped = f" ({self.num_kv_heads} of keys and values)" if self.num_kv_heads != self.num_heads else ""
+        sizes = f"{self.num_heads} heads{grouped} x {self.head_dim}, {self.num_tokens} tokens"
+        found = f"not measured: {self.problem}" if self.problem else _range_of(self.heads)
+        return f"LayerReport({self.name!r}, {sizes}, {found})"
+
     def kappa(self, kind: Kappa = "strict") -> float:
         """Condition number of the whole layer without W_O: heads have parameters of their own, so spectra unite.
 
@@ -123,6 +158,15 @@ class MeasurementReport:
     combine: Combine
     conditioning: dict[str, Any] | None
     schema: int = SCHEMA
+    run: dict[str, str] = field(default_factory=dict)
+    """What was measured, in words: ``model``, ``input`` and the ``version`` of wellcond."""
+
+    def __repr__(self) -> str:
+        """One line."""
+        heads = [head for layer in self.layers for head in layer.heads]
+        counts = f"{len(heads)} heads of {len(self.layers)} attentions"
+        of = f"{self.run['model']}; " if "model" in self.run else ""
+        return f"MeasurementReport({of}{counts}, {self.convention} Jacobian, {self.kappa}, {_range_of(heads)})"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, both condition numbers of every head included."""
@@ -134,6 +178,7 @@ class MeasurementReport:
                 row["weights"] = {role: s.to_dict() for role, s in head.weights.items()}
                 row["raw_weights"] = {role: s.to_dict() for role, s in head.raw_weights.items()}
                 row["mean_kappa"], row["spread"] = head.mean_kappa(), head.spread()
+                row["mean_pseudo_kappa"], row["why_not_finite"] = head.mean_kappa("pseudo"), head.why_not_finite
                 row["verdict"] = head.verdict
         return data
 
@@ -142,9 +187,14 @@ class MeasurementReport:
         return json.dumps(json_ready(self.to_dict()), indent=indent)
 
     def to_table(self) -> str:
-        """One line per head, in plain text."""
-        lines = [f"{'layer':28} head {'kappa(J)':>10} {'status':>12} {'|J_Q|':>9} {'|J_K|':>9} {'|J_V|':>9} "
-                 f"{'entropy':>8} {'diagonal':>8}  verdict"]  # fmt: skip
+        """One line per head, in plain text; where some condition number is infinite, why, and the pseudo one beside."""
+        heads = [head for layer in self.layers for head in layer.heads]
+        explained = any(head.why_not_finite for head in heads)
+        width = max(12, *(len(head.status) for head in heads)) if heads else 12
+        pseudo = f" {'pseudo':>10}" if explained else ""
+        why = f"{'verdict':10} why not finite" if explained else "verdict"
+        lines = [f"{'layer':28} head {'kappa(J)':>10}{pseudo} {'status':>{width}} {'|J_Q|':>9} {'|J_K|':>9} "
+                 f"{'|J_V|':>9} {'entropy':>8} {'diagonal':>8}  {why}"]  # fmt: skip
         for layer in self.layers:
             if layer.problem:
                 lines.append(f"{layer.name:28} not measured: {layer.problem}")
@@ -154,8 +204,45 @@ class MeasurementReport:
                 d, seen = head.diagnosis, head.attention
                 norms = " ".join(f"{x:9.3g}" for x in ((d.norm_q, d.norm_k, d.norm_v) if d else (math.nan,) * 3))
                 mass = " ".join(f"{x:8.4f}" for x in ((seen.entropy, seen.diagonal_mass) if seen else (math.nan,) * 2))
+                pseudo = f" {head.show_pseudo():>10}" if explained else ""
+                why = f"{head.verdict:10} {head.why_not_finite}" if explained else head.verdict
                 lines.append(
-                    f"{layer.name:28} {head.index:4} {head.mean_kappa():10.4g} {head.status:>12} {norms} "
-                    f"{mass}  {head.verdict}"
+                    f"{layer.name:28} {head.index:4} {head.mean_kappa():10.4g}{pseudo} {head.status:>{width}} {norms} "
+                    f"{mass}  {why}".rstrip()
                 )
         return "\n".join(lines)
+
+    def to_frame(self) -> Any:
+        """One row per head as a `pandas.DataFrame`; `attrs` say what was measured and how.
+
+        Raises: MissingExtraError if pandas is not installed.
+        """
+        return make_frame(self)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Condition number of every head, layer by layer; returns the matplotlib `Axes`.
+
+        Where the strict one is infinite, the one over the non-zero spectrum is drawn, as a ring.
+
+        Args:
+            ax: where to draw; a new figure by default.
+
+        Raises: MissingExtraError if matplotlib is not installed.
+        """
+        marks = [
+            HeadMark(layer.name or "(model)", head.mean_kappa(), head.mean_kappa("pseudo"), head.dead)
+            for layer in self.layers
+            for head in layer.heads
+        ]
+        return plot_heads(marks, kind=self.kappa, title=self.run.get("model", ""), ax=ax)
+
+
+def _range_of(heads: Sequence[HeadReport]) -> str:
+    """Condition numbers of some heads, from the smallest to the largest."""
+    kappas = [head.mean_kappa() for head in heads if head.jacobian is not None]
+    finite = [kappa for kappa in kappas if math.isfinite(kappa)]
+    rest = f", {len(kappas) - len(finite)} not finite" if len(finite) < len(kappas) else ""
+    if not finite:
+        return f"kappa of {len(kappas)} heads not finite" if kappas else "no kappa measured"
+    ends = f"{min(finite):.4g} to {max(finite):.4g}" if len(finite) > 1 else f"{finite[0]:.4g}"
+    return f"kappa {ends}{rest}"

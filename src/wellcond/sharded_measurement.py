@@ -24,6 +24,7 @@ from wellcond.errors import UnsupportedLayoutError, WellcondError
 from wellcond.jacobian.capture.watch import Arguments, copy_argument, run, undisturbed
 from wellcond.measurement import NUMERICAL, check_options, measure
 from wellcond.measurement_records import LayerReport, MeasurementReport
+from wellcond.run_facts import run_facts
 
 # Under these names attention modules keep the number of heads that their forward pass splits into.
 HEAD_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "heads", "n_head")
@@ -58,7 +59,8 @@ def measure_sharded(
     if problem is not None:
         raise WellcondError(problem)
     fields = {"convention": "wide", "kappa": "strict", "combine": "mean"} | settings
-    return MeasurementReport(tuple(rows), conditioning=conditioning_of(model), **fields)
+    facts = run_facts(model, batch)
+    return MeasurementReport(tuple(rows), conditioning=conditioning_of(model), run=facts, **fields)
 
 
 def decided_by_first(value: Any) -> Any:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
-import math
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,76 +19,15 @@ from wellcond.attention.shards import any_distributed, reshard_
 from wellcond.attention.site import AttentionSite
 from wellcond.attention.wrappers import unwrap
 from wellcond.errors import WellcondError
-from wellcond.files import json_ready
 from wellcond.jacobian.records import Convention
 from wellcond.measurement import NUMERICAL, HeadReport, Kappa, MeasurementReport, check_options, measure
+from wellcond.plots import curves_of, plot_curves
+from wellcond.run_facts import run_facts
 from wellcond.sharded_measurement import decided_by_first, measure_sharded
+from wellcond.track_points import TrackPoint, failed_numbers, numbers_of
 
 Steps = int | Collection[int]
 Probe = tuple[AttentionSite, int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrackPoint:
-    """One head at one step.
-
-    Condition numbers of the Jacobian are geometric means over samples; everything else about Jacobian, bounds and
-    attention map is of the first sample. What is about the Jacobian (also norms and bounds) is None where only weights
-    and attention maps were measured, and what is about the attention map where it is not plain softmax. A measurement
-    that failed has the status ``failed``, its `problem`, and NaN for numbers. Of grouped queries, q is the worst.
-    """
-
-    step: int
-    layer: str
-    head: int
-    condition_number: float | None = None
-    pseudo_condition_number: float | None = None
-    sigma_max: float | None = None
-    sigma_rank: float | None = None
-    rank: int | None = None
-    nullity: int | None = None
-    status: str | None = None
-    norm_q: float | None = None
-    norm_k: float | None = None
-    norm_v: float | None = None
-    kappa_q: float = math.nan
-    kappa_k: float = math.nan
-    kappa_v: float = math.nan
-    sigma_max_q: float = math.nan
-    sigma_max_k: float = math.nan
-    sigma_max_v: float = math.nan
-    sigma_min_q: float = math.nan
-    sigma_min_k: float = math.nan
-    sigma_min_v: float = math.nan
-    raw_kappa_q: float = math.nan
-    raw_kappa_k: float = math.nan
-    raw_kappa_v: float = math.nan
-    raw_sigma_max_q: float = math.nan
-    raw_sigma_max_k: float = math.nan
-    raw_sigma_max_v: float = math.nan
-    raw_sigma_min_q: float = math.nan
-    raw_sigma_min_k: float = math.nan
-    raw_sigma_min_v: float = math.nan
-    papers_bound_log10: float | None = None
-    """Of the papers' surrogate, which is not a bound."""
-    bound_log10: float | None = None
-    """Of a bound that holds."""
-    entropy: float | None = None
-    normalised_entropy: float | None = None
-    diagonal_mass: float | None = None
-    max_probability: float | None = None
-    dead: bool = False
-    seconds: float = 0.0
-    """Wall time, in equal shares where several heads were measured together; the only field that is not determined."""
-    problem: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-
-    def to_json_dict(self) -> dict[str, Any]:
-        """Plain data with infinities and NaN as text: `json.dumps` of it is standard JSON."""
-        return json_ready(self.to_dict())
 
 
 @dataclass
@@ -99,6 +37,9 @@ class Allowance:
     budget: float | None
     training: float = 0.0
     spent: float = 0.0
+    due: int = 0
+    """Measurements of heads that were due since training began, those outside the budget left out."""
+    made: int = 0
     costs: dict[Any, float] = field(default_factory=dict)
 
     def permits(self, key: Any) -> bool:
@@ -121,6 +62,10 @@ class ConditionTracker:
     bit. With a budget, heads are probed in turn, and only while the time spent on it stays below that share of the
     training time. Without one, all heads are measured in one forward pass at every step that is due.
 
+    The first and the last step are always measured, outside the budget, unless steps are listed: then these are. That
+    a step was the last one is known when the tracker is closed: by `close`, or at the end of ``with tracker:``. It then
+    writes one line to standard error, with how many of the measurements that were due the budget allowed.
+
     Under DistributedDataParallel the first process measures and has the points. Weights that several processes hold
     together (FSDP2, tensor parallelism) are gathered, one attention at a time: every process needs a batch and has to
     call `step`; each then has the points of the first one's batch.
@@ -132,8 +77,9 @@ class ConditionTracker:
         model: the model that trains: plain, wrapped by torch.compile or DistributedDataParallel, sharded by FSDP2, or
             with projections that are DTensors.
         batch: inputs for the probe, kept for the whole run so that values are comparable; or give them to `step`.
-        every: probe at multiples of this many steps, or at these steps; ``auto`` as often as the budget allows.
-        weights_every: at multiples of this many steps, or at these steps, measure weights and attention maps only,
+        every: probe at multiples of this many steps and at the last one, or at these steps; ``auto`` as often as the
+            budget allows.
+        weights_every: at such multiples, or at these steps, measure weights and attention maps only,
             which takes milliseconds; where the Jacobian is due as well, it is the one that counts.
         sites: only these attentions.
         heads: only these key/value heads.
@@ -151,12 +97,12 @@ class ConditionTracker:
 
     Example:
         >>> model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        >>> tracker = ConditionTracker(model, torch.randn(1, 5, 8), every={0, 2}, budget=None)
-        >>> for _ in range(3):
-        ...     model(torch.randn(4, 5, 8)).sum().backward()
-        ...     new_points = tracker.step()
+        >>> with ConditionTracker(model, torch.randn(1, 5, 8), every=2, budget=None) as tracker:
+        ...     for _ in range(3):
+        ...         model(torch.randn(4, 5, 8)).sum().backward()
+        ...         new_points = tracker.step()
         >>> [(point.step, point.head) for point in tracker.points]
-        [(0, 0), (0, 1), (2, 0), (2, 1)]
+        [(0, 0), (0, 1), (2, 0), (2, 1), (3, 0), (3, 1)]
     """
 
     def __init__(
@@ -176,7 +122,7 @@ class ConditionTracker:
         method: str = "auto",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Measure step 0 if it is due, outside the budget: it shows what a probe costs."""
+        """Measure step 0, outside the budget: it shows what a probe costs."""
         _check_steps("every", every if every != "auto" else None)
         _check_steps("weights_every", weights_every)
         if budget is not None and not 0 < budget <= 1:
@@ -198,14 +144,16 @@ class ConditionTracker:
         self._proven = first_step > 0  # that the heads can be measured, as long as their numbers are finite
         self.allowance = Allowance(budget)
         self.points: list[TrackPoint] = []
-        self.num_steps = first_step
+        self.num_steps = self._first_step = first_step
+        self.run = run_facts(self.model, batch) | ({"input": "given to step()"} if batch is None else {})
+        self._given: Any = None  # to `step`
+        self._closed = False
         reshard_(self.model)  # FSDP2 may have left whole weights, on which nothing shows that they are sharded
         self.is_sharded = any_distributed(self.model)
         self.active = self.is_sharded or _is_first_rank()
         if self.active and batch is not None and first_step == 0:
             if _is_due(every, 0):
-                for probes in [self._probes] if budget is None else [[probe] for probe in self._probes]:
-                    self._measure(probes, batch, charged=False)
+                self._measure_outside(self._probes, batch)
             elif _is_due(weights_every, 0):
                 self._measure(self._probes, batch, jacobian=False, charged=False)
         self._resumed = self.clock()
@@ -222,13 +170,93 @@ class ConditionTracker:
         """
         self.num_steps += 1
         self.allowance.training += self.clock() - self._resumed
-        measured: list[TrackPoint] = []
-        if self.active and _is_due(self.every, self.num_steps):
-            measured = self._take_turns(batch) if self.allowance.budget is not None else self.measure_now(batch)
-        elif self.active and _is_due(self.weights_every, self.num_steps) and self._permits("weights"):
-            measured = self.measure_now(batch, jacobian=False)
+        first = self._given is None and batch is not None and self.batch is None and self._first_step == 0
+        self._given = batch if batch is not None else self._given
+        measured = self._measure_end(batch) if first else self._measure_due(batch) if self.active else []
         self._resumed = self.clock()
         return measured
+
+    def _measure_due(self, batch: Any) -> list[TrackPoint]:
+        measured: list[TrackPoint] = []
+        if _is_due(self.every, self.num_steps):
+            measured = self._take_turns(batch) if self.allowance.budget is not None else self.measure_now(batch)
+        elif not _is_due(self.weights_every, self.num_steps):
+            return []
+        elif self._permits("weights"):
+            measured = self.measure_now(batch, jacobian=False)
+        self.allowance.due += len(self._probes)
+        self.allowance.made += len(measured)
+        return measured
+
+    def _measure_end(self, batch: Any) -> list[TrackPoint]:
+        """The heads that were not measured at the present step, which is the first or the last, outside the budget."""
+        jacobian = _is_regular(self.every)
+        if not self.active or not (jacobian or _is_regular(self.weights_every)):
+            return []
+        now = [point for point in self.points if point.step == self.num_steps]
+        known = {(point.layer, point.head) for point in now if point.status is not None or not jacobian}
+        missing = [(site, head) for site, head in self._probes if (site.name, head) not in known]
+        if not missing:
+            return []
+        if jacobian:
+            return self._measure_outside(missing, self._batch(batch))
+        return self._measure(missing, self._batch(batch), jacobian=False, charged=False)
+
+    def _measure_outside(self, probes: Sequence[Probe], batch: Any) -> list[TrackPoint]:
+        """Outside the budget: together if there is none, else one by one, which shows what each costs."""
+        together = [probes] if self.allowance.budget is None else [[probe] for probe in probes]
+        return [point for some in together for point in self._measure(some, batch, charged=False)]
+
+    def close(self, batch: Any = None) -> list[TrackPoint]:
+        """Call once after the last training step, on every process: measures it, and writes `summary` to stderr.
+
+        Args:
+            batch: to measure with; by default what the tracker, or else the latest `step`, was given.
+
+        Returns: what was measured now.
+        """
+        if self._closed:
+            return []
+        self._closed = True
+        batch = next((given for given in (batch, self.batch, self._given) if given is not None), None)
+        trained = self.num_steps > self._first_step and batch is not None
+        measured = self._measure_end(batch) if trained else []
+        if _is_due(self.every, self.num_steps) or _is_due(self.weights_every, self.num_steps):
+            self.allowance.due = max(self.allowance.made, self.allowance.due - len(measured))
+        if self.active and _is_first_rank():
+            print(self.summary(), file=sys.stderr)
+        return measured
+
+    def __enter__(self) -> ConditionTracker:
+        """The tracker itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close, unless training ended in an error."""
+        if kind is None:
+            self.close()
+
+    def summary(self) -> str:
+        """How many of the measurements that were due were made, in one line, and how to change that."""
+        budget, due, made = self.allowance.budget, self.allowance.due, self.allowance.made
+        share = f"{self.overhead:.1%} of the training time"
+        counts = f"wellcond: {made} of {due} due measurements ({len(self._probes)} heads, {self.num_steps} steps)"
+        if budget is None:
+            return f"{counts} were made, which took {share}; budget=0.05 would limit that to 5 %"
+        if self.every == "auto":
+            counts = f"wellcond: {made} measurements ({len(self._probes)} heads, {self.num_steps} steps)"
+        ends = "first and last step are measured besides" if _is_regular(self.every) else "steps are those listed"
+        return (
+            f"{counts} were made within budget={budget:g} ({share}); {ends}. For more give a larger budget, or "
+            "budget=None for all that is due"
+        )
+
+    def __repr__(self) -> str:
+        """One line."""
+        counts = f"{len(self._probes)} heads, {len(self.points)} points"
+        return (
+            f"ConditionTracker(step {self.num_steps}, {counts}, every={self.every!r}, budget={self.allowance.budget})"
+        )
 
     def measure_now(self, batch: Any = None, *, jacobian: bool = True) -> list[TrackPoint]:
         """Measure every head at the present step in one forward pass, due or not and whatever the budget.
@@ -269,7 +297,7 @@ class ConditionTracker:
         points = []
         for site, index in probes:
             head = found[site.name, index]
-            numbers = _failed(jacobian) | {"problem": head} if isinstance(head, str) else _numbers(head)
+            numbers = failed_numbers(jacobian) | {"problem": head} if isinstance(head, str) else numbers_of(head)
             share = seconds / len(probes)
             points.append(TrackPoint(step=self.num_steps, layer=site.name, head=index, seconds=share, **numbers))
         self.points += points
@@ -310,45 +338,41 @@ class ConditionTracker:
             result.setdefault((point.layer, point.head), []).append((point.step, getattr(point, quantity)))
         return result
 
+    def plot(self, quantity: str = "kappa", ax: Any = None) -> Any:
+        """One quantity of every head over the steps; returns the matplotlib `Axes`.
+
+        Where the strict condition number is infinite, the one over the non-zero spectrum is drawn, as a ring.
+
+        Args:
+            quantity: ``kappa``, the condition number of the Jacobian, or a number of `TrackPoint`, such as ``kappa_q``.
+            ax: where to draw; a new figure by default.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+            ValueError: a quantity that does not exist or was not measured.
+        """
+        kappa = "condition_number" if self.options["kappa"] == "strict" else "pseudo_condition_number"
+        field = kappa if quantity == "kappa" else quantity
+        numbers = [f.name for f in dataclasses.fields(TrackPoint) if f.type not in ("str", "str | None", "bool")]
+        if field not in numbers:
+            raise ValueError(f"unknown quantity {quantity!r}: expected kappa or one of {', '.join(numbers)}")
+        curves = curves_of([point.to_dict() for point in self.points], field)
+        if not curves:
+            raise ValueError(f"{quantity} was not measured at any step")
+        return plot_curves(curves, quantity=field, title=self.run["model"], ax=ax)
+
     def to_json(self) -> str:
-        """All points, one JSON object per line; infinities and NaN as text."""
-        return "\n".join(json.dumps(point.to_json_dict()) for point in self.points)
+        """All points, one JSON object per line, each with model, input and version; infinities and NaN as text."""
+        return "\n".join(point.to_line(self.run) for point in self.points)
 
 
 def _by_head(report: MeasurementReport) -> dict[tuple[str, int], HeadReport]:
     return {(layer.name, head.index): head for layer in report.layers for head in layer.heads}
 
 
-def _numbers(head: HeadReport) -> dict[str, Any]:
-    """Fields of a point from what was measured."""
-    numbers: dict[str, Any] = {"dead": head.dead, "bound_log10": head.bound_log10,
-                               "papers_bound_log10": head.papers_bound_log10}  # fmt: skip
-    for prefix, weights in (("", head.weights), ("raw_", head.raw_weights)):
-        for role, found in weights.items():
-            numbers[f"{prefix}kappa_{role}"] = found.condition_number
-            numbers[f"{prefix}sigma_max_{role}"] = found.sigma_max
-            numbers[f"{prefix}sigma_min_{role}"] = found.sigma_min
-    if head.jacobian is not None:
-        numbers |= {name: getattr(head.jacobian, name) for name in JACOBIAN_FIELDS}
-        numbers["condition_number"] = head.mean_kappa("strict")
-        numbers["pseudo_condition_number"] = head.mean_kappa("pseudo")
-    if head.diagnosis is not None:
-        numbers |= {f"norm_{role}": getattr(head.diagnosis, f"norm_{role}") for role in "qkv"}
-    if head.attention is not None:
-        numbers |= dataclasses.asdict(head.attention)
-    return numbers
-
-
-JACOBIAN_FIELDS = ("sigma_max", "sigma_rank", "rank", "nullity", "status")
-ATTENTION_FIELDS = ("entropy", "normalised_entropy", "diagonal_mass", "max_probability")
-JACOBIAN_NUMBERS = ("condition_number", "pseudo_condition_number", "sigma_max", "sigma_rank", "norm_q", "norm_k",
-                    "norm_v", "papers_bound_log10", "bound_log10")  # fmt: skip
-
-
-def _failed(jacobian: bool) -> dict[str, Any]:
-    """Fields of a point where the measurement failed; an integer has no NaN and stays None."""
-    names = ATTENTION_FIELDS + (JACOBIAN_NUMBERS if jacobian else ())
-    return {"status": "failed"} | dict.fromkeys(names, math.nan)
+def _is_regular(steps: Steps | str | None) -> bool:
+    """Whether steps are not listed, so that the first and the last belong to them."""
+    return steps == "auto" or isinstance(steps, int)
 
 
 def _check_steps(name: str, steps: Any) -> None:

@@ -57,6 +57,26 @@ def test_the_limit_of_random_weights_changes_no_small_model(run, monkeypatch):
     assert json.loads(large)["sites"][0]["kappa_q"] is None and "note" in json.loads(large)
 
 
+def test_inspect_shows_why_a_weight_is_singular_and_the_rest_of_its_spectrum(run, tmp_path):
+    model = small_vit()
+    with torch.no_grad():
+        model.blocks[0].attn.qkv.weight[1] = 0
+        model.blocks[0].attn.qkv.weight[-1] = model.blocks[0].attn.qkv.weight[-2]
+    save_file(model.state_dict(), tmp_path / "w.safetensors")
+    code, out = run("inspect", VIT, *SMALL_VIT, "--weights", tmp_path / "w.safetensors")
+    site = wc.find_attention(model)[0]
+    assert code == 0
+    for role in "qv":
+        worst = max(spectra(site.slots[role].read().detach()), key=lambda s: s.nullity)
+        assert worst.nullity == 1 and f"inf ({worst.why_not_finite}, pseudo {worst.pseudo_condition_number:.3f})" in out
+    code, out = run("inspect", VIT, *SMALL_VIT, "--weights", tmp_path / "w.safetensors", "--json")
+    found = json.loads(out, parse_constant=pytest.fail)  # Infinity is no JSON
+    row = found["sites"][0]
+    assert row["kappa_v"] == "inf" and row["why_not_finite_v"] == worst.why_not_finite
+    assert row["pseudo_kappa_v"] == worst.pseudo_condition_number and row["why_not_finite_k"] == ""
+    assert found["version"] == wc.__version__ and "weights w.safetensors: VisionTransformer (vit" in found["model"]
+
+
 def test_a_model_that_is_counted_first_has_the_same_weights(monkeypatch):
     def built():
         torch.manual_seed(3)

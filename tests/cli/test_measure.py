@@ -56,8 +56,12 @@ def tiny(name="vit", **arguments):
 
 
 def same(path, report):
-    """JSON of the command and of the library; times and rounding do not enter it."""
-    assert json.loads(path.read_text()) == json.loads(report.to_json())
+    """JSON of the command and of the library; times and rounding do not enter it. The command knows more names."""
+    written, expected = json.loads(path.read_text()), json.loads(report.to_json())
+    for name, said in expected.pop("run").items():
+        assert written["run"][name].endswith(said)
+    written.pop("run")
+    assert written == expected
 
 
 def test_digits_json_and_page(run, file, tmp_path):
@@ -80,8 +84,19 @@ def test_digits_json_and_page(run, file, tmp_path):
         assert word in out
     assert "4 heads of 2 attentions" in out and "dead heads: none" in out
     page = html.read_text()
-    for name in ("blocks.0.attn, head 0", "blocks.1.attn, head 1", "scikit-learn&#x27;s digits", f"{file}:vit"):
+    version = f"<dd>wellcond {wc.__version__}</dd>"
+    for name in (
+        "blocks.0.attn, head 0",
+        "blocks.1.attn, head 1",
+        "scikit-learn&#x27;s digits",
+        f"{file}:vit",
+        version,
+    ):
         assert name in page
+    said = json.loads(output.read_text())["run"]
+    assert said["model"].startswith(f"{file}:vit, seed 0: VisionTransformer, ") and said["version"] == wc.__version__
+    assert "scikit-learn's digits" in said["input"] and "float32 (2, 1, 8, 8), sha256 " in said["input"]
+    assert f"model: {said['model']}" in out.replace("\n", " ") and "pseudo κ" not in out
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["r.html", "r.json", "tiny.py"]
 
 
@@ -101,6 +116,19 @@ def test_options_reach_measure(run, file, tmp_path):
     same(output, expected)
     code, _ = run(f"{file}:vit", "--convention", "stack", "--layers", "0", "-o", output, "--force")
     assert code == 0 and json.loads(output.read_text())["convention"] == "stack"
+
+
+def test_an_infinite_condition_number_comes_with_its_reason_and_the_pseudo_one(run, file):
+    code, out = run(f"{file}:vit", "--input", "digits", "--convention", "stack")
+    assert code == 0
+    report = wc.measure(tiny(), load_digits().train_images[:1], convention="stack")
+    rows = [line for line in out.splitlines() if line.strip().startswith("blocks.")]
+    heads = [head for layer in report.layers for head in layer.heads]
+    for row, head in zip(rows, heads, strict=True):
+        assert head.mean_kappa() == float("inf") and head.why_not_finite.startswith("rank ")
+        assert row.split()[2:4] == ["inf", f"{head.mean_kappa('pseudo'):.4g}"] and head.why_not_finite in row
+    worst = max(head.mean_kappa("pseudo") for head in heads)
+    assert "4 not finite (over the non-zero spectrum: geometric mean " in out and f"worst {worst:.4g})" in out
 
 
 def test_a_folder_of_images(run, file, tmp_path):

@@ -42,7 +42,10 @@ def within_budget():
 
     tracker = wc.ConditionTracker(model, probe_of(model), budget=0.5, weights_every=2, clock=clock)
     train(model, 12, tracker)
-    return {"steps": [point.step for point in tracker.points]}
+    during = [point.step for point in tracker.points]
+    tracker.close()
+    ends = [sum(point.step == step for point in tracker.points if point.rank is not None) for step in (0, 12)]
+    return {"steps": during, "ends": ends, "heads": len(tracker.series())}
 
 
 def undisturbed():
@@ -155,6 +158,10 @@ def test_one_process_decides_what_the_budget_allows(two):
     steps = two["budget"]["steps"]
     assert steps.count(0) == 6  # every head of both layers, outside the budget
     assert len(steps) > 6
+
+
+def test_processes_measure_the_last_step_together(two):
+    assert two["budget"]["ends"] == [two["budget"]["heads"]] * 2 == [6, 6]
 
 
 def test_training_is_the_same_bit_for_bit(two):

@@ -89,7 +89,17 @@ def test_it_prepares_measures_and_logs(tmp_path):
         assert float(row["wellcond/kappa_q_worst"]) == pytest.approx(max(p.kappa_q for p in points))
         assert float(row["wellcond/0.attn/kappa_v_worst"]) <= 2.0001 and row["wellcond/entropy"]
     with open(f"{trainer.log_dir}/wellcond.jsonl") as file:
-        assert [json.loads(line) for line in file] == [p.to_json_dict() for p in callback.points]
+        run = callback.watch.tracker.run
+        assert [json.loads(line) for line in file] == [p.to_json_dict() | run for p in callback.points]
+    assert run["version"] == wc.__version__ and run["input"].startswith("float32 (1, 5, 12), sha256 ")
+
+
+def test_first_and_last_step_are_measured_and_the_budget_is_told(tmp_path, capsys):
+    callback = WellcondCallback(network="net", every=10)
+    fit(tmp_path, callback, max_steps=3)
+    assert sorted({p.step for p in callback.points}) == [0, 3]
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("wellcond: ")]
+    assert len(said) == 1 and "0 of 0 due measurements" in said[0] and "budget=0.05" in said[0]
 
 
 @pytest.mark.parametrize("options", [EVERY, {"weights_every": 1}, {}], ids=["every", "weights", "budget"])

@@ -82,7 +82,9 @@ def test_numbers_reach_history_reporters_and_file(name, tmp_path):
         assert logs[f"wellcond/{points[0].layer}/kappa_v_worst"] == max(p.kappa_v for p in first)
         assert all(np.isfinite(value) for value in logs.values())
     lines = [json.loads(line) for line in (tmp_path / "wellcond.jsonl").read_text().splitlines()]
-    assert lines == [p.to_json_dict() for p in callback.points]
+    run = callback.watch.tracker.run
+    assert lines == [p.to_json_dict() | run for p in callback.points]
+    assert run["model"].startswith(type(trainer.model).__name__) and run["version"] == wc.__version__
 
 
 def test_a_real_reporter_gets_them(tmp_path, monkeypatch):
@@ -109,6 +111,42 @@ def test_callbacks_argument_logs_to_history_and_says_what_it_cannot_reach(tmp_pa
     quiet = make_trainer(bert(), "bert", tmp_path / "quiet", [WellcondCallback(**EVERY)])
     quiet.train()
     assert (tmp_path / "quiet" / "wellcond.jsonl").exists()
+
+
+def test_first_and_last_step_are_measured_and_the_budget_is_told(tmp_path, capsys):
+    trainer = make_trainer(bert(), "bert", tmp_path, max_steps=3)
+    callback = WellcondCallback(every=10).add_to(trainer)
+    trainer.train()
+    assert sorted({p.step for p in callback.points}) == [0, 3]
+    assert [e["step"] for e in trainer.state.log_history if "wellcond/kappa_q_worst" in e] == [0, 3]
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("wellcond: ")]
+    assert len(said) == 1 and "0 of 0 due measurements" in said[0] and "budget=0.05" in said[0]
+
+
+def test_the_last_step_is_not_that_of_the_best_checkpoint(tmp_path):
+    options = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "load_best_model_at_end": True,
+    }
+    model = bert()
+    seen = {}
+
+    class Spoiler(TrainerCallback):
+        def on_step_end(self, args, state, control, **parts):
+            seen[state.global_step] = wc.measure(model, inputs("bert")).layers[0].heads[0].jacobian.sigma_max
+
+        def on_evaluate(self, args, state, control, metrics, **parts):
+            metrics["eval_loss"] = float(state.global_step)  # the first step is the best
+
+    trainer = make_trainer(model, "bert", tmp_path, [Spoiler()], max_steps=3, learning_rate=0.1, **options)
+    callback = WellcondCallback(inputs("bert"), every=10, budget=None).add_to(trainer)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    [first] = [p.sigma_max for p in callback.points if p.step == 3 and p.head == 0][:1]
+    assert first == seen[3] != seen[1]
 
 
 class Augmented:

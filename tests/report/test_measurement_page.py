@@ -91,6 +91,20 @@ def test_every_layer_and_head_is_in_heat_map_and_table(data):
     assert page.count("curve c0") == 2 + 1  # one line per layer, and the legend
 
 
+def test_the_page_says_which_model_which_input_and_which_version(data):
+    page = render_measurement(data)
+    for said in (data["run"]["model"], data["run"]["input"], f"wellcond {wc.__version__}"):
+        assert f"<dd>{said}</dd>" in page
+    assert data["run"]["model"].startswith("TransformerEncoder, ") and "float32 (2, 5, 8)" in data["run"]["input"]
+    assert render_measurement(data | {"run": {}}).count("<dd>not recorded</dd>") == 3
+
+
+def test_weights_without_full_rank_show_it(data):
+    weight = data["layers"][0]["heads"][0]["weights"]["k"]
+    weight.update(rank=3, nullity=1, condition_number="inf", pseudo_condition_number=2.5)
+    assert "∞ (rank 3 of 4, pseudo 2.5)" in render_measurement(data)
+
+
 def test_json_gives_the_same_page(report):
     assert render_measurement(json.loads(report.to_json())) == render_measurement(report.to_dict())
 
@@ -113,15 +127,18 @@ def test_dead_heads_are_marked_and_off_the_scale(data):
 def test_infinite_singular_and_estimated_heads_differ_from_exact_ones(data):
     first, second = data["layers"][0]["heads"]
     third, fourth = data["layers"][1]["heads"]
-    first["mean_kappa"] = "inf"
-    second["mean_kappa"] = "inf"
+    first.update(mean_kappa="inf", mean_pseudo_kappa=1e5, why_not_finite="rank 9 of 20, null space: gauge: 11")
+    second.update(mean_kappa="inf", mean_pseudo_kappa="inf", why_not_finite="zero to float64 rounding")
     second["jacobian"].update(
         status="numerically singular", sigma_max_bounds=[10.0, 11.0], sigma_rank_bounds=[0.0, 1e-6]
     )  # fmt: skip
     third["jacobian"]["status"] = "estimate"
     fourth["mean_kappa"] = "nan"
     page = render_measurement(data)
-    assert "url(#infinite)" in cell(page, 0, 0) and ">∞</text>" in cell(page, 0, 0)
+    assert ">5.0*</text>" in cell(page, 0, 0) and 'data-kind="infinite"' in cell(page, 0, 0)
+    assert "(rank 9 of 20, null space: gauge: 11), over the non-zero spectrum 1e+05" in cell(page, 0, 0)
+    assert '<td class="n">∞</td><td class="n">1e+05</td>' in page and "<td>exact; rank 9 of 20" in page
+    assert "url(#infinite)" in cell(page, 0, 1) and colour_range(head_views(data))[1] == 5
     assert ">≥7.0</text>" in cell(page, 0, 1) and "1e+07 to ∞" in page
     assert re.search(r">~\d+\.\d</text>", cell(page, 1, 0))
     assert ">–</text>" in cell(page, 1, 1)

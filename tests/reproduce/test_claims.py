@@ -18,6 +18,7 @@ from wellcond.reproduce.claim_rules import (
     HOLDS,
     NEEDS,
     NO_RECORDS,
+    STRONG,
     UNDECIDED,
     WORSE,
     Rule,
@@ -101,6 +102,18 @@ def test_savings_of_epochs_have_an_exact_test(tmp_path, seeds, word):
     assert judge_rule(rule.model_copy(update={"folder": "study", "at_least": 0.9}), "", tmp_path).as_claimed is (
         None if word == UNDECIDED else False
     )
+
+
+def test_the_strong_default_is_the_baseline_of_a_comparison_that_has_one(tmp_path):
+    finals = {seed: 0.5 + 0.001 * seed for seed in range(6)}
+    methods = [
+        FakeMethod("tokens(embeddings=3)", {seed: value + 0.1 for seed, value in finals.items()}),
+        FakeMethod("conditioned", {seed: value + 0.002 * (seed % 2) for seed, value in finals.items()}),
+    ]
+    rule = Rule(kind="gain", method="conditioned", over=STRONG)
+    assert judge_fake(tmp_path, methods, rule, baseline="tokens(embeddings=3)").word == WORSE
+    plain = [FakeMethod("default", finals), methods[1]]
+    assert judge_fake(tmp_path / "plain", plain, rule).word == NO_RECORDS
 
 
 def test_a_sweep_whose_winner_is_matched_is_equal(tmp_path):

@@ -18,6 +18,9 @@ Kind = Literal["softmax", "cross_covariance", "channel", "nystrom"]
 Normaliser = Literal["layer", "rms", "l2", "other"]
 Evidence = Literal["adapter", "forward", "structure"]
 
+FLAGS = ("causal", "cross", "relative_position_bias", "rotary", "talking_heads")
+"""Fields of a site that are true where its attention is not the plain one."""
+
 # by_role("value") of an ordinary attention is its v slot; DaViT's channel attention differs.
 USUAL_ROLES: Mapping[str, str] = {"query": "q", "key": "k", "value": "v"}
 
@@ -47,6 +50,12 @@ class Slot:
     bias_owner: nn.Module | None = None
     bias_name: str | None = None
     bias_rows: Tensor | None = None
+
+    def __repr__(self) -> str:
+        """One line, without the index table."""
+        stored = self.owner._parameters.get(self.weight_name)
+        shape = "not a parameter" if stored is None else tuple(stored.shape)
+        return f"Slot({type(self.owner).__name__}.{self.weight_name} {shape}, {self.num_heads} heads x {self.head_dim})"
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -243,6 +252,17 @@ class AttentionSite:
         check_choice("attention kind", self.kind, get_args(Kind))
         if self.qk_norm is not None:
             check_choice("qk_norm", self.qk_norm, get_args(Normaliser))
+
+    def __repr__(self) -> str:
+        """One line: where it is, its sizes, and what makes it other than plain softmax self-attention."""
+        grouped = f" ({self.num_kv_heads} of keys and values)" if self.num_kv_heads != self.num_heads else ""
+        facts = [repr(self.name), f"{self.num_heads} heads{grouped} x {self.head_dim}"]
+        facts += [f"width {self.in_features}"] if self.q.owner._parameters.get(self.q.weight_name) is not None else []
+        facts.append(" ".join(self.slots))
+        facts += [self.kind] if self.kind != "softmax" else []
+        facts += [name.replace("_", " ") for name in FLAGS if getattr(self, name)]
+        facts += [f"{self.qk_norm} qk-norm"] if self.qk_norm else []
+        return f"AttentionSite({', '.join([*facts, *self.modifiers])})"
 
     @property
     def num_heads(self) -> int:

@@ -38,3 +38,14 @@ def check_weights(*paths: Path | None) -> None:
     for path in paths:
         if path is not None and not path.is_file():
             raise WeightError(f"no such weights file: {path}")
+
+
+def describe_spec(model: str, arguments: Sequence[str], weights: Path | None, seed: int) -> str:
+    """Which model a command is about: its name, arguments, and weights, or the seed of random ones.
+
+    Example:
+        >>> describe_spec("timm:vit_tiny_patch16_224", ["depth=1"], None, 0)
+        'timm:vit_tiny_patch16_224 depth=1, seed 0'
+    """
+    source = f"seed {seed}" if weights is None else f"weights {weights.name}"
+    return f"{' '.join([model, *arguments])}, {source}"

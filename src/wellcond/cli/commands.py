@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import wellcond
-from wellcond.cli.checks import check_outputs, check_weights
+from wellcond.cli.checks import check_outputs, check_weights, describe_spec
 from wellcond.errors import DEBUG_VARIABLE, check_choice
 from wellcond.experiments.models import check_model, parse_values
 
@@ -76,7 +76,8 @@ def inspect(
     check_weights(weights)
     from wellcond.cli.inspect import run_inspect
 
-    run_inspect(model, arguments, weights=weights, seed=seed, as_json=json)
+    title = describe_spec(model, model_arg or [], weights, seed)
+    run_inspect(model, arguments, weights=weights, seed=seed, as_json=json, title=title)
 
 
 @app.command("init")
@@ -177,4 +178,5 @@ def measure(
     built = build_model(model, arguments)
     if weights is not None:
         load_raw_or_plain(built, weights)
-    run_measure(built, model, input, options, tokens=tokens, seed=seed, output=output, html=html, force=force)
+    spec = describe_spec(model, model_arg or [], weights, seed)
+    run_measure(built, spec, input, options, tokens=tokens, seed=seed, output=output, html=html, force=force)

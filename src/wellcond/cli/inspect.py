@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import warnings
 from collections import Counter
@@ -20,14 +19,19 @@ from torch import nn
 
 from wellcond.attention.effective import conditioning_of
 from wellcond.attention.find import scan_attention
-from wellcond.attention.site import AttentionSite
+from wellcond.attention.site import FLAGS, AttentionSite
 from wellcond.cli.checkpoints import load_raw_or_plain
-from wellcond.cli.console import make_console
+from wellcond.cli.console import make_console, show_weight
 from wellcond.errors import AttentionNotFoundError, check_choice
 from wellcond.experiments.models import ModelSpecError, build_model, is_local_code
+from wellcond.experiments.provenance import installed_version
+from wellcond.files import to_json
 from wellcond.linalg.spectrum import spectra
+from wellcond.records import Spectrum
+from wellcond.run_facts import describe_model
+from wellcond.version import __version__
 
-FLAGS = ("causal", "cross", "relative_position_bias", "rotary", "talking_heads")
+LIBRARIES = {"timm": "timm", "hf": "transformers"}
 MOST_RANDOM = 500_000_000
 """Parameters of a model that is built with random weights if it is only named: 2 GB, and seconds to draw."""
 
@@ -49,13 +53,23 @@ def describe(site: AttentionSite) -> dict[str, Any]:
         "evidence": site.evidence,
     }
     for role in "qkv":
-        heads = site.slots[role].read().detach()
-        kappas = [s.condition_number for s in spectra(heads)] if not heads.is_meta else []
-        row[f"kappa_{role}"] = max(kappas, default=None)
+        worst = worst_head(site, role)
+        row[f"kappa_{role}"] = None if worst is None else worst.condition_number
+        row[f"pseudo_kappa_{role}"] = None if worst is None else worst.pseudo_condition_number
+        row[f"why_not_finite_{role}"] = "" if worst is None else worst.why_not_finite
     return row
 
 
-def run_inspect(spec: str, arguments: dict[str, Any], *, weights: Path | None, seed: int, as_json: bool) -> None:
+def worst_head(site: AttentionSite, role: str) -> Spectrum | None:
+    """Spectrum of the worst conditioned head, a zero one being worse than all; None without weights."""
+    heads = site.slots[role].read().detach()
+    found = [] if heads.is_meta else spectra(heads)
+    return max(found, key=lambda s: (s.rank == 0, s.condition_number, s.pseudo_condition_number), default=None)
+
+
+def run_inspect(
+    spec: str, arguments: dict[str, Any], *, weights: Path | None, seed: int, as_json: bool, title: str = ""
+) -> None:
     """Build a model and print its attention.
 
     Condition numbers of a large model that is only named are left out: its weights would be random, and take memory
@@ -70,7 +84,7 @@ def run_inspect(spec: str, arguments: dict[str, Any], *, weights: Path | None, s
         model = build_model(spec, arguments)
     if weights is not None:
         load_raw_or_plain(model, weights)
-    print_model(model, as_json=as_json)
+    print_model(model, as_json=as_json, title=title or spec)
 
 
 def _large_on_meta(spec: str, arguments: dict[str, Any]) -> nn.Module | None:
@@ -89,7 +103,7 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def print_model(model: nn.Module, *, as_json: bool = False) -> None:
+def print_model(model: nn.Module, *, as_json: bool = False, title: str = "") -> None:
     """Print every attention of a model; modules that were refused are listed with the reason.
 
     Raises: AttentionNotFoundError if there is none.
@@ -109,14 +123,22 @@ def print_model(model: nn.Module, *, as_json: bool = False) -> None:
     conditioning = conditioning_of(model)
     if as_json:
         refused = [str(refusal) for refusal in scan.refusals]
-        content = {"conditioning": conditioning, "parameters": parameters, "sites": rows, "refused": refused}
-        print(json.dumps(content | ({"note": note} if note else {}), indent=2))
+        content = {
+            "model": f"{title}: {describe_model(model)}" if title else describe_model(model),
+            "version": __version__,
+            "conditioning": conditioning,
+            "parameters": parameters,
+            "sites": rows,
+            "refused": refused,
+        }
+        print(to_json(content | ({"note": note} if note else {}), indent=2))
         return
     out = make_console()
     out.print(_model_table(rows))
     stored = "W" if conditioning is None else f"W + C ({conditioning['method']})"
     told = note or f"κ: worst over heads of σ_max/σ_min of each head's {stored}."
-    out.print(f"{told} {len(rows)} attentions, {parameters:,} parameters.", soft_wrap=bool(note))
+    of = f" in {title}" if title else ""
+    out.print(f"{told} {len(rows)} attentions, {parameters:,} parameters{of}.", markup=False, soft_wrap=bool(note))
     for refusal in scan.refusals:
         out.print(f"[yellow]not understood:[/] {refusal}")
 
@@ -157,17 +179,11 @@ def _model_table(rows: list[dict[str, Any]]) -> Table:
             remarks.append(f"{row['qk_norm']} qk-norm")
         if row["evidence"] == "structure":
             remarks.append("by structure only")
-        kappas = [format_kappa(row[f"kappa_{role}"]) for role in "qkv"]
+        names = ("kappa", "pseudo_kappa", "why_not_finite")
+        kappas = [show_weight(*(row[f"{name}_{role}"] for name in names)) for role in "qkv"]
         dims = f"{row['head_dim']} x {row['in_features']}"
         table.add_row(row["layer"], row["kind"], heads, dims, row["arrangement"], *kappas, ", ".join(remarks))
     return table
-
-
-def format_kappa(value: float | None) -> str:
-    """A condition number at a glance."""
-    if value is None:
-        return "-"
-    return f"{value:.3f}" if value < 1000 else f"{value:.2e}"
 
 
 def print_zoo(library: str, *, as_json: bool = False) -> None:
@@ -175,7 +191,7 @@ def print_zoo(library: str, *, as_json: bool = False) -> None:
 
     Raises: UnknownChoiceError for a library that is not known.
     """
-    check_choice("zoo", library, ("timm", "hf"))
+    check_choice("zoo", library, tuple(LIBRARIES))
     if library == "timm":
         from wellcond.cli.zoo import walk_timm as walk
     else:
@@ -183,7 +199,8 @@ def print_zoo(library: str, *, as_json: bool = False) -> None:
     console = Console(stderr=True)
     rows = walk(progress=lambda names: track(names, f"walking {library}", console=console, disable=as_json))
     if as_json:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
+        facts = {"version": __version__, "library": f"{library} {installed_version(LIBRARIES[library])}"}
+        print(to_json([asdict(row) | facts for row in rows], indent=2))
         return
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("family", "model", "status", "sites", "kinds", "remark"):

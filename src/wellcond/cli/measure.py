@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 from wellcond.attention.find import scan_attention
 from wellcond.attention.site import AttentionSite
 from wellcond.cli.checks import OutputError, check_outputs
-from wellcond.cli.console import make_console
+from wellcond.cli.console import make_console, show_weight
 from wellcond.cli.inputs import make_batch, try_forward
 from wellcond.cli.measure_options import MeasureError, Options, read_numbers
 from wellcond.errors import AttentionNotFoundError, WellcondError
@@ -52,11 +53,13 @@ def run_measure(
     batch, described = make_batch(model, source, samples=options.samples, tokens=tokens, seed=seed)
     try_forward(model, batch)
     try:
-        report = _measure_with_bar(model, batch, scan.sites, arguments)
+        found = _measure_with_bar(model, batch, scan.sites, arguments)
     except WellcondError:
         raise
     except ValueError as error:
         raise MeasureError(str(error)) from error
+    facts = {"model": f"{spec}: {found.run['model']}", "input": f"{described}: {found.run['input']}"}
+    report = dataclasses.replace(found, run=found.run | facts)
     print_report(report)
     out = make_console()
     for refusal in scan.refusals:
@@ -65,8 +68,7 @@ def run_measure(
         write_text(output, report.to_json() + "\n", force=force)
         out.print(f"wrote {output}", markup=False, soft_wrap=True)
     if html is not None:
-        data = report.to_dict() | {"run": {"model": spec, "input": described}}
-        write_text(html, render_measurement(data), force=force)
+        write_text(html, render_measurement(report.to_dict()), force=force)
         out.print(f"wrote {html}", markup=False, soft_wrap=True)
     return report
 
@@ -135,25 +137,19 @@ def print_report(report: MeasurementReport) -> None:
     """Table of heads, problems and a summary, on standard output."""
     out = make_console()
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    explained = any(head.why_not_finite for layer in report.layers for head in layer.heads)
+    pseudo, why = (["pseudo κ"], ["why not finite"]) if explained else ([], [])
+    names = [*("head", "κ(J)"), *pseudo, *("status", "|J_Q|", "|J_K|", "|J_V|", "entropy", "diagonal"),
+             *("κ(W_Q)", "κ(W_K)", "κ(W_V)")]  # fmt: skip
     table.add_column("layer", no_wrap=True)
-    for name in (
-        "head",
-        "κ(J)",
-        "status",
-        "|J_Q|",
-        "|J_K|",
-        "|J_V|",
-        "entropy",
-        "diagonal",
-        "κ(W_Q)",
-        "κ(W_K)",
-        "κ(W_V)",
-    ):
+    for name in names:
         table.add_column(name, justify="left" if name == "status" else "right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
+    for name in ["verdict", *why]:
+        table.add_column(name, no_wrap=True)
     for layer in report.layers:
         for head in layer.heads:
-            table.add_row(escape(layer.name or "(model)"), *_cells(head), style="red" if head.dead else None)
+            cells = _cells(head, explained)
+            table.add_row(escape(layer.name or "(model)"), *cells, style="red" if head.dead else None)
     # Never fold a number: a terminal that is too narrow wraps whole lines instead.
     out.width = max(out.width, table.__rich_measure__(out, out.options.update(max_width=10_000)).maximum)
     out.print(table)
@@ -163,13 +159,16 @@ def print_report(report: MeasurementReport) -> None:
     out.print(summarise(report), markup=False)
 
 
-def _cells(head: HeadReport) -> list[str]:
+def _cells(head: HeadReport, explained: bool) -> list[str]:
     d = head.diagnosis
     norms = [f"{x:.3g}" for x in (d.norm_q, d.norm_k, d.norm_v)] if d else ["-"] * 3
     maps = [d.attention.entropy, d.attention.diagonal_mass] if d else [math.nan, math.nan]
     shown = ["-" if math.isnan(x) else f"{x:.4f}" for x in maps]
-    weights = [f"{head.weights[role].condition_number:.4g}" for role in "qkv"]
-    return [str(head.index), f"{head.mean_kappa():.4g}", head.status, *norms, *shown, *weights, head.verdict]
+    spectra = [head.weights[role] for role in "qkv"]
+    weights = [show_weight(s.condition_number, s.pseudo_condition_number, s.why_not_finite) for s in spectra]
+    pseudo, why = ([head.show_pseudo()], [escape(head.why_not_finite)]) if explained else ([], [])
+    kappas = [f"{head.mean_kappa():.4g}", *pseudo]
+    return [str(head.index), *kappas, head.status, *norms, *shown, *weights, head.verdict, *why]
 
 
 def summarise(report: MeasurementReport) -> str:
@@ -178,14 +177,21 @@ def summarise(report: MeasurementReport) -> str:
     dead = [f"{name} head {head.index}" for name, head in rows if head.dead]
     alive = [head.mean_kappa() for _, head in rows if not head.dead]
     finite = [k for k in alive if math.isfinite(k)]
-    text = f"{len(rows)} heads of {len(report.layers)} attentions; {report.convention} Jacobian, {report.kappa} κ"
+    text = "".join(f"{name}: {report.run[name]}\n" for name in ("model", "input") if name in report.run)
+    text += f"{len(rows)} heads of {len(report.layers)} attentions; {report.convention} Jacobian, {report.kappa} κ"
     if report.conditioning is not None:
         text += f", conditioned by {report.conditioning.get('method')!r} (effective weights)"
     if finite:
         mean = math.exp(sum(map(math.log, finite)) / len(finite))
         text += f".\nκ(J) of live heads: geometric mean {mean:.4g}, worst {max(finite):.4g}"
-    infinite, inexact = len(alive) - len(finite), sum(head.status != "exact" for _, head in rows)
-    text += f"; {infinite} not finite" * bool(infinite) + f"; {inexact} not exact" * bool(inexact)
+    others = [head.mean_kappa("pseudo") for _, head in rows if not head.dead and not math.isfinite(head.mean_kappa())]
+    known = [k for k in others if math.isfinite(k)]
+    infinite, inexact = len(others), sum(head.status != "exact" for _, head in rows)
+    text += f"; {infinite} not finite" * bool(infinite)
+    if known:
+        mean = math.exp(sum(map(math.log, known)) / len(known))
+        text += f" (over the non-zero spectrum: geometric mean {mean:.4g}, worst {max(known):.4g})"
+    text += f"; {inexact} not exact" * bool(inexact)
     listed = ", ".join(dead[:12]) + (f" and {len(dead) - 12} more" if len(dead) > 12 else "")
     said = f"{len(dead)} ({listed}); their κ(J) says nothing good" if dead else "none"
     unknown = sum(head.diagnosis is None for _, head in rows)

@@ -181,8 +181,9 @@ class WellcondCallback(pl.Callback):
                 logger.log_metrics(numbers, step=trainer.global_step)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log what is left."""
+        """Measure the last step, and log what is left."""
         if self.watch is not None:
+            self.watch.close()
             self._log(trainer)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:

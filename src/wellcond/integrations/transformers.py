@@ -204,12 +204,23 @@ class WellcondCallback(TrainerCallback):
         if control.should_log or self.options.get("every", "auto") != "auto":
             self._log(state)
 
+    def on_log(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Measure the last step at Trainer's last log, after which it may put the best checkpoint in place."""
+        if "train_runtime" in (parts.get("logs") or {}):
+            self._close(parts["model"])
+
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Log what is left, and export."""
+        self._close(parts["model"])
         self._log(state)
         if self.export_folder is not None and (state.is_world_process_zero or is_held_together(unwrap(parts["model"]))):
             trainer = self._trainer() if self._trainer is not None else None
             export(trainer or parts["model"], Path(args.output_dir, self.export_folder))
+
+    def _close(self, model: nn.Module) -> None:
+        assert self.watch is not None
+        with _without_rounding(unwrap(model)):
+            self.watch.close()
 
     def _log(self, state: Any) -> None:
         assert self.watch is not None

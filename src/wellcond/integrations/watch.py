@@ -74,6 +74,12 @@ class Watch:
         self._take(points)
         return points
 
+    def close(self) -> list[TrackPoint]:
+        """Call after the last step: measures it, and says how much the budget allowed."""
+        points = self.tracker.close()
+        self._take(points)
+        return points
+
     def _take(self, points: list[TrackPoint]) -> None:
         if not points:
             return
@@ -85,7 +91,7 @@ class Watch:
             self.latest.setdefault((point.layer, point.head), {}).update(known)
         if self.file is not None:
             with open(self.file, "a", encoding="utf-8") as out:
-                out.writelines(json.dumps(point.to_json_dict()) + "\n" for point in points)
+                out.writelines(point.to_line(self.tracker.run) + "\n" for point in points)
 
     def new_summary(self) -> dict[str, float]:
         """The latest numbers of all heads, if some are new; loggers want finite ones, so others are left out."""

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from wellcond.records import show_kappas
+
 Convention = Literal["wide", "stack"]
 MethodName = Literal["dense", "gram", "cholesky", "implicit"]
 Status = Literal["exact", "estimate", "numerically singular"]
@@ -41,6 +43,12 @@ class JacobianSpectrum:
     singular_values: tuple[float, ...] | None = None
     dtype: str = "float64"
 
+    def __repr__(self) -> str:
+        """One line, without the singular values."""
+        kappas = show_kappas(self.condition_number, self.pseudo_condition_number)
+        shape, rank = f"{self.shape[0]} x {self.shape[1]}", f"rank {self.rank} of {min(self.shape)}"
+        return f"JacobianSpectrum({self.convention}, {shape}, {kappas}, {rank}, {self.status} by {self.method})"
+
     @property
     def condition_number(self) -> float:
         """Strict: infinite if the rank is not full, NaN if the Jacobian is zero."""
@@ -54,6 +62,22 @@ class JacobianSpectrum:
         if self.rank == 0 or self.sigma_rank == 0:
             return float("nan") if self.rank == 0 else float("inf")
         return self.sigma_max / self.sigma_rank
+
+    @property
+    def smallest_kappa(self) -> float:
+        """Certified lower bound on the condition number over the non-zero singular values; NaN where none is known."""
+        low, high = self.sigma_max_bounds[0], self.sigma_rank_bounds[1]
+        return low / high if high > 0 else float("nan")
+
+    @property
+    def why_not_finite(self) -> str:
+        """Why the strict condition number is infinite or not defined; empty where it is finite."""
+        if self.rank == 0:
+            return "the Jacobian is zero"
+        if self.nullity:
+            named = f", null space: {self.null_space}" if self.null_space else ""
+            return f"rank {self.rank} of {min(self.shape)}{named}"
+        return "the smallest singular value is zero to float64 rounding" if self.sigma_min == 0 else ""
 
     def kappa(self, kind: Literal["strict", "pseudo"] = "strict") -> float:
         """One of the two condition numbers by name."""

@@ -25,7 +25,7 @@ def ramp_colour(share: float) -> tuple[str, str]:
 
 def colour_range(views: Sequence[HeadView]) -> tuple[float, float]:
     """Whole decades around what is finite and alive; a dead head's condition number says nothing good."""
-    finite = [log10(v.kappa) for v in views if not v.dead and math.isfinite(log10(v.kappa))]
+    finite = [log10(v.finite_kappa) for v in views if not v.dead and math.isfinite(log10(v.finite_kappa))]
     if not finite:
         return 0.0, 1.0
     low, high = math.floor(min(finite)), math.ceil(max(finite))
@@ -77,6 +77,8 @@ def draw_heat_map(data: dict[str, Any]) -> Markup:
 def describe_cell(view: HeadView) -> str:
     """Everything a cell says, in words."""
     text = f"{view.label}: condition number {show(view.kappa, 4)}"
+    if view.why_not_finite:
+        text += f" ({view.why_not_finite}), over the non-zero spectrum {show(view.pseudo, 4)}"
     if len(view.row.get("samples") or ()) > 1:
         text += f" (geometric mean of {len(view.row['samples'])} samples, spread {show(view.row.get('spread'))})"
     if view.dead:
@@ -88,6 +90,9 @@ def _cell(view: HeadView, x: float, y: float, width: float, low: float, high: fl
     logarithm = log10(view.kappa)
     if view.dead:
         fill, ink, text = "url(#dead)", "#ffffff", "dead"
+    elif logarithm == math.inf and math.isfinite(log10(view.pseudo)):
+        fill, ink = ramp_colour((log10(view.pseudo) - low) / (high - low))
+        text = f"{log10(view.pseudo):.1f}*"
     elif view.status == "numerically singular" or logarithm == math.inf:
         bound = log10(view.interval[0])
         fill, ink = "url(#infinite)", "#5c0f16"
@@ -104,7 +109,7 @@ def _cell(view: HeadView, x: float, y: float, width: float, low: float, high: fl
     )  # fmt: skip
     halo = "cell-text dead-text" if view.dead else "cell-text"
     label = tag("text", text, x=x + width / 2, y=y + CELL_HEIGHT / 2 + 4, fill=ink, class_=halo)
-    kind = "dead" if view.dead else "infinite" if fill == "url(#infinite)" else "finite"
+    kind = "dead" if view.dead else "finite" if math.isfinite(logarithm) and fill != "url(#infinite)" else "infinite"
     return tag(
         "g", tag("title", describe_cell(view)), box, label, data_head=f"{view.layer}.{view.index}", data_kind=kind
     )
@@ -155,7 +160,8 @@ def _legend(low: float, high: float) -> Markup:
         bar,
         tag(
             "ul",
-            swatch("url(#infinite)", INFINITE, "infinite: rank is not full, or (≥) zero as far as float64 can tell"),
+            tag("li", tag("b", "3.2* "), "infinite, the rank is not full: number and colour of the non-zero spectrum"),
+            swatch("url(#infinite)", INFINITE, "infinite, of which (≥) at most a lower bound is known"),
             swatch("url(#dead)", "dead", "attention has collapsed; off the scale: its κ may look good", "dead-cell"),
             tag("li", tag("b", "~ "), "an estimate: only the certified interval in the table is sure"),
             class_="legend",

@@ -46,8 +46,8 @@ def render_measurement(data: dict[str, Any]) -> str:
     """HTML of a measurement: facts, heat map, weights, spectra, attention, verdicts and what to be careful about.
 
     Args:
-        data: `MeasurementReport.to_dict()`, or the JSON of it read back. ``data["run"]``, if there, names what the
-            record cannot know: ``model``, ``input``, ``command``.
+        data: `MeasurementReport.to_dict()`, or the JSON of it read back. ``data["run"]`` names ``model``, ``input``,
+            ``version`` and, if there, ``command``.
 
     Raises: ReportDataError if it is not a measurement.
 
@@ -141,6 +141,7 @@ def _header(data: dict[str, Any], title: str, run: dict[str, Any]) -> Markup:
         ("Condition number", KAPPAS.get(kappa, kappa)),
         ("Samples", COMBINES.get(combine, combine or "not recorded")),
         ("Conditioning", describe_conditioning(data.get("conditioning"))),
+        ("Version", f"wellcond {run['version']}" if run.get("version") else "not recorded"),
     ]
     if run.get("command"):
         facts.append(("Command", str(run["command"])))
@@ -209,7 +210,7 @@ def _verdict_table(views: Sequence[HeadView]) -> Markup:
     several = any(len(view.row.get("samples") or ()) > 1 for view in views)
     certified = "certified, first sample" if several else "certified"
     columns = [
-        ("layer", False), ("head", True), ("κ(J)", True), (certified, True), ("status", False),
+        ("layer", False), ("head", True), ("κ(J)", True), ("pseudo κ(J)", True), (certified, True), ("status", False),
         ("verdict", False), ("which term dominates", False), ("|J_Q|", True), ("|J_K|", True), ("|J_V|", True),
         ("κ(P)", True), ("κ(X)", True), ("entropy", True), ("diagonal", True), ("σ_max", True), ("σ_rank", True),
         ("rank", True), ("nullity", True), ("method", False), ("surrogate*", True),
@@ -230,8 +231,9 @@ def _verdict_table(views: Sequence[HeadView]) -> Markup:
                 tag("th", view.layer_name, scope="row"),
                 cell(str(view.index)),
                 cell(show(view.kappa, 4)),
+                cell(show(view.pseudo, 4)),
                 cell(f"{show(low)} to {show(high)}"),
-                tag("td", view.status),
+                tag("td", f"{view.status}; {view.why_not_finite}" if view.why_not_finite else view.status),
                 tag("td", _badge(str(view.row.get("verdict", "unknown")))),
                 tag("td", view.explanation, class_="wide"),
                 *(cell(show(diagnosis.get(f"norm_{role}"))) for role in "qkv"),
@@ -270,16 +272,21 @@ def _weight_table(views: Sequence[HeadView]) -> Markup:
     columns += [(f"{what} W_{role}", True) for role in "QKV" for what in ("σ_max", "σ_min", "κ")]
     rows = []
     for view in views:
-        cells = [
-            tag("td", show(view.row["weights"][role].get(key)), class_="n")
-            for role in "qkv"
-            for key in ("sigma_max", "sigma_min", "condition_number")
-        ]
+        cells = [tag("td", shown, class_="n") for role in "qkv" for shown in _extremes(view.row["weights"][role])]
         rows.append(
             tag("tr", tag("th", view.layer_name, scope="row"), tag("td", str(view.index), class_="n"), *cells)
         )  # fmt: skip
     table = _table("Extreme singular values of the weights; of grouped queries, the worst", columns, rows)
     return tag("details", tag("summary", "Table of weights"), table)
+
+
+def _extremes(weight: dict[str, Any]) -> list[str]:
+    """Extreme singular values and condition number; where that is infinite, the rank and the one of what is left."""
+    shown = [show(weight.get(key)) for key in ("sigma_max", "sigma_min", "condition_number")]
+    nullity, rank = number(weight.get("nullity")), number(weight.get("rank"))
+    if nullity > 0:
+        shown[2] += f" (rank {rank:.0f} of {rank + nullity:.0f}, pseudo {show(weight.get('pseudo_condition_number'))})"
+    return shown
 
 
 def _notes(data: dict[str, Any], views: Sequence[HeadView]) -> Markup:

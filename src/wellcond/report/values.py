@@ -85,6 +85,21 @@ class HeadView:
         return number(self.row.get("mean_kappa"))
 
     @property
+    def pseudo(self) -> float:
+        """The condition number over the non-zero spectrum, mean over samples."""
+        return number(self.row.get("mean_pseudo_kappa", self.jacobian.get("pseudo_condition_number")))
+
+    @property
+    def finite_kappa(self) -> float:
+        """The condition number asked for, or where that is infinite the one over the non-zero spectrum."""
+        return self.pseudo if math.isinf(self.kappa) else self.kappa
+
+    @property
+    def why_not_finite(self) -> str:
+        """Why the condition number asked for is infinite; empty where it is finite, or in older records."""
+        return str(self.row.get("why_not_finite") or "")
+
+    @property
     def dead(self) -> bool:
         """Attention has collapsed."""
         return bool(self.row.get("dead"))

@@ -41,6 +41,8 @@ HOLDS, FAILS = "holds", "fails"
 NEEDS, NO_RECORDS = "not run here", "no records"
 FEWEST_COUNTS = 6
 """Seeds from which the exact test on counts can come below 0.05."""
+STRONG = "strong default"
+"""The default whose tokens are scaled as well as a search could: the baseline of a comparison that has one."""
 LONGEST = 24
 """Characters of a method's name that are repeated in a sentence."""
 
@@ -53,6 +55,7 @@ class Rule(Settings):
     column: str = ""
     method: str = ""
     over: str = ""
+    """A method, or `STRONG`."""
     over_folder: str = ""
     """Records of `over`, if they are not in `folder`: the same recipe with one change."""
     row: str = ""
@@ -105,6 +108,8 @@ def _judge(rule: Rule, table: str, results: Path) -> Verdict:
     analysis = find_analysis(results / rule.folder)
     if analysis is None:
         return _no_records(f"nothing in {rule.folder}")
+    if rule.over == STRONG and analysis.comparison.baseline.startswith("tokens("):
+        rule = rule.model_copy(update={"over": analysis.comparison.baseline})
     kinds = {"gain": _gain, "same": _gain, "kappa": _kappa, "saving": _saving, "below": _below, "best": _best}
     if rule.over_folder:
         return _gain_over_folder(rule, analysis, find_analysis(results / rule.over_folder), table)
