@@ -162,7 +162,7 @@ class ExplicitGram(AbstractForm):
 class SumForm(AbstractForm):
     """Several sets of parameters behind the same outputs: J = [J_1 J_2 ...], and J J^T is the sum of theirs.
 
-    A head and its position table, or heads behind W_O and W_O itself. The first part has the output.
+    Heads behind W_O, and W_O itself, for example. The first part has the output.
     """
 
     parts: tuple[AbstractForm, ...]
