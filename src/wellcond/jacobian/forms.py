@@ -15,6 +15,7 @@ from wellcond.jacobian import bounds
 from wellcond.jacobian.gram import explicit_jacobian, output_gram, parameter_gram, stack_gram
 from wellcond.jacobian.head import Blocks, SoftmaxHead, build_blocks
 from wellcond.jacobian.operator import GramOperator, gram_operator
+from wellcond.jacobian.squared import OutputSide, ParameterSide, parameter_side
 from wellcond.jacobian.structure import Structure, stack_structure, wide_structure
 
 
@@ -95,6 +96,16 @@ class WideForm:
     def output_gram(self) -> Tensor:
         """J J^T."""
         return output_gram(self.blocks)
+
+    def output_side(self) -> OutputSide:
+        """J J^T for iterations."""
+        return OutputSide(self.blocks)
+
+    def smaller_side(self) -> OutputSide | ParameterSide | None:
+        """The smaller of J J^T and J^T J for iterations; None where its null space is not known as a basis."""
+        if self.num_outputs <= self.gram_side:
+            return self.output_side()
+        return None if self.biases else parameter_side(self.head, self.blocks)
 
     def explicit_jacobian(self) -> Tensor:
         """The compressed J."""

@@ -20,25 +20,30 @@ from torch import Tensor
 
 from wellcond.jacobian.head import CHUNK_BYTES, Blocks
 
+CACHE_BYTES = 4 * 2**20  # rows that are multiplied, scaled and added while they are near the processor
 
-def output_gram(blocks: Blocks) -> Tensor:
-    """J J^T of the wide Jacobian, (R dv, R dv)."""
+
+def output_gram(blocks: Blocks, *, lower: bool = False) -> Tensor:
+    """J J^T of the wide Jacobian, (R dv, R dv); if `lower`, what is above the diagonal is left undefined."""
     rows, dv, _ = blocks.m.shape
     n = rows * dv
     m, b = blocks.m.reshape(n, -1), blocks.b.reshape(n, -1)
     x_gram, q_gram = blocks.x @ blocks.x.T, blocks.q @ blocks.q.T
     py_gram = blocks.py @ blocks.py.T
-    gram = m.new_empty(rows, dv, rows, dv)
-    size = max(1, CHUNK_BYTES // (8 * n * dv))
+    gram = m.new_empty(n, n)
+    size = max(1, (CACHE_BYTES if lower else CHUNK_BYTES) // (m.element_size() * n * dv))
     for at in range(0, rows, size):
-        some = slice(at, min(at + size, rows))
-        lines = slice(at * dv, min(at + size, rows) * dv)
-        part = gram[some]
-        torch.matmul(m[lines], m.T, out=part.view(-1, n))
-        part.mul_(x_gram[some, None, :, None])
-        part.addcmul_((b[lines] @ b.T).view_as(part), q_gram[some, None, :, None])
-        part.diagonal(dim1=1, dim2=3).add_(py_gram[some, :, None])
-    return gram.view(n, n)
+        end = min(at + size, rows)
+        some, lines = slice(at, end), slice(at * dv, end * dv)
+        stop = end if lower else rows
+        part = gram[lines, : stop * dv]
+        torch.matmul(m[lines], m[: stop * dv].T, out=part)
+        blockwise = part.view(end - at, dv, stop, dv)
+        blockwise.mul_(x_gram[some, None, :stop, None])
+        of_keys = (b[lines] @ b[: stop * dv].T).view_as(blockwise)
+        blockwise.addcmul_(of_keys, q_gram[some, None, :stop, None])
+        blockwise.diagonal(dim1=1, dim2=3).add_(py_gram[some, :stop, None])
+    return gram
 
 
 def parameter_gram(blocks: Blocks) -> Tensor:

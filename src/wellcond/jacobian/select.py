@@ -4,12 +4,13 @@
 |---|---|---|---|
 | dense | automatic differentiation (or J itself), then SVD | yes | n x p entries; tests and tiny heads |
 | gram | J J^T or J^T J from blocks, eigenvalues; SVD of J where squaring loses them | yes | smaller side <= 6200 |
-| cholesky | J J^T from blocks, Cholesky, inverse Lanczos | no | full row rank, n <= 20000 |
+| cholesky | J J^T from blocks, a float32 factor (or a float64 one), iterations | no | full row rank, n <= 20000 |
 | implicit | Lanczos on products with J J^T | no | nothing but products; sigma_min is only bounded |
 
 `auto` takes the first of gram, cholesky and implicit that fits. For more than 768 outputs it first tries the closed
 form sigma_min(J) = sigma_min(PY), which holds when the values span a constant (N <= d suffices), and then needs
-products only: the record says ``implicit``, ``exact``, and why. Ask for ``gram`` to have all singular values.
+products only: the record says ``implicit``, ``exact``, and why. Beyond a smaller side of 2500, `auto` gives both ends
+only, proved to be the ends. Ask for ``gram`` to have all singular values.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from pathlib import Path
 
 from wellcond.errors import WellcondError, check_choice
 from wellcond.jacobian.forms import Form, gram_side
+from wellcond.jacobian.mixed_ends import SMALLEST_SIDE
 from wellcond.jacobian.records import MethodName
 from wellcond.jacobian.structure import Structure
+from wellcond.linalg.davidson import BLOCK, MAX_STEPS
 
 GRAM_LIMIT = 6200
 CHOLESKY_LIMIT = 20_000
@@ -51,10 +54,11 @@ def needed_bytes(method: str, form: Form, structure: Structure) -> int:
     # Covariance blocks hold an entry of every output for every key dimension; Lanczos keeps up to 300 vectors, or all.
     rows = getattr(form, "block_rows", n)
     blocks, vectors = rows * (min(structure.memory_rank, rows) + 64), (n if n <= EXHAUSTIVE_LIMIT else 300) * n
+    steps = 2 * MAX_STEPS * BLOCK * n if n >= SMALLEST_SIDE else 0  # beside a factor of half the size
     entries = {
         "dense": 3 * structure.num_outputs * structure.num_parameters,
         "gram": 3 * side**2 + 2 * blocks + tables,
-        "cholesky": n * n + 2 * blocks + vectors + (tables if n == side else 0),
+        "cholesky": max(n * n + vectors, n * n // 2 + steps) + 2 * blocks + (tables if n == side else 0),
         "implicit": 2 * blocks + vectors,
     }
     return 8 * entries[method]

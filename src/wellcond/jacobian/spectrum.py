@@ -15,6 +15,7 @@ from wellcond.errors import check_choice
 from wellcond.jacobian.dense import dense_jacobian
 from wellcond.jacobian.forms import Form, NotDefinedError, StackForm, WideForm, certified, gram_side, smaller_gram
 from wellcond.jacobian.head import SoftmaxHead
+from wellcond.jacobian.mixed_ends import SMALLEST_SIDE, least_singular_value, no_eigenvalue_below
 from wellcond.jacobian.nystrom_form import NystromForm
 from wellcond.jacobian.records import Convention, JacobianSpectrum, Status
 from wellcond.jacobian.select import ASKED, EXHAUSTIVE_LIMIT, Choice, available_bytes, choose_method
@@ -165,6 +166,10 @@ def _dense(task: Task) -> JacobianSpectrum:
 def _gram(task: Task) -> JacobianSpectrum:
     if isinstance(task.form, NystromForm) and _only_ends(task, gram_side(task.form)):
         return from_triangle(task, task.form)
+    if _only_ends(task, gram_side(task.form)):
+        ends = _certified_ends(task)
+        if ends is not None:
+            return ends
     gram = smaller_gram(task.form)
     rank = min(task.structure.max_rank, len(gram))
     if rank == len(gram) and _svd_fits(task) and _squaring_loses(gram):
@@ -183,6 +188,33 @@ def _gram(task: Task) -> JacobianSpectrum:
             rank_bounds=_squared_interval(smallest, largest, len(squares)),
         )  # fmt: skip
     return _svd(task) if _svd_fits(task) else _too_large(task, largest, len(squares))
+
+
+def _certified_ends(task: Task) -> JacobianSpectrum | None:
+    """Both ends of J from the smaller Gram matrix, the lower one proved to be the lowest; None where that fails."""
+    find = getattr(task.form, "smaller_side", None)
+    side = None if find is None else find()
+    if side is None or side.side - side.num_null != task.structure.max_rank:
+        return None
+    top = largest_eigenvalue(task.form.product, task.form.num_outputs)
+    if top.value <= 0 or not top.converged:
+        return None
+    largest = math.sqrt(top.value)
+    least = least_singular_value(side, largest)
+    if least.value is None or least.value * LARGEST_SQUARED_KAPPA < largest:
+        return None
+    rounding = side.side * torch.finfo(torch.float64).eps * top.value
+    below = least.value**2 * (1 - CLOSED) - rounding
+    if not no_eigenvalue_below(side.gram(largest), below):
+        return None
+    rank = task.structure.max_rank
+    return make_record(
+        task, largest, _last(task, least.value), least.value, rank, "exact",
+        reason=f"more than {LARGEST_FULL_SVD}, so both ends only: {least.reason}, proved by a factorisation",
+        max_bounds=(largest, certified(task.form)[1]),
+        rank_bounds=(math.sqrt(max(0.0, below - rounding)), _squared_interval(least.value, largest, side.side)[1]),
+        num_products=top.num_products + least.num_products,
+    )  # fmt: skip
 
 
 def _squaring_loses(gram: Tensor) -> bool:
@@ -251,6 +283,18 @@ def _cholesky(task: Task) -> JacobianSpectrum:
         return from_singular_values(task, torch.zeros(n, dtype=torch.float64))
     largest, (sure, highest) = math.sqrt(top.value), certified(task.form)
     max_bounds = (largest, highest)
+    reason = None
+    find = getattr(task.form, "output_side", None)
+    if find is not None and n >= SMALLEST_SIDE:
+        least = least_singular_value(find(), largest)
+        if least.value is not None and least.value * LARGEST_SQUARED_KAPPA >= largest:
+            # |J^T x| of the vector found: sigma_min is at most this, up to rounding.
+            return make_record(
+                task, largest, _last(task, least.value), least.value, n, "exact", reason=least.reason,
+                max_bounds=max_bounds, rank_bounds=(sure, _squared_interval(least.value, largest, n)[1]),
+                num_products=top.num_products + least.num_products,
+            )  # fmt: skip
+        reason = f"{least.reason}: float64 factor"
     gram = task.form.output_gram().cpu().numpy()
     # A symmetric matrix is its own transpose: LAPACK factorises in place, without a second copy.
     factor, info = scipy.linalg.lapack.dpotrf(gram.T, lower=1, clean=0, overwrite_a=1)
@@ -270,7 +314,7 @@ def _cholesky(task: Task) -> JacobianSpectrum:
     status: Status = "exact" if smallest * LARGEST_SQUARED_KAPPA >= largest else "estimate"
     # A Ritz value of the inverse never exceeds its largest eigenvalue, so sigma_min is at most this, up to rounding.
     return make_record(
-        task, largest, _last(task, smallest), smallest, n, status, max_bounds=max_bounds,
+        task, largest, _last(task, smallest), smallest, n, status, reason=reason, max_bounds=max_bounds,
         rank_bounds=(sure, _squared_interval(smallest, largest, n)[1]),
         num_products=top.num_products + bottom.num_products,
     )  # fmt: skip
