@@ -196,7 +196,7 @@ def _certified_ends(task: Task) -> JacobianSpectrum | None:
     side = None if find is None else find()
     if side is None or side.side - side.num_null != task.structure.max_rank:
         return None
-    top = largest_eigenvalue(task.form.product, task.form.num_outputs)
+    top = largest_eigenvalue(lambda u: side.square(u[None])[0], side.side)
     if top.value <= 0 or not top.converged:
         return None
     largest = math.sqrt(top.value)

@@ -85,9 +85,13 @@ class OutputSide:
         """The lower triangle of J J^T, float64; nothing needs `largest` here."""
         return output_gram(self.blocks, lower=True)
 
+    def square(self, rows: Tensor) -> Tensor:
+        """J J^T u."""
+        return push_forward(self.blocks, pull_back(self.blocks, rows))
+
     def product(self, rows: Tensor, largest: float) -> Tensor:
         """J J^T u / largest^2."""
-        return push_forward(self.blocks, pull_back(self.blocks, rows)) / largest**2
+        return self.square(rows) / largest**2
 
     def length(self, vector: Tensor) -> float:
         """|J^T u| / |u|: nothing is squared that loses digits."""
@@ -137,30 +141,49 @@ class ParameterSide:
         """Null directions of the gauge."""
         return self.inverse_sizes.numel()
 
-    def basis(self) -> Tensor:
-        """Z^T: the orthonormal null directions as rows, without their zeros at the parameters of the values."""
-        (of_q, of_k, u, v), sizes = self.gauge, self.inverse_sizes
-        to_q = torch.einsum("ai,cj,ij->ijac", of_q, v, sizes).flatten(2)
-        to_k = torch.einsum("aj,ci,ij->ijac", of_k, u, -sizes).flatten(2)
-        return torch.cat([to_q, to_k], dim=2).flatten(0, 1)
-
     def lower_float32(self, largest: float) -> Tensor:
         """J^T J / largest^2 + Z Z^T."""
-        gram = parameter_gram(in_float32(self.blocks, largest))
-        z = self.basis().float()
-        gram[: z.shape[1], : z.shape[1]].addmm_(z.T, z)
-        return gram
+        return self._lifted(in_float32(self.blocks, largest), 1.0)
 
     def gram(self, largest: float) -> Tensor:
         """J^T J + largest^2 Z Z^T, float64."""
-        gram = parameter_gram(self.blocks)
-        z = self.basis()
-        gram[: z.shape[1], : z.shape[1]].addmm_(z.T, z, alpha=largest**2)
+        return self._lifted(self.blocks, largest**2)
+
+    def _lifted(self, blocks: Blocks, height: float) -> Tensor:
+        """J^T J + height Z Z^T of blocks in any precision, the lower triangle.
+
+        With columns p_i of W_Q u, r_j of W_K v and s_ij = 1 / (a_i + b_j), entries of Z Z^T are
+
+            Q, Q: sum_ij s_ij p_i[a] p_i[a'] v_j[c] v_j[c']        K, K: sum_ij s_ij r_j[a] r_j[a'] u_i[c] u_i[c']
+            K, Q: -sum_ij s_ij r_j[a] u_i[c] p_i[a'] v_j[c']
+        """
+        gram = parameter_gram(blocks)
+        p, r, u, v = (t.to(gram.dtype) for t in self.gauge)
+        sizes = (height * self.inverse_sizes**2).to(gram.dtype)
+        d = self.w_q.shape[1]
+        of_q, of_k = slice(0, len(p) * d), slice(len(p) * d, (len(p) + len(r)) * d)
+
+        def entries(first: slice, second: slice) -> Tensor:
+            return gram[first, second].unflatten(1, (-1, d)).unflatten(0, (-1, d))  # (a, c, a', c')
+
+        def pairs(left: Tensor, right: Tensor) -> Tensor:
+            return (left[:, None, :] * right[None, :, :]).flatten(0, 1)
+
+        qq = (pairs(p, p) @ sizes @ pairs(v, v).T).view(len(p), len(p), d, d)  # [a a'] x [c c']
+        entries(of_q, of_q).add_(qq.transpose(1, 2))
+        kk = (pairs(r, r) @ sizes.T @ pairs(u, u).T).view(len(r), len(r), d, d)
+        entries(of_k, of_k).add_(kk.transpose(1, 2))
+        kq = (pairs(r, v) @ (pairs(p, u) @ sizes).T).view(len(r), d, len(p), d)  # [a c'] x [a' c]
+        entries(of_k, of_q).sub_(kq.permute(0, 3, 2, 1))
         return gram
+
+    def square(self, rows: Tensor) -> Tensor:
+        """J^T J w."""
+        return pull_back(self.blocks, push_forward(self.blocks, rows))
 
     def product(self, rows: Tensor, largest: float) -> Tensor:
         """(J^T J / largest^2 + Z Z^T) w."""
-        found = pull_back(self.blocks, push_forward(self.blocks, rows)) / largest**2
+        found = self.square(rows) / largest**2
         (of_q, of_k, u, v), d = self.gauge, self.w_q.shape[1]
         q_width, k_width = len(of_q) * d, len(of_k) * d
         in_q = rows[:, :q_width].unflatten(1, (-1, d))
