@@ -298,7 +298,8 @@ def _cholesky(task: Task) -> JacobianSpectrum:
                 max_bounds=max_bounds, rank_bounds=(sure, _squared_interval(least.value, largest, n)[1]),
                 num_products=top.num_products + least.num_products,
             )  # fmt: skip
-        reason = f"{least.reason}: float64 factor"
+        why = least.reason if least.value is None else f"kappa exceeds {LARGEST_SQUARED_KAPPA:g}"
+        reason = f"{why}: float64 factor"
     gram = task.form.output_gram().cpu().numpy()
     # A symmetric matrix is its own transpose: LAPACK factorises in place, without a second copy.
     factor, info = scipy.linalg.lapack.dpotrf(gram.T, lower=1, clean=0, overwrite_a=1)

@@ -15,8 +15,8 @@ every c_i with lambda_1 < lambda_i < lambda_* be zero. Then with gamma = 1 - the
                                                              =  gamma (theta - lambda_1) c_1^2
 
 because sum (lambda_i - theta) c_i^2 = 0. The lowest Ritz vectors of the block are free of each other, so lambda_* is
-read off the first Ritz value behind it, and T stands for A^-1. Neither is sure, so this is an estimate of the error; it
-was never below the error itself in the cases tried (kappa(A) from 1e4 to 3e8, see the tests).
+read off the first Ritz value behind it, and T stands for A^-1. Neither is sure, so this is an estimate of the error,
+which the tests compare with the error itself.
 """
 
 from __future__ import annotations
