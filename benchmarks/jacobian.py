@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import scipy.sparse.linalg as sparse
@@ -36,6 +36,7 @@ from wellcond.jacobian.spectrum import form_spectrum, jacobian_spectrum
 from wellcond.linalg.lanczos import largest_eigenvalue
 
 SMALL, MIDDLE, VIT_B, LRA = (32, 96, 32), (64, 192, 64), (197, 768, 64), (1024, 64, 32)
+DIGITS = (17, 64, 16)
 HEADS = {"small": SMALL, "middle": MIDDLE, "ViT-B": VIT_B, "LRA": LRA}
 GROWTH = [(tokens, 192, 64) for tokens in (16, 32, 64, 128)]
 NYSTROM = [((256, 64, 32), 64), ((256, 64, 32), 32), ((128, 64, 32), 16)]
@@ -73,6 +74,8 @@ class Result:
     sigma_rank: float | None = None
     note: str = ""
     gigabytes: float = 0.0
+    cholesky: tuple[float, float] | None = None
+    """Seconds of one Cholesky factorisation of as many rows as there are outputs, in float64 and in float32."""
 
     @property
     def kappa(self) -> float | None:
@@ -110,6 +113,45 @@ def ours(size: tuple[int, int, int], case: Case) -> Result:
     found = jacobian_spectrum(*make_head(size, case.std))
     note = f"{found.method}, {found.status}, rank {found.rank} of {min(found.shape)}"
     return Result(0.0, found.sigma_max, found.sigma_min, found.sigma_rank, note)
+
+
+def yardstick(size: tuple[int, int, int], case: Case) -> Result:
+    """Ours and `torch.linalg.cholesky` in turn, in one process: the machine's own speed at the time."""
+    head, clock, n = make_head(size, case.std), clock_of(case), size[0] * size[2]
+    a = torch.randn(n, 64, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    matrix = (a @ a.T).add_(64 * torch.eye(n, dtype=torch.float64))
+    matrices = {"float64": matrix, "float32": matrix.float()}
+    times: dict[str, list[float]] = {"ours": [], "float64": [], "float32": []}
+    for _ in range(2):
+        for name, seconds in times.items():
+            start = clock()
+            if name == "ours":
+                found = jacobian_spectrum(*head)
+            else:
+                torch.linalg.cholesky(matrices[name])
+            seconds.append(clock() - start)
+    ours_best, *cholesky = (min(seconds) for seconds in times.values())
+    note = f"{found.method}, {found.status}: {found.reason}"
+    return Result(ours_best, found.sigma_max, found.sigma_min, found.sigma_rank, note, cholesky=tuple(cholesky))
+
+
+def digits(size: tuple[int, int, int], case: Case) -> Result:
+    """`measure` of an untrained ViT on images of 8 x 8: 4 layers of 4 heads, as in the recipe `digits`."""
+    import timm
+
+    from wellcond.measurement import measure
+
+    torch.manual_seed(0)
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=size[1], depth=4,
+        num_heads=size[1] // size[2], mlp_ratio=2.0,
+    ).eval()  # fmt: skip
+    image, clock, times = torch.randn(1, 1, 8, 8), clock_of(case), []
+    for _ in range(6):  # the first warms up
+        start = clock()
+        report = measure(model, image)
+        times.append(clock() - start)
+    return Result(min(times[1:]), note=f"{sum(len(layer.heads) for layer in report.layers)} heads")
 
 
 def nystrom(size: tuple[int, int, int], case: Case) -> Result:
@@ -213,7 +255,10 @@ RUN = {
     "SM": singular_value,
     "nystrom": nystrom,
     "padded": nystrom,
+    "yardstick": yardstick,
+    "digits": digits,
 }
+TIMES_ITSELF = ("yardstick", "digits")
 
 
 def clock_of(case: Case) -> Callable[[], float]:
@@ -225,14 +270,19 @@ def run_case(case: Case) -> Result:
     torch.set_num_threads(case.threads)
     clock = clock_of(case)
     run = RUN[case.what.split()[0]]
+    if case.what in TIMES_ITSELF:
+        return replace(run(case.size, case), gigabytes=peak_gigabytes())
     run(WARM_UP, case)
     times: list[float] = []
     while not times or (sum(times) < 20 and len(times) < 3):
         start = clock()
         result = run(case.size, case)
         times.append(clock() - start)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-    return Result(**asdict(result) | {"seconds": min(times), "gigabytes": peak})
+    return replace(result, seconds=min(times), gigabytes=peak_gigabytes())
+
+
+def peak_gigabytes() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 def in_a_process(case: Case) -> Result:
@@ -327,6 +377,21 @@ def nystrom_table(results: dict[tuple[str, tuple[int, int, int]], Result]) -> Ta
     return table
 
 
+def yardstick_table(results: dict[tuple[str, tuple[int, int, int]], Result], threads: int) -> Table:
+    title = f"Against one Cholesky factorisation with as many rows as outputs, in one process, {threads} thread(s)"
+    table = Table("(N, D, d)", "outputs n", "s", title=title)
+    for column in ("float64 Cholesky, s", "ratio", "float32 Cholesky, s", "ratio"):
+        table.add_column(column, justify="right")
+    table.add_column("remark")
+    for (_, size), found in results.items():
+        if found.cholesky is None:
+            table.add_row(str(size), str(size[0] * size[2]), "", "", "", "", "", found.note)
+            continue
+        cells = [cell for s in found.cholesky for cell in (f"{s:.3g}", f"{found.seconds / s:.2f}")]
+        table.add_row(str(size), str(size[0] * size[2]), f"{found.seconds:.3g}", *cells, found.note)
+    return table
+
+
 def goals(results: dict[tuple[str, tuple[int, int, int]], Result]) -> Table:
     table = Table("goal", "measured", "", title="Goals")
 
@@ -347,6 +412,9 @@ def goals(results: dict[tuple[str, tuple[int, int, int]], Result]) -> Table:
             met = "exact" in found.note and found.seconds <= seconds and found.gigabytes <= gigabytes
             measured = f"{found.note.split(',')[1].strip()}, {found.seconds:.1f} s, {found.gigabytes:.2f} GB"
             row(f"{name} {size}: exact in {seconds} s and {gigabytes} GB", measured, met)
+    if (found := results.get(("yardstick", VIT_B))) and found.cholesky:
+        ratio = found.seconds / found.cholesky[0]
+        row("ViT-B: at most one float64 Cholesky of n rows", f"{ratio:.2f}", ratio <= 1)
     if found := results.get(("largest", VIT_B)):
         row("ViT-B: sigma_max alone in 1 s", f"{found.seconds:.3f} s", found.seconds <= 1)
     return table
@@ -361,6 +429,7 @@ def main() -> None:
     parser.add_argument("--heads", nargs="+", choices=list(HEADS), default=list(HEADS))
     parser.add_argument("--skip-growth", action="store_true")
     parser.add_argument("--only-nystrom", action="store_true", help="nothing but heads of Nystrom attention")
+    parser.add_argument("--only-yardstick", action="store_true", help="nothing but ours against Cholesky and `measure`")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
@@ -371,7 +440,7 @@ def main() -> None:
     console, out = Console(stderr=True), Console(width=190)
     products = "curvlinops" if importlib.util.find_spec("curvlinops") else "curvlinops not installed: torch.func"
     std = "1/sqrt(D)" if options.std is None else f"{options.std:g}"
-    imports = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    imports = peak_gigabytes()
     out.print(f"torch {torch.__version__}, {options.threads} thread(s), float64, CPU, weights of std {std}")
     out.print(f"Peak memory is that of the whole process; imports alone take {imports:.2f} GB.")
 
@@ -382,9 +451,22 @@ def main() -> None:
     wanted = [] if options.only_nystrom else plan(options.full, options.heads)
     if not (options.skip_growth or options.only_nystrom):
         wanted += [("ours", size) for size in GROWTH if ("ours", size) not in wanted]
-    results = {key: in_a_process(case(*key)) for key in track(wanted + approximate, "cases", console=console)}
-    out.print(nystrom_table({key: results[key] for key in approximate}))
+    yardsticks = [("yardstick", HEADS[name]) for name in options.heads if HEADS[name] in (VIT_B, LRA)]
+    own = [("digits", DIGITS), *yardsticks]
+    if options.only_yardstick:
+        wanted, approximate = [], []
     if options.only_nystrom:
+        own = []
+    every = [*own, *wanted, *approximate]
+    results = {key: in_a_process(case(*key)) for key in track(every, "cases", console=console)}
+    if approximate:
+        out.print(nystrom_table({key: results[key] for key in approximate}))
+    if options.only_nystrom:
+        return
+    measured = results["digits", DIGITS]
+    out.print(f"measure of a ViT of 4 layers on 8 x 8 images, {measured.note}: {measured.seconds:.3g} s")
+    out.print(yardstick_table({key: results[key] for key in yardsticks}, options.threads))
+    if options.only_yardstick:
         return
     out.print(comparison(results, options.heads, products))
     if not options.skip_growth:

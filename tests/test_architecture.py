@@ -90,7 +90,10 @@ def test_imports_point_downwards(path):
 def test_methods_of_the_spectrum_know_no_concrete_form(name):
     """A new form edits no method: what differs between forms is a member of `AbstractForm`."""
     tree = ast.parse((SRC / "jacobian" / f"{name}.py").read_text())
-    forms = {f"wellcond.jacobian.{one}" for one in ("form", "plain", "records", "select", "tolerances", "triangle")}
+    forms = {
+        f"wellcond.jacobian.{one}"
+        for one in ("form", "mixed_ends", "plain", "records", "select", "tolerances", "triangle")
+    }
     assert {one for one in imported(tree) if one.startswith("wellcond.jacobian")} <= forms
     called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     assert not called & {"isinstance", "getattr", "hasattr"}

@@ -334,8 +334,8 @@ def softmax_spectrum(head: Head) -> SoftmaxSpectrum:
         rows = log_p[inside]
         top = rows.topk(2, -1).values
         bottom = rows.masked_fill(torch.isneginf(rows), torch.inf).topk(2, -1, largest=False).values
-        log_max[inside] = _root(rows, top[:, 1], top[:, 0])
-        log_min[inside] = _root(rows, bottom[:, 0], bottom[:, 1])
+        low, high = torch.cat([top[:, 1], bottom[:, 0]]), torch.cat([top[:, 0], bottom[:, 1]])
+        log_max[inside], log_min[inside] = _root(rows.repeat(2, 1), low, high).chunk(2)
     return SoftmaxSpectrum(rank, log_max, log_min)
 
 
@@ -348,6 +348,8 @@ def _root(log_p: Tensor, low: Tensor, high: Tensor) -> Tensor:
     # (log p = -inf) contribute 1 / (1 - inf) = 0, and equal neighbours are their own root.
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
+        if bool(((middle <= low) | (middle >= high)).all()):
+            break  # no number lies between
         right = (-torch.expm1(middle[:, None] - log_p)).reciprocal().sum(-1) > 0
         low, high = torch.where(right, low, middle), torch.where(right, middle, high)
     return (low + high) / 2

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from wellcond.errors import WellcondError
 from wellcond.head import Blocks, Head
-from wellcond.jacobian.tolerances import EXHAUSTIVE_LIMIT, LANCZOS_STEPS
+from wellcond.jacobian.mixed_ends import Side
+from wellcond.jacobian.tolerances import EXHAUSTIVE_LIMIT, LANCZOS_STEPS, SMALLEST_FLOAT32
+from wellcond.linalg.davidson import BLOCK, MAX_STEPS
 from wellcond.linalg.spectrum import resolve_rank, singular_values
 
 
@@ -62,6 +64,8 @@ class AbstractForm(abc.ABC):
 
     has_triangle: ClassVar[bool] = False
     """Whether `triangle` is known."""
+    has_sides: ClassVar[bool] = False
+    """Whether `output_side` and `smaller_side` are known."""
     plain_head: Head | None = None
     """The head itself, where it is plain softmax: what can be diagnosed, and bounded by the theory."""
 
@@ -116,6 +120,14 @@ class AbstractForm(abc.ABC):
         """An upper triangular matrix with the singular values of J, made without squaring J."""
         raise NotDefinedError(f"{type(self).__name__} has no triangular form")
 
+    def output_side(self) -> Side | None:
+        """J J^T for iterations; None where the form has only the matrix."""
+        return None
+
+    def smaller_side(self) -> Side | None:
+        """The smaller of J J^T and J^T J for iterations; None where its null space is not known as a basis."""
+        return None
+
     def stacked(self) -> AbstractForm:
         """The same in the papers' convention [J_Q; J_K; J_V]."""
         raise NotDefinedError("the stacked convention is defined for plain softmax attention only")
@@ -140,10 +152,13 @@ class AbstractForm(abc.ABC):
         # Covariance blocks hold an entry of every output for every key dimension; Lanczos keeps its vectors, or all.
         blocks = rows * (min(structure.memory_rank, rows) + 64)
         vectors = (n if n <= EXHAUSTIVE_LIMIT else LANCZOS_STEPS) * n
+        steps = 2 * MAX_STEPS * BLOCK * n if n >= SMALLEST_FLOAT32 else 0  # beside a factor of half the size
         entries = {
             "dense": 3 * structure.num_outputs * structure.num_parameters,
             "gram": 3 * side**2 + 2 * blocks + self.table_entries,
-            "cholesky": n * n + 2 * blocks + vectors + (self.table_entries if n == side else 0),
+            "cholesky": max(n * n + vectors, n * n // 2 + steps)
+            + 2 * blocks
+            + (self.table_entries if n == side else 0),
             "implicit": 2 * blocks + vectors,
         }
         return 8 * entries[method]

@@ -20,25 +20,30 @@ from torch import Tensor
 
 from wellcond.head import CHUNK_BYTES, Blocks
 
+CACHE_BYTES = 4 * 2**20  # rows that are multiplied, scaled and added while they are near the processor
 
-def output_gram(blocks: Blocks) -> Tensor:
-    """J J^T of the wide Jacobian, (R dv, R dv)."""
+
+def output_gram(blocks: Blocks, *, lower: bool = False) -> Tensor:
+    """J J^T of the wide Jacobian, (R dv, R dv); if `lower`, what is above the diagonal is left undefined."""
     rows, dv, _ = blocks.m.shape
     n = rows * dv
     m, b = blocks.m.reshape(n, -1), blocks.b.reshape(n, -1)
     x_gram, q_gram = blocks.x @ blocks.x.T, blocks.q @ blocks.q.T
     py_gram = blocks.py @ blocks.py.T
-    gram = m.new_empty(rows, dv, rows, dv)
-    size = max(1, CHUNK_BYTES // (8 * n * dv))
+    gram = m.new_empty(n, n)
+    size = max(1, (CACHE_BYTES if lower else CHUNK_BYTES) // (m.element_size() * n * dv))
     for at in range(0, rows, size):
-        some = slice(at, min(at + size, rows))
-        lines = slice(at * dv, min(at + size, rows) * dv)
-        part = gram[some]
-        torch.matmul(m[lines], m.T, out=part.view(-1, n))
-        part.mul_(x_gram[some, None, :, None])
-        part.addcmul_((b[lines] @ b.T).view_as(part), q_gram[some, None, :, None])
-        part.diagonal(dim1=1, dim2=3).add_(py_gram[some, :, None])
-    return gram.view(n, n)
+        end = min(at + size, rows)
+        some, lines = slice(at, end), slice(at * dv, end * dv)
+        stop = end if lower else rows
+        part = gram[lines, : stop * dv]
+        torch.matmul(m[lines], m[: stop * dv].T, out=part)
+        blockwise = part.view(end - at, dv, stop, dv)
+        blockwise.mul_(x_gram[some, None, :stop, None])
+        of_keys = (b[lines] @ b[: stop * dv].T).view_as(blockwise)
+        blockwise.addcmul_(of_keys, q_gram[some, None, :stop, None])
+        blockwise.diagonal(dim1=1, dim2=3).add_(py_gram[some, :stop, None])
+    return gram
 
 
 def parameter_gram(blocks: Blocks) -> Tensor:
@@ -51,9 +56,11 @@ def parameter_gram(blocks: Blocks) -> Tensor:
     to_q, to_k, to_v = slice(0, nq), slice(nq, nq + nk), slice(nq + nk, None)
 
     def put(first: slice, second: slice, block: Tensor) -> None:
-        gram[first, second] = block
+        """Entries (i, j, i', j') of a block with rows (i, j) and columns (i', j')."""
+        i, j, k, m = block.shape
+        gram[first, second].unflatten(1, (k, m)).unflatten(0, (i, j)).copy_(block)
         if first != second:
-            gram[second, first] = block.T
+            gram[second, first].unflatten(1, (i, j)).unflatten(0, (k, m)).copy_(block.permute(2, 3, 0, 1))
 
     def table(left: Tensor, right: Tensor) -> Tensor:
         """Rows (r) of all products left_r[i] right_r[j]."""
@@ -64,17 +71,17 @@ def parameter_gram(blocks: Blocks) -> Tensor:
 
     # Q^T Q: [a a'] x [c c'] -> (a c) x (a' c')
     qq = contract(table(x, x), (m.mT @ m).flatten(1)).view(Dx, Dx, d, d)
-    put(to_q, to_q, qq.permute(0, 2, 1, 3).reshape(nq, nq))
+    put(to_q, to_q, qq.permute(0, 2, 1, 3))
     kk = contract((b.mT @ b).flatten(1), table(q, q)).view(Dy, Dy, d, d)
-    put(to_k, to_k, kk.permute(0, 2, 1, 3).reshape(nk, nk))
+    put(to_k, to_k, kk.permute(0, 2, 1, 3))
     eye = torch.eye(dv, dtype=x.dtype, device=x.device)
-    put(to_v, to_v, torch.kron(contract(py, py), eye))
+    put(to_v, to_v, contract(py, py)[:, None, :, None] * eye[:, None, :])
     qk = contract(table(x, q), (m.mT @ b).flatten(1)).view(Dx, d, d, Dy)  # [a c'] x [c a']
-    put(to_q, to_k, qk.permute(0, 2, 3, 1).reshape(nq, nk))
+    put(to_q, to_k, qk.permute(0, 2, 3, 1))
     qv = contract(table(x, py), m.flatten(1)).view(Dx, Dv, dv, d)  # [a a'] x [o c]
-    put(to_q, to_v, qv.permute(0, 3, 1, 2).reshape(nq, nv))
+    put(to_q, to_v, qv.permute(0, 3, 1, 2))
     kv = contract(table(q, py), b.flatten(1)).view(d, Dv, dv, Dy)  # [c a'] x [o a]
-    put(to_k, to_v, kv.permute(3, 0, 1, 2).reshape(nk, nv))
+    put(to_k, to_v, kv.permute(3, 0, 1, 2))
     return gram
 
 

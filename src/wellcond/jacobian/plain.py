@@ -30,6 +30,7 @@ from wellcond.head import Blocks, Head, build_blocks, through_softmax
 from wellcond.jacobian.dense import dense_jacobian
 from wellcond.jacobian.form import AbstractForm, NotDefinedError, Structure, token_rank
 from wellcond.jacobian.gram import explicit_jacobian, output_gram, parameter_gram, stack_gram
+from wellcond.jacobian.squared import OutputSide, ParameterSide, parameter_side
 from wellcond.theory.bounds import lower_parts, lower_square, upper_parts, upper_square
 
 
@@ -39,11 +40,22 @@ class WideForm(AbstractForm):
 
     head: Head
     biases: bool = False
+    has_sides = True
 
     @property
     def num_outputs(self) -> int:
         """R dv."""
         return self.head.num_outputs
+
+    def output_side(self) -> OutputSide:
+        """J J^T for iterations."""
+        return OutputSide(self.blocks)
+
+    def smaller_side(self) -> OutputSide | ParameterSide | None:
+        """The smaller of J J^T and J^T J; None for biases, whose null space is not known as a basis."""
+        if self.num_outputs <= self.gram_side:
+            return self.output_side()
+        return None if self.biases else parameter_side(self.head, self.blocks)
 
     @cached_property
     def blocks(self) -> Blocks:

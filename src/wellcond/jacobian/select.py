@@ -5,8 +5,9 @@
 | dense | dense | automatic differentiation (or J itself), then SVD | yes | never: tests and tiny heads |
 | implicit | closed form | sigma_min(J) = sigma_min(PY); sigma_max by Lanczos | no | n > 768, values span a constant |
 | gram | triangle | J made triangular, both ends by Lanczos on it and its inverse | no | the form has one, side > 2500 |
+| gram | proved ends | float32 factor of the smaller Gram matrix, float64 products, a proof | no | side > 2500 |
 | gram | gram | J J^T or J^T J from blocks, eigenvalues; SVD of J where squaring loses them | yes | side <= 6200 |
-| cholesky | cholesky | J J^T from blocks, Cholesky, inverse Lanczos | no | full row rank, n <= 20000 |
+| cholesky | cholesky | J J^T from blocks, float32 or float64 factor, iterations | no | full row rank, n <= 20000 |
 | implicit | exhaustive products | Lanczos through the whole space of outputs | no | full row rank, n <= 1500 |
 | implicit | products | Lanczos on products with J J^T; sigma_min is only bounded | no | otherwise |
 
@@ -40,7 +41,9 @@ from wellcond.jacobian.tolerances import (
 from wellcond.linalg.lanczos import Estimate, largest_eigenvalue
 from wellcond.linalg.spectrum import default_rtol, resolve_rank
 
-Route = Literal["dense", "closed form", "triangle", "gram", "cholesky", "exhaustive products", "products"]
+Route = Literal[
+    "dense", "closed form", "triangle", "proved ends", "gram", "cholesky", "exhaustive products", "products"
+]
 ASKED = "asked for"
 EPSILON = torch.finfo(torch.float64).eps
 METHODS = ("dense", "gram", "cholesky", "implicit")
@@ -101,7 +104,8 @@ def choose_method(
             )
         return Choice(asked, products if asked == "implicit" else asked, ASKED, needed[asked])  # type: ignore[arg-type]
     if side <= GRAM_LIMIT and "gram" in fitting:
-        route: Route = "triangle" if form.has_triangle and side > LARGEST_FULL_SVD else "gram"
+        of_ends: Route = "triangle" if form.has_triangle else "proved ends" if form.has_sides else "gram"
+        route: Route = of_ends if side > LARGEST_FULL_SVD else "gram"
         choice = Choice("gram", route, f"the smaller side has {side} <= {GRAM_LIMIT}", needed["gram"])
     elif full_row_rank and n <= CHOLESKY_LIMIT and "cholesky" in fitting:
         why = f"full row rank and {GRAM_LIMIT} < n = {n} <= {CHOLESKY_LIMIT}"

@@ -14,6 +14,7 @@ from torch import Tensor
 from wellcond.errors import check_choice
 from wellcond.head import Head
 from wellcond.jacobian.form import AbstractForm, NotDefinedError
+from wellcond.jacobian.mixed_ends import least_singular_value, no_eigenvalue_below
 from wellcond.jacobian.plain import WideForm
 from wellcond.jacobian.records import Convention, JacobianSpectrum, Status
 from wellcond.jacobian.select import (
@@ -26,11 +27,14 @@ from wellcond.jacobian.select import (
     make_record,
 )
 from wellcond.jacobian.tolerances import (
+    CLOSED,
     LANCZOS_STEPS,
     LARGEST_FULL_SVD,
     LARGEST_SHIFTED_KAPPA,
     LARGEST_SQUARED_KAPPA,
     LARGEST_SVD,
+    POWER_STEPS,
+    SMALLEST_FLOAT32,
 )
 from wellcond.jacobian.triangle import ends_of, from_triangle
 from wellcond.linalg.lanczos import largest_eigenvalue
@@ -164,20 +168,54 @@ def _gram(task: Task) -> JacobianSpectrum:
     return _svd(task) if _svd_fits(task) else _too_large(task, largest, len(squares))
 
 
+def _proved_ends(task: Task) -> JacobianSpectrum:
+    """Both ends; all eigenvalues where float32 does not suffice, or the proof fails."""
+    return _certified_ends(task) or _gram(task)
+
+
+def _certified_ends(task: Task) -> JacobianSpectrum | None:
+    """Both ends of J from the smaller Gram matrix, the lower one proved to be the lowest; None where that fails."""
+    side = task.form.smaller_side()
+    if side is None or side.side - side.num_null != task.structure.max_rank:
+        return None
+    top = largest_eigenvalue(lambda u: side.square(u[None])[0], side.side)
+    if top.value <= 0 or not top.converged:
+        return None
+    largest = math.sqrt(top.value)
+    least = least_singular_value(side, largest)
+    if least.value is None or least.value * LARGEST_SQUARED_KAPPA < largest:
+        return None
+    rounding = side.side * torch.finfo(torch.float64).eps * top.value
+    below = least.value**2 * (1 - CLOSED) - rounding
+    if not no_eigenvalue_below(side.gram(largest), below):
+        return None
+    rank = task.structure.max_rank
+    return make_record(
+        task, largest, _last(task, least.value), least.value, rank, "exact",
+        reason=f"more than {LARGEST_FULL_SVD}, so both ends only: {least.reason}, proved by a factorisation",
+        max_bounds=(largest, task.form.certified()[1]),
+        rank_bounds=(math.sqrt(max(0.0, below - rounding)), _squared_interval(least.value, largest, side.side)[1]),
+        num_products=top.num_products + least.num_products,
+    )  # fmt: skip
+
+
 def _squaring_loses(gram: Tensor) -> bool:
     """Whether kappa(J) > LARGEST_SQUARED_KAPPA for sure, at a fifth of the price of the eigenvalues of G = J J^T.
 
-    A Cholesky factorisation that breaks down has lambda_min < n eps lambda_max. From one that does not, LAPACK's
-    estimate of |G^-1|_1 never exceeds it, and kappa_1(G) <= n kappa_2(G) = n kappa(J)^2.
+    A Cholesky factorisation that breaks down has lambda_min < n eps lambda_max. From one that does not, power steps
+    with G and G^-1 give |G v| <= lambda_max and |G^-1 w| <= 1 / lambda_min for unit vectors v and w.
     """
-    n, entries = len(gram), gram.cpu().numpy()
-    if not entries.any():
+    if not bool(gram.any()):
         return False
-    factor, info = scipy.linalg.lapack.dpotrf(entries.T, lower=1, clean=0)
-    if info > 0:
+    factor, info = torch.linalg.cholesky_ex(gram)
+    if int(info) > 0:
         return True
-    reciprocal, _ = scipy.linalg.lapack.dpocon(factor, np.abs(entries).sum(0).max(), uplo="L")
-    return bool(reciprocal * n * LARGEST_SQUARED_KAPPA**2 < 1)
+    generator = torch.Generator().manual_seed(0)
+    v = w = torch.randn(len(gram), 1, generator=generator, dtype=torch.float64)
+    for _ in range(POWER_STEPS):
+        v, w = gram @ (v / v.norm()), w / w.norm()
+        w = torch.linalg.solve_triangular(factor.T, torch.linalg.solve_triangular(factor, w, upper=False), upper=True)
+    return float(v.norm() * w.norm()) > LARGEST_SQUARED_KAPPA**2
 
 
 def _squared_interval(sigma: float, largest: float, side: int) -> tuple[float, float]:
@@ -230,6 +268,19 @@ def _cholesky(task: Task) -> JacobianSpectrum:
         return from_singular_values(task, torch.zeros(n, dtype=torch.float64))
     largest, (sure, highest) = math.sqrt(top.value), task.form.certified()
     max_bounds = (largest, highest)
+    reason = None
+    side = task.form.output_side() if n >= SMALLEST_FLOAT32 else None
+    if side is not None:
+        least = least_singular_value(side, largest)
+        if least.value is not None and least.value * LARGEST_SQUARED_KAPPA >= largest:
+            # |J^T x| of the vector found: sigma_min is at most this, up to rounding.
+            return make_record(
+                task, largest, _last(task, least.value), least.value, n, "exact", reason=least.reason,
+                max_bounds=max_bounds, rank_bounds=(sure, _squared_interval(least.value, largest, n)[1]),
+                num_products=top.num_products + least.num_products,
+            )  # fmt: skip
+        why = least.reason if least.value is None else f"kappa exceeds {LARGEST_SQUARED_KAPPA:g}"
+        reason = f"{why}: float64 factor"
     gram = task.form.output_gram().cpu().numpy()
     # A symmetric matrix is its own transpose: LAPACK factorises in place, without a second copy.
     factor, info = scipy.linalg.lapack.dpotrf(gram.T, lower=1, clean=0, overwrite_a=1)
@@ -249,7 +300,7 @@ def _cholesky(task: Task) -> JacobianSpectrum:
     status: Status = "exact" if smallest * LARGEST_SQUARED_KAPPA >= largest else "estimate"
     # A Ritz value of the inverse never exceeds its largest eigenvalue, so sigma_min is at most this, up to rounding.
     return make_record(
-        task, largest, _last(task, smallest), smallest, n, status, max_bounds=max_bounds,
+        task, largest, _last(task, smallest), smallest, n, status, reason=reason, max_bounds=max_bounds,
         rank_bounds=(sure, _squared_interval(smallest, largest, n)[1]),
         num_products=top.num_products + bottom.num_products,
     )  # fmt: skip
@@ -291,6 +342,7 @@ ROUTES: dict[Route, Callable[[Task], JacobianSpectrum]] = {
     "dense": _dense,
     "closed form": _closed_form,
     "triangle": from_triangle,
+    "proved ends": _proved_ends,
     "gram": _gram,
     "cholesky": _cholesky,
     "exhaustive products": _implicit,

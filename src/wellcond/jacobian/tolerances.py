@@ -16,10 +16,14 @@ LARGEST_FULL_SVD: Final = 2500
 """Side beyond which an SVD takes longer than everything else, and `auto` gives both ends only."""
 LARGEST_SVD: Final = 2e13
 """Rows x columns x smaller side up to which J itself is decomposed: about an hour."""
+SMALLEST_FLOAT32: Final = 1024
+"""Outputs below which a factorisation in float64 takes no longer than the steps that a float32 one steers."""
 EXHAUSTIVE_LIMIT: Final = 1500
 """Outputs up to which products alone go through the whole space, and so are exact."""
 LANCZOS_STEPS: Final = 300
 """Vectors that Lanczos keeps otherwise; both ends of a head converge within a tenth of that, or not at all."""
+POWER_STEPS: Final = 4
+"""Of G and of its inverse, to tell whether squaring loses: a bound from below, which one step already gives."""
 LOWEST: Final = 40
 """How many of the smallest singular values are computed where a rank must be counted from a triangular form."""
 
