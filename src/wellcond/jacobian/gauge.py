@@ -7,7 +7,8 @@ is any matrix: k^2 real numbers for a real eigenvalue (channels that are not rot
 (k planes that turn alike; one plane: a + b S).
 
 Norms allow the skew E only: k (k - 1) / 2 and k^2. They hide the direction of a row, and N_r is taken as its polar
-factor. That E is null is then tested, not taken for granted.
+factor. That E is null is then tested, not taken for granted. Where a norm has a weight that differs from channel to
+channel, nothing is counted, and the rank that follows is an upper bound.
 """
 
 from __future__ import annotations
