@@ -12,11 +12,13 @@ from wellcond.jacobian.form import AbstractForm, Structure
 
 @dataclass(frozen=True, eq=False)
 class MappedRows(AbstractForm):
-    """blockdiag(G_r) J of another form's J; G_r is the Jacobian of what happens to row r (theory.md, section 5.4).
+    """G J of another form's J; G has one block for each token, the Jacobian of what happens to its outputs.
+
+    A gate acts on each query head by itself; a norm over all heads mixes those of a group (theory.md, section 5.4).
 
     Attributes:
-        form: the heads before the map.
-        maps: G_r, (R, dv', dv).
+        form: the heads before the map, rows (g, N, dv).
+        maps: (g, g, N, dv', dv), from the second head to the first.
         value: the heads behind the map, (g, N, dv').
     """
 
@@ -27,7 +29,7 @@ class MappedRows(AbstractForm):
     @property
     def num_outputs(self) -> int:
         """R dv'."""
-        return self.maps.shape[0] * self.maps.shape[1]
+        return self.value.numel()
 
     def output(self) -> Tensor:
         """Behind the map."""
@@ -35,19 +37,21 @@ class MappedRows(AbstractForm):
 
     def structure(self) -> Structure:
         """That of the form; a map that is not injective can only lower its rank."""
-        inner, ranks = self.form.structure(), torch.linalg.matrix_rank(self.maps)
+        inner = self.form.structure()
+        by_token = self.maps.permute(2, 0, 3, 1, 4).flatten(3).flatten(1, 2)
+        rank = min(inner.max_rank, int(torch.linalg.matrix_rank(by_token).sum()))
         return Structure(
-            self.num_outputs, inner.num_parameters, inner.token_rank, inner.memory_rank,
-            min(inner.max_rank, int(ranks.sum())), inner.null_space,
-        )  # fmt: skip
+            self.num_outputs, inner.num_parameters, inner.token_rank, inner.memory_rank, rank, inner.null_space
+        )
 
     def _forward(self, rows: Tensor) -> Tensor:
         """G applied to the outputs of the form, (R dv, columns) -> (R dv', columns)."""
-        return (self.maps @ rows.view(self.maps.shape[0], self.maps.shape[2], -1)).reshape(self.num_outputs, -1)
+        g, _, n, _, dv = self.maps.shape
+        return torch.einsum("hknop,knpc->hnoc", self.maps, rows.reshape(g, n, dv, -1)).reshape(self.num_outputs, -1)
 
     def product(self, flat: Tensor) -> Tensor:
         """G (J J^T) G^T u."""
-        back = self.maps.mT @ flat.view(self.maps.shape[0], -1, 1)
+        back = torch.einsum("hknop,hno->knp", self.maps, flat.view_as(self.value))
         return self._forward(self.form.product(back.flatten()))[:, 0]
 
     def explicit_jacobian(self) -> Tensor:

@@ -40,6 +40,7 @@ PRODUCTS = {
     "BmmBackward0": ("_saved_self", "_saved_mat2", 0), "MmBackward0": ("_saved_self", "_saved_mat2", 0),
     "BaddbmmBackward0": ("_saved_batch1", "_saved_batch2", 1),
 }  # fmt: skip
+BATCH_BYTES = 2**25
 NUMBERED = 1e-6  # how far a number that is read off a quotient may be from the rounded one, relative to it
 
 
@@ -61,6 +62,18 @@ class Cut:
             edge, self.leaf, cotangent, retain_graph=True, allow_unused=True, materialize_grads=True
         )
         return found.movedim(self.axis, -1).reshape(len(self.tokens), -1)
+
+    def pull_many(self, edge: GradientEdge, cotangents: Tensor) -> Iterator[Tensor]:
+        """The same of several cotangents, together where the operations allow it."""
+        together = max(1, BATCH_BYTES // (8 * self.leaf.numel()))
+        for some in cotangents.split(together):
+            try:
+                (found,) = torch.autograd.grad(edge, self.leaf, some, retain_graph=True, is_grads_batched=True)
+            except (NotImplementedError, RuntimeError):  # an operation that cannot be batched
+                yield from (self.pull(edge, one) for one in some)
+                continue
+            axis = self.axis if self.axis < 0 else self.axis + 1
+            yield from found.movedim(axis, -1).reshape(len(some), len(self.tokens), -1)
 
 
 class CutProjections(TorchFunctionMode):
@@ -226,50 +239,56 @@ def _weights_of_channels(width: int) -> Tensor:
 
 def _jacobians(cut: Cut, edge: GradientEdge, like: Tensor, at: Tensor, tokens: Tensor, slot_rows: Tensor) -> Tensor:
     """The Jacobians (count, c, d) of operand rows `at` (of like.flatten(0, 1)) by the rows of their own tokens."""
-    found = like.new_empty(len(at), like.shape[-1], len(slot_rows))
-    for channel in range(like.shape[-1]):
-        cotangent = like.new_zeros(like.shape)
-        cotangent.flatten(0, 1)[at, channel] = 1.0
-        found[:, channel] = cut.pull(edge, cotangent)[tokens][:, slot_rows]
+    width = like.shape[-1]
+    found = like.new_empty(len(at), width, len(slot_rows))
+    cotangents = like.new_zeros(width, *like.shape)
+    channels = torch.arange(width)
+    cotangents.flatten(1, 2)[channels[:, None], at, channels[:, None]] = 1.0
+    for channel, pulled in enumerate(cut.pull_many(edge, cotangents)):
+        found[:, channel] = pulled[tokens][:, slot_rows]
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class OutputRows:
-    """The rows (of B n) of the product with the values that one head's outputs are made of, and the maps g_r."""
+def _pull_outputs(trace: Trace, columns: Tensor, cotangent: Tensor) -> Tensor:
+    """Cotangents (B n, dv) of the product with the values, of those of some columns of what W_O reads."""
+    spread = torch.zeros_like(trace.heads).index_copy(1, columns, cotangent)
+    (found,) = torch.autograd.grad(
+        trace.heads, GradientEdge(trace.values.node, 0), spread,
+        retain_graph=True, allow_unused=True, materialize_grads=True,
+    )  # fmt: skip
+    return found.reshape(-1, trace.values.right.shape[2])
 
-    rows: Tensor
-    maps: Tensor | None
 
-
-def output_rows(trace: Trace, columns: Tensor) -> OutputRows:
-    """Behind these columns of what W_O reads."""
-    node, shape = trace.values.node, (*trace.values.left.shape[:2], trace.values.right.shape[2])
-
-    def pull(cotangent: Tensor) -> Tensor:
-        spread = torch.zeros_like(trace.heads).index_copy(1, columns, cotangent)
-        (found,) = torch.autograd.grad(
-            trace.heads, GradientEdge(node, 0), spread, retain_graph=True, allow_unused=True, materialize_grads=True
-        )
-        return found.reshape(shape).flatten(0, 1)
-
-    count, width = len(trace.heads), len(columns)
-    u = _weights_of_channels(width).expand(count, -1)
-    plain = pull(u)
-    numbers = _numbers(plain, pull(u * torch.arange(1.0, count + 1, dtype=u.dtype)[:, None]))
+def output_rows(trace: Trace, columns: Tensor) -> Tensor:
+    """The rows (of B n) of the product with the values that one head's outputs are made of."""
+    count = len(trace.heads)
+    u = _weights_of_channels(len(columns)).expand(count, -1)
+    plain = _pull_outputs(trace, columns, u)
+    numbered = _pull_outputs(trace, columns, u * torch.arange(1.0, count + 1, dtype=u.dtype)[:, None])
+    numbers = _numbers(plain, numbered)
     # A norm over all heads makes an output of the rows of all of them, its own most of all.
     strength = plain.norm(dim=-1)
     strongest = torch.zeros(count, dtype=u.dtype).scatter_reduce(0, numbers.clamp_min(0), strength, "amax")
-    numbers = torch.where((numbers >= 0) & (strength < strongest[numbers]), -1, numbers)
-    rows = _inverse(numbers, count)
+    rows = _inverse(torch.where((numbers >= 0) & (strength < strongest[numbers]), -1, numbers), count)
     if bool((rows < 0).any()):
         raise NotTracedError("an output is made of no row")
-    if width == plain.shape[-1] and torch.equal(plain[rows], u):
-        return OutputRows(rows, None)
-    maps = u.new_empty(count, width, plain.shape[-1])
-    for channel in range(width):
-        maps[:, channel] = pull(torch.zeros_like(u).index_fill(1, torch.tensor([channel]), 1.0))[rows]
-    return OutputRows(rows, maps)
+    return rows
+
+
+def output_maps(trace: Trace, columns: Tensor, rows: Sequence[Tensor]) -> Tensor | None:
+    """The Jacobians (g, g, N, dv', dv) of what W_O reads of a group by its rows; None if nothing happens to them."""
+    dv = trace.values.right.shape[2]
+    maps = trace.heads.new_empty(len(rows), len(rows), len(trace.heads), columns.shape[1], dv)
+    unit = torch.eye(columns.shape[1], dtype=maps.dtype)
+    for head, own in enumerate(columns):
+        for channel, row in enumerate(unit):
+            pulled = _pull_outputs(trace, own, row.expand(len(trace.heads), -1))
+            for other, at in enumerate(rows):
+                maps[head, other, :, channel] = pulled[at]
+    same = torch.eye(len(rows), dtype=maps.dtype)[:, :, None, None, None]
+    if columns.shape[1] == dv and bool((maps == same * torch.eye(dv, dtype=maps.dtype)).all()):
+        return None
+    return maps.detach()
 
 
 def _tokens_behind(cut: Cut, edge: GradientEdge, like: Tensor, at: Tensor, slot_rows: Tensor) -> Tensor:
@@ -304,6 +323,9 @@ class _Transposed:
     def pull(self, edge: GradientEdge, cotangent: Tensor) -> Tensor:
         return self.cut.pull(edge, cotangent.mT)
 
+    def pull_many(self, edge: GradientEdge, cotangents: Tensor) -> Iterator[Tensor]:
+        return self.cut.pull_many(edge, cotangents.mT)
+
 
 def trace_form(generic: GenericHead, *, biases: bool = False) -> AbstractForm:
     """The row-wise form of a generic head.
@@ -324,15 +346,14 @@ def trace_form(generic: GenericHead, *, biases: bool = False) -> AbstractForm:
     query_values, query_jacobians, probabilities, slopes = [], [], [], []
     memory = _memory(trace, outputs[0], kv_head)
     all_slopes = trace.slopes()
-    for head, output in zip(group, outputs, strict=True):
-        rows = output.rows
+    for head, rows in zip(group, outputs, strict=True):
         tokens = _tokens_behind(of_q, trace.scores.edges[0], left, rows, query.rows[head])
         if bool((tokens < 0).any()):
             raise NotTracedError("a query is made of no token")
         q_tokens.append(tokens)
         query_values.append(left.flatten(0, 1)[rows])
         query_jacobians.append(_jacobians(of_q, trace.scores.edges[0], left, rows, tokens, query.rows[head]))
-        seen = memory if output is outputs[0] else _memory(trace, output, kv_head)
+        seen = memory if rows is outputs[0] else _memory(trace, rows, kv_head)
         if (
             not torch.equal(seen.tokens, memory.tokens)
             or not _same(khat, seen, memory)
@@ -367,17 +388,14 @@ def trace_form(generic: GenericHead, *, biases: bool = False) -> AbstractForm:
         biases,
         softmax=Softmax(torch.cat(probabilities), torch.cat(slopes), TokenMap(*value_map, "numeric"), memory.tokenless),
     )
-    if all(output.maps is None for output in outputs):
-        return form
-    maps = [torch.eye(vhat.shape[-1], dtype=x.dtype).expand(len(x), -1, -1) if o.maps is None else o.maps
-            for o in outputs]  # fmt: skip
-    return MappedRows(form, torch.cat(maps), generic.output().detach())
+    maps = output_maps(trace, generic.columns, outputs)
+    return form if maps is None else MappedRows(form, maps, generic.output().detach())
 
 
-def _memory(trace: Trace, output: OutputRows, kv_head: int) -> MemoryRows:
+def _memory(trace: Trace, output: Tensor, kv_head: int) -> MemoryRows:
     """Keys in the batches of one query head, in the order of the tokens that make them."""
     n, m = trace.scores.left.shape[1], trace.scores.right.shape[2]
-    batches = (output.rows // n).unique()
+    batches = (output // n).unique()
     at = (batches[:, None] * m + torch.arange(m)).flatten()
     site = trace.generic.site
     cut_k, cut_v = trace.cuts[1:]
@@ -406,7 +424,8 @@ def _memory_map(
     """Mapped keys (or values) and their Jacobians, zero for those that no token makes."""
     count = len(memory.tokens) - memory.tokenless
     puller: Any = _Transposed(cut) if transposed else cut
-    found = _jacobians(puller, edge, rows, memory.rows[:count], memory.tokens[:count], slot_rows)
+    at, tokens = memory.rows[:count], memory.tokens[:count]
+    found = _jacobians(puller, edge, rows, at, tokens, slot_rows)
     zeros = found.new_zeros(memory.tokenless, *found.shape[1:])
     return rows.flatten(0, 1)[memory.rows], torch.cat([found, zeros])
 
