@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from wellcond.attention.plain_copy import plain_copy
 from wellcond.attention.site import AttentionSite, Slot
