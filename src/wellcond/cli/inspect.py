@@ -22,6 +22,7 @@ from wellcond.attention.find import scan_attention
 from wellcond.attention.site import FLAGS, AttentionSite
 from wellcond.cli.checkpoints import load_raw_or_plain
 from wellcond.cli.console import make_console, show_weight
+from wellcond.cli.zoo_forms import is_structured
 from wellcond.errors import AttentionNotFoundError, check_choice
 from wellcond.experiments.models import ModelSpecError, build_model, is_local_code
 from wellcond.experiments.provenance import installed_version
@@ -203,10 +204,10 @@ def print_zoo(library: str, *, as_json: bool = False) -> None:
         print(to_json([asdict(row) | facts for row in rows], indent=2))
         return
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("family", "model", "status", "sites", "kinds", "remark"):
+    for column in ("family", "model", "status", "sites", "kinds", "form of the Jacobian", "remark"):
         table.add_column(column, overflow="fold", justify="right" if column == "sites" else "left")
     for row in rows:
-        table.add_row(row.family, row.model, row.status, str(row.num_sites), row.kinds, row.detail)
+        table.add_row(row.family, row.model, row.status, str(row.num_sites), row.kinds, row.forms, row.detail)
     out = make_console()
     out.print(table)
     counts = Counter(row.status for row in rows)
@@ -215,3 +216,7 @@ def print_zoo(library: str, *, as_json: bool = False) -> None:
     if with_attention:
         share = counts["found"] / with_attention
         out.print(f"coverage: {counts['found']} of {with_attention} architectures with attention ({share:.0%})")
+    described = [row for row in rows if row.status == "found"]
+    if described:
+        structured = sum(is_structured(row.forms) for row in described)
+        out.print(f"structured Jacobians: {structured} of {len(described)} ({structured / len(described):.0%})")

@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from wellcond.attention.find import Scan, scan_attention
+from wellcond.cli.zoo_forms import UNTRIED, captured_forms
 from wellcond.errors import MissingExtraError
+from wellcond.jacobian.capture import capture_attention
 
 # From the smallest up: the first word that a model's name contains decides; names with none of them come last.
 SMALL_WORDS = (
@@ -37,6 +40,8 @@ class ZooRow:
     num_sites: int
     kinds: str
     detail: str
+    forms: str = ""
+    """Which forms of the Jacobian measure what was found; empty where nothing was found or it was not asked for."""
 
 
 Progress = Callable[[Sequence[str]], Iterable[str]]
@@ -71,10 +76,25 @@ def _first_with_attention(family: str, names: Iterable[str], create: Callable[[s
     rows = []
     for name in smallest_first(names):
         row = inspect_model(family, name, partial(create, name))
-        if row.status in ("found", "partly", "refused"):
+        if row.status in ("found", "partly"):
+            return replace(row, forms=forms_in_use(create(name)))
+        if row.status == "refused":
             return row
         rows.append(row)
     return rows[0]
+
+
+def forms_in_use(model: nn.Module) -> str:
+    """Which forms of the Jacobian measure the attention of a model of timm, on an image of noise."""
+    config: Any = getattr(model, "default_cfg", {})
+    size = config.get("input_size", (3, 224, 224))
+    image = torch.randn(1, *size, generator=torch.Generator().manual_seed(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return captured_forms(capture_attention(model, image))
+        except Exception:  # a model that takes no image
+            return UNTRIED
 
 
 def smallest_first(names: Iterable[str]) -> list[str]:

@@ -12,6 +12,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 from wellcond.attention.find import Scan, scan_attention
 from wellcond.attention.registry import find_adapter
 from wellcond.cli.zoo import Progress, ZooRow, is_known, not_built, summarise
+from wellcond.cli.zoo_forms import forms_of
 from wellcond.errors import MissingExtraError
 from wellcond.experiments.models import LAYER_COUNTS
 
@@ -56,18 +58,24 @@ def walk_hf(progress: Progress = iter) -> list[ZooRow]:
     rows = []
     for model_type in progress(list(CONFIG_MAPPING.keys())):
         with quiet():
-            rows.append(walk_one(model_type))
+            rows.append(walk_one(model_type, forms=True))
     return rows
 
 
-def walk_one(model_type: str) -> ZooRow:
-    """Build one config type small, on the meta device, and describe its attention."""
+def walk_one(model_type: str, *, forms: bool = False) -> ZooRow:
+    """Build one config type small, on the meta device, and describe its attention.
+
+    Args:
+        model_type: a key of transformers' CONFIG_MAPPING.
+        forms: also try which form of the Jacobian measures each kind of attention in it.
+    """
     try:
         model, scan = _smallest_with_attention(model_type)
     except Exception as error:  # whatever a constructor of 600 families raises is the reason that is reported
         return not_built("transformers", model_type, error)
     missed = sorted({type(model.get_submodule(name)).__name__ for name in missed_attention(model, scan)})
-    return summarise("transformers", model_type, scan, missed)
+    row = summarise("transformers", model_type, scan, missed)
+    return replace(row, forms=forms_of(scan.sites)) if forms else row
 
 
 def _smallest_with_attention(model_type: str) -> tuple[nn.Module, Scan]:

@@ -28,13 +28,31 @@ from torch import Tensor
 from wellcond.errors import WeightError
 from wellcond.head import Head, compressed, softmax_weights, through_softmax
 from wellcond.jacobian.form import AbstractForm, Structure, token_rank
-from wellcond.jacobian.token_maps import MapRows, Symmetry, TokenMap, eye_like, is_present, l2_norm
+from wellcond.jacobian.gauge import MappedSide, gauge_of
+from wellcond.jacobian.token_maps import MapRows, TokenMap, eye_like, is_present, l2_norm
 from wellcond.linalg.spectrum import resolve_rank
 
 
 def with_constant(tokens: Tensor, constant: bool) -> Tensor:
     """The inputs of a projection: tokens, and the constant input of its bias if that is a parameter."""
     return torch.cat([tokens, torch.ones_like(tokens[:, :1])], 1) if constant else tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Softmax:
+    """What stands between the products qhat . khat and the output, where it is more than a scale and a mask.
+
+    Attributes:
+        p: probabilities (R, M), or (R, M + sinks), the last columns being those of sinks, which have no values.
+        slope: dS_rj / d(qhat_r . khat_j), (R, M): the scale, times the derivative of a soft-cap.
+        value: the map of the values, (M, dv').
+        tokenless: how many of the last keys no token makes; their tokens are zero.
+    """
+
+    p: Tensor
+    slope: Tensor
+    value: TokenMap
+    tokenless: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,12 +64,14 @@ class NormalisedHead(AbstractForm):
         query: the map of `head.queries()`, values (g, N, d') or (R, d').
         key: the map of `head.keys()`, values (M, d').
         biases: the biases of the head count as parameters.
+        softmax: None for the softmax of s Qhat Khat^T + mask and values as they are.
     """
 
     head: Head
     query: TokenMap
     key: TokenMap
     biases: bool = False
+    softmax: Softmax | None = None
 
     def __post_init__(self) -> None:
         """Flatten the maps to one row per query and key, and check them."""
@@ -84,6 +104,8 @@ class NormalisedHead(AbstractForm):
     @cached_property
     def p(self) -> Tensor:
         """P, (R, M)."""
+        if self.softmax is not None:
+            return self.softmax.p[:, : self.head.memory.shape[0]]
         logits = self.head.scale * self.query.value @ self.key.value.T
         bias = self.head.mask
         if bias is not None:
@@ -93,7 +115,19 @@ class NormalisedHead(AbstractForm):
     @cached_property
     def v(self) -> Tensor:
         """V, (M, dv)."""
-        return self.head.values()
+        return self.head.values() if self.softmax is None else self.softmax.value.value
+
+    @property
+    def slope(self) -> Tensor | float:
+        """Derivative of S by qhat . khat, for each row and key, or one number for all."""
+        return self.head.scale if self.softmax is None else self.softmax.slope
+
+    @cached_property
+    def value_map(self) -> TokenMap | None:
+        """The map of the values; None if it is the identity."""
+        if self.softmax is None or bool((self.softmax.value.jacobian == eye_like(self.v)).all()):
+            return None
+        return self.softmax.value
 
     def output(self) -> Tensor:
         """P V, (g, N, dv)."""
@@ -105,11 +139,14 @@ class NormalisedHead(AbstractForm):
 
     def parameter_blocks(self) -> dict[str, Tensor]:
         """J_Q, J_K, J_V (n, parameters), tokens compressed, columns (a, c); a query head owns its own columns."""
-        n, weights = self.num_outputs, softmax_weights(self.p, self.v)
+        n, weights = self.num_outputs, self._weights()
         x, y, vy = self._inputs()
         j_q = torch.einsum("ra,roc->roac", self._rows_of(x), self._m(weights)).reshape(n, -1)
         j_k = torch.stack([self._key_column(weights, y, c) for c in range(self.head.head_dim)], dim=2).reshape(n, -1)
-        j_v = torch.einsum("ra,ok->roak", self.p @ vy, eye_like(self.v)).reshape(n, -1)
+        if self.value_map is None:
+            j_v = torch.einsum("ra,ok->roak", self.p @ vy, eye_like(self.v)).reshape(n, -1)
+        else:
+            j_v = torch.stack([self._value_column(vy, c) for c in range(self.head.value_dim)], dim=2).reshape(n, -1)
         return {"q": j_q, "k": j_k, "v": j_v}
 
     def explicit_jacobian(self) -> Tensor:
@@ -119,7 +156,7 @@ class NormalisedHead(AbstractForm):
     def output_gram(self) -> Tensor:
         """J J^T, (n, n); J_K costs n^2 d min(M, E), one column of the keys at a time."""
         n, rows, dv = self.num_outputs, self.head.num_rows, self.head.value_dim
-        weights = softmax_weights(self.p, self.v)
+        weights = self._weights()
         x, y, vy = self._inputs()
         m, x_rows, pv = self._m(weights).reshape(n, -1), self._rows_of(x), self.p @ vy
         gram = m @ m.T
@@ -128,37 +165,51 @@ class NormalisedHead(AbstractForm):
         for c in range(self.head.head_dim):
             column = self._key_column(weights, y, c)
             gram.addmm_(column, column.T)
-        blocks.diagonal(dim1=1, dim2=3).add_((pv @ pv.T)[:, :, None])
+        if self.value_map is None:
+            blocks.diagonal(dim1=1, dim2=3).add_((pv @ pv.T)[:, :, None])
+            return gram
+        for c in range(self.head.value_dim):
+            column = self._value_column(vy, c)
+            gram.addmm_(column, column.T)
         return gram
 
     def product(self, flat: Tensor) -> Tensor:
         """J J^T times a vector of length n, at the cost of a few products R x M x d."""
         u = flat.view(self.head.num_rows, -1)
         x_gram, y_gram, value_gram = self._token_grams
-        pulled = self.head.scale * through_softmax(self.p, u @ self.v.T)
+        pulled = self.slope * through_softmax(self.p, u @ self.v.T)
         # back through the maps, to the tokens and forward again
         dq = _apply(self.query, x_gram @ _apply_transposed(self.query, pulled @ self.key.value))
         dk = _apply(self.key, y_gram @ _apply_transposed(self.key, pulled.T @ self.query.value))
-        logits = self.head.scale * (dq @ self.key.value.T + self.query.value @ dk.T)
-        return (through_softmax(self.p, logits) @ self.v + value_gram @ u).flatten()
+        logits = self.slope * (dq @ self.key.value.T + self.query.value @ dk.T)
+        if self.value_map is None:
+            by_values = self.p @ (value_gram @ (self.p.T @ u))
+        else:
+            by_values = self.p @ _apply(self.value_map, value_gram @ _apply_transposed(self.value_map, self.p.T @ u))
+        return (through_softmax(self.p, logits) @ self.v + by_values).flatten()
 
     @cached_property
     def _token_grams(self) -> tuple[Tensor, Tensor, Tensor]:
         x, y, vy = self._inputs()
-        pv = self.p @ vy
         x_rows = self._rows_of(x)
-        return x_rows @ x_rows.T, y @ y.T, pv @ pv.T
+        return x_rows @ x_rows.T, y @ y.T, vy @ vy.T
 
     def _inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         """What the query, key and value parameters multiply, compressed: (N, .), (M, .), (M, .)."""
-        head = self.head
+        return tuple(compressed(tokens) for tokens in self.read())  # type: ignore[return-value]
+
+    @property
+    def num_keys_of_tokens(self) -> int:
+        """Keys that a token makes; the others follow them."""
+        return len(self.head.memory) - (0 if self.softmax is None else self.softmax.tokenless)
+
+    def read(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, not compressed; a key that no token makes has no bias either."""
         with_q, with_k, with_v = _counted(self)
-        y = head.memory
-        return (
-            compressed(with_constant(head.x, with_q)),
-            compressed(with_constant(y, with_k)),
-            compressed(with_constant(y, with_v)),
-        )
+        real = self.num_keys_of_tokens
+        y, none = self.head.memory[:real], (0, 0, 0, len(self.head.memory) - real)
+        k, v = (torch.nn.functional.pad(with_constant(y, constant), none) for constant in (with_k, with_v))
+        return with_constant(self.head.x, with_q), k, v
 
     def _rows_of(self, x: Tensor) -> Tensor:
         """The tokens as each row sees them: a query head of a group owns its own columns."""
@@ -166,12 +217,25 @@ class NormalisedHead(AbstractForm):
 
     def _m(self, weights: Tensor) -> Tensor:
         """M_r = s W_r Khat N_r^q, (R, dv, d)."""
-        return self.head.scale * (weights @ self.key.value) @ self.query.jacobian
+        slope = self.slope if isinstance(self.slope, float) else self.slope[:, None, :]
+        return ((slope * weights) @ self.key.value) @ self.query.jacobian
 
     def _key_column(self, weights: Tensor, y: Tensor, c: int) -> Tensor:
         """F_c = s (W * t_c) Y, (n, columns of Y), with t_c[r, j] = (N_j^{kT} qhat_r)[c]."""
-        t = self.head.scale * self.query.value @ self.key.jacobian[:, :, c].T
+        t = self.slope * (self.query.value @ self.key.jacobian[:, :, c].T)
         return (weights * t[:, None, :]).flatten(0, 1) @ y
+
+    def _value_column(self, vy: Tensor, c: int) -> Tensor:
+        """sum_j p_rj N_j^v[:, c] y_j, (n, columns of Y)."""
+        assert self.value_map is not None
+        return (self.p[:, None, :] * self.value_map.jacobian[:, :, c].T).flatten(0, 1) @ vy
+
+    def _weights(self) -> Tensor:
+        """W_r = V^T Lambda_r, (R, dv, M); a sink is a key without a value."""
+        if self.softmax is None:
+            return softmax_weights(self.p, self.v)
+        p, keys = self.softmax.p, len(self.v)
+        return softmax_weights(p, torch.cat([self.v, self.v.new_zeros(p.shape[1] - keys, self.v.shape[1])]))[..., :keys]
 
 
 def mapped_head(head: Head, query: MapRows, key: MapRows | None = None, *, biases: bool = False) -> NormalisedHead:
@@ -215,7 +279,7 @@ def _structure(form: NormalisedHead) -> Structure:
       - linear, F = -E^T:                   d^2, less those with Q E = 0 and K E^T = 0
       - orthogonal, E skew, F = E:          d (d-1)/2, less those with Q E = 0 and K E = 0
       - centred (LayerNorm without affine): the same on the d - 1 dimensions orthogonal to 1
-      - half, interleaved (rotary):         E = a + b S per pair of channels, F = -E^T: d
+      - numeric (rotations, what a trace found): counted by `wellcond.jacobian.gauge`
     A bias that is present but no parameter breaks them, as does an affine norm; then they are not counted.
     Logits of a row count only up to a constant, so at most sum_r (#keys seen - 1) dimensions pass the softmax.
     Generic weights have this rank under self-attention with more tokens than channels, for one of the maps above and
@@ -237,13 +301,13 @@ def _structure(form: NormalisedHead) -> Structure:
         _visible(form.query.jacobian[at : at + per_head], queries[at : at + per_head], qx, fixed_q)
         for at in range(0, len(queries), per_head)
     ) + _visible(form.key.jacobian, keys, ky, fixed_k)
-    same = form.query.symmetry == form.key.symmetry and not (fixed_q or fixed_k)
-    gauge = _gauge(form.query.symmetry, queries, keys) if same else 0
-    logits = min(max(0, seen - gauge), _free_logits(head))
+    gauge, constant = _gauge(form, fixed_q, fixed_k)
+    logits = min(max(0, seen - gauge - constant), _free_logits(form))
     rank = min(form.num_outputs, logits + head.value_dim * vy)
     names = []
     if rank < form.num_outputs:
         names = ["upper bound on the rank", f"gauge (W_Q E, W_K F): {gauge}"]
+        names += [f"the same added to all keys: {constant}"] if constant else []
         names.append(f"unseen by the maps or outside the span of the tokens: {g * d * inputs_q + d * inputs_k - seen}")
     return Structure(form.num_outputs, parameters, rx, ry, rank, "; ".join(names))
 
@@ -260,23 +324,59 @@ def _visible(jacobians: Tensor, rows: Tensor, inputs: int, fixed_bias: bool) -> 
     return visible * inputs - int(unmoved and not in_kernel and not fixed_bias)
 
 
-def _gauge(symmetry: Symmetry, queries: Tensor, keys: Tensor) -> int:
-    """Dimension of the directions (Wq E, Wk F) of Note [Symmetry]."""
+def _gauge(form: NormalisedHead, fixed_q: bool, fixed_k: bool) -> tuple[int, int]:
+    """Dimensions of the directions (Wq E, Wk F) of Note [Symmetry], and of a constant key that no softmax sees."""
+    head, symmetry = form.head, form.query.symmetry
+    queries, keys = head.queries().flatten(0, 1), head.keys()
     d, both = queries.shape[1], torch.cat([queries, keys])
+    if symmetry != form.key.symmetry or symmetry == "none":
+        return 0, 0
+    if symmetry == "numeric":
+        return _numeric_gauge(form, queries, keys, fixed_q, fixed_k)
+    if fixed_q or fixed_k:
+        return 0, 0
     if symmetry == "linear":
-        return d * d - (d - token_rank(queries)) * (d - token_rank(keys))
-    if symmetry in ("half", "interleaved"):
-        return d if bool(both.any(0).all()) else 0
-    if symmetry == "none":
-        return 0
+        return d * d - (d - token_rank(queries)) * (d - token_rank(keys)), 0
     if symmetry == "centred":
         d, both = d - 1, both - both.mean(-1, keepdim=True)
     free = d - token_rank(both)
-    return (d * (d - 1) - free * (free - 1)) // 2
+    return (d * (d - 1) - free * (free - 1)) // 2, 0
 
 
-def _free_logits(head: Head) -> int:
-    """sum_r (#keys that row r sees - 1)."""
+def _numeric_gauge(
+    form: NormalisedHead, queries: Tensor, keys: Tensor, fixed_q: bool, fixed_k: bool
+) -> tuple[int, int]:
+    head, real = form.head, form.num_keys_of_tokens
+    b_q, b_k = head.query_biases, head.b_k
+    none = keys.new_zeros(0, head.head_dim)
+    per_row = None if b_q is None or not fixed_q else b_q.repeat_interleave(head.num_tokens, 0)
+    query = MappedSide(queries if per_row is None else queries - per_row, none if per_row is None else b_q,  # type: ignore[arg-type]
+                       form.query.value, form.query.jacobian, queries)  # fmt: skip
+    fixed = none if b_k is None or not fixed_k else b_k[None]
+    key = MappedSide(keys[:real] - fixed.sum(0), fixed, form.key.value[:real], form.key.jacobian[:real], keys[:real])
+    found = gauge_of(query, key)
+    tokens = form.read()[1][:real]
+    has_constant = token_rank(with_constant(tokens, True)) == token_rank(tokens)
+    no_other = real == len(keys) and form.p.shape == getattr(form.softmax, "p", form.p).shape
+    return found.cancelling, found.constant if has_constant and no_other and _even_slopes(form) else 0
+
+
+def _even_slopes(form: NormalisedHead) -> bool:
+    """Whether all logits of a row follow their products alike: no soft-cap."""
+    slope = form.slope
+    if isinstance(slope, float):
+        return True
+    seen = form.p > 0
+    high, low = slope.masked_fill(~seen, -torch.inf).amax(-1), slope.masked_fill(~seen, torch.inf).amin(-1)
+    return bool((high - low <= 1e-12 * high.abs()).all())
+
+
+def _free_logits(form: NormalisedHead) -> int:
+    """sum_r (#keys that row r sees - 1), or all of them beside a sink."""
+    if form.softmax is not None:
+        sinks = form.softmax.p.shape[1] > form.p.shape[1]
+        return int((form.p > 0).sum()) - (0 if sinks else form.head.num_rows)
+    head = form.head
     rows, keys = head.num_rows, head.memory.shape[0]
     if head.mask is None:
         return rows * (keys - 1)

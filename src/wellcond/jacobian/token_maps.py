@@ -20,7 +20,7 @@ from torch import Tensor
 from wellcond.errors import check_choice
 
 RotaryLayout = Literal["half", "interleaved"]
-Symmetry = Literal["linear", "orthogonal", "centred", "half", "interleaved", "none"]
+Symmetry = Literal["linear", "orthogonal", "centred", "numeric", "none"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,8 +98,7 @@ def rotary(rows: Tensor, cos: Tensor, sin: Tensor, *, layout: RotaryLayout) -> T
     ones, zeros = rows.new_ones(*cos.shape[:-1], d - width), rows.new_zeros(*cos.shape[:-1], d - width)
     cos, sin = torch.cat([cos.to(rows), ones], -1), torch.cat([sin.to(rows), zeros], -1)
     jacobian = (torch.diag_embed(cos) + sin[..., :, None] * swap).expand(*rows.shape, d)
-    paired = all(torch.equal(t[..., first], t[..., second]) for t in (cos, sin)) and width == d
-    return TokenMap((jacobian @ rows[..., None])[..., 0], jacobian, layout if paired else "none")
+    return TokenMap((jacobian @ rows[..., None])[..., 0], jacobian, "numeric")
 
 
 def chain(*maps: MapRows) -> MapRows:
@@ -110,7 +109,7 @@ def chain(*maps: MapRows) -> MapRows:
         for one in maps:
             then = one(result.value)
             kinds = {result.symmetry, then.symmetry} - {"linear"}
-            symmetry: Symmetry = "none" if len(kinds) > 1 else next(iter(kinds), "linear")
+            symmetry: Symmetry = "numeric" if len(kinds) > 1 else next(iter(kinds), "linear")
             result = TokenMap(then.value, then.jacobian @ result.jacobian, symmetry)
         return result
 

@@ -8,19 +8,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from wellcond.attention.head_norm import EPS, has_head_norm
+from wellcond.attention.adapters.modifiers import LOCAL_WINDOW
 from wellcond.attention.site import AttentionSite
-from wellcond.head import Head
 from wellcond.jacobian.capture.attention import CapturedAttention
+from wellcond.jacobian.capture.trace import NotTracedError, trace_form
 from wellcond.jacobian.channel import ChannelHead
 from wellcond.jacobian.form import AbstractForm
 from wellcond.jacobian.generic.head import GenericForm, GenericHead
-from wellcond.jacobian.normalised import NormalisedHead, mapped_head
 from wellcond.jacobian.nystrom.captured import nystrom_form
 from wellcond.jacobian.plain import WideForm
-from wellcond.jacobian.token_maps import MapRows, layer_norm, rms_norm
 from wellcond.jacobian.tolerances import AGREEMENT_OF_OUTPUT, AGREEMENT_OF_PRODUCT
 
 
@@ -37,8 +35,8 @@ def captured_form(
 ) -> CapturedForm:
     """The form of one key/value head of a captured attention on one sample, or on several as one Jacobian.
 
-    A structured form that is not plain (channel attention, QK-norm, Nystrom) is believed only if it has the output and
-    the derivative of the module's own copy; otherwise, and for everything else, derivatives go through the module.
+    A structured form that is not plain (channel attention, rotary positions, QK-norm, Nystrom) is believed only if it
+    has the output and the derivative of the module's own copy; otherwise derivatives go through the module.
     """
     if captured.is_plain:
         head = captured.stacked_head(kv_head, samples)
@@ -47,10 +45,11 @@ def captured_form(
     if captured.site.kind == "nystrom" and len(samples) == 1:
         return _nystrom(captured, kv_head, samples[0], biases)
     generic = GenericHead(captured, kv_head, samples=samples)
-    for build in (_channel, _normalised):
-        structured = build(captured, kv_head, samples, False)
+    builds = (partial(_channel, captured, kv_head, samples), partial(_row_wise, captured, generic))
+    for build in builds:
+        structured = build(False)
         if structured is not None and _agree(structured.form, generic):
-            return (build(captured, kv_head, samples, True) or structured) if biases else structured
+            return (build(True) or structured) if biases else structured
     return _generic(captured, generic, biases)
 
 
@@ -109,40 +108,15 @@ def _channel(captured: CapturedAttention, kv_head: int, samples: Sequence[int], 
     return CapturedForm(form, f"structured: {site.kind.replace('_', '-')} attention")
 
 
-def _normalised(captured: CapturedAttention, kv_head: int, samples: Sequence[int], biases: bool) -> CapturedForm | None:
-    site, x, p = captured.site, captured.x, captured.probabilities
-    if site.qk_norm not in ("layer", "rms") or site.rotary or site.scale is None or x is None or max(samples) >= len(x):
+def _row_wise(captured: CapturedAttention, generic: GenericHead, biases: bool) -> CapturedForm | None:
+    site = captured.site
+    if site.kind != "softmax":
         return None
-    if site.modifiers or site.talking_heads or site.kind != "softmax" or p is None or captured.memory is not None:
+    try:
+        form = trace_form(generic, biases=biases)
+    except NotTracedError:
         return None
-    maps = [_norm_map(getattr(site.module, name, None)) for name in ("q_norm", "k_norm")]
-    if has_head_norm(site):
-        maps = [partial(rms_norm, eps=EPS)] * 2
-    if maps[0] is None or maps[1] is None:
-        return None
-    group, w = captured.query_heads(kv_head), _weights(site, kv_head)
-    queries, bias = site.by_role("query"), site.by_role("query").read_bias()
-    w |= {
-        "w_q": queries.read()[group].detach().cpu().double(),
-        "b_q": None if bias is None else bias[group].detach().cpu().double(),
-    }
-    n = x.shape[1]
-    seen = torch.ones(n, n).tril() if site.causal else torch.ones(n, n)
-    seen = torch.block_diag(*[seen] * len(samples))  # each sample sees its own keys only
-    hidden = None if bool(seen.all()) else torch.zeros_like(seen).masked_fill(seen == 0, -torch.inf)
-    head = Head(x[list(samples)].flatten(0, 1), scale=site.scale, mask=hidden, **w)
-    form: NormalisedHead = mapped_head(head, maps[0], maps[1], biases=biases)
-    return CapturedForm(form, f"structured: {site.qk_norm} norm on queries and keys")
-
-
-def _norm_map(norm: Any) -> MapRows | None:
-    if not isinstance(norm, nn.Module):
-        return None
-    weight, bias = (getattr(norm, name, None) for name in ("weight", "bias"))
-    weight, bias = (None if t is None else t.detach().cpu().double() for t in (weight, bias))
-    eps = getattr(norm, "eps", getattr(norm, "variance_epsilon", None))
-    if eps is None:
-        return None
-    if isinstance(norm, nn.LayerNorm):
-        return lambda rows: layer_norm(rows, weight=weight, bias=bias, eps=eps)
-    return lambda rows: rms_norm(rows, weight=weight, eps=eps)
+    said = ["rotary"] if site.rotary else []
+    said += [f"{site.qk_norm} norm on queries and keys"] if site.qk_norm else []
+    said += [word for word in site.modifiers if word != LOCAL_WINDOW]
+    return CapturedForm(form, f"structured: {', '.join(said) or 'row-wise softmax'}")

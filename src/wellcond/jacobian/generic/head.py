@@ -195,6 +195,20 @@ class GenericHead:
     def _rows_of(self, slot: Slot, rows: Tensor) -> Tensor:
         return slot.as_matrix(self._replica.weight(slot))[rows].clone()
 
+    @property
+    def columns(self) -> Tensor:
+        """Columns of each query head of the group in what W_O reads, (g, dv)."""
+        return self._columns
+
+    def stored(self, slot: Slot) -> Tensor:
+        """The copied weight that holds a slot: the very tensor that `run` multiplies."""
+        return self._replica.stored(slot)
+
+    def run(self) -> Tensor:
+        """What W_O reads (tokens, width), with the stored weights."""
+        everything = self._replica.heads({})
+        return everything if self._kept is None else everything[self._kept]
+
     def _all_heads(self, *heads: Tensor) -> Tensor:
         """What W_O reads (tokens, width) with these rows in place of the stored ones."""
         weights: dict[str, Tensor] = {}

@@ -162,11 +162,15 @@ class Replica:
         name = self.names[id(slot.owner)]
         return f"{name}.{slot.weight_name}" if name else slot.weight_name
 
-    def weight(self, slot: Slot) -> Tensor:
-        """The copied weight that holds this slot, corrections of `condition_` included."""
+    def stored(self, slot: Slot) -> Tensor:
+        """The copied parameter that holds this slot, corrections of `condition_` included."""
         stored = self._counterpart(slot)._parameters[slot.weight_name]
         assert stored is not None
-        return stored.detach()
+        return stored
+
+    def weight(self, slot: Slot) -> Tensor:
+        """Its numbers."""
+        return self.stored(slot).detach()
 
     def heads(self, weights: Mapping[str, Tensor]) -> Tensor:
         """Concatenated heads (tokens, width) with these weights in place of the stored ones."""

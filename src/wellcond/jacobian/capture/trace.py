@@ -1,0 +1,439 @@
+r"""The row-wise form of an attention, read off the autograd graph of its own float64 copy (theory.md, section 5.4).
+
+    q_r, k_j, v_j        what the projections put out; here the graph is cut
+    qhat_r = f_r(q_r)    left operand of the product of scores: norms, rotations, factors, clamps, in any order
+    khat_j = f_j(k_j)    right operand; vhat_j = f_j(v_j) that of the product with the probabilities
+    S_rj = h_rj(qhat_r . khat_j),  P = softmax of the rows of S,  o_r = sum_j P_rj vhat_j,  what W_O reads: g_r(o_r)
+
+Values, the Jacobians of f_r, f_j, g_r and the slopes h'_rj are taken from the graph, so that cos, sin, scales, caps and
+masks are those that the model used. Which token made which row is found by pulling back numbered rows: a row of a
+projection that feeds row i of an operand, and no other, receives i times what it receives from unnumbered rows.
+
+Nothing here is believed by itself: the form is compared with the module's own products by `captured_form`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+from torch.overrides import TorchFunctionMode
+
+from wellcond.attention.site import Slot
+from wellcond.head import Head
+from wellcond.jacobian.capture.watch import ROLES
+from wellcond.jacobian.form import AbstractForm
+from wellcond.jacobian.generic.head import GenericHead
+from wellcond.jacobian.normalised import NormalisedHead, Softmax
+from wellcond.jacobian.row_maps import MappedRows
+from wellcond.jacobian.token_maps import TokenMap
+
+LINEAR, CONVOLUTIONS = (F.linear, torch.addmm), (F.conv1d, F.conv2d)
+PLAIN = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+# Operands of a product in its node, and which of the node's inputs they are.
+PRODUCTS = {
+    "BmmBackward0": ("_saved_self", "_saved_mat2", 0), "MmBackward0": ("_saved_self", "_saved_mat2", 0),
+    "BaddbmmBackward0": ("_saved_batch1", "_saved_batch2", 1),
+}  # fmt: skip
+BATCH_BYTES = 2**25
+NUMBERED = 1e-6  # how far a number that is read off a quotient may be from the rounded one, relative to it
+
+
+class NotTracedError(Exception):
+    """The graph is not that of a row-wise attention."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """One call of a projection: the tokens that it read (T, in), and its output as a leaf of the graph."""
+
+    tokens: Tensor
+    leaf: Tensor
+    axis: int
+
+    def pull(self, edge: GradientEdge, cotangent: Tensor) -> Tensor:
+        """Cotangents of the output, (T, out), of those of something computed from it."""
+        (found,) = torch.autograd.grad(
+            edge, self.leaf, cotangent, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        return found.movedim(self.axis, -1).reshape(len(self.tokens), -1)
+
+    def pull_many(self, edge: GradientEdge, cotangents: Tensor) -> Iterator[Tensor]:
+        """The same of several cotangents, together where the operations allow it."""
+        together = max(1, BATCH_BYTES // (8 * self.leaf.numel()))
+        for some in cotangents.split(together):
+            try:
+                (found,) = torch.autograd.grad(edge, self.leaf, some, retain_graph=True, is_grads_batched=True)
+            except (NotImplementedError, RuntimeError):  # an operation that cannot be batched
+                yield from (self.pull(edge, one) for one in some)
+                continue
+            axis = self.axis if self.axis < 0 else self.axis + 1
+            yield from found.movedim(axis, -1).reshape(len(some), len(self.tokens), -1)
+
+
+class CutProjections(TorchFunctionMode):
+    """Makes the output of every product with one of these weights a leaf."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        """Of the weights as they are stored."""
+        super().__init__()
+        self.weights = weights
+        self.cuts: dict[int, list[Cut]] = {id(weight): [] for weight in weights}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation; cut behind it if it is a projection."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func not in LINEAR and func not in CONVOLUTIONS and func not in PLAIN:
+            return out
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        weight = next((w for w in self.weights if any(_is_weight(value, w) for value in given)), None)
+        if weight is None:
+            return out
+        read = args[1] if func is torch.addmm else args[0]
+        axis = 1 if func in CONVOLUTIONS and out.dim() > 2 else -1
+        tokens = read.detach().movedim(axis, -1)
+        leaf = out.detach().requires_grad_()
+        self.cuts[id(weight)].append(Cut(tokens.reshape(-1, tokens.shape[-1]), leaf, axis))
+        return leaf.clone()  # which may be written into
+
+
+def _is_weight(value: Tensor, weight: Tensor) -> bool:
+    """Whether this is a stored weight, or its transpose."""
+    return value is weight or (value._base is weight and value.shape == weight.T.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """A product left @ right of the graph, (B, n, c) and (B, c, m), with the edges that lead to its operands."""
+
+    node: Node
+    left: Tensor
+    right: Tensor
+    edges: tuple[GradientEdge, GradientEdge]
+
+
+def inputs_of(node: Node) -> Iterator[Node]:
+    """Nodes that a node's gradients flow to."""
+    return (parent for parent, _ in node.next_functions if parent is not None)
+
+
+def reached(node: Node | None) -> dict[Node, None]:
+    """Every node that a node's gradients reach, itself included."""
+    found: dict[Node, None] = {}
+    waiting = [] if node is None else [node]
+    while waiting:
+        one = waiting.pop()
+        if one not in found:
+            found[one] = None
+            waiting.extend(inputs_of(one))
+    return found
+
+
+def _products(nodes: dict[Node, None]) -> Iterator[Product]:
+    for node in nodes:
+        known = PRODUCTS.get(node.name().split("::")[-1])
+        if known is None:
+            continue
+        a, b, first = known
+        edges = node.next_functions[first : first + 2]
+        if all(parent is not None for parent, _ in edges):
+            left, right = (getattr(node, name) for name in (a, b))
+            left, right = (t if t.dim() == 3 else t[None] for t in (left, right))
+            yield Product(node, left, right, tuple(GradientEdge(p, at) for p, at in edges))  # type: ignore[arg-type]
+
+
+class Trace:
+    """The graph of one replayed call, cut behind the projections of Q, K and V."""
+
+    def __init__(self, generic: GenericHead) -> None:
+        """Run the copy once.
+
+        Raises: NotTracedError if the graph has not the one softmax and the two products of an attention.
+        """
+        self.generic, site = generic, generic.site
+        slots = [site.by_role(role) for role in ROLES]
+        stored = [generic.stored(slot) for slot in slots]
+        with torch.enable_grad(), CutProjections(stored) as watched:
+            self.heads = generic.run()
+        if any(len(cuts) != 1 for cuts in watched.cuts.values()):
+            raise NotTracedError("a projection is not called exactly once")
+        self.cuts = [watched.cuts[id(weight)][0] for weight in stored]
+        if self.heads.grad_fn is None:
+            raise NotTracedError("no graph")
+        every = reached(self.heads.grad_fn)
+        softmaxes = [node for node in every if "SoftmaxBackward" in node.name() and "Log" not in node.name()]
+        if len(softmaxes) != 1:
+            raise NotTracedError(f"{len(softmaxes)} softmaxes")
+        self.softmax = softmaxes[0]
+        below = reached(self.softmax)
+        self.scores = _only(list(_products(below)), "scores")
+        self.values = _only(
+            [
+                product
+                for product in _products(every)
+                if self.softmax in reached(product.edges[0].node) and self.softmax not in reached(product.edges[1].node)
+            ],
+            "values",
+        )
+        B, n, m = *self.scores.left.shape[:2], self.scores.right.shape[2]
+        p = self.softmax._saved_result  # type: ignore[attr-defined]
+        if p.numel() % (B * n) or self.values.left.shape != (B, n, m):
+            raise NotTracedError("scores and probabilities differ in shape")
+        self.p = p.detach().reshape(B, n, -1)
+        if not torch.equal(self.p[..., :m], self.values.left.detach()):
+            raise NotTracedError("what multiplies the values is not what the softmax gave")
+
+    def slopes(self) -> Tensor:
+        """h'_rj, (B, n, m): what a change of a product of queries and keys does to its logit."""
+        (node, at), product = self.softmax.next_functions[0], self.scores.node
+        assert node is not None
+        shape = self.softmax._saved_result.shape  # type: ignore[attr-defined]
+        # Rows of cotangents that sum to zero do not see what is subtracted from a whole row (its maximum).
+        cotangent = self.p.new_ones(shape)
+        cotangent[..., -1] = 1 - shape[-1]
+        (found,) = torch.autograd.grad(GradientEdge(node, at), GradientEdge(product, 0), cotangent, retain_graph=True)
+        found = found.reshape(*self.p.shape[:2], -1)
+        return found / cotangent.reshape(self.p.shape)[..., : found.shape[-1]] if shape[-1] > 1 else found
+
+
+def _only(found: list[Product], what: str) -> Product:
+    if len(found) != 1:
+        raise NotTracedError(f"{len(found)} products of {what}")
+    return found[0]
+
+
+def _numbers(plain: Tensor, numbered: Tensor) -> Tensor:
+    """The number of each row (T, c) that was pulled back with and without numbers; -1 where nothing arrives."""
+    best = plain.abs().argmax(-1, keepdim=True)
+    largest = plain.gather(-1, best)
+    number = torch.where(largest == 0, 0.0, numbered.gather(-1, best) / torch.where(largest == 0, 1.0, largest))
+    whole = number.round()
+    off = (numbered - whole * plain).abs().amax(-1)
+    if bool((off > NUMBERED * whole[..., 0].abs() * largest[..., 0].abs()).any()):
+        raise NotTracedError("rows are mixed")
+    return whole[..., 0].long() - 1
+
+
+def _inverse(numbers: Tensor, count: int) -> Tensor:
+    """Where each number 0 .. count-1 stands; -1 if nowhere.
+
+    Raises: NotTracedError if one stands at several places.
+    """
+    places = (numbers >= 0).nonzero()[:, 0]
+    found = torch.full((count,), -1)
+    found[numbers[places]] = places
+    if len(numbers[places].unique()) != len(places):
+        raise NotTracedError("several tokens make one row")
+    return found
+
+
+def _weights_of_channels(width: int) -> Tensor:
+    return 1 + torch.rand(width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def _jacobians(cut: Cut, edge: GradientEdge, like: Tensor, at: Tensor, tokens: Tensor, slot_rows: Tensor) -> Tensor:
+    """The Jacobians (count, c, d) of operand rows `at` (of like.flatten(0, 1)) by the rows of their own tokens."""
+    width = like.shape[-1]
+    found = like.new_empty(len(at), width, len(slot_rows))
+    cotangents = like.new_zeros(width, *like.shape)
+    channels = torch.arange(width)
+    cotangents.flatten(1, 2)[channels[:, None], at, channels[:, None]] = 1.0
+    for channel, pulled in enumerate(cut.pull_many(edge, cotangents)):
+        found[:, channel] = pulled[tokens][:, slot_rows]
+    return found
+
+
+def _pull_outputs(trace: Trace, columns: Tensor, cotangent: Tensor) -> Tensor:
+    """Cotangents (B n, dv) of the product with the values, of those of some columns of what W_O reads."""
+    spread = torch.zeros_like(trace.heads).index_copy(1, columns, cotangent)
+    (found,) = torch.autograd.grad(
+        trace.heads, GradientEdge(trace.values.node, 0), spread,
+        retain_graph=True, allow_unused=True, materialize_grads=True,
+    )  # fmt: skip
+    return found.reshape(-1, trace.values.right.shape[2])
+
+
+def output_rows(trace: Trace, columns: Tensor) -> Tensor:
+    """The rows (of B n) of the product with the values that one head's outputs are made of."""
+    count = len(trace.heads)
+    u = _weights_of_channels(len(columns)).expand(count, -1)
+    plain = _pull_outputs(trace, columns, u)
+    numbered = _pull_outputs(trace, columns, u * torch.arange(1.0, count + 1, dtype=u.dtype)[:, None])
+    numbers = _numbers(plain, numbered)
+    # A norm over all heads makes an output of the rows of all of them, its own most of all.
+    strength = plain.norm(dim=-1)
+    strongest = torch.zeros(count, dtype=u.dtype).scatter_reduce(0, numbers.clamp_min(0), strength, "amax")
+    rows = _inverse(torch.where((numbers >= 0) & (strength < strongest[numbers]), -1, numbers), count)
+    if bool((rows < 0).any()):
+        raise NotTracedError("an output is made of no row")
+    return rows
+
+
+def output_maps(trace: Trace, columns: Tensor, rows: Sequence[Tensor]) -> Tensor | None:
+    """The Jacobians (g, g, N, dv', dv) of what W_O reads of a group by its rows; None if nothing happens to them."""
+    dv = trace.values.right.shape[2]
+    maps = trace.heads.new_empty(len(rows), len(rows), len(trace.heads), columns.shape[1], dv)
+    unit = torch.eye(columns.shape[1], dtype=maps.dtype)
+    for head, own in enumerate(columns):
+        for channel, row in enumerate(unit):
+            pulled = _pull_outputs(trace, own, row.expand(len(trace.heads), -1))
+            for other, at in enumerate(rows):
+                maps[head, other, :, channel] = pulled[at]
+    same = torch.eye(len(rows), dtype=maps.dtype)[:, :, None, None, None]
+    if columns.shape[1] == dv and bool((maps == same * torch.eye(dv, dtype=maps.dtype)).all()):
+        return None
+    return maps.detach()
+
+
+def _tokens_behind(cut: Cut, edge: GradientEdge, like: Tensor, at: Tensor, slot_rows: Tensor) -> Tensor:
+    """The token of each operand row `at`; -1 where no token makes it."""
+    u = _weights_of_channels(like.shape[-1])
+    cotangent = like.new_zeros(like.shape)  # contiguous, so that flatten is a view
+    cotangent.flatten(0, 1)[at] = u
+    plain = cut.pull(edge, cotangent)[:, slot_rows]
+    cotangent.flatten(0, 1)[at] = u * torch.arange(1.0, len(at) + 1, dtype=u.dtype)[:, None]
+    return _inverse(_numbers(plain, cut.pull(edge, cotangent)[:, slot_rows]), len(at))
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryRows:
+    """The key rows (of B m) that one query head sees, tokens first; their tokens, -1 where no token makes them."""
+
+    rows: Tensor
+    tokens: Tensor
+
+    @property
+    def tokenless(self) -> int:
+        """Rows that no token makes."""
+        return int((self.tokens < 0).sum())
+
+
+class _Transposed:
+    """An operand as (B, m, c), whose cotangents are handed on as the (B, c, m) that the graph has."""
+
+    def __init__(self, cut: Cut) -> None:
+        self.cut = cut
+
+    def pull(self, edge: GradientEdge, cotangent: Tensor) -> Tensor:
+        return self.cut.pull(edge, cotangent.mT)
+
+    def pull_many(self, edge: GradientEdge, cotangents: Tensor) -> Iterator[Tensor]:
+        return self.cut.pull_many(edge, cotangents.mT)
+
+
+def trace_form(generic: GenericHead, *, biases: bool = False) -> AbstractForm:
+    """The row-wise form of a generic head.
+
+    Raises: NotTracedError, with the reason, if its attention has none.
+    """
+    trace = Trace(generic)
+    site, kv_head = generic.site, generic.kv_head
+    query, key, value = (site.by_role(role) for role in ROLES)
+    group = range(site.num_heads)[generic.captured.query_heads(kv_head)]
+    of_q, of_k, of_v = trace.cuts
+    n, m = trace.scores.left.shape[1], trace.scores.right.shape[2]
+    outputs = [output_rows(trace, columns) for columns in generic.columns]
+    if len(outputs) != len(group):
+        raise NotTracedError("heads are mixed before they leave the module")
+    left, khat, vhat = trace.scores.left.detach(), trace.scores.right.detach().mT, trace.values.right.detach()
+    q_tokens: list[Tensor] = []
+    query_values, query_jacobians, probabilities, slopes = [], [], [], []
+    memory = _memory(trace, outputs[0], kv_head)
+    all_slopes = trace.slopes()
+    for head, rows in zip(group, outputs, strict=True):
+        tokens = _tokens_behind(of_q, trace.scores.edges[0], left, rows, query.rows[head])
+        if bool((tokens < 0).any()):
+            raise NotTracedError("a query is made of no token")
+        q_tokens.append(tokens)
+        query_values.append(left.flatten(0, 1)[rows])
+        query_jacobians.append(_jacobians(of_q, trace.scores.edges[0], left, rows, tokens, query.rows[head]))
+        seen = memory if rows is outputs[0] else _memory(trace, rows, kv_head)
+        if (
+            not torch.equal(seen.tokens, memory.tokens)
+            or not _same(khat, seen, memory)
+            or not _same(vhat, seen, memory)
+        ):
+            raise NotTracedError("query heads of a group see different keys")
+        batch, column = seen.rows // m, seen.rows % m
+        own = batch[None, :] == (rows // n)[:, None]
+        picked = (rows // n)[:, None], (rows % n)[:, None], column[None, :]
+        p = trace.p[picked] * own
+        probabilities.append(torch.cat([p, _outside(trace, rows)], 1) if trace.p.shape[-1] > m else p)
+        slopes.append(all_slopes[picked] * own)
+    if any(not torch.equal(of_q.tokens[tokens], of_q.tokens[q_tokens[0]]) for tokens in q_tokens):
+        raise NotTracedError("query heads of a group read different tokens")
+    real = memory.tokens[: len(memory.tokens) - memory.tokenless]
+    y = torch.cat([of_k.tokens[real], of_k.tokens.new_zeros(memory.tokenless, of_k.tokens.shape[1])])
+    if not torch.equal(of_k.tokens[real], of_v.tokens[real]):
+        raise NotTracedError("keys and values are made of different tokens")
+    key_map = _memory_map(of_k, trace.scores.edges[1], khat, memory, key.rows[kv_head])
+    value_map = _memory_map(of_v, trace.values.edges[1], vhat, memory, value.rows[kv_head], transposed=False)
+    x = of_q.tokens[q_tokens[0]]
+    head = Head(
+        x, _rows(generic, query, group), _rows(generic, key, [kv_head])[0], _rows(generic, value, [kv_head])[0], 1.0,
+        y=None if torch.equal(x, y) else y,
+        **{name: _bias(slot, heads) for name, slot, heads in
+           (("b_q", query, list(group)), ("b_k", key, kv_head), ("b_v", value, kv_head))},
+    )  # fmt: skip
+    form: AbstractForm = NormalisedHead(
+        head,
+        TokenMap(torch.stack(query_values), torch.stack(query_jacobians), "numeric"),
+        TokenMap(*key_map, "numeric"),
+        biases,
+        softmax=Softmax(torch.cat(probabilities), torch.cat(slopes), TokenMap(*value_map, "numeric"), memory.tokenless),
+    )
+    maps = output_maps(trace, generic.columns, outputs)
+    return form if maps is None else MappedRows(form, maps, generic.output().detach())
+
+
+def _memory(trace: Trace, output: Tensor, kv_head: int) -> MemoryRows:
+    """Keys in the batches of one query head, in the order of the tokens that make them."""
+    n, m = trace.scores.left.shape[1], trace.scores.right.shape[2]
+    batches = (output // n).unique()
+    at = (batches[:, None] * m + torch.arange(m)).flatten()
+    site = trace.generic.site
+    cut_k, cut_v = trace.cuts[1:]
+    khat, vhat = trace.scores.right.detach().mT, trace.values.right.detach()
+    of_keys = _tokens_behind(_Transposed(cut_k), trace.scores.edges[1], khat, at, site.by_role("key").rows[kv_head])  # type: ignore[arg-type]
+    of_values = _tokens_behind(cut_v, trace.values.edges[1], vhat, at, site.by_role("value").rows[kv_head])
+    if not torch.equal(of_keys, of_values):
+        raise NotTracedError("a key and its value are made of different tokens")
+    order = torch.where(of_keys < 0, len(cut_k.tokens), of_keys).argsort(stable=True)
+    return MemoryRows(at[order], of_keys[order])
+
+
+def _same(rows: Tensor, seen: MemoryRows, memory: MemoryRows) -> bool:
+    return torch.equal(rows.flatten(0, 1)[seen.rows], rows.flatten(0, 1)[memory.rows])
+
+
+def _outside(trace: Trace, rows: Tensor) -> Tensor:
+    """Probability of what is no key: attention sinks, (rows, count)."""
+    m = trace.scores.right.shape[2]
+    return trace.p.flatten(0, 1)[rows, m:]
+
+
+def _memory_map(
+    cut: Cut, edge: GradientEdge, rows: Tensor, memory: MemoryRows, slot_rows: Tensor, *, transposed: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Mapped keys (or values) and their Jacobians, zero for those that no token makes."""
+    count = len(memory.tokens) - memory.tokenless
+    puller: Any = _Transposed(cut) if transposed else cut
+    at, tokens = memory.rows[:count], memory.tokens[:count]
+    found = _jacobians(puller, edge, rows, at, tokens, slot_rows)
+    zeros = found.new_zeros(memory.tokenless, *found.shape[1:])
+    return rows.flatten(0, 1)[memory.rows], torch.cat([found, zeros])
+
+
+def _rows(generic: GenericHead, slot: Slot, heads: Sequence[int]) -> Tensor:
+    return slot.as_matrix(generic.stored(slot).detach())[slot.rows[list(heads)]]
+
+
+def _bias(slot: Slot, heads: Any) -> Tensor | None:
+    bias = slot.read_bias()
+    return None if bias is None else bias.detach().cpu().double()[heads]

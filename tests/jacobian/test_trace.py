@@ -1,0 +1,116 @@
+"""Row-wise forms that are read off the graph of real modules, against automatic differentiation of the modules."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from contracts import cases_hf, cases_timm
+from wellcond.jacobian.capture import CapturedAttention, capture_attention
+from wellcond.jacobian.capture.forms import captured_form
+from wellcond.jacobian.capture.trace import NotTracedError, trace_form
+from wellcond.jacobian.generic.head import GenericForm, GenericHead
+from wellcond.jacobian.generic.replica import Replica
+
+HF = {case.name: case for case in cases_hf.CASES}
+LANGUAGE = (
+    "llama", "mistral", "qwen2", "qwen3", "phi3", "gpt-neox", "gemma2", "gpt-oss", "falcon-new", "gptj", "codegen",
+    "cohere2", "modernbert", "persimmon", "qwen3-next", "esm",
+)  # fmt: skip
+VISION = ("eva_fused", "eva_separate", "rope_grouped", "rope_fused", "swin_v2", "vit_qk_norm", "vit_scale_norm")
+FAMILIES = [*(f"hf-{name}" for name in LANGUAGE), *(f"timm-{name}" for name in VISION)]
+
+
+@cache
+def captured_from(family: str) -> tuple[CapturedAttention, ...]:
+    library, _, name = family.partition("-")
+    case = HF[name] if library == "hf" else cases_timm.CASES[name]
+    torch.manual_seed(0)
+    model = case.build().double().eval()
+    with torch.no_grad():  # norms and biases as they are after training: not one, not zero
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    found = capture_attention(model, case.inputs() if library == "hf" else case.input())
+    return tuple(c for c in found if c.call is not None and not c.is_plain)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_singular_values_are_those_of_the_module(family):
+    """`jacrev` of the module's own copy, float64; layers differ in windows and caps."""
+    kinds = {(type(c.site.module), c.site.modifiers): c for c in captured_from(family)}
+    assert kinds
+    for captured in kinds.values():
+        kv_head = captured.site.num_kv_heads - 1
+        chosen = captured_form(captured, kv_head)
+        assert chosen.how.startswith("structured: "), chosen.how
+        generic = GenericHead(captured, kv_head, samples=[0])
+        weights = generic.w_q, generic.w_k, generic.w_v
+        parts = torch.func.jacrev(generic.output, argnums=(0, 1, 2))(*weights)
+        dense = torch.cat([part.reshape(generic.size, -1) for part in parts], 1)
+        expected, form = torch.linalg.svdvals(dense), chosen.form
+        scale = float(expected[0])
+        found = torch.linalg.svdvals(form.explicit_jacobian())
+        count = min(len(found), len(expected))
+        kept = expected[:count] > 1e-6 * scale  # below, 1e-8 of a value is less than the rounding of the largest
+        torch.testing.assert_close(found[:count][kept], expected[:count][kept], rtol=1e-8, atol=0)
+        torch.testing.assert_close(form.output_gram(), dense @ dense.T, rtol=0, atol=1e-12 * scale**2)
+        rank = int((expected > 1e-12 * scale).sum())
+        assert rank <= form.structure().max_rank
+        assert (form.structure().num_outputs, form.structure().num_parameters) == tuple(dense.shape)
+
+
+@pytest.mark.parametrize("family", ["hf-qwen2", "hf-gpt-oss", "timm-eva_fused"])
+def test_biases_count_if_they_are_asked_for(family):
+    """Columns of the biases, by differences of the module's copy: its biases are no argument of a generic head."""
+    [captured, *_] = captured_from(family)
+    without, form = (captured_form(captured, 0, biases=counted).form for counted in (False, True))
+    more = form.output_gram() - without.output_gram()
+    expected, step = torch.zeros_like(more), 1e-5
+    for role in ("query", "key", "value"):
+        slot = captured.site.by_role(role)
+        stored = slot.stored_bias()
+        if stored is None:
+            continue
+        heads = range(captured.site.num_heads)[captured.query_heads(0)] if role == "query" else [0]
+        rows = slot.rows if slot.bias_rows is None else slot.bias_rows
+        for place in rows[list(heads)].flatten().tolist():
+            ends = []
+            for sign in (1, -1):
+                with torch.no_grad():
+                    before = stored[place].clone()
+                    stored[place] += sign * step
+                    ends.append(output_now(captured))
+                    stored[place] = before
+            column = (ends[0] - ends[1]).flatten() / (2 * step)
+            expected += torch.outer(column, column)
+    torch.testing.assert_close(more, expected, rtol=1e-5, atol=1e-7 * float(expected.abs().max()))
+
+
+def output_now(captured: CapturedAttention) -> torch.Tensor:
+    """Output of the group of head 0 with the biases as they are now."""
+    group = captured.query_heads(0)
+    replica = Replica(captured.site, captured.call)
+    with torch.no_grad():
+        return replica.heads({})[:, replica.columns[group]].transpose(0, 1)
+
+
+@pytest.mark.parametrize("family", ["timm-cait", "timm-halo", "hf-nystromformer"])
+def test_what_is_not_row_wise_is_not_believed(family):
+    captured = captured_from(family)[0]
+    try:
+        form = trace_form(GenericHead(captured, 0, samples=[0]))
+    except NotTracedError:
+        return
+    assert isinstance(captured_form(captured, 0).form, GenericForm) and not isinstance(form, GenericForm)
+
+
+def test_samples_are_stacked_as_one_jacobian():
+    case = HF["llama"]
+    model = case.build().double().eval()
+    ids = torch.randint(5, cases_hf.VOCABULARY, (3, 5), generator=torch.Generator().manual_seed(0))
+    captured = capture_attention(model, {"input_ids": ids})[0]
+    both = captured_form(captured, 0, samples=(0, 2))
+    assert both.how.startswith("structured")
+    jacobian = GenericHead(captured, 0, samples=[0, 2]).explicit_jacobian()
+    torch.testing.assert_close(both.form.output_gram(), jacobian @ jacobian.T)
