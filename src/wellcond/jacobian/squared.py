@@ -1,7 +1,7 @@
 r"""J J^T and J^T J of one head for iterations: products of several vectors at once, and the matrix in float32.
 
-J^T u and J w are sums over blocks (theory.md, section 3.2), cheap and in float64, so that the matrix itself, which only steers
-the iterations, may be stored in float32 and destroyed by its factor. Rows of a tensor are vectors.
+J^T u and J w are sums over blocks (theory.md, section 3.2), cheap and in float64, so that the matrix itself, which only
+steers the iterations, may be stored in float32 and destroyed by its factor. Rows of a tensor are vectors.
 
     J^T u = (X^T {M_r^T u_r}_r,  {B_r^T u_r}_r^T Q,  (PY)^T u)          J w = M_r (X w_Q)_r + B_r w_K q_r + (PY w_V)_r
 
