@@ -8,7 +8,8 @@ import torch
 from contracts import cases_hf, cases_timm
 from wellcond.jacobian.capture import CapturedAttention, capture_attention
 from wellcond.jacobian.capture.forms import captured_form
-from wellcond.jacobian.capture.trace import NotTracedError, trace_form
+from wellcond.jacobian.capture.graph import NotTracedError
+from wellcond.jacobian.capture.trace import trace_form
 from wellcond.jacobian.generic.head import GenericForm, GenericHead
 from wellcond.jacobian.generic.replica import Replica
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from wellcond.attention.adapters.modifiers import LOCAL_WINDOW
 from wellcond.attention.site import AttentionSite
 from wellcond.jacobian.capture.attention import CapturedAttention
-from wellcond.jacobian.capture.trace import NotTracedError, trace_form
+from wellcond.jacobian.capture.graph import NotTracedError
+from wellcond.jacobian.capture.trace import trace_form
 from wellcond.jacobian.channel import ChannelHead
 from wellcond.jacobian.form import AbstractForm
 from wellcond.jacobian.generic.head import GenericForm, GenericHead
