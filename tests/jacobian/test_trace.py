@@ -18,7 +18,16 @@ LANGUAGE = (
     "llama", "mistral", "qwen2", "qwen3", "phi3", "gpt-neox", "gemma2", "gpt-oss", "falcon-new", "gptj", "codegen",
     "cohere2", "modernbert", "persimmon", "qwen3-next", "esm",
 )  # fmt: skip
-VISION = ("eva_fused", "eva_separate", "rope_grouped", "rope_fused", "swin_v2", "vit_qk_norm", "vit_scale_norm")
+VISION = (
+    "eva_fused",
+    "eva_separate",
+    "rope_grouped",
+    "rope_fused",
+    "swin_v2",
+    "vit_qk_norm",
+    "vit_scale_norm",
+    "multi_query",
+)
 FAMILIES = [*(f"hf-{name}" for name in LANGUAGE), *(f"timm-{name}" for name in VISION)]
 
 

@@ -196,9 +196,7 @@ def trace_form(generic: GenericHead, *, biases: bool = False) -> AbstractForm:
     if any(not torch.equal(of_q.tokens[tokens], of_q.tokens[q_tokens[0]]) for tokens in q_tokens):
         raise NotTracedError("query heads of a group read different tokens")
     real = memory.tokens[: len(memory.tokens) - memory.tokenless]
-    y = torch.cat([of_k.tokens[real], of_k.tokens.new_zeros(memory.tokenless, of_k.tokens.shape[1])])
-    if not torch.equal(of_k.tokens[real], of_v.tokens[real]):
-        raise NotTracedError("keys and values are made of different tokens")
+    y, z = (torch.nn.functional.pad(cut.tokens[real], (0, 0, 0, memory.tokenless)) for cut in (of_k, of_v))
     key_map = _memory_map(of_k, trace.scores.edges[1], khat, memory, key.rows[kv_head])
     value_map = _memory_map(of_v, trace.values.edges[1], vhat, memory, value.rows[kv_head], transposed=False)
     x = of_q.tokens[q_tokens[0]]
@@ -213,7 +211,13 @@ def trace_form(generic: GenericHead, *, biases: bool = False) -> AbstractForm:
         TokenMap(torch.stack(query_values), torch.stack(query_jacobians), "numeric"),
         TokenMap(*key_map, "numeric"),
         biases,
-        softmax=Softmax(torch.cat(probabilities), torch.cat(slopes), TokenMap(*value_map, "numeric"), memory.tokenless),
+        softmax=Softmax(
+            torch.cat(probabilities),
+            torch.cat(slopes),
+            TokenMap(*value_map, "numeric"),
+            memory.tokenless,
+            None if torch.equal(y, z) else z,
+        ),
     )
     maps = output_maps(trace, generic.columns, outputs)
     return form if maps is None else MappedRows(form, maps, generic.output().detach())
