@@ -173,13 +173,13 @@ def trace_form(generic: GenericHead, *, biases: bool = False) -> AbstractForm:
     query_values, query_jacobians, probabilities, slopes = [], [], [], []
     memory = _memory(trace, outputs[0], kv_head)
     all_slopes = trace.slopes()
-    for head, rows in zip(group, outputs, strict=True):
-        tokens = _tokens_behind(of_q, trace.scores.edges[0], left, rows, query.rows[head])
+    for number, rows in zip(group, outputs, strict=True):
+        tokens = _tokens_behind(of_q, trace.scores.edges[0], left, rows, query.rows[number])
         if bool((tokens < 0).any()):
             raise NotTracedError("a query is made of no token")
         q_tokens.append(tokens)
         query_values.append(left.flatten(0, 1)[rows])
-        query_jacobians.append(_jacobians(of_q, trace.scores.edges[0], left, rows, tokens, query.rows[head]))
+        query_jacobians.append(_jacobians(of_q, trace.scores.edges[0], left, rows, tokens, query.rows[number]))
         seen = memory if rows is outputs[0] else _memory(trace, rows, kv_head)
         if (
             not torch.equal(seen.tokens, memory.tokens)
