@@ -299,6 +299,22 @@ def test_zoo_reports_what_became_of_a_model(model_type: str, status: str, capfd:
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize(
+    ("model_type", "forms"),
+    [("bert", "plain softmax"), ("phi", "rotary"), ("qwen3", "rotary, rms norm on queries and keys"),
+     ("sam_vision_model", "generic")],
+)  # fmt: skip
+def test_zoo_says_which_form_measures_a_model(model_type: str, forms: str):
+    """Tried on the attention itself, with random weights and a few tokens; SAM's positions multiply its queries."""
+    from wellcond.cli.zoo_forms import is_structured
+    from wellcond.cli.zoo_hf import quiet, walk_one
+
+    with quiet():
+        row = walk_one(model_type, forms=True)
+    assert row.forms == forms
+    assert is_structured(row.forms) == (forms != "generic")
+
+
 def test_registered_names_exist_in_transformers():
     import importlib
 

@@ -167,7 +167,7 @@ def test_statistics_that_are_detached_are_not_differentiated(norm, method):
     module, x = randomise_(timm.layers.Attention(12, num_heads=3, qk_norm=True, norm_layer=norm)), tokens(1, 5, 12)
     sigma = torch.linalg.svdvals(autograd_of_head(module, x, 1))
     head = wc.measure(module, x, method=method).layers[0].heads[1]
-    assert head.how.startswith("generic derivatives")
+    assert head.how.startswith("structured")
     assert head.jacobian.sigma_max == pytest.approx(float(sigma[0]), rel=1e-8)
     plain = randomise_(timm.layers.Attention(12, num_heads=3, qk_norm=True, norm_layer=nn.LayerNorm))
     plain.load_state_dict(module.state_dict())
@@ -183,8 +183,10 @@ def test_a_structured_form_is_believed_with_biases_as_well(biases):
     chosen = captured_form(captured, 0, biases=biases)
     assert chosen.how.startswith("structured")
     assert form_spectrum(chosen.form).shape[1] == 3 * 4 * (12 + biases)
-    gate = wc.measure(*gated(), biases=True).layers[0].heads[0]
-    assert gate.how == "generic derivatives: gated output; biases are not counted"
+    assert wc.measure(*gated(), biases=True).layers[0].heads[0].how == "structured: gated output"
+    talking = randomise_(timm.models.cait.TalkingHeadAttn(12, num_heads=3)), tokens(1, 5, 12)
+    mixed = wc.measure(*talking, biases=True).layers[0].heads[0]
+    assert mixed.how == "generic derivatives: heads are mixed (talking heads); biases are not counted"
 
 
 class Uncopyable:

@@ -8,7 +8,8 @@ import torch
 from contracts import cases_hf, cases_timm
 from wellcond.jacobian.capture import CapturedAttention, capture_attention
 from wellcond.jacobian.capture.forms import captured_form
-from wellcond.jacobian.capture.trace import NotTracedError, trace_form
+from wellcond.jacobian.capture.graph import NotTracedError
+from wellcond.jacobian.capture.trace import trace_form
 from wellcond.jacobian.generic.head import GenericForm, GenericHead
 from wellcond.jacobian.generic.replica import Replica
 
@@ -17,7 +18,16 @@ LANGUAGE = (
     "llama", "mistral", "qwen2", "qwen3", "phi3", "gpt-neox", "gemma2", "gpt-oss", "falcon-new", "gptj", "codegen",
     "cohere2", "modernbert", "persimmon", "qwen3-next", "esm",
 )  # fmt: skip
-VISION = ("eva_fused", "eva_separate", "rope_grouped", "rope_fused", "swin_v2", "vit_qk_norm", "vit_scale_norm")
+VISION = (
+    "eva_fused",
+    "eva_separate",
+    "rope_grouped",
+    "rope_fused",
+    "swin_v2",
+    "vit_qk_norm",
+    "vit_scale_norm",
+    "multi_query",
+)
 FAMILIES = [*(f"hf-{name}" for name in LANGUAGE), *(f"timm-{name}" for name in VISION)]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from wellcond.attention.find import Scan, scan_attention
-from wellcond.cli.zoo_forms import UNTRIED, captured_forms
+from wellcond.cli.zoo_forms import DESCRIBED, captured_forms, forms_of, is_structured
 from wellcond.errors import MissingExtraError
 from wellcond.jacobian.capture import capture_attention
 
@@ -75,17 +75,18 @@ def walk_timm(progress: Progress = iter) -> list[ZooRow]:
 def _first_with_attention(family: str, names: Iterable[str], create: Callable[[str], nn.Module]) -> ZooRow:
     rows = []
     for name in smallest_first(names):
-        row = inspect_model(family, name, partial(create, name))
-        if row.status in ("found", "partly"):
-            return replace(row, forms=forms_in_use(create(name)))
-        if row.status == "refused":
+        row = inspect_model(family, name, partial(create, name), forms=True)
+        if row.status in ("found", "partly") and not (is_structured(row.forms) and DESCRIBED not in row.forms):
+            # Windows and maps do not fit into a trial of the attention alone: ask the whole model.
+            return replace(row, forms=forms_in_use(create(name)) or row.forms)
+        if row.status in ("found", "partly", "refused"):
             return row
         rows.append(row)
     return rows[0]
 
 
 def forms_in_use(model: nn.Module) -> str:
-    """Which forms of the Jacobian measure the attention of a model of timm, on an image of noise."""
+    """Which forms of the Jacobian measure the attention of a model of timm, on an image of noise; empty if it fails."""
     config: Any = getattr(model, "default_cfg", {})
     size = config.get("input_size", (3, 224, 224))
     image = torch.randn(1, *size, generator=torch.Generator().manual_seed(0))
@@ -94,7 +95,7 @@ def forms_in_use(model: nn.Module) -> str:
         try:
             return captured_forms(capture_attention(model, image))
         except Exception:  # a model that takes no image
-            return UNTRIED
+            return ""
 
 
 def smallest_first(names: Iterable[str]) -> list[str]:
@@ -113,14 +114,18 @@ def smallest_first(names: Iterable[str]) -> list[str]:
     return sorted(names, key=rank)
 
 
-def inspect_model(family: str, name: str, build: Callable[[], nn.Module]) -> ZooRow:
-    """Build a model on the meta device (on the CPU where that fails) and describe what is found in it."""
+def inspect_model(family: str, name: str, build: Callable[[], nn.Module], *, forms: bool = False) -> ZooRow:
+    """Build a model on the meta device (on the CPU where that fails) and describe what is found in it.
+
+    With `forms`, also which form of the Jacobian measures each kind of attention, as far as a trial of it tells.
+    """
     try:
         model = build_without_weights(build)
     except Exception as error:  # a model that cannot be built is a row of the table, whatever it raised
         return not_built(family, name, error)
     scan = scan_attention(model)
-    return summarise(family, name, scan, unrecognised_attention(model, scan))
+    row = summarise(family, name, scan, unrecognised_attention(model, scan))
+    return replace(row, forms=forms_of(scan.sites)) if forms else row
 
 
 def not_built(family: str, name: str, error: Exception) -> ZooRow:

@@ -26,7 +26,7 @@ MAX_PARAMETERS = 30_000_000
 MEMORY = ("key_value_states", "encoder_hidden_states", "kv", "memory", "key", "value", "key_states", "value_states",
           "context", "cross_attention_states")  # fmt: skip
 ROTATIONS = ("position_embeddings", "rotary_pos_emb", "freqs_cis", "freqs_ci", "rope", "freqs", "image_rotary_emb")
-UNTRIED = "not tried"
+UNTRIED, DESCRIBED = "not tried", "plain softmax, by description"
 STRUCTURED = "structured: "
 
 
@@ -81,7 +81,7 @@ def try_form(site: AttentionSite) -> str:
             found = found or how
         if found:
             return found
-    return f"{STRUCTURED}plain softmax, by description" if not why_site_is_not_plain(site) else UNTRIED
+    return f"{STRUCTURED}{DESCRIBED}" if not why_site_is_not_plain(site) else UNTRIED
 
 
 def small_copy(site: AttentionSite, width: int | None) -> AttentionSite | None:

@@ -47,12 +47,14 @@ class Softmax:
         slope: dS_rj / d(qhat_r . khat_j), (R, M): the scale, times the derivative of a soft-cap.
         value: the map of the values, (M, dv').
         tokenless: how many of the last keys no token makes; their tokens are zero.
+        tokens: what the value parameters multiply, (M, E), if it is not what the key parameters do.
     """
 
     p: Tensor
     slope: Tensor
     value: TokenMap
     tokenless: int = 0
+    tokens: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,8 +209,13 @@ class NormalisedHead(AbstractForm):
         """The same, not compressed; a key that no token makes has no bias either."""
         with_q, with_k, with_v = _counted(self)
         real = self.num_keys_of_tokens
-        y, none = self.head.memory[:real], (0, 0, 0, len(self.head.memory) - real)
-        k, v = (torch.nn.functional.pad(with_constant(y, constant), none) for constant in (with_k, with_v))
+        y = z = self.head.memory
+        if self.softmax is not None and self.softmax.tokens is not None:
+            z = self.softmax.tokens
+        k, v = (
+            torch.nn.functional.pad(with_constant(tokens[:real], constant), (0, 0, 0, len(y) - real))
+            for tokens, constant in ((y, with_k), (z, with_v))
+        )
         return with_constant(self.head.x, with_q), k, v
 
     def _rows_of(self, x: Tensor) -> Tensor:
@@ -288,10 +295,7 @@ def _structure(form: NormalisedHead) -> Structure:
     head, d, g = form.head, form.head.head_dim, form.num_query_heads
     with_q, with_k, with_v = _counted(form)
     rx, ry = token_rank(head.x), token_rank(head.memory)
-    qx, ky, vy = (
-        token_rank(with_constant(tokens, constant)) if constant else rank
-        for tokens, constant, rank in ((head.x, with_q, rx), (head.memory, with_k, ry), (head.memory, with_v, ry))
-    )
+    qx, ky, vy = (token_rank(tokens) for tokens in form.read())
     inputs_q, inputs_k = head.x.shape[1] + with_q, head.memory.shape[1] + with_k
     parameters = g * d * inputs_q + d * inputs_k + head.value_dim * (head.memory.shape[1] + with_v)
     fixed_q, fixed_k = is_present(head.b_q) and not with_q, is_present(head.b_k) and not with_k

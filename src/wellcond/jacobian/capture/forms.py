@@ -12,8 +12,10 @@ from torch import Tensor
 
 from wellcond.attention.adapters.modifiers import LOCAL_WINDOW
 from wellcond.attention.site import AttentionSite
+from wellcond.errors import WellcondError
 from wellcond.jacobian.capture.attention import CapturedAttention
-from wellcond.jacobian.capture.trace import NotTracedError, trace_form
+from wellcond.jacobian.capture.graph import NotTracedError
+from wellcond.jacobian.capture.trace import trace_form
 from wellcond.jacobian.channel import ChannelHead
 from wellcond.jacobian.form import AbstractForm
 from wellcond.jacobian.generic.head import GenericForm, GenericHead
@@ -114,7 +116,7 @@ def _row_wise(captured: CapturedAttention, generic: GenericHead, biases: bool) -
         return None
     try:
         form = trace_form(generic, biases=biases)
-    except NotTracedError:
+    except (NotTracedError, WellcondError, RuntimeError, ValueError, IndexError):  # the graph may be of any shape
         return None
     said = ["rotary"] if site.rotary else []
     said += [f"{site.qk_norm} norm on queries and keys"] if site.qk_norm else []

@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
-from torch.overrides import TorchFunctionMode
+from torch.autograd.graph import GradientEdge
 
 from wellcond.attention.site import Slot
 from wellcond.head import Head
+from wellcond.jacobian.capture.graph import Cut, NotTracedError, Trace
 from wellcond.jacobian.capture.watch import ROLES
 from wellcond.jacobian.form import AbstractForm
 from wellcond.jacobian.generic.head import GenericHead
@@ -33,179 +32,7 @@ from wellcond.jacobian.normalised import NormalisedHead, Softmax
 from wellcond.jacobian.row_maps import MappedRows
 from wellcond.jacobian.token_maps import TokenMap
 
-LINEAR, CONVOLUTIONS = (F.linear, torch.addmm), (F.conv1d, F.conv2d)
-PLAIN = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
-# Operands of a product in its node, and which of the node's inputs they are.
-PRODUCTS = {
-    "BmmBackward0": ("_saved_self", "_saved_mat2", 0), "MmBackward0": ("_saved_self", "_saved_mat2", 0),
-    "BaddbmmBackward0": ("_saved_batch1", "_saved_batch2", 1),
-}  # fmt: skip
-BATCH_BYTES = 2**25
 NUMBERED = 1e-6  # how far a number that is read off a quotient may be from the rounded one, relative to it
-
-
-class NotTracedError(Exception):
-    """The graph is not that of a row-wise attention."""
-
-
-@dataclass(frozen=True, eq=False)
-class Cut:
-    """One call of a projection: the tokens that it read (T, in), and its output as a leaf of the graph."""
-
-    tokens: Tensor
-    leaf: Tensor
-    axis: int
-
-    def pull(self, edge: GradientEdge, cotangent: Tensor) -> Tensor:
-        """Cotangents of the output, (T, out), of those of something computed from it."""
-        (found,) = torch.autograd.grad(
-            edge, self.leaf, cotangent, retain_graph=True, allow_unused=True, materialize_grads=True
-        )
-        return found.movedim(self.axis, -1).reshape(len(self.tokens), -1)
-
-    def pull_many(self, edge: GradientEdge, cotangents: Tensor) -> Iterator[Tensor]:
-        """The same of several cotangents, together where the operations allow it."""
-        together = max(1, BATCH_BYTES // (8 * self.leaf.numel()))
-        for some in cotangents.split(together):
-            try:
-                (found,) = torch.autograd.grad(edge, self.leaf, some, retain_graph=True, is_grads_batched=True)
-            except (NotImplementedError, RuntimeError):  # an operation that cannot be batched
-                yield from (self.pull(edge, one) for one in some)
-                continue
-            axis = self.axis if self.axis < 0 else self.axis + 1
-            yield from found.movedim(axis, -1).reshape(len(some), len(self.tokens), -1)
-
-
-class CutProjections(TorchFunctionMode):
-    """Makes the output of every product with one of these weights a leaf."""
-
-    def __init__(self, weights: Sequence[Tensor]) -> None:
-        """Of the weights as they are stored."""
-        super().__init__()
-        self.weights = weights
-        self.cuts: dict[int, list[Cut]] = {id(weight): [] for weight in weights}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation; cut behind it if it is a projection."""
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if func not in LINEAR and func not in CONVOLUTIONS and func not in PLAIN:
-            return out
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        weight = next((w for w in self.weights if any(_is_weight(value, w) for value in given)), None)
-        if weight is None:
-            return out
-        read = args[1] if func is torch.addmm else args[0]
-        axis = 1 if func in CONVOLUTIONS and out.dim() > 2 else -1
-        tokens = read.detach().movedim(axis, -1)
-        leaf = out.detach().requires_grad_()
-        self.cuts[id(weight)].append(Cut(tokens.reshape(-1, tokens.shape[-1]), leaf, axis))
-        return leaf.clone()  # which may be written into
-
-
-def _is_weight(value: Tensor, weight: Tensor) -> bool:
-    """Whether this is a stored weight, or its transpose."""
-    return value is weight or (value._base is weight and value.shape == weight.T.shape)
-
-
-@dataclass(frozen=True, eq=False)
-class Product:
-    """A product left @ right of the graph, (B, n, c) and (B, c, m), with the edges that lead to its operands."""
-
-    node: Node
-    left: Tensor
-    right: Tensor
-    edges: tuple[GradientEdge, GradientEdge]
-
-
-def inputs_of(node: Node) -> Iterator[Node]:
-    """Nodes that a node's gradients flow to."""
-    return (parent for parent, _ in node.next_functions if parent is not None)
-
-
-def reached(node: Node | None) -> dict[Node, None]:
-    """Every node that a node's gradients reach, itself included."""
-    found: dict[Node, None] = {}
-    waiting = [] if node is None else [node]
-    while waiting:
-        one = waiting.pop()
-        if one not in found:
-            found[one] = None
-            waiting.extend(inputs_of(one))
-    return found
-
-
-def _products(nodes: dict[Node, None]) -> Iterator[Product]:
-    for node in nodes:
-        known = PRODUCTS.get(node.name().split("::")[-1])
-        if known is None:
-            continue
-        a, b, first = known
-        edges = node.next_functions[first : first + 2]
-        if all(parent is not None for parent, _ in edges):
-            left, right = (getattr(node, name) for name in (a, b))
-            left, right = (t if t.dim() == 3 else t[None] for t in (left, right))
-            yield Product(node, left, right, tuple(GradientEdge(p, at) for p, at in edges))  # type: ignore[arg-type]
-
-
-class Trace:
-    """The graph of one replayed call, cut behind the projections of Q, K and V."""
-
-    def __init__(self, generic: GenericHead) -> None:
-        """Run the copy once.
-
-        Raises: NotTracedError if the graph has not the one softmax and the two products of an attention.
-        """
-        self.generic, site = generic, generic.site
-        slots = [site.by_role(role) for role in ROLES]
-        stored = [generic.stored(slot) for slot in slots]
-        with torch.enable_grad(), CutProjections(stored) as watched:
-            self.heads = generic.run()
-        if any(len(cuts) != 1 for cuts in watched.cuts.values()):
-            raise NotTracedError("a projection is not called exactly once")
-        self.cuts = [watched.cuts[id(weight)][0] for weight in stored]
-        if self.heads.grad_fn is None:
-            raise NotTracedError("no graph")
-        every = reached(self.heads.grad_fn)
-        softmaxes = [node for node in every if "SoftmaxBackward" in node.name() and "Log" not in node.name()]
-        if len(softmaxes) != 1:
-            raise NotTracedError(f"{len(softmaxes)} softmaxes")
-        self.softmax = softmaxes[0]
-        below = reached(self.softmax)
-        self.scores = _only(list(_products(below)), "scores")
-        self.values = _only(
-            [
-                product
-                for product in _products(every)
-                if self.softmax in reached(product.edges[0].node) and self.softmax not in reached(product.edges[1].node)
-            ],
-            "values",
-        )
-        B, n, m = *self.scores.left.shape[:2], self.scores.right.shape[2]
-        p = self.softmax._saved_result  # type: ignore[attr-defined]
-        if p.numel() % (B * n) or self.values.left.shape != (B, n, m):
-            raise NotTracedError("scores and probabilities differ in shape")
-        self.p = p.detach().reshape(B, n, -1)
-        if not torch.equal(self.p[..., :m], self.values.left.detach()):
-            raise NotTracedError("what multiplies the values is not what the softmax gave")
-
-    def slopes(self) -> Tensor:
-        """h'_rj, (B, n, m): what a change of a product of queries and keys does to its logit."""
-        (node, at), product = self.softmax.next_functions[0], self.scores.node
-        assert node is not None
-        shape = self.softmax._saved_result.shape  # type: ignore[attr-defined]
-        # Rows of cotangents that sum to zero do not see what is subtracted from a whole row (its maximum).
-        cotangent = self.p.new_ones(shape)
-        cotangent[..., -1] = 1 - shape[-1]
-        (found,) = torch.autograd.grad(GradientEdge(node, at), GradientEdge(product, 0), cotangent, retain_graph=True)
-        found = found.reshape(*self.p.shape[:2], -1)
-        return found / cotangent.reshape(self.p.shape)[..., : found.shape[-1]] if shape[-1] > 1 else found
-
-
-def _only(found: list[Product], what: str) -> Product:
-    if len(found) != 1:
-        raise NotTracedError(f"{len(found)} products of {what}")
-    return found[0]
 
 
 def _numbers(plain: Tensor, numbered: Tensor) -> Tensor:
@@ -346,13 +173,13 @@ def trace_form(generic: GenericHead, *, biases: bool = False) -> AbstractForm:
     query_values, query_jacobians, probabilities, slopes = [], [], [], []
     memory = _memory(trace, outputs[0], kv_head)
     all_slopes = trace.slopes()
-    for head, rows in zip(group, outputs, strict=True):
-        tokens = _tokens_behind(of_q, trace.scores.edges[0], left, rows, query.rows[head])
+    for number, rows in zip(group, outputs, strict=True):
+        tokens = _tokens_behind(of_q, trace.scores.edges[0], left, rows, query.rows[number])
         if bool((tokens < 0).any()):
             raise NotTracedError("a query is made of no token")
         q_tokens.append(tokens)
         query_values.append(left.flatten(0, 1)[rows])
-        query_jacobians.append(_jacobians(of_q, trace.scores.edges[0], left, rows, tokens, query.rows[head]))
+        query_jacobians.append(_jacobians(of_q, trace.scores.edges[0], left, rows, tokens, query.rows[number]))
         seen = memory if rows is outputs[0] else _memory(trace, rows, kv_head)
         if (
             not torch.equal(seen.tokens, memory.tokens)
@@ -369,9 +196,7 @@ def trace_form(generic: GenericHead, *, biases: bool = False) -> AbstractForm:
     if any(not torch.equal(of_q.tokens[tokens], of_q.tokens[q_tokens[0]]) for tokens in q_tokens):
         raise NotTracedError("query heads of a group read different tokens")
     real = memory.tokens[: len(memory.tokens) - memory.tokenless]
-    y = torch.cat([of_k.tokens[real], of_k.tokens.new_zeros(memory.tokenless, of_k.tokens.shape[1])])
-    if not torch.equal(of_k.tokens[real], of_v.tokens[real]):
-        raise NotTracedError("keys and values are made of different tokens")
+    y, z = (torch.nn.functional.pad(cut.tokens[real], (0, 0, 0, memory.tokenless)) for cut in (of_k, of_v))
     key_map = _memory_map(of_k, trace.scores.edges[1], khat, memory, key.rows[kv_head])
     value_map = _memory_map(of_v, trace.values.edges[1], vhat, memory, value.rows[kv_head], transposed=False)
     x = of_q.tokens[q_tokens[0]]
@@ -386,7 +211,13 @@ def trace_form(generic: GenericHead, *, biases: bool = False) -> AbstractForm:
         TokenMap(torch.stack(query_values), torch.stack(query_jacobians), "numeric"),
         TokenMap(*key_map, "numeric"),
         biases,
-        softmax=Softmax(torch.cat(probabilities), torch.cat(slopes), TokenMap(*value_map, "numeric"), memory.tokenless),
+        softmax=Softmax(
+            torch.cat(probabilities),
+            torch.cat(slopes),
+            TokenMap(*value_map, "numeric"),
+            memory.tokenless,
+            None if torch.equal(y, z) else z,
+        ),
     )
     maps = output_maps(trace, generic.columns, outputs)
     return form if maps is None else MappedRows(form, maps, generic.output().detach())
