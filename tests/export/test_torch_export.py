@@ -108,7 +108,7 @@ def test_a_loaded_program_needs_no_wellcond(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["non_strict", "strict"])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["non_strict", "strict"])
 @pytest.mark.parametrize("method", ["polar", "balanced"])
 def test_a_model_whose_correction_follows_its_weights_must_be_folded_first(method, strict):
     case = CASES["torch_encoder"]
@@ -129,7 +129,7 @@ def test_tracing_without_folding_is_refused_too():
 
 
 @pytest.mark.parametrize("method", ["identity", "balanced_frozen"])
-@pytest.mark.parametrize("strict", [False, True], ids=["non_strict", "strict"])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["non_strict", "strict"])
 def test_a_fixed_correction_may_be_exported_and_costs_its_addition(method, strict, tmp_path):
     case = CASES["timm_vit"]
     model = trained(case, method)

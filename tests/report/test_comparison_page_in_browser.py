@@ -60,6 +60,7 @@ def shown(page):
     return page.evaluate("[...document.querySelectorAll('section.tab')].filter(s => !s.hidden).map(s => s.id)")
 
 
+@pytest.mark.slow
 def test_tabs_by_mouse_and_keys(visit):
     page = visit()
     for name in TABS:
@@ -83,6 +84,7 @@ def test_tabs_by_mouse_and_keys(visit):
     assert page.get_by_role("tab").count() == len(TABS) and page.get_by_role("tabpanel").count() == 1
 
 
+@pytest.mark.slow
 def test_pointing_at_a_point_shows_its_label(visit):
     page = visit()
     page.click('nav.tabs a[href="#learning"]')
@@ -95,6 +97,7 @@ def test_pointing_at_a_point_shows_its_label(visit):
     assert "epoch" in label.first.text_content()
 
 
+@pytest.mark.slow
 def test_methods_can_be_hidden(visit):
     page = visit()
     page.click('nav.tabs a[href="#learning"]')
@@ -118,6 +121,7 @@ def test_a_phone_does_not_scroll_sideways(visit):
         assert cut == 0, name
 
 
+@pytest.mark.slow
 def test_the_scheme_recolours_page_and_plots(visit):
     page = visit()
     page.click('nav.tabs a[href="#learning"]')

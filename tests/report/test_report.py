@@ -173,8 +173,8 @@ def test_no_finished_run_at_all(tmp_path):
     methods = [FakeMethod("default", {0: 0.9}, statuses={0: "failed"}),
                FakeMethod("polar", {0: 0.9}, statuses={0: "running"})]  # fmt: skip
     write_comparison(tmp_path, methods)
-    (page,) = build_report(tmp_path)
-    text = page.read_text()
+    (comparison,) = load_comparisons(tmp_path)
+    text = render_comparison(comparison)
     assert "No run is finished" in text and "default, seed 0: failed" in text
     names = [trace.get("name") for trace in plot_data(text)["learning-0"]["data"]]
     assert names == ["default, seed 0 (failed)", "polar, seed 0 (partial)"]

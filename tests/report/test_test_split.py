@@ -86,10 +86,11 @@ def test_findings_are_about_the_test_split_and_matching_about_the_curves(analysi
 
 def test_page_markdown_and_csv_say_what_was_tested(tmp_path):
     write_comparison(tmp_path, methods_with_test())
-    (page,) = build_report(tmp_path)
+    (page,) = build_report(tmp_path, pictures=False)
     said = "with the weights of the best evaluation; curves and matching are of the evaluation set"
-    assert f"test accuracy, higher is better, {said}" in page.read_text()
-    assert said in page.with_suffix(".md").read_text() and "test accuracy (%)" in page.with_suffix(".md").read_text()
+    (comparison,) = load_comparisons(tmp_path)
+    assert f"test accuracy, higher is better, {said}" in render_comparison(comparison)
+    assert said in page.read_text() and "test accuracy (%)" in page.read_text()
     with open(page.parent / "tables/summary.csv", newline="") as file:
         assert next(csv.reader(file))[2] == "test accuracy (%), mean ± std"
     assert (page.parent / "tables/statistics_evaluation.csv").is_file()
