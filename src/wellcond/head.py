@@ -19,6 +19,7 @@ so it depends on the tokens of the keys only through Gram matrices: Y may be rep
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -74,10 +75,7 @@ class Head:
 
     def __post_init__(self) -> None:
         """Take to the CPU in float64 and check shapes and values."""
-        for name in TENSORS:
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, value.detach().cpu().to(torch.float64))
+        cast_to_float64(self, TENSORS, unchecked=("mask",))
         _check(self)
 
     @property
@@ -170,6 +168,20 @@ class Head:
         return self.probabilities() @ self.values()
 
 
+def cast_to_float64(record: object, names: Sequence[str], unchecked: Sequence[str] = ()) -> None:
+    """Take tensors of a frozen record to the CPU in float64; None stays.
+
+    Raises: WeightError for NaN or infinite entries, except in those that are `unchecked`.
+    """
+    for name in names:
+        tensor = getattr(record, name)
+        if tensor is None:
+            continue
+        if name not in unchecked and not bool(torch.isfinite(tensor).all()):
+            raise WeightError(f"{name} has NaN or infinite entries: the Jacobian is not defined")
+        object.__setattr__(record, name, tensor.detach().cpu().to(torch.float64))
+
+
 def _check(head: Head) -> None:
     expected = "expected x (N, D), w_q (d, D) or (g, d, D), w_k (d, E), w_v (dv, E)"
     if any(t.dim() != 2 for t in (head.x, head.memory, head.w_k, head.w_v)) or head.w_q.dim() not in (2, 3):
@@ -181,10 +193,6 @@ def _check(head: Head) -> None:
             raise ValueError(f"{name}: expected {last} columns ({expected}), got shape {tuple(tensor.shape)}")
     if head.w_q.shape[-2] != head.w_k.shape[0]:
         raise ValueError(f"queries and keys differ in width: {head.w_q.shape[-2]} and {head.w_k.shape[0]}")
-    for name in TENSORS:
-        tensor = getattr(head, name)
-        if name != "mask" and tensor is not None and not bool(torch.isfinite(tensor).all()):
-            raise WeightError(f"{name} has NaN or infinite entries: the Jacobian is not defined")
     shape = (head.num_tokens, head.memory.shape[0])
     for name, matrix in (("mask", head.mask), ("p", head.p)):
         if matrix is not None and (tuple(matrix.shape[-2:]) != shape or matrix.dim() > 3):

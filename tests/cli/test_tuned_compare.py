@@ -34,13 +34,13 @@ def test_search_growth_interruption_and_test(run, hold, tmp_path):
     held = ["--set", HELD, "--trust-local-code"]
     arguments = compare(tmp_path, *held)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command(*arguments, "--jobs", 1), env=os.environ | hold.environment, **pipes)
-    hold.wait_for(1, process)
+    process = subprocess.Popen(command(*arguments, "--jobs", 2), env=os.environ | hold.environment, **pipes)
+    hold.wait_for(2, process)
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and "the same command goes on from here" in output, (output, errors)
     begun = list(tmp_path.glob("tuning/*/*/*/run.json"))
-    assert [record(path.parent)["status"] for path in begun] == ["interrupted"]
+    assert [record(path.parent)["status"] for path in begun] == ["interrupted"] * 2
     assert not list(tmp_path.glob("*/seed*"))
 
     code, output = run(*arguments, "--jobs", 1)

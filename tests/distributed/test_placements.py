@@ -10,7 +10,7 @@ import wellcond as wc
 from distributed.processes import run_on_two
 from wellcond.attention.effective import corrections_of
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = pytest.mark.processes
 
 METHODS = [("balanced", {}), ("polar", {"layout": "joint"}), ("identity", {"lam": 0.5}), ("polar", {"frozen": True})]
 PLACEMENTS = {"rows": Shard(0), "columns": Shard(1), "copies": Replicate()}

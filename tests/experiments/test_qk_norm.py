@@ -161,7 +161,12 @@ def test_the_jacobian_is_that_of_softmax_of_normalised_queries_and_keys(name):
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    [("swin", "structured"), ("xcit", "generic derivatives"), ("llama", "structured: rotary"), ("long range", "")],
+    [
+        ("swin", "structured"),
+        ("xcit", "generic derivatives"),
+        ("llama", "structured: rotary"),
+        ("long range", "generic derivatives: its kind is nystrom"),
+    ],
 )
 def test_other_attentions_are_compared_with_their_module(name, how):
     """A form is believed only where a copy of the module gives again what the model gave: see GenericHead."""

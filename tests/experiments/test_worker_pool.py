@@ -20,13 +20,13 @@ def test_a_killed_worker_is_replaced_and_its_run_taken_up_again(hold, tmp_path, 
     lost = []
 
     def kill_one():
-        os.kill(hold.wait_for(1)[0], signal.SIGKILL)
+        os.kill(hold.wait_for(2)[0], signal.SIGKILL)
         hold.end()
 
     killer = threading.Thread(target=kill_one, daemon=True)
     killer.start()
     outcome = run_in_pool(
-        jobs, num_workers=1, observer=lambda job, event: event["event"] == "lost" and lost.append((job, event))
+        jobs, num_workers=2, observer=lambda job, event: event["event"] == "lost" and lost.append((job, event))
     )
     killer.join()
     [(job, event)] = lost

@@ -58,7 +58,7 @@ def _count_values(node: yaml.Node, known: dict[int, int]) -> int:
     return count
 
 
-@functools.lru_cache(maxsize=256)  # parsing takes 20 ms for a recipe, and many extend the same one
+@functools.lru_cache(maxsize=256)  # parsing takes milliseconds, and many recipes extend the same one
 def _parse(text: str) -> Any:
     loader = _Loader(text)
     node = loader.get_single_node()

@@ -30,8 +30,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from wellcond.errors import WeightError
-from wellcond.head import compressed, softmax_weights, through_softmax
+from wellcond.head import cast_to_float64, compressed, softmax_weights, through_softmax
 from wellcond.jacobian.form import AbstractForm, Structure, token_rank
 from wellcond.jacobian.normalised import with_constant
 
@@ -74,13 +73,7 @@ class ChannelHead(AbstractForm):
 
     def __post_init__(self) -> None:
         """Cast to float64 and check shapes and values."""
-        for name in TENSORS:
-            tensor = getattr(self, name)
-            if tensor is None:
-                continue
-            if not bool(torch.isfinite(tensor).all()):
-                raise WeightError(f"{name} has NaN or infinite entries: the Jacobian is not defined")
-            object.__setattr__(self, name, tensor.detach().to(torch.float64))
+        cast_to_float64(self, TENSORS)
         for name in ("x", "w_q", "w_k", "w_v"):
             if getattr(self, name).dim() != 2 or getattr(self, name).shape[1] != self.x.shape[-1]:
                 raise ValueError(f"{name}: expected a matrix with {self.x.shape[-1]} columns")

@@ -29,8 +29,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from wellcond.errors import WeightError
-from wellcond.head import compressed
+from wellcond.head import cast_to_float64, compressed
 from wellcond.jacobian.form import AbstractForm, Structure, SumForm, listed, token_rank
 from wellcond.jacobian.normalised import with_constant
 from wellcond.jacobian.records import JacobianSpectrum
@@ -124,13 +123,7 @@ class ProjectedHeads(AbstractForm):
     def __post_init__(self) -> None:
         """Cast to float64 and check shapes and values."""
         object.__setattr__(self, "forms", tuple(self.forms))
-        for name in ("w_o", "b_o"):
-            tensor = getattr(self, name)
-            if tensor is None:
-                continue
-            if not bool(torch.isfinite(tensor).all()):
-                raise WeightError(f"{name} has NaN or infinite entries: the Jacobian is not defined")
-            object.__setattr__(self, name, tensor.detach().to(torch.float64))
+        cast_to_float64(self, ("w_o", "b_o"))
         if self.w_o.dim() != 2 or self.w_o.shape[1] != self.concatenated.shape[1]:
             raise ValueError(f"w_o: expected {self.concatenated.shape[1]} columns, got shape {tuple(self.w_o.shape)}")
 
