@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypedDict, Unpack, get_args
 
 import torch
@@ -29,6 +30,7 @@ from wellcond.jacobian.records import Convention, JacobianSpectrum
 from wellcond.jacobian.select import METHODS
 from wellcond.jacobian.spectrum import form_spectrum
 from wellcond.linalg.spectrum import spectra
+from wellcond.measurement_log import MeasurementLog
 from wellcond.measurement_records import Combine, HeadReport, Kappa, LayerReport, MeasurementReport
 from wellcond.records import Spectrum
 from wellcond.run_facts import run_facts
@@ -126,6 +128,7 @@ def measure(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
     settings: MeasureSettings | None = None,
+    resume: str | Path | None = None,
     progress: Callable[[Sequence[Any]], Iterable[Any]] = iter,
     **options: Unpack[MeasureOptions],
 ) -> MeasurementReport:
@@ -141,6 +144,8 @@ def measure(
         layers: only the attentions with these numbers, in the order of `find_attention`.
         heads: only these key/value heads.
         settings: what to compute; the defaults of `MeasureSettings` if None.
+        resume: a file in which every head is noted when it is measured; the same call then goes on from there. Large
+            models take hours.
         progress: wraps the list of (layer, head) pairs, to show how far it is.
         **options: fields of `MeasureSettings`, which replace those of `settings`: ``measure(model, batch, samples=4)``.
 
@@ -150,6 +155,7 @@ def measure(
         AttentionNotFoundError: nothing was recognised.
         WeightError: NaN or infinite activations or weights, with the layer's name.
         UnknownChoiceError, ValueError: options that do not exist.
+        ReportError: `resume` is the file of another measurement.
     """
     task = dataclasses.replace(settings or MeasureSettings(), **options)
     chosen = choose_sites(model, sites) if sites is not None else find_attention(model, strict=False)
@@ -163,6 +169,7 @@ def measure(
     for head in heads or ():
         if not any(0 <= head < c.site.num_kv_heads for c in captured):
             raise ValueError(f"heads: no attention that is measured has a key/value head {head}")
+    log = None if resume is None else MeasurementLog.open(resume, model, batch, task)
     weighed = [_Layer(c, _chosen_heads(c, heads)) for c in captured]
     plan = [(number, head) for number, layer in enumerate(weighed) if layer.captured.call for head in layer.heads]
     found: dict[int, list[HeadReport]] = {number: [] for number in range(len(captured))}
@@ -171,7 +178,7 @@ def measure(
         if number in problems:
             continue
         try:
-            report = _measure_head(weighed[number], index, task)
+            report = _measure_head(weighed[number], index, task, log)
         except NUMERICAL as error:
             if len(captured) == 1 and len(plan) == 1:
                 raise
@@ -229,7 +236,9 @@ class _Layer:
         return dict(zip(self.heads, worst, strict=True))
 
 
-def _measure_head(layer: _Layer, index: int, task: MeasureSettings) -> HeadReport:
+def _measure_head(layer: _Layer, index: int, task: MeasureSettings, log: MeasurementLog | None) -> HeadReport:
+    if log is not None:
+        return log.head(f"{layer.captured.site.name} head {index}", lambda: _measure_head(layer, index, task, None))
     group = layer.captured.query_heads(index)
     measured = _jacobian_of if task.jacobian else _attention_of
     return HeadReport(

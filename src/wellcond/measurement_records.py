@@ -9,17 +9,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from wellcond.errors import WellcondError
 from wellcond.files import json_ready
 from wellcond.jacobian.diagnosis import AttentionStatistics, Diagnosis
 from wellcond.jacobian.layer import union_condition_number
 from wellcond.jacobian.records import Convention, JacobianSpectrum
 from wellcond.measurement_frame import make_frame
 from wellcond.plots import HeadMark, plot_heads
-from wellcond.records import Spectrum, show_kappas
+from wellcond.records import Spectrum, restore, show_kappas
 
 SCHEMA = 1
 Kappa = Literal["strict", "pseudo"]
 Combine = Literal["mean", "stack"]
+
+
+class ReportError(WellcondError, ValueError):
+    """A file that is no report of a measurement, or of another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +190,20 @@ class MeasurementReport:
     def to_json(self, *, indent: int | None = 2) -> str:
         """`to_dict` as JSON; infinities and NaN as text, since JSON has none."""
         return json.dumps(json_ready(self.to_dict()), indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> MeasurementReport:
+        """The report that `to_json` wrote.
+
+        Raises: ReportError for anything else.
+        """
+        try:
+            data = json.loads(text)
+            if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+                raise ValueError(f"expected a report of schema {SCHEMA}")
+            return restore(cls, data)
+        except (ValueError, RecursionError) as error:
+            raise ReportError(f"not a report of wellcond.measure: {error}; measure again") from error
 
     def to_table(self) -> str:
         """One line per head, in plain text; where some condition number is infinite, why, and the pseudo one beside."""

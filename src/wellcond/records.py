@@ -4,8 +4,46 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import types
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+def restore(hint: Any, value: Any) -> Any:
+    """A frozen record from its plain data, by the types of its fields; what `json_ready` made text is a number again.
+
+    Names that are no fields are left out: they are what follows from the fields.
+
+    Raises: ValueError for data of another type, with what was expected.
+
+    Example:
+        >>> restore(tuple[float, ...], [1, "inf"])
+        (1.0, inf)
+    """
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint is Any or (origin is Literal and value in inner) or (value is None and type(None) in inner):
+        return value
+    if origin in (Union, types.UnionType):
+        return restore(next(kind for kind in inner if kind is not type(None)), value)
+    if origin is tuple and isinstance(value, (list, tuple)):
+        kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
+        if len(kinds) == len(value):
+            return tuple(restore(kind, item) for kind, item in zip(kinds, value, strict=True))
+    if origin is dict and isinstance(value, Mapping):
+        return {restore(inner[0], key): restore(inner[1], item) for key, item in value.items()}
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, Mapping):
+        hints = get_type_hints(hint)
+        known = [field.name for field in dataclasses.fields(hint) if field.name in value]
+        try:
+            return hint(**{name: restore(hints[name], value[name]) for name in known})
+        except TypeError as error:
+            raise ValueError(f"expected all fields of {hint.__name__}: {error}") from error
+    if hint is float and (value in ("inf", "-inf", "nan") or (isinstance(value, int) and not isinstance(value, bool))):
+        return float(value)
+    if hint in (float, int, str, bool) and type(value) is hint:
+        return value
+    raise ValueError(f"expected {getattr(hint, '__name__', hint)}, found {value!r}"[:200])
 
 
 def show_kappas(strict: float, pseudo: float) -> str:

@@ -50,37 +50,40 @@ def describe_input(batch: Any) -> str:
     """
     if batch is None:
         return "not given"
-    found = list(_tensors(batch))
+    found = list(named_tensors(batch))
     if not found:
         return type(batch).__name__
     shapes = [f"{name} {_kind(tensor)}".strip() for name, tensor in found]
-    known = all(_has_bytes(tensor) for _, tensor in found)
-    return ", ".join(shapes) + (f", sha256 {_digest([tensor for _, tensor in found])}" if known else "")
+    known = all(has_bytes(tensor) for _, tensor in found)
+    return ", ".join(shapes) + (f", sha256 {digest([tensor for _, tensor in found])}" if known else "")
 
 
-def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a batch, or of a state dict, under their names."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _tensors(inner, f"{name}.{key}" if name else str(key))
+            yield from named_tensors(inner, f"{name}.{key}" if name else str(key))
     elif isinstance(value, (list, tuple)):
         for inner in value:
-            yield from _tensors(inner, name)
+            yield from named_tensors(inner, name)
     elif hasattr(value, "args") and hasattr(value, "kwargs"):
-        yield from _tensors((value.args, value.kwargs), name)
+        yield from named_tensors((value.args, value.kwargs), name)
 
 
 def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def _has_bytes(tensor: Tensor) -> bool:
+def has_bytes(tensor: Tensor) -> bool:
+    """Whether there is an array behind it: not of a sharded, quantised or meta tensor."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     return plain and not tensor.is_meta and not tensor.is_quantized
 
 
-def _digest(tensors: list[Tensor]) -> str:
+def digest(tensors: list[Tensor]) -> str:
+    """Eight hexadecimal digits by which the same types, shapes and bytes are recognised."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(_kind(tensor).encode())

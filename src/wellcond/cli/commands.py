@@ -156,6 +156,9 @@ def measure(
     seed: Seed = 0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON report to write.")] = None,
     html: Annotated[Path | None, typer.Option(help="HTML page to write.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="File that notes every measured head; the same command resumes from it.")
+    ] = None,
     force: Force = False,
 ) -> None:
     """Condition numbers of weights and Jacobians, attention and verdicts of every head, on an input."""
@@ -179,4 +182,6 @@ def measure(
     if weights is not None:
         load_raw_or_plain(built, weights)
     spec = describe_spec(model, model_arg or [], weights, seed)
-    run_measure(built, spec, input, options, tokens=tokens, seed=seed, output=output, html=html, force=force)
+    run_measure(
+        built, spec, input, options, tokens=tokens, seed=seed, output=output, html=html, resume=resume, force=force
+    )

@@ -37,6 +37,7 @@ def run_measure(
     seed: int = 0,
     output: Path | None = None,
     html: Path | None = None,
+    resume: Path | None = None,
     force: bool = False,
 ) -> MeasurementReport:
     """Measure, print the table, write what was asked for. Outputs are checked first: measuring may take hours.
@@ -53,7 +54,7 @@ def run_measure(
     batch, described = make_batch(model, source, samples=options.samples, tokens=tokens, seed=seed)
     try_forward(model, batch)
     try:
-        found = _measure_with_bar(model, batch, scan.sites, arguments)
+        found = _measure_with_bar(model, batch, scan.sites, arguments | {"resume": resume})
     except WellcondError:
         raise
     except ValueError as error:
