@@ -35,7 +35,10 @@ def twins(method, options):
     return wc.condition_(model, method, **options), wc.condition_(other, method, **options)
 
 
-@pytest.mark.parametrize("method, options", CASES)
+@pytest.mark.parametrize(
+    "method, options",
+    [pytest.param(*case, marks=() if case[0] in ("identity", "balanced") else pytest.mark.slow) for case in CASES],
+)
 def test_compiled_training_follows_eager_training_without_graph_breaks(method, options):
     eager, other = twins(method, options)
     compiled = torch.compile(other, backend="aot_eager", fullgraph=True)

@@ -235,7 +235,8 @@ def test_paths_of_wide_images_are_coarser_but_the_same_shape():
     assert path.count("z") <= FINEST and (drawn != mask).mean() < 0.01
 
 
-@pytest.mark.parametrize("width", [375, pytest.param(1180, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [375, 1180])
 def test_a_browser_shows_the_pictures(tmp_path, width):
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     chromium = Path("/usr/bin/chromium")

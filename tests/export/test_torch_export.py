@@ -28,13 +28,16 @@ def graph_of(program):
     return operators, {name: tuple(value.shape) for name, value in tensors.items()}
 
 
-# One model of each library by default (every method is in the tests below), every pair in the slow suite.
+# One model of each library by default, every pair in the slow suite.
 DEFAULT = [(name, "polar") for name in ("timm_vit", "hf_bert", "torch_encoder")]
 PAIRS = [
     pytest.param(name, method, marks=() if (name, method) in DEFAULT else pytest.mark.slow)
     for name in CASES
     for method in METHODS
 ]
+
+
+ONE_BY_DEFAULT = [pytest.param(name, marks=() if name == "balanced" else pytest.mark.slow) for name in METHODS]
 
 
 @pytest.mark.parametrize("name, method", PAIRS)
@@ -52,7 +55,7 @@ def test_a_folded_model_is_exported_saved_and_loaded_with_the_same_outputs(name,
     assert "wellcond" not in loaded.graph_module.code
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ONE_BY_DEFAULT)
 def test_exporting_within_folded_leaves_the_model_as_it_was(method, tmp_path):
     case = CASES["torch_encoder"]
     model = trained(case, method)
@@ -66,7 +69,7 @@ def test_exporting_within_folded_leaves_the_model_as_it_was(method, tmp_path):
     first_tensor(model.train()(**case.batch(2))).sum().backward()  # and it trains on
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ONE_BY_DEFAULT)
 def test_what_was_taken_within_folded_outlives_it(method, tmp_path):
     case = CASES["torch_encoder"]
     model = trained(case, method)

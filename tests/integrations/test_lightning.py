@@ -111,7 +111,10 @@ def test_training_is_the_same_with_and_without(options, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(watched.parameters(), plain.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("network, condition", [("net", "balanced"), ("", {"method": "polar", "frozen": True})])
+FROZEN = {"method": "polar", "frozen": True}
+
+
+@pytest.mark.parametrize("network, condition", [("net", "balanced"), pytest.param("", FROZEN, marks=pytest.mark.slow)])
 def test_resuming_equals_not_stopping(condition, network, tmp_path):
     choices = {**CHOICES, "condition": condition, "network": network}
     # Lightning saves neither random numbers nor a place within an epoch: no dropout, and two epochs of two steps.
@@ -278,7 +281,7 @@ def test_a_module_that_saves_only_what_it_trains(tmp_path):
     torch.testing.assert_close(loaded.eval()(X), module.eval()(X))
 
 
-@pytest.mark.parametrize("callback_first", [True, False])
+@pytest.mark.parametrize("callback_first", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_export_is_of_averaged_weights(callback_first, tmp_path):
     line = WellcondCallback(**CHOICES, export=tmp_path / "plain.safetensors")
     average = lightning.pytorch.callbacks.StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
 import wellcond as wc
-from integrations.trainer_runs import MODELS, bert, conditioned, inputs, losses, make_trainer, samples
+from integrations.trainer_runs import bert, conditioned, inputs, losses, make_trainer, samples
 from wellcond.integrations.transformers import WellcondCallback, prepare
 
 EVERY = {"every": 2, "budget": None}
@@ -61,7 +61,7 @@ class Recorder(TrainerCallback):
         self.seen.append((state.global_step, dict(logs)))
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "vit"))])
 def test_numbers_reach_history_reporters_and_file(name, tmp_path):
     recorder = Recorder()  # before ours in the list, as every reporter is
     trainer = make_trainer(conditioned(name), name, tmp_path, [recorder])

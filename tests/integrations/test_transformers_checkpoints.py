@@ -110,7 +110,7 @@ def test_a_callback_that_comes_with_the_second_run(tmp_path):
     assert {p.step for p in callback.points} == {4}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("bert", marks=pytest.mark.slow)])
 def test_the_best_model_is_loaded_at_the_end(name, tmp_path):
     model = conditioned(name)
     arguments = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}

@@ -110,6 +110,7 @@ def test_methods_can_be_hidden(visit):
     assert page.locator("#learning-0 .scatterlayer .trace").count() == before
 
 
+@pytest.mark.slow
 def test_a_phone_does_not_scroll_sideways(visit):
     page = visit(width=375)
     for name in TABS:

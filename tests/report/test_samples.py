@@ -239,7 +239,8 @@ def open_page():
     assert problems == []
 
 
-@pytest.mark.parametrize("width", [375, pytest.param(1180, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [375, 1180])
 def test_a_browser_shows_the_samples(tmp_path, open_page, width):
     folder = write_lm(tmp_path, lambda r: r.update(samples=[{"prompt": "", "text": EVIL}]))
     path = tmp_path / "page.html"

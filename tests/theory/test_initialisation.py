@@ -38,12 +38,8 @@ def test_T9_gaussian_weights(shape):
     check_T9(shape, LAMS, 20 if shape[0] * shape[1] < 40_000 else 8)
 
 
-def test_T9_gaussian_weights_of_width_768():
-    check_T9((768, 768), (1, 10), 6)
-
-
 @pytest.mark.slow
-def test_T9_gaussian_weights_of_width_768_at_every_lam():
+def test_T9_gaussian_weights_of_width_768():
     check_T9((768, 768), LAMS, 6)
 
 
@@ -60,7 +56,7 @@ def kappa_wide(x, q, k, v, mask=None):
     return float(s[0] / s[-1])
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_T10_scale_matters_and_kappa_of_W_does_not(seed):
     torch.manual_seed(seed)
     n, width, d = 32, 64, 16
@@ -89,7 +85,7 @@ def causal_ratio(n, width, d, *, seed, mask):
 
 
 @pytest.mark.parametrize("shape", [(16, 48, 12), (24, 48, 12)])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))])
 def test_T11_conditioning_is_worse_with_a_causal_mask_and_better_without(shape, seed):
     # These draws. Of 150 others all are worse with the mask, 93 % of them more than tenfold (least 1.9, median 200).
     assert causal_ratio(*shape, seed=seed, mask=causal_mask(shape[0])) > 10
