@@ -29,6 +29,7 @@ from wellcond.errors import WeightError
 
 CHUNK_BYTES = 64 * 2**20
 BISECTIONS = 80  # an interval of width 1e3 in log p shrinks below 1e-20
+LARGEST_SECTION, SECTION_ENTRIES = 16, 2**18
 TENSORS = ("x", "w_q", "w_k", "w_v", "mask", "y", "b_q", "b_k", "b_v", "p")
 
 
@@ -240,7 +241,7 @@ def build_blocks(head: Head, *, biases: bool = False, compress: bool = True) -> 
     g, N = head.num_query_heads, head.num_tokens
     p, k, v = head.probabilities().flatten(0, 1), head.keys(), head.values()
     y = compressed(head.memory) if compress else head.memory
-    x = compressed(head.x) if compress else head.x
+    x = y if head.y is None else compressed(head.x) if compress else head.x
     if biases and head.b_q is not None:
         x = torch.cat([x, x.new_ones(N, 1)], dim=1)
     rows = torch.block_diag(*[x] * g) if g > 1 else x
@@ -352,12 +353,16 @@ def _root(log_p: Tensor, low: Tensor, high: Tensor) -> Tensor:
     #     1 = sum_j p_j^2 / (p_j - mu) = sum_j p_j + mu sum_j p_j / (p_j - mu).
     # With sum_j p_j = 1 and mu != 0 this is
     #     f(mu) = sum_j p_j / (p_j - mu) = sum_j 1 / (1 - e^(log mu - log p_j)) = 0,
-    # which increases from -inf to +inf between neighbours: one root, found by bisection on log mu. Masked entries
-    # (log p = -inf) contribute 1 / (1 - inf) = 0, and equal neighbours are their own root.
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        if bool(((middle <= low) | (middle >= high)).all()):
+    # which increases from -inf to +inf between neighbours: one root, found by sections of log mu, more than two at once
+    # where they are small. Masked entries (log p = -inf) contribute 1 / (1 - inf) = 0, and equal neighbours are their
+    # own root.
+    parts = max(2, min(LARGEST_SECTION, SECTION_ENTRIES // log_p.numel()))
+    fractions = torch.arange(1, parts, dtype=torch.float64) / parts
+    for _ in range(math.ceil(BISECTIONS / math.log2(parts))):
+        inner = low[:, None] + (high - low)[:, None] * fractions
+        if bool(((inner <= low[:, None]) | (inner >= high[:, None])).all()):
             break  # no number lies between
-        right = (-torch.expm1(middle[:, None] - log_p)).reciprocal().sum(-1) > 0
-        low, high = torch.where(right, low, middle), torch.where(right, middle, high)
+        left = (-torch.expm1(inner[:, :, None] - log_p[:, None, :])).reciprocal().sum(-1) <= 0
+        ends, at = torch.cat([low[:, None], inner, high[:, None]], 1), left.sum(-1, keepdim=True)
+        low, high = ends.gather(1, at)[:, 0], ends.gather(1, at + 1)[:, 0]
     return (low + high) / 2

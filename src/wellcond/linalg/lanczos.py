@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import scipy.linalg
 import torch
 from torch import Tensor
@@ -48,7 +47,7 @@ def largest_eigenvalue(
         for _ in range(2):  # once is not enough when the new direction nearly lies in the old ones
             w = w - known.T @ (known @ w)
         norm = float(w.norm())
-        previous, value = value, _largest_of_tridiagonal(diagonal, off)[0]
+        previous, value = value, _largest_of_tridiagonal(diagonal, off)
         agreed = agreed + 1 if abs(value - previous) <= tolerance * abs(value) else 0
         exhausted = norm <= 1e-13 * max(abs(value), 1e-300) or step == size - 1
         if agreed >= 3 or exhausted:
@@ -58,14 +57,20 @@ def largest_eigenvalue(
             break
         off.append(norm)
         basis[step + 1] = w / norm
-    _, weights = _largest_of_tridiagonal(diagonal, off)
-    vector = basis[: len(weights)].T @ torch.from_numpy(weights)
+    last = len(diagonal) - 1
+    _, weights = scipy.linalg.eigh_tridiagonal(diagonal, off[:last], select="i", select_range=(last, last))
+    vector = basis[: len(weights)].T @ torch.from_numpy(weights[:, 0])
     residual = float((product(vector) - value * vector).norm())
     return Estimate(value, converged, residual, len(diagonal) + 1, vector)
 
 
-def _largest_of_tridiagonal(diagonal: list[float], off: list[float]) -> tuple[float, np.ndarray]:
-    """Largest eigenvalue and its vector of a symmetric tridiagonal matrix, O(k)."""
-    last = len(diagonal) - 1
-    values, vectors = scipy.linalg.eigh_tridiagonal(diagonal, off[:last], select="i", select_range=(last, last))
-    return float(values[0]), vectors[:, 0]
+def _largest_of_tridiagonal(diagonal: list[float], off: list[float]) -> float:
+    """Largest eigenvalue of a symmetric tridiagonal matrix, O(k)."""
+    size = len(diagonal)
+    if size == 1:
+        return diagonal[0]
+    # What `scipy.linalg.eigh_tridiagonal` calls, without its checks, which take longer than the eigenvalue itself.
+    _, values, _, _, info = scipy.linalg.lapack.dstebz(diagonal, off[: size - 1], 2, 0.0, 1.0, size, size, 0.0, "E")
+    if info:
+        raise torch.linalg.LinAlgError("the eigenvalues of a tridiagonal matrix did not converge")
+    return float(values[0])
