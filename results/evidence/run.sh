@@ -96,9 +96,79 @@ causal() {  # which of Q, K and V it is that hurts a causal model
     --methods "default,conditioned,conditioned(projections=qk),conditioned(projections=v),conditioned(value_scale=default),$tied"
 }
 
+decide() {  # recipe, rates, settings: what the papers claim, on the further models and tasks of their tables
+  compare --recipe "$1" --folder "$1" --methods "default,gaussian,mimetic,conditioned,identity(lam=10)" --set baseline=default --seeds 10 \
+    --tune "optimizer.lr=$2" "${@:3}"
+}
+
+deit() { decide deit 1e-3,2.2e-3,5e-3,1.1e-2 --set "evaluation.every={epochs: 2}"; }
+davit() { decide davit 1e-3,2.2e-3,5e-3,1.1e-2 --set "training.length={epochs: 2}" --set "schedule.warmup={epochs: 0.2}" --set training.batch_size=64 --set "evaluation.every={epochs: 2}"; }
+lra-retrieval() { decide lra-retrieval 1e-3,2.2e-3,5e-3,1.1e-2 --set "training.length={steps: 250}" --set "evaluation.every={steps: 125}" --set task.length=64; }
+lra-image() { decide lra-image 1e-3,2.2e-3,5e-3,1.1e-2 --set "training.length={steps: 200}" --set "evaluation.every={steps: 100}" --set task.image_size=12 --set model.arguments.landmarks=18; }
+lra-pathfinder() { decide lra-pathfinder 1e-3,2.2e-3,5e-3,1.1e-2 --set "training.length={steps: 250}" --set "evaluation.every={steps: 125}"; }
+
+measured() {  # recipe, settings: the condition number of the Jacobian at both ends, and how many epochs are saved
+  wellcond compare --scale tiny --no-report --recipe "$1" --folder "measured/$1" --methods "default,conditioned,identity(lam=10)" --seeds 8 \
+    --set tracking.weights_every=null --set tracking.jacobian_points=2 --set "tracking.heads=[0]" "${@:2}"
+}
+
+measured-vision() {
+  local family
+  for family in vit-patch8 deit swin xcit davit; do
+    measured "$family" --set "training.length={epochs: 3}" --set "evaluation.every={epochs: 0.25}" --set data.limit_train=3000 --set evaluation.test=null
+  done
+}
+
+measured-lra() {
+  local short=(--set task.length=64 --set "training.length={steps: 200}" --set "evaluation.every={steps: 20}" --set evaluation.test=null)
+  measured lra-listops "${short[@]}" --set "data.options={min_length: 5, max_length: 64, max_depth: 4, max_args: 5}"
+  measured lra-text "${short[@]}" --set model.arguments.landmarks=16
+}
+
+measured-causal() {
+  measured gpt2-tinystories --set "training.length={steps: 50}" --set "evaluation.every={steps: 50}" --set evaluation.test=null --set task.context=32
+}
+
+ablate() {  # recipe, folder, methods, settings: six seeds, one rate for all
+  compare --recipe "$1" --folder "ablations/$2" --methods "$3" --seeds 6 "${@:4}"
+}
+identity() { printf ',identity(lam=%s)' "$@"; }
+projections() { printf ',conditioned(projections=%s)' "$@"; }
+value_scales() { printf ',conditioned(value_scale=%s)' "$@"; }
+
+ablations() {  # recipe, name, settings: strength, projections, scale of V, W_O, the form of the correction, norms
+  ablate "$1" "$2" "default,conditioned$(identity 1 2 4 6 8 10 12 14 16)$(projections q k v qk)$(value_scales 0.1 0.5 2 5 10),conditioned(output=orthogonal),polar,balanced" "${@:3}"
+  ablate "$1" "$2-without-norm" "default,conditioned,identity(lam=1),identity(lam=10)" --set model.norms=without_block_norms "${@:3}"
+}
+
+ablations-vision() { ablations vit-patch8 vision --set optimizer.lr=2.2e-3 --set "evaluation.every={epochs: 4}"; }
+ablations-language() {
+  ablations gpt2-wikitext2 language --set optimizer.lr=3e-3 --set "training.length={steps: 150}" --set "schedule.warmup={steps: 15}" --set "evaluation.every={steps: 75}" \
+    --set data.limit_test=400 --set model.arguments.resid_pdrop=0 --set model.arguments.embd_pdrop=0 --set model.arguments.attn_pdrop=0
+}
+ablations-lra() {
+  local short=(--set task.length=128 --set training.batch_size=16 --set "training.length={steps: 200}" --set "evaluation.every={steps: 100}" --set model.arguments.landmarks=16
+    --set model.arguments.word_deviation=1.0 --set data.limit_test=1000)
+  ablate lra-text lra "default,conditioned,balanced$(identity 1 2 4 10)" "${short[@]}"
+  ablate lra-text lra-without-norm "default,conditioned,identity(lam=1),identity(lam=10)" --set model.norms=without_block_norms "${short[@]}"
+}
+
+weight-selection() {  # a teacher of twice the width for each start, then the student from it
+  local method layout students=default
+  for method in default mimetic conditioned; do
+    wellcond train vit-patch8 --method "$method" --folder "weight-selection/teachers/$method" --set model.arguments.embed_dim=96 --set model.arguments.num_heads=6
+    for layout in blind heads; do students+=",weight_selection(teacher=weight-selection/teachers/$method, layout=$layout)"; done
+  done
+  compare --recipe vit-patch8 --folder weight-selection/students --seeds 8 --methods "$students" \
+    --set model.arguments.embed_dim=48 --set model.arguments.num_heads=3 --set "evaluation.every={epochs: 4}"
+}
+
 tasks=("$@")
-[ ${#tasks[@]} -gt 0 ] || tasks=(digits gpt2-tinystories causal gpt2-wikitext2 vit listops crammed-bert xcit swin text)
+[ ${#tasks[@]} -gt 0 ] || tasks=(digits gpt2-tinystories causal gpt2-wikitext2 vit listops crammed-bert xcit swin text
+  deit davit lra-retrieval lra-image lra-pathfinder measured-vision measured-lra measured-causal
+  ablations-vision ablations-language ablations-lra weight-selection)
 for task in "${tasks[@]}"; do
   "$task"
   for folder in "$task" "$task-strong"; do [ ! -d "$folder" ] || pack "$folder"; done
 done
+for folder in measured/* ablations/* weight-selection/students; do [ ! -d "$folder" ] || pack "$folder"; done
