@@ -181,7 +181,7 @@ def kappa_bound(head: Head, *, convention: Convention = "wide", strict: bool = T
 def exact_case(head: Head, *, strict: bool = True) -> Bound:
     r"""The least singular value of J_wide when the values can express a constant.
 
-    .. math:: \mathbf 1 \in \mathrm{range}(V), N \le D \;\Rightarrow\; \sigma_{\min}(J_\mathrm{wide}) = \sigma_{\min}(PX)
+    .. math:: \mathbf 1 \in \mathrm{range}(V), N \le D \Rightarrow \sigma_{\min}(J_\mathrm{wide}) = \sigma_{\min}(PX)
 
     J J^T >= P X X^T P^T (x) I gives >=. With Vu = 1 we have M_i^T u = 0 and B_i^T u = 0, because Lambda_i 1 = 0, so
     J J^T (w (x) u) = (P X X^T P^T w) (x) u gives equality. N <= d with V of full row rank is enough.
