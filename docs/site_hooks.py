@@ -2,7 +2,8 @@
 
 Documents link to results and tests by their paths in the repository, so that the links work on disk too. Here a linked
 markdown file becomes a page, a picture or table a file, and a source file a page that shows it, with a heading for each
-test. In files outside docs/, links to what is not there (pages that are not committed) become text.
+test. In files outside docs/, links to what is not there (pages that are not committed) become text. Pages with formulas
+load KaTeX.
 """
 
 from __future__ import annotations
@@ -62,6 +63,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     # GitHub needs `a\|b` in the cell of a table, Python-Markdown shows the backslash.
     markdown = re.sub(r"`[^`\n]*`", lambda code: code[0].replace("\\|", "|"), markdown)
     return LINK.sub(lead, markdown)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Load KaTeX on a page that has formulas."""
+    if 'class="arithmatex"' not in output:
+        return output
+    folder = posixpath.relpath("assets/katex", posixpath.dirname(page.url) or ".")
+    style = f'<link rel="stylesheet" href="{folder}/katex.min.css">'
+    scripts = [f'<script defer src="{folder}/{name}"></script>' for name in ("katex.min.js", "render.js")]
+    return output.replace("</head>", "".join([style, *scripts, "</head>"]), 1)
 
 
 def find_target(origin: Path, link: str) -> Path | None:

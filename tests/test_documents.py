@@ -137,6 +137,21 @@ def test_relative_links_lead_somewhere():
                 assert re.search(rf"^def {fragment}\(", target.read_text("utf-8"), re.MULTILINE), f"{link}#{fragment}"
 
 
+def test_formulas_within_text_are_left_alone_by_markdown():
+    r"""GitHub reads emphasis and escapes before `$...$`: no `\,`, no `}_`, no `|`; a formula ends on its line."""
+    formulas = 0
+    for path in DOCUMENTS:
+        for line in re.sub(r"`[^`\n]*`", "`", re.sub(BLOCK, "", path.read_text("utf-8"))).splitlines():
+            pieces = line.split("$")
+            assert len(pieces) % 2, f"{path.name}: {line}"
+            for before, formula, after in zip(pieces[::2], pieces[1::2], pieces[2::2], strict=False):
+                assert formula == formula.strip() != "", f"{path.name}: {line}"
+                assert not re.search(r"\\[^A-Za-z]|[)\]}]_|[*|`~]|<\S|operatorname", formula), f"{path.name}: {formula}"
+                assert not before[-1:].isalnum() and not after[:1].isalnum(), f"{path.name}: {formula}"
+                formulas += 1
+    assert formulas > 500
+
+
 @pytest.mark.parametrize("method", sorted({**INITIALISATIONS, **CONDITIONS}))
 def test_every_method_has_a_card_with_its_options(method):
     card = (DOCS / "methods" / f"{method.replace('_', '-')}.md").read_text("utf-8")

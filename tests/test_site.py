@@ -31,6 +31,70 @@ def test_it_loads_nothing_from_elsewhere(site):
         r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"?https?:|<link\b[^>]*rel=\"?(?:stylesheet|preconnect)\"?[^>]*https?:"
     )
     assert [page.name for page in pages if loading.search(page.read_text("utf-8"))] == []
+    styles = sorted(site.rglob("*.css"))
+    assert len(styles) > 3
+    fetching = re.compile(r"@import|url\([\"']?(?:https?:)?//")
+    assert [style.name for style in styles if fetching.search(style.read_text("utf-8"))] == []
+
+
+def test_pages_with_formulas_load_the_bundled_katex(site):
+    theory, reference = ((site / name).read_text("utf-8") for name in ("theory.html", "api/theory.html"))
+    for page, folder in ((theory, "assets/katex"), (reference, "../assets/katex")):
+        assert '<div class="arithmatex">\\[' in page and '<span class="arithmatex">\\(' in page
+        loaded = re.findall(rf'(?:href|src)="{folder}/([^"]+)"', page)
+        assert loaded == ["katex.min.css", "katex.min.js", "render.js"]
+        assert all((site / "assets" / "katex" / name).is_file() for name in loaded)
+    style = (site / "assets" / "katex" / "katex.min.css").read_text("utf-8")
+    fonts = set(re.findall(r"url\((fonts/[^)]+\.woff2)\)", style))
+    assert len(fonts) == 20 and all((site / "assets" / "katex" / font).is_file() for font in fonts)
+    assert "katex" not in (site / "security.html").read_text("utf-8")
+
+
+LEFT_OVER = """() => {
+    const page = document.querySelector("article").cloneNode(true);
+    page.querySelectorAll("code, .katex").forEach(element => element.remove());
+    return page.textContent.match(/\\$|\\\\[([]/g) || [];
+}"""
+# Commas and full stops that stand at the start of a line, after a formula that ends the one before.
+ORPHANS = """() => [...document.querySelectorAll("span.arithmatex")].filter(formula => {
+    const next = formula.nextSibling;
+    if (!/^[,.;:]/.test(next?.data ?? "")) return false;
+    const mark = document.createRange();
+    mark.setStart(next, 0);
+    mark.setEnd(next, 1);
+    return mark.getBoundingClientRect().top > [...formula.getClientRects()].at(-1).bottom;
+}).map(formula => formula.textContent)"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (375, "light")])
+def test_a_browser_sets_every_formula(site, width, scheme):
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = Path("/usr/bin/chromium")
+    if not chromium.exists():
+        pytest.skip("there is no /usr/bin/chromium")
+    addresses = [page for page in sorted(site.rglob("*.html")) if "/katex.min.js" in page.read_text("utf-8")]
+    assert {"theory.html", "jacobian.html", "methods.html"} <= {page.name for page in addresses}
+    problems = []
+    with sync_api.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=str(chromium), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+        # The search of the theme needs a server; from disk its script says so.
+        page.on("pageerror", lambda e: None if "search/search_index.js" in str(e) else problems.append(str(e)))
+        page.on("request", lambda r: None if r.url.startswith(("file:", "data:", "blob:")) else problems.append(r.url))
+        for address in addresses:
+            page.goto(address.as_uri())
+            formulas = page.locator(".arithmatex").count()
+            assert page.locator(".arithmatex .katex").count() == formulas > 0, address
+            assert page.locator(".katex-error").count() == 0, address
+            assert page.evaluate(LEFT_OVER) == [], address
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, address
+            page.evaluate("document.fonts.ready.then(() => null)")
+            assert page.evaluate(ORPHANS) == [], address
+            faces = "[...document.fonts].filter(font => font.status == 'loaded').map(font => font.family)"
+            assert "KaTeX_Math" in page.evaluate(faces), address
+        browser.close()
+    assert problems == []
 
 
 def test_errata_lead_to_their_tests(site):

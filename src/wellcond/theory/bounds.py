@@ -87,7 +87,7 @@ def log10_kappa_bound(head: Head, blocks: Blocks, *, convention: Convention = "w
 def lower_bound(head: Head, *, convention: Convention = "wide", strict: bool = True) -> Bound:
     r"""(L), a lower bound on the squared least singular value.
 
-    .. math:: \sigma_{\min}(J)^2 \ge \sigma_r(X)^2 \min_i \sigma_{\min}(M_i)^2 + \sigma_r(PX)^2, \quad r = rank X
+    .. math:: \sigma_{\min}(J)^2 \ge \sigma_r(X)^2 \min_i \sigma_{\min}(M_i)^2 + \sigma_r(PX)^2, \ r = \mathrm{rank}(X)
 
     For the stack it concerns sigma_{dr}, the least one on the row space of X (the strict sigma_min if r = D). It is
     informative only if rank PX = r or every M_i is non-singular; it is 0 otherwise, and true.
@@ -181,7 +181,7 @@ def kappa_bound(head: Head, *, convention: Convention = "wide", strict: bool = T
 def exact_case(head: Head, *, strict: bool = True) -> Bound:
     r"""The least singular value of J_wide when the values can express a constant.
 
-    .. math:: 1 \in \mathrm{range}(V),\ N \le D \;\Rightarrow\; \sigma_{\min}(J_{wide}) = \sigma_{\min}(PX)
+    .. math:: \mathbf 1 \in \mathrm{range}(V), N \le D \Rightarrow \sigma_{\min}(J_\mathrm{wide}) = \sigma_{\min}(PX)
 
     J J^T >= P X X^T P^T (x) I gives >=. With Vu = 1 we have M_i^T u = 0 and B_i^T u = 0, because Lambda_i 1 = 0, so
     J J^T (w (x) u) = (P X X^T P^T w) (x) u gives equality. N <= d with V of full row rank is enough.

@@ -168,7 +168,7 @@ def key_shift_direction(head: Head, z: Tensor) -> NullDirection:
 def deficient_case(head: Head, *, strict: bool = True) -> Bound:
     r"""Row-rank deficiency of J_wide when values contain the all-ones vector.
 
-    .. math:: 1 \in \mathrm{range}(V) \;\Rightarrow\; \mathrm{rank} J_{wide} \le N d_v - (N - r)
+    .. math:: \mathbf 1 \in \mathrm{range}(V) \;\Rightarrow\; \mathrm{rank}(J_\mathrm{wide}) \le N d_v - (N - r)
 
     With Vu = 1: Lambda_i V u = 0, so G (w (x) u) = (P X X^T P^T w) (x) u, which vanishes for w in ker X^T P^T.
 
