@@ -29,8 +29,9 @@ ALLOWED = {
     "measurement_frame": BASE,
     "plots": BASE,
     "measurement_records": BASE | {"jacobian", "measurement_frame", "plots"},
+    "measurement_log": BASE | {"measurement_records", "run_facts"},
     "measurement": BASE
-    | {"measurement_records", "run_facts"}
+    | {"measurement_log", "measurement_records", "run_facts"}
     | {"linalg", "attention", "conditioning", "jacobian", "theory"},
     "sharded_measurement": BASE
     | {"run_facts", "measurement_records", "attention", "conditioning", "jacobian", "measurement"},
