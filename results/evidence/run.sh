@@ -67,25 +67,25 @@ listops() {  # of the paper's own width: the library's start is the scale-true o
 }
 
 crammed-bert() {
-  local short=(--set "training.length={steps: 200}" --set training.batch_size=32 --set "evaluation.every={steps: 100}" --set data.limit_test=400)
+  local short=(--set "training.length={steps: 150}" --set training.batch_size=32 --set "evaluation.every={steps: 150}" --set evaluation.samples=256 --set data.limit_test=300)
   strong crammed-bert crammed-bert "tokens(embeddings=1, positions=1)" --set optimizer.lr=1e-2 --tune tokens.positions=1,10 --tune tokens.embeddings=1,10 "${short[@]}"
   fair crammed-bert crammed-bert "$(found crammed-bert)" 2.5e-3,5e-3,1e-2,2e-2 "${short[@]}"
 }
 
 xcit() {
-  local short=(--set "training.length={epochs: 3}" --set data.limit_train=3000 --set training.batch_size=64 --set "evaluation.every={epochs: 3}")
+  local short=(--set "training.length={epochs: 2}" --set "schedule.warmup={epochs: 0.2}" --set data.limit_train=2500 --set training.batch_size=50 --set "evaluation.every={epochs: 2}" --set data.limit_test=1000)
   strong xcit xcit "tokens(embeddings=1)" --set optimizer.lr=3e-3 --tune tokens.embeddings=0.3,1,3,10 "${short[@]}"
   fair xcit xcit "$(found xcit)" 1e-3,2.2e-3,5e-3,1.1e-2 "${short[@]}"
 }
 
 swin() {
-  local short=(--set "training.length={epochs: 2}" --set "schedule.warmup={epochs: 0.2}" --set training.batch_size=64 --set data.limit_train=4000 --set "evaluation.every={epochs: 2}")
+  local short=(--set "training.length={epochs: 2}" --set "schedule.warmup={epochs: 0.2}" --set training.batch_size=50 --set data.limit_train=2500 --set "evaluation.every={epochs: 2}" --set data.limit_test=1000)
   strong swin swin "tokens(embeddings=1)" --set optimizer.lr=3e-3 --tune tokens.embeddings=0.3,1,3,10 "${short[@]}"
   fair swin swin "$(found swin)" 1e-3,2.2e-3,5e-3,1.1e-2 "${short[@]}"
 }
 
 text() {
-  local short=(--set task.length=256 --set training.batch_size=16 --set "training.length={steps: 200}" --set "evaluation.every={steps: 100}" --set data.limit_test=1000)
+  local short=(--set task.length=192 --set model.arguments.landmarks=24 --set training.batch_size=16 --set "training.length={steps: 150}" --set "evaluation.every={steps: 150}" --set data.limit_evaluation=500 --set data.limit_test=1000)
   strong lra-text text "tokens(embeddings=20, positions=1)" --set optimizer.lr=3e-3 --tune tokens.positions=1,7 --tune tokens.embeddings=1,7,50 "${short[@]}"
   library= fair lra-text text "$(found text)" 1e-3,2.2e-3,5e-3,1.1e-2 "${short[@]}"
 }
