@@ -22,8 +22,7 @@ from wellcond.version import __version__ as __version__
 if TYPE_CHECKING:
     from wellcond.attention.builders import fused_site, query_and_kv_site, separate_site
     from wellcond.attention.effective import conditioning_of
-    from wellcond.attention.find import find_attention
-    from wellcond.attention.registry import register_adapter
+    from wellcond.attention.find import find_attention, register_adapter
     from wellcond.attention.site import AttentionSite, Slot
     from wellcond.conditioning.apply import condition_, fold_, folded, recondition_
     from wellcond.init.apply import init_
@@ -75,8 +74,7 @@ __all__ = [
 _LAZY = {
     "attention.builders": ("fused_site", "query_and_kv_site", "separate_site"),
     "attention.effective": ("conditioning_of",),
-    "attention.find": ("find_attention",),
-    "attention.registry": ("register_adapter",),
+    "attention.find": ("find_attention", "register_adapter"),
     "attention.site": ("AttentionSite", "Slot"),
     "conditioning.apply": ("condition_", "fold_", "folded", "recondition_"),
     "init.apply": ("init_",),

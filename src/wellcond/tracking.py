@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from wellcond.attention.checks import choose_sites
+from wellcond.attention.distributed import any_distributed, reshard_, unwrap
 from wellcond.attention.find import find_attention
-from wellcond.attention.shards import any_distributed, reshard_
 from wellcond.attention.site import AttentionSite
-from wellcond.attention.wrappers import unwrap
 from wellcond.errors import WellcondError
 from wellcond.jacobian.records import Convention
 from wellcond.measurement import NUMERICAL, HeadReport, Kappa, MeasurementReport, check_options, measure

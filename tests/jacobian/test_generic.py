@@ -237,7 +237,7 @@ class Through(nn.Module):
 
 
 def _as_vit(module: nn.Module) -> list[wc.AttentionSite]:
-    from wellcond.attention.registry import Place
+    from wellcond.attention.site import Place
 
     return [
         wc.fused_site(Place("", module, module), module.qkv, num_heads=4, output=module.proj, family="test", scale=0.5)

@@ -15,8 +15,7 @@ from torch import nn
 
 from wellcond.attention import builders
 from wellcond.attention.probe import Observation, observe
-from wellcond.attention.registry import Place
-from wellcond.attention.site import AttentionSite
+from wellcond.attention.site import AttentionSite, Place
 from wellcond.errors import UnsupportedLayoutError
 
 SEPARATE_NAMES = (
