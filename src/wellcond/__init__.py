@@ -26,11 +26,10 @@ if TYPE_CHECKING:
     from wellcond.attention.site import AttentionSite, Slot
     from wellcond.conditioning.apply import condition_, fold_, folded, recondition_
     from wellcond.init.apply import init_
-    from wellcond.jacobian.records import JacobianSpectrum
     from wellcond.jacobian.spectrum import jacobian_spectrum
     from wellcond.linalg.spectrum import spectrum
     from wellcond.measurement import HeadReport, LayerReport, MeasurementReport, MeasureSettings, measure
-    from wellcond.records import Spectrum
+    from wellcond.records import JacobianSpectrum, Spectrum
     from wellcond.tracking import ConditionTracker, TrackPoint
 
 __all__ = [
@@ -78,11 +77,10 @@ _LAZY = {
     "attention.site": ("AttentionSite", "Slot"),
     "conditioning.apply": ("condition_", "fold_", "folded", "recondition_"),
     "init.apply": ("init_",),
-    "jacobian.records": ("JacobianSpectrum",),
     "jacobian.spectrum": ("jacobian_spectrum",),
     "linalg.spectrum": ("spectrum",),
     "measurement": ("HeadReport", "LayerReport", "MeasurementReport", "MeasureSettings", "measure"),
-    "records": ("Spectrum",),
+    "records": ("JacobianSpectrum", "Spectrum"),
     "tracking": ("ConditionTracker", "TrackPoint"),
 }
 _HOME = {name: module for module, names in _LAZY.items() for name in names}
