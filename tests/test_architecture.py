@@ -28,8 +28,9 @@ ALLOWED = {
     "run_facts": BASE | {"attention"},
     "plots": BASE,
     "measurement_records": BASE | {"jacobian", "plots"},
+    "measurement_log": BASE | {"measurement_records", "run_facts"},
     "measurement": BASE
-    | {"measurement_records", "run_facts"}
+    | {"measurement_log", "measurement_records", "run_facts"}
     | {"linalg", "attention", "conditioning", "jacobian", "theory"},
     "sharded_measurement": BASE
     | {"run_facts", "measurement_records", "attention", "conditioning", "jacobian", "measurement"},
