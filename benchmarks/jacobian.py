@@ -33,7 +33,7 @@ from wellcond.jacobian.nystrom.form import NystromForm
 from wellcond.jacobian.nystrom.head import NystromHead
 from wellcond.jacobian.plain import WideForm
 from wellcond.jacobian.spectrum import form_spectrum, jacobian_spectrum
-from wellcond.linalg.lanczos import largest_eigenvalue
+from wellcond.linalg.spectrum import largest_eigenvalue
 
 SMALL, MIDDLE, VIT_B, LRA = (32, 96, 32), (64, 192, 64), (197, 768, 64), (1024, 64, 32)
 DIGITS = (17, 64, 16)

@@ -26,9 +26,8 @@ ALLOWED = {
     "theory": BASE | {"linalg"},
     "jacobian": BASE | {"linalg", "attention", "theory"},
     "run_facts": BASE | {"attention"},
-    "measurement_frame": BASE,
     "plots": BASE,
-    "measurement_records": BASE | {"jacobian", "measurement_frame", "plots"},
+    "measurement_records": BASE | {"jacobian", "plots"},
     "measurement_log": BASE | {"measurement_records", "run_facts"},
     "measurement": BASE
     | {"measurement_log", "measurement_records", "run_facts"}
@@ -87,14 +86,11 @@ def test_imports_point_downwards(path):
             assert rest and rest[0] in ALLOWED[layer] | {layer}, f"{layer} may not import {name}"
 
 
-@pytest.mark.parametrize("name", ["select", "spectrum", "triangle"])
+@pytest.mark.parametrize("name", ["select", "spectrum", "ends"])
 def test_methods_of_the_spectrum_know_no_concrete_form(name):
     """A new form edits no method: what differs between forms is a member of `AbstractForm`."""
     tree = ast.parse((SRC / "jacobian" / f"{name}.py").read_text())
-    forms = {
-        f"wellcond.jacobian.{one}"
-        for one in ("form", "mixed_ends", "plain", "records", "select", "tolerances", "triangle")
-    }
+    forms = {f"wellcond.jacobian.{one}" for one in ("ends", "form", "plain", "select")}
     assert {one for one in imported(tree) if one.startswith("wellcond.jacobian")} <= forms
     called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     assert not called & {"isinstance", "getattr", "hasattr"}

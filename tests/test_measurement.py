@@ -15,7 +15,7 @@ import wellcond as wc
 import wellcond.jacobian.diagnosis as diagnosis_module
 import wellcond.jacobian.spectrum as spectrum_module
 from wellcond.jacobian.capture import capture_attention
-from wellcond.jacobian.capture.forms import GenericForm, captured_form
+from wellcond.jacobian.capture.forms import captured_form
 from wellcond.jacobian.generic.head import GenericHead
 from wellcond.jacobian.plain import WideForm
 from wellcond.jacobian.spectrum import form_spectrum
@@ -144,7 +144,7 @@ def test_other_structured_forms_equal_the_generic_derivatives(name, build, size)
     assert captured
     chosen = captured_form(captured[0], 0)
     assert chosen.how == name
-    generic = GenericForm(GenericHead(captured[0], 0))
+    generic = GenericHead(captured[0], 0)
     structured, reference = form_spectrum(chosen.form), form_spectrum(generic, method="dense")
     assert structured.sigma_max == pytest.approx(reference.sigma_max, rel=1e-9)
     assert structured.rank == reference.rank

@@ -9,7 +9,7 @@ from torch import nn
 
 import wellcond as wc
 import wellcond.jacobian.capture.watch as capture_watch
-from wellcond.attention.wrappers import unwrap
+from wellcond.attention.distributed import unwrap
 from wellcond.tracking import Allowance
 
 X = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))

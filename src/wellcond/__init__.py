@@ -22,16 +22,14 @@ from wellcond.version import __version__ as __version__
 if TYPE_CHECKING:
     from wellcond.attention.builders import fused_site, query_and_kv_site, separate_site
     from wellcond.attention.effective import conditioning_of
-    from wellcond.attention.find import find_attention
-    from wellcond.attention.registry import register_adapter
+    from wellcond.attention.find import find_attention, register_adapter
     from wellcond.attention.site import AttentionSite, Slot
     from wellcond.conditioning.apply import condition_, fold_, folded, recondition_
     from wellcond.init.apply import init_
-    from wellcond.jacobian.records import JacobianSpectrum
     from wellcond.jacobian.spectrum import jacobian_spectrum
     from wellcond.linalg.spectrum import spectrum
     from wellcond.measurement import HeadReport, LayerReport, MeasurementReport, MeasureSettings, measure
-    from wellcond.records import Spectrum
+    from wellcond.records import JacobianSpectrum, Spectrum
     from wellcond.tracking import ConditionTracker, TrackPoint
 
 __all__ = [
@@ -75,16 +73,14 @@ __all__ = [
 _LAZY = {
     "attention.builders": ("fused_site", "query_and_kv_site", "separate_site"),
     "attention.effective": ("conditioning_of",),
-    "attention.find": ("find_attention",),
-    "attention.registry": ("register_adapter",),
+    "attention.find": ("find_attention", "register_adapter"),
     "attention.site": ("AttentionSite", "Slot"),
     "conditioning.apply": ("condition_", "fold_", "folded", "recondition_"),
     "init.apply": ("init_",),
-    "jacobian.records": ("JacobianSpectrum",),
     "jacobian.spectrum": ("jacobian_spectrum",),
     "linalg.spectrum": ("spectrum",),
     "measurement": ("HeadReport", "LayerReport", "MeasurementReport", "MeasureSettings", "measure"),
-    "records": ("Spectrum",),
+    "records": ("JacobianSpectrum", "Spectrum"),
     "tracking": ("ConditionTracker", "TrackPoint"),
 }
 _HOME = {name: module for module, names in _LAZY.items() for name in names}

@@ -238,16 +238,13 @@ def build_blocks(head: Head, *, biases: bool = False, compress: bool = True) -> 
         biases: biases count as parameters.
         compress: replace Y by an equivalent L with at most as many columns as tokens; singular values are unchanged.
     """
-    g, N = head.num_query_heads, head.num_tokens
+    g = head.num_query_heads
     p, k, v = head.probabilities().flatten(0, 1), head.keys(), head.values()
     y = compressed(head.memory) if compress else head.memory
     x = y if head.y is None else compressed(head.x) if compress else head.x
-    if biases and head.b_q is not None:
-        x = torch.cat([x, x.new_ones(N, 1)], dim=1)
+    x = with_constant(x, biases and head.b_q is not None)
     rows = torch.block_diag(*[x] * g) if g > 1 else x
-    py = p @ y
-    if biases and head.b_v is not None:
-        py = torch.cat([py, py.new_ones(len(py), 1)], dim=1)
+    py = with_constant(p @ y, biases and head.b_v is not None)
     m, b = weighted_covariances(p, k, v, y, head.scale)
     return Blocks(x=rows, q=head.queries().flatten(0, 1), py=py, m=m, b=b, p=p, k=k, v=v)
 
@@ -257,6 +254,11 @@ def compressed(tokens: Tensor) -> Tensor:
     if tokens.shape[0] >= tokens.shape[1]:
         return tokens
     return torch.linalg.qr(tokens.T).R.T
+
+
+def with_constant(tokens: Tensor, constant: bool) -> Tensor:
+    """The inputs of a projection: tokens, and the constant input of its bias if that is a parameter."""
+    return torch.cat([tokens, torch.ones_like(tokens[:, :1])], 1) if constant else tokens
 
 
 def weighted_covariances(p: Tensor, k: Tensor, v: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor]:

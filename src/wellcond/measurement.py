@@ -24,15 +24,14 @@ from wellcond.jacobian.capture.forms import CapturedForm, captured_form
 from wellcond.jacobian.diagnosis import attention_statistics, diagnose, is_collapsed
 from wellcond.jacobian.generic.head import num_samples
 from wellcond.jacobian.layer import ProjectedHeads
-from wellcond.jacobian.nystrom.captured import nystrom_map
+from wellcond.jacobian.nystrom.form import nystrom_map
 from wellcond.jacobian.plain import WideForm
-from wellcond.jacobian.records import Convention, JacobianSpectrum
 from wellcond.jacobian.select import METHODS
 from wellcond.jacobian.spectrum import form_spectrum
 from wellcond.linalg.spectrum import spectra
 from wellcond.measurement_log import MeasurementLog
 from wellcond.measurement_records import Combine, HeadReport, Kappa, LayerReport, MeasurementReport
-from wellcond.records import Spectrum
+from wellcond.records import Convention, JacobianSpectrum, Spectrum
 from wellcond.run_facts import run_facts
 from wellcond.theory.bounds import log10_kappa_bound
 from wellcond.theory.surrogate import log10_papers_bound

@@ -9,16 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from wellcond.errors import WellcondError
+from wellcond.errors import MissingExtraError, WellcondError
 from wellcond.files import json_ready
 from wellcond.jacobian.diagnosis import AttentionStatistics, Diagnosis
 from wellcond.jacobian.layer import union_condition_number
-from wellcond.jacobian.records import Convention, JacobianSpectrum
-from wellcond.measurement_frame import make_frame
 from wellcond.plots import HeadMark, plot_heads
-from wellcond.records import Spectrum, restore, show_kappas
+from wellcond.records import Convention, JacobianSpectrum, Spectrum, restore, show_kappas
 
 SCHEMA = 1
+JACOBIAN_COLUMNS = ("sigma_max", "sigma_min", "sigma_rank", "rank", "nullity", "method")
 Kappa = Literal["strict", "pseudo"]
 Combine = Literal["mean", "stack"]
 
@@ -232,11 +231,27 @@ class MeasurementReport:
         return "\n".join(lines)
 
     def to_frame(self) -> Any:
-        """One row per head as a `pandas.DataFrame`; `attrs` say what was measured and how.
+        """One row per head as a `pandas.DataFrame`, names as in `TrackPoint`; `attrs` say what was measured and how.
+
+        A number that was not measured or is not defined is NaN. A layer that was not measured has a row with why.
 
         Raises: MissingExtraError if pandas is not installed.
         """
-        return make_frame(self)
+        try:
+            import pandas
+        except ImportError as error:
+            raise MissingExtraError("pandas", "train") from error  # which has it through datasets
+        rows = [
+            {"layer": layer.name, "kind": layer.kind, "num_tokens": layer.num_tokens} | found
+            for layer in self.layers
+            for found in [*map(_columns, layer.heads), *([{"problem": layer.problem}] if layer.problem else [])]
+        ]
+        frame = pandas.DataFrame(rows)
+        if rows and "head" in frame:
+            whole = [name for name in ("head", "rank", "nullity") if name in frame]
+            frame = frame.astype(dict.fromkeys(whole, "Int64"))
+        frame.attrs |= {"convention": self.convention, "kappa": self.kappa, "combine": self.combine, **self.run}
+        return frame
 
     def plot(self, ax: Any = None) -> Any:
         """Condition number of every head, layer by layer; returns the matplotlib `Axes`.
@@ -265,3 +280,29 @@ def _range_of(heads: Sequence[HeadReport]) -> str:
         return f"kappa of {len(kappas)} heads not finite" if kappas else "no kappa measured"
     ends = f"{min(finite):.4g} to {max(finite):.4g}" if len(finite) > 1 else f"{finite[0]:.4g}"
     return f"kappa {ends}{rest}"
+
+
+def _columns(head: HeadReport) -> dict[str, Any]:
+    """The row of one head in a frame."""
+    jacobian, diagnosis, attention = head.jacobian, head.diagnosis, head.attention
+    row: dict[str, Any] = {
+        "head": head.index,
+        "kappa": head.mean_kappa(),
+        "condition_number": head.mean_kappa("strict"),
+        "pseudo_condition_number": head.mean_kappa("pseudo"),
+        "why_not_finite": head.why_not_finite,
+        "status": head.status,
+        "verdict": head.verdict,
+        "dead": head.dead,
+    }
+    row |= {name: None if jacobian is None else getattr(jacobian, name) for name in JACOBIAN_COLUMNS}
+    row |= {f"norm_{role}": _number(getattr(diagnosis, f"norm_{role}", None)) for role in "qkv"}
+    row |= dataclasses.asdict(attention) if attention is not None else {}
+    for prefix, weights in (("", head.weights), ("raw_", head.raw_weights)):
+        row |= {f"{prefix}kappa_{role}": found.condition_number for role, found in weights.items()}
+    row |= {name: _number(getattr(head, name)) for name in ("bound_log10", "papers_bound_log10")}
+    return row | {"how": head.how, "problem": ""}
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.wrappers import unwrap
+from wellcond.attention.distributed import unwrap
 from wellcond.version import __version__
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wellcond.attention.distributed import is_distributed, reshard_, whole
 from wellcond.attention.effective import class_without_conditioning, conditioning_of, corrections_of
 from wellcond.attention.plain_copy import plain_class, plain_copy
-from wellcond.attention.shards import is_distributed, reshard_, whole
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.conditioning.attach import conditioned_class
 from wellcond.errors import UnsupportedLayoutError, WellcondError

@@ -14,14 +14,13 @@ import torch
 from torch import nn
 
 from wellcond.attention.checks import choose_sites
+from wellcond.attention.distributed import any_distributed, reshard_, unwrap
 from wellcond.attention.find import find_attention
-from wellcond.attention.shards import any_distributed, reshard_
 from wellcond.attention.site import AttentionSite
-from wellcond.attention.wrappers import unwrap
 from wellcond.errors import WellcondError
-from wellcond.jacobian.records import Convention
 from wellcond.measurement import NUMERICAL, HeadReport, Kappa, MeasurementReport, check_options, measure
 from wellcond.plots import curves_of, plot_curves
+from wellcond.records import Convention
 from wellcond.run_facts import run_facts
 from wellcond.sharded_measurement import decided_by_first, measure_sharded
 from wellcond.track_points import TrackPoint, failed_numbers, numbers_of

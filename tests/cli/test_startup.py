@@ -11,9 +11,9 @@ import pytest
 
 import wellcond
 from wellcond.cli import measure_options
-from wellcond.jacobian.records import Convention
 from wellcond.jacobian.select import METHODS
 from wellcond.measurement import Combine, Kappa
+from wellcond.records import Convention
 
 PROGRAM = """
 import contextlib, io, json, sys

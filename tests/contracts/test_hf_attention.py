@@ -223,7 +223,7 @@ def test_writing_back_what_was_read_changes_no_bit(case: Case):
 def test_wrong_reading_of_a_fused_weight_is_noticed():
     """The contract itself can fail: GPT-NeoX's rows read as blocks are not what the model multiplies."""
     from wellcond.attention.builders import fused_site
-    from wellcond.attention.registry import Place
+    from wellcond.attention.site import Place
 
     [case] = [case for case in CASES if case.name == "gpt-neox"]
     model = built(case.name)
@@ -318,7 +318,7 @@ def test_zoo_says_which_form_measures_a_model(model_type: str, forms: str):
 def test_registered_names_exist_in_transformers():
     import importlib
 
-    from wellcond.attention.registry import ADAPTERS
+    from wellcond.attention.find import ADAPTERS
 
     sample = [name for name in ADAPTERS if name.startswith("transformers.models.")][::15]
     with warnings.catch_warnings():

@@ -5,7 +5,7 @@ import torch
 
 from experiments.helpers import same_state, tiny_gpt2, tiny_vit
 from wellcond import condition_
-from wellcond.attention.shards import gather_model
+from wellcond.attention.distributed import gather_model
 from wellcond.experiments import checkpoint
 from wellcond.experiments.checkpoint import (
     BEST,

@@ -5,8 +5,8 @@ import torch
 
 from jacobian.test_spectrum import G1, causal
 from wellcond.head import Head, build_blocks
-from wellcond.jacobian.dense import dense_jacobian
 from wellcond.jacobian.diagnosis import attention_statistics, block_norms, diagnose
+from wellcond.jacobian.plain import dense_jacobian
 
 F64 = torch.float64
 

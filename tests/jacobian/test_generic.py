@@ -15,9 +15,9 @@ from contracts import cases_hf, cases_timm
 from contracts.harness import randomise_
 from wellcond.errors import WeightError
 from wellcond.jacobian.capture import CapturedAttention, capture_attention
-from wellcond.jacobian.dense import dense_jacobian
 from wellcond.jacobian.generic.head import GenericHead, ReplayError
-from wellcond.linalg.lanczos import largest_eigenvalue
+from wellcond.jacobian.plain import dense_jacobian
+from wellcond.linalg.spectrum import largest_eigenvalue
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
 
@@ -85,7 +85,7 @@ def test_every_family_runs_again_in_float64(family):
 def test_jacobian_is_the_limit_of_differences(family):
     head = head_of(family)
     jacobian = head.explicit_jacobian()
-    assert jacobian.shape == (head.size, head.num_parameters)
+    assert jacobian.shape == (head.num_outputs, head.num_parameters)
     weights = head.flatten(head.w_q, head.w_k, head.w_v)
     generator = torch.Generator().manual_seed(0)
     directions = torch.eye(head.num_parameters, dtype=torch.float64)[
@@ -105,12 +105,12 @@ def test_jacobian_is_the_limit_of_differences(family):
 def test_products_are_those_of_the_explicit_jacobian(family):
     head = head_of(family)
     jacobian = head.explicit_jacobian()
-    u = torch.randn(head.size, dtype=torch.float64)
+    u = torch.randn(head.num_outputs, dtype=torch.float64)
     v = torch.randn(head.num_parameters, dtype=torch.float64)
     torch.testing.assert_close(head.vjp(u), jacobian.T @ u)
-    torch.testing.assert_close(head.matvec(u), jacobian @ (jacobian.T @ u))
+    torch.testing.assert_close(head.product(u), jacobian @ (jacobian.T @ u))
     torch.testing.assert_close(head._products._jvp_reverse(head.unflatten(v)), jacobian @ v)
-    top = largest_eigenvalue(head, head.size)
+    top = largest_eigenvalue(head.product, head.num_outputs)
     assert top.value**0.5 == pytest.approx(float(torch.linalg.matrix_norm(jacobian, 2)), rel=1e-6)
 
 
@@ -126,8 +126,8 @@ def test_plain_heads_have_the_same_jacobian_in_both_ways(family):
 def test_null_space_that_is_known_holds():
     for family in ("hf-llama", "timm-multi_query", "timm-xcit"):
         head = head_of(family)
-        structure = head.structure
-        assert (structure.num_outputs, structure.num_parameters) == (head.size, head.num_parameters)
+        structure = head.structure()
+        assert (structure.num_outputs, structure.num_parameters) == (head.num_outputs, head.num_parameters)
         rank = int(torch.linalg.matrix_rank(head.explicit_jacobian(), rtol=1e-11))
         assert rank <= structure.max_rank
 
@@ -136,7 +136,7 @@ def test_tokens_that_span_little_bound_the_rank():
     attention = randomise_(timm.layers.Attention(12, num_heads=3, qk_norm=True, norm_layer=nn.LayerNorm))
     x = torch.randn(1, 40, 3, dtype=torch.float64) @ torch.randn(3, 12, dtype=torch.float64)
     [captured] = capture_attention(attention, x)
-    structure = GenericHead(captured).structure
+    structure = GenericHead(captured).structure()
     assert structure.token_rank == 3 and structure.max_rank == 3 * 4 * 3
     assert "outside the span of the tokens: 108" in structure.null_space
 
@@ -237,7 +237,7 @@ class Through(nn.Module):
 
 
 def _as_vit(module: nn.Module) -> list[wc.AttentionSite]:
-    from wellcond.attention.registry import Place
+    from wellcond.attention.site import Place
 
     return [
         wc.fused_site(Place("", module, module), module.qkv, num_heads=4, output=module.proj, family="test", scale=0.5)

@@ -115,7 +115,7 @@ def layers(draw):
         )
         forms.append(WideForm(other, biases))
         functions.append(head_function(other, biases=biases))
-    columns = sum(form.num_query_heads * form.head.value_dim for form in forms)
+    columns = sum(form.head.num_query_heads * form.head.value_dim for form in forms)
     out = draw(st.integers(1, 5))
     with_weight, with_bias = draw(st.booleans()), draw(st.booleans())
     b_o = normal(out) if with_bias or draw(st.booleans()) else None

@@ -139,7 +139,7 @@ def test_a_method_needs_no_more_memory_than_it_says(form, method, monkeypatch):
     monkeypatch.setattr("wellcond.jacobian.gram.CHUNK_BYTES", 2**14)
     form.__dict__.pop("blocks", None)  # cached by an earlier case
     form.__dict__.pop("operator", None)
-    said = form.needed_bytes(method, form.structure())
+    said = select.needed_bytes(form, method, form.structure())
     with PeakBytes() as held:
         form_spectrum(form, method=method, memory_limit=2**40)
     assert held.peak <= said + 2**17, f"{held.peak:,} bytes held, {said:,} said"

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from wellcond.errors import UnknownChoiceError, WeightError
 from wellcond.head import Head
-from wellcond.jacobian.dense import dense_jacobian
+from wellcond.jacobian.maps import TokenMap, chain, identity_map, l2_norm, layer_norm, rms_norm, rotary
 from wellcond.jacobian.normalised import NormalisedHead, cosine_head, mapped_head, softmax_weights
+from wellcond.jacobian.plain import dense_jacobian
 from wellcond.jacobian.spectrum import form_spectrum
-from wellcond.jacobian.token_maps import TokenMap, chain, identity_map, l2_norm, layer_norm, rms_norm, rotary
 
 F64 = torch.float64
 

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 from jacobian.test_normalised import angles, check_form, head_function, normals, numerical_rank, rope
 from wellcond.head import Head
+from wellcond.jacobian.maps import TokenMap, chain, eye_like, identity_map, rms_norm, rotary
 from wellcond.jacobian.normalised import NormalisedHead, Softmax, mapped_head
-from wellcond.jacobian.token_maps import TokenMap, chain, eye_like, identity_map, rms_norm, rotary
 
 F64 = torch.float64
 LAYOUTS = ["half", "interleaved"]

@@ -90,7 +90,7 @@ def test_every_family_is_told_apart_by_samples(family):
         whole, count = GenericHead(captured, 0), num_samples(captured)
         one = GenericHead(captured, 0, samples=[count - 1])
         assert one.num_rows * count == whole.num_rows
-        u = torch.randn(one.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        u = torch.randn(one.num_outputs, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         padded = torch.zeros(whole.output().shape, dtype=torch.float64)
         padded[:, -one.num_rows :] = u.view(one.output().shape)
         torch.testing.assert_close(one.vjp(u), whole.vjp(padded.flatten()), rtol=1e-9, atol=1e-9)

@@ -10,7 +10,7 @@ from wellcond.jacobian.capture import CapturedAttention, capture_attention
 from wellcond.jacobian.capture.forms import captured_form
 from wellcond.jacobian.capture.graph import NotTracedError
 from wellcond.jacobian.capture.trace import trace_form
-from wellcond.jacobian.generic.head import GenericForm, GenericHead
+from wellcond.jacobian.generic.head import GenericHead
 from wellcond.jacobian.generic.replica import Replica
 
 HF = {case.name: case for case in cases_hf.CASES}
@@ -57,7 +57,7 @@ def test_singular_values_are_those_of_the_module(family):
         generic = GenericHead(captured, kv_head, samples=[0])
         weights = generic.w_q, generic.w_k, generic.w_v
         parts = torch.func.jacrev(generic.output, argnums=(0, 1, 2))(*weights)
-        dense = torch.cat([part.reshape(generic.size, -1) for part in parts], 1)
+        dense = torch.cat([part.reshape(generic.num_outputs, -1) for part in parts], 1)
         expected, form = torch.linalg.svdvals(dense), chosen.form
         scale = float(expected[0])
         found = torch.linalg.svdvals(form.explicit_jacobian())
@@ -112,7 +112,7 @@ def test_what_is_not_row_wise_is_not_believed(family):
         form = trace_form(GenericHead(captured, 0, samples=[0]))
     except NotTracedError:
         return
-    assert isinstance(captured_form(captured, 0).form, GenericForm) and not isinstance(form, GenericForm)
+    assert isinstance(captured_form(captured, 0).form, GenericHead) and not isinstance(form, GenericHead)
 
 
 def test_samples_are_stacked_as_one_jacobian():

@@ -7,6 +7,7 @@ import torch
 
 from theory import cases
 from theory.reference import F64, attention, blocks, head, jacobian_of, rank, stack, wide
+from wellcond.jacobian.plain import dense_jacobian
 from wellcond.theory import (
     Head,
     HypothesisError,
@@ -18,7 +19,7 @@ from wellcond.theory import (
     parameter_nullity,
     structural_ranks,
 )
-from wellcond.theory.ranks import contains_ones
+from wellcond.theory.ranks import contains_ones, wide_structure
 
 
 def gaussian_head(n, width, d, *, value_dim=None, tokens=None) -> Head:
@@ -63,6 +64,44 @@ def test_generic_ranks_on_every_small_shape():
                 break
         else:
             raise AssertionError((n, width, d, value_dim, bias, found_ranks(h), expected))
+
+
+GROUPED = list(
+    itertools.product((4, 9), (None, 3), (2, 3), (2, 5), (1, 3), (1, 2), ("none", "fixed", "parameters"), (False, True))
+)
+
+
+def grouped_head(n, memory, width, d, dv, groups, biases, ones) -> Head:
+    """Query heads that share keys and values, perhaps of other tokens; `ones`: the tokens span the constant."""
+
+    def tokens(count):
+        return torch.cat([torch.randn(count, width, dtype=F64), torch.ones(count, int(ones), dtype=F64)], 1)
+
+    def normal(*shape):
+        return 0.5 * torch.randn(*shape, dtype=F64)
+
+    b_q, b_k, b_v = (None, None, None) if biases == "none" else (normal(groups, d), normal(d), normal(dv))
+    weights = [normal(*shape, width + ones) for shape in ((groups, d), (d,), (dv,))]
+    y = None if memory is None else tokens(memory)
+    return Head(tokens(n), *weights, d**-0.5, y=y, b_q=b_q, b_k=b_k, b_v=b_v)
+
+
+def test_one_definition_counts_groups_biases_and_memory():
+    """`wide_structure`, which the spectrum of every plain head rests on, has the rank of automatic differentiation."""
+    for case in GROUPED:
+        for _ in range(3):
+            h, biases = grouped_head(*case), case[6] == "parameters"
+            found, structure = (
+                torch.cat(list(dense_jacobian(h, biases=biases).values()), 1),
+                wide_structure(h, biases=biases),
+            )
+            assert found.shape == (structure.num_outputs, structure.num_parameters)
+            if rank(found) == structure.max_rank:
+                break
+        else:
+            raise AssertionError((case, rank(found), structure))
+        if h.is_single and not biases:
+            assert structural_ranks(h).ranks.wide == structure.max_rank
 
 
 def test_full_row_rank_ends_at_3r_minus_d_tokens():

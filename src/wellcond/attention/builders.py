@@ -15,8 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.registry import Place
-from wellcond.attention.site import AttentionSite, Slot
+from wellcond.attention.site import AttentionSite, Place, Slot
 from wellcond.errors import UnsupportedLayoutError, WeightError, check_choice
 
 Arrangement = Literal["blocks", "groups"]

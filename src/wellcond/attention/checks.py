@@ -8,9 +8,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from wellcond.attention.find import find_attention
-from wellcond.attention.peft_adapters import refuse_adapters
-from wellcond.attention.shards import local_part
+from wellcond.attention.distributed import local_part
+from wellcond.attention.find import find_attention, refuse_adapters
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.errors import ConditioningError, WeightError, check_choice
 

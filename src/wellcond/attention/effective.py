@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from wellcond.attention.shards import whole
-from wellcond.attention.wrappers import unwrap
+from wellcond.attention.distributed import unwrap, whole
 
 CORRECTIONS_ATTRIBUTE = "_wellcond_corrections"
 PLACE_ATTRIBUTE = "_wellcond_place"

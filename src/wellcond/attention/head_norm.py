@@ -9,7 +9,6 @@ within sqrt(d). Parameters, their names and state dicts stay as they are.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -103,17 +102,3 @@ def _refused(site: AttentionSite, why: str) -> UnsupportedLayoutError:
     return UnsupportedLayoutError(
         site.name, f"QK-norm cannot be added: {why} Leave it out", class_name=type(site.module).__name__
     )
-
-
-def has_head_norm(site: AttentionSite) -> bool:
-    """Whether `add_head_norm_` normalises the queries and keys of an attention."""
-    return ROWS_ATTRIBUTE in vars(site.by_role("query").owner)
-
-
-def with_head_norm(site: AttentionSite) -> AttentionSite:
-    """The site with what `add_head_norm_` has changed among its facts."""
-    if not has_head_norm(site):
-        return site
-    if site.qk_norm is None:
-        return replace(site, qk_norm="rms")
-    return replace(site, modifiers=(*site.modifiers, HEAD_NORM))

@@ -1,17 +1,17 @@
-"""One attention of a model: where its Q, K, V, O are stored and what changes its mathematics."""
+"""One attention of a model: where its Q, K, V, O are stored, what changes its mathematics, and where it stands."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from wellcond.attention.distributed import box_of, is_distributed, local_part, whole
 from wellcond.attention.effective import corrections_of, effective_weight
-from wellcond.attention.shards import box_of, is_distributed, local_part, whole
 from wellcond.errors import WeightError, check_choice
 
 Kind = Literal["softmax", "cross_covariance", "channel", "nystrom"]
@@ -294,3 +294,37 @@ class AttentionSite:
         """The slot that plays ``"query"``, ``"key"`` or ``"value"``."""
         check_choice("role", role, tuple(USUAL_ROLES))
         return self.slots[self.roles[role]]
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A module and where it stands in its model."""
+
+    name: str
+    module: nn.Module
+    model: nn.Module
+
+    @property
+    def class_name(self) -> str:
+        """Name of the module's class, without the package."""
+        return type(self.module).__name__
+
+    @property
+    def parent(self) -> nn.Module | None:
+        """The module that contains this one; None for the model itself."""
+        if not self.name:
+            return None
+        return self.model.get_submodule(self.name.rpartition(".")[0])
+
+    def ancestors(self) -> list[nn.Module]:
+        """Containing modules, nearest first; the model itself is last."""
+        parts = self.name.split(".") if self.name else []
+        return [self.model.get_submodule(".".join(parts[:n])) for n in range(len(parts) - 1, -1, -1)]
+
+    def config(self, attribute: str, default: Any = None) -> Any:
+        """A value from the nearest `config` object (Hugging Face): the module's own, else an ancestor's."""
+        for module in (self.module, *self.ancestors()):
+            config = getattr(module, "config", None)
+            if config is not None and hasattr(config, attribute):
+                return getattr(config, attribute)
+        return default

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wellcond.attention.find import Scan, scan_attention
-from wellcond.attention.registry import find_adapter
+from wellcond.attention.find import Scan, find_adapter, scan_attention
 from wellcond.cli.zoo import Progress, ZooRow, is_known, not_built, summarise
 from wellcond.cli.zoo_forms import forms_of
 from wellcond.errors import MissingExtraError

@@ -12,11 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.checks import check_finite, check_writable, choose_projections, choose_sites
+from wellcond.attention.distributed import (
+    any_process,
+    box_of,
+    is_distributed,
+    like,
+    local_part,
+    reshard_,
+    unwrap,
+    update_buffers,
+    whole,
+)
 from wellcond.attention.effective import corrections_of
 from wellcond.attention.find import find_attention
-from wellcond.attention.shards import any_process, box_of, is_distributed, like, local_part, reshard_, whole
 from wellcond.attention.site import AttentionSite, Slot
-from wellcond.attention.wrappers import unwrap, update_buffers
 from wellcond.conditioning import warnings as advice
 from wellcond.conditioning.attach import Attachment, attach, detach, readers_in
 from wellcond.conditioning.checkpoint import mark, marker_of, restore_mark, settings_of, unmark

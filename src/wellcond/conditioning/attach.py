@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wellcond.attention.distributed import is_distributed
 from wellcond.attention.effective import (
     CORRECTIONS_ATTRIBUTE,
     PLACE_ATTRIBUTE,
@@ -28,7 +29,6 @@ from wellcond.attention.effective import (
     corrections_of,
     remove_conditioning,
 )
-from wellcond.attention.shards import is_distributed
 from wellcond.conditioning.corrections import AbstractCorrection
 from wellcond.conditioning.effective_state import save_pretrained
 from wellcond.conditioning.forward_pass import ForwardPass, Place

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from wellcond.attention.shards import Box, box_of, is_distributed, like, local_part, whole
+from wellcond.attention.distributed import Box, box_of, is_distributed, like, local_part, whole
 from wellcond.attention.site import Slot
 from wellcond.errors import ConditioningError
 from wellcond.linalg.polar_express import mix_with_polar

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-from wellcond.attention.shards import whole
+from wellcond.attention.distributed import whole
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import NumericalWarning
 from wellcond.linalg.spectrum import spectra

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from wellcond.attention.shards import gather_model
+from wellcond.attention.distributed import gather_model
 from wellcond.experiments.averaging import reshard
 from wellcond.experiments.checkpoint import BEST, check_tensors, read_tensors, scatter_model_
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.wrappers import unwrap
+from wellcond.attention.distributed import unwrap
 from wellcond.errors import MissingExtraError
 from wellcond.experiments.run_folder import RunError, writing
 from wellcond.files import to_json

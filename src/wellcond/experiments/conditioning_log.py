@@ -10,9 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from wellcond.attention.distributed import gather_model, unwrap
 from wellcond.attention.find import find_attention
-from wellcond.attention.shards import gather_model
-from wellcond.attention.wrappers import unwrap
 from wellcond.experiments.recipe import TrackingSettings, jacobian_steps
 from wellcond.experiments.settings import RecipeError
 from wellcond.experiments.tasks.base import AbstractTask

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from wellcond.attention.distributed import gather_model, unwrap
 from wellcond.attention.find import find_attention
-from wellcond.attention.shards import gather_model
-from wellcond.attention.wrappers import unwrap
 from wellcond.experiments.accelerator import check_sharding
 from wellcond.experiments.averaging import WeightAverage
 from wellcond.experiments.batch_ramp import BatchRamp

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wellcond.attention.wrappers import unwrap
+from wellcond.attention.distributed import unwrap
 from wellcond.experiments.averaging import WeightAverage
 from wellcond.experiments.batches import Share, evaluation_parts, fetch_batches
 from wellcond.experiments.recipe import Recipe

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from wellcond.attention.shards import is_distributed
+from wellcond.attention.distributed import is_distributed
 from wellcond.experiments.settings import RecipeError
 
 Group = dict[str, Any]

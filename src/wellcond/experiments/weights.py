@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.shards import any_distributed, gather_model
+from wellcond.attention.distributed import any_distributed, gather_model
 from wellcond.conditioning.checkpoint import RESUME, find_markers, read_settings
 from wellcond.errors import MissingExtraError, WeightError
 

@@ -15,9 +15,8 @@ import wellcond.init.nanochat
 import wellcond.init.selection
 import wellcond.init.standard  # noqa: F401  (each registers its methods)
 from wellcond.attention.checks import check_writable, choose_projections, choose_sites
-from wellcond.attention.shards import is_distributed, reshard_
+from wellcond.attention.distributed import find_ddp, is_distributed, reshard_, unwrap
 from wellcond.attention.site import AttentionSite
-from wellcond.attention.wrappers import find_ddp, unwrap
 from wellcond.errors import UnknownChoiceError, check_choice
 from wellcond.init.options import check_values
 from wellcond.init.plan import CHECKS, METHODS, InitContext, Write, checked

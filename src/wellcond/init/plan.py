@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.shards import as_first_process_has_it, box_of, is_distributed, local_part
+from wellcond.attention.distributed import as_first_process_has_it, box_of, is_distributed, local_part
 from wellcond.attention.site import AttentionSite, Share, Slot
 from wellcond.errors import WeightError
 

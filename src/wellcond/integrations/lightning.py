@@ -13,9 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from wellcond.attention.distributed import is_held_together, reshard_, unwrap
 from wellcond.attention.effective import is_conditioned
-from wellcond.attention.shards import is_held_together, reshard_
-from wellcond.attention.wrappers import unwrap
 from wellcond.conditioning.apply import folded
 from wellcond.conditioning.effective_state import split_state
 from wellcond.errors import CheckpointMismatchError, MissingExtraError

@@ -18,9 +18,8 @@ from typing import Any
 
 from torch import nn
 
+from wellcond.attention.distributed import gather_model, is_held_together, reshard_, unwrap
 from wellcond.attention.effective import is_conditioned
-from wellcond.attention.shards import gather_model, is_held_together, reshard_
-from wellcond.attention.wrappers import unwrap
 from wellcond.conditioning.apply import folded
 from wellcond.conditioning.effective_state import save_pretrained
 from wellcond.errors import CheckpointMismatchError, MissingExtraError

@@ -30,9 +30,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from wellcond.head import cast_to_float64, compressed, softmax_weights, through_softmax
-from wellcond.jacobian.form import AbstractForm, Structure, token_rank
-from wellcond.jacobian.normalised import with_constant
+from wellcond.head import cast_to_float64, compressed, softmax_weights, through_softmax, with_constant
+from wellcond.jacobian.form import AbstractForm
+from wellcond.theory.ranks import Structure, rank_and_ones
 
 TENSORS = ("x", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v")
 
@@ -287,8 +287,8 @@ def _structure(head: ChannelHead) -> Structure:
     """
     (c, _), (e, width) = head.w_q.shape, head.w_k.shape
     with_q, with_k, with_v = head._counted
-    rank_x = token_rank(head.x)
-    span = token_rank(with_constant(head.x, True)) if head.b_v is not None else rank_x
+    rank_x, ones = rank_and_ones(head.x)
+    span = rank_x + int(head.b_v is not None and not ones)
     parameters = c * (width + with_q) + e * (2 * width + with_k + with_v) + int(head.scale_is_parameter)
     through_values = e * (span if with_v else rank_x)
     rank = min(c * span, through_values + c * (e - 1), parameters)

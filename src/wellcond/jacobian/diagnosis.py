@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from wellcond.head import Blocks, Head, build_blocks
-from wellcond.linalg.lanczos import largest_eigenvalue
-from wellcond.linalg.spectrum import spectrum
+from wellcond.linalg.spectrum import largest_eigenvalue, spectrum
 
 Verdict = Literal["dead head", "P", "X", "norms", "balanced"]
 

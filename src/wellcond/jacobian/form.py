@@ -9,41 +9,18 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
-import torch
 from torch import Tensor
 
 from wellcond.errors import WellcondError
 from wellcond.head import Blocks, Head
-from wellcond.jacobian.mixed_ends import Side
-from wellcond.jacobian.tolerances import EXHAUSTIVE_LIMIT, LANCZOS_STEPS, SMALLEST_FLOAT32
-from wellcond.linalg.davidson import BLOCK, MAX_STEPS
-from wellcond.linalg.spectrum import resolve_rank, singular_values
+from wellcond.theory.ranks import Structure
 
 
 class NotDefinedError(WellcondError, ValueError):
     """A convention or a method that is not defined for this attention."""
-
-
-@dataclass(frozen=True)
-class Structure:
-    """Sizes and structural ranks of a head's Jacobian."""
-
-    num_outputs: int
-    num_parameters: int
-    token_rank: int
-    memory_rank: int
-    max_rank: int
-    """No Jacobian of this structure has a larger rank; a generic one has this rank."""
-    null_space: str
-
-    @property
-    def smaller_side(self) -> int:
-        """min(shape)."""
-        return min(self.num_outputs, self.num_parameters)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,9 +31,38 @@ class Triangle:
     dropped: float
 
 
-def token_rank(tokens: Tensor) -> int:
-    """Numerical rank of the tokens."""
-    return int(resolve_rank(singular_values(tokens), tuple(tokens.shape)))
+class Side(Protocol):
+    """J J^T, or J^T J with its null directions lifted; see `wellcond.jacobian.gram`."""
+
+    @property
+    def side(self) -> int:
+        """Rows of the matrix."""
+        ...
+
+    @property
+    def num_null(self) -> int:
+        """Null directions that were lifted."""
+        ...
+
+    def square(self, rows: Tensor) -> Tensor:
+        """Products with the matrix of J before anything is lifted, float64."""
+        ...
+
+    def lower_float32(self, largest: float) -> Tensor:
+        """The lower triangle of the matrix of J / largest."""
+        ...
+
+    def gram(self, largest: float) -> Tensor:
+        """The lower triangle of the matrix of J, float64."""
+        ...
+
+    def product(self, rows: Tensor, largest: float) -> Tensor:
+        """Products with the matrix of J / largest, float64."""
+        ...
+
+    def length(self, vector: Tensor) -> float:
+        """|J x| / |x| without squaring J."""
+        ...
 
 
 class AbstractForm(abc.ABC):
@@ -146,23 +152,6 @@ class AbstractForm(abc.ABC):
         """Entries of further tables that the smaller Gram matrix is assembled from."""
         return 0
 
-    def needed_bytes(self, method: str, structure: Structure) -> int:
-        """Peak memory of a method, roughly, in bytes of float64."""
-        n, side, rows = self.num_outputs, self.gram_side, self.block_rows
-        # Covariance blocks hold an entry of every output for every key dimension; Lanczos keeps its vectors, or all.
-        blocks = rows * (min(structure.memory_rank, rows) + 64)
-        vectors = (n if n <= EXHAUSTIVE_LIMIT else LANCZOS_STEPS) * n
-        steps = 2 * MAX_STEPS * BLOCK * n if n >= SMALLEST_FLOAT32 else 0  # beside a factor of half the size
-        entries = {
-            "dense": 3 * structure.num_outputs * structure.num_parameters,
-            "gram": 3 * side**2 + 2 * blocks + self.table_entries,
-            "cholesky": max(n * n + vectors, n * n // 2 + steps)
-            + 2 * blocks
-            + (self.table_entries if n == side else 0),
-            "implicit": 2 * blocks + vectors,
-        }
-        return 8 * entries[method]
-
 
 class ExplicitGram(AbstractForm):
     """A form whose Gram matrices come from its explicit Jacobian, the smaller of the two."""
@@ -171,58 +160,3 @@ class ExplicitGram(AbstractForm):
         """J J^T, or J^T J where that is smaller."""
         jacobian = self.explicit_jacobian()
         return jacobian @ jacobian.T if jacobian.shape[0] <= jacobian.shape[1] else jacobian.T @ jacobian
-
-
-@dataclass(frozen=True, eq=False)
-class SumForm(AbstractForm):
-    """Several sets of parameters behind the same outputs: J = [J_1 J_2 ...], and J J^T is the sum of theirs.
-
-    Heads behind W_O, and W_O itself, for example. The first part has the output.
-    """
-
-    parts: tuple[AbstractForm, ...]
-
-    def __post_init__(self) -> None:
-        """Check that the parts are about the same outputs."""
-        if len({part.num_outputs for part in self.parts}) != 1:
-            raise ValueError(f"expected parts of one size, got {[part.num_outputs for part in self.parts]} outputs")
-
-    @property
-    def num_outputs(self) -> int:
-        """The same for all."""
-        return self.parts[0].num_outputs
-
-    def output(self) -> Tensor:
-        """That of the first part."""
-        return self.parts[0].output()
-
-    def structure(self) -> Structure:
-        """Sizes, and an upper bound on the rank: the parts may move the outputs alike."""
-        found = [part.structure() for part in self.parts]
-        rank = min(self.num_outputs, sum(part.max_rank for part in found))
-        names = ["upper bound on the rank", listed(found)] if rank < self.num_outputs else []
-        return Structure(
-            num_outputs=self.num_outputs,
-            num_parameters=sum(part.num_parameters for part in found),
-            token_rank=max(part.token_rank for part in found),
-            memory_rank=max(part.memory_rank for part in found),
-            max_rank=rank,
-            null_space="; ".join(name for name in names if name),
-        )
-
-    def product(self, flat: Tensor) -> Tensor:
-        """Sum of the parts' products."""
-        return sum((part.product(flat) for part in self.parts[1:]), start=self.parts[0].product(flat))
-
-    def output_gram(self) -> Tensor:
-        """Sum of the parts' Gram matrices."""
-        return sum((part.output_gram() for part in self.parts[1:]), start=self.parts[0].output_gram())
-
-    def explicit_jacobian(self) -> Tensor:
-        """The parts side by side."""
-        return torch.cat([part.explicit_jacobian() for part in self.parts], dim=1)
-
-
-def listed(parts: Sequence[Structure]) -> str:
-    """Null spaces of the parts, each once."""
-    return " | ".join(dict.fromkeys(part.null_space for part in parts if part.null_space))

@@ -1,4 +1,4 @@
-r"""Gram matrices of the Jacobian, assembled from blocks without ever forming it.
+r"""J J^T and J^T J of one head from its blocks, without ever forming J: as matrices, and as products for iterations.
 
 Outputs (theory.md, section 3.3), n x n with n = R dv, rows ordered (r, o):
 
@@ -11,16 +11,37 @@ Parameters, columns ordered Q: (a, c), K: (a, c), V: (a, o):
     K^T V: sum_r q_r[c] PY_r[a'] B_r[o, a]
 
 Each sum over r is one matrix product of two tables with R rows, so the cost is R (Dd)^2, not R dv (Dd)^2.
+
+Products of several vectors at once (theory.md, section 3.2) are cheap and in float64, so that the matrix itself, which
+only steers the iterations, may be stored in float32 and destroyed by its factor. Rows of a tensor are vectors.
+
+    J^T u = (X^T {M_r^T u_r}_r,  {B_r^T u_r}_r^T Q,  (PY)^T u)          J w = M_r (X w_Q)_r + B_r w_K q_r + (PY w_V)_r
+
+Note [Gauge basis]. J^T J has the null directions (W_Q E, -W_K E^T, 0) (theory.md, section 4). Their inner products are
+<E, F> = tr(E^T A F) + tr(E B F^T) with A = W_Q^T W_Q and B = W_K^T W_K. So eigenvectors A u_i = a_i u_i and
+B v_j = b_j v_j give an orthonormal basis of them without any large factorisation,
+
+    z_ij = (W_Q u_i v_j^T, -W_K v_j u_i^T, 0) / sqrt(a_i + b_j)
+
+and J^T J + lambda_max Z Z^T is positive definite where the gauge is all of the null space, with the non-zero spectrum
+of J^T J untouched. A query bias b that is no parameter leaves E with E^T b = 0 only: E = C F for an orthonormal basis C
+of the complement of b, hence W_Q C for W_Q, and -W_K F^T C^T.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
-from wellcond.head import CHUNK_BYTES, Blocks
+from wellcond.head import CHUNK_BYTES, Blocks, Head, compressed
+from wellcond.linalg.spectrum import row_space
 
 CACHE_BYTES = 4 * 2**20  # rows that are multiplied, scaled and added while they are near the processor
+GAUGE_LIMIT = 1e6
+"""Lengths of gauge directions that differ by more have lost the accuracy that Z needs."""
 
 
 def output_gram(blocks: Blocks, *, lower: bool = False) -> Tensor:
@@ -116,3 +137,193 @@ def explicit_jacobian(blocks: Blocks) -> Tensor:
     eye = torch.eye(dv, dtype=blocks.x.dtype, device=blocks.x.device)
     j_v = torch.einsum("ra,ok->roak", blocks.py, eye).reshape(rows * dv, -1)
     return torch.cat([j_q, j_k, j_v], dim=1)
+
+
+def pull_back(blocks: Blocks, u: Tensor) -> Tensor:
+    """J^T u for rows u (k, R dv): (k, parameters)."""
+    by_row = u.view(len(u), len(blocks.m), -1).permute(1, 2, 0)  # (r, o, k)
+    to_q = (blocks.x.T @ (blocks.m.mT @ by_row).flatten(1)).unflatten(1, (-1, len(u)))  # (a, c, k)
+    to_k = ((blocks.b.mT @ by_row).flatten(1).T @ blocks.q).unflatten(0, (-1, len(u))).transpose(1, 2)  # (a, c, k)
+    to_v = (blocks.py.T @ by_row.flatten(1)).unflatten(1, (-1, len(u)))  # (a, o, k)
+    return torch.cat([part.flatten(0, 1) for part in (to_q, to_k, to_v)]).T
+
+
+def push_forward(blocks: Blocks, w: Tensor) -> Tensor:
+    """J w for rows w (k, parameters): (k, R dv)."""
+    (_, dv, d), k = blocks.m.shape, len(w)
+    widths = (blocks.x.shape[1] * d, blocks.b.shape[2] * d, blocks.py.shape[1] * dv)
+    of_q, of_k, of_v = (part.T for part in w.split(widths, dim=1))
+    seen = (blocks.x @ of_q.reshape(-1, d * k)).unflatten(1, (d, k))  # (r, c, k)
+    heard = (blocks.q @ of_k.reshape(-1, d, k).transpose(0, 1).flatten(1)).unflatten(1, (-1, k))  # (r, a, k)
+    read = (blocks.py @ of_v.reshape(-1, dv * k)).unflatten(1, (dv, k))  # (r, o, k)
+    return (blocks.m @ seen + blocks.b @ heard + read).flatten(0, 1).T
+
+
+def in_float32(blocks: Blocks, largest: float) -> Blocks:
+    """Blocks of J / `largest`, every factor of moderate size: squares must not leave the range of float32."""
+    m_size, b_size = (float(t.abs().max()) or 1.0 for t in (blocks.m, blocks.b))
+    return replace(
+        blocks,
+        x=(blocks.x * (m_size / largest)).float(),
+        m=(blocks.m / m_size).float(),
+        q=(blocks.q * (b_size / largest)).float(),
+        b=(blocks.b / b_size).float(),
+        py=(blocks.py / largest).float(),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class OutputSide:
+    """J J^T."""
+
+    blocks: Blocks
+    num_null = 0
+
+    @property
+    def side(self) -> int:
+        """R dv."""
+        return self.blocks.m.shape[0] * self.blocks.m.shape[1]
+
+    def lower_float32(self, largest: float) -> Tensor:
+        """The lower triangle of J J^T / largest^2."""
+        return output_gram(in_float32(self.blocks, largest), lower=True)
+
+    def gram(self, largest: float) -> Tensor:
+        """The lower triangle of J J^T, float64; nothing needs `largest` here."""
+        return output_gram(self.blocks, lower=True)
+
+    def square(self, rows: Tensor) -> Tensor:
+        """J J^T u."""
+        return push_forward(self.blocks, pull_back(self.blocks, rows))
+
+    def product(self, rows: Tensor, largest: float) -> Tensor:
+        """J J^T u / largest^2."""
+        return self.square(rows) / largest**2
+
+    def length(self, vector: Tensor) -> float:
+        """|J^T u| / |u|: nothing is squared that loses digits."""
+        return float(pull_back(self.blocks, vector[None]).norm() / vector.norm())
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterSide:
+    """J^T J, its null directions lifted to the upper end of the spectrum; see Note [Gauge basis].
+
+    `w_q` (columns of x, d) and `w_k` (columns of b, d) are the weights in the coordinates of the blocks; `fixed` (k, d)
+    are biases of the queries that are no parameters.
+    """
+
+    blocks: Blocks
+    w_q: Tensor
+    w_k: Tensor
+    fixed: Tensor | None = None
+
+    @property
+    def side(self) -> int:
+        """Compressed parameters."""
+        dv, d = self.blocks.m.shape[1:]
+        return (self.blocks.x.shape[1] + self.blocks.b.shape[2]) * d + self.blocks.py.shape[1] * dv
+
+    @cached_property
+    def gauge(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(W_Q C u_i)_i, (W_K v_j)_j, (C u_i)_i and (v_j)_j as columns; the first two lack 1 / sqrt(a_i + b_j)."""
+        d = self.w_q.shape[1]
+        inside = torch.eye(d, dtype=torch.float64)
+        if self.fixed is not None:
+            _, sigma, right = torch.linalg.svd(self.fixed)
+            inside = right[int((sigma > d * torch.finfo(torch.float64).eps * sigma[0]).sum()) :].T
+        w_q = self.w_q @ inside
+        _, u = torch.linalg.eigh(w_q.T @ w_q)
+        _, v = torch.linalg.eigh(self.w_k.T @ self.w_k)
+        return w_q @ u, self.w_k @ v, inside @ u, v
+
+    @cached_property
+    def inverse_sizes(self) -> Tensor:
+        """1 / sqrt(a_i + b_j)."""
+        of_q, of_k, _, _ = self.gauge
+        return (of_q.square().sum(0)[:, None] + of_k.square().sum(0)).rsqrt()
+
+    @property
+    def num_null(self) -> int:
+        """Null directions of the gauge."""
+        return self.inverse_sizes.numel()
+
+    def lower_float32(self, largest: float) -> Tensor:
+        """J^T J / largest^2 + Z Z^T."""
+        return self._lifted(in_float32(self.blocks, largest), 1.0)
+
+    def gram(self, largest: float) -> Tensor:
+        """J^T J + largest^2 Z Z^T, float64."""
+        return self._lifted(self.blocks, largest**2)
+
+    def _lifted(self, blocks: Blocks, height: float) -> Tensor:
+        """J^T J + height Z Z^T of blocks in any precision, the lower triangle.
+
+        With columns p_i of W_Q u, r_j of W_K v and s_ij = 1 / (a_i + b_j), entries of Z Z^T are
+
+            Q, Q: sum_ij s_ij p_i[a] p_i[a'] v_j[c] v_j[c']        K, K: sum_ij s_ij r_j[a] r_j[a'] u_i[c] u_i[c']
+            K, Q: -sum_ij s_ij r_j[a] u_i[c] p_i[a'] v_j[c']
+        """
+        gram = parameter_gram(blocks)
+        p, r, u, v = (t.to(gram.dtype) for t in self.gauge)
+        sizes = (height * self.inverse_sizes**2).to(gram.dtype)
+        d = self.w_q.shape[1]
+        of_q, of_k = slice(0, len(p) * d), slice(len(p) * d, (len(p) + len(r)) * d)
+
+        def entries(first: slice, second: slice) -> Tensor:
+            return gram[first, second].unflatten(1, (-1, d)).unflatten(0, (-1, d))  # (a, c, a', c')
+
+        def pairs(left: Tensor, right: Tensor) -> Tensor:
+            return (left[:, None, :] * right[None, :, :]).flatten(0, 1)
+
+        qq = (pairs(p, p) @ sizes @ pairs(v, v).T).view(len(p), len(p), d, d)  # [a a'] x [c c']
+        entries(of_q, of_q).add_(qq.transpose(1, 2))
+        kk = (pairs(r, r) @ sizes.T @ pairs(u, u).T).view(len(r), len(r), d, d)
+        entries(of_k, of_k).add_(kk.transpose(1, 2))
+        kq = (pairs(r, v) @ (pairs(p, u) @ sizes).T).view(len(r), d, len(p), d)  # [a c'] x [a' c]
+        entries(of_k, of_q).sub_(kq.permute(0, 3, 2, 1))
+        return gram
+
+    def square(self, rows: Tensor) -> Tensor:
+        """J^T J w."""
+        return pull_back(self.blocks, push_forward(self.blocks, rows))
+
+    def product(self, rows: Tensor, largest: float) -> Tensor:
+        """(J^T J / largest^2 + Z Z^T) w."""
+        found = self.square(rows) / largest**2
+        (of_q, of_k, u, v), d = self.gauge, self.w_q.shape[1]
+        q_width, k_width = len(of_q) * d, len(of_k) * d
+        in_q = rows[:, :q_width].unflatten(1, (-1, d))
+        in_k = rows[:, q_width : q_width + k_width].unflatten(1, (-1, d))
+        weights = (of_q.T @ in_q @ v - u.T @ in_k.mT @ of_k) * self.inverse_sizes**2
+        found[:, :q_width] += (of_q @ weights @ v.T).flatten(1)
+        found[:, q_width : q_width + k_width] -= (of_k @ weights.mT @ u.T).flatten(1)
+        return found
+
+    def length(self, vector: Tensor) -> float:
+        """|J w| / |w|."""
+        return float(push_forward(self.blocks, vector[None]).norm() / vector.norm())
+
+
+def parameter_side(head: Head, blocks: Blocks) -> ParameterSide | None:
+    """J^T J of a head whose biases are no parameters, in coordinates of the span of its tokens.
+
+    None where the weights leave the gauge directions ill-determined.
+    """
+    y = compressed(head.memory)
+    span_y = row_space(y)
+    span_x = span_y if head.y is None else row_space(compressed(head.x))
+    g = head.num_query_heads
+    reduced = replace(
+        blocks,
+        x=blocks.x @ (torch.block_diag(*[span_x] * g) if g > 1 else span_x),
+        b=blocks.b @ span_y,
+        py=blocks.py @ span_y,
+    )
+    fixed = head.query_biases
+    of_weights = blocks.q if fixed is None else blocks.q - fixed.repeat_interleave(head.num_tokens, 0)
+    keys = blocks.k if head.b_k is None else blocks.k - head.b_k
+    w_q, w_k = (torch.linalg.lstsq(a, b).solution for a, b in ((reduced.x, of_weights), (y @ span_y, keys)))
+    found = ParameterSide(reduced, w_q, w_k, fixed)
+    largest, smallest = (float(f(found.inverse_sizes)) for f in (torch.max, torch.min))
+    return found if 0 < largest <= smallest * GAUGE_LIMIT else None

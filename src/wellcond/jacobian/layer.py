@@ -1,4 +1,4 @@
-r"""Several heads: side by side, and mixed by the output projection W_O.
+r"""Forms made of forms: heads behind a gate or a norm, side by side, and mixed by the output projection W_O.
 
 Heads are forms that know their value. The rows of a form's Jacobian are those of its `output()`, (heads, N, dv) or
 (N, dv), flattened.
@@ -29,10 +29,64 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from wellcond.head import cast_to_float64, compressed
-from wellcond.jacobian.form import AbstractForm, Structure, SumForm, listed, token_rank
-from wellcond.jacobian.normalised import with_constant
-from wellcond.jacobian.records import JacobianSpectrum
+from wellcond.head import cast_to_float64, compressed, with_constant
+from wellcond.jacobian.form import AbstractForm
+from wellcond.linalg.spectrum import numerical_rank
+from wellcond.records import JacobianSpectrum
+from wellcond.theory.ranks import Structure
+
+
+@dataclass(frozen=True, eq=False)
+class MappedRows(AbstractForm):
+    """G J of another form's J; G has one block for each token, the Jacobian of what happens to its outputs before W_O.
+
+    A gate acts on each query head by itself; a norm over all heads mixes those of a group (theory.md, section 5.4).
+
+    Attributes:
+        form: the heads before the map, rows (g, N, dv).
+        maps: (g, g, N, dv', dv), from the second head to the first.
+        value: the heads behind the map, (g, N, dv').
+    """
+
+    form: AbstractForm
+    maps: Tensor
+    value: Tensor
+
+    @property
+    def num_outputs(self) -> int:
+        """R dv'."""
+        return self.value.numel()
+
+    def output(self) -> Tensor:
+        """Behind the map."""
+        return self.value
+
+    def structure(self) -> Structure:
+        """That of the form; a map that is not injective can only lower its rank."""
+        inner = self.form.structure()
+        by_token = self.maps.permute(2, 0, 3, 1, 4).flatten(3).flatten(1, 2)
+        rank = min(inner.max_rank, int(torch.linalg.matrix_rank(by_token).sum()))
+        return Structure(
+            self.num_outputs, inner.num_parameters, inner.token_rank, inner.memory_rank, rank, inner.null_space
+        )
+
+    def _forward(self, rows: Tensor) -> Tensor:
+        """G applied to the outputs of the form, (R dv, columns) -> (R dv', columns)."""
+        g, _, n, _, dv = self.maps.shape
+        return torch.einsum("hknop,knpc->hnoc", self.maps, rows.reshape(g, n, dv, -1)).reshape(self.num_outputs, -1)
+
+    def product(self, flat: Tensor) -> Tensor:
+        """G (J J^T) G^T u."""
+        back = torch.einsum("hknop,hno->knp", self.maps, flat.view_as(self.value))
+        return self._forward(self.form.product(back.flatten()))[:, 0]
+
+    def explicit_jacobian(self) -> Tensor:
+        """G J."""
+        return self._forward(self.form.explicit_jacobian())
+
+    def output_gram(self) -> Tensor:
+        """G (J J^T) G^T."""
+        return self._forward(self._forward(self.form.output_gram()).T)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +119,7 @@ class HeadUnion(AbstractForm):
             token_rank=max(part.token_rank for part in parts),
             memory_rank=max(part.memory_rank for part in parts),
             max_rank=sum(part.max_rank for part in parts),
-            null_space=listed(parts),
+            null_space=_listed(parts),
         )
 
     def output_gram(self) -> Tensor:
@@ -145,7 +199,7 @@ class ProjectedHeads(AbstractForm):
     def structure(self) -> Structure:
         """Sizes and an upper bound on the rank: at most N rank(W_O), and no more than the heads have together."""
         heads = HeadUnion(self.forms).structure()
-        rank = min(self.num_outputs, heads.max_rank, self.concatenated.shape[0] * token_rank(self.w_o))
+        rank = min(self.num_outputs, heads.max_rank, self.concatenated.shape[0] * numerical_rank(self.w_o))
         names = [heads.null_space] if heads.null_space else []
         if rank < self.num_outputs:
             names = ["upper bound on the rank", f"outputs that W_O does not reach: {self.num_outputs - rank}", *names]
@@ -195,6 +249,56 @@ class ProjectedHeads(AbstractForm):
 
 
 @dataclass(frozen=True, eq=False)
+class SumForm(AbstractForm):
+    """Several sets of parameters behind the same outputs: J = [J_1 J_2 ...], and J J^T is the sum of theirs.
+
+    Heads behind W_O, and W_O itself, for example. The first part has the output.
+    """
+
+    parts: tuple[AbstractForm, ...]
+
+    def __post_init__(self) -> None:
+        """Check that the parts are about the same outputs."""
+        if len({part.num_outputs for part in self.parts}) != 1:
+            raise ValueError(f"expected parts of one size, got {[part.num_outputs for part in self.parts]} outputs")
+
+    @property
+    def num_outputs(self) -> int:
+        """The same for all."""
+        return self.parts[0].num_outputs
+
+    def output(self) -> Tensor:
+        """That of the first part."""
+        return self.parts[0].output()
+
+    def structure(self) -> Structure:
+        """Sizes, and an upper bound on the rank: the parts may move the outputs alike."""
+        found = [part.structure() for part in self.parts]
+        rank = min(self.num_outputs, sum(part.max_rank for part in found))
+        names = ["upper bound on the rank", _listed(found)] if rank < self.num_outputs else []
+        return Structure(
+            num_outputs=self.num_outputs,
+            num_parameters=sum(part.num_parameters for part in found),
+            token_rank=max(part.token_rank for part in found),
+            memory_rank=max(part.memory_rank for part in found),
+            max_rank=rank,
+            null_space="; ".join(name for name in names if name),
+        )
+
+    def product(self, flat: Tensor) -> Tensor:
+        """Sum of the parts' products."""
+        return sum((part.product(flat) for part in self.parts[1:]), start=self.parts[0].product(flat))
+
+    def output_gram(self) -> Tensor:
+        """Sum of the parts' Gram matrices."""
+        return sum((part.output_gram() for part in self.parts[1:]), start=self.parts[0].output_gram())
+
+    def explicit_jacobian(self) -> Tensor:
+        """The parts side by side."""
+        return torch.cat([part.explicit_jacobian() for part in self.parts], dim=1)
+
+
+@dataclass(frozen=True, eq=False)
 class OutputWeights(AbstractForm):
     """The Jacobian of a linear layer's output with respect to its own weight: J = inputs (x) I.
 
@@ -213,7 +317,7 @@ class OutputWeights(AbstractForm):
 
     def structure(self) -> Structure:
         """Do rank(inputs), exactly."""
-        rank, (_, columns) = token_rank(self.inputs), self.inputs.shape
+        rank, (_, columns) = numerical_rank(self.inputs), self.inputs.shape
         return Structure(self.num_outputs, self.out * columns, rank, rank, self.out * rank, "")
 
     def explicit_jacobian(self) -> Tensor:
@@ -247,3 +351,8 @@ def _by_head(form: AbstractForm) -> Tensor:
 def _tokens_first(by_head: Tensor) -> Tensor:
     """(heads, N, dv) -> (N, heads dv)."""
     return by_head.transpose(0, 1).flatten(1)
+
+
+def _listed(parts: Sequence[Structure]) -> str:
+    """Null spaces of the parts, each once."""
+    return " | ".join(dict.fromkeys(part.null_space for part in parts if part.null_space))

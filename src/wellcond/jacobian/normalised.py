@@ -26,16 +26,11 @@ import torch
 from torch import Tensor
 
 from wellcond.errors import WeightError
-from wellcond.head import Head, compressed, softmax_weights, through_softmax
-from wellcond.jacobian.form import AbstractForm, Structure, token_rank
-from wellcond.jacobian.gauge import MappedSide, gauge_of
-from wellcond.jacobian.token_maps import MapRows, TokenMap, eye_like, is_present, l2_norm
-from wellcond.linalg.spectrum import resolve_rank
-
-
-def with_constant(tokens: Tensor, constant: bool) -> Tensor:
-    """The inputs of a projection: tokens, and the constant input of its bias if that is a parameter."""
-    return torch.cat([tokens, torch.ones_like(tokens[:, :1])], 1) if constant else tokens
+from wellcond.head import Head, compressed, softmax_weights, through_softmax, with_constant
+from wellcond.jacobian.form import AbstractForm
+from wellcond.jacobian.maps import MappedSide, MapRows, TokenMap, eye_like, gauge_of, is_present, l2_norm
+from wellcond.linalg.spectrum import numerical_rank, row_space
+from wellcond.theory.ranks import Structure, contains_ones
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,7 +281,7 @@ def _structure(form: NormalisedHead) -> Structure:
       - linear, F = -E^T:                   d^2, less those with Q E = 0 and K E^T = 0
       - orthogonal, E skew, F = E:          d (d-1)/2, less those with Q E = 0 and K E = 0
       - centred (LayerNorm without affine): the same on the d - 1 dimensions orthogonal to 1
-      - numeric (rotations, what a trace found): counted by `wellcond.jacobian.gauge`
+      - numeric (rotations, what a trace found): counted by `gauge_of`
     A bias that is present but no parameter breaks them, as does an affine norm; then they are not counted.
     Logits of a row count only up to a constant, so at most sum_r (#keys seen - 1) dimensions pass the softmax.
     Generic weights have this rank under self-attention with more tokens than channels, for one of the maps above and
@@ -294,8 +289,8 @@ def _structure(form: NormalisedHead) -> Structure:
     """
     head, d, g = form.head, form.head.head_dim, form.num_query_heads
     with_q, with_k, with_v = _counted(form)
-    rx, ry = token_rank(head.x), token_rank(head.memory)
-    qx, ky, vy = (token_rank(tokens) for tokens in form.read())
+    rx, ry = numerical_rank(head.x), numerical_rank(head.memory)
+    qx, ky, vy = (numerical_rank(tokens) for tokens in form.read())
     inputs_q, inputs_k = head.x.shape[1] + with_q, head.memory.shape[1] + with_k
     parameters = g * d * inputs_q + d * inputs_k + head.value_dim * (head.memory.shape[1] + with_v)
     fixed_q, fixed_k = is_present(head.b_q) and not with_q, is_present(head.b_k) and not with_k
@@ -318,14 +313,12 @@ def _structure(form: NormalisedHead) -> Structure:
 
 def _visible(jacobians: Tensor, rows: Tensor, inputs: int, fixed_bias: bool) -> int:
     """Dimensions of one projection's parameters that can move the mapped rows, at most."""
-    stacked = jacobians.flatten(0, 1)
-    _, sigma, basis = torch.linalg.svd(stacked, full_matrices=False)
-    visible = int(resolve_rank(sigma, tuple(stacked.shape)))
+    basis = row_space(jacobians.flatten(0, 1))
     moved = torch.linalg.vector_norm((jacobians @ rows[:, :, None])[..., 0], dim=-1)
     sizes = torch.linalg.matrix_norm(jacobians) * torch.linalg.vector_norm(rows, dim=-1)
     unmoved = bool((moved <= 1e-13 * rows.shape[1] * sizes).all())
-    in_kernel = float((rows @ basis[:visible].T).norm()) <= 1e-10 * float(rows.norm())  # then it is counted already
-    return visible * inputs - int(unmoved and not in_kernel and not fixed_bias)
+    in_kernel = float((rows @ basis).norm()) <= 1e-10 * float(rows.norm())  # then it is counted already
+    return basis.shape[1] * inputs - int(unmoved and not in_kernel and not fixed_bias)
 
 
 def _gauge(form: NormalisedHead, fixed_q: bool, fixed_k: bool) -> tuple[int, int]:
@@ -340,10 +333,10 @@ def _gauge(form: NormalisedHead, fixed_q: bool, fixed_k: bool) -> tuple[int, int
     if fixed_q or fixed_k:
         return 0, 0
     if symmetry == "linear":
-        return d * d - (d - token_rank(queries)) * (d - token_rank(keys)), 0
+        return d * d - (d - numerical_rank(queries)) * (d - numerical_rank(keys)), 0
     if symmetry == "centred":
         d, both = d - 1, both - both.mean(-1, keepdim=True)
-    free = d - token_rank(both)
+    free = d - numerical_rank(both)
     return (d * (d - 1) - free * (free - 1)) // 2, 0
 
 
@@ -359,8 +352,7 @@ def _numeric_gauge(
     fixed = none if b_k is None or not fixed_k else b_k[None]
     key = MappedSide(keys[:real] - fixed.sum(0), fixed, form.key.value[:real], form.key.jacobian[:real], keys[:real])
     found = gauge_of(query, key)
-    tokens = form.read()[1][:real]
-    has_constant = token_rank(with_constant(tokens, True)) == token_rank(tokens)
+    has_constant = contains_ones(form.read()[1][:real])
     no_other = real == len(keys) and form.p.shape == getattr(form.softmax, "p", form.p).shape
     return found.cancelling, found.constant if has_constant and no_other and _even_slopes(form) else 0
 

@@ -7,14 +7,7 @@ J J^T u without anything of size n x n: for U (R x dv), with K the keys, V the v
     E  = (Kx dS K) K^T + Q (Ky dS^T Q)^T                           pushed forward to the logits
     G U = s^2 (P * (E - rowsum(P * E))) V + P Ky P^T U
 
-Note [Gauge]. Wq -> Wq E, Wk -> Wk E^{-T} leaves every product q . k, hence the output, unchanged. The d^2 directions
-(Wq E, -Wk E^T, 0) are null directions of the wide Jacobian. When tokens span only r < d dimensions, (d - r)^2 of them
-are already null for another reason, and count once. Directions outside the span of the tokens are null as well; the
-compressed Jacobian has none of these.
-
-A query bias b that is not a parameter breaks the gauge: the change of q . k then is (terms that are the same for all
-keys, which the softmax ignores) - b . E Wk^T y, so only the d (d - 1) directions with E^T b = 0 remain, and with g
-query heads only the d (d - rank(b_1 .. b_g)) that suit all their biases. A key bias never matters, by the same softmax.
+Ranks and null directions: `wellcond.theory.ranks`.
 """
 
 from __future__ import annotations
@@ -27,11 +20,19 @@ import torch
 from torch import Tensor
 
 from wellcond.head import Blocks, Head, build_blocks, through_softmax
-from wellcond.jacobian.dense import dense_jacobian
-from wellcond.jacobian.form import AbstractForm, NotDefinedError, Structure, token_rank
-from wellcond.jacobian.gram import explicit_jacobian, output_gram, parameter_gram, stack_gram
-from wellcond.jacobian.squared import OutputSide, ParameterSide, parameter_side
+from wellcond.jacobian.form import AbstractForm, NotDefinedError
+from wellcond.jacobian.gram import (
+    OutputSide,
+    ParameterSide,
+    explicit_jacobian,
+    output_gram,
+    parameter_gram,
+    parameter_side,
+    pull_back,
+    stack_gram,
+)
 from wellcond.theory.bounds import lower_parts, lower_square, upper_parts, upper_square
+from wellcond.theory.ranks import Structure, stack_structure, wide_structure
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,21 +71,6 @@ class WideForm(AbstractForm):
     def plain_blocks(self) -> Blocks:
         """Blocks of the weights alone."""
         return build_blocks(self.head) if self.biases else self.blocks
-
-    @property
-    def num_query_heads(self) -> int:
-        """Query heads g of the group."""
-        return self.head.num_query_heads
-
-    @cached_property
-    def p(self) -> Tensor:
-        """P, (R, M)."""
-        return self.head.probabilities().flatten(0, 1)
-
-    @cached_property
-    def v(self) -> Tensor:
-        """V, (M, dv)."""
-        return self.head.values()
 
     def output(self) -> Tensor:
         """P V, (g, N, dv)."""
@@ -158,14 +144,7 @@ class WideForm(AbstractForm):
         if not bool(u.any()) or not bool(torch.isfinite(u).all()):
             return None
         vector = left[:, -1:] * (u / u.norm())
-        return float(sigma[-1]), float(self._pull_back(vector))
-
-    def _pull_back(self, u: Tensor) -> Tensor:
-        """|J^T u| for u (R, dv), without squaring J."""
-        b = self.blocks
-        to_q = b.x.T @ torch.einsum("roc,ro->rc", b.m, u)
-        to_k = torch.einsum("roe,ro->re", b.b, u).T @ b.q
-        return torch.cat([to_q.flatten(), to_k.flatten(), (b.py.T @ u).flatten()]).norm()
+        return float(sigma[-1]), float(pull_back(self.blocks, vector.flatten()[None]).norm())
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,34 +263,33 @@ def gram_operator(head: Head, *, biases: bool = False) -> GramOperator:
     )
 
 
-def wide_structure(head: Head, *, biases: bool = False) -> Structure:
-    """Sizes and ranks of the wide Jacobian R dv x parameters."""
-    d, dv, g = head.head_dim, head.value_dim, head.num_query_heads
-    rx = token_rank(head.x)
-    ry = rx if head.y is None else token_rank(head.memory)
-    with_q = biases and head.b_q is not None
-    with_k = biases and head.b_k is not None
-    with_v = biases and head.b_v is not None
-    D, E = head.x.shape[1], head.memory.shape[1]
-    parameters = g * d * (D + with_q) + d * (E + with_k) + dv * (E + with_v)
-    # A constant input adds a dimension unless the tokens already contain it.
-    qx = token_rank(torch.cat([head.x, torch.ones_like(head.x[:, :1])], 1)) if with_q else rx
-    vy = token_rank(torch.cat([head.memory, torch.ones_like(head.memory[:, :1])], 1)) if with_v else ry
-    seen = g * d * qx + d * ry + dv * vy
-    fixed = 0 if head.query_biases is None or biases else token_rank(head.query_biases)
-    gauge = max(0, d * (d - fixed) - max(0, d - rx) * max(0, d - ry))
-    rank = min(head.num_outputs, seen - gauge)
-    names = []
-    if rank < min(head.num_outputs, parameters):
-        names.append(f"gauge (W_Q E, -W_K E^T): {gauge}")
-        if parameters > seen:
-            names.append(f"outside the span of the tokens: {parameters - seen}")
-    return Structure(head.num_outputs, parameters, rx, ry, rank, "; ".join(names))
+def dense_jacobian(head: Head, *, biases: bool = False) -> dict[str, Tensor]:
+    """J_Q, J_K, J_V (R dv, parameters) by automatic differentiation: the reference for small sizes, never optimised.
 
+    Parameters are flattened as the D x d matrix row by row; a bias is the last row of its block.
+    """
+    g, d = head.num_query_heads, head.head_dim
 
-def stack_structure(head: Head) -> Structure:
-    """Sizes and ranks of the papers' stacked matrix 3 R dv x Dd."""
-    d, r = head.head_dim, token_rank(head.x)
-    D = head.x.shape[1]
-    names = f"outside the span of the tokens: {d * (D - r)}" if r < D else ""
-    return Structure(3 * head.num_outputs, d * D, r, r, d * r, names)
+    def with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
+        return weight.mT if bias is None or not biases else torch.cat([weight.mT, bias[..., None, :]], dim=-2)
+
+    def output(wq: Tensor, wk: Tensor, wv: Tensor) -> Tensor:
+        def project(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            if bias is not None and biases:
+                return tokens @ weight[..., :-1, :] + weight[..., -1:, :]
+            return tokens @ weight + (0.0 if bias is None else bias[..., None, :])
+
+        q, k = project(head.x, wq, head.query_biases), project(head.memory, wk, head.b_k)
+        v = project(head.memory, wv, head.b_v)
+        logits = head.scale * q @ k.mT
+        logits = logits if head.mask is None else logits + head.mask
+        return logits.softmax(-1) @ v
+
+    weights = (
+        with_bias(head.query_weights, head.query_biases),
+        with_bias(head.w_k, head.b_k),
+        with_bias(head.w_v, head.b_v),
+    )
+    jacobians = torch.func.jacrev(output, argnums=(0, 1, 2))(*weights)
+    assert output(*weights).shape == (g, head.num_tokens, head.value_dim) and weights[1].shape[-1] == d
+    return {name: j.reshape(head.num_outputs, -1) for name, j in zip("qkv", jacobians, strict=True)}

@@ -1,4 +1,6 @@
-"""Which method computes a Jacobian's spectrum: a table that can be asked, and what it answers is what runs.
+"""Which method computes a Jacobian's spectrum, and every number at which one is taken, believed or left.
+
+`choose_method` can be asked, and what it answers is what runs:
 
 | method | route | what it does | all singular values | taken by `auto` if |
 |---|---|---|---|---|
@@ -12,7 +14,7 @@
 | implicit | products | Lanczos on products with J J^T; sigma_min is only bounded | no | otherwise |
 
 The method is what a user asks for and what the record names, the route what runs. `auto` takes the first that fits into
-memory. Ask for ``gram`` to have all singular values. The limits, with their reasons: `wellcond.jacobian.tolerances`.
+memory. Ask for ``gram`` to have all singular values. The limits follow, each with its reason.
 """
 
 from __future__ import annotations
@@ -21,25 +23,16 @@ import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
 from wellcond.errors import WellcondError, check_choice
-from wellcond.jacobian.form import AbstractForm, Structure
-from wellcond.jacobian.records import Convention, JacobianSpectrum, MethodName, Status
-from wellcond.jacobian.tolerances import (
-    CHOLESKY_LIMIT,
-    CLOSED,
-    CLOSED_ROUNDING,
-    EXHAUSTIVE_LIMIT,
-    GRAM_LIMIT,
-    LARGEST_FULL_SVD,
-    SPECTRUM_LIMIT,
-)
-from wellcond.linalg.lanczos import Estimate, largest_eigenvalue
-from wellcond.linalg.spectrum import default_rtol, resolve_rank
+from wellcond.jacobian.form import AbstractForm
+from wellcond.linalg.spectrum import BLOCK, MAX_STEPS, Estimate, default_rtol, largest_eigenvalue, resolve_rank
+from wellcond.records import Convention, JacobianSpectrum, MethodName, Status
+from wellcond.theory.ranks import Structure
 
 Route = Literal[
     "dense", "closed form", "triangle", "proved ends", "gram", "cholesky", "exhaustive products", "products"
@@ -49,6 +42,46 @@ EPSILON = torch.finfo(torch.float64).eps
 METHODS = ("dense", "gram", "cholesky", "implicit")
 MEMINFO = Path("/proc/meminfo")
 FALLBACK_BYTES = 4 * 2**30
+
+# --- sizes: which method is taken ------------------------------------------------------------------------------------
+
+GRAM_LIMIT: Final = 6200
+"""Side of the smaller Gram matrix up to which all its eigenvalues are computed: beyond, they take minutes."""
+CHOLESKY_LIMIT: Final = 20_000
+"""Outputs up to which J J^T is factorised: 3.2 GB, and about half a minute."""
+SPECTRUM_LIMIT: Final = 768
+"""Outputs up to which `auto` computes all singular values even where both ends are known in closed form."""
+LARGEST_FULL_SVD: Final = 2500
+"""Side beyond which an SVD takes longer than everything else, and `auto` gives both ends only."""
+LARGEST_SVD: Final = 2e13
+"""Rows x columns x smaller side up to which J itself is decomposed: about an hour."""
+SMALLEST_FLOAT32: Final = 1024
+"""Outputs below which a factorisation in float64 takes no longer than the steps that a float32 one steers."""
+EXHAUSTIVE_LIMIT: Final = 1500
+"""Outputs up to which products alone go through the whole space, and so are exact."""
+LANCZOS_STEPS: Final = 300
+"""Vectors that Lanczos keeps otherwise; both ends of a head converge within a tenth of that, or not at all."""
+POWER_STEPS: Final = 4
+"""Of G and of its inverse, to tell whether squaring loses: a bound from below, which one step already gives."""
+LOWEST: Final = 40
+"""How many of the smallest singular values are computed where a rank must be counted from a triangular form."""
+
+# --- accuracy: what is believed --------------------------------------------------------------------------------------
+
+LARGEST_SQUARED_KAPPA: Final = 1e5
+"""Squaring keeps about 1e-16 kappa^2 of relative accuracy: 1e-6 at kappa = 1e5."""
+LARGEST_SHIFTED_KAPPA: Final = 1e4
+"""Likewise for lambda_max I - J J^T, where the shift rounds once more."""
+CLOSED: Final = 1e-8
+"""Relative width at which the interval of the closed form for sigma_min counts as a number."""
+CLOSED_ROUNDING: Final = 1e-6
+"""Rounding of sigma_min, relative to it, beyond which the closed form is left to a method that does not square."""
+SURE: Final = 10
+"""A smallest singular value counts as exact at this many times its error: the error is an estimate."""
+AGREEMENT_OF_OUTPUT: Final = 1e-9
+"""Relative difference up to which a structured form has the output of the module's own float64 copy."""
+AGREEMENT_OF_PRODUCT: Final = 1e-6
+"""The same of J J^T u: iterations inside a module (Nystrom) amplify rounding, in automatic differentiation most."""
 
 
 class MemoryLimitError(WellcondError, MemoryError):
@@ -91,7 +124,7 @@ def choose_method(
     """
     check_choice("Jacobian method", asked, ("auto", *METHODS))
     limit = available_bytes() if memory_limit is None else memory_limit
-    needed = {name: form.needed_bytes(name, structure) for name in METHODS}
+    needed = {name: needed_bytes(form, name, structure) for name in METHODS}
     fitting = [name for name in METHODS if needed[name] <= limit]
     n, side = form.num_outputs, form.gram_side
     full_row_rank = structure.max_rank == n
@@ -138,6 +171,22 @@ def _closed_form(form: AbstractForm, structure: Structure, rtol: float | None) -
     if not top.converged or error > CLOSED_ROUNDING * interval[0] or interval[0] <= zero:
         return None
     return ClosedForm(interval, error, top)
+
+
+def needed_bytes(form: AbstractForm, method: str, structure: Structure) -> int:
+    """Peak memory of a method, roughly, in bytes of float64."""
+    n, side, rows = form.num_outputs, form.gram_side, form.block_rows
+    # Covariance blocks hold an entry of every output for every key dimension; Lanczos keeps its vectors, or all.
+    blocks = rows * (min(structure.memory_rank, rows) + 64)
+    vectors = (n if n <= EXHAUSTIVE_LIMIT else LANCZOS_STEPS) * n
+    steps = 2 * MAX_STEPS * BLOCK * n if n >= SMALLEST_FLOAT32 else 0  # beside a factor of half the size
+    entries = {
+        "dense": 3 * structure.num_outputs * structure.num_parameters,
+        "gram": 3 * side**2 + 2 * blocks + form.table_entries,
+        "cholesky": max(n * n + vectors, n * n // 2 + steps) + 2 * blocks + (form.table_entries if n == side else 0),
+        "implicit": 2 * blocks + vectors,
+    }
+    return 8 * entries[method]
 
 
 def available_bytes() -> int:

@@ -13,20 +13,11 @@ from torch import Tensor
 
 from wellcond.errors import check_choice
 from wellcond.head import Head
+from wellcond.jacobian.ends import ends_of, from_triangle, least_singular_value, no_eigenvalue_below
 from wellcond.jacobian.form import AbstractForm, NotDefinedError
-from wellcond.jacobian.mixed_ends import least_singular_value, no_eigenvalue_below
 from wellcond.jacobian.plain import WideForm
-from wellcond.jacobian.records import Convention, JacobianSpectrum, Status
 from wellcond.jacobian.select import (
     ASKED,
-    Route,
-    Task,
-    available_bytes,
-    choose_method,
-    from_singular_values,
-    make_record,
-)
-from wellcond.jacobian.tolerances import (
     CLOSED,
     LANCZOS_STEPS,
     LARGEST_FULL_SVD,
@@ -35,10 +26,15 @@ from wellcond.jacobian.tolerances import (
     LARGEST_SVD,
     POWER_STEPS,
     SMALLEST_FLOAT32,
+    Route,
+    Task,
+    available_bytes,
+    choose_method,
+    from_singular_values,
+    make_record,
 )
-from wellcond.jacobian.triangle import ends_of, from_triangle
-from wellcond.linalg.lanczos import largest_eigenvalue
-from wellcond.linalg.spectrum import default_rtol, singular_values
+from wellcond.linalg.spectrum import default_rtol, largest_eigenvalue, singular_values
+from wellcond.records import Convention, JacobianSpectrum, Status
 
 
 def jacobian_spectrum(

@@ -1,12 +1,46 @@
-"""Singular values, rank and condition number in float64; `resolve_rank` holds the only tolerance rule."""
+r"""Singular values and ranks of matrices, extreme eigenvalues of symmetric operators; everything in float64.
+
+`resolve_rank` holds the only tolerance rule.
+
+# Note [Davidson]
+The smallest eigenvalue of a positive definite matrix A from an approximate factor of it. A factor in float32 costs half
+of one in float64, in time and in memory, and here it decides only how many steps are taken, not what they converge to.
+A x is multiplied in float64, and each step adds to the space
+
+    T r_i,   r_i = A x_i - theta_i x_i,   T ~ A^-1
+
+for the lowest Ritz pairs (theta_i, x_i). For T = A^-1 this is x_i - theta_i A^-1 x_i: the block Krylov space of the
+inverse, hence the method of Lanczos on it. Solving with several right-hand sides reads the factor as often as with one.
+
+When to stop. Let x = sum c_i v_i be a Ritz vector of length 1 with value theta, lambda_1 <= theta < lambda_*, and let
+every c_i with lambda_1 < lambda_i < lambda_* be zero. Then with gamma = 1 - theta / lambda_*
+
+    r^T A^-1 r = sum (lambda_i - theta)^2 / lambda_i c_i^2  >=  gamma sum_{i > 1} (lambda_i - theta) c_i^2
+                                                             =  gamma (theta - lambda_1) c_1^2
+
+because sum (lambda_i - theta) c_i^2 = 0. The lowest Ritz vectors of the block are free of each other, so lambda_* is
+read off the first Ritz value behind it, and T stands for A^-1. Neither is sure, so this is an estimate of the error,
+which the tests compare with the error itself.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import scipy.linalg
 import torch
 from torch import Tensor
 
 from wellcond.errors import WeightError
 from wellcond.records import Spectrum
+
+Product = Callable[[Tensor], Tensor]
+
+BLOCK = 16
+"""Vectors that Davidson's method takes at a time."""
+MAX_STEPS = 50
+AGREEMENT = 1e-10  # of successive values, where more eigenvalues than the block holds are equal and there is no gap
 
 
 def has_float64(device: torch.device) -> bool:
@@ -42,6 +76,17 @@ def resolve_rank(sigma: Tensor, shape: tuple[int, ...], *, rtol: float | None = 
     """
     rtol = default_rtol(shape) if rtol is None else rtol
     return (sigma > rtol * sigma[..., :1]).sum(-1)
+
+
+def numerical_rank(matrix: Tensor) -> int:
+    """Number of singular values of one matrix that are not rounding."""
+    return int(resolve_rank(singular_values(matrix), tuple(matrix.shape)))
+
+
+def row_space(rows: Tensor, *, rtol: float | None = None) -> Tensor:
+    """An orthonormal basis of what the rows of a float64 matrix span, as columns."""
+    _, sigma, right = torch.linalg.svd(rows, full_matrices=False)
+    return right[: int(resolve_rank(sigma, tuple(rows.shape), rtol=rtol))].T
 
 
 def spectrum(matrix: Tensor, *, rtol: float | None = None) -> Spectrum:
@@ -80,3 +125,120 @@ def spectra(matrices: Tensor, *, rtol: float | None = None) -> list[Spectrum]:
         )
         for s, rank in zip(sigma.cpu(), ranks, strict=True)
     ]
+
+
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """A Ritz value. For the largest eigenvalue it never exceeds the true one; `residual` is |A u - value u|."""
+
+    value: float
+    converged: bool
+    residual: float
+    num_products: int
+    vector: Tensor
+
+
+def largest_eigenvalue(
+    product: Product, size: int, *, tolerance: float = 1e-10, max_steps: int = 300, seed: int = 0
+) -> Estimate:
+    """Largest eigenvalue of a symmetric positive semi-definite operator on R^size, float64.
+
+    Stops when two successive Ritz values agree to `tolerance`, when the Krylov space is exhausted (then the value is
+    exact), or after `max_steps`. The Ritz test and not the residual: eigenvalues of attention's Gram matrices come in
+    clusters of about d, where the value converges long before the vector (theory.md, section 7.2).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randn(size, generator=generator, dtype=torch.float64)
+    max_steps = min(max_steps, size)
+    basis = torch.empty(max_steps, size, dtype=torch.float64)  # takes memory only as it is filled
+    basis[0] = start / start.norm()
+    diagonal: list[float] = []
+    off: list[float] = []
+    value, agreed, converged = 0.0, 0, False
+    for step in range(max_steps):
+        w = product(basis[step])
+        diagonal.append(float(basis[step] @ w))
+        known = basis[: step + 1]
+        for _ in range(2):  # once is not enough when the new direction nearly lies in the old ones
+            w = w - known.T @ (known @ w)
+        norm = float(w.norm())
+        previous, value = value, _largest_of_tridiagonal(diagonal, off)
+        agreed = agreed + 1 if abs(value - previous) <= tolerance * abs(value) else 0
+        exhausted = norm <= 1e-13 * max(abs(value), 1e-300) or step == size - 1
+        if agreed >= 3 or exhausted:
+            converged = True
+            break
+        if step + 1 == max_steps:
+            break
+        off.append(norm)
+        basis[step + 1] = w / norm
+    last = len(diagonal) - 1
+    _, weights = scipy.linalg.eigh_tridiagonal(diagonal, off[:last], select="i", select_range=(last, last))
+    vector = basis[: len(weights)].T @ torch.from_numpy(weights[:, 0])
+    residual = float((product(vector) - value * vector).norm())
+    return Estimate(value, converged, residual, len(diagonal) + 1, vector)
+
+
+def _largest_of_tridiagonal(diagonal: list[float], off: list[float]) -> float:
+    """Largest eigenvalue of a symmetric tridiagonal matrix, O(k)."""
+    size = len(diagonal)
+    if size == 1:
+        return diagonal[0]
+    # What `scipy.linalg.eigh_tridiagonal` calls, without its checks, which take longer than the eigenvalue itself.
+    _, values, _, _, info = scipy.linalg.lapack.dstebz(diagonal, off[: size - 1], 2, 0.0, 1.0, size, size, 0.0, "E")
+    if info:
+        raise torch.linalg.LinAlgError("the eigenvalues of a tridiagonal matrix did not converge")
+    return float(values[0])
+
+
+def smallest_eigenvalue(
+    product: Product,
+    precondition: Product,
+    size: int,
+    *,
+    tolerance: float = 1e-8,
+    max_steps: int = MAX_STEPS,
+    seed: int = 0,
+) -> Estimate:
+    """Smallest eigenvalue of a symmetric positive definite operator on R^size, and its vector; Note [Davidson].
+
+    `product` and `precondition` map rows (block, size) to rows: A u, and approximately A^-1 u. The value is a Rayleigh
+    quotient and never below the true one; it is within `tolerance` of it, relatively, where `converged`.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    block = min(BLOCK, size)
+    max_steps = min(max_steps, size // block)
+    basis = torch.empty(max_steps * block, size, dtype=torch.float64)  # takes memory only as it is filled
+    images = torch.empty_like(basis)
+    projected = torch.zeros(max_steps * block, max_steps * block, dtype=torch.float64)
+    new = precondition(torch.randn(block, size, generator=generator, dtype=torch.float64))
+    value, agreed, converged = 0.0, 0, False
+    for step in range(max_steps):
+        old, now = slice(0, step * block), slice(step * block, (step + 1) * block)
+        known = slice(0, now.stop)
+        basis[now] = _orthonormal(new, basis[old])
+        images[now] = product(basis[now])
+        projected[known, now] = basis[known] @ images[now].T
+        projected[now, known] = projected[known, now].T
+        ritz, weights = torch.linalg.eigh(projected[known, known])
+        lowest = weights[:, :block].T
+        vectors = lowest @ basis[known]
+        residuals = lowest @ images[known] - ritz[:block, None] * vectors
+        previous, value = value, float(ritz[0])
+        if value <= 0:
+            break
+        new = precondition(residuals)
+        gap = 1 - value / float(ritz[block]) if step else 0.0
+        agreed = agreed + 1 if abs(value - previous) <= AGREEMENT * value else 0
+        converged = float(residuals[0] @ new[0]) <= tolerance * gap * value or agreed >= 3 or now.stop == size
+        if converged:
+            break
+    return Estimate(value, converged, float(residuals[0].norm()), now.stop, vectors[0])
+
+
+def _orthonormal(rows: Tensor, known: Tensor) -> Tensor:
+    """An orthonormal basis of the rows less what is known."""
+    for _ in range(2):  # once is not enough when the new directions nearly lie in the old ones
+        rows = rows - (rows @ known.T) @ known
+        rows = torch.linalg.qr(rows.T).Q.T
+    return rows

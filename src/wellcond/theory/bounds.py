@@ -22,10 +22,10 @@ from torch import Tensor
 from wellcond.errors import check_choice
 from wellcond.head import Blocks, Head, build_blocks, softmax_spectrum
 from wellcond.linalg.spectrum import default_rtol, singular_values, spectrum
+from wellcond.records import Convention
 from wellcond.theory.ranks import contains_ones
 from wellcond.theory.statement import Bound, Hypothesis, Relation, all_hold, check_single, ours, settle
 
-Convention = Literal["wide", "stack"]
 LambdaNorm = Literal["actual", "half"]
 
 

@@ -3,14 +3,25 @@ r"""Structural ranks of the parameter Jacobian, and the directions in weight spa
 Legend: N tokens of width D and rank r, head dimensions d (queries, keys) and dv (values), 1 the all-ones vector.
 
 # Note [Rank of the Jacobian]
-The output sees Wq and Wk only through the logits, dS = X (dWq Wk^T + Wq dWk^T) X^T (the papers' D x d weights), up to a
-constant per row, which softmax ignores. With e = min(d, r) the matrices dWq Wk^T + Wq dWk^T, restricted to the row
-space of X, are the tangent space at a rank-e matrix of size r x r: dimension 2er - e^2. If 1 = Xc lies in range(X),
-those of the form u c^T move the logits by row constants; u ranges over range(Wq), so e of them are lost.
+The output sees Wq and Wk only through the logits, dS = X dWq K^T + Q dWk^T Y^T (the papers' D x d weights), up to a
+constant per row, which softmax ignores: Y and K count as centred. Let g query heads share the keys, and let
 
-On the output side dA_i = s V^T Lambda_i dS_i lies in the range of the centred V^T, of dimension min(dv, r_c), where
-r_c = rank of the centred X = r - [1 in range(X)]. J_V = PX (x) I fills r of the N token directions, which leaves
-(N - r) min(dv, r_c) for Q and K. Generic weights attain each minimum:
+    r_q   the rank of what the query weights multiply: X, or [X 1] with a bias that is a parameter
+    r_k   that of the centred Y: rank Y - [1 in range(Y)]; a bias of the keys is centred away
+    f     the rank of query biases that are no parameters; 0 if 1 in range(X), where they change nothing
+
+In coordinates of these spans the first term is any g r_q x r_k matrix with rows in the range of the keys, of dimension
+e_k = min(d, r_k), and the second any with columns in the range of the queries, of dimension e_q = min(d, g r_q + f).
+They have in common what cancels, the gauge (Wq E, -Wk E^T) with b E = 0 for biases b: min(d - f, g r_q) e_k dimensions.
+
+    rank (J_Q J_K) = g r_q e_k + e_q r_k - min(d - f, g r_q) e_k
+
+For one head without biases and e = min(d, r) this is 2er - e^2 - e [1 in range(X)].
+
+On the output side dA_i = s V^T Lambda_i dS_i lies in the range of the centred V^T, of dimension min(dv, r_k). J_V =
+PY (x) I fills r_v of the R = g N token directions, r_v the rank of Y, or of [Y 1] with a bias that is a parameter, and
+leaves (R - r_v) min(dv, r_k) for Q and K. Generic weights attain each minimum; masks may lower it. For one head without
+biases, with r_c = r - [1 in range(X)]:
 
     rank J_V    = dv r
     rank J_Q    = min(N min(dv, d, r_c), r min(d, r_c))
@@ -29,8 +40,27 @@ import torch
 from torch import Tensor
 
 from wellcond.head import Head
-from wellcond.linalg.spectrum import spectrum
+from wellcond.linalg.spectrum import numerical_rank, resolve_rank, singular_values, spectrum
 from wellcond.theory.statement import AbstractStatement, Bound, Hypothesis, all_hold, check_single, ours, settle
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Sizes and structural ranks of a Jacobian."""
+
+    num_outputs: int
+    num_parameters: int
+    token_rank: int
+    memory_rank: int
+    max_rank: int
+    """No Jacobian of this structure has a larger rank; a generic one has this rank."""
+    null_space: str
+    """Names of null directions, empty where there are none that matter."""
+
+    @property
+    def smaller_side(self) -> int:
+        """min(shape)."""
+        return min(self.num_outputs, self.num_parameters)
 
 
 @dataclass(frozen=True)
@@ -62,7 +92,13 @@ class NullDirection:
 
 
 def generic_ranks(
-    num_tokens: int, rank: int, head_dim: int, *, value_dim: int | None = None, ones_in_range: bool | None = None
+    num_tokens: int,
+    rank: int,
+    head_dim: int,
+    *,
+    value_dim: int | None = None,
+    ones_in_range: bool | None = None,
+    fixed_biases: int = 0,
 ) -> Ranks:
     """Ranks for almost every head of these sizes without a mask; Note [Rank of the Jacobian].
 
@@ -72,6 +108,7 @@ def generic_ranks(
         head_dim: d.
         value_dim: dv; d if None.
         ones_in_range: whether 1 is in range(X): always for r = N, with biases ([X 1]), else generically not (None).
+        fixed_biases: f, 1 for a query bias that is no parameter.
 
     Raises: ValueError unless 1 <= r <= N.
 
@@ -83,16 +120,61 @@ def generic_ranks(
     if not 1 <= r <= n:
         raise ValueError(f"expected a rank between 1 and {n} tokens, got {r}")
     dv = d if value_dim is None else value_dim
-    ones = int(r == n or bool(ones_in_range))
-    r_c, e = r - ones, min(d, r)
+    ones = r == n or bool(ones_in_range)
+    r_c, fixed = r - ones, 0 if ones else fixed_biases
     rows = n * min(dv, d, r_c)
     return Ranks(
         query=min(rows, r * min(d, r_c)),
-        key=min(rows, r_c * e),
+        key=min(rows, r_c * min(d, r + fixed)),
         value=dv * r,
-        wide=dv * r + min((n - r) * min(dv, r_c), 2 * e * r - e * e - e * ones),
+        wide=wide_rank(n, r, r_c, r, head_dim=d, value_dim=dv, fixed=fixed),
         stack=d * r if dv == d else None,
     )
+
+
+def logit_rank(query: int, key: int, *, head_dim: int, groups: int = 1, fixed: int = 0) -> int:
+    """Dimensions of W_Q and W_K that can move the output: r_q, r_k, d, g and f of Note [Rank of the Jacobian]."""
+    e_q, e_k = min(head_dim, groups * query + fixed), min(head_dim, key)
+    return groups * query * e_k + e_q * key - min(head_dim - fixed, groups * query) * e_k
+
+
+def wide_rank(
+    rows: int, query: int, key: int, value: int, *, head_dim: int, value_dim: int, groups: int = 1, fixed: int = 0
+) -> int:
+    """Rank of J_wide with `rows` rows of tokens: R, r_q, r_k, r_v, d, dv, g and f of Note [Rank of the Jacobian]."""
+    filled = min(rows, value)
+    by_logits = logit_rank(query, key, head_dim=head_dim, groups=groups, fixed=fixed)
+    return value_dim * filled + min((rows - filled) * min(value_dim, key), by_logits)
+
+
+def wide_structure(head: Head, *, biases: bool = False) -> Structure:
+    """Sizes and rank of J_wide, R dv x parameters, for a head or a group of heads; `biases` are parameters."""
+    d, dv, g = head.head_dim, head.value_dim, head.num_query_heads
+    with_q, with_k, with_v = (biases and bias is not None for bias in (head.b_q, head.b_k, head.b_v))
+    rx, ones_x = rank_and_ones(head.x)
+    ry, ones_y = (rx, ones_x) if head.y is None else rank_and_ones(head.memory)
+    query, key, value = rx + (with_q and not ones_x), ry - ones_y, ry + (with_v and not ones_y)
+    fixed = 0 if head.query_biases is None or with_q or ones_x else numerical_rank(head.query_biases)
+    rank = wide_rank(head.num_rows, query, key, value, head_dim=d, value_dim=dv, groups=g, fixed=fixed)
+    width, memory_width = head.x.shape[1], head.memory.shape[1]
+    parameters = g * d * (width + with_q) + d * (memory_width + with_k) + dv * (memory_width + with_v)
+    names = []
+    if rank < min(head.num_outputs, parameters):
+        # Of what the tokens span, the constant key moves no softmax, and the gauge is the rest that moves nothing.
+        seen = d * (g * query + ry)
+        gauge = seen - d * ones_y - logit_rank(query, key, head_dim=d, groups=g, fixed=fixed)
+        outside = parameters - seen - dv * value
+        names = [f"gauge (W_Q E, -W_K E^T): {gauge}"]
+        names += [f"the same added to all keys: {d}"] if ones_y else []
+        names += [f"outside the span of the tokens: {outside}"] if outside else []
+    return Structure(head.num_outputs, parameters, rx, ry, rank, "; ".join(names))
+
+
+def stack_structure(head: Head) -> Structure:
+    """Sizes and rank of the papers' stacked matrix, 3 R dv x Dd."""
+    d, r, width = head.head_dim, numerical_rank(head.x), head.x.shape[1]
+    names = f"outside the span of the tokens: {d * (width - r)}" if r < width else ""
+    return Structure(3 * head.num_outputs, d * width, r, r, d * r, names)
 
 
 def structural_ranks(head: Head, *, strict: bool = True) -> StructuralRanks:
@@ -103,7 +185,7 @@ def structural_ranks(head: Head, *, strict: bool = True) -> StructuralRanks:
     Raises: HypothesisError if entries of P are masked, or X = 0.
     """
     check_single(head)
-    r = spectrum(head.x).rank
+    r, ones = rank_and_ones(head.x)
     masked = int(torch.isneginf(head.log_probabilities()).sum())
     hypotheses = (
         Hypothesis("no entry of P is masked", masked == 0, {"masked": masked}),
@@ -111,8 +193,9 @@ def structural_ranks(head: Head, *, strict: bool = True) -> StructuralRanks:
     )
     ranks = None
     if all_hold(hypotheses):
+        fixed = 0 if head.query_biases is None else numerical_rank(head.query_biases)
         ranks = generic_ranks(
-            head.num_tokens, r, head.head_dim, value_dim=head.value_dim, ones_in_range=contains_ones(head.x)
+            head.num_tokens, r, head.head_dim, value_dim=head.value_dim, ones_in_range=ones, fixed_biases=fixed
         )
     statement = StructuralRanks(
         name="structural_ranks",
@@ -124,17 +207,25 @@ def structural_ranks(head: Head, *, strict: bool = True) -> StructuralRanks:
     return settle(statement, strict=strict)
 
 
+def rank_and_ones(matrix: Tensor) -> tuple[int, bool]:
+    """Numerical rank of a matrix, and whether the all-ones vector lies in its range: appending it adds no rank."""
+    sigma = singular_values(matrix)
+    rank = int(resolve_rank(sigma, tuple(matrix.shape)))
+    if rank in (0, len(matrix)):
+        return rank, rank > 0
+    # At the length of the largest singular value the added column leaves the tolerance where it was.
+    ones = matrix.new_full((len(matrix), 1), float(sigma[0]) / len(matrix) ** 0.5)
+    return rank, numerical_rank(torch.cat([matrix, ones], 1)) == rank
+
+
 def contains_ones(matrix: Tensor) -> bool:
-    """Whether the all-ones vector lies in range(matrix): appending it does not raise the numerical rank.
+    """Whether the all-ones vector lies in range(matrix).
 
     Example:
         >>> contains_ones(torch.eye(2)), contains_ones(torch.tensor([[1.0], [2.0]]))
         (True, False)
     """
-    before = spectrum(matrix)
-    # At the length of the largest singular value the added column leaves the tolerance where it was.
-    ones = matrix.new_full((len(matrix), 1), before.sigma_max / len(matrix) ** 0.5)
-    return before.rank > 0 and spectrum(torch.cat([matrix, ones], 1)).rank == before.rank
+    return rank_and_ones(matrix)[1]
 
 
 def gauge_direction(head: Head, e: Tensor) -> NullDirection:
@@ -200,9 +291,9 @@ def parameter_nullity(
 ) -> Bound:
     """Nullity of J_wide per key/value head with many generic tokens (also causal, also grouped queries).
 
-    d^2 without biases for d <= D, d^2 + d with biases on Q, K, V, 2Dd - D^2 for d > D, d with RoPE. In general, with
-    R = D + bias and e = min(d, R), it is 2R(d - e) + e^2 + e bias: 3dR less the rank of Note [Rank of the Jacobian].
-    Rotations leave of the gauge only what commutes with them, a complex number per pair of coordinates.
+    d^2 without biases for d <= D, d^2 + d with biases on Q, K, V, 2Dd - D^2 for d > D, d with RoPE: what Q and K have
+    less what of them moves the output, Note [Rank of the Jacobian]. Rotations leave of the gauge only what commutes
+    with them, a complex number per pair of coordinates.
 
     Args:
         head_dim: d.
@@ -218,12 +309,11 @@ def parameter_nullity(
         ([4, 6], 12)
     """
     d, full = head_dim, width + bias
-    e = min(d, full)
     hypotheses = (
         Hypothesis("RoPE: no biases", not (rope and bias), {"bias": bias}),
         Hypothesis("RoPE: d <= D and d even", not rope or (d <= width and d % 2 == 0), {"d": d, "D": width}),
     )
-    nullity = d if rope else 2 * full * (d - e) + e * e + e * bias
+    nullity = d if rope else 2 * full * d - logit_rank(full, full - bias, head_dim=d)
     return settle(
         Bound(
             name="parameter_nullity",

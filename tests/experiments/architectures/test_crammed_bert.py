@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 import wellcond as wc
 from wellcond.attention.builders import fused_site
-from wellcond.attention.registry import Place
+from wellcond.attention.site import Place
 from wellcond.experiments.models import ModelSpecError, build_model
 from wellcond.experiments.norms import remove_norms_
 from wellcond.jacobian.capture import capture_attention

@@ -7,8 +7,8 @@ from typing import Any
 
 from wellcond.attention.adapters import hf_common as hf
 from wellcond.attention.adapters import modifiers
-from wellcond.attention.registry import Place, register_adapter
-from wellcond.attention.site import AttentionSite
+from wellcond.attention.find import register_adapter
+from wellcond.attention.site import AttentionSite, Place
 
 STATED = """
     align.AlignTextSelfAttention altclip.AltRobertaSelfAttention bert.BertCrossAttention bert.BertSelfAttention

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from wellcond.attention import builders
 from wellcond.attention.adapters import hf_modifiers, modifiers
-from wellcond.attention.registry import Adapter, Place, register_adapter
-from wellcond.attention.site import AttentionSite
+from wellcond.attention.find import Adapter, register_adapter
+from wellcond.attention.site import AttentionSite, Place
 from wellcond.errors import UnsupportedLayoutError
 
 Rule = Callable[[Place], Any]

@@ -10,8 +10,8 @@ from torch import nn
 from wellcond.attention.adapters import hf_common as hf
 from wellcond.attention.adapters import modifiers
 from wellcond.attention.builders import fused_site
-from wellcond.attention.registry import Place, register_adapter
-from wellcond.attention.site import AttentionSite
+from wellcond.attention.find import register_adapter
+from wellcond.attention.site import AttentionSite, Place
 
 FUSED_NAMES = ("query_key_value", "qkv_proj", "Wqkv", "qkv", "att_proj", "c_attn")
 LAYOUT = ("num_heads", "num_kv_heads", "head_dim", "arrangement", "order", "shards")

@@ -6,8 +6,8 @@ from typing import Any
 
 from wellcond.attention.adapters import hf_common as hf
 from wellcond.attention.builders import fused_site, query_and_kv_site
-from wellcond.attention.registry import Place, register_adapter
-from wellcond.attention.site import AttentionSite
+from wellcond.attention.find import register_adapter
+from wellcond.attention.site import AttentionSite, Place
 
 
 @register_adapter(*hf.hf("gpt2.GPT2Attention decision_transformer.DecisionTransformerGPT2Attention"))

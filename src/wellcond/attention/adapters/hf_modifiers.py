@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from wellcond.attention.adapters import modifiers as words
-from wellcond.attention.registry import Place
+from wellcond.attention.site import Place
 
 GATES = ("gate_proj", "g_proj")
 OUTPUT_NORMS = ("attn_sub_norm", "inner_attn_ln", "o_norm")

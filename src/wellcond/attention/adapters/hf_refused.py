@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from wellcond.attention.adapters import hf_common as hf
-from wellcond.attention.registry import Adapter, Place
-from wellcond.attention.site import AttentionSite
+from wellcond.attention.find import Adapter
+from wellcond.attention.site import AttentionSite, Place
 
 REFUSED = {
     "keys and values come out of a low-rank projection (multi-head latent attention), not out of one weight.": """

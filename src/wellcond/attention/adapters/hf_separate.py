@@ -13,8 +13,8 @@ from wellcond.attention import builders
 from wellcond.attention.adapters import hf_common as hf
 from wellcond.attention.adapters import modifiers
 from wellcond.attention.builders import head_rows
-from wellcond.attention.registry import Place, register_adapter
-from wellcond.attention.site import AttentionSite
+from wellcond.attention.find import register_adapter
+from wellcond.attention.site import AttentionSite, Place
 
 ROTARY = """
     apertus.ApertusAttention arcee.ArceeAttention aria.AriaTextAttention bamba.BambaAttention bitnet.BitNetAttention

@@ -8,8 +8,8 @@ from typing import Any
 from wellcond.attention import builders
 from wellcond.attention.adapters import hf_common as hf
 from wellcond.attention.adapters import hf_modifiers, modifiers
-from wellcond.attention.registry import Place, register_adapter
-from wellcond.attention.site import AttentionSite
+from wellcond.attention.find import register_adapter
+from wellcond.attention.site import AttentionSite, Place
 
 # Detectors: position embeddings are added to the tokens that queries and keys read.
 DETECTORS = "dab_detr.DetrAttention table_transformer.TableTransformerAttention"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from wellcond.attention.adapters import hf_common as hf
-from wellcond.attention.registry import Place, register_adapter
-from wellcond.attention.site import AttentionSite
+from wellcond.attention.find import register_adapter
+from wellcond.attention.site import AttentionSite, Place
 
 
 @register_adapter(

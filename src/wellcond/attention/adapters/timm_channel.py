@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from wellcond.attention.builders import fused_site
-from wellcond.attention.registry import Place, register_adapter
-from wellcond.attention.site import AttentionSite
+from wellcond.attention.find import register_adapter
+from wellcond.attention.site import AttentionSite, Place
 
 
 @register_adapter("timm.models.xcit.XCA", "timm.models.edgenext.CrossCovarianceAttn")

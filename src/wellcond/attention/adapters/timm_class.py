@@ -12,8 +12,8 @@ from torch import nn
 
 from wellcond.attention.adapters.timm_common import logit_scale, query_key_norm, refuse, with_projections
 from wellcond.attention.adapters.timm_vit import fused_blocks
-from wellcond.attention.registry import Place, register_adapter
-from wellcond.attention.site import AttentionSite
+from wellcond.attention.find import register_adapter
+from wellcond.attention.site import AttentionSite, Place
 
 
 @register_adapter("timm.models.cait.ClassAttn")

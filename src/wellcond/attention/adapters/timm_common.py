@@ -8,8 +8,7 @@ from torch import nn
 
 from wellcond.attention.adapters import modifiers
 from wellcond.attention.builders import query_and_kv_site, separate_site
-from wellcond.attention.registry import Place
-from wellcond.attention.site import AttentionSite, Normaliser
+from wellcond.attention.site import AttentionSite, Normaliser, Place
 from wellcond.errors import UnsupportedLayoutError
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from wellcond.attention.adapters.timm_common import refuse
-from wellcond.attention.registry import Place, register_adapter
-from wellcond.attention.site import AttentionSite
+from wellcond.attention.find import register_adapter
+from wellcond.attention.site import AttentionSite, Place
 
 BATCH_NORM = (
     "a batch norm stands between each projection and the product, so the stored rows are not the q, k, v that are "

@@ -19,8 +19,8 @@ from wellcond.attention.builders import (
     projection_slot,
     separate_site,
 )
-from wellcond.attention.registry import Place, register_adapter
-from wellcond.attention.site import AttentionSite
+from wellcond.attention.find import register_adapter
+from wellcond.attention.site import AttentionSite, Place
 
 
 @register_adapter("timm.models.pvt_v2.Attention", "timm.models.twins.GlobalSubSampleAttn")

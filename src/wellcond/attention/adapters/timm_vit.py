@@ -15,8 +15,8 @@ from wellcond.attention.adapters.timm_common import (
     query_key_norm,
 )
 from wellcond.attention.builders import QKVLayout, fused_site, head_rows, output_slot, projection_slot, separate_site
-from wellcond.attention.registry import Place, register_adapter
-from wellcond.attention.site import AttentionSite, Slot
+from wellcond.attention.find import register_adapter
+from wellcond.attention.site import AttentionSite, Place, Slot
 
 
 def fused_blocks(place: Place, *, family: str, **facts: Any) -> AttentionSite:

@@ -8,8 +8,8 @@ from typing import Any
 from wellcond.attention.adapters.timm_common import in_windows, logit_scale, refuse
 from wellcond.attention.adapters.timm_vit import fused_blocks, with_apart_biases
 from wellcond.attention.builders import fused_site
-from wellcond.attention.registry import Place, register_adapter
-from wellcond.attention.site import AttentionSite
+from wellcond.attention.find import register_adapter
+from wellcond.attention.site import AttentionSite, Place
 
 POOLED_QUERIES = (
     "its queries are max-pooled over tokens between projection and product, so the rows of its query weight are not "

@@ -9,8 +9,8 @@ from torch import nn
 
 from wellcond.attention.adapters import modifiers
 from wellcond.attention.builders import QKVLayout, head_rows, output_slot
-from wellcond.attention.registry import Place, register_adapter
-from wellcond.attention.site import AttentionSite, Slot
+from wellcond.attention.find import register_adapter
+from wellcond.attention.site import AttentionSite, Place, Slot
 
 
 @register_adapter(nn.MultiheadAttention)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
 from wellcond.attention.builders import fused_site
-from wellcond.attention.registry import Place, register_adapter
-from wellcond.attention.site import AttentionSite
+from wellcond.attention.find import register_adapter
+from wellcond.attention.site import AttentionSite, Place
 from wellcond.experiments.architectures.registry import ArchitectureOptions, register_architecture
 
 DEVIATION = 0.02

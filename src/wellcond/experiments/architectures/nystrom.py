@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention, softmax
 from transformers.models.nystromformer.modeling_nystromformer import NystromformerSelfAttention
 
 from wellcond.attention.adapters.hf_bert import nystromformer
-from wellcond.attention.registry import register_adapter
+from wellcond.attention.find import register_adapter
 
 MASKED = -1e9  # finite: a sequence that is masked altogether gets equal probabilities, not NaN
 

@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from wellcond.attention.wrappers import unwrap
+from wellcond.attention.distributed import unwrap
 from wellcond.experiments.data.bundle import Split
 from wellcond.experiments.data.errors import listed
 from wellcond.experiments.data.table_bundle import limit_split

@@ -12,7 +12,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from wellcond.attention.wrappers import unwrap
+from wellcond.attention.distributed import unwrap
 from wellcond.experiments.data.bundle import Split
 from wellcond.experiments.data.progress import telling
 from wellcond.experiments.data.token_cache import open_token_stream

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wellcond.attention.distributed import is_held_together
 from wellcond.attention.effective import is_conditioned
-from wellcond.attention.shards import is_held_together
 from wellcond.conditioning.apply import folded
 from wellcond.experiments.settings import RecipeError
 from wellcond.experiments.tokenizers.base import Tokenizer, document_end

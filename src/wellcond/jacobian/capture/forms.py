@@ -18,10 +18,10 @@ from wellcond.jacobian.capture.graph import NotTracedError
 from wellcond.jacobian.capture.trace import trace_form
 from wellcond.jacobian.channel import ChannelHead
 from wellcond.jacobian.form import AbstractForm
-from wellcond.jacobian.generic.head import GenericForm, GenericHead
-from wellcond.jacobian.nystrom.captured import nystrom_form
+from wellcond.jacobian.generic.head import GenericHead
+from wellcond.jacobian.nystrom.form import nystrom_form
 from wellcond.jacobian.plain import WideForm
-from wellcond.jacobian.tolerances import AGREEMENT_OF_OUTPUT, AGREEMENT_OF_PRODUCT
+from wellcond.jacobian.select import AGREEMENT_OF_OUTPUT, AGREEMENT_OF_PRODUCT
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def captured_form(
 
 def _generic(captured: CapturedAttention, generic: GenericHead, biases: bool) -> CapturedForm:
     left_out = "; biases are not counted" if biases else ""
-    return CapturedForm(GenericForm(generic), f"generic derivatives: {captured.why_not_plain}{left_out}")
+    return CapturedForm(generic, f"generic derivatives: {captured.why_not_plain}{left_out}")
 
 
 def _nystrom(captured: CapturedAttention, kv_head: int, sample: int, biases: bool) -> CapturedForm:
@@ -73,8 +73,8 @@ def _agree(form: AbstractForm, generic: GenericHead) -> bool:
     mine, theirs = form.output().flatten(), generic.output().flatten()
     if mine.shape != theirs.shape or not _close(mine, theirs, AGREEMENT_OF_OUTPUT):
         return False
-    u = torch.randn(generic.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    return _close(form.product(u), generic.matvec(u), AGREEMENT_OF_PRODUCT)
+    u = torch.randn(generic.num_outputs, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return _close(form.product(u), generic.product(u), AGREEMENT_OF_PRODUCT)
 
 
 def _close(mine: Tensor, theirs: Tensor, rtol: float) -> bool:

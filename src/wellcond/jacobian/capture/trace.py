@@ -28,9 +28,9 @@ from wellcond.jacobian.capture.graph import Cut, NotTracedError, Trace
 from wellcond.jacobian.capture.watch import ROLES
 from wellcond.jacobian.form import AbstractForm
 from wellcond.jacobian.generic.head import GenericHead
+from wellcond.jacobian.layer import MappedRows
+from wellcond.jacobian.maps import TokenMap
 from wellcond.jacobian.normalised import NormalisedHead, Softmax
-from wellcond.jacobian.row_maps import MappedRows
-from wellcond.jacobian.token_maps import TokenMap
 
 NUMBERED = 1e-6  # how far a number that is read off a quotient may be from the rounded one, relative to it
 

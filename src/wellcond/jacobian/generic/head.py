@@ -20,9 +20,11 @@ from wellcond.errors import WeightError, WellcondError
 from wellcond.jacobian.capture.align import is_map, tolerance
 from wellcond.jacobian.capture.attention import CapturedAttention
 from wellcond.jacobian.capture.watch import ROLES
-from wellcond.jacobian.form import ExplicitGram, Structure, token_rank
+from wellcond.jacobian.form import ExplicitGram
 from wellcond.jacobian.generic.products import Products
 from wellcond.jacobian.generic.replica import BatchAxis, Replica, as_double, batch_axis
+from wellcond.linalg.spectrum import numerical_rank
+from wellcond.theory.ranks import Structure
 
 LARGEST_BATCH = 32
 BATCH_BYTES = 2**27
@@ -47,7 +49,7 @@ class ReplayError(WellcondError, RuntimeError):
     """An attention module does not give again what it gave in its model."""
 
 
-class GenericHead:
+class GenericHead(ExplicitGram):
     """The query heads of one key/value head as a function of their weights, whatever the attention does with them.
 
     Rows of the Jacobian are ordered (query head, token, o), over all tokens of the captured call; columns Q, K, V, each
@@ -61,7 +63,7 @@ class GenericHead:
         >>> x = torch.randn(1, 5, 8)
         >>> [captured] = capture_attention(nn.MultiheadAttention(8, 2, batch_first=True), (x, x, x))
         >>> head = GenericHead(captured, 0)
-        >>> head.structure.num_outputs, head.structure.num_parameters, head.adjoint_error() < 1e-10
+        >>> head.num_outputs, head.num_parameters, head.adjoint_error() < 1e-10
         (20, 96, True)
     """
 
@@ -153,8 +155,8 @@ class GenericHead:
         return [self.site.by_role(role) for role in ROLES]
 
     @property
-    def size(self) -> int:
-        """Outputs n = g * tokens * dv."""
+    def num_outputs(self) -> int:
+        """N = g * tokens * dv, of the call, or of the samples chosen."""
         return self.num_rows * self._columns.numel()
 
     @property
@@ -167,6 +169,15 @@ class GenericHead:
         return self.w_q, self.w_k, self.w_v
 
     @property
+    def gram_side(self) -> int:
+        """Side of the smaller Gram matrix."""
+        return min(self.num_outputs, self.num_parameters)
+
+    @property
+    def table_entries(self) -> int:
+        """J itself."""
+        return self.num_outputs * self.num_parameters
+
     def structure(self) -> Structure:
         """Sizes, and the null directions that any attention has: weights outside the span of what they multiply.
 
@@ -177,8 +188,8 @@ class GenericHead:
             ranks.append(self._token_rank(role, slot))
             missing += (weight.numel() // slot.in_features) * (slot.in_features - ranks[-1])
         seen = self.num_parameters - missing
-        named = f"outside the span of the tokens: {missing}" if missing and seen < self.size else ""
-        return Structure(self.size, self.num_parameters, ranks[0], ranks[1], min(self.size, seen), named)
+        named = f"outside the span of the tokens: {missing}" if missing and seen < self.num_outputs else ""
+        return Structure(self.num_outputs, self.num_parameters, ranks[0], ranks[1], min(self.num_outputs, seen), named)
 
     def _token_rank(self, role: str, slot: Slot) -> int:
         call = self.captured.call
@@ -190,7 +201,7 @@ class GenericHead:
         if self.samples is not None and tokens.dim() > batch.axis and tokens.shape[batch.axis] == batch.count:
             tokens = tokens.index_select(batch.axis, torch.tensor(self.samples, device=tokens.device))
         tokens = tokens.movedim(1, -1) if is_map(slot, tokens) else tokens
-        return token_rank(as_double(tokens).reshape(-1, slot.in_features))
+        return numerical_rank(as_double(tokens).reshape(-1, slot.in_features))
 
     def _rows_of(self, slot: Slot, rows: Tensor) -> Tensor:
         return slot.as_matrix(self._replica.weight(slot))[rows].clone()
@@ -265,7 +276,7 @@ class GenericHead:
 
     @cached_property
     def _products(self) -> Products:
-        return Products(self.output, self._weights, self.size, self.batch_size)
+        return Products(self.output, self._weights, self.num_outputs, self.batch_size)
 
     def vjp(self, u: Tensor) -> Tensor:
         """J^T u, (p,), for u of length n."""
@@ -274,10 +285,6 @@ class GenericHead:
     def jvp(self, v: Tensor) -> Tensor:
         """J v, (n,), for v of length p."""
         return self._products.jvp(v)
-
-    def jvps(self, directions: Tensor) -> Tensor:
-        """J v for many v at a time: (count, n) from (count, p)."""
-        return self._products.jvps(directions)
 
     def vjps(self, covectors: Tensor) -> Tensor:
         """J^T u for many u at a time: (count, p) from (count, n)."""
@@ -290,11 +297,9 @@ class GenericHead:
         maps = 8 * self.site.num_heads * rows * max(rows, self._replica.width)
         return max(1, min(LARGEST_BATCH, BATCH_BYTES // maps))
 
-    def matvec(self, u: Tensor) -> Tensor:
-        """J J^T u."""
-        return self.jvp(self.vjp(u))
-
-    __call__ = matvec
+    def product(self, flat: Tensor) -> Tensor:
+        """J (J^T u)."""
+        return self.jvp(self.vjp(flat))
 
     def adjoint_error(self, generator: torch.Generator | None = None) -> float:
         """How far J v in forward mode and J^T u in reverse mode are from adjoint: rounding, if all is well."""
@@ -305,10 +310,10 @@ class GenericHead:
 
         Raises: WeightError if it has NaN or infinite entries.
         """
-        jacobian = torch.empty(self.size, self.num_parameters, dtype=torch.float64)
-        for first in range(0, self.size, self.batch_size):
+        jacobian = torch.empty(self.num_outputs, self.num_parameters, dtype=torch.float64)
+        for first in range(0, self.num_outputs, self.batch_size):
             rows = jacobian[first : first + self.batch_size]
-            units = torch.zeros(len(rows), self.size, dtype=torch.float64)
+            units = torch.zeros(len(rows), self.num_outputs, dtype=torch.float64)
             units.diagonal(first).fill_(1.0)
             rows.copy_(self.vjps(units))
         if not bool(torch.isfinite(jacobian).all()):
@@ -322,42 +327,3 @@ class GenericHead:
     def unflatten(self, vector: Tensor) -> tuple[Tensor, ...]:
         """The inverse of `flatten`."""
         return self._products.unflatten(vector)
-
-
-class GenericForm(ExplicitGram):
-    """The Jacobian of any attention, formed row by row."""
-
-    def __init__(self, head: GenericHead) -> None:
-        """Wrap a generic head."""
-        self.head = head
-
-    @property
-    def num_outputs(self) -> int:
-        """Outputs of the call, or of the samples chosen."""
-        return self.head.size
-
-    @property
-    def gram_side(self) -> int:
-        """Side of the smaller Gram matrix."""
-        return min(self.num_outputs, self.head.num_parameters)
-
-    @property
-    def table_entries(self) -> int:
-        """J itself."""
-        return self.num_outputs * self.head.num_parameters
-
-    def structure(self) -> Structure:
-        """Sizes; the rank is an upper bound."""
-        return self.head.structure
-
-    def output(self) -> Tensor:
-        """(g, tokens, dv)."""
-        return self.head.output()
-
-    def explicit_jacobian(self) -> Tensor:
-        """One reverse pass per output."""
-        return self.head.explicit_jacobian()
-
-    def product(self, flat: Tensor) -> Tensor:
-        """J (J^T u)."""
-        return self.head.matvec(flat)

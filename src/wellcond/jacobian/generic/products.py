@@ -28,7 +28,7 @@ class Products:
     def __init__(
         self, function: Callable[..., Tensor], weights: tuple[Tensor, ...], size: int, batch_size: int
     ) -> None:
-        """Of a function with `size` outputs; `batch_size` products are computed together."""
+        """Of a function with `size` outputs; `batch_size` products J^T u are computed together."""
         self.function, self.weights, self.size, self.batch_size = function, weights, size, batch_size
         self.num_parameters = sum(w.numel() for w in weights)
         self._in_batches = True
@@ -102,38 +102,18 @@ class Products:
             total = torch.stack([(p * t).sum() for p, t in zip(pulled, tangents, strict=True)]).sum()
         return _grad(total, (u,), None)[0].flatten()
 
-    def jvps(self, directions: Tensor) -> Tensor:
-        """J v for many v at a time: (count, n) from (count, p)."""
-        if not self._forward_mode:
-            return torch.stack([self.jvp(direction) for direction in directions])
-        return self._many(directions, self.size, self._push, self.jvp)
-
     def vjps(self, covectors: Tensor) -> Tensor:
         """J^T u for many u at a time: (count, p) from (count, n)."""
-        return self._many(covectors, self.num_parameters, self._pull, self.vjp)
-
-    def _many(
-        self, vectors: Tensor, width: int, together: Callable[[Tensor], Tensor], one: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        found = torch.empty(len(vectors), width, dtype=torch.float64)
-        for some, into in zip(vectors.split(self.batch_size), found.split(self.batch_size), strict=True):
+        found = torch.empty(len(covectors), self.num_parameters, dtype=torch.float64)
+        for some, into in zip(covectors.split(self.batch_size), found.split(self.batch_size), strict=True):
             if self._in_batches:
                 try:
-                    into.copy_(together(some))
+                    into.copy_(self._pull(some))
                     continue
                 except (NotImplementedError, RuntimeError, ValueError):
                     self._in_batches = False  # an operation of this module cannot be batched (or must fail by itself)
-            into.copy_(torch.stack([one(vector) for vector in some]))
+            into.copy_(torch.stack([self.vjp(covector) for covector in some]))
         return found
-
-    @torch.no_grad()
-    def _push(self, directions: Tensor) -> Tensor:
-        _load_forward_mode()
-
-        def push(vector: Tensor) -> Tensor:
-            return torch.func.jvp(self.function, self.weights, self.unflatten(vector))[1]
-
-        return torch.func.vmap(push)(directions).flatten(1)
 
     def _pull(self, covectors: Tensor) -> Tensor:
         leaves, output = self._recorded

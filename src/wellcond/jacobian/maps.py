@@ -1,10 +1,19 @@
-r"""How many directions of W_Q and W_K cancel in every product of mapped queries and keys (theory.md, section 5.5).
+r"""Maps of query and key rows, norms and rotations: their Jacobians, and which directions of W_Q and W_K they cancel.
 
-A direction (W_Q E, W_K F) changes qhat_r . khat_j by q_r^T (E A_rj + A_rj F^T) k_j with A_rj = N_r^T N_j. It is null
-for all pairs if F^T = -A^-1 E A for one A, and E commutes with every A_rj A^-1. For rotations these matrices commute
-with each other, so one random combination Z of them has the commutant of all. On an eigenspace of Z of dimension k, E
-is any matrix: k^2 real numbers for a real eigenvalue (channels that are not rotated), 2 k^2 for a pair of complex ones
-(k planes that turn alike; one plane: a + b S).
+x a row, rho = 1/sqrt(mean square + eps), 1 the all-ones vector:
+
+    LayerNorm  z = x - mean, zhat = rho z:   diag(w) rho (I - 1 1^T/d - zhat zhat^T/d)
+    RMSNorm    xhat = rho x:                 diag(w) rho (I - xhat xhat^T/d)
+    l2         xhat = x/|x|:                 (I - xhat xhat^T)/|x|;   x/eps where |x| <= eps
+    rotary     x cos + (S x) sin:            diag(cos) + diag(sin) S,  S a signed permutation
+
+# Note [Gauge of maps]
+`gauge_of` counts what cancels in every product of mapped rows (theory.md, section 5.5). A direction (W_Q E, W_K F)
+changes qhat_r . khat_j by q_r^T (E A_rj + A_rj F^T) k_j with A_rj = N_r^T N_j. It is null for all pairs if
+F^T = -A^-1 E A for one A, and E commutes with every A_rj A^-1. For rotations these matrices commute with each other, so
+one random combination Z of them has the commutant of all. On an eigenspace of Z of dimension k, E is any matrix: k^2
+real numbers for a real eigenvalue (channels that are not rotated), 2 k^2 for a pair of complex ones (k planes that turn
+alike; one plane: a + b S).
 
 Norms allow the skew E only: k (k - 1) / 2 and k^2. They hide the direction of a row, and N_r is taken as its polar
 factor. That E is null is then tested, not taken for granted. Where a norm has a weight that differs from channel to
@@ -13,18 +22,141 @@ channel, nothing is counted, and the rank that follows is an upper bound.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from wellcond.linalg.spectrum import resolve_rank
+from wellcond.errors import check_choice
+from wellcond.linalg.spectrum import resolve_rank, row_space
+
+RotaryLayout = Literal["half", "interleaved"]
+Symmetry = Literal["linear", "orthogonal", "centred", "numeric", "none"]
 
 SAME = 1e-11  # eigenvalues of a normal matrix of this size are right to 1e-13
 LINEAR = 1e-11
 NULL = 1e-8  # of a random direction, which passes polar factors of nearly singular N_r
 ROWS = 64  # Jacobians of maps that enter the random combinations
+
+
+@dataclass(frozen=True, eq=False)
+class TokenMap:
+    """A map of rows, evaluated: its values (..., T, d') and one Jacobian per row (..., T, d', d).
+
+    `symmetry` names the matrices E that the map commutes with, as in Note [Symmetry] of `normalised`.
+    """
+
+    value: Tensor
+    jacobian: Tensor
+    symmetry: Symmetry = "none"
+
+
+MapRows = Callable[[Tensor], TokenMap]
+
+
+def identity_map(rows: Tensor) -> TokenMap:
+    """Rows as they are."""
+    return TokenMap(rows, eye_like(rows).expand(*rows.shape, -1), "linear")
+
+
+def layer_norm(
+    rows: Tensor, *, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> TokenMap:
+    """LayerNorm over the last axis."""
+    d = rows.shape[-1]
+    centred = rows - rows.mean(-1, keepdim=True)
+    rho = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+    hat = rho * centred
+    # d(rho z) = rho dz - rho^3 z (z . dz)/d with dz = (I - 1 1^T/d) dx, and z . dz = z . dx because z sums to zero
+    jacobian = rho[..., None] * (eye_like(rows) - 1 / d - _outer(hat, hat) / d)
+    symmetry: Symmetry = "centred" if _constant(weight) and not is_present(bias) else "none"
+    return _affine(hat, jacobian, weight, bias, symmetry)
+
+
+def rms_norm(rows: Tensor, *, weight: Tensor | None = None, eps: float = 1e-6) -> TokenMap:
+    """RMSNorm over the last axis."""
+    rho = (rows.square().mean(-1, keepdim=True) + eps).rsqrt()
+    hat = rho * rows
+    jacobian = rho[..., None] * (eye_like(rows) - _outer(hat, hat) / rows.shape[-1])
+    return _affine(hat, jacobian, weight, None, "orthogonal" if _constant(weight) else "none")
+
+
+def l2_norm(rows: Tensor, *, eps: float = 1e-12) -> TokenMap:
+    """Rows over max(norm, eps), as `torch.nn.functional.normalize`."""
+    norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    inverse = 1 / norm.clamp_min(eps)
+    hat = rows * inverse
+    radial = _outer(hat, hat) * (norm > eps)[..., None]  # a row within eps is only divided by eps
+    return TokenMap(hat, inverse[..., None] * (eye_like(rows) - radial), "orthogonal")
+
+
+def rotary(rows: Tensor, cos: Tensor, sin: Tensor, *, layout: RotaryLayout) -> TokenMap:
+    """Rotary position embedding of the first w channels, w the width of `cos` and `sin`; the others pass.
+
+    Args:
+        rows: (..., T, d).
+        cos: (T, w), one number per channel, as the models multiply it: both channels of a pair have the same.
+        sin: (T, w).
+        layout: ``half``, channel c is paired with c + w/2, or ``interleaved``, 2c with 2c + 1.
+
+    Raises:
+        UnknownChoiceError: another layout.
+        ValueError: a width that is odd or exceeds d.
+    """
+    check_choice("rotary layout", layout, get_args(RotaryLayout))
+    width, d = cos.shape[-1], rows.shape[-1]
+    if cos.shape != sin.shape or width % 2 or width > d:
+        raise ValueError(f"rotary: expected cos and sin of one even width up to {d}, got {cos.shape} and {sin.shape}")
+    swap = rows.new_zeros(d, d)
+    first = torch.arange(width // 2) if layout == "half" else torch.arange(0, width, 2)
+    second = first + (width // 2 if layout == "half" else 1)
+    swap[first, second], swap[second, first] = -1.0, 1.0
+    ones, zeros = rows.new_ones(*cos.shape[:-1], d - width), rows.new_zeros(*cos.shape[:-1], d - width)
+    cos, sin = torch.cat([cos.to(rows), ones], -1), torch.cat([sin.to(rows), zeros], -1)
+    jacobian = (torch.diag_embed(cos) + sin[..., :, None] * swap).expand(*rows.shape, d)
+    return TokenMap((jacobian @ rows[..., None])[..., 0], jacobian, "numeric")
+
+
+def chain(*maps: MapRows) -> MapRows:
+    """Maps one after the other, the first one first: `chain(rms_norm, rope)` is rope(rms_norm(rows))."""
+
+    def mapped(rows: Tensor) -> TokenMap:
+        result = identity_map(rows)
+        for one in maps:
+            then = one(result.value)
+            kinds = {result.symmetry, then.symmetry} - {"linear"}
+            symmetry: Symmetry = "numeric" if len(kinds) > 1 else next(iter(kinds), "linear")
+            result = TokenMap(then.value, then.jacobian @ result.jacobian, symmetry)
+        return result
+
+    return mapped
+
+
+def eye_like(rows: Tensor) -> Tensor:
+    """The identity of the width of `rows`."""
+    return torch.eye(rows.shape[-1], dtype=rows.dtype, device=rows.device)
+
+
+def _outer(left: Tensor, right: Tensor) -> Tensor:
+    return left[..., :, None] * right[..., None, :]
+
+
+def _constant(weight: Tensor | None) -> bool:
+    return weight is None or bool((weight == weight.flatten()[0]).all())
+
+
+def is_present(bias: Tensor | None) -> bool:
+    """Whether there is a bias that is not zero."""
+    return bias is not None and bool(bias.any())
+
+
+def _affine(hat: Tensor, jacobian: Tensor, weight: Tensor | None, bias: Tensor | None, kind: Symmetry) -> TokenMap:
+    if weight is not None:
+        weight = weight.detach().to(hat)
+        hat, jacobian = hat * weight, jacobian * weight[..., :, None]
+    return TokenMap(hat if bias is None else hat + bias.detach().to(hat), jacobian, kind)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,9 +221,7 @@ def _is_linear(side: MappedSide) -> bool:
 
 def _visible(side: MappedSide) -> MappedSide:
     """The same in a basis of what the map sees at all (LayerNorm: not the mean)."""
-    stacked = side.jacobian.flatten(0, 1)
-    _, sigma, basis = torch.linalg.svd(stacked, full_matrices=False)
-    b = basis[: int(resolve_rank(sigma, tuple(stacked.shape)))].T
+    b = row_space(side.jacobian.flatten(0, 1))
     if b.shape[0] == b.shape[1]:
         return side
     return MappedSide(side.rows @ b, side.fixed @ b, side.value, side.jacobian @ b, side.read @ b)

@@ -1,7 +1,8 @@
-"""Weights that several processes hold together: torch's DTensor, as FSDP2 and tensor parallelism make them.
+"""What torch wraps around a model (compile, DistributedDataParallel) and how it shards weights (DTensor).
 
-A process holds a box of the whole tensor: `offsets` and `sizes` on each axis. Reading the whole is a collective
-operation, which every process must reach; taking one's own part of something whole is not.
+FSDP2 and tensor parallelism make DTensors. A process holds a box of the whole tensor: `offsets` and `sizes` on each
+axis. Reading the whole is a collective operation, which every process must reach; taking one's own part of something
+whole is not.
 """
 
 from __future__ import annotations
@@ -126,3 +127,31 @@ def fsdp_modules(model: nn.Module) -> list[nn.Module]:
     """The modules that FSDP2 manages."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside torch.compile's and DistributedDataParallel's wrappers: same parameters, plain names."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
+
+
+def find_ddp(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
+    """DistributedDataParallel, if it is one of the wrappers."""
+    while not isinstance(model, nn.parallel.DistributedDataParallel):
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None:
+            return None
+        model = inner
+    return model
+
+
+def update_buffers(model: nn.Module) -> None:
+    """Tell DistributedDataParallel which buffers its model has now: it sends those that it knows of."""
+    ddp = find_ddp(model)
+    if ddp is not None:
+        ddp._assign_modules_buffers()

@@ -1,6 +1,8 @@
-r"""Directions of W_Q and W_K that change no softmax of a Nystrom head, and orthonormal coordinates of all the others.
+r"""Orthonormal coordinates of what a Nystrom head can move, of its weights (columns of J) and of its outputs (rows).
 
-With tokens X, segment means S X and their differences S' X, queries and keys enter through three sets of logits
+# Note [Columns]
+Some directions of W_Q and W_K change no softmax; coordinates are of the others. With tokens X, segment means S X and
+their differences S' X, queries and keys enter through three sets of logits
 
     F: X dW_Q C^T + Q dW_K^T (S'X)^T      C, L_q: differences of key landmarks, query landmarks
     B: S X dW_Q K'^T + L_q dW_K^T X'^T    K', X': differences of the keys, of the tokens, that B sees
@@ -9,7 +11,7 @@ With tokens X, segment means S X and their differences S' X, queries and keys en
 so that J_Q lives in (SX) (x) (K' and C) + X (x) C, and J_K in (S'X) (x) Q + (S'X and X') (x) L_q: with few landmarks
 less than everything. Of what is left, these are null:
 
- * the gauge W_Q E, -W_K E^T, as it is for the softmax (`wellcond.jacobian.plain`, Note [Gauge]). Biases that are no
+ * the gauge W_Q E, -W_K E^T, as it is for the softmax (theory.md, section 4). Biases that are no
    parameters change q . k by x W_Q E b_k^T - b_q E W_K^T y^T. The first term is the same for all keys, which a softmax
    ignores, unless masks scale b_k differently in different landmarks. The second asks for b_q E = 0.
  * with few landmarks, some of what b_q forbids: if C e = 0 then W_Q g e^T and W_K e u^T act on B alone, and change its
@@ -19,6 +21,18 @@ less than everything. Of what is left, these are null:
    the many y only dv are seen.
  * what b_k forbids under masks, as for b_q: if L_q g = 0 and b_q . g = 0, then W_Q g (e + z)^T and -W_K e g^T act on F
    alone, and cancel if C z = -(b_k . e) (differences of shares).
+
+# Note [Rows]
+J_V = T (x) I with T = U S W^T. In the basis U of the tokens, with U' beside it,
+
+    J = [ S (x) I   M_1 ]     rank J = dv rank T + rank M_2
+        [    0      M_2 ]
+
+and QR of M_2 alone makes it triangular. Of the tokens in U', where only queries and keys move something, outputs lie in
+
+    (F Z at landmarks that move) (x) all channels + F (x) rows of B V + (tokens that are seen) (x) differences of Y
+
+from (F Z) dB V, F dZ (B V) and dF Y, since rows of dF sum to zero: with few landmarks less than everything.
 """
 
 from __future__ import annotations
@@ -28,17 +42,10 @@ from torch import Tensor
 
 from wellcond.head import weighted_covariances
 from wellcond.jacobian.nystrom.head import NystromHead
-from wellcond.linalg.spectrum import resolve_rank
+from wellcond.linalg.spectrum import row_space
 
 ROUNDING = 1e-12  # of bases that come from ill-conditioned matrices
 SOLVED = 1e-9  # relative residual of a linear system that counts as solvable
-
-
-def row_space(*rows: Tensor) -> Tensor:
-    """Orthonormal basis (columns) of what all these rows span."""
-    stacked = torch.cat(rows)
-    _, sigma, right = torch.linalg.svd(stacked, full_matrices=False)
-    return right[: int(resolve_rank(sigma, tuple(stacked.shape)))].T
 
 
 def split_by(rows: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,7 +61,7 @@ def split_by(rows: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
 
 def null_space(*rows: Tensor) -> Tensor:
     """Orthonormal basis (columns) of what is orthogonal to all these rows."""
-    basis = row_space(*rows)
+    basis = row_space(torch.cat(rows))
     return torch.linalg.qr(basis, mode="complete").Q[:, basis.shape[1] :]
 
 
@@ -63,8 +70,8 @@ def differences(rows: Tensor) -> Tensor:
     return rows - rows.mean(0)
 
 
-class Side:
-    """Orthonormal coordinates of (inner tokens) (x) (outer channels) + (outer tokens) (x) (inner channels)."""
+class Coordinates:
+    """Of (inner tokens) (x) (outer channels) + (outer tokens) (x) (inner channels)."""
 
     def __init__(self, weight: Tensor, tokens: tuple[Tensor, Tensor], channels: tuple[Tensor, Tensor]) -> None:
         """From rows that span each; inner lies in outer. Of the weight (r, d) a few coordinates hold as much as can."""
@@ -89,7 +96,7 @@ class Side:
 
 
 class Moving:
-    """Orthonormal coordinates of all directions of W_Q and W_K that are not known to be null."""
+    """Orthonormal coordinates of all directions of W_Q and W_K that are not known to be null; Note [Columns]."""
 
     def __init__(self, head: NystromHead, span: Tensor) -> None:
         """From a head and an orthonormal basis of its tokens."""
@@ -98,9 +105,9 @@ class Moving:
         keys = head.from_landmarks.any(0)
         l_q, c = head.landmarks(head.q) / head.root, differences(head.landmarks(head.k)) / head.root
         lx = head.landmarks(seen)
-        self.q = Side(self.w_q, (lx, seen), (c, torch.cat([c, differences(head.k[keys])])))
+        self.q = Coordinates(self.w_q, (lx, seen), (c, torch.cat([c, differences(head.k[keys])])))
         between = torch.cat([differences(lx), differences(seen[keys])])
-        self.k = Side(self.w_k, (differences(lx), between), (l_q, head.q))
+        self.k = Coordinates(self.w_k, (differences(lx), between), (l_q, head.q))
         # No landmark of the keys moves apart from the others, so that neither F nor A does.
         self.num_b_only = self.k.num_outer_only * self.k.inner_channels.shape[1]
         shares = torch.ones(len(lx), dtype=torch.float64)
@@ -133,10 +140,42 @@ class Moving:
         return both[:, self.num_null :]
 
 
+class Reach:
+    """Orthonormal coordinates of the outputs that queries and keys can move, beyond the range of T; Note [Rows]."""
+
+    def __init__(self, head: NystromHead, beyond: Tensor) -> None:
+        """From a head and an orthonormal basis (N, count) of the tokens beyond."""
+        n, u = len(beyond), head.from_landmarks @ head.v
+        seen = torch.ones(n, dtype=torch.bool) if head.visible is None else head.visible != 0
+        moving = head.landmarks(seen.double()) > 0
+        levels = (
+            (head.mixing[:, moving], torch.eye(u.shape[1], dtype=u.dtype)),
+            (head.to_landmarks, row_space(u)),
+            (torch.eye(n, dtype=u.dtype)[:, seen], row_space(differences(head.inverse.z @ u))),
+        )
+        self.parts: list[tuple[Tensor, Tensor]] = []
+        left = beyond
+        for tokens, channels in levels:
+            found, left = split_by(tokens.T, left)
+            self.parts.append((found, channels))
+        self.num_by_b = self.parts[0][0].shape[1] * u.shape[1]
+        self.size = sum(tokens.shape[1] * channels.shape[1] for tokens, channels in self.parts)
+
+    def rows_of(self, jacobian: Tensor) -> Tensor:
+        """J (N, dv, columns) in these coordinates, (size, columns)."""
+        n, dv, columns = jacobian.shape
+        by_token = jacobian.reshape(n, dv * columns)
+        found = []
+        for tokens, channels in self.parts:
+            rows = (tokens.T @ by_token).view(tokens.shape[1], dv, columns)
+            found.append((rows if channels.shape == (dv, dv) else channels.T @ rows).flatten(0, 1))
+        return torch.cat(found)
+
+
 def _null_directions(
     w_q: Tensor, w_k: Tensor, b_q: Tensor | None, b_k: Tensor | None, l_q: Tensor, c: Tensor, shares: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
-    """Directions (count, r, d) of W_Q and W_K; see above."""
+    """Directions (count, r, d) of W_Q and W_K; Note [Columns]."""
     d = w_q.shape[1]
     none = w_q.new_zeros(1, d)
     b_q = none if b_q is None else b_q[None]

@@ -1,4 +1,4 @@
-"""Both ends from a float32 factor and float64 products: as right as float64, or it says that it was not used."""
+"""Both ends of a spectrum: a float32 factor is as right as float64, or said not to be used; triangles have the rank."""
 
 import math
 
@@ -7,13 +7,10 @@ import torch
 
 from wellcond.head import Head, build_blocks
 from wellcond.jacobian import select, spectrum
-from wellcond.jacobian.gram import explicit_jacobian, output_gram
-from wellcond.jacobian.mixed_ends import least_singular_value, no_eigenvalue_below
+from wellcond.jacobian.ends import factorise_, least_singular_value, make_triangle, no_eigenvalue_below, solve_float32
+from wellcond.jacobian.gram import OutputSide, explicit_jacobian, output_gram, parameter_side, pull_back, push_forward
 from wellcond.jacobian.plain import WideForm
 from wellcond.jacobian.spectrum import form_spectrum
-from wellcond.jacobian.squared import OutputSide, parameter_side, pull_back, push_forward
-from wellcond.linalg import float32_factor
-from wellcond.linalg.davidson import smallest_eigenvalue
 
 F64 = torch.float64
 
@@ -139,28 +136,27 @@ def test_a_bound_above_the_least_eigenvalue_is_not_proved():
     assert not no_eigenvalue_below(gram.clone(), least * (1 + 1e-6))
 
 
-@pytest.mark.parametrize("lowest", [[1.0], [1.0, 1.0 + 1e-9, 1.0 + 1e-6], [1.0] * 40, [1e-3, 1.0]])
-def test_davidson_finds_the_least_of_clusters(lowest):
-    rest = torch.logspace(0.3, 3, 300 - len(lowest), dtype=F64)
-    values = torch.cat([torch.tensor(lowest, dtype=F64), rest])
-    noise = 1 + 0.1 * torch.rand(300, generator=torch.Generator().manual_seed(0), dtype=F64)
-    found = smallest_eigenvalue(lambda rows: rows * values, lambda rows: rows / (values * noise), 300)
-    assert found.converged and found.value == pytest.approx(min(lowest), rel=1e-7)
-    assert found.value >= min(lowest) * (1 - 1e-12)
-
-
-def test_davidson_says_when_it_has_not_converged():
-    values = torch.logspace(0, 6, 2000, dtype=F64)
-    found = smallest_eigenvalue(lambda rows: rows * values, lambda rows: rows, 2000, max_steps=4)
-    assert not found.converged
-
-
 def test_float32_factor_in_place_and_solves():
     a = torch.randn(40, 60, generator=torch.Generator().manual_seed(0))
     gram = a @ a.T
     factor = gram.clone()
-    assert float32_factor.factorise_(factor, 0.0)
+    assert factorise_(factor, 0.0)
     rows = torch.randn(3, 40, dtype=F64) * 1e-60  # beyond the range of float32
     expected = torch.linalg.solve(gram.double(), rows.T).T
-    torch.testing.assert_close(float32_factor.solve(factor, rows) * 1e60, expected * 1e60, rtol=1e-3, atol=1e-3)
-    assert not float32_factor.factorise_(-gram, 0.0)
+    torch.testing.assert_close(solve_float32(factor, rows) * 1e60, expected * 1e60, rtol=1e-3, atol=1e-3)
+    assert not factorise_(-gram, 0.0)
+
+
+@pytest.mark.parametrize("rows, columns, rank", [(9, 5, 5), (9, 5, 3), (5, 5, 5), (4, 7, 4), (4, 7, 2), (0, 3, 0)])
+def test_triangle_finds_the_rank(rows, columns, rank):
+    generator = torch.Generator().manual_seed(rows + rank)
+
+    def normal(*shape):
+        return torch.randn(*shape, dtype=F64, generator=generator)
+
+    values, above, below = normal(4).abs() + 1, normal(4, columns), normal(rows, rank) @ normal(rank, columns)
+    top = torch.cat([torch.diag(values), above], dim=1)
+    whole = torch.cat([top, torch.cat([torch.zeros(rows, 4, dtype=F64), below], dim=1)])
+    found = make_triangle(values, above, below, 1e-12).entries
+    assert found.shape == (4 + rank, 4 + rank) and not bool(found.tril(-1).any())
+    torch.testing.assert_close(torch.linalg.svdvals(found), torch.linalg.svdvals(whole)[: 4 + rank])

@@ -1,0 +1,224 @@
+r"""Both ends of a spectrum where all of it would take too long: from a triangular form of J, or from a float32 factor.
+
+From a triangular form R, by Lanczos on R and on its inverse, nothing is squared but single vectors.
+
+# Note [Float32 factor]
+The least non-zero singular value by a factor in float32 and products in float64. With A = G / lambda_max, lambda the
+least eigenvalue of A and u = 6e-8 the rounding of float32, the factor belongs to
+A + SHIFT I + E, and |E| is about u: the factorisation ends as long as the least eigenvalue is not far below SHIFT, that
+is for kappa(J) up to about 7e4. Where u << lambda, `smallest_eigenvalue` takes ten steps; near that limit, forty.
+Neither the factor nor its error enters the result: it is |J^T x| / |x| for the vector found, whose relative error is
+kappa(J) eps and the square of the angle by which x is off. Beyond the limit the factorisation breaks down or the steps
+run out; then the caller takes its route in float64.
+
+What is sure. The value is a Rayleigh quotient, so sigma_min never exceeds it. That no other is below it rests, as with
+every method of Krylov's kind, on a random start. `no_eigenvalue_below` proves it: a Cholesky factorisation of G - s I
+that does not break down has a computed factor with R^T R = G - s I + F, |F| <= n eps lambda_max, so that lambda_min(G)
+>= s - n eps lambda_max. In float32 the same statement is weaker than what (L) of theory.md, section 6, gives for
+nothing, so the proof costs a factorisation in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import scipy.linalg
+import torch
+from torch import Tensor
+
+from wellcond.jacobian.form import Side, Triangle
+from wellcond.jacobian.select import LOWEST, SURE, Task, from_singular_values, make_record
+from wellcond.linalg.spectrum import MAX_STEPS, Estimate, default_rtol, largest_eigenvalue, smallest_eigenvalue
+from wellcond.records import JacobianSpectrum
+
+SHIFT = 2e-8
+"""Added to the diagonal before a factorisation in float32; see Note [Float32 factor]."""
+
+
+def from_triangle(task: Task) -> JacobianSpectrum:
+    """Both ends of a form that can be made triangular without squaring it, and whose rank shows on the way."""
+    form = task.form
+    top = largest_eigenvalue(form.product, form.num_outputs)
+    if top.value <= 0:
+        return from_singular_values(task, torch.zeros(1, dtype=torch.float64))
+    largest = math.sqrt(top.value)
+    tolerance = task.rtol * largest
+    found = form.triangle(tolerance)
+    if float(found.entries.diagonal().abs().min()) <= torch.finfo(torch.float64).eps ** 2 * largest:
+        # No diagonal entry is below the least singular value, and solving with this one would overflow.
+        return make_record(
+            task, largest, 0.0, 0.0, task.structure.max_rank, "numerically singular",
+            reason="triangular form, whose lower end fades into rounding",
+            max_bounds=(largest, form.certified()[1]), rank_bounds=(0.0, tolerance),
+            num_products=top.num_products,
+        )  # fmt: skip
+    bottom = largest_of_inverse(found.entries)
+    smallest, rank = 1 / math.sqrt(bottom.value), len(found.entries)
+    error = default_rtol((task.structure.num_outputs, task.structure.num_parameters)) * largest + found.dropped
+    sure = top.converged and bottom.converged and smallest > SURE * max(error, tolerance)
+    if smallest <= tolerance:
+        # The lower end fades into rounding: count what is below, as far as LOWEST reaches.
+        low = lowest_singular_values(found.entries, LOWEST)
+        rank -= int((low <= tolerance).sum())
+        smallest = float(low[low > tolerance].min()) if bool((low > tolerance).any()) else tolerance
+    return make_record(
+        task, largest, smallest if rank == task.structure.smaller_side else 0.0, smallest, rank,
+        "exact" if sure else "estimate", reason="triangular form, then its ends",
+        max_bounds=(largest - error, largest + error), rank_bounds=(max(0.0, smallest - error), smallest + error),
+        num_products=top.num_products + bottom.num_products,
+    )  # fmt: skip
+
+
+def ends_of(task: Task, triangle: Tensor) -> JacobianSpectrum | None:
+    """Both ends from R of J = QR.
+
+    None if rounding may have made zeros of the lower end, so that the rank must be counted.
+    """
+    side = len(triangle)
+    top = largest_eigenvalue(lambda u: triangle.T @ (triangle @ u), side)
+    largest = math.sqrt(top.value)
+    error = default_rtol((task.structure.num_outputs, task.structure.num_parameters)) * largest
+    lowest_allowed = SURE * max(error, task.rtol * largest)
+    # No diagonal entry of R is below its least singular value; solving with a smaller one would overflow.
+    if float(triangle.diagonal().abs().min()) <= lowest_allowed or side != task.structure.max_rank:
+        return None
+    bottom = largest_of_inverse(triangle)
+    smallest = 1 / math.sqrt(bottom.value)
+    if not smallest > lowest_allowed:
+        return None
+    sure = top.converged and bottom.converged
+    return make_record(
+        task, largest, smallest if side == task.structure.smaller_side else 0.0, smallest, side,
+        "exact" if sure else "estimate", reason="squaring loses the small ones: QR of J, then its ends",
+        max_bounds=(largest - error, largest + error), rank_bounds=(smallest - error, smallest + error),
+        num_products=top.num_products + bottom.num_products,
+    )  # fmt: skip
+
+
+def _solve_twice(triangle: Tensor, u: Tensor) -> Tensor:
+    """R^-1 R^-T u, for R upper triangular."""
+    half = torch.linalg.solve_triangular(triangle.T, u[:, None], upper=False)
+    return torch.linalg.solve_triangular(triangle, half, upper=True)[:, 0]
+
+
+def largest_of_inverse(triangle: Tensor) -> Estimate:
+    """Largest eigenvalue of R^-1 R^-T, one over the square of the lowest singular value of R."""
+    return largest_eigenvalue(lambda u: _solve_twice(triangle, u), len(triangle))
+
+
+def lowest_singular_values(triangle: Tensor, count: int) -> Tensor:
+    """`count` of them, by ARPACK to six digits."""
+    import scipy.sparse.linalg as sparse  # here, since it adds a filter to `warnings`
+
+    side = len(triangle)
+
+    def product(u: np.ndarray) -> np.ndarray:
+        return _solve_twice(triangle, torch.from_numpy(u)).numpy()
+
+    inverse = sparse.LinearOperator((side, side), product, dtype=np.float64)
+    first = np.random.default_rng(0).standard_normal(side)
+    values = sparse.eigsh(inverse, min(count, side - 1), v0=first, tol=1e-6, return_eigenvectors=False)
+    return 1 / torch.from_numpy(values).sqrt()
+
+
+def make_triangle(values: Tensor, above: Tensor, below: Tensor, tolerance: float) -> Triangle:
+    """A triangle with the singular values of [S M_1; 0 M_2], S = diag(values).
+
+    Directions that M_2 moves by no more than the tolerance are zero.
+    """
+    if len(below) >= below.shape[1]:
+        below = torch.linalg.qr(below, mode="r").R
+    dropped = 0.0
+    square = _from_the_right(below)[0] if len(below) < below.shape[1] else below
+    if len(square) and not _is_regular(square, tolerance):
+        # Pivoting tells how many directions M_2 has; QR alone does not.
+        pivoted, order = scipy.linalg.qr(below.numpy(), mode="r", pivoting=True)
+        rank = int((abs(pivoted.diagonal()) > tolerance).sum())
+        dropped = float(scipy.linalg.norm(pivoted[rank:]))
+        below = below.new_empty(rank, below.shape[1])
+        below[:, torch.from_numpy(order).long()] = torch.from_numpy(pivoted[:rank])
+    if len(below) < below.shape[1]:
+        # M_2 = [0, R] Q by turning columns, and then [S (x) I, what Q leaves of M_1 above 0] likewise.
+        free = below.shape[1] - len(below)
+        below, above = _from_the_right(below, above)
+        wide = torch.cat([above[:, :free], torch.diag(values)], dim=1)
+        corner, above = _from_the_right(wide)[0], above[:, free:]
+    else:
+        corner = torch.diag(values)
+    size, first = len(corner) + len(below), len(corner)
+    entries = above.new_zeros(size, size)
+    entries[:first, :first], entries[:first, first:], entries[first:, first:] = corner, above, below
+    return Triangle(entries, dropped)
+
+
+def _from_the_right(wide: Tensor, other: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """R (n, n), upper triangular, of [0, R] = wide Q^T, and other Q^T."""
+    n = len(wide)
+    factors, tau = torch.geqrf(wide.flip(0, 1).T)
+    right = factors[:n].triu().T.flip(0, 1)
+    if other is None:
+        return right, right
+    return right, torch.ormqr(factors, tau, other.flip(1), left=False).flip(1)
+
+
+def _is_regular(square: Tensor, tolerance: float) -> bool:
+    """Whether 1 / |R^-1|, by LAPACK's estimate, is well above the tolerance."""
+    reciprocal, _ = scipy.linalg.lapack.dtrcon(square.numpy(), norm="1", uplo="U")
+    return bool(reciprocal * square.abs().sum(0).max() > 10 * tolerance)
+
+
+@dataclass(frozen=True, eq=False)
+class Least:
+    """The least singular value that is not zero by structure; None with the reason if float32 did not suffice."""
+
+    value: float | None
+    reason: str
+    num_products: int = 0
+
+
+def least_singular_value(side: Side, largest: float, *, max_steps: int = MAX_STEPS) -> Least:
+    """See Note [Float32 factor]; `largest` is sigma_max(J) or near it."""
+    lower = side.lower_float32(largest)
+    if not factorise_(lower, SHIFT):
+        return Least(None, "the float32 factor broke down")
+    found = smallest_eigenvalue(
+        lambda rows: side.product(rows, largest),
+        lambda rows: solve_float32(lower, rows),
+        side.side,
+        max_steps=max_steps,
+    )
+    if not found.converged:
+        return Least(None, f"the float32 factor did not lead there in {max_steps} steps", found.num_products)
+    return Least(side.length(found.vector), "float32 factor, float64 products", found.num_products)
+
+
+def no_eigenvalue_below(gram: Tensor, bound: float) -> bool:
+    """Whether a factorisation of gram - bound I ends; only the lower triangle is read, and it is overwritten."""
+    gram.diagonal().sub_(bound)
+    if not bool(torch.isfinite(gram.diagonal()).all()):
+        return False
+    _, info = scipy.linalg.lapack.dpotrf(gram.numpy().T, lower=0, clean=0, overwrite_a=1)
+    return bool(info == 0)
+
+
+def factorise_(lower: Tensor, shift: float) -> bool:
+    """Replace the lower triangle of a float32 matrix A by L, L L^T = A + shift I. False if it is not positive definite.
+
+    Rows of torch are columns of LAPACK, so its upper factor of the transpose is the lower one of this matrix.
+    """
+    lower.diagonal().add_(shift)
+    if lower.numel() == 0:
+        return True
+    factor, info = scipy.linalg.lapack.spotrf(lower.numpy().T, lower=0, clean=0, overwrite_a=1)
+    assert factor.ctypes.data == lower.data_ptr(), "LAPACK must not copy"
+    return bool(info == 0)
+
+
+def solve_float32(factor: Tensor, rows: Tensor) -> Tensor:
+    """(L L^T)^-1 of float64 rows; each is scaled to one, so that small residuals do not underflow."""
+    sizes = rows.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+    columns = (rows / sizes).float().T
+    half = torch.linalg.solve_triangular(factor, columns, upper=False)
+    return torch.linalg.solve_triangular(factor.T, half, upper=True).T.double() * sizes
