@@ -109,7 +109,8 @@ def test_products_are_those_of_the_matrix(tokens, groups, bias):
     torch.testing.assert_close(pull_back(blocks, u), u @ jacobian)
     torch.testing.assert_close(push_forward(blocks, w), w @ jacobian.T)
     side = OutputSide(blocks)
-    torch.testing.assert_close(side.gram(1.0).tril(), output_gram(blocks).tril())
+    shifted = output_gram(blocks) - 0.5 * torch.eye(side.side, dtype=F64)
+    torch.testing.assert_close(side.shifted(1.0, 0.5).tril(), shifted.tril())
     torch.testing.assert_close(side.lower_float32(2.0).tril(), (output_gram(blocks) / 4).tril().float())
 
 
@@ -122,7 +123,15 @@ def test_null_directions_are_lifted_and_nothing_else_moves(groups, bias):
     null = vectors[side.side - side.num_null :]
     assert (jacobian @ null.T).abs().max() < 1e-12 and values[-side.num_null - 1] > 1e-3
     expected = jacobian.T @ jacobian + 4 * null.T @ null
-    torch.testing.assert_close(side.gram(2.0).tril(), expected.tril())
+    least = float(torch.linalg.eigvalsh(expected)[0])
+    of_values = side.blocks.py.shape[1] * side.blocks.m.shape[1]
+    whole = expected - 0.9 * least * torch.eye(side.side, dtype=F64)
+    blocks = whole.tensor_split([side.side - of_values])
+    (a, b), (_, c) = (block.tensor_split([side.side - of_values], 1) for block in blocks)
+    torch.testing.assert_close(side.shifted(2.0, 0.9 * least).tril(), (a - b @ torch.linalg.solve(c, b.T)).tril())
+    assert no_eigenvalue_below(side, 2.0, least * (1 - 1e-6))
+    assert not no_eigenvalue_below(side, 2.0, least * (1 + 1e-6))
+    assert side.shifted(2.0, 10 * float(torch.linalg.eigvalsh(c)[0]) + 10 * least) is None
     torch.testing.assert_close(side.lower_float32(2.0).tril(), (expected / 4).tril().float(), rtol=1e-4, atol=1e-5)
     w = torch.randn(3, side.side, dtype=F64)
     torch.testing.assert_close(side.product(w, 2.0), w @ expected / 4)
@@ -130,10 +139,10 @@ def test_null_directions_are_lifted_and_nothing_else_moves(groups, bias):
 
 
 def test_a_bound_above_the_least_eigenvalue_is_not_proved():
-    gram = output_gram(build_blocks(make_head(20, 24, 6)))
-    least = float(torch.linalg.eigvalsh(gram)[0])
-    assert no_eigenvalue_below(gram.clone(), least * (1 - 1e-6))
-    assert not no_eigenvalue_below(gram.clone(), least * (1 + 1e-6))
+    side = OutputSide(build_blocks(make_head(20, 24, 6)))
+    least = float(torch.linalg.eigvalsh(output_gram(side.blocks))[0])
+    assert no_eigenvalue_below(side, 1.0, least * (1 - 1e-6))
+    assert not no_eigenvalue_below(side, 1.0, least * (1 + 1e-6))
 
 
 def test_float32_factor_in_place_and_solves():

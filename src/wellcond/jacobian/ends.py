@@ -194,12 +194,12 @@ def least_singular_value(side: Side, largest: float, *, max_steps: int = MAX_STE
     return Least(side.length(found.vector), "float32 factor, float64 products", found.num_products)
 
 
-def no_eigenvalue_below(gram: Tensor, bound: float) -> bool:
-    """Whether a factorisation of gram - bound I ends; only the lower triangle is read, and it is overwritten."""
-    gram.diagonal().sub_(bound)
-    if not bool(torch.isfinite(gram.diagonal()).all()):
+def no_eigenvalue_below(side: Side, largest: float, bound: float) -> bool:
+    """Whether a factorisation of G - bound I ends; see Note [Float32 factor]."""
+    shifted = side.shifted(largest, bound)
+    if shifted is None or not bool(torch.isfinite(shifted.diagonal()).all()):
         return False
-    _, info = scipy.linalg.lapack.dpotrf(gram.numpy().T, lower=0, clean=0, overwrite_a=1)
+    _, info = scipy.linalg.lapack.dpotrf(shifted.numpy().T, lower=0, clean=0, overwrite_a=1)
     return bool(info == 0)
 
 

@@ -52,8 +52,11 @@ class Side(Protocol):
         """The lower triangle of the matrix of J / largest."""
         ...
 
-    def gram(self, largest: float) -> Tensor:
-        """The lower triangle of the matrix of J, float64."""
+    def shifted(self, largest: float, bound: float) -> Tensor | None:
+        """The lower triangle of a float64 matrix that is positive definite exactly if this one less `bound` I is.
+
+        None where it is known not to be.
+        """
         ...
 
     def product(self, rows: Tensor, largest: float) -> Tensor:

@@ -40,6 +40,7 @@ from wellcond.head import CHUNK_BYTES, Blocks, Head, compressed
 from wellcond.linalg.spectrum import row_space
 
 CACHE_BYTES = 4 * 2**20  # rows that are multiplied, scaled and added while they are near the processor
+SCHUR_ROWS = 1024  # of the lower triangle that are updated together
 GAUGE_LIMIT = 1e6
 """Lengths of gauge directions that differ by more have lost the accuracy that Z needs."""
 
@@ -67,12 +68,12 @@ def output_gram(blocks: Blocks, *, lower: bool = False) -> Tensor:
     return gram
 
 
-def parameter_gram(blocks: Blocks) -> Tensor:
-    """J^T J of the wide Jacobian, in the (compressed) parameters."""
+def parameter_gram(blocks: Blocks, *, values: bool = True) -> Tensor:
+    """J^T J of the wide Jacobian, in the (compressed) parameters; unless `values`, those of Q and K alone."""
     x, q, py, m, b = blocks.x, blocks.q, blocks.py, blocks.m, blocks.b
     rows, dv, d = m.shape
     Dx, Dy, Dv = x.shape[1], b.shape[2], py.shape[1]
-    nq, nk, nv = Dx * d, Dy * d, Dv * dv
+    nq, nk, nv = Dx * d, Dy * d, Dv * dv if values else 0
     gram = x.new_empty(nq + nk + nv, nq + nk + nv)
     to_q, to_k, to_v = slice(0, nq), slice(nq, nq + nk), slice(nq + nk, None)
 
@@ -83,27 +84,23 @@ def parameter_gram(blocks: Blocks) -> Tensor:
         if first != second:
             gram[second, first].unflatten(1, (i, j)).unflatten(0, (k, m)).copy_(block.permute(2, 3, 0, 1))
 
-    def table(left: Tensor, right: Tensor) -> Tensor:
-        """Rows (r) of all products left_r[i] right_r[j]."""
-        return (left[:, :, None] * right[:, None, :]).flatten(1)
-
-    def contract(left: Tensor, right: Tensor) -> Tensor:
-        return left.T @ right
-
     # Q^T Q: [a a'] x [c c'] -> (a c) x (a' c')
-    qq = contract(table(x, x), (m.mT @ m).flatten(1)).view(Dx, Dx, d, d)
-    put(to_q, to_q, qq.permute(0, 2, 1, 3))
-    kk = contract((b.mT @ b).flatten(1), table(q, q)).view(Dy, Dy, d, d)
-    put(to_k, to_k, kk.permute(0, 2, 1, 3))
-    eye = torch.eye(dv, dtype=x.dtype, device=x.device)
-    put(to_v, to_v, contract(py, py)[:, None, :, None] * eye[:, None, :])
-    qk = contract(table(x, q), (m.mT @ b).flatten(1)).view(Dx, d, d, Dy)  # [a c'] x [c a']
-    put(to_q, to_k, qk.permute(0, 2, 3, 1))
-    qv = contract(table(x, py), m.flatten(1)).view(Dx, Dv, dv, d)  # [a a'] x [o c]
-    put(to_q, to_v, qv.permute(0, 3, 1, 2))
-    kv = contract(table(q, py), b.flatten(1)).view(d, Dv, dv, Dy)  # [c a'] x [o a]
-    put(to_k, to_v, kv.permute(3, 0, 1, 2))
+    put(to_q, to_q, (table(x, x).T @ (m.mT @ m).flatten(1)).view(Dx, Dx, d, d).permute(0, 2, 1, 3))
+    put(to_k, to_k, ((b.mT @ b).flatten(1).T @ table(q, q)).view(Dy, Dy, d, d).permute(0, 2, 1, 3))
+    # [a c'] x [c a']
+    put(to_q, to_k, (table(x, q).T @ (m.mT @ b).flatten(1)).view(Dx, d, d, Dy).permute(0, 2, 3, 1))
+    if values:
+        eye = torch.eye(dv, dtype=x.dtype, device=x.device)
+        put(to_v, to_v, (py.T @ py)[:, None, :, None] * eye[:, None, :])
+        # [a a'] x [o c], [c a'] x [o a]
+        put(to_q, to_v, (table(x, py).T @ m.flatten(1)).view(Dx, Dv, dv, d).permute(0, 3, 1, 2))
+        put(to_k, to_v, (table(q, py).T @ b.flatten(1)).view(d, Dv, dv, Dy).permute(3, 0, 1, 2))
     return gram
+
+
+def table(left: Tensor, right: Tensor) -> Tensor:
+    """Rows (r) of all products left_r[i] right_r[j]."""
+    return (left[:, :, None] * right[:, None, :]).flatten(1)
 
 
 def stack_gram(blocks: Blocks) -> Tensor:
@@ -188,9 +185,11 @@ class OutputSide:
         """The lower triangle of J J^T / largest^2."""
         return output_gram(in_float32(self.blocks, largest), lower=True)
 
-    def gram(self, largest: float) -> Tensor:
-        """The lower triangle of J J^T, float64; nothing needs `largest` here."""
-        return output_gram(self.blocks, lower=True)
+    def shifted(self, largest: float, bound: float) -> Tensor:
+        """The lower triangle of J J^T - bound I; nothing needs `largest` here."""
+        gram = output_gram(self.blocks, lower=True)
+        gram.diagonal().sub_(bound)
+        return gram
 
     def square(self, rows: Tensor) -> Tensor:
         """J J^T u."""
@@ -252,19 +251,44 @@ class ParameterSide:
         """J^T J / largest^2 + Z Z^T."""
         return self._lifted(in_float32(self.blocks, largest), 1.0)
 
-    def gram(self, largest: float) -> Tensor:
-        """J^T J + largest^2 Z Z^T, float64."""
-        return self._lifted(self.blocks, largest**2)
+    def shifted(self, largest: float, bound: float) -> Tensor | None:
+        """A Schur complement of A = J^T J + largest^2 Z Z^T - bound I, the lower triangle: that of Q and K.
 
-    def _lifted(self, blocks: Blocks, height: float) -> Tensor:
-        """J^T J + height Z Z^T of blocks in any precision, the lower triangle.
+        A is positive definite exactly if the block of V, (C - bound I) (x) I with C = (PY)^T PY, and this complement
+        are. None if that block is not. It is a third smaller than A, and these are the first steps of a factorisation
+        of A, the rest of which the caller takes: rounding is that of one Cholesky factorisation.
+
+        With C - bound I = L L^T, every channel o of the values subtracts F_o F_o^T, where F_o L^T = [J_Q, J_K]^T J_V,o.
+        """
+        x, q, py, m, b = (getattr(self.blocks, name) for name in ("x", "q", "py", "m", "b"))
+        own = py.T @ py
+        own.diagonal().sub_(bound)
+        factor, info = torch.linalg.cholesky_ex(own)
+        if int(info) > 0:
+            return None
+        gram = self._lifted(self.blocks, largest**2, values=False)
+        gram.diagonal().sub_(bound)
+        of_q, of_k = table(x, py), table(q, py)
+        (Dx, Dv), Dy, d = (x.shape[1], py.shape[1]), b.shape[2], m.shape[2]
+        for channel in range(m.shape[1]):
+            to_q = (of_q.T @ m[:, channel]).view(Dx, Dv, d).transpose(1, 2)  # (a, c, a')
+            to_k = (of_k.T @ b[:, channel]).view(d, Dv, Dy).permute(2, 0, 1)
+            seen = torch.cat([to_q.reshape(-1, Dv), to_k.reshape(-1, Dv)])
+            half = torch.linalg.solve_triangular(factor, seen.T, upper=False)
+            for at in range(0, len(gram), SCHUR_ROWS):
+                end = min(at + SCHUR_ROWS, len(gram))
+                gram[at:end, :end].addmm_(half[:, at:end].T, half[:, :end], alpha=-1)
+        return gram
+
+    def _lifted(self, blocks: Blocks, height: float, *, values: bool = True) -> Tensor:
+        """J^T J + height Z Z^T of blocks in any precision, the lower triangle; unless `values`, of Q and K alone.
 
         With columns p_i of W_Q u, r_j of W_K v and s_ij = 1 / (a_i + b_j), entries of Z Z^T are
 
             Q, Q: sum_ij s_ij p_i[a] p_i[a'] v_j[c] v_j[c']        K, K: sum_ij s_ij r_j[a] r_j[a'] u_i[c] u_i[c']
             K, Q: -sum_ij s_ij r_j[a] u_i[c] p_i[a'] v_j[c']
         """
-        gram = parameter_gram(blocks)
+        gram = parameter_gram(blocks, values=values)
         p, r, u, v = (t.to(gram.dtype) for t in self.gauge)
         sizes = (height * self.inverse_sizes**2).to(gram.dtype)
         d = self.w_q.shape[1]

@@ -183,7 +183,7 @@ def _certified_ends(task: Task) -> JacobianSpectrum | None:
         return None
     rounding = side.side * torch.finfo(torch.float64).eps * top.value
     below = least.value**2 * (1 - CLOSED) - rounding
-    if not no_eigenvalue_below(side.gram(largest), below):
+    if not no_eigenvalue_below(side, largest, below):
         return None
     rank = task.structure.max_rank
     return make_record(
