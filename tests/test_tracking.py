@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import wellcond as wc
-import wellcond.jacobian.capture.watch as capture_watch
+import wellcond.attention.watch as capture_watch
 from wellcond.attention.distributed import unwrap
 from wellcond.tracking import Allowance
 

@@ -12,10 +12,10 @@ pack() { for name in "$@"; do wellcond pack "$name" -o "$results/$name"; done; }
 
 everything() {  # the strong default
   local strong=$1 joined
-  local methods=(${library-"default(library=true)"} default "$strong" gaussian mimetic orthogonal conditioned
+  local methods=(${library-"default(library=true)"} default gaussian mimetic orthogonal conditioned
     "conditioned(value_scale=default)" balanced "identity(lam=1)" "identity(lam=10)" nanochat
-    "default+set(model.qk_norm=true)" "default+set(optimizer.name=muon)"
-    "$strong+gaussian" "$strong+conditioned" ${more:+"$strong+balanced"})
+    "default+set(model.qk_norm=true)" "default+set(optimizer.name=muon)")
+  [ "$strong" = default ] || methods+=("$strong" "$strong+gaussian" "$strong+conditioned" ${more:+"$strong+balanced"})
   printf -v joined '%s,' "${methods[@]}"
   echo "${joined%,}"
 }
@@ -24,11 +24,12 @@ strong() {  # recipe, folder, a method, and what to search: scales of the tokens
   compare --recipe "$1" --folder "$2-strong" --methods "$3" --set "baseline=$3" --seeds 200,201 --tune-growth 0 "${@:4}"
 }
 
-found() {  # task: the strong default that its search found
+found() {  # task: the strong default that its search found; the default itself if no factor is better than 1
   python - "$1-strong/tuning.json" <<'P'
 import json, sys
 best = json.load(open(sys.argv[1]))["methods"][0]["best"]["values"]
-print("tokens(" + ", ".join(f"{name.split('.')[1]}={best[name]:g}" for name in sorted(best) if name.startswith("tokens.")) + ")")
+factors = [f"{name.split('.')[1]}={best[name]:g}" for name in sorted(best) if name.startswith("tokens.") and best[name] != 1]
+print(f"tokens({', '.join(factors)})" if factors else "default")
 P
 }
 
@@ -68,19 +69,19 @@ listops() {  # of the paper's own width: the library's start is the scale-true o
 
 crammed-bert() {
   local short=(--set "training.length={steps: 150}" --set training.batch_size=32 --set "evaluation.every={steps: 150}" --set evaluation.samples=256 --set data.limit_test=300)
-  strong crammed-bert crammed-bert "tokens(embeddings=1, positions=1)" --set optimizer.lr=1e-2 --tune tokens.positions=1,10 --tune tokens.embeddings=1,10 "${short[@]}"
+  strong crammed-bert crammed-bert "tokens(embeddings=10, positions=10)" --set optimizer.lr=1e-2 --tune tokens.positions=1,10 --tune tokens.embeddings=1,10 "${short[@]}"
   fair crammed-bert crammed-bert "$(found crammed-bert)" 2.5e-3,5e-3,1e-2,2e-2 "${short[@]}"
 }
 
 xcit() {
   local short=(--set "training.length={epochs: 2}" --set "schedule.warmup={epochs: 0.2}" --set data.limit_train=2500 --set training.batch_size=50 --set "evaluation.every={epochs: 2}" --set data.limit_test=1000)
-  strong xcit xcit "tokens(embeddings=1)" --set optimizer.lr=3e-3 --tune tokens.embeddings=0.3,1,3,10 "${short[@]}"
+  strong xcit xcit "tokens(embeddings=3)" --set optimizer.lr=3e-3 --tune tokens.embeddings=0.3,1,3,10 "${short[@]}"
   fair xcit xcit "$(found xcit)" 1e-3,2.2e-3,5e-3,1.1e-2 "${short[@]}"
 }
 
 swin() {
   local short=(--set "training.length={epochs: 2}" --set "schedule.warmup={epochs: 0.2}" --set training.batch_size=50 --set data.limit_train=2500 --set "evaluation.every={epochs: 2}" --set data.limit_test=1000)
-  strong swin swin "tokens(embeddings=1)" --set optimizer.lr=3e-3 --tune tokens.embeddings=0.3,1,3,10 "${short[@]}"
+  strong swin swin "tokens(embeddings=3)" --set optimizer.lr=3e-3 --tune tokens.embeddings=0.3,1,3,10 "${short[@]}"
   fair swin swin "$(found swin)" 1e-3,2.2e-3,5e-3,1.1e-2 "${short[@]}"
 }
 

@@ -19,9 +19,9 @@ from wellcond.attention.distributed import is_distributed, reshard_, whole
 from wellcond.attention.effective import class_without_conditioning, conditioning_of, corrections_of
 from wellcond.attention.plain_copy import plain_class, plain_copy
 from wellcond.attention.site import AttentionSite, Slot
+from wellcond.attention.watch import Arguments, copy_argument, run, undisturbed
 from wellcond.conditioning.attach import conditioned_class
 from wellcond.errors import UnsupportedLayoutError, WellcondError
-from wellcond.jacobian.capture.watch import Arguments, copy_argument, run, undisturbed
 from wellcond.measurement import NUMERICAL, check_options, measure
 from wellcond.measurement_records import LayerReport, MeasurementReport
 from wellcond.run_facts import run_facts

@@ -338,6 +338,13 @@ def test_zoo_says_what_became_of_a_model(name, status, detail):
     assert (row.num_sites > 0) == (status in ("found", "partly"))
 
 
+def test_zoo_tries_attentions_that_act_on_a_change_of_mode():
+    row = inspect_model(
+        "efficientformer", "efficientformer_l1", partial(timm.create_model, "efficientformer_l1"), forms=True
+    )
+    assert row.status == "found" and row.forms  # its train() returns nothing
+
+
 def test_zoo_does_not_overlook_an_attention_nobody_knows():
     class OddAttention(nn.Module):
         def __init__(self):

@@ -10,11 +10,14 @@ import typer
 from torch import nn
 
 from wellcond.attention.find import find_attention
+from wellcond.cli.inputs import make_batch, try_forward
 from wellcond.conditioning.apply import fold_, recondition_
 from wellcond.errors import WeightError, WellcondError
 from wellcond.experiments.models import build_model
 from wellcond.experiments.weights import conditioning_in, load_state, load_weights, read_state_dict, save_weights
 from wellcond.init.apply import init_
+
+CALIBRATION_SAMPLES = 32
 
 
 class MethodError(WellcondError, ValueError):
@@ -30,6 +33,7 @@ def run_init(
     weights: Path | None,
     teacher: str | None,
     teacher_weights: Path | None,
+    input: str | None,
     seed: int,
     output: Path,
     force: bool,
@@ -47,6 +51,9 @@ def run_init(
         given["teacher"] = build_model(teacher)
         if teacher_weights is not None:
             load_weights(given["teacher"], teacher_weights)
+    if input is not None:
+        given["batch"], _ = make_batch(built, input, samples=CALIBRATION_SAMPLES, seed=seed)
+        try_forward(built, given["batch"])
     try:
         init_(built, method, generator=torch.Generator().manual_seed(seed), **options, **given)
     except (WellcondError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:

@@ -85,7 +85,10 @@ def init(
     model: Model,
     output: Output,
     method: Annotated[
-        str, typer.Option(help="conditioned, orthogonal, gaussian, mimetic, nanochat, weight_selection, default")
+        str,
+        typer.Option(
+            help="conditioned, calibrated, orthogonal, gaussian, mimetic, nanochat, weight_selection, default"
+        ),
     ] = ("conditioned"),
     weights: Weights = None,
     option: Annotated[
@@ -93,6 +96,10 @@ def init(
     ] = None,
     teacher: Annotated[str | None, typer.Option(help="Larger MODEL, for weight_selection.")] = None,
     teacher_weights: Annotated[Path | None, typer.Option(help="Checkpoint of the teacher.")] = None,
+    input: Annotated[
+        str | None,
+        typer.Option("--input", metavar="INPUT", help="Of calibrated: digits, random, a FOLDER of images or FILE.npy"),
+    ] = None,
     model_arg: ModelArguments = None,
     seed: Seed = 0,
     force: Force = False,
@@ -108,11 +115,17 @@ def init(
         raise typer.BadParameter("--teacher MODEL and --method weight_selection go together; give both or neither")
     if teacher is None and teacher_weights is not None:
         raise typer.BadParameter("--teacher-weights are those of --teacher MODEL; give it too")
+    if (input is None) == (method == "calibrated"):
+        raise typer.BadParameter("--input INPUT and --method calibrated go together; give both or neither")
+    if input is not None:
+        from wellcond.cli.measure_options import check_input
+
+        check_input(input)
     from wellcond.cli.checkpoints import run_init
 
     run_init(
         model, arguments, method, options, weights=weights, teacher=teacher, teacher_weights=teacher_weights,
-        seed=seed, output=output, force=force,
+        input=input, seed=seed, output=output, force=force,
     )  # fmt: skip
 
 

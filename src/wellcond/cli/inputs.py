@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from wellcond.attention.watch import run, undisturbed
 from wellcond.cli.measure_options import InputError, check_input
 from wellcond.errors import MissingExtraError
-from wellcond.jacobian.capture.watch import run, undisturbed
 from wellcond.jacobian.select import available_bytes
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from wellcond.attention.plain_copy import plain_copy
 from wellcond.attention.site import AttentionSite, Slot
+from wellcond.attention.watch import Arguments
 from wellcond.jacobian.capture import capture_sites
 from wellcond.jacobian.capture.attention import CapturedAttention, why_site_is_not_plain
 from wellcond.jacobian.capture.forms import captured_form
-from wellcond.jacobian.capture.watch import Arguments
 
 NUM_TOKENS, NUM_KEYS, WIDTH = 6, 5, 40
 MAX_PARAMETERS = 30_000_000
@@ -120,7 +120,8 @@ def small_copy(site: AttentionSite, width: int | None) -> AttentionSite | None:
     if width is None and sum(parameter.numel() for parameter in site.module.parameters()) > MAX_PARAMETERS:
         return None
     try:
-        module = plain_copy(site.module, values).eval()
+        module = plain_copy(site.module, values)
+        module.eval()  # on its own: some classes override train() and return nothing
     except Exception:  # an arbitrary attribute may refuse to be copied
         return None
 

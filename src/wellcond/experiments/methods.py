@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +138,15 @@ class MethodSettings(Settings):
             return self
         return self.model_copy(update={"init_options": pin_teacher(self.init_options, base)})
 
-    def apply_(self, model: nn.Module, *, seed: int, base: Path | None = None, build: Build | None = None) -> nn.Module:
+    def apply_(
+        self,
+        model: nn.Module,
+        *,
+        seed: int,
+        base: Path | None = None,
+        build: Build | None = None,
+        forward: Callable[[nn.Module], Any] | None = None,
+    ) -> nn.Module:
         """Initialise and condition a freshly built model; `default` leaves it as its library made it.
 
         Args:
@@ -146,6 +154,7 @@ class MethodSettings(Settings):
             seed: of the initialisation.
             base: folder that the path of a teacher starts from.
             build: builds a teacher; see `load_teacher`.
+            forward: calls the model on samples of the training set, for starts that are calibrated on data.
         """
         sites = self._chosen(model)
         if self.init == "weight_selection":
@@ -155,7 +164,8 @@ class MethodSettings(Settings):
             except WellcondError as error:
                 raise RecipeError(f"weight_selection from {self.init_options['teacher']}: {error}") from error
         elif self.init != "default" or (self.init_options and not self.library):
-            init_(model, self.init, sites=sites, generator=torch.Generator().manual_seed(seed), **self.init_options)
+            options = self.init_options | ({"batch": forward} if self.init == "calibrated" else {})
+            init_(model, self.init, sites=sites, generator=torch.Generator().manual_seed(seed), **options)
         if self.tokens:
             scale_tokens_(model, self.tokens)
         if self.condition is not None:

@@ -14,7 +14,7 @@ from wellcond.experiments.blocks import block_matrices
 from wellcond.experiments.row_rates import Group, MuonAndAdamW, RowRateAdamW
 from wellcond.experiments.schedule import Point
 from wellcond.experiments.settings import RecipeError, Settings
-from wellcond.experiments.token_scales import POSITIONS
+from wellcond.init.tokens import POSITIONS
 
 # Position embeddings and class tokens are matrices by shape only.
 UNDECAYED = (

@@ -31,6 +31,9 @@ from wellcond.experiments.tasks.base import (
 )
 from wellcond.experiments.weights import load_encoder, load_weights
 
+CALIBRATION_SAMPLES = 64
+"""Of the training set, for starts that are calibrated on data."""
+
 
 def prepare_task(recipe: Recipe, *, seed: int, base: Path | None, progress: Progress | None = None) -> AbstractTask:
     """The task of a recipe with its data; the last one is kept, since the runs of a comparison share it."""
@@ -112,7 +115,11 @@ def prepare_model(
     def build_teacher(name: str, given: dict[str, Any]) -> nn.Module:
         return _build(name, task.model_arguments(name.partition(":")[0]) | given, {}, task, local_code=False)
 
-    return method.apply_(model, seed=derive(seed, "method"), base=base, build=build_teacher)
+    def forward(model: nn.Module) -> None:
+        batch = task.train.fetch([(sample, 0) for sample in range(min(CALIBRATION_SAMPLES, len(task.train)))])
+        task.loss(model, task.training_batch(batch, 0))
+
+    return method.apply_(model, seed=derive(seed, "method"), base=base, build=build_teacher, forward=forward)
 
 
 def _check_proxy(name: str, method: MethodSettings) -> None:
@@ -140,8 +147,9 @@ def _check_takes(model: nn.Module, task: AbstractTask, name: str) -> None:
     was_training = [(module, module.training) for module in model.modules()]
     batch = task.evaluation.fetch([(0, EVALUATION)])
     try:
+        model.eval()  # on its own: some classes override train() and return nothing
         with torch.no_grad():
-            task.score(model.eval(), batch)
+            task.score(model, batch)
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:
         shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in batch.items())
         raise RecipeError(f"model: {name} does not take the data of this task ({shapes}): {error}") from error

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import wellcond.init.calibrated
 import wellcond.init.conditioned
 import wellcond.init.mimetic
 import wellcond.init.nanochat
@@ -39,8 +40,8 @@ def init_(
 
     Args:
         model: any model whose attention `find_attention` recognises.
-        method: ``conditioned``, ``orthogonal``, ``gaussian``, ``mimetic``, ``nanochat``, ``weight_selection`` or
-            ``default``.
+        method: ``conditioned``, ``calibrated``, ``orthogonal``, ``gaussian``, ``mimetic``, ``nanochat``,
+            ``weight_selection`` or ``default``.
         sites: only these attentions (from `find_attention(model)`); all by default.
         generator: source of randomness; torch's global one if None. A seed gives the same weights whatever the
             storage layout, dtype or device.

@@ -53,6 +53,8 @@ def check_values(method: Callable[..., Any], name: str, options: Mapping[str, An
 
 def _fits(value: Any, hint: Any) -> bool:
     origin, arguments = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
     if origin in (Union, types.UnionType):
         return any(_fits(value, one) for one in arguments)
     if origin is Annotated:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.site import AttentionSite, Slot
-from wellcond.jacobian.capture.watch import SiteCall, first_tensor
+from wellcond.attention.watch import SiteCall, first_tensor
 from wellcond.linalg.spectrum import to_float64
 
 View = Callable[[Tensor], Tensor]

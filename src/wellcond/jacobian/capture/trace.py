@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from wellcond.attention.site import Slot
+from wellcond.attention.watch import ROLES
 from wellcond.head import Head
 from wellcond.jacobian.capture.graph import Cut, NotTracedError, Trace
-from wellcond.jacobian.capture.watch import ROLES
 from wellcond.jacobian.form import AbstractForm
 from wellcond.jacobian.generic.head import GenericHead
 from wellcond.jacobian.layer import MappedRows

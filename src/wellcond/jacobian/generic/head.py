@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from wellcond.attention.site import AttentionSite, Slot
+from wellcond.attention.watch import ROLES
 from wellcond.errors import WeightError, WellcondError
 from wellcond.jacobian.capture.align import is_map, tolerance
 from wellcond.jacobian.capture.attention import CapturedAttention
-from wellcond.jacobian.capture.watch import ROLES
 from wellcond.jacobian.form import ExplicitGram
 from wellcond.jacobian.generic.products import Products
 from wellcond.jacobian.generic.replica import BatchAxis, Replica, as_double, batch_axis

@@ -17,8 +17,8 @@ from wellcond.attention.builders import head_rows
 from wellcond.attention.effective import corrections_of, effective_weight, remove_conditioning
 from wellcond.attention.plain_copy import HOOKS
 from wellcond.attention.site import AttentionSite, Slot
+from wellcond.attention.watch import SiteCall, copy_argument, first_tensor, plain_kernels
 from wellcond.errors import UnsupportedLayoutError, WellcondError
-from wellcond.jacobian.capture.watch import SiteCall, copy_argument, first_tensor, plain_kernels
 
 SHORT = (torch.float32, torch.float16, torch.bfloat16)
 TO_SHORT = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)

@@ -87,7 +87,9 @@ def watch_sites(
 
 
 def run(model: nn.Module, batch: Any) -> Any:
-    """The model on a batch: a tensor, the keyword arguments in a mapping, or the arguments in a tuple."""
+    """The model on a batch: a tensor, a mapping of keyword arguments, a tuple of arguments, or a function of it."""
+    if callable(batch):
+        return batch(model)
     if isinstance(batch, Arguments):
         return model(*batch.args, **batch.kwargs)
     if isinstance(batch, Mapping):

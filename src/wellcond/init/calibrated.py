@@ -1,0 +1,249 @@
+r"""Tokens and weights set to each other on a batch of data: the whole attention Jacobian is controlled at the start.
+
+Both papers condition W, while their own bound grows with the third power of the condition number of the tokens. On a
+batch, in the order of the forward pass, this start sets
+
+    words        root mean square of an embedding's entries: length / sqrt(D)
+    positions    root mean square of learned positions, relative to the spread of the embeddings around their mean
+    Q, K         standard deviation of each head's logits over the keys that a token may see
+    W_O, MLP     root mean square of what attention and MLP add, relative to the stream that they add to
+
+What a layer receives depends on the layers before it, so a few rounds over the whole model take the place of one pass
+layer by layer (layer-sequential unit-variance initialisation, Mishkin and Matas, 2016): the dependence is triangular.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from wellcond.attention.distributed import as_first_process_has_it, is_distributed, local_part, whole
+from wellcond.attention.signals import Signals, is_matrix, read_signals, root_mean_square
+from wellcond.attention.site import AttentionSite, Slot
+from wellcond.errors import WeightError
+from wellcond.init.options import PositiveFloat
+from wellcond.init.plan import InitContext, ParameterWrite, Write, register_init
+from wellcond.init.positions import Position, position_writes
+from wellcond.init.tokens import embedding_layers, learned_positions
+from wellcond.linalg.orthogonal import draw_normal, random_semi_orthogonal
+
+Start = Literal["gaussian", "semi_orthogonal", "keep"]
+ROUNDS = 12
+CLOSE = 0.02
+"""Factors within this of 1 end the rounds."""
+LARGEST_STEP = 1e3
+
+
+@register_init("calibrated")
+def calibrated(
+    context: InitContext,
+    *,
+    batch: Any = None,
+    start: Start = "gaussian",
+    logits: PositiveFloat = 1.0,
+    share: PositiveFloat | None = 0.15,
+    words: PositiveFloat | None = 0.55,
+    positions: PositiveFloat | None = 1.0,
+    position: Position = "keep",
+) -> Iterator[Write]:
+    """Embeddings, positions, Q, K, W_O and the MLP's last matrix at scales that fit each other on a batch.
+
+    Args:
+        context: the model and its sites.
+        batch: what the model is called with: a tensor, a mapping of keyword arguments, a tuple of arguments, or a
+            function that calls the model. A few samples suffice.
+        start: Q and K before they are scaled: Gaussian, semi-orthogonal, or as they are.
+        logits: standard deviation of the logits over keys. Attentions that normalise queries and keys keep theirs.
+        share: what attention and MLP each add, relative to the stream; None leaves W_O and the MLP as they are. Blocks
+            with learned scales of their own (LayerScale) are left as they are.
+        words: length of a word embedding; 0.55 is that of GPT-2 and BERT at their width of 768. None leaves them.
+            Embeddings of patches are left as they are.
+        positions: learned positions relative to the spread of the embeddings; None leaves them. Rotary and relative
+            positions have no such scale.
+        position: also replace learned positions: ``sincos2d`` (vision) or ``sincos1d`` (sequences).
+
+    Raises:
+        ValueError: no batch.
+        WeightError: numbers that are not finite on this batch.
+    """
+    if batch is None:
+        raise ValueError("'calibrated' needs batch=..., what the model is called with: a tensor, a mapping or a tuple")
+    model, sites = context.model, context.sites
+    with _Draft(model) as draft:
+        for write in position_writes(model, position):
+            draft.set_(write.parameter, write.values)
+        _scale_tokens(model, batch, sites, draft, words, positions)
+        for site in sites:
+            if start != "keep" and not _normalises(site):
+                for role in ("query", "key"):
+                    _draw(site.by_role(role), start, context, draft)
+        for _ in range(ROUNDS):
+            signals = read_signals(model, batch, sites)
+            factors = [*_logit_factors(sites, signals, logits, draft), *_share_factors(signals, share, draft)]
+            if all(abs(math.log(factor)) <= CLOSE for factor in factors):
+                break
+    yield from draft.writes()
+
+
+class _Draft(contextlib.AbstractContextManager["_Draft"]):
+    """Changes that are tried on the model itself, and taken back at the end: other processes may hold parts of it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}
+        self.planned: list[Write] = []
+
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        """Note what was reached, unless something failed, and put everything back."""
+        if kind is None:
+            for parameter, _ in self.before.values():
+                name = self.names.get(id(parameter), "a parameter")
+                self.planned.append(ParameterWrite(name, parameter, whole(parameter).detach().clone()))
+        with torch.no_grad():
+            for parameter, old in self.before.values():
+                local_part(parameter).copy_(old)
+
+    def writes(self) -> Iterator[Write]:
+        """What was reached."""
+        yield from self.planned
+
+    def touch(self, parameter: Tensor) -> None:
+        """Remember a parameter before it changes."""
+        if id(parameter) not in self.before:
+            self.before[id(parameter)] = parameter, local_part(parameter).detach().clone()
+
+    @torch.no_grad()
+    def set_(self, parameter: Tensor, values: Tensor) -> None:
+        """Whole new values."""
+        self.touch(parameter)
+        ParameterWrite("", parameter, _shared(values, parameter)).commit_()
+
+    @torch.no_grad()
+    def scale_(self, parameter: Tensor | None, factor: float) -> None:
+        """Multiply a parameter."""
+        if parameter is not None:
+            self.touch(parameter)
+            local_part(parameter).mul_(factor)
+
+    def scale_heads_(self, slot: Slot, factors: Tensor) -> None:
+        """Multiply the weight and the bias of every head."""
+        self.touch(slot.parameter)
+        slot.write_(slot.read_raw() * factors[:, None, None].to(slot.parameter))
+        bias = slot.stored_bias()
+        values = slot.read_bias()
+        if bias is not None and values is not None:
+            self.touch(bias)
+            slot.write_bias_(values * factors[:, None].to(values))
+
+
+def _shared(values: Tensor, parameter: Tensor) -> Tensor:
+    return as_first_process_has_it(values, parameter) if is_distributed(parameter) else values
+
+
+def _scale_tokens(
+    model: nn.Module,
+    batch: Any,
+    sites: list[AttentionSite],
+    draft: _Draft,
+    words: float | None,
+    positions: float | None,
+) -> None:
+    layers = embedding_layers(model)
+    if words is not None:
+        for _, layer in layers:
+            if isinstance(layer, nn.Embedding):
+                size = root_mean_square(whole(layer.weight))
+                draft.scale_(layer.weight, _factor(words * layer.embedding_dim**-0.5, size, "the word embeddings"))
+    tables = {name: table for name, table in learned_positions(model) if _is_table(model, name)}
+    if positions is None or not tables or not layers:
+        return
+    seen = read_signals(model, batch, sites, outputs=[name for name, _ in layers]).outputs
+    spreads = [_spread(tensor, layer) for name, layer in layers if (tensor := seen.get(name)) is not None]
+    if not spreads:
+        return
+    spread = math.sqrt(math.fsum(s * s for s in spreads))
+    for name, table in tables.items():
+        draft.scale_(table, _factor(positions * spread, root_mean_square(whole(table)), name))
+
+
+def _is_table(model: nn.Module, name: str) -> bool:
+    """Whether a parameter of positions is added to the tokens as it is, not multiplied by other numbers first."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    return isinstance(owner, nn.Embedding) or not is_matrix(owner)
+
+
+def _spread(embedded: Tensor, layer: nn.Module) -> float:
+    """Root mean square of embeddings around their mean over tokens and samples."""
+    channels = 1 if isinstance(layer, nn.Conv2d) else -1
+    rows = embedded.float().movedim(channels, -1).flatten(0, -2)
+    return root_mean_square(rows - rows.mean(0))
+
+
+def _normalises(site: AttentionSite) -> bool:
+    """Whether the size of Q and K does not reach the logits."""
+    return site.qk_norm is not None or site.kind == "cross_covariance"
+
+
+def _draw(slot: Slot, start: Start, context: InitContext, draft: _Draft) -> None:
+    count, rows, columns = (*slot.rows.shape, slot.in_features)
+    device = slot.parameter.device
+    if start == "gaussian":
+        values = draw_normal((count, rows, columns), generator=context.generator, device=device) * columns**-0.5
+    else:
+        values = random_semi_orthogonal(count, rows, columns, generator=context.generator, device=device, source="svd")
+    draft.touch(slot.parameter)
+    slot.write_(_shared(values, slot.parameter))
+
+
+def _logit_factors(sites: list[AttentionSite], signals: Signals, target: float, draft: _Draft) -> Iterator[float]:
+    """Scale Q and K of every head by the same factor; of query heads that share a key, the key by their mean factor."""
+    for site in sites:
+        spread = signals.spreads.get(site.name)
+        if spread is None or _normalises(site):
+            continue
+        spread = _shared(spread, site.q.parameter).double().cpu()
+        if not bool(torch.isfinite(spread).all()):
+            raise WeightError(f"{site.name}: its logits are not finite on this batch; nothing was changed")
+        factors = (target / spread.clamp_min(target / LARGEST_STEP)).clamp_max(LARGEST_STEP)
+        query, key = site.by_role("query"), site.by_role("key")
+        of_keys = factors.log().view(key.num_heads, -1).mean(1).div(2).exp()
+        draft.scale_heads_(key, of_keys)
+        draft.scale_heads_(query, factors / of_keys.repeat_interleave(query.num_heads // key.num_heads))
+        yield from factors.tolist()
+
+
+def _share_factors(signals: Signals, share: float | None, draft: _Draft) -> Iterator[float]:
+    for block in signals.blocks:
+        if share is None or not block.stream or block.scales_itself:
+            continue
+        target = share * block.stream
+        for site in block.sites:
+            added = block.attention.get(site.name)
+            if site.o is not None and added:
+                factor = _agreed(_factor(target, added, site.name), site.o.parameter)
+                draft.scale_(site.o.parameter, factor)
+                draft.scale_(site.o.stored_bias(), factor)
+                yield factor
+        if block.mlp is not None and block.mlp_added:
+            weight, bias = block.mlp._parameters["weight"], block.mlp._parameters.get("bias")
+            assert weight is not None
+            factor = _agreed(_factor(target, block.mlp_added, block.name), weight)
+            draft.scale_(weight, factor)
+            draft.scale_(bias, factor)
+            yield factor
+
+
+def _agreed(factor: float, parameter: Tensor) -> float:
+    """The first process's factor, where several hold the parameter together."""
+    return float(_shared(torch.tensor(factor, dtype=torch.float64), parameter))
+
+
+def _factor(target: float, found: float, what: str) -> float:
+    if not math.isfinite(found):
+        raise WeightError(f"{what}: not finite on this batch; nothing was changed")
+    return min(target / max(found, target / LARGEST_STEP), LARGEST_STEP)

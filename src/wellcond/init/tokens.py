@@ -1,0 +1,73 @@
+"""Where a model makes its tokens: embeddings of words or patches, learned positions, class and register tokens.
+
+Embeddings are the vectors that depend on the word or the patch, positions those that do not. Segments of BERT (token
+types) are neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from wellcond.attention.find import scan_attention
+
+POSITIONS = ("pos_embed", "position_embedding", "embed_positions", "wpe")
+"""Parts of the names of learned position embeddings."""
+CONSTANT_TOKENS = ("cls_token", "dist_token", "distillation_token", "reg_token", "register_tokens")
+PATCHES = ("patch_embed", "patch_embeddings", "stem")
+
+
+def find_positions(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters of learned positions, and of tokens that depend on no input; none where there are no positions."""
+    learned = list(learned_positions(model))
+    if learned:
+        yield from learned
+        named = model.named_parameters()
+        yield from ((name, parameter) for name, parameter in named if name.rpartition(".")[2] in CONSTANT_TOKENS)
+
+
+def learned_positions(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Tables of positions that are added to the tokens, not those inside an attention."""
+    attentions = tuple(f"{site.name}." for site in scan_attention(model).sites)
+    for name, parameter in model.named_parameters():
+        if not name.startswith(attentions) and any(part in name for part in POSITIONS):
+            yield name, parameter
+
+
+def find_embeddings(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters that decide the size of embeddings: of words where there are any, else of patches."""
+    for name, module in embedding_layers(model):
+        yield from ((f"{name}.{own}", parameter) for own, parameter in module.named_parameters(recurse=False))
+
+
+def embedding_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Layers whose outputs are the embeddings of words where there are any, else of patches."""
+    words: list[tuple[str, nn.Module]] = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and _says_words(model, name, module)
+    ]
+    return words or list(_patch_layers(model))
+
+
+def _says_words(model: nn.Module, name: str, module: nn.Embedding) -> bool:
+    input_embeddings = getattr(model, "get_input_embeddings", None)  # of Hugging Face
+    if callable(input_embeddings):
+        return module is input_embeddings()
+    return name.rpartition(".")[2] in ("word_embedding", "word_embeddings")
+
+
+def _patch_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The last layer with weights of every patch embedding that is not inside another."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if name.rpartition(".")[2] in PATCHES and not inside:
+            found.append(name)
+            layers = [
+                (f"{name}.{path}" if path else name, layer)
+                for path, layer in module.named_modules()
+                if any(True for _ in layer.parameters(recurse=False))
+            ]
+            yield from layers[-1:]
