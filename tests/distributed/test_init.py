@@ -5,7 +5,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 import wellcond as wc
-from distributed.models import WRAPPERS, build, gather, gpt2, loss_of
+from distributed.models import IMAGES, TOKENS, WRAPPERS, build, gather, gpt2, loss_of
 from distributed.processes import assert_same_everywhere, is_first, rank, run_on_two
 from wellcond.attention.distributed import unwrap
 
@@ -21,12 +21,13 @@ METHODS = {
     "default": {},
     "default, bare": {"rule": "torch"},
     "weight_selection": {},
+    "calibrated": {},
 }
 CASES = [("vit", "fsdp", method) for method in METHODS if "tied" not in method]
 CASES += [("gpt2", "fsdp", "conditioned, tied keys"), ("gpt2", "fsdp", "default"), ("torch", "fsdp", "default")]
 CASES += [("llama", "tp", "conditioned"), ("llama", "tp", "default"), ("llama", "fsdp over tp", "gaussian")]
 CASES += [("vit", "ddp", "conditioned"), ("vit", "ddp", "default"), ("vit", "compiled ddp", "conditioned")]
-CASES += [("llama", "tp elsewhere", "conditioned")]
+CASES += [("llama", "tp elsewhere", "conditioned"), ("gpt2", "fsdp", "calibrated"), ("vit", "ddp", "calibrated")]
 
 
 def initialise(name, wrapper, method):
@@ -35,9 +36,15 @@ def initialise(name, wrapper, method):
     options = dict(METHODS[method])
     if method == "weight_selection":
         options["teacher"] = teacher()
+    if method == "calibrated":  # on the first process's data
+        options["batch"] = data_of(name) if is_first() else data_of(name).flip(-1)
     wc.init_(model, method.partition(",")[0], **options)
     assert_same_everywhere(model)
     return gather(unwrap(model) if wrapper == "compiled ddp" else model)
+
+
+def data_of(name):
+    return IMAGES if name == "vit" else TOKENS
 
 
 def teacher():
@@ -51,13 +58,15 @@ def teacher():
 
 def refusal(what):
     """What must raise, on both processes alike, and leave the weights alone."""
-    model = WRAPPERS["fsdp"](build("vit"))
+    model = WRAPPERS["tp"](build("llama")) if what == "tensor parallel" else WRAPPERS["fsdp"](build("vit"))
     if what == "conditioned":
         wc.condition_(model, "balanced")
     before = gather(model)
-    options = {"std": float("nan")} if what == "not finite" else {}
+    method, options = "gaussian", {"std": float("nan")} if what == "not finite" else {}
+    if what == "tensor parallel":
+        method, options = "calibrated", {"batch": TOKENS}
     try:
-        wc.init_(model, "gaussian", **options)
+        wc.init_(model, method, **options)
     except wc.WellcondError as error:
         after = gather(model)
         assert all(torch.equal(before[name], after[name]) for name in before)
@@ -96,7 +105,7 @@ def two(tmp_path_factory):
     return run_on_two(tmp_path_factory.mktemp("two"), dispatch, [*CASES, *REFUSALS, *METAS])
 
 
-REFUSALS = [("refusal", "conditioned"), ("refusal", "not finite")]
+REFUSALS = [("refusal", "conditioned"), ("refusal", "not finite"), ("refusal", "tensor parallel")]
 METAS = [("from meta", "gpt2"), ("from meta", "vit")]
 
 
@@ -117,7 +126,14 @@ def test_two_processes_get_the_weights_of_one(case, two):
     assert any(not torch.equal(one[name], untouched[name]) for name in one)
 
 
-@pytest.mark.parametrize("case, said", [(REFUSALS[0], "already conditioned"), (REFUSALS[1], "not finite")])
+@pytest.mark.parametrize(
+    "case, said",
+    [
+        (REFUSALS[0], "already conditioned"),
+        (REFUSALS[1], "not finite"),
+        (REFUSALS[2], "before the model is parallelised"),
+    ],
+)
 def test_what_is_refused_changes_nothing_on_any_process(case, said, two):
     assert said in two[case]
 

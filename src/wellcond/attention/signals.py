@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wellcond.attention.distributed import is_distributed, reshard_
 from wellcond.attention.site import AttentionSite
 from wellcond.attention.watch import SiteCall, first_tensor, watch_sites
+from wellcond.errors import WeightError
 
 MASKED = 50.0
 """Logits that far below the largest of their row are masked: libraries add -100, -1e4 or -inf."""
@@ -75,7 +77,13 @@ def read_signals(
 
     def finish(site: AttentionSite, call: SiteCall) -> None:
         if site.kind in COMPARED_KINDS and call.softmaxes:
-            found.spreads[site.name] = logit_spread(call.softmaxes[0][0], site.num_heads)
+            logits = call.softmaxes[0][0]
+            if is_distributed(site.q.parameter) and logits.dim() == 4 and logits.shape[1] != site.num_heads:
+                raise WeightError(
+                    f"{site.name}: its heads are spread over processes (tensor parallelism), so that none sees the "
+                    "logits of all; do this before the model is parallelised"
+                )
+            found.spreads[site.name] = logit_spread(logits, site.num_heads)
         if site.o is None or any(site.o.owner is module for module in site.module.modules()):
             _note_attention(blocks, site, call.output)
 
@@ -87,6 +95,7 @@ def read_signals(
             keep = _keeper(found.outputs, name)
             stack.callback(model.get_submodule(name).register_forward_hook(keep).remove)
         watch_sites(model, batch, sites, finish)
+    reshard_(model)  # a forward pass leaves whole weights of FSDP2 in place
     return found
 
 
