@@ -61,6 +61,13 @@ def words(method: str, strong: str) -> str:
     return known.get(method, method.replace(f"{strong}+", f"{STRONG} + "))
 
 
+def spelt(method: str, strong: str) -> str:
+    """A method with the strong default of a task in it, which may be the scale-true default itself."""
+    return (
+        method.removeprefix(f"{STRONG}+") if strong == "default" and "+" in method else method.replace(STRONG, strong)
+    )
+
+
 def error_of(comparison: Comparison, method: str) -> float:
     """Mean error of a method over its seeds, in the unit of the metric: what an accuracy lacks, or the perplexity."""
     values = list(comparison.results(method).values())
@@ -69,9 +76,9 @@ def error_of(comparison: Comparison, method: str) -> float:
 
 
 def shares(analysis: Analysis, method: str, over: str) -> tuple[float, float, float] | None:
-    """How much of the error of `over` a method removes, in percent, with its 95 % interval; None without both."""
+    """How much of the error of `over` a method removes, in percent, with its 95 % interval; None without two of them."""
     comparison = analysis.comparison
-    if not {method, over} <= set(comparison.methods):
+    if method == over or not {method, over} <= set(comparison.methods):
         return None
     [difference] = differences_of(comparison, analysis.summaries, [(method, over)])
     if difference.interval is None:
@@ -94,7 +101,7 @@ def draw_gains(analyses: dict[str, Analysis]) -> None:
     for panel, (title, method, over) in zip(panels, questions, strict=True):
         for row, analysis in enumerate(analyses.values()):
             strong = analysis.comparison.baseline
-            found = shares(analysis, method.replace(STRONG, strong), over.replace(STRONG, strong))
+            found = shares(analysis, spelt(method, strong), spelt(over, strong))
             if found is None:
                 continue
             mean, low, high = found
@@ -237,7 +244,7 @@ def answers(analyses: dict[str, Analysis]) -> list[str]:
         row = []
         for analysis in analyses.values():
             strong = analysis.comparison.baseline
-            found = shares(analysis, first.replace(STRONG, strong), second.replace(STRONG, strong))
+            found = shares(analysis, spelt(first, strong), spelt(second, strong))
             row.append("–" if found is None else "{:+.1f} [{:+.1f}, {:+.1f}]".format(*found))
         lines.append(f"| {words(first, STRONG)} over {words(second, STRONG)} | " + " | ".join(row) + " |")
     return [*lines, ""]
