@@ -76,7 +76,7 @@ def error_of(comparison: Comparison, method: str) -> float:
 
 
 def shares(analysis: Analysis, method: str, over: str) -> tuple[float, float, float] | None:
-    """How much of the error of `over` a method removes, in percent, with its 95 % interval; None without two of them."""
+    """How much of the error of `over` a method removes, in percent, with its 95 % interval; None if one is missing."""
     comparison = analysis.comparison
     if method == over or not {method, over} <= set(comparison.methods):
         return None
