@@ -68,7 +68,9 @@ class Engine:
         self.share = Share(accelerator.process_index, accelerator.num_processes)
         training = recipe.training
         repeats = recipe.augmentation.repeats
-        self.plan = UpdatePlan(len(task.train), training.batch_size, training.accumulate, seed, repeats)
+        self.plan = UpdatePlan(
+            len(task.train), training.batch_size, training.accumulate, seed, repeats, following=task.following
+        )
         self.plan.part_size(self.share)  # an impossible split is an error now, not after the first measurement
         self.lengths = Lengths.of(recipe, self.plan)
         self.ramp = BatchRamp(training.batch_ramp, training.accumulate, self.lengths.num_steps)
