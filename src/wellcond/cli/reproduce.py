@@ -175,7 +175,7 @@ def _tell_end(outcome: Outcome, silent: bool) -> int:
         if not silent:
             out.print(f"[red]failed:[/] {escape(problem)}", soft_wrap=True)
     if outcome.interrupted and not silent:
-        out.print("[yellow]stopped[/]; the same command goes on from here")
+        out.print("[yellow]stopped[/]; the same command resumes from here")
     return 130 if outcome.interrupted else 1 if outcome.failures else 0
 
 

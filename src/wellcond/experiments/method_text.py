@@ -86,7 +86,8 @@ def _read_call(text: str, node: ast.expr) -> Call:
         raise ValueError(f"expected a method such as conditioned or identity(lam=10), found {part!r} in {text!r}")
     options: dict[str, Any] = {}
     dotted = name == "set"
-    for argument in (*node.args, *node.keywords) if isinstance(node, ast.Call) else ():
+    arguments: list[ast.expr | ast.keyword] = [*node.args, *node.keywords] if isinstance(node, ast.Call) else []
+    for argument in arguments:
         pair = text[argument.col_offset : argument.end_col_offset]
         key = pair.partition("=")[0].strip()
         words = key.split(".") if dotted else [key]

@@ -56,7 +56,7 @@ def at_values(recipe: Recipe, method: MethodSettings, values: Values, label: str
 
 
 def _with_options(method: MethodSettings, options: Values) -> dict[str, Any]:
-    """Fields of a method whose parts have other options; by its text, whatever fields keep them."""
+    """Fields of a method whose parts have other options; through its text."""
     parts = read_calls(method.canonical())
     for field, value in options.items():
         owner, _, option = field.partition(".")
