@@ -16,7 +16,7 @@ from detection.coco_sets import ROOT as DATA
 from test_documents import ROOT, blocks_of, commands_in, with_blocks
 from wellcond.cli.commands import app
 from wellcond.experiments.load_recipe import load_recipe
-from wellcond.experiments.methods import split_top_level
+from wellcond.experiments.method_text import split_methods
 from wellcond.experiments.models import build_model
 
 SHORT = ("training.length={steps: 2}", "evaluation.every={steps: 2}", "tracking={jacobian_points: 0}",
@@ -45,7 +45,7 @@ def cut_short(arguments):
         if verb == "compare":
             methods = "default,conditioned"
             if "--methods" in arguments:
-                methods = ",".join(split_top_level(arguments[arguments.index("--methods") + 1], ",")[:2])
+                methods = ",".join(split_methods(arguments[arguments.index("--methods") + 1])[:2])
             arguments = option(option(arguments, "--methods", methods), "--seeds", "1") + ["--jobs", "1"]
         for name in ("--engine", "--ray-address"):  # tests of their own start clusters
             arguments = option(arguments, name)

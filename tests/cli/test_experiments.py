@@ -125,7 +125,7 @@ def test_ctrl_c_leaves_a_comparison_that_goes_on(wellcond, hold, tmp_path):
 
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130 and "the same command goes on from here" in output, (output, errors)
+    assert process.returncode == 130 and "the same command resumes from here" in output, (output, errors)
     assert [(kept["status"], kept["progress"]["step"]) for kept in records()] == [("interrupted", 10)] * 2
     assert wellcond(*arguments, "--jobs", 1)[0] == 0
     assert [kept["status"] for kept in records()] == ["finished"] * 2

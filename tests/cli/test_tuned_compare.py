@@ -38,7 +38,7 @@ def test_search_growth_interruption_and_test(run, hold, tmp_path):
     hold.wait_for(2, process)
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130 and "the same command goes on from here" in output, (output, errors)
+    assert process.returncode == 130 and "the same command resumes from here" in output, (output, errors)
     begun = list(tmp_path.glob("tuning/*/*/*/run.json"))
     assert [record(path.parent)["status"] for path in begun] == ["interrupted"] * 2
     assert not list(tmp_path.glob("*/seed*"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import timm
 
-from wellcond.experiments.interrupts import StopWish
+from wellcond.experiments.interrupts import StopFlag
 
 FOLDER = "WELLCOND_TEST_HOLD"
 HELD_AT = 10
@@ -29,13 +29,13 @@ def build(num_labels, num_channels, image_size, **arguments):
 def _wait(folder):
     """Until the hold ends, or the run is asked to stop, which it does at the end of a step."""
     (folder / str(os.getpid())).touch()
-    stop = _wish_of_the_run()
-    while not (folder / "open").exists() and not stop.wanted:
+    stop = _stop_flag()
+    while not (folder / "open").exists() and not stop.requested:
         time.sleep(0.02)
 
 
-def _wish_of_the_run():
+def _stop_flag():
     frame = sys._getframe()
-    while not isinstance(frame.f_locals.get("stop"), StopWish):
+    while not isinstance(frame.f_locals.get("stop"), StopFlag):
         frame = frame.f_back
     return frame.f_locals["stop"]

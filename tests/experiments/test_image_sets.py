@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from experiments.helpers import ListSplit, bundle, byte_images, make_recipe, pil_images, tiny_vit
+from experiments.small import logs, small_job
+from wellcond.experiments.batches import Share, UpdatePlan
 from wellcond.experiments.data import TensorSplit
 from wellcond.experiments.methods import MethodSettings
 from wellcond.experiments.prepare import prepare_model
+from wellcond.experiments.run import run_job
 from wellcond.experiments.settings import RecipeError
 from wellcond.experiments.tasks.augmentation import AugmentationSettings
 from wellcond.experiments.tasks.base import EVALUATION, TaskContext
@@ -166,39 +169,103 @@ def test_evaluation_is_not_augmented():
 # Mixing
 
 
-def mixed(task, step):
-    return task.training_batch(task.train.fetch(keys(8, 0)), step)
+BOTH = {"mixup": 0.8, "cutmix": 1.0}
 
 
-@pytest.mark.parametrize("augmentation", [{"mixup": 0.8}, {"cutmix": 1.0}, {"mixup": 0.8, "cutmix": 1.0}])
-def test_mixing_is_seeded_by_the_step(augmentation):
+def mixed(task, step, *, batch_size=8, processes=1, accumulate=1):
+    """The mixed samples of a whole update, however it is divided."""
+    repeats = task.augmentation.repeats
+    plan = UpdatePlan(len(task.train), batch_size, accumulate, 0, repeats, following=task.following)
+    shares = [plan.parts(Share(rank, processes), step, step + 1) for rank in range(processes)]
+    parts = [keys for of_ranks in zip(*shares, strict=True) for keys in of_ranks]
+    made = [task.training_batch(task.train.fetch(keys), step, part) for part, keys in enumerate(parts)]
+    return {name: torch.cat([batch[name] for batch in made]) for name in ("image", "label")}
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+@pytest.mark.parametrize(
+    ("batch_size", "processes", "accumulate"),
+    [(8, 2, 1), (8, 1, 2), (8, 2, 2), (8, 8, 1), (9, 3, 1), (9, 1, 3), (1, 1, 1)],
+)
+def test_mixing_does_not_depend_on_how_an_update_is_divided(repeats, batch_size, processes, accumulate):
+    augmentation = BOTH | {"label_smoothing": 0.1, "repeats": repeats, "flip": 0.5, "crop_padding": 2}
+    task = make_task(byte_images(40), augmentation=augmentation)
+    whole = mixed(task, 3, batch_size=batch_size)
+    divided = mixed(task, 3, batch_size=batch_size, processes=processes, accumulate=accumulate)
+    assert whole["image"].shape == (batch_size, 3, 8, 8) and whole["label"].shape == (batch_size, 3)
+    assert torch.equal(divided["image"], whole["image"]) and torch.equal(divided["label"], whole["label"])
+
+
+@pytest.mark.parametrize("augmentation", [{"mixup": 0.8}, {"cutmix": 1.0}, BOTH])
+def test_mixing_is_seeded_by_step_and_position(augmentation):
     task = make_task(byte_images(), augmentation=augmentation | {"label_smoothing": 0.1})
-    first = mixed(task, 5)
-    np.random.seed(1)
-    again, other = mixed(task, 5), mixed(task, 6)
+    batch = task.train.fetch(keys(9, 0))
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    first, again = task.training_batch(batch, 5, 0), task.training_batch(batch, 5, 0)
+    others = [task.training_batch(batch, 6, 0), task.training_batch(batch, 5, 1)]
     assert torch.equal(first["image"], again["image"]) and torch.equal(first["label"], again["label"])
-    assert not torch.equal(first["image"], other["image"])
-    assert first["label"].shape == (8, 3) and torch.allclose(first["label"].sum(1), torch.ones(8))
+    assert not any(torch.equal(first["label"], other["label"]) for other in others)
+    assert torch.allclose(first["label"].sum(1), torch.ones(8))
+    assert states[:2] == (random.getstate(), np.random.get_state()[1].tolist())
+    assert torch.equal(states[2], torch.get_rng_state())
+
+
+def test_mixup_weighs_images_and_labels_alike():
+    task = make_task(byte_images(), augmentation={"mixup": 0.8})
+    batch = {"image": torch.zeros(9, 3, 4, 4), "label": torch.arange(9) % 2}
+    batch["image"][1::2] = 1.0
+    found = task.training_batch(batch, 0, 0)
+    assert torch.allclose(found["image"].mean((1, 2, 3)), found["label"][:, 1], atol=1e-6)
+    assert len(set(found["label"][:, 1].tolist())) == 8
+
+
+def test_cutmix_replaces_a_box_and_weighs_labels_by_its_area():
+    task = make_task(byte_images(), augmentation={"cutmix": 1.0})
+    batch = {"image": torch.zeros(41, 3, 6, 8), "label": torch.arange(41) % 2}
+    batch["image"][1::2] = 1.0
+    found = task.training_batch(batch, 0, 0)
+    replaced = (found["image"] != batch["image"][:40])[:, 0]
+    assert torch.allclose(found["image"].mean((1, 2, 3)), found["label"][:, 1], atol=1e-6)
+    for box in replaced:
+        assert torch.equal(box, box.any(1)[:, None] & box.any(0)[None])
+    areas = replaced.sum((1, 2))
+    assert len(areas.unique()) > 10 and areas.min() < 10 and areas.max() > 24
+
+
+def test_repeated_samples_are_mixed_with_other_images():
+    split = TensorSplit("image", torch.arange(12.0).view(12, 1, 1, 1).expand(12, 1, 8, 8), torch.arange(12) % 3)
+    task = make_task(split, augmentation={"mixup": 0.8, "repeats": 3})
+    plan = UpdatePlan(12, 9, 1, 0, 3, following=task.following)
+    samples = [index for index, _ in next(plan.parts(Share(), 0, 1))]
+    assert len(samples) == 12 and all(a != b for a, b in zip(samples, samples[3:], strict=False))
+
+
+def test_training_mixes_alike_with_accumulation(tmp_path):
+    options = (
+        "augmentation={mixup: 0.8, cutmix: 1.0}",
+        "training.length={steps: 3}",
+        "training.log_every=1",
+        "training.batch_size=33",
+    )
+    found = []
+    for accumulate in (1, 3):
+        run_job(small_job(tmp_path / str(accumulate), "default", *options, f"training.accumulate={accumulate}"))
+        found.append([row["loss"] for row in logs(tmp_path / str(accumulate))["steps"]])
+    assert len(found[0]) == 3 and found[1] == pytest.approx(found[0], rel=1e-5)
 
 
 def test_mixing_leaves_the_batch_it_is_given():
     task = make_task(byte_images(), augmentation={"mixup": 0.8})
     batch = task.train.fetch(keys(8, 0))
     before = batch["image"].clone()
-    task.training_batch(batch, 0)
+    task.training_batch(batch, 0, 0)
     assert torch.equal(batch["image"], before)
-
-
-def test_mixing_needs_pairs():
-    task = make_task(byte_images(), augmentation={"mixup": 0.8})
-    with pytest.raises(RecipeError, match="even number of samples .* found 3"):
-        task.training_batch(task.train.fetch(keys(3, 0)), 0)
 
 
 def test_without_mixing_the_batch_is_the_batch():
     task = make_task(byte_images())
     batch = task.train.fetch(keys(3, 0))
-    assert task.training_batch(batch, 0) is batch
+    assert task.training_batch(batch, 0, 0) is batch
 
 
 # Labels, channels, sizes

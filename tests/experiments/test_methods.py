@@ -11,7 +11,8 @@ from experiments.helpers import same_state, tiny_vit
 from wellcond.attention.find import find_attention
 from wellcond.conditioning.attach import corrections_of
 from wellcond.experiments import methods
-from wellcond.experiments.methods import MethodSettings, check_distinct, parse_methods, slug, split_top_level
+from wellcond.experiments.method_text import split_methods
+from wellcond.experiments.methods import MethodSettings, check_distinct, parse_methods, slug
 from wellcond.experiments.settings import RecipeError
 
 
@@ -167,11 +168,22 @@ def test_equal_numbers_are_equal_settings():
         ("identity(10)", r"expected options such as lam=10 in 'identity\(10\)', found '10'"),
         ("identity(lam=1, lam=2)", r"the option 'lam' stands twice"),
         ('conditioned(sites="a.*")+polar(sites="b.*")', r"names two patterns of sites"),
-        ("identity(lam=[)", r"lam in .* is not YAML"),
+        ("identity(lam=[a b, c])", r"expected a method .* found .*b, c.* in 'identity.* in quotation marks"),
+        ("identity(lam=[)", r"expected a method .* found '\)' in 'identity\(lam=\[\)'; close every bracket"),
+        ("identity(lam={q: 1, q: 2})", r"lam in .* is not YAML.*'q' stands twice"),
         ("identity(lam=10", r"expected a method such as conditioned"),
-        ("conditioned+", r"expected a method such as conditioned.*found ''"),
+        ("(conditioned)", r"expected a method such as conditioned.*found 'conditioned' in '\(conditioned\)'"),
+        ("conditioned+(polar)", r"expected a method such as conditioned.*found 'polar'"),
+        ("(identity)(lam=1)", r"expected a method such as conditioned"),
+        ("conditioned # better", r"expected a method such as conditioned.*found '# better'"),
+        ("conditioned.output", r"expected a method such as conditioned"),
+        ("identity(**{lam: 1})", r"expected .* found"),
+        ("identity(lam.q=1)", r"expected options such as lam=10 in"),
+        ("conditioned" + "+polar" * 5000, r"at most 20000 characters, found 30011"),
+        ("[" * 19000, r"expected a method such as conditioned"),
+        ("conditioned+", r"expected a method such as conditioned.*in 'conditioned\+'; close"),
         ("", r"expected a method such as conditioned"),
-        ({"init": "xavier"}, r"unknown initialisation 'xavier'.*Allowed: conditioned"),
+        ({"init": "xavier"}, r"unknown initialisation 'xavier'.*Allowed: .*conditioned"),
         ({"condition": "polr"}, r"unknown conditioning 'polr'; did you mean 'polar'"),
         ({"condition_options": {"lam": 1}}, r"belong to a condition, which is missing"),
         ({"innit": "default"}, r"unknown field 'innit'; did you mean 'init'"),
@@ -221,7 +233,7 @@ def test_a_label_may_be_anything():
 def test_a_list_of_methods_is_split_outside_brackets():
     found = parse_methods("default, identity(lam=2, layout=joint),conditioned+polar")
     assert [method.label for method in found] == ["default", "identity(lam=2, layout=joint)", "conditioned+polar"]
-    assert split_top_level("a(b='x,y'),c=\"d\\\",e\",it's,f", ",") == ["a(b='x,y')", 'c="d\\",e"', "it's", "f"]
+    assert split_methods("a(b='x,y'),c(d=\"e\\\",f\"),it's,g") == ["a(b='x,y')", 'c(d="e\\",f")', "it's", "g"]
     with pytest.raises(RecipeError, match=r"--methods: unknown method 'xx'"):
         parse_methods("default,xx")
 

@@ -91,7 +91,7 @@ def test_the_record_reads_back(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"kind": ', r"is not JSON .*\n.*delete .* to start this run anew"),
+        (b'{"kind": ', r"is not JSON .*\n.*delete .* to restart this run"),
         (b"\xff\xfe", "is not JSON"),
         (b"[]", "expected a run record of schema"),
         (b'{"kind": "wellcond-run", "schema": 99}', "expected a run record of schema"),
@@ -168,7 +168,7 @@ def test_a_full_disk_is_told_and_leaves_what_was_there(tmp_path):
     messages = json.loads(done.stdout)
     assert f"{tmp_path / 'run.json'} could not be written: File too large" in messages["record"]
     assert f"{tmp_path / 'steps.jsonl'} could not be written: File too large" in messages["log"]
-    assert "goes on from the last checkpoint" in messages["log"]
+    assert "resumes from the last checkpoint" in messages["log"]
     assert json.loads((tmp_path / "run.json").read_text())["kind"] == "old"
     assert (tmp_path / "steps.jsonl").read_text() == '{"step": 1}\n'
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "run.json", "steps.jsonl"]

@@ -11,7 +11,7 @@ import torch
 
 from wellcond.experiments import clock as clock_module
 from wellcond.experiments.clock import RunClock, synchronizer
-from wellcond.experiments.interrupts import StopWish
+from wellcond.experiments.interrupts import StopFlag
 from wellcond.experiments.provenance import (
     describe_session,
     has_free_cores,
@@ -131,13 +131,12 @@ def test_seeds_depend_on_every_argument():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_a_wish(number):
+def test_the_first_signal_sets_the_stop_flag(number):
     former = signal.getsignal(number)
-    wish = StopWish()
-    with wish.listening() as stop:
-        assert not stop.wanted
+    with StopFlag().listening() as stop:
+        assert not stop.requested
         signal.raise_signal(number)
-        assert stop.wanted
+        assert stop.requested
         if number == signal.SIGINT:
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(number)
@@ -150,8 +149,8 @@ def test_other_threads_do_not_touch_the_handlers():
     seen = []
 
     def work():
-        with StopWish().listening() as stop:
-            seen.append((stop.wanted, signal.getsignal(signal.SIGINT)))
+        with StopFlag().listening() as stop:
+            seen.append((stop.requested, signal.getsignal(signal.SIGINT)))
 
     thread = threading.Thread(target=work)
     thread.start()

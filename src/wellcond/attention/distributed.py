@@ -80,8 +80,8 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def as_first_process_has_it(values: Tensor, tensor: Tensor) -> Tensor:
-    """Values as the first process of the mesh of `tensor` has them, on the mesh's device."""
+def broadcast_from_rank_zero(values: Tensor, tensor: Tensor) -> Tensor:
+    """Values of rank 0 of the mesh of `tensor`, on the mesh's device."""
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]

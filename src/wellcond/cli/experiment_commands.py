@@ -89,7 +89,7 @@ def train(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train one model with one method and one seed; the same command goes on with a run that was stopped."""
+    """Train one model with one method and one seed; the same command resumes an interrupted run."""
     need_train_extra()
     from wellcond.cli.experiment_checks import check_experiment, data_overrides
 

@@ -85,7 +85,7 @@ def run_train(
     if known and not as_json:
         raise WellcondError(outcome.failures[0][1])
     code = tell_end(outcome, as_json=as_json, num_jobs=1)
-    # Of a comparison that goes on with other runs the code is 1, whatever a run fails of.
+    # A comparison that continues with other runs has the exit code 1, whatever error a run ends with.
     return 2 if known else code
 
 
@@ -194,7 +194,7 @@ def tell_end(outcome: Outcome, *, num_jobs: int, as_json: bool, more: Mapping[st
             out.print(f"[red]failed:[/] {escape(problem)}", soft_wrap=True)
         if outcome.interrupted:
             left = num_jobs - sum(record["status"] in ("finished", "diverged") for record in outcome.records)
-            out.print(f"[yellow]stopped[/] with {left} of {num_jobs} runs to go; the same command goes on from here")
+            out.print(f"[yellow]stopped[/] with {left} of {num_jobs} runs to go; the same command resumes from here")
     return 130 if outcome.interrupted else 1 if outcome.failures else 0
 
 

@@ -82,4 +82,4 @@ def _tell_end(outcome: Outcome, plan: GluePlan, *, as_json: bool) -> None:
         out.print(f"[yellow]not scored:[/] {escape(name)}", soft_wrap=True)
     if outcome.interrupted:
         left = len(plan.jobs) - sum(record["status"] in ("finished", "diverged") for record in outcome.records)
-        out.print(f"[yellow]stopped[/] with {left} of {len(plan.jobs)} runs to go; the same command goes on from here")
+        out.print(f"[yellow]stopped[/] with {left} of {len(plan.jobs)} runs to go; the same command resumes from here")

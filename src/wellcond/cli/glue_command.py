@@ -35,7 +35,7 @@ def glue(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Fine-tune a pre-trained model on the tasks of GLUE and score it; the same command goes on where it stopped.
+    """Fine-tune a pre-trained model on the tasks of GLUE and score it; the same command resumes it.
 
     Corrections of a conditioned model are folded into its weights first.
     """

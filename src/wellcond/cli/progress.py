@@ -56,16 +56,16 @@ class RunsProgress:
         state = self._state.setdefault(key, {"loss": None, "metric": "", "phase": "", "since": time.perf_counter()})
         kind = event["event"]
         if kind in ("end", "failed"):
-            self._end(job.name, key, event.get("record"), event.get("problem", ""))
+            self._end(job.title, key, event.get("record"), event.get("problem", ""))
             return
         if kind == "lost":
             state["phase"] = STARTING_AGAIN
             if not self.quiet:
-                lost = f"{escape(job.name)}: [yellow]{STARTING_AGAIN}[/], {escape(event['problem'])}"
+                lost = f"{escape(job.title)}: [yellow]{STARTING_AGAIN}[/], {escape(event['problem'])}"
                 self.console.print(lost, highlight=False, soft_wrap=True)
         elif kind == "waiting":
             if state["phase"] not in (WAITING, STARTING_AGAIN) and not self.quiet:
-                self.console.print(f"{escape(job.name)}: {WAITING}", highlight=False, soft_wrap=True)
+                self.console.print(f"{escape(job.title)}: {WAITING}", highlight=False, soft_wrap=True)
             state["phase"] = WAITING
         elif kind == "start":
             state |= {"first": event["step"], "since": time.perf_counter(), "batch": event["batch_size"]}
@@ -106,7 +106,7 @@ class RunsProgress:
             return
         numbers = f"[cyan]{state['phase']}" if state["phase"] else self._numbers(state)
         if key not in self._tasks:
-            self._tasks[key] = self.bars.add_task(escape(job.name), total=None, numbers=numbers)
+            self._tasks[key] = self.bars.add_task(escape(job.title), total=None, numbers=numbers)
         self.bars.update(self._tasks[key], total=state.get("total"), completed=state.get("step", 0), numbers=numbers)
 
     def _numbers(self, state: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from wellcond.errors import WellcondError
 from wellcond.experiments.compare import JobObserver, Outcome
 from wellcond.experiments.data.mirror import MIRROR_VARIABLE
 from wellcond.experiments.load_recipe import load_recipe
-from wellcond.experiments.methods import split_top_level
+from wellcond.experiments.method_text import split_methods
 from wellcond.files import to_json
 from wellcond.report.glue import rebuild_glue
 from wellcond.report.table import Table
@@ -106,7 +106,7 @@ def run_reproduce(request: Request, *, dry_run: bool, records: Path | None) -> i
 
 def _wishes(request: Request) -> Wishes:
     entry = find_entry(request.id)
-    methods = None if request.methods is None else tuple(split_top_level(request.methods, ","))
+    methods = None if request.methods is None else tuple(split_methods(request.methods))
     check_methods(entry, methods or ())
     return Wishes(
         request.place,
@@ -175,7 +175,7 @@ def _tell_end(outcome: Outcome, silent: bool) -> int:
         if not silent:
             out.print(f"[red]failed:[/] {escape(problem)}", soft_wrap=True)
     if outcome.interrupted and not silent:
-        out.print("[yellow]stopped[/]; the same command goes on from here")
+        out.print("[yellow]stopped[/]; the same command resumes from here")
     return 130 if outcome.interrupted else 1 if outcome.failures else 0
 
 

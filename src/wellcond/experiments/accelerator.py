@@ -19,7 +19,7 @@ def make_accelerator(recipe: Recipe, folder: Path, *, cpu: bool = False) -> Any:
         from accelerate.state import AcceleratorState
     except ImportError as error:
         raise MissingExtraError("accelerate", "train") from error
-    # A process may run several recipes; the precision of an earlier one must not stick.
+    # A process may run several recipes; the precision of an earlier one must not persist.
     AcceleratorState._reset_state()
     trackers = list(recipe.logging.trackers)
     _check_trackers(trackers)
@@ -39,15 +39,15 @@ def make_accelerator(recipe: Recipe, folder: Path, *, cpu: bool = False) -> Any:
 
 
 def check_sharding(accelerator: Any, task: AbstractTask, name: str) -> None:
-    """Raise RecipeError if weights are sharded and the task cannot work with that; it would wait for ever."""
+    """Raise RecipeError if weights are sharded and the task does not support that; its ranks would deadlock."""
     if accelerator.is_fsdp2 and not task.can_be_sharded:
         raise RecipeError(
-            f"task.name: {name} does not run under FSDP; launch it with DDP (torchrun), or on one process"
+            f"task.name: {name} does not run under FSDP; launch it with DDP (torchrun) or in a single process"
         )
 
 
 def _check_trackers(trackers: list[str]) -> None:
-    """Accelerate drops a tracker that is not installed with a warning, or without."""
+    """Raise RecipeError for a tracker that is not installed; Accelerate skips it, at most with a warning."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
     installed = [str(name) for name in get_available_trackers()]
@@ -59,7 +59,7 @@ def _check_trackers(trackers: list[str]) -> None:
 
 
 def _shard_on_cpu(accelerator: Any) -> None:
-    """Accelerate asks for a GPU before it shards; torch's FSDP2 itself works over gloo."""
+    """Shard over gloo, as torch's FSDP2 can; Accelerate itself requires a GPU."""
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
     if accelerator.num_processes > 1:

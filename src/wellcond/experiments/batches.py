@@ -32,7 +32,8 @@ class UpdatePlan:
     An update takes the next `batch_size` samples of the epoch's order, in `accumulate` x `processes` equal parts; the
     samples that remain at the end of an epoch wait for the next order. Which samples an update has depends on neither
     of the two numbers, so that one process and many compute the same. With `repeats`, the order is that of the first
-    samples alone, and each stands in it so many times in a row, under a draw of its own.
+    samples alone, and each stands in it so many times in a row, under a draw of its own. A part ends with the
+    `following` samples after it in its update, cyclically, for tasks that mix samples.
     """
 
     num_samples: int
@@ -40,6 +41,7 @@ class UpdatePlan:
     accumulate: int
     seed: int
     repeats: int = 1
+    following: int = 0
 
     def __post_init__(self) -> None:
         """Raise RecipeError if an epoch has no whole update."""
@@ -74,8 +76,12 @@ class UpdatePlan:
             epoch, number = divmod(step, self.steps_per_epoch)
             if epoch != of_epoch:
                 order, of_epoch = epoch_order(self.num_samples, self.seed, epoch), epoch
-            first = number * self.batch_size + (part * share.processes + share.rank) * size
-            yield self._keys(order, epoch, first, first + size)
+            start, first = number * self.batch_size, (part * share.processes + share.rank) * size
+            keys = self._keys(order, epoch, start + first, start + first + size)
+            for position in range(first + size, first + size + self.following):
+                beyond = start + position % self.batch_size
+                keys += self._keys(order, epoch, beyond, beyond + 1)
+            yield keys
 
     def _keys(self, order: torch.Tensor, epoch: int, start: int, stop: int) -> list[SampleKey]:
         first = start // self.repeats

@@ -206,7 +206,7 @@ def read_checkpoint(place: Path) -> tuple[dict[str, Tensor], dict[str, Any], dic
         groups = [_as_stored(group) for group in stored["groups"]]
     except Exception as error:
         raise RunError(
-            f"{place} is damaged ({error}); delete it to go on from an earlier one or from the start"
+            f"{place} is damaged ({error}); delete it to resume from an earlier one, or to restart"
         ) from error
     return model, {"state": rows, "param_groups": groups}, state, average
 

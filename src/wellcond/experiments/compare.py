@@ -1,4 +1,4 @@
-"""A comparison: every method with every seed under one recipe; runs that are complete are not repeated."""
+"""A comparison: every method with every seed under one recipe; complete runs are not repeated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from wellcond.errors import AttentionNotFoundError, MissingExtraError, WellcondError
 from wellcond.experiments.data.errors import DataError
 from wellcond.experiments.engine import Event
-from wellcond.experiments.interrupts import StopWish
+from wellcond.experiments.interrupts import StopFlag
 from wellcond.experiments.methods import MethodSettings, check_distinct
 from wellcond.experiments.models import ModelSpecError
 from wellcond.experiments.ray_engine.settings import RaySettings
@@ -24,28 +24,28 @@ from wellcond.experiments.settings import RecipeError
 from wellcond.files import to_json, write_atomically
 from wellcond.run_records import COMPLETE, SCHEMA, find_change, seal
 
-# What is wrong with the recipe or the data is wrong for every run: the comparison ends at the first.
+# Errors of the recipe or the dataset concern every run: the first one ends the comparison.
 FOR_ALL = (RecipeError, DataError, MissingExtraError, AttentionNotFoundError, ModelSpecError)
 JobObserver = Callable[[Job, Event], None]
 
 
 @dataclass
 class Outcome:
-    """What became of a comparison."""
+    """Result of a comparison."""
 
     records: list[dict[str, Any]] = field(default_factory=list)
     failures: list[tuple[Job, str]] = field(default_factory=list)
     interrupted: bool = False
     crashed: bool = False
-    """Whether a run in this process ended with an error that wellcond does not know."""
+    """Whether a run in this process failed with an unexpected exception."""
 
     def take(self, record: dict[str, Any]) -> None:
-        """Note a run that ended."""
+        """Add the record of a run that ended."""
         self.records.append(record)
         self.interrupted |= record["status"] == "interrupted"
 
     def fail(self, job: Job, problem: str, observer: JobObserver) -> None:
-        """Note a run that could not be done."""
+        """Add a run that failed."""
         self.failures.append((job, problem))
         observer(job, {"event": "failed", "problem": problem})
 
@@ -53,7 +53,7 @@ class Outcome:
 def plan_comparison(
     recipe: Recipe, methods: Sequence[MethodSettings], seeds: Sequence[int], folder: Path, **options: Any
 ) -> list[Job]:
-    """All runs, seed by seed, so that a comparison that is cut short has whole pairs; each at its tuned values.
+    """All runs, seed by seed, so that an interrupted comparison has complete pairs; each at its tuned values.
 
     Raises: RecipeError without methods, without the baseline among them, or for local code that is not trusted.
     """
@@ -70,7 +70,7 @@ def plan_comparison(
 
 
 def settings_hash(recipe: Recipe) -> str:
-    """What all runs of a comparison share."""
+    """Hash of the settings that all runs of a comparison share."""
     return config_hash(recipe.config(MethodSettings(init="default"), 0))
 
 
@@ -133,7 +133,7 @@ def read_comparison(path: Path) -> dict[str, Any]:
 
     Raises: RunError if it is not one, or was changed.
     """
-    advice = "Delete it, then run the same command: it is written anew, and the runs stay"
+    advice = "Delete it, then run the same command: it is written again, and the runs are kept"
     try:
         content = json.loads(path.read_text("utf-8"))
         if content["kind"] != "wellcond-comparison" or content["schema"] != SCHEMA:
@@ -152,7 +152,7 @@ def read_comparison(path: Path) -> dict[str, Any]:
 def run_comparison(
     jobs: Sequence[Job], *, num_workers: int, observer: JobObserver, ray: RaySettings | None = None
 ) -> Outcome:
-    """Run what is missing, one after the other, in several processes, or on a Ray cluster.
+    """Run what is incomplete, one run after the other, in several processes, or on a Ray cluster.
 
     Raises: RecipeError, DataError or MissingExtraError, which concern every run; other failures are in the outcome.
     """
@@ -160,17 +160,19 @@ def run_comparison(
     placed = [job if job.at_once == at_once else replace(job, at_once=at_once) for job in jobs]
     outcome = _run_all(placed, num_workers, observer, ray)
     if os.environ.get("RANK", "0") == "0":
-        _miss_deleted(outcome, jobs)
+        _fail_deleted(outcome, jobs)
     return outcome
 
 
-def _miss_deleted(outcome: Outcome, jobs: Sequence[Job]) -> None:
-    """A run whose folder was deleted while others were running has no result."""
+def _fail_deleted(outcome: Outcome, jobs: Sequence[Job]) -> None:
+    """Turn complete runs whose folder was deleted meanwhile into failures."""
     for job in jobs:
         done = [kept for kept in outcome.records if (kept["method"], kept["seed"]) == (job.method.label, job.seed)]
         if any(kept["status"] in COMPLETE for kept in done) and not (job.folder / "run.json").is_file():
             outcome.records = [kept for kept in outcome.records if kept not in done]
-            problem = f"{job.name}: {job.folder} was deleted after the run had ended; run the same command to repeat it"
+            problem = (
+                f"{job.title}: {job.folder} was deleted after the run had ended; run the same command to repeat it"
+            )
             outcome.failures.append((job, problem))
 
 
@@ -184,9 +186,9 @@ def _run_all(jobs: Sequence[Job], num_workers: int, observer: JobObserver, ray: 
 
         return run_in_pool(jobs, num_workers=min(num_workers, len(jobs)), observer=observer)
     outcome = Outcome()
-    with StopWish().listening() as stop:
+    with StopFlag().listening() as stop:
         for job in jobs:
-            if stop.wanted:
+            if stop.requested:
                 outcome.interrupted = True
                 break
             try:
@@ -195,7 +197,7 @@ def _run_all(jobs: Sequence[Job], num_workers: int, observer: JobObserver, ray: 
                 raise
             except WellcondError as error:
                 if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                    raise  # the other processes may not know: going on would mix runs
+                    raise  # other ranks may not have failed: continuing would mix runs
                 outcome.crashed |= isinstance(error, UnexpectedRunError)
                 outcome.fail(job, str(error), observer)
     return outcome

@@ -1,4 +1,4 @@
-"""Several runs at once, as every engine sees them: which wait, whose worker was lost, and what a worker reports."""
+"""Scheduling of concurrent runs, shared by the worker pool and Ray: queue, lost workers and messages."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 from wellcond.errors import WellcondError
 from wellcond.experiments.compare import FOR_ALL, JobObserver, Outcome
 from wellcond.experiments.engine import Event, Observer
-from wellcond.experiments.interrupts import StopWish
+from wellcond.experiments.interrupts import StopFlag
 from wellcond.experiments.run import Job, complete_record, run_job
 
 Message = tuple[str, Any]
-"""("event", event) while a run goes on; at its end ("record", record), ("error", text) or ("error for all", text)."""
-Run = Callable[[Job, Observer, StopWish], dict[str, Any]]
+"""("event", event) during a run; at its end ("record", record), ("error", text) or ("error for all", text)."""
+Run = Callable[[Job, Observer, StopFlag], dict[str, Any]]
 
 
 class Dispatch:
-    """Hands out the jobs of a comparison and keeps account of them."""
+    """Queue and outcome of the jobs of a comparison."""
 
     def __init__(self, jobs: Sequence[Job], observer: JobObserver, *, attempts: int) -> None:
-        """A job whose worker was lost `attempts` times has failed."""
+        """A job fails when its worker has been lost `attempts` times."""
         self.waiting = deque(jobs)
         self.outcome = Outcome()
         self.stopping = False
@@ -30,12 +30,12 @@ class Dispatch:
         self._lost: dict[str, int] = {}
 
     def stop(self) -> None:
-        """Hand out nothing more."""
+        """Empty the queue."""
         self.stopping = self.outcome.interrupted = True
         self.waiting.clear()
 
     def leave_out_complete(self) -> None:
-        """Take the records of complete runs from their folders; they need no worker."""
+        """Remove complete runs from the queue and add their records to the outcome."""
         left = []
         for job in self.waiting:
             try:
@@ -51,13 +51,13 @@ class Dispatch:
         self.waiting = deque(left)
 
     def times_lost(self, job: Job) -> int:
-        """How many workers a job has lost."""
+        """Number of workers lost on a job."""
         return self._lost.get(str(job.folder), 0)
 
     def hear(self, job: Job, message: Message) -> bool:
-        """Take what a worker says about its job; returns whether that was the last of it.
+        """Handle the message of a worker; returns True if it is the last one of its job.
 
-        Raises: WellcondError for what concerns every run.
+        Raises: WellcondError for an error that concerns every run.
         """
         kind, content = message
         if kind == "event":
@@ -72,7 +72,7 @@ class Dispatch:
         return True
 
     def lose(self, job: Job, reason: str) -> None:
-        """A worker has died: its job is the next to be handed out, unless that has happened too often."""
+        """Put the job of a dead worker first in the queue, or fail it after too many attempts."""
         if self.stopping:
             return
         count = self._lost[str(job.folder)] = self.times_lost(job) + 1
@@ -80,24 +80,24 @@ class Dispatch:
             self._observer(job, {"event": "lost", "problem": reason})
             self.waiting.appendleft(job)
         else:
-            self.outcome.fail(job, f"{job.name}: {reason}", self._observer)
+            self.outcome.fail(job, f"{job.title}: {reason}", self._observer)
 
 
-def _run(job: Job, tell: Observer, stop: StopWish) -> dict[str, Any]:
+def _run(job: Job, tell: Observer, stop: StopFlag) -> dict[str, Any]:
     return run_job(job, tell, stop=stop)
 
 
-def do_job(job: Job, send: Callable[[Message], None], stop: StopWish, *, run: Run = _run) -> None:
-    """One job in a worker; if nobody listens any more, the run is saved and left to be taken up again."""
+def do_job(job: Job, send: Callable[[Message], None], stop: StopFlag, *, run: Run = _run) -> None:
+    """Run one job in a worker; if the connection is lost, the run writes a checkpoint, stops and can be resumed."""
 
     def tell(event: Event) -> None:
         try:
             send(("event", event))
         except OSError:
-            stop.wanted = True
+            stop.requested = True
 
     with contextlib.suppress(BrokenPipeError):
         try:
             send(("record", run(job, tell, stop)))
-        except WellcondError as error:  # as text: not every exception survives the way
+        except WellcondError as error:  # as text: not every exception can be pickled
             send(("error for all" if isinstance(error, FOR_ALL) else "error", str(error)))

@@ -1,4 +1,4 @@
-"""The training loop: updates, evaluations, measurements and checkpoints at steps fixed in advance."""
+"""The training loop: updates, evaluations, measurements and checkpoints at predetermined steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from wellcond.experiments.checkpoint import (
 from wellcond.experiments.clock import RunClock
 from wellcond.experiments.conditioning_log import ConditioningLog
 from wellcond.experiments.evaluator import Evaluator, find_test_set
-from wellcond.experiments.interrupts import StopWish
+from wellcond.experiments.interrupts import StopFlag
 from wellcond.experiments.lengths import Lengths
 from wellcond.experiments.recipe import Recipe
 from wellcond.experiments.run_folder import RunFolder, check_links
@@ -42,11 +42,11 @@ SECONDS_BETWEEN_EVENTS = 0.2
 
 
 class Interrupted(Exception):
-    """Stopped on request, after saving."""
+    """Stopped on request, after a checkpoint."""
 
 
 class Engine:
-    """Trains one model. The folder is written by the first process only."""
+    """Trains one model. Only rank 0 writes to the folder."""
 
     def __init__(
         self,
@@ -68,14 +68,16 @@ class Engine:
         self.share = Share(accelerator.process_index, accelerator.num_processes)
         training = recipe.training
         repeats = recipe.augmentation.repeats
-        self.plan = UpdatePlan(len(task.train), training.batch_size, training.accumulate, seed, repeats)
-        self.plan.part_size(self.share)  # an impossible split is an error now, not after the first measurement
+        self.plan = UpdatePlan(
+            len(task.train), training.batch_size, training.accumulate, seed, repeats, following=task.following
+        )
+        self.plan.part_size(self.share)  # raises now, not after the first measurement
         self.lengths = Lengths.of(recipe, self.plan)
         self.ramp = BatchRamp(training.batch_ramp, training.accumulate, self.lengths.num_steps)
         self.test_samples = find_test_set(recipe, task)
         self.test: dict[str, Any] | None = None
         self.samples: list[dict[str, Any]] = []
-        """Scores on the test split, and what the last weights make of samples; known after training."""
+        """Scores on the test split, and outputs of the last weights on samples; set after training."""
         self.best_weights = BestWeights(is_main=self.is_main) if recipe.evaluation.test == "best" else None
         self.state = TrainState()
         self.budget = TimeBudget(training.hours, clock, accelerator)
@@ -109,23 +111,23 @@ class Engine:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes."""
+        """True on rank 0, which writes."""
         return self.accelerator.is_main_process
 
     @property
     def full_updates(self) -> float:
-        """Updates with full batches that would have taken the samples taken so far."""
+        """Number of samples seen so far, in full batches."""
         return self.state.step - self.state.parts_spared / self.plan.accumulate
 
     @property
     def epoch(self) -> float:
-        """Epochs done."""
+        """Number of epochs completed."""
         return self.lengths.epoch(self.full_updates)
 
     # Resuming
 
     def resume(self) -> int:
-        """Go on from the last checkpoint, if there is one; returns its step."""
+        """Resume from the last checkpoint, if there is one; returns its step."""
         place = last_checkpoint(self.folder.path / "checkpoints")
         if place is None:
             if self.is_main:
@@ -146,7 +148,7 @@ class Engine:
         return self.state.step
 
     def save(self) -> None:
-        """Write a checkpoint of the present step; every process must call it."""
+        """Write a checkpoint of the current step; every rank must call it."""
         with self.clock.spent_on("checkpointing"):
             self._take_losses()
             model = gather_model(self.model)
@@ -163,7 +165,7 @@ class Engine:
                 best = None if self.best_weights is None else self.best_weights.to_save
                 folder = self.folder.path / "checkpoints"
                 self.folder.check_there()
-                check_links(self.folder.path)  # one may have been put there since the run began
+                check_links(self.folder.path)  # one may have been created since the run began
                 place = save_checkpoint(folder, self.state.step, model, optimizer, state, average, best)
                 if self.best_weights is not None:
                     self.best_weights.saved_in(place)
@@ -172,12 +174,12 @@ class Engine:
 
     # Training
 
-    def train(self, stop: StopWish) -> None:
-        """Train from the present step to the end.
+    def train(self, stop: StopFlag) -> None:
+        """Train from the current step to the end.
 
         Raises:
-            Diverged: the loss is not finite or has grown too far.
-            Interrupted: somebody asked to stop; the last step is saved.
+            Diverged: the loss is not finite or exceeds `training.diverged_above` times the first.
+            Interrupted: the stop flag is set; the last step has a checkpoint.
         """
         state = self.state
         with self.clock.spent_on("measuring"):
@@ -220,7 +222,7 @@ class Engine:
             self.lengths = self.lengths.ending_at(self.state.step)
             self.log.end_at(self.state.step)
 
-    def _at_boundaries(self, stop: StopWish) -> None:
+    def _at_boundaries(self, stop: StopFlag) -> None:
         lengths, step = self.lengths, self.state.step
         last = step == lengths.num_steps
         if step in self.log.steps:
@@ -228,23 +230,23 @@ class Engine:
             with self.clock.spent_on("measuring"):
                 self._write_conditioning(self.log.after(step))
         else:
-            self.log.after(step)  # counts, and must not wait for the device at every step
+            self.log.after(step)  # counts the step without waiting for the device
         if last or step % lengths.evaluate_every == 0:
             self._evaluate()
-        stopping = self._all_want_to_stop(stop) and not last
+        stopping = self._should_stop(stop) and not last
         if last or stopping or step % lengths.save_every == 0:
             self.save()
         if stopping:
             raise Interrupted
 
-    def _all_want_to_stop(self, stop: StopWish) -> bool:
-        """One process decides alone; several ask each other, at logged steps only."""
+    def _should_stop(self, stop: StopFlag) -> bool:
+        """Whether the stop flag is set on any rank; several ranks synchronise only at logged steps."""
         if self.share.processes > 1 and self.state.step % self.recipe.training.log_every:
             return False
-        return stop.wanted_anywhere(self.accelerator)
+        return stop.any_rank(self.accelerator)
 
     def _take_losses(self) -> None:
-        """Losses of recent updates as numbers, the mean over processes.
+        """Move the losses of recent updates to the state, averaged over ranks.
 
         Raises: Diverged if one is not finite.
         """
@@ -273,7 +275,7 @@ class Engine:
                 self.accelerator.log({f"train/{name}": value for name, value in row.items()}, step=step)
         check_loss(mean, self.state.first_loss, self.recipe.training.diverged_above, step)
 
-    # Looking
+    # Evaluation
 
     def _write_conditioning(self, rows: list[dict[str, Any]]) -> None:
         if rows:
@@ -302,9 +304,9 @@ class Engine:
             self.observer({"event": "evaluation", "row": row})
 
     def _test(self) -> None:
-        """Score the test split, after the last checkpoint: a run killed here resumes there and comes to the same.
+        """Score the test split after the last checkpoint: a run killed here resumes there and gives identical results.
 
-        The model then has the weights that were tested.
+        The model then has the tested weights.
         """
         if self.test_samples is None:
             return

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish: the step is finished and saved, then the run stops."""
+"""Ctrl-C and SIGTERM set a stop flag: the run finishes its step, writes a checkpoint and stops."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from typing import Any
 import torch
 
 
-class StopWish:
-    """Whether somebody asked to stop."""
+class StopFlag:
+    """Set once the run is asked to stop."""
 
     def __init__(self) -> None:
-        """Nobody yet."""
-        self.wanted = False
+        """Not set."""
+        self.requested = False
 
-    def wanted_anywhere(self, accelerator: Any) -> bool:
-        """Whether any process was asked to stop; every process must call it."""
+    def any_rank(self, accelerator: Any) -> bool:
+        """True if any rank has been asked to stop; every rank must call it."""
         if accelerator.num_processes == 1:
-            return self.wanted
-        wish = torch.tensor(float(self.wanted), device=accelerator.device)
-        return bool(accelerator.reduce(wish, reduction="sum") > 0)
+            return self.requested
+        flag = torch.tensor(float(self.requested), device=accelerator.device)
+        return bool(accelerator.reduce(flag, reduction="sum") > 0)
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[StopWish]:
-        """Handle the first signal as a wish; a second Ctrl-C interrupts at once."""
+    def listening(self) -> Iterator[StopFlag]:
+        """Set the flag at the first signal; a second Ctrl-C raises KeyboardInterrupt."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
         former: dict[signal.Signals, Any] = {}
 
-        def note(number: int, frame: FrameType | None) -> None:
-            if self.wanted and number == signal.SIGINT:
+        def handle(number: int, frame: FrameType | None) -> None:
+            if self.requested and number == signal.SIGINT:
                 raise KeyboardInterrupt
-            self.wanted = True
+            self.requested = True
 
         for number in (signal.SIGINT, signal.SIGTERM):
-            former[number] = signal.signal(number, note)
+            former[number] = signal.signal(number, handle)
         try:
             yield self
         finally:
             for number, handler in former.items():
-                # None: the handler was not set from Python and cannot be put back.
+                # None: the handler was not set from Python and cannot be restored.
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import itertools
-import json
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -27,11 +26,11 @@ from wellcond.attention.site import AttentionSite
 from wellcond.conditioning.apply import condition_, make_method
 from wellcond.conditioning.methods import METHODS as CONDITIONS
 from wellcond.errors import NumericalWarning, WellcondError
+from wellcond.experiments.method_text import read_calls, split_methods, write_call
 from wellcond.experiments.settings import RecipeError, Settings, suggest
 from wellcond.experiments.teachers import OPTIONS as TEACHER_OPTIONS
 from wellcond.experiments.teachers import Build, check_teacher, pin_teacher, selection_options
 from wellcond.experiments.token_scales import check_factors, scale_tokens_
-from wellcond.experiments.yaml_text import read_yaml
 from wellcond.init.apply import check_names, check_options, init_
 from wellcond.init.options import check_values
 from wellcond.init.plan import METHODS as INITS
@@ -118,13 +117,13 @@ class MethodSettings(Settings):
         """The method as text that `parse_method` reads."""
         untouched = self.init == "default" and not self.init_options
         where = {} if self.sites == "*" else {"sites": self.sites}
-        parts = [_call("tokens", self.tokens)] if self.tokens else []
+        parts = [write_call("tokens", self.tokens)] if self.tokens else []
         if not untouched or not (self.condition or (self.tokens and not where)):
-            parts.append(_call(self.init, self.init_options | where))
+            parts.append(write_call(self.init, self.init_options | where))
         if self.condition:
             chosen = {} if self.projections == "qkv" else {"projections": self.projections}
-            parts.append(_call(self.condition, self.condition_options | chosen | where))
-        parts += [_call("set", self.set)] if self.set else []
+            parts.append(write_call(self.condition, self.condition_options | chosen | where))
+        parts += [write_call("set", self.set)] if self.set else []
         return "+".join(parts)
 
     @property
@@ -207,22 +206,6 @@ def slug(label: str) -> str:
     return f"{plain or 'method'}-{hashlib.sha256(label.encode('utf-8', 'surrogatepass')).hexdigest()[:6]}"
 
 
-def _call(name: str, options: dict[str, Any]) -> str:
-    written = ", ".join(f"{key}={_plain(value)}" for key, value in options.items())
-    return f"{name}({written})" if options else name
-
-
-def _plain(value: Any) -> str:
-    """A value as YAML on one line."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_plain(key)}: {_plain(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_plain(item) for item in value) + "]"
-    if isinstance(value, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.]*", value) and read_yaml(value) == value:
-        return value
-    return json.dumps(value, ensure_ascii=False)
-
-
 def _whole(value: Any) -> Any:
     """10.0 as 10, since they are the same setting; also inside lists and mappings."""
     if isinstance(value, dict):
@@ -230,30 +213,6 @@ def _whole(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_whole(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
-
-
-def split_top_level(text: str, separator: str) -> list[str]:
-    """Split, but inside neither brackets nor quotation marks.
-
-    Example:
-        >>> split_top_level("default,identity(lam=2, layout=joint),polar", ",")
-        ['default', 'identity(lam=2, layout=joint)', 'polar']
-    """
-    parts, depth, current, quote = [], 0, "", ""
-    for character in text:
-        if quote:
-            escaped = quote == '"' and re.search(r"(?<!\\)(?:\\\\)*\\$", current)
-            quote = "" if character == quote and not escaped else quote
-        elif character in "'\"" and current.rstrip()[-1:] in "=,([{:":  # elsewhere it is an apostrophe
-            quote = character
-        else:
-            depth += (character in "([{") - (character in ")]}")
-        if character == separator and depth == 0 and not quote:
-            parts.append(current.strip())
-            current = ""
-        else:
-            current += character
-    return [*parts, current.strip()]
 
 
 def parse_method(text: str) -> dict[str, Any]:
@@ -266,11 +225,7 @@ def parse_method(text: str) -> dict[str, Any]:
         {'lam': 2}
     """
     fields: dict[str, Any] = {"label": text.strip()}
-    for part in split_top_level(text, "+"):
-        matched = re.fullmatch(r"([A-Za-z_]\w*)\s*(?:\((.*)\))?", part, flags=re.DOTALL)
-        if matched is None:
-            raise ValueError(f"expected a method such as conditioned or identity(lam=10), found {part!r}")
-        name, options = matched[1], _options(matched[2] or "", part, dotted=matched[1] == "set")
+    for name, options in read_calls(text):
         if name in ("set", "tokens"):
             if name in fields or not options:
                 example = "optimizer.lr=3e-3" if name == "set" else "positions=25"
@@ -293,31 +248,17 @@ def parse_method(text: str) -> dict[str, Any]:
     return fields
 
 
-def _options(text: str, part: str, *, dotted: bool) -> dict[str, Any]:
-    options = {}
-    for pair in split_top_level(text, ",") if text.strip() else []:
-        key, equals, value = pair.partition("=")
-        words = key.strip().split(".") if dotted else [key.strip()]
-        if not equals or not all(word.isidentifier() for word in words):
-            example = "optimizer.lr=3e-3" if dotted else "lam=10"
-            raise ValueError(f"expected options such as {example} in {part!r}, found {pair!r}")
-        if key.strip() in options:
-            raise ValueError(f"the option {key.strip()!r} stands twice in {part!r}")
-        options[key.strip()] = read_yaml(value, f"{key.strip()} in {part!r}")
-    return options
-
-
 def parse_methods(text: str) -> tuple[MethodSettings, ...]:
     """A comma-separated list of methods.
 
     Raises: RecipeError.
     """
-    methods = []
-    for part in split_top_level(text, ","):
-        try:
-            methods.append(MethodSettings.model_validate(part))
-        except ValidationError as error:
-            raise RecipeError(f"--methods: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
+    try:
+        methods = [MethodSettings.model_validate(part) for part in split_methods(text)]
+    except ValidationError as error:
+        raise RecipeError(f"--methods: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
+    except ValueError as error:
+        raise RecipeError(f"--methods: {error}") from error
     check_distinct(methods)
     return tuple(methods)
 

@@ -117,7 +117,7 @@ def prepare_model(
 
     def forward(model: nn.Module) -> None:
         batch = task.train.fetch([(sample, 0) for sample in range(min(CALIBRATION_SAMPLES, len(task.train)))])
-        task.loss(model, task.training_batch(batch, 0))
+        task.loss(model, batch)
 
     return method.apply_(model, seed=derive(seed, "method"), base=base, build=build_teacher, forward=forward)
 

@@ -19,7 +19,7 @@ from wellcond.experiments.clock import RunClock, synchronizer
 from wellcond.experiments.data.fingerprint import fingerprint
 from wellcond.experiments.engine import Engine, Event, Interrupted, Observer
 from wellcond.experiments.evaluator import find_test_set
-from wellcond.experiments.interrupts import StopWish
+from wellcond.experiments.interrupts import StopFlag
 from wellcond.experiments.method_overrides import override_recipe
 from wellcond.experiments.methods import MethodSettings
 from wellcond.experiments.models import TRUST_NEEDED, is_local_code
@@ -35,11 +35,11 @@ from wellcond.run_records import COMPLETE, SCHEMA
 KEPT = ("metric", "data", "tokenizer", "model", "final", "best", "progress", "samples_per_second", "seconds_per_step",
         "sessions", "logs")  # fmt: skip
 SECONDS_BETWEEN_TRIES = 0.5
-"""To take a folder that another command has."""
+"""Between attempts to lock a folder that another command holds."""
 
 
 class UnexpectedRunError(RunError):
-    """A run that ended with an error which wellcond does not know."""
+    """A run that failed with an unexpected exception."""
 
 
 @dataclass(frozen=True)
@@ -47,66 +47,66 @@ class Job:
     """What to run, and where."""
 
     recipe: Recipe
-    """With what the method sets."""
+    """With the overrides of the method."""
     method: MethodSettings
     seed: int
     folder: Path
     base: Path | None = None
-    """Folder that the recipe's relative paths start from."""
+    """Folder that relative paths in the recipe refer to."""
     cpu: bool = False
     local_code: bool = False
     at_once: int = 1
-    """Runs of the comparison at the same time, this one included."""
+    """Number of concurrent runs of the comparison, including this one."""
 
     def __post_init__(self) -> None:
-        """Apply what the method sets.
+        """Apply the overrides of the method.
 
         Raises: RecipeError.
         """
         object.__setattr__(self, "recipe", override_recipe(self.recipe, self.method))
 
     @property
-    def name(self) -> str:
-        """For people."""
+    def title(self) -> str:
+        """Human-readable name of the run."""
         return f"{self.method.label}, seed {self.seed}"
 
 
-def ignore(event: Event) -> None:
-    """An observer that looks away."""
+def no_observer(event: Event) -> None:
+    """Does nothing."""
 
 
-def run_job(job: Job, observer: Observer = ignore, *, stop: StopWish | None = None) -> dict[str, Any]:
-    """Train, or go on training, or return the record of a run that is complete.
+def run_job(job: Job, observer: Observer = no_observer, *, stop: StopFlag | None = None) -> dict[str, Any]:
+    """Train a run, resume it, or return its record if it is complete.
 
-    While another command has the run, this one waits: for its record, or to go on where that one was stopped.
+    While another command holds the run's folder, this one waits for it to finish, or resumes the run if it stops early.
 
     Args:
-        job: what to run.
-        observer: told what happens.
-        stop: the wish to stop of somebody who listens to signals; Ctrl-C and SIGTERM by default.
+        job: the run.
+        observer: called with every event.
+        stop: stop flag of a caller that handles signals; by default, Ctrl-C and SIGTERM set one.
 
     Returns: the record, with status ``finished``, ``diverged`` or ``interrupted``.
 
-    Raises: WellcondError for what cannot be run; the record then says ``failed`` and why.
+    Raises: WellcondError if the run fails; its record then has the status ``failed`` and the reason.
     """
     check_local_code(job.recipe, trusted=job.local_code)
     folder = RunFolder(job.folder)
     config = job.recipe.config(job.method, job.seed)
     accelerator = make_accelerator(job.recipe, job.folder, cpu=job.cpu)
     with contextlib.ExitStack() as held:
-        wish = held.enter_context(StopWish().listening()) if stop is None else stop
+        flag = held.enter_context(StopFlag().listening()) if stop is None else stop
         while _is_in_use(folder, accelerator, held):
-            if wish.wanted_anywhere(accelerator):
+            if flag.any_rank(accelerator):
                 return _Session(job, folder, config, accelerator, observer, None).give_up()
             observer({"event": "waiting"})
             time.sleep(SECONDS_BETWEEN_TRIES)
-        return _run(job, folder, config, accelerator, observer, wish)
+        return _run(job, folder, config, accelerator, observer, flag)
 
 
 def _is_in_use(folder: RunFolder, accelerator: Any, held: contextlib.ExitStack) -> bool:
-    """Take the folder on the first process; returns, on every process, whether another command has it.
+    """Lock the folder on rank 0; returns, on every rank, whether another command holds it.
 
-    Raises: RunError on every process if it cannot be had; they would part ways otherwise.
+    Raises: RunError, on every rank, if the folder cannot be used.
     """
     problem = None
     if accelerator.is_main_process:
@@ -124,7 +124,7 @@ def _is_in_use(folder: RunFolder, accelerator: Any, held: contextlib.ExitStack) 
 
 
 def _run(
-    job: Job, folder: RunFolder, config: dict[str, Any], accelerator: Any, observer: Observer, stop: StopWish
+    job: Job, folder: RunFolder, config: dict[str, Any], accelerator: Any, observer: Observer, stop: StopFlag
 ) -> dict[str, Any]:
     former = folder.read_record()
     check_same_run(former, config, folder.path)
@@ -136,13 +136,13 @@ def _run(
 
 
 def check_local_code(recipe: Recipe, *, trusted: bool) -> None:
-    """Raise RecipeError if a recipe names a file of code that the user has not said to trust."""
+    """Raise RecipeError if a recipe names a file of code that is not trusted."""
     if is_local_code(recipe.model.name) and not trusted:
         raise RecipeError(TRUST_NEEDED.format(recipe.model.name))
 
 
 def complete_record(job: Job) -> dict[str, Any] | None:
-    """The record of a run that is complete in its folder; None if there is something left to do.
+    """The record of a complete run; None if the run is missing or incomplete.
 
     Raises: RunError if the folder holds a run with other settings.
     """
@@ -177,7 +177,7 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
 
 
 class _Session:
-    """One process's work on one run."""
+    """One process's session of one run."""
 
     def __init__(
         self, job: Job, folder: RunFolder, config: dict[str, Any], accelerator: Any, observer: Observer, former: Any
@@ -204,27 +204,27 @@ class _Session:
         }
         if job.recipe.training.hours is not None:
             self.record["reproducible"] = False  # its schedule follows the clock
-        for name in KEPT:  # what an earlier session found out stays until this one knows better
+        for name in KEPT:  # from an earlier session, until this one replaces it
             if former is not None and name in former:
                 self.record[name] = former[name]
 
     def give_up(self) -> dict[str, Any]:
-        """Stop before the run could begin; its folder is another command's."""
+        """Stop while another command holds the folder."""
         self.record |= {"status": "interrupted", "reason": "stopped while another process was running it"}
         self.record["seconds"] = self.clock.now()
         self.observer({"event": "end", "record": self.record, "repeated": False})
         return self.record
 
-    def run(self, stop: StopWish) -> dict[str, Any]:
+    def run(self, stop: StopFlag) -> dict[str, Any]:
         try:
             self._set_up().train(stop)
             return self._close("finished")
         except Diverged as error:
             return self._close("diverged", str(error))
         except Interrupted:
-            return self._close("interrupted", "stopped on request; run the same command to go on")
+            return self._close("interrupted", "stopped on request; run the same command to resume")
         except KeyboardInterrupt:
-            self._close("interrupted", "stopped at once; run the same command to go on from the last checkpoint")
+            self._close("interrupted", "stopped at once; run the same command to resume from the last checkpoint")
             raise
         except WellcondError as error:
             self._fail(str(error))
@@ -234,7 +234,7 @@ class _Session:
                 raise self._unexpected(error) from error
             reason = f"{error.filename}: {error.strerror}"
             self._fail(reason)
-            raise RunError(f"{self.job.name} failed: {reason}. Correct the path or its permissions") from error
+            raise RunError(f"{self.job.title} failed: {reason}. Correct the path or its permissions") from error
         except Exception as error:
             raise self._unexpected(error) from error
 
@@ -242,7 +242,7 @@ class _Session:
         self._fail(f"{type(error).__name__}: {error}")
         details = f"\n{traceback.format_exc()}" if os.environ.get(DEBUG_VARIABLE) else ""
         return UnexpectedRunError(
-            f"{self.job.name} failed: {type(error).__name__}: {error}; wellcond --debug shows where{details}"
+            f"{self.job.title} failed: {type(error).__name__}: {error}; wellcond --debug shows where{details}"
         )
 
     def _set_up(self) -> Engine:
@@ -252,7 +252,7 @@ class _Session:
         reset_peak_memory(self.accelerator.device)
 
         def told(what: str, done: int, total: int) -> None:
-            # A prepared task is kept for the next run, and this with it: it must not hold the session with its model.
+            # A prepared task is cached with this closure for the next run: it must not keep the session's model alive.
             observer({"event": "phase", "phase": f"{what} {done}/{total}"})
 
         observer({"event": "phase", "phase": "preparing"})
@@ -303,7 +303,7 @@ class _Session:
         self.record["sessions"] = [*self.record["sessions"], session]
         self._write()
         self._start_trackers()
-        self.observer({"event": "start", "step": step, "num_steps": engine.lengths.num_steps, "name": job.name,
+        self.observer({"event": "start", "step": step, "num_steps": engine.lengths.num_steps, "name": job.title,
                        "batch_size": recipe.training.batch_size})  # fmt: skip
         return engine
 
@@ -324,17 +324,17 @@ class _Session:
         self.record |= {"status": "failed", "reason": reason}
         with contextlib.suppress(
             RunError
-        ):  # a disk that is full for the log is full for the record: the first error counts
+        ):  # on a full disk the record cannot be written either: the first error counts
             self._write()
 
     def _note_company(self) -> None:
-        """A session that is seen on a busy machine once was not alone."""
+        """Mark the session as sharing the machine once other processes are seen."""
         if self.record["sessions"]:
             session = self.record["sessions"][-1]
             session["alone"] = bool(session.get("alone")) and has_free_cores()
 
     def _write(self) -> None:
-        """Bring the record up to date and, on the first process, write it."""
+        """Update the record and write it on rank 0."""
         engine = self.engine
         seconds = self.clock.now()
         if engine is not None:

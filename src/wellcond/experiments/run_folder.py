@@ -1,8 +1,8 @@
-"""One run, one folder: a record, three logs and checkpoints. Nothing in it is ever half written.
+"""One run, one folder: a record, three logs and checkpoints, each written atomically.
 
-`run.json` and checkpoints are replaced in one step. The logs only grow; a checkpoint notes how long they were and what
-they held, and resuming cuts them back to that, so that a run killed at any moment ends with the same files. Nothing
-outside of the folder is ever written or deleted, whatever links it holds.
+`run.json` and checkpoints are replaced in one step. Logs are append-only; a checkpoint stores their lengths and
+checksums, and resuming truncates them to those, so that a run killed at any moment ends with the same files. Nothing
+outside the folder is ever written or deleted, whatever links it contains.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from wellcond.run_records import CHECKSUM, LOGS, SCHEMA, find_problem, log_mark,
 
 
 class RunError(WellcondError, RuntimeError):
-    """A run's folder that cannot be used or written."""
+    """A run folder that cannot be used or written."""
 
 
 class FolderInUse(RunError):
-    """Another process is writing this run."""
+    """Another process holds the lock of this run."""
 
 
 class RunFolder:
     """Files of one run."""
 
     def __init__(self, path: Path) -> None:
-        """The folder is made when it is opened."""
+        """The folder is created when it is opened."""
         self.path = path
         self._lock: BinaryIO | None = None
         self._logs: dict[str, _Log] = {}
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[RunFolder]:
-        """Make the folder and hold it against other processes; the system lets go of it even after a kill.
+        """Create the folder and lock it; the operating system releases the lock even after a kill.
 
-        Raises: FolderInUse if another process holds it; RunError if it cannot be made, or a link leads out of it.
+        Raises: FolderInUse if another process has the lock; RunError if the folder cannot be created, or contains a
+            link to the outside.
         """
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -65,7 +66,7 @@ class RunFolder:
             lock.close()
 
     def check_there(self) -> None:
-        """Raise RunError if the folder that is held was deleted, or another one has its name now."""
+        """Raise RunError if the locked folder was deleted or replaced."""
         if self._lock is None:
             return
         with contextlib.suppress(OSError):
@@ -82,18 +83,18 @@ class RunFolder:
             self._logs[log].append("".join(to_json(row) + "\n" for row in rows).encode("utf-8"))
 
     def log_marks(self) -> dict[str, dict[str, Any]]:
-        """Length and checksum of each log that was written or cut."""
+        """Length and checksum of each log that was written or truncated."""
         return {name: log_mark(log.size, log.digest) for name, log in self._logs.items()}
 
     def cut_logs(self, marks: dict[str, Any]) -> None:
-        """Forget what was logged after a checkpoint.
+        """Truncate the logs to their lengths at a checkpoint.
 
         Args:
-            marks: of `log_marks`, as the checkpoint has them; sizes only in older ones.
+            marks: from `log_marks`, as stored in the checkpoint; sizes only in older ones.
 
-        Raises: RunError if a log is not what the checkpoint says; nothing is cut then.
+        Raises: RunError if a log does not match its mark; no log is truncated then.
         """
-        advice = f"Delete {self.path / 'checkpoints'} to start the run anew"
+        advice = f"Delete {self.path / 'checkpoints'} to restart the run"
         cut = {}
         for name in LOGS:
             path, mark = self.path / name, marks.get(name, 0)
@@ -120,7 +121,7 @@ class RunFolder:
             self._logs[name] = _Log(self.path / name, size, digest)
 
     def _note_cut(self, marks: dict[str, Any]) -> None:
-        """Let the record speak of the logs as they will be: whoever reads it after a kill would miss lines."""
+        """Write the new marks to the record first: after a kill in between, the logs are longer than their marks."""
         record = self.read_record()
         if record is not None and "logs" in record:
             self.write_record(record | {"logs": marks})
@@ -128,7 +129,7 @@ class RunFolder:
     def read_log(self, log: str) -> list[dict[str, Any]]:
         """Rows of a log."""
         path = self.path / log
-        # Not splitlines: a name may hold one of the other characters that it takes for the end of a line.
+        # Not splitlines: a name may contain another character that it treats as a line break.
         lines = path.read_text("utf-8").split("\n") if path.exists() else []
         return [json.loads(line) for line in lines if line]
 
@@ -141,12 +142,12 @@ class RunFolder:
     def read_record(self) -> dict[str, Any] | None:
         """run.json; None if there is none.
 
-        Raises: RunError if it is not a record, was changed, or has scores that cannot be.
+        Raises: RunError if it is not a record, was changed, or has impossible scores.
         """
         path = self.path / "run.json"
         if not path.exists():
             return None
-        advice = f"Restore it, or delete {self.path} to start this run anew"
+        advice = f"Restore it, or delete {self.path} to restart this run"
         try:
             record = json.loads(path.read_text("utf-8"))
         except (ValueError, RecursionError) as error:
@@ -159,19 +160,19 @@ class RunFolder:
 
 
 def check_links(folder: Path) -> None:
-    """Raise RunError if a link in the folder of a run leads out of it: what is there may be anybody's."""
+    """Raise RunError if a link in a run folder points outside it, where other files could be overwritten."""
     inside = folder.resolve()
     for place, folders, names in os.walk(folder):
         for path in (Path(place, name) for name in (*folders, *names)):
             if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
-                raise RunError(f"{path} is a link to {os.readlink(path)}, outside of the run's folder; remove the link")
+                raise RunError(f"{path} is a link to {os.readlink(path)}, outside the run's folder; remove the link")
 
 
 class _Log:
-    """A file that only grows, with length and checksum of what it holds."""
+    """An append-only file with the length and checksum of its content."""
 
     def __init__(self, path: Path, size: int | None = None, digest: hashlib._Hash | None = None) -> None:
-        # Unbuffered: bytes that do not fit on the disk must not be written again on closing.
+        # Unbuffered: bytes that did not fit on the disk must not be written again on closing.
         self.file: BinaryIO = open(path, "ab", buffering=0)
         self.size = self.file.tell() if size is None else size
         self.digest = digest or _digest_of_start(path, self.size)
@@ -193,7 +194,7 @@ def _digest_of_start(path: Path, size: int) -> hashlib._Hash:
 
 
 def _append_whole(file: BinaryIO, content: bytes) -> None:
-    """Write all of it or, on a full disk, nothing."""
+    """Write all of the content or, on a full disk, nothing."""
     before = os.fstat(file.fileno()).st_size
     rest = memoryview(content)
     try:
@@ -210,7 +211,7 @@ _HELD: set[BinaryIO] = set()
 
 @functools.cache
 def _forget_in_children() -> None:
-    """A forked process (a DataLoader's worker) must not keep a folder when this one is killed."""
+    """Release locks in forked processes (DataLoader workers), which may outlive this one."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=lambda: [lock.close() for lock in _HELD])
 
@@ -218,7 +219,7 @@ def _forget_in_children() -> None:
 def _hold(lock: BinaryIO, path: Path) -> None:
     try:
         import fcntl
-    except ImportError:  # not on this system: two processes in one folder are then the user's affair
+    except ImportError:  # not on this system: there is no lock
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -230,11 +231,11 @@ def _hold(lock: BinaryIO, path: Path) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Name the file in errors of writing it, and say that nothing is lost."""
+    """Turn an OSError of writing a file into a RunError with its path and what to do."""
     try:
         yield
     except OSError as error:
         raise RunError(
             f"{path} could not be written: {error.strerror or error}. Make room or give another folder, then run the "
-            "same command: it goes on from the last checkpoint"
+            "same command: it resumes from the last checkpoint"
         ) from error

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass
 class TrainState:
-    """Numbers that a checkpoint needs for the logs to go on as if nothing had happened."""
+    """Training state of a checkpoint, from which the logs of a resumed run are identical."""
 
     step: int = 0
     parts_spared: int = 0

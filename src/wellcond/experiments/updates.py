@@ -48,7 +48,8 @@ class Updater:
         accelerator = self.accelerator
         # Dropout differs between processes, but not between methods, sessions or measured and unmeasured runs.
         seed_device(derive(self.seed, "dropout", step, accelerator.process_index), accelerator.device)
-        batches = [self.task.training_batch(batch, step) for batch in batches]
+        parts = range(accelerator.process_index, len(batches) * accelerator.num_processes, accelerator.num_processes)
+        batches = [self.task.training_batch(batch, step, part) for part, batch in zip(parts, batches, strict=True)]
         share = accelerator.num_processes / self._num_terms(batches)
         self.learning_rate = set_point(self.optimizer, self.curve(step), self.peak)
         losses = []

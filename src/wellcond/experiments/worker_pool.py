@@ -1,4 +1,4 @@
-"""Several runs at once, each worker a process of its own that outlives its runs: starting one takes seconds."""
+"""Concurrent runs in worker processes; a worker is reused, since starting one takes seconds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 from wellcond.experiments.compare import JobObserver, Outcome
 from wellcond.experiments.dispatch import Dispatch, do_job
-from wellcond.experiments.interrupts import StopWish
+from wellcond.experiments.interrupts import StopFlag
 from wellcond.experiments.run import Job
 
 ATTEMPTS = 2
-"""A worker that is killed leaves a run that resumes; twice, and it is the run's own fault."""
+"""A run whose worker is killed resumes in another one; killed twice, it has failed."""
 
 
 @dataclass
@@ -27,17 +27,17 @@ class _Worker:
 
 
 def run_in_pool(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver) -> Outcome:
-    """As `run_comparison`; a worker that dies is replaced and its run taken up again."""
+    """As `run_comparison`; a worker that dies is replaced and its run resumes."""
     dispatch = Dispatch(jobs, observer, attempts=ATTEMPTS)
     dispatch.leave_out_complete()
     if not dispatch.waiting:
         return dispatch.outcome
     workers: list[_Worker] = []
     try:
-        with StopWish().listening() as stop:
+        with StopFlag().listening() as stop:
             workers += [_start() for _ in range(min(num_workers, len(dispatch.waiting)))]
             while True:
-                if stop.wanted and not dispatch.stopping:
+                if stop.requested and not dispatch.stopping:
                     dispatch.stop()
                     for worker in workers:
                         if worker.job is not None:
@@ -53,7 +53,7 @@ def run_in_pool(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver)
     finally:
         for worker in workers:
             worker.connection.close()
-            worker.process.terminate()  # with nothing to do it ends at once; a run ends with its step
+            worker.process.terminate()  # idle workers end at once; a run ends after its step
         for worker in workers:
             worker.process.join(10)
 
@@ -61,7 +61,7 @@ def run_in_pool(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver)
 def _give(worker: _Worker, job: Job) -> _Worker:
     try:
         worker.connection.send(job)
-    except OSError:  # it died while it had nothing to do
+    except OSError:  # it died while idle
         worker.connection.close()
         worker = _start()
         worker.connection.send(job)
@@ -84,7 +84,7 @@ def _listen(worker: _Worker, dispatch: Dispatch) -> None:
 
 
 def describe_exit(code: int | None) -> str:
-    """How a process that said nothing ended.
+    """How a process ended without a message.
 
     Example:
         >>> describe_exit(-9), describe_exit(3)
@@ -99,15 +99,15 @@ def describe_exit(code: int | None) -> str:
 def _start() -> _Worker:
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
     ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(theirs,))  # not a daemon: those may have no data workers
+    process = context.Process(target=_work, args=(theirs,))  # not a daemon: daemons may not start DataLoader workers
     process.start()
     theirs.close()
     return _Worker(process, ours)
 
 
 def _work(connection: Connection) -> None:
-    """Run jobs until the other end is gone."""
-    # Ctrl-C reaches every process of a terminal; the parent decides and tells its workers by SIGTERM.
+    """Run jobs until the connection is closed."""
+    # Ctrl-C reaches every process of a terminal; the parent forwards it to its workers as SIGTERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         try:
@@ -115,5 +115,5 @@ def _work(connection: Connection) -> None:
         except (EOFError, ConnectionError):
             return
 
-        with StopWish().listening() as stop:
+        with StopFlag().listening() as stop:
             do_job(job, connection.send, stop)

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.distributed import as_first_process_has_it, is_distributed, local_part, whole
+from wellcond.attention.distributed import broadcast_from_rank_zero, is_distributed, local_part, whole
 from wellcond.attention.signals import Signals, is_matrix, read_signals, root_mean_square
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.errors import WeightError
@@ -142,7 +142,7 @@ class _Draft(contextlib.AbstractContextManager["_Draft"]):
 
 
 def _shared(values: Tensor, parameter: Tensor) -> Tensor:
-    return as_first_process_has_it(values, parameter) if is_distributed(parameter) else values
+    return broadcast_from_rank_zero(values, parameter) if is_distributed(parameter) else values
 
 
 def _scale_tokens(

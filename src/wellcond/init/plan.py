@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.distributed import as_first_process_has_it, box_of, is_distributed, local_part
+from wellcond.attention.distributed import box_of, broadcast_from_rank_zero, is_distributed, local_part
 from wellcond.attention.site import AttentionSite, Share, Slot
 from wellcond.errors import WeightError
 
@@ -151,7 +151,7 @@ def checked(writes: Iterable[Write], shared: Tensor | None = None) -> Iterator[W
                 )
         if shared is not None:  # before the values are looked at, so that all processes see the same
             mesh_of = write.parameter if is_distributed(write.parameter) else shared
-            write = replace(write, values=as_first_process_has_it(write.values, mesh_of))  # type: ignore[type-var]
+            write = replace(write, values=broadcast_from_rank_zero(write.values, mesh_of))  # type: ignore[type-var]
         # The sum is cheap and shows NaN and infinity; a finite overflow of the sum is told apart by looking closely.
         stored = write.values.to(write.parameter.dtype)
         if not bool(torch.isfinite(stored.sum())) and not bool(torch.isfinite(stored).all()):

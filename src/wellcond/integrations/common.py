@@ -80,8 +80,8 @@ NOT_OPTIONS = ("model", "batch", "first_step", "clock")
 
 
 @contextlib.contextmanager
-def random_numbers_kept(collate: Any = None) -> Iterator[None]:
-    """Whatever is drawn inside, from Python, NumPy, torch or a collator's own generators, is as if it was not drawn."""
+def preserve_rng_state(collate: Any = None) -> Iterator[None]:
+    """Restore the random states of Python, NumPy, torch and a collator's own generators on exit."""
     python, numpy = random.getstate(), np.random.get_state()
     # Trainer wraps a collator that is given to it; generators may be made at the first call.
     holders = [held for held in (collate, getattr(collate, "data_collator", None)) if hasattr(held, "__dict__")]
@@ -130,7 +130,7 @@ def first_samples(loader: Any, count: int) -> Any:
             "batch: expected one to measure with, since the training data cannot be read by sample number "
             f"(found {type(dataset).__name__}); give batch=..., what the model is called with"
         )
-    with random_numbers_kept(loader.collate_fn):
+    with preserve_rng_state(loader.collate_fn):
         return loader.collate_fn([dataset[i] for i in range(min(count, len(dataset)))])
 
 

@@ -67,7 +67,9 @@ def test_one_failing_method_does_not_end_a_comparison(tmp_path):
     jobs = [small_job(tmp_path / method, method) for method in ("mimetic", "conditioned")]
     object.__setattr__(jobs[0].method, "apply_", refuse)
     events = []
-    outcome = run_comparison(jobs, num_workers=1, observer=lambda job, event: events.append((job.name, event["event"])))
+    outcome = run_comparison(
+        jobs, num_workers=1, observer=lambda job, event: events.append((job.title, event["event"]))
+    )
     [(job, problem)] = outcome.failures
     assert job is jobs[0] and "not for this method" in problem and ("mimetic, seed 0", "failed") in events
     assert record(tmp_path / "mimetic")["status"] == "failed"
@@ -209,7 +211,7 @@ def test_a_full_disk_names_the_file_and_leaves_a_run_that_goes_on(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
     try:
         with pytest.raises(
-            RunError, match=r"step-00000007 could not be written(?s:.*)goes on from the last checkpoint"
+            RunError, match=r"step-00000007 could not be written(?s:.*)resumes from the last checkpoint"
         ):
             run_job(small_job(folder, "default", tracking))
     finally:

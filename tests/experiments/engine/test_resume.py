@@ -71,7 +71,7 @@ def test_settings_without_effect_may_change_on_the_way(unbroken, tmp_path):
 def test_ctrl_c_saves_the_step_and_the_run_goes_on_to_the_same_end(unbroken, tmp_path):
     folder = tmp_path / "run"
     stopped = stop_after(small_job(folder), 8)
-    assert stopped["status"] == "interrupted" and "go on" in stopped["reason"]
+    assert stopped["status"] == "interrupted" and "resume" in stopped["reason"]
     assert Path(folder, "checkpoints/step-00000008").is_dir()
     run_job(small_job(folder))
     assert_same_run(unbroken, folder)

@@ -4,7 +4,7 @@ from torch import nn
 
 from experiments.glue.helpers import MODELS, sentence
 from experiments.helpers import ListSplit, bundle
-from wellcond.experiments.glue.metrics import pearson, spearman
+from wellcond.experiments.glue.metrics import score_numbers
 from wellcond.experiments.load_recipe import set_field
 from wellcond.experiments.methods import MethodSettings
 from wellcond.experiments.recipe import Recipe
@@ -73,11 +73,11 @@ def test_numbers_are_scored_by_their_correlations_however_rows_are_divided():
     whole = total(glue, model, range(13))
     assert total(glue, model, [12, 3], range(4, 12), [0, 2, 1]) == pytest.approx(whole, abs=1e-6)
     predictions, labels = [float(_output(glue, model, row)) for row in range(13)], glue.evaluation.labels
-    assert whole["pearson"] == pytest.approx(pearson(predictions, labels), abs=1e-6)
-    assert whole["spearman"] == pytest.approx(spearman(predictions, labels), abs=1e-6)
+    assert whole["pearson"] == pytest.approx(score_numbers("pearson", predictions, labels), abs=1e-6)
+    assert whole["spearman"] == pytest.approx(score_numbers("spearman", predictions, labels), abs=1e-6)
     assert whole["loss"] == pytest.approx(float((torch.tensor(predictions) - labels).square().mean()), abs=1e-5)
     part = total(glue, model, range(5))
-    assert part["pearson"] == pytest.approx(pearson(predictions[:5], labels[:5]), abs=1e-6)
+    assert part["pearson"] == pytest.approx(score_numbers("pearson", predictions[:5], labels[:5]), abs=1e-6)
 
 
 def test_one_answer_to_everything_scores_zero_and_is_noted():

@@ -113,7 +113,7 @@ def test_a_comparison_that_is_stopped_goes_on_with_the_same_command(here, hold, 
     else:
         process.send_signal(number)
     code, output, bars = finish(process)
-    assert code == 130 and "the same command goes on from here" in output, (output, bars)
+    assert code == 130 and "the same command resumes from here" in output, (output, bars)
     assert {record(tmp_path / method / "seed0")["status"] for method in METHODS} == {"interrupted"}
     code, _, more_bars = finish(start(compare_command(tmp_path, "--jobs", 1), FORCE_COLOR="1"))
     assert code == 0, more_bars

@@ -197,7 +197,7 @@ def read_pretrained(folder: Path, base: Path | None = None) -> Pretrained:
     if record["status"] != "finished":
         raise RunError(
             f"{folder}: expected a finished run, found one that is {record['status']}; run the command that made it "
-            "again to go on"
+            "again to resume"
         )
     if not model.startswith("hf:") and model not in CLASSIFIERS:
         raise RunError(f"{folder}: expected a model hf:TYPE or {', '.join(CLASSIFIERS)}, found {model}")

@@ -181,4 +181,4 @@ def check_still_fits(ray: Any, share: Share) -> None:
     """Raise WellcondError if the machines that are left cannot run anything."""
     machines = machines_of(ray)
     if not share.fits(machines):
-        raise WellcondError(_too_much(share, machines) + ", then run the same command: it goes on from here")
+        raise WellcondError(_too_much(share, machines) + ", then run the same command: it resumes from here")

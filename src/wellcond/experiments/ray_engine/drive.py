@@ -13,7 +13,7 @@ from typing import Any
 from wellcond.errors import WellcondError
 from wellcond.experiments.compare import JobObserver, Outcome
 from wellcond.experiments.dispatch import Dispatch
-from wellcond.experiments.interrupts import StopWish
+from wellcond.experiments.interrupts import StopFlag
 from wellcond.experiments.prepare import located
 from wellcond.experiments.ray_engine.cluster import Share, check_still_fits, choose_share, connected, machines_of
 from wellcond.experiments.ray_engine.hired import Hired
@@ -55,7 +55,7 @@ def run_on_ray(
     dispatch.leave_out_complete()
     if not dispatch.waiting:
         return dispatch.outcome
-    with connected(settings.address) as ray, StopWish().listening() as stop:
+    with connected(settings.address) as ray, StopFlag().listening() as stop:
         left = list(dispatch.waiting)
         share = choose_share(settings, left[0], machines_of(ray))
         with _token(left) as token:
@@ -102,11 +102,11 @@ class _Drive:
     def busy(self) -> list[Hired]:
         return [worker for worker in self.workers if worker.job is not None]
 
-    def run(self, stop: StopWish) -> Outcome:
+    def run(self, stop: StopFlag) -> Outcome:
         self.dispatch.hear(self.dispatch.waiting[0], ("event", {"event": "phase", "phase": "waiting for a worker"}))
         try:
             while True:
-                if stop.wanted and not self.dispatch.stopping:
+                if stop.requested and not self.dispatch.stopping:
                     self.dispatch.stop()
                     self._tell_to_stop()
                 self._hand_out()

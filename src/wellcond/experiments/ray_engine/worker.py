@@ -13,7 +13,7 @@ from pathlib import Path
 
 from wellcond.errors import WellcondError
 from wellcond.experiments.dispatch import Message, do_job
-from wellcond.experiments.interrupts import StopWish
+from wellcond.experiments.interrupts import StopFlag
 from wellcond.experiments.provenance import installed_version
 from wellcond.experiments.ray_engine.folder_copy import read_chunk, take_snapshot, write_chunk
 from wellcond.experiments.run import Job
@@ -38,7 +38,7 @@ class RunWorker:
     def __init__(self) -> None:
         """Nothing to do yet."""
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._stop = StopWish()
+        self._stop = StopFlag()
         self._scratch: Path | None = None
         self._snapshot_wanted = True
 
@@ -49,7 +49,7 @@ class RunWorker:
 
     def begin(self, job: Job) -> list[Message]:
         """Start a run, in the scratch folder if there is one; there are no messages yet."""
-        self._stop, self._snapshot_wanted = StopWish(), True
+        self._stop, self._snapshot_wanted = StopFlag(), True
         if self._scratch is not None:
             job = replace(job, folder=self._scratch / "run")
         threading.Thread(target=self._work, args=(job, self._stop), daemon=True).start()
@@ -67,13 +67,13 @@ class RunWorker:
 
     def stop(self) -> None:
         """Finish the step and save."""
-        self._stop.wanted = True
+        self._stop.requested = True
 
-    def _work(self, job: Job, stop: StopWish) -> None:
+    def _work(self, job: Job, stop: StopFlag) -> None:
         try:
             do_job(job, self._send, stop)
         except Exception as error:
-            self._send(("error", f"{job.name}: {type(error).__name__}: {error}\n{traceback.format_exc()}"))
+            self._send(("error", f"{job.title}: {type(error).__name__}: {error}\n{traceback.format_exc()}"))
 
     def _send(self, message: Message) -> None:
         """Into the outbox; files that belong to a message go ahead of it."""
@@ -96,7 +96,7 @@ class RunWorker:
         self._scratch = Path(tempfile.mkdtemp(prefix="wellcond-run-"))
 
     def write(self, name: str, offset: int, chunk: bytes) -> None:
-        """A piece of a file of the next run, which goes on from there."""
+        """A piece of a file of the next run, which resumes from it."""
         assert self._scratch is not None
         write_chunk(self._scratch / "run", name, offset, chunk)
 

@@ -107,6 +107,8 @@ class AbstractTask(ABC):
     evaluation: SampleSet
     test: SampleSet | None = None
     """Samples that no choice is made on; None if the data have no labelled split named test."""
+    following: int = 0
+    """How many samples `training_batch` needs that follow those of a part in the update, cyclically."""
     further: Mapping[str, SampleSet] = MappingProxyType({})
     """Other sets to score at every evaluation, their values under names that begin with these."""
     data: DataBundle
@@ -149,8 +151,14 @@ class AbstractTask(ABC):
     def probe(self, num_samples: int) -> Any:
         """The first samples of the evaluation set as the model's input, for `measure`."""
 
-    def training_batch(self, batch: Batch, step: int) -> Batch:
-        """Batch-wise augmentation of one step; none by default."""
+    def training_batch(self, batch: Batch, step: int, part: int) -> Batch:
+        """Augmentation across the samples of a step; none by default.
+
+        Args:
+            batch: one part of the step's samples, and the `following` samples after it.
+            step: number of the step.
+            part: number of the part in the step, over all processes and accumulations.
+        """
         return batch
 
     def write_samples(self, model: nn.Module) -> list[dict[str, Any]]:

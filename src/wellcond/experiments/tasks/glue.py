@@ -16,7 +16,7 @@ from wellcond.experiments.data.bundle import Split
 from wellcond.experiments.data.errors import listed
 from wellcond.experiments.data.table_bundle import limit_split
 from wellcond.experiments.data.tables import TableSplit
-from wellcond.experiments.glue.metrics import OF_CLASSES, OF_NUMBERS
+from wellcond.experiments.glue.metrics import score_classes, score_numbers
 from wellcond.experiments.glue.sentences import SentenceFormat, SentenceRows, check_numbers
 from wellcond.experiments.glue.tasks import GlueName, GlueTask, find_task
 from wellcond.experiments.settings import RecipeError, SequenceLength, Settings
@@ -177,9 +177,9 @@ def _knows_sentences(model: nn.Module) -> bool:
 
 def _class_metrics(glue: GlueTask, sums: Mapping[str, Any]) -> dict[str, float]:
     first, second = sums["confusion"]
-    values = {name: OF_CLASSES[name](first) for name in (glue.metric, *glue.others)}
+    values = {name: score_classes(name, first) for name in (glue.metric, *glue.others)}
     if any(map(any, second)):
-        values[f"{glue.metric}_mismatched"] = OF_CLASSES[glue.metric](second)
+        values[f"{glue.metric}_mismatched"] = score_classes(glue.metric, second)
     answers = sum(any(column) for column in zip(*first, strict=True))
     return values | {"constant": float(answers == 1)}
 
@@ -187,5 +187,5 @@ def _class_metrics(glue: GlueTask, sums: Mapping[str, Any]) -> dict[str, float]:
 def _number_metrics(glue: GlueTask, sums: Mapping[str, Any]) -> dict[str, float]:
     rows = [row for row, seen in enumerate(sums["seen"]) if seen]
     predictions, targets = ([sums[name][row] for row in rows] for name in ("prediction", "target"))
-    values = {name: OF_NUMBERS[name](predictions, targets) for name in (glue.metric, *glue.others)}
+    values = {name: score_numbers(name, predictions, targets) for name in (glue.metric, *glue.others)}
     return values | {"constant": float(len(set(predictions)) == 1)}

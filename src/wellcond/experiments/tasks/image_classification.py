@@ -13,7 +13,6 @@ from torch.nn.functional import cross_entropy
 
 from wellcond.experiments.data.bundle import Split
 from wellcond.experiments.data.images import as_tensor_images
-from wellcond.experiments.seeding import derive
 from wellcond.experiments.settings import ImageSide, RecipeError, Settings
 from wellcond.experiments.tasks.augmentation import AugmentationSettings
 from wellcond.experiments.tasks.base import (
@@ -28,6 +27,7 @@ from wellcond.experiments.tasks.base import (
     register_task,
 )
 from wellcond.experiments.tasks.image_sets import IMAGENET, Pictures, TensorImages, check_labels, picture_transform
+from wellcond.experiments.tasks.mixing import mix
 
 
 class ImageClassificationSettings(Settings):
@@ -77,7 +77,7 @@ class ImageClassification(AbstractTask):
                 check_labels(split.labels, self.num_classes, f"{context.data.name}, {name} split")
         made = self._in_memory() or self._pictures()
         self.train, self.evaluation, self.test = made["training"], made["evaluation"], made.get("test")
-        self._mixing: Any = None
+        self.following = self.augmentation.repeats if self.augmentation.mixes else 0
 
     def _in_memory(self) -> dict[str, SampleSet] | None:
         one_by_one = self.augmentation.needs_pictures or self.settings.evaluation_crop != 1.0
@@ -155,24 +155,11 @@ class ImageClassification(AbstractTask):
         """With a classifier."""
         return "AutoModelForImageClassification"
 
-    def training_batch(self, batch: Batch, step: int) -> Batch:
-        """Mixup and cutmix, seeded by the step."""
+    def training_batch(self, batch: Batch, step: int, part: int) -> Batch:
+        """Mixup and cutmix."""
         if not self.augmentation.mixes:
             return batch
-        import numpy as np
-        from timm.data import Mixup
-
-        if self._mixing is None:
-            a = self.augmentation
-            self._mixing = Mixup(a.mixup, a.cutmix, label_smoothing=a.label_smoothing, num_classes=self.num_classes)
-        if len(batch["label"]) % 2:
-            raise RecipeError(
-                "augmentation.mixup and cutmix mix pairs: expected an even number of samples in each process and "
-                f"accumulation, found {len(batch['label'])}; change training.batch_size or training.accumulate"
-            )
-        np.random.seed(derive(self.context.seed, "mixing", step) % 2**32)
-        image, label = self._mixing(batch["image"].clone(), batch["label"])
-        return {"image": image, "label": label}
+        return mix(batch, self.augmentation, num_classes=self.num_classes, seed=self.context.seed, step=step, part=part)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross entropy, with label smoothing unless mixing has smoothed already."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
 from wellcond.experiments.method_overrides import PARTS, field_value, override_recipe
-from wellcond.experiments.methods import MethodSettings, parse_method, split_top_level
+from wellcond.experiments.method_text import read_calls, write_call
+from wellcond.experiments.methods import MethodSettings, parse_method
 from wellcond.experiments.recipe import Recipe
 from wellcond.experiments.settings import RecipeError
 from wellcond.experiments.tune.grid import TunedField
@@ -28,7 +28,7 @@ def has_field(method: MethodSettings, field: str) -> bool:
     if of_recipe(field):
         return field not in method.set
     part = field.partition(".")[0]
-    return part in [_name(text) for text in _parts(method)]
+    return part in [name for name, _ in read_calls(method.canonical())]
 
 
 def at_values(recipe: Recipe, method: MethodSettings, values: Values, label: str | None = None) -> MethodSettings:
@@ -55,26 +55,15 @@ def at_values(recipe: Recipe, method: MethodSettings, values: Values, label: str
     return made
 
 
-def _parts(method: MethodSettings) -> list[str]:
-    return split_top_level(method.canonical(), "+")
-
-
-def _name(part: str) -> str:
-    return part.partition("(")[0].strip()
-
-
 def _with_options(method: MethodSettings, options: Values) -> dict[str, Any]:
-    """Fields of a method whose parts have other options; by its text, whatever fields keep them."""
-    parts = []
-    for part in _parts(method):
-        name, inside = _name(part), re.sub(r"^[^(]*\(?|\)$", "", part)
-        written = {pair.partition("=")[0].strip(): pair for pair in split_top_level(inside, ",") if pair}
-        for field, value in options.items():
-            owner, _, option = field.partition(".")
-            if owner == name:
-                written[option] = f"{option}={value!r}"
-        parts.append(f"{name}({', '.join(written.values())})" if written else name)
-    return parse_method("+".join(parts))
+    """Fields of a method whose parts have other options; through its text."""
+    parts = read_calls(method.canonical())
+    for field, value in options.items():
+        owner, _, option = field.partition(".")
+        for name, written in parts:
+            if name == owner:
+                written[option] = value
+    return parse_method("+".join(write_call(*part) for part in parts))
 
 
 def check_fields(recipe: Recipe, methods: Sequence[MethodSettings], fields: Sequence[TunedField]) -> None:
