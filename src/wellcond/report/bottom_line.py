@@ -31,7 +31,7 @@ def bottom_line(analysis: Analysis) -> str:
     facts = [f"95 % interval {show_interval(top.interval, metric)}"] if top.interval is not None else []
     facts.append(show_seeds(top.count))
     return (
-        f"Against {analysis.comparison.baseline}, of {len(compared)} {which} {told}; the {size}, "
+        f"Of {len(compared)} {which} against {analysis.comparison.baseline}, {told}; the {size}, "
         f"{metric.show(top.mean, sign=True)}{metric.unit} of {top.method} ({', '.join(facts)}), is "
         f"{WORDS[analysis.judge(top).kind]}."
     )
