@@ -96,7 +96,9 @@ def _sigmas(analysis: Analysis) -> Figure:
         (Panel(f"sigma_max_{r}", f"σ_max of W_{r.upper()}", "singular value", log=True), _geometric(f"sigma_max_{r}"))
         for r in ROLES
     ]
-    caption = f"{HEADS}A method may lower κ by raising σ_min or by changing the scale of both; σ_min is σ_max / κ. {BAND}"
+    caption = (
+        f"{HEADS}A method may lower κ by raising σ_min or by changing the scale of both; σ_min is σ_max / κ. {BAND}"
+    )
     title = "Largest singular values of the weights, W + C"
     return _lines(analysis, "Conditioning", "weights_sigma", title, caption, panels)
 

@@ -181,7 +181,14 @@ def write_csv(rows: Iterable[Row]) -> str:
     return csv_text(
         COLUMNS,
         (
-            [row.figure, row.panel, row.series, row.seed, *map(plain_number, (row.step, row.epoch, row.value)), row.scale]
+            [
+                row.figure,
+                row.panel,
+                row.series,
+                row.seed,
+                *map(plain_number, (row.step, row.epoch, row.value)),
+                row.scale,
+            ]
             for row in rows
         ),
     )

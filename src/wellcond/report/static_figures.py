@@ -21,7 +21,7 @@ from wellcond.report.shapes import NUM_COLOURS, cut
 LINES: dict[str, Any] = dict(zip(DASHES, ("-", ":", "-.", (0, (8, 3))), strict=True)) | {"dash": "--"}
 MARKERS = {"circle": "o", "triangle-right": ">", "triangle-left": "<", "x": "x"}
 SETTINGS: Any = {
-    "svg.hashsalt": "wellcond", "svg.fonttype": "path", "font.family": "DejaVu Sans", "font.size": 9,
+    "svg.hashsalt": "wellcond", "svg.fonttype": "none", "font.family": "DejaVu Sans", "font.size": 9,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e6e9ec",
     "axes.axisbelow": True, "path.simplify": False, "text.usetex": False,
 }  # fmt: skip
@@ -49,13 +49,13 @@ def draw_static(comparison: Comparison, figure: Figure, kinds: Sequence[str] = (
     bottom = max(_below(plot["layout"]) for _, plot in drawn)
     height = max(plot["layout"]["height"] for _, plot in drawn) / PIXELS - 0.5
     width = 3.1 if columns > 1 else 5.6
-    right = 0.75 if figure.kind.startswith("map") else 0.2
-    cell = left + width + right, 0.3 + height + bottom
+    cell = left + width + 0.2, 0.3 + height + bottom
     entries = _entries(comparison, figure, drawn)
     longest = max((len(label) for label, _, _ in entries), default=0)
     per_row = max(1, min(len(entries), int(columns * cell[0] / ((longest + 6) * CHARACTER)))) if entries else 1
     legend = 0.1 + 0.2 * math.ceil(len(entries) / per_row) if entries else 0.0
-    size = columns * cell[0], 0.35 + rows * cell[1] + legend
+    scale = 0.5 if figure.kind.startswith("map") else 0.0
+    size = columns * cell[0] + scale, 0.35 + rows * cell[1] + legend
     with matplotlib.rc_context(SETTINGS), warnings.catch_warnings():
         # Labels may hold any character; one that the font lacks is drawn as a box.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
@@ -64,7 +64,7 @@ def draw_static(comparison: Comparison, figure: Figure, kinds: Sequence[str] = (
             row, column = divmod(at, columns)
             x, y = column * cell[0] + left, size[1] - 0.65 - row * cell[1] - height
             ax = canvas.add_axes((x / size[0], y / size[1], width / size[0], height / size[1]))
-            _draw(canvas, ax, plot)
+            _draw(canvas, ax, plot, with_scale=at % columns == columns - 1 or at == len(drawn) - 1)
             ax.set_title(tidy(cut(title, 44)), fontsize=9)
         canvas.text(0.5, 1 - 0.08 / size[1], tidy(figure.title), fontsize=11, fontweight="bold", ha="center", va="top")
         if entries:
@@ -142,12 +142,13 @@ def _legend(canvas: Any, entries: Sequence[tuple[str, str, Any]], columns: int) 
     canvas.legend(handles, [label for label, _, _ in entries], loc="lower center", ncols=columns, frameon=False)
 
 
-def _draw(canvas: Any, ax: Any, plot: Plot) -> None:
+def _draw(canvas: Any, ax: Any, plot: Plot, *, with_scale: bool) -> None:
+    """All traces of a plot; of heat maps, which share their colours, only the last of a row has a scale."""
     layout = plot["layout"]
     ends: dict[float, float] = {}
     for trace in plot["data"]:
         if trace["type"] == "heatmap":
-            _draw_map(canvas, ax, trace)
+            _draw_map(canvas, ax, trace, with_scale)
         elif trace["type"] == "bar":
             colour, opacity = _colour(trace["marker"]["color"])
             widths = [value or 0.0 for value in trace["x"]]
@@ -179,10 +180,10 @@ def _draw_scatter(ax: Any, trace: Plot) -> None:
     colour = _colour(mark["color"])[0]
     if "error_x" in trace:
         half = trace["error_x"]
-        ax.errorbar(x, y, xerr=[half["arrayminus"], half["array"]], color=colour, linewidth=2, capsize=3)
+        ends = [x[0] - half["arrayminus"][0], x[0] + half["array"][0]]
+        ax.plot(ends, y * 2, color=colour, linewidth=2, marker="|")
     sizes, symbols = (
-        value if isinstance(value, list) else [value] * len(x)
-        for value in (mark["size"], mark.get("symbol", "circle"))
+        value if isinstance(value, list) else [value] * len(x) for value in (mark["size"], mark.get("symbol", "circle"))
     )
     for look in dict.fromkeys(zip(sizes, symbols, strict=True)):
         at = [i for i, found in enumerate(zip(sizes, symbols, strict=True)) if found == look]
@@ -191,12 +192,14 @@ def _draw_scatter(ax: Any, trace: Plot) -> None:
                 zorder=4, **edge, **where)  # fmt: skip
 
 
-def _draw_map(canvas: Any, ax: Any, trace: Plot) -> None:
+def _draw_map(canvas: Any, ax: Any, trace: Plot, with_scale: bool) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
     ramp = LinearSegmentedColormap.from_list("ramp", [colour for _, colour in trace["colorscale"]])
     values = [[math.nan if value is None else value for value in row] for row in trace["z"]]
     picture = ax.imshow(values, aspect="auto", cmap=ramp, vmin=trace["zmin"], vmax=trace["zmax"])
+    if not with_scale:
+        return
     place = ax.get_position()
     inch = 1 / canvas.get_figwidth()
     beside = canvas.add_axes((place.x1 + 0.1 * inch, place.y0, 0.1 * inch, place.height))
