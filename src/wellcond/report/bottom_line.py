@@ -29,9 +29,8 @@ def bottom_line(analysis: Analysis) -> str:
     top = max(compared, key=lambda difference: difference.mean)
     size = "largest gain" if top.mean > 0 else "smallest loss"
     facts = [f"95 % interval {show_interval(top.interval, metric)}"] if top.interval is not None else []
-    facts.append(show_seeds(top.count))
+    facts += [show_seeds(top.count), WORDS[analysis.judge(top).kind]]
     return (
-        f"Of {len(compared)} {which} against {analysis.comparison.baseline}, {told}; the {size}, "
-        f"{metric.show(top.mean, sign=True)}{metric.unit} of {top.method} ({', '.join(facts)}), is "
-        f"{WORDS[analysis.judge(top).kind]}."
+        f"Of {len(compared)} {which} against {analysis.comparison.baseline}, {told}; the {size} is "
+        f"{metric.show(top.mean, sign=True)}{metric.unit}, of {top.method} ({', '.join(facts)})."
     )

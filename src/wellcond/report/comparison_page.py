@@ -18,7 +18,7 @@ from wellcond.report.load_runs import Comparison
 from wellcond.report.markup import Markup
 from wellcond.report.plotly_figures import Plot, plots
 from wellcond.report.provenance import data_of, provenance_table
-from wellcond.report.reading import find_findings
+from wellcond.report.reading import find_remarks
 from wellcond.report.render import render
 from wellcond.report.samples import LEAD as SAMPLES_LEAD
 from wellcond.report.samples import find_samples, sample_parts
@@ -98,9 +98,8 @@ def render_page(analysis: Analysis, figures: Sequence[Figure] | None = None, *, 
         tabs[listed[0].section].parts.append(part)
     for table in build_tables(analysis):
         tabs[TABLE_TABS[table.name]].parts.append({"kind": "table", "table": without_empty_columns(table)})
-    findings = find_findings(analysis)
-    title = "1 finding in words" if len(findings) == 1 else f"{len(findings)} findings in words"
-    tabs["Summary"].parts.append({"kind": "folded list", "title": title, "lines": findings})
+    remarks = find_remarks(analysis)
+    tabs["Summary"].parts.append({"kind": "folded list", "title": "What else the numbers say", "lines": remarks})
     tabs["Samples"].parts += sample_parts(find_samples(comparison))
     tabs["Detections"].parts += detection_parts(find_pictures(comparison))
     tabs["Runs"].parts.append({"kind": "folded table", "table": provenance_table(comparison)})
