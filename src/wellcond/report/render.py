@@ -23,11 +23,15 @@ def render(template: str, **context: Any) -> str:
 
     Raises: MissingExtraError if jinja2 is not installed.
     """
-    return _environment().get_template(template).render(**context)
+    return environment().get_template(template).render(**context)
 
 
 @cache
-def _environment() -> Environment:
+def environment() -> Environment:
+    """Where templates are found and how they are read.
+
+    Raises: MissingExtraError if jinja2 is not installed.
+    """
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
         from markupsafe import Markup
