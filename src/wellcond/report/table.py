@@ -7,7 +7,7 @@ import html
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from wellcond.report.values import MISSING, plain_number
 
@@ -25,8 +25,9 @@ class Table:
     notes: tuple[str, ...] = ()
     text_columns: frozenset[int] = frozenset({0})
     """Columns of words; all others are numbers and stand at the right."""
-    values: tuple[Mapping[str, Value], ...] = ()
-    """The rows as numbers, for programs: one column for each number, NaN or None where there is none."""
+    values: tuple[Mapping[str, Value], ...] = field(default=(), compare=False)
+    """The rows as numbers, for programs: one column for each number, NaN or None where there is none. Tables are equal
+    if they show the same: packed records have fewer digits."""
 
     def look(self, at: int) -> str:
         """Style of a column: `t` of words, `n` of numbers."""
