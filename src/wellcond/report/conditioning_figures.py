@@ -179,7 +179,7 @@ def _layer_figures(analysis: Analysis) -> list[Figure]:
     figures = []
     for key, name, sign in named:
         last = _map_rows(analysis, f"layers_end_{name}", key, last=True)
-        title = f"log₁₀ {sign} at the end, layer by method"
+        title = f"log₁₀ {sign} at the end"
         caption = f"Which layers of which method are ill conditioned (dark), at the last measurement of {sign}."
         caption += f"{_singular(analysis, key)}{care}"
         figures.append(_map(f"layers_end_{name}", title, caption, "map_by_method", last))

@@ -182,6 +182,10 @@ def _draw_scatter(ax: Any, trace: Plot) -> None:
         half = trace["error_x"]
         ends = [x[0] - half["arrayminus"][0], x[0] + half["array"][0]]
         ax.plot(ends, y * 2, color=colour, linewidth=2, marker="|")
+    if "text" in trace["mode"]:
+        right = trace["textposition"].endswith("right")
+        ax.annotate(tidy(trace["text"][0]), (x[0], y[0]), (7 if right else -7, 0), textcoords="offset points",
+                    ha="left" if right else "right", va="center", fontsize=8)  # fmt: skip
     sizes, symbols = (
         value if isinstance(value, list) else [value] * len(x) for value in (mark["size"], mark.get("symbol", "circle"))
     )
