@@ -31,7 +31,8 @@ def print_table(out: Console, title: str, made: ReportTable) -> None:
 
     Words fold. Where that is not enough, the last columns of numbers are left out, and named.
     """
-    made, left_out = without_empty_columns(made), []
+    made = without_empty_columns(made)
+    left_out: list[str] = []
     widths = _widths(made, out.width if out.is_terminal else None)
     while widths is None:
         last = max(at for at in range(1, len(made.header)) if at not in made.text_columns)

@@ -9,8 +9,14 @@ from wellcond.report.formats import show_interval
 from wellcond.report.reading import find_findings
 from wellcond.report.statistics import FEWEST_SEEDS
 from wellcond.report.values import show_seeds
+from wellcond.report.verdicts import Kind
 
-WORDS = {"better": "better", "worse": "worse", "equal": "equal within the margin", "undecided": "undecided"}
+WORDS: dict[Kind, str] = {
+    "better": "better",
+    "worse": "worse",
+    "equal": "equal within the margin",
+    "undecided": "undecided",
+}
 
 
 def bottom_line(analysis: Analysis) -> str:

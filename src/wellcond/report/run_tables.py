@@ -83,11 +83,9 @@ def cost_table(analysis: Analysis) -> Table:
         ratio, step = analysis.step_ratio(method), mean([seconds_per_step(run) for run in runs])
         rate = mean([number(run.record.get("samples_per_second")) for run in alone])
         memory = mean([number(run.record.get("peak_memory_bytes")) / 1e6 for run in runs])
-        values.append(
-            {"method": method, "seconds_per_step": step, "relative": ratio, "samples_per_second": rate}
-            | {f"{part}_seconds": seconds for part, seconds in zip(PARTS, parts, strict=True)}
-            | {"peak_memory_mb": memory}
-        )
+        named: Values = {f"{part}_seconds": seconds for part, seconds in zip(PARTS, parts, strict=True)}
+        first: Values = {"method": method, "seconds_per_step": step, "relative": ratio, "samples_per_second": rate}
+        values.append(first | named | {"peak_memory_mb": memory})
         rows.append(
             (
                 method,
