@@ -66,7 +66,7 @@ def test_tabs_by_mouse_and_keys(visit):
     for name in TABS:
         page.click(f'nav.tabs a[href="#{name}"]')
         assert shown(page) == [name]
-        plots = page.locator(f"#{name} .plot")
+        plots = page.locator(f"#{name} .plot:visible")
         for at in range(plots.count()):
             assert plots.nth(at).locator("svg.main-svg").count() > 0
     page.locator('nav.tabs a[href="#summary"]').click()

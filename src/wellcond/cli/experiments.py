@@ -201,8 +201,7 @@ def print_recipes(*, as_json: bool) -> None:
     """List the recipes that ship."""
     recipes = [parse_recipe(shipped.text, f"{shipped.scale}/{shipped.name}") for shipped in shipped_recipes()]
     if as_json:
-        rows = [recipe.model_dump(mode="json") for recipe in recipes]
-        print(to_json(rows, indent=1))
+        print(to_json([recipe.model_dump(mode="json") for recipe in recipes], indent=1))
         return
     rows = []
     for recipe in recipes:

@@ -126,11 +126,11 @@ def cells_table(id: str, title: str, cells: list[Cell], notes: Iterable[str]) ->
     rows = tuple(_shown(cell) for cell in cells)
     known = {cell.metric.label for cell in cells if cell.summary.count}
     name = f" ({known.pop()})" if len(known) == 1 else ""
-    values = tuple(map(_values, cells))
+    values = tuple(map(_numbers, cells))
     return Table(id.lower(), f"{id}: {title}{name}", HEADER, rows, tuple(notes), frozenset({0, 1, 10}), values)
 
 
-def _values(cell: Cell) -> Values:
+def _numbers(cell: Cell) -> Values:
     return (
         {"column": cell.column, "row": cell.row, "paper": cell.paper_value}
         | summary_values(cell.summary, cell.metric)
