@@ -88,7 +88,7 @@ def test_digits_json_and_page(run, file, tmp_path):
     for name in (
         "blocks.0.attn, head 0",
         "blocks.1.attn, head 1",
-        "scikit-learn&#x27;s digits",
+        "scikit-learn&#39;s digits",
         f"{file}:vit",
         version,
     ):

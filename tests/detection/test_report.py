@@ -94,7 +94,7 @@ class Panels(HTMLParser):
 def test_truth_stands_beside_what_each_method_found(tmp_path):
     comparison = only_comparison(write_runs(tmp_path))
     page = render_comparison(comparison)
-    assert '<a href="#detections">Detections</a><a href="#runs">Runs</a>' in page and 'href="#samples"' not in page
+    assert '<a href="#detections">Detections</a>\n<a href="#runs">Runs</a>' in page and 'href="#samples"' not in page
     panels = Panels(page).panels
     assert [panel["label"] for panel in panels] == [
         "Truth: cat, dog",

@@ -37,7 +37,7 @@ def visit(browser, address):
     """Opens the page; afterwards there must have been no error and no request."""
     problems, contexts = [], []
 
-    def go(width=1180, scheme="light", script=True):
+    def go(width=1180, scheme="light", script=True, part=""):
         context = browser.new_context(
             viewport={"width": width, "height": 800}, color_scheme=scheme, java_script_enabled=script
         )
@@ -47,7 +47,7 @@ def visit(browser, address):
         page.on("console", lambda m: problems.append(m.text) if m.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("request", lambda r: None if r.url.startswith(("file:", "data:", "blob:")) else problems.append(r.url))
-        page.goto(address)
+        page.goto(address + part)
         return page
 
     yield go
@@ -66,7 +66,7 @@ def test_tabs_by_mouse_and_keys(visit):
     for name in TABS:
         page.click(f'nav.tabs a[href="#{name}"]')
         assert shown(page) == [name]
-        plots = page.locator(f"#{name} .plot")
+        plots = page.locator(f"#{name} .plot:visible")
         for at in range(plots.count()):
             assert plots.nth(at).locator("svg.main-svg").count() > 0
     page.locator('nav.tabs a[href="#summary"]').click()
@@ -82,6 +82,42 @@ def test_tabs_by_mouse_and_keys(visit):
     page.keyboard.press("Home")
     assert shown(page) == ["summary"]
     assert page.get_by_role("tab").count() == len(TABS) and page.get_by_role("tabpanel").count() == 1
+
+
+@pytest.mark.slow
+def test_every_tab_has_an_address(visit):
+    page = visit(part="#conditioning")
+    assert shown(page) == ["conditioning"]
+    page.click('nav.tabs a[href="#cost"]')
+    assert shown(page) == ["cost"] and page.url.endswith("#cost")
+    page.go_back()
+    assert shown(page) == ["conditioning"]
+    page = visit(part="#figure-weights-sigma")
+    assert shown(page) == ["conditioning"]
+    assert page.locator("#weights-sigma-0 svg.main-svg").first.is_visible()  # its fold is open
+
+
+@pytest.mark.slow
+def test_a_heat_map_is_chosen(visit):
+    page = visit(part="#layers")
+    visible = page.locator("#figure-layers-jacobian .plot:visible")
+    assert visible.count() == 2
+    page.locator("#figure-layers-jacobian select").select_option("polar")
+    assert [plot.get_attribute("id") for plot in visible.all()] == ["layers-jacobian-0", "layers-jacobian-4"]
+    assert page.locator("#layers-jacobian-4 svg.main-svg").count() > 0
+
+
+@pytest.mark.slow
+def test_the_tabs_are_on_the_first_screen_of_a_phone(visit):
+    page = visit(width=375)
+    assert page.locator("nav.tabs").bounding_box()["y"] < 300
+
+
+@pytest.mark.slow
+def test_the_summary_fits_a_wide_screen(visit):
+    page = visit(width=1400)
+    hidden = "[...document.querySelectorAll('#summary .scroll')].map(box => box.scrollWidth - box.clientWidth)"
+    assert max(page.evaluate(hidden)) <= 1
 
 
 @pytest.mark.slow
@@ -102,8 +138,10 @@ def test_methods_can_be_hidden(visit):
     page = visit()
     page.click('nav.tabs a[href="#learning"]')
     before = page.locator("#learning-0 .scatterlayer .trace").count()
-    button = page.get_by_role("button", name="conditioned")
+    button = page.locator("#figure-learning").get_by_role("button", name="conditioned")
     button.click()
+    same = page.locator("#figure-training").get_by_role("button", name="conditioned")
+    assert same.get_attribute("aria-pressed") == "false"
     assert button.get_attribute("aria-pressed") == "false"
     assert page.locator("#learning-0 .scatterlayer .trace").count() < before
     button.click()

@@ -92,7 +92,7 @@ def test_page_markdown_and_csv_say_what_was_tested(tmp_path):
     assert f"test accuracy, higher is better, {said}" in render_comparison(comparison)
     assert said in page.read_text() and "test accuracy (%)" in page.read_text()
     with open(page.parent / "tables/summary.csv", newline="") as file:
-        assert next(csv.reader(file))[2] == "test accuracy (%), mean ± std"
+        assert next(csv.DictReader(file))["metric"] == "test accuracy (%)"
     assert (page.parent / "tables/statistics_evaluation.csv").is_file()
 
 

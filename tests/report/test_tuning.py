@@ -144,7 +144,7 @@ def test_page_files_and_tables_have_the_search(tmp_path):
     drawings = json.loads(re.search(r'id="plot-data">(.*?)</script>', text, re.DOTALL)[1])
     assert {trace["name"] for trace in drawings["tuning-0"]["data"]} == {"default", "conditioned"}
     made = {path.name for path in (tmp_path / "report").rglob("tuning.*")}
-    assert made == {"tuning.csv", "tuning.png", "tuning.svg"}
+    assert made == {"tuning.csv", "tuning.svg"}
     assert "5.00 points, as asked for" in (tmp_path / "report/report.md").read_text()
     rows = (tmp_path / "report/figures/tuning.csv").read_text().splitlines()
     assert "tuning,optimizer.lr,default,1000,0.1,,,tiny" in rows

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from wellcond.report.table import Table as ReportTable
+from wellcond.report.table import without_empty_columns
+
+GAP = 3
+"""Characters between two columns; there is one at each end of a line."""
+NARROWEST = 16
+"""To which a column of words folds."""
 
 
 def make_console() -> Console:
@@ -19,14 +27,48 @@ def make_console() -> Console:
 
 
 def print_table(out: Console, title: str, made: ReportTable) -> None:
-    """Print a table of a report; the console becomes as wide as it needs."""
+    """Print a table of a report: in a terminal within its width, elsewhere as wide as it needs.
+
+    Words fold. Where that is not enough, the last columns of numbers are left out, and named.
+    """
+    made = without_empty_columns(made)
+    left_out: list[str] = []
+    widths = _widths(made, out.width if out.is_terminal else None)
+    while widths is None:
+        last = max(at for at in range(1, len(made.header)) if at not in made.text_columns)
+        left_out.insert(0, made.header[last])
+        made = made.only([at for at in range(len(made.header)) if at != last])
+        widths = _widths(made, out.width)
     table = Table(title=escape(title), header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, name in enumerate(made.header):
-        table.add_column(escape(name), justify="left" if number in made.text_columns else "right")
+    for at, (name, width) in enumerate(zip(made.header, widths, strict=True)):
+        justify: Literal["left", "right"] = "left" if at in made.text_columns else "right"
+        table.add_column(escape(name), justify=justify, width=width, overflow="fold")
     for row in made.rows:
         table.add_row(*map(escape, row))
     out.width = max(out.width, table.__rich_measure__(out, out.options.update(max_width=10_000)).maximum)
     out.print(table)
+    if left_out:
+        out.print(f"Too narrow for: {', '.join(left_out)}.", markup=False, style="dim")
+
+
+def _widths(made: ReportTable, width: int | None) -> list[int] | None:
+    """Width of every column so that the table fits; None if it cannot without leaving out numbers."""
+    widths = []
+    for at, name in enumerate(made.header):
+        head = [name] if at in made.text_columns or width is None else name.split()
+        widths.append(max(cell_len(text) for text in [*head, *(row[at] for row in made.rows)]))
+    if width is None:
+        return widths
+    folding = sorted(made.text_columns)
+    while sum(widths) + GAP * (len(widths) - 1) + 2 > width:
+        widest = max(folding, key=lambda at: widths[at], default=0)
+        if widths[widest] > NARROWEST:
+            widths[widest] -= 1
+        elif len(made.text_columns) < len(made.header) and len(made.header) > 2:
+            return None
+        else:
+            break
+    return widths
 
 
 def show_weight(kappa: float | None, pseudo: float | None, why: str) -> str:

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from wellcond.cli.console import make_console
+from wellcond.cli.console import make_console, print_table
 from wellcond.cli.engines import job_command
 from wellcond.cli.experiment_checks import read_jobs, read_seeds
 from wellcond.cli.progress import RunsProgress
@@ -30,6 +28,7 @@ from wellcond.experiments.recipe import Recipe
 from wellcond.experiments.run import Job
 from wellcond.experiments.settings import RecipeError
 from wellcond.files import to_json
+from wellcond.report.table import Table
 
 
 def parse_seeds(text: str | None, recipe: Recipe) -> tuple[int, ...]:
@@ -202,25 +201,15 @@ def print_recipes(*, as_json: bool) -> None:
     """List the recipes that ship."""
     recipes = [parse_recipe(shipped.text, f"{shipped.scale}/{shipped.name}") for shipped in shipped_recipes()]
     if as_json:
-        rows = [recipe.model_dump(mode="json") for recipe in recipes]
-        print(to_json(rows, indent=1))
+        print(to_json([recipe.model_dump(mode="json") for recipe in recipes], indent=1))
         return
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("recipe", "scale", "task", "model", "data", "length", "what"):
-        table.add_column(name)
+    rows = []
     for recipe in recipes:
         length = recipe.training.length
         amount = f"{length.epochs:g} epochs" if length.epochs else f"{length.steps} steps"
         if recipe.training.hours is not None:
             amount = f"{recipe.training.hours:g} hours"
-        data = recipe.data.model_dump()
-        table.add_row(
-            recipe.name,
-            recipe.scale,
-            recipe.task.model_dump()["name"],
-            recipe.model.name,
-            str(data.get("id") or data.get("path") or data.get("generator") or data["source"]),
-            amount,
-            recipe.title,
-        )
-    make_console().print(table)
+        rows.append((recipe.name, recipe.scale, amount, recipe.title))
+    header = ("recipe", "scale", "length", "what")
+    made = Table("recipes", "Recipes", header, tuple(rows), (), frozenset(range(len(header))))
+    print_table(make_console(), made.title, made)

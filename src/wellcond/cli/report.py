@@ -13,9 +13,10 @@ from wellcond.errors import WellcondError
 def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False, tolerance: float | None = None) -> None:
     """Build the report of a folder, print its summary and where it is."""
     from wellcond.report.analysis import analyse
+    from wellcond.report.bottom_line import bottom_line
     from wellcond.report.build import build_report
     from wellcond.report.load_runs import load_comparisons
-    from wellcond.report.reading import find_findings
+    from wellcond.report.reading import find_remarks
     from wellcond.report.tables import summary_table
     from wellcond.report.tuning import find_tuning, tuning_table
 
@@ -28,10 +29,10 @@ def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False, to
         tuning = find_tuning(comparison, tolerance)
         if tuning is not None:
             print_table(out, "Tuning", tuning_table(tuning))
-        summary = summary_table(analysis)
-        print_table(out, comparison.title, summary)
-        for finding in find_findings(analysis):
-            out.print(f"- {escape(finding)}", soft_wrap=True)
+        print_table(out, comparison.title, summary_table(analysis))
+        out.print(escape(bottom_line(analysis)), style="bold", soft_wrap=True)
+        for remark in find_remarks(analysis):
+            out.print(f"- {escape(remark)}", soft_wrap=True)
         out.print(f"report: {page}", markup=False, soft_wrap=True)
         if pictures:
             out.print(f"        {page.with_suffix('.md')}", markup=False, soft_wrap=True)

@@ -2,54 +2,77 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from wellcond.errors import MissingExtraError
 from wellcond.report.analysis import Analysis, analyse
+from wellcond.report.bottom_line import bottom_line
 from wellcond.report.detection_records import find_pictures
 from wellcond.report.detections import LEAD as DETECTIONS_LEAD
-from wellcond.report.detections import STYLE as DETECTIONS_STYLE
-from wellcond.report.detections import detections_html
+from wellcond.report.detections import detection_parts
 from wellcond.report.figures import build_figures
 from wellcond.report.load_runs import Comparison
-from wellcond.report.markup import Markup, tag
-from wellcond.report.page_script import EXTRA_STYLE, SCRIPT
-from wellcond.report.plotly_figures import plots
+from wellcond.report.markup import Markup
+from wellcond.report.plotly_figures import Plot, plots
 from wellcond.report.provenance import data_of, provenance_table
-from wellcond.report.reading import find_findings
-from wellcond.report.samples import LEAD, find_samples, samples_html
-from wellcond.report.samples import STYLE as SAMPLE_STYLE
+from wellcond.report.reading import find_remarks
+from wellcond.report.render import render
+from wellcond.report.samples import LEAD as SAMPLES_LEAD
+from wellcond.report.samples import find_samples, sample_parts
 from wellcond.report.series import Figure
 from wellcond.report.shapes import NUM_COLOURS
-from wellcond.report.style import STYLE
-from wellcond.report.table import Table, table_html
+from wellcond.report.table import without_empty_columns
 from wellcond.report.tables import build_tables, judged_from
 from wellcond.report.tuning import LEAD as TUNING_LEAD
 from wellcond.report.tuning import SECTION as TUNING
 from wellcond.report.tuning import find_tuning, tuning_figure, tuning_table
+from wellcond.report.values import show_seeds
 
 TABS = {
-    "Summary": "What the numbers say, and the numbers.",
+    "Summary": "",
+    TUNING: TUNING_LEAD,
     "Learning": "How the runs go, from the first step to the last.",
     "Matching": "How much earlier a method is as good as the baseline is at its end.",
     "Conditioning": "Condition numbers of weights and Jacobians over training.",
     "Layers": "The same, layer by layer.",
     "Attention": "Where attention goes; a saturated softmax does not learn.",
     "Cost": "Time and memory.",
+    "Samples": SAMPLES_LEAD,
+    "Detections": DETECTIONS_LEAD,
     "Runs": "Every run, and how it was made.",
 }
+OPTIONAL = (TUNING, "Samples", "Detections")
+"""Tabs that are only there if they have something to show."""
 TABLE_TABS = {
     "summary": "Summary", "required": "Summary", "matching": "Matching", "conditioning": "Conditioning",
     "other_metrics": "Summary", "cost": "Cost", "statistics": "Runs", "statistics_evaluation": "Runs", "seeds": "Runs",
 }  # fmt: skip
+FOLDED = {"weights_sigma": "The scale of the weights", "weights_raw": "The weights without their corrections"}
+"""Figures that a reader opens when a question leads there."""
+Part = dict[str, Any]
+
+
+@dataclass
+class Tab:
+    """One part of the page, with an address of its own."""
+
+    title: str
+    lead: str
+    parts: list[Part] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        """What stands behind the # of its address."""
+        return self.title.lower()
 
 
 def render_comparison(comparison: Comparison) -> str:
     """HTML of a comparison; the same records give the same bytes.
 
-    Raises: MissingExtraError if plotly is not installed.
+    Raises: MissingExtraError if plotly or jinja2 is not installed.
     """
     return render_page(analyse(comparison))
 
@@ -59,70 +82,37 @@ def render_page(analysis: Analysis, figures: Sequence[Figure] | None = None, *, 
     comparison = analysis.comparison
     figures = build_figures(analysis) if figures is None else figures
     tuning = find_tuning(comparison, tolerance)
-    drawings: dict[str, dict[str, Any]] = {}
-    samples, pictures = find_samples(comparison), find_pictures(comparison)
-    bodies = {name: [tag("p", lead, class_="lead")] for name, lead in TABS.items()}
-    for table in build_tables(analysis):
-        bodies[TABLE_TABS[table.name]].append(_table_section(table))
-    bodies["Summary"].insert(2, _findings(analysis))
+    tabs = {title: Tab(title, lead) for title, lead in TABS.items()}
+    drawings: dict[str, Plot] = {}
+    tabs["Summary"].parts.append({"kind": "bottom line", "text": bottom_line(analysis)})
+    tabs["Runs"].parts.append({"kind": "facts", "facts": _facts(comparison)})
     if tuning is not None:
-        table, figure = tuning_table(tuning), tuning_figure(comparison, tuning)
-        parts = [_figure_section(comparison, figure, drawings), _table_section(table)]
-        bodies = _after_summary(bodies, TUNING, [tag("p", TUNING_LEAD, class_="lead"), *parts])
-    for figure in figures:
-        bodies[figure.section].append(_figure_section(comparison, figure, drawings))
-    settings = provenance_table(comparison)
-    bodies["Runs"].append(tag("details", tag("summary", settings.title), table_html(settings)))
-    if samples:
-        bodies = _before_runs(bodies, "Samples", [tag("p", LEAD, class_="lead"), *samples_html(samples)])
-    if pictures:
-        lead = tag("p", DETECTIONS_LEAD, class_="lead")
-        bodies = _before_runs(bodies, "Detections", [lead, *detections_html(pictures)])
-    for parts in bodies.values():
-        if len(parts) == 1:
-            parts.append(tag("p", _nothing(analysis)))
-    links = [tag("a", name, href=f"#{name.lower()}") for name in bodies]
-    sections = [
-        tag("section", tag("h2", name), *parts, id=name.lower(), class_="tab") for name, parts in bodies.items()
-    ]
-    scriptless = tag(
-        "noscript",
-        tag("p", "The plots of this page need JavaScript; the same figures are image files in the folder figures."),
+        tabs[TUNING].parts = [_figure(comparison, [tuning_figure(comparison, tuning)], drawings)]
+        tabs[TUNING].parts.append({"kind": "table", "table": tuning_table(tuning)})
+    for _, group in groupby(figures, key=lambda figure: figure.name if figure.kind != "map_by_method" else ""):
+        listed = list(group)
+        part = _figure(comparison, listed, drawings)
+        name = listed[0].name
+        if name in FOLDED:
+            part = {"kind": "folded figures", "title": FOLDED[name], "figures": [part]}
+        tabs[listed[0].section].parts.append(part)
+    for table in build_tables(analysis):
+        tabs[TABLE_TABS[table.name]].parts.append({"kind": "table", "table": without_empty_columns(table)})
+    remarks = find_remarks(analysis)
+    tabs["Summary"].parts.append({"kind": "folded list", "title": "What else the numbers say", "lines": remarks})
+    tabs["Samples"].parts += sample_parts(find_samples(comparison))
+    tabs["Detections"].parts += detection_parts(find_pictures(comparison))
+    tabs["Runs"].parts.append({"kind": "folded table", "table": provenance_table(comparison)})
+    return render(
+        "comparison.html",
+        title=comparison.title,
+        lead=_lead(comparison),
+        tabs=[tab for tab in tabs.values() if tab.parts or tab.title not in OPTIONAL],
+        nothing=_nothing(analysis),
+        num_colours=NUM_COLOURS,
+        drawings=drawings,
+        plotly=Markup(plotly_source()),
     )
-    body = [
-        _header(comparison), _methods(comparison), scriptless, tag("nav", *links, class_="tabs", aria_label="Parts"),
-        *sections, tag("footer", "Made by wellcond from stored run records. This page is one file and loads nothing."),
-    ]  # fmt: skip
-    styles = [STYLE, EXTRA_STYLE]
-    styles += [SAMPLE_STYLE] if samples else []
-    styles += [DETECTIONS_STYLE] if pictures else []
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("title", comparison.title),
-        tag("style", Markup("\n".join(styles))),
-    )
-    scripts = [
-        tag("script", script_json(drawings), type="application/json", id="plot-data"),
-        tag("script", Markup(plotly_source())),
-        tag("script", Markup(SCRIPT)),
-    ]
-    page = tag("html", head, tag("body", tag("main", *body), *scripts), lang="en")
-    return f"<!DOCTYPE html>\n{page}\n"
-
-
-def _before_runs(bodies: dict[str, list[Markup]], name: str, body: list[Markup]) -> dict[str, list[Markup]]:
-    """Tabs with one more before the last."""
-    *others, last = bodies.items()
-    return dict([*others, (name, body), last])
-
-
-def _after_summary(bodies: dict[str, list[Markup]], name: str, body: list[Markup]) -> dict[str, list[Markup]]:
-    """Tabs with one more after the first."""
-    first, *others = bodies.items()
-    return dict([first, (name, body), *others])
 
 
 def plotly_source() -> str:
@@ -139,18 +129,17 @@ def plotly_source() -> str:
     return source
 
 
-def script_json(data: Any) -> Markup:
-    r"""JSON that may stand inside a script element: nothing in it can end the element.
+def _lead(comparison: Comparison) -> str:
+    """What a reader must know before the numbers, in one line."""
+    metric = comparison.result
+    better = "higher is better" if metric.higher_is_better else "lower is better"
+    return (
+        f"Judged by {metric.name}, {better}; {show_seeds(len(comparison.seeds))}; baseline {comparison.baseline}; "
+        f"scale {comparison.scale or 'not recorded'}."
+    )
 
-    Example:
-        >>> script_json({"a": "</script>"})
-        '{"a":"\\u003c/script\\u003e"}'
-    """
-    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return Markup(text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026"))
 
-
-def _header(comparison: Comparison) -> Markup:
+def _facts(comparison: Comparison) -> list[tuple[str, str]]:
     model = comparison.runs[0].record.get("model") or {}
     metric = comparison.result
     better = "higher is better" if metric.higher_is_better else "lower is better"
@@ -161,46 +150,34 @@ def _header(comparison: Comparison) -> Markup:
         ("Judged by", f"{metric.name}, {better}{judged_from(comparison)}"),
         ("Seeds", f"{', '.join(map(str, comparison.seeds))}; baseline {comparison.baseline}"),
     ]
-    if comparison.notes:
-        facts.append(("Notes", comparison.notes))
-    rows = [part for name, text in facts for part in (tag("dt", name), tag("dd", text))]
-    return tag("header", tag("h1", comparison.title), tag("dl", *rows))
+    return [*facts, ("Notes", comparison.notes)] if comparison.notes else facts
 
 
-def _methods(comparison: Comparison) -> Markup:
-    """Legend of all plots, whose entries show and hide their method."""
-    items = []
-    for at, method in enumerate(comparison.methods):
-        chip = tag("span", class_=f"chip b{at % NUM_COLOURS} d{at // NUM_COLOURS % 4}", aria_hidden="true")
-        button = tag("button", chip, method, type="button", data_method=at, aria_pressed="true")
-        items.append(tag("li", button))
-    return tag("ul", *items, class_="methods", aria_label="Methods; press to hide or show in the plots")
-
-
-def _findings(analysis: Analysis) -> Markup:
-    items = [tag("li", finding) for finding in find_findings(analysis)]
-    return tag("section", tag("h3", "Findings"), tag("ul", *items, class_="notes"))
-
-
-def _table_section(table: Table) -> Markup:
-    return tag("section", tag("h3", table.title), table_html(table))
-
-
-def _figure_section(comparison: Comparison, figure: Figure, drawings: dict[str, dict[str, Any]]) -> Markup:
+def _figure(comparison: Comparison, figures: Sequence[Figure], drawings: dict[str, Plot]) -> Part:
+    """A figure of the page; heat maps at the end are several figures, of which two are shown side by side."""
+    first = figures[0]
     boxes = []
-    for at, (title, plot) in enumerate(plots(comparison, figure)):
-        name = f"{figure.name.replace('_', '-')}-{at}"
-        drawings[name] = plot
-        heading = tag("h4", title) if title and title != figure.title else Markup("")
-        label = f"{figure.title}: {title}" if heading else figure.title
-        boxes.append(tag("div", heading, tag("div", id=name, class_="plot", role="img", aria_label=label)))
-    wide = " wide" if figure.kind in ("stack", "map_by_method", "intervals") or len(boxes) == 1 else ""
-    wide = wide or (" two" if figure.kind == "bars" else "")
-    caption = tag("p", figure.caption, class_="lead")
-    return tag(
-        "section", tag("h3", figure.title), caption, tag("div", *boxes, class_=f"plots{wide}"),
-        class_="half" if figure.kind == "map_by_method" else None,
-    )  # fmt: skip
+    for figure in figures:
+        for at, (title, plot) in enumerate(plots(comparison, figure)):
+            name = f"{figure.name.replace('_', '-')}-{at}"
+            drawings[name] = plot
+            heading = title or (figure.title if len(figures) > 1 else "")
+            label = f"{figure.title}: {title}" if title and title != figure.title else figure.title
+            boxes.append({"id": name, "title": heading if heading != first.title or len(figures) > 1 else "",
+                          "label": label})  # fmt: skip
+    drawn = sorted({trace["meta"] for box in boxes for trace in drawings[box["id"]]["data"] if "meta" in trace})
+    with_legend = first.kind in ("lines", "tuned")
+    wide = first.kind in ("stack", "intervals", "bars") or len(boxes) == 1
+    return {
+        "kind": "figure",
+        "id": f"figure-{first.name.replace('_', '-')}",
+        "title": first.title if len(figures) == 1 else "At the end, layer by method",
+        "caption": first.caption,
+        "boxes": boxes,
+        "legend": [{"place": at, "name": comparison.methods[at]} for at in drawn] if with_legend else [],
+        "choices": first.kind.startswith("map") and len(boxes) > 2,
+        "layout": "wide" if wide else "two" if first.kind.startswith("map") else "",
+    }
 
 
 def _nothing(analysis: Analysis) -> str:

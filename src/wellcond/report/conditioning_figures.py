@@ -22,10 +22,10 @@ Reader = Callable[[HeadTable], np.ndarray]
 def conditioning_figures(analysis: Analysis) -> list[Figure]:
     """Every figure that needs conditioning rows; figures without a single point are left out."""
     figures = [
-        _weights(analysis, "kappa", "weights", "Condition numbers of the weights, W + C", "as the forward uses them"),
-        _sigmas(analysis, "", "weights_sigma", "Singular values of the weights, W + C"),
-        *(_of_raw_weights(analysis) if corrected(analysis) else ()),
         _jacobian(analysis),
+        _weights(analysis, "kappa", "weights", "Condition numbers of the weights, W + C", "as the forward uses them"),
+        _sigmas(analysis),
+        *([_raw_weights(analysis)] if corrected(analysis) else []),
         *_layer_figures(analysis),
         _attention(analysis),
     ]
@@ -85,26 +85,22 @@ def _weights(analysis: Analysis, key: str, name: str, title: str, which: str) ->
     return _lines(analysis, "Conditioning", name, title, caption, panels)
 
 
-def _of_raw_weights(analysis: Analysis) -> tuple[Figure, Figure]:
+def _raw_weights(analysis: Analysis) -> Figure:
     """The same without the corrections: what the optimiser trains."""
-    return (
-        _weights(analysis, "raw_kappa", "weights_raw", "Condition numbers of the trained weights, W", "without C"),
-        _sigmas(analysis, "raw_", "weights_raw_sigma", "Singular values of the trained weights, W"),
-    )
+    title = "Condition numbers of the trained weights, W"
+    return _weights(analysis, "raw_kappa", "weights_raw", title, "without C")
 
 
-def _sigmas(analysis: Analysis, prefix: str, name: str, title: str) -> Figure:
+def _sigmas(analysis: Analysis) -> Figure:
     panels = [
-        (Panel(key, f"{sign} of W_{r.upper()}", "singular value", log=True), _geometric(key))
-        for what, sign in (("sigma_max", "σ_max"), ("sigma_min", "σ_min"))
+        (Panel(f"sigma_max_{r}", f"σ_max of W_{r.upper()}", "singular value", log=True), _geometric(f"sigma_max_{r}"))
         for r in ROLES
-        for key in [f"{prefix}{what}_{r}"]
     ]
     caption = (
-        f"{HEADS}A method may lower κ by raising σ_min or by changing the scale of both. "
-        f"Weights with σ_min = 0 are left out. {BAND}"
+        f"{HEADS}A method may lower κ by raising σ_min or by changing the scale of both; σ_min is σ_max / κ. {BAND}"
     )
-    return _lines(analysis, "Conditioning", name, title, caption, panels)
+    title = "Largest singular values of the weights, W + C"
+    return _lines(analysis, "Conditioning", "weights_sigma", title, caption, panels)
 
 
 def _jacobian(analysis: Analysis) -> Figure:
@@ -183,7 +179,7 @@ def _layer_figures(analysis: Analysis) -> list[Figure]:
     figures = []
     for key, name, sign in named:
         last = _map_rows(analysis, f"layers_end_{name}", key, last=True)
-        title = f"log₁₀ {sign} at the end, layer by method"
+        title = f"log₁₀ {sign} at the end"
         caption = f"Which layers of which method are ill conditioned (dark), at the last measurement of {sign}."
         caption += f"{_singular(analysis, key)}{care}"
         figures.append(_map(f"layers_end_{name}", title, caption, "map_by_method", last))

@@ -10,6 +10,7 @@ from wellcond.report.formats import show_kappa, show_share
 from wellcond.report.head_table import ROLES, HeadTable
 from wellcond.report.statistics import LogSummary, summarise_logs
 from wellcond.report.table import Table
+from wellcond.report.table_values import Values, interval_values, kappa_values
 from wellcond.report.values import INFINITE, MISSING
 
 
@@ -23,6 +24,7 @@ def conditioning_table(analysis: Analysis) -> Table:
     )  # fmt: skip
     base = _last(analysis, baseline, "pseudo_condition_number")
     rows = []
+    values: list[Values] = []
     for method in analysis.comparison.methods:
         if not analysis.tables(method):
             continue
@@ -31,11 +33,27 @@ def conditioning_table(analysis: Analysis) -> Table:
         pseudo, strict = (analysis.last_jacobian(method, k) for k in ("pseudo_condition_number", "condition_number"))
         first, last = (analysis.attention(method, last=at_end) for at_end in (False, True))
         known = not pseudo.infinite and not analysis.last_jacobian(baseline).infinite and method != baseline
+        over_seeds = _over_seeds(analysis, method, "pseudo_condition_number")
+        factor = summarise_logs(factors if known else [])
+        values.append(
+            {"method": method}
+            | kappa_values(over_seeds, "kappa_j")
+            | {"factor": factor.geometric_mean if known else math.nan}
+            | interval_values(factor.interval, prefix="factor_")
+            | {"finite": pseudo.finite, "strict_finite": strict.finite, "heads_measured": pseudo.total}
+            | {f"{key}_mean": _log_mean(analysis, method, key) for key in ("bound_log10", "papers_bound_log10")}
+            | {f"kappa_{role}": _over_seeds(analysis, method, f"kappa_{role}").geometric_mean for role in ROLES}
+            | {
+                "normalised_entropy_start": None if first is None else first.entropy,
+                "normalised_entropy_end": None if last is None else last.entropy,
+                "dead_heads": None if last is None else last.dead,
+            }
+        )
         rows.append(
             (
                 method,
-                show_kappa(_over_seeds(analysis, method, "pseudo_condition_number"), interval=True),
-                show_kappa(summarise_logs(factors), interval=True) if known else MISSING,
+                show_kappa(over_seeds, interval=True),
+                show_kappa(factor, interval=True) if known else MISSING,
                 f"{pseudo.finite}/{pseudo.total}",
                 f"{strict.finite}/{strict.total}",
                 _mean_log(analysis, method, "bound_log10"),
@@ -51,7 +69,7 @@ def conditioning_table(analysis: Analysis) -> Table:
         "one is infinite where the rank is not full. Infinite values are in no mean: their share is shown, and "
         "there is no factor. A saturated or dead head can have a small κ(J) and learn nothing.",
     )
-    return Table("conditioning", "Conditioning at the end", header, tuple(rows), notes)
+    return Table("conditioning", "Conditioning at the end", header, tuple(rows), notes, values=tuple(values))
 
 
 def _over_seeds(analysis: Analysis, method: str, key: str) -> LogSummary:
@@ -67,13 +85,18 @@ def _last(analysis: Analysis, method: str, key: str) -> dict[int, float]:
     return {seed: value for seed, value in found.items() if math.isfinite(value)}
 
 
-def _mean_log(analysis: Analysis, method: str, key: str) -> str:
+def _log_mean(analysis: Analysis, method: str, key: str) -> float:
+    """Mean over the runs of a column that holds logarithms; NaN where none is finite."""
     values = [_at_end(table, key, log=False) for table in analysis.tables(method)]
     known = [value for value in values if math.isfinite(value)]
-    heads = analysis.last_jacobian(method, key)
-    if not known:
+    return math.fsum(known) / len(known) if known else math.nan
+
+
+def _mean_log(analysis: Analysis, method: str, key: str) -> str:
+    mean, heads = _log_mean(analysis, method, key), analysis.last_jacobian(method, key)
+    if math.isnan(mean):
         return INFINITE if heads.infinite else MISSING
-    shown = f"{math.fsum(known) / len(known):.2f}"
+    shown = f"{mean:.2f}"
     return shown + (f" ({INFINITE} in {show_share(heads.infinite_share)})" if heads.infinite else "")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from wellcond.report.detection_records import Found, Picture
 from wellcond.report.markup import Markup, tag
@@ -22,21 +23,14 @@ FINEST = 256
 """Columns of a mask that are drawn at most."""
 SMALLEST_LABELLED = 0.02
 """Share of the image that a box must cover for its label to be drawn; others only show theirs when pointed at."""
-STYLE = """
-.pictures{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,300px),1fr));gap:10px 14px;margin-top:8px}
-.pictures figure{margin:0;min-width:0}.pictures svg{width:100%;border-radius:4px;background:#888}
-.pictures figcaption small{display:block}
-svg .found-label{font-weight:600;fill:#fff;paint-order:stroke;stroke:#000;stroke-linejoin:round}
-.swatch{display:inline-block;width:12px;height:12px;border-radius:3px;border:1px solid var(--line)}
-""".strip()
 
 
-def detections_html(pictures: Sequence[Picture]) -> list[Markup]:
-    """A section for each image: the truth, then what each method found."""
-    return [_section(at, picture) for at, picture in enumerate(pictures)]
+def detection_parts(pictures: Sequence[Picture]) -> list[dict[str, Any]]:
+    """What the page shows of each image: the truth, then what each method found."""
+    return [_part(at, picture) for at, picture in enumerate(pictures)]
 
 
-def _section(at: int, picture: Picture) -> Markup:
+def _part(at: int, picture: Picture) -> dict[str, Any]:
     colours = colours_of(picture)
     name = f"picture-{at}"
     href = f"data:image/jpeg;base64,{base64.b64encode(picture.jpeg).decode('ascii')}"
@@ -50,12 +44,12 @@ def _section(at: int, picture: Picture) -> Markup:
         shown = part.shown(count)
         note = f"the best {len(shown)} of {len(part.objects)} recorded" if shown else "nothing found"
         panels.append(_panel(picture, f"{part.method}, seed {part.seed}", note, again, shown, colours))
-    legend = [tag("li", _swatch(colour), visible(category)) for category, colour in colours.items()]
-    heading = f"Image {picture.image_id}: {visible(picture.name)}"
-    return tag(
-        "section", tag("h3", heading), tag("ul", *legend, class_="legend inline"),
-        tag("div", *panels, class_="pictures"),
-    )  # fmt: skip
+    return {
+        "kind": "detections",
+        "title": f"Image {picture.image_id}: {visible(picture.name)}",
+        "colours": [(visible(category), colour) for category, colour in colours.items()],
+        "panels": panels,
+    }
 
 
 def colours_of(picture: Picture) -> dict[str, str]:
@@ -68,10 +62,6 @@ def objects_in_words(count: int) -> str:
     return "1 object" if count == 1 else f"{count} objects" if count else "no objects"
 
 
-def _swatch(colour: str) -> Markup:
-    return tag("span", class_="swatch", style=f"background:{colour}", aria_hidden="true")
-
-
 def _panel(
     picture: Picture,
     title: str,
@@ -81,7 +71,7 @@ def _panel(
     colours: dict[str, str],
     *,
     rows: int = 1,
-) -> Markup:
+) -> dict[str, Any]:
     unit = max(picture.height, picture.width) / 250
     # Large objects first: small ones stay on top, and can be pointed at.
     ordered = sorted(objects, key=lambda found: -found.box[2] * found.box[3])
@@ -92,7 +82,7 @@ def _panel(
         "svg", image, *shapes, *labels, viewBox=f"0 0 {picture.width} {picture.height}", role="img",
         aria_label=f"{title}: {words}",
     )  # fmt: skip
-    return tag("figure", drawing, tag("figcaption", title, tag("small", note)), style=f"grid-row:span {rows}")
+    return {"title": title, "note": note, "drawing": drawing, "rows": rows}
 
 
 def _shape(found: Found, picture: Picture, colour: str, unit: float) -> Markup:

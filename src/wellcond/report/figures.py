@@ -32,6 +32,7 @@ def _differences(analysis: Analysis) -> Figure:
     panel = Panel("metric", "", f"gain in {metric.name}{unit}")
     caption = (
         f"To the right of the dotted line is better than {comparison.baseline}; a bar is the 95 % interval of the mean "
-        "over seeds, small dots are seeds. A bar across the line is no evidence."
+        "over seeds, small dots are seeds. A bar across the line is no evidence. A triangle at the edge is a method "
+        "beyond the axis, with its mean and interval."
     )
     return Figure("differences", "Summary", "Paired differences", caption, "intervals", (panel,), tuple(rows))

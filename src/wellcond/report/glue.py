@@ -14,6 +14,7 @@ from wellcond.report.glue_scores import AVERAGE, NO_METRICS, TITLES, GlueScores,
 from wellcond.report.run_record import Metric
 from wellcond.report.statistics import PairedDifference, Summary, compare_paired, correct, required_pairs
 from wellcond.report.table import Table, plain_markdown, table_csv, table_markdown
+from wellcond.report.table_values import Values, difference_values, summary_values
 from wellcond.report.values import MISSING, number
 
 SCHEMA = 1
@@ -57,6 +58,7 @@ def scores_table(scores: GlueScores) -> Table:
 def statistics_table(scores: GlueScores) -> Table:
     """A row for each method and task, with differences to the baseline and what else must be compared."""
     rows = []
+    values: list[Values] = []
     differences = find_differences(scores)
     for column in (*scores.tasks, AVERAGE):
         title, metric = TITLES.get(column, "Avg."), _name(AVERAGE if column == AVERAGE else scores.metric(column))
@@ -66,7 +68,16 @@ def statistics_table(scores: GlueScores) -> Table:
             found: list[PairedDifference | None] = [
                 d for (name, _), d in differences.items() if name == column and d.method == method
             ]
-            rows += [(*cells, *_difference_cells(difference)) for difference in found or [None]]
+            for difference in found or [None]:
+                rows.append((*cells, *_difference_cells(difference)))
+                named: Values = {"task": title, "metric": metric, "method": method}
+                minus = "" if difference is None else difference.baseline
+                values.append(
+                    named
+                    | summary_values(summary, SHOWN)
+                    | {"metric": metric, "minus": minus}
+                    | difference_values(difference, SHOWN)
+                )
     header = (
         "task", "metric", "method", "n", "mean", "std",
         "minus", "pairs", "difference", "95 % interval", "p", "p (Holm)",
@@ -76,8 +87,9 @@ def statistics_table(scores: GlueScores) -> Table:
         "tasks, and for the mean over its own rows. Below three pairs there is no interval and no p.",
     )
     return Table(
-        "glue_statistics", "Each task", header, tuple(rows), notes if differences else (), frozenset({0, 1, 2, 6})
-    )
+        "glue_statistics", "Each task", header, tuple(rows), notes if differences else (), frozenset({0, 1, 2, 6}),
+        tuple(values),
+    )  # fmt: skip
 
 
 def others_table(scores: GlueScores) -> Table:

@@ -43,13 +43,12 @@ def render_markdown(analysis: Analysis, figures: Sequence[Figure], *, tolerance:
     lines += [line for line in detections if figures or not line.startswith("![")]
     lines += ["## Figures", ""] if figures else []
     for figure in figures:
-        links = ", ".join(f"[{kind.upper()}](figures/{figure.name}.{kind})" for kind in ("svg", "csv"))
         lines += [
             f"### {plain_markdown(figure.title)}",
             "",
-            f"![{plain_markdown(figure.title)}](figures/{figure.name}.png)",
+            f"![{plain_markdown(figure.title)}](figures/{figure.name}.svg)",
             "",
-            f"{plain_markdown(figure.caption)} {links}",
+            f"{plain_markdown(figure.caption)} [CSV](figures/{figure.name}.csv)",
             "",
         ]
     provenance = provenance_table(comparison)

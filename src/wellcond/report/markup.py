@@ -12,6 +12,10 @@ class Markup(str):
 
     __slots__ = ()
 
+    def __html__(self) -> str:
+        """As a template shows it: as it is."""
+        return self
+
 
 def tag(name: str, /, *children: str | Markup, **attributes: object) -> Markup:
     """One element. Plain strings among the children are escaped; ``class_`` and ``aria_label`` lose their underscores.

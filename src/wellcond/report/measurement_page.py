@@ -11,8 +11,7 @@ from typing import Any
 from wellcond.errors import WellcondError
 from wellcond.report.charts import draw_attention, draw_spectra, draw_weights
 from wellcond.report.heat_map import draw_heat_map
-from wellcond.report.markup import Markup, join, tag
-from wellcond.report.style import STYLE
+from wellcond.report.render import render
 from wellcond.report.values import HeadView, head_views, layer_name, log10, number, show
 
 SCHEMA = 1
@@ -36,6 +35,8 @@ VERDICTS = {
     "balanced": "nothing stands out",
     "unknown": "not diagnosed: not plain softmax attention",
 }
+WORDS = ("layer", "status", "verdict", "which term dominates", "method")
+"""Columns of words; all others are numbers and stand at the right."""
 
 
 class ReportDataError(WellcondError, ValueError):
@@ -59,53 +60,27 @@ def render_measurement(data: dict[str, Any]) -> str:
     _check(data)
     views = head_views(data)
     run = data.get("run") or {}
-    model = str(run.get("model") or "a model")
-    title = f"Conditioning of {model}"
-    body = [
-        _header(data, title, run),
-        _tiles(data, views),
-        _section(
-            "Condition number of the Jacobian",
-            "log₁₀ of the condition number of each head's parameter Jacobian: how unevenly a small change of W_Q, W_K "
-            "and W_V moves the output. Dark blue is ill conditioned.",
-            draw_heat_map(data),
-        ),
-        _section(
-            "What dominates, head by head",
-            "A condition number must not be read without the attention map behind it. The verdict names the largest of "
-            "κ(P) of the attention map, κ(X) of the tokens, and the spread of the norms of J_Q, J_K and J_V.",
-            _verdict_counts(views),
-            _verdict_table(views),
-            _problems(data),
-        ),
-        _section(
-            "Spectra of the weights",
-            "From σ_max (blue) to σ_min (orange) of each head's weight as the forward pass uses it, with corrections. "
-            "A red triangle is a weight without full rank. Where names do not fit, layers are numbered from 0.",
-            draw_weights(data),
-            _weight_table(views),
-        ),
-        _section(
-            "Spectra of the Jacobians",
-            "All singular values, where they were computed; of the first sample unless samples are stacked.",
-            draw_spectra(data),
-        ),
-        _section("Attention", "One dot per head; the line is the mean of a layer. Red rings are dead heads. "
-            "Where names do not fit, layers are numbered from 0.",
-                 draw_attention(data)),
-        _section("Read with care", "", _notes(data, views)),
-    ]  # fmt: skip
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("title", title),
-        tag("style", Markup(STYLE)),
+    several = any(len(view.row.get("samples") or ()) > 1 for view in views)
+    heads = [_head_row(view, "certified, first sample" if several else "certified") for view in views]
+    weights = [_weight_row(view) for view in views]
+    return render(
+        "measurement.html",
+        title=f"Conditioning of {run.get('model') or 'a model'}",
+        facts=_facts(data, run),
+        tiles=_tiles(data, views),
+        heat_map=draw_heat_map(data),
+        verdicts=_verdict_counts(views),
+        words=WORDS,
+        columns=["layer", *heads[0]["cells"]] if heads else [],
+        heads=heads,
+        problems=[(layer_name(layer), layer["problem"]) for layer in data["layers"] if layer.get("problem")],
+        weight_spectra=draw_weights(data),
+        weight_columns=["layer", *weights[0]["cells"]] if weights else [],
+        weights=weights,
+        jacobian_spectra=draw_spectra(data),
+        attention=draw_attention(data),
+        notes=_notes(data, views),
     )
-    footer = tag("footer", "Made by wellcond. This page is one file: it loads nothing and runs no script.")
-    page = tag("html", head, tag("body", tag("main", *[part for part in body if part], footer)), lang="en")
-    return f"<!DOCTYPE html>\n{page}\n"
 
 
 def _check(data: Any) -> None:
@@ -127,12 +102,7 @@ def _check(data: Any) -> None:
             raise ReportDataError("this measurement has no Jacobians (jacobian=False); measure with them for a page")
 
 
-def _section(title: str, lead: str, *parts: Markup) -> Markup:
-    introduction = tag("p", lead, class_="lead") if lead else Markup("")
-    return tag("section", tag("h2", title), introduction, *parts)
-
-
-def _header(data: dict[str, Any], title: str, run: dict[str, Any]) -> Markup:
+def _facts(data: dict[str, Any], run: dict[str, Any]) -> list[tuple[str, str]]:
     convention, kappa, combine = (str(data.get(key, "")) for key in ("convention", "kappa", "combine"))
     facts = [
         ("Model", str(run.get("model") or "not recorded")),
@@ -145,8 +115,7 @@ def _header(data: dict[str, Any], title: str, run: dict[str, Any]) -> Markup:
     ]
     if run.get("command"):
         facts.append(("Command", str(run["command"])))
-    rows = [part for name, text in facts for part in (tag("dt", name), tag("dd", text))]
-    return tag("header", tag("h1", title), tag("dl", *rows))
+    return facts
 
 
 def describe_conditioning(settings: Any) -> str:
@@ -163,7 +132,7 @@ def describe_conditioning(settings: Any) -> str:
     return f"{text} on {len(sites)} attentions; effective weights are measured" if isinstance(sites, list) else text
 
 
-def _tiles(data: dict[str, Any], views: Sequence[HeadView]) -> Markup:
+def _tiles(data: dict[str, Any], views: Sequence[HeadView]) -> list[dict[str, Any]]:
     alive = sorted(view.kappa for view in views if not view.dead and not math.isnan(view.kappa))
     dead, infinite = sum(view.dead for view in views), sum(math.isinf(view.kappa) for view in views)
     unknown = sum(not view.diagnosis for view in views)
@@ -171,8 +140,8 @@ def _tiles(data: dict[str, Any], views: Sequence[HeadView]) -> Markup:
     inexact = sum(view.status != "exact" for view in views)
     unmeasured = sum(bool(layer.get("problem")) for layer in data["layers"])
 
-    def tile(value: str, label: str, alarm: bool = False) -> Markup:
-        return tag("div", tag("b", value), tag("span", label), class_="tile alarm" if alarm else "tile")
+    def tile(value: str, label: str, alarm: bool = False) -> dict[str, Any]:
+        return {"value": value, "label": label, "alarm": alarm}
 
     tiles = [
         tile(str(len(views)), f"heads in {len(data['layers'])} attentions"),
@@ -184,100 +153,53 @@ def _tiles(data: dict[str, Any], views: Sequence[HeadView]) -> Markup:
     ]
     if unmeasured:
         tiles.append(tile(str(unmeasured), "attentions not measured", True))
-    return tag("div", *tiles, class_="tiles")
+    return tiles
 
 
-def _verdict_counts(views: Sequence[HeadView]) -> Markup:
+def _verdict_counts(views: Sequence[HeadView]) -> list[tuple[str, str]]:
     counts = Counter(str(view.row.get("verdict", "unknown")) for view in views)
-    items = [
-        tag("li", _badge(verdict), f" {count} × {VERDICTS.get(verdict, 'see the explanation')}")
+    return [
+        (verdict, f"{count} × {VERDICTS.get(verdict, 'see the explanation')}")
         for verdict, count in counts.most_common()
     ]
-    return tag("ul", *items, class_="legend") if items else Markup("")
 
 
-def _badge(verdict: str) -> Markup:
-    return tag("span", verdict, class_="tag alarm" if verdict == "dead head" else "tag")
+def _head_row(view: HeadView, certified: str) -> dict[str, Any]:
+    """One head in the table of verdicts, by column; that of the certified interval is named."""
+    low, high = view.interval
+    bound = number(view.row.get("papers_bound_log10"))
+    j, diagnosis, attention = view.jacobian, view.diagnosis, view.attention
+    null = f" ({j['null_space']})" if j.get("null_space") else ""
+    cells = {
+        "head": str(view.index),
+        "κ(J)": show(view.kappa, 4),
+        "pseudo κ(J)": show(view.pseudo, 4),
+        certified: f"{show(low)} to {show(high)}",
+        "status": f"{view.status}; {view.why_not_finite}" if view.why_not_finite else view.status,
+        "verdict": str(view.row.get("verdict", "unknown")),
+        "which term dominates": view.explanation,
+        **{f"|J_{role.upper()}|": show(diagnosis.get(f"norm_{role}")) for role in "qkv"},
+        "κ(P)": show(diagnosis.get("kappa_p")),
+        "κ(X)": show(diagnosis.get("kappa_x")),
+        "entropy": show(attention.get("entropy"), 4),
+        "diagonal": show(attention.get("diagonal_mass"), 4),
+        "σ_max": show(j.get("sigma_max")),
+        "σ_rank": show(j.get("sigma_rank")),
+        "rank": str(j.get("rank", "")),
+        "nullity": f"{j.get('nullity', '')}{null}",
+        "method": str(j.get("method", "")),
+        "surrogate*": "" if math.isnan(bound) else f"10^{bound:.1f}",
+    }
+    return {"layer": view.layer_name, "dead": view.dead, "reason": str(j.get("reason", "")), "cells": cells}
 
 
-def _table(caption: str, columns: Sequence[tuple[str, bool]], rows: Sequence[Markup]) -> Markup:
-    heads = [tag("th", name, scope="col", class_="n" if numeric else None) for name, numeric in columns]
-    table = tag("table", tag("caption", caption), tag("thead", tag("tr", *heads)), tag("tbody", *rows))
-    return tag("div", table, class_="scroll", tabindex=0, role="region", aria_label=caption)
-
-
-def _verdict_table(views: Sequence[HeadView]) -> Markup:
-    several = any(len(view.row.get("samples") or ()) > 1 for view in views)
-    certified = "certified, first sample" if several else "certified"
-    columns = [
-        ("layer", False), ("head", True), ("κ(J)", True), ("pseudo κ(J)", True), (certified, True), ("status", False),
-        ("verdict", False), ("which term dominates", False), ("|J_Q|", True), ("|J_K|", True), ("|J_V|", True),
-        ("κ(P)", True), ("κ(X)", True), ("entropy", True), ("diagonal", True), ("σ_max", True), ("σ_rank", True),
-        ("rank", True), ("nullity", True), ("method", False), ("surrogate*", True),
-    ]  # fmt: skip
-
-    def cell(text: str) -> Markup:
-        return tag("td", text, class_="n")
-
-    rows = []
-    for view in views:
-        low, high = view.interval
-        bound = number(view.row.get("papers_bound_log10"))
-        j, diagnosis, attention = view.jacobian, view.diagnosis, view.attention
-        null = f" ({j['null_space']})" if j.get("null_space") else ""
-        rows.append(
-            tag(
-                "tr",
-                tag("th", view.layer_name, scope="row"),
-                cell(str(view.index)),
-                cell(show(view.kappa, 4)),
-                cell(show(view.pseudo, 4)),
-                cell(f"{show(low)} to {show(high)}"),
-                tag("td", f"{view.status}; {view.why_not_finite}" if view.why_not_finite else view.status),
-                tag("td", _badge(str(view.row.get("verdict", "unknown")))),
-                tag("td", view.explanation, class_="wide"),
-                *(cell(show(diagnosis.get(f"norm_{role}"))) for role in "qkv"),
-                cell(show(diagnosis.get("kappa_p"))),
-                cell(show(diagnosis.get("kappa_x"))),
-                cell(show(attention.get("entropy"), 4)),
-                cell(show(attention.get("diagonal_mass"), 4)),
-                cell(show(j.get("sigma_max"))),
-                cell(show(j.get("sigma_rank"))),
-                cell(str(j.get("rank", ""))),
-                cell(f"{j.get('nullity', '')}{null}"),
-                tag("td", str(j.get("method", "")), title=str(j.get("reason", ""))),
-                cell("" if math.isnan(bound) else f"10^{bound:.1f}"),
-                class_="dead" if view.dead else None,
-            )
-        )
-    caption = "Verdicts. * The papers' surrogate is not a bound; see the notes."
-    return _table(caption, columns, rows) if rows else tag("p", "No head was measured.")
-
-
-def _problems(data: dict[str, Any]) -> Markup:
-    items = [
-        tag("li", tag("b", layer_name(layer)), f": {layer['problem']}")
-        for layer in data["layers"]
-        if layer.get("problem")
-    ]
-    if not items:
-        return Markup("")
-    return join(tag("h3", "Not measured"), tag("ul", *items, class_="notes"))
-
-
-def _weight_table(views: Sequence[HeadView]) -> Markup:
-    if not views:
-        return Markup("")
-    columns = [("layer", False), ("head", True)]
-    columns += [(f"{what} W_{role}", True) for role in "QKV" for what in ("σ_max", "σ_min", "κ")]
-    rows = []
-    for view in views:
-        cells = [tag("td", shown, class_="n") for role in "qkv" for shown in _extremes(view.row["weights"][role])]
-        rows.append(
-            tag("tr", tag("th", view.layer_name, scope="row"), tag("td", str(view.index), class_="n"), *cells)
-        )  # fmt: skip
-    table = _table("Extreme singular values of the weights; of grouped queries, the worst", columns, rows)
-    return tag("details", tag("summary", "Table of weights"), table)
+def _weight_row(view: HeadView) -> dict[str, Any]:
+    """One head in the table of weights, by column."""
+    cells = {"head": str(view.index)}
+    for role in "qkv":
+        shown = zip(("σ_max", "σ_min", "κ"), _extremes(view.row["weights"][role]), strict=True)
+        cells |= {f"{what} W_{role.upper()}": text for what, text in shown}
+    return {"layer": view.layer_name, "dead": False, "reason": "", "cells": cells}
 
 
 def _extremes(weight: dict[str, Any]) -> list[str]:
@@ -289,7 +211,7 @@ def _extremes(weight: dict[str, Any]) -> list[str]:
     return shown
 
 
-def _notes(data: dict[str, Any], views: Sequence[HeadView]) -> Markup:
+def _notes(data: dict[str, Any], views: Sequence[HeadView]) -> list[str]:
     notes = [
         "A condition number of one head on one input is not a property of the model: other inputs give other numbers.",
         "Dead heads: where attention has collapsed, the Jacobian is nearly that of W_V alone. Its condition number is "
@@ -334,4 +256,4 @@ def _notes(data: dict[str, Any], views: Sequence[HeadView]) -> Markup:
             f"{generic} heads are not plain softmax attention: their Jacobians go through the module's own "
             "derivatives, and there is no diagnosis that could unmask a dead head."
         )
-    return tag("ul", *(tag("li", note) for note in notes), class_="notes")
+    return notes

@@ -12,6 +12,7 @@ from wellcond.report.load_runs import Comparison
 from wellcond.report.run_record import Metric, Run
 from wellcond.report.statistics import Summary
 from wellcond.report.table import Table
+from wellcond.report.table_values import Values
 from wellcond.report.values import number
 
 
@@ -31,15 +32,19 @@ def other_metrics_table(analysis: Analysis) -> Table:
     comparison = analysis.comparison
     names = other_metrics(comparison)
     rows = []
+    values: list[Values] = []
     for method in comparison.methods:
         scores = {seed: _scores(comparison, run) for seed, run in comparison.finished(method).items()}
         cells = []
+        plain: Values = {"method": method}
         for name in names:
-            values = {seed: number(found.get(name)) for seed, found in scores.items()}
-            summary = Summary({seed: value for seed, value in values.items() if math.isfinite(value)})
+            known = {seed: number(found.get(name)) for seed, found in scores.items()}
+            summary = Summary({seed: value for seed, value in known.items() if math.isfinite(value)})
             cells.append(show_mean(summary.mean, summary.std, Metric(name, higher_is_better=True, percent=False)))
+            plain |= {f"{name}_mean": summary.mean, f"{name}_sd": summary.std, f"{name}_n": summary.count}
         rows.append((method, *cells))
+        values.append(plain)
     on = f"On the test split, {comparison.tested_weights}" if comparison.tested else "At the last evaluation"
     note = f"{on}; mean {PLUS_MINUS} std of finished runs, each number as it was recorded."
     header = ("method", *(name.replace("_", " ") for name in names))
-    return Table("other_metrics", "Other metrics", header, tuple(rows), (note,))
+    return Table("other_metrics", "Other metrics", header, tuple(rows), (note,), values=tuple(values))

@@ -15,7 +15,7 @@ from wellcond.report.load_runs import Comparison, load_comparisons, shared_mark
 from wellcond.report.markdown_report import render_markdown
 from wellcond.report.packed_records import PACKED, pack_evaluations, pack_heads, pack_steps, share
 from wellcond.report.run_record import Run, RunRecordError, read_json
-from wellcond.report.table import table_csv
+from wellcond.report.table import table_markdown
 from wellcond.report.tables import build_tables
 from wellcond.report.tuning import NAME as TUNING_FILE
 from wellcond.report.tuning import find_tuning, tuning_table
@@ -98,7 +98,7 @@ def _check_same_tables(comparison: Comparison, packed: Comparison) -> None:
 def _tables(comparison: Comparison) -> Iterator[tuple[str, str]]:
     tuning = find_tuning(comparison)
     for table in [*build_tables(analyse(comparison)), *([] if tuning is None else [tuning_table(tuning)])]:
-        yield table.name, table_csv(table)
+        yield table.name, table_markdown(table)
 
 
 def _pack_glue(folder: Path, made: Path) -> None:

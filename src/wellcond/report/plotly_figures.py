@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import statistics
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,8 @@ from wellcond.report.shapes import (
 )
 from wellcond.report.tuning_plots import TunedCurve, axis_ticks, is_logarithmic, tuned_curves, tuned_traces
 
+FAR = 4.0
+"""Times the median distance from zero beyond which a method gets a triangle instead of a place on the axis."""
 DASHES = ("solid", "dot", "dashdot", "longdash")
 Plot = dict[str, Any]
 
@@ -145,11 +148,13 @@ def _method_axis(names: list[str]) -> Plot:
 
 
 def _bar_plot(figure: Figure, panel: Panel, bars: list[Bar], budget: float | None) -> Plot:
-    rows = {bar.method: at for at, bar in enumerate(bars)}
     traces: list[Plot] = []
     interval = figure.kind == "intervals"
-    for bar in bars:
-        at = rows[bar.method]
+    span = _readable_span(bars) if interval else None
+    for at, bar in enumerate(bars):
+        if span is not None and not span[0] <= bar.mean <= span[1]:
+            traces.append(_beyond(bar, at, span))
+            continue
         if math.isfinite(bar.mean) and interval:
             half = {"array": [_number(bar.high - bar.mean)], "arrayminus": [_number(bar.mean - bar.low)]}
             told = f"[{bar.low:.4g}, {bar.high:.4g}]" if math.isfinite(bar.low) else "no interval: too few seeds"
@@ -176,9 +181,39 @@ def _bar_plot(figure: Figure, panel: Panel, bars: list[Bar], budget: float | Non
             traces.append(_dots(bar, bar.seeds, at, budget, panel.y_label))
     line = 0.0 if interval else budget
     shapes = [] if line is None else [_upright(line)]
-    x = _axis(panel.y_label, **({} if interval else {"rangemode": "tozero"}), zeroline=False)
+    ends: Plot = {} if span is None else {"range": [_number(end) for end in span]}
+    x = _axis(panel.y_label, **(ends if interval else {"rangemode": "tozero"}), zeroline=False)
     height = 78 + 34 * max(len(bars), 2)
     return {"data": traces, "layout": _layout(height, x, _method_axis([b.name for b in bars]), shapes=shapes)}
+
+
+def _readable_span(bars: list[Bar]) -> tuple[float, float] | None:
+    """Ends of the axis where a few methods are so far away that the others could not be told apart; else None."""
+
+    def points(bar: Bar) -> list[float]:
+        return [value for value in (bar.mean, bar.low, bar.high, *bar.seeds.values()) if math.isfinite(value)]
+
+    reach = {bar.method: max(map(abs, points(bar)), default=0.0) for bar in bars}
+    typical = statistics.median(reach.values()) if reach else 0.0
+    near = [bar for bar in bars if abs(bar.mean) <= FAR * typical]
+    if not near or len(near) == len(bars):
+        return None
+    values = [0.0, *(value for bar in near for value in points(bar))]
+    room = 0.05 * (max(values) - min(values))
+    return min(values) - room, max(values) + room
+
+
+def _beyond(bar: Bar, at: int, span: tuple[float, float]) -> Plot:
+    """A triangle at the edge for a method beyond the axis, with its mean in words."""
+    below = bar.mean < span[0]
+    told = f"{bar.mean:+.4g}" + (f" [{bar.low:+.4g}, {bar.high:+.4g}]" if math.isfinite(bar.low) else "")
+    inset = 0.015 * (span[1] - span[0])
+    return {
+        "type": "scatter", "mode": "markers+text", "x": [_number(span[0] + inset if below else span[1] - inset)],
+        "y": [at], "text": [told], "textposition": "middle right" if below else "middle left", "meta": bar.method,
+        "marker": {"size": 12, "color": _colour(bar.method), "symbol": f"triangle-{'left' if below else 'right'}"},
+        "textfont": {"color": "@ink"}, "hovertemplate": f"<b>{_safe(bar.name)}</b><br>mean %{{text}}<extra></extra>",
+    }  # fmt: skip
 
 
 def _dots(bar: Bar, seeds: dict[str, float], at: int, budget: float | None, label: str) -> Plot:

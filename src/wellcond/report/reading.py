@@ -19,14 +19,31 @@ SMALL_GRADIENT = 0.01
 
 def find_findings(analysis: Analysis) -> list[str]:
     """Sentences computed from the records, the most important first."""
-    if not any(summary.count for summary in analysis.summaries.values()):
+    if not _anything(analysis):
         counts = [f"{run.method}, seed {run.seed}: {run.outcome}" for run in analysis.comparison.runs]
         return [f"No run is finished, so there is nothing to compare yet ({'; '.join(counts)})."]
+    return [*_first(analysis), *_differences(analysis), *_others(analysis)]
+
+
+def find_remarks(analysis: Analysis) -> list[str]:
+    """Findings without a sentence for each difference, which the table of methods has already."""
+    return [*_first(analysis), *_others(analysis)] if _anything(analysis) else find_findings(analysis)
+
+
+def _anything(analysis: Analysis) -> bool:
+    return any(summary.count for summary in analysis.summaries.values())
+
+
+def _first(analysis: Analysis) -> list[str]:
     return [
         *_winner(analysis),
         *_few_seeds(analysis),
         *describe_power(analysis.comparison, analysis.differences),
-        *_differences(analysis),
+    ]
+
+
+def _others(analysis: Analysis) -> list[str]:
+    return [
         *_failures(analysis),
         *_scale_control(analysis),
         *_saturation(analysis),

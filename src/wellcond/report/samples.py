@@ -12,17 +12,11 @@ from typing import Any
 
 from wellcond.report.detection_records import hold_detections
 from wellcond.report.load_runs import Comparison
-from wellcond.report.markup import Markup, join, tag
 from wellcond.report.run_record import RunRecordError
 from wellcond.report.table import plain_markdown
 
 LEAD = "What the models write after training, from the same random numbers. Words in bold were given."
 WIDTH = 100
-STYLE = """
-pre.sample{white-space:pre-wrap;overflow-wrap:anywhere;margin:4px 0 14px;padding:8px 12px;max-width:100ch;
-border-left:3px solid var(--line);font:13px/1.5 ui-monospace,"DejaVu Sans Mono",monospace}
-#samples h4{font-size:13px;margin:10px 0 0;overflow-wrap:anywhere}
-""".strip()
 
 
 @dataclass(frozen=True)
@@ -41,6 +35,16 @@ class Sample:
     def title(self) -> str:
         """Which run wrote it."""
         return f"{self.method}, seed {self.seed}"
+
+    @property
+    def given(self) -> str:
+        """The prompt, where the text begins with it."""
+        return self.prompt if self.text.startswith(self.prompt) else ""
+
+    @property
+    def continued(self) -> str:
+        """What the model wrote."""
+        return self.text[len(self.given) :]
 
 
 def find_samples(comparison: Comparison) -> dict[str, list[Sample]]:
@@ -88,22 +92,11 @@ def _heading(prompt: str) -> str:
     return "With a beginning" if prompt else "Without a beginning"
 
 
-def samples_html(samples: dict[str, list[Sample]]) -> list[Markup]:
-    """A section for each prompt."""
+def sample_parts(samples: dict[str, list[Sample]]) -> list[dict[str, Any]]:
+    """What the page shows of each prompt."""
     return [
-        tag("section", tag("h3", _heading(prompt)), *(_sample_html(sample) for sample in of_prompt))
-        for prompt, of_prompt in samples.items()
+        {"kind": "samples", "title": _heading(prompt), "samples": of_prompt} for prompt, of_prompt in samples.items()
     ]
-
-
-def _sample_html(sample: Sample) -> Markup:
-    if sample.problem:
-        return join(tag("h4", sample.title), tag("p", f"Nothing was written: {visible(sample.problem)}"))
-    given = sample.prompt if sample.text.startswith(sample.prompt) else ""
-    parts = [tag("b", visible(given))] if given else []
-    # The browser would drop a line break right behind the tag.
-    body = tag("pre", Markup("\n"), *parts, visible(sample.text[len(given) :]), class_="sample")
-    return join(tag("h4", sample.title), body)
 
 
 def samples_markdown(samples: dict[str, list[Sample]]) -> Iterator[str]:

@@ -12,6 +12,7 @@ import numpy as np
 from wellcond.report.load_runs import Comparison
 from wellcond.report.run_record import Run
 from wellcond.report.table import csv_text
+from wellcond.report.values import plain_number
 
 COLUMNS = ("figure", "panel", "series", "seed", "step", "epoch", "value", "scale")
 MEAN, LOW, HIGH = "mean", "mean-std", "mean+std"
@@ -179,13 +180,15 @@ def write_csv(rows: Iterable[Row]) -> str:
     """Rows as CSV, numbers in full."""
     return csv_text(
         COLUMNS,
-        ([row.figure, row.panel, row.series, row.seed, _plain(row.step), _plain(row.epoch), _plain(row.value),
-          row.scale] for row in rows),
-    )  # fmt: skip
-
-
-def _plain(value: float) -> str:
-    """Shortest text that reads back as the same number; empty where there is none."""
-    if math.isnan(value):
-        return ""
-    return str(int(value)) if math.isfinite(value) and value == int(value) and abs(value) < 1e15 else repr(float(value))
+        (
+            [
+                row.figure,
+                row.panel,
+                row.series,
+                row.seed,
+                *map(plain_number, (row.step, row.epoch, row.value)),
+                row.scale,
+            ]
+            for row in rows
+        ),
+    )

@@ -83,7 +83,7 @@ def panel_lines(comparison: Comparison, figure: Figure, panel: str) -> list[Line
 
 
 def panel_bars(comparison: Comparison, figure: Figure, panel: str) -> list[Bar]:
-    """One bar per method that has one."""
+    """One bar per method that has one, in the order of the methods; of intervals the best first."""
     places = method_of_series(comparison)
 
     def value(rows: list, default: float = math.nan) -> float:
@@ -96,7 +96,7 @@ def panel_bars(comparison: Comparison, figure: Figure, panel: str) -> list[Bar]:
         each = {seed: value(rows) for seed, rows in seeds.items() if seed not in (MEAN, LOW_END, HIGH_END)}
         mean, low, high = (value(seeds.get(name, [])) for name in (MEAN, LOW_END, HIGH_END))
         bars.append(Bar(series, places[series], mean, each, low, high))
-    return sorted(bars, key=lambda bar: bar.method)
+    return sorted(bars, key=lambda bar: (-bar.mean if figure.kind == "intervals" else 0.0, bar.method))
 
 
 def panel_budget(figure: Figure, panel: str) -> float | None:

@@ -1,90 +1,75 @@
-"""`draw_static`: the figures as PNG and SVG, from the same rows; the same rows give the same bytes."""
+"""`draw_static`: the plots of the page as image files; the same rows give the same bytes."""
 
 from __future__ import annotations
 
+import html
 import io
 import math
 import re
 import warnings
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from wellcond.errors import MissingExtraError
-from wellcond.report.heat_map import RAMP
 from wellcond.report.load_runs import Comparison
-from wellcond.report.series import Figure, Panel
-from wellcond.report.shapes import (
-    NUM_COLOURS,
-    Grid,
-    cut,
-    layers_of,
-    log_axis,
-    map_by_method,
-    map_over_steps,
-    panel_bars,
-    panel_budget,
-    panel_lines,
-)
-from wellcond.report.tuning_plots import draw_tuned, tuned_curves
+from wellcond.report.plotly_figures import DASHES, Plot, plots
+from wellcond.report.render import asset
+from wellcond.report.series import Figure
+from wellcond.report.shapes import NUM_COLOURS, cut
 
-COLOURS = ("#2969a8", "#c2571a", "#2e8056", "#9a3b86", "#8a6d0b", "#147f91", "#b3261e", "#6a5acd", "#4b5563",
-           "#6b8e00")  # fmt: skip
-PART_COLOURS = ("#2969a8", "#7fb2dc", "#c2571a", "#8a6d0b", "#9aa6b2")
-DASHES: tuple[Any, ...] = ("-", ":", "-.", (0, (8, 3)))
+LINES: dict[str, Any] = dict(zip(DASHES, ("-", ":", "-.", (0, (8, 3))), strict=True)) | {"dash": "--"}
+MARKERS = {"circle": "o", "triangle-right": ">", "triangle-left": "<", "x": "x"}
 SETTINGS: Any = {
-    "svg.hashsalt": "wellcond", "svg.fonttype": "path", "font.family": "DejaVu Sans", "font.size": 9,
+    "svg.hashsalt": "wellcond", "svg.fonttype": "none", "font.family": "DejaVu Sans", "font.size": 9,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e6e9ec",
     "axes.axisbelow": True, "path.simplify": False, "text.usetex": False,
 }  # fmt: skip
 COLUMNS = 3
+PIXELS = 88.0
+"""Of the page's plots, to the inch; of an image, for text of the same size."""
+CHARACTER = 0.075
+"""Width of one in inches."""
 
 
-def draw_static(comparison: Comparison, figure: Figure) -> dict[str, bytes]:
-    """Bytes of a figure by file ending, `png` and `svg`.
+def draw_static(comparison: Comparison, figure: Figure, kinds: Sequence[str] = ("svg",)) -> dict[str, bytes]:
+    """Bytes of a figure by file ending, `svg` or `png`.
 
     Raises: MissingExtraError if matplotlib is not installed.
     """
     try:
         import matplotlib
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure as Canvas
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
         raise MissingExtraError("matplotlib", "report") from error
+    drawn = plots(comparison, figure)
+    columns = min(len(drawn), COLUMNS)
+    rows = math.ceil(len(drawn) / columns)
+    left = max(_left(plot["layout"]) for _, plot in drawn)
+    bottom = max(_below(plot["layout"]) for _, plot in drawn)
+    height = max(plot["layout"]["height"] for _, plot in drawn) / PIXELS - 0.5
+    width = 3.1 if columns > 1 else 5.6
+    cell = left + width + 0.2, 0.3 + height + bottom
+    entries = _entries(comparison, figure, drawn)
+    longest = max((len(label) for label, _, _ in entries), default=0)
+    per_row = max(1, min(len(entries), int(columns * cell[0] / ((longest + 6) * CHARACTER)))) if entries else 1
+    legend = 0.1 + 0.2 * math.ceil(len(entries) / per_row) if entries else 0.0
+    scale = 0.5 if figure.kind.startswith("map") else 0.0
+    size = columns * cell[0] + scale, 0.35 + rows * cell[1] + legend
     with matplotlib.rc_context(SETTINGS), warnings.catch_warnings():
         # Labels may hold any character; one that the font lacks is drawn as a box.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        whole = figure.kind in ("stack", "map_by_method")
-        count = 1 if whole else len(figure.panels)
-        columns = min(count, 2 if figure.kind == "bars" else COLUMNS)
-        rows = math.ceil(count / columns)
-        canvas = Canvas(
-            figsize=_size(comparison, figure, rows, columns),
-            dpi=110,
-            layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.06),
-        )
-        FigureCanvasAgg(canvas)
-        axes = canvas.subplots(rows, columns, squeeze=False).ravel()
-        if whole:
-            _draw_whole(comparison, figure, canvas, axes[0])
-        else:
-            for panel, ax in zip(figure.panels, axes[:count], strict=True):
-                _draw_panel(comparison, figure, panel, canvas, ax)
-        for ax in axes[count:]:
-            ax.set_axis_off()
-        canvas.suptitle(tidy(figure.title), fontsize=11, fontweight="bold")
-        _legend(comparison, figure, canvas)
-        png = save_canvas(canvas, "png")
-        canvas.set_layout_engine("none")  # everything has its place by now; finding it again takes as long as drawing
-        return {"png": png, "svg": save_canvas(canvas, "svg")}
-
-
-def _size(comparison: Comparison, figure: Figure, rows: int, columns: int) -> tuple[float, float]:
-    if figure.kind in ("bars", "intervals", "stack"):
-        return max(4.6 * columns, 7.0), rows * (1.3 + 0.32 * len(comparison.methods))
-    if figure.kind.startswith("map"):
-        height = 1.6 + 0.2 * min(len(layers_of(figure)), 40)
-        return max(4.0 * columns, 2.5 + 1.1 * len(figure.panels) if columns == 1 else 0.0, 5.0), rows * height
-    return max(4.0 * columns, 8.0), 2.9 * rows + 0.5 + 0.08 * len(comparison.methods)
+        canvas = Canvas(figsize=size, dpi=110)
+        for at, (title, plot) in enumerate(drawn):
+            row, column = divmod(at, columns)
+            x, y = column * cell[0] + left, size[1] - 0.65 - row * cell[1] - height
+            ax = canvas.add_axes((x / size[0], y / size[1], width / size[0], height / size[1]))
+            _draw(canvas, ax, plot, with_scale=at % columns == columns - 1 or at == len(drawn) - 1)
+            ax.set_title(tidy(cut(title, 44)), fontsize=9)
+        canvas.text(0.5, 1 - 0.08 / size[1], tidy(figure.title), fontsize=11, fontweight="bold", ha="center", va="top")
+        if entries:
+            _legend(canvas, entries, per_row)
+        return {kind: save_canvas(canvas, kind) for kind in kinds}
 
 
 def save_canvas(canvas: Any, kind: str) -> bytes:
@@ -102,131 +87,147 @@ def save_canvas(canvas: Any, kind: str) -> bytes:
 
 def tidy(text: str) -> str:
     """Characters that cannot be drawn at all go, and no text is read as a formula."""
-    return re.sub(r"[\x00-\x1f\x7f\ud800-\udfff]", " ", text).replace("$", r"\$")
+    return re.sub(r"[\x00-\x1f\x7f\ud800-\udfff]", " ", html.unescape(text)).replace("$", r"\$")
 
 
-def _colour(method: int) -> str:
-    return COLOURS[method % NUM_COLOURS]
+@cache
+def _palette() -> dict[str, str]:
+    """Colours of the light scheme by name, as the style sheets have them."""
+    found: dict[str, str] = {}
+    for name, colour in re.findall(r"--(\w+):(#\w{6})", asset("style.css") + asset("comparison.css")):
+        found.setdefault(name, colour)
+    return found
 
 
-def _legend(comparison: Comparison, figure: Figure, canvas: Any) -> None:
+def _colour(name: str) -> tuple[str, float]:
+    """Colour and opacity of a name such as `@c0/0.5`."""
+    plain, _, opacity = name.removeprefix("@").partition("/")
+    return _palette()[plain], float(opacity or 1)
+
+
+def _left(layout: Plot) -> float:
+    """Room for the labels of the vertical axis, in inches."""
+    longest = max(map(len, layout["yaxis"].get("ticktext", ["0.000"])), default=5)
+    return 0.2 + CHARACTER * longest + (0.25 if layout["yaxis"]["title"]["text"] else 0.0)
+
+
+def _below(layout: Plot) -> float:
+    """Room below an axis, in inches."""
+    longest = max(map(len, layout["xaxis"].get("ticktext", [""])), default=0)
+    turned = 0.6 * CHARACTER * longest if "tickangle" in layout["xaxis"] else 0.0
+    return 0.35 + turned + (0.25 if layout["xaxis"]["title"]["text"] else 0.0)
+
+
+def _entries(comparison: Comparison, figure: Figure, drawn: Sequence[tuple[str, Plot]]) -> list[tuple[str, str, Any]]:
+    """Label, colour and dash of every entry of the legend."""
+    traces = [trace for _, plot in drawn for trace in plot["data"]]
+    if figure.kind == "stack":
+        return [(tidy(trace["name"]), _colour(trace["marker"]["color"])[0], "-") for trace in traces]
     if figure.kind not in ("lines", "tuned"):
-        return
+        return []
+    methods = sorted({trace["meta"] for trace in traces})
+    # A leading underscore would hide the entry.
+    labels = [re.sub("^_", " _", tidy(cut(comparison.methods[at], 40))) for at in methods]
+    dashes = list(LINES.values())
+    return [
+        (label, _colour(f"@c{at % NUM_COLOURS}")[0], dashes[at // NUM_COLOURS % len(DASHES)])
+        for label, at in zip(labels, methods, strict=True)
+    ]
+
+
+def _legend(canvas: Any, entries: Sequence[tuple[str, str, Any]], columns: int) -> None:
     from matplotlib.lines import Line2D
 
-    curves: Any = tuned_curves if figure.kind == "tuned" else panel_lines
-    drawn = {curve.method for panel in figure.panels for curve in curves(comparison, figure, panel.name)}
-    handles = [
-        Line2D([], [], color=_colour(at), linestyle=DASHES[at // NUM_COLOURS % len(DASHES)]) for at in sorted(drawn)
-    ]
-    # A leading underscore would hide the entry.
-    labels = [re.sub("^_", " _", tidy(cut(comparison.methods[at], 40))) for at in sorted(drawn)]
-    fits = int(canvas.get_figwidth() * 11 / (max(map(len, labels), default=0) + 7))  # 11 characters to the inch
-    columns = max(1, min(len(labels), fits))
-    canvas.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+    handles = [Line2D([], [], color=colour, linestyle=dash) for _, colour, dash in entries]
+    canvas.legend(handles, [label for label, _, _ in entries], loc="lower center", ncols=columns, frameon=False)
 
 
-def _draw_panel(comparison: Comparison, figure: Figure, panel: Panel, canvas: Any, ax: Any) -> None:
-    if figure.kind == "lines":
-        _draw_lines(comparison, figure, panel, ax)
-    elif figure.kind == "tuned":
-        draw_tuned(ax, tuned_curves(comparison, figure, panel.name), COLOURS, DASHES)
-        ax.set_xlabel(tidy(panel.name))
-        ax.set_ylabel(tidy(panel.y_label))
-    elif figure.kind == "map_over_steps":
-        _draw_map(canvas, ax, figure, map_over_steps(figure, panel.name, layers_of(figure)), "step")
-    else:
-        _draw_bars(comparison, figure, panel, ax)
-    ax.set_title(tidy(cut(panel.title, 44)), fontsize=9)
+def _draw(canvas: Any, ax: Any, plot: Plot, *, with_scale: bool) -> None:
+    """All traces of a plot; of heat maps, which share their colours, only the last of a row has a scale."""
+    layout = plot["layout"]
+    ends: dict[float, float] = {}
+    for trace in plot["data"]:
+        if trace["type"] == "heatmap":
+            _draw_map(canvas, ax, trace, with_scale)
+        elif trace["type"] == "bar":
+            colour, opacity = _colour(trace["marker"]["color"])
+            widths = [value or 0.0 for value in trace["x"]]
+            left = [ends.get(y, 0.0) for y in trace["y"]]
+            ax.barh(trace["y"], widths, trace["width"], left=left, color=colour, alpha=opacity)
+            if layout.get("barmode") == "stack":
+                ends |= {y: a + b for y, a, b in zip(trace["y"], left, widths, strict=True)}
+        elif "fill" in trace:
+            colour, opacity = _colour(trace["fillcolor"])
+            ax.fill(trace["x"], trace["y"], color=colour, alpha=opacity, linewidth=0)
+        else:
+            _draw_scatter(ax, trace)
+    for shape in layout.get("shapes", ()):
+        ax.axvline(shape["x0"], color=_colour("@soft")[0], linestyle=":", linewidth=1)
+    _set_axis(ax, "x", layout["xaxis"])
+    _set_axis(ax, "y", layout["yaxis"])
 
 
-def _draw_whole(comparison: Comparison, figure: Figure, canvas: Any, ax: Any) -> None:
-    if figure.kind == "map_by_method":
-        _draw_map(canvas, ax, figure, map_by_method(figure), "")
+def _draw_scatter(ax: Any, trace: Plot) -> None:
+    x, y = ([math.nan if value is None else value for value in trace[key]] for key in "xy")
+    mark = trace.get("marker", {})
+    where = {"transform": ax.get_xaxis_transform()} if trace.get("yaxis") == "y2" else {}
+    if "lines" in trace["mode"]:
+        line = trace["line"]
+        small = {"marker": "o", "markersize": mark["size"] / 2} if "markers" in trace["mode"] else {}
+        ax.plot(x, y, color=_colour(line["color"])[0], linestyle=LINES[line["dash"]], linewidth=0.8 * line["width"],
+                **small)  # fmt: skip
         return
-    names = [m for m in comparison.methods if any(row.series == m for row in figure.rows)]
-    left = [0.0] * len(names)
-    for at, panel in enumerate(figure.panels):
-        values = {bar.name: bar.mean for bar in panel_bars(comparison, figure, panel.name)}
-        widths = [values.get(name, 0.0) for name in names]
-        ax.barh(range(len(names)), widths, 0.6, left=left, color=PART_COLOURS[at], label=panel.title)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    _method_axis(ax, names)
-    ax.set_xlabel(figure.panels[0].y_label)
-    canvas.legend(frameon=False, ncols=len(figure.panels), loc="outside lower center")
+    colour = _colour(mark["color"])[0]
+    if "error_x" in trace:
+        half = trace["error_x"]
+        ends = [x[0] - half["arrayminus"][0], x[0] + half["array"][0]]
+        ax.plot(ends, y * 2, color=colour, linewidth=2, marker="|")
+    if "text" in trace["mode"]:
+        right = trace["textposition"].endswith("right")
+        ax.annotate(tidy(trace["text"][0]), (x[0], y[0]), (7 if right else -7, 0), textcoords="offset points",
+                    ha="left" if right else "right", va="center", fontsize=8)  # fmt: skip
+    sizes, symbols = (
+        value if isinstance(value, list) else [value] * len(x) for value in (mark["size"], mark.get("symbol", "circle"))
+    )
+    for look in dict.fromkeys(zip(sizes, symbols, strict=True)):
+        at = [i for i, found in enumerate(zip(sizes, symbols, strict=True)) if found == look]
+        edge = {"markeredgecolor": "white", "markeredgewidth": 0.5} if "line" in mark else {}
+        ax.plot([x[i] for i in at], [y[i] for i in at], MARKERS[look[1]], color=colour, markersize=0.65 * look[0],
+                zorder=4, **edge, **where)  # fmt: skip
 
 
-def _draw_lines(comparison: Comparison, figure: Figure, panel: Panel, ax: Any) -> None:
-    from matplotlib.ticker import FixedLocator, NullLocator
-
-    lines = panel_lines(comparison, figure, panel.name)
-    for line in lines:
-        dash = DASHES[line.method // NUM_COLOURS % len(DASHES)] if line.num_seeds else "--"
-        ax.plot(line.x, line.y, color=_colour(line.method), linestyle=dash, linewidth=1.6 if line.num_seeds else 1.0,
-                marker="o" if len(line.x) <= 40 else None, markersize=2.5)  # fmt: skip
-        if line.low is not None and line.high is not None:
-            ax.fill_between(line.x, line.low, line.high, color=_colour(line.method), alpha=0.16, linewidth=0)
-    if panel.log:
-        low, high, ticks = log_axis(panel, lines)
-        ax.set_yscale("log")
-        ax.yaxis.set_major_locator(FixedLocator(list(ticks)))
-        ax.yaxis.set_minor_locator(NullLocator())
-        ax.set_yticklabels(list(ticks.values()))
-        ax.set_ylim(low, high)
-    elif panel.span is not None:
-        ax.set_ylim(panel.span[0] - 0.03, panel.span[1] + 0.03)
-    ax.set_xlabel(figure.x_label)
-    ax.set_ylabel(tidy(panel.y_label))
-
-
-def _draw_bars(comparison: Comparison, figure: Figure, panel: Panel, ax: Any) -> None:
-    bars, budget = panel_bars(comparison, figure, panel.name), panel_budget(figure, panel.name)
-    interval = figure.kind == "intervals"
-    for at, bar in enumerate(bars):
-        if interval:
-            if math.isfinite(bar.low):
-                ax.plot([bar.low, bar.high], [at, at], color=_colour(bar.method), linewidth=2, marker="|")
-            ax.plot([bar.mean], [at], color=_colour(bar.method), marker="o", markersize=7)
-        elif math.isfinite(bar.mean):
-            ax.barh([at], [bar.mean], 0.6, color=_colour(bar.method), alpha=0.55)
-        shown = bar.seeds or ({"": bar.mean} if math.isinf(bar.mean) else {})
-        for i, value in enumerate(shown.values()):
-            place = value if math.isfinite(value) else budget
-            if place is not None:
-                ax.plot([place], [at + 0.11 * (i - (len(shown) - 1) / 2)], color=_colour(bar.method), markersize=4.5,
-                        marker="o" if math.isfinite(value) else ">", markeredgecolor="white", markeredgewidth=0.5,
-                        zorder=4)  # fmt: skip
-    upright = 0.0 if interval else budget
-    if upright is not None:
-        ax.axvline(upright, color="#5b6570", linestyle=":", linewidth=1)
-    _method_axis(ax, [bar.name for bar in bars])
-    ax.set_xlabel(tidy(cut(panel.y_label, 48)))
-
-
-def _method_axis(ax: Any, names: list[str]) -> None:
-    ax.set_yticks(range(len(names)), [tidy(cut(name)) for name in names])
-    ax.set_ylim(len(names) - 0.4, -0.6)
-    ax.grid(visible=False, axis="y")
-
-
-def _draw_map(canvas: Any, ax: Any, figure: Figure, grid: Grid, x_label: str) -> None:
+def _draw_map(canvas: Any, ax: Any, trace: Plot, with_scale: bool) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
-    ramp = LinearSegmentedColormap.from_list("ramp", [tuple(c / 255 for c in rgb) for rgb in RAMP])
-    low, high = figure.panels[0].span or (0.0, 1.0)
-    picture = ax.imshow(grid.values, aspect="auto", cmap=ramp, vmin=low, vmax=max(high, low + 0.1))
-    canvas.colorbar(picture, ax=ax, label="log₁₀ κ", shrink=0.9)
-    every = max(1, math.ceil(len(grid.columns) / 6)) if x_label else 1
-    columns = range(0, len(grid.columns), every)
-    turned = 0 if x_label or len(grid.columns) <= 6 else 30
-    ax.set_xticks(
-        columns,
-        [tidy(cut(grid.columns[at], 18)) for at in columns],
-        rotation=turned,
-        ha="right" if turned else "center",
-    )
-    layers = range(0, len(grid.layers), max(1, math.ceil(len(grid.layers) / 12)))
-    ax.set_yticks(layers, [tidy(cut(grid.layers[at], 16)) for at in layers])
-    ax.grid(visible=False)
-    ax.set_xlabel(x_label)
-    ax.set_ylabel("layer")
+    ramp = LinearSegmentedColormap.from_list("ramp", [colour for _, colour in trace["colorscale"]])
+    values = [[math.nan if value is None else value for value in row] for row in trace["z"]]
+    picture = ax.imshow(values, aspect="auto", cmap=ramp, vmin=trace["zmin"], vmax=trace["zmax"])
+    if not with_scale:
+        return
+    place = ax.get_position()
+    inch = 1 / canvas.get_figwidth()
+    beside = canvas.add_axes((place.x1 + 0.1 * inch, place.y0, 0.1 * inch, place.height))
+    canvas.colorbar(picture, cax=beside, label="log₁₀ κ")
+
+
+def _set_axis(ax: Any, which: str, settings: Plot) -> None:
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    axis = getattr(ax, f"{which}axis")
+    axis.set_label_text(tidy(cut(settings["title"]["text"], 48)))
+    if settings.get("type") == "log":
+        getattr(ax, f"set_{which}scale")("log")
+        axis.set_minor_locator(NullLocator())
+    if "tickvals" in settings:
+        axis.set_major_locator(FixedLocator(settings["tickvals"]))
+        turned = {"rotation": 40, "ha": "right"} if "tickangle" in settings else {}
+        axis.set_ticklabels([tidy(text) for text in settings["ticktext"]], **turned)
+    ends = settings.get("range")
+    if ends is not None:
+        limits = [10.0**end for end in ends] if settings.get("type") == "log" else ends
+        getattr(ax, f"set_{which}lim")(*limits)
+    if settings.get("autorange") == "reversed":
+        low, high = sorted(ax.get_ylim())
+        ax.set_ylim(high, low)
+    if settings.get("showgrid") is False:
+        ax.grid(visible=False, axis=which)

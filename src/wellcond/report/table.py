@@ -1,4 +1,4 @@
-"""A table as data, and its three forms: HTML, markdown, CSV."""
+"""A table as data, and two of its forms: markdown and CSV. The third is the template `table.html`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import csv
 import html
 import io
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from wellcond.report.markup import Markup, join, tag
+from wellcond.report.values import MISSING, plain_number
+
+Value = str | int | float | None
 
 
 @dataclass(frozen=True)
@@ -23,27 +25,33 @@ class Table:
     notes: tuple[str, ...] = ()
     text_columns: frozenset[int] = frozenset({0})
     """Columns of words; all others are numbers and stand at the right."""
+    values: tuple[Mapping[str, Value], ...] = field(default=(), compare=False)
+    """The rows as numbers, for programs: one column for each number, NaN or None where there is none. Tables are equal
+    if they show the same: packed records have fewer digits."""
 
+    def look(self, at: int) -> str:
+        """Style of a column: `t` of words, `n` of numbers."""
+        return "t" if at in self.text_columns else "n"
 
-def table_html(table: Table) -> Markup:
-    """As HTML in a box that scrolls by itself."""
-
-    def look(at: int) -> str:
-        return "t" if at in table.text_columns else "n"
-
-    heads = [tag("th", name, scope="col", class_=look(at)) for at, name in enumerate(table.header)]
-    rows = [
-        tag(
-            "tr",
-            tag("th", row[0], scope="row"),
-            *(tag("td", cell, class_=look(at)) for at, cell in enumerate(row) if at),
+    def only(self, columns: Sequence[int]) -> Table:
+        """The table with some of its columns."""
+        return replace(
+            self,
+            header=tuple(self.header[at] for at in columns),
+            rows=tuple(tuple(row[at] for at in columns) for row in self.rows),
+            text_columns=frozenset(new for new, at in enumerate(columns) if at in self.text_columns),
         )
-        for row in table.rows
-    ]
-    inner = tag("table", tag("caption", table.title), tag("thead", tag("tr", *heads)), tag("tbody", *rows))
-    box = tag("div", inner, class_="scroll", tabindex=0, role="region", aria_label=table.title)
-    notes = tag("ul", *(tag("li", note) for note in table.notes), class_="notes small") if table.notes else Markup("")
-    return join(box, notes)
+
+
+def without_empty_columns(table: Table) -> Table:
+    """The table without columns in which nothing is known, as far as there are rows.
+
+    Example:
+        >>> without_empty_columns(Table("t", "T", ("a", "b", "c"), (("x", MISSING, "1"),))).header
+        ('a', 'c')
+    """
+    kept = [at for at in range(len(table.header)) if not at or any(row[at] not in ("", MISSING) for row in table.rows)]
+    return table.only(kept) if table.rows else table
 
 
 def table_markdown(table: Table) -> str:
@@ -73,8 +81,20 @@ def plain_markdown(text: str) -> str:
 
 
 def table_csv(table: Table) -> str:
-    """As CSV."""
-    return csv_text(table.header, table.rows)
+    r"""As CSV: the values, numbers in full and empty where there is none; a table of words only as it is shown.
+
+    Example:
+        >>> table_csv(Table("t", "T", ("method", "mean"), (("a", "0.33 ± 0.1"),), values=({"mean": 1 / 3, "sd": 0.1},)))
+        'mean,sd\n0.3333333333333333,0.1\n'
+    """
+    if not table.values:
+        return csv_text(table.header, table.rows)
+    columns = list(dict.fromkeys(name for row in table.values for name in row))
+    return csv_text(columns, ([_cell(row.get(name)) for name in columns] for row in table.values))
+
+
+def _cell(value: Value) -> str:
+    return value if isinstance(value, str) else "" if value is None else plain_number(float(value))
 
 
 FORMULA = re.compile(r"[=@\t\r]|[+-][A-Za-z(]")

@@ -1,11 +1,11 @@
-"""Tables of a comparison: summary, required comparisons, matching, seeds, cost."""
+"""Tables of a comparison: summary, required comparisons, matching, statistics."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 
-from wellcond.report.analysis import Analysis, seconds_per_step
+from wellcond.report.analysis import Analysis
 from wellcond.report.conditioning_table import conditioning_table
 from wellcond.report.formats import (
     PLUS_MINUS,
@@ -21,10 +21,11 @@ from wellcond.report.load_runs import Comparison
 from wellcond.report.match import SMOOTH, show_match
 from wellcond.report.other_metrics import other_metrics, other_metrics_table
 from wellcond.report.run_record import Metric
+from wellcond.report.run_tables import cost_table, seed_table, time_notes
 from wellcond.report.statistics import FEWEST_SEEDS, PairedDifference, Summary
 from wellcond.report.table import Table
-from wellcond.report.training_figures import PARTS
-from wellcond.report.values import MISSING, number, show
+from wellcond.report.table_values import Values, difference_values, interval_values, summary_values
+from wellcond.report.values import MISSING, show
 from wellcond.report.verdicts import smallest_detectable
 
 
@@ -65,9 +66,11 @@ def summary_table(analysis: Analysis) -> Table:
         "κ(J) at end", "entropy / ln N at end", "time of a step",
     )  # fmt: skip
     rows = []
+    values: list[Values] = []
     for method in comparison.methods:
         summary, last = analysis.summaries[method], analysis.attention(method, last=True)
-        ratio = analysis.step_ratio(method)
+        ratio, matching = analysis.step_ratio(method), analysis.matchings[method]
+        verdict, kappas = analysis.verdicts.get(method), analysis.last_jacobian(method)
         shown, _, corrected = _difference_cells(analysis.differences.get(method), metric)
         rows.append(
             (
@@ -76,15 +79,30 @@ def summary_table(analysis: Analysis) -> Table:
                 show_mean(summary.mean, summary.std, metric),
                 shown,
                 corrected,
-                show_verdict(analysis.verdicts.get(method), metric),
-                analysis.matchings[method].show(analysis.unit),
-                show_kappa(analysis.last_jacobian(method)),
+                show_verdict(verdict, metric),
+                matching.show(analysis.unit),
+                show_kappa(kappas),
                 MISSING if last is None else f"{last.entropy:.2f}",
                 MISSING if math.isnan(ratio) else f"{ratio:.2f} ×",
             )
         )
+        outcomes = analysis.outcomes(method)
+        values.append(
+            {"method": method}
+            | {name: outcomes[name] for name in ("finished", "diverged", "failed", "partial")}
+            | summary_values(summary, metric)
+            | difference_values(analysis.differences.get(method), metric)
+            | {
+                "verdict": "" if verdict is None else verdict.kind,
+                f"{analysis.unit}s_to_match": matching.mean(analysis.unit), "never_reached": matching.censored,
+                "kappa_j": kappas.geometric_mean, "kappa_j_infinite_share": kappas.infinite_share,
+                "normalised_entropy": None if last is None else last.entropy, "step_time_ratio": ratio,
+            }
+        )  # fmt: skip
     notes = tuple(_summary_notes(analysis))
-    return Table("summary", "Summary by method", header, tuple(rows), notes, frozenset({0, 1, 5}))
+    return Table(
+        "summary", "Summary by method", header, tuple(rows), notes, frozenset({0, 1, 5}), tuple(values),
+    )  # fmt: skip
 
 
 def _summary_notes(analysis: Analysis) -> list[str]:
@@ -129,7 +147,7 @@ def _summary_notes(analysis: Analysis) -> list[str]:
             "κ(J) is the geometric mean over all heads and seeds at the last measurement, over the non-zero spectrum; "
             "infinite ones are in no mean, and their share is shown."
         )
-    return [*notes, *_time_notes(analysis)]
+    return [*notes, *time_notes(analysis)]
 
 
 def _verdict_note(analysis: Analysis) -> str:
@@ -142,23 +160,15 @@ def _verdict_note(analysis: Analysis) -> str:
     )
 
 
-def _time_notes(analysis: Analysis) -> list[str]:
-    """Why times of steps are missing."""
-    runs = analysis.not_alone
-    finished = [run for run in analysis.comparison.runs if run.finished]
-    if not runs:
-        return []
-    named = "" if len(runs) == len(finished) else f": {', '.join(f'{run.method}, seed {run.seed}' for run in runs)}"
-    return [f"Times that were not measured alone on their cores are those of the company, and left out{named}."]
-
-
 def statistics_table(analysis: Analysis) -> Table:
     """Everything about the results that the summary leaves out."""
     comparison, metric = analysis.comparison, analysis.comparison.result
     what = f"{metric.label.capitalize()}, {comparison.tested_weights}," if comparison.tested else f"Last {metric.label}"
     rows = _statistics_rows(comparison.methods, analysis.summaries, analysis.differences, metric)
     header = _statistics_header(comparison.baseline)
-    return Table("statistics", "Statistics in full", header, rows, (f"{what} of finished runs; {STATISTICS_NOTE}",))
+    note = f"{what} of finished runs; {STATISTICS_NOTE}"
+    values = _statistics_values(comparison.methods, analysis.summaries, analysis.differences, metric)
+    return Table("statistics", "Statistics in full", header, rows, (note,), values=values)
 
 
 def evaluation_statistics_table(analysis: Analysis) -> Table:
@@ -166,8 +176,9 @@ def evaluation_statistics_table(analysis: Analysis) -> Table:
     comparison, metric = analysis.comparison, analysis.comparison.metric
     rows = _statistics_rows(comparison.methods, analysis.last_summaries, analysis.last_differences, metric)
     note = f"Last {metric.label} of finished runs on the evaluation set, where the curves end; {STATISTICS_NOTE}"
-    title = "Statistics of the last evaluation"
-    return Table("statistics_evaluation", title, _statistics_header(comparison.baseline), rows, (note,))
+    title, header = "Statistics of the last evaluation", _statistics_header(comparison.baseline)
+    values = _statistics_values(comparison.methods, analysis.last_summaries, analysis.last_differences, metric)
+    return Table("statistics_evaluation", title, header, rows, (note,), values=values)
 
 
 STATISTICS_NOTE = (
@@ -205,23 +216,52 @@ def _statistics_rows(
     return tuple(rows)
 
 
+def _statistics_values(
+    methods: Sequence[str],
+    summaries: Mapping[str, Summary],
+    differences: Mapping[str, PairedDifference],
+    metric: Metric,
+) -> tuple[Values, ...]:
+    rows = []
+    for method in methods:
+        summary, difference = summaries[method], differences.get(method)
+        paired = difference is not None and difference.count > 0
+        smallest = smallest_detectable(difference.std, difference.count) if difference and paired else math.nan
+        rows.append(
+            {"method": method}
+            | summary_values(summary, metric)
+            | {"min": summary.minimum * metric.scale, "max": summary.maximum * metric.scale}
+            | difference_values(difference, metric)
+            | interval_values(difference.bootstrap if difference and paired else None, metric.scale, "bootstrap_")
+            | {"detectable": smallest * metric.scale}
+        )
+    return tuple(rows)
+
+
 def required_table(analysis: Analysis) -> Table:
     """Comparisons between methods on which the papers' claims rest."""
     metric = analysis.comparison.result
     unit = f" in{metric.unit}" if metric.unit else ""
     header = ("comparison", "pairs", f"difference{unit} [95 % interval]", "relative", "p", "p (Holm)", "verdict")
     rows = []
+    values: list[Values] = []
     for difference in analysis.required:
         shown, p, corrected = _difference_cells(difference, metric)
         name = f"{difference.method} − {difference.baseline}"
-        verdict = show_verdict(analysis.judge(difference) if difference.count else None, metric)
+        judged = analysis.judge(difference) if difference.count else None
+        verdict = show_verdict(judged, metric)
         rows.append((name, str(difference.count), shown, show_relative(difference.relative), p, corrected, verdict))
+        values.append(
+            {"method": difference.method, "baseline": difference.baseline}
+            | difference_values(difference, metric)
+            | {"verdict": "" if judged is None else judged.kind}
+        )
     note = (
         "Positive means that the first method is better. Holm's correction is over all pairs with the same second "
         f"method: a difference to {analysis.comparison.baseline} is that of the summary, with the same p."
     )
     return Table(
-        "required", "Comparisons between methods", header, tuple(rows), (note,), frozenset({0, 6}),
+        "required", "Comparisons between methods", header, tuple(rows), (note,), frozenset({0, 6}), tuple(values),
     )  # fmt: skip
 
 
@@ -234,8 +274,9 @@ def matching_table(analysis: Analysis) -> Table:
         "seconds of training", "each seed",
     )  # fmt: skip
     rows = []
+    values: list[Values] = []
     for method in analysis.comparison.methods:
-        matching = analysis.matchings[method]
+        matching, papers = analysis.matchings[method], analysis.matchings[method].of_means
         saving, gain = matching.mean("saving"), analysis.match_gains.get(method)
         alone = all(run.alone for run in analysis.comparison.finished(method).values())
         seeds = [f"{seed}: {show_match(match, unit)}" for seed, match in sorted(matching.by_seed.items())]
@@ -253,6 +294,17 @@ def matching_table(analysis: Analysis) -> Table:
                 ", ".join(seeds) or MISSING,
             )
         )
+        values.append(
+            {
+                "method": method, "unit": unit, "mean": matching.mean(unit), "never_reached": matching.censored,
+                "seeds": len(matching.by_seed), "gain": math.nan if gain is None else gain.mean,
+                "p": None if gain is None else gain.p, "p_holm": None if gain is None else gain.p_holm,
+                "saving": saving, "papers_form": None if papers is None else getattr(papers, unit),
+                f"running_mean_{SMOOTH}": analysis.smoothed[method].mean(unit),
+                "seconds": matching.mean("seconds") if alone else None,
+            }
+            | {f"seed_{seed}": getattr(match, unit) for seed, match in sorted(matching.by_seed.items())}
+        )  # fmt: skip
     notes = (
         f"First evaluation as good as the last one of {analysis.comparison.baseline} with the same seed, in {unit}s; "
         "no interpolation. Seeds that never get there are counted, not averaged; a diverged run never gets there.",
@@ -263,66 +315,6 @@ def matching_table(analysis: Analysis) -> Table:
         "Running mean: curve and target are both means of the last evaluations.",
     )
     return Table(
-        "matching", f"{unit.capitalize()}s to match the baseline", header, tuple(rows), notes, frozenset({0, 9})
-    )
-
-
-def seed_table(analysis: Analysis) -> Table:
-    """One row per run."""
-    comparison, metric = analysis.comparison, analysis.comparison.metric
-    tested = comparison.tested
-    header = (
-        "method", "seed", "status", *((comparison.result.label, "tested step") if tested else (metric.label,)),
-        "difference", *((f"last {metric.label}",) if tested else ()), "loss", f"best {metric.label}", "step", "of",
-        "seconds", "reason",
+        "matching", f"{unit.capitalize()}s to match the baseline", header, tuple(rows), notes, frozenset({0, 9}),
+        tuple(values),
     )  # fmt: skip
-    rows = []
-    for method in comparison.methods:
-        for run in comparison.of(method):
-            final, best, progress = (run.record.get(key) or {} for key in ("final", "best", "progress"))
-            difference = analysis.differences.get(method)
-            paired = math.nan if difference is None else difference.values.get(run.seed, math.nan)
-            seconds = sum(x for x in map(number, (run.record.get("seconds") or {}).values()) if math.isfinite(x))
-            last, on_test = metric.show(run.value), (metric.show(run.test_value), show(run.test.get("step"), 9))
-            rows.append(
-                (
-                    method, str(run.seed), run.outcome if run.outcome != "partial" else f"partial ({run.status})",
-                    *(on_test if tested else (last,)), metric.show(paired, sign=True), *((last,) if tested else ()),
-                    show(final.get("loss"), 4), metric.show(number(best.get(metric.name))),
-                    show(progress.get("step"), 9), show(progress.get("num_steps"), 9), show(seconds),
-                    str(run.record.get("reason") or ""),
-                )
-            )  # fmt: skip
-    note = "A run that diverged shows its last value before it did."
-    words = frozenset({0, 2, len(header) - 1})
-    return Table("seeds", "Every run", header, tuple(rows), (note,), words)
-
-
-def cost_table(analysis: Analysis) -> Table:
-    """Time and memory, means over finished runs."""
-    comparison = analysis.comparison
-    header = ("method", "seconds per step", "relative", "samples per second", *(f"{part}, s" for part in PARTS),
-              "peak memory, MB")  # fmt: skip
-    rows = []
-    for method in comparison.methods:
-        runs = list(comparison.finished(method).values())
-        alone = [run for run in runs if run.alone]
-
-        def mean(values: list[float]) -> float:
-            known = [value for value in values if math.isfinite(value)]
-            return math.fsum(known) / len(known) if known else math.nan
-
-        parts = [mean([number((run.record.get("seconds") or {}).get(part)) for run in alone]) for part in PARTS]
-        ratio = analysis.step_ratio(method)
-        rows.append(
-            (
-                method,
-                show(mean([seconds_per_step(run) for run in runs])),
-                MISSING if math.isnan(ratio) else f"{ratio:.2f} ×",
-                show(mean([number(run.record.get("samples_per_second")) for run in alone]), 4),
-                *(show(part) for part in parts),
-                show(mean([number(run.record.get("peak_memory_bytes")) / 1e6 for run in runs]), 4),
-            )
-        )
-    note = f"Means over finished runs; relative is to {comparison.baseline} of the same seed."
-    return Table("cost", "Cost", header, tuple(rows), (note, *_time_notes(analysis)))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from wellcond.report.analysis import Analysis, seconds_per_step
-from wellcond.report.match import SMOOTH, Matching
+from wellcond.report.match import Matching
 from wellcond.report.run_record import Run
 from wellcond.report.series import BUDGET, MEAN, Curve, Figure, Panel, Row, curve_rows, thin, with_points
 from wellcond.report.values import number
@@ -90,44 +90,35 @@ def _gradients(analysis: Analysis) -> Figure:
 
 def _matching(analysis: Analysis) -> Figure:
     comparison, unit = analysis.comparison, analysis.unit
-    rows: list[Row] = []
-    panels = []
-    forms = ((1, "", analysis.matchings), (SMOOTH, f", running mean of {SMOOTH}", analysis.smoothed))
-    for smooth, said, matchings in forms:
-        for form, title in (("paired", "Paired by seed"), ("paper", "Papers' form")):
-            panel = f"{form}{'' if smooth == 1 else f'_smooth{smooth}'}"
-            made = _match_rows(matchings, panel, form, unit, comparison.scale)
-            if made:
-                panels.append(Panel(panel, title + said, f"{unit}s to match"))
-                rows += made
+    rows = _match_rows(analysis.matchings, unit, comparison.scale)
+    panels = (Panel("paired", "", f"{unit}s to match"),) if rows else ()
     caption = (
         f"Shorter is better: {unit}s until a method is as good as {comparison.baseline} is at its end (dotted line). "
-        "The papers' form takes mean curves. Dots are seeds, triangles are seeds that never get there and are not in "
-        "the mean. The baseline's own bar below the line shows how much of a saving is noise of the curve."
+        "Paired by seed; dots are seeds, triangles are seeds that never get there and are not in the mean. The "
+        "baseline's own bar below the line shows how much of a saving is noise of the curve. The table has the papers' "
+        "form, which takes mean curves, and running means."
     )
     return Figure(
-        "matching", "Matching", f"{unit.capitalize()}s to match the baseline", caption, "bars", tuple(panels),
-        tuple(rows), by_epoch=unit == "epoch",
+        "matching", "Matching", f"{unit.capitalize()}s to match the baseline", caption, "bars", panels, tuple(rows),
+        by_epoch=unit == "epoch",
     )  # fmt: skip
 
 
-def _match_rows(matchings: dict[str, Matching], panel: str, form: str, unit: str, scale: str) -> list[Row]:
+def _match_rows(matchings: dict[str, Matching], unit: str, scale: str) -> list[Row]:
     rows = []
     budgets = []
     for method, matching in matchings.items():
-        paper = {} if matching.of_means is None else {MEAN: matching.of_means}
-        listed = {str(seed): match for seed, match in matching.by_seed.items()} if form == "paired" else paper
-        for seed, match in listed.items():
+        for seed, match in matching.by_seed.items():
             # infinite: the target was never reached
             value = math.inf if not match.reached else number(match.epoch if unit == "epoch" else match.step)
-            rows.append(Row("matching", panel, method, seed, number(match.step), number(match.epoch), value, scale))
+            place = number(match.step), number(match.epoch)
+            rows.append(Row("matching", "paired", method, str(seed), *place, value, scale))
             budgets.append(match.total_epochs if unit == "epoch" else match.total_steps)
-        if form == "paired" and matching.reached:
-            mean = matching.mean(unit)
-            step, epoch = matching.mean("step"), matching.mean("epoch")
-            rows.append(Row("matching", panel, method, MEAN, step, epoch, mean, scale))
+        if matching.reached:
+            place = matching.mean("step"), matching.mean("epoch")
+            rows.append(Row("matching", "paired", method, MEAN, *place, matching.mean(unit), scale))
     if budgets:
-        rows.append(Row("matching", panel, BUDGET, MEAN, math.nan, math.nan, max(budgets), scale))
+        rows.append(Row("matching", "paired", BUDGET, MEAN, math.nan, math.nan, max(budgets), scale))
     return rows
 
 

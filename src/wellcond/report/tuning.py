@@ -11,7 +11,7 @@ from typing import Any
 from wellcond.report.load_runs import Comparison
 from wellcond.report.run_record import Metric, RunRecordError, read_json
 from wellcond.report.series import MEAN, Figure, Panel, Row
-from wellcond.report.table import Table
+from wellcond.report.table import Table, Value
 from wellcond.report.values import MISSING, number
 
 NAME = "tuning.json"
@@ -255,12 +255,24 @@ def tuning_table(tuning: Tuning) -> Table:
     header = ("method", "field", "best value", f"{metric.label}, mean", "std", "values tried", "diverged runs",
               "within the tolerance")  # fmt: skip
     rows = []
+    values: list[dict[str, Value]] = []
     for method in tuning.methods:
         for field in method.fields:
             good = tuning.good_range(method, field)
             tried = method.profile(field)
             lost = sum(point.lost for point in method.points)
             edge = " (at the edge)" if field in method.at_edge else ""
+            values.append(
+                {
+                    "method": method.label, "field": field, "best": method.best.values[field],
+                    "at_edge": method.at_edge.get(field, ""), "metric": metric.label,
+                    "mean": method.best.mean * metric.scale, "sd": method.best.std * metric.scale,
+                    "values_tried": len(tried), "lowest_tried": tried[0].values[field],
+                    "highest_tried": tried[-1].values[field], "diverged": lost,
+                    "good_low": math.nan if good is None else good.low,
+                    "good_high": math.nan if good is None else good.high,
+                }
+            )  # fmt: skip
             rows.append(
                 (
                     method.label, field, f"{method.best.values[field]:.3g}{edge}", metric.show(method.best.mean),
@@ -269,8 +281,9 @@ def tuning_table(tuning: Tuning) -> Table:
                 )
             )  # fmt: skip
     return Table(
-        "tuning", "Best values and how much they matter", header, tuple(rows), _notes(tuning), frozenset({0, 1, 5, 7})
-    )
+        "tuning", "Best values and how much they matter", header, tuple(rows), _notes(tuning), frozenset({0, 1, 5, 7}),
+        tuple(values),
+    )  # fmt: skip
 
 
 def _notes(tuning: Tuning) -> tuple[str, ...]:

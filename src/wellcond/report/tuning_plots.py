@@ -1,4 +1,4 @@
-"""Score over a tuned value, in the page and in image files: means as lines, seeds as dots, diverged runs as crosses."""
+"""Score over a tuned value: means as lines, seeds as dots, diverged runs as crosses."""
 
 from __future__ import annotations
 
@@ -98,23 +98,3 @@ def tuned_traces(curves: list[TunedCurve], colours: list[str], dashes: tuple[str
                 }
             )  # fmt: skip
     return traces
-
-
-def draw_tuned(ax: Any, curves: list[TunedCurve], colours: tuple[str, ...], dashes: tuple[Any, ...]) -> None:
-    """The same on axes of matplotlib."""
-    from matplotlib.ticker import FixedLocator, NullLocator
-
-    for curve in curves:
-        colour = colours[curve.method % NUM_COLOURS]
-        dash = dashes[curve.method // NUM_COLOURS % len(dashes)]
-        ax.plot([x for x, _ in curve.mean], [y for _, y in curve.mean], color=colour, linestyle=dash, linewidth=1.6)
-        ax.plot([x for x, _, _ in curve.seeds], [y for _, y, _ in curve.seeds], "o", color=colour, markersize=2.5)
-        ax.plot([x for x, _ in curve.best], [y for _, y in curve.best], "o", color=colour, markersize=7)
-        crosses = [x for x, _ in curve.diverged]
-        ax.plot(crosses, [0.04] * len(crosses), "x", color=colour, transform=ax.get_xaxis_transform())
-    if is_logarithmic(curves):
-        ax.set_xscale("log")
-    ticks = axis_ticks(curves)
-    ax.xaxis.set_major_locator(FixedLocator(list(ticks)))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.set_xticklabels(list(ticks.values()))

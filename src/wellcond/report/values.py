@@ -36,6 +36,18 @@ def show(value: Any, digits: int = 3) -> str:
     return f"{x:.{digits}g}"
 
 
+def plain_number(value: float) -> str:
+    """Shortest text that reads back as the same number; empty where there is none.
+
+    Example:
+        >>> plain_number(2.0), plain_number(0.1), plain_number(math.nan)
+        ('2', '0.1', '')
+    """
+    if math.isnan(value):
+        return ""
+    return str(int(value)) if math.isfinite(value) and value == int(value) and abs(value) < 1e15 else repr(float(value))
+
+
 def log10(value: Any) -> float:
     """Decimal logarithm; -inf of zero, NaN of what has none."""
     x = number(value)

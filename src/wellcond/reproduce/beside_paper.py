@@ -9,6 +9,7 @@ from wellcond.report.formats import show_interval, show_mean, show_p
 from wellcond.report.run_record import Metric
 from wellcond.report.statistics import PairedDifference, Summary, compare_paired, holm
 from wellcond.report.table import Table
+from wellcond.report.table_values import Values, difference_values, summary_values
 from wellcond.report.values import MISSING
 from wellcond.reproduce.catalogue_files import Entry, Row
 from wellcond.reproduce.collect import Collection, StoredStudy, may_be_paired
@@ -125,7 +126,18 @@ def cells_table(id: str, title: str, cells: list[Cell], notes: Iterable[str]) ->
     rows = tuple(_shown(cell) for cell in cells)
     known = {cell.metric.label for cell in cells if cell.summary.count}
     name = f" ({known.pop()})" if len(known) == 1 else ""
-    return Table(id.lower(), f"{id}: {title}{name}", HEADER, rows, tuple(notes), frozenset({0, 1, 10}))
+    values = tuple(map(_numbers, cells))
+    return Table(id.lower(), f"{id}: {title}{name}", HEADER, rows, tuple(notes), frozenset({0, 1, 10}), values)
+
+
+def _numbers(cell: Cell) -> Values:
+    return (
+        {"column": cell.column, "row": cell.row, "paper": cell.paper_value}
+        | summary_values(cell.summary, cell.metric)
+        | {"lost": cell.lost, "paper_gain": cell.paper_gain}
+        | difference_values(cell.difference, cell.metric)
+        | {"agreement": cell.agreement}
+    )
 
 
 def _shown(cell: Cell) -> tuple[str, ...]:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from wellcond.files import write_atomically
-from wellcond.report.markup import Markup, tag
-from wellcond.report.style import STYLE
+from wellcond.report.render import render
 from wellcond.report.table import Table, plain_markdown
 from wellcond.reproduce.claim_rules import BETTER, EQUAL, FAILS, HOLDS, NEEDS, NO_RECORDS, UNDECIDED, WORSE
 from wellcond.reproduce.claims import Judged
@@ -46,10 +45,6 @@ GROUPS = {
     ),
 }
 STYLES = {BETTER: "yes", HOLDS: "yes", WORSE: "no", FAILS: "no", EQUAL: "no"}
-EXTRA_STYLE = """
-td.yes{color:var(--c2)}td.no{color:var(--bad)}td.open{color:var(--soft)}td.yes,td.no{font-weight:600}
-td:nth-child(1),td:nth-last-child(-n+2){white-space:normal;min-width:14em}caption{display:none}
-"""
 
 
 def write_claims(judged: Sequence[Judged], output: Path, results: Path) -> None:
@@ -121,44 +116,22 @@ def claims_markdown(judged: Sequence[Judged]) -> str:
 
 
 def claims_html(judged: Sequence[Judged]) -> str:
-    """One page that loads nothing."""
-    sections = []
-    for title, text, some, columns in _sections(judged):
-        head = tag("tr", *(tag("th", name, scope="col") for name in columns))
-        rows = [tag("tr", *_html_cells(one, columns)) for one in some]
-        table = tag("table", tag("caption", title), tag("thead", head), tag("tbody", *rows))
-        box = tag("div", table, class_="scroll", tabindex=0, role="region", aria_label=title)
-        sections.append(tag("section", tag("h2", title), tag("p", text), box))
+    """One page that loads nothing.
+
+    Raises: MissingExtraError if jinja2 is not installed.
+    """
     counts = Counter(one.verdict.word for one in judged if one.group == "runs")
-    shown = [word for word in WORDS if counts[word]]
-    tiles = [tag("div", tag("b", str(counts[word])), tag("span", word), class_="tile") for word in shown]
-    lead = [tag("p", *_with_code(text)) for text in LEAD]
-    body = tag("main", tag("h1", TITLE), *lead, tag("div", *tiles, class_="tiles"), *sections)
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", TITLE),
-        tag("style", Markup(STYLE + EXTRA_STYLE)),
-    )
-    return f"<!DOCTYPE html>\n{tag('html', head, tag('body', body), lang='en')}\n"
-
-
-def _with_code(text: str) -> list[Markup | str]:
-    """What stands between backticks as code."""
-    return [tag("code", part) if at % 2 else part for at, part in enumerate(text.split("`"))]
-
-
-def _html_cells(one: Judged, columns: Sequence[str]) -> list[Markup]:
-    made = []
-    for name, text in _cells(one, columns).items():
-        if name == "records":
-            made.append(tag("td", tag("a", "table", href=one.link) if one.link else Markup("")))
-        elif name == "verdict":
-            made.append(tag("td", text, class_=STYLES.get(one.verdict.word, "open")))
-        else:
-            made.append(tag("td", text))
-    return made
+    sections = [
+        {
+            "title": title, "text": text, "columns": columns,
+            "rows": [
+                {"cells": _cells(one, columns), "look": STYLES.get(one.verdict.word, "open")} for one in some
+            ],
+        }
+        for title, text, some, columns in _sections(judged)
+    ]  # fmt: skip
+    tiles = [(word, counts[word]) for word in WORDS if counts[word]]
+    return render("claims.html", title=TITLE, lead=LEAD, tiles=tiles, sections=sections)
 
 
 def claims_json(judged: Sequence[Judged]) -> list[dict[str, Any]]:

@@ -65,7 +65,8 @@ def write_outcome(id: str, entry: Entry, scale: str, records: Collection | None,
     for made in figures:
         files[f"{made.figure.name.lower()}-points.csv"] = write_csv(made.figure.rows)
         files |= {
-            f"{made.figure.name.lower()}.{kind}": drawn for kind, drawn in draw_static(made.series, made.figure).items()
+            f"{made.figure.name.lower()}.{kind}": drawn
+            for kind, drawn in draw_static(made.series, made.figure, ("png", "svg")).items()
         }
     text = [f"# {id}: {entry.title}", ""]
     for table in tables:
