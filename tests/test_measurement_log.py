@@ -56,9 +56,9 @@ def repr_of(report):
     return json.loads(report.to_json())
 
 
-@pytest.mark.parametrize("what", ["weights", "input", "settings", "another file", "a damaged line"])
+@pytest.mark.parametrize("what", ["weights", "input", "settings", "another file", "a damaged line", "a wrong value"])
 def test_a_file_of_another_measurement_is_refused_and_kept(tmp_path, what):
-    model, batch, settings, file = vit(depth=1), X[:1], {"heads": [0]}, tmp_path / "heads.jsonl"
+    model, batch, settings, file = vit(depth=1), X[:1], {"heads": [0, 1]}, tmp_path / "heads.jsonl"
     wc.measure(model, batch, resume=file, **settings)
     if what == "weights":
         with torch.no_grad():
@@ -70,7 +70,8 @@ def test_a_file_of_another_measurement_is_refused_and_kept(tmp_path, what):
     elif what == "another file":
         file.write_text("my notes\n")
     else:
-        file.write_text(file.read_text().replace('"rank":', '"rank":"x'))
+        broken = '"rank":"x' if what == "a damaged line" else '"rank":null,"was":'
+        file.write_text(file.read_text().replace('"rank":', broken))
     before = file.read_text()
     with pytest.raises(ReportError, match="heads.jsonl.*delete"):
         wc.measure(model, batch, resume=file, **settings)

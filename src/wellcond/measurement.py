@@ -30,7 +30,7 @@ from wellcond.jacobian.select import METHODS
 from wellcond.jacobian.spectrum import form_spectrum
 from wellcond.linalg.spectrum import spectra
 from wellcond.measurement_log import MeasurementLog
-from wellcond.measurement_records import Combine, HeadReport, Kappa, LayerReport, MeasurementReport
+from wellcond.measurement_records import Combine, HeadReport, Kappa, LayerReport, MeasurementReport, ReportError
 from wellcond.records import Convention, JacobianSpectrum, Spectrum
 from wellcond.run_facts import run_facts
 from wellcond.theory.bounds import log10_kappa_bound
@@ -178,6 +178,8 @@ def measure(
             continue
         try:
             report = _measure_head(weighed[number], index, task, log)
+        except ReportError:
+            raise
         except NUMERICAL as error:
             if len(captured) == 1 and len(plan) == 1:
                 raise

@@ -63,8 +63,12 @@ class MeasurementLog:
             except ValueError as error:
                 raise ReportError(f"{self.path}: {name}: {error}; delete the file") from error
         report = measured()
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(to_json({"head": name, "report": dataclasses.asdict(report)}, compact=True) + "\n")
+        line = to_json({"head": name, "report": dataclasses.asdict(report)}, compact=True) + "\n"
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            raise ReportError(f"{self.path}: {name} was measured but cannot be noted: {error}") from error
         return report
 
 

@@ -43,10 +43,7 @@ class BlockSignals:
     def scales_itself(self) -> bool:
         """Whether learned scales stand between the parts and the stream (LayerScale, XCiT's and CaiT's gamma)."""
         scales = (type(module).__name__ == "LayerScale" for module in self.module.modules())
-        return any(scales) or any(name.rpartition(".")[2].startswith("gamma") for name, _ in self._own_parameters())
-
-    def _own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.module.named_parameters(recurse=False)
+        return any(scales) or any(name.startswith("gamma") for name in self.module._parameters)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +85,7 @@ def read_signals(
             _note_attention(blocks, site, call.output)
 
     with contextlib.ExitStack() as stack:
+        stack.callback(reshard_, model)  # a forward pass leaves whole weights of FSDP2 in place
         for block in blocks:
             for handle in _watch_block(block):
                 stack.callback(handle.remove)
@@ -95,7 +93,6 @@ def read_signals(
             keep = _keeper(found.outputs, name)
             stack.callback(model.get_submodule(name).register_forward_hook(keep).remove)
         watch_sites(model, batch, sites, finish)
-    reshard_(model)  # a forward pass leaves whole weights of FSDP2 in place
     return found
 
 

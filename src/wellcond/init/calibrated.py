@@ -87,7 +87,7 @@ def calibrated(
             factors = [*_logit_factors(sites, signals, logits, draft), *_share_factors(signals, share, draft)]
             if all(abs(math.log(factor)) <= CLOSE for factor in factors):
                 break
-    yield from draft.writes()
+    yield from draft.planned
 
 
 class _Draft(contextlib.AbstractContextManager["_Draft"]):
@@ -107,10 +107,6 @@ class _Draft(contextlib.AbstractContextManager["_Draft"]):
         with torch.no_grad():
             for parameter, old in self.before.values():
                 local_part(parameter).copy_(old)
-
-    def writes(self) -> Iterator[Write]:
-        """What was reached."""
-        yield from self.planned
 
     def touch(self, parameter: Tensor) -> None:
         """Remember a parameter before it changes."""
@@ -168,7 +164,8 @@ def _scale_tokens(
         return
     spread = math.sqrt(math.fsum(s * s for s in spreads))
     for name, table in tables.items():
-        draft.scale_(table, _factor(positions * spread, root_mean_square(whole(table)), name))
+        factor = _factor(positions * spread, root_mean_square(whole(table)), name)
+        draft.scale_(table, _agreed(factor, table))
 
 
 def _is_table(model: nn.Module, name: str) -> bool:
