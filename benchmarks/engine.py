@@ -16,9 +16,9 @@ import timm
 import torch
 from sklearn.datasets import load_digits
 
-from wellcond.experiments.load_recipe import load_recipe
-from wellcond.experiments.methods import MethodSettings
-from wellcond.experiments.run import Job, run_job
+from wellcond.lab.load_recipe import load_recipe
+from wellcond.lab.methods import MethodSettings
+from wellcond.lab.train.run import Job, run_job
 
 BATCH = 64
 

@@ -14,15 +14,15 @@ from collections.abc import Iterator
 
 import torch
 
-from wellcond.experiments.batches import Share, UpdatePlan, fetch_batches
-from wellcond.experiments.data import DataBundle, TensorSplit
-from wellcond.experiments.load_recipe import load_recipe
-from wellcond.experiments.methods import MethodSettings
-from wellcond.experiments.prepare import prepare_model
-from wellcond.experiments.recipe import Recipe
-from wellcond.experiments.tasks.augmentation import AugmentationSettings
-from wellcond.experiments.tasks.base import AbstractTask, Batch, TaskContext
-from wellcond.experiments.tasks.image_classification import ImageClassification
+from wellcond.lab.data import DataBundle, TensorSplit
+from wellcond.lab.load_recipe import load_recipe
+from wellcond.lab.methods import MethodSettings
+from wellcond.lab.recipe import Recipe
+from wellcond.lab.tasks.augmentation import AugmentationSettings
+from wellcond.lab.tasks.base import AbstractTask, Batch, TaskContext
+from wellcond.lab.tasks.image_classification import ImageClassification
+from wellcond.lab.train.batches import Share, UpdatePlan, fetch_batches
+from wellcond.lab.train.prepare import prepare_model
 
 GOAL = 1.5
 PICTURES = AugmentationSettings(

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from wellcond.experiments.data import load_data, resolve_config
+from wellcond.lab.data import load_data, resolve_config
 
 
 @dataclass(frozen=True)

@@ -43,11 +43,11 @@ def main() -> None:
     os.environ["WELLCOND_CACHE"] = str(folder / "cache")
     from pydantic import TypeAdapter
 
-    from wellcond.experiments.data import load_data, resolve_config
-    from wellcond.experiments.data.token_cache import open_token_stream
-    from wellcond.experiments.tasks.token_blocks import TokenBlocks
-    from wellcond.experiments.tokenizers.choose import make_tokenizer
-    from wellcond.experiments.tokenizers.settings import TokenizerChoice
+    from wellcond.lab.data import load_data, resolve_config
+    from wellcond.lab.data.token_cache import open_token_stream
+    from wellcond.lab.tasks.token_blocks import TokenBlocks
+    from wellcond.lab.tokenizers.choose import make_tokenizer
+    from wellcond.lab.tokenizers.settings import TokenizerChoice
 
     corpus = Path(sys.argv[1]).absolute() if len(sys.argv) > 1 else random_corpus(folder)
     choice = {"file": str(Path(sys.argv[2]).absolute())} if len(sys.argv) > 2 else {"train": "bpe", "vocabulary": 4096}

@@ -8,11 +8,11 @@ import warnings
 from pathlib import Path
 
 import wellcond as wc
-from wellcond.experiments.compare import plan_comparison, run_comparison, write_comparison
-from wellcond.experiments.load_recipe import load_recipe
-from wellcond.experiments.methods import parse_methods
-from wellcond.report.analysis import analyse
-from wellcond.report.load_runs import load_comparisons
+from wellcond.lab.load_recipe import load_recipe
+from wellcond.lab.methods import parse_methods
+from wellcond.lab.report.analysis import analyse
+from wellcond.lab.report.load_runs import load_comparisons
+from wellcond.lab.train.compare import plan_comparison, run_comparison, write_comparison
 
 SHORT = [
     "model.arguments={img_size: 8, patch_size: 2, embed_dim: 32, depth: 2, num_heads: 2, mlp_ratio: 2.0}",

@@ -39,7 +39,7 @@ def own_cache(tmp_path_factory):
 @pytest.fixture
 def hold(tmp_path_factory):
     """Holds runs at a step; ends with the test, so that no process waits for ever."""
-    from experiments.held_runs import Hold
+    from lab.held_runs import Hold
 
     made = Hold(tmp_path_factory.mktemp("hold"))
     yield made

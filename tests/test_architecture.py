@@ -37,10 +37,23 @@ ALLOWED = {
     "track_points": BASE | {"measurement_records"},
     "tracking": BASE
     | {"track_points", "linalg", "attention", "jacobian", "measurement", "sharded_measurement", "plots", "run_facts"},
-    "report": BASE,
-    "experiments": BASE | {"linalg", "attention", "init", "conditioning", "jacobian", "measurement", "tracking"},
-    "integrations": BASE | {"attention", "init", "conditioning", "tracking", "experiments"},
-    "reproduce": BASE | {"attention", "conditioning", "experiments", "report", "theory"},
+    "memory_guard": BASE | {"jacobian"},
+    "weights": BASE | {"attention", "conditioning"},
+    "models": BASE | {"memory_guard", "weights"},
+    "integrations": BASE | {"attention", "init", "conditioning", "tracking", "weights"},
+    "lab": BASE
+    | {
+        "linalg",
+        "attention",
+        "init",
+        "conditioning",
+        "jacobian",
+        "theory",
+        "measurement",
+        "tracking",
+        "models",
+        "weights",
+    },
 }
 EXTRAS = [
     "timm",
@@ -86,6 +99,15 @@ def test_imports_point_downwards(path):
             assert rest and rest[0] in ALLOWED[layer] | {layer}, f"{layer} may not import {name}"
 
 
+def test_the_report_imports_no_training():
+    for path in (SRC / "lab" / "report").glob("*.py"):
+        for name in imported(ast.parse(path.read_text())):
+            inside = name.removeprefix("wellcond.")
+            assert (
+                not name.startswith("wellcond.") or inside.startswith("lab.report") or inside.split(".")[0] in BASE
+            ), name
+
+
 @pytest.mark.parametrize("name", ["select", "spectrum", "ends"])
 def test_methods_of_the_spectrum_know_no_concrete_form(name):
     """A new form edits no method: what differs between forms is a member of `AbstractForm`."""
@@ -129,9 +151,9 @@ def test_a_missing_extra_names_its_install_line():
     code = (
         "import sys\n"
         "for name in ('timm', 'transformers', 'typer', 'sklearn'): sys.modules[name] = None\n"
-        "from wellcond.experiments.models import build_model\n"
+        "from wellcond.models import build_model\n"
         "from wellcond.errors import MissingExtraError\n"
-        "from wellcond.experiments.digits import load_digits\n"
+        "from wellcond.lab.data.digits import load_digits\n"
         "for call in (lambda: build_model('timm:x'), lambda: build_model('hf:x'), load_digits):\n"
         "    try: call()\n"
         "    except MissingExtraError as error: print(error)\n"

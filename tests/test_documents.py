@@ -21,10 +21,10 @@ from wellcond.cli import (  # noqa: F401  (each adds its commands)
 )
 from wellcond.cli.commands import app
 from wellcond.conditioning.methods import METHODS as CONDITIONS
-from wellcond.experiments.load_recipe import load_recipe, parse_recipe
-from wellcond.experiments.methods import MethodSettings
-from wellcond.experiments.recipe import Recipe
 from wellcond.init.plan import METHODS as INITIALISATIONS
+from wellcond.lab.load_recipe import load_recipe, parse_recipe
+from wellcond.lab.methods import MethodSettings
+from wellcond.lab.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

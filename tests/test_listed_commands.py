@@ -15,9 +15,9 @@ import wellcond as wc
 from detection.coco_sets import ROOT as DATA
 from test_documents import ROOT, blocks_of, commands_in, with_blocks
 from wellcond.cli.commands import app
-from wellcond.experiments.load_recipe import load_recipe
-from wellcond.experiments.method_text import split_methods
-from wellcond.experiments.models import build_model
+from wellcond.lab.load_recipe import load_recipe
+from wellcond.lab.method_text import split_methods
+from wellcond.models import build_model
 
 SHORT = ("training.length={steps: 2}", "evaluation.every={steps: 2}", "tracking={jacobian_points: 0}",
          "schedule={name: constant}")  # fmt: skip
@@ -72,7 +72,7 @@ def desk(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WELLCOND_DATA", str(DATA.resolve()))
     shutil.copytree(ROOT / "results", "results")
-    shutil.copy(ROOT / "src/wellcond/experiments/recipes/tiny/digits.yaml", "recipe.yaml")
+    shutil.copy(ROOT / "src/wellcond/lab/recipes/tiny/digits.yaml", "recipe.yaml")
     rows = {"review": [f"a {word} film" for word in ("fine", "dull") * 60], "positive": [1, 0] * 60}
     Dataset.from_dict(rows).to_parquet("reviews.parquet")
     for place in ("train/a", "train/b", "val/a", "val/b"):

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from wellcond.experiments.load_recipe import load_recipe
-from wellcond.report.build import build_report
-from wellcond.report.glue import rebuild_glue
-from wellcond.reproduce.claims import judge_claims
-from wellcond.reproduce.claims_page import write_claims
+from wellcond.lab.load_recipe import load_recipe
+from wellcond.lab.report.build import build_report
+from wellcond.lab.report.glue import rebuild_glue
+from wellcond.lab.reproduce.claims import judge_claims
+from wellcond.lab.reproduce.claims_page import write_claims
 
 RESULTS = Path(__file__).parents[1] / "results"
 COMPARISONS = sorted(path.parent for path in RESULTS.rglob("comparison.json"))
@@ -69,5 +69,5 @@ def test_the_recipe_carries_the_rates_that_its_record_found():
     found = {row["canonical"]: row["best"]["values"] for row in search["methods"]}
     assert recipe.tuned.values == {name: found[name] for name in recipe.tuned.values}
     assert {method.canonical() for method in recipe.methods} <= set(recipe.tuned.values)
-    shipped = resources.files("wellcond.experiments") / "recipes" / "tiny" / "digits.tuning.json"
+    shipped = resources.files("wellcond.lab") / "recipes" / "tiny" / "digits.tuning.json"
     assert json.loads(shipped.read_text("utf-8")) == search

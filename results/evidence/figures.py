@@ -14,10 +14,10 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-from wellcond.report.analysis import Analysis, analyse
-from wellcond.report.load_runs import Comparison, load_comparisons
-from wellcond.report.statistics import differences_of
-from wellcond.report.tuning import find_tuning
+from wellcond.lab.report.analysis import Analysis, analyse
+from wellcond.lab.report.load_runs import Comparison, load_comparisons
+from wellcond.lab.report.statistics import differences_of
+from wellcond.lab.report.tuning import find_tuning
 
 HERE = Path(__file__).parent
 TASKS = {

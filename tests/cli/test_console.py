@@ -8,9 +8,9 @@ from rich.console import Console
 from report.fake_runs import only_comparison, usual_methods, write_comparison
 from wellcond.cli import experiments
 from wellcond.cli.console import print_table
-from wellcond.report.analysis import analyse
-from wellcond.report.table import Table
-from wellcond.report.tables import build_tables
+from wellcond.lab.report.analysis import analyse
+from wellcond.lab.report.table import Table
+from wellcond.lab.report.tables import build_tables
 
 
 def terminal(width):

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from experiments.held_runs import HELD
-from experiments.small import SETTINGS, command, record, run
+from lab.held_runs import HELD
+from lab.small import SETTINGS, command, record, run
 from patience import PATIENCE
 from report.fake_runs import FakeMethod, write_comparison
 from wellcond.cli.experiment_checks import data_overrides
@@ -18,10 +18,10 @@ from wellcond.cli.experiments import choose_workers, parse_seeds
 from wellcond.cli.main import main
 from wellcond.cli.report import foresee_power
 from wellcond.errors import WellcondError
-from wellcond.experiments.load_recipe import load_recipe
-from wellcond.experiments.settings import RecipeError
 from wellcond.init.plan import METHODS
-from wellcond.report.build import build_report
+from wellcond.lab.load_recipe import load_recipe
+from wellcond.lab.report.build import build_report
+from wellcond.lab.settings import RecipeError
 
 pytestmark = pytest.mark.processes
 

@@ -8,10 +8,10 @@ from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 
-from experiments.glue.helpers import FAST, edit_record, pretrain, write_glue
-from experiments.small import command, run
+from lab.glue.helpers import FAST, edit_record, pretrain, write_glue
+from lab.small import command, run
 from wellcond.cli.main import main
-from wellcond.report.glue import rebuild_glue
+from wellcond.lab.report.glue import rebuild_glue
 
 CHANGES = [part for override in FAST for part in ("--set", override)]
 

@@ -15,7 +15,7 @@ import wellcond as wc
 from wellcond.cli.inputs import make_batch, what_it_reads
 from wellcond.cli.measure import parse_numbers
 from wellcond.cli.measure_options import InputError, MeasureError
-from wellcond.experiments.digits import load_digits
+from wellcond.lab.data.digits import load_digits
 
 SOURCE = """
 import torch

@@ -13,11 +13,11 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import wellcond as wc
-from experiments.small import CHANGES_IN_WORDS, command
+from lab.small import CHANGES_IN_WORDS, command
 from report.fake_runs import usual_methods, write_comparison
 from wellcond.cli.main import main
-from wellcond.experiments.models import build_model
 from wellcond.files import read_regular
+from wellcond.models import build_model
 
 VIT = "timm:test_vit"
 HANG = 300
@@ -253,7 +253,7 @@ def test_a_run_that_ends_with_an_unknown_error(monkeypatch, capsys, tmp_path):
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setenv("WELLCOND_DEBUG", "")
-    monkeypatch.setattr("wellcond.experiments.run.find_test_set", broken)
+    monkeypatch.setattr("wellcond.lab.train.run.find_test_set", broken)
     arguments = ["train", "digits", *CHANGES_IN_WORDS, "-o", tmp_path / "run", "--cpu", "-q"]
     monkeypatch.setattr(sys, "argv", ["wellcond", *map(str, arguments)])
     with pytest.raises(SystemExit) as end:

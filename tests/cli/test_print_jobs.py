@@ -10,17 +10,17 @@ import sys
 import pytest
 import typer
 
-from experiments.held_runs import HELD
-from experiments.small import SETTINGS, assert_same_run, logs, record, run
+from lab.held_runs import HELD
+from lab.small import SETTINGS, assert_same_run, logs, record, run
 from patience import PATIENCE
 from wellcond.cli.engines import job_command
 from wellcond.cli.experiment_commands import compare, report
 from wellcond.cli.experiments import run_train
 from wellcond.cli.main import main
-from wellcond.experiments.load_recipe import load_recipe
-from wellcond.experiments.methods import MethodSettings
-from wellcond.experiments.run import Job
-from wellcond.experiments.settings import RecipeError
+from wellcond.lab.load_recipe import load_recipe
+from wellcond.lab.methods import MethodSettings
+from wellcond.lab.settings import RecipeError
+from wellcond.lab.train.run import Job
 
 pytestmark = pytest.mark.processes
 

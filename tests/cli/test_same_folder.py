@@ -8,13 +8,13 @@ import threading
 
 import pytest
 
-from experiments.small import SETTINGS, command, record, small_job, train_command
+from lab.small import SETTINGS, command, record, small_job, train_command
 from patience import PATIENCE
 from wellcond.cli import experiments
 from wellcond.cli.progress import RunsProgress
-from wellcond.experiments.compare import run_comparison
-from wellcond.experiments.run import run_job
-from wellcond.experiments.run_folder import RunError, RunFolder
+from wellcond.lab.train.compare import run_comparison
+from wellcond.lab.train.run import run_job
+from wellcond.lab.train.run_folder import RunError, RunFolder
 
 METHOD = "conditioned+balanced"
 CHANGES = [part for override in SETTINGS for part in ("--set", override)]

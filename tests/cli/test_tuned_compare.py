@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from experiments.held_runs import HELD
-from experiments.small import SETTINGS, command, record
+from lab.held_runs import HELD
+from lab.small import SETTINGS, command, record
 from patience import PATIENCE
 
 pytestmark = pytest.mark.processes

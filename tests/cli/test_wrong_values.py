@@ -17,16 +17,16 @@ import wellcond.cli.experiment_commands
 import wellcond.cli.glue_command
 import wellcond.cli.pack_command  # noqa: F401
 import wellcond.cli.reproduce_command  # noqa: F401  (each adds its commands)
-from experiments.small import SETTINGS
+from lab.small import SETTINGS
 from report.fake_runs import usual_methods, write_comparison
 from wellcond.cli import experiments
 from wellcond.cli.commands import app
 from wellcond.cli.main import main
-from wellcond.experiments.compare import Outcome
-from wellcond.experiments.load_recipe import read_recipe, shipped_recipes
-from wellcond.experiments.models import build_model
-from wellcond.experiments.recipe import Recipe
-from wellcond.experiments.settings import Settings, explain
+from wellcond.lab.load_recipe import read_recipe, shipped_recipes
+from wellcond.lab.recipe import Recipe
+from wellcond.lab.settings import Settings, explain
+from wellcond.lab.train.compare import Outcome
+from wellcond.models import build_model
 
 MODEL = "timm:test_vit"
 SMALL = [part for change in (*SETTINGS, "training.length={steps: 1}") for part in ("--set", change)]

@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 from pycocotools import mask as mask_api
 
-from wellcond.experiments.data import load_data, resolve_config
+from wellcond.lab.data import load_data, resolve_config
 
 ROOT = Path(os.environ.get("WELLCOND_DATA") or Path(__file__).parents[2] / "../shared/data")
 MINI = ROOT / "coco2017-mini"

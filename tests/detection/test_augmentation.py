@@ -7,10 +7,10 @@ from PIL import Image
 from pydantic import ValidationError
 
 from detection.coco_sets import MINI, compressed, disc, load_set, rectangle, runs, write_set
-from wellcond.experiments.detection import CropSettings, DetectionAugmentation, Instances, prepare
-from wellcond.experiments.detection.augment import choose_view, fit
-from wellcond.experiments.detection.boxes import boxes_of_masks, thin_boxes
-from wellcond.experiments.seeding import generator
+from wellcond.lab.detection import CropSettings, DetectionAugmentation, Instances, prepare
+from wellcond.lab.detection.augment import choose_view, fit
+from wellcond.lab.detection.boxes import boxes_of_masks, thin_boxes
+from wellcond.lab.seeding import generator
 
 needs_mini = pytest.mark.skipif(not MINI.is_dir(), reason="coco2017-mini is not at hand")
 TRAINING = DetectionAugmentation(

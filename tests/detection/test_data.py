@@ -24,9 +24,9 @@ from detection.coco_sets import (
     usual_annotations,
     write_set,
 )
-from wellcond.experiments.data import DataError, fingerprint
-from wellcond.experiments.detection import masks
-from wellcond.experiments.detection.boxes import boxes_of_masks
+from wellcond.lab.data import DataError, fingerprint
+from wellcond.lab.detection import masks
+from wellcond.lab.detection.boxes import boxes_of_masks
 from wellcond.run_lengths import read_counts
 
 needs_mini = pytest.mark.skipif(

@@ -10,8 +10,8 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from detection.coco_sets import MINI, SIZES, annotation, coco, load_set, rectangle, write_set
-from wellcond.experiments.data import DataError
-from wellcond.experiments.detection import evaluate, to_results
+from wellcond.lab.data import DataError
+from wellcond.lab.detection import evaluate, to_results
 
 needs_mini = pytest.mark.skipif(not MINI.is_dir(), reason="coco2017-mini is not at hand")
 NAMES = ("AP", "AP50", "AP75", "APs", "APm", "APl")

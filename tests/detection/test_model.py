@@ -9,11 +9,12 @@ from torchvision.models.detection.generalized_rcnn import GeneralizedRCNN
 from torchvision.ops import FeaturePyramidNetwork
 
 import wellcond as wc
+import wellcond.lab  # noqa: F401  (adds the models wellcond:NAME)
 from detection.small_detector import HEADS, SWIN, XCIT, batch_of, detector
-from wellcond.experiments.architectures.detector import Detector
-from wellcond.experiments.architectures.mask_rcnn import MaskRcnnOptions
-from wellcond.experiments.architectures.shared_norm import SharedBatchNorm
-from wellcond.experiments.models import ModelSpecError, build_model
+from wellcond.lab.models.detector import Detector
+from wellcond.lab.models.mask_rcnn import MaskRcnnOptions
+from wellcond.lab.models.shared_norm import SharedBatchNorm
+from wellcond.models import ModelSpecError, build_model
 
 SIZES = [(40, 60), (64, 33), (50, 50)]
 BOTH = pytest.mark.parametrize("backbone", [XCIT, SWIN], ids=["xcit", "swin"])

@@ -11,15 +11,15 @@ import wellcond as wc
 from detection.coco_sets import write_set
 from detection.small_detector import HEADS, SWIN, XCIT, detector, recipe
 from wellcond.errors import WeightError
-from wellcond.experiments.backbone_weights import load_backbone
-from wellcond.experiments.checkpoint import last_checkpoint
-from wellcond.experiments.load_recipe import load_recipe
-from wellcond.experiments.methods import MethodSettings
-from wellcond.experiments.models import build_model
-from wellcond.experiments.prepare import prepare_model, prepare_task
-from wellcond.experiments.run import Job, run_job
-from wellcond.experiments.settings import RecipeError
-from wellcond.experiments.weights import read_state_dict
+from wellcond.lab.load_recipe import load_recipe
+from wellcond.lab.methods import MethodSettings
+from wellcond.lab.models.backbone_weights import load_backbone
+from wellcond.lab.settings import RecipeError
+from wellcond.lab.train.checkpoint import last_checkpoint
+from wellcond.lab.train.prepare import prepare_model, prepare_task
+from wellcond.lab.train.run import Job, run_job
+from wellcond.models import build_model
+from wellcond.weights import read_state_dict
 
 DEFAULT, BALANCED = (MethodSettings.model_validate(text) for text in ("default", "conditioned+balanced"))
 IMAGE = torch.rand(1, 3, 128, 128, generator=torch.Generator().manual_seed(0))

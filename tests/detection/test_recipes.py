@@ -10,11 +10,11 @@ from timm.layers import DropPath
 
 import wellcond as wc
 from detection.coco_sets import MINI
-from wellcond.experiments.load_recipe import load_recipe, shipped_recipes
-from wellcond.experiments.methods import MethodSettings
-from wellcond.experiments.models import build_model
-from wellcond.experiments.prepare import prepare_model, prepare_task
-from wellcond.experiments.tasks.base import EVALUATION
+from wellcond.lab.load_recipe import load_recipe, shipped_recipes
+from wellcond.lab.methods import MethodSettings
+from wellcond.lab.tasks.base import EVALUATION
+from wellcond.lab.train.prepare import prepare_model, prepare_task
+from wellcond.models import build_model
 
 
 @dataclass(frozen=True)

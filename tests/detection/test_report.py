@@ -12,13 +12,13 @@ from PIL import Image
 
 from detection.coco_sets import compressed, disc
 from report.fake_runs import FakeMethod, only_comparison, write_with_samples
-from wellcond.report.build import build_report
-from wellcond.report.comparison_page import render_comparison
-from wellcond.report.detection_records import find_pictures
-from wellcond.report.detections import FINEST, mask_path
-from wellcond.report.detections_static import draw_detections
-from wellcond.report.run_record import RunRecordError
-from wellcond.report.samples import find_samples
+from wellcond.lab.report.build import build_report
+from wellcond.lab.report.comparison_page import render_comparison
+from wellcond.lab.report.detection_records import find_pictures
+from wellcond.lab.report.detections import FINEST, mask_path
+from wellcond.lab.report.detections_static import draw_detections
+from wellcond.lab.report.run_record import RunRecordError
+from wellcond.lab.report.samples import find_samples
 from wellcond.run_lengths import read_counts
 
 pytest.importorskip("plotly")

@@ -14,16 +14,16 @@ from safetensors.torch import load
 import wellcond as wc
 from detection.coco_sets import annotation, coco, rectangle, write_set
 from detection.small_detector import HEADS, SWIN, XCIT, job, recipe
-from experiments.small import assert_same_run, command, last_weights, logs, record, run, stop_after
-from wellcond.experiments.batches import Share
-from wellcond.experiments.detection import evaluate
-from wellcond.experiments.evaluator import Evaluator
-from wellcond.experiments.methods import MethodSettings
-from wellcond.experiments.prepare import prepare_model, prepare_task
-from wellcond.experiments.run import run_job
-from wellcond.experiments.settings import RecipeError
-from wellcond.experiments.tasks.base import EVALUATION
-from wellcond.experiments.tasks.detection_sets import targets_of
+from lab.small import assert_same_run, command, last_weights, logs, record, run, stop_after
+from wellcond.lab.detection import evaluate
+from wellcond.lab.methods import MethodSettings
+from wellcond.lab.settings import RecipeError
+from wellcond.lab.tasks.base import EVALUATION
+from wellcond.lab.tasks.detection_sets import targets_of
+from wellcond.lab.train.batches import Share
+from wellcond.lab.train.evaluator import Evaluator
+from wellcond.lab.train.prepare import prepare_model, prepare_task
+from wellcond.lab.train.run import run_job
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # pycocotools' decode
 DEFAULT = MethodSettings.model_validate("default")

@@ -18,10 +18,10 @@ from transformers import (
 )
 
 import wellcond as wc
-from experiments.small import assert_same_run, small_job, stop_after
+from lab.small import assert_same_run, small_job, stop_after
 from wellcond.attention.signals import find_blocks, logit_spread, read_signals, root_mean_square
 from wellcond.errors import WeightError
-from wellcond.experiments.run import run_job
+from wellcond.lab.train.run import run_job
 
 IMAGES = torch.randn(6, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 IDS = torch.randint(1, 90, (4, 20), generator=torch.Generator().manual_seed(1))

@@ -11,8 +11,8 @@ from transformers import GPT2Config, GPT2Model
 
 import wellcond as wc
 from models import NanoGPTAttention, XTransformersAttention
-from wellcond.experiments.methods import MethodSettings
 from wellcond.init.tied_keys import own_token_scale
+from wellcond.lab.methods import MethodSettings
 from wellcond.linalg.spectrum import singular_values
 
 F64 = torch.float64

@@ -12,8 +12,7 @@ from transformers import NystromformerConfig
 from transformers.models.nystromformer.modeling_nystromformer import NystromformerSelfAttention
 
 import wellcond as wc
-from wellcond.experiments.architectures.nystrom import MaskedNystromAttention
-from wellcond.experiments.models import build_model
+import wellcond.lab  # noqa: F401  (adds the models wellcond:NAME)
 from wellcond.jacobian import select
 from wellcond.jacobian.capture import CapturedAttention, capture_attention
 from wellcond.jacobian.capture.forms import captured_form
@@ -21,6 +20,8 @@ from wellcond.jacobian.generic.head import GenericHead
 from wellcond.jacobian.nystrom.form import NystromForm, nystrom_head
 from wellcond.jacobian.nystrom.head import Inverse
 from wellcond.jacobian.spectrum import form_spectrum
+from wellcond.lab.models.nystrom import MaskedNystromAttention
+from wellcond.models import build_model
 
 TOKENS, WIDTH, HEADS = 24, 8, 2
 RTOL = 1e-12

@@ -9,10 +9,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from wellcond import conditioning_of, find_attention, fold_
-from wellcond.experiments.methods import MethodSettings
-from wellcond.experiments.models import build_model
-from wellcond.experiments.optimizers import AdamW
-from wellcond.experiments.tasks.image_classification import logits_of
+from wellcond.lab.methods import MethodSettings
+from wellcond.lab.tasks.image_classification import logits_of
+from wellcond.lab.train.optimizers import AdamW
+from wellcond.models import build_model
 
 pytest.importorskip("transformers")
 

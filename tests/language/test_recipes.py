@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from wellcond.experiments.batch_ramp import BatchRamp
-from wellcond.experiments.load_recipe import load_recipe, shipped_recipes
-from wellcond.experiments.schedule import Constant, Cosine, Triangular
-from wellcond.experiments.settings import Interval
-from wellcond.experiments.tokenizers.settings import TokenizerFile, TrainedTokenizer
+from wellcond.lab.load_recipe import load_recipe, shipped_recipes
+from wellcond.lab.settings import Interval
+from wellcond.lab.tokenizers.settings import TokenizerFile, TrainedTokenizer
+from wellcond.lab.train.batch_ramp import BatchRamp
+from wellcond.lab.train.schedule import Constant, Cosine, Triangular
 
 TINYSTORIES = {"source": "hub", "id": "roneneldan/TinyStories", "config": None, "evaluation_split": "validation"}
 WIKITEXT = {"source": "hub", "id": "Salesforce/wikitext", "evaluation_split": "validation", "limit_evaluation": None}

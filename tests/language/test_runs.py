@@ -6,13 +6,13 @@ import math
 import numpy as np
 import pytest
 
-from experiments.data.helpers import write_jsonl, write_parquet
-from experiments.helpers import texts
-from wellcond.experiments.load_recipe import load_recipe
-from wellcond.experiments.methods import MethodSettings
-from wellcond.experiments.run import Job, run_job
-from wellcond.experiments.tokenizers.choose import make_tokenizer
-from wellcond.experiments.tokenizers.settings import TrainedTokenizer
+from lab.data.helpers import write_jsonl, write_parquet
+from lab.helpers import texts
+from wellcond.lab.load_recipe import load_recipe
+from wellcond.lab.methods import MethodSettings
+from wellcond.lab.tokenizers.choose import make_tokenizer
+from wellcond.lab.tokenizers.settings import TrainedTokenizer
+from wellcond.lab.train.run import Job, run_job
 
 for library in ("transformers", "tokenizers", "datasets"):
     pytest.importorskip(library)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from wellcond import find_attention
-from wellcond.experiments.load_recipe import load_recipe
-from wellcond.experiments.models import build_model
+from wellcond.lab.load_recipe import load_recipe
+from wellcond.models import build_model
 
 pytest.importorskip("transformers")
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from wellcond.experiments.load_recipe import load_recipe, shipped_recipes
-from wellcond.experiments.models import build_model
+from wellcond.lab.load_recipe import load_recipe, shipped_recipes
+from wellcond.models import build_model
 
 pytest.importorskip("transformers")
 

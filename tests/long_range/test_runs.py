@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from experiments.data.helpers import write_features
-from wellcond.experiments.load_recipe import load_recipe
-from wellcond.experiments.methods import MethodSettings
-from wellcond.experiments.run import Job, run_job
+from lab.data.helpers import write_features
+from wellcond.lab.load_recipe import load_recipe
+from wellcond.lab.methods import MethodSettings
+from wellcond.lab.train.run import Job, run_job
 
 pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")

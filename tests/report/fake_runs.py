@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from wellcond.report.load_runs import load_comparisons
+from wellcond.lab.report.load_runs import load_comparisons
 
 ACCURACY = {"name": "accuracy", "higher_is_better": True, "percent": True}
 PERPLEXITY = {"name": "perplexity", "higher_is_better": False, "percent": False}

@@ -6,8 +6,8 @@ import pytest
 
 from patience import PATIENCE, wait_until
 from report.fake_runs import usual_methods, write_comparison
-from wellcond.report.comparison_page import render_comparison
-from wellcond.report.load_runs import load_comparisons
+from wellcond.lab.report.comparison_page import render_comparison
+from wellcond.lab.report.load_runs import load_comparisons
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytest.importorskip("plotly")

@@ -6,11 +6,11 @@ import json
 import pytest
 
 from report.fake_runs import FakeMethod, write_comparison
-from wellcond.report.build import build_report
-from wellcond.report.glue import rebuild_glue, scores_table
-from wellcond.report.glue_scores import load_glue
-from wellcond.report.run_record import RunRecordError
-from wellcond.report.statistics import compare_paired, holm, paired_p
+from wellcond.lab.report.build import build_report
+from wellcond.lab.report.glue import rebuild_glue, scores_table
+from wellcond.lab.report.glue_scores import load_glue
+from wellcond.lab.report.run_record import RunRecordError
+from wellcond.lab.report.statistics import compare_paired, holm, paired_p
 
 METRICS = {"cola": "matthews", "sst2": "accuracy", "stsb": "pearson", "mrpc": "f1"}
 VALUES = {"default": (0.10, 0.14, 0.12), "gaussian": (0.2, 0.2, 0.3), "conditioned": (0.30, 0.38, 0.31)}

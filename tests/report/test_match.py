@@ -5,8 +5,8 @@ import math
 import pytest
 
 from report.fake_runs import PERPLEXITY, STEPS_PER_EPOCH, FakeMethod, write_comparison
-from wellcond.report.load_runs import load_comparisons
-from wellcond.report.match import match_method, match_unit, show_match
+from wellcond.lab.report.load_runs import load_comparisons
+from wellcond.lab.report.match import match_method, match_unit, show_match
 
 
 def load(folder, base, other, *, statuses=None, **options):

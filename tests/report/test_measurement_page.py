@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import wellcond as wc
-from wellcond.report.heat_map import colour_range, ramp_colour
-from wellcond.report.markup import tag
-from wellcond.report.measurement_page import ReportDataError, describe_conditioning, render_measurement
-from wellcond.report.values import HeadView, head_views
+from wellcond.lab.report.heat_map import colour_range, ramp_colour
+from wellcond.lab.report.markup import tag
+from wellcond.lab.report.measurement_page import ReportDataError, describe_conditioning, render_measurement
+from wellcond.lab.report.values import HeadView, head_views
 
 VOID = {"meta", "br"}
 

@@ -6,13 +6,13 @@ import math
 import pytest
 
 from report.fake_runs import PERPLEXITY, FakeMethod, usual_methods, write_comparison
-from wellcond.report.analysis import analyse
-from wellcond.report.comparison_page import render_comparison
-from wellcond.report.figures import build_figures
-from wellcond.report.load_runs import load_comparisons
-from wellcond.report.markdown_report import render_markdown
-from wellcond.report.reading import find_findings
-from wellcond.report.tables import build_tables, summary_table
+from wellcond.lab.report.analysis import analyse
+from wellcond.lab.report.comparison_page import render_comparison
+from wellcond.lab.report.figures import build_figures
+from wellcond.lab.report.load_runs import load_comparisons
+from wellcond.lab.report.markdown_report import render_markdown
+from wellcond.lab.report.reading import find_findings
+from wellcond.lab.report.tables import build_tables, summary_table
 
 
 def study(folder, methods=None, **options):

@@ -15,17 +15,17 @@ from report.fake_runs import (
     write_run,
     write_with_samples,
 )
-from wellcond.experiments.compare import write_comparison as write_run_list
-from wellcond.experiments.load_recipe import load_recipe
-from wellcond.experiments.run_folder import RunError
-from wellcond.report.analysis import analyse
-from wellcond.report.figures import build_figures
-from wellcond.report.load_runs import load_comparisons
-from wellcond.report.markdown_report import render_markdown
-from wellcond.report.pack import pack
-from wellcond.report.packed_records import MOST_POINTS, merge, pack_steps, share, to_rows
-from wellcond.report.run_record import RunRecordError
-from wellcond.report.tuning import find_tuning
+from wellcond.lab.load_recipe import load_recipe
+from wellcond.lab.report.analysis import analyse
+from wellcond.lab.report.figures import build_figures
+from wellcond.lab.report.load_runs import load_comparisons
+from wellcond.lab.report.markdown_report import render_markdown
+from wellcond.lab.report.pack import pack
+from wellcond.lab.report.packed_records import MOST_POINTS, merge, pack_steps, share, to_rows
+from wellcond.lab.report.run_record import RunRecordError
+from wellcond.lab.report.tuning import find_tuning
+from wellcond.lab.train.compare import write_comparison as write_run_list
+from wellcond.lab.train.run_folder import RunError
 from wellcond.run_records import seal
 
 

@@ -12,20 +12,20 @@ import pytest
 
 from report.fake_runs import PERPLEXITY, FakeMethod, usual_methods, write_comparison, write_run
 from wellcond.errors import MissingExtraError
-from wellcond.report.analysis import analyse
-from wellcond.report.bottom_line import bottom_line
-from wellcond.report.build import build_report
-from wellcond.report.comparison_page import render_comparison
-from wellcond.report.figures import build_figures
-from wellcond.report.load_runs import load_comparisons
-from wellcond.report.markdown_report import render_markdown
-from wellcond.report.reading import find_findings
-from wellcond.report.render import environment, script_json
-from wellcond.report.series import COLUMNS, Panel, write_csv
-from wellcond.report.shapes import Line, log_axis
-from wellcond.report.static_figures import draw_static
-from wellcond.report.table import Table, table_csv, table_markdown, without_empty_columns
-from wellcond.report.tables import build_tables
+from wellcond.lab.report.analysis import analyse
+from wellcond.lab.report.bottom_line import bottom_line
+from wellcond.lab.report.build import build_report
+from wellcond.lab.report.comparison_page import render_comparison
+from wellcond.lab.report.figures import build_figures
+from wellcond.lab.report.load_runs import load_comparisons
+from wellcond.lab.report.markdown_report import render_markdown
+from wellcond.lab.report.reading import find_findings
+from wellcond.lab.report.render import environment, script_json
+from wellcond.lab.report.series import COLUMNS, Panel, write_csv
+from wellcond.lab.report.shapes import Line, log_axis
+from wellcond.lab.report.static_figures import draw_static
+from wellcond.lab.report.table import Table, table_csv, table_markdown, without_empty_columns
+from wellcond.lab.report.tables import build_tables
 
 pytest.importorskip("plotly")
 pytest.importorskip("matplotlib")

@@ -15,14 +15,14 @@ from report.fake_runs import (
     write_comparison,
     write_with_samples,
 )
-from wellcond.report.analysis import analyse
-from wellcond.report.build import build_report
-from wellcond.report.comparison_page import render_comparison
-from wellcond.report.figures import build_figures
-from wellcond.report.markdown_report import render_markdown
-from wellcond.report.run_record import RunRecordError
-from wellcond.report.samples import find_samples, visible
-from wellcond.report.tables import build_tables
+from wellcond.lab.report.analysis import analyse
+from wellcond.lab.report.build import build_report
+from wellcond.lab.report.comparison_page import render_comparison
+from wellcond.lab.report.figures import build_figures
+from wellcond.lab.report.markdown_report import render_markdown
+from wellcond.lab.report.run_record import RunRecordError
+from wellcond.lab.report.samples import find_samples, visible
+from wellcond.lab.report.tables import build_tables
 
 pytest.importorskip("plotly")
 PROMPT = "Once upon"

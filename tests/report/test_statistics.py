@@ -7,9 +7,9 @@ import pytest
 from scipy import stats
 
 from report.fake_runs import PERPLEXITY, FakeMethod, usual_methods, write_comparison
-from wellcond.report.analysis import analyse
-from wellcond.report.load_runs import load_comparisons
-from wellcond.report.statistics import (
+from wellcond.lab.report.analysis import analyse
+from wellcond.lab.report.load_runs import load_comparisons
+from wellcond.lab.report.statistics import (
     Summary,
     bootstrap_interval,
     compare_paired,

@@ -6,16 +6,16 @@ import json
 import pytest
 
 from report.fake_runs import PERPLEXITY, FakeMethod, usual_methods, write_comparison
-from wellcond.report.analysis import analyse
-from wellcond.report.build import build_report
-from wellcond.report.comparison_page import render_comparison
-from wellcond.report.figures import build_figures
-from wellcond.report.load_runs import load_comparisons
-from wellcond.report.markdown_report import render_markdown
-from wellcond.report.reading import find_findings
-from wellcond.report.run_record import RunRecordError
-from wellcond.report.statistics import compare_paired, holm
-from wellcond.report.tables import build_tables
+from wellcond.lab.report.analysis import analyse
+from wellcond.lab.report.build import build_report
+from wellcond.lab.report.comparison_page import render_comparison
+from wellcond.lab.report.figures import build_figures
+from wellcond.lab.report.load_runs import load_comparisons
+from wellcond.lab.report.markdown_report import render_markdown
+from wellcond.lab.report.reading import find_findings
+from wellcond.lab.report.run_record import RunRecordError
+from wellcond.lab.report.statistics import compare_paired, holm
+from wellcond.lab.report.tables import build_tables
 
 
 def methods_with_test():

@@ -7,13 +7,13 @@ import re
 import pytest
 
 from report.fake_runs import FakeMethod, write_comparison
-from wellcond.report.build import build_report
-from wellcond.report.comparison_page import render_comparison
-from wellcond.report.load_runs import load_comparisons
-from wellcond.report.plotly_figures import plots
-from wellcond.report.run_record import RunRecordError
-from wellcond.report.tuning import find_tuning, tuning_figure, tuning_table
-from wellcond.report.tuning_plots import tuned_curves
+from wellcond.lab.report.build import build_report
+from wellcond.lab.report.comparison_page import render_comparison
+from wellcond.lab.report.load_runs import load_comparisons
+from wellcond.lab.report.plotly_figures import plots
+from wellcond.lab.report.run_record import RunRecordError
+from wellcond.lab.report.tuning import find_tuning, tuning_figure, tuning_table
+from wellcond.lab.report.tuning_plots import tuned_curves
 from wellcond.run_records import seal
 
 RATES = (1e-4, 1e-3, 1e-2, 1e-1)

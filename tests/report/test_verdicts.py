@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from wellcond.report.statistics import compare_paired, correct
-from wellcond.report.verdicts import (
+from wellcond.lab.report.statistics import compare_paired, correct
+from wellcond.lab.report.verdicts import (
     default_margin,
     equality_p,
     judge,
@@ -112,5 +112,5 @@ def test_margin_and_spread():
 
 
 def test_scipy_stats_is_not_imported():
-    code = "import sys, wellcond.report.verdicts; sys.exit('scipy.stats' in sys.modules)"
+    code = "import sys, wellcond.lab.report.verdicts; sys.exit('scipy.stats' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

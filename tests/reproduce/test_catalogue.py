@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from wellcond.errors import UnknownChoiceError
-from wellcond.experiments.glue.tasks import NAMES
-from wellcond.experiments.tasks.base import TASKS
-from wellcond.report.same_settings import setting_differences
-from wellcond.reproduce.catalogue_files import SCALES, entries, find_entry, studies, variants
-from wellcond.reproduce.collect import Collection, StoredStudy
-from wellcond.reproduce.cost import plan_cost, updates_per_run
-from wellcond.reproduce.paper_numbers import paper_tables
-from wellcond.reproduce.plan import Wishes, make_plan, study_name
+from wellcond.lab.glue.tasks import NAMES
+from wellcond.lab.report.same_settings import setting_differences
+from wellcond.lab.reproduce.catalogue_files import SCALES, entries, find_entry, studies, variants
+from wellcond.lab.reproduce.collect import Collection, StoredStudy
+from wellcond.lab.reproduce.cost import plan_cost, updates_per_run
+from wellcond.lab.reproduce.paper_numbers import paper_tables
+from wellcond.lab.reproduce.plan import Wishes, make_plan, study_name
+from wellcond.lab.tasks.base import TASKS
 
 ABLATIONS = "lambda norm thm partial out vscale cost match scale vlayout gran mimetic roles qknorm ws".split()
 IDS = [

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import wellcond.reproduce.claim_computations as computations
+import wellcond.lab.reproduce.claim_computations as computations
 from report.fake_runs import PERPLEXITY, FakeMethod, write_comparison
-from wellcond.report.run_record import Metric
-from wellcond.report.statistics import compare_paired, correct
-from wellcond.reproduce.catalogue_files import entries
-from wellcond.reproduce.claim_rules import (
+from wellcond.lab.report.run_record import Metric
+from wellcond.lab.report.statistics import compare_paired, correct
+from wellcond.lab.reproduce.catalogue_files import entries
+from wellcond.lab.reproduce.claim_rules import (
     BETTER,
     EQUAL,
     FAILS,
@@ -26,10 +26,10 @@ from wellcond.reproduce.claim_rules import (
     judge_rule,
     paper_share,
 )
-from wellcond.reproduce.claims import judge_claims, read_claims
-from wellcond.reproduce.claims_page import claims_html, claims_markdown
-from wellcond.reproduce.correction_cost import SIZES, Forms
-from wellcond.reproduce.paper_numbers import paper_tables
+from wellcond.lab.reproduce.claims import judge_claims, read_claims
+from wellcond.lab.reproduce.claims_page import claims_html, claims_markdown
+from wellcond.lab.reproduce.correction_cost import SIZES, Forms
+from wellcond.lab.reproduce.paper_numbers import paper_tables
 
 ACCURACY = Metric("accuracy", higher_is_better=True, percent=True)
 RESULTS = Path(__file__).parents[2] / "results"

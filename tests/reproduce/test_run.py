@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from wellcond.cli.main import main
-from wellcond.experiments.run_folder import RunError
-from wellcond.experiments.tasks.base import TASKS
-from wellcond.reproduce import run_plan
-from wellcond.reproduce.catalogue_files import Entry, entries
-from wellcond.reproduce.collect import Collection, StoredStudy, may_be_paired
-from wellcond.reproduce.outcome import outcome_tables, write_outcome
-from wellcond.reproduce.plan import Wishes, make_plan
-from wellcond.reproduce.run_plan import describe_study, run_study
+from wellcond.lab.reproduce import run_plan
+from wellcond.lab.reproduce.catalogue_files import Entry, entries
+from wellcond.lab.reproduce.collect import Collection, StoredStudy, may_be_paired
+from wellcond.lab.reproduce.outcome import outcome_tables, write_outcome
+from wellcond.lab.reproduce.plan import Wishes, make_plan
+from wellcond.lab.reproduce.run_plan import describe_study, run_study
+from wellcond.lab.tasks.base import TASKS
+from wellcond.lab.train.run_folder import RunError
 
 RESULTS = Path(__file__).parents[2] / "results"
 SHORT = ("training.length={steps: 3}", "evaluation.every={steps: 2}", "tracking.weights_every={steps: 3}")

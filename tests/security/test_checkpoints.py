@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 import wellcond as wc
-from experiments.small import small_job, stop_after
+from lab.small import small_job, stop_after
 from wellcond.errors import WeightError
-from wellcond.experiments.models import ModelSpecError, build_model
-from wellcond.experiments.run import run_job
-from wellcond.experiments.run_folder import RunError
-from wellcond.experiments.weights import read_state_dict
+from wellcond.lab.train.run import run_job
+from wellcond.lab.train.run_folder import RunError
+from wellcond.models import ModelSpecError, build_model
+from wellcond.weights import read_state_dict
 
 SUFFIXES = (".pt", ".pth", ".pth.tar", ".bin", ".ckpt", ".safetensors")
 VIT = "timm:vit_tiny_patch16_224"

@@ -15,15 +15,15 @@ import yaml
 from PIL import EpsImagePlugin, Image
 
 from detection.coco_sets import load_set, write_set
-from experiments.data.helpers import failure, load, write_csv
+from lab.data.helpers import failure, load, write_csv
 from report.fake_runs import FakeMethod, write_comparison
 from wellcond.errors import WellcondError
-from wellcond.experiments.data.errors import DataError
-from wellcond.experiments.data.images import decode_image
-from wellcond.experiments.data.sources.hub import texts_in
-from wellcond.experiments.run_folder import RunFolder
-from wellcond.experiments.tokenizers.files import read_tokenizer
-from wellcond.report.build import build_report
+from wellcond.lab.data.errors import DataError
+from wellcond.lab.data.images import decode_image
+from wellcond.lab.data.sources.hub import texts_in
+from wellcond.lab.report.build import build_report
+from wellcond.lab.tokenizers.files import read_tokenizer
+from wellcond.lab.train.run_folder import RunFolder
 
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n(x) (w) file closefile\n%%EOF\n"
 

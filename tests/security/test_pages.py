@@ -15,18 +15,18 @@ import wellcond as wc
 from report.fake_runs import FakeMethod, only_comparison, write_comparison, write_with_samples
 from report.test_glue import write_score
 from wellcond.cli.report import print_report
-from wellcond.report.analysis import analyse
-from wellcond.report.build import build_report
-from wellcond.report.comparison_page import render_page
-from wellcond.report.figures import build_figures
-from wellcond.report.glue import rebuild_glue
-from wellcond.report.markdown_report import render_markdown
-from wellcond.report.measurement_page import render_measurement
-from wellcond.report.static_figures import draw_static
-from wellcond.report.table import plain_markdown
-from wellcond.reproduce.claim_rules import Verdict
-from wellcond.reproduce.claims import Group, Judged
-from wellcond.reproduce.claims_page import claims_html, claims_markdown
+from wellcond.lab.report.analysis import analyse
+from wellcond.lab.report.build import build_report
+from wellcond.lab.report.comparison_page import render_page
+from wellcond.lab.report.figures import build_figures
+from wellcond.lab.report.glue import rebuild_glue
+from wellcond.lab.report.markdown_report import render_markdown
+from wellcond.lab.report.measurement_page import render_measurement
+from wellcond.lab.report.static_figures import draw_static
+from wellcond.lab.report.table import plain_markdown
+from wellcond.lab.reproduce.claim_rules import Verdict
+from wellcond.lab.reproduce.claims import Group, Judged
+from wellcond.lab.reproduce.claims_page import claims_html, claims_markdown
 
 TEXTS = {
     "script": "</script><script>alert(1)</script>",

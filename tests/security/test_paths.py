@@ -13,18 +13,18 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from detection.coco_sets import coco, load_set, write_set
-from experiments.data.helpers import failure, load, write_csv, write_jsonl
+from lab.data.helpers import failure, load, write_csv, write_jsonl
 from report.fake_runs import FakeMethod, only_comparison, write_comparison
-from wellcond.experiments.data.disk_cache import CacheEntry
-from wellcond.experiments.data.errors import DataError
-from wellcond.experiments.load_recipe import parse_recipe
-from wellcond.experiments.methods import MethodSettings, slug
-from wellcond.experiments.models import ModelSpecError, build_model
-from wellcond.experiments.settings import RecipeError
-from wellcond.report.analysis import analyse
-from wellcond.report.build import build_report
-from wellcond.report.figures import build_figures
-from wellcond.report.run_record import RunRecordError
+from wellcond.lab.data.disk_cache import CacheEntry
+from wellcond.lab.data.errors import DataError
+from wellcond.lab.load_recipe import parse_recipe
+from wellcond.lab.methods import MethodSettings, slug
+from wellcond.lab.report.analysis import analyse
+from wellcond.lab.report.build import build_report
+from wellcond.lab.report.figures import build_figures
+from wellcond.lab.report.run_record import RunRecordError
+from wellcond.lab.settings import RecipeError
+from wellcond.models import ModelSpecError, build_model
 
 OUT = ["../../out", "/etc/out", "..", ".", "a/b", "a\\b", ".hidden", "~", "C:\\out", "a\0b", "-x", ""]
 
@@ -229,7 +229,7 @@ def test_names_in_the_cache_are_sums(text, tmp_path):
 
 
 def test_deleting_old_checkpoints_does_not_follow_links(tmp_path):
-    from wellcond.experiments.checkpoint import save_checkpoint
+    from wellcond.lab.train.checkpoint import save_checkpoint
 
     precious = tmp_path / "precious"
     precious.mkdir()

@@ -5,12 +5,12 @@ import json
 import pytest
 import yaml
 
-from experiments.small import SETTINGS
+from lab.small import SETTINGS
 from wellcond.errors import WellcondError
-from wellcond.experiments.load_recipe import load_recipe, parse_recipe
-from wellcond.experiments.models import ModelSpecError, build_model
-from wellcond.experiments.settings import RecipeError
-from wellcond.experiments.tokenizers.files import read_tokenizer
+from wellcond.lab.load_recipe import load_recipe, parse_recipe
+from wellcond.lab.settings import RecipeError
+from wellcond.lab.tokenizers.files import read_tokenizer
+from wellcond.models import ModelSpecError, build_model
 
 RECIPE = """
 extends: tiny/digits
@@ -248,7 +248,7 @@ def test_backends_and_trackers_are_those_of_the_libraries(override, problem, tmp
 
 
 def test_shipped_recipes_need_no_trust():
-    from wellcond.experiments.load_recipe import shipped_recipes
+    from wellcond.lab.load_recipe import shipped_recipes
 
     for shipped in shipped_recipes():
         recipe, base = load_recipe(shipped.name, scale=shipped.scale)

@@ -5,10 +5,10 @@ import shutil
 
 import pytest
 
-from experiments.small import assert_same_run, small_job, stop_after
-from wellcond.experiments.run import run_job
-from wellcond.experiments.run_folder import RunError
+from lab.small import assert_same_run, small_job, stop_after
 from wellcond.files import write_atomically
+from wellcond.lab.train.run import run_job
+from wellcond.lab.train.run_folder import RunError
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from wellcond.attention.find import find_attention
 from wellcond.cli.inputs import make_batch, try_forward
 from wellcond.conditioning.apply import fold_, recondition_
 from wellcond.errors import WeightError, WellcondError
-from wellcond.experiments.models import build_model
-from wellcond.experiments.weights import conditioning_in, load_state, load_weights, read_state_dict, save_weights
 from wellcond.init.apply import init_
+from wellcond.models import build_model
+from wellcond.weights import conditioning_in, load_state, load_weights, read_state_dict, save_weights
 
 CALIBRATION_SAMPLES = 32
 

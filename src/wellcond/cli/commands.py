@@ -11,7 +11,7 @@ import typer
 import wellcond
 from wellcond.cli.checks import check_outputs, check_weights, describe_spec
 from wellcond.errors import DEBUG_VARIABLE, check_choice
-from wellcond.experiments.models import check_model, parse_values
+from wellcond.models import check_model, parse_values
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -188,7 +188,7 @@ def measure(
 
     from wellcond.cli.checkpoints import load_raw_or_plain
     from wellcond.cli.measure import run_measure
-    from wellcond.experiments.models import build_model
+    from wellcond.models import build_model
 
     torch.manual_seed(seed)
     built = build_model(model, arguments)

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from wellcond.report.table import Table as ReportTable
-from wellcond.report.table import without_empty_columns
+from wellcond.lab.report.table import Table as ReportTable
+from wellcond.lab.report.table import without_empty_columns
 
 GAP = 3
 """Characters between two columns; there is one at each end of a line."""

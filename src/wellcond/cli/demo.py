@@ -7,8 +7,8 @@ from pathlib import Path
 
 from wellcond.cli.experiments import run_compare
 from wellcond.cli.report import print_report
-from wellcond.experiments.run_folder import writing
 from wellcond.files import write_atomically
+from wellcond.lab.train.run_folder import writing
 
 
 def run_demo(folder: Path, *, seeds: str | None, jobs: str, quiet: bool) -> int:
@@ -28,7 +28,7 @@ def run_demo(folder: Path, *, seeds: str | None, jobs: str, quiet: bool) -> int:
         report=False,
     )
     if code == 0:
-        search = resources.files("wellcond.experiments") / "recipes" / "tiny" / "digits.tuning.json"
+        search = resources.files("wellcond.lab") / "recipes" / "tiny" / "digits.tuning.json"
         with writing(folder / "tuning.json"):
             write_atomically(folder / "tuning.json", search.read_text(encoding="utf-8"))
         print_report(folder, quiet=quiet)

@@ -14,11 +14,11 @@ from pydantic import ValidationError
 
 from wellcond.cli.experiment_commands import ENGINES
 from wellcond.errors import check_choice
-from wellcond.experiments.methods import MethodSettings
-from wellcond.experiments.ray_engine.settings import RaySettings
-from wellcond.experiments.run import Job
-from wellcond.experiments.settings import RecipeError
-from wellcond.experiments.yaml_text import read_yaml
+from wellcond.lab.cluster.settings import RaySettings
+from wellcond.lab.methods import MethodSettings
+from wellcond.lab.settings import RecipeError
+from wellcond.lab.train.run import Job
+from wellcond.lab.yaml_text import read_yaml
 
 
 def choose_engine(

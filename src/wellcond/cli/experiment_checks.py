@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from wellcond.experiments.load_recipe import read_recipe
-from wellcond.experiments.settings import RecipeError
-from wellcond.experiments.tune.grid import FIRST_TUNING_SEED, read_tuned_fields
+from wellcond.lab.load_recipe import read_recipe
+from wellcond.lab.settings import RecipeError
+from wellcond.lab.tune.grid import FIRST_TUNING_SEED, read_tuned_fields
 
 FILE_ENDINGS = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 MOST_SEEDS = 10_000

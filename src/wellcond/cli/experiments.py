@@ -20,15 +20,15 @@ from wellcond.cli.experiment_checks import read_jobs, read_seeds
 from wellcond.cli.progress import RunsProgress
 from wellcond.cli.report import foresee_power, print_report
 from wellcond.errors import WellcondError
-from wellcond.experiments.compare import Outcome, plan_comparison, run_comparison, write_comparison
-from wellcond.experiments.load_recipe import load_recipe, parse_recipe, shipped_recipes
-from wellcond.experiments.methods import MethodSettings, parse_methods
-from wellcond.experiments.ray_engine.settings import RaySettings
-from wellcond.experiments.recipe import Recipe
-from wellcond.experiments.run import Job
-from wellcond.experiments.settings import RecipeError
 from wellcond.files import to_json
-from wellcond.report.table import Table
+from wellcond.lab.cluster.settings import RaySettings
+from wellcond.lab.load_recipe import load_recipe, parse_recipe, shipped_recipes
+from wellcond.lab.methods import MethodSettings, parse_methods
+from wellcond.lab.recipe import Recipe
+from wellcond.lab.report.table import Table
+from wellcond.lab.settings import RecipeError
+from wellcond.lab.train.compare import Outcome, plan_comparison, run_comparison, write_comparison
+from wellcond.lab.train.run import Job
 
 
 def parse_seeds(text: str | None, recipe: Recipe) -> tuple[int, ...]:

@@ -24,10 +24,10 @@ from wellcond.cli.checkpoints import load_raw_or_plain
 from wellcond.cli.console import make_console, show_weight
 from wellcond.cli.zoo_forms import is_structured
 from wellcond.errors import AttentionNotFoundError, check_choice
-from wellcond.experiments.models import ModelSpecError, build_model, is_local_code
-from wellcond.experiments.provenance import installed_version
 from wellcond.files import to_json
+from wellcond.lab.train.provenance import installed_version
 from wellcond.linalg.spectrum import spectra
+from wellcond.models import ModelSpecError, build_model, is_local_code
 from wellcond.records import Spectrum
 from wellcond.run_facts import describe_model
 from wellcond.version import __version__

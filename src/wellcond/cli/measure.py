@@ -23,8 +23,8 @@ from wellcond.cli.inputs import make_batch, try_forward
 from wellcond.cli.measure_options import MeasureError, Options, read_numbers
 from wellcond.errors import AttentionNotFoundError, WellcondError
 from wellcond.files import write_atomically
+from wellcond.lab.report.measurement_page import render_measurement
 from wellcond.measurement import HeadReport, MeasurementReport, measure
-from wellcond.report.measurement_page import render_measurement
 
 
 def run_measure(

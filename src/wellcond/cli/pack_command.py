@@ -23,7 +23,7 @@ def pack(
     if not folder.is_dir():
         raise WellcondError(f"no such folder: {folder}")
     from wellcond.cli.console import make_console
-    from wellcond.report.pack import pack as pack_runs
+    from wellcond.lab.report.pack import pack as pack_runs
 
     for home in pack_runs(folder, output):
         size = sum(path.stat().st_size for path in home.rglob("*") if path.is_file())

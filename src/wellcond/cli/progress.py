@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as TimeLeft
 
-from wellcond.experiments.engine import Event
-from wellcond.experiments.run import Job
+from wellcond.lab.train.engine import Event
+from wellcond.lab.train.run import Job
 
 WAITING = "waiting, another process is running it"
 STARTING_AGAIN = "starting again"

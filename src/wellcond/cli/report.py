@@ -12,13 +12,13 @@ from wellcond.errors import WellcondError
 
 def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False, tolerance: float | None = None) -> None:
     """Build the report of a folder, print its summary and where it is."""
-    from wellcond.report.analysis import analyse
-    from wellcond.report.bottom_line import bottom_line
-    from wellcond.report.build import build_report
-    from wellcond.report.load_runs import load_comparisons
-    from wellcond.report.reading import find_remarks
-    from wellcond.report.tables import summary_table
-    from wellcond.report.tuning import find_tuning, tuning_table
+    from wellcond.lab.report.analysis import analyse
+    from wellcond.lab.report.bottom_line import bottom_line
+    from wellcond.lab.report.build import build_report
+    from wellcond.lab.report.load_runs import load_comparisons
+    from wellcond.lab.report.reading import find_remarks
+    from wellcond.lab.report.tables import summary_table
+    from wellcond.lab.report.tuning import find_tuning, tuning_table
 
     pages = build_report(folder, pictures=pictures, tolerance=tolerance)
     if quiet:
@@ -40,10 +40,10 @@ def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False, to
 
 def foresee_power(folder: Path, seeds: int) -> list[str]:
     """Which difference as many seeds can show, as far as earlier runs in a folder tell; nothing otherwise."""
-    from wellcond.report.load_runs import load_comparisons
-    from wellcond.report.reading import describe_power
-    from wellcond.report.run_record import RunRecordError
-    from wellcond.report.statistics import Summary, differences_to_baseline
+    from wellcond.lab.report.load_runs import load_comparisons
+    from wellcond.lab.report.reading import describe_power
+    from wellcond.lab.report.run_record import RunRecordError
+    from wellcond.lab.report.statistics import Summary, differences_to_baseline
 
     try:
         found = load_comparisons(folder)

@@ -14,21 +14,21 @@ from wellcond.cli.experiment_checks import read_seeds
 from wellcond.cli.experiments import choose_workers, is_first_process, leaving_together
 from wellcond.cli.progress import RunsProgress
 from wellcond.errors import WellcondError
-from wellcond.experiments.compare import JobObserver, Outcome
-from wellcond.experiments.data.mirror import MIRROR_VARIABLE
-from wellcond.experiments.load_recipe import load_recipe
-from wellcond.experiments.method_text import split_methods
 from wellcond.files import to_json
-from wellcond.report.glue import rebuild_glue
-from wellcond.report.table import Table
-from wellcond.reproduce.catalogue_files import SCALES, entries, find_entry
-from wellcond.reproduce.collect import Collection
-from wellcond.reproduce.cost import plan_cost
-from wellcond.reproduce.listing import list_entries, list_table, plan_table, show_minutes
-from wellcond.reproduce.needs import gpus_here, gpus_needed, why_not_here
-from wellcond.reproduce.outcome import outcome_tables, write_outcome
-from wellcond.reproduce.plan import Plan, PlannedStudy, Wishes, check_methods, is_complete, make_plan
-from wellcond.reproduce.run_plan import describe_study, run_study, tune_study
+from wellcond.lab.data.mirror import MIRROR_VARIABLE
+from wellcond.lab.load_recipe import load_recipe
+from wellcond.lab.method_text import split_methods
+from wellcond.lab.report.glue import rebuild_glue
+from wellcond.lab.report.table import Table
+from wellcond.lab.reproduce.catalogue_files import SCALES, entries, find_entry
+from wellcond.lab.reproduce.collect import Collection
+from wellcond.lab.reproduce.cost import plan_cost
+from wellcond.lab.reproduce.listing import list_entries, list_table, plan_table, show_minutes
+from wellcond.lab.reproduce.needs import gpus_here, gpus_needed, why_not_here
+from wellcond.lab.reproduce.outcome import outcome_tables, write_outcome
+from wellcond.lab.reproduce.plan import Plan, PlannedStudy, Wishes, check_methods, is_complete, make_plan
+from wellcond.lab.reproduce.run_plan import describe_study, run_study, tune_study
+from wellcond.lab.train.compare import JobObserver, Outcome
 
 
 @dataclass(frozen=True)
@@ -208,8 +208,8 @@ def print_claims(results: Path, output: Path, *, as_json: bool) -> None:
 
     Raises: WellcondError if there is no such folder, or the pages cannot be written.
     """
-    from wellcond.reproduce.claims import judge_claims
-    from wellcond.reproduce.claims_page import claims_json, claims_table, write_claims
+    from wellcond.lab.reproduce.claims import judge_claims
+    from wellcond.lab.reproduce.claims_page import claims_json, claims_table, write_claims
 
     if output.is_dir() or output.suffix == ".html":
         raise WellcondError(f"--output: expected a name for the markdown, such as claims.md, found {output}")

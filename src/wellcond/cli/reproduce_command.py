@@ -44,7 +44,7 @@ def reproduce(
         raise typer.BadParameter("give either an ID or --list")
     need_train_extra()
     from wellcond.cli.experiment_checks import check_folder, read_jobs, read_seeds
-    from wellcond.reproduce.catalogue_files import SCALES, find_entry
+    from wellcond.lab.reproduce.catalogue_files import SCALES, find_entry
 
     check_choice("scale", scale, SCALES)
     if id is not None:

@@ -22,7 +22,7 @@ from wellcond.attention.find import Scan, find_adapter, scan_attention
 from wellcond.cli.zoo import Progress, ZooRow, is_known, not_built, summarise
 from wellcond.cli.zoo_forms import forms_of
 from wellcond.errors import MissingExtraError
-from wellcond.experiments.models import LAYER_COUNTS
+from wellcond.models import LAYER_COUNTS
 
 NUM_LAYERS = 2
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")

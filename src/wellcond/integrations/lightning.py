@@ -18,7 +18,6 @@ from wellcond.attention.effective import is_conditioned
 from wellcond.conditioning.apply import folded
 from wellcond.conditioning.effective_state import split_state
 from wellcond.errors import CheckpointMismatchError, MissingExtraError
-from wellcond.experiments.weights import save_weights
 from wellcond.integrations.common import (
     Choice,
     apply_choices,
@@ -31,6 +30,7 @@ from wellcond.integrations.common import (
 )
 from wellcond.integrations.watch import Watch
 from wellcond.tracking import TrackPoint
+from wellcond.weights import save_weights
 
 try:
     import lightning.pytorch as pl

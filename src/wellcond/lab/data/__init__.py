@@ -1,0 +1,37 @@
+"""Data of an experiment: what a recipe names under `data`, as splits with random access."""
+
+from wellcond.errors import MissingExtraError
+
+try:
+    import pydantic  # noqa: F401  (every file of this package needs it)
+except ImportError as error:
+    raise MissingExtraError("pydantic", "train") from error
+
+from wellcond.lab.data.bundle import DataBundle, Kind, Split, TensorSplit
+from wellcond.lab.data.errors import DataError
+from wellcond.lab.data.fingerprint import fingerprint
+from wellcond.lab.data.generated import Generated, GeneratorOptions, register_generator
+from wellcond.lab.data.images import TensorImages, as_tensor_images, to_channels
+from wellcond.lab.data.registry import DataConfig, SourceConfig, load_data, register_source, resolve_config
+
+from wellcond.lab.data import generators, sources  # noqa: F401  isort: skip  (these register themselves)
+
+__all__ = [
+    "DataBundle",
+    "DataConfig",
+    "DataError",
+    "Generated",
+    "GeneratorOptions",
+    "Kind",
+    "SourceConfig",
+    "Split",
+    "TensorImages",
+    "TensorSplit",
+    "as_tensor_images",
+    "fingerprint",
+    "load_data",
+    "register_generator",
+    "register_source",
+    "resolve_config",
+    "to_channels",
+]

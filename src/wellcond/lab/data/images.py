@@ -1,0 +1,193 @@
+"""Images: decoding one, converting its channels, and decoding a whole split into one tensor."""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wellcond.errors import MissingExtraError
+from wellcond.lab.data.bundle import Split
+from wellcond.lab.data.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+BYTE_LIMIT = 2**30
+GREY_WEIGHTS = (0.299, 0.587, 0.114)
+"""Red, green and blue in a grey value (ITU-R 601), as PIL converts RGB to L."""
+FIXED_POINT_GREY_WEIGHTS = (19595, 38470, 7471)
+"""The same in units of 2^-16, in which PIL computes: rounding of bytes agrees to the last bit."""
+
+
+def import_pil() -> Any:
+    """The module PIL.Image.
+
+    Raises:
+        MissingExtraError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingExtraError("pillow", "vision") from error
+    return Image
+
+
+def picture_formats() -> list[str]:
+    """Formats that PIL reads by itself; it would have Ghostscript run a file of PostScript, whatever its name."""
+    pil = import_pil()
+    pil.init()
+    return [name for name in pil.OPEN if name != "EPS"]
+
+
+def decode_image(encoded: bytes, where: str) -> Image:
+    """Decode an image completely and turn it upright if its EXIF data say so.
+
+    Raises:
+        DataError: the bytes are no image, or not a whole one; the message begins with `where`.
+    """
+    pil = import_pil()
+    from PIL import ImageOps
+
+    try:
+        image = pil.open(io.BytesIO(encoded), formats=picture_formats())
+        image.load()
+        ImageOps.exif_transpose(image, in_place=True)
+        return image
+    except (OSError, SyntaxError, ValueError, struct.error, EOFError, pil.DecompressionBombError) as error:
+        raise DataError(
+            f"{where}: the image cannot be read.",
+            expected="a whole image in a format that PIL reads, and no PostScript, which is a program",
+            found=f"{len(encoded)} bytes; {type(error).__name__}: {error}",
+            todo="Replace or remove this image.",
+        ) from error
+
+
+def place_of(split: Split, index: int) -> str:
+    """The file of an image, or its number where it has none."""
+    files = getattr(split, "files", None)
+    return f"image {index}" if files is None else str(files[index])
+
+
+def to_channels(image: Image | Tensor, channels: int, where: str = "an image") -> Image | Tensor:
+    """The image with 1 (grey) or 3 (RGB) channels.
+
+    Grey becomes RGB by repetition; RGB becomes grey with weights 0.299, 0.587, 0.114; transparency is dropped; 16-bit
+    grey keeps its upper 8 bits. A tensor (C, H, W) keeps its dtype. Errors begin with `where`.
+
+    Raises:
+        DataError: another number of channels is asked for or found, or 32-bit pixels, whose range is unknown.
+    """
+    if channels not in (1, 3):
+        raise DataError("channels of an image", expected="1 or 3", found=str(channels), todo="Use 1 or 3.")
+    if isinstance(image, Tensor):
+        return _convert_tensor(image, channels, where)
+    if image.mode.startswith("I;16"):
+        eight_bits: Image = import_pil().fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
+        return eight_bits.convert("L" if channels == 1 else "RGB")
+    if image.mode in ("I", "F"):
+        raise DataError(
+            f"{where} has 32-bit pixels, whose range is unknown.",
+            expected="8 bits per channel, or 16-bit grey",
+            found=f"mode {image.mode!r}",
+            todo="Save the images with 8 bits per channel.",
+        )
+    if image.mode == "P" and "transparency" in image.info:
+        # PIL warns of transparency stored as bytes unless it is first applied.
+        return image.convert("RGBA").convert("L" if channels == 1 else "RGB")
+    mode = "L" if channels == 1 else "RGB"
+    return image if image.mode == mode else image.convert(mode)
+
+
+def _convert_tensor(image: Tensor, channels: int, where: str) -> Tensor:
+    found = image.shape[0]
+    if found == channels:
+        return image
+    if found == 1:
+        return image.expand(3, -1, -1)
+    if found == 3 and image.dtype == torch.uint8:
+        weighted = torch.einsum("chw,c->hw", image.int(), torch.tensor(FIXED_POINT_GREY_WEIGHTS, dtype=torch.int32))
+        return ((weighted + 2**15) >> 16)[None].to(torch.uint8)
+    if found == 3:
+        grey = torch.einsum("chw,c->hw", image.double(), torch.tensor(GREY_WEIGHTS, dtype=torch.float64))[None]
+        return (grey if image.is_floating_point() else grey.round()).to(image.dtype)
+    raise DataError(
+        f"{where}: channels of a tensor (C, H, W)", expected="C of 1 or 3", found=str(found), todo="Convert it first."
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class TensorImages:
+    """A whole split in memory."""
+
+    images: Tensor
+    """(n, C, H, W); uint8 if the images were decoded, else the dtype of the source's tensors."""
+    labels: Tensor | None
+
+
+def as_tensor_images(
+    split: Split,
+    *,
+    channels: int,
+    size: int | None = None,
+    resampling: Literal["bicubic", "bilinear"] = "bicubic",
+    byte_limit: int = BYTE_LIMIT,
+    progress: Callable[[int, int], None] | None = None,
+) -> TensorImages | None:
+    """Decode a split of images once, so that epochs cost no decoding.
+
+    Args:
+        split: Images, of one common size unless `size` is given.
+        channels: 1 or 3; see `to_channels`.
+        size: Shorter side after resizing, then a square is cut from the centre. None keeps the size, and tensors
+            always keep theirs.
+        resampling: PIL's filter, which averages over all the pixels that a smaller one covers.
+        byte_limit: Largest tensor to make.
+        progress: Called with the number done and the total, about 100 times.
+
+    Returns: The tensor; None when it would exceed `byte_limit` or the images differ in size.
+
+    Raises:
+        DataError: an image cannot be read or converted.
+    """
+    count = len(split)
+    first = _pixels(split, 0, size, channels, resampling)
+    if count * first.numel() * first.element_size() > byte_limit:
+        return None
+    images = torch.empty((count, *first.shape), dtype=first.dtype)
+    step = max(1, count // 100)
+    for index in range(count):
+        pixels = _pixels(split, index, size, channels, resampling)
+        if pixels.shape != first.shape:
+            return None
+        images[index] = pixels
+        if progress is not None and ((index + 1) % step == 0 or index + 1 == count):
+            progress(index + 1, count)
+    return TensorImages(images, split.labels)
+
+
+def _pixels(split: Split, index: int, size: int | None, channels: int, resampling: str) -> Tensor:
+    image = to_channels(split[index]["image"], channels, place_of(split, index))
+    if isinstance(image, Tensor):
+        return image
+    if size is not None and image.size != (size, size):
+        image = _resize_and_crop(image, size, resampling)
+    # A copy, since torch wants a writable array.
+    pixels = torch.from_numpy(np.array(image))
+    return pixels[None] if channels == 1 else pixels.permute(2, 0, 1)
+
+
+def _resize_and_crop(image: Image, size: int, resampling: str) -> Image:
+    width, height = image.size
+    scale = size / min(width, height)
+    # max: rounding must not make the shorter side smaller than the square.
+    width, height = max(size, round(width * scale)), max(size, round(height * scale))
+    image = image.resize((width, height), import_pil().Resampling[resampling.upper()])
+    left, top = (width - size) // 2, (height - size) // 2
+    return image.crop((left, top, left + size, top + size))

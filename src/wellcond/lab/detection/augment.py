@@ -1,0 +1,189 @@
+"""An image and its objects as a sample for the model: scaled, in training also mirrored and cropped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from wellcond.lab.data.images import import_pil
+from wellcond.lab.detection.boxes import boxes_of_masks, clip_boxes, thin_boxes
+from wellcond.lab.detection.instances import Instances
+from wellcond.lab.detection.masks import Segmentation, to_mask
+from wellcond.lab.settings import ImageSide, Settings
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Sides = tuple[ImageSide, ...]
+
+
+class CropSettings(Settings):
+    """The branch in which a part of the image is cut out before the scaling: scaled, cropped, scaled again."""
+
+    share: Share = 0.5
+    """Probability of this branch."""
+    sides: Sides = Field(default=(400, 500, 600), min_length=1)
+    """Shorter sides before the crop; one is drawn."""
+    smallest: ImageSide = 384
+    largest: ImageSide = 600
+    """Range of the height and the width of the crop; an image that is smaller stays whole."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> CropSettings:
+        if self.smallest > self.largest:
+            raise ValueError("expected smallest to be at most largest")
+        return self
+
+
+class DetectionAugmentation(Settings):
+    """How images are scaled, and in training changed; without `crop` and `flip` only scaled."""
+
+    flip: Share = 0.0
+    """Probability of a mirror image."""
+    sides: Sides = Field(default=(800,), min_length=1)
+    """Shorter sides in training; one is drawn."""
+    longest: ImageSide = 1333
+    """Of the longer side in training, which wins over the shorter."""
+    crop: CropSettings | None = None
+    evaluation_side: ImageSide = 800
+    evaluation_longest: ImageSide = 1333
+
+
+@dataclass(frozen=True)
+class View:
+    """A part of an image, scaled to a size, then perhaps mirrored."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+    height: int
+    width: int
+    flipped: bool
+
+    def look(self, picture: Image) -> Tensor:
+        """The picture as float32 (3, height, width) in 0..1, interpolated once."""
+        pil = import_pil()
+        part = (self.left, self.top, self.right, self.bottom)
+        if part != (0, 0, *picture.size) or picture.size != (self.width, self.height):
+            picture = picture.resize((self.width, self.height), pil.Resampling.BILINEAR, box=part)
+        if self.flipped:
+            picture = picture.transpose(pil.Transpose.FLIP_LEFT_RIGHT)
+        return torch.from_numpy(np.array(picture)).permute(2, 0, 1).float() / 255
+
+    def move(self, points: Tensor) -> Tensor:
+        """Where points (..., 2) of the image lie in the view; they may lie outside."""
+        scale = [self.width / (self.right - self.left), self.height / (self.bottom - self.top)]
+        moved = (points.double() - torch.tensor([self.left, self.top]).double()) * torch.tensor(scale).double()
+        if self.flipped:
+            moved[..., 0] = self.width - moved[..., 0]
+        return moved
+
+    def move_boxes(self, boxes: Tensor) -> Tensor:
+        """Where boxes (n, 4) lie; not cut off."""
+        corners = self.move(boxes.reshape(-1, 2, 2))
+        return torch.cat([corners.amin(1), corners.amax(1)], 1).float()
+
+    def mask(self, segmentation: Segmentation, size: tuple[int, int]) -> Tensor:
+        """The mask in the view, uint8 (height, width), of a segmentation in an image of this size.
+
+        Polygons are moved and then drawn, so that no mask is ever interpolated; of run lengths the nearest pixel is
+        taken.
+        """
+        if isinstance(segmentation, list):
+            moved = [self.move(torch.tensor(polygon).reshape(-1, 2)).flatten().tolist() for polygon in segmentation]
+            return to_mask(moved, self.height, self.width)
+        whole = to_mask(segmentation, *size)
+        rows, columns = (
+            # Middles of the pixels of the view, in pixels of the image.
+            (low + (torch.arange(count).double() + 0.5) * ((high - low) / count)).long().clamp(max=most - 1)
+            for low, high, count, most in (
+                (self.top, self.bottom, self.height, size[0]),
+                (self.left, self.right, self.width, size[1]),
+            )
+        )
+        seen = whole[rows][:, columns]
+        return seen.flip(1) if self.flipped else seen
+
+
+def prepare(
+    example: dict[str, Any], settings: DetectionAugmentation, draw: torch.Generator | None
+) -> dict[str, Tensor]:
+    """A sample of an example of a `CocoSplit`.
+
+    Crowd regions are no targets. Objects of which the view leaves less than a pixel, or no pixel of the mask, are left
+    out; the boxes of those that a crop cuts are drawn anew around what is left of the mask. A sample may have none.
+
+    Args:
+        example: `image`, `size` and `instances`.
+        settings: How to scale and change it.
+        draw: Where random numbers come from, the same ones giving the same sample; None for evaluation.
+
+    Returns: `image` float32 (3, h, w) in 0..1, `boxes` float32 (n, 4), `labels` int64 (n,), `masks` uint8 (n, h, w).
+    """
+    view = choose_view(example["size"], settings, draw)
+    instances: Instances = example["instances"]
+    instances = instances.select(~instances.crowd)
+    moved = view.move_boxes(instances.boxes)
+    boxes = clip_boxes(moved, view.height, view.width)
+    keep = ~thin_boxes(boxes)
+    instances, moved, boxes = instances.select(keep), moved[keep], boxes[keep]
+    drawn = [view.mask(segmentation, example["size"]) for segmentation in instances.segmentations]
+    masks = torch.stack(drawn) if drawn else torch.zeros(0, view.height, view.width, dtype=torch.uint8)
+    cut = (boxes != moved).any(1)
+    boxes = torch.where(cut[:, None], boxes_of_masks(masks), boxes)
+    seen = masks.bool().flatten(1).any(1)
+    return {
+        "image": view.look(example["image"]),
+        "boxes": boxes[seen],
+        "labels": instances.labels[seen],
+        "masks": masks[seen],
+    }
+
+
+def choose_view(size: tuple[int, int], settings: DetectionAugmentation, draw: torch.Generator | None) -> View:
+    """The view of an image of this size (height, width) in evaluation or, with random numbers, in training."""
+    height, width = size
+    if draw is None:
+        scaled = fit(size, settings.evaluation_side, settings.evaluation_longest)
+        return View(0, 0, width, height, *scaled, flipped=False)
+    flipped = _chance(draw) < settings.flip
+    side = settings.sides[_integer(draw, 0, len(settings.sides) - 1)]
+    crop = settings.crop
+    if crop is None or _chance(draw) >= crop.share:
+        return View(0, 0, width, height, *fit(size, side, settings.longest), flipped)
+    first = fit(size, crop.sides[_integer(draw, 0, len(crop.sides) - 1)], settings.longest)
+    # As in the releases: height and width drawn one by one, then the place.
+    cut = [_integer(draw, min(crop.smallest, most), min(crop.largest, most)) for most in first]
+    top, left = (_integer(draw, 0, most - part) for most, part in zip(first, cut, strict=True))
+    # Both scalings and the crop between them are one: a part of the image, scaled once.
+    rows, columns = height / first[0], width / first[1]
+    right, bottom = min(width, (left + cut[1]) * columns), min(height, (top + cut[0]) * rows)
+    return View(left * columns, top * rows, right, bottom, *fit((cut[0], cut[1]), side, settings.longest), flipped)
+
+
+def fit(size: tuple[int, int], side: int, longest: int) -> tuple[int, int]:
+    """Size (height, width) scaled to a shorter side, or to the longest longer one if that is reached first.
+
+    Example:
+        >>> fit((480, 640), 240, 1333), fit((100, 1000), 240, 500)
+        ((240, 320), (50, 500))
+    """
+    scale = min(side / min(size), longest / max(size))
+    height, width = (max(1, int(length * scale + 0.5)) for length in size)
+    return height, width
+
+
+def _chance(draw: torch.Generator) -> float:
+    return float(torch.rand((), generator=draw, dtype=torch.float64))
+
+
+def _integer(draw: torch.Generator, low: int, high: int) -> int:
+    """From low to high, both among them."""
+    return int(torch.randint(low, high + 1, (), generator=draw))

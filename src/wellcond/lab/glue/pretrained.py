@@ -1,0 +1,207 @@
+"""A run of masked language modelling as the start of fine-tuning: its tokeniser and its plain encoder."""
+
+from __future__ import annotations
+
+import functools
+import json
+import warnings
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wellcond.conditioning.apply import fold_, recondition_
+from wellcond.errors import NumericalWarning
+from wellcond.files import write_atomically
+from wellcond.lab.data.bundle import DataBundle, Split
+from wellcond.lab.data.fingerprint import fingerprint
+from wellcond.lab.data.registry import load_data, resolve_config
+from wellcond.lab.models.norms import remove_norms_
+from wellcond.lab.models.teachers import file_sha256
+from wellcond.lab.tasks.masked_language_modelling import MaskedLanguageModellingSettings
+from wellcond.lab.tokenizers.base import Tokenizer
+from wellcond.lab.tokenizers.files import find_tokenizer, read_tokenizer
+from wellcond.lab.tokenizers.library_tokenizer import LibraryTokenizer
+from wellcond.lab.tokenizers.settings import TokenizerFile, TrainedTokenizer
+from wellcond.lab.tokenizers.training import trained_tokenizer
+from wellcond.lab.train.checkpoint import last_checkpoint, trained_weights
+from wellcond.lab.train.prepare import located
+from wellcond.lab.train.run_folder import RunError, RunFolder, check_links, writing
+from wellcond.models import build_model
+from wellcond.weights import conditioning_in, load_state, read_state_dict
+
+CLASSIFIERS = {"wellcond:crammed_bert": "wellcond:crammed_bert_classifier"}
+"""Models of ours that share the encoder of one that is pre-trained; those of transformers keep their name."""
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A finished run."""
+
+    folder: Path
+    record: dict[str, Any]
+    weights: Path
+    base: Path | None
+    """Folder that the relative paths of its recipe start from."""
+
+    @property
+    def place(self) -> Path:
+        """Where everything about GLUE is written."""
+        return self.folder / "glue"
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """Settings of the model."""
+        return dict(self.record["config"]["model"])
+
+    @cached_property
+    def task(self) -> MaskedLanguageModellingSettings:
+        """Settings of the task."""
+        return MaskedLanguageModellingSettings.model_validate(self.record["config"]["task"])
+
+    @cached_property
+    def digest(self) -> str:
+        """What tells these weights from others."""
+        return file_sha256(self.weights)[:16]
+
+    @property
+    def encoder_file(self) -> str:
+        """Name of the file of the encoder, in `place`."""
+        return f"encoder-{self.digest}.safetensors"
+
+    @property
+    def tokenizer_file(self) -> str:
+        """Name of the file of the tokeniser, in `place`."""
+        return f"tokenizer-{self.digest}.json"
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokeniser of pre-training, from its file in `place`, which is made if it is missing.
+
+        Raises: RunError if the text that it was trained on has changed, it has no file (bytes), or it is not the one
+            in the record of the run.
+        """
+        path = self.place / self.tokenizer_file
+        if not path.is_file():
+            content = self._make_tokenizer().inner.to_str()
+            with writing(path):
+                path.parent.mkdir(exist_ok=True)
+                write_atomically(path, content)
+        found = read_tokenizer(path)
+        recorded = self.record.get("tokenizer") or {"fingerprint": found.fingerprint}  # older records have none
+        if recorded["fingerprint"] != found.fingerprint:
+            raise RunError(
+                f"{path} is not the tokeniser of pre-training: expected fingerprint {recorded['fingerprint']}, found "
+                f"{found.fingerprint}. Delete the file to have it made again, or restore what it is made from"
+            )
+        return found
+
+    def _make_tokenizer(self) -> LibraryTokenizer:
+        choice = self.task.tokenizer
+        if isinstance(choice, TrainedTokenizer):
+            return trained_tokenizer(choice, self._text(), "the text of pre-training")
+        if isinstance(choice, TokenizerFile):
+            found = read_tokenizer(find_tokenizer(choice.file, self.base or Path.cwd()), lower_case=choice.lower_case)
+            if choice.sha256 in (None, found.fingerprint):
+                return found
+            raise RunError(
+                f"{self.folder} was pre-trained with another tokeniser than {choice.file} is now: expected sha256 "
+                f"{choice.sha256}, found {found.fingerprint}"
+            )
+        raise RunError(
+            f"{self.folder} was pre-trained on bytes, which have no tokens [CLS] and [SEP]; GLUE needs a run with "
+            "task.tokenizer: {train: wordpiece, vocabulary: 4096} or the like"
+        )
+
+    def _text(self) -> Split:
+        """What the tokeniser was trained on."""
+        data = _load(json.dumps(self.record["config"]["data"]), self.base)
+        if fingerprint(data)["splits"]["train"] != self.record["data"]["fingerprint"].get("train"):
+            raise RunError(
+                f"{self.folder}: the text that its tokeniser was trained on is not what {data.name} holds now. Restore "
+                "the data of pre-training, or pre-train again"
+            )
+        return data.train
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the model, what its task asked for among them."""
+        special, size = self.tokenizer.special, self.tokenizer.vocabulary_size
+        length = "length" if self.model["name"].startswith("wellcond:") else "max_position_embeddings"
+        needed = {"vocab_size": size + (special.mask is None), length: self.task.length, "pad_token_id": special.pad}
+        return needed | self.model["arguments"]
+
+    def write_encoder(self) -> None:
+        """Write the encoder into `place`, with corrections folded into its weights.
+
+        Raises: WeightError if the checkpoint does not fit the model that its run names.
+        """
+        path = self.place / self.encoder_file
+        if path.is_file():
+            return
+        from safetensors.torch import save  # as the checkpoint itself
+
+        encoder = self._read_encoder()
+        with writing(path):
+            path.parent.mkdir(exist_ok=True)
+            write_atomically(path, save(encoder))
+
+    def _read_encoder(self) -> dict[str, Tensor]:
+        name = located(self.model["name"], self.base)
+        with torch.random.fork_rng(devices=[]):
+            model = build_model(name, self.arguments(), auto_class="AutoModelForMaskedLM", local_code=False)
+        remove_norms_(model, self.model.get("norms", "keep"), lambda: model(input_ids=torch.zeros(1, 8).long()))
+        state = read_state_dict(self.weights)
+        settings = conditioning_in(state)
+        if settings is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", NumericalWarning)  # said when it was trained
+                recondition_(model, settings)
+        load_state(model, state, str(self.weights))
+        if settings is not None:
+            fold_(model)
+        # Tied weights share memory, which the file format does not know.
+        prefix = f"{_encoder_of(model)}."
+        return {name: value.clone() for name, value in model.state_dict().items() if name.startswith(prefix)}
+
+
+def _encoder_of(model: nn.Module) -> str:
+    """Name of the part that all heads of a family share."""
+    return str(getattr(model, "base_model_prefix", "encoder"))
+
+
+@functools.lru_cache(maxsize=1)
+def _load(data: str, base: Path | None) -> DataBundle:
+    """Data of pre-training; the runs of a comparison share them."""
+    return load_data(resolve_config(json.loads(data)), base=base)
+
+
+def read_pretrained(folder: Path, base: Path | None = None) -> Pretrained:
+    """The run in a folder.
+
+    Raises: RunError if it is no finished run of masked language modelling whose model has a classifier, its weights are
+        damaged, or a link leads out of its folder, into which scores are written.
+    """
+    check_links(folder)
+    record = RunFolder(folder).read_record()
+    if record is None:
+        raise RunError(f"no run in {folder}: expected run.json there (a run), or comparison.json (a comparison)")
+    try:
+        task, model = record["config"]["task"]["name"], record["config"]["model"]["name"]
+    except (KeyError, TypeError) as error:
+        raise RunError(f"{folder}: its record names no task and model; it is damaged, run it again") from error
+    if task != MaskedLanguageModellingSettings.model_fields["name"].default:
+        raise RunError(f"{folder}: GLUE starts from a run of masked_language_modelling, found one of {task}")
+    if record["status"] != "finished":
+        raise RunError(
+            f"{folder}: expected a finished run, found one that is {record['status']}; run the command that made it "
+            "again to resume"
+        )
+    if not model.startswith("hf:") and model not in CLASSIFIERS:
+        raise RunError(f"{folder}: expected a model hf:TYPE or {', '.join(CLASSIFIERS)}, found {model}")
+    place = last_checkpoint(folder / "checkpoints")
+    if place is None or not (place / "model.safetensors").is_file():
+        raise RunError(f"{folder}: there is no checkpoint; was its folder checkpoints deleted?")
+    return Pretrained(folder, record, trained_weights(place, record), base)

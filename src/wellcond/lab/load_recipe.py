@@ -1,0 +1,215 @@
+"""Reading recipes: those that ship, and a user's own files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from pydantic import ValidationError
+
+from wellcond.lab.settings import RecipeError, Scale, explain, suggest
+from wellcond.lab.yaml_text import read_yaml
+
+if TYPE_CHECKING:
+    from wellcond.lab.recipe import Recipe
+
+SCALES: tuple[str, ...] = get_args(Scale)
+
+
+@dataclass(frozen=True)
+class ShippedRecipe:
+    """One of the package's own recipes."""
+
+    name: str
+    scale: str
+    text: str
+
+
+def shipped_recipes() -> list[ShippedRecipe]:
+    """All of them, by scale and name."""
+    root = resources.files("wellcond.lab") / "recipes"
+    return [
+        ShippedRecipe(file.name.removesuffix(".yaml"), scale, file.read_text(encoding="utf-8"))
+        for scale in SCALES
+        if (root / scale).is_dir()
+        for file in sorted((root / scale).iterdir(), key=lambda file: file.name.removesuffix(".yaml"))
+        if file.name.endswith(".yaml")
+    ]
+
+
+@dataclass(frozen=True)
+class RecipeFields:
+    """A recipe as it is written, before its fields are checked."""
+
+    fields: dict[str, Any]
+    where: str
+    """The file, or scale and name, for messages."""
+    base: Path | None
+    """Folder that relative paths start from; None for a recipe that ships."""
+
+
+def load_recipe(
+    name_or_path: str, *, scale: str | None = None, overrides: Sequence[str] = ()
+) -> tuple[Recipe, Path | None]:
+    """A recipe and the folder its relative paths start from (None for one that ships).
+
+    Args:
+        name_or_path: name of a shipped recipe, or a YAML file.
+        scale: of a shipped recipe; needed where a name exists at several.
+        overrides: ``path.to.field=value``, values in YAML.
+
+    Raises: RecipeError that names the path, the value and what is allowed.
+    """
+    read = read_recipe(name_or_path, scale=scale, overrides=overrides)
+    return _validate(read.fields, read.where), read.base
+
+
+def read_recipe(name_or_path: str, *, scale: str | None = None, overrides: Sequence[str] = ()) -> RecipeFields:
+    """`load_recipe` as far as it goes without torch: that the recipe is there, and YAML.
+
+    Raises: RecipeError.
+    """
+    if name_or_path.endswith((".yaml", ".yml")):
+        path = Path(name_or_path)
+        if not path.is_file():
+            raise RecipeError(f"no such recipe file: {path}")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"{path} cannot be read as text: {error}") from error
+        read = RecipeFields(_fields(text, str(path), overrides), str(path), path.parent)
+        if scale not in (None, read.fields.get("scale")):
+            raise RecipeError(
+                f"{path} is a recipe of scale {read.fields.get('scale')!r}, not {scale!r}; leave out --scale"
+            )
+        return read
+    shipped = shipped_recipes()
+    named = [recipe for recipe in shipped if recipe.name == name_or_path]
+    if not named:
+        raise RecipeError(
+            f"no recipe {name_or_path!r}{suggest(name_or_path, sorted({recipe.name for recipe in shipped}))}. "
+            "`wellcond recipes` lists them; a file of your own ends in .yaml"
+        )
+    found = [recipe for recipe in named if scale in (None, recipe.scale)]
+    if len(found) != 1:
+        scales = ", ".join(recipe.scale for recipe in named)
+        asked = f", not at {scale!r}" if scale else ""
+        raise RecipeError(f"the recipe {name_or_path!r} exists at the scales {scales}{asked}: choose one with --scale")
+    where = f"{found[0].scale}/{found[0].name}"
+    return RecipeFields(_fields(found[0].text, where, overrides), where, None)
+
+
+def parse_recipe(text: str, where: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Validate the text of a recipe.
+
+    Raises: RecipeError.
+    """
+    return _validate(_fields(text, where, overrides), where)
+
+
+def _validate(fields: dict[str, Any], where: str) -> Recipe:
+    from wellcond.lab.recipe import Recipe
+
+    try:
+        return Recipe.model_validate(fields)
+    except ValidationError as error:
+        raise explain(error, where, fields) from error
+
+
+def _fields(text: str, where: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    data = _extended(text, where)
+    for override in overrides:
+        set_field(data, override)
+        _forget_tuned(data, override.partition("=")[0].strip())
+    changed = {override.partition("=")[0].strip().partition(".")[0] for override in overrides}
+    return _without_untrue(data, changed)
+
+
+def _without_untrue(data: dict[str, Any], changed: set[str]) -> dict[str, Any]:
+    """Fields without a title or description that would speak of other data, another model or another length."""
+    untrue = [key for key, fields in DESCRIBED.items() if changed & fields and key not in changed]
+    return {key: value for key, value in data.items() if key not in untrue}
+
+
+def _forget_tuned(data: dict[str, Any], path: str) -> None:
+    """What the user sets counts for all methods, whatever was found for some."""
+    tuned = data.get("tuned")
+    values = tuned.get("values") if isinstance(tuned, dict) else None
+    if not isinstance(values, dict) or path.partition(".")[0] == "tuned":
+        return
+    for method, fields in values.items():
+        if isinstance(fields, dict):
+            values[method] = {field: value for field, value in fields.items() if not f"{field}.".startswith(f"{path}.")}
+
+
+def _extended(text: str, where: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Fields of a recipe, on top of those of the shipped recipe it ``extends``."""
+    data = read_yaml(text, where)
+    if not isinstance(data, dict):
+        raise RecipeError(f"{where}: expected a mapping of fields, found {type(data).__name__}")
+    base = data.pop("extends", None)
+    if base is None:
+        return data
+    shipped = {f"{recipe.scale}/{recipe.name}": recipe.text for recipe in shipped_recipes()}
+    if base not in shipped:
+        raise RecipeError(f"{where}: extends: no recipe {base!r}{suggest(str(base), sorted(shipped))}")
+    if base in seen:
+        raise RecipeError(f"{where}: extends: {base} extends itself")
+    inherited = _extended(shipped[base], base, (*seen, base))
+    inherited.pop("tuned", None)  # found for that one
+    return merge(_without_untrue(inherited, set(data)), data)
+
+
+def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `changes` over those of `base`, mapping by mapping; one of another kind is replaced whole.
+
+    Example:
+        >>> merge({"optimizer": {"name": "sgd", "lr": 1}}, {"optimizer": {"lr": 2}})
+        {'optimizer': {'name': 'sgd', 'lr': 2}}
+        >>> merge({"data": {"source": "digits"}}, {"data": {"source": "hub", "id": "a/b"}})
+        {'data': {'source': 'hub', 'id': 'a/b'}}
+    """
+    merged = dict(base)
+    for key, value in changes.items():
+        former = base.get(key)
+        if isinstance(former, dict) and isinstance(value, dict) and key not in LENGTHS:
+            same_kind = all(value.get(tag, former.get(tag)) == former.get(tag) for tag in ("name", "source"))
+            merged[key] = merge(former, value) if same_kind else value
+        else:
+            merged[key] = value
+    return merged
+
+
+DESCRIBED = {
+    "title": {"data", "model", "task"},
+    "description": {"augmentation", "data", "evaluation", "model", "optimizer", "schedule", "task", "training"},
+}
+"""Fields that a recipe's own title and description speak of: a change of one of them makes the text untrue."""
+LENGTHS = ("length", "every", "weights_every", "warmup", "cooldown")
+"""Fields that are given in epochs or in steps: one replaces the other."""
+
+
+def set_field(data: dict[str, Any], override: str) -> None:
+    """Apply ``path.to.field=value`` in place.
+
+    Raises: RecipeError if it has no ``=`` or leads through something that is not a mapping.
+
+    Example:
+        >>> data = {"optimizer": {"lr": 1e-3}}
+        >>> set_field(data, "optimizer.lr=5e-4")
+        >>> data
+        {'optimizer': {'lr': 0.0005}}
+    """
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise RecipeError(f"--set: expected path.to.field=value, found {override!r}")
+    place = data
+    for depth, key in enumerate(keys[:-1]):
+        place = place.setdefault(key, {})
+        if not isinstance(place, dict):
+            raise RecipeError(f"--set {override}: {'.'.join(keys[: depth + 1])} is {place!r}, which has no fields")
+    place[keys[-1]] = read_yaml(text, f"--set {override}: the value")

@@ -1,0 +1,263 @@
+"""Crammed BERT (Geiping and Goldstein, ICML 2023) as its release has it, for pre-training and for classification.
+
+A pre-norm encoder without biases in its linear maps, with gated feed-forward parts, scaled sinusoidal positions and a
+decoder tied to the embeddings. Parameters bear the names of the release.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from torch import Tensor, nn
+from torch.nn.functional import gelu, linear, scaled_dot_product_attention
+
+from wellcond.attention.builders import fused_site
+from wellcond.attention.find import register_adapter
+from wellcond.attention.site import AttentionSite, Place
+from wellcond.lab.models.registry import ArchitectureOptions, register_architecture
+
+DEVIATION = 0.02
+
+
+class CrammedBertOptions(ArchitectureOptions):
+    """Options of `crammed_bert`; defaults are those of the release."""
+
+    vocab_size: PositiveInt
+    pad_token_id: NonNegativeInt | None = 0
+    """Its embedding is zero; null where no token is padding."""
+    length: PositiveInt = 128
+    """Tokens of the longest sequence."""
+    layers: PositiveInt = 16
+    width: PositiveInt = 768
+    heads: PositiveInt = 12
+    feed_forward: PositiveInt = 3072
+    """Width of the feed-forward part before its gate, which halves it."""
+    norm_eps: PositiveFloat = 1e-12
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of embeddings, attention maps and the output of every part; the release pre-trains without."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> CrammedBertOptions:
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} cannot be shared by {self.heads} heads")
+        for name in ("width", "feed_forward"):
+            if getattr(self, name) % 2:
+                raise ValueError(f"{name}: expected an even number, found {getattr(self, name)}")
+        if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
+            raise ValueError(f"pad_token_id: expected one of {self.vocab_size} tokens, found {self.pad_token_id}")
+        return self
+
+
+class CrammedBertClassifierOptions(CrammedBertOptions):
+    """Options of `crammed_bert_classifier`."""
+
+    num_labels: PositiveInt
+    """1 for a regression."""
+    pooler_width: PositiveInt = 1024
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """As in pre-training, and of the pooled token."""
+
+
+class ScaledSinusoids(nn.Module):
+    """Sines and cosines of the position, times one learned number."""
+
+    def __init__(self, length: int, width: int) -> None:
+        """The number starts at 1 / sqrt(width)."""
+        super().__init__()
+        frequencies = 10000 ** (torch.arange(0, width, 2, dtype=torch.float64) / -width)
+        angles = torch.arange(length)[:, None] * frequencies
+        table = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
+        self.register_buffer("table", table.to(torch.get_default_dtype()), persistent=False)
+        self.scale_factor = nn.Parameter(torch.tensor([width**-0.5]))
+
+    def forward(self, length: int) -> Tensor:
+        """(length, width)."""
+        return self.scale_factor * self.get_buffer("table")[:length]
+
+
+class Embedding(nn.Module):
+    """Tokens and positions, normalised."""
+
+    def __init__(self, options: CrammedBertOptions) -> None:
+        """Made from the model's options."""
+        super().__init__()
+        self.word_embedding = nn.Embedding(options.vocab_size, options.width, padding_idx=options.pad_token_id)
+        self.pos_embedding = ScaledSinusoids(options.length, options.width)
+        self.norm = nn.LayerNorm(options.width, eps=options.norm_eps)
+        self.dropout = nn.Dropout(options.dropout)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """(batch, tokens) to (batch, tokens, width)."""
+        return self.dropout(self.norm(self.word_embedding(input_ids) + self.pos_embedding(input_ids.shape[1])))
+
+
+class CrammedSelfAttention(nn.Module):
+    """Softmax attention from one projection that holds query, key and value of each head one after the other."""
+
+    def __init__(self, options: CrammedBertOptions) -> None:
+        """Made from the model's options."""
+        super().__init__()
+        self.num_heads, self.dropout = options.heads, options.dropout
+        self.query_key_value = nn.Linear(options.width, 3 * options.width, bias=False)
+
+    def forward(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        """(batch, tokens, width) to the same; `mask` (batch, 1, 1, tokens) is true where a token may be seen."""
+        heads = self.query_key_value(tokens).unflatten(-1, (self.num_heads, 3, -1))
+        query, key, value = heads.permute(3, 0, 2, 1, 4)
+        dropout = self.dropout if self.training else 0.0
+        return scaled_dot_product_attention(query, key, value, mask, dropout).transpose(1, 2).flatten(2)
+
+
+class Attention(nn.Module):
+    """Attention and its output projection."""
+
+    def __init__(self, options: CrammedBertOptions) -> None:
+        """Made from the model's options."""
+        super().__init__()
+        self.self_attention = CrammedSelfAttention(options)
+        self.dense = nn.Linear(options.width, options.width, bias=False)
+
+    def forward(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        """(batch, tokens, width) to the same."""
+        return self.dense(self.self_attention(tokens, mask))
+
+
+@register_adapter(CrammedSelfAttention)
+def crammed_self_attention(place: Place) -> AttentionSite:
+    """Rows [heads, 3, head width]."""
+    module = place.module
+    assert isinstance(module, CrammedSelfAttention)
+    output = place.parent.dense if isinstance(place.parent, Attention) else None
+    return fused_site(
+        place,
+        module.query_key_value,
+        num_heads=module.num_heads,
+        arrangement="groups",
+        output=output,
+        family="crammed_bert",
+        scale=(module.query_key_value.in_features // module.num_heads) ** -0.5,
+    )
+
+
+class GatedFeedForward(nn.Module):
+    """Half of the inner width, gated by GELU of the other half."""
+
+    def __init__(self, options: CrammedBertOptions) -> None:
+        """Made from the model's options."""
+        super().__init__()
+        self.dense_in = nn.Linear(options.width, options.feed_forward, bias=False)
+        self.dense_out = nn.Linear(options.feed_forward // 2, options.width, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(batch, tokens, width) to the same."""
+        values, gate = self.dense_in(tokens).chunk(2, dim=-1)
+        return self.dense_out(values * gelu(gate))
+
+
+class Layer(nn.Module):
+    """Norm and attention, norm and feed-forward part, each added to its input."""
+
+    def __init__(self, options: CrammedBertOptions) -> None:
+        """Made from the model's options."""
+        super().__init__()
+        self.norm1 = nn.LayerNorm(options.width, eps=options.norm_eps)
+        self.attn = Attention(options)
+        self.norm2 = nn.LayerNorm(options.width, eps=options.norm_eps)
+        self.ffn = GatedFeedForward(options)
+        self.dropout = nn.Dropout(options.dropout)
+
+    def forward(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        """(batch, tokens, width) to the same."""
+        tokens = tokens + self.dropout(self.attn(self.norm1(tokens), mask))
+        return tokens + self.dropout(self.ffn(self.norm2(tokens)))
+
+
+class CrammedEncoder(nn.Module):
+    """What both models share."""
+
+    def __init__(self, options: CrammedBertOptions) -> None:
+        """Made from the model's options."""
+        super().__init__()
+        self.length = options.length
+        self.embedding = Embedding(options)
+        self.layers = nn.ModuleList(Layer(options) for _ in range(options.layers))
+        self.final_norm = nn.LayerNorm(options.width, eps=options.norm_eps)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """(batch, tokens, width) of token ids (batch, tokens) and a mask that is 1 for tokens and 0 for padding."""
+        if input_ids.shape[1] > self.length:
+            raise ValueError(
+                f"this model takes sequences of at most {self.length} tokens, found {input_ids.shape[1]}; set "
+                "task.length or model.arguments.length"
+            )
+        mask = None if attention_mask is None else attention_mask.bool()[:, None, None, :]
+        tokens = self.embedding(input_ids)
+        for layer in self.layers:
+            tokens = layer(tokens, mask)
+        return self.final_norm(tokens)
+
+
+class CrammedBertForMaskedLM(nn.Module):
+    """Logits of the tokens that stood at given positions."""
+
+    def __init__(self, options: CrammedBertOptions) -> None:
+        """Freshly initialised."""
+        super().__init__()
+        self.options = options
+        self.encoder = CrammedEncoder(options)
+        self.apply(_initialise)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        """Logits (batch, tokens, vocabulary), or (positions, vocabulary) of flat positions, batch * tokens + token.
+
+        With a quarter of the tokens masked, the latter spares three quarters of the largest product of the model.
+        """
+        tokens = self.encoder(input_ids, attention_mask)
+        if positions is not None:
+            tokens = tokens.flatten(0, 1)[positions]
+        return linear(tokens, self.encoder.embedding.word_embedding.weight)
+
+
+class CrammedBertForSequenceClassification(nn.Module):
+    """Logits of sequences, from their first token."""
+
+    def __init__(self, options: CrammedBertClassifierOptions) -> None:
+        """Freshly initialised; weights of pre-training have the same names under `encoder`."""
+        super().__init__()
+        self.options = options
+        self.encoder = CrammedEncoder(options)
+        self.pooler = nn.ModuleDict({"dense": nn.Linear(options.width, options.pooler_width)})
+        self.dropout = nn.Dropout(options.dropout)
+        self.head = nn.Linear(options.pooler_width, options.num_labels)
+        self.apply(_initialise)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """(batch, labels)."""
+        first = self.encoder(input_ids, attention_mask)[:, 0]
+        return self.head(self.dropout(torch.tanh(self.pooler["dense"](first))))
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=DEVIATION)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+        with torch.no_grad():
+            module.weight[module.padding_idx].zero_()
+
+
+@register_architecture("crammed_bert", CrammedBertOptions)
+def crammed_bert(options: CrammedBertOptions) -> CrammedBertForMaskedLM:
+    """For masked language modelling."""
+    return CrammedBertForMaskedLM(options)
+
+
+@register_architecture("crammed_bert_classifier", CrammedBertClassifierOptions)
+def crammed_bert_classifier(options: CrammedBertClassifierOptions) -> CrammedBertForSequenceClassification:
+    """For classification or regression of sequences, from pre-trained weights or from scratch."""
+    return CrammedBertForSequenceClassification(options)

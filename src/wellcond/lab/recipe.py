@@ -1,0 +1,271 @@
+"""A recipe: everything that decides what a run does, validated before anything starts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Collection
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SerializeAsAny,
+    field_validator,
+    model_validator,
+)
+
+import wellcond.lab.data  # noqa: F401  (registers the sources)
+import wellcond.lab.tasks  # noqa: F401  (registers the tasks)
+from wellcond.errors import WellcondError
+from wellcond.lab.data.registry import SourceConfig, resolve_config
+from wellcond.lab.method_overrides import override_recipe
+from wellcond.lab.methods import MethodSettings, check_distinct
+from wellcond.lab.models.proxy import ProxySettings
+from wellcond.lab.settings import Interval, Scale, Settings, suggest
+from wellcond.lab.tasks.augmentation import AugmentationSettings
+from wellcond.lab.tasks.base import TASKS, ModelSettings
+from wellcond.lab.train.optimizers import OptimizerSettings
+from wellcond.lab.train.schedule import Constant, ScheduleSettings
+
+
+def _check_folder_name(name: str) -> str:
+    if not re.fullmatch(r"[^\W_][\w.+ -]*", name):
+        raise ValueError("expected a name for a folder: letters, digits, and . _ + - or spaces after the first")
+    return name
+
+
+FolderName = Annotated[str, AfterValidator(_check_folder_name)]
+"""Text from a recipe that becomes a part of a path, which it cannot leave."""
+
+
+class AveragingSettings(Settings):
+    """Exponential moving average of the weights."""
+
+    decay: Annotated[float, Field(gt=0, lt=1)]
+    evaluate: bool = True
+    """Whether the average is what is evaluated; kept beside the weights otherwise."""
+
+
+class TrainingSettings(Settings):
+    """How long, and with how much at once."""
+
+    length: Interval
+    hours: PositiveFloat | None = None
+    """Time that may be spent on training alone; `length` is then an upper limit, and the schedule of such a length is
+    squeezed into the time. Not reproducible to the bit."""
+    batch_size: PositiveInt
+    """Samples of one update, over all processes and accumulations."""
+    accumulate: PositiveInt = 1
+    """Parts in which a process computes its share of an update."""
+    batch_ramp: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the length, or of the time, over which the batch grows from one part (batch_size / accumulate) to all of
+    them. Epochs are then still those of full batches in `length` and other intervals; records count what was seen."""
+    clip_norm: PositiveFloat | None = None
+    averaging: AveragingSettings | None = None
+    diverged_above: PositiveFloat | None = 10.0
+    """A mean loss of this many times the first one ends the run as diverged; null: only a loss that is not finite."""
+    workers: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Processes that decode and augment, where that is slow."""
+    threads: Annotated[int, Field(gt=0, le=1024)] | None = None
+    """Of torch on the CPU; null leaves torch's own choice."""
+    log_every: PositiveInt = 10
+
+
+class PrecisionSettings(Settings):
+    """Number formats, and compilation."""
+
+    mixed: Literal["no", "bf16", "fp16"] = "no"
+    compile: str | None = None
+    """Backend of torch.compile, such as inductor."""
+
+
+class EvaluationSettings(Settings):
+    """When and how to score."""
+
+    every: Interval = Interval(epochs=1)
+    batch_size: PositiveInt = 256
+    samples: PositiveInt | None = None
+    """Score only so many samples, the first of the evaluation set, at every evaluation, the last one too; null: all."""
+    test: Literal["best", "last"] | None = None
+    """Score the whole test split once, after training: with the weights of the best evaluation, or with the last."""
+
+
+class CheckpointSettings(Settings):
+    """When to save what resuming needs."""
+
+    every: Interval = Interval(epochs=1)
+
+
+class TrackingSettings(Settings):
+    """When to measure conditioning."""
+
+    weights_every: Interval | None = Interval(epochs=1)
+    """Condition numbers of the weights, and the attention maps."""
+    jacobian_points: Annotated[int, Field(ge=0, le=10_000)] = 12
+    """How often to measure the Jacobian: first, last, and logarithmically spaced between."""
+    samples: PositiveInt = 1
+    heads: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] | None = None
+    """Only these key/value heads of each layer."""
+
+
+class LoggingSettings(Settings):
+    """Where to send metrics besides the run's folder, through Accelerate: tensorboard, wandb, ..."""
+
+    trackers: tuple[str, ...] = ()
+    project: FolderName = "wellcond"
+
+
+class TunedSettings(Settings):
+    """Values of fields that a search found for methods, and where its record is."""
+
+    record: str
+    """Folder of the comparison whose tuning.json has the search."""
+    values: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Fields and their values by method, in text such as ``conditioned`` or ``identity(lam=1)``."""
+
+    @field_validator("values")
+    @classmethod
+    def _by_canonical_text(cls, values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        return {MethodSettings.model_validate(text).canonical(): fields for text, fields in values.items()}
+
+
+def _resolve_source(raw: Any) -> Any:
+    try:
+        return resolve_config(raw)
+    except WellcondError as error:
+        raise ValueError(str(error)) from error
+
+
+def _resolve_task(raw: Any) -> Any:
+    if not isinstance(raw, dict):
+        return raw
+    name = raw.get("name")
+    if not isinstance(name, str) or name not in TASKS:
+        raise ValueError(f"unknown task {name!r}{suggest(str(name), sorted(TASKS))}")
+    return TASKS[name][0].model_validate(raw)
+
+
+class Recipe(Settings):
+    """One task, one model, one way to train; and the methods and seeds to compare."""
+
+    name: FolderName
+    """Runs are in a folder of this name, unless --folder says otherwise."""
+    title: str = ""
+    description: str = ""
+    scale: Scale
+    task: Annotated[SerializeAsAny[Settings], BeforeValidator(_resolve_task)]
+    data: Annotated[SerializeAsAny[SourceConfig], BeforeValidator(_resolve_source)]
+    model: ModelSettings
+    proxy: ProxySettings | None = None
+    """The model that this one stands in for: matrices of the blocks start at its sigma sqrt(fan_in)."""
+    method: MethodSettings = MethodSettings(init="default")
+    methods: tuple[MethodSettings, ...] = ()
+    """Those of a comparison."""
+    baseline: str = "default"
+    seeds: tuple[NonNegativeInt, ...] = (0, 1, 2, 3, 4)
+    optimizer: OptimizerSettings
+    schedule: ScheduleSettings = Constant()
+    augmentation: AugmentationSettings = AugmentationSettings()
+    training: TrainingSettings
+    precision: PrecisionSettings = PrecisionSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    tracking: TrackingSettings = TrackingSettings()
+    logging: LoggingSettings = LoggingSettings()
+    tuned: TunedSettings | None = None
+    """What `wellcond compare --tune` found: where methods start that set nothing themselves."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Recipe:
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds: expected different numbers, found {list(self.seeds)}")
+        check_distinct(self.methods)
+        for method in (self.method, *self.methods):
+            override_recipe(self, method)
+        for field in ("weights", "encoder"):
+            if self.proxy is not None and getattr(self.model, field) is not None:
+                raise ValueError(
+                    f"proxy: expected a model that starts from scratch, found model.{field}, which replaces the start; "
+                    "remove one of them (proxy: null)"
+                )
+        for text, values in self.tuned.values.items() if self.tuned is not None else ():
+            override_recipe(self, MethodSettings.model_validate(text).model_copy(update={"set": values}))
+        return self
+
+    def at_tuned(self, method: MethodSettings, *, but: Collection[str] = ()) -> MethodSettings:
+        """The method with what `tuned` has for it, if it sets nothing itself.
+
+        Args:
+            method: looked up by its canonical text, whatever its label is.
+            but: fields to leave out, since they are tuned anew.
+        """
+        found = {} if self.tuned is None or method.set else self.tuned.values.get(method.canonical(), {})
+        kept = {field: value for field, value in found.items() if field not in but}
+        return MethodSettings.model_validate(method.model_dump() | {"set": kept}) if kept else method
+
+    def config(self, method: MethodSettings, seed: int) -> dict[str, Any]:
+        """The resolved recipe of one run."""
+        data = self.model_dump(mode="json", exclude={"method", "methods", "baseline", "seeds", "tuned"})
+        return data | {"method": method.model_dump(mode="json"), "seed": seed}
+
+
+# Fields that do not change a run's numbers: a run may be resumed with others.
+WITHOUT_EFFECT = ("title", "description", "checkpoint", "logging")
+# Fields younger than the first records: at these values they are left out, so that those records keep their hashes.
+YOUNGER: dict[str, dict[str, Any]] = {
+    "augmentation": {"repeats": 1},
+    "data": {"num_test": 0, "held_out": None, "limit_test": None, "label_kind": "class"},
+    "model": {"norms": "keep", "encoder": None, "qk_norm": False},
+    "optimizer": {"qk_lr_factor": 1.0},
+    "schedule": {"begin": 0.0},
+    "training": {"hours": None, "batch_ramp": None},
+    "evaluation": {"samples": None, "test": None},
+    "method": {"sites": "*", "tokens": {}},
+}
+YOUNGER_PARTS: dict[str, Any] = {"proxy": None}
+YOUNGER_OF_TASKS: dict[str, dict[str, Any]] = {
+    "language_modelling": {"tokenizer": "bytes", "stride": None, "limit_tokens": None},
+    "sequence_classification": {
+        "image_size": None,
+        "black": "masked",
+        "too_long": None,
+        "pad_to": None,
+        "empty": "keep",
+    },
+}
+
+
+def config_hash(config: dict[str, Any]) -> str:
+    """16 hexadecimal digits that name what a run computes."""
+    kept = {key: value for key, value in config.items() if key not in WITHOUT_EFFECT}
+    kept["training"] = {key: value for key, value in kept["training"].items() if key != "workers"}
+    # What a method sets is in the other parts of the configuration already.
+    kept["method"] = {key: value for key, value in kept["method"].items() if key not in ("label", "set")}
+    younger = YOUNGER | {"task": YOUNGER_OF_TASKS.get(kept["task"]["name"], {})}
+    kept = {key: value for key, value in kept.items() if key not in YOUNGER_PARTS or value != YOUNGER_PARTS[key]}
+    for part, defaults in younger.items():
+        kept[part] = {key: value for key, value in kept[part].items() if key not in defaults or value != defaults[key]}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def jacobian_steps(num_points: int, num_steps: int) -> frozenset[int]:
+    """Step 0, the last step, and logarithmically spaced ones between.
+
+    Example:
+        >>> sorted(jacobian_steps(5, 1000))
+        [0, 1, 10, 100, 1000]
+    """
+    if num_points == 0:
+        return frozenset()
+    if num_points == 1:
+        return frozenset({num_steps})
+    between = max(0, num_points - 2)
+    spaced = {round(math.exp(math.log(num_steps) * k / between)) for k in range(between)} if between else set()
+    return frozenset({0, num_steps} | spaced)

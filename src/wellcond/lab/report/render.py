@@ -1,0 +1,63 @@
+"""`render`: pages from the jinja2 templates of this package. Every text is escaped unless it is markup already."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from wellcond.errors import MissingExtraError
+from wellcond.lab.report.samples import visible
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+
+def render(template: str, **context: Any) -> str:
+    """Text of a page.
+
+    Args:
+        template: name of a file in `templates`.
+        context: what the template shows. Texts and attributes are escaped.
+
+    Raises: MissingExtraError if jinja2 is not installed.
+    """
+    return environment().get_template(template).render(**context)
+
+
+@cache
+def environment() -> Environment:
+    """Where templates are found and how they are read.
+
+    Raises: MissingExtraError if jinja2 is not installed.
+    """
+    try:
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+        from markupsafe import Markup
+    except ImportError as error:
+        raise MissingExtraError("jinja2", "report") from error
+    made = Environment(
+        loader=PackageLoader("wellcond.lab.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    made.globals["asset"] = lambda name: Markup(asset(name))
+    made.filters["visible"] = visible
+    made.filters["script_json"] = lambda data: Markup(script_json(data))
+    return made
+
+
+def asset(name: str) -> str:
+    """Text of a style sheet or script of this package, which becomes part of a page."""
+    return (resources.files("wellcond.lab.report") / "templates" / name).read_text("utf-8")
+
+
+def script_json(data: Any) -> str:
+    r"""JSON that may stand inside a script element: nothing in it can end the element.
+
+    Example:
+        >>> script_json({"a": "</script>"})
+        '{"a":"\\u003c/script\\u003e"}'
+    """
+    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")

@@ -1,0 +1,296 @@
+"""One stored run: its record, its rows, and how the files are read that the training engine wrote."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from wellcond.errors import WellcondError
+from wellcond.lab.report.packed_records import PACKED, merge, to_rows, unpack_heads
+from wellcond.lab.report.values import MISSING, number, show
+from wellcond.run_records import CHECKSUM, COMPLETE, CORRELATIONS, SCHEMA, find_change, find_problem, matches
+
+ANEW = "Restore it, or delete {} and repeat the run."
+
+
+class RunRecordError(WellcondError, ValueError):
+    """A stored run that is missing, broken, or of another version."""
+
+    def __init__(self, path: Path, problem: str, advice: str) -> None:
+        """Name the file, what was expected of it, and what to do."""
+        self.path = path
+        super().__init__(f"{path}: {problem}\n  {advice}")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What the runs of a comparison are judged by."""
+
+    name: str
+    higher_is_better: bool
+    percent: bool
+    """Stored as a fraction, shown times 100."""
+
+    @property
+    def scale(self) -> float:
+        """Factor from stored to shown numbers."""
+        return 100.0 if self.percent else 1.0
+
+    @property
+    def limits(self) -> tuple[float, float] | None:
+        """Smallest and largest number that can be shown; None where there is no largest."""
+        lowest = -self.scale if self.name in CORRELATIONS else 0.0
+        return (lowest, self.scale) if self.percent else None
+
+    @property
+    def unit(self) -> str:
+        """Unit of a difference, with its space; empty if there is none."""
+        return " points" if self.percent else ""
+
+    @property
+    def label(self) -> str:
+        """Name with unit, for an axis."""
+        return f"{self.name} (%)" if self.percent else self.name
+
+    def show(self, value: float, *, sign: bool = False) -> str:
+        """A value, or with `sign` a difference, as it is printed.
+
+        Example:
+            >>> Metric("accuracy", True, True).show(0.9123)
+            '91.23'
+            >>> Metric("perplexity", False, False).show(-0.5, sign=True)
+            '-0.5'
+        """
+        shown = show(value * self.scale, 4)
+        if shown == MISSING or abs(value) == float("inf"):
+            return shown
+        if self.percent:
+            shown = f"{value * self.scale:.2f}"
+        return f"+{shown}" if sign and value > 0 else shown
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: its record, and its rows, which are read when they are first asked for."""
+
+    folder: Path
+    record: dict[str, Any]
+    packed: Mapping[str, Any] | None = None
+    """Columns of a packed run, which has no other files; see `packed_records`."""
+
+    @property
+    def file(self) -> Path:
+        """The file of its record."""
+        return self.folder / "run.json" if self.packed is None else self.folder.with_suffix(".json")
+
+    @property
+    def method(self) -> str:
+        """Label of the method."""
+        return str(self.record["method"])
+
+    @property
+    def seed(self) -> int:
+        """Its seed, by which runs are paired."""
+        return int(self.record["seed"])
+
+    @property
+    def status(self) -> str:
+        """Status as stored."""
+        return str(self.record["status"])
+
+    @property
+    def metric(self) -> Metric:
+        """What it is judged by."""
+        stored = self.record["metric"]
+        return Metric(str(stored["name"]), bool(stored["higher_is_better"]), bool(stored.get("percent")))
+
+    @property
+    def value(self) -> float:
+        """The metric at the last evaluation; NaN where there is none."""
+        return number((self.record.get("final") or {}).get(self.metric.name))
+
+    @property
+    def test(self) -> dict[str, Any]:
+        """Scores on the test split, with the weights that were tested; empty where nothing was tested."""
+        return self.record.get("test") or {}
+
+    @property
+    def test_value(self) -> float:
+        """The metric on the test split; NaN where there is none."""
+        return number(self.test.get(self.metric.name))
+
+    @property
+    def outcome(self) -> str:
+        """`finished`, `diverged`, `failed` or `partial`.
+
+        A finished run whose metric is not finite has diverged. `running` in a record that is only read means killed.
+        """
+        if self.status == "finished":
+            return "finished" if abs(self.value) < float("inf") else "diverged"
+        return self.status if self.status in ("diverged", "failed") else "partial"
+
+    @property
+    def finished(self) -> bool:
+        """Whether it counts in means."""
+        return self.outcome == "finished"
+
+    @property
+    def alone(self) -> bool:
+        """Whether it had its cores to itself from beginning to end, so that its times are those of its method."""
+        sessions = self.record.get("sessions") or ()
+        return bool(sessions) and all(session.get("alone") is True for session in sessions)
+
+    @cached_property
+    def steps(self) -> list[dict[str, Any]]:
+        """Rows of training."""
+        return self._rows("steps.jsonl", ("step",), required=True)
+
+    @cached_property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Rows of evaluation."""
+        rows = self._rows("evaluations.jsonl", ("step",), required=True)
+        if (
+            self.status == "finished"
+            and rows
+            and rows[-1].get(self.metric.name) != self.record["final"][self.metric.name]
+        ):
+            raise RunRecordError(
+                self.file,
+                f"has {self.metric.name} {self.value} at the end, but the last row of evaluations.jsonl has "
+                f"{rows[-1].get(self.metric.name)}: one of them was changed",
+                ANEW.format(self.folder),
+            )
+        return rows
+
+    @property
+    def conditioning(self) -> list[dict[str, Any]]:
+        """Rows of measured heads; empty if nothing was measured. Read anew each time, since there can be very many."""
+        return self._rows("conditioning.jsonl", ("step", "layer", "head"), required=False)
+
+    def fine_tuned(self) -> Iterable[tuple[Path, dict[str, Any]]]:
+        """Records of runs that were fine-tuned from this one, each with the file that holds it."""
+        if self.packed is None:
+            for path in sorted((self.folder / "glue").glob("*/seed-*/run.json")):
+                yield path, read_json(path, "wellcond-run")
+        else:
+            for _, record in sorted(self.packed.get("fine_tuned", {}).items()):
+                yield self.file, record | {"sessions": list(record.get("sessions", {}).values())}
+
+    def _rows(self, name: str, keys: tuple[str, ...], *, required: bool) -> list[dict[str, Any]]:
+        if self.packed is not None:
+            return self._unpacked(name.removesuffix(".jsonl"))
+        path, advice = self.folder / name, ANEW.format(self.folder)
+        mark = self.record.get("logs", {}).get(name)
+        if not path.is_file():
+            if (required and self.status == "finished") or (mark and mark["bytes"]):
+                raise RunRecordError(path, f"is missing, though the run is {self.status}", advice)
+            return []
+        content, complete = path.read_bytes(), self.status in COMPLETE
+        if mark and not matches(mark, content, complete=complete):
+            raise RunRecordError(path, "was changed after it was written, or is not of the run in run.json", advice)
+        rows = _read_lines(path, content, unfinished=not complete)
+        # A run that was killed and resumed may have written a step twice; the later row is the one that counts.
+        latest: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for at, row in enumerate(rows):
+            if not isinstance(row, dict) or any(key not in row for key in keys):
+                raise RunRecordError(
+                    path, f"row {at + 1} should have the keys {', '.join(keys)}", "It is not a record of wellcond."
+                )
+            latest[tuple(row[key] for key in keys)] = row
+        return sorted(latest.values(), key=lambda row: number(row["step"]))
+
+    def _unpacked(self, name: str) -> list[dict[str, Any]]:
+        columns = (self.packed or {}).get(name) or {}
+        try:
+            return unpack_heads(columns) if name == "conditioning" else to_rows(columns)
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            raise RunRecordError(self.file, f"its {name} cannot be read: {error}", "Pack the runs again.") from error
+
+
+def read_packed(path: Path, shared: Mapping[str, Any], mark: str) -> Run:
+    """A packed run.
+
+    Args:
+        path: its file.
+        shared: what all runs of its comparison share.
+        mark: checksum of `shared`, which the file must have been packed with.
+
+    Raises: RunRecordError if it was changed, or packed with another comparison, or holds scores that cannot be.
+    """
+    advice = "Restore it, or pack the runs again: wellcond pack."
+    rest = read_json(path, PACKED)
+    if rest.pop("shared", None) != mark:
+        raise RunRecordError(path, "was packed with another comparison.json than the one above it", advice)
+    record = merge(shared, rest) | {"kind": "wellcond-run"}
+    packed = record.pop("packed", {})
+    record["sessions"] = list((record.get("sessions") or {}).values())
+    if problem := find_problem(record):
+        raise RunRecordError(path, problem, advice)
+    return Run(path.with_suffix(""), record, packed)
+
+
+def read_json(path: Path, kind: str) -> dict[str, Any]:
+    """A record of a kind and of the schema that is known here.
+
+    Raises: RunRecordError if it is anything else, was changed, or is of a run with scores that cannot be.
+    """
+    is_run = kind == "wellcond-run"
+    advice = (
+        ANEW.format(path.parent) if is_run else f"Restore it, or delete {path} and repeat the command that wrote it."
+    )
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunRecordError(path, f"is not readable JSON ({error})", advice) from error
+    if not isinstance(record, dict) or record.get("kind", kind) != kind:
+        raise RunRecordError(path, f"expected a record of kind {kind!r}", advice)
+    if record.get("schema") != SCHEMA:
+        raise RunRecordError(
+            path,
+            f"expected schema {SCHEMA}, found {record.get('schema')!r}",
+            "It is of another version of wellcond: use that version, or repeat the run.",
+        )
+    if problem := find_problem(record) if is_run else find_change(record):
+        raise RunRecordError(path, problem, advice)
+    record.pop(CHECKSUM, None)
+    # Generated samples may hold anything; their pages show each such character by its number.
+    return {key: value if key == "samples" else _without_controls(value) for key, value in record.items()}
+
+
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""What a terminal would obey, a tab and the end of a line apart."""
+
+
+def _without_controls(value: Any) -> Any:
+    """Names and texts of a record as they may be shown anywhere, a terminal included."""
+    if isinstance(value, str):
+        return CONTROLS.sub("\ufffd", value)
+    if isinstance(value, dict):
+        return {_without_controls(key): _without_controls(item) for key, item in value.items()}
+    return [_without_controls(item) for item in value] if isinstance(value, list) else value
+
+
+def _read_lines(path: Path, content: bytes, *, unfinished: bool) -> list[Any]:
+    """Rows of a file with one JSON object per line; half a last line is what a killed run leaves."""
+    lines = [line for line in content.decode("utf-8", errors="replace").split("\n") if line.strip()]
+    try:
+        return list(json.loads(f"[{','.join(lines)}]"))
+    except (ValueError, RecursionError):
+        return list(_read_one_by_one(path, lines, unfinished))
+
+
+def _read_one_by_one(path: Path, lines: list[str], unfinished: bool) -> Iterable[Any]:
+    for at, line in enumerate(lines):
+        try:
+            yield json.loads(line)
+        except (ValueError, RecursionError) as error:
+            if unfinished and at == len(lines) - 1:
+                return
+            raise RunRecordError(
+                path, f"row {at + 1} of {len(lines)} is not JSON ({error})", "Restore the file, or repeat the run."
+            ) from error

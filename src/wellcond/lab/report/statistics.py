@@ -1,0 +1,310 @@
+"""Statistics of a comparison: paired by seed, positive is better, and silent where there are too few seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.special import stdtr, stdtrit  # scipy.stats takes seconds to import
+
+from wellcond.lab.report.load_runs import Comparison
+
+LEVEL = 0.95
+FEWEST_SEEDS = 3
+FEWEST_FOR_BOOTSTRAP = 5
+NUM_DRAWS = 10_000
+BOOTSTRAP_SEED = 0
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Values of one method, one per seed."""
+
+    values: dict[int, float]
+
+    @property
+    def count(self) -> int:
+        """Number of seeds."""
+        return len(self.values)
+
+    @property
+    def mean(self) -> float:
+        """Arithmetic mean; NaN of nothing."""
+        return math.fsum(self.values.values()) / self.count if self.values else math.nan
+
+    @property
+    def std(self) -> float:
+        """Sample standard deviation, divisor n - 1; NaN below two values."""
+        return sample_std(list(self.values.values()))
+
+    @property
+    def minimum(self) -> float:
+        """Smallest value."""
+        return min(self.values.values(), default=math.nan)
+
+    @property
+    def maximum(self) -> float:
+        """Largest value."""
+        return max(self.values.values(), default=math.nan)
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """One method minus another over the seeds both finished; positive means that the first is better."""
+
+    method: str
+    baseline: str
+    values: dict[int, float]
+    mean: float
+    std: float
+    relative: float
+    """Mean difference over the size of the baseline's mean."""
+    interval: Interval | None
+    """95 % interval of the mean by the t distribution; None below three seeds."""
+    bootstrap: Interval | None
+    """95 % percentile interval of 10,000 draws; None below five seeds."""
+    p: float | None
+    """Two-sided paired t test; None below three seeds, or where all differences are equal."""
+    p_holm: float | None = None
+    """`p` corrected over its question: all pairs with the same baseline and metric."""
+
+    @property
+    def count(self) -> int:
+        """Number of pairs."""
+        return len(self.values)
+
+    @property
+    def without_spread(self) -> bool:
+        """All differences are equal: the t test has nothing to divide by."""
+        return self.count >= FEWEST_SEEDS and self.std == 0
+
+    @property
+    def certain(self) -> bool:
+        """The interval excludes zero, and it has a width."""
+        return self.interval is not None and not self.without_spread and self.interval[0] * self.interval[1] > 0
+
+
+@dataclass(frozen=True)
+class LogSummary:
+    """Condition numbers on log10: means are geometric, and what is not finite is counted."""
+
+    geometric_mean: float
+    std_log10: float
+    interval: Interval | None
+    """95 % interval of the geometric mean; None below three finite values."""
+    finite: int
+    total: int
+    infinite: int = 0
+
+    @property
+    def infinite_share(self) -> float:
+        """Share of the known values that are infinite; 0 of nothing."""
+        return self.infinite / (self.finite + self.infinite) if self.infinite else 0.0
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Smaller is better conditioned: fewer infinite values first, then the mean of the finite ones."""
+        return self.infinite_share, self.geometric_mean if self.finite else math.inf
+
+
+def sample_std(values: Sequence[float]) -> float:
+    """Sample standard deviation; exactly zero where values differ by rounding only.
+
+    Example:
+        >>> sample_std([1.0, 2.0, 3.0])
+        1.0
+    """
+    if len(values) < 2:
+        return math.nan
+    spread = float(np.std(np.asarray(values, dtype=float), ddof=1))
+    # Differences such as 0.93 - 0.90 and 0.53 - 0.50 are equal but for rounding, and would give p = 1e-30.
+    return 0.0 if spread <= 1e-12 * max(map(abs, values)) else spread
+
+
+def t_interval(values: Sequence[float]) -> Interval | None:
+    """95 % interval of the mean by the t distribution; None below three values."""
+    if len(values) < FEWEST_SEEDS:
+        return None
+    mean, half = float(np.mean(values)), sample_std(values) / math.sqrt(len(values))
+    half *= float(stdtrit(len(values) - 1, 0.5 + LEVEL / 2))
+    return mean - half, mean + half
+
+
+def bootstrap_interval(values: Sequence[float]) -> Interval | None:
+    """95 % percentile interval of the mean over 10,000 draws with a fixed seed; None below five values."""
+    if len(values) < FEWEST_FOR_BOOTSTRAP:
+        return None
+    generator = np.random.default_rng(BOOTSTRAP_SEED)
+    draws = np.asarray(values, dtype=float)[generator.integers(0, len(values), (NUM_DRAWS, len(values)))].mean(1)
+    low, high = np.quantile(draws, [0.5 - LEVEL / 2, 0.5 + LEVEL / 2])
+    return float(low), float(high)
+
+
+def paired_p(values: Sequence[float]) -> float | None:
+    """Two-sided p of a paired t test on differences; see `PairedDifference.p`."""
+    if len(values) < FEWEST_SEEDS:
+        return None
+    std, mean = sample_std(values), float(np.mean(values))
+    if std == 0:
+        return None
+    return float(2 * stdtr(len(values) - 1, -abs(mean) / std * math.sqrt(len(values))))
+
+
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """Holm's step-down correction; None stays None and does not count as a test.
+
+    Example:
+        >>> holm([0.01, None, 0.04, 0.03])
+        [0.03, None, 0.06, 0.06]
+    """
+    order = sorted((p, at) for at, p in enumerate(p_values) if p is not None)
+    corrected: list[float | None] = [None] * len(p_values)
+    highest = 0.0
+    for rank, (p, at) in enumerate(order):
+        highest = max(highest, min(1.0, (len(order) - rank) * p))
+        corrected[at] = highest
+    return corrected
+
+
+def compare_paired(
+    method: str,
+    values: Mapping[int, float],
+    baseline: str,
+    baseline_values: Mapping[int, float],
+    *,
+    higher_is_better: bool,
+) -> PairedDifference:
+    """Difference of two methods over the seeds both have."""
+    sign = 1.0 if higher_is_better else -1.0
+    shared = sorted(set(values) & set(baseline_values))
+    differences = {seed: sign * (values[seed] - baseline_values[seed]) for seed in shared}
+    listed = list(differences.values())
+    mean = math.fsum(listed) / len(listed) if listed else math.nan
+    size = abs(math.fsum(baseline_values[seed] for seed in shared)) / len(shared) if shared else math.nan
+    return PairedDifference(
+        method=method,
+        baseline=baseline,
+        values=differences,
+        mean=mean,
+        std=sample_std(listed),
+        relative=mean / size if size else math.nan,
+        interval=t_interval(listed),
+        bootstrap=bootstrap_interval(listed),
+        p=paired_p(listed),
+    )
+
+
+def correct(differences: Iterable[PairedDifference]) -> list[PairedDifference]:
+    """The same differences with Holm's correction over all of them."""
+    listed = list(differences)
+    return [replace(d, p_holm=p) for d, p in zip(listed, holm([d.p for d in listed]), strict=True)]
+
+
+def differences_to_baseline(comparison: Comparison, summaries: Mapping[str, Summary]) -> dict[str, PairedDifference]:
+    """Every method minus the baseline, corrected over the methods."""
+    pairs = [(method, comparison.baseline) for method in comparison.methods if method != comparison.baseline]
+    return {difference.method: difference for difference in differences_of(comparison, summaries, pairs)}
+
+
+def differences_of(
+    comparison: Comparison, summaries: Mapping[str, Summary], pairs: Sequence[tuple[str, str]]
+) -> list[PairedDifference]:
+    """First minus second of every pair, corrected over the pairs."""
+    better = comparison.metric.higher_is_better
+    return correct(
+        compare_paired(a, summaries[a].values, b, summaries[b].values, higher_is_better=better) for a, b in pairs
+    )
+
+
+def required_differences(
+    comparison: Comparison, summaries: Mapping[str, Summary], to_baseline: Mapping[str, PairedDifference]
+) -> list[PairedDifference]:
+    """Differences of the required pairs; those to the comparison's baseline are the ones that are there already.
+
+    The others are corrected over the pairs with the same second method.
+    """
+    pairs = required_pairs(comparison)
+    found = {(method, comparison.baseline): difference for method, difference in to_baseline.items()}
+    for second in {second for _, second in pairs if second != comparison.baseline}:
+        same = [pair for pair in pairs if pair[1] == second]
+        found |= dict(zip(same, differences_of(comparison, summaries, same), strict=True))
+    return [found[pair] for pair in pairs]
+
+
+# First minus second, each as (init, condition): what the papers' claims rest on.
+REQUIRED = (
+    (("conditioned", ""), ("mimetic", "")),
+    (("conditioned", ""), ("gaussian", "")),
+    (("default", "identity"), ("default", "")),
+    (("default", "polar"), ("default", "identity")),
+)
+
+
+def required_pairs(comparison: Comparison) -> list[tuple[str, str]]:
+    """The comparisons that must be printed whenever both methods are there; keys made for a mask against plain ones."""
+    specs = {run.method: run.record.get("method_spec") for run in comparison.runs}
+    kinds = {method: method_kind(spec, method) for method, spec in specs.items()}
+    around = {method: _surroundings(spec) for method, spec in specs.items()}
+    present = [method for method in comparison.methods if method in kinds]
+    claims = [
+        (first, second)
+        for wanted_first, wanted_second in REQUIRED
+        for first in present
+        for second in present
+        if kinds[first] == wanted_first and kinds[second] == wanted_second and around[first] == around[second]
+    ]
+    tied = [method for method in present if _ties_keys(specs[method])]
+    plain = [method for method in present if method not in tied]
+    return claims + [
+        (first, second)
+        for first in tied
+        for second in plain
+        if kinds[first] == kinds[second] and around[first] == around[second]
+    ]
+
+
+def _surroundings(spec: object) -> tuple[object, ...]:
+    """What must be the same around two attention starts: tokens, the start of the rest, fields other than the rate."""
+    if not isinstance(spec, dict):
+        return ()
+    fields = {field: value for field, value in (spec.get("set") or {}).items() if field != "optimizer.lr"}
+    return spec.get("tokens") or {}, "library" in (spec.get("init_options") or {}), fields
+
+
+def _ties_keys(spec: object) -> bool:
+    return isinstance(spec, dict) and "keys" in (spec.get("init_options") or {})
+
+
+def method_kind(spec: object, label: str) -> tuple[str, str]:
+    """Initialisation and correction of a method; from its label where the record does not say.
+
+    Example:
+        >>> method_kind(None, "identity(lam=10)"), method_kind({"init": "mimetic", "condition": None}, "x")
+        (('default', 'identity'), ('mimetic', ''))
+    """
+    if isinstance(spec, dict):
+        return str(spec.get("init") or "default"), str(spec.get("condition") or "")
+    words = [part.split("(")[0].split("-")[0].strip() for part in label.split("+")]
+    corrections = [word for word in words if word in ("identity", "polar", "balanced")]
+    others = [word for word in words if word not in corrections]
+    return (others or ["default"])[0], (corrections or [""])[0]
+
+
+def summarise_logs(values: Iterable[float]) -> LogSummary:
+    """Geometric mean of the finite values among some condition numbers.
+
+    Example:
+        >>> summarise_logs([10.0, 1000.0, float("inf")]).geometric_mean
+        100.0
+    """
+    listed = list(values)
+    logs = [math.log10(value) for value in listed if math.isfinite(value) and value > 0]
+    mean = 10 ** (math.fsum(logs) / len(logs)) if logs else math.nan
+    around = t_interval(logs)
+    interval = None if around is None else (10 ** around[0], 10 ** around[1])
+    infinite = sum(value == math.inf for value in listed)
+    return LogSummary(mean, sample_std(logs), interval, len(logs), len(listed), infinite)

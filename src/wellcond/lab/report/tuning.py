@@ -1,0 +1,306 @@
+"""The search before a comparison: scores over the tuned values, the best, and how wide the range of good values is."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from wellcond.lab.report.load_runs import Comparison
+from wellcond.lab.report.run_record import Metric, RunRecordError, read_json
+from wellcond.lab.report.series import MEAN, Figure, Panel, Row
+from wellcond.lab.report.table import Table, Value
+from wellcond.lab.report.values import MISSING, number
+
+NAME = "tuning.json"
+BEST = "best"
+"""Seed of the row that marks the best value, beside `mean` and the seeds."""
+SECTION = "Tuning"
+SHARE = 0.02
+"""Loss that still counts as good: of 1 for percentages, of the best score for others."""
+LEAD = "How the score depends on what was tuned, for each method, and what was chosen before the test."
+
+
+@dataclass(frozen=True)
+class TunedPoint:
+    """Scores of a method at one set of values."""
+
+    values: Mapping[str, float]
+    scores: Mapping[str, float]
+    """By seed; NaN for a run that diverged."""
+
+    @property
+    def lost(self) -> int:
+        """Number of runs that diverged."""
+        return sum(math.isnan(score) for score in self.scores.values())
+
+    @property
+    def mean(self) -> float:
+        """Mean over seeds; NaN if one of them diverged."""
+        return math.fsum(self.scores.values()) / len(self.scores)
+
+    @property
+    def std(self) -> float:
+        """Standard deviation over seeds; NaN if one of them diverged, or there is only one."""
+        known = list(self.scores.values())
+        return statistics.stdev(known) if len(known) > 1 and not self.lost else math.nan
+
+
+@dataclass(frozen=True)
+class TunedMethod:
+    """What was found for one method."""
+
+    label: str
+    points: tuple[TunedPoint, ...]
+    best: TunedPoint
+    at_edge: Mapping[str, str]
+    higher_is_better: bool
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Fields that it was tuned over."""
+        return tuple(self.best.values)
+
+    def profile(self, field: str) -> list[TunedPoint]:
+        """The best point at each value of a field, by value; with one field that is every point."""
+        found: dict[float, TunedPoint] = {}
+        for point in sorted(self.points, key=self._rank):
+            found.setdefault(point.values[field], point)
+        return [found[value] for value in sorted(found)]
+
+    def _rank(self, point: TunedPoint) -> tuple[int, float]:
+        mean = 0.0 if point.lost else point.mean
+        return point.lost, -mean if self.higher_is_better else mean
+
+    def loss(self, point: TunedPoint) -> float:
+        """How much worse than the best a point is; infinite where a run diverged."""
+        if point.lost or self.best.lost:
+            return math.inf
+        return self.best.mean - point.mean if self.higher_is_better else point.mean - self.best.mean
+
+
+@dataclass(frozen=True)
+class GoodRange:
+    """Values of a field around the best at which a method loses no more than the tolerance."""
+
+    low: float
+    high: float
+    open_below: bool
+    """Whether it reaches the end of what was tried."""
+    open_above: bool
+
+    @property
+    def factor(self) -> float:
+        """High over low; NaN where that says nothing."""
+        return self.high / self.low if self.low > 0 else math.nan
+
+    def show(self) -> str:
+        """Both ends, and how wide that is.
+
+        Example:
+            >>> GoodRange(0.001, 0.009, False, True).show()
+            '0.001 to 0.009 or more (at least 9.0x wide)'
+        """
+        ends = f"{self.low:.3g}{' or less' if self.open_below else ''} to {self.high:.3g}"
+        ends += " or more" if self.open_above else ""
+        if math.isnan(self.factor):
+            return ends
+        least = "at least " if self.open_below or self.open_above else ""
+        return f"{ends} ({least}{self.factor:.1f}x wide)"
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A search, as its record has it."""
+
+    metric: Metric
+    fields: tuple[str, ...]
+    methods: tuple[TunedMethod, ...]
+    seeds: tuple[str, ...]
+    scored: str
+    test_data: str
+    tolerance: float
+    """In the units of the stored metric; NaN if there is none."""
+    tolerance_given: bool
+
+    def good_range(self, method: TunedMethod, field: str) -> GoodRange | None:
+        """Where the mean stays within the tolerance of the best; None where there is no tolerance, or no best.
+
+        From the best value outwards, up to the first value that is worse. Between it and its neighbour the mean is
+        interpolated over the logarithm of the value; where a run diverged the range ends at the neighbour.
+        """
+        if math.isnan(self.tolerance) or method.best.lost:
+            return None
+        points = method.profile(field)
+        at = [point.values[field] for point in points].index(method.best.values[field])
+        ends = []
+        for way in (-1, 1):
+            place, is_open = at, True
+            while 0 <= place + way < len(points):
+                if method.loss(points[place + way]) > self.tolerance:
+                    is_open = False
+                    break
+                place += way
+            end = points[place].values[field]
+            if not is_open:
+                end = self._crossing(method, field, points[place], points[place + way])
+            ends.append((end, is_open))
+        (low, open_below), (high, open_above) = ends
+        return GoodRange(low, high, open_below, open_above)
+
+    def _crossing(self, method: TunedMethod, field: str, inside: TunedPoint, outside: TunedPoint) -> float:
+        near, far = inside.values[field], outside.values[field]
+        first, last = method.loss(inside), method.loss(outside)
+        if math.isinf(last) or min(near, far) <= 0:
+            return near
+        share = (self.tolerance - first) / (last - first)
+        return math.exp(math.log(near) + share * (math.log(far) - math.log(near)))
+
+
+def find_tuning(comparison: Comparison, tolerance: float | None = None) -> Tuning | None:
+    """The search of a comparison; None if there was none.
+
+    Args:
+        comparison: in whose folder the record is.
+        tolerance: loss that still counts as good, in the units that are shown (points for percentages). By default
+            2 points of a percentage, 2 % of the best score of all methods otherwise.
+
+    Raises: RunRecordError if the record is broken or was changed.
+    """
+    path = comparison.folder / NAME
+    if not path.is_file():
+        return None
+    record = read_json(path, "wellcond-tuning")
+    try:
+        stored = record["metric"]
+        metric = Metric(str(stored["name"]), bool(stored["higher_is_better"]), bool(stored.get("percent")))
+        rows = [row for row in record["methods"] if row["best"] is not None and row["label"] in comparison.methods]
+        methods = [
+            TunedMethod(
+                str(row["label"]), tuple(map(_point, row["points"])), _point(row["best"]), dict(row["at_edge"]),
+                metric.higher_is_better,
+            )
+            for row in rows
+        ]  # fmt: skip
+        fields, seeds = (tuple(map(str, record[key])) for key in ("fields", "seeds"))
+        said = str(record["scored"]), str(record["test_data"])
+        broken = any(method.best.values not in [point.values for point in method.points] for method in methods)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RunRecordError(path, f"is no record of a search ({error!r})", "Run the comparison again.") from error
+    if broken:
+        raise RunRecordError(path, "has a best value that was not tried", "Run the comparison again.")
+    methods.sort(key=lambda method: comparison.methods.index(method.label))
+    usual = _usual_tolerance(methods, metric) if tolerance is None else tolerance / metric.scale
+    return Tuning(metric, fields, tuple(methods), seeds, *said, usual, tolerance is not None)
+
+
+def _point(row: Mapping[str, Any]) -> TunedPoint:
+    if not row["scores"]:
+        raise ValueError("a point without scores")
+    scores = {str(seed): number(score) for seed, score in row["scores"].items()}
+    return TunedPoint({str(field): float(value) for field, value in row["values"].items()}, scores)
+
+
+def _usual_tolerance(methods: list[TunedMethod], metric: Metric) -> float:
+    """Not a spread: two seeds tell too little of it, and one method that learns nothing would widen all ranges."""
+    if metric.percent:
+        return SHARE
+    best = [abs(method.best.mean) for method in methods if not method.best.lost]
+    return SHARE * (max(best) if metric.higher_is_better else min(best)) if best else math.nan
+
+
+def tuning_figure(comparison: Comparison, tuning: Tuning) -> Figure:
+    """Score over every tuned field, a panel each."""
+    rows = tuple(_rows(comparison, tuning))
+    label = f"{tuning.metric.label}, evaluation split"
+    panels = tuple(Panel(field, "", label) for field in tuning.fields if any(row.panel == field for row in rows))
+    profile = " Each point is the best over the other fields." if len(tuning.fields) > 1 else ""
+    caption = (
+        f"Lines are means over the tuning seeds ({', '.join(tuning.seeds)}), dots are seeds, the large dot is the "
+        f"value that was chosen. A cross at the edge is a run that diverged; a mean needs all seeds.{profile}"
+    )
+    title = f"{tuning.metric.name.capitalize()} over {' and '.join(map(field_name, tuning.fields))}"
+    return Figure("tuning", SECTION, title, caption, "tuned", panels, rows, by_epoch=False)
+
+
+def field_name(field: str) -> str:
+    """A field in words.
+
+    Example:
+        >>> field_name("optimizer.lr"), field_name("identity.lam")
+        ('learning rate', 'identity.lam')
+    """
+    return "learning rate" if field == "optimizer.lr" else field
+
+
+def _rows(comparison: Comparison, tuning: Tuning) -> Iterator[Row]:
+    for field in tuning.fields:
+        for method in tuning.methods:
+            for point in method.profile(field) if field in method.fields else ():
+                shown = dict(point.scores)
+                if not point.lost:
+                    shown |= {MEAN: point.mean} | ({BEST: point.mean} if point.values == method.best.values else {})
+                for seed, value in shown.items():
+                    yield Row(
+                        "tuning", field, method.label, seed, point.values[field], math.nan,
+                        value * tuning.metric.scale, comparison.scale,
+                    )  # fmt: skip
+
+
+def tuning_table(tuning: Tuning) -> Table:
+    """Best values and the width of the good range, one row for each method and field."""
+    metric = tuning.metric
+    header = ("method", "field", "best value", f"{metric.label}, mean", "std", "values tried", "diverged runs",
+              "within the tolerance")  # fmt: skip
+    rows = []
+    values: list[dict[str, Value]] = []
+    for method in tuning.methods:
+        for field in method.fields:
+            good = tuning.good_range(method, field)
+            tried = method.profile(field)
+            lost = sum(point.lost for point in method.points)
+            edge = " (at the edge)" if field in method.at_edge else ""
+            values.append(
+                {
+                    "method": method.label, "field": field, "best": method.best.values[field],
+                    "at_edge": method.at_edge.get(field, ""), "metric": metric.label,
+                    "mean": method.best.mean * metric.scale, "sd": method.best.std * metric.scale,
+                    "values_tried": len(tried), "lowest_tried": tried[0].values[field],
+                    "highest_tried": tried[-1].values[field], "diverged": lost,
+                    "good_low": math.nan if good is None else good.low,
+                    "good_high": math.nan if good is None else good.high,
+                }
+            )  # fmt: skip
+            rows.append(
+                (
+                    method.label, field, f"{method.best.values[field]:.3g}{edge}", metric.show(method.best.mean),
+                    metric.show(method.best.std), f"{len(tried)}, {tried[0].values[field]:.3g} to "
+                    f"{tried[-1].values[field]:.3g}", str(lost), MISSING if good is None else good.show(),
+                )
+            )  # fmt: skip
+    return Table(
+        "tuning", "Best values and how much they matter", header, tuple(rows), _notes(tuning), frozenset({0, 1, 5, 7}),
+        tuple(values),
+    )  # fmt: skip
+
+
+def _notes(tuning: Tuning) -> tuple[str, ...]:
+    metric = tuning.metric
+    share = "" if metric.percent else f"{100 * SHARE:g} % of the best score, "
+    origin = "as asked for" if tuning.tolerance_given else f"{share}since none was given (wellcond report --tolerance)"
+    notes = [
+        f"Scored by the {tuning.scored}, seeds {', '.join(tuning.seeds)}; the best mean was chosen, the smaller value "
+        "of equals, and a value at which a run diverged only after all others.",
+        f"The comparison is of other seeds, on {tuning.test_data}.",
+    ]
+    if not math.isnan(tuning.tolerance):
+        notes.append(
+            f"Tolerance: {metric.show(tuning.tolerance)}{metric.unit}, {origin}. Between two values the mean is "
+            "interpolated over the logarithm; `or more` and `or less` are ends of what was tried."
+        )
+    edges = [method.label for method in tuning.methods if method.at_edge]
+    if edges:
+        notes.append(f"Best at the edge of what was tried, so perhaps not the best there is: {', '.join(edges)}.")
+    return tuple(notes)

@@ -1,0 +1,176 @@
+"""What paired differences decide: power, verdicts with a margin of equality, exact tests for counts.
+
+Every function works on differences that are paired by seed, of which positive is better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from scipy.special import nctdtr, stdtr, stdtrit  # scipy.stats takes seconds to import
+
+from wellcond.lab.report.statistics import FEWEST_SEEDS, PairedDifference, sample_std
+
+ALPHA = 0.05
+POWER = 0.8
+MOST_SUMS = 2**20
+
+Kind = Literal["better", "worse", "equal", "undecided"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one difference decides."""
+
+    kind: Kind
+    margin: float
+    """A difference below it counts as none; NaN where there is no margin."""
+    p_equal: float | None
+    """Larger p of the two one-sided tests against the margin; None where they are not defined."""
+    reason: str = ""
+    """Why there is no other verdict, or what limits it; may be empty."""
+
+    @property
+    def within_margin(self) -> bool:
+        """Both one-sided tests say that the difference is smaller than the margin."""
+        return self.p_equal is not None and self.p_equal < ALPHA
+
+
+def power_of(difference: float, std: float, n: int, *, level: float = ALPHA) -> float:
+    """Probability that a two-sided paired t test with `n` pairs finds a true difference (exact, noncentral t)."""
+    df, effect = n - 1, abs(difference) / std * math.sqrt(n)
+    critical = float(stdtrit(df, 1 - level / 2))
+    # nctdtr is inaccurate far below its centre, where the probability of the wrong sign is nothing anyway.
+    wrong_sign = float(nctdtr(df, effect, -critical)) if effect < 5 else 0.0
+    return 1.0 - float(nctdtr(df, effect, critical)) + wrong_sign
+
+
+def smallest_detectable(std: float, n: int, power: float = POWER, *, level: float = ALPHA) -> float:
+    """The smallest true paired difference that `n` seeds show at a level with a power.
+
+    Args:
+        std: standard deviation of the paired differences.
+        n: number of pairs.
+        power: probability that the two-sided paired t test finds it.
+        level: of that test; divide it by the number of comparisons to allow for Holm's correction.
+
+    Returns: NaN below three pairs, or where the differences have no spread.
+
+    Example:
+        >>> round(smallest_detectable(1.0, 10), 2), smallest_detectable(1.0, 2)
+        (1.0, nan)
+    """
+    if n < FEWEST_SEEDS or not 0 < std < math.inf:
+        return math.nan
+    low, high = 0.0, 1.0
+    while power_of(high, 1.0, n, level=level) < power:
+        low, high = high, 2 * high
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if power_of(middle, 1.0, n, level=level) < power else (low, middle)
+    return high * std
+
+
+def equality_p(values: Sequence[float], margin: float) -> float | None:
+    """Two one-sided paired t tests that the mean difference lies inside ± `margin`: the larger p of the two.
+
+    Returns: None below three pairs, without spread, or without a positive margin.
+    """
+    std = sample_std(values)
+    if len(values) < FEWEST_SEEDS or not std > 0 or not margin > 0:
+        return None
+    error, mean = std / math.sqrt(len(values)), float(np.mean(values))
+    return float(stdtr(len(values) - 1, (abs(mean) - margin) / error))
+
+
+def sign_flip_p(values: Sequence[float]) -> float | None:
+    """Two-sided p of the exact permutation test on paired differences: all 2^n flips of sign.
+
+    It assumes nothing but that the two methods could have changed places, so it suits counts such as epochs. With `n`
+    differences that are not zero, p is at least 2 / 2^n: six are needed to come below 0.05.
+
+    Returns: None of nothing, or where no difference is other than zero.
+
+    Raises: ValueError for so many different values that the flips cannot be counted (about 20 and more).
+
+    Example:
+        >>> sign_flip_p([1, 1, 2]), sign_flip_p([1, 1, 1, 2, 2, 3]), sign_flip_p([0, 0])
+        (0.25, 0.03125, None)
+    """
+    sizes = np.abs(np.asarray(values, dtype=float))
+    sizes = sizes[sizes > 0]
+    if not len(sizes):
+        return None
+    unit = float(sizes.max())
+    sums: np.ndarray = np.zeros(1)
+    counts: np.ndarray = np.ones(1)
+    for size in sizes / unit:
+        both = np.concatenate([sums - size, sums + size]).round(9)
+        sums, places = np.unique(both, return_inverse=True)
+        counts = np.bincount(places, weights=np.concatenate([counts, counts]))
+        if len(sums) > MOST_SUMS:
+            raise ValueError(f"expected at most {MOST_SUMS} different sums, found more with {len(sizes)} differences")
+    observed = abs(math.fsum(values)) / unit
+    return float(counts[np.abs(sums) >= observed - 1e-6].sum() / counts.sum())
+
+
+def judge(
+    difference: PairedDifference, margin: float = math.nan, *, diverged: int = 0, baseline_diverged: int = 0
+) -> Verdict:
+    """Better, worse, equal within a margin, or undecided.
+
+    Better and worse need p below 0.05 after Holm's correction over the question, which is every pair against one
+    baseline on one metric. Equal needs both one-sided tests at 5 %. Differences that are zero in every pair are equal
+    without a test. Runs that diverged are in no pair, so a side that lost runs cannot come out as better or equal.
+
+    Args:
+        difference: corrected over its question.
+        margin: in the units of the metric, such as half of a paper's gain; NaN for none.
+        diverged: runs of the method that diverged.
+        baseline_diverged: runs of the baseline that diverged.
+    """
+    values = list(difference.values.values())
+    p_equal = equality_p(values, margin)
+    if difference.count < FEWEST_SEEDS:
+        return Verdict("undecided", margin, p_equal, f"fewer than {FEWEST_SEEDS} pairs")
+    significant = difference.p_holm is not None and difference.p_holm < ALPHA
+    kind: Kind = "undecided"
+    reason = ""
+    if significant:
+        kind = "better" if difference.mean > 0 else "worse"
+    elif not any(values):
+        kind, reason = "equal", "tied in every seed"
+    elif difference.without_spread:
+        reason = "all differences are equal, so t is not defined"
+    elif p_equal is not None and p_equal < ALPHA:
+        kind = "equal"
+    if diverged and kind in ("better", "equal"):
+        return Verdict("undecided", margin, p_equal, f"{kind} in the runs that survived, but {diverged} diverged")
+    if baseline_diverged and kind in ("worse", "equal"):
+        return Verdict(
+            "undecided",
+            margin,
+            p_equal,
+            f"{kind} where both survived, but {baseline_diverged} of the baseline diverged",
+        )
+    return Verdict(kind, margin, p_equal, reason)
+
+
+def default_margin(baseline_values: Sequence[float]) -> float:
+    """One standard deviation of the baseline over seeds: a difference below it is less than another seed makes.
+
+    Half of it could not be shown by ten seeds: their two one-sided tests need a margin of about 0.8 standard
+    deviations where pairing does not help.
+    """
+    return sample_std(baseline_values)
+
+
+def typical_std(differences: Sequence[PairedDifference]) -> float:
+    """Standard deviation of paired differences, pooled over methods; NaN where none has a spread."""
+    known = [(d.std**2, d.count - 1) for d in differences if d.count > 1 and d.std > 0]
+    weight = sum(freedom for _, freedom in known)
+    return math.sqrt(math.fsum(v * f for v, f in known) / weight) if weight else math.nan

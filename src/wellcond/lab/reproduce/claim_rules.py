@@ -1,0 +1,355 @@
+"""The rules by which records decide about a claim.
+
+A difference is better, worse, equal within a margin, or undecided (`report.verdicts`). The margin is half of the
+paper's gain, carried over as a share of the baseline's error, since points of other data or sizes mean something else;
+where the paper has no number it is one standard deviation of the baseline over seeds.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from wellcond.lab.report.analysis import Analysis
+from wellcond.lab.report.formats import show_interval, show_p
+from wellcond.lab.report.glue import SHOWN, find_differences
+from wellcond.lab.report.glue_scores import AVERAGE
+from wellcond.lab.report.run_record import Metric
+from wellcond.lab.report.statistics import PairedDifference, compare_paired, correct
+from wellcond.lab.report.values import show_seeds
+from wellcond.lab.report.verdicts import ALPHA, Kind, default_margin, judge, sign_flip_p, smallest_detectable
+from wellcond.lab.reproduce.catalogue_files import entries
+from wellcond.lab.reproduce.claim_computations import computed
+from wellcond.lab.reproduce.claim_measurements import (
+    count_above,
+    count_inexact,
+    count_infinite,
+    distance_below,
+    first_or_last_logs,
+    savings,
+)
+from wellcond.lab.reproduce.collect import StoredStudy
+from wellcond.lab.reproduce.glue_average import averaged_columns, mean_gain, mean_of
+from wellcond.lab.reproduce.paper_numbers import paper_tables
+from wellcond.lab.settings import Settings
+
+BETTER, WORSE, EQUAL, UNDECIDED = "better", "worse", "equal", "undecided"
+HOLDS, FAILS = "holds", "fails"
+NEEDS, NO_RECORDS = "not run here", "no records"
+FEWEST_COUNTS = 6
+"""Seeds from which the exact test on counts can come below 0.05."""
+STRONG = "strong default"
+"""The default whose tokens are scaled as well as a search could: the baseline of a comparison that has one."""
+LONGEST = 24
+"""Characters of a method's name that are repeated in a sentence."""
+
+
+class Rule(Settings):
+    """How a claim is decided; which fields count depends on the kind."""
+
+    kind: Literal["gain", "kappa", "saving", "below", "best", "same", "computed", "needs"]
+    folder: str = ""
+    column: str = ""
+    method: str = ""
+    over: str = ""
+    """A method, or `STRONG`."""
+    over_folder: str = ""
+    """Records of `over`, if they are not in `folder`: the same recipe with one change."""
+    row: str = ""
+    base_row: str = ""
+    """Rows of the paper's table whose difference is the gain it claims."""
+    glue: str = ""
+    margin: Literal["paper", "own_gain"] = "paper"
+    """Half of what counts as none: the paper's gain, or our own over the baseline."""
+    quantity: str = ""
+    moment: Literal["first", "last"] = "last"
+    at_least: float = 0.0
+    limit: str = ""
+    among: tuple[str, ...] = ()
+    best: tuple[str, ...] = ()
+    what: str = ""
+    why: str = ""
+    caveat: str = ""
+    """What the evidence leaves out, in words."""
+
+
+class Verdict(Settings):
+    """What became of a claim, and why."""
+
+    word: str
+    evidence: str
+    as_claimed: bool | None = None
+    """None while nothing is decided."""
+
+
+def judge_rule(rule: Rule, table: str, results: Path) -> Verdict:
+    """Decide a claim.
+
+    Args:
+        rule: of the claim, for one folder of records.
+        table: id whose numbers the paper gives.
+        results: folder of committed records.
+    """
+    verdict = _judge(rule, table, results)
+    if not rule.caveat or verdict.word == NO_RECORDS:
+        return verdict
+    return verdict.model_copy(update={"evidence": f"{verdict.evidence}; {rule.caveat}"})
+
+
+def _judge(rule: Rule, table: str, results: Path) -> Verdict:
+    if rule.kind == "needs":
+        return Verdict(word=NEEDS, evidence=rule.why)
+    if rule.kind == "computed":
+        holds, evidence = computed(rule.what)
+        return Verdict(word=HOLDS if holds else FAILS, evidence=evidence, as_claimed=holds)
+    analysis = find_analysis(results / rule.folder)
+    if analysis is None:
+        return _no_records(f"nothing in {rule.folder}")
+    if rule.over == STRONG and analysis.comparison.baseline.startswith("tokens("):
+        rule = rule.model_copy(update={"over": analysis.comparison.baseline})
+    kinds = {"gain": _gain, "same": _gain, "kappa": _kappa, "saving": _saving, "below": _below, "best": _best}
+    if rule.over_folder:
+        return _gain_over_folder(rule, analysis, find_analysis(results / rule.over_folder), table)
+    return kinds[rule.kind](rule, analysis, table)
+
+
+@functools.lru_cache(maxsize=64)
+def _study(folder: Path) -> StoredStudy:
+    return StoredStudy(folder, committed=True)
+
+
+def find_analysis(folder: Path) -> Analysis | None:
+    """Statistics of committed records; None if there are none."""
+    return _study(folder).analysis if folder.is_dir() else None
+
+
+def _no_records(what: str) -> Verdict:
+    return Verdict(word=NO_RECORDS, evidence=what)
+
+
+def paper_share(rule: Rule, table: str, tasks: tuple[str, ...] = ()) -> float | None:
+    """The gain that the paper claims, as a share of its baseline's error; over some columns only, with `tasks`.
+
+    Example:
+        >>> rule = Rule(kind="gain", row="conditioned", base_row="default", column="ViT-B")
+        >>> round(paper_share(rule, "C-T1"), 4)  # 1.2 of 19.7 points
+        0.0609
+    """
+    known = paper_tables().get(table)
+    if known is None or not rule.row:
+        return None
+    part = known.parts[0]
+    gain = mean_gain(part, rule.row, rule.base_row, tasks) if tasks else part.gain(rule.row, rule.base_row, rule.column)
+    base = mean_of(part, rule.base_row, tasks) if tasks else part.value(rule.base_row, rule.column)
+    if gain is None or base is None:
+        return None
+    error = 100 - base if part.metric.higher_is_better else base
+    return gain / error
+
+
+def _error(values: Sequence[float], metric: Metric) -> float:
+    """What a method still gets wrong, in stored units: that by which a gain is a share."""
+    mean = math.fsum(values) / len(values)
+    if not metric.higher_is_better:
+        return mean
+    return 1 - mean if metric.percent else math.nan
+
+
+def _gain(rule: Rule, analysis: Analysis, table: str) -> Verdict:
+    difference, metric, base = _difference(rule, analysis)
+    if difference is None:
+        return _no_records(f"no records of {rule.method} and {rule.over}")
+    tasks = averaged_columns(entries()[table], _study(analysis.comparison.folder)) if rule.glue == AVERAGE else ()
+    share = paper_share(rule, table, tasks)
+    own = analysis.differences.get(rule.method)
+    half = own.mean / 2 if rule.margin == "own_gain" and own is not None and own.certain and own.mean > 0 else None
+    lost = tuple(analysis.outcomes(name)["diverged"] for name in (rule.method, rule.over))
+    return _decide(
+        difference, metric, base, share, half=half, lost=lost, claimed="equal" if rule.kind == "same" else "better"
+    )
+
+
+def _gain_over_folder(rule: Rule, analysis: Analysis, other: Analysis | None, table: str) -> Verdict:
+    """A gain between two comparisons, paired by seed; a single comparison, which is not corrected."""
+    first, second = (
+        {} if some is None or name not in some.comparison.methods else some.summaries[name].values
+        for some, name in ((analysis, rule.method), (other, rule.over))
+    )
+    metric = analysis.comparison.result
+    difference = _one(rule.method, first, rule.over, second, higher_is_better=metric.higher_is_better)
+    if not difference.count:
+        return _no_records(f"no records of {rule.method} in {rule.folder} and {rule.over_folder}")
+    return _decide(difference, metric, list(second.values()), paper_share(rule, table))
+
+
+def _one(
+    method: str, values: Mapping[int, float], over: str, base: Mapping[int, float], *, higher_is_better: bool
+) -> PairedDifference:
+    [difference] = correct([compare_paired(method, values, over, base, higher_is_better=higher_is_better)])
+    return difference
+
+
+def _difference(rule: Rule, analysis: Analysis) -> tuple[PairedDifference | None, Metric, list[float]]:
+    """With Holm's correction over the table of the report that has this pair, and the values of `over`."""
+    comparison, metric = analysis.comparison, analysis.comparison.result
+    found: list[PairedDifference]
+    if rule.glue:
+        scores = _study(comparison.folder).glue
+        known = {} if scores is None else find_differences(scores)
+        found, metric = [d for (column, _), d in known.items() if column == rule.glue], SHOWN
+        base = {} if scores is None else scores.values(rule.over, rule.glue)
+    else:
+        found = list(analysis.differences.values()) if rule.over == comparison.baseline else list(analysis.required)
+        base = analysis.summaries[rule.over].values if rule.over in comparison.methods else {}
+    chosen = next((d for d in found if (d.method, d.baseline) == (rule.method, rule.over)), None)
+    if chosen is None and not rule.glue and {rule.method, rule.over} <= set(comparison.methods):
+        values = analysis.summaries[rule.method].values
+        chosen = _one(rule.method, values, rule.over, base, higher_is_better=comparison.metric.higher_is_better)
+    return (chosen if chosen is not None and chosen.count else None), metric, list(base.values())
+
+
+def _decide(
+    difference: PairedDifference,
+    metric: Metric,
+    base: Sequence[float],
+    paper: float | None,
+    *,
+    half: float | None = None,
+    lost: tuple[int, ...] = (0, 0),
+    claimed: Kind = "better",
+) -> Verdict:
+    """Judge one difference.
+
+    Args:
+        difference: corrected.
+        metric: of it.
+        base: values of the second method.
+        paper: the paper's gain as a share of its baseline's error; None if it has no number.
+        half: half of our own gain, which is the margin instead.
+        lost: diverged runs of the first and the second method.
+        claimed: the verdict that agrees with the paper.
+    """
+    error = _error(base, metric)
+    if half is not None:
+        margin = half
+    elif paper is not None and math.isfinite(error):
+        margin = abs(paper) * error / 2
+    else:
+        margin = default_margin(base)
+    verdict = judge(difference, margin, diverged=lost[0], baseline_diverged=lost[1])
+    said = [f"{metric.show(difference.mean, sign=True)}{metric.unit or f' {metric.name}'}"]
+    if difference.interval is not None and not difference.without_spread:
+        said[0] += f" {show_interval(difference.interval, metric)}"
+    said[0] += f", {show_seeds(difference.count)}"
+    said[0] += f", p {show_p(difference.p_holm)}" if difference.p_holm is not None else ""
+    if paper is not None and math.isfinite(error) and error:
+        other = difference.baseline if len(difference.baseline) <= LONGEST else "the other"
+        said.append(f"{difference.mean / error:+.1%} of the error of {other}, the paper's {paper:+.1%}")
+    said += [verdict.reason] if verdict.reason else []
+    if verdict.kind in ("equal", "undecided") and difference.count > 1 and margin > 0:
+        said.append(f"margin {metric.show(margin)}")
+    if verdict.kind == "undecided":
+        least = smallest_detectable(difference.std, difference.count)
+        said += [f"so many seeds show {metric.show(least)}"] if math.isfinite(least) else []
+    as_claimed = None if verdict.kind == UNDECIDED else verdict.kind == claimed
+    return Verdict(word=verdict.kind, evidence="; ".join(said), as_claimed=as_claimed)
+
+
+ORDERS = Metric("orders of magnitude", higher_is_better=False, percent=False)
+
+
+def _kappa(rule: Rule, analysis: Analysis, table: str) -> Verdict:
+    """On log10, paired by seed; positive is lower. Corrected over the methods of the comparison."""
+    last = rule.moment == "last"
+    logs = {m: first_or_last_logs(analysis, m, rule.quantity, last=last) for m in analysis.comparison.methods}
+    base = logs.get(rule.over, {})
+    differences = correct(
+        compare_paired(method, logs[method], rule.over, base, higher_is_better=False)
+        for method in logs
+        if method != rule.over and logs[method]
+    )
+    difference = next((d for d in differences if d.method == rule.method), None)
+    if difference is None or not difference.count:
+        return _no_records(f"no measurements of {rule.method} and {rule.over}")
+    verdict = _decide(difference, ORDERS, list(base.values()), None)
+    factor = 10**difference.mean
+    said = [f"lower by a factor of {factor:.3g}" if factor >= 1 else f"higher by a factor of {1 / factor:.3g}"]
+    inexact, total = count_inexact(analysis, (rule.method, rule.over), rule.quantity, last=last)
+    said += [f"{inexact} of {total} values are not exact"] if inexact else []
+    singular = [count_infinite(analysis, name, rule.quantity, last=last) for name in (rule.method, rule.over)]
+    if any(singular):
+        said.append(f"infinite and in no mean: {singular[0]} of {rule.method}, {singular[1]} of {rule.over}")
+    if singular[0] > singular[1] and verdict.word == BETTER or singular[0] < singular[1] and verdict.word == WORSE:
+        verdict = Verdict(word=UNDECIDED, evidence=verdict.evidence)
+    return verdict.model_copy(update={"evidence": f"{'; '.join(said)}: {verdict.evidence}"})
+
+
+def _saving(rule: Rule, analysis: Analysis, table: str) -> Verdict:
+    """Share of epochs saved beyond the baseline's own, by the exact test for counts.
+
+    A seed that never gets there saves nothing.
+    """
+    base, values = (savings(analysis, name) for name in (analysis.comparison.baseline, rule.method))
+    differences = [values[seed] - base[seed] for seed in sorted(set(base) & set(values))]
+    if not differences:
+        return _no_records(f"no records of {rule.method}")
+    mean, p = math.fsum(differences) / len(differences), sign_flip_p(differences)
+    shown = "tied in every seed" if p is None else f"exact p {show_p(p)}"
+    evidence = f"{mean:+.0%} of the epochs, {show_seeds(len(differences))}, {shown}; the paper has {rule.at_least:.0%}"
+    if len(differences) < FEWEST_COUNTS:
+        least = f"; {show_seeds(len(differences))} cannot have p below {min(1.0, 2 / 2 ** len(differences)):.2g}"
+        return Verdict(word=UNDECIDED, evidence=evidence + least)
+    if p is None:
+        return Verdict(word=EQUAL, evidence=evidence, as_claimed=False)
+    if p >= ALPHA:
+        return Verdict(word=UNDECIDED, evidence=evidence)
+    if mean < 0:
+        return Verdict(word=WORSE, evidence=evidence, as_claimed=False)
+    return Verdict(word=BETTER, evidence=evidence, as_claimed=mean >= rule.at_least)
+
+
+def _below(rule: Rule, analysis: Analysis, table: str) -> Verdict:
+    above, total = count_above(analysis, rule.method, rule.quantity, rule.limit)
+    if not total:
+        return _no_records("no measurements")
+    least, most = distance_below(analysis, rule.method, rule.quantity, rule.limit)
+    evidence = (
+        f"{above} of {total} measurements of a head are above it; it is 10^{least:.0f} to 10^{most:.0f} times as large "
+        "as what is measured, so that this says little, and it is no bound in general (erratum E4)"
+    )
+    return Verdict(word=FAILS if above else HOLDS, evidence=evidence, as_claimed=not above)
+
+
+def _best(rule: Rule, analysis: Analysis, table: str) -> Verdict:
+    """The best of the claimed winners against every other member of the sweep."""
+    comparison, metric = analysis.comparison, analysis.comparison.result
+    known = [name for name in rule.among if name in comparison.methods and analysis.summaries[name].count]
+    winners = [name for name in known if name in rule.best]
+    if not winners or len(known) == len(winners):
+        return _no_records("no records of the sweep")
+    sign = 1 if metric.higher_is_better else -1
+    top = max(winners, key=lambda name: sign * analysis.summaries[name].mean)
+    values = ", ".join(f"{name} {metric.show(analysis.summaries[name].mean)}" for name in known)
+    own = analysis.summaries[top].values
+    rivals = correct(
+        compare_paired(
+            top, own, name, analysis.summaries[name].values, higher_is_better=metric.higher_is_better,
+        )
+        for name in known
+        if name not in rule.best
+    )  # fmt: skip
+    margin = default_margin(list(own.values()))
+    kinds = {rival.baseline: judge(rival, margin).kind for rival in rivals}
+    evidence = f"{values}; {show_seeds(len(own))}"
+    losing = [name for name, kind in kinds.items() if kind == WORSE]
+    if losing:
+        return Verdict(word=WORSE, evidence=f"{evidence}; behind {', '.join(losing)}", as_claimed=False)
+    if all(kind == BETTER for kind in kinds.values()):
+        return Verdict(word=BETTER, evidence=evidence, as_claimed=True)
+    if all(kind in (BETTER, EQUAL) for kind in kinds.values()):
+        return Verdict(word=EQUAL, evidence=f"{evidence}; margin {metric.show(margin)}", as_claimed=False)
+    open_ = [name for name, kind in kinds.items() if kind == UNDECIDED]
+    return Verdict(word=UNDECIDED, evidence=f"{evidence}; not told apart from {', '.join(open_)}")

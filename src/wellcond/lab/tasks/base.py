@@ -1,0 +1,217 @@
+"""What the engine asks of a task."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from wellcond.lab.data.bundle import DataBundle, Split
+from wellcond.lab.models.norms import Norms
+from wellcond.lab.settings import RecipeError, Settings
+from wellcond.lab.tokenizers.base import Tokenizer
+
+Batch = dict[str, Tensor]
+SampleKey = tuple[int, int]
+"""Number of a sample, and the draw of random numbers that fixes its augmentation: the epoch or, where an epoch shows a
+sample `repeats` times, epoch * repeats + repeat; -1 is evaluation."""
+EVALUATION = -1
+Record = tuple[int, Any]
+"""Number of a sample, and what a task wants to know of it in the end; can be pickled."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The number a task is judged by."""
+
+    name: str
+    higher_is_better: bool = True
+    percent: bool = False
+    """A share that is shown times 100."""
+
+    def better(self, a: float, b: float) -> bool:
+        """Whether a is better than b."""
+        return a > b if self.higher_is_better else a < b
+
+
+class SampleSet(Protocol):
+    """Samples by number, as batches ready for the model."""
+
+    in_memory: bool
+    """Whether fetching is so cheap that worker processes would only cost time."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        ...
+
+    def fetch(self, keys: Sequence[SampleKey]) -> Batch:
+        """One batch; the same keys give the same batch, in any process."""
+        ...
+
+
+class ModelSettings(Settings):
+    """Which model, with which arguments."""
+
+    name: str
+    """timm:NAME, hf:CONFIG_TYPE_OR_LOCAL_PATH, wellcond:NAME; with --trust-local-code also path/to/file.py:callable"""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    weights: str | None = None
+    """Checkpoint to start from; the method is applied after it is loaded."""
+    encoder: str | None = None
+    """Weights of a pre-trained encoder to start from; what it has no weights for, such as a classifier, is as built.
+    A detector also takes the folder of a classification run. {method} and {seed} stand for those of the run; the
+    method's initialisation is then that of pre-training, and is not applied again."""
+    norms: Norms = "keep"
+    """Whether to take all norms out of the blocks (the final norm stays), or only the one in front of the attention."""
+    qk_norm: bool = False
+    """Whether each query and key head is divided by its root mean square, without a learned gain, as in nanochat."""
+
+
+@dataclass(frozen=True)
+class TaskContext:
+    """What a task is built from."""
+
+    data: DataBundle
+    seed: int
+    augmentation: Any = None
+    progress: Callable[[str, int, int], None] | None = None
+    """Told of slow preparation: what, how many done, of how many."""
+    base: Path | None = None
+    """Folder that relative paths in the task start from; the current one if None."""
+    with_test: bool = True
+    """Whether the test split is wanted; decoding one for nothing may take minutes."""
+
+    @property
+    def test(self) -> Split | None:
+        """The test split, if it is wanted and has labels where there are classes."""
+        split = self.data.others.get("test") if self.with_test else None
+        unlabelled = split is not None and split.labels is None and self.data.class_names is not None
+        return None if unlabelled else split
+
+
+class AbstractTask(ABC):
+    """Samples, loss and score of one kind of problem."""
+
+    metric: Metric
+    can_be_sharded: ClassVar[bool] = True
+    """Whether processes call the model equally often, without which shards of its weights cannot be put together."""
+    tells_classes_apart: ClassVar[bool] = False
+    """Whether training makes sense only with examples of two classes or more."""
+    train: SampleSet
+    evaluation: SampleSet
+    test: SampleSet | None = None
+    """Samples that no choice is made on; None if the data have no labelled split named test."""
+    following: int = 0
+    """How many samples `training_batch` needs that follow those of a part in the update, cyclically."""
+    further: Mapping[str, SampleSet] = MappingProxyType({})
+    """Other sets to score at every evaluation, their values under names that begin with these."""
+    data: DataBundle
+    tokenizer: Tokenizer | None = None
+    """Of tasks that read text as tokens by `task.tokenizer`."""
+
+    @abstractmethod
+    def model_arguments(self, kind: str) -> dict[str, Any]:
+        """What the data ask of a model of this ``kind`` (timm, hf or file): classes, channels, vocabulary."""
+
+    @abstractmethod
+    def auto_class(self) -> str | None:
+        """Class of transformers with the head this task needs; None if there is none."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Sum of the loss over the terms of a batch."""
+
+    @abstractmethod
+    def num_terms(self, batch: Batch) -> Tensor | int:
+        """How many terms `loss` adds up; the engine divides by their number over all processes and accumulations."""
+
+    @abstractmethod
+    def score(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Sums over a batch from which `metrics` follows."""
+
+    @abstractmethod
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Values of an evaluation from the sums over the whole set; `loss` and the metric are among them."""
+
+    def collect(self, model: nn.Module, batch: Batch) -> tuple[dict[str, Tensor], list[Record]]:
+        """`score`, and a record of each sample where the values of an evaluation do not follow from sums."""
+        return self.score(model, batch), []
+
+    def summarise(self, samples: SampleSet, sums: Mapping[str, float], records: Sequence[Any]) -> dict[str, float]:
+        """`metrics`, from sums and records over the first samples of a set, the records in the order of the samples."""
+        return self.metrics(sums)
+
+    @abstractmethod
+    def probe(self, num_samples: int) -> Any:
+        """The first samples of the evaluation set as the model's input, for `measure`."""
+
+    def training_batch(self, batch: Batch, step: int, part: int) -> Batch:
+        """Augmentation across the samples of a step; none by default.
+
+        Args:
+            batch: one part of the step's samples, and the `following` samples after it.
+            step: number of the step.
+            part: number of the part in the step, over all processes and accumulations.
+        """
+        return batch
+
+    def write_samples(self, model: nn.Module) -> list[dict[str, Any]]:
+        """What a trained model makes of samples, for the record; nothing by default.
+
+        Text has `prompt` and `text`, or `problem`; images have `image_id`, `truth` and `predictions`.
+        """
+        return []
+
+
+TASKS: dict[str, tuple[type[Settings], Callable[[Any, TaskContext], AbstractTask]]] = {}
+
+
+def register_task(settings: type[Settings]) -> Callable[[type[AbstractTask]], type[AbstractTask]]:
+    """Decorate a task class whose constructor takes (settings, context); `settings.name` is the task's name."""
+
+    def decorate(task: type[AbstractTask]) -> type[AbstractTask]:
+        TASKS[settings.model_fields["name"].default] = (settings, task)
+        return task
+
+    return decorate
+
+
+def need_kind(data: DataBundle, task: str, *kinds: str) -> None:
+    """Raise RecipeError unless the data are of a kind the task can use."""
+    if data.kind not in kinds:
+        raise RecipeError(f"{task} needs {' or '.join(kinds)} data; {data.name} has {data.kind}")
+
+
+def need_classes(data: DataBundle, task: str, *, least: int = 2) -> int:
+    """Number of classes; RecipeError if there are none, or fewer than `least`."""
+    if data.class_names is None:
+        raise RecipeError(f"{task} needs labels; {data.name} has none. Name the label column in data.label")
+    if len(data.class_names) < least:
+        raise _too_few_classes(data, task, data.class_names)
+    return len(data.class_names)
+
+
+def need_several_classes_in_training(data: DataBundle, task: str) -> None:
+    """Raise RecipeError if all labels of the training split are the same.
+
+    A model that always says this class would be right in 100 % of such cases and have learned nothing.
+    """
+    if data.class_names is None or data.train.labels is None:
+        return
+    found = data.train.labels.unique().tolist()
+    if len(found) < 2:
+        raise _too_few_classes(data, task, [data.class_names[label] for label in found])
+
+
+def _too_few_classes(data: DataBundle, task: str, found: Sequence[str]) -> RecipeError:
+    only = f"only {found[0]!r}" if found else "none"
+    return RecipeError(
+        f"{task} needs at least two classes in the training data; {data.name} has {only}. Add examples of another "
+        "class, or name the right label column in data.label"
+    )

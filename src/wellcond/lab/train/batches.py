@@ -1,0 +1,160 @@
+"""Which samples make up which update, and how they reach the model."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import signal
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from wellcond.errors import WellcondError
+from wellcond.lab.seeding import epoch_order
+from wellcond.lab.settings import RecipeError, divide_exactly
+from wellcond.lab.tasks.base import EVALUATION, Batch, SampleKey, SampleSet
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of one process."""
+
+    rank: int = 0
+    processes: int = 1
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """Samples of every update.
+
+    An update takes the next `batch_size` samples of the epoch's order, in `accumulate` x `processes` equal parts; the
+    samples that remain at the end of an epoch wait for the next order. Which samples an update has depends on neither
+    of the two numbers, so that one process and many compute the same. With `repeats`, the order is that of the first
+    samples alone, and each stands in it so many times in a row, under a draw of its own. A part ends with the
+    `following` samples after it in its update, cyclically, for tasks that mix samples.
+    """
+
+    num_samples: int
+    batch_size: int
+    accumulate: int
+    seed: int
+    repeats: int = 1
+    following: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise RecipeError if an epoch has no whole update."""
+        if self.num_samples < self.batch_size:
+            raise RecipeError(
+                f"training.batch_size: expected at most the {self.num_samples} training samples, "
+                f"found {self.batch_size}"
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Updates in an epoch."""
+        return self.num_samples // self.batch_size
+
+    def part_size(self, share: Share) -> int:
+        """Samples of one part.
+
+        Raises: RecipeError if an update cannot be divided into equal parts.
+        """
+        pieces = self.accumulate * share.processes
+        return divide_exactly(self.batch_size, pieces, "training.batch_size over processes x training.accumulate")
+
+    def parts(self, share: Share, start: float, stop: int) -> Iterator[list[SampleKey]]:
+        """Samples of one process for the updates from `start` to before `stop`, `accumulate` parts for each.
+
+        Updates with fewer parts leave the rest to the next one: `start` is then no whole number.
+        """
+        size = self.part_size(share)
+        order, of_epoch = torch.empty(0), -1
+        for place in range(round(start * self.accumulate), stop * self.accumulate):
+            step, part = divmod(place, self.accumulate)
+            epoch, number = divmod(step, self.steps_per_epoch)
+            if epoch != of_epoch:
+                order, of_epoch = epoch_order(self.num_samples, self.seed, epoch), epoch
+            start, first = number * self.batch_size, (part * share.processes + share.rank) * size
+            keys = self._keys(order, epoch, start + first, start + first + size)
+            for position in range(first + size, first + size + self.following):
+                beyond = start + position % self.batch_size
+                keys += self._keys(order, epoch, beyond, beyond + 1)
+            yield keys
+
+    def _keys(self, order: torch.Tensor, epoch: int, start: int, stop: int) -> list[SampleKey]:
+        first = start // self.repeats
+        indices = order[first : -(-stop // self.repeats)].tolist()
+        return [
+            (indices[place // self.repeats - first], epoch * self.repeats + place % self.repeats)
+            for place in range(start, stop)
+        ]
+
+
+def evaluation_parts(num_samples: int, batch_size: int, share: Share) -> list[list[SampleKey]]:
+    """Samples of one process: each sample in exactly one; every process has as many parts (shards wait for each other).
+
+    Raises: RecipeError if there are fewer samples than processes.
+    """
+    if num_samples < share.processes:
+        raise RecipeError(f"expected at least one evaluation sample for each process, found {num_samples}")
+    mine = [(index, EVALUATION) for index in range(share.rank, num_samples, share.processes)]
+    count = min(num_samples // share.processes, math.ceil(num_samples / (share.processes * batch_size)))
+    bounds = [len(mine) * part // count for part in range(count + 1)]
+    return [mine[start:stop] for start, stop in itertools.pairwise(bounds)]
+
+
+class _Fetching(torch.utils.data.Dataset):
+    """Hands whole lists of keys to the set, in a worker process."""
+
+    def __init__(self, samples: SampleSet) -> None:
+        self.samples = samples
+
+    def __getitems__(self, keys: list[SampleKey]) -> Batch | _Failure:
+        try:
+            return self.samples.fetch(keys)
+        except WellcondError as error:  # torch would hand on its traceback instead of what it says
+            return _Failure(str(error))
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An error on its way from a worker."""
+
+    message: str
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
+
+
+def _leave_signals_to_parent(worker: int) -> None:
+    """Ctrl-C reaches every process of a terminal; batches are still needed until the step is saved."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def fetch_batches(
+    samples: SampleSet, parts: Iterable[list[SampleKey]], *, workers: int, device: torch.device
+) -> Iterator[Batch]:
+    """Batches on the device, decoded ahead by worker processes where that helps."""
+    source: Iterable[Any]
+    if workers == 0 or samples.in_memory:
+        source = (samples.fetch(keys) for keys in parts)
+    else:
+        source = torch.utils.data.DataLoader(
+            _Fetching(samples),
+            batch_sampler=parts,  # type: ignore[arg-type]
+            num_workers=workers,
+            collate_fn=_as_is,
+            worker_init_fn=_leave_signals_to_parent,
+            pin_memory=device.type == "cuda",
+            prefetch_factor=4,
+        )
+    for batch in source:
+        if isinstance(batch, _Failure):
+            raise WellcondError(batch.message)
+        if device.type == "cpu":
+            yield batch
+        else:
+            yield {name: value.to(device, non_blocking=True) for name, value in batch.items()}

@@ -1,0 +1,112 @@
+"""Conditioning during a run, at steps fixed in advance: the record does not depend on the speed of the machine.
+
+Only the end of a run with a time budget is not known before.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from wellcond.attention.distributed import gather_model, unwrap
+from wellcond.attention.find import find_attention
+from wellcond.lab.recipe import TrackingSettings, jacobian_steps
+from wellcond.lab.settings import RecipeError
+from wellcond.lab.tasks.base import AbstractTask
+from wellcond.tracking import ConditionTracker, TrackPoint
+
+MOST_POINTS = 100_000
+
+
+def tracked_steps(settings: TrackingSettings, num_steps: int, steps_per_epoch: int) -> tuple[frozenset, frozenset]:
+    """Steps at which the Jacobian, and at which only weights and attention maps, are measured."""
+    weights: frozenset[int] = frozenset()
+    if settings.weights_every is not None:
+        every = settings.weights_every.in_steps(steps_per_epoch)
+        if num_steps // every > MOST_POINTS:
+            raise RecipeError(
+                f"tracking.weights_every: expected at most {MOST_POINTS} measurements, found one every {every} of "
+                f"{num_steps} steps; give a longer interval"
+            )
+        weights = frozenset({*range(0, num_steps + 1, every), num_steps})
+    jacobian = jacobian_steps(settings.jacobian_points, num_steps)
+    return jacobian, weights - jacobian
+
+
+class ConditioningLog:
+    """A `ConditionTracker` on the first process.
+
+    Where the model itself cannot be measured, because its weights are sharded or Accelerate made its forward pass round
+    to half precision, a plain copy is brought up to date and measured instead.
+    """
+
+    def __init__(
+        self,
+        settings: TrackingSettings,
+        task: AbstractTask,
+        plain: nn.Module,
+        accelerator: Any,
+        *,
+        num_steps: int,
+        steps_per_epoch: int,
+    ) -> None:
+        """Make it before Accelerate prepares the model: only then can it be copied."""
+        self.settings, self.task, self.accelerator = settings, task, accelerator
+        self.jacobian, self.weights = tracked_steps(settings, num_steps, steps_per_epoch)
+        self.steps = self.jacobian | self.weights
+        self._copied = bool(self.steps) and (accelerator.is_fsdp2 or accelerator.mixed_precision != "no")
+        self._copy = copy.deepcopy(plain) if self._copied and accelerator.is_main_process else None
+        self._tracker: ConditionTracker | None = None
+        self._model: nn.Module = plain
+
+    def begin(self, model: nn.Module, step: int) -> list[dict[str, Any]]:
+        """Start with `model` as Accelerate prepared it, after `step` updates; returns the rows of step 0, if due."""
+        self._model = model
+        if not self.steps or not self.accelerator.is_main_process:
+            return []
+        measured = unwrap(model) if self._copy is None else self._copy
+        probe = self.task.probe(self.settings.samples)
+        most = max(site.num_kv_heads for site in find_attention(unwrap(measured), strict=False))
+        if self.settings.heads is not None and min(self.settings.heads) >= most:
+            raise RecipeError(f"tracking.heads: expected numbers from 0 to {most - 1}, found {self.settings.heads}")
+        self._tracker = ConditionTracker(
+            measured,
+            probe if self._copied else _to_device(probe, self.accelerator.device),
+            every=self.jacobian,
+            weights_every=self.weights,
+            budget=None,
+            first_step=step,
+            samples=self.settings.samples,
+            heads=self.settings.heads,
+        )
+        return _rows(self._tracker.points)
+
+    def end_at(self, step: int) -> None:
+        """Measure after this step what the end of a run is measured by."""
+        if self.settings.jacobian_points > 0:
+            self.jacobian |= {step}
+        elif self.settings.weights_every is not None:
+            self.weights |= {step}
+        self.steps = self.jacobian | self.weights
+        if self._tracker is not None:
+            self._tracker.every, self._tracker.weights_every = self.jacobian, self.weights
+
+    def after(self, step: int) -> list[dict[str, Any]]:
+        """Rows of this step, usually none; every process must call it after every update."""
+        if self._copied and step in self.steps:
+            state = gather_model(self._model)
+            if self._copy is not None:
+                self._copy.load_state_dict(state)
+        return [] if self._tracker is None else _rows(self._tracker.step())
+
+
+def _rows(points: list[TrackPoint]) -> list[dict[str, Any]]:
+    return [point.to_json_dict() for point in points]
+
+
+def _to_device(probe: Any, device: Any) -> Any:
+    if isinstance(probe, dict):
+        return {name: value.to(device) for name, value in probe.items()}
+    return probe.to(device)

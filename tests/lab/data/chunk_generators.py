@@ -1,0 +1,43 @@
+"""What the tests of chunks run in other processes, which import nothing else of the tests."""
+
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from wellcond.lab.data import DataError, Generated, GeneratorOptions
+
+
+class CountingOptions(GeneratorOptions):
+    width: int = 6
+    record: str | None = None
+    fail_from: int | None = None
+    hold_from: int | None = None
+
+
+def counting(count, options, generator):
+    """Random tokens; notes each call in a file. Calls beyond a number fail, or wait for a file with the end .open."""
+    if options.record is not None:
+        with open(options.record, "a") as file:
+            file.write(f"{os.getpid()}\n")
+        number = len(Path(options.record).read_text().split())
+        if options.fail_from is not None and number > options.fail_from:
+            raise KeyboardInterrupt
+        while (
+            options.hold_from is not None and number > options.hold_from and not Path(f"{options.record}.open").exists()
+        ):
+            time.sleep(0.02)
+    tokens = torch.randint(-1, 50, (count, options.width), generator=generator)
+    return Generated("tokens", tokens, tokens[:, 0].clamp(min=0) % 2, ("even", "odd"), 50)
+
+
+def dies_in_a_worker(job):
+    if os.getpid() != job:
+        os._exit(3)
+    return "done"
+
+
+def fails_later(job):
+    if job:
+        raise DataError("no", expected="a", found="b", todo="c")

@@ -1,0 +1,122 @@
+import pickle
+
+import pytest
+import torch
+
+from lab.data.helpers import failure, load
+from wellcond.lab.data import fingerprint
+from wellcond.lab.data.progress import telling
+
+# As published: bytes literals, with quotes in them that are no quotes of the table.
+FIRST, SECOND = rb"""b'Trigrams\'n\'Tags "(TnT)" \xc3\xa9'""", rb'''b"a b'c"'''
+
+
+def row(number, label=b"0.0", first=FIRST, second=SECOND):
+    return b"\t".join([label, b"P%d" % number, b"Q%d" % number, first, second]) + b"\n"
+
+
+def write(folder, **splits):
+    folder.mkdir(exist_ok=True)
+    labels = (b"0", b"1", b"0.0", b"1.0")
+    default = b"".join(row(number, labels[number % 4]) for number in range(8))
+    for name in ("train", "eval", "test"):
+        (folder / f"new_aan_pairs.{name}.tsv").write_bytes(splits.get(name, default))
+    return folder
+
+
+def test_texts_are_those_of_the_file(tmp_path):
+    train = row(0, b"1.0") + row(1, b"0", first="ü".encode())[:-1]  # without an end of line
+    bundle = load(write(tmp_path / "aan", train=train), source="aan_pairs", path=".")
+    assert bundle.kind == "text" and bundle.class_names == ("unrelated", "related")
+    assert bundle.train[0] == {"text": FIRST.decode(), "text_pair": SECOND.decode(), "label": 1}
+    assert bundle.train[-1]["text"] == "ü" and bundle.train[1]["text_pair"] == SECOND.decode()
+    assert bundle.train.content(0) == FIRST + b"\0" + SECOND
+    assert bundle.evaluation.labels.tolist() == bundle.others["test"].labels.tolist() == [0, 1] * 4
+    assert "2 training and 8 evaluation examples" in bundle.description and str(tmp_path) not in bundle.description
+    assert fingerprint(bundle)["splits"]["test"]["size"] == 8
+
+
+def test_lines_may_end_as_on_windows(tmp_path):
+    folder = write(tmp_path, train=row(0).replace(b"\n", b"\r\n") * 2)
+    assert load(folder, source="aan_pairs", path=".").train[1]["text_pair"] == SECOND.decode()
+
+
+def test_only_the_beginning_of_a_text_is_read(tmp_path):
+    folder = write(tmp_path, train=row(0, first="aéé".encode(), second=b"abcdef"))
+    example = load(folder, source="aan_pairs", path=".", max_bytes=4).train[0]
+    assert (example["text"], example["text_pair"]) == ("aé", "abcd")  # half a character is left out
+
+
+def test_limits_draw_the_same_rows_again(tmp_path):
+    folder = write(
+        tmp_path, **{name: b"".join(row(n, first=b"%d" % n) for n in range(50)) for name in ("train", "test")}
+    )
+    fields = {"source": "aan_pairs", "path": ".", "limit_train": 5, "limit_evaluation": 3, "limit_test": 100}
+    bundle, again = load(folder, **fields), load(folder, **fields)
+    assert [len(split) for split in (bundle.train, bundle.evaluation, bundle.others["test"])] == [5, 3, 50]
+    drawn = [int(bundle.train[index]["text"]) for index in range(5)]
+    assert drawn == sorted(drawn) != list(range(5)) and fingerprint(bundle) == fingerprint(again)
+
+
+def test_a_mirror_is_found_by_name(tmp_path, monkeypatch):
+    write(tmp_path / "lra")
+    monkeypatch.setenv("WELLCOND_DATA", str(tmp_path))
+    assert len(load(tmp_path / "recipes", source="aan_pairs", path="lra").train) == 8
+
+
+def test_reading_is_reported(tmp_path):
+    told = []
+    with telling(lambda *now: told.append(now)):
+        load(write(tmp_path, train=row(0) * 2500), source="aan_pairs", path=".")
+    size = 2500 * len(row(0))
+    assert told == [("reading new_aan_pairs.train.tsv", size * part // 5, size) for part in (2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (b"1\tA\tB\tonly one text\n", "found:    4 values"),
+        (b"1\tA\tB\ta\tb\tc\n", "found:    6 values"),
+        (b"\n", "found:    1 values"),
+        (row(0, b"2"), "expected: the label 0 or 1\n  found:    '2'"),
+        (row(0, b""), "found:    ''"),
+        (row(0, b"label"), "found:    'label'"),
+        (row(0, first=b""), "expected: a first text\n  found:    an empty one"),
+        (row(0, second=b""), "expected: a second text\n  found:    an empty one"),
+        (row(0, second=b"a\xff"), "found:    byte 0xff at"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path, line, expected):
+    message = failure(write(tmp_path, test=row(0) + row(1) + line), source="aan_pairs", path=".")
+    assert message.startswith(f"{tmp_path}/new_aan_pairs.test.tsv, line 3: ") and expected in message
+
+
+def test_missing_files_are_named(tmp_path):
+    folder = write(tmp_path / "aan")
+    (folder / "new_aan_pairs.eval.tsv").unlink()
+    message = failure(tmp_path, source="aan_pairs", path="aan")
+    assert "new_aan_pairs.eval.tsv: no such file" in message and "new_aan_pairs.test.tsv" in message
+    message = failure(tmp_path, source="aan_pairs", path="other")
+    assert f"in {tmp_path}: aan; WELLCOND_DATA is not set" in message
+    assert "no rows" in failure(write(folder, train=b""), source="aan_pairs", path=".")
+
+
+def test_a_name_may_not_lead_out_of_the_mirror(tmp_path, monkeypatch):
+    write(tmp_path / "aan")
+    (tmp_path / "mirror").mkdir()
+    monkeypatch.setenv("WELLCOND_DATA", str(tmp_path / "mirror"))
+    assert "not in the mirror" in failure(tmp_path / "recipes" / "mine", source="aan_pairs", path="../aan")
+
+
+def test_a_file_that_becomes_shorter_is_noticed(tmp_path):
+    bundle = load(write(tmp_path), source="aan_pairs", path=".")
+    (tmp_path / "new_aan_pairs.train.tsv").write_bytes(row(0))
+    assert bundle.train[0]["label"] == 0
+    with pytest.raises(ValueError, match="has become shorter"):
+        bundle.train[7]
+
+
+def test_splits_are_picklable(tmp_path):
+    split = load(write(tmp_path), source="aan_pairs", path=".").train
+    again = pickle.loads(pickle.dumps(split))
+    assert again[3] == split[3] and torch.equal(again.labels, split.labels)

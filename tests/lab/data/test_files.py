@@ -1,0 +1,335 @@
+import json
+import os
+import pickle
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from lab.data.helpers import failure, load, write_csv, write_features, write_jsonl, write_parquet
+from wellcond.lab.data import DataError, fingerprint, resolve_config
+
+pytest.importorskip("datasets")
+
+ROWS = [{"review": f"text {i}", "stars": i % 2, "id": i} for i in range(10)]
+NAMED = {"input": "review", "label": "stars"}
+
+
+def write_rows(path, rows=ROWS):
+    if path.suffix == ".parquet":
+        return write_parquet(path, {name: [row[name] for row in rows] for name in rows[0]})
+    if path.suffix in (".csv", ".tsv"):
+        return write_csv(path, list(rows[0]), [list(row.values()) for row in rows])
+    if path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+        return path
+    return write_jsonl(path, rows)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "json", "csv", "tsv"])
+def test_own_files_need_a_path_and_two_column_names(tmp_path, suffix):
+    write_rows(tmp_path / f"a.{suffix}")
+    write_rows(tmp_path / f"b.{suffix}", ROWS[:4])
+    bundle = load(tmp_path, source="files", train=f"a.{suffix}", evaluation=f"b.{suffix}", **NAMED)
+    assert bundle.kind == "text" and bundle.class_names == ("0", "1")
+    assert [bundle.train[i] for i in (0, -1)] == [{"text": "text 0", "label": 0}, {"text": "text 9", "label": 1}]
+    assert len(bundle.evaluation) == 4 and bundle.name == f"a.{suffix}"
+    assert pickle.loads(pickle.dumps(bundle.train))[3] == bundle.train[3]
+    # Nothing is written beside the data.
+    assert sorted(os.listdir(tmp_path)) == [f"a.{suffix}", f"b.{suffix}"]
+
+
+def test_own_files_are_memory_mapped_in_the_cache_folder(tmp_path, cache_folder):
+    write_rows(tmp_path / "a.jsonl")
+    bundle = load(tmp_path, source="files", train="a.jsonl", evaluation_fraction=0.5, **NAMED)
+    (mapped,) = bundle.train.table.data.cache_files
+    assert mapped["filename"].startswith(str(cache_folder))
+
+
+def test_a_rewritten_file_is_read_anew(tmp_path):
+    write_rows(tmp_path / "a.csv")
+    load(tmp_path, source="files", train="a.csv", evaluation="a.csv", **NAMED)
+    write_rows(tmp_path / "a.csv", [{**row, "review": "new"} for row in ROWS])
+    assert load(tmp_path, source="files", train="a.csv", evaluation="a.csv", **NAMED).train[0]["text"] == "new"
+
+
+def test_a_pattern_reads_its_files_in_order_and_errors_name_the_file(tmp_path):
+    for number in range(3):
+        write_jsonl(tmp_path / f"part[{number}].jsonl", ROWS[3 * number : 3 * number + 3])
+    fields = {"source": "files", "train": "part*.jsonl", "evaluation": ["part[[]0].jsonl", "part[2].jsonl"], **NAMED}
+    bundle = load(tmp_path, **fields)
+    assert [bundle.train[i]["text"] for i in range(9)] == [f"text {i}" for i in range(9)]
+    assert [bundle.evaluation[i]["text"] for i in (0, 5)] == ["text 0", "text 8"]
+    write_jsonl(tmp_path / "part[2].jsonl", [ROWS[0], {**ROWS[1], "stars": -4}])
+    message = failure(tmp_path, **fields)
+    assert f"{tmp_path}/part[2].jsonl, row 1 (the first is 0): the label is negative" in message and "-4" in message
+    write_jsonl(tmp_path / "part[2].jsonl", [{"other": 1}])
+    message = failure(tmp_path, **fields)
+    assert "part[2].jsonl: the columns are not those of" in message and "other" in message
+
+
+def test_a_fraction_is_drawn_by_seed_from_every_class(tmp_path):
+    rows = [{"text": str(i), "label": "rare" if i < 2 else "common"} for i in range(50)]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+
+    def split(seed):
+        bundle = load(tmp_path, source="files", train="a.jsonl", evaluation_fraction=0.2, seed=seed)
+        texts = [[part[i]["text"] for i in range(len(part))] for part in (bundle.train, bundle.evaluation)]
+        assert sorted(texts[0] + texts[1], key=int) == [row["text"] for row in rows]
+        assert bundle.class_names == ("common", "rare")
+        assert bundle.train.labels.bincount().tolist() == [38, 2] and len(bundle.evaluation) == 10
+        assert all(bundle.train[i]["label"] == int(int(text) < 2) for i, text in enumerate(texts[0]))
+        return texts
+
+    assert split(0) == split(0) != split(1)
+
+
+def test_limits_draw_a_fixed_subset(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": str(i), "label": i // 50} for i in range(100)])
+    fields = {"source": "files", "train": "a.jsonl", "evaluation": "a.jsonl"}
+    bundle = load(tmp_path, limit_train=20, limit_evaluation=500, **fields)
+    texts = [int(bundle.train[i]["text"]) for i in range(20)]
+    assert len(bundle.train) == 20 and len(bundle.evaluation) == 100 and texts == sorted(texts) and max(texts) >= 50
+    assert bundle.train.labels.tolist() == [text // 50 for text in texts] and bundle.num_classes == 2
+    assert fingerprint(load(tmp_path, limit_train=20, **fields))["splits"] == fingerprint(bundle)["splits"]
+    both = load(tmp_path, source="files", train="a.jsonl", evaluation_fraction=0.5, limit_train=7)
+    assert len(both.train) == 7 and both.train[3]["label"] == int(both.train[3]["text"]) // 50
+
+
+def test_text_files_give_lines_or_whole_files(tmp_path):
+    (tmp_path / "a.txt").write_text("one\n\n  two\u2028same line\nthree", encoding="utf-8")
+    (tmp_path / "b.txt").write_text("four\nfive\n")
+    lines = load(tmp_path, source="files", train="a.txt", evaluation="b.txt")
+    assert [lines.train[i] for i in range(4)] == [{"text": t} for t in ("one", "", "  two\u2028same line", "three")]
+    assert lines.class_names is None and lines.num_classes is None and lines.train.labels is None
+    assert "1 empty texts in 'train'" in lines.description and "unlabelled" in lines.description
+    (tmp_path / "c.txt").write_text("")
+    whole = load(tmp_path, source="files", train="*.txt", evaluation="b.txt", unit="file")
+    assert len(whole.train) == 3 and whole.evaluation[0] == {"text": "four\nfive\n"}
+    assert "1 empty texts" in whole.description
+
+
+def test_csv_texts_survive_as_written(tmp_path):
+    texts = ["NA", "null", "007", "", "1.50", 'with, comma and "quotes"\nand a line', "None", "ünï"]
+    write_csv(tmp_path / "a.csv", ["text", "label"], [[text, "yes" if i else "no"] for i, text in enumerate(texts)])
+    bundle = load(tmp_path, source="files", train="a.csv", evaluation="a.csv")
+    assert [bundle.train[i]["text"] for i in range(len(texts))] == texts
+    assert bundle.class_names == ("no", "yes") and "1 empty texts in 'train'" in bundle.description
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("a,1,2\n", "row 0 (the first is 0): the values do not fit the columns"),
+        ("a,0\nb,1,2\n", "the file cannot be read as csv"),
+        ("a,0\nb\n", "row 1 (the first is 0): the label is missing"),
+        ("a\n", "row 0 (the first is 0): the values do not fit the columns"),
+    ],
+)
+def test_csv_rows_that_do_not_fit_their_columns(tmp_path, lines, message):
+    (tmp_path / "a.csv").write_text("text,label\n" + lines)
+    assert message in failure(tmp_path, source="files", train="a.csv", evaluation="a.csv")
+
+
+def test_pairs_of_texts(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"q": "a", "s": "b", "label": 0}, {"q": "c", "s": "d", "label": 1}])
+    bundle = load(tmp_path, source="files", train="a.jsonl", evaluation="a.jsonl", input=["q", "s"])
+    assert bundle.train[1] == {"text": "c", "text_pair": "d", "label": 1}
+
+
+@pytest.mark.parametrize("form", ["bytes", "struct", "feature", "paths"])
+def test_images_in_parquet(tmp_path, png, form):
+    encoded = [png(seed) for seed in range(4)]
+    labels = ["b", "a", "b", "a"]
+    if form == "feature":
+        datasets = pytest.importorskip("datasets")
+        columns = {"picture": [{"bytes": data, "path": None} for data in encoded], "label": labels}
+        features = {"picture": datasets.Image(), "label": datasets.Value("string")}
+        write_features(tmp_path / "a.parquet", columns, features)
+    else:
+        (tmp_path / "images").mkdir()
+        for number, data in enumerate(encoded):
+            (tmp_path / f"images/{number}.png").write_bytes(data)
+        names = [f"images/{number}.png" for number in range(4)]
+        structs = [{"bytes": data, "path": "x.png"} for data in encoded[:2]]
+        structs += [{"bytes": None, "path": name} for name in names[2:]]
+        write_parquet(
+            tmp_path / "a.parquet",
+            {"picture": {"bytes": encoded, "struct": structs, "paths": names}[form], "label": labels},
+        )
+    fields = {"train": "a.parquet", "evaluation": "a.parquet", "input": "picture", "label": "label"}
+    bundle = load(tmp_path, source="files", **fields)
+    assert bundle.kind == "image" and bundle.train.labels.tolist() == [1, 0, 1, 0]
+    for number in range(4):
+        assert bundle.train[number]["image"].size == (8, 8) and bundle.train.content(number) == encoded[number]
+    batch = next(iter(torch.utils.data.DataLoader(bundle.train, batch_size=4, collate_fn=list, num_workers=1)))
+    assert [example["label"] for example in batch] == [1, 0, 1, 0]
+
+
+def test_image_paths_may_not_leave_their_folder(tmp_path, png):
+    (tmp_path / "secret.png").write_bytes(png())
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set/link.png").symlink_to(tmp_path / "secret.png")
+    names = ["../secret.png", str(tmp_path / "secret.png"), "link.png", "gone.png", ""]
+    write_csv(tmp_path / "set/a.csv", ["image", "label"], [[name, "x"] for name in names])
+    fields = {"source": "files", "train": "set/a.csv", "evaluation": "set/a.csv", "kind": "image"}
+    bundle = load(tmp_path, **fields)
+    for number in range(3):
+        with pytest.raises(
+            DataError, match=rf"a.csv, row {number} .*leads out of its folder(?s:.)*within {tmp_path}/set"
+        ):
+            bundle.train[number]
+    with pytest.raises(DataError, match=r"row 3 .*cannot be opened(?s:.)*gone.png(?s:.)*FileNotFoundError"):
+        bundle.train[3]
+    with pytest.raises(DataError, match=r"row 4 .*there is no image"):
+        bundle.train[4]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/x.png").write_bytes(png())
+    write_csv(tmp_path / "set/b.csv", ["image"], [["in/x.png"], [str(tmp_path / "in/x.png")]])
+    bundle = load(tmp_path, source="files", train="set/b.csv", evaluation="set/b.csv", image_root=".")
+    assert bundle.kind == "image" and bundle.train[0]["image"].size == bundle.train[1]["image"].size == (8, 8)
+
+
+def test_truncated_image_names_file_and_row(tmp_path, png):
+    write_parquet(tmp_path / "a.parquet", {"image": [png(), png()[:50]], "label": [0, 1]})
+    bundle = load(tmp_path, source="files", train="a.parquet", evaluation="a.parquet")
+    with pytest.raises(
+        DataError, match=r"a.parquet, row 1 \(the first is 0\): the image cannot be read(?s:.)*50 bytes"
+    ):
+        bundle.train[1]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "csv"])
+def test_truncated_or_undecodable_file_is_named(tmp_path, suffix):
+    path = write_rows(tmp_path / f"a.{suffix}")
+    path.write_bytes(path.read_bytes()[:-20] + (b'"\xff\xfe' if suffix == "csv" else b""))
+    message = failure(tmp_path, source="files", train=path.name, evaluation=path.name, **NAMED)
+    assert f"{path}: the file cannot be read as" in message and "Check that the file is complete" in message
+
+
+def test_text_in_another_encoding_is_named(tmp_path):
+    for name, data in (("a.txt", b"fine"), ("b.txt", "Grüße".encode("latin-1"))):
+        (tmp_path / name).write_bytes(data)
+    for unit in ("line", "file"):
+        message = failure(tmp_path, source="files", train="*.txt", evaluation="a.txt", unit=unit)
+        assert f"{tmp_path}/b.txt: the file cannot be read as text" in message and "UnicodeDecodeError" in message
+
+
+def test_missing_unknown_and_mixed_files_are_named(tmp_path):
+    write_rows(tmp_path / "a.csv")
+    write_rows(tmp_path / "a.jsonl")
+    (tmp_path / "a.xlsx").write_text("x")
+    message = failure(tmp_path, source="files", train="b.csv", evaluation="a.csv")
+    assert f"{tmp_path}/b.csv: no such file" in message and "a.csv, a.jsonl" in message and "'train'" in message
+    assert "'evaluation'" in failure(tmp_path, source="files", train="a.csv", evaluation="*.parquet")
+    message = failure(tmp_path, source="files", train="a.xlsx", evaluation="a.csv")
+    assert "the format is not known" in message and ".parquet, .jsonl" in message
+    message = failure(tmp_path, source="files", train=["a.csv", "a.jsonl"], evaluation="a.csv")
+    assert "several formats" in message
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "csv", "txt"])
+def test_files_without_rows_are_named(tmp_path, suffix):
+    path = tmp_path / f"empty.{suffix}"
+    if suffix == "parquet":
+        pa = pytest.importorskip("pyarrow")
+        write_parquet(path, {"text": pa.array([], pa.string())})
+    else:
+        path.write_text("text,label\n" if suffix == "csv" else "")
+    message = failure(tmp_path, source="files", train=path.name, evaluation=path.name)
+    assert str(path) in message and "there are no rows" in message
+
+
+def test_missing_columns_list_those_that_exist(tmp_path):
+    write_rows(tmp_path / "a.csv")
+    fields = {"source": "files", "train": "a.csv", "evaluation": "a.csv"}
+    message = failure(tmp_path, **fields, input="reviews", label="stars")
+    assert "there is no column 'reviews'" in message and "columns review, stars, id" in message
+    assert "Set 'label' to one of these" in failure(tmp_path, **fields, input="review", label="star")
+    message = failure(tmp_path, **fields)
+    assert "which column is the input is not clear" in message and "columns review (" in message
+    write_rows(tmp_path / "b.csv", [{"review": "a", "id": 1}])
+    message = failure(tmp_path, source="files", train="a.csv", evaluation="b.csv", **NAMED)
+    assert "b.csv: there is no column 'stars'" in message
+    write_parquet(tmp_path / "c.parquet", {"review": [1.5, 2.5]})
+    message = failure(tmp_path, source="files", train="c.parquet", evaluation="c.parquet", input="review")
+    assert "column 'review' cannot be the input" in message and "float64" in message
+
+
+def test_missing_text_names_the_row(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": None}])
+    message = failure(tmp_path, source="files", train="a.jsonl", evaluation="a.jsonl")
+    assert "a.jsonl, row 1 (the first is 0): column 'text' has no value" in message
+
+
+@pytest.mark.parametrize(
+    ("train", "evaluation", "message"),
+    [
+        ([0, 1, -1], [0], "train.jsonl, row 2 (the first is 0): the label is negative"),
+        ([0, 1], [1, 2], "evaluation.jsonl, row 1 (the first is 0): the label is out of range"),
+        ([0, 1], [-1], "evaluation.jsonl, row 0 (the first is 0): the label is out of range"),
+        ([1, 2, 3], [1], "train.jsonl: no row has the label 0, though larger ones occur"),
+        ([0, 1, 3], [1], "train.jsonl: no row has the label 2"),
+        ([0, 0.5], [0], "train.jsonl, row 0 (the first is 0): the label is not an integer"),
+        ([0, "one"], [0], "train.jsonl, row 1 (the first is 0): the label is not an integer"),
+        ([[0], [1]], [0], "train.jsonl, row 0 (the first is 0): the label is not an integer"),
+        ([0, None], [0], "train.jsonl, row 1 (the first is 0): the label is missing"),
+        (["a", ""], ["a"], "train.jsonl, row 1 (the first is 0): the label is missing"),
+        (["b", "a"], ["a", "c"], "evaluation.jsonl, row 1 (the first is 0): the label is not a class of the training"),
+        (["b", "a"], [0], "evaluation.jsonl: the labels in column 'label' are not of the training split's kind"),
+        ([0, 1], ["a"], "evaluation.jsonl: the labels in column 'label' are not of the training split's kind"),
+    ],
+)
+def test_wrong_labels_name_file_row_and_value(tmp_path, train, evaluation, message):
+    for name, labels in (("train", train), ("evaluation", evaluation)):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"text": "x", "label": label} for label in labels])
+    found = failure(tmp_path, source="files", train="train.jsonl", evaluation="evaluation.jsonl")
+    assert found.startswith(f"{tmp_path}/{message}")
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (["0", "1", ""], "row 2 (the first is 0): the label is missing"),
+        (["0", "one", "1"], "row 1 (the first is 0): the label is not an integer"),
+        (["0.5", "1.5"], "row 0 (the first is 0): the label is not an integer"),
+        (["0", "-1"], "row 1 (the first is 0): the label is negative"),
+    ],
+)
+def test_wrong_labels_in_csv_name_the_row(tmp_path, labels, message):
+    write_csv(tmp_path / "a.csv", ["text", "label"], [["x", label] for label in labels])
+    assert message in failure(tmp_path, source="files", train="a.csv", evaluation="a.csv")
+
+
+def test_labels_of_other_forms(tmp_path):
+    write_jsonl(tmp_path / "bool.jsonl", [{"text": "x", "label": value} for value in (True, False)])
+    assert load(tmp_path, source="files", train="bool.jsonl", evaluation="bool.jsonl").train.labels.tolist() == [1, 0]
+    write_jsonl(tmp_path / "gap.jsonl", [{"text": "x", "label": value} for value in (0, 2)])
+    fields = {"source": "files", "train": "gap.jsonl", "evaluation": "gap.jsonl"}
+    bundle = load(tmp_path, **fields, class_names=["a", "b", "c"])
+    assert bundle.class_names == ("a", "b", "c") and bundle.train.labels.tolist() == [0, 2]
+    assert "from 0 to 1" in failure(tmp_path, **fields, class_names=["a", "b"])
+    assert load(tmp_path, **fields, label=None).class_names is None
+
+
+@pytest.mark.parametrize(
+    "source", [{"source": "hub", "id": "a/b"}, {"source": "files", "train": "a", "evaluation": "b"}]
+)
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch, source):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "file/cache"))
+    message = failure(tmp_path, **source)
+    assert f"{tmp_path}/file/cache: the cache of the datasets library cannot be written" in message
+    assert "NotADirectoryError" in message and "Set HF_DATASETS_CACHE" in message
+
+
+def test_too_few_rows_for_a_fraction(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "x", "label": 0}, {"text": "y", "label": 1}])
+    message = failure(tmp_path, source="files", train="a.jsonl", evaluation_fraction=0.5)
+    assert "too few rows" in message and "2 rows in 2 classes" in message
+
+
+@pytest.mark.parametrize("fields", [{}, {"evaluation": "b", "evaluation_fraction": 0.1}])
+def test_evaluation_is_either_a_file_or_a_fraction(fields):
+    with pytest.raises(ValidationError, match="expected either 'evaluation' .* got (neither|both)"):
+        resolve_config({"source": "files", "train": "a", **fields})

@@ -1,0 +1,349 @@
+"""Generators in chunks: the same samples from any number of processes, kept on disk, taken up again."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from lab.data.chunk_generators import CountingOptions, counting, dies_in_a_worker, fails_later
+from lab.data.helpers import failure
+from lab.test_recipe import make_recipe
+from patience import PATIENCE, wait_until
+from wellcond.lab.data import (
+    DataError,
+    fingerprint,
+    job_pool,
+    load_data,
+    resolve_config,
+)
+from wellcond.lab.data.generated import GENERATORS, RegisteredGenerator, register_generator
+from wellcond.lab.methods import MethodSettings
+from wellcond.lab.recipe import config_hash
+from wellcond.lab.settings import RecipeError
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(autouse=True)
+def generators(monkeypatch, tmp_path):
+    monkeypatch.setenv("WELLCOND_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("WELLCOND_WORKERS", raising=False)
+    monkeypatch.setitem(GENERATORS, "counting", RegisteredGenerator(CountingOptions, counting, 10))
+    monkeypatch.setitem(GENERATORS, "different", RegisteredGenerator(CountingOptions, counting, 10, 1, True))
+
+
+def load(generator="counting", *, told=None, num_train=45, num_evaluation=20, **fields):
+    sizes = {"num_train": num_train, "num_evaluation": num_evaluation}
+    return load_data(resolve_config({"source": "generated", "generator": generator} | sizes | fields), progress=told)
+
+
+def chunk_files(root):
+    return sorted(path for path in (root / "cache").rglob("chunk-*") if path.suffix == ".npy")
+
+
+@pytest.mark.parametrize("generator", ["counting", "different", "listops"])
+def test_a_longer_split_begins_with_the_shorter_one(generator):
+    options = {"max_depth": 4, "max_args": 4, "min_length": 3, "max_length": 30} if generator == "listops" else {}
+    short = load(generator, options=options, num_test=15)
+    long = load(generator, options=options, num_train=1200, num_evaluation=33, num_test=16)
+    for name in ("train", "evaluation"):
+        a, b = getattr(short, name), getattr(long, name)
+        assert a.inputs.equal(b.inputs[: len(a)]) and a.labels.equal(b.labels[: len(a)])
+    assert len(short.others["test"]) == 15 and short.others["test"].inputs.equal(long.others["test"].inputs[:15])
+    assert "test" not in load(generator, options=options).others
+    assert "15 test examples" in short.description
+
+
+def test_the_streams_of_seeds_splits_options_and_versions_differ(monkeypatch):
+    first = load(num_test=20)
+    others = [load(seed=1).train, first.evaluation, first.others["test"], load(options={"hold_from": 99}).train]
+    monkeypatch.setitem(GENERATORS, "counting", RegisteredGenerator(CountingOptions, counting, 10, 2))
+    others.append(load().train)
+    for other in others:
+        assert not other.inputs[:10].equal(first.train.inputs[:10])
+        assert not other.inputs[:10].equal(first.train.inputs[10:20])
+    chunks = first.train.inputs[:40].reshape(4, 10, -1)
+    assert not any(chunks[0].equal(chunk) for chunk in chunks[1:])
+
+
+def test_tokens_are_small_in_memory_and_whole_in_an_example():
+    bundle = load()
+    assert bundle.train.inputs.dtype == torch.int8 and bundle.train[0]["tokens"].dtype == torch.int64
+    assert int(bundle.train.inputs.min()) == -1 and bundle.vocabulary_size == 50
+
+
+@pytest.mark.slow
+def test_the_number_of_processes_changes_nothing(monkeypatch, tmp_path):
+    record = str(tmp_path / "record")
+    options = {"record": record}
+    alone = load(options=options, num_evaluation=10)
+    assert set(Path(record).read_text().split()) == {str(os.getpid())}
+    monkeypatch.setenv("WELLCOND_CACHE", str(tmp_path / "another"))
+    monkeypatch.setenv("WELLCOND_WORKERS", "2")
+    monkeypatch.setattr(job_pool, "POOL_SECONDS", 0)
+    Path(record).unlink()
+    together = load(options=options, num_evaluation=10)
+    makers = Path(record).read_text().split()
+    assert len(makers) == 6 and makers.count(str(os.getpid())) == 2  # the first of a split is made here
+    assert together.train.inputs.equal(alone.train.inputs) and fingerprint(together) == fingerprint(alone)
+
+
+def test_what_is_on_disk_is_read_and_what_is_damaged_made_again(tmp_path):
+    options = {"record": str(tmp_path / "record")}
+    first = load(options=options)
+    files = chunk_files(tmp_path)
+    assert len(files) == 5 + 2
+    before = {path: path.stat().st_mtime_ns for path in files}
+    files[1].write_bytes(files[1].read_bytes()[:-100])
+    again = load(options=options)
+    assert fingerprint(again) == fingerprint(first)
+    assert [path for path in files if path.stat().st_mtime_ns != before[path]] == [files[1]]
+    assert len(Path(options["record"]).read_text().split()) == 7 + 1
+
+
+def test_an_interrupted_split_goes_on_where_it_was(tmp_path):
+    record = tmp_path / "record"
+    options = {"record": str(record), "fail_from": 3}
+    with pytest.raises(KeyboardInterrupt):
+        load(options=options)
+    assert len(chunk_files(tmp_path)) == 3
+    record.unlink()
+    with pytest.raises(KeyboardInterrupt):
+        load(options=options)
+    assert len(chunk_files(tmp_path)) == 3 + 3  # the split is now complete, one chunk of the other is there
+    record.unlink()
+    load(options=options)
+    assert len(record.read_text().split()) == 1
+
+
+def test_progress_is_told():
+    told = []
+    load(told=lambda *event: told.append(event))
+    assert told[0] == ("making counting, train split, chunks", 1, 5) and told[4][1:] == (5, 5)
+    assert told[-1] == ("making counting, evaluation split, chunks", 2, 2)
+    told.clear()
+    load(told=lambda *event: told.append(event))
+    assert not told
+
+
+def test_without_a_cache_the_samples_are_made_in_memory(monkeypatch, tmp_path):
+    kept = load()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("WELLCOND_CACHE", str(tmp_path / "file"))
+    told = []
+    assert fingerprint(load(told=lambda *event: told.append(event))) == fingerprint(kept)
+    assert "not kept: " in told[0][0] and "Not a directory" in told[0][0]
+
+
+def test_when_the_disk_is_full_the_rest_is_made_in_memory(tmp_path):
+    import resource
+
+    limit, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    told = []
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (400, limit[1]))
+        bundle = load(told=lambda *event: told.append(event[0]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert any("not kept" in what and "File too large" in what for what in told) and not chunk_files(tmp_path)
+    assert fingerprint(bundle) == fingerprint(load())
+
+
+SCRIPT = """
+import os, signal, sys, threading
+from wellcond.lab.data import job_pool
+job_pool.POOL_SECONDS = 0
+class Telling(job_pool.ProcessPoolExecutor):
+    def shutdown(self, **options):
+        super().shutdown(wait=False, **options)  # nothing more is handed out
+        print("stopping", flush=True)
+        super().shutdown(**options)
+job_pool.ProcessPoolExecutor = Telling
+from lab.data.chunk_generators import CountingOptions, counting
+from wellcond.lab.data import load_data, register_generator, resolve_config
+register_generator("counting", CountingOptions, chunk=10)(counting)
+def tell(*event):
+    if "SIGNALS_ELSEWHERE" in os.environ:  # for the thread below to receive
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    print(*event, flush=True)
+if __name__ == "__main__":
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    options = {"record": sys.argv[1], "hold_from": int(sys.argv[2])}
+    data = {"source": "generated", "generator": "counting", "num_train": 200, "num_evaluation": 1, "options": options}
+    load_data(resolve_config(data), progress=tell)
+"""
+
+
+class Maker:
+    """A process that makes 20 chunks, of which those beyond `hold_from` are not made before the hold ends."""
+
+    def __init__(self, tmp_path, hold_from, **variables):
+        self.script = tmp_path / "script.py"
+        self.script.write_text(SCRIPT)
+        paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+        self.output, self.errors = (tempfile.TemporaryFile("w+", dir=tmp_path) for _ in range(2))
+        self.process = subprocess.Popen(
+            [sys.executable, self.script, tmp_path / "record", str(hold_from)],
+            stdout=self.output,
+            stderr=self.errors,
+            env=os.environ | {"PYTHONPATH": paths} | variables,
+            start_new_session=True,
+        )
+
+    def told(self):
+        self.output.seek(0)
+        return self.output.read()
+
+    def wait_until_it_tells(self, text):
+        wait_until(lambda: text in self.told(), process=self.process)
+
+    def sleeps(self):
+        """Whether its main thread waits, all the time that we look."""
+        states = [Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2][0] for _ in range(100)]
+        return set(states) == {"S"}
+
+    def end(self):
+        """Exit code and errors, once it and its workers are gone."""
+        code = self.process.wait(PATIENCE)
+        wait_until(self._is_gone)
+        self.errors.seek(0)
+        return code, self.errors.read()
+
+    def _is_gone(self):
+        try:
+            os.killpg(self.process.pid, 0)
+        except ProcessLookupError:
+            return True
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Starts makers; none outlives the test."""
+    made = []
+    yield lambda *given, **variables: made.append(Maker(tmp_path, *given, **variables)) or made[-1]
+    for maker in made:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(maker.process.pid, signal.SIGKILL)
+        maker.process.wait()
+        maker.output.close()
+        maker.errors.close()
+
+
+def end_hold(tmp_path):
+    (tmp_path / "record.open").touch()
+
+
+def test_of_processes_that_start_at_once_one_makes_the_data_and_the_other_waits(make, tmp_path):
+    makers = [make(0, WELLCOND_WORKERS="1") for _ in range(2)]
+    wait_until(lambda: any("(another process makes them)" in maker.told() for maker in makers))
+    end_hold(tmp_path)
+    assert [maker.end() for maker in makers] == [(0, "")] * 2
+    assert len((tmp_path / "record").read_text().split()) == 20 + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variables", [{}, {"SIGNALS_ELSEWHERE": "1"}], ids=["here", "elsewhere"])
+def test_interrupt_stops_all_processes_and_keeps_what_is_done(make, tmp_path, variables):
+    """A signal that comes as a wait begins, or to another thread, does not end the wait."""
+    maker = make(3, WELLCOND_WORKERS="2", **variables)
+    maker.wait_until_it_tells("chunks 3 20")
+    wait_until(maker.sleeps)
+    os.killpg(maker.process.pid, signal.SIGINT)  # as Ctrl-C in a terminal
+    maker.wait_until_it_tells("stopping")
+    end_hold(tmp_path)
+    code, errors = maker.end()
+    assert code != 0 and errors.rstrip().endswith("KeyboardInterrupt")
+    assert "Process " not in errors  # no worker complains
+    assert 3 <= len(chunk_files(tmp_path)) < 20
+    assert not list((tmp_path / "cache").rglob(".*.partial"))
+
+
+@pytest.mark.slow
+def test_killing_the_process_ends_its_workers(make):
+    maker = make(3, WELLCOND_WORKERS="2")
+    maker.wait_until_it_tells("chunks 3 20")
+    maker.process.kill()
+    assert maker.end()[0] == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_jobs_survive_the_death_of_a_worker_and_errors_arrive_whole(monkeypatch, workers):
+    monkeypatch.setattr(job_pool, "POOL_SECONDS", 0)
+    assert dict(job_pool.run_jobs(dies_in_a_worker, [os.getpid()] * 3, workers=workers)) == dict.fromkeys(
+        range(3), "done"
+    )
+    with pytest.raises(DataError, match="no\n  expected: a"):
+        list(job_pool.run_jobs(fails_later, [0, 1, 2], workers=workers))
+
+
+def test_jobs_that_cannot_be_sent_run_here(monkeypatch):
+    monkeypatch.setattr(job_pool, "POOL_SECONDS", 0)
+    assert dict(job_pool.run_jobs(lambda job: 2 * job, [1, 2, 3], workers=2)) == {0: 2, 1: 4, 2: 6}
+
+
+@pytest.mark.parametrize("text", ["0", "two", "-1"])
+def test_a_wrong_number_of_workers_is_named(monkeypatch, text):
+    monkeypatch.setenv("WELLCOND_WORKERS", text)
+    with pytest.raises(RecipeError, match=f"WELLCOND_WORKERS: expected a number of processes from 1, found '{text}'"):
+        load()
+
+
+def test_distinct_samples_differ_within_and_between_splits():
+    bundle = load("different", options={"width": 2}, num_train=1000, num_evaluation=100, num_test=100)
+    rows = [
+        tuple(row)
+        for split in (bundle.train, bundle.evaluation, bundle.others["test"])
+        for row in split.inputs.tolist()
+    ]
+    assert len(set(rows)) == len(rows) == 1200
+    for row, label in zip(bundle.train.inputs.tolist(), bundle.train.labels.tolist(), strict=True):
+        assert label == max(row[0], 0) % 2
+
+
+def test_too_small_a_space_is_an_error():
+    message = failure(source="generated", generator="different", options={"width": 1}, num_train=45, num_evaluation=1)
+    assert "different, train split: there are too few different samples" in message and "45 that differ" in message
+
+
+def test_a_generator_without_chunks_has_no_version():
+    with pytest.raises(ValueError, match="expected a chunk size"):
+        register_generator("x", CountingOptions, distinct=True)
+
+
+@pytest.mark.parametrize("generator", ["gratings", "associative_recall"])
+def test_a_test_split_of_generators_without_chunks(generator):
+    without, bundle = load(generator), load(generator, num_test=12)
+    assert bundle.train.inputs.equal(without.train.inputs) and bundle.evaluation.inputs.equal(without.evaluation.inputs)
+    test = bundle.others["test"]
+    assert len(test) == 12 and not test.inputs.equal(bundle.evaluation.inputs[:12])
+
+
+def test_the_younger_field_leaves_the_hashes_of_earlier_records():
+    def config(**fields):
+        data = {"source": "generated", "generator": "gratings"} | fields
+        return make_recipe(data=data).config(MethodSettings(init="default"), 0)
+
+    now = config()
+    before = {**now, "data": {key: value for key, value in now["data"].items() if key != "num_test"}}
+    assert now["data"]["num_test"] == 0 and config_hash(now) == config_hash(before)
+    assert config_hash(config(num_test=5)) != config_hash(now)
+
+
+# Computed before there were chunks.
+@pytest.mark.parametrize(
+    ("generator", "train", "evaluation"),
+    [
+        ("gratings", "dde96ef2b96dd133", "544fdbe9e856b8cf"),
+        ("associative_recall", "75f0a96b9bbcc603", "43663bbd7ca972fe"),
+    ],
+)
+def test_earlier_generators_make_what_they_made(generator, train, evaluation):
+    splits = fingerprint(load(generator, num_train=64, num_evaluation=32, seed=3))["splits"]
+    assert splits["train"]["sha256"][:16] == train and splits["evaluation"]["sha256"][:16] == evaluation

@@ -1,0 +1,121 @@
+import pickle
+
+import pytest
+
+from lab.data.helpers import failure, load
+from wellcond.lab.data import DataError, fingerprint
+
+CLASSES = ("cat", "ant", "dog")
+
+
+@pytest.fixture
+def folder(tmp_path, png):
+    for split, count in (("train", 3), ("val", 2)):
+        for number, name in enumerate(CLASSES):
+            target = tmp_path / "pets" / split / name
+            target.mkdir(parents=True)
+            for i in range(count):
+                (target / f"{i}.png").write_bytes(png(seed=10 * number + i, size=(8 + i, 6)))
+    return tmp_path / "pets"
+
+
+def test_image_folder_sorts_classes_and_opens_on_access(folder):
+    bundle = load(folder.parent, source="image_folder", path="pets")
+    assert bundle.class_names == ("ant", "cat", "dog") and bundle.kind == "image" and bundle.name == "pets"
+    assert (len(bundle.train), len(bundle.evaluation)) == (9, 6)
+    assert bundle.train.labels.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    example = bundle.train[4]
+    assert example["image"].size == (9, 6) and example["image"].mode == "RGB" and example["label"] == 1
+    assert pickle.loads(pickle.dumps(bundle.train))[4]["label"] == 1
+    assert str(folder.parent) not in bundle.description
+
+
+def test_image_folder_reads_any_format_nested_and_ignores_others(folder, png):
+    (folder / "train/ant/more").mkdir()
+    (folder / "train/ant/more/x.JPEG").write_bytes(png(format="JPEG"))
+    (folder / "train/ant/y.bmp").write_bytes(png(mode="L", format="BMP"))
+    (folder / "train/ant/notes.txt").write_text("not an image")
+    (folder / "train/ant/.DS_Store").write_text("hidden")
+    (folder / "train/readme.txt").write_text("not a class")
+    bundle = load(source="image_folder", path=str(folder))
+    assert len(bundle.train) == 11 and "2 other files ignored" in bundle.description
+    assert {example["image"].mode for example in (bundle.train[i] for i in range(5))} == {"RGB", "L"}
+
+
+def test_image_folder_names_are_configurable_and_other_splits_kept(folder):
+    (folder / "val").rename(folder / "test")
+    assert "evaluated on 'test'" in load(source="image_folder", path=str(folder)).description
+    (folder / "train").rename(folder / "val")
+    bundle = load(source="image_folder", path=str(folder), train="val")
+    assert len(bundle.train) == 9 and len(bundle.evaluation) == 6
+    (folder / "val").rename(folder / "a")
+    (folder / "test").rename(folder / "b")
+    assert len(load(source="image_folder", path=str(folder), train="a", evaluation="b").evaluation) == 6
+
+
+def test_image_folder_keeps_the_test_split_beside_validation(folder, png):
+    for name in CLASSES:
+        (folder / "test" / name).mkdir(parents=True)
+        (folder / "test" / name / "0.png").write_bytes(png())
+    bundle = load(source="image_folder", path=str(folder))
+    assert list(bundle.others) == ["test"] and len(bundle.others["test"]) == 3
+    assert set(fingerprint(bundle)["splits"]) == {"train", "evaluation", "test"}
+
+
+def test_image_folder_fingerprint_does_not_depend_on_the_place(folder, tmp_path):
+    before = fingerprint(load(source="image_folder", path=str(folder)))
+    (tmp_path / "elsewhere").mkdir()
+    folder.rename(tmp_path / "elsewhere/pets")
+    assert fingerprint(load(source="image_folder", path=str(tmp_path / "elsewhere/pets"))) == before
+
+
+def test_missing_folders_are_named(folder):
+    message = failure(folder.parent, source="image_folder", path="pest")
+    assert f"{folder.parent}/pest: the image folder is missing" in message and "pets" in message
+    assert "found:    in" in failure(source="image_folder", path=str(folder / "no/where"))
+    message = failure(source="image_folder", path=str(folder), train="training")
+    assert "the training split is missing" in message and "train, val" in message
+    assert "the evaluation split is missing" in failure(source="image_folder", path=str(folder), evaluation="dev")
+    (folder / "val").rename(folder / "other")
+    message = failure(source="image_folder", path=str(folder))
+    assert "there is no split to evaluate on" in message and "val, validation, test" in message
+
+
+def test_class_missing_in_validation_is_named(folder):
+    (folder / "val/dog").rename(folder / "val/cow")
+    message = failure(source="image_folder", path=str(folder))
+    assert f"{folder}/val: the classes are not those" in message
+    assert "missing: dog; not in training: cow" in message
+
+
+def test_empty_class_is_named(folder):
+    (folder / "train/empty").mkdir()
+    (folder / "train/empty/list.txt").write_text("x")
+    message = failure(source="image_folder", path=str(folder))
+    assert f"{folder}/train/empty: this class has no images" in message and "1 other files" in message
+
+
+def test_images_outside_of_classes_are_named(folder, png, tmp_path):
+    (folder / "train/loose.png").write_bytes(png())
+    message = failure(source="image_folder", path=str(folder))
+    assert "not sorted into classes" in message and "loose.png" in message
+    (tmp_path / "bare/train").mkdir(parents=True)
+    (tmp_path / "bare/val").mkdir()
+    assert f"{tmp_path}/bare/train: there are no images" in failure(source="image_folder", path=str(tmp_path / "bare"))
+
+
+@pytest.mark.parametrize("kept", [0, 20, 100])
+def test_unreadable_image_is_named_on_access(folder, png, kept):
+    broken = folder / "train/cat/1.png"
+    broken.write_bytes(png()[:kept])
+    bundle = load(source="image_folder", path=str(folder))
+    with pytest.raises(DataError, match=rf"{broken}: the image cannot be read(?s:.)*found:    {kept} bytes"):
+        bundle.train[4]
+    assert bundle.train[3]["label"] == 1
+
+
+def test_vanished_image_is_named_on_access(folder):
+    bundle = load(source="image_folder", path=str(folder))
+    (folder / "train/cat/1.png").unlink()
+    with pytest.raises(DataError, match=r"cat/1.png: the image cannot be opened"):
+        bundle.train[4]

@@ -1,0 +1,241 @@
+"""ListOps: the language, and the generator against a recursion that is written for this test alone."""
+
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from scipy import stats
+
+from lab.data.helpers import failure, load
+from wellcond.lab.data.errors import DataError
+from wellcond.lab.data.generators.listops import ListOpsOptions, acceptance, length_distribution, listops
+from wellcond.lab.data.listops_language import (
+    ListOpsError,
+    Operation,
+    evaluate_listops,
+    parse_listops,
+    to_text,
+    to_tokens,
+)
+from wellcond.lab.data.listops_trees import answers, from_rows, to_rows
+
+MIRROR = Path(os.environ.get("WELLCOND_DATA") or Path(__file__).parents[3] / "../shared/data")
+SHORT = {"max_depth": 4, "max_args": 4, "min_length": 4, "max_length": 60}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("WELLCOND_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("7", 7),
+        ("( 7 )", 7),
+        ("[MIN 4 2 9 ]", 2),
+        ("[MAX 4 2 9 ]", 9),
+        ("[MED 4 2 9 ]", 4),
+        ("[MED 9 2 4 5 ]", 4),  # 4.5, rounded down
+        ("[SM 4 2 9 ]", 5),
+        ("[SM 5 [SM 5 ] 0 ]", 0),
+        ("[FIRST 4 2 9 ]", 4),
+        ("[LAST 4 2 9 ]", 9),
+        ("( ( ( ( [MAX ( ( ( [MIN 8 ) 3 ) ] ) ) 2 ) 1 ) ] )", 3),
+        ("[MAX " * 3000 + "6" + " ]" * 3000, 6),
+    ],
+)
+def test_expressions_have_answers(text, answer):
+    assert evaluate_listops(text) == answer
+
+
+def test_parsing_gives_the_tree():
+    assert parse_listops(" [MAX 2  [MIN 4 7 ] ] ") == Operation("MAX", (2, Operation("MIN", (4, 7))))
+    assert to_tokens("( ( ( [SM 2 ) 9 ) ] )") == [13, 2, 9, 14] and to_text([13, 2, 9, 14, -1]) == "[SM 2 9 ]"
+
+
+@pytest.mark.parametrize(
+    ("text", "position", "message"),
+    [
+        ("[MAX 2 [MEAN 3 4 ] ]", 7, "unknown operator '[MEAN': expected one of MIN, MAX, MED, SM, FIRST, LAST"),
+        ("[max 2 ]", 0, "unknown operator"),
+        ("[MAX 2 12 ]", 7, "unknown symbol '12': expected a digit"),
+        ("[MAX 2 x ]", 7, "unknown symbol 'x'"),
+        ("[MAX 2 ²  ]", 7, "unknown symbol"),
+        ("[MAX 2 3]", 7, "unknown symbol '3]'"),
+        ("[MAX 2 [MIN 3 4 ]", 0, "no ']' for [MAX"),
+        ("2 ]", 2, "after the end"),
+        ("]", 0, "']' closes nothing"),
+        ("( [MAX 2 3 ]", 0, "no ')' for '('"),
+        ("[MAX 2 ) 3 ]", 7, "')' closes nothing"),
+        ("[MAX [MIN ] 3 ]", 10, "[MIN has no arguments"),
+        ("", 0, "no expression"),
+        ("  ( ) ", 0, "no expression"),
+        ("[MAX 2 3 ] [MIN 3 4 ]", 11, "'[MIN' after the end: expected one expression"),
+        ("4 5", 2, "'5' after the end"),
+    ],
+)
+def test_a_wrong_expression_is_refused_with_its_position(text, position, message):
+    for read in (parse_listops, evaluate_listops, to_tokens):
+        with pytest.raises(ListOpsError) as caught:
+            read(text)
+        assert message in str(caught.value) and caught.value.position == position
+        assert f"at character {position} " in str(caught.value)
+
+
+def test_operators_without_a_token_are_refused_as_tokens():
+    with pytest.raises(ListOpsError, match="'\\[LAST': expected one of the operators MIN, MAX, MED, SM at character 7"):
+        to_tokens("[MAX 2 [LAST 3 ] ]")
+
+
+def test_answers_of_the_first_published_listops():
+    path = MIRROR / "listops-nangia" / "test_d8.tsv"
+    if not path.exists():
+        pytest.skip(f"no {path}: set WELLCOND_DATA to a folder that holds listops-nangia")
+    rows = [line.split("\t") for line in path.read_text().splitlines()]
+    assert len(rows) == 10_000
+    assert [text for label, text in rows if evaluate_listops(text) != int(label)] == []
+
+
+def recursion(depth, options, source):
+    """Tokens, answer, length, and greatest depth of a random tree, drawn and evaluated node by node."""
+    if depth >= options.max_depth or source.random() > 0.25:
+        digit = source.randrange(10)
+        return [digit], digit, 1, depth
+    children = [recursion(depth + 1, options, source) for _ in range(source.randint(2, options.max_args))]
+    operator = source.randrange(4)
+    values = [value for _, value, _, _ in children]
+    answer = (min, max, lambda v: int(np.median(v)), lambda v: sum(v) % 10)[operator](values)
+    tokens = [10 + operator, *(token for tokens, *_ in children for token in tokens), 14]
+    return tokens, answer, 2 + sum(child[2] for child in children), max(child[3] for child in children)
+
+
+def recursive_sample(options, count, seed):
+    source, kept, tried = random.Random(seed), [], 0
+    while len(kept) < count:
+        tried += 1
+        tree = recursion(1, options, source)
+        if options.min_length < tree[2] < options.max_length:
+            kept.append(tree)
+    return kept, count / tried
+
+
+def features(tokens):
+    depth = deepest = 1
+    for token in tokens:
+        depth += (10 <= token < 14) - (token == 14)
+        deepest = max(deepest, depth)
+    counts = np.bincount(tokens, minlength=15)
+    return [len(tokens), deepest, *counts[10:14], counts[0], counts[7], tokens[0], tokens[1], tokens[-2]]
+
+
+def same_distribution(a, b):
+    """P-value of the chi-square test that two samples have one distribution; rare values are joined."""
+    values = np.unique(np.concatenate([a, b]))
+    edges, total = [], 0
+    for value in values:
+        total += int((a == value).sum() + (b == value).sum())
+        if total >= 40:
+            edges.append(value)
+            total = 0
+    table = [np.bincount(np.searchsorted(edges[:-1], x), minlength=len(edges)) for x in (a, b)]
+    return 1.0 if len(edges) < 2 else stats.chi2_contingency(np.array(table)).pvalue
+
+
+@pytest.mark.parametrize(
+    ("fields", "count"), [(SHORT, 6000), ({"max_depth": 6, "max_args": 3, "min_length": 10, "max_length": 100}, 3000)]
+)
+def test_samples_are_distributed_like_those_of_the_recursion(fields, count):
+    options = ListOpsOptions(**fields)
+    made = listops(count, options, torch.Generator().manual_seed(1))
+    ours = [row[: int((row >= 0).sum())].tolist() for row in made.inputs]
+    reference, rate = recursive_sample(options, count, seed=2)
+    deviation = (acceptance(options) * (1 - acceptance(options)) / (count / rate)) ** 0.5
+    assert abs(rate - acceptance(options)) < 4 * deviation
+    a = np.array([features(tokens) for tokens in ours])
+    b = np.array([features(tokens) for tokens, *_ in reference])
+    assert (b[:, 1] == [depth for *_, depth in reference]).all()
+    p_values = [same_distribution(a[:, k], b[:, k]) for k in range(a.shape[1])]
+    p_values.append(same_distribution(made.labels.numpy(), np.array([answer for _, answer, *_ in reference])))
+    assert min(p_values) > 0.001, p_values
+
+
+def test_the_published_lengths_are_distributed_as_they_should_be():
+    options = ListOpsOptions()
+    made = listops(2000, options, torch.Generator().manual_seed(0))
+    lengths = (made.inputs >= 0).sum(1).numpy()
+    expected = length_distribution(10, 10, 2000)[501:].cumsum()
+    assert abs(acceptance(options) - 0.0828) < 0.0001
+    assert lengths.min() > 500 and lengths.max() < 2000
+    assert stats.kstest(lengths, lambda x: np.interp(x, np.arange(501, 2000), expected / expected[-1])).pvalue > 0.01
+    reference, rate = recursive_sample(options, 150, seed=0)
+    assert stats.ks_2samp(lengths, [length for _, _, length, _ in reference]).pvalue > 0.01
+    assert 0.06 < rate < 0.11
+
+
+def test_the_answers_are_those_of_the_evaluator():
+    for options in (ListOpsOptions(), ListOpsOptions(**SHORT), ListOpsOptions(max_args=2, min_length=0, max_length=9)):
+        made = listops(300, options, torch.Generator().manual_seed(3))
+        assert made.inputs.shape == (300, options.max_length) and made.vocabulary_size == 15
+        texts = [to_text(row) for row in made.inputs.tolist()]
+        assert made.labels.tolist() == [evaluate_listops(text) for text in texts]
+        rows = made.inputs.numpy()
+        levels, good = from_rows(rows)
+        assert good.all() and (to_rows(levels, options.max_length) == rows).all()
+        assert answers(levels).tolist() == made.labels.tolist()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["10 1 2", "10 1 14 14", "1 2", "14", "10 14", "10 1 14 10 2 14", "1 -1 2", "-1", "14 10 1", "10 10 14 1 14"],
+)
+def test_rows_that_are_no_expression_are_told_apart(text):
+    tokens = [int(word) for word in text.split()]
+    rows = np.full((3, 8), -1, np.int8)
+    rows[0, :4], rows[2, 0] = [11, 4, 5, 14], 6
+    rows[1, : len(tokens)] = tokens
+    levels, good = from_rows(rows)
+    assert good.tolist() == [True, False, True] and answers(levels).tolist() == [5, 6]
+
+
+def test_no_expression_occurs_twice_even_where_there_are_few():
+    options = {"max_depth": 2, "max_args": 3, "min_length": 3, "max_length": 6}  # 4 (10^2 + 10^3) expressions
+    bundle = load(
+        source="generated",
+        generator="listops",
+        options=options,
+        num_train=2000,
+        num_evaluation=200,
+        num_test=200,
+        seed=5,
+    )
+    splits = [bundle.train, bundle.evaluation, bundle.others["test"]]
+    rows = [tuple(row) for split in splits for row in split.inputs.tolist()]
+    assert len(rows) == len(set(rows)) == 2400
+    assert bundle.train.inputs[-1].tolist() == [10, 1, 1, 0, 14, -1]  # on every machine
+    assert "too few different samples" in failure(
+        source="generated", generator="listops", options=options, num_train=4000
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"min_length": 500, "max_length": 501}, "expected a max_length of at least 502, got 501"),
+        ({"max_depth": 2, "max_args": 5}, "max_depth = 2 and max_args = 5 no expression is longer than 7"),
+        ({"max_args": 1}, "greater than or equal to 2"),
+    ],
+)
+def test_impossible_options_are_refused(fields, message):
+    with pytest.raises(ValidationError, match=message):
+        ListOpsOptions(**fields)
+
+
+def test_lengths_that_next_to_never_occur_are_refused():
+    for fields in ({"min_length": 1, "max_length": 4}, {"max_args": 2, "max_depth": 20, "min_length": 900}):
+        with pytest.raises(DataError, match="hardly any expression has a length"):
+            listops(1, ListOpsOptions(**fields), torch.Generator())

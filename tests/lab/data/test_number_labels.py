@@ -1,0 +1,100 @@
+"""Labels that are numbers, and splits with names of their own."""
+
+import math
+
+import pytest
+import torch
+
+from lab.data.helpers import failure, load, write_csv, write_jsonl, write_parquet
+from wellcond.lab.data import fingerprint
+
+TEXTS = ["a b", "c d", "e f", "g h"]
+NUMBERS = [0.0, 3.8, 5.0, 2.25]
+
+
+def write(tmp_path, name, numbers):
+    path = tmp_path / name
+    if path.suffix == ".parquet":
+        return write_parquet(path, {"text": TEXTS, "label": numbers})
+    if path.suffix == ".csv":
+        return write_csv(path, ["text", "label"], zip(TEXTS, numbers, strict=True))
+    return write_jsonl(path, [{"text": text, "label": label} for text, label in zip(TEXTS, numbers, strict=True)])
+
+
+def fields(path, **changes):
+    chosen = {"source": "files", "train": str(path), "evaluation": str(path), "label_kind": "number"}
+    return chosen | {"kind": "text"} | changes
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "a.jsonl"])
+def test_numbers_are_labels_in_every_format(tmp_path, name):
+    bundle = load(**fields(write(tmp_path, name, NUMBERS)))
+    assert bundle.class_names is None and bundle.train.labels.dtype == torch.float64
+    assert bundle.train.labels.tolist() == NUMBERS and bundle.train[1] == {"text": "c d", "label": 3.8}
+    assert "labelled with numbers" in bundle.description
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "a.jsonl"])
+def test_whole_numbers_are_numbers_too(tmp_path, name):
+    assert load(**fields(write(tmp_path, name, [1, 2, 3, 7]))).train.labels.tolist() == [1, 2, 3, 7]
+
+
+def test_classes_stay_classes_and_are_refused_if_they_have_decimals(tmp_path):
+    path = write(tmp_path, "a.jsonl", NUMBERS)
+    assert "the label is not an integer" in failure(**fields(path, label_kind="class"))
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("a.jsonl", [1.0, None, 2.0, 3.0]),
+        ("a.parquet", [1.0, math.nan, 2.0, 3.0]),
+        ("a.parquet", [1.0, math.inf, 2.0, 3.0]),
+        ("a.csv", ["1.0", "", "2.0", "3.0"]),
+        ("a.csv", ["1.0", "much", "2.0", "3.0"]),
+    ],
+)
+def test_a_label_that_is_no_number_is_an_error(tmp_path, name, numbers):
+    message = failure(**fields(write(tmp_path, name, numbers)))
+    assert f"{tmp_path / name}, row 1 (the first is 0): the label is not a number" in message
+    assert "finite numbers throughout column 'label'" in message
+
+
+def test_texts_are_no_numbers(tmp_path):
+    assert "row 0 (the first is 0): the label is not a number" in failure(**fields(write(tmp_path, "a.jsonl", TEXTS)))
+
+
+def test_the_fingerprint_sees_decimals(tmp_path):
+    digests = {
+        fingerprint(load(**fields(write(tmp_path, f"{last}.jsonl", [0.0, 1.0, 2.0, last]))))["splits"]["train"][
+            "sha256"
+        ]
+        for last in (3.0, 3.5)
+    }
+    assert len(digests) == 2
+
+
+def test_a_part_can_be_set_aside(tmp_path):
+    path = write(tmp_path, "a.jsonl", NUMBERS)
+    bundle = load(**fields(path, evaluation=None, evaluation_fraction=0.5))
+    labels = torch.cat([bundle.train.labels, bundle.evaluation.labels])
+    assert len(bundle.train) == 2 and sorted(labels.tolist()) == sorted(NUMBERS)
+
+
+@pytest.fixture
+def mirror(tmp_path, monkeypatch):
+    folder = tmp_path / "mirror/lab/pairs/one"
+    for split, numbers in (("train", NUMBERS), ("validation_a", [1.5]), ("validation_b", [2.5, 3.5]), ("test", [-1.0])):
+        columns = {"text": TEXTS[: len(numbers)], "label": numbers}
+        write_parquet(folder / f"{split}-00000-of-00001.parquet", columns)
+    monkeypatch.setenv("WELLCOND_DATA", str(tmp_path / "mirror"))
+
+
+def test_splits_of_a_mirror_have_the_names_of_their_files(mirror):
+    pytest.importorskip("datasets")
+    chosen = {"source": "hub", "id": "lab/pairs", "config": "one", "label_kind": "number"}
+    bundle = load(**chosen, evaluation_split="validation_b")
+    assert bundle.evaluation.labels.tolist() == [2.5, 3.5]
+    assert set(bundle.others) == {"validation_a", "test"} and bundle.others["validation_a"].labels.tolist() == [1.5]
+    assert bundle.others["test"].labels is None  # hidden
+    assert "splits" in failure(**chosen, evaluation_split="validation")

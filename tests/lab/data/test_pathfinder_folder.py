@@ -1,0 +1,215 @@
+"""Reading Pathfinder images as they were published; the files are written here, from generated images."""
+
+import os
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from lab.data.helpers import failure, load
+from wellcond.lab.data import as_tensor_images
+from wellcond.lab.data.generators.pathfinder import PathfinderOptions, pathfinder
+
+DIFFICULTY = "curv_contour_length_14"
+
+
+@pytest.fixture(scope="module")
+def generated():
+    options = PathfinderOptions(image_size=16, contour_length=4)
+    return pathfinder(40, options, torch.Generator().manual_seed(0))
+
+
+def metadata_rows(labels, folder):
+    return [f"imgs/{folder} sample_{i}.png {i} {label} 1.0 4 1 2 0.5 1 1".split() for i, label in enumerate(labels)]
+
+
+@pytest.fixture
+def published(tmp_path, generated):
+    """Two folders of 20 images; the metadata of the first are lines, those of the second a true array of strings."""
+    image_module = pytest.importorskip("PIL.Image")
+    root = tmp_path / "pathfinder16" / DIFFICULTY
+    (root / "metadata").mkdir(parents=True)
+    for folder in range(2):
+        (root / "imgs" / str(folder)).mkdir(parents=True)
+        part = slice(20 * folder, 20 * folder + 20)
+        for number, image in enumerate(generated.inputs[part, 0].numpy()):
+            image_module.fromarray(image).save(root / "imgs" / str(folder) / f"sample_{number}.png")
+        rows = metadata_rows(generated.labels[part].tolist(), folder)
+        if folder == 0:
+            (root / "metadata/0.npy").write_text("".join(" ".join(row) + "\n" for row in rows))
+        else:
+            np.save(root / "metadata/1.npy", np.array(rows))
+    return root
+
+
+def load_published(root, **fields):
+    return load(root.parents[1], source="pathfinder_folder", path="pathfinder16", **fields)
+
+
+def fail(root, **fields):
+    return failure(root.parents[1], source="pathfinder_folder", path="pathfinder16", **fields)
+
+
+def as_set(*splits):
+    return {
+        (split.labels[i].item(), bytes(np.asarray(split[i]["image"]))) for split in splits for i in range(len(split))
+    }
+
+
+def test_the_splits_hold_every_image_once_with_its_label(published, generated):
+    bundle = load_published(published)
+    assert [len(bundle.train), len(bundle.evaluation), len(bundle.others["test"])] == [32, 4, 4]
+    assert bundle.kind == "image" and bundle.class_names == ("apart", "joined")
+    expected = {(int(y), bytes(x)) for x, y in zip(generated.inputs.numpy(), generated.labels, strict=True)}
+    assert as_set(bundle.train, bundle.evaluation, bundle.others["test"]) == expected
+    assert as_tensor_images(bundle.train, channels=1).images.shape == (32, 1, 16, 16)
+    assert pickle.loads(pickle.dumps(bundle.train))[3]["label"] == int(bundle.train.labels[3])
+    assert str(published) not in bundle.description
+
+
+def test_the_seed_decides_the_split_and_limits_shorten_it(published):
+    first, again, other = (load_published(published, seed=seed).train for seed in (0, 0, 1))
+    assert first.files == again.files != other.files
+    short = load_published(published, limit_train=5, limit_evaluation=2, limit_test=1)
+    assert [len(short.train), len(short.evaluation), len(short.others["test"])] == [5, 2, 1]
+    assert set(short.train.files) < set(first.files)
+
+
+def test_a_mirror_holds_the_folder(published, tmp_path, monkeypatch):
+    monkeypatch.setenv("WELLCOND_DATA", str(published.parents[1]))
+    (tmp_path / "recipes").mkdir()
+    assert len(load(tmp_path / "recipes", source="pathfinder_folder", path="pathfinder16").train) == 32
+
+
+@pytest.mark.parametrize("names", [("image", "label"), ("x", "y")])
+def test_an_npz_file_is_read_whole(tmp_path, generated, names):
+    images, labels = generated.inputs[:, 0].numpy(), generated.labels.numpy().astype(np.uint8)
+    np.savez(tmp_path / "set.npz", **dict(zip(names, (images, labels), strict=True)))
+    bundle = load(tmp_path, source="pathfinder_folder", path=".", file="set.npz")
+    assert len(bundle.train) == 32 and bundle.train.inputs.shape == (32, 1, 16, 16)
+    assert bundle.train[0]["image"].dtype == torch.uint8 and bundle.train.labels.dtype == torch.int64
+
+
+BAD_ARRAYS = {
+    "object": ({"image": np.array([{}] * 20), "label": np.zeros(20)}, "the arrays cannot be read"),
+    "names": ({"pictures": np.zeros((20, 8, 8), np.uint8)}, "image and label or x and y"),
+    "dtype": ({"image": np.zeros((20, 8, 8)), "label": np.zeros(20)}, "float64 of shape (20, 8, 8)"),
+    "length": ({"image": np.zeros((20, 8, 8), np.uint8), "label": np.zeros(19)}, "shape (19,)"),
+    "label": ({"image": np.zeros((20, 8, 8), np.uint8), "label": np.arange(20)}, "row 2 (the first is 0)"),
+    "few": ({"image": np.zeros((9, 8, 8), np.uint8), "label": np.zeros(9)}, "at least 10"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ARRAYS)
+def test_bad_arrays(tmp_path, case):
+    arrays, message = BAD_ARRAYS[case]
+    np.savez(tmp_path / "set.npz", **arrays)
+    assert message in failure(tmp_path, source="pathfinder_folder", path=".", file="set.npz")
+
+
+@pytest.mark.parametrize("content", [b"PK\x03\x04 cut short", b"", b"text", "a single array"])
+def test_an_npz_file_that_is_none(tmp_path, content):
+    file = tmp_path / "set.npz"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        with file.open("wb") as stream:
+            np.save(stream, np.zeros(3))
+    message = failure(tmp_path, source="pathfinder_folder", path=".", file="set.npz")
+    assert f"{file}: the arrays cannot be read" in message
+    assert isinstance(content, bytes) or content in message
+
+
+BAD_LINES = {
+    "label": ("imgs/0 sample_3.png 3 2 1.0", "found:    '2'"),
+    "short": ("imgs/0 sample_3.png 3", "too few values"),
+    "missing image": ("imgs/0 sample_99.png 3 1 1.0", "the file sample_99.png in"),
+    "missing folder": ("imgs/7 sample_3.png 3 1 1.0", "the folder of the image is missing"),
+    "out by folder": ("../.. sample_3.png 3 1 1.0", "leads out of its data set"),
+    "absolute folder": ("/etc passwd 3 1 1.0", "leads out of its data set"),
+    "out by name": ("imgs/0 ../../../secret.png 3 1 1.0", "the image is missing"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LINES)
+def test_bad_rows_are_named(published, case):
+    line, message = BAD_LINES[case]
+    file = published / "metadata/0.npy"
+    lines = file.read_text().splitlines()
+    lines[3] = line
+    file.write_text("\n".join(lines))
+    found = fail(published)
+    assert f"{file}, row 3 (the first is 0)" in found and message in found
+
+
+def test_object_arrays_are_refused_with_a_hint(published):
+    np.save(published / "metadata/1.npy", np.array([["imgs/1", "sample_0.png", 0, 1]], dtype=object))
+    found = fail(published)
+    assert "metadata/1.npy" in found and "arrays of objects are refused" in found and "astype(str)" in found
+
+
+BAD_METADATA = {
+    "no strings": (lambda file: np.save(file, np.zeros((3, 5))), "float64 of shape (3, 5)"),
+    "no text": (lambda file: file.write_bytes(b"\xff\xfe\x00"), "byte 0xff at 0"),
+    "cut short": (lambda file: file.write_bytes(file.read_bytes()[:200]), "the array cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_METADATA)
+def test_bad_metadata_files(published, case):
+    spoil, message = BAD_METADATA[case]
+    spoil(published / "metadata/1.npy")
+    found = fail(published)
+    assert "metadata/1.npy" in found and message in found
+
+
+def test_empty_and_missing_metadata(published):
+    (published / "metadata/1.npy").unlink()
+    (published / "metadata/0.npy").write_text("\n")
+    assert "no file has any rows" in fail(published)
+    (published / "metadata/0.npy").unlink()
+    assert "there are no metadata" in fail(published)
+    assert f"in {published.parent}: {DIFFICULTY}" in fail(published, difficulty="curv_baseline")
+
+
+def whole(bundle):
+    for split in (bundle.train, bundle.evaluation, bundle.others["test"]):
+        as_tensor_images(split, channels=1)
+
+
+def other_size(file, png):
+    file.write_bytes(png(size=(20, 16), mode="L"))
+
+
+def cut_short(file, png):
+    file.write_bytes(file.read_bytes()[:60])
+
+
+def link_out(file, png):
+    outside = file.parents[4] / "outside.png"
+    outside.write_bytes(png(size=(16, 16), mode="L"))
+    file.unlink()
+    os.symlink(outside, file)
+
+
+def removed(file, png):
+    file.unlink()
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (other_size, "found:    20 x 16"),
+        (cut_short, "the image cannot be read"),
+        (link_out, "link out of the data set"),
+        (removed, "the image cannot be opened"),
+    ],
+)
+def test_bad_images_are_named_when_they_are_asked_for(published, png, spoil, message):
+    bundle = load_published(published)
+    spoil(published / "imgs/1/sample_7.png", png)
+    with pytest.raises(ValueError) as caught:
+        whole(bundle)
+    found = str(caught.value)
+    assert "1.npy, row 7 (the first is 0)" in found and "sample_7.png" in found and message in found

@@ -1,0 +1,145 @@
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from pydantic import BaseModel, ValidationError
+
+from lab.data.helpers import load
+from wellcond.errors import MissingExtraError, UnknownChoiceError
+from wellcond.lab.data import (
+    DataBundle,
+    DataConfig,
+    DataError,
+    SourceConfig,
+    TensorSplit,
+    fingerprint,
+    load_data,
+    register_source,
+    resolve_config,
+)
+from wellcond.lab.data.digits import load_digits
+from wellcond.lab.data.registry import SOURCES
+
+
+class Recipe(BaseModel):
+    data: DataConfig
+
+
+def test_unknown_source_lists_the_registered_ones():
+    with pytest.raises(
+        UnknownChoiceError, match=r"unknown data source: got 'imagenet', expected one of .*'digits', .*'hub'"
+    ):
+        resolve_config({"source": "imagenet"})
+
+
+@pytest.mark.parametrize("raw", [{"path": "x"}, "digits", None])
+def test_missing_source_lists_the_registered_ones(raw):
+    with pytest.raises(DataError, match="one of .*digits, files, generated, hub, image_folder"):
+        resolve_config(raw)
+
+
+def test_recipe_field_resolves_the_source_and_round_trips():
+    recipe = Recipe.model_validate({"data": {"source": "hub", "id": "uoft-cs/cifar10", "limit_train": 5}})
+    assert type(recipe.data).__name__ == "HubConfig"
+    dumped = recipe.model_dump(mode="json")
+    assert dumped["data"]["limit_train"] == 5 and dumped["data"]["label"] == "auto"
+    assert Recipe.model_validate(dumped) == recipe
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+
+
+def test_recipe_errors_say_where_the_field_is():
+    with pytest.raises(ValidationError) as caught:
+        Recipe.model_validate({"data": {"source": "image_folder", "path": "x", "trian": "y"}})
+    assert [error["loc"] for error in caught.value.errors()] == [("data", "trian")]
+    with pytest.raises(ValidationError, match="unknown data source: got 'x', expected one of"):
+        Recipe.model_validate({"data": {"source": "x"}})
+
+
+def test_a_source_registered_later_is_part_of_the_union():
+    class OnesConfig(SourceConfig):
+        source: Literal["ones"] = "ones"
+        count: int = 3
+
+    try:
+
+        @register_source(OnesConfig)
+        def load_ones(config: OnesConfig, base: Path) -> DataBundle:
+            split = TensorSplit("image", torch.ones(config.count, 1, 2, 2), None)
+            return DataBundle("ones", "image", split, split, None, "ones")
+
+        bundle = load_data(Recipe.model_validate({"data": {"source": "ones", "count": 4}}).data)
+        assert len(bundle.train) == 4 and bundle.num_classes is None and bundle.train[0].keys() == {"image"}
+    finally:
+        SOURCES.pop("ones", None)
+
+
+def test_settings_are_frozen():
+    with pytest.raises(ValidationError, match="frozen"):
+        resolve_config({"source": "digits"}).source = "hub"
+
+
+def test_digits_are_those_of_the_demo():
+    bundle, digits = load(source="digits"), load_digits()
+    assert (len(bundle.train), len(bundle.evaluation), bundle.num_classes) == (1297, 500, 10)
+    assert bundle.train[5]["image"].equal(digits.train_images[5]) and bundle.train[0]["image"].shape == (1, 8, 8)
+    assert bundle.evaluation.labels.equal(digits.test_labels)
+    assert bundle.train[-1]["label"] == int(digits.train_labels[-1])
+    with pytest.raises(IndexError, match="index 1297 of a split of 1297"):
+        bundle.train[1297]
+
+
+def test_splits_work_with_workers_and_pickle():
+    split = load(source="digits").evaluation
+    assert pickle.loads(pickle.dumps(split))[3]["label"] == split[3]["label"]
+    batches = list(torch.utils.data.DataLoader(split, batch_size=250))
+    assert [batch["image"].shape for batch in batches] == [(250, 1, 8, 8)] * 2
+
+
+def test_fingerprint_follows_content_and_ignores_rounding():
+    bundle = load(source="digits")
+    first = fingerprint(bundle)
+    assert first["splits"]["train"]["size"] == 1297 and first["class_names"] == [str(n) for n in range(10)]
+
+    def changed(images, labels):
+        train = TensorSplit("image", images, labels)
+        return fingerprint(DataBundle("digits", "image", train, bundle.evaluation, bundle.class_names, ""))
+
+    train = bundle.train
+    assert changed(train.inputs * (1 + 1e-7), train.labels) == first
+    assert changed(train.inputs + 0.1, train.labels) != first
+    assert changed(train.inputs, train.labels.flip(0)) != first
+
+
+def test_importing_the_package_imports_no_reader():
+    code = (
+        "import sys, wellcond.lab.data\n"
+        "print([name for name in ('datasets', 'pyarrow', 'sklearn', 'PIL', 'torchvision') if name in sys.modules])\n"
+        "for name in [name for name in sys.modules if name.startswith('wellcond.lab.data')]:\n"
+        "    del sys.modules[name]\n"
+        "sys.modules['pydantic'] = None\n"
+        "try: import wellcond.lab.data\n"
+        "except ImportError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first, second = done.stdout.splitlines()
+    assert first == "[]" and "needs pydantic" in second and "wellcond[train]" in second
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "fields"),
+    [
+        ("datasets", "train", {"source": "hub", "id": "a/b"}),
+        ("sklearn.datasets", "train", {"source": "digits"}),
+        ("PIL", "vision", {"source": "image_folder", "path": ""}),
+    ],
+)
+def test_missing_package_names_the_install_line(monkeypatch, tmp_path, package, extra, fields):
+    monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / "train").mkdir()
+    (tmp_path / "val").mkdir()
+    with pytest.raises(MissingExtraError, match=rf"pip install 'wellcond\[{extra}\]'"):
+        load(tmp_path, **fields)

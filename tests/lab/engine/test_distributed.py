@@ -1,0 +1,171 @@
+"""Two gloo processes against one, through torchrun, as a user would launch them."""
+
+import json
+import subprocess
+
+import pytest
+from safetensors.torch import load
+
+from lab.small import (
+    SETTINGS,
+    TESTED,
+    command,
+    last_weights,
+    logs,
+    record,
+    run,
+    small_job,
+    stop_after,
+    train_command,
+)
+from patience import PATIENCE
+from wellcond.lab.train.run import run_job
+from wellcond.lab.train.run_folder import RunFolder
+
+pytestmark = pytest.mark.processes
+
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
+}
+FSDP2_BERT = FSDP2 | {"FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer"}
+AVERAGED = "training.averaging={decay: 0.9}"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    run_job(small_job(folder, "conditioned+balanced", AVERAGED))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tested_alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tested_alone") / "run"
+    assert run_job(small_job(folder, "conditioned", AVERAGED, *TESTED))["best"]["step"] < 24
+    return folder
+
+
+def assert_close(a, b):
+    ours, theirs = logs(a), logs(b)
+    for name in ("evaluations", "steps"):
+        assert len(ours[name]) == len(theirs[name]) > 2
+        for mine, other in zip(ours[name], theirs[name], strict=True):
+            for key in (key for key in set(mine) & set(other) if mine[key] is not None):
+                # An image or two may change sides: their logits are equal to rounding.
+                allowed = 0.004 if key == "accuracy" else 1e-9
+                assert other[key] == pytest.approx(mine[key], rel=2e-3, abs=allowed), (name, key)
+    points = [[(row["step"], row["layer"], row["head"]) for row in rows["conditioning"]] for rows in (ours, theirs)]
+    assert points[0] == points[1]
+    for mine, other in zip(ours["conditioning"], theirs["conditioning"], strict=True):
+        assert other["kappa_q"] == pytest.approx(mine["kappa_q"], rel=1e-3)
+    for name, content in last_weights(a).items():
+        whole, other = load(content), load(last_weights(b)[name])
+        assert whole.keys() == other.keys()
+        for key in whole:
+            assert (whole[key].double() - other[key].double()).abs().max() < 2e-3, (name, key)
+
+
+@pytest.mark.parametrize("environment", [{}, FSDP2], ids=["ddp", "fsdp2"])
+@pytest.mark.slow
+def test_two_processes_compute_what_one_does(alone, tmp_path, environment):
+    folder = tmp_path / "run"
+    run(train_command(folder, "conditioned+balanced", AVERAGED, processes=2), **environment)
+    assert record(folder)["status"] == "finished"
+    assert record(folder)["sessions"][0]["processes"] == 2
+    assert_close(alone, folder)
+
+
+@pytest.mark.slow
+def test_a_run_of_one_process_goes_on_sharded_over_two(alone, tmp_path):
+    folder = tmp_path / "run"
+    stop_after(small_job(folder, "conditioned+balanced", AVERAGED), 8)
+    run(train_command(folder, "conditioned+balanced", AVERAGED, processes=2), **FSDP2)
+    assert [session["processes"] for session in record(folder)["sessions"]] == [1, 2]
+    assert_close(alone, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("environment", [{}, FSDP2_BERT], ids=["ddp", "fsdp2"])
+def test_two_processes_test_the_best_weights_of_one(tested_alone, tmp_path, environment):
+    folder = tmp_path / "run"
+    run(train_command(folder, "conditioned", AVERAGED, *TESTED, processes=2), **environment)
+    assert_same_test(tested_alone, folder)
+
+
+@pytest.mark.slow
+def test_best_weights_go_on_sharded_over_two(tested_alone, tmp_path):
+    """The best evaluation was before the stop: the second session only reads its weights."""
+    folder, best = tmp_path / "run", record(tested_alone)["best"]["step"]
+    stop_after(small_job(folder, "conditioned", AVERAGED, *TESTED), best)
+    run(train_command(folder, "conditioned", AVERAGED, *TESTED, processes=2), **FSDP2_BERT)
+    assert [session["processes"] for session in record(folder)["sessions"]] == [1, 2]
+    assert_same_test(tested_alone, folder)
+
+
+def assert_same_test(a, b):
+    ours, theirs = record(a)["test"], record(b)["test"]
+    assert theirs.pop("loss") == pytest.approx(ours.pop("loss"), rel=2e-3)
+    assert theirs == ours  # fifty samples, none of which is on the edge
+    mine, other = (load(last_weights(folder)["best.safetensors"]) for folder in (a, b))
+    assert mine.keys() == other.keys()
+    assert all((mine[key].double() - other[key].double()).abs().max() < 2e-3 for key in mine)
+
+
+@pytest.mark.slow
+def test_accumulation_computes_what_one_batch_does(alone, tmp_path):
+    folder = tmp_path / "run"
+    run(train_command(folder, "conditioned+balanced", AVERAGED, "training.accumulate=4"))
+    assert_close(alone, folder)
+
+
+@pytest.mark.slow
+def test_a_comparison_runs_on_two_processes_and_is_not_repeated(tmp_path):
+    changes = [part for override in SETTINGS for part in ("--set", override)]
+    folder = tmp_path / "digits"
+    arguments = [
+        "compare",
+        "--recipe",
+        "digits",
+        "-o",
+        folder,
+        "--seeds",
+        "1",
+        "--cpu",
+        "--json",
+        "--no-report",
+        *changes,
+    ]
+    done = run(command(*arguments, processes=2))
+    rows = json.loads(done.stdout)["runs"]
+    assert [(row["method"], row["status"]) for row in rows] == [("default", "finished"), ("conditioned", "finished")]
+    assert json.loads(run(command(*arguments, processes=2)).stdout)["runs"] == rows
+
+
+@pytest.mark.slow
+def test_a_folder_that_one_process_cannot_have_stops_both(tmp_path):
+    """Going on with the next run on one process alone would mix two runs into one."""
+    changes = [part for override in SETTINGS for part in ("--set", override)]
+    folder = tmp_path / "digits/default/seed0"
+    folder.mkdir(parents=True)
+    (folder / "checkpoints").symlink_to(tmp_path)
+    arguments = ["compare", "--recipe", "digits", "-o", tmp_path / "digits", "--cpu", "--no-report", *changes]
+    done = subprocess.run(command(*arguments, processes=2), capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode != 0 and "checkpoints is a link" in done.stderr
+    assert not list((tmp_path / "digits").rglob("run.json"))
+
+
+@pytest.mark.slow
+def test_a_folder_that_is_in_use_is_waited_for_by_both(tmp_path):
+    folder = tmp_path / "run"
+    arguments = [part for part in train_command(folder, processes=2) if part != "-q"]
+    with RunFolder(folder).opened():
+        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while "another process is running it" not in (line := process.stderr.readline()):
+            assert line, "it ended"
+        assert [path.name for path in folder.iterdir()] == ["lock"]
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, errors
+    assert record(folder)["status"] == "finished" and record(folder)["sessions"][0]["processes"] == 2

@@ -1,0 +1,317 @@
+"""How runs end: diverged, failed, with odd precision, and what they leave behind."""
+
+import dataclasses
+import gc
+import json
+import resource
+import weakref
+
+import pytest
+import torch
+from PIL import Image
+
+from lab.small import TESTED, logs, record, small_job, stop_after
+from wellcond.errors import UnsupportedLayoutError
+from wellcond.lab.settings import RecipeError
+from wellcond.lab.train import prepare, updates
+from wellcond.lab.train import run as run_module
+from wellcond.lab.train.compare import run_comparison
+from wellcond.lab.train.engine import Engine
+from wellcond.lab.train.prepare import prepare_model, prepare_task
+from wellcond.lab.train.run import run_job
+from wellcond.lab.train.run_folder import RunError
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_as_diverged(tmp_path, monkeypatch):
+    real = updates.Updater.update
+
+    def update(self, step, batches, **options):
+        loss, norms = real(self, step, batches, **options)
+        return (loss * float("nan"), norms) if step == 11 else (loss, norms)
+
+    monkeypatch.setattr(updates.Updater, "update", update)
+    ended = run_job(small_job(tmp_path / "run", "polar", "training.log_every=1"))
+    assert ended["status"] == "diverged" and ended["reason"] == "the loss is nan at step 12"
+    assert ended["final"]["step"] == 8
+    assert logs(tmp_path / "run")["steps"][-1]["loss"] == "nan"
+    again = run_job(small_job(tmp_path / "run", "polar", "training.log_every=1"))
+    assert again["status"] == "diverged" and len(again["sessions"]) == 1
+
+
+def test_a_loss_that_grows_too_far_ends_the_run_as_diverged(tmp_path):
+    ended = run_job(small_job(tmp_path / "run", "default", "optimizer.lr=30", "schedule={name: constant}"))
+    assert ended["status"] == "diverged"
+    assert "times the first" in ended["reason"] or "the loss is" in ended["reason"]
+
+
+def test_weights_that_became_infinite_are_found_by_the_evaluation(tmp_path, monkeypatch):
+    real = updates.Updater.update
+
+    def update(self, step, batches, **options):
+        result = real(self, step, batches, **options)
+        if step == 7:
+            with torch.no_grad():
+                next(self.model.parameters()).fill_(float("inf"))
+        return result
+
+    monkeypatch.setattr(updates.Updater, "update", update)
+    ended = run_job(small_job(tmp_path / "run"))
+    assert ended["status"] == "diverged" and ended["reason"].startswith("the loss is nan at step 8")
+    assert ended["final"]["step"] == 0
+
+
+def test_one_failing_method_does_not_end_a_comparison(tmp_path):
+    def refuse(model, **options):
+        raise UnsupportedLayoutError("blocks.0.attn", "not for this method")
+
+    jobs = [small_job(tmp_path / method, method) for method in ("mimetic", "conditioned")]
+    object.__setattr__(jobs[0].method, "apply_", refuse)
+    events = []
+    outcome = run_comparison(
+        jobs, num_workers=1, observer=lambda job, event: events.append((job.title, event["event"]))
+    )
+    [(job, problem)] = outcome.failures
+    assert job is jobs[0] and "not for this method" in problem and ("mimetic, seed 0", "failed") in events
+    assert record(tmp_path / "mimetic")["status"] == "failed"
+    assert record(tmp_path / "conditioned")["status"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.batch_size=5000", "training.batch_size: expected at most the 1038 training samples, found 5000"),
+        ("training.accumulate=5", "expected a multiple of 5"),
+        ("model.arguments={num_classes: 3}", "the data need 10, found 3"),
+        ("model.name=timm:vit_tinny", "timm has no model 'vit_tinny'"),
+        ("model.arguments={embed_dims: 16}", "cannot be built with"),
+        ("task={name: language_modelling, context: 8}", "language_modelling needs text data; digits has image"),
+    ],
+)
+def test_what_cannot_run_says_why_and_is_recorded(tmp_path, override, message):
+    with pytest.raises(Exception, match=message) as caught:
+        run_job(small_job(tmp_path / "run", "default", override))
+    assert isinstance(caught.value, ValueError | RuntimeError)
+
+
+def test_local_code_needs_trust(tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(ValueError, match="--trust-local-code"):
+        run_job(small_job(tmp_path / "run", "default", f"model.name={script}:build"))
+    assert not (tmp_path / "ran").exists()
+
+
+NO_WEIGHTS = "tracking={weights_every: null, jacobian_points: 2}"
+
+
+@pytest.mark.parametrize("steps", [24, 48])
+def test_the_device_is_waited_for_at_boundaries_and_not_at_every_step(tmp_path, monkeypatch, steps):
+    waits = []
+    monkeypatch.setattr(run_module, "synchronizer", lambda device: lambda: waits.append(device.type))
+    often = f"training={{length: {{steps: {steps}}}, batch_size: 32, threads: 1, log_every: 1, hours: 10}}"
+    rare = ["evaluation={every: {steps: 1000}}", "checkpoint={every: {steps: 1000}}", NO_WEIGHTS]
+    ended = run_job(small_job(tmp_path / "run", "default", often, *rare))
+    assert ended["status"] == "finished" and ended["progress"]["step"] == steps
+    # into and out of: measuring, evaluation; training; measuring, evaluation, checkpointing; evaluation
+    assert len(waits) == 2 + 2 + 1 + 6 + 1
+
+
+def test_the_record_says_what_was_run_on_what(tmp_path):
+    folder = tmp_path / "run"
+    run_job(small_job(folder))
+    kept = record(folder)
+    assert kept["status"] == "finished" and kept["progress"]["step"] == 24
+    assert kept["config"]["optimizer"]["lr"] == 0.001 and len(kept["config_hash"]) == 16
+    assert kept["data"]["train"] == 1038 and kept["data"]["evaluation"] == 259
+    assert kept["model"]["attentions"] == 2 and kept["model"]["parameters"] > 1000
+    assert set(kept["seconds"]) == {"setup", "training", "evaluation", "measuring", "checkpointing"}
+    assert kept["seconds_per_step"] == pytest.approx(kept["seconds"]["training"] / 24)
+    assert kept["peak_memory_bytes"] > 1e7
+    session = kept["sessions"][0]
+    assert session["torch"] == torch.__version__ and session["device"] == "cpu" and session["threads"] == 1
+    assert session["runs_at_once"] == 1 and session["cores"] >= 1 and isinstance(session["alone"], bool)
+    rows = logs(folder)
+    assert [row["step"] for row in rows["evaluations"]] == [0, 8, 16, 24]
+    assert [row["step"] for row in rows["steps"]] == [5, 10, 15, 20, 24]
+    assert sorted({row["step"] for row in rows["conditioning"]}) == [0, 1, 10, 20, 24]
+    assert {row["step"] for row in rows["conditioning"] if row["condition_number"] is not None} == {0, 1, 24}
+    assert json.dumps(kept, allow_nan=False)
+
+
+def test_methods_with_the_same_seed_are_paired(tmp_path):
+    """All weights but Q, K and V, the order of the samples, and so the first loss of two defaults, are the same."""
+    job = small_job(tmp_path, "conditioned")
+    task = prepare_task(job.recipe, seed=3, base=None)
+    weights = []
+    for method in ("default", "conditioned"):
+        job = small_job(tmp_path, method)
+        weights.append(dict(prepare_model(job.recipe, job.method, task, seed=3, base=None).named_parameters()))
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]) == ("qkv.weight" not in name), name
+
+
+@pytest.mark.parametrize("changes", [(), TESTED], ids=["images", "text"])
+def test_a_run_that_ended_leaves_no_model_in_memory(tmp_path, changes):
+    """Tasks are kept for the next run; the first run's model must not stay with them."""
+    ended = []
+
+    def observe(event):
+        if event["event"] == "end":
+            ended.extend(weakref.ref(thing) for thing in gc.get_objects() if type(thing) is Engine)
+
+    prepare._KEPT.clear()
+    run_job(small_job(tmp_path / "run", "conditioned+balanced", *changes), observe)
+    gc.collect()
+    assert ended and all(engine() is None for engine in ended)
+
+
+def test_measuring_changes_nothing(tmp_path):
+    tracked, blind = tmp_path / "tracked", tmp_path / "blind"
+    run_job(small_job(tracked, "polar", "model.arguments.proj_drop_rate=0.1"))
+    overrides = ("model.arguments.proj_drop_rate=0.1", "tracking={weights_every: null, jacobian_points: 0}")
+    run_job(small_job(blind, "polar", *overrides))
+    assert logs(tracked)["steps"] == logs(blind)["steps"]
+    assert logs(tracked)["evaluations"] == logs(blind)["evaluations"]
+    assert logs(blind)["conditioning"] == []
+
+
+@pytest.mark.parametrize(
+    "change", ["precision.mixed=bf16", pytest.param("precision.compile=aot_eager", marks=pytest.mark.slow)]
+)
+def test_other_precisions_and_compilation_train(tmp_path, change):
+    folder = tmp_path / "run"
+    run_job(small_job(folder, "balanced", change))
+    plain = tmp_path / "plain"
+    run_job(small_job(plain, "balanced"))
+    ours, theirs = record(folder)["final"]["loss"], record(plain)["final"]["loss"]
+    assert ours == pytest.approx(theirs, rel=0.02)
+    assert ours != theirs or "compile" in change
+
+
+def test_trackers_of_accelerate_receive_the_metrics(tmp_path):
+    tensorboard = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    folder = tmp_path / "run"
+    run_job(small_job(folder, "default", "logging.trackers=[tensorboard]"))
+    events = min(folder.rglob("events.out.tfevents.*"), key=lambda path: len(path.parts))
+    reader = tensorboard.EventAccumulator(str(events.parent))
+    reader.Reload()
+    assert "evaluation/accuracy" in reader.Tags()["scalars"] and "train/loss" in reader.Tags()["scalars"]
+    assert reader.Scalars("evaluation/accuracy")[-1].value == pytest.approx(record(folder)["final"]["accuracy"])
+
+
+def test_an_unknown_tracker_is_refused(tmp_path):
+    with pytest.raises(RecipeError, match="nowhere"):
+        run_job(small_job(tmp_path / "run", "default", "logging.trackers=[nowhere]"))
+
+
+def test_a_full_disk_names_the_file_and_leaves_a_run_that_goes_on(tmp_path):
+    """A limit on the size of files stands for a disk without room: the checkpoint no longer fits."""
+    folder, tracking = tmp_path / "run", "tracking={weights_every: null, jacobian_points: 0}"
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
+    try:
+        with pytest.raises(
+            RunError, match=r"step-00000007 could not be written(?s:.*)resumes from the last checkpoint"
+        ):
+            run_job(small_job(folder, "default", tracking))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert record(folder)["status"] == "failed"
+    assert run_job(small_job(folder, "default", tracking))["status"] == "finished"
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_data_workers_run_inside_the_pool(tmp_path):
+    folder = tmp_path / "images"
+    for split, count in (("train", 24), ("val", 8)):
+        for number in range(count):
+            place = folder / split / "ab"[number % 2]
+            place.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (20, 20), (number * 9, 10, 250 - number * 9)).save(place / f"{number}.png")
+    overrides = (
+        f"data={{source: image_folder, path: {folder}}}",
+        "task={name: image_classification, image_size: 8, in_memory: never}",
+        "augmentation={resized_crop: [0.5, 1.0], flip: 0.5}",
+        "training={length: {steps: 4}, batch_size: 8, threads: 1, workers: 1}",
+    )
+    jobs = [small_job(tmp_path / method, method, *overrides) for method in ("default", "polar")]
+    outcome = run_comparison(jobs, num_workers=2, observer=lambda job, event: None)
+    assert not outcome.failures
+    assert [kept["status"] for kept in outcome.records] == ["finished"] * 2
+
+
+def test_norms_of_projections_are_taken_before_clipping(tmp_path):
+    whole, clipped = tmp_path / "whole", tmp_path / "clipped"
+    run_job(small_job(whole, "conditioned", "training.log_every=1"))
+    run_job(small_job(clipped, "conditioned", "training.log_every=1", "training.clip_norm=0.001"))
+    ours, theirs = (logs(folder)["steps"][0] for folder in (whole, clipped))
+    for name in ("grad_norm", "grad_norm_q", "grad_norm_k", "grad_norm_v"):
+        assert theirs[name] == pytest.approx(ours[name], rel=1e-5) and ours[name] > 0.001
+
+
+def test_a_failed_resume_keeps_what_was_known(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    known = stop_after(small_job(folder), 8)
+
+    def refuse(*arguments, **options):
+        raise RecipeError("no data today")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("wellcond.lab.train.run.prepare_task", refuse)
+        with pytest.raises(RecipeError):
+            run_job(small_job(folder))
+    kept = record(folder)
+    assert kept["status"] == "failed" and kept["reason"] == "no data today"
+    assert kept["final"] == known["final"] and kept["metric"] == known["metric"] and kept["progress"]["step"] == 8
+    assert run_job(small_job(folder))["status"] == "finished"
+
+
+def test_an_impossible_split_is_found_before_anything_is_measured(tmp_path):
+    with pytest.raises(RecipeError, match="expected a multiple of 5"):
+        run_job(small_job(tmp_path / "run", "default", "training.accumulate=5"))
+    assert not (tmp_path / "run/conditioning.jsonl").exists()
+
+
+def test_own_models_are_found_beside_the_recipe(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n"
+        "class Mine(nn.Module):\n"
+        "    def __init__(self, num_labels, num_channels, image_size):\n"
+        "        super().__init__()\n"
+        "        self.embed = nn.Linear(8 * num_channels, 16)\n"
+        "        self.block = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)\n"
+        "        self.head = nn.Linear(16, num_labels)\n"
+        "    def forward(self, x):\n"
+        "        return self.head(self.block(self.embed(x.flatten(2).view(len(x), 8, 8))).mean(1))\n"
+    )
+    job = small_job(tmp_path / "run", "conditioned", "model={name: 'mine.py:Mine'}")
+    trusted = dataclasses.replace(job, base=tmp_path, local_code=True)
+    assert run_job(trusted)["status"] == "finished"
+
+
+def test_repeated_augmentation_reaches_the_training(tmp_path):
+    seen = []
+
+    class Watched:
+        in_memory = True
+
+        def __init__(self, samples):
+            self.samples = samples
+
+        def __len__(self):
+            return len(self.samples)
+
+        def fetch(self, keys):
+            seen.extend(keys)
+            return self.samples.fetch(keys)
+
+    job = small_job(tmp_path / "run", "default", "augmentation={repeats: 3, flip: 0.5}", "training.length={steps: 1}")
+    task = prepare_task(job.recipe, seed=0, base=None)
+    plain, task.train = task.train, Watched(task.train)
+    try:
+        run_job(job)
+    finally:
+        task.train = plain
+    assert len(seen) == 32 and len({index for index, _ in seen}) == 11
+    assert [draw for _, draw in seen[:6]] == [0, 1, 2, 0, 1, 2]

@@ -1,0 +1,214 @@
+"""The score on the test split after training: of the right weights, the same after any interruption."""
+
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lab.small import (
+    TESTED,
+    Killed,
+    assert_same_run,
+    kill_at_write,
+    last_weights,
+    logs,
+    record,
+    small_job,
+    stop_after,
+    train_command,
+)
+from wellcond.cli.main import main
+from wellcond.lab.settings import RecipeError
+from wellcond.lab.train import checkpoint, updates
+from wellcond.lab.train.evaluator import Evaluator
+from wellcond.lab.train.prepare import prepare_model, prepare_task
+from wellcond.lab.train.run import run_job
+from wellcond.lab.train.run_folder import RunError
+
+AVERAGED = "training.averaging={decay: 0.5}"
+BESIDE = "training.averaging={decay: 0.5, evaluate: false}"
+METHOD = "conditioned+balanced"
+
+
+def job_with_test(folder, *overrides):
+    return small_job(folder, METHOD, *TESTED, *overrides)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unbroken") / "run"
+    run_job(job_with_test(folder))
+    return folder
+
+
+def best_file(folder):
+    [path] = folder.rglob("best.safetensors")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "file"),
+    [((), "model"), ((AVERAGED,), "average"), pytest.param((BESIDE,), "model", marks=pytest.mark.slow)],
+    ids=["plain", "avg", "beside"],
+)
+def test_what_is_tested_is_what_was_best(tmp_path, overrides, file):
+    """A second run that ends at the best step has these weights last, and the same score."""
+    folder, short = tmp_path / "run", tmp_path / "short"
+    found = run_job(job_with_test(folder, *overrides))
+    step = found["best"]["step"]
+    assert 0 < step < 24 and found["test"]["step"] == step and found["test"]["weights"] == "best"
+    assert found["best"]["accuracy"] > found["final"]["accuracy"] and found["data"]["test"] == 50
+    shorter = run_job(job_with_test(short, *overrides, f"training.length.steps={step}", "evaluation.test=last"))
+    assert shorter["test"] == found["test"] | {"weights": "last"}
+    assert not list(short.rglob("best.safetensors"))
+    best, last = load_file(best_file(folder)), load_file(short / f"checkpoints/step-{step:08d}/{file}.safetensors")
+    assert last.keys() <= best.keys() and all(torch.equal(best[name], value) for name, value in last.items())
+
+
+@torch.no_grad()
+def test_the_kept_weights_give_the_score_again(unbroken):
+    job = job_with_test(unbroken)
+    task = prepare_task(job.recipe, seed=0, base=None)
+    model = prepare_model(job.recipe, job.method, task, seed=1, base=None).eval()
+    model.load_state_dict(load_file(best_file(unbroken)))
+    sums = task.score(model, task.test.fetch([(index, -1) for index in range(50)]))
+    values, kept = task.metrics({name: float(value) for name, value in sums.items()}), record(unbroken)["test"]
+    assert kept["accuracy"] == values["accuracy"] and kept["loss"] == pytest.approx(values["loss"], rel=1e-6)
+    assert set(kept) == {"step", "epoch", "weights", *values}
+
+
+@pytest.mark.parametrize("moment", [pytest.param(n, marks=[pytest.mark.slow] * (n % 12 != 1)) for n in range(1, 33)])
+def test_a_run_stopped_at_any_write_ends_with_the_same_test(unbroken, tmp_path, monkeypatch, moment):
+    folder = tmp_path / "run"
+    kill_at_write(monkeypatch, moment, job_with_test(folder))
+    run_job(job_with_test(folder))
+    assert_same_run(unbroken, folder)
+    assert "best.safetensors" in last_weights(folder)
+
+
+def test_a_run_stopped_while_it_is_tested_is_tested_again(unbroken, tmp_path, monkeypatch):
+    folder, real = tmp_path / "run", Evaluator.score
+
+    def score(self, samples, num_samples):
+        if samples is self.task.test:
+            raise Killed
+        return real(self, samples, num_samples)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluator, "score", score)
+        with pytest.raises(Killed):
+            run_job(job_with_test(folder))
+    assert record(folder)["status"] == "running" and "test" not in record(folder)
+    run_job(job_with_test(folder))
+    assert record(folder)["sessions"][-1]["resumed_at_step"] == 24
+    assert_same_run(unbroken, folder)
+
+
+def test_averages_are_kept_over_an_interruption(tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    run_job(job_with_test(whole, AVERAGED))
+    stop_after(job_with_test(broken, AVERAGED), 9)
+    run_job(job_with_test(broken, AVERAGED))
+    assert_same_run(whole, broken)
+
+
+def test_unchanged_best_weights_are_not_written_again(tmp_path, monkeypatch):
+    folder, written, real = tmp_path / "run", [], checkpoint._write_tensors
+
+    def write(path, values):
+        written.append(path.name)
+        real(path, values)
+
+    monkeypatch.setattr(checkpoint, "_write_tensors", write)
+    run_job(job_with_test(folder, "checkpoint.every.steps=1"))
+    scores = [row["accuracy"] for row in logs(folder)["evaluations"]]
+    improved = [at for at in range(1, len(scores)) if scores[at] > max(scores[:at])]
+    # Every step is saved, the first time together with the weights of step 0.
+    assert written.count("best.safetensors") == 1 + len(improved) and written.count("model.safetensors") == 24
+    assert best_file(folder).stat().st_nlink == 1
+
+
+def test_best_weights_that_are_gone_are_missed_before_training_goes_on(tmp_path):
+    folder = tmp_path / "run"
+    stop_after(job_with_test(folder), 9)
+    content = best_file(folder).read_bytes()
+    best_file(folder).write_bytes(content[:-3])
+    with pytest.raises(RunError, match=r"is damaged .*best\.safetensors"):
+        run_job(job_with_test(folder))
+    best_file(folder).unlink()
+    with pytest.raises(RunError, match=r"is damaged .*best\.safetensors"):
+        run_job(job_with_test(folder))
+
+
+@pytest.mark.parametrize("weights", ["best", "last"])
+def test_a_missing_test_split_is_an_error_before_training(tmp_path, weights):
+    folder = tmp_path / "run"
+    with pytest.raises(RecipeError, match=rf"evaluation\.test: {weights} needs a labelled split named test"):
+        run_job(job_with_test(folder, "data.num_test=0", f"evaluation.test={weights}"))
+    assert not (folder / "evaluations.jsonl").exists() and record(folder)["status"] == "failed"
+
+
+def test_without_being_asked_nothing_is_tested_or_kept(tmp_path, unbroken):
+    folder, phases = tmp_path / "run", []
+    found = run_job(job_with_test(folder, "evaluation.test=null"), lambda event: phases.append(event.get("phase")))
+    assert "test" not in found and "test" not in found["data"] and "testing" not in phases
+    assert not list(folder.rglob("best.safetensors"))
+    assert logs(folder) == logs(unbroken)
+
+
+def test_a_diverged_run_is_not_tested(tmp_path, monkeypatch):
+    real = updates.Updater.update
+
+    def update(self, step, batches, **options):
+        loss, norms = real(self, step, batches, **options)
+        return (loss * float("nan"), norms) if step == 20 else (loss, norms)
+
+    monkeypatch.setattr(updates.Updater, "update", update)
+    found = run_job(job_with_test(tmp_path / "run"))
+    assert found["status"] == "diverged" and "test" not in found
+
+
+def test_evaluations_may_use_the_first_samples_only(tmp_path):
+    asked = {"evaluation": set(), "test": set()}
+
+    class Watched:
+        in_memory = True
+
+        def __init__(self, samples, seen):
+            self.samples, self.seen = samples, seen
+
+        def __len__(self):
+            return len(self.samples)
+
+        def fetch(self, keys):
+            self.seen |= {index for index, _ in keys}
+            return self.samples.fetch(keys)
+
+    # Data of its own, since the task is kept for the next run.
+    job = job_with_test(tmp_path / "run", "evaluation.samples=17", "data.num_train=201")
+    task = prepare_task(job.recipe, seed=0, base=None)
+    for name, seen in asked.items():
+        setattr(task, name, Watched(getattr(task, name), seen))
+    found = run_job(job)
+    assert asked["test"] == set(range(50))
+    assert asked["evaluation"] == set(range(17))
+    # 17 samples: every accuracy is a number of seventeenths, the final one too
+    for row in [*logs(tmp_path / "run")["evaluations"], found["final"]]:
+        assert row["accuracy"] * 17 == pytest.approx(round(row["accuracy"] * 17), abs=1e-9)
+
+
+def test_more_samples_than_there_are_is_all_of_them(tmp_path, unbroken):
+    run_job(job_with_test(tmp_path / "run", "evaluation.samples=1000"))
+    assert logs(tmp_path / "run")["evaluations"] == logs(unbroken)["evaluations"]
+
+
+def test_the_command_line_tells_the_score(tmp_path, unbroken, monkeypatch, capsys):
+    command = train_command(tmp_path / "run", METHOD, *TESTED)
+    monkeypatch.setattr(sys, "argv", [part for part in command[command.index("-m") + 1 :] if part != "-q"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    said = capsys.readouterr().err
+    assert end.value.code == 0
+    kept = record(unbroken)["test"]
+    assert f"test accuracy {100 * kept['accuracy']:.1f} % (best weights, step {kept['step']})" in said

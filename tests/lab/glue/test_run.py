@@ -1,0 +1,336 @@
+"""From a pre-trained run to scores."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+
+from lab.data.helpers import write_csv
+from lab.glue.helpers import FAST, edit_record, pretrain, write_glue
+from lab.small import assert_same_run, stop_after
+from wellcond.errors import UnknownChoiceError, WeightError, WellcondError
+from wellcond.lab.data import DataError
+from wellcond.lab.glue.pretrained import read_pretrained
+from wellcond.lab.glue.run import plan_glue, run_glue
+from wellcond.lab.methods import MethodSettings
+from wellcond.lab.recipe import Recipe
+from wellcond.lab.settings import RecipeError
+from wellcond.lab.train.checkpoint import last_checkpoint
+from wellcond.lab.train.prepare import prepare_model, prepare_task
+from wellcond.lab.train.run_folder import RunError
+from wellcond.weights import load_weights
+
+
+def quiet(job, event):
+    pass
+
+
+def plan(folder, data, *overrides, **options):
+    return plan_glue(folder, **{"data": data, "overrides": [*FAST, *overrides], "cpu": True} | options)
+
+
+def score(folder, data, *overrides, keep_checkpoints=False, **options):
+    planned = plan(folder, data, *overrides, **options)
+    outcome = run_glue(planned, num_workers=1, observer=quiet, keep_checkpoints=keep_checkpoints)
+    assert not outcome.failures
+    return outcome
+
+
+@pytest.mark.parametrize("model", ["bert", "crammed"])
+def test_a_pre_trained_run_is_fine_tuned_and_scored(pretrained, glue_folder, model):
+    folder = pretrained(model)
+    outcome = score(folder, glue_folder, tasks=["cola", "stsb"], seeds=[0, 1])
+    assert [record["status"] for record in outcome.records] == ["finished"] * 4
+    assert {record["metric"]["name"] for record in outcome.records} == {"matthews", "pearson"}
+    assert (folder / "glue/cola/seed-1/run.json").is_file() and (folder / "glue/stsb/seed-0/steps.jsonl").is_file()
+    # Neither weights nor checkpoints stay, and complete runs are not repeated.
+    assert not list(folder.glob("glue/*.safetensors")) and not list(folder.glob("glue/*/*/checkpoints"))
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("glue/*/*/run.json")}
+    score(folder, glue_folder, tasks=["cola", "stsb"], seeds=[0, 1])
+    assert {path: path.stat().st_mtime_ns for path in folder.glob("glue/*/*/run.json")} == before
+
+
+@pytest.mark.parametrize("link", ["glue", "glue/cola"])
+def test_nothing_is_written_through_a_link(pretrained, glue_folder, tmp_path, link):
+    folder = shutil.copytree(pretrained("bert"), tmp_path / "run")
+    (tmp_path / "outside").mkdir()
+    (folder / link).parent.mkdir(exist_ok=True)
+    shutil.rmtree(folder / link, ignore_errors=True)
+    (folder / link).symlink_to(tmp_path / "outside")
+    with pytest.raises(RunError, match=f"{link} is a link to .*outside"):
+        score(folder, glue_folder, tasks=["cola"])
+    assert not list((tmp_path / "outside").iterdir())
+
+
+FINE_TUNING = [("paper", 4e-5, 16, 5, None), ("tiny", 1e-3, 32, 3, 3000)]
+
+
+@pytest.mark.parametrize(("scale", "rate", "batch_size", "epochs", "rows"), FINE_TUNING)
+def test_fine_tuning_is_that_of_crammed_bert(pretrained, glue_folder, scale, rate, batch_size, epochs, rows):
+    folder = pretrained("crammed")
+    edit_record(folder, lambda record: record["config"].update(scale=scale))
+    [job] = plan_glue(folder, tasks=["qqp"], data=glue_folder).jobs
+    config = job.recipe.config(job.method, job.seed)
+    optimizer = {"name": "adamw", "lr": rate, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.0} | {
+        "qk_lr_factor": 1.0
+    }
+    assert json.loads(json.dumps(config["optimizer"])) == optimizer
+    assert config["schedule"]["name"] == "cosine" and config["schedule"]["warmup"]["epochs"] == pytest.approx(
+        epochs / 10
+    )
+    assert config["training"]["length"]["epochs"] == epochs and config["training"]["batch_size"] == batch_size
+    assert config["training"]["clip_norm"] is None and config["scale"] == scale
+    assert config["model"]["name"] == "wellcond:crammed_bert_classifier"
+    assert config["model"]["arguments"]["dropout"] == 0.1
+    assert config["data"]["limit_train"] == config["data"]["limit_evaluation"] == rows
+    assert config["task"]["length"] == 24  # as long as pre-training, at most 128
+    changed = plan_glue(
+        folder, tasks=["qqp"], data=glue_folder, limit=0, overrides=["training.length={steps: 30}", "optimizer.lr=1e-3"]
+    )
+    [job] = changed.jobs
+    assert job.recipe.schedule.warmup.steps == 3 and job.recipe.optimizer.lr == 1e-3
+    assert job.recipe.data.limit_train is None
+
+
+def test_dropout_of_a_model_of_transformers_is_on(pretrained, glue_folder):
+    [job] = plan(pretrained("bert"), glue_folder, tasks=["cola"]).jobs
+    arguments = job.recipe.model.arguments
+    assert arguments["hidden_dropout_prob"] == arguments["attention_probs_dropout_prob"] == 0.1
+    assert arguments["max_position_embeddings"] == 24 and arguments["hidden_size"] == 16
+
+
+@pytest.mark.parametrize("method", ["default", "conditioned", "identity(lam=2)", "conditioned+balanced"])
+@pytest.mark.parametrize("model", ["bert", "crammed"])
+def test_fine_tuning_starts_from_the_function_that_pre_training_found(
+    pretrained_folders, glue_folder, model, method, tmp_path
+):
+    folder = shutil.copytree(pretrained_folders(model, method), tmp_path / "run")
+    record = json.loads((folder / "run.json").read_text())
+    recipe = Recipe.model_validate({k: v for k, v in record["config"].items() if k not in ("method", "seed")})
+    task = prepare_task(recipe, seed=0, base=None)
+    masked = prepare_model(recipe, MethodSettings.model_validate(method), task, seed=0, base=None)
+    load_weights(masked, last_checkpoint(folder / "checkpoints") / "model.safetensors")
+    planned = plan(folder, glue_folder, tasks=["cola"])
+    [run], [job] = planned.runs, planned.jobs
+    run.write_encoder()
+    task = prepare_task(job.recipe, seed=0, base=job.base)
+    classifier = prepare_model(job.recipe, job.method, task, seed=0, base=job.base)
+    batch = task.evaluation.fetch([(row, -1) for row in range(4)])
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    part = "bert" if model == "bert" else "encoder"
+    with torch.no_grad():
+        found, expected = (getattr(one.eval(), part)(**inputs) for one in (classifier, masked))
+    if model == "bert":
+        found, expected = found.last_hidden_state, expected.last_hidden_state
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    # Plain weights: nothing acts on them in a forward pass any more.
+    assert not [name for name in classifier.state_dict() if "wellcond" in name or "parametrizations" in name]
+
+
+def test_an_interrupted_run_goes_on_to_the_same_numbers(pretrained, glue_folder, tmp_path):
+    folder = pretrained("bert")
+    settings = ("training.length={epochs: 8}", "checkpoint.every={steps: 3}", "evaluation.every={epochs: 1}")
+    planned = plan(folder, glue_folder, *settings, tasks=["stsb"])
+    planned.runs[0].write_encoder()
+    [job] = planned.jobs
+    assert stop_after(job, 8)["status"] == "interrupted"
+    assert (folder / "glue" / planned.runs[0].encoder_file).is_file()
+    score(folder, glue_folder, *settings, tasks=["stsb"], keep_checkpoints=True)
+    other = shutil.copytree(
+        folder, tmp_path / "whole", ignore=lambda path, names: ["stsb"] if path.endswith("glue") else []
+    )
+    score(other, glue_folder, *settings, tasks=["stsb"], keep_checkpoints=True)
+    assert len(json.loads((folder / "glue/stsb/seed-0/run.json").read_text())["sessions"]) == 2
+    assert_same_run(folder / "glue/stsb/seed-0", other / "glue/stsb/seed-0")
+
+
+def test_both_evaluation_splits_of_mnli_are_scored_from_a_mirror(pretrained, tmp_path, monkeypatch):
+    write_glue(tmp_path / "mirror/nyu-mll/glue")
+    monkeypatch.setenv("WELLCOND_DATA", str(tmp_path / "mirror"))
+    outcome = score(
+        pretrained("bert"), None, tasks=["mnli", "qqp"], limit=8, overrides=[*FAST, "training.batch_size=4"]
+    )
+    mnli, qqp = outcome.records
+    assert {"accuracy", "accuracy_mismatched"} <= set(mnli["final"]) and "accuracy_mismatched" not in qqp["final"]
+    assert mnli["data"]["train"] == 8 and mnli["data"]["evaluation"] == 16
+
+
+def test_the_tokeniser_of_pre_training_is_kept_with_the_scores(pretrained, glue_folder):
+    folder = pretrained("bert")
+    run = read_pretrained(folder)
+    made = run.tokenizer
+    assert made.fingerprint == run.record["tokenizer"]["fingerprint"]
+    text = folder.parent / "gone.txt"
+    edit_record(folder, lambda record: record["config"]["data"].update(train=str(text)))
+    assert read_pretrained(folder).tokenizer.fingerprint == made.fingerprint
+    (folder / "glue" / run.tokenizer_file).unlink()
+    with pytest.raises(DataError, match="gone.txt: no such file"):
+        _ = read_pretrained(folder).tokenizer
+
+
+def test_a_tokeniser_of_a_file_needs_no_text_of_pre_training(pretrained, tmp_path):
+    folder = pretrained("bert")
+    run = read_pretrained(folder)
+    digest = run.tokenizer.fingerprint
+    (folder / "glue" / run.tokenizer_file).rename(tmp_path / "tokenizer.json")
+    edit_record(folder, lambda record: record["config"]["data"].update(train="gone.txt"))
+    for sha256 in (None, digest):
+        choice = {"file": "tokenizer.json", "sha256": sha256}
+        edit_record(folder, lambda record, choice=choice: record["config"]["task"].update(tokenizer=choice))
+        assert read_pretrained(folder, base=tmp_path).tokenizer.fingerprint == digest
+        (folder / "glue" / run.tokenizer_file).unlink()
+    choice = {"file": "tokenizer.json", "sha256": "0" * 64}
+    edit_record(folder, lambda record: record["config"]["task"].update(tokenizer=choice))
+    with pytest.raises(RunError, match="another tokeniser than tokenizer.json is now"):
+        _ = read_pretrained(folder, base=tmp_path).tokenizer
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("num_hidden_layers=3", "missing bert.encoder.layer.2"),
+        ("num_hidden_layers=1", "unexpected bert.encoder.layer.1"),
+        ("hidden_size=32", r"\(60, 16\) in the file, \(60, 32\) in the model"),
+    ],
+)
+def test_an_encoder_that_does_not_fit_the_classifier_is_refused(pretrained, glue_folder, change, message):
+    planned = plan(pretrained("bert"), glue_folder, f"model.arguments.{change}", tasks=["cola"])
+    [(_, problem)] = run_glue(planned, num_workers=1, observer=quiet).failures
+    assert re.search(message, problem) and "encoder-" in problem
+
+
+def test_relative_paths_of_pre_training_start_at_its_recipe(tmp_path, glue_folder):
+    folder = pretrain(tmp_path / "recipes/run")
+    edit_record(folder, lambda record: record["config"]["data"].update(train="text.txt"))
+    with pytest.raises(DataError, match="text.txt: no such file"):
+        plan(folder, glue_folder, tasks=["cola"])
+    assert plan(folder, glue_folder, tasks=["cola"], base=tmp_path / "recipes").jobs
+
+
+# What cannot be scored
+
+
+def no_checkpoint(folder):
+    shutil.rmtree(folder / "checkpoints")
+
+
+def damaged(folder):
+    place = last_checkpoint(folder / "checkpoints") / "model.safetensors"
+    place.write_bytes(place.read_bytes()[:100])
+
+
+def changed(*path, to):
+    def change(folder):
+        def edit(record):
+            place = record
+            for key in path[:-1]:
+                place = place[key]
+            place[path[-1]] = to
+
+        edit_record(folder, edit)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        (no_checkpoint, RunError, "there is no checkpoint"),
+        (damaged, RunError, "model.safetensors is missing or damaged .*delete"),
+        (changed("status", to="interrupted"), RunError, "expected a finished run, found one that is interrupted"),
+        (changed("config", "task", to={"name": "language_modelling"}), RunError, "found one of language_modelling"),
+        (
+            changed("config", "model", "name", to="timm:vit"),
+            RunError,
+            "expected a model hf:TYPE or wellcond:crammed_bert",
+        ),
+        (
+            changed("config", "model", "arguments", "hidden_size", to=32),
+            WeightError,
+            r"\(60, 16\) in the file, \(60, 32\)",
+        ),
+        (
+            changed("config", "model", "arguments", "num_hidden_layers", to=3),
+            WeightError,
+            "missing bert.encoder.layer.2",
+        ),
+        (
+            changed("config", "model", "arguments", "num_hidden_layers", to=1),
+            WeightError,
+            "unexpected bert.encoder.layer.1",
+        ),
+        (changed("config", "task", "tokenizer", to="bytes"), RunError, "pre-trained on bytes"),
+        (changed("data", "fingerprint", "train", to={}), RunError, "Restore the data of pre-training"),
+        (changed("tokenizer", "fingerprint", to="0" * 64), RunError, "is not the tokeniser of pre-training"),
+        (lambda folder: (folder / "run.json").unlink(), RunError, "no run in .*expected run.json"),
+    ],
+)
+def test_a_run_that_cannot_be_the_start_is_refused(pretrained, glue_folder, spoil, error, message):
+    folder = pretrained("bert")
+    spoil(folder)
+    with pytest.raises(error, match=message):
+        run_glue(plan(folder, glue_folder, tasks=["cola"]), num_workers=1, observer=quiet)
+    assert not list(folder.glob("glue/*/seed-0"))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"tasks": ["wnli"]}, UnknownChoiceError, "unknown GLUE task: got 'wnli', expected one of 'mnli'"),
+        ({"tasks": []}, RecipeError, "expected at least one task"),
+        ({"tasks": ["cola", "cola"]}, RecipeError, "none twice"),
+        ({"overrides": ["optimizer.momentun=1"]}, RecipeError, "momentun"),
+        ({"overrides": ["training.length=3"]}, RecipeError, "training.length"),
+    ],
+)
+def test_wrong_options_are_refused(pretrained, glue_folder, options, error, message):
+    with pytest.raises(error, match=message):
+        plan_glue(pretrained("bert"), **{"tasks": ["cola"], "data": glue_folder} | options)
+
+
+def bad_file(header, *rows):
+    return lambda folder: write_csv(folder / "cola/validation.tsv", header, rows)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda folder: (folder / "cola/train.tsv").unlink(), "no file of the split 'train'.*validation.tsv"),
+        (lambda folder: shutil.rmtree(folder / "cola"), "no such folder"),
+        (
+            bad_file(["text", "label"], ["the cat", 1]),
+            "validation.tsv: there is no column 'sentence'.*columns text, label",
+        ),
+        (bad_file(["sentence", "answer"], ["the cat", 1]), "validation.tsv: there is no column 'label'"),
+        (
+            bad_file(["sentence", "label"], ["the cat", 1], ["a mat", 2]),
+            "row 1 .*out of range.*from 0 to 1.*found:    2",
+        ),
+        (bad_file(["sentence", "label"], ["the cat", "maybe"]), "not of the training split's kind"),
+        (bad_file(["sentence", "label"]), "there are no rows"),
+    ],
+)
+def test_bad_files_are_named(pretrained, tmp_path, spoil, message):
+    data = write_glue(tmp_path / "glue")
+    spoil(data)
+    with pytest.raises(DataError, match=f"(?s){message}"):
+        score(pretrained("bert"), data, tasks=["cola"])
+
+
+def test_scores_under_other_settings_are_not_overwritten(pretrained, glue_folder):
+    folder = pretrained("bert")
+    score(folder, glue_folder, tasks=["cola"])
+    planned = plan(folder, glue_folder, "optimizer.lr=1e-4", tasks=["cola"])
+    [(_, problem)] = run_glue(planned, num_workers=1, observer=quiet).failures
+    assert "optimizer.lr: 0.01 there, 0.0001 here" in problem
+
+
+def test_a_comparison_without_a_finished_run_is_refused(pretrained, tmp_path):
+    folder = tmp_path / "comparison"
+    shutil.copytree(pretrained("bert"), folder / "default/seed0")
+    (folder / "comparison.json").write_text("{}")
+    changed("status", to="diverged")(folder / "default/seed0")
+    with pytest.raises(WellcondError, match="default, seed 0: diverged"):
+        plan_glue(folder, tasks=["cola"])

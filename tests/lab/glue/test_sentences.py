@@ -1,0 +1,75 @@
+import itertools
+
+import pytest
+import torch
+
+from lab.glue.helpers import WORDS
+from lab.helpers import ListSplit
+from wellcond.lab.glue.sentences import SentenceFormat, SentenceRows, share_room
+from wellcond.lab.settings import RecipeError
+from wellcond.lab.tokenizers.byte_tokenizer import ByteTokenizer
+from wellcond.lab.tokenizers.files import word_piece_tokenizer
+
+VOCABULARY = {name: number for number, name in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS])}
+
+
+def tokenizer():
+    return word_piece_tokenizer(dict(VOCABULARY), lower_case=True)
+
+
+def rows(*examples, length=16):
+    split = ListSplit([{"label": number % 2, **example} for number, example in enumerate(examples)])
+    return SentenceRows([split], SentenceFormat(tokenizer(), length))
+
+
+def ids(text):
+    return [VOCABULARY[word] for word in text.split()]
+
+
+@pytest.mark.parametrize("length", [8, 9, 16])
+def test_sequences_are_those_of_the_tokenizers_library(length):
+    library = pytest.importorskip("tokenizers")
+    reference = tokenizer().inner
+    reference.post_processor = library.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    reference.enable_truncation(length, strategy="longest_first")
+    texts = [" ".join(WORDS[:count]) for count in (0, 1, 3, 4, 5, 6, 9, 20)]
+    for a, b in [*((text, None) for text in texts), *itertools.product(texts, texts)]:
+        example = {"text": a} if b is None else {"text": a, "text_pair": b}
+        batch = rows(example, length=length).fetch([(0, 0)])
+        expected = reference.encode(a, b) if b is not None else reference.encode(a)
+        seen = batch["attention_mask"][0].bool()
+        assert batch["input_ids"][0][seen].tolist() == expected.ids
+        assert batch["token_type_ids"][0][seen].tolist() == expected.type_ids
+
+
+def test_room_is_shared_by_taking_from_the_longer():
+    for first, second, room in itertools.product(range(8), range(8), range(2, 14)):
+        a, b = share_room(first, second, room)
+        assert 0 <= a <= first and 0 <= b <= second and a + b == min(room, first + second)
+        assert (a == first or a >= b - 1) and (b == second or b >= a - 1)
+
+
+def test_a_batch_is_as_wide_as_its_longest_sequence_and_pads_are_masked():
+    found = rows({"text": "the cat"}, {"text": " ".join(WORDS[:9])}, {"text": " ".join(WORDS)})
+    short = found.fetch([(0, 0)])
+    assert short["input_ids"].tolist() == [[2, *ids("the cat"), 3, 0, 0, 0, 0]]
+    assert short["attention_mask"].tolist() == [[1, 1, 1, 1, 0, 0, 0, 0]]
+    assert found.fetch([(0, 0), (1, 0)])["input_ids"].shape == (2, 16)  # 11 tokens
+    assert found.fetch([(2, 0)])["input_ids"].shape == (1, 16)  # cut to the length
+    batch = found.fetch([(2, 3), (0, 3)])
+    assert batch["row"].tolist() == [2, 0] and batch["label"].tolist() == [0, 0] and batch["part"].tolist() == [0, 0]
+
+
+def test_splits_follow_each_other_and_are_told_apart():
+    first, second = (ListSplit([{"text": text, "label": 1}]) for text in ("the cat", "a mat"))
+    told = []
+    found = SentenceRows([first, second], SentenceFormat(tokenizer(), 8), lambda *numbers: told.append(numbers))
+    batch = found.fetch([(0, 0), (1, 0)])
+    assert len(found) == 2 and batch["part"].tolist() == [0, 1] and told == [(1, 2), (2, 2)]
+    assert batch["input_ids"][1, 1:3].tolist() == ids("a mat")
+    assert torch.equal(found.fetch([(1, 0)])["input_ids"], batch["input_ids"][1:])
+
+
+def test_a_tokeniser_without_the_marks_of_sentences_is_refused():
+    with pytest.raises(RecipeError, match=r"no \[CLS\] and no \[SEP\].*wordpiece"):
+        SentenceFormat(ByteTokenizer(), 16)

@@ -1,0 +1,191 @@
+"""What cannot run on Ray says so, and what to do."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from lab.ray_engine.two_machines import Cluster, compare_command, finish, start
+from lab.small import small_job
+from wellcond.cli.experiment_commands import compare as compare_command_line
+from wellcond.errors import MissingExtraError, WellcondError
+from wellcond.lab.cluster.cluster import Share, choose_share, connected, worker_environment
+from wellcond.lab.cluster.settings import RaySettings
+from wellcond.lab.settings import RecipeError
+
+pytestmark = pytest.mark.processes
+
+SHORT = ("training.length={steps: 20}", "tracking={weights_every: null, jacobian_points: 0}")
+GPU_MACHINES = [{"CPU": 4.0}, {"CPU": 16.0, "GPU": 2.0}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"engine": "spark"}, "unknown engine: got 'spark', expected one of 'local', 'ray'"),
+        ({"engine": "ray", "gpus_per_run": 2}, "--gpus-per-run: expected 0 to 1, found 2"),
+        ({"engine": "ray", "cpus_per_run": 0}, "--cpus-per-run: expected a number above 0, found 0"),
+        ({"engine": "ray", "jobs": "many"}, "--jobs: expected auto or a number, found 'many'"),
+        ({"engine": "ray", "print_jobs": True}, "leave out --engine ray"),
+        ({"ray_address": "auto"}, "--ray-address belongs to --engine ray"),
+    ],
+)
+def test_wrong_arguments_say_what_was_expected(arguments, message, tmp_path):
+    with pytest.raises(WellcondError, match=re.escape(message)):
+        compare_command_line("digits", folder=tmp_path / "runs", **arguments)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_several_processes_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RecipeError, match="run the command once, without torchrun"):
+        compare_command_line("digits", folder=tmp_path / "runs", engine="ray")
+
+
+def test_a_missing_ray_names_its_install_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'wellcond\[ray\]'"), connected(None):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "cpu", "machines", "share"),
+    [
+        (RaySettings(), False, [{"CPU": 4.0}], Share(1, 0)),
+        (RaySettings(), False, GPU_MACHINES, Share(1, 1)),
+        (RaySettings(), True, GPU_MACHINES, Share(1, 0)),
+        (RaySettings(cpus_per_run=3, gpus_per_run=0.5), False, GPU_MACHINES, Share(3, 0.5)),
+    ],
+)
+def test_a_run_gets_what_its_recipe_needs(tmp_path, settings, cpu, machines, share):
+    job = small_job(tmp_path)
+    object.__setattr__(job, "cpu", cpu)
+    assert choose_share(settings, job, machines) == share
+
+
+def test_a_recipe_without_threads_gets_a_machine(tmp_path):
+    assert choose_share(RaySettings(), small_job(tmp_path, "polar", "training.threads=null"), [{"CPU": 8.0}]).cpus == 8
+
+
+@pytest.mark.parametrize("settings", [RaySettings(cpus_per_run=5), RaySettings(gpus_per_run=1)])
+def test_more_than_any_machine_has_is_refused(tmp_path, settings):
+    with pytest.raises(WellcondError, match=r"no machine of the Ray cluster has .* its machines: 4 CPUs, 0 GPUs"):
+        choose_share(settings, small_job(tmp_path), [{"CPU": 4.0}])
+
+
+def test_folders_in_variables_are_those_of_the_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    passed = worker_environment({"WELLCOND_DATA": f"data{os.pathsep}/all", "HF_HOME": "hf", "HF_HUB_OFFLINE": "1"})
+    assert passed["WELLCOND_DATA"].split(os.pathsep) == [str(tmp_path / "data"), "/all"]
+    assert passed["HF_HOME"] == str(tmp_path / "hf") and passed["HF_HUB_OFFLINE"] == "1"
+
+
+def test_settings_are_checked_from_python_too():
+    with pytest.raises(RecipeError, match="gpus-per-run"):
+        RaySettings(gpus_per_run=-1)
+
+
+def test_a_cluster_that_ended_without_a_word_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")
+    with pytest.raises(WellcondError, match="no Ray cluster answers at 'auto'"), connected("auto"):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["ray://127.0.0.1:1", "127.0.0.1:1"])
+def test_without_a_cluster_at_the_address(address, tmp_path):
+    pytest.importorskip("ray", reason="ray is not installed")
+    code, _, errors = finish(start(compare_command(tmp_path, "--ray-address", address)))
+    assert code == 2 and f"no Ray cluster answers at '{address}'" in errors and "Traceback" not in errors
+    assert "Connection refused" in errors  # what Ray, which tries for minutes, does not say
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    pytest.importorskip("ray", reason="ray is not installed")
+    started = Cluster()
+    yield started
+    started.end()
+
+
+@pytest.fixture
+def machine(cluster):
+    """Makes a machine that is gone after the test."""
+    made = []
+
+    def make(**options):
+        made.extend(cluster.add(1, **options))
+        return cluster.address
+
+    yield make
+    for each in made:
+        cluster.machines.remove(each)
+        each.kill()
+
+
+def compare(folder, address, *arguments, changes=SHORT):
+    return finish(start(compare_command(folder, "--ray-address", address, *arguments, changes=changes)))
+
+
+@pytest.mark.slow
+def test_a_worker_needs_wellcond(machine, tmp_path):
+    (tmp_path / "wellcond.py").write_text("raise ModuleNotFoundError(\"No module named 'wellcond'\")\n")
+    code, _, errors = compare(tmp_path / "runs", machine(PYTHONPATH=str(tmp_path)))
+    assert code == 2 and "wellcond must be installed" in errors and "No module named 'wellcond'" in errors
+    assert errors.startswith("error:")
+
+
+@pytest.mark.slow
+def test_a_worker_needs_the_same_wellcond(machine, tmp_path):
+    installed = tmp_path / "wellcond-9.9.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: wellcond\nVersion: 9.9\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    code, _, errors = compare(tmp_path / "runs", machine(PYTHONPATH=path))
+    assert code == 2 and "has wellcond 9.9, this machine has 0." in errors
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "--map-root-user", "--mount", "true"], capture_output=True).returncode != 0,
+    reason="this system has no mount namespaces to hide a folder in",
+)
+def test_a_worker_needs_the_code_and_the_data_that_a_recipe_names(machine, tmp_path):
+    (tmp_path / "hidden").mkdir()
+    script = tmp_path / "hidden" / "mine.py"
+    script.write_text(
+        "import timm\n\n\ndef build(**given):\n    return timm.create_model('vit_tiny_patch16_224', **given)\n"
+    )
+    address = machine(before=f"mount -t tmpfs tmpfs {tmp_path / 'hidden'}")
+    local = (*SHORT, f"model.name={script}:build")
+    code, _, errors = compare(tmp_path / "runs", address, "--trust-local-code", changes=local)
+    assert code == 2 and f"does not see {script}" in errors and "at the same path on every machine" in errors
+    images = tmp_path / "hidden" / "images"
+    (images / "train").mkdir(parents=True)
+    code, _, errors = compare(tmp_path / "hidden" / "runs", address, "--data", images)
+    assert code == 2 and str(images) in errors and "which does not see this machine's files" in errors
+
+
+@pytest.mark.slow
+def test_one_failing_run_is_listed_beside_the_others(machine, tmp_path):
+    (tmp_path / "conditioned/seed0").mkdir(parents=True)
+    (tmp_path / "conditioned/seed0/checkpoints").symlink_to(tmp_path)
+    code, output, errors = compare(tmp_path, machine(), "--methods", "default,conditioned", "--seeds", "1", "--json")
+    rows = {row["status"]: row for row in json.loads(output)["runs"]}
+    assert code == 1 and set(rows) == {"finished", "failed"} and errors == ""
+    assert "checkpoints is a link" in rows["failed"]["reason"]
+    # and what is complete needs no cluster
+    code, output, _ = compare(tmp_path, "ray://127.0.0.1:1", "--methods", "default", "--json")
+    assert code == 0 and [row["status"] for row in json.loads(output)["runs"]] == ["finished"]
+
+
+@pytest.mark.slow
+def test_an_error_of_the_recipe_ends_the_comparison(machine, tmp_path):
+    code, _, errors = compare(tmp_path, machine(), changes=(*SHORT, "training.batch_size=5000"))
+    assert code == 2 and errors.startswith("error:") and "at most the 1038 training samples" in errors

@@ -1,0 +1,184 @@
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lab.helpers import pil_images
+from wellcond.lab.seeding import epoch_order
+from wellcond.lab.settings import RecipeError
+from wellcond.lab.tasks.augmentation import AugmentationSettings
+from wellcond.lab.tasks.base import EVALUATION
+from wellcond.lab.tasks.image_sets import IMAGENET, Pictures, picture_transform
+from wellcond.lab.train.batches import Share, UpdatePlan, evaluation_parts, fetch_batches
+
+WHOLE = Share()
+
+
+def updates(plan, share=WHOLE, start=0, stop=12):
+    """Parts of every update."""
+    parts = list(plan.parts(share, start, stop))
+    return [parts[k : k + plan.accumulate] for k in range(0, len(parts), plan.accumulate)]
+
+
+def test_an_epoch_shows_every_sample_at_most_once():
+    plan = UpdatePlan(num_samples=25, batch_size=6, accumulate=1, seed=3)
+    assert plan.steps_per_epoch == 4
+    for epoch in range(3):
+        keys = [key for (part,) in updates(plan, start=4 * epoch, stop=4 * epoch + 4) for key in part]
+        assert len(keys) == 24 == len({index for index, _ in keys}) and {of for _, of in keys} == {epoch}
+        assert all(0 <= index < 25 for index, _ in keys)
+
+
+def test_orders_differ_between_epochs_and_seeds():
+    plans = [UpdatePlan(24, 24, 1, seed) for seed in (0, 1)]
+    orders = [[index for index, _ in part] for plan in plans for (part,) in updates(plan, stop=2)]
+    assert all(a != b for a, b in itertools.combinations(orders, 2))
+
+
+@pytest.mark.parametrize(("processes", "accumulate"), [(1, 2), (2, 1), (3, 1), (2, 3), (4, 3), (1, 12)])
+def test_processes_and_accumulation_share_the_same_update(processes, accumulate):
+    single = updates(UpdatePlan(30, 12, 1, seed=5), stop=5)
+    plan = UpdatePlan(30, 12, accumulate, seed=5)
+    shared = [updates(plan, Share(rank, processes), stop=5) for rank in range(processes)]
+    for step, (whole,) in enumerate(single):
+        # Part by part, the processes one after the other: also the order is that of the whole.
+        joined = [key for part in range(accumulate) for rank in range(processes) for key in shared[rank][step][part]]
+        assert joined == whole
+
+
+@pytest.mark.parametrize("start", [1, 3, 4, 9])
+def test_resuming_continues_the_sequence(start):
+    plan = UpdatePlan(20, 6, 2, seed=1)
+    assert updates(plan, Share(1, 3), start) == updates(plan, Share(1, 3))[start:]
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(1, 12),
+    st.integers(1, 5),
+    st.integers(0, 3),
+    st.sampled_from([(1, 1), (2, 1), (1, 3)]),
+)
+@settings(max_examples=200, deadline=None)
+def test_repeats_show_fewer_samples_more_often(num_samples, batch_size, repeats, epoch, shares):
+    processes, accumulate = shares
+    if num_samples < batch_size or batch_size % (processes * accumulate):
+        return
+    once = UpdatePlan(num_samples, batch_size, accumulate, seed=2)
+    plan = UpdatePlan(num_samples, batch_size, accumulate, seed=2, repeats=repeats)
+    steps = plan.steps_per_epoch
+    assert steps == once.steps_per_epoch
+    ranks = [updates(plan, Share(rank, processes), epoch * steps, epoch * steps + steps) for rank in range(processes)]
+    keys = [
+        key
+        for step in range(steps)
+        for part in range(accumulate)
+        for rank in range(processes)
+        for key in ranks[rank][step][part]
+    ]
+    assert len(keys) == steps * batch_size and len(set(keys)) == len(keys)  # no augmentation twice
+    runs = [[draw for _, draw in run] for _, run in itertools.groupby(keys, key=lambda key: key[0])]
+    whole = list(range(epoch * repeats, (epoch + 1) * repeats))
+    assert all(run == whole for run in runs[:-1]) and runs[-1] == whole[: len(runs[-1])]
+    distinct = list(dict.fromkeys(index for index, _ in keys))
+    order = [
+        key
+        for (part,) in updates(
+            UpdatePlan(num_samples, batch_size, 1, 2), start=epoch * steps, stop=epoch * steps + steps
+        )
+        for key, _ in part
+    ]
+    assert distinct == order[: -(-len(order) // repeats)]
+
+
+def test_no_repeats_are_the_keys_there_were():
+    plan = UpdatePlan(7, 3, 1, seed=4)
+    expected = [(index, epoch) for epoch in range(2) for index in epoch_order(7, 4, epoch)[:6].tolist()]
+    assert [key for (part,) in updates(plan, stop=4) for key in part] == expected
+    assert updates(UpdatePlan(7, 3, 1, seed=4, repeats=1), stop=4) == updates(plan, stop=4)
+
+
+def test_a_batch_larger_than_the_data_is_refused():
+    with pytest.raises(RecipeError, match="batch_size: expected at most the 5 training samples, found 6"):
+        UpdatePlan(5, 6, 1, 0)
+
+
+def test_a_batch_that_does_not_divide_is_refused():
+    with pytest.raises(RecipeError, match=r"10 cannot be divided into 4 equal parts; .* for instance 12"):
+        next(UpdatePlan(20, 10, 2, 0).parts(Share(0, 2), 0, 1))
+
+
+@given(st.integers(1, 60), st.integers(1, 20), st.integers(1, 8))
+@settings(max_examples=300, deadline=None)
+def test_evaluation_covers_every_sample_once(num_samples, batch_size, processes):
+    if num_samples < processes:
+        with pytest.raises(RecipeError, match="at least one evaluation sample for each process"):
+            evaluation_parts(num_samples, batch_size, Share(0, processes))
+        return
+    shares = [evaluation_parts(num_samples, batch_size, Share(rank, processes)) for rank in range(processes)]
+    keys = [key for parts in shares for part in parts for key in part]
+    assert sorted(keys) == [(index, EVALUATION) for index in range(num_samples)]
+    assert len({len(parts) for parts in shares}) == 1
+    sizes = [len(part) for parts in shares for part in parts]
+    # One more only where a process has a sample less than another and each part needs at least one.
+    assert min(sizes) > 0 and max(sizes) <= max(batch_size, 2 if processes > 1 else 1)
+
+
+def pictures(seed=0):
+    augmentation = AugmentationSettings(
+        flip=0.5, resized_crop=(0.3, 1.0), rand_augment="rand-m9-mstd0.5-inc1", color_jitter=0.3, random_erasing=0.5
+    )
+    transform = picture_transform(16, augmentation, crop=1.0, mean=IMAGENET[0], std=IMAGENET[1])
+    return Pictures(pil_images([(20 + k % 3, 18) for k in range(10)]), transform, channels=3, seed=seed)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
+def test_workers_make_the_same_batches():
+    samples = pictures()
+    parts = list(UpdatePlan(10, 4, 2, seed=0).parts(WHOLE, 0, 4))
+    device = torch.device("cpu")
+    alone = list(fetch_batches(samples, parts, workers=0, device=device))
+    together = list(fetch_batches(samples, parts, workers=2, device=device))
+    assert len(alone) == len(together) == 8
+    for a, b in zip(alone, together, strict=True):
+        assert torch.equal(a["image"], b["image"]) and torch.equal(a["label"], b["label"])
+
+
+def test_augmented_pictures_depend_on_seed_epoch_and_number_only():
+    samples = pictures()
+    first = samples.fetch([(3, 0), (1, 0)])["image"]
+    torch.rand(7)
+    assert torch.equal(samples.fetch([(1, 0)])["image"][0], first[1])
+    assert not torch.equal(samples.fetch([(1, 1)])["image"][0], first[1])
+    assert not torch.equal(pictures(seed=1).fetch([(1, 0)])["image"][0], first[1])
+
+
+def test_rand_augment_works_at_full_strength():
+    augmentation = AugmentationSettings(rand_augment="rand-m10-n15-inc1")
+    transform = picture_transform(16, augmentation, crop=1.0, mean=IMAGENET[0], std=IMAGENET[1])
+    samples = Pictures(pil_images([(20, 18)] * 10), transform, channels=3)
+    assert all(
+        torch.isfinite(samples.fetch([(index, draw) for index in range(10)])["image"]).all() for draw in range(3)
+    )
+
+
+def test_repeats_of_a_picture_differ():
+    samples = pictures()
+    (part,) = UpdatePlan(10, 6, 1, seed=0, repeats=3).parts(WHOLE, 0, 1)
+    batch = samples.fetch(part)
+    assert batch["label"].tolist() == [part[0][0] % 3] * 3 + [part[3][0] % 3] * 3
+    assert all(not torch.equal(a, b) for a, b in itertools.combinations(batch["image"], 2))
+    assert torch.equal(batch["image"][1], samples.fetch([part[1]])["image"][0])
+
+
+def test_what_is_in_memory_needs_no_workers():
+    class Memory:
+        in_memory = True
+
+        def fetch(self, keys):
+            return {"keys": torch.tensor(keys), "worker": torch.utils.data.get_worker_info()}
+
+    (batch,) = fetch_batches(Memory(), [[(1, 2)]], workers=2, device=torch.device("cpu"))
+    assert batch["worker"] is None and batch["keys"].tolist() == [[1, 2]]

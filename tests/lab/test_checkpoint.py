@@ -1,0 +1,256 @@
+import json
+
+import pytest
+import torch
+
+from lab.helpers import same_state, tiny_gpt2, tiny_vit
+from wellcond import condition_
+from wellcond.attention.distributed import gather_model
+from wellcond.lab.train import checkpoint
+from wellcond.lab.train.checkpoint import (
+    BEST,
+    gather_optimizer,
+    last_checkpoint,
+    read_checkpoint,
+    read_tensors,
+    save_checkpoint,
+    scatter_,
+)
+from wellcond.lab.train.optimizers import SGD, AdamW
+from wellcond.lab.train.run_folder import RunError
+
+
+def vit_loss(model):
+    return model(torch.linspace(-1, 1, 128).view(2, 1, 8, 8)).square().mean()
+
+
+def gpt_loss(model):
+    return model(input_ids=torch.arange(12).view(2, 6)).logits.square().mean()
+
+
+MODELS = {
+    "vit": (tiny_vit, vit_loss),
+    "balanced": (lambda: condition_(tiny_vit(), "balanced"), vit_loss),
+    "frozen": (lambda: condition_(tiny_vit(), "polar", frozen=True), vit_loss),
+    "tied": (tiny_gpt2, gpt_loss),
+}
+OPTIMIZERS = {
+    "adamw": AdamW(lr=1e-2, betas=(0.8, 0.99), weight_decay=0.1),
+    "sgd": SGD(lr=1e-2, nesterov=True, weight_decay=0.1),
+    "plain sgd": SGD(lr=1e-2, momentum=0.0),
+}
+
+
+def trained(model, optimizer, loss, steps):
+    model.eval()
+    for _ in range(steps):
+        loss(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def save(folder, model, optimizer, step=3, **changes):
+    state = {"train": {"step": step, "window": [0.1]}} | changes
+    return save_checkpoint(folder, step, gather_model(model), gather_optimizer(model, optimizer), state)
+
+
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_training_goes_on_as_if_it_had_not_stopped(tmp_path, name, optimizer_name):
+    make, loss = MODELS[name]
+    torch.manual_seed(0)
+    model = make()
+    optimizer = OPTIMIZERS[optimizer_name].build(model)
+    trained(model, optimizer, loss, 3)
+    optimizer.param_groups[0]["lr"] = 0.005
+    place = save(tmp_path, model, optimizer)
+    torch.manual_seed(1)
+    other = make()
+    second = OPTIMIZERS[optimizer_name].build(other)
+    stored_model, stored_optimizer, state, average = read_checkpoint(place)
+    scatter_(other, second, (stored_model, stored_optimizer), broadcast=False)
+    assert state == {"step": 3, "train": {"step": 3, "window": [0.1]}} and average is None
+    assert same_state(model.state_dict(), other.state_dict())
+    assert [{k: v for k, v in g.items() if k != "params"} for g in second.param_groups] == [
+        {k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups
+    ]
+    for a, b in ((model, optimizer), (other, second)):
+        trained(a, b, loss, 3)
+    assert same_state(model.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("optimizer_name", ["adamw", "sgd"])
+def test_parameters_without_gradients_do_not_hinder_resuming(tmp_path, optimizer_name):
+    def make():
+        torch.manual_seed(0)
+        model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("used", "unused", "frozen")})
+        model["frozen"].requires_grad_(False)
+        return model
+
+    def loss(model):
+        return model["used"](torch.ones(1, 2)).square().sum()
+
+    model, other = make(), make()
+    optimizer, second = (OPTIMIZERS[optimizer_name].build(each) for each in (model, other))
+    trained(model, optimizer, loss, 2)
+    stored_model, stored_optimizer, _, _ = read_checkpoint(save(tmp_path, model, optimizer))
+    scatter_(other, second, (stored_model, stored_optimizer), broadcast=False)
+    for a, b in ((model, optimizer), (other, second)):
+        trained(a, b, lambda model: loss(model) + model["unused"](torch.ones(1, 2)).square().sum(), 2)
+    assert same_state(model.state_dict(), other.state_dict())
+
+
+def test_tied_weights_stay_tied(tmp_path):
+    model = tiny_gpt2()
+    optimizer = OPTIMIZERS["adamw"].build(model)
+    trained(model, optimizer, gpt_loss, 1)
+    stored_model, stored_optimizer, _, _ = read_checkpoint(save(tmp_path, model, optimizer))
+    other = tiny_gpt2()
+    scatter_(other, OPTIMIZERS["adamw"].build(other), (stored_model, stored_optimizer), broadcast=False)
+    assert other.lm_head.weight is other.transformer.wte.weight
+    assert torch.equal(other.lm_head.weight, model.transformer.wte.weight)
+
+
+def test_optimiser_state_is_stored_by_name(tmp_path):
+    from safetensors.torch import load_file
+
+    model = tiny_vit()
+    optimizer = OPTIMIZERS["adamw"].build(model)
+    trained(model, optimizer, vit_loss, 2)
+    tensors = load_file(save(tmp_path, model, optimizer) / "optimizer.safetensors")
+    weight = model.blocks[1].attn.qkv.weight
+    assert torch.equal(tensors["blocks.1.attn.qkv.weight//exp_avg"], optimizer.state[weight]["exp_avg"])
+    assert {name.split("//")[0] for name in tensors} == {name for name, _ in model.named_parameters()}
+
+
+def test_nothing_is_pickled(tmp_path):
+    model = tiny_vit()
+    optimizer = OPTIMIZERS["adamw"].build(model)
+    trained(model, optimizer, vit_loss, 1)
+    average = dict(model.named_parameters())
+    place = save_checkpoint(tmp_path, 1, gather_model(model), gather_optimizer(model, optimizer), {}, average)
+    names = sorted(path.name for path in place.iterdir())
+    assert names == ["average.safetensors", "model.safetensors", "optimizer.safetensors", "state.json"]
+    json.loads((place / "state.json").read_text())
+    for path in place.glob("*.safetensors"):
+        content = path.read_bytes()
+        json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    assert same_state(read_checkpoint(place)[3], {name: value.detach() for name, value in sorted(average.items())})
+
+
+@pytest.fixture
+def small(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = OPTIMIZERS["adamw"].build(model)
+    trained(model, optimizer, lambda model: model(torch.ones(1, 2)).sum(), 1)
+    return tmp_path / "checkpoints", model, optimizer
+
+
+def test_a_new_checkpoint_replaces_the_older_ones(small):
+    folder, model, optimizer = small
+    assert last_checkpoint(folder) is None
+    save(folder, model, optimizer, step=1)
+    (folder / ".step-00000001.partial").mkdir()
+    (folder / "mine").mkdir()
+    (folder / "note.txt").write_text("kept")
+    place = save(folder, model, optimizer, step=120)
+    assert place.name == "step-00000120" == last_checkpoint(folder).name
+    assert sorted(path.name for path in folder.iterdir()) == ["mine", "note.txt", "step-00000120"]
+
+
+def test_the_older_one_stays_until_the_new_one_is_whole(small, monkeypatch):
+    folder, model, optimizer = small
+    save(folder, model, optimizer, step=1)
+    seen = []
+    replace = checkpoint.os.replace
+
+    def watched(source, target):
+        seen.append(sorted(path.name for path in folder.iterdir()))
+        replace(source, target)
+
+    monkeypatch.setattr(checkpoint.os, "replace", watched)
+    save(folder, model, optimizer, step=2)
+    assert seen == [[".step-00000002.partial", "step-00000001"]]
+
+
+def test_the_newest_checkpoint_is_the_one_with_the_largest_number(small):
+    folder, *_ = small
+    for name in ("step-99999999", "step-100000000", ".step-200000000.partial", "step-7", "other"):
+        (folder / name).mkdir(parents=True)
+    (folder / "step-300000000").write_text("no folder")
+    assert last_checkpoint(folder).name == "step-100000000"
+
+
+@pytest.mark.parametrize("problem", [KeyboardInterrupt, OSError(28, "No space left on device"), RuntimeError])
+@pytest.mark.parametrize("when", [1, 2, 3])
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_save_that_breaks_keeps_the_old_checkpoint(small, monkeypatch, problem, when, step):
+    folder, model, optimizer = small
+    before = gather_model(model)["weight"].clone()
+    save(folder, model, optimizer, step=1)
+    trained(model, optimizer, lambda model: model(torch.ones(1, 2)).sum(), 1)
+    write, calls = checkpoint._write_synced, []
+
+    def breaking(path, content):
+        calls.append(path)
+        if len(calls) == when:
+            path.write_bytes(content[: len(content) // 2])
+            raise problem
+        write(path, content)
+
+    monkeypatch.setattr(checkpoint, "_write_synced", breaking)
+    raised, message = (RunError, "No space left") if isinstance(problem, OSError) else (problem, None)
+    with pytest.raises(raised, match=message):
+        save(folder, model, optimizer, step=step)
+    assert [path.name for path in folder.iterdir()] == ["step-00000001"]
+    assert torch.equal(read_checkpoint(last_checkpoint(folder))[0]["weight"], before)
+
+
+def test_the_same_step_can_be_saved_again(small):
+    folder, model, optimizer = small
+    save(folder, model, optimizer, step=1)
+    trained(model, optimizer, lambda model: model(torch.ones(1, 2)).sum(), 1)
+    place = save(folder, model, optimizer, step=1)
+    assert torch.equal(read_checkpoint(place)[0]["weight"], model.weight)
+    assert [path.name for path in folder.iterdir()] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["hard links", "none"])
+def test_best_weights_go_from_one_checkpoint_to_the_next(small, monkeypatch, links):
+    folder, model, optimizer = small
+    state, moments = gather_model(model), gather_optimizer(model, optimizer)
+    best = {"weight": torch.full((2, 2), 7.0)}
+    first = save_checkpoint(folder, 1, state, moments, {}, best=best) / BEST
+    before = first.stat().st_ino
+    if not links:
+
+        def refuse(source, target):
+            raise OSError(1, "Operation not permitted")
+
+        monkeypatch.setattr(checkpoint.os, "link", refuse)
+    second = save_checkpoint(folder, 2, state, moments, {}, best=first) / BEST
+    assert second.parent.name == "step-00000002" and (second.stat().st_ino == before) == links
+    again = save_checkpoint(folder, 2, state, moments, {}, best=second) / BEST  # a step may be saved twice
+    assert same_state(read_tensors(again), best) and not first.exists()
+    assert not (save_checkpoint(folder, 3, state, moments, {}) / BEST).exists()
+    with pytest.raises(RunError, match=r"step-00000002/best\.safetensors is missing or damaged"):
+        read_tensors(second)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json"])
+@pytest.mark.parametrize("damage", ["cut", "missing", "noise", "other"])
+def test_a_damaged_checkpoint_is_named(small, file, damage):
+    place = save(*small)
+    path = place / file
+    if damage == "missing":
+        path.unlink()
+    else:
+        content = path.read_bytes()
+        path.write_bytes({"cut": content[:-3], "noise": b"\xff" * 64, "other": b"{}"}[damage])
+    with pytest.raises(RunError, match=r"step-00000003 is damaged .*delete it"):
+        read_checkpoint(place)
+
+
+def test_numbers_of_the_state_are_exact(small):
+    window = [0.1, 1 / 3, 1e-300, 123456.789]
+    assert read_checkpoint(save(*small, train={"window": window}))[2]["train"]["window"] == window

@@ -1,0 +1,375 @@
+import hashlib
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lab.helpers import ListSplit, bundle, byte_images, make_recipe, pil_images, tiny_vit
+from lab.small import logs, small_job
+from wellcond.lab.data import TensorSplit
+from wellcond.lab.methods import MethodSettings
+from wellcond.lab.settings import RecipeError
+from wellcond.lab.tasks.augmentation import AugmentationSettings
+from wellcond.lab.tasks.base import EVALUATION, TaskContext
+from wellcond.lab.tasks.image_classification import ImageClassification, ImageClassificationSettings
+from wellcond.lab.tasks.image_sets import IMAGENET, Pictures, TensorImages, as_picture
+from wellcond.lab.train.batches import Share, UpdatePlan
+from wellcond.lab.train.prepare import prepare_model
+from wellcond.lab.train.run import run_job
+
+
+def make_task(train, evaluation=None, *, augmentation=None, seed=0, classes=3, progress=None, **fields):
+    data = bundle("image", train, evaluation, classes)
+    settings = AugmentationSettings(**augmentation or {})
+    return ImageClassification(ImageClassificationSettings(**fields), TaskContext(data, seed, settings, progress))
+
+
+def keys(count, epoch=EVALUATION):
+    return [(index, epoch) for index in range(count)]
+
+
+def images(task, epoch=EVALUATION):
+    samples = task.evaluation if epoch == EVALUATION else task.train
+    return samples.fetch(keys(len(samples), epoch))["image"]
+
+
+# Normalisation
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_training_images_have_mean_zero_and_deviation_one(channels):
+    found = images(make_task(byte_images(40, channels)), epoch=0).double()
+    assert found.mean((0, 2, 3)).abs().max() < 1e-6
+    assert (found.std((0, 2, 3), correction=0) - 1).abs().max() < 1e-6
+
+
+def test_evaluation_images_use_the_statistics_of_training():
+    train, evaluation = byte_images(40), byte_images(6, seed=1)
+    pixels, others = train.inputs.double() / 255, evaluation.inputs.double() / 255
+    mean, std = pixels.mean((0, 2, 3), keepdim=True), pixels.std((0, 2, 3), correction=0, keepdim=True)
+    found = images(make_task(train, evaluation))
+    assert found.dtype == torch.float32 and torch.allclose(found.double(), (others - mean) / std, atol=1e-5)
+
+
+def test_statistics_of_many_images_are_those_of_all():
+    source = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (4100, 1, 2, 2), generator=source, dtype=torch.uint8)
+    pixels[4096:] = 0
+    task = make_task(TensorSplit("image", pixels, torch.zeros(4100, dtype=torch.long)))
+    assert images(task, epoch=0).double().mean().abs() < 1e-6
+
+
+def test_other_normalisations_are_as_named():
+    split = byte_images(4)
+    unit = split.inputs.float() / 255
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in IMAGENET)
+    assert torch.allclose(images(make_task(split, normalise="none")), unit, atol=1e-6)
+    assert torch.allclose(images(make_task(split, normalise="imagenet")), (unit - mean) / std, atol=1e-5)
+
+
+def test_a_constant_channel_stays_finite():
+    split = byte_images(4)
+    split.inputs[:, 1] = 128
+    found = images(make_task(split))
+    assert torch.isfinite(found).all() and found[:, 1].abs().max() < 0.1
+
+
+@pytest.mark.parametrize("normalise", ["data", "imagenet", "none"])
+def test_floats_are_left_as_they_are(normalise):
+    floats = torch.randn(5, 1, 8, 8)
+    task = make_task(TensorSplit("image", floats, torch.arange(5) % 3), normalise=normalise)
+    assert torch.equal(images(task, epoch=0), floats)
+
+
+# Augmentation in memory
+
+
+def test_flips_mirror_some_images_and_no_others():
+    split = byte_images(60)
+    task = make_task(split, augmentation={"flip": 0.5}, normalise="none")
+    found, plain = images(task, epoch=0), images(task)
+    flipped = (found == plain.flip(-1)).flatten(1).all(1)
+    same = (found == plain).flatten(1).all(1)
+    assert (flipped ^ same).all() and 15 < int(flipped.sum()) < 45
+
+
+def test_crops_are_windows_of_the_padded_image():
+    task = make_task(byte_images(10), augmentation={"crop_padding": 2}, normalise="none")
+    found, plain = images(task, epoch=0), images(task)
+    windows = nn.functional.pad(plain, (2, 2, 2, 2)).unfold(2, 8, 1).unfold(3, 8, 1)  # (n, c, 5, 5, 8, 8)
+    places = set()
+    for image, of_image in zip(found, windows, strict=True):
+        hits = [(r, c) for r in range(5) for c in range(5) if torch.equal(of_image[:, r, c], image)]
+        assert len(hits) == 1
+        places |= set(hits)
+    assert len(places) > 4
+
+
+@given(chosen=st.lists(st.integers(0, 11), min_size=1, max_size=12), epoch=st.integers(0, 3))
+@settings(max_examples=50, deadline=None)
+def test_augmentation_of_a_sample_does_not_depend_on_its_batch(chosen, epoch):
+    task = make_task(byte_images(12), augmentation={"flip": 0.5, "crop_padding": 3})
+    together = task.train.fetch([(index, epoch) for index in chosen])
+    whole = task.train.fetch(keys(12, epoch))
+    assert torch.equal(together["image"], whole["image"][chosen])
+    assert torch.equal(together["label"], whole["label"][chosen])
+
+
+def test_augmentation_changes_with_epoch_and_seed():
+    made = [
+        make_task(byte_images(), augmentation={"flip": 0.5, "crop_padding": 2}, seed=seed).train.fetch(keys(12, epoch))
+        for seed, epoch in ((0, 0), (0, 1), (1, 0), (0, 0))
+    ]
+    first, epoch, seed, again = (batch["image"] for batch in made)
+    assert not torch.equal(first, epoch) and not torch.equal(first, seed) and torch.equal(first, again)
+
+
+def test_a_batch_of_several_draws_is_its_parts():
+    """Repeated augmentation: an image several times in a batch, differently each time."""
+    task = make_task(byte_images(), augmentation={"flip": 0.5, "crop_padding": 3, "repeats": 3})
+    chosen = [(index, draw) for index in (4, 0, 11) for draw in (6, 7, 8)]
+    found = task.train.fetch(chosen)
+    for row, (index, draw) in enumerate(chosen):
+        alone = make_task(byte_images(), augmentation={"flip": 0.5, "crop_padding": 3}).train.fetch([(index, draw)])
+        assert torch.equal(found["image"][row], alone["image"][0]) and found["label"][row] == alone["label"][0]
+    assert len({tuple(image.flatten().tolist()) for image in found["image"]}) == 9
+    assert torch.equal(task.train.fetch([(4, 9), *chosen])["image"][1:], found["image"])  # the next epoch's beside them
+
+
+# sha256 over three epochs of flips and padded crops, before an image could be drawn more than once
+BEFORE_REPEATS = "dc1beaa7812f7cd2"
+
+
+def test_augmentation_in_memory_is_what_it_was():
+    samples = make_task(byte_images(12), augmentation={"flip": 0.5, "crop_padding": 2}, normalise="none").train
+    pixels = [(samples.fetch(keys(12, epoch))["image"] * 255).round().byte() for epoch in range(3)]
+    assert hashlib.sha256(torch.stack(pixels).numpy().tobytes()).hexdigest()[:16] == BEFORE_REPEATS
+
+
+def test_augmentation_in_memory_draws_no_global_numbers():
+    task = make_task(byte_images(), augmentation={"flip": 0.5, "crop_padding": 2})
+    state = torch.get_rng_state()
+    images(task, epoch=0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_evaluation_is_not_augmented():
+    split = byte_images()
+    augmented = make_task(split, augmentation={"flip": 1.0, "crop_padding": 2})
+    assert torch.equal(images(augmented), images(make_task(split)))
+    assert torch.equal(augmented.train.fetch(keys(12))["image"], images(augmented))
+    pictures = make_task(split, augmentation={"flip": 1.0, "random_erasing": 1.0}, normalise="none")
+    assert torch.allclose(images(pictures), split.inputs / 255, atol=1e-6)
+
+
+# Mixing
+
+
+BOTH = {"mixup": 0.8, "cutmix": 1.0}
+
+
+def mixed(task, step, *, batch_size=8, processes=1, accumulate=1):
+    """The mixed samples of a whole update, however it is divided."""
+    repeats = task.augmentation.repeats
+    plan = UpdatePlan(len(task.train), batch_size, accumulate, 0, repeats, following=task.following)
+    shares = [plan.parts(Share(rank, processes), step, step + 1) for rank in range(processes)]
+    parts = [keys for of_ranks in zip(*shares, strict=True) for keys in of_ranks]
+    made = [task.training_batch(task.train.fetch(keys), step, part) for part, keys in enumerate(parts)]
+    return {name: torch.cat([batch[name] for batch in made]) for name in ("image", "label")}
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+@pytest.mark.parametrize(
+    ("batch_size", "processes", "accumulate"),
+    [(8, 2, 1), (8, 1, 2), (8, 2, 2), (8, 8, 1), (9, 3, 1), (9, 1, 3), (1, 1, 1)],
+)
+def test_mixing_does_not_depend_on_how_an_update_is_divided(repeats, batch_size, processes, accumulate):
+    augmentation = BOTH | {"label_smoothing": 0.1, "repeats": repeats, "flip": 0.5, "crop_padding": 2}
+    task = make_task(byte_images(40), augmentation=augmentation)
+    whole = mixed(task, 3, batch_size=batch_size)
+    divided = mixed(task, 3, batch_size=batch_size, processes=processes, accumulate=accumulate)
+    assert whole["image"].shape == (batch_size, 3, 8, 8) and whole["label"].shape == (batch_size, 3)
+    assert torch.equal(divided["image"], whole["image"]) and torch.equal(divided["label"], whole["label"])
+
+
+@pytest.mark.parametrize("augmentation", [{"mixup": 0.8}, {"cutmix": 1.0}, BOTH])
+def test_mixing_is_seeded_by_step_and_position(augmentation):
+    task = make_task(byte_images(), augmentation=augmentation | {"label_smoothing": 0.1})
+    batch = task.train.fetch(keys(9, 0))
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    first, again = task.training_batch(batch, 5, 0), task.training_batch(batch, 5, 0)
+    others = [task.training_batch(batch, 6, 0), task.training_batch(batch, 5, 1)]
+    assert torch.equal(first["image"], again["image"]) and torch.equal(first["label"], again["label"])
+    assert not any(torch.equal(first["label"], other["label"]) for other in others)
+    assert torch.allclose(first["label"].sum(1), torch.ones(8))
+    assert states[:2] == (random.getstate(), np.random.get_state()[1].tolist())
+    assert torch.equal(states[2], torch.get_rng_state())
+
+
+def test_mixup_weighs_images_and_labels_alike():
+    task = make_task(byte_images(), augmentation={"mixup": 0.8})
+    batch = {"image": torch.zeros(9, 3, 4, 4), "label": torch.arange(9) % 2}
+    batch["image"][1::2] = 1.0
+    found = task.training_batch(batch, 0, 0)
+    assert torch.allclose(found["image"].mean((1, 2, 3)), found["label"][:, 1], atol=1e-6)
+    assert len(set(found["label"][:, 1].tolist())) == 8
+
+
+def test_cutmix_replaces_a_box_and_weighs_labels_by_its_area():
+    task = make_task(byte_images(), augmentation={"cutmix": 1.0})
+    batch = {"image": torch.zeros(41, 3, 6, 8), "label": torch.arange(41) % 2}
+    batch["image"][1::2] = 1.0
+    found = task.training_batch(batch, 0, 0)
+    replaced = (found["image"] != batch["image"][:40])[:, 0]
+    assert torch.allclose(found["image"].mean((1, 2, 3)), found["label"][:, 1], atol=1e-6)
+    for box in replaced:
+        assert torch.equal(box, box.any(1)[:, None] & box.any(0)[None])
+    areas = replaced.sum((1, 2))
+    assert len(areas.unique()) > 10 and areas.min() < 10 and areas.max() > 24
+
+
+def test_repeated_samples_are_mixed_with_other_images():
+    split = TensorSplit("image", torch.arange(12.0).view(12, 1, 1, 1).expand(12, 1, 8, 8), torch.arange(12) % 3)
+    task = make_task(split, augmentation={"mixup": 0.8, "repeats": 3})
+    plan = UpdatePlan(12, 9, 1, 0, 3, following=task.following)
+    samples = [index for index, _ in next(plan.parts(Share(), 0, 1))]
+    assert len(samples) == 12 and all(a != b for a, b in zip(samples, samples[3:], strict=False))
+
+
+def test_training_mixes_alike_with_accumulation(tmp_path):
+    options = (
+        "augmentation={mixup: 0.8, cutmix: 1.0}",
+        "training.length={steps: 3}",
+        "training.log_every=1",
+        "training.batch_size=33",
+    )
+    found = []
+    for accumulate in (1, 3):
+        run_job(small_job(tmp_path / str(accumulate), "default", *options, f"training.accumulate={accumulate}"))
+        found.append([row["loss"] for row in logs(tmp_path / str(accumulate))["steps"]])
+    assert len(found[0]) == 3 and found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_mixing_leaves_the_batch_it_is_given():
+    task = make_task(byte_images(), augmentation={"mixup": 0.8})
+    batch = task.train.fetch(keys(8, 0))
+    before = batch["image"].clone()
+    task.training_batch(batch, 0, 0)
+    assert torch.equal(batch["image"], before)
+
+
+def test_without_mixing_the_batch_is_the_batch():
+    task = make_task(byte_images())
+    batch = task.train.fetch(keys(3, 0))
+    assert task.training_batch(batch, 0, 0) is batch
+
+
+# Labels, channels, sizes
+
+
+@pytest.mark.parametrize("in_memory", ["auto", "never"])
+@pytest.mark.parametrize("label", [-1, 3])
+def test_a_label_out_of_range_is_named(label, in_memory):
+    split = byte_images()
+    split.labels[7] = label
+    with pytest.raises(
+        RecipeError, match=rf"some, evaluation split, row 7: expected a label from 0 to 2, found {label}"
+    ):
+        make_task(byte_images(), split, in_memory=in_memory)
+
+
+@pytest.mark.parametrize(("mode", "own"), [("L", 1), ("RGB", 3)])
+@pytest.mark.parametrize("channels", [None, 1, 3])
+@pytest.mark.parametrize("in_memory", ["always", "never"])
+def test_grey_and_colour_become_what_is_asked(mode, own, channels, in_memory):
+    task = make_task(pil_images([(8, 8)] * 4, mode), channels=channels, in_memory=in_memory)
+    expected = channels or own
+    assert images(task).shape == images(task, epoch=0).shape == (4, expected, 8, 8)
+    assert task.model_arguments("timm") == {"num_classes": 3, "in_chans": expected, "img_size": 8}
+
+
+def test_memory_and_one_by_one_agree_without_augmentation():
+    split = pil_images([(8, 8)] * 4)
+    always, never = (make_task(split, in_memory=choice, normalise="imagenet") for choice in ("always", "never"))
+    assert isinstance(always.train, TensorImages) and isinstance(never.train, Pictures)
+    assert torch.allclose(images(always), images(never), atol=1e-5)
+    assert torch.allclose(images(always, epoch=0), images(never, epoch=0), atol=1e-5)
+
+
+def test_tensors_of_different_sizes_go_one_by_one():
+    split = ListSplit(
+        [{"image": torch.full((3, size, size), 100, dtype=torch.uint8), "label": 0} for size in (8, 10, 12)]
+    )
+    task = make_task(split)
+    assert isinstance(task.train, Pictures) and images(task).shape == (3, 3, 8, 8)
+
+
+def test_pictures_of_different_sizes_are_resized():
+    task = make_task(pil_images([(8, 8), (20, 10), (9, 30)]))
+    assert images(task).shape == (3, 3, 8, 8)
+    with pytest.raises(RecipeError, match="images are 10 x 20; set task.image_size"):
+        make_task(pil_images([(20, 10), (8, 8)]))
+
+
+def test_byte_tensors_are_resized_to_the_size_asked():
+    task = make_task(byte_images(4), image_size=16)
+    assert isinstance(task.train, Pictures) and images(task).shape == (4, 3, 16, 16)
+    with pytest.raises(RecipeError, match="tensors of another size than 16 x 16"):
+        make_task(byte_images(4), image_size=16, in_memory="always")
+
+
+def test_floats_are_never_taken_for_pictures():
+    split = TensorSplit("image", torch.randn(4, 1, 8, 8), torch.zeros(4, dtype=torch.long))
+    for changes in ({"image_size": 16}, {"in_memory": "never"}, {"augmentation": {"random_erasing": 0.5}}):
+        with pytest.raises(RecipeError, match="normalised floats"):
+            make_task(split, **changes)
+
+
+def test_a_padded_crop_needs_images_in_memory():
+    with pytest.raises(RecipeError, match="crop_padding works on images in memory"):
+        make_task(byte_images(), augmentation={"crop_padding": 1, "random_erasing": 0.5})
+
+
+def test_the_crop_of_evaluation_is_taken():
+    split = pil_images([(32, 32)] * 2)
+    whole, centre = (make_task(split, image_size=16, evaluation_crop=crop) for crop in (1.0, 0.5))
+    assert isinstance(centre.evaluation, Pictures)
+    pixels = torch.stack([torch.from_numpy(np.array(row["image"])).permute(2, 0, 1) for row in split.examples])
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in IMAGENET)
+    assert torch.allclose(images(centre), (pixels[:, :, 8:24, 8:24] / 255 - mean) / std, atol=1e-5)
+    assert images(whole).shape == (2, 3, 16, 16)
+    with pytest.raises(RecipeError, match="in_memory: always"):
+        make_task(split, image_size=16, evaluation_crop=0.5, in_memory="always")
+
+
+def test_decoding_is_reported():
+    told = []
+    make_task(byte_images(5), progress=lambda *row: told.append(row))
+    assert told[0] == ("decoding training images", 1, 5) and told[-1] == ("decoding evaluation images", 5, 5)
+
+
+def test_tensors_become_pictures_without_change():
+    image = byte_images(1).inputs[0]
+    assert torch.equal(torch.from_numpy(np.array(as_picture(image, 3))).permute(2, 0, 1), image)
+
+
+def test_an_image_smaller_than_the_patch_is_refused_before_training():
+    recipe = make_recipe(
+        model={"name": "timm:vit_tiny_patch16_224", "arguments": {"embed_dim": 8, "num_heads": 2, "depth": 1}}
+    )
+    with pytest.raises(RecipeError, match=r"timm:vit_tiny_patch16_224 does not take the data of this task .*8 x 8"):
+        prepare_model(recipe, MethodSettings(), make_task(byte_images(4)), seed=0, base=None)
+
+
+def test_the_check_of_a_model_leaves_no_trace():
+    recipe, task = make_recipe(), make_task(byte_images(4, 1))
+    state, before = torch.get_rng_state(), (random.getstate(), np.random.get_state()[1].tolist())
+    model = prepare_model(recipe, MethodSettings(), task, seed=0, base=None)
+    assert all(module.training for module in model.modules()) and all(p.grad is None for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert before == (random.getstate(), np.random.get_state()[1].tolist())
+    assert type(model) is type(tiny_vit())

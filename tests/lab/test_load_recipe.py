@@ -1,0 +1,193 @@
+import re
+
+import pytest
+import yaml
+
+from lab.helpers import RECIPE
+from wellcond.lab import load_recipe as module
+from wellcond.lab.load_recipe import ShippedRecipe, load_recipe, parse_recipe, set_field
+from wellcond.lab.settings import RecipeError
+from wellcond.lab.yaml_text import read_yaml
+
+TEXT = yaml.safe_dump(RECIPE)
+
+
+def failure(text=TEXT, overrides=()):
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(text, "some.yaml", overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimiser.lr=1", r"  optimiser: unknown field 'optimiser'; did you mean 'optimizer'\? Allowed: name, .*data"),
+        ("training.batchsize=2", r"  training.batchsize: unknown field 'batchsize'; did you mean 'batch_size'.* 2"),
+        ("optimizer.momentum=2", r"  optimizer.momentum: unknown field 'momentum'.*Allowed: name, lr, betas.*found 2"),
+        ("data.limit=2", r"  data.limit: unknown field 'limit'.* Allowed: source, held_out \(found 2\)"),
+        ("task.size=2", r"  task.size: unknown field 'size'.*Allowed: name, image_size.*\(found 2\)"),
+        ("task.name=classify", r"  task: unknown task 'classify'.*Allowed: .*image_classification, language_modelling"),
+        ("data.source=imagenet", r"  data: unknown data source: got 'imagenet', expected one of .*'digits', "),
+        ("scale=huge", r"  scale: Input should be 'tiny', 'small' or 'paper' \(found 'huge'\)"),
+        ("optimizer.name=adam", r"  optimizer: .*'adam'.*'adamw', 'sgd'"),
+        ("optimizer.lr=fast", r"  optimizer.lr: Input should be a valid number.* \(found 'fast'\)"),
+        ("optimizer.lr=-1", r"  optimizer.lr: Input should be greater than 0 \(found -1\)"),
+        ("optimizer.lr=.inf", r"  optimizer.lr: Input should be a finite number \(found inf\)"),
+        ("training.batch_size=[1]", r"  training.batch_size: Input should be a valid integer"),
+        ("training.length.epochs=null", r"  training.length: give either epochs or steps"),
+        ("seeds=[1, 1]", r"seeds: expected different numbers, found \[1, 1\]"),
+        ("methods=[polar, polar]", r"found 'polar' twice"),
+        ("methods=[polr]", r"  methods.0: unknown method 'polr'; did you mean 'polar'\? Allowed: .* \(found 'polr'\)"),
+        ("method={init: polr}", r"  method: unknown initialisation 'polr'"),
+        ("schedule={name: cosine, warmup: {epochs: 1, weeks: 2}}", r"  schedule.warmup.weeks: unknown field 'weeks'"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_path_the_value_and_what_is_allowed(override, message):
+    found = failure(overrides=[override])
+    assert found.startswith("some.yaml is not a valid recipe:\n") and re.search(message, found), found
+
+
+def test_all_problems_are_told_at_once():
+    found = failure(overrides=["scale=huge", "training.batch_size=0", "training.accumulate=x"])
+    assert found.count("\n") == 3 and "training.accumulate" in found and "training.batch_size" in found
+
+
+def test_a_missing_part_is_named():
+    assert "  optimizer: Field required" in failure(
+        yaml.safe_dump({k: v for k, v in RECIPE.items() if k != "optimizer"})
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "is not YAML"),
+        ("a: 1\na: 2", r"is not YAML: the key 'a' stands twice\n.*line 2"),
+        ("{[1]: 2}", "is not YAML: a key cannot be"),
+        ("? {a: 1}\n: 2", "is not YAML: a key cannot be"),
+        ("a: 2020-13-45", "is not YAML"),
+        ("a: &x {b: *x}", "is not YAML"),
+        ("a\0: 1", "is not YAML"),
+        ("[" * 5000, "is not YAML"),
+        ("- 1\n- 2", "expected a mapping of fields, found list"),
+        ("just text", "expected a mapping of fields, found str"),
+        ("", "expected a mapping of fields, found NoneType"),
+        ("1: 2", "unknown field 1"),
+    ],
+)
+def test_what_is_no_recipe_is_refused(text, message):
+    found = failure(text)
+    assert "some.yaml" in found and re.search(message, found, flags=re.DOTALL), found
+
+
+@pytest.mark.parametrize("kind", ["object/apply", "object/new", "name"])
+def test_yaml_runs_no_code(kind, tmp_path):
+    tag = f"!!python/{kind}:os.system"
+    victim = tmp_path / "made"
+    assert "could not determine a constructor" in failure(f"name: {tag} ['touch {victim}']")
+    assert "could not determine a constructor" in failure(overrides=[f"name={tag} ['touch {victim}']"])
+    assert not victim.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-3", 0.001), ("-2E+4", -20000.0), ("5e4", 50000.0), (".5e1", 5.0), ("1e", "1e"), ("e3", "e3"), ("10", 10)],
+)
+def test_numbers_with_an_exponent_are_numbers(text, value):
+    found = read_yaml(text)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optimizer.lr=5e-4", {"optimizer": {"lr": 0.0005}}),
+        ("optimizer.eps=1", {"optimizer": {"lr": 1, "eps": 1}}),
+        ("a.b.c=x", {"optimizer": {"lr": 1}, "a": {"b": {"c": "x"}}}),
+        ("seeds=[0, 1]", {"optimizer": {"lr": 1}, "seeds": [0, 1]}),
+        ("optimizer=null", {"optimizer": None}),
+        ("optimizer.lr=", {"optimizer": {"lr": None}}),
+        ("title=a=b", {"optimizer": {"lr": 1}, "title": "a=b"}),
+    ],
+)
+def test_an_override_sets_a_field(override, expected):
+    data = {"optimizer": {"lr": 1}}
+    set_field(data, override)
+    assert data == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.lr", "--set: expected path.to.field=value, found 'optimizer.lr'"),
+        ("=1", "--set: expected path.to.field=value"),
+        ("a..b=1", "--set: expected path.to.field=value"),
+        ("optimizer.lr.x=1", "--set optimizer.lr.x=1: optimizer.lr is 1, which has no fields"),
+        ("optimizer.lr=[", r"--set optimizer.lr=\[: the value is not YAML"),
+    ],
+)
+def test_an_override_that_leads_nowhere_is_refused(override, message):
+    with pytest.raises(RecipeError, match=message):
+        set_field({"optimizer": {"lr": 1}}, override)
+
+
+def test_overrides_reach_the_recipe_in_their_order():
+    recipe = parse_recipe(TEXT, "x", ["optimizer.lr=1", "optimizer.lr=2e-5", "schedule.name=linear", "seeds=[7]"])
+    assert (recipe.optimizer.lr, recipe.schedule.name, recipe.seeds) == (2e-5, "linear", (7,))
+
+
+def test_a_file_gives_its_folder(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(TEXT, encoding="utf-8")
+    recipe, base = load_recipe(str(path))
+    assert recipe.name == "small" and base == tmp_path
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    with pytest.raises(RecipeError, match=r"no such recipe file: .*none.yaml"):
+        load_recipe(str(tmp_path / "none.yaml"))
+    (tmp_path / "binary.yml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RecipeError, match=r"binary.yml cannot be read as text"):
+        load_recipe(str(tmp_path / "binary.yml"))
+
+
+def test_an_unknown_name_gets_a_suggestion():
+    with pytest.raises(RecipeError, match=r"no recipe 'digit'; did you mean 'digits'\? Allowed: .*wellcond recipes"):
+        load_recipe("digit")
+
+
+def test_a_name_at_several_scales_needs_one(monkeypatch):
+    shipped = [ShippedRecipe("small", scale, TEXT.replace("tiny", scale)) for scale in ("tiny", "paper")]
+    monkeypatch.setattr(module, "shipped_recipes", lambda: shipped)
+    with pytest.raises(RecipeError, match="'small' exists at the scales tiny, paper: choose one with --scale"):
+        load_recipe("small")
+    with pytest.raises(RecipeError, match="exists at the scales tiny, paper, not at 'small'"):
+        load_recipe("small", scale="small")
+    assert load_recipe("small", scale="paper")[0].scale == "paper"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kept"),
+    [
+        ([], (True, True)),
+        (["seeds=[0, 1]", "tracking.jacobian_points=2"], (True, True)),
+        (["training.length={epochs: 2}"], (True, False)),
+        (["data={source: image_folder, path: mine}"], (False, False)),
+        (["data.limit_train=500"], (False, False)),
+        (["model.arguments.depth=2"], (False, False)),
+    ],
+)
+def test_title_and_description_are_those_of_what_runs(overrides, kept):
+    recipe, _ = load_recipe("vit", scale="tiny", overrides=overrides)
+    assert (bool(recipe.title), bool(recipe.description)) == kept
+    named, _ = load_recipe("vit", scale="tiny", overrides=[*overrides, "title=Mine"])
+    assert named.title == "Mine" and bool(named.description) == kept[1]
+
+
+def test_a_recipe_of_ones_own_does_not_inherit_what_is_untrue(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: tiny/vit\nname: mine\ndata: {source: image_folder, path: images}\n")
+    recipe, _ = load_recipe(str(path))
+    assert recipe.title == "" and recipe.description == ""
+    path.write_text("extends: tiny/vit\nname: mine\nseeds: [3]\n")
+    assert "CIFAR-10" in load_recipe(str(path))[0].title

@@ -1,0 +1,135 @@
+"""`set(...)`: fields of the recipe that one method changes."""
+
+import pytest
+
+from lab.helpers import make_recipe
+from lab.small import record, small_job
+from wellcond.lab.load_recipe import parse_recipe
+from wellcond.lab.method_overrides import override_recipe
+from wellcond.lab.methods import MethodSettings, check_distinct, parse_methods
+from wellcond.lab.recipe import config_hash
+from wellcond.lab.report.load_runs import load_comparisons
+from wellcond.lab.report.run_record import RunRecordError
+from wellcond.lab.settings import RecipeError
+from wellcond.lab.train.compare import plan_comparison, run_comparison, settings_hash, write_comparison
+from wellcond.lab.train.run import Job, run_job
+
+
+def method(text):
+    return MethodSettings.model_validate(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical", "fields"),
+    [
+        ("conditioned+set(optimizer.lr=3e-3)", "conditioned+set(optimizer.lr=0.003)", {"optimizer.lr": 0.003}),
+        ("set(optimizer.lr=0.01)", "default+set(optimizer.lr=0.01)", {"optimizer.lr": 0.01}),
+        ("set(schedule.warmup={steps: 5}, augmentation.flip=0.5)+identity(lam=1)",
+         "identity(lam=1)+set(augmentation.flip=0.5, schedule.warmup={steps: 5})",
+         {"augmentation.flip": 0.5, "schedule.warmup": {"steps": 5}}),
+    ],
+)  # fmt: skip
+def test_text_and_mapping_give_the_same_method(text, canonical, fields):
+    parsed = method(text)
+    assert parsed.set == fields and parsed.canonical() == canonical
+    again = method(parsed.canonical())
+    assert again.model_dump(exclude={"label"}) == parsed.model_dump(exclude={"label"})
+    written = MethodSettings(**again.model_dump(exclude={"label"}))
+    assert written.label == canonical and written.slug == again.slug
+
+
+def test_slugs_name_the_field_and_differ_by_value():
+    slugs = [m.slug for m in parse_methods("conditioned+set(optimizer.lr=0.01),conditioned+set(optimizer.lr=0.02)")]
+    assert slugs == ["conditioned-set-optimizer.lr-0.01", "conditioned-set-optimizer.lr-0.02"]
+
+
+def test_the_same_fields_in_another_order_are_the_same_method():
+    twice = [method(f"default+set({a}, {b})") for a, b in (("optimizer.lr=1", "optimizer.eps=2"),
+                                                           ("optimizer.eps=2.0", "optimizer.lr=1.0"))]  # fmt: skip
+    with pytest.raises(RecipeError, match="are the same"):
+        check_distinct(twice)
+
+
+def test_overrides_are_in_the_recipe_of_the_job_and_nowhere_else():
+    recipe = make_recipe(schedule={"name": "cosine", "warmup": {"steps": 3}}, training={
+        "length": {"steps": 9}, "batch_size": 4, "averaging": {"decay": 0.5}})  # fmt: skip
+    asked = method("default+set(optimizer.lr=0.5, schedule.warmup={steps: 5}, training.averaging.decay=0.9)")
+    changed = Job(recipe, asked, 0, None).recipe
+    assert changed.optimizer.lr == 0.5 and recipe.optimizer.lr == 1e-3
+    assert changed.schedule.warmup.steps == 5 and changed.training.averaging.decay == 0.9
+    assert changed.training.length == recipe.training.length
+    assert Job(changed, asked, 0, None).recipe == changed
+
+
+def test_another_kind_of_optimiser_keeps_the_fields_that_it_has():
+    recipe = make_recipe(optimizer={"name": "adamw", "lr": 1e-3, "weight_decay": 0.1, "betas": [0.8, 0.9]})
+    changed = override_recipe(recipe, method("default+set(optimizer.name=sgd, optimizer.momentum=0.5)")).optimizer
+    assert (changed.name, changed.lr, changed.weight_decay, changed.momentum) == ("sgd", 1e-3, 0.1, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("default+set(training.length={steps: 3})", ("training.length", "share the others")),
+        ("default+set(data.source=digits)", ("data.source", "optimizer.*")),
+        ("default+set(seeds=[1])", ("seeds",)),
+        ("default+set(evaluation.test=best)", ("evaluation.test",)),
+        ("default+set(model.name='timm:x')", ("model.name",)),
+        ("default+set(model.arguments.depth=1)", ("model.arguments.depth",)),
+        ("default+set(optimizer=sgd)", ("'optimizer'",)),
+        ("default+set(optimizer.lr=-1)", ("optimizer.lr", "greater than 0", "found -1")),
+        ("default+set(optimizer.momentun=1)", ("optimizer.momentun", "unknown field")),
+        ("default+set(optimizer.name=magic)", ("optimizer", "adamw", "magic")),
+    ],
+)  # fmt: skip
+def test_what_a_method_may_not_set_is_one_clear_error(text, words):
+    with pytest.raises(RecipeError) as caught:
+        override_recipe(make_recipe(), method(text))
+    assert all(word in str(caught.value) for word in (text, *words)), caught.value
+
+
+def test_a_recipe_with_such_a_method_is_refused_when_it_is_read():
+    text = make_recipe().model_dump_json(exclude={"methods", "method"})
+    with pytest.raises(RecipeError, match=r"default\+set.*optimizer.lr.*greater than 0"):
+        parse_recipe(text, "mine", ["methods=['default+set(optimizer.lr=-1)']"])
+
+
+@pytest.mark.parametrize(
+    "text", ["set()", "default+set(optimizer.lr)", "set(optimizer..lr=1)", "set(a.b=1)+set(c.d=2)"]
+)
+def test_set_without_fields_or_twice_is_no_method(text):
+    with pytest.raises(ValueError, match=r"optimizer.lr=3e-3"):
+        method(text)
+
+
+def test_the_hash_is_that_of_the_values_and_the_comparison_s_of_the_recipe():
+    recipe, other = make_recipe(), make_recipe(optimizer={"name": "adamw", "lr": 0.003})
+    job = Job(recipe, method("conditioned+set(optimizer.lr=3e-3)"), 1, None)
+    asked = config_hash(job.recipe.config(job.method, 1))
+    assert asked == config_hash(other.config(method("conditioned"), 1))
+    assert asked != config_hash(recipe.config(method("conditioned"), 1))
+    assert settings_hash(recipe) != settings_hash(other)
+
+
+def test_runs_that_a_method_sets_apart_are_one_comparison(tmp_path):
+    recipe = small_job(tmp_path).recipe
+    methods = parse_methods("default,conditioned+set(optimizer.lr=0.01),default+set(optimizer.name=sgd)")
+    jobs = plan_comparison(recipe, methods, [0], tmp_path, cpu=True)
+    write_comparison(tmp_path, recipe, methods, [0])
+    done = run_comparison(jobs, num_workers=1, observer=lambda job, event: None)
+    assert not done.failures
+    stored = record(tmp_path / "conditioned-set-optimizer.lr-0.01/seed0")
+    assert stored["config"]["optimizer"]["lr"] == 0.01 and stored["method_spec"]["set"] == {"optimizer.lr": 0.01}
+    [comparison] = load_comparisons(tmp_path)
+    assert len(comparison.runs) == 3
+
+
+def test_two_rates_under_one_label_are_not_one_method(tmp_path):
+    label = "conditioned"
+    for seed, rate in ((0, 0.01), (1, 0.02)):
+        chosen = MethodSettings(label=label, init="conditioned", set={"optimizer.lr": rate})
+        recipe = small_job(tmp_path).recipe
+        run_job(Job(recipe, chosen, seed, tmp_path / label / f"seed{seed}", cpu=True))
+        run_job(Job(recipe, method("default"), seed, tmp_path / "default" / f"seed{seed}", cpu=True))
+    with pytest.raises(RunRecordError, match=r"optimizer.lr: 0.01 and 0.02"):
+        load_comparisons(tmp_path)

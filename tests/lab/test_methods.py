@@ -1,0 +1,308 @@
+import re
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from lab.helpers import same_state, tiny_vit
+from wellcond.attention.find import find_attention
+from wellcond.conditioning.attach import corrections_of
+from wellcond.lab import methods
+from wellcond.lab.method_text import split_methods
+from wellcond.lab.methods import MethodSettings, check_distinct, parse_methods, slug
+from wellcond.lab.settings import RecipeError
+
+
+def parse(text):
+    return MethodSettings.model_validate(text)
+
+
+def problem(spec):
+    with pytest.raises(ValidationError) as caught:
+        MethodSettings.model_validate(spec)
+    return caught.value.errors()[0]["msg"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("default", ("default", {}, None, {}, "qkv")),
+        ("conditioned", ("conditioned", {}, None, {}, "qkv")),
+        ("identity(lam=10)", ("default", {}, "identity", {"lam": 10}, "qkv")),
+        (" identity( lam = 1e-3 , layout=joint ) ",
+         ("default", {}, "identity", {"lam": 0.001, "layout": "joint"}, "qkv")),
+        ("identity(lam={q: 1, v: 2.5})", ("default", {}, "identity", {"lam": {"q": 1, "v": 2.5}}, "qkv")),
+        ("polar(projections=kq)", ("default", {}, "polar", {}, "qk")),
+        ("conditioned(projections=qk)", ("conditioned", {"projections": "qk"}, None, {}, "qkv")),
+        ("conditioned + balanced(target=1.5, frozen=true)",
+         ("conditioned", {}, "balanced", {"target": 1.5, "frozen": True}, "qkv")),
+        ("balanced+conditioned(output=orthogonal)", ("conditioned", {"output": "orthogonal"}, "balanced", {}, "qkv")),
+    ],
+)  # fmt: skip
+def test_text_gives_the_method(text, expected):
+    method = parse(text)
+    assert (
+        method.init,
+        method.init_options,
+        method.condition,
+        method.condition_options,
+        method.projections,
+    ) == expected
+    assert method.label == text.strip()
+
+
+OPTION_VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(10**6), 10**6),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.sampled_from(
+        ["svd", "joint", "true", "null", "1e-3", "10", "no", "a,b", "a+b", "it's", 'a "b" \\', "é: [", " x", ""]
+    ),
+)
+INIT_OPTIONS = st.fixed_dictionaries(
+    {},
+    optional={
+        "orthogonal": st.sampled_from(["svd", "qr"]),
+        "value_scale": st.floats(allow_nan=False, allow_infinity=False),
+        "projections": st.sampled_from(["q", "kv"]),
+        "output": st.one_of(st.booleans(), st.sampled_from(["identity", "orthogonal"])),
+        "match_norm": st.booleans(),
+        "tokens": st.integers(2, 10**6),
+    },
+)
+# Arguments of a model may be anything that YAML can say.
+TEACHER_OPTIONS = st.fixed_dictionaries(
+    {"teacher": st.just("it's, large.safetensors"), "teacher_model": st.just("timm:vit")},
+    optional={
+        "teacher_arguments": st.dictionaries(
+            st.sampled_from(["depth", "a b", "it's"]), st.one_of(OPTION_VALUES, st.lists(OPTION_VALUES, max_size=2))
+        ),
+        "exclude": st.lists(st.sampled_from(["head", "blocks.0"]), max_size=2),
+    },
+)
+CONDITIONS = st.one_of(
+    st.tuples(st.none(), st.just({})),
+    st.tuples(
+        st.just("identity"),
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "lam": st.one_of(
+                    st.floats(-1e9, 1e9), st.integers(0, 10), st.dictionaries(st.sampled_from("qkv"), st.floats(0, 1e9))
+                ),
+                "layout": st.sampled_from(["joint", "per_head"]),
+            },
+        ),
+    ),
+    st.tuples(
+        st.just("balanced"),
+        st.fixed_dictionaries({}, optional={"target": st.floats(1, 1e6), "frozen": st.booleans()}),
+    ),
+)
+
+
+@given(
+    init=st.one_of(
+        st.tuples(st.just("conditioned"), INIT_OPTIONS),
+        st.tuples(st.just("weight_selection"), TEACHER_OPTIONS),
+        st.just(("default", {})),
+        st.just(("gaussian", {})),
+    ),
+    condition=CONDITIONS,
+    projections=st.sampled_from(["qkv", "q", "kv"]),
+    sites=st.sampled_from(["*", "blocks.*", "[ab], c=d", 'a "quoted" name']),
+    tokens=st.dictionaries(st.sampled_from(["embeddings", "positions"]), st.floats(1e-3, 1e6)),
+)
+@settings(max_examples=200, deadline=None)
+def test_canonical_text_gives_the_same_method(init, condition, projections, sites, tokens):
+    method = MethodSettings(
+        sites=sites,
+        tokens=tokens,
+        init=init[0],
+        init_options=init[1],
+        condition=condition[0],
+        condition_options=condition[1],
+        projections=projections if condition[0] else "qkv",
+    )
+    again = parse(method.canonical())
+    assert again.model_dump(mode="json") == method.model_dump(mode="json")
+    assert again.canonical() == method.canonical() == method.label
+
+
+def test_default_options_survive_beside_a_condition():
+    method = MethodSettings(init="default", init_options={"rule": "torch"}, condition="polar")
+    assert parse(method.canonical()).init_options == {"rule": "torch"}
+
+
+def test_equal_numbers_are_equal_settings():
+    dumps = [parse(text).model_dump_json(exclude={"label"}) for text in ("identity(lam=10)", "identity(lam=10.0)")]
+    assert dumps[0] == dumps[1]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("conditoned", r"unknown method 'conditoned'; did you mean 'conditioned'\? Allowed: .*mimetic.*balanced"),
+        ("identity(lamda=1)", r"unknown option of 'identity': got 'lamda', expected one of 'lam', 'layout'"),
+        ("gaussian(sdt=1)", r"unknown option of 'gaussian': got 'sdt', expected one of 'std'"),
+        ("weight_selection", r"'weight_selection' needs the option teacher="),
+        ("identity(lam=high)", r"lam: expected a finite number, got 'high'"),
+        ("balanced(target=0.5)", r"target: expected a condition number of at least 1, got 0.5"),
+        ("gaussian(std=abc)", r"std of 'gaussian': expected a finite number above 0 or None, got 'abc'"),
+        ("gaussian(std=nan)", r"std of 'gaussian': expected a finite number above 0 or None, got 'nan'"),
+        ("gaussian(std=.nan)", r"std of 'gaussian': .* got nan, which is not finite"),
+        ("gaussian(std=-1)", r"std of 'gaussian': .* got -1"),
+        ({"init": "gaussian", "init_options": {"std": "abc"}}, r"std of 'gaussian': .* got 'abc'"),
+        ("conditioned(keys=tied, own_token=3)", r"an own_token between 1/tokens .* and 1, got own_token=3"),
+        ("conditioned(projections=qx)+polar", r"unknown projection: got 'x'"),
+        ("identity(lam=true)", r"lam of 'identity': expected a finite number or a mapping .* got True"),
+        ("identity(lam=.inf)", r"lam: expected a finite number, got inf"),
+        ("balanced(target=true)", r"target of 'balanced': expected a finite number, got True"),
+        ("polar(frozen=1)", r"frozen of 'polar': expected True or False, got 1"),
+        ("polar+balanced", r"names two methods of the same kind: polar and balanced"),
+        ("polar(projections=qx)", r"unknown projection: got 'x'"),
+        ("identity(10)", r"expected options such as lam=10 in 'identity\(10\)', found '10'"),
+        ("identity(lam=1, lam=2)", r"the option 'lam' stands twice"),
+        ('conditioned(sites="a.*")+polar(sites="b.*")', r"names two patterns of sites"),
+        ("identity(lam=[a b, c])", r"expected a method .* found .*b, c.* in 'identity.* in quotation marks"),
+        ("identity(lam=[)", r"expected a method .* found '\)' in 'identity\(lam=\[\)'; close every bracket"),
+        ("identity(lam={q: 1, q: 2})", r"lam in .* is not YAML.*'q' stands twice"),
+        ("identity(lam=10", r"expected a method such as conditioned"),
+        ("(conditioned)", r"expected a method such as conditioned.*found 'conditioned' in '\(conditioned\)'"),
+        ("conditioned+(polar)", r"expected a method such as conditioned.*found 'polar'"),
+        ("(identity)(lam=1)", r"expected a method such as conditioned"),
+        ("conditioned # better", r"expected a method such as conditioned.*found '# better'"),
+        ("conditioned.output", r"expected a method such as conditioned"),
+        ("identity(**{lam: 1})", r"expected .* found"),
+        ("identity(lam.q=1)", r"expected options such as lam=10 in"),
+        ("conditioned" + "+polar" * 5000, r"at most 20000 characters, found 30011"),
+        ("[" * 19000, r"expected a method such as conditioned"),
+        ("conditioned+", r"expected a method such as conditioned.*in 'conditioned\+'; close"),
+        ("", r"expected a method such as conditioned"),
+        ({"init": "xavier"}, r"unknown initialisation 'xavier'.*Allowed: .*conditioned"),
+        ({"condition": "polr"}, r"unknown conditioning 'polr'; did you mean 'polar'"),
+        ({"condition_options": {"lam": 1}}, r"belong to a condition, which is missing"),
+        ({"innit": "default"}, r"unknown field 'innit'; did you mean 'init'"),
+    ],
+)
+def test_errors_say_what_is_wrong_and_what_is_allowed(spec, message):
+    assert re.search(message, problem(spec), flags=re.DOTALL)
+
+
+LABELS = st.one_of(
+    st.text(max_size=20),
+    st.from_regex(r"[ab](\+[ab])?(\([ab]=[ab](, ?[ab]=[ab])?\))?(\+[ab])?", fullmatch=True),
+    st.text("ab-+=(), ._A", max_size=7),
+)
+
+
+@given(LABELS, LABELS)
+@settings(max_examples=1000, deadline=None)
+def test_different_labels_have_different_folders(a, b):
+    assert (slug(a) == slug(b)) == (a == b)
+
+
+@given(st.one_of(st.text(max_size=300), st.sampled_from(["..", ".", "/", "a/../b", "CON", "a\\b", "\0", " "])))
+def test_a_folder_is_a_plain_name(label):
+    assert re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,100}", slug(label))
+
+
+@pytest.mark.parametrize(
+    ("label", "expected"),
+    [
+        ("default", "default"),
+        ("identity(lam=10)", "identity-lam-10"),
+        ("conditioned+balanced(target=1.5)", "conditioned-balanced-target-1.5"),
+        ("weight_selection", "weight_selection"),
+    ],
+)
+def test_usual_labels_have_readable_folders(label, expected):
+    assert slug(label) == expected
+
+
+def test_a_label_may_be_anything():
+    method = MethodSettings(label="../π → “ours”\n", init="conditioned")
+    assert method.label == "../π → “ours”\n" and method.canonical() == "conditioned"
+    assert re.fullmatch(r"ours-[0-9a-f]{6}", method.slug)
+
+
+def test_a_list_of_methods_is_split_outside_brackets():
+    found = parse_methods("default, identity(lam=2, layout=joint),conditioned+polar")
+    assert [method.label for method in found] == ["default", "identity(lam=2, layout=joint)", "conditioned+polar"]
+    assert split_methods("a(b='x,y'),c(d=\"e\\\",f\"),it's,g") == ["a(b='x,y')", 'c(d="e\\",f")', "it's", "g"]
+    with pytest.raises(RecipeError, match=r"--methods: unknown method 'xx'"):
+        parse_methods("default,xx")
+
+
+def test_methods_must_differ():
+    with pytest.raises(RecipeError, match="found 'polar' twice"):
+        parse_methods("polar, polar")
+    with pytest.raises(RecipeError, match="'identity.lam=1.' and 'b' are the same"):
+        check_distinct(
+            [*parse_methods("identity(lam=1)"), parse("identity(lam=1.0)").model_copy(update={"label": "b"})]
+        )
+    check_distinct(parse_methods("identity(lam=1), identity(lam=2), identity"))
+
+
+def test_default_leaves_every_bit():
+    model = tiny_vit()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    assert parse("default").apply_(model, seed=1) is model
+    assert same_state(model.state_dict(), before) and torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("text", ["gaussian", "conditioned", "mimetic", "orthogonal", "default(rule=torch)"])
+def test_a_seed_fixes_the_weights(text):
+    def made(seed):
+        torch.manual_seed(0)
+        return parse(text).apply_(tiny_vit(), seed=seed).state_dict()
+
+    first, again, other = made(1), made(1), made(2)
+    assert same_state(first, again) and not same_state(first, other)
+
+
+def test_other_weights_do_not_depend_on_the_method():
+    states = []
+    for text in ("default", "conditioned"):
+        torch.manual_seed(0)
+        states.append(parse(text).apply_(tiny_vit(), seed=1).state_dict())
+    differ = {name for name in states[0] if not torch.equal(states[0][name], states[1][name])}
+    assert differ and all(".attn.qkv." in name for name in differ)
+
+
+def test_initialisation_comes_before_conditioning():
+    calls = []
+    with mock.patch.object(methods, "init_", side_effect=lambda *a, **k: calls.append("init")):
+        with mock.patch.object(methods, "condition_", side_effect=lambda *a, **k: calls.append("condition")):
+            parse("balanced+conditioned").apply_(tiny_vit(), seed=0)
+    assert calls == ["init", "condition"]
+
+
+def test_a_condition_acts_on_the_chosen_projections():
+    torch.manual_seed(0)
+    plain = find_attention(tiny_vit())[0]
+    torch.manual_seed(0)
+    model = parse("identity(lam=10, projections=v)").apply_(tiny_vit(), seed=0)
+    site = find_attention(model)[0]
+    assert corrections_of(model.blocks[0].attn.qkv)
+    assert torch.equal(site.q.read(), plain.q.read()) and not torch.equal(site.v.read(), plain.v.read())
+
+
+@pytest.mark.parametrize("text", ['conditioned(sites="blocks.1.*")', 'polar(sites="*.1.attn")', "gaussian+balanced"])
+def test_a_method_acts_on_the_chosen_attentions(text):
+    torch.manual_seed(0)
+    plain = find_attention(tiny_vit())
+    torch.manual_seed(0)
+    sites = find_attention(parse(text).apply_(tiny_vit(), seed=0))
+    changed = [not torch.equal(ours.q.read(), theirs.q.read()) for ours, theirs in zip(sites, plain, strict=True)]
+    assert changed == [parse(text).sites == "*", True]
+
+
+def test_a_pattern_that_fits_nothing_names_what_there_is():
+    with pytest.raises(RecipeError, match=r"names such as blocks.0.attn, blocks.1.attn, found 'layers.\*', which fits"):
+        parse('conditioned(sites="layers.*")').apply_(tiny_vit(), seed=0)

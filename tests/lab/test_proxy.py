@@ -1,0 +1,238 @@
+"""A small model starts at the sigma sqrt(fan_in) of the model that it stands in for."""
+
+import math
+
+import pytest
+import timm
+import torch
+import transformers
+from torch import nn
+
+from lab.helpers import make_recipe
+from lab.small import small_job
+from wellcond import find_attention
+from wellcond.lab.load_recipe import load_recipe, shipped_recipes
+from wellcond.lab.methods import MethodSettings
+from wellcond.lab.models.proxy import scale_true_
+from wellcond.lab.recipe import Recipe, config_hash
+from wellcond.lab.settings import RecipeError
+from wellcond.lab.train.prepare import prepare_model, prepare_task
+from wellcond.models import build_model
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+def vit(**arguments):
+    return timm.create_model("vit_base_patch16_224", **{"img_size": 32, "depth": 2} | arguments)
+
+
+def gpt2(width, layers=2):
+    config = transformers.GPT2Config(n_embd=width, n_layer=layers, n_head=4, vocab_size=64, n_positions=16)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert(width):
+    config = transformers.BertConfig(
+        hidden_size=width, num_hidden_layers=2, num_attention_heads=4, intermediate_size=4 * width, vocab_size=64
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def crammed(width):
+    return build_model(
+        "wellcond:crammed_bert", {"layers": 2, "width": width, "heads": 4, "feed_forward": 4 * width, "vocab_size": 64}
+    )
+
+
+def swin(width):
+    return timm.create_model(
+        "swin_base_patch4_window7_224", img_size=32, window_size=4, embed_dim=width, depths=(1, 1), num_heads=(2, 4)
+    )
+
+
+def xcit(width):
+    return timm.create_model(
+        "xcit_medium_24_p16_224", img_size=32, embed_dim=width, depth=1, num_heads=4, cls_attn_layers=1
+    )
+
+
+def long_range(width):
+    return build_model(
+        "wellcond:long_range",
+        {"length": 16, "landmarks": 4, "vocab_size": 8, "num_labels": 2, "width": width, "feed_forward": 2 * width},
+    )
+
+
+def scale(weight, fan_in):
+    return float(weight.detach().square().mean().sqrt()) * math.sqrt(fan_in)
+
+
+def scales(model):
+    """sigma sqrt(fan_in) of every weight that is a matrix by shape; of Conv1D, fan_in is the first axis."""
+    found = {}
+    for path, module in model.named_modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if weight.dim() >= 2:
+                conv1d = type(module).__name__ == "Conv1D"
+                found[f"{path}.{name}"] = scale(weight, weight.shape[0] if conv1d else weight[0].numel())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("build", "small", "large", "blocks"),
+    [
+        (lambda width: vit(embed_dim=width, num_heads=4), 64, 768, "blocks."),
+        (gpt2, 64, 768, "transformer.h."),
+        (bert, 64, 768, "bert.encoder.layer."),
+        (crammed, 64, 768, "encoder.layers."),
+        (swin, 32, 128, "layers."),
+        (xcit, 64, 512, ("blocks.", "cls_attn_blocks.")),
+        (long_range, 32, 64, "blocks."),
+    ],
+    ids=["vit", "gpt2", "bert", "crammed_bert", "swin", "xcit", "long_range"],
+)
+def test_every_matrix_of_the_blocks_has_the_scale_of_the_large_model(build, small, large, blocks):
+    there, here = scales(build(large)), build(small)
+    untouched = {name: value.clone() for name, value in here.state_dict().items()}
+    rescaled = {one.name for one in scale_true_(here, large)}
+    assert rescaled and all(name.startswith(blocks) for name in rescaled)
+    found = scales(here)
+    for name in rescaled:
+        assert found[name] == pytest.approx(there[name], rel=0.08), name
+    for name, value in here.state_dict().items():
+        assert name in rescaled or torch.equal(value, untouched[name]), name
+
+
+@pytest.mark.parametrize(
+    ("real", "build"),
+    [
+        (lambda: timm.create_model("vit_base_patch16_224"), lambda: vit(embed_dim=64, num_heads=4, depth=12)),
+        (lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64)), lambda: gpt2(64, layers=12)),
+        (lambda: transformers.BertModel(transformers.BertConfig(vocab_size=64)), lambda: bert(64)),
+    ],
+    ids=["ViT-B", "GPT-2", "BERT"],
+)
+def test_the_roles_have_the_scale_of_the_published_size(real, build):
+    small = build()
+    scale_true_(small, 768)
+    large_site, site = find_attention(real())[0], find_attention(small)[0]
+    assert large_site.in_features == 768
+    for role, slot in site.slots.items():
+        other = large_site.slots[role]
+        expected = scale(other.read(), other.in_features)
+        assert scale(slot.read(), slot.in_features) == pytest.approx(expected, rel=0.06), role
+    assert scale(site.q.read(), 64) == pytest.approx(0.02 * math.sqrt(768), rel=0.06)
+
+
+def test_the_rule_of_depth_stays_the_small_models_own():
+    model = gpt2(64, layers=2)
+    factors = {one.name: one.factor for one in scale_true_(model, 768)}
+    assert set(factors.values()) == {math.sqrt(12)}
+    assert scale(model.transformer.h[0].mlp.c_proj.weight, 256) == pytest.approx(
+        0.02 / math.sqrt(4) * math.sqrt(3072), rel=0.03
+    )
+
+
+@pytest.mark.parametrize("weight_init", ["jax", "moco", "skip"])
+def test_weights_drawn_by_fan_stay(weight_init):
+    model = vit(embed_dim=64, num_heads=4, weight_init=weight_init)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert {one.factor for one in scale_true_(model, 768)} == {1.0}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_patch_merging_between_stages_belongs_to_the_blocks():
+    names = {one.name: one.factor for one in scale_true_(swin(32), 128)}
+    assert names["layers.1.downsample.reduction.weight"] == 2.0
+
+
+def test_a_head_in_the_same_list_as_the_blocks_stays():
+    body = vit(embed_dim=64, num_heads=4)
+    model = nn.Sequential(nn.Linear(8, 8), body, nn.Linear(8, 2))
+    names = {one.name for one in scale_true_(model, 768)}
+    assert names and all(name.startswith("1.blocks.") for name in names)
+
+
+def test_weights_of_no_known_rule_are_refused_and_nothing_changes():
+    model = vit(embed_dim=64, num_heads=4)
+    with torch.no_grad():
+        model.blocks[1].mlp.fc2.weight.mul_(1.5)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(RecipeError, match=r"blocks\.1\.mlp\.fc2\.weight has standard deviation 0\.0[23].* none of"):
+        scale_true_(model, 768)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_without_attention_is_refused():
+    with pytest.raises(RecipeError, match="the width of Sequential cannot be told"):
+        scale_true_(nn.Sequential(nn.Linear(4, 4)), 768)
+
+
+def test_trained_weights_are_refused(tmp_path):
+    for field in ("weights", "encoder"):
+        with pytest.raises(ValueError, match=rf"expected a model that starts from scratch, found model\.{field}"):
+            make_recipe(proxy={"width": 768}, model={"name": "timm:vit_tiny_patch16_224", field: "a.safetensors"})
+    gpt2(64).save_pretrained(tmp_path / "trained")
+    recipe, _ = load_recipe("recall", overrides=[f"model={{name: 'hf:{tmp_path / 'trained'}'}}", "proxy.width=768"])
+    task = prepare_task(recipe, seed=0, base=None)
+    with pytest.raises(RecipeError, match=r"found trained weights in .*model\.safetensors"):
+        prepare_model(recipe, MethodSettings(), task, seed=0, base=None)
+
+
+def prepared(method, proxy="{width: 768}"):
+    job = small_job("unused", method, f"proxy={proxy}")
+    task = prepare_task(job.recipe, seed=0, base=None)
+    return prepare_model(job.recipe, job.method, task, seed=0, base=None).state_dict()
+
+
+def test_default_is_scale_true_and_the_library_is_available_by_name():
+    true, library, without = prepared("default"), prepared("default(library=true)"), prepared("default", "null")
+    factor = math.sqrt(768 / 16)
+    for name, value in without.items():
+        in_block = name.startswith("blocks.") and value.dim() == 2
+        torch.testing.assert_close(true[name], factor * value if in_block else value)
+        assert torch.equal(library[name], value)
+
+
+def test_methods_keep_the_scale_of_what_they_do_not_set():
+    true, conditioned = prepared("default"), prepared("conditioned")
+    changed = {name for name in true if not torch.equal(true[name], conditioned[name])}
+    assert changed == {f"blocks.{block}.attn.qkv.weight" for block in range(2)}
+
+
+def test_a_default_that_draws_again_is_refused_unless_it_draws_by_fan():
+    with pytest.raises(RecipeError, match=r"default\(output=false\) draws the attention again"):
+        prepared("default(output=false)")
+    deviation = prepared("default(rule=torch)")["blocks.0.attn.qkv.weight"].std()
+    assert float(deviation) == pytest.approx(1 / math.sqrt(3 * 16), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "text", ["default(library=false)", "default(library=true, rule=torch)", "gaussian(library=true)"]
+)
+def test_library_is_an_option_of_the_plain_default_alone(text):
+    with pytest.raises(ValueError, match="library"):
+        MethodSettings.model_validate(text)
+
+
+def test_the_hash_names_the_proxy_and_leaves_recipes_without():
+    recipe = make_recipe()
+    config = recipe.config(recipe.method, 0)
+    older = {key: value for key, value in config.items() if key != "proxy"}
+    assert config_hash(config) == config_hash(older)
+    other = make_recipe(proxy={"width": 768})
+    assert config_hash(other.config(other.method, 0)) != config_hash(config)
+    assert Recipe.model_validate(other.model_dump(mode="json", exclude={"method"})).proxy == other.proxy
+
+
+def test_recipes_that_are_not_of_the_papers_size_are_scale_true():
+    without = set()
+    for shipped in shipped_recipes():
+        recipe, _ = load_recipe(shipped.name, scale=shipped.scale)
+        assert shipped.scale != "paper" or recipe.proxy is None
+        if shipped.scale != "paper" and recipe.proxy is None:
+            without.add(recipe.model.name)
+    assert without == {"wellcond:long_range"}  # the published width, drawn by fan

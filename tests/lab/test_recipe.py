@@ -1,0 +1,115 @@
+import copy
+
+import pytest
+
+from lab.helpers import RECIPE, make_recipe
+from wellcond.lab.load_recipe import SCALES, load_recipe, shipped_recipes
+from wellcond.lab.methods import MethodSettings
+from wellcond.lab.recipe import Recipe, config_hash, jacobian_steps
+
+METHOD = MethodSettings.model_validate("identity(lam=10)")
+
+
+@pytest.mark.parametrize("shipped", shipped_recipes(), ids=lambda shipped: f"{shipped.scale}-{shipped.name}")
+def test_every_shipped_recipe_is_valid_and_stands_where_it_says(shipped):
+    recipe, base = load_recipe(shipped.name, scale=shipped.scale)
+    assert (recipe.name, recipe.scale, base) == (shipped.name, shipped.scale, None)
+    assert recipe.title and recipe.description
+    assert not recipe.methods or recipe.baseline in [method.label for method in recipe.methods]
+
+
+def test_shipped_recipes_are_listed_in_order():
+    listed = [(SCALES.index(recipe.scale), recipe.name) for recipe in shipped_recipes()]
+    assert listed == sorted(listed) and (0, "digits") in listed
+
+
+def test_a_recipe_rebuilt_from_a_config_is_the_same():
+    first = make_recipe(
+        schedule={"name": "cosine", "warmup": {"epochs": 0.5}},
+        augmentation={"flip": 0.5, "resized_crop": [0.1, 1]},
+        training=RECIPE["training"] | {"averaging": {"decay": 0.9}},
+        tracking={"heads": [0, 1]},
+    )
+    config = first.config(METHOD, 3)
+    seed = config["seed"]
+    again = Recipe.model_validate({key: value for key, value in config.items() if key != "seed"})
+    assert again.config(again.method, seed) == config
+    assert config_hash(again.config(again.method, seed)) == config_hash(config)
+    assert again.method == METHOD and again.optimizer == first.optimizer
+
+
+def changed(config, path, value):
+    copied = copy.deepcopy(config)
+    *parents, last = path.split(".")
+    place = copied
+    for key in parents:
+        place = place[key]
+    assert last in place and place[last] != value
+    place[last] = value
+    return copied
+
+
+def leaves(value, path=""):
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from leaves(item, f"{path}.{key}" if path else key)
+    else:
+        yield path
+
+
+WITHOUT_EFFECT = {
+    "title",
+    "description",
+    "checkpoint.every.epochs",
+    "checkpoint.every.steps",
+    "logging.trackers",
+    "logging.project",
+    "training.workers",
+    "method.label",
+    "method.set",  # its values are those of the other fields
+}
+
+
+def test_the_hash_ignores_what_has_no_effect_and_nothing_else():
+    config = make_recipe().config(METHOD, 0)
+    before = config_hash(config)
+    assert len(before) == 16 and int(before, 16) >= 0
+    ignored = {path for path in leaves(config) if config_hash(changed(config, path, "other")) == before}
+    assert ignored == WITHOUT_EFFECT
+
+
+def test_younger_fields_leave_the_hashes_of_earlier_records():
+    recipe, method = make_recipe(), MethodSettings(init="conditioned")
+    config = recipe.config(method, 0)
+    assert config_hash(config) == "23f3a6918d2fb469"  # computed before augmentation.repeats and model.norms existed
+    assert config["augmentation"].pop("repeats") == 1 and config["model"].pop("norms") == "keep"
+    assert config["evaluation"].pop("samples") is None and config["evaluation"].pop("test") is None
+    assert config_hash(config) == "23f3a6918d2fb469"
+    for change in (
+        {"evaluation": {"samples": 8}},
+        {"evaluation": {"test": "best"}},
+        {"evaluation": {"test": "last"}},
+        {"augmentation": {"repeats": 3}},
+        {"model": RECIPE["model"] | {"norms": "without_block_norms"}},
+        {"model": RECIPE["model"] | {"norms": "without_attention_norm"}},
+    ):
+        assert config_hash(make_recipe(**change).config(method, 0)) != "23f3a6918d2fb469"
+
+
+def test_the_hash_does_not_depend_on_the_order_of_fields():
+    config = make_recipe().config(METHOD, 0)
+    assert config_hash(dict(reversed(config.items()))) == config_hash(config)
+
+
+def test_a_recipe_is_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        make_recipe().name = "other"
+
+
+@pytest.mark.parametrize("num_points", range(6))
+@pytest.mark.parametrize("num_steps", [1, 2, 7, 1000])
+def test_jacobian_steps_hold_both_ends_and_no_more_than_asked(num_points, num_steps):
+    steps = jacobian_steps(num_points, num_steps)
+    assert len(steps) <= num_points and all(0 <= step <= num_steps for step in steps)
+    assert num_points == 0 or num_steps in steps
+    assert num_points < 2 or 0 in steps

@@ -1,0 +1,174 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from patience import PATIENCE
+from wellcond.lab.train.run_folder import RunError, RunFolder
+from wellcond.run_records import SCHEMA
+
+pytestmark = pytest.mark.processes
+
+RECORD = {"kind": "wellcond-run", "schema": SCHEMA, "method": "default", "seed": 0, "status": "running"}
+HOLD = """
+import os, sys
+from pathlib import Path
+from wellcond.lab.train.run_folder import RunFolder
+with RunFolder(Path(sys.argv[1])).opened():
+    if not os.fork():
+        print(os.getpid(), flush=True)  # said by the child, which has let go of the lock by then
+    os.read(0, 1)
+"""
+
+
+def rows(first, last):
+    return [{"step": step, "loss": 1 / step} for step in range(first, last + 1)]
+
+
+def test_logs_grow_and_read_back(tmp_path):
+    with RunFolder(tmp_path / "a" / "b").opened() as folder:
+        folder.append("steps.jsonl", rows(1, 2))
+        folder.append("steps.jsonl", rows(3, 3))
+        assert folder.read_log("steps.jsonl") == rows(1, 3) and folder.read_log("evaluations.jsonl") == []
+    with RunFolder(tmp_path / "a" / "b").opened() as folder:
+        folder.append("steps.jsonl", rows(4, 4))
+        assert folder.read_log("steps.jsonl") == rows(1, 4)
+
+
+def test_a_row_may_hold_any_text_and_number(tmp_path):
+    row = {"name": "a\u2028b\x85c\nd é", "kappa": float("inf"), "loss": float("nan")}
+    with RunFolder(tmp_path).opened() as folder:
+        folder.append("steps.jsonl", [row, row])
+        expected = row | {"kappa": "inf", "loss": "nan"}
+        assert folder.read_log("steps.jsonl") == [expected, expected]
+
+
+def test_resuming_cuts_the_logs_back(tmp_path):
+    with RunFolder(tmp_path).opened() as folder:
+        folder.append("steps.jsonl", rows(1, 3))
+        marks = folder.log_marks()
+        folder.append("steps.jsonl", rows(4, 9))
+        folder.append("evaluations.jsonl", rows(4, 4))
+        with (tmp_path / "steps.jsonl").open("ab") as file:
+            file.write(b'{"step": 1')  # a line cut short by a kill
+    with RunFolder(tmp_path).opened() as folder:
+        folder.cut_logs(marks)
+        folder.append("steps.jsonl", rows(4, 4))
+        assert folder.read_log("steps.jsonl") == rows(1, 4)
+        assert folder.read_log("evaluations.jsonl") == [] and folder.log_marks()["evaluations.jsonl"]["bytes"] == 0
+
+
+def test_cutting_works_while_the_logs_are_open(tmp_path):
+    with RunFolder(tmp_path).opened() as folder:
+        folder.append("steps.jsonl", rows(1, 3))
+        folder.cut_logs({})
+        folder.append("steps.jsonl", rows(7, 7))
+        assert folder.read_log("steps.jsonl") == rows(7, 7)
+
+
+def test_lost_lines_are_noticed(tmp_path):
+    with RunFolder(tmp_path).opened() as folder:
+        folder.append("steps.jsonl", rows(1, 3))
+        marks = folder.log_marks()
+        size = marks["steps.jsonl"]["bytes"]
+        os.truncate(tmp_path / "steps.jsonl", 5)
+        with pytest.raises(RunError, match=rf"steps.jsonl: expected at least {size} bytes, found 5"):
+            folder.cut_logs(marks)
+        assert (tmp_path / "steps.jsonl").stat().st_size == 5
+
+
+def test_the_record_reads_back(tmp_path):
+    folder = RunFolder(tmp_path)
+    assert folder.read_record() is None
+    folder.write_record(RECORD | {"best": float("inf")})
+    assert folder.read_record() == RECORD | {"best": "inf"}
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"kind": ', r"is not JSON .*\n.*delete .* to restart this run"),
+        (b"\xff\xfe", "is not JSON"),
+        (b"[]", "expected a run record of schema"),
+        (b'{"kind": "wellcond-run", "schema": 99}', "expected a run record of schema"),
+        (b'{"schema": 1}', "expected a run record"),
+    ],
+)
+def test_what_is_no_record_is_refused(tmp_path, content, message):
+    (tmp_path / "run.json").write_bytes(content)
+    with pytest.raises(RunError, match=rf"run.json.*{message}"):
+        RunFolder(tmp_path).read_record()
+
+
+def test_a_folder_is_held_by_one_process_and_freed_by_its_death(tmp_path):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], **pipes)
+    child = int(holder.stdout.readline())
+    try:
+        with pytest.raises(RunError, match="another process is writing this run"):
+            with RunFolder(tmp_path).opened():
+                raise AssertionError("two processes in one folder")
+        holder.send_signal(signal.SIGKILL)
+        holder.wait(PATIENCE)
+        os.kill(child, 0)  # its child lives on, and does not hold the folder
+        with RunFolder(tmp_path).opened() as folder:
+            folder.append("steps.jsonl", rows(1, 1))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        holder.kill()
+        holder.wait()
+        holder.stdin.close()
+        holder.stdout.close()
+
+
+def test_a_folder_is_freed_on_the_way_out(tmp_path):
+    with pytest.raises(KeyError):
+        with RunFolder(tmp_path).opened() as folder:
+            folder.append("steps.jsonl", rows(1, 1))
+            raise KeyError
+    with RunFolder(tmp_path).opened():
+        pass
+
+
+def test_a_file_in_place_of_the_folder_is_named(tmp_path):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(RunError, match=r"taken.*could not be written"):
+        with RunFolder(tmp_path / "taken").opened():
+            pass
+
+
+FULL = """
+import json, resource, sys
+from pathlib import Path
+from wellcond.lab.train.run_folder import RunError, RunFolder
+messages = {}
+try:
+    with RunFolder(Path(sys.argv[1])).opened() as folder:
+        folder.append("steps.jsonl", [{"step": 1}])
+        folder.write_record({"kind": "old"})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+        try:
+            folder.write_record({"kind": "new", "long": "x" * 1000})
+        except RunError as error:
+            messages["record"] = str(error)
+        folder.append("steps.jsonl", [{"step": 2, "long": "x" * 1000}])
+except RunError as error:
+    messages["log"] = str(error)
+print(json.dumps(messages))
+"""
+
+
+def test_a_full_disk_is_told_and_leaves_what_was_there(tmp_path):
+    command = [sys.executable, "-c", FULL, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE)
+    messages = json.loads(done.stdout)
+    assert f"{tmp_path / 'run.json'} could not be written: File too large" in messages["record"]
+    assert f"{tmp_path / 'steps.jsonl'} could not be written: File too large" in messages["log"]
+    assert "resumes from the last checkpoint" in messages["log"]
+    assert json.loads((tmp_path / "run.json").read_text())["kind"] == "old"
+    assert (tmp_path / "steps.jsonl").read_text() == '{"step": 1}\n'
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "run.json", "steps.jsonl"]

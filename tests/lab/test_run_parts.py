@@ -1,0 +1,175 @@
+"""The small parts of a run: clock, state, seeds, interrupts, provenance."""
+
+import json
+import math
+import os
+import signal
+import threading
+
+import pytest
+import torch
+
+from wellcond.lab.seeding import derive, epoch_order, generator
+from wellcond.lab.train import clock as clock_module
+from wellcond.lab.train.clock import RunClock, synchronizer
+from wellcond.lab.train.interrupts import StopFlag
+from wellcond.lab.train.provenance import (
+    describe_session,
+    has_free_cores,
+    num_cores,
+    peak_memory,
+    reset_peak_memory,
+)
+from wellcond.lab.train.train_state import Diverged, TrainState, check_loss
+
+pytestmark = pytest.mark.processes
+
+
+def test_the_clock_counts_each_activity(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(clock_module.time, "perf_counter", lambda: now[0])
+    clock = RunClock()
+    now[0] = 1.0
+    assert clock.switch("training") == "setup"
+    now[0] = 3.0
+    with pytest.raises(KeyError), clock.spent_on("evaluation"):
+        now[0] = 7.0
+        with clock.spent_on("measuring"):
+            now[0] = 15.0
+        raise KeyError
+    now[0] = 16.0
+    expected = {"setup": 1.0, "training": 3.0, "evaluation": 4.0, "measuring": 8.0, "checkpointing": 0.0}
+    assert clock.now() == expected == clock.now()
+    clock.add({"training": 10.0})
+    assert clock.now()["training"] == 13.0
+
+
+def test_queued_work_counts_for_what_queued_it(monkeypatch):
+    now, queued = [0.0], [0.0]
+    monkeypatch.setattr(clock_module.time, "perf_counter", lambda: now[0])
+
+    def synchronize():
+        now[0] += queued[0]
+        queued[0] = 0.0
+
+    clock = RunClock(synchronize)
+    clock.switch("training")
+    queued[0] = 5.0  # updates that the device has not come to yet
+    assert clock.now()["training"] == 0.0 and queued[0] == 5.0  # a look at the time does not wait for them
+    with clock.spent_on("evaluation"):
+        now[0] += 1.0
+        queued[0] = 2.0
+    expected = {"setup": 0.0, "training": 5.0, "evaluation": 3.0, "measuring": 0.0, "checkpointing": 0.0}
+    assert clock.now() == expected
+
+
+def test_only_a_device_with_a_queue_is_waited_for():
+    synchronizer(torch.device("cpu"))()
+    synchronizer(torch.device("meta"))()
+    wait = synchronizer(torch.device("cuda", 0))
+    if torch.cuda.is_available():
+        wait()
+    else:
+        with pytest.raises((RuntimeError, AssertionError)):
+            wait()
+
+
+def test_a_session_is_alone_where_its_threads_have_cores(monkeypatch):
+    def alone(load, **options):
+        monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0), raising=False)
+        return describe_session(torch.device("cpu"), processes=1, precision="float32", step=0, **options)["alone"]
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert alone(0.3) and alone(0.3, at_once=num_cores()) and not alone(0.3, at_once=num_cores() + 1)
+    assert not alone(os.cpu_count() + 1.0)
+    assert has_free_cores(float(os.cpu_count())) and not has_free_cores(os.cpu_count() + 1.0)
+    monkeypatch.delattr(os, "getloadavg")
+    assert not has_free_cores()
+
+
+def test_state_survives_json_exactly():
+    state = TrainState()
+    state.take([0.1, 1 / 3])
+    state.step = 2
+    again = TrainState(**json.loads(json.dumps(state.to_dict())))
+    assert again == state
+    assert again.close_window() == pytest.approx((0.1 + 1 / 3) / 2) and again.first_loss == 0.1
+    assert again.close_evaluation() == pytest.approx((0.1 + 1 / 3) / 2)
+    assert again.close_evaluation() is None and again.window == []
+    again.take([5.0])
+    assert again.close_window() == 5.0 and again.first_loss == 0.1
+
+
+@pytest.mark.parametrize(
+    ("loss", "first", "factor", "diverged"),
+    [
+        (math.nan, None, None, True),
+        (math.inf, 1.0, 10.0, True),
+        (10.1, 1.0, 10.0, True),
+        (9.9, 1.0, 10.0, False),
+        (1e9, 1.0, None, False),
+        (1e9, None, 10.0, False),
+        (1e-6, 0.0, 10.0, False),
+    ],
+)
+def test_divergence_is_noticed(loss, first, factor, diverged):
+    if not diverged:
+        check_loss(loss, first, factor, 7)
+        return
+    with pytest.raises(Diverged, match="step 7"):
+        check_loss(loss, first, factor, 7)
+
+
+def test_seeds_depend_on_every_argument():
+    seeds = {
+        derive(s, p, *q) for s in (0, 1, 11) for p in ("order", "model") for q in ((), (1,), (1, 1), (11,), (2, 1))
+    }
+    assert len(seeds) == 30 and all(0 <= seed < 2**63 for seed in seeds)
+    assert torch.equal(epoch_order(9, 0, 1), epoch_order(9, 0, 1))
+    assert sorted(epoch_order(9, 0, 1).tolist()) == list(range(9))
+    assert torch.rand(1, generator=generator(0, "a")) == torch.rand(1, generator=generator(0, "a"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_sets_the_stop_flag(number):
+    former = signal.getsignal(number)
+    with StopFlag().listening() as stop:
+        assert not stop.requested
+        signal.raise_signal(number)
+        assert stop.requested
+        if number == signal.SIGINT:
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(number)
+        else:
+            signal.raise_signal(number)
+    assert signal.getsignal(number) is former
+
+
+def test_other_threads_do_not_touch_the_handlers():
+    seen = []
+
+    def work():
+        with StopFlag().listening() as stop:
+            seen.append((stop.requested, signal.getsignal(signal.SIGINT)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(False, signal.getsignal(signal.SIGINT))]
+
+
+def test_a_session_names_versions_and_no_person_or_place():
+    session = describe_session(torch.device("cpu"), processes=2, precision="bf16", step=5)
+    assert session["torch"] == torch.__version__ and session["packages"]["timm"]
+    assert (session["processes"], session["precision"], session["resumed_at_step"]) == (2, "bf16", 5)
+    text = json.dumps(session)
+    assert os.path.expanduser("~") not in text and os.uname().nodename not in text and os.getcwd() not in text
+
+
+def test_peak_memory_follows_what_is_used():
+    device = torch.device("cpu")
+    reset_peak_memory(device)
+    before = peak_memory(device)
+    block = torch.ones(30_000_000)
+    assert peak_memory(device) - before > 60_000_000
+    del block

@@ -1,0 +1,187 @@
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+from lab.helpers import bundle, byte_images, make_recipe, texts, tiny_bert
+from lab.sequence_helpers import MaskedMean, classify, everything, ids, make_task, pairs, tokens, written
+from wellcond.lab.data import TensorSplit
+from wellcond.lab.methods import MethodSettings
+from wellcond.lab.recipe import config_hash
+from wellcond.lab.settings import RecipeError
+from wellcond.lab.tasks.base import TASKS
+from wellcond.lab.tasks.byte_text import PackedDocuments
+from wellcond.lab.train.prepare import prepare_model
+
+# Tokens
+
+
+def test_minus_one_at_the_end_of_a_row_is_padding():
+    task = classify(tokens([0, 4, -1, -1], [1, 2, 3, 0]), pad_to=5)
+    batch = everything(task.evaluation)
+    assert batch["input_ids"].tolist() == [[1, 5, 0, 0, 0], [2, 3, 4, 1, 0]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 0]]
+    cut = classify(tokens([0, 4, -1, -1], [1, 2, 3, 0]), length=3, too_long="cut")
+    assert ids(cut.train) == [[1, 5, 0], [2, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [([1, -1, 2], "-1 at 1"), ([-1, 1, 1], "-1 at 0"), ([1, -2, -1], "-2 at 1"), ([1, 1, 5], "5 at 2")],
+)
+def test_other_tokens_outside_the_vocabulary_are_refused(row, found):
+    message = rf"training split, row 1 \(the first is 0\): expected tokens from 0 to 4, found {found}"
+    with pytest.raises(RecipeError, match=message):
+        classify(tokens([0, 0, 0], row))
+
+
+def test_all_splits_get_the_longest_length():
+    data = tokens([0, 1], others={"test": TensorSplit("tokens", torch.tensor([[1, 2, 3]]), torch.tensor([1]))})
+    task = classify(data)
+    assert ids(task.train) == [[1, 2, 0]] and ids(task.test) == [[2, 3, 4]] and task.length == 3
+
+
+# Lengths
+
+
+@pytest.mark.parametrize(
+    ("data", "row", "length"),
+    [
+        (written("abc", "abcdef"), 1, 6),
+        (written("abc", "ééé"), 1, 6),  # of bytes, not characters
+        (bundle("text", pairs(("ab", "cde")), classes=2), 0, 6),  # joined
+        (tokens([0, 1, -1, -1, -1], [0, 1, 2, 3, 4]), 1, 5),
+    ],
+)
+def test_a_sequence_that_is_too_long_is_cut_or_refused(data, row, length):
+    cut = classify(data, length=4, too_long="cut")
+    assert cut.length == len(ids(cut.train)[0]) == 4
+    assert classify(data, length=length, too_long="error").length == length
+    with pytest.raises(RecipeError, match=rf"training split, row {row} .*at most 4 tokens .*found {length};"):
+        classify(data, length=4, too_long="error")
+
+
+def test_text_is_cut_and_tokens_are_refused_by_default():
+    assert classify(written("abcdef"), length=4).length == 4
+    with pytest.raises(RecipeError, match="at most 4 tokens .*found 5; raise task.length"):
+        classify(tokens([0, 1, 2, 3, 4]), length=4)
+
+
+def test_sequences_are_cut_to_the_length_and_padded_further():
+    task = classify(written("abcdef", "a"), length=3, pad_to=5)
+    assert ids(task.train) == [[98, 99, 100, 0, 0], [98, 0, 0, 0, 0]]
+    assert task.probe(1)["input_ids"].shape == (1, 5) and task.probe(9)["attention_mask"].shape == (2, 5)
+
+
+@pytest.mark.parametrize("name", ["sequence_classification", "pair_classification"])
+def test_padding_below_the_length_is_refused_before_anything_is_read(name):
+    with pytest.raises(ValidationError, match="pad_to: expected at least the length, 8, found 7"):
+        TASKS[name][0](length=8, pad_to=7)
+
+
+def test_every_byte_is_a_token():
+    everything_utf8 = "".join(map(chr, [*range(0x80), 0x7FF, 0x20AC, 0x1F600, 0xD800]))  # the last is half a pair
+    encoded = everything_utf8.encode("utf-8", "surrogatepass")
+    task = classify(written(everything_utf8), length=len(encoded))
+    assert ids(task.train) == [[byte + 1 for byte in encoded]]
+    documents = PackedDocuments()
+    documents.append(bytes(range(256)))
+    assert documents.tokens(0).tolist() == list(range(1, 257))
+
+
+# Empty sequences
+
+NOTHING = {
+    "text": (written("ab", ""), {"length": 4}),
+    "tokens": (tokens([0, 1], [-1, -1]), {}),
+    "black": (bundle("image", TensorSplit("image", torch.tensor([[[[9]]], [[[0]]]]).byte(), torch.tensor([0, 1]))), {}),
+    "joined": (bundle("text", pairs(("a", "b"), ("", "")), classes=2), {"length": 4}),
+}
+
+
+@pytest.mark.parametrize("kind", NOTHING)
+def test_an_empty_sequence_is_kept_and_masked_or_refused(kind):
+    data, fields = NOTHING[kind]
+    assert everything(classify(data, **fields).train)["attention_mask"][1].sum() == 0
+    with pytest.raises(RecipeError, match=r"row 1 \(the first is 0\): .*found none, as in 1 rows; remove these rows"):
+        classify(data, **fields, empty="error")
+
+
+def test_a_black_image_is_not_empty_where_black_is_seen():
+    data, _ = NOTHING["black"]
+    assert everything(classify(data, black="visible", empty="error").train)["attention_mask"].tolist() == [[1], [1]]
+
+
+@pytest.mark.parametrize("ask", ["loss", "score"])
+@pytest.mark.parametrize("name", ["sequence_classification", "pair_classification"])
+def test_nan_for_an_empty_sequence_is_an_error_and_never_a_number(ask, name):
+    split = pairs(("ab", "c"), ("", "c"), ("a", ""))
+    data = written("ab", "") if name == "sequence_classification" else bundle("text", split, classes=2)
+    task = make_task(name, data, length=4, empty="keep")
+    sequences = 1 if name == "sequence_classification" else 2
+    safe, unsafe = (MaskedMean(safe=safe, sequences=sequences) for safe in (True, False))
+    batch = everything(task.train)
+    answer = getattr(task, ask)(safe, batch)
+    assert torch.isfinite(answer if ask == "loss" else answer["loss"])
+    with pytest.raises(RecipeError, match="output for a sequence of padding alone is not finite"):
+        getattr(task, ask)(unsafe, batch)
+    nn.init.constant_(unsafe.head.bias, torch.nan)  # diverged: no matter of empty sequences
+    getattr(task, ask)(unsafe, batch)
+
+
+# The test split
+
+
+def test_a_labelled_test_split_is_offered():
+    data = written("a", "b")
+    assert classify(data, length=4).test is None
+    labelled, unlabelled = texts("tests", labels=[1]), texts("tests")
+    for split, expected in ((labelled, [[117, 102, 116, 117]]), (unlabelled, None)):
+        made = classify(bundle("text", data.train, classes=2, others={"test": split, "more": texts("x")}), length=4)
+        assert (None if made.test is None else ids(made.test)) == expected
+    with pytest.raises(RecipeError, match="test split, row 0: expected a label from 0 to 1, found 7"):
+        classify(bundle("text", data.train, classes=2, others={"test": texts("t", labels=[7])}), length=4)
+
+
+# Models and recipes
+
+BERT = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("data", "fields"),
+    [
+        (written("abc", "d"), {"length": 12, "pad_to": 16}),
+        (tokens([0, 1, -1], [2, 3, 4]), {"pad_to": 16}),
+        (bundle("image", byte_images(4, 3, 4), classes=3), {}),
+    ],
+)
+def test_a_model_of_a_recipe_takes_every_kind(data, fields):
+    task = classify(data, **fields)
+    recipe = make_recipe(model={"name": "hf:bert", "arguments": BERT | {"max_position_embeddings": 16}})
+    model = prepare_model(recipe, MethodSettings(), task, seed=0, base=None)
+    batch = everything(task.train)
+    assert model(**{name: batch[name] for name in task.inputs}).logits.shape == (len(task.train), task.num_classes)
+
+
+def test_sequences_longer_than_the_model_takes_are_refused_with_their_shape():
+    recipe = make_recipe(model={"name": "hf:bert", "arguments": BERT | {"max_position_embeddings": 8}})
+    with pytest.raises(RecipeError, match=r"hf:bert does not take the data of this task \(input_ids \(1, 16\), "):
+        prepare_model(recipe, MethodSettings(), classify(written("ab"), length=16), seed=0, base=None)
+
+
+def test_younger_options_leave_the_hashes_of_earlier_records():
+    recipe = make_recipe(task={"name": "sequence_classification", "length": 256})
+    config = recipe.config(recipe.method, 0)
+    earlier = config | {"task": {"name": "sequence_classification", "length": 256}}
+    assert config_hash(config) == config_hash(earlier)
+    for change in ({"pad_to": 300}, {"too_long": "error"}, {"empty": "error"}, {"black": "visible"}, {"image_size": 9}):
+        assert config_hash(config | {"task": config["task"] | change}) != config_hash(config)
+
+
+def test_bert_is_not_confused_by_padding():
+    model = tiny_bert().eval()
+    short, long = (classify(written("abc"), length=4, pad_to=width) for width in (4, 16))
+    with torch.no_grad():
+        logits = [model(**task.probe(1)).logits for task in (short, long)]
+    torch.testing.assert_close(logits[0], logits[1])

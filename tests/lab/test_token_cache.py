@@ -1,0 +1,378 @@
+"""Streams of tokens on disk, and corpora that are read once."""
+
+import bz2
+import gzip
+import json
+import multiprocessing
+import pickle
+import resource
+import signal
+
+import numpy as np
+import pytest
+
+from lab.data.helpers import load
+from lab.helpers import texts
+from patience import PATIENCE, wait_until
+from wellcond.lab.data import DataError, fingerprint
+from wellcond.lab.data.disk_cache import CacheEntry, CacheError
+from wellcond.lab.data.growing_files import Piece, find_grown, grow
+from wellcond.lab.data.progress import telling
+from wellcond.lab.data.token_cache import open_token_stream
+from wellcond.lab.tokenizers.byte_tokenizer import ByteTokenizer
+
+DOCUMENTS = [f"document number {number} " * (number % 5) for number in range(700)]  # every fifth is empty
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("WELLCOND_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    monkeypatch.delenv("WELLCOND_DATA", raising=False)
+
+
+@pytest.fixture
+def small_batches(monkeypatch):
+    monkeypatch.setattr("wellcond.lab.data.text_batches.MOST_ROWS", 512)
+
+
+class Counting(ByteTokenizer):
+    """Knows how much it has encoded, and can stop there."""
+
+    def __init__(self, stop_after=None):
+        self.batches, self.stop_after = 0, stop_after
+
+    def encode_batch(self, batch):
+        self.batches += 1
+        if self.stop_after is not None and self.batches > self.stop_after:
+            raise KeyboardInterrupt
+        return super().encode_batch(batch)
+
+
+class Wide(ByteTokenizer):
+    vocabulary_size = 2**16 + 1
+    fingerprint = "wide"
+
+    def encode_batch(self, batch):
+        return [ids.astype(np.uint32) + 2**16 - 256 for ids in super().encode_batch(batch)]
+
+
+def expected_stream(documents):
+    kept = [document for document in documents if document.strip()]
+    return np.concatenate([np.append(ids, 0) for ids in ByteTokenizer().encode_batch(kept)])
+
+
+def open_stream(documents=DOCUMENTS, tokenizer=None, **options):
+    return open_token_stream(texts(*documents), tokenizer or ByteTokenizer(), "some text", **options)
+
+
+def same(stream, documents=DOCUMENTS):
+    return np.array_equal(stream.tokens, expected_stream(documents))
+
+
+def test_a_stream_holds_all_documents_with_their_ends():
+    stream = open_stream(["ab", "", "c d", " \n"])
+    assert stream.tokens.tolist() == [98, 99, 0, 100, 33, 101, 0] and stream.document_ends.tolist() == [3, 7]
+    assert stream.tokens.dtype == np.uint16 and isinstance(stream.tokens, np.memmap) and len(stream) == 7
+    counts = stream.counts
+    assert (counts.documents, counts.skipped, counts.tokens, counts.words, counts.bytes) == (2, 2, 7, 3, 5)
+    with pytest.raises(ValueError, match="read-only"):
+        stream.tokens[0] = 1
+
+
+def test_numbers_are_as_wide_as_the_vocabulary_needs():
+    stream = open_stream(["\xff"], Wide())
+    assert stream.tokens.dtype == np.uint32 and stream.tokens.max() == 2**16 - 256 + 0xC4 and same(open_stream())
+
+
+def test_a_stream_is_made_once_and_depends_on_text_tokeniser_and_limit(small_batches):
+    first = Counting()
+    assert same(open_stream(tokenizer=first)) and first.batches > 1
+    again = Counting()
+    assert same(open_stream(tokenizer=again)) and again.batches == 0
+    middle = [*DOCUMENTS[:333], DOCUMENTS[333] + "!", *DOCUMENTS[334:]]  # a row that `fingerprint` does not look at
+    assert same(open_stream(middle, again), middle) and again.batches > 0
+    assert open_stream(tokenizer=Wide()).path != open_stream().path
+    # "ab", "c": the same bytes, cut elsewhere
+    assert open_stream(["ab", "c"]).tokens.tolist() != open_stream(["a", "bc"]).tokens.tolist()
+
+
+@pytest.mark.parametrize(("limit", "documents"), [(1, 1), (3, 1), (4, 2), (10**6, 3)])
+def test_a_limit_ends_behind_the_document_that_reaches_it(limit, documents):
+    stream = open_stream(["ab", "cd", "ef"], limit_tokens=limit)
+    assert stream.counts.documents == documents and len(stream) == 3 * documents
+
+
+def test_only_a_path_travels_to_another_process():
+    stream = open_stream()
+    assert same(stream)
+    sent = pickle.dumps(stream)
+    assert len(sent) < 1000 and same(pickle.loads(sent))
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "ends", "gone", "sum", "about"])
+def test_damaged_files_are_made_again(damage, monkeypatch):
+    stream = open_stream()
+    name = {"ends": "document_ends.bin", "sum": "tokens.bin.sum", "about": "about.json"}.get(damage, "tokens.bin")
+    path = stream.path.parent / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(content[:-4] if damage == "cut" else content)
+    monkeypatch.setattr("wellcond.lab.data.growing_files._SEEN", set())  # as a new process would look
+    tokenizer = Counting()
+    again = open_stream(tokenizer=tokenizer)
+    assert same(again) and tokenizer.batches > 0 and len(again.document_ends) == again.counts.documents
+
+
+def test_a_file_that_is_cut_after_it_was_opened_is_named():
+    stream = open_stream()
+    stream.path.write_bytes(stream.path.read_bytes()[:-2])
+    with pytest.raises(DataError, match=r"tokens.bin: this file of the cache has changed(?s:.*)Start again"):
+        stream.tokens  # noqa: B018
+
+
+@pytest.mark.parametrize("torn", [None, "tokens.bin", "document_ends.bin", "journal"])
+def test_what_was_done_before_an_interruption_is_kept(torn, tmp_path, small_batches):
+    documents = DOCUMENTS * 8
+    with pytest.raises(KeyboardInterrupt):
+        open_stream(documents, Counting(stop_after=5))
+    (folder,) = (tmp_path / "cache/tokens").iterdir()
+    if torn is not None:  # as a crash of the machine would leave it
+        path = folder / torn
+        path.write_bytes(path.read_bytes()[:-5])
+    tokenizer, told = Counting(), []
+    with telling(lambda *row: told.append(row)):
+        assert same(open_stream(documents, tokenizer), documents)
+    whole = Counting()
+    open_token_stream(texts(*documents), whole, "some text", root=tmp_path / "other")
+    assert tokenizer.batches < whole.batches
+    assert told[-1] == ("tokenising some text, documents", len(documents), len(documents))
+    assert not (folder / "journal").exists()
+
+
+class Held(Counting):
+    """Encodes two batches and no third."""
+
+    def encode_batch(self, batch):
+        if self.batches == 2:
+            signal.pause()
+        return super().encode_batch(batch)
+
+
+def build(tokenizer, found):
+    stream = open_token_stream(texts(*DOCUMENTS * 8), tokenizer, "some text")
+    found.put((tokenizer.batches, stream.counts.tokens))
+
+
+@pytest.mark.processes
+def test_of_two_processes_one_makes_the_stream_and_goes_on_from_one_that_was_killed(tmp_path, small_batches):
+    documents = DOCUMENTS * 8
+    processes = multiprocessing.get_context("fork")
+    found = processes.Queue()
+    killed, *both = [
+        processes.Process(target=build, args=(kind(), found), daemon=True) for kind in (Held, Counting, Counting)
+    ]
+    killed.start()
+    wait_until(lambda: any(path.stat().st_size for path in (tmp_path / "cache/tokens").glob("*/journal")))
+    killed.kill()
+    killed.join()
+    for process in both:
+        process.start()
+    rows = sorted(found.get(timeout=PATIENCE) for _ in both)
+    for process in both:
+        process.join()
+    whole = Counting()
+    open_token_stream(texts(*documents), whole, "some text", root=tmp_path / "other")
+    assert rows[0][0] == 0 and 0 < rows[1][0] < whole.batches
+    assert {row[1] for row in rows} == {len(expected_stream(documents))}
+    assert same(open_stream(documents), documents)
+
+
+@pytest.mark.parametrize("documents", [[""], ["", " \n\t"], ["\u3000"]])
+def test_no_text_at_all_is_an_error_every_time(documents):
+    for _ in range(2):
+        with pytest.raises(
+            DataError, match=f"some text: there is no text(?s:.*){len(documents)} documents without text"
+        ):
+            open_stream(documents)
+
+
+def test_a_tokeniser_that_leaves_its_vocabulary_is_refused():
+    class Wrong(ByteTokenizer):
+        vocabulary_size = 100
+        fingerprint = "wrong"
+
+    with pytest.raises(DataError, match="ids below 100\n.*found: +123"):
+        open_stream(["z"], Wrong())
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("WELLCOND_CACHE", str(tmp_path / "file"))
+    with pytest.raises(CacheError, match="WELLCOND_CACHE"):
+        open_stream()
+
+
+def fill_disk(found):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+    try:
+        open_stream(DOCUMENTS * 8)
+    except CacheError as error:
+        found.put(str(error))
+
+
+@pytest.mark.processes
+def test_a_full_disk_is_named_and_what_was_written_is_of_use(tmp_path, small_batches):
+    processes = multiprocessing.get_context("fork")
+    found = processes.Queue()
+    process = processes.Process(target=fill_disk, args=(found,))
+    process.start()
+    assert "the cache cannot be written: File too large. Make room" in found.get(timeout=PATIENCE)
+    process.join()
+    assert same(open_stream(DOCUMENTS * 8), DOCUMENTS * 8)
+
+
+def test_two_writers_without_locks_are_noticed(tmp_path):
+    entry = CacheEntry("some", {"a": 1}, root=tmp_path)
+
+    def pieces(state):
+        yield Piece({"data": b"mine"}, {"n": 1})
+        with open(entry.folder / "data", "ab") as other:
+            other.write(b"theirs")
+
+    with pytest.raises(CacheError, match="another process wrote to the file"):
+        grow(entry, ["data"], pieces)
+    assert find_grown(entry, ["data"]) is None
+
+
+# Corpora
+
+
+def write_corpus(folder, name, documents):
+    path = folder / name
+    if ".txt" in name:
+        content = "\n".join(documents).encode()
+    elif ".jsonl" in name:
+        content = "".join(json.dumps({"id": n, "text": text}) + "\n" for n, text in enumerate(documents)).encode()
+    else:
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.table({"text": documents}), path, row_group_size=100)
+        return path
+    if name.endswith(".zst"):
+        import pyarrow
+
+        with pyarrow.output_stream(str(path), compression="zstd") as stream:
+            stream.write(content)
+        return path
+    pack = {".gz": gzip.compress, ".bz2": bz2.compress}.get(path.suffix, bytes)
+    path.write_bytes(pack(content))
+    return path
+
+
+def stream_of(folder, files="*", **fields):
+    return load(base=folder, source="text_stream", files=files, **{"evaluation_documents": 10, **fields})
+
+
+def all_texts(split):
+    return [split[row]["text"] for row in range(len(split))]
+
+
+KEPT = [document for document in DOCUMENTS if document]
+NAMES = ["a.txt", "a.jsonl", "a.jsonl.zst", "a.jsonl.gz", "a.txt.bz2", "a.parquet"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_format_gives_the_same_documents(name, tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    write_corpus(folder, name, DOCUMENTS)
+    bundle = stream_of(folder, name)
+    assert all_texts(bundle.evaluation) == KEPT[:10] and all_texts(bundle.train) == KEPT[10:]
+    assert bundle.kind == "text" and bundle.num_classes is None and str(tmp_path) not in bundle.description
+    assert fingerprint(bundle) == fingerprint(pickle.loads(pickle.dumps(bundle)))
+    stream = open_token_stream(bundle.train, ByteTokenizer(), "train")
+    assert same(stream, KEPT[10:])
+
+
+def test_limits_end_the_reading_and_the_cache_answers_the_second_time(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    write_corpus(folder, "a.jsonl", KEPT[:300])
+    path = write_corpus(folder, "b.jsonl", KEPT[300:])
+    assert all_texts(stream_of(folder, limit_documents=350).train) == KEPT[10:350]
+    few = stream_of(folder, limit_bytes=1000, evaluation_documents=1)
+    size = sum(map(len, [*all_texts(few.evaluation), *all_texts(few.train)]))
+    assert 1000 <= size < 1000 + max(map(len, KEPT))
+    with open(path, "ab") as file:
+        file.write(b'{"text": "one more"}\n')
+    assert all_texts(stream_of(folder).train)[-1] == "one more"  # a changed file is read again
+    path.unlink()
+    with pytest.raises(DataError, match="too few documents"):
+        stream_of(folder, evaluation_documents=300)
+
+
+def test_reading_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
+    monkeypatch.setattr("wellcond.lab.data.sources.text_stream.PIECE_BYTES", 2000)
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    write_corpus(folder, "a.jsonl", DOCUMENTS)
+
+    def interrupt(what, done, total):
+        if done > 10_000:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), telling(interrupt):
+        stream_of(folder)
+    told = []
+    with telling(lambda *row: told.append(row)):
+        bundle = stream_of(folder)
+    assert all_texts(bundle.train) == KEPT[10:] and told[0][1] > 10_000 and told[0][0] == "reading a.jsonl, bytes"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fields", "message"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"text": ', {}, r"a.jsonl, line 2: this is no JSON"),
+        ("a.jsonl", b'{"body": "a"}\n', {}, r"line 1: there is no text.*\n.*'text'\n.*columns body"),
+        ("a.jsonl", b'{"text": null}\n', {}, r"line 1: there is no text.*\n.*\n.*NoneType there"),
+        ("a.jsonl", b"[1]\n", {}, "a list"),
+        ("a.txt", b"\xff\xfe\n", {}, "a whole .txt file in UTF-8"),
+        ("a.txt", b"", {}, "too few documents(?s:.*)0 with text and 0 without"),
+        ("a.txt", b"\n \na\n", {}, "1 with text and 2 without"),
+        ("a.jsonl.gz", b"no gzip", {}, "a whole .jsonl file"),
+        ("a.parquet", b"no parquet", {}, "a whole .parquet file"),
+        ("a.csv", b"text\na\n", {}, "the format is not known"),
+        ("b.txt", b"a\n", {"files": "c.txt"}, "c.txt: no such file"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(name, content, fields, message, tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        stream_of(folder, **{"files": "*", **fields})
+
+
+@pytest.mark.parametrize("fields", [{}, {"id": "a/b", "files": "c"}, {"files": "c", "limit_documents": 1000}])
+def test_settings_that_say_nothing_or_too_much(fields):
+    with pytest.raises(ValueError, match=r"expected (either|more)"):
+        load(source="text_stream", **fields)
+
+
+def test_a_set_of_a_mirror_is_streamed(tmp_path, monkeypatch):
+    folder = tmp_path / "mirror/some/set/data"
+    folder.mkdir(parents=True)
+    write_corpus(folder, "train-00000-of-00002.parquet", DOCUMENTS[:400])
+    write_corpus(folder, "train-00001-of-00002.parquet", DOCUMENTS[400:])
+    monkeypatch.setenv("WELLCOND_DATA", str(tmp_path / "mirror"))
+    bundle = load(source="text_stream", id="some/set", evaluation_documents=10)
+    assert all_texts(bundle.train) == KEPT[10:] and bundle.name == "some/set"
+    with pytest.raises(DataError, match="split 'nowhere'"):
+        load(source="text_stream", id="some/set", split="nowhere")
+    with pytest.raises(DataError, match="some/other: the data set cannot be read"):
+        load(source="text_stream", id="some/other")

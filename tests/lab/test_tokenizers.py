@@ -1,0 +1,309 @@
+"""Tokenisers: bytes, trained, from files; and what a recipe may say."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from lab.helpers import texts, tiny_gpt2
+from wellcond.lab.data import DataError
+from wellcond.lab.settings import RecipeError
+from wellcond.lab.tokenizers.base import SpecialTokens, document_end
+from wellcond.lab.tokenizers.byte_tokenizer import ByteTokenizer
+from wellcond.lab.tokenizers.choose import make_tokenizer
+from wellcond.lab.tokenizers.files import read_tokenizer
+from wellcond.lab.tokenizers.generate import generate_text
+from wellcond.lab.tokenizers.settings import TokenizerChoice
+
+tokenizers = pytest.importorskip("tokenizers")
+
+ROOT = Path(os.environ.get("WELLCOND_DATA") or Path(__file__).parents[2] / "../shared/data")
+WORDS = "One day, a little girl named Lily found a needle in her room. Her café was älter than naïve people say".split()
+# Rows of words in a changing order, so that pairs of many frequencies occur, and ties.
+STORIES = texts(*(" ".join(WORDS[(5 * row + k * k) % len(WORDS)] for k in range(30)) for row in range(40)))
+ODD = ["Hello world", " two  spaces\n\nand\ttabs ", "née 你好 🙂", "\x00\x7f", "", "don't stop"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("WELLCOND_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("WELLCOND_DATA", raising=False)
+
+
+def choose(choice, split=STORIES, base=None):
+    return make_tokenizer(TypeAdapter(TokenizerChoice).validate_python(choice), split, "stories", base)
+
+
+def bpe(vocabulary=300, **fields):
+    return choose({"train": "bpe", "vocabulary": vocabulary, **fields})
+
+
+def word_pieces(vocabulary=64, **fields):
+    return choose({"train": "wordpiece", "vocabulary": vocabulary, **fields})
+
+
+@pytest.fixture
+def gpt2_folder(tmp_path):
+    """The two files of a byte-pair tokeniser."""
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    bpe().inner.model.save(str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("make", [ByteTokenizer, bpe], ids=["bytes", "bpe"])
+def test_bytes_and_byte_pairs_give_every_text_back(make):
+    tokenizer = make()
+    encoded = tokenizer.encode_batch(ODD)
+    assert [tokenizer.decode(ids) for ids in encoded] == ODD
+    assert all(ids.dtype == np.uint16 and (ids < tokenizer.vocabulary_size).all() for ids in encoded)
+    assert len(encoded[4]) == 0
+
+
+def test_byte_pairs_are_fewer_than_bytes_and_end_with_their_own_token():
+    tokenizer = bpe()
+    (ids,) = tokenizer.encode_batch(["little girl"])
+    assert len(ids) < len("little girl") and tokenizer.vocabulary_size == 300
+    assert tokenizer.special == SpecialTokens(end_of_text=0) and document_end(tokenizer) == 0
+    assert tokenizer.decode([*ids, 0]) == "little girl"
+
+
+def test_word_pieces_are_those_of_bert():
+    tokenizer = word_pieces(lower_case=True)
+    assert tokenizer.special == SpecialTokens(pad=0, unknown=1, classify=2, separator=3, mask=4)
+    assert tokenizer.special.ids == (0, 1, 2, 3, 4) and document_end(tokenizer) == 3
+    ids = tokenizer.encode_batch(["Lily CAFÉ", "lily cafe", "Ω", "  "])
+    assert ids[0].tolist() == ids[1].tolist() and tokenizer.decode(ids[0]) == "lily cafe"
+    assert ids[2].tolist() == [1] and len(ids[3]) == 0
+    kept = word_pieces(lower_case=False)
+    assert kept.decode(kept.encode_batch(["Lily café"])[0]) == "Lily café"
+
+
+def test_half_a_surrogate_pair_is_no_reason_to_stop():
+    assert bpe().decode(bpe().encode_batch(["a\ud800b"])[0]) == "a?b"
+    assert len(ByteTokenizer().encode_batch(["a\ud800b"])[0]) == 5
+
+
+@pytest.mark.slow
+def test_training_repeats_in_another_process_with_other_threads():
+    code = (
+        "import sys; sys.path.insert(0, 'tests')\n"
+        "from lab.test_tokenizers import bpe, word_pieces; print(bpe().fingerprint, word_pieces().fingerprint)"
+    )
+    here = [bpe().fingerprint, word_pieces().fingerprint]
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"TOKENIZERS_PARALLELISM": "false", "WELLCOND_CACHE": f"{os.environ['WELLCOND_CACHE']}-other"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == here
+
+
+def test_training_is_kept_and_depends_on_text_and_options(tmp_path):
+    first = bpe()
+    (kept,) = (tmp_path / "cache/tokenizers").glob("*/tokenizer.json")
+    before = kept.stat().st_mtime_ns
+    assert bpe().fingerprint == first.fingerprint and kept.stat().st_mtime_ns == before
+    others = [bpe(290), bpe(lower_case=True), bpe(documents=20)]
+    changed = texts(*(row["text"] for row in STORIES.examples[:-1]), STORIES.examples[-1]["text"] + "!")
+    others.append(choose({"train": "bpe", "vocabulary": 300}, changed))
+    assert len(list((tmp_path / "cache/tokenizers").iterdir())) == 5
+    assert first.fingerprint not in {other.fingerprint for other in others[:3]}
+    kept.write_bytes(kept.read_bytes()[:100])  # damaged: trained again
+    assert bpe().fingerprint == first.fingerprint and json.loads(kept.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("choice", "documents", "message"),
+    [
+        (
+            {"train": "bpe", "vocabulary": 4096},
+            ["some words"],
+            "4096 parts of words.*\n.*found: +257.*\n.*Lower task.tok",
+        ),
+        ({"train": "wordpiece", "vocabulary": 4096}, ["some words"] * 3, "(?s)4096 parts of words.*Lower"),
+        ({"train": "bpe", "vocabulary": 100}, ["words"], "(?s)at least 257: special.*found: +a vocab.* 100.*Raise"),
+        ({"train": "wordpiece", "vocabulary": 6}, ["words"], "(?s)at least 14: special.*Raise"),
+        ({"train": "bpe", "vocabulary": 300}, ["", " \n"], "no text to train a tokeniser on(?s:.*)2 documents without"),
+    ],
+)
+def test_text_and_vocabulary_that_do_not_suit_each_other(choice, documents, message):
+    with pytest.raises(DataError, match=message):
+        choose(choice, texts(*documents))
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("words", "expected bytes, {train"),
+        ({"train": "bpe"}, "vocabulary"),
+        ({"train": "unigram", "vocabulary": 9}, "'wordpiece' or 'bpe'"),
+        ({"train": "bpe", "vocabulary": 9, "lowercase": True}, "did you mean 'lower_case'"),
+        ({"train": "bpe", "file": "x"}, "expected bytes, {train"),
+        ({"file": "x", "sha256": "12"}, "pattern"),
+    ],
+)
+def test_a_recipe_is_checked(choice, message):
+    with pytest.raises(ValidationError, match=message):
+        TypeAdapter(TokenizerChoice).validate_python(choice)
+
+
+def test_files_of_each_kind_give_the_tokeniser_back(gpt2_folder, tmp_path, monkeypatch):
+    trained = bpe()
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    trained.inner.save(str(whole / "tokenizer.json"))
+    pieces = word_pieces()
+    ordered = sorted(pieces.inner.get_vocab().items(), key=lambda item: item[1])
+    (tmp_path / "vocab.txt").write_text("".join(f"{word}\n" for word, _ in ordered), encoding="utf-8")
+    expected = [ids.tolist() for ids in trained.encode_batch(ODD)]
+    for name in ("pairs", "pairs/vocab.json", "whole", "whole/tokenizer.json"):
+        found = choose({"file": name}, base=tmp_path)
+        assert [ids.tolist() for ids in found.encode_batch(ODD)] == expected and found.special.end_of_text == 0
+    found = choose({"file": "vocab.txt"}, base=tmp_path)
+    assert found.fingerprint == pieces.fingerprint
+    assert choose({"file": "vocab.txt", "lower_case": True}, base=tmp_path).fingerprint != pieces.fingerprint
+    monkeypatch.setenv("WELLCOND_DATA", str(tmp_path))
+    by_name = choose({"file": "pairs", "sha256": choose({"file": "pairs"}).fingerprint}, base=tmp_path / "cache")
+    assert by_name.encode_batch(ODD)[0].tolist() == expected[0]
+    with pytest.raises(RecipeError, match="sha256: .* is another tokeniser"):
+        choose({"file": "pairs", "sha256": "0" * 64})
+
+
+def test_a_vocabulary_without_capitals_is_one_of_lower_case(tmp_path):
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "lily", "girl"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    assert read_tokenizer(tmp_path).encode_batch(["Lily GIRL"])[0].tolist() == [5, 6]
+    (tmp_path / "vocab.txt").write_text("\n".join([*words, "Lily"]))
+    assert read_tokenizer(tmp_path).encode_batch(["Lily GIRL"])[0].tolist() == [7, 1]
+
+
+def test_a_file_that_cuts_or_pads_does_so_no_more(tmp_path):
+    inner = bpe().inner
+    inner.enable_truncation(3)
+    inner.enable_padding()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    found = choose({"file": "tokenizer.json"}, base=tmp_path).encode_batch(["a little girl named Lily", "a"])
+    assert len(found[0]) > 3 and len(found[1]) == 1
+
+
+def test_large_vocabularies_need_wider_numbers(tmp_path):
+    words = ["[UNK]", *(f"w{number}" for number in range(70_000))]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    (ids,) = read_tokenizer(tmp_path).encode_batch(["w69999"])
+    assert ids.tolist() == [70_000] and ids.dtype == np.uint32
+    with pytest.raises(DataError, match="no token that could end a document"):
+        document_end(read_tokenizer(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "merges.txt").unlink(), r"merges.txt: no such file.*\n.*side by side\n.*vocab.json"),
+        (lambda folder: (folder / "vocab.json").unlink(), r"vocab.json: no such file"),
+        (lambda folder: (folder / "vocab.json").write_text("[1, 2]"), "is no vocabulary.*\n.*\n.*a list"),
+        (lambda folder: (folder / "vocab.json").write_text("{"), "vocabulary cannot be read"),
+        (lambda folder: (folder / "vocab.json").write_text("{}"), "an empty mapping"),
+        (lambda folder: (folder / "vocab.json").write_text('{"a": "b"}'), "'a': 'b', and 0 more"),
+        (lambda folder: (folder / "vocab.json").write_text('{"a": 1, "b": 1}'), "2 tokens with 1 different numbers"),
+        (lambda folder: (folder / "vocab.json").write_text('{"a": 1}'), "none for 255 of them"),
+        (lambda folder: (folder / "merges.txt").write_text("a b c\n"), "merges.txt, line 1: this is no merge"),
+        (lambda folder: (folder / "merges.txt").write_text("zz qq\n"), "do not fit together"),
+        (lambda folder: (folder / "merges.txt").write_bytes(b"\xff\xfe"), "the file cannot be read"),
+        (lambda folder: (folder / "tokenizer.json").write_text('{"a": 1}'), "the tokeniser cannot be read"),
+        (lambda folder: shutil.rmtree(folder), "no such file or folder"),
+        (lambda folder: [path.unlink() for path in folder.iterdir()], "there is no tokeniser"),
+    ],
+)
+def test_damaged_files_are_named(gpt2_folder, damage, message):
+    damage(gpt2_folder)
+    with pytest.raises(DataError, match=message):
+        choose({"file": "pairs"}, base=gpt2_folder.parent)
+
+
+@pytest.mark.parametrize("content", ["", "lily\nlily\n[UNK]", "lily\ngirl"])
+def test_a_text_is_no_vocabulary(tmp_path, content):
+    (tmp_path / "vocab.txt").write_text(content)
+    with pytest.raises(DataError, match="no vocabulary of word pieces"):
+        read_tokenizer(tmp_path / "vocab.txt")
+
+
+def test_a_name_may_not_lead_out_of_a_mirror(gpt2_folder, tmp_path, monkeypatch):
+    (tmp_path / "mirror").mkdir()
+    monkeypatch.setenv("WELLCOND_DATA", str(tmp_path / "mirror"))
+    with pytest.raises(DataError, match="no such file or folder"):
+        choose({"file": "../pairs"}, base=tmp_path / "mirror/deeper")
+
+
+def test_the_files_of_gpt2():
+    folder = ROOT / "gpt2-bpe"
+    if not folder.is_dir():
+        pytest.skip("no gpt2-bpe: set WELLCOND_DATA to a folder that holds it")
+    tokenizer = read_tokenizer(folder)
+    known = {"Hello world": [15496, 995], " the": [262], "<|endoftext|>": [50256], "don't": [9099, 470]}
+    assert [ids.tolist() for ids in tokenizer.encode_batch(list(known))] == list(known.values())
+    assert [tokenizer.decode(ids) for ids in tokenizer.encode_batch(ODD)] == ODD
+    assert tokenizer.vocabulary_size == 50257 and document_end(tokenizer) == 50256
+
+
+# Generated text
+
+
+def test_a_text_is_drawn_again_by_its_seed_and_leaves_everything_as_it_was():
+    import torch
+
+    model, tokenizer = tiny_gpt2(context=8).train(), ByteTokenizer()
+    state = torch.get_rng_state()
+    first = generate_text(model, tokenizer, "ab", 30, seed=1)
+    assert first == generate_text(model, tokenizer, "ab", 30, seed=1) and first.startswith("ab")
+    assert first != generate_text(model, tokenizer, "ab", 30, seed=2)
+    assert model.training and torch.equal(state, torch.get_rng_state())
+
+
+def test_temperature_nought_takes_the_likeliest_and_the_end_ends():
+    import torch
+    from torch import nn
+
+    class Alphabet(nn.Module):
+        """After a letter its successor; the document ends after d."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1))
+
+        def forward(self, input_ids, use_cache):
+            following = torch.where(input_ids == 1 + ord("d"), 0, input_ids + 1)
+            return torch.nn.functional.one_hot(following, 300).float() * 50
+
+    assert generate_text(Alphabet(), ByteTokenizer(), "a", 30, temperature=0) == "abcd"
+    assert generate_text(Alphabet(), ByteTokenizer(), "a", 2, temperature=0.1) == "abc"
+
+
+def test_conditioned_and_folded_models_write_the_same():
+    import wellcond
+
+    model = tiny_gpt2(context=16)
+    wellcond.init_(model, "conditioned")
+    wellcond.condition_(model, "identity", lam=1.0)
+    drawn = {
+        (seed, heat): generate_text(model, ByteTokenizer(), "x", 40, heat, seed) for seed in (0, 1) for heat in (0, 1)
+    }
+    wellcond.fold_(model)
+    for (seed, heat), text in drawn.items():
+        assert generate_text(model, ByteTokenizer(), "x", 40, heat, seed) == text
+
+
+def test_a_model_of_too_few_tokens_is_refused():
+    with pytest.raises(RecipeError, match="knows 200 tokens, and the tokeniser has 257"):
+        generate_text(tiny_gpt2(200), ByteTokenizer(), "a", 3)
+    with pytest.raises(RecipeError, match="a temperature from 0"):
+        generate_text(tiny_gpt2(), ByteTokenizer(), "a", 3, temperature=-1)
