@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-from wellcond.lab.data import DataBundle, TensorSplit
+from wellcond.lab.data import Data, TensorDataset
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe
@@ -34,8 +34,8 @@ def make_task(recipe: Recipe, augmentation: AugmentationSettings) -> ImageClassi
     """Random images of the size and number of classes of CIFAR-10."""
     source = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (10000, 3, 32, 32), generator=source, dtype=torch.uint8)
-    split = TensorSplit("image", images, torch.arange(10000) % 10)
-    data = DataBundle("random", "image", split, split, tuple(map(str, range(10))), "")
+    split = TensorDataset("image", images, torch.arange(10000) % 10)
+    data = Data("random", "image", split, split, tuple(map(str, range(10))), "")
     return ImageClassification(recipe.task, TaskContext(data, 0, augmentation))  # type: ignore[arg-type]
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wellcond.lab.data import DataBundle, TensorSplit
+from wellcond.lab.data import Data, TensorDataset
 from wellcond.lab.recipe import Recipe
 
 RECIPE = {
@@ -86,13 +86,13 @@ class ListSplit:
 
 def bundle(kind, train, evaluation=None, classes=3, **others):
     names = None if classes is None else tuple(map(str, range(classes)))
-    return DataBundle("some", kind, train, evaluation or train, names, "", **others)
+    return Data("some", kind, train, evaluation or train, names, "", **others)
 
 
 def byte_images(count=12, channels=3, size=8, seed=0):
     source = torch.Generator().manual_seed(seed)
     images = torch.randint(0, 256, (count, channels, size, size), generator=source, dtype=torch.uint8)
-    return TensorSplit("image", images, torch.arange(count) % 3)
+    return TensorDataset("image", images, torch.arange(count) % 3)
 
 
 def pil_images(sizes, mode="RGB"):

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from lab.helpers import ListSplit, bundle, texts
-from wellcond.lab.data import TensorSplit
+from wellcond.lab.data import TensorDataset
 from wellcond.lab.tasks.augmentation import AugmentationSettings
 from wellcond.lab.tasks.base import EVALUATION, TASKS, TaskContext
 
@@ -35,7 +35,7 @@ def pairs(*rows):
 
 
 def tokens(*rows, vocabulary=5, **others):
-    split = TensorSplit("tokens", torch.tensor(rows), torch.arange(len(rows)) % 2)
+    split = TensorDataset("tokens", torch.tensor(rows), torch.arange(len(rows)) % 2)
     return bundle("tokens", split, classes=2, vocabulary_size=vocabulary, **others)
 
 

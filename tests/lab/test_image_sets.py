@@ -10,7 +10,7 @@ from torch import nn
 
 from lab.helpers import ListSplit, bundle, byte_images, make_recipe, pil_images, tiny_vit
 from lab.small import logs, small_job
-from wellcond.lab.data import TensorSplit
+from wellcond.lab.data import TensorDataset
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.augmentation import AugmentationSettings
@@ -59,7 +59,7 @@ def test_statistics_of_many_images_are_those_of_all():
     source = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (4100, 1, 2, 2), generator=source, dtype=torch.uint8)
     pixels[4096:] = 0
-    task = make_task(TensorSplit("image", pixels, torch.zeros(4100, dtype=torch.long)))
+    task = make_task(TensorDataset("image", pixels, torch.zeros(4100, dtype=torch.long)))
     assert images(task, epoch=0).double().mean().abs() < 1e-6
 
 
@@ -81,7 +81,7 @@ def test_a_constant_channel_stays_finite():
 @pytest.mark.parametrize("normalise", ["data", "imagenet", "none"])
 def test_floats_are_left_as_they_are(normalise):
     floats = torch.randn(5, 1, 8, 8)
-    task = make_task(TensorSplit("image", floats, torch.arange(5) % 3), normalise=normalise)
+    task = make_task(TensorDataset("image", floats, torch.arange(5) % 3), normalise=normalise)
     assert torch.equal(images(task, epoch=0), floats)
 
 
@@ -233,7 +233,7 @@ def test_cutmix_replaces_a_box_and_weighs_labels_by_its_area():
 
 
 def test_repeated_samples_are_mixed_with_other_images():
-    split = TensorSplit("image", torch.arange(12.0).view(12, 1, 1, 1).expand(12, 1, 8, 8), torch.arange(12) % 3)
+    split = TensorDataset("image", torch.arange(12.0).view(12, 1, 1, 1).expand(12, 1, 8, 8), torch.arange(12) % 3)
     task = make_task(split, augmentation={"mixup": 0.8, "repeats": 3})
     plan = UpdatePlan(12, 9, 1, 0, 3, following=task.following)
     samples = [index for index, _ in next(plan.parts(Share(), 0, 1))]
@@ -323,7 +323,7 @@ def test_byte_tensors_are_resized_to_the_size_asked():
 
 
 def test_floats_are_never_taken_for_pictures():
-    split = TensorSplit("image", torch.randn(4, 1, 8, 8), torch.zeros(4, dtype=torch.long))
+    split = TensorDataset("image", torch.randn(4, 1, 8, 8), torch.zeros(4, dtype=torch.long))
     for changes in ({"image_size": 16}, {"in_memory": "never"}, {"augmentation": {"random_erasing": 0.5}}):
         with pytest.raises(RecipeError, match="normalised floats"):
             make_task(split, **changes)

@@ -5,7 +5,7 @@ from PIL import Image
 
 from lab.helpers import ListSplit, bundle, byte_images, pil_images
 from lab.sequence_helpers import classify, everything, ids, written
-from wellcond.lab.data import TensorSplit
+from wellcond.lab.data import TensorDataset
 from wellcond.lab.settings import RecipeError
 
 
@@ -31,7 +31,7 @@ def test_pixels_are_the_grey_values_of_pil_row_by_row(as_tensor):
 @pytest.mark.parametrize(("black", "shift", "vocabulary"), [("masked", 0, 256), ("visible", 1, 257)])
 def test_black_pixels_are_masked_as_in_the_release_or_seen(black, shift, vocabulary):
     images = torch.tensor([[[[0, 7], [255, 0]]], [[[1, 1], [1, 1]]]], dtype=torch.uint8)
-    data = bundle("image", TensorSplit("image", images, torch.tensor([0, 1])), classes=2)
+    data = bundle("image", TensorDataset("image", images, torch.tensor([0, 1])), classes=2)
     task = classify(data, black=black, pad_to=6)
     batch = everything(task.evaluation)
     assert batch["input_ids"].tolist() == [[shift, 7 + shift, 255 + shift, shift, 0, 0], [1 + shift] * 4 + [0, 0]]
@@ -55,7 +55,7 @@ def test_images_are_resized_as_pil_does_it_with_an_average_over_what_a_pixel_cov
 
 def test_floats_from_0_to_1_are_pixels():
     images = torch.tensor([0.0, 1.0, 0.5, 100 / 255]).view(1, 1, 2, 2)
-    task = classify(bundle("image", TensorSplit("image", images, torch.tensor([0]))), black="visible")
+    task = classify(bundle("image", TensorDataset("image", images, torch.tensor([0]))), black="visible")
     assert ids(task.train) == [[1, 256, 129, 101]]
 
 
@@ -72,7 +72,7 @@ def test_decoding_images_is_reported():
         (byte_images(4, size=8), {"image_size": 4}, "expected 4 x 4 pixels .*found tensors of 8 x 8"),
         (pil_images([(4, 4)]), {"length": 9}, "task.length is for text and tokens"),
         (pil_images([(4, 4)]), {"pad_to": 15}, "task.pad_to: expected at least the 16 tokens of some, found 15"),
-        (TensorSplit("image", torch.randn(2, 1, 3, 3), torch.tensor([0, 1])), {}, "found normalised images from -"),
+        (TensorDataset("image", torch.randn(2, 1, 3, 3), torch.tensor([0, 1])), {}, "found normalised images from -"),
     ],
 )
 def test_images_that_are_no_sequences_of_one_length_are_refused(split, fields, message):

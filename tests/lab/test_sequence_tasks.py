@@ -5,7 +5,7 @@ from torch import nn
 
 from lab.helpers import bundle, byte_images, make_recipe, texts, tiny_bert
 from lab.sequence_helpers import MaskedMean, classify, everything, ids, make_task, pairs, tokens, written
-from wellcond.lab.data import TensorSplit
+from wellcond.lab.data import TensorDataset
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import config_hash
 from wellcond.lab.settings import RecipeError
@@ -36,7 +36,7 @@ def test_other_tokens_outside_the_vocabulary_are_refused(row, found):
 
 
 def test_all_splits_get_the_longest_length():
-    data = tokens([0, 1], others={"test": TensorSplit("tokens", torch.tensor([[1, 2, 3]]), torch.tensor([1]))})
+    data = tokens([0, 1], others={"test": TensorDataset("tokens", torch.tensor([[1, 2, 3]]), torch.tensor([1]))})
     task = classify(data)
     assert ids(task.train) == [[1, 2, 0]] and ids(task.test) == [[2, 3, 4]] and task.length == 3
 
@@ -94,7 +94,10 @@ def test_every_byte_is_a_token():
 NOTHING = {
     "text": (written("ab", ""), {"length": 4}),
     "tokens": (tokens([0, 1], [-1, -1]), {}),
-    "black": (bundle("image", TensorSplit("image", torch.tensor([[[[9]]], [[[0]]]]).byte(), torch.tensor([0, 1]))), {}),
+    "black": (
+        bundle("image", TensorDataset("image", torch.tensor([[[[9]]], [[[0]]]]).byte(), torch.tensor([0, 1]))),
+        {},
+    ),
     "joined": (bundle("text", pairs(("a", "b"), ("", "")), classes=2), {"length": 4}),
 }
 

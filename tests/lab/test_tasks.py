@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 import wellcond
 from lab.helpers import ListSplit, bundle, byte_images, make_recipe, texts, tiny_bert, tiny_gpt2, tiny_vit
 from lab.small import small_job
-from wellcond.lab.data import TensorSplit, load_data, resolve_config
+from wellcond.lab.data import TensorDataset, load_data, resolve_config
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.augmentation import AugmentationSettings
@@ -31,7 +31,7 @@ def evaluation_batch(task):
 
 
 def token_data(tokens, labels=(0, 1), vocabulary=5, classes=2):
-    split = TensorSplit("tokens", torch.tensor(tokens), torch.tensor(labels))
+    split = TensorDataset("tokens", torch.tensor(tokens), torch.tensor(labels))
     return bundle("tokens", split, classes=classes, vocabulary_size=vocabulary)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from wellcond.lab.data import DataError, TensorSplit, as_tensor_images, to_channels
+from wellcond.lab.data import DataError, TensorDataset, as_tensor_images, to_channels
 from wellcond.lab.data.images import decode_image
 
 Image = pytest.importorskip("PIL.Image")
@@ -54,7 +54,7 @@ def test_size_resizes_the_shorter_side_and_cuts_the_centre():
 
 
 def test_tensors_keep_their_type():
-    split = TensorSplit("image", torch.randn(3, 1, 4, 4), torch.tensor([0, 1, 0]))
+    split = TensorDataset("image", torch.randn(3, 1, 4, 4), torch.tensor([0, 1, 0]))
     assert as_tensor_images(split, channels=1).images.equal(split.inputs)
     assert as_tensor_images(split, channels=3).images.equal(split.inputs.expand(-1, 3, -1, -1))
 

@@ -11,11 +11,11 @@ from pydantic import BaseModel, ValidationError
 from lab.data.helpers import load
 from wellcond.errors import MissingExtraError, UnknownChoiceError
 from wellcond.lab.data import (
-    DataBundle,
+    Data,
     DataConfig,
     DataError,
     SourceConfig,
-    TensorSplit,
+    TensorDataset,
     fingerprint,
     load_data,
     register_source,
@@ -67,9 +67,9 @@ def test_a_source_registered_later_is_part_of_the_union():
     try:
 
         @register_source(OnesConfig)
-        def load_ones(config: OnesConfig, base: Path) -> DataBundle:
-            split = TensorSplit("image", torch.ones(config.count, 1, 2, 2), None)
-            return DataBundle("ones", "image", split, split, None, "ones")
+        def load_ones(config: OnesConfig, base: Path) -> Data:
+            split = TensorDataset("image", torch.ones(config.count, 1, 2, 2), None)
+            return Data("ones", "image", split, split, None, "ones")
 
         bundle = load_data(Recipe.model_validate({"data": {"source": "ones", "count": 4}}).data)
         assert len(bundle.train) == 4 and bundle.num_classes is None and bundle.train[0].keys() == {"image"}
@@ -105,8 +105,8 @@ def test_fingerprint_follows_content_and_ignores_rounding():
     assert first["splits"]["train"]["size"] == 1297 and first["class_names"] == [str(n) for n in range(10)]
 
     def changed(images, labels):
-        train = TensorSplit("image", images, labels)
-        return fingerprint(DataBundle("digits", "image", train, bundle.evaluation, bundle.class_names, ""))
+        train = TensorDataset("image", images, labels)
+        return fingerprint(Data("digits", "image", train, bundle.evaluation, bundle.class_names, ""))
 
     train = bundle.train
     assert changed(train.inputs * (1 + 1e-7), train.labels) == first

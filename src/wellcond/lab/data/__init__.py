@@ -7,7 +7,7 @@ try:
 except ImportError as error:
     raise MissingExtraError("pydantic", "train") from error
 
-from wellcond.lab.data.bundle import DataBundle, Kind, Split, TensorSplit
+from wellcond.lab.data.base import Data, Dataset, Kind, TensorDataset
 from wellcond.lab.data.errors import DataError
 from wellcond.lab.data.fingerprint import fingerprint
 from wellcond.lab.data.generated import Generated, GeneratorOptions, register_generator
@@ -17,16 +17,16 @@ from wellcond.lab.data.registry import DataConfig, SourceConfig, load_data, regi
 from wellcond.lab.data import generators, sources  # noqa: F401  isort: skip  (these register themselves)
 
 __all__ = [
-    "DataBundle",
+    "Data",
     "DataConfig",
     "DataError",
+    "Dataset",
     "Generated",
     "GeneratorOptions",
     "Kind",
     "SourceConfig",
-    "Split",
+    "TensorDataset",
     "TensorImages",
-    "TensorSplit",
     "as_tensor_images",
     "fingerprint",
     "load_data",

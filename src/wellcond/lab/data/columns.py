@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from wellcond.lab.data.bundle import Kind
+from wellcond.lab.data.base import Kind
 from wellcond.lab.data.errors import DataError, listed
 from wellcond.lab.data.tables import Table
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from wellcond.lab.data.bundle import DataBundle, Split
+from wellcond.lab.data.base import Data, Dataset
 
 NUM_SAMPLES = 16
 
 
-def fingerprint(bundle: DataBundle) -> dict[str, Any]:
+def fingerprint(bundle: Data) -> dict[str, Any]:
     """Sizes, classes and digests of a bundle, as plain JSON values.
 
     The digest of a split covers its size, every label, and 16 inputs spread evenly from the first to the last, each
@@ -29,7 +29,7 @@ def fingerprint(bundle: DataBundle) -> dict[str, Any]:
     }
 
 
-def _digest(split: Split) -> str:
+def _digest(split: Dataset) -> str:
     digest = hashlib.sha256(str(len(split)).encode())
     if split.labels is not None:
         labels = split.labels.numpy()

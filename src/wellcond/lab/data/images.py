@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from wellcond.errors import MissingExtraError
-from wellcond.lab.data.bundle import Split
+from wellcond.lab.data.base import Dataset
 from wellcond.lab.data.errors import DataError
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def decode_image(encoded: bytes, where: str) -> Image:
         ) from error
 
 
-def place_of(split: Split, index: int) -> str:
+def place_of(split: Dataset, index: int) -> str:
     """The file of an image, or its number where it has none."""
     files = getattr(split, "files", None)
     return f"image {index}" if files is None else str(files[index])
@@ -132,7 +132,7 @@ class TensorImages:
 
 
 def as_tensor_images(
-    split: Split,
+    split: Dataset,
     *,
     channels: int,
     size: int | None = None,
@@ -172,7 +172,7 @@ def as_tensor_images(
     return TensorImages(images, split.labels)
 
 
-def _pixels(split: Split, index: int, size: int | None, channels: int, resampling: str) -> Tensor:
+def _pixels(split: Dataset, index: int, size: int | None, channels: int, resampling: str) -> Tensor:
     image = to_channels(split[index]["image"], channels, place_of(split, index))
     if isinstance(image, Tensor):
         return image

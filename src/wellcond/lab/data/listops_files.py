@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from wellcond.files import opened_atomically
-from wellcond.lab.data.bundle import DataBundle, Split, TensorSplit
+from wellcond.lab.data.base import Data, Dataset, TensorDataset
 from wellcond.lab.data.errors import DataError, listed
 from wellcond.lab.data.listops_language import (
     CLOSING,
@@ -42,7 +42,7 @@ _IS_ROUND = np.zeros(256, bool)
 _IS_ROUND[[ord("("), ord(")")]] = True
 
 
-def read_lra_file(path: Path, width: int, *, verify: bool) -> TensorSplit:
+def read_lra_file(path: Path, width: int, *, verify: bool) -> TensorDataset:
     """Tokens (rows, width) in 8 bits, padded with -1, and answers.
 
     Args:
@@ -76,10 +76,10 @@ def read_lra_file(path: Path, width: int, *, verify: bool) -> TensorSplit:
         ) from error
     if not rows:
         raise DataError(f"{path}: there are no rows.", expected="rows", found="none", todo="Check the file.")
-    return TensorSplit("tokens", torch.from_numpy(np.concatenate(rows)), torch.from_numpy(np.concatenate(labels)))
+    return TensorDataset("tokens", torch.from_numpy(np.concatenate(rows)), torch.from_numpy(np.concatenate(labels)))
 
 
-def write_lra_listops(bundle: DataBundle, folder: Path) -> None:
+def write_lra_listops(bundle: Data, folder: Path) -> None:
     """Write splits of ListOps as the published generator does, with its round brackets."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, split in {"train": bundle.train, "evaluation": bundle.evaluation, **bundle.others}.items():
@@ -89,8 +89,8 @@ def write_lra_listops(bundle: DataBundle, folder: Path) -> None:
                 file.write(line)
 
 
-def _lines(split: Split) -> Iterator[bytes]:
-    assert isinstance(split, TensorSplit) and split.labels is not None
+def _lines(split: Dataset) -> Iterator[bytes]:
+    assert isinstance(split, TensorDataset) and split.labels is not None
     for start in range(0, len(split), ROWS_AT_ONCE):
         rows = split.inputs[start : start + ROWS_AT_ONCE].numpy()
         levels, good = from_rows(rows)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BeforeValidator, SerializeAsAny
 
 from wellcond.errors import UnknownChoiceError
-from wellcond.lab.data.bundle import DataBundle
+from wellcond.lab.data.base import Data
 from wellcond.lab.data.errors import DataError, listed
 from wellcond.lab.data.progress import Progress, telling
 from wellcond.lab.settings import Settings
@@ -30,7 +30,7 @@ class Source:
     """The settings of a source and the function that loads it."""
 
     config_class: type[SourceConfig]
-    load: Callable[[Any, Path], DataBundle]
+    load: Callable[[Any, Path], Data]
 
 
 SOURCES: dict[str, Source] = {}
@@ -38,10 +38,10 @@ SOURCES: dict[str, Source] = {}
 
 def register_source(
     config_class: type[ConfigT],
-) -> Callable[[Callable[[ConfigT, Path], DataBundle]], Callable[[ConfigT, Path], DataBundle]]:
+) -> Callable[[Callable[[ConfigT, Path], Data]], Callable[[ConfigT, Path], Data]]:
     """Decorate the loader of a source with its settings, whose field `source` has the name as its default."""
 
-    def register(load: Callable[[ConfigT, Path], DataBundle]) -> Callable[[ConfigT, Path], DataBundle]:
+    def register(load: Callable[[ConfigT, Path], Data]) -> Callable[[ConfigT, Path], Data]:
         SOURCES[config_class.model_fields["source"].default] = Source(config_class, load)
         return load
 
@@ -78,7 +78,7 @@ DataConfig = Annotated[SourceConfig, BeforeValidator(resolve_config), SerializeA
 """Field type of a recipe: the union of all registered sources, told apart by `source` when a recipe is read."""
 
 
-def load_data(config: DataConfig, *, base: Path | None = None, progress: Progress | None = None) -> DataBundle:
+def load_data(config: DataConfig, *, base: Path | None = None, progress: Progress | None = None) -> Data:
     """Load the data that `config` describes.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wellcond.lab.data.bundle import check_index
+from wellcond.lab.data.base import check_index
 from wellcond.lab.data.errors import DataError
 
 TEXT, ENDS = "text.bin", "text_ends.bin"

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from wellcond.lab.data.bundle import DataBundle, Kind, describe_sizes, draw_subset
+from wellcond.lab.data.base import Data, Kind, describe_sizes, draw_subset
 from wellcond.lab.data.columns import (
     InputColumns,
     choose_input,
@@ -45,7 +45,7 @@ class Wanted:
 
 def bundle_tables(
     name: str, tables: Mapping[str, Table], train: str, evaluation: str, wanted: Wanted, *, origin: str
-) -> DataBundle:
+) -> Data:
     """Check columns and labels of every table and wrap them; with `evaluation_fraction` both splits share a table.
 
     Raises:
@@ -84,7 +84,7 @@ def bundle_tables(
     if "test" in splits:
         splits["test"] = limit_split(splits["test"], wanted.limit_test)
     others = {split: made for split, made in splits.items() if split not in (train, evaluation)}
-    return DataBundle(name, kind, train_split, evaluation_split, names, description, others)
+    return Data(name, kind, train_split, evaluation_split, names, description, others)
 
 
 def require_rows(table: Table) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from wellcond.files import read_regular
-from wellcond.lab.data.bundle import Kind, check_index
+from wellcond.lab.data.base import Kind, check_index
 from wellcond.lab.data.errors import DataError
 from wellcond.lab.data.images import decode_image
 

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
-from wellcond.lab.data.bundle import Split
+from wellcond.lab.data.base import Dataset
 from wellcond.lab.data.tables import TableSplit
 
 FIRST_ROWS, MOST_ROWS = 256, 16384
@@ -14,7 +14,7 @@ CHARACTERS = 2**21
 """Size that batches aim at: enough for a tokeniser to keep every core busy."""
 
 
-def text_batches(split: Split, first: int = 0) -> Iterator[list[str]]:
+def text_batches(split: Dataset, first: int = 0) -> Iterator[list[str]]:
     """Texts from row `first` on. Rows of a table are read together, which is many times faster than one by one."""
     start, size = first, FIRST_ROWS
     while start < len(split):
@@ -30,7 +30,7 @@ def text_batches(split: Split, first: int = 0) -> Iterator[list[str]]:
         size = min(max(1, int(CHARACTERS / (mean + 1))), MOST_ROWS)
 
 
-def text_digest(split: Split) -> str:
+def text_digest(split: Dataset) -> str:
     """Sha256 of every text and where it ends, the same on every machine; computed once for a split.
 
     Unlike `fingerprint`, which looks at 16 rows, it sees every change: what is kept under it is never out of date.
@@ -52,4 +52,4 @@ def text_digest(split: Split) -> str:
     return digest.hexdigest()
 
 
-_KNOWN: WeakKeyDictionary[Split, str] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Dataset, str] = WeakKeyDictionary()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wellcond.lab.data.bundle import Split
+from wellcond.lab.data.base import Dataset
 from wellcond.lab.data.disk_cache import CacheEntry
 from wellcond.lab.data.errors import DataError
 from wellcond.lab.data.growing_files import Piece, find_grown, grow
@@ -73,7 +73,7 @@ class TokenStream:
 
 
 def open_token_stream(
-    split: Split, tokenizer: Tokenizer, what: str, *, limit_tokens: int | None = None, root: Path | None = None
+    split: Dataset, tokenizer: Tokenizer, what: str, *, limit_tokens: int | None = None, root: Path | None = None
 ) -> TokenStream:
     """The tokens of a split, from the cache or made now.
 
@@ -114,7 +114,7 @@ def open_token_stream(
 
 
 def _tokenise(
-    split: Split, tokenizer: Tokenizer, end: int, limit_tokens: int | None, state: dict[str, Any] | None, what: str
+    split: Dataset, tokenizer: Tokenizer, end: int, limit_tokens: int | None, state: dict[str, Any] | None, what: str
 ) -> Iterator[Piece]:
     """Tokens and ends of documents, a batch of rows at a time, from where the state says on."""
     row = 0 if state is None else int(state["rows"])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from wellcond.conditioning.apply import fold_, recondition_
 from wellcond.errors import NumericalWarning
 from wellcond.files import write_atomically
-from wellcond.lab.data.bundle import DataBundle, Split
+from wellcond.lab.data.base import Data, Dataset
 from wellcond.lab.data.fingerprint import fingerprint
 from wellcond.lab.data.registry import load_data, resolve_config
 from wellcond.lab.models.norms import remove_norms_
@@ -116,7 +116,7 @@ class Pretrained:
             "task.tokenizer: {train: wordpiece, vocabulary: 4096} or the like"
         )
 
-    def _text(self) -> Split:
+    def _text(self) -> Dataset:
         """What the tokeniser was trained on."""
         data = _load(json.dumps(self.record["config"]["data"]), self.base)
         if fingerprint(data)["splits"]["train"] != self.record["data"]["fingerprint"].get("train"):
@@ -173,7 +173,7 @@ def _encoder_of(model: nn.Module) -> str:
 
 
 @functools.lru_cache(maxsize=1)
-def _load(data: str, base: Path | None) -> DataBundle:
+def _load(data: str, base: Path | None) -> Data:
     """Data of pre-training; the runs of a comparison share them."""
     return load_data(resolve_config(json.loads(data)), base=base)
 

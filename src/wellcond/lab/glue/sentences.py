@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wellcond.lab.data.bundle import Split
+from wellcond.lab.data.base import Dataset
 from wellcond.lab.data.tables import TableSplit
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import Batch, SampleKey
@@ -72,7 +72,7 @@ class SentenceRows:
     in_memory = True
 
     def __init__(
-        self, splits: Sequence[Split], form: SentenceFormat, told: Callable[[int, int], None] | None = None
+        self, splits: Sequence[Dataset], form: SentenceFormat, told: Callable[[int, int], None] | None = None
     ) -> None:
         """Encode labelled splits, which follow each other; `parts` says where a row comes from."""
         self.form = form
@@ -124,7 +124,7 @@ class SentenceRows:
         }
 
 
-def _read(split: Split) -> Iterator[tuple[list[str], list[str] | None]]:
+def _read(split: Dataset) -> Iterator[tuple[list[str], list[str] | None]]:
     """First and second sentences in batches; rows of a table are read together, which is many times faster."""
     for start in range(0, len(split), ROWS_AT_ONCE):
         stop = min(start + ROWS_AT_ONCE, len(split))

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 from pydantic import Field
 from torch import Tensor, nn
 
-from wellcond.lab.data.bundle import DataBundle, Split
+from wellcond.lab.data.base import Data, Dataset
 from wellcond.lab.models.norms import Norms
 from wellcond.lab.settings import RecipeError, Settings
 from wellcond.lab.tokenizers.base import Tokenizer
@@ -40,7 +40,7 @@ class Metric:
         return a > b if self.higher_is_better else a < b
 
 
-class SampleSet(Protocol):
+class Samples(Protocol):
     """Samples by number, as batches ready for the model."""
 
     in_memory: bool
@@ -77,7 +77,7 @@ class ModelSettings(Settings):
 class TaskContext:
     """What a task is built from."""
 
-    data: DataBundle
+    data: Data
     seed: int
     augmentation: Any = None
     progress: Callable[[str, int, int], None] | None = None
@@ -88,7 +88,7 @@ class TaskContext:
     """Whether the test split is wanted; decoding one for nothing may take minutes."""
 
     @property
-    def test(self) -> Split | None:
+    def test(self) -> Dataset | None:
         """The test split, if it is wanted and has labels where there are classes."""
         split = self.data.others.get("test") if self.with_test else None
         unlabelled = split is not None and split.labels is None and self.data.class_names is not None
@@ -103,15 +103,15 @@ class AbstractTask(ABC):
     """Whether processes call the model equally often, without which shards of its weights cannot be put together."""
     tells_classes_apart: ClassVar[bool] = False
     """Whether training makes sense only with examples of two classes or more."""
-    train: SampleSet
-    evaluation: SampleSet
-    test: SampleSet | None = None
+    train: Samples
+    evaluation: Samples
+    test: Samples | None = None
     """Samples that no choice is made on; None if the data have no labelled split named test."""
     following: int = 0
     """How many samples `training_batch` needs that follow those of a part in the update, cyclically."""
-    further: Mapping[str, SampleSet] = MappingProxyType({})
+    further: Mapping[str, Samples] = MappingProxyType({})
     """Other sets to score at every evaluation, their values under names that begin with these."""
-    data: DataBundle
+    data: Data
     tokenizer: Tokenizer | None = None
     """Of tasks that read text as tokens by `task.tokenizer`."""
 
@@ -143,7 +143,7 @@ class AbstractTask(ABC):
         """`score`, and a record of each sample where the values of an evaluation do not follow from sums."""
         return self.score(model, batch), []
 
-    def summarise(self, samples: SampleSet, sums: Mapping[str, float], records: Sequence[Any]) -> dict[str, float]:
+    def summarise(self, samples: Samples, sums: Mapping[str, float], records: Sequence[Any]) -> dict[str, float]:
         """`metrics`, from sums and records over the first samples of a set, the records in the order of the samples."""
         return self.metrics(sums)
 
@@ -182,13 +182,13 @@ def register_task(settings: type[Settings]) -> Callable[[type[AbstractTask]], ty
     return decorate
 
 
-def need_kind(data: DataBundle, task: str, *kinds: str) -> None:
+def need_kind(data: Data, task: str, *kinds: str) -> None:
     """Raise RecipeError unless the data are of a kind the task can use."""
     if data.kind not in kinds:
         raise RecipeError(f"{task} needs {' or '.join(kinds)} data; {data.name} has {data.kind}")
 
 
-def need_classes(data: DataBundle, task: str, *, least: int = 2) -> int:
+def need_classes(data: Data, task: str, *, least: int = 2) -> int:
     """Number of classes; RecipeError if there are none, or fewer than `least`."""
     if data.class_names is None:
         raise RecipeError(f"{task} needs labels; {data.name} has none. Name the label column in data.label")
@@ -197,7 +197,7 @@ def need_classes(data: DataBundle, task: str, *, least: int = 2) -> int:
     return len(data.class_names)
 
 
-def need_several_classes_in_training(data: DataBundle, task: str) -> None:
+def need_several_classes_in_training(data: Data, task: str) -> None:
     """Raise RecipeError if all labels of the training split are the same.
 
     A model that always says this class would be right in 100 % of such cases and have learned nothing.
@@ -209,7 +209,7 @@ def need_several_classes_in_training(data: DataBundle, task: str) -> None:
         raise _too_few_classes(data, task, [data.class_names[label] for label in found])
 
 
-def _too_few_classes(data: DataBundle, task: str, found: Sequence[str]) -> RecipeError:
+def _too_few_classes(data: Data, task: str, found: Sequence[str]) -> RecipeError:
     only = f"only {found[0]!r}" if found else "none"
     return RecipeError(
         f"{task} needs at least two classes in the training data; {data.name} has {only}. Add examples of another "

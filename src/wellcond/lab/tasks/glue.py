@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from wellcond.attention.distributed import unwrap
-from wellcond.lab.data.bundle import Split
+from wellcond.lab.data.base import Dataset
 from wellcond.lab.data.errors import listed
 from wellcond.lab.data.table_bundle import limit_split
 from wellcond.lab.data.tables import TableSplit
@@ -85,7 +85,7 @@ class Glue(AbstractTask):
                 f"{self.glue.name}: expected {len(classes)} classes, {listed(classes)}; {data.name} has {found}"
             )
 
-    def _rows(self, name: str, *splits: Split) -> SentenceRows:
+    def _rows(self, name: str, *splits: Dataset) -> SentenceRows:
         what = f"{self.context.data.name}, {name} split"
         columns = 1 + ("text_pair" in splits[0][0])
         if columns != len(self.glue.columns):
@@ -165,7 +165,7 @@ class Glue(AbstractTask):
         return cross_entropy(outputs, batch["label"], reduction="none")
 
 
-def _limited(split: Split, limit: int | None) -> Split:
+def _limited(split: Dataset, limit: int | None) -> Dataset:
     return limit_split(split, limit) if isinstance(split, TableSplit) else split
 
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from wellcond.lab.data.bundle import Split
+from wellcond.lab.data.base import Dataset
 from wellcond.lab.data.images import as_tensor_images
 from wellcond.lab.settings import ImageSide, RecipeError, Settings
 from wellcond.lab.tasks.augmentation import AugmentationSettings
@@ -20,7 +20,7 @@ from wellcond.lab.tasks.base import (
     AbstractTask,
     Batch,
     Metric,
-    SampleSet,
+    Samples,
     TaskContext,
     need_classes,
     need_kind,
@@ -79,7 +79,7 @@ class ImageClassification(AbstractTask):
         self.train, self.evaluation, self.test = made["training"], made["evaluation"], made.get("test")
         self.following = self.augmentation.repeats if self.augmentation.mixes else 0
 
-    def _in_memory(self) -> dict[str, SampleSet] | None:
+    def _in_memory(self) -> dict[str, Samples] | None:
         one_by_one = self.augmentation.needs_pictures or self.settings.evaluation_crop != 1.0
         if self.settings.in_memory == "always" and one_by_one:
             raise RecipeError("task.in_memory: always, but the augmentation or task.evaluation_crop needs decoding")
@@ -119,7 +119,7 @@ class ImageClassification(AbstractTask):
         mean, square = sums / (images.numel() / self.channels)
         return mean.float(), (square - mean.square()).clamp_min(1e-12).sqrt().float()
 
-    def _pictures(self) -> dict[str, SampleSet]:
+    def _pictures(self) -> dict[str, Samples]:
         data = self.context.data
         if self.augmentation.crop_padding:
             raise RecipeError(
@@ -136,7 +136,7 @@ class ImageClassification(AbstractTask):
         mean, std = IMAGENET if self.settings.normalise != "none" else ((0.0,) * 3, (1.0,) * 3)
         if self.channels == 1:
             mean, std = (sum(mean) / 3,), (sum(std) / 3,)
-        made: dict[str, SampleSet] = {}
+        made: dict[str, Samples] = {}
         for name, split in self.splits.items():
             augmentation = self.augmentation if name == "training" else None
             transform = picture_transform(
@@ -186,7 +186,7 @@ class ImageClassification(AbstractTask):
         return self.evaluation.fetch(keys)["image"]
 
 
-def _channels_of(split: Split) -> Literal[1, 3]:
+def _channels_of(split: Dataset) -> Literal[1, 3]:
     """1 if the images are grey; a few are looked at, since some of a set in colour may be."""
     for index in range(0, len(split), max(1, len(split) // 16)):
         image = split[index]["image"]

@@ -12,7 +12,7 @@ from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from wellcond.lab.data.bundle import Split
+from wellcond.lab.data.base import Dataset
 from wellcond.lab.data.progress import telling
 from wellcond.lab.data.token_cache import open_token_stream
 from wellcond.lab.settings import RecipeError, SequenceLength, Settings
@@ -22,7 +22,7 @@ from wellcond.lab.tasks.base import (
     Batch,
     Metric,
     SampleKey,
-    SampleSet,
+    Samples,
     TaskContext,
     need_kind,
     register_task,
@@ -109,13 +109,13 @@ class LanguageModelling(AbstractTask):
             if context.test is not None:
                 self.test = self._scored(context.test, f"{data.name}, test split")
 
-    def _train(self, split: Split, what: str) -> SampleSet:
+    def _train(self, split: Dataset, what: str) -> Samples:
         if self.settings.plain_bytes:
             return Blocks(byte_stream(split, what), self.context, what)
         stream = open_token_stream(split, self.tokenizer, what, limit_tokens=self.settings.limit_tokens)
         return TokenBlocks(stream, self.context, what, overlap=1)
 
-    def _scored(self, split: Split, what: str) -> SampleSet:
+    def _scored(self, split: Dataset, what: str) -> Samples:
         if self.settings.plain_bytes:
             return Blocks(byte_stream(split, what), self.context, what)
         stride = self.settings.stride or self.context

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from wellcond.attention.distributed import unwrap
-from wellcond.lab.data.bundle import Split
+from wellcond.lab.data.base import Dataset
 from wellcond.lab.data.progress import telling
 from wellcond.lab.data.token_cache import open_token_stream
 from wellcond.lab.settings import SequenceLength, Settings
@@ -94,7 +94,7 @@ class MaskedLanguageModelling(AbstractTask):
             fraction, mask_token=mask, special=special.ids, vocabulary_size=self.vocabulary, seed=seed
         )
 
-    def _load(self, split: Split, what: str, limit: int | None = None) -> MaskedBlocks:
+    def _load(self, split: Dataset, what: str, limit: int | None = None) -> MaskedBlocks:
         stream = open_token_stream(split, self.tokenizer, what, limit_tokens=limit)
         return MaskedBlocks(TokenBlocks(stream, self.length, what), self.masking)
 

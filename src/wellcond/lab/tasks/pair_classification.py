@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from wellcond.lab.data.bundle import Split
+from wellcond.lab.data.base import Dataset
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import Batch, SampleKey, TaskContext, need_kind, register_task
 from wellcond.lab.tasks.byte_text import VOCABULARY, PackedDocuments, read_documents
@@ -60,7 +60,7 @@ class PairClassification(SequenceTask):
         self.width = settings.pad_to or self.length
         self.load()
 
-    def rows(self, split: Split, what: str) -> PairRows:
+    def rows(self, split: Dataset, what: str) -> PairRows:
         """Both texts of every pair."""
         check_kept_bytes(split, self.length, what)
         if "text_pair" not in split[0]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from wellcond.lab.data.bundle import Split
+from wellcond.lab.data.base import Dataset
 from wellcond.lab.data.images import BYTE_LIMIT, as_tensor_images
 from wellcond.lab.settings import RecipeError
 
@@ -15,7 +15,7 @@ LEVELS = 256
 
 
 def grey_pixels(
-    split: Split, size: int | None, what: str, progress: Callable[[int, int], None] | None = None
+    split: Dataset, size: int | None, what: str, progress: Callable[[int, int], None] | None = None
 ) -> Tensor:
     """Pixels 0 to 255 of every image, (n, height * width), uint8.
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wellcond.lab.data.bundle import Split, TensorSplit
+from wellcond.lab.data.base import Dataset, TensorDataset
 from wellcond.lab.settings import ImageSide, RecipeError
-from wellcond.lab.tasks.base import Batch, SampleKey, SampleSet, TaskContext, register_task
+from wellcond.lab.tasks.base import Batch, SampleKey, Samples, TaskContext, register_task
 from wellcond.lab.tasks.byte_text import PADDING, VOCABULARY, PackedDocuments, read_documents
 from wellcond.lab.tasks.pixels import LEVELS, grey_pixels
 from wellcond.lab.tasks.sequences import SequenceSettings, SequenceTask, check_kept_bytes, pad, text_length
@@ -116,13 +116,13 @@ class SequenceClassification(SequenceTask):
         height, width = first.shape[-2:] if isinstance(first, Tensor) else reversed(first.size)
         return height * width
 
-    def rows(self, split: Split, what: str) -> SampleSet:
+    def rows(self, split: Dataset, what: str) -> Samples:
         """Samples by the kind of data."""
         if self.context.data.kind == "text":
             return self._texts(split, what)
         return self._tokens(split, what) if self.context.data.kind == "tokens" else self._pixels(split, what)
 
-    def _texts(self, split: Split, what: str) -> TextRows:
+    def _texts(self, split: Dataset, what: str) -> TextRows:
         check_kept_bytes(split, self.length, what)
         first, second, lengths = PackedDocuments(), PackedDocuments(), []
         for text, text_pair in read_documents(split, self.progress("reading text")):
@@ -137,10 +137,10 @@ class SequenceClassification(SequenceTask):
         assert split.labels is not None
         return TextRows(first, second if len(second) else None, split.labels, length=self.length, width=self.width)
 
-    def _tokens(self, split: Split, what: str) -> TokenRows:
+    def _tokens(self, split: Dataset, what: str) -> TokenRows:
         tokens = (
             split.inputs
-            if isinstance(split, TensorSplit)
+            if isinstance(split, TensorDataset)
             else torch.stack([split[row]["tokens"] for row in range(len(split))])
         )
         starts = range(0, len(tokens), ROWS_AT_ONCE)
@@ -163,7 +163,7 @@ class SequenceClassification(SequenceTask):
             )
         return lengths
 
-    def _pixels(self, split: Split, what: str) -> TokenRows:
+    def _pixels(self, split: Dataset, what: str) -> TokenRows:
         pixels = grey_pixels(split, self.settings.image_size, what, self.progress("decoding images"))
         if pixels.shape[1] != self.length:
             raise RecipeError(
@@ -175,7 +175,7 @@ class SequenceClassification(SequenceTask):
         self.check_lengths((pixels != PADDING).sum(1), self.length, what)
         return self._shifted(pixels, 0, split)
 
-    def _shifted(self, tokens: Tensor, shift: int, split: Split) -> TokenRows:
+    def _shifted(self, tokens: Tensor, shift: int, split: Dataset) -> TokenRows:
         """Rows cut and padded, in 16 bits if the tokens fit."""
         kept = tokens[:, : self.length]
         small = self.vocabulary < 2**15

@@ -12,14 +12,14 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from wellcond.lab.data.bundle import Split
+from wellcond.lab.data.base import Dataset
 from wellcond.lab.settings import RecipeError, SequenceLength, Settings
 from wellcond.lab.tasks.base import (
     EVALUATION,
     AbstractTask,
     Batch,
     Metric,
-    SampleSet,
+    Samples,
     TaskContext,
     need_classes,
 )
@@ -74,14 +74,14 @@ class SequenceTask(AbstractTask):
         self.train, self.evaluation = self._load(data.train, "training"), self._load(data.evaluation, "evaluation")
         self.test = None if test is None else self._load(test, "test")
 
-    def _load(self, split: Split, name: str) -> SampleSet:
+    def _load(self, split: Dataset, name: str) -> Samples:
         what = f"{self.context.data.name}, {name} split"
         assert split.labels is not None  # there are classes
         check_labels(split.labels, self.num_classes, what)
         return self.rows(split, what)
 
     @abstractmethod
-    def rows(self, split: Split, what: str) -> SampleSet:
+    def rows(self, split: Dataset, what: str) -> Samples:
         """The samples of a split; errors begin with `what`."""
 
     def progress(self, text: str) -> Callable[[int, int], None] | None:
@@ -181,7 +181,7 @@ def text_length(settings: SequenceSettings) -> int:
     return settings.length
 
 
-def check_kept_bytes(split: Split, length: int, what: str) -> None:
+def check_kept_bytes(split: Dataset, length: int, what: str) -> None:
     """Raise RecipeError if the source keeps fewer bytes of a text (`max_bytes`) than the task would use."""
     kept = getattr(split, "max_bytes", None)
     if kept is not None and kept < length:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from wellcond.lab.data.bundle import Split
+from wellcond.lab.data.base import Dataset
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tokenizers.base import Tokenizer
 from wellcond.lab.tokenizers.byte_tokenizer import ByteTokenizer
@@ -13,7 +13,7 @@ from wellcond.lab.tokenizers.settings import TokenizerChoice, TokenizerFile, Tra
 from wellcond.lab.tokenizers.training import trained_tokenizer
 
 
-def make_tokenizer(choice: TokenizerChoice, train: Split, what: str, base: Path | None = None) -> Tokenizer:
+def make_tokenizer(choice: TokenizerChoice, train: Dataset, what: str, base: Path | None = None) -> Tokenizer:
     """The tokeniser that a recipe asks for.
 
     Args:

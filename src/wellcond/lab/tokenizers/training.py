@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from wellcond.lab.data.bundle import Split
+from wellcond.lab.data.base import Dataset
 from wellcond.lab.data.disk_cache import CacheEntry
 from wellcond.lab.data.errors import DataError
 from wellcond.lab.data.progress import tell
@@ -26,7 +26,7 @@ ALPHABET = 1000
 Texts = Callable[[], Iterable[str]]
 
 
-def trained_tokenizer(settings: TrainedTokenizer, split: Split, what: str) -> LibraryTokenizer:
+def trained_tokenizer(settings: TrainedTokenizer, split: Dataset, what: str) -> LibraryTokenizer:
     """The tokeniser of a split, from the cache or trained now.
 
     Raises:
@@ -52,7 +52,7 @@ def trained_tokenizer(settings: TrainedTokenizer, split: Split, what: str) -> Li
     return LibraryTokenizer(library.Tokenizer.from_str(content.decode()))
 
 
-def train(settings: TrainedTokenizer, split: Split, what: str) -> str:
+def train(settings: TrainedTokenizer, split: Dataset, what: str) -> str:
     """The content of tokenizer.json."""
     count = len(split) if settings.documents is None else min(settings.documents, len(split))
     listening = contextvars.copy_context()  # the library reads texts in a thread of its own, where nobody listens

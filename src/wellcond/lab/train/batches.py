@@ -14,7 +14,7 @@ import torch
 from wellcond.errors import WellcondError
 from wellcond.lab.seeding import epoch_order
 from wellcond.lab.settings import RecipeError, divide_exactly
-from wellcond.lab.tasks.base import EVALUATION, Batch, SampleKey, SampleSet
+from wellcond.lab.tasks.base import EVALUATION, Batch, SampleKey, Samples
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def evaluation_parts(num_samples: int, batch_size: int, share: Share) -> list[li
 class _Fetching(torch.utils.data.Dataset):
     """Hands whole lists of keys to the set, in a worker process."""
 
-    def __init__(self, samples: SampleSet) -> None:
+    def __init__(self, samples: Samples) -> None:
         self.samples = samples
 
     def __getitems__(self, keys: list[SampleKey]) -> Batch | _Failure:
@@ -135,7 +135,7 @@ def _leave_signals_to_parent(worker: int) -> None:
 
 
 def fetch_batches(
-    samples: SampleSet, parts: Iterable[list[SampleKey]], *, workers: int, device: torch.device
+    samples: Samples, parts: Iterable[list[SampleKey]], *, workers: int, device: torch.device
 ) -> Iterator[Batch]:
     """Batches on the device, decoded ahead by worker processes where that helps."""
     source: Iterable[Any]

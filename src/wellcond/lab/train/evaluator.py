@@ -12,12 +12,12 @@ from torch import nn
 from wellcond.attention.distributed import unwrap
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.tasks.base import AbstractTask, Record, SampleSet
+from wellcond.lab.tasks.base import AbstractTask, Record, Samples
 from wellcond.lab.train.averaging import WeightAverage
 from wellcond.lab.train.batches import Share, evaluation_parts, fetch_batches
 
 
-def find_test_set(recipe: Recipe, task: AbstractTask) -> SampleSet | None:
+def find_test_set(recipe: Recipe, task: AbstractTask) -> Samples | None:
     """What `evaluation.test` asks to score at the end; None if it asks for nothing.
 
     Raises: RecipeError if there is no such set.
@@ -59,7 +59,7 @@ class Evaluator:
         self.average = average
         self.batch_size, self.workers = recipe.evaluation.batch_size, recipe.training.workers
 
-    def evaluate(self, samples: SampleSet, at_most: int | None = None) -> dict[str, float]:
+    def evaluate(self, samples: Samples, at_most: int | None = None) -> dict[str, float]:
         """Score the weights that are to be evaluated on a set, or on its first samples."""
         with self.evaluated_weights():
             return self.score(samples, len(samples) if at_most is None else min(at_most, len(samples)))
@@ -72,7 +72,7 @@ class Evaluator:
         return values
 
     @torch.no_grad()
-    def score(self, samples: SampleSet, num_samples: int) -> dict[str, float]:
+    def score(self, samples: Samples, num_samples: int) -> dict[str, float]:
         """Score the weights that the model has on the first samples of a set; every process must call it."""
         parts = evaluation_parts(num_samples, self.batch_size, self.share)
         batches = fetch_batches(samples, parts, workers=self.workers, device=self.accelerator.device)

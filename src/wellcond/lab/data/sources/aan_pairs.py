@@ -11,7 +11,7 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from wellcond.lab.data.bundle import DataBundle, check_index, describe_sizes, draw_subset
+from wellcond.lab.data.base import Data, check_index, describe_sizes, draw_subset
 from wellcond.lab.data.errors import DataError
 from wellcond.lab.data.mirror import find_folder, require_file
 from wellcond.lab.data.progress import tell
@@ -82,7 +82,7 @@ class AanSplit:
 
 
 @register_source(AanPairsConfig)
-def load(config: AanPairsConfig, base: Path) -> DataBundle:
+def load(config: AanPairsConfig, base: Path) -> Data:
     """Check every row of the three files once; `eval` is evaluated on, and `test` is the test split."""
     folder = find_folder(config.path, base)
     limits = {"train": config.limit_train, "eval": config.limit_evaluation, "test": config.limit_test}
@@ -94,7 +94,7 @@ def load(config: AanPairsConfig, base: Path) -> DataBundle:
         f"{len(made['test'])} test examples"
     )
     rest = {"test": made["test"]}
-    return DataBundle("aan_pairs", "text", made["train"], made["eval"], CLASS_NAMES, description, rest)
+    return Data("aan_pairs", "text", made["train"], made["eval"], CLASS_NAMES, description, rest)
 
 
 def _read_split(file: Path, max_bytes: int, limit: int | None) -> AanSplit:

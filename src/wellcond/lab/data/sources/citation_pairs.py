@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from wellcond.lab.data.bundle import DataBundle, check_index, describe_sizes
+from wellcond.lab.data.base import Data, check_index, describe_sizes
 from wellcond.lab.data.citations import CitationGraph, balanced_pairs, divide
 from wellcond.lab.data.errors import DataError, listed
 from wellcond.lab.data.mirror import find_folder, require_file
@@ -74,7 +74,7 @@ class CitationSplit:
 
 
 @register_source(CitationPairsConfig)
-def load(config: CitationPairsConfig, base: Path) -> DataBundle:
+def load(config: CitationPairsConfig, base: Path) -> Data:
     """As many unrelated pairs as related ones in every split; see `balanced_pairs` and `divide`.
 
     Papers without text (only blanks) are left out with their pairs, and counted in the description.
@@ -113,7 +113,7 @@ def load(config: CitationPairsConfig, base: Path) -> DataBundle:
     sizes = describe_sizes(train, evaluation, CLASS_NAMES)
     description = "; ".join([f"paper pairs ({config.positives}) of {folder.name}: {sizes}", *notes])
     rest = {"test": splits["test"]} if "test" in splits else {}
-    return DataBundle(folder.name, "text", train, evaluation, CLASS_NAMES, description, rest)
+    return Data(folder.name, "text", train, evaluation, CLASS_NAMES, description, rest)
 
 
 def _read_documents(file: Path) -> dict[str, str]:

@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from wellcond.files import read_regular
-from wellcond.lab.data.bundle import DataBundle, check_index, describe_sizes, draw_subset
+from wellcond.lab.data.base import Data, check_index, describe_sizes, draw_subset
 from wellcond.lab.data.coco_files import CocoFile, read_coco
 from wellcond.lab.data.coco_objects import all_instances, check_evaluated, training_instances
 from wellcond.lab.data.errors import DataError, files_or_folders, listed
@@ -134,7 +134,7 @@ class CocoSplit:
 
 
 @register_source(CocoConfig)
-def load(config: CocoConfig, base: Path) -> DataBundle:
+def load(config: CocoConfig, base: Path) -> Data:
     """Check all annotations and that every image is there; images are decoded when asked for."""
     root = find_folder(config.path, base)
     train = _open(root, config.train, "train", training=True)
@@ -157,7 +157,7 @@ def load(config: CocoConfig, base: Path) -> DataBundle:
     notes = [f"{count} {what}" for what, count in sorted(left_out.items()) if count]
     sizes = describe_sizes(train, evaluation, names)
     left = f"; left out of training: {', '.join(notes)}" if notes else ""
-    return DataBundle(root.name, "detection", train, evaluation, names, f"COCO format, {root.name}: {sizes}{left}")
+    return Data(root.name, "detection", train, evaluation, names, f"COCO format, {root.name}: {sizes}{left}")
 
 
 def _open(root: Path, part: CocoPart, field: str, *, training: bool) -> CocoSplit:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from wellcond.lab.data.bundle import DataBundle
+from wellcond.lab.data.base import Data
 from wellcond.lab.data.columns import InputColumns
 from wellcond.lab.data.errors import DataError, files_or_folders, listed
 from wellcond.lab.data.reading import (
@@ -74,7 +74,7 @@ class FilesConfig(SourceConfig):
 
 
 @register_source(FilesConfig)
-def load(config: FilesConfig, base: Path) -> DataBundle:
+def load(config: FilesConfig, base: Path) -> Data:
     """Read the files into the cache of `datasets` (HF_DATASETS_CACHE), from which they are memory-mapped."""
     require_cache()
     train_files = _find_files(config.train, base, "train")

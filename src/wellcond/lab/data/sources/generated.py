@@ -10,7 +10,7 @@ import torch
 from pydantic import Field, ValidationInfo, field_validator
 
 from wellcond.errors import check_choice
-from wellcond.lab.data.bundle import DataBundle, TensorSplit, describe_sizes
+from wellcond.lab.data.base import Data, TensorDataset, describe_sizes
 from wellcond.lab.data.chunks import make_split
 from wellcond.lab.data.generated import GENERATORS, Generated
 from wellcond.lab.data.registry import SourceConfig, register_source
@@ -44,17 +44,17 @@ class GeneratedConfig(SourceConfig):
 
 
 @register_source(GeneratedConfig)
-def load(config: GeneratedConfig, base: Path) -> DataBundle:
+def load(config: GeneratedConfig, base: Path) -> Data:
     """All splits; each has its own stream of random numbers, so its size does not change the others."""
     counts = {"train": config.num_train, "evaluation": config.num_evaluation, "test": config.num_test}
     made = {split: _make(config, split, count) for split, count in counts.items() if count > 0}
     first = made["train"]
-    splits = {name: TensorSplit(data.kind, data.inputs, data.labels) for name, data in made.items()}
+    splits = {name: TensorDataset(data.kind, data.inputs, data.labels) for name, data in made.items()}
     train, evaluation = splits.pop("train"), splits.pop("evaluation")
     description = (
         f"{config.generator} generated from seed {config.seed}: {describe_sizes(train, evaluation, first.class_names)}"
     )
-    return DataBundle(
+    return Data(
         config.generator,
         first.kind,
         train,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, field_validator
 
-from wellcond.lab.data.bundle import DataBundle
+from wellcond.lab.data.base import Data
 from wellcond.lab.data.columns import InputColumns
 from wellcond.lab.data.errors import DataError, files_or_folders, listed
 from wellcond.lab.data.mirror import MIRROR_VARIABLE, find_in_mirror, mirror_roots
@@ -65,7 +65,7 @@ class HubConfig(SourceConfig):
 
 
 @register_source(HubConfig)
-def load(config: HubConfig, base: Path) -> DataBundle:
+def load(config: HubConfig, base: Path) -> Data:
     """All splits of the set; those beside training and evaluation are in `others`."""
     require_cache()
     mirror = find_in_mirror(config.id)

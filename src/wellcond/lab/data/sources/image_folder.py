@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from wellcond.files import read_regular
-from wellcond.lab.data.bundle import DataBundle, check_index, describe_sizes
+from wellcond.lab.data.base import Data, check_index, describe_sizes
 from wellcond.lab.data.errors import DataError, files_or_folders, listed
 from wellcond.lab.data.images import decode_image, import_pil, picture_formats
 from wellcond.lab.data.registry import SourceConfig, register_source
@@ -61,7 +61,7 @@ class FolderSplit:
 
 
 @register_source(ImageFolderConfig)
-def load(config: ImageFolderConfig, base: Path) -> DataBundle:
+def load(config: ImageFolderConfig, base: Path) -> Data:
     """List the images; classes are sorted by name and must be the same in every split."""
     root = base / Path(os.path.expanduser(config.path))
     _require_folder(root, "the image folder", "Correct the field 'path'; relative paths start at the recipe's folder.")
@@ -82,7 +82,7 @@ def load(config: ImageFolderConfig, base: Path) -> DataBundle:
     note = f", {ignored} other files ignored" if ignored else ""
     description = f"image folder {root.name!r}, evaluated on {evaluation!r}: {sizes}{note}"
     rest = {name: made[name] for name in others}
-    return DataBundle(root.name, "image", made[config.train], made[evaluation], names, description, rest)
+    return Data(root.name, "image", made[config.train], made[evaluation], names, description, rest)
 
 
 def _require_folder(path: Path, what: str, todo: str) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from wellcond.lab.data.bundle import DataBundle, TensorSplit, describe_sizes
+from wellcond.lab.data.base import Data, TensorDataset, describe_sizes
 from wellcond.lab.data.disk_cache import CacheEntry, CacheError
 from wellcond.lab.data.listops_files import FILES, read_lra_file
 from wellcond.lab.data.listops_language import SYMBOLS
@@ -37,14 +37,14 @@ class LraListOpsConfig(SourceConfig):
 
 
 @register_source(LraListOpsConfig)
-def load(config: LraListOpsConfig, base: Path) -> DataBundle:
+def load(config: LraListOpsConfig, base: Path) -> Data:
     """The tokens of the generator `listops`; evaluation is the validation file, the test file is the split test."""
     folder = (base / Path(os.path.expanduser(config.path))).absolute()
     splits = {name: _load_file(folder / file, config) for name, file in FILES.items()}
     train, evaluation, test = (splits[name] for name in ("train", "evaluation", "test"))
     names = tuple(str(digit) for digit in range(10))
     sizes = f"{describe_sizes(train, evaluation, names)}, {len(test)} test examples"
-    return DataBundle(
+    return Data(
         "lra_listops",
         "tokens",
         train,
@@ -56,7 +56,7 @@ def load(config: LraListOpsConfig, base: Path) -> DataBundle:
     )
 
 
-def _load_file(path: Path, config: LraListOpsConfig) -> TensorSplit:
+def _load_file(path: Path, config: LraListOpsConfig) -> TensorDataset:
     """Read a file, or what was kept of a file with the same content."""
     if not path.is_file():
         return read_lra_file(path, config.max_length, verify=config.verify)  # which says what is wrong
@@ -83,15 +83,15 @@ def _load_file(path: Path, config: LraListOpsConfig) -> TensorSplit:
         return read_lra_file(path, config.max_length, verify=config.verify)
 
 
-def _read_kept(cache: CacheEntry) -> TensorSplit | None:
+def _read_kept(cache: CacheEntry) -> TensorDataset | None:
     tokens, labels = cache.find("tokens.npy"), cache.read("labels.npy")
     if tokens is None or labels is None:
         return None
     inputs = torch.from_numpy(np.load(tokens, allow_pickle=False))
-    return TensorSplit("tokens", inputs, torch.from_numpy(np.load(io.BytesIO(labels), allow_pickle=False)))
+    return TensorDataset("tokens", inputs, torch.from_numpy(np.load(io.BytesIO(labels), allow_pickle=False)))
 
 
-def _keep(cache: CacheEntry, split: TensorSplit) -> None:
+def _keep(cache: CacheEntry, split: TensorDataset) -> None:
     assert split.labels is not None
     for name, part in (("tokens.npy", split.inputs), ("labels.npy", split.labels)):
         with cache.adding(name) as file:

@@ -14,10 +14,10 @@ from pydantic import Field
 from torch import Tensor
 
 from wellcond.files import read_regular
-from wellcond.lab.data.bundle import (
-    DataBundle,
-    Split,
-    TensorSplit,
+from wellcond.lab.data.base import (
+    Data,
+    Dataset,
+    TensorDataset,
     check_index,
     describe_sizes,
     draw_subset,
@@ -92,11 +92,11 @@ class PathfinderFiles:
 
 
 @register_source(PathfinderFolderConfig)
-def load(config: PathfinderFolderConfig, base: Path) -> DataBundle:
+def load(config: PathfinderFolderConfig, base: Path) -> Data:
     """Check the labels and that every image is there, and split; images are decoded when asked for."""
     folder = find_folder(config.path, base)
     if config.file is not None:
-        whole: TensorSplit | PathfinderFiles = _read_arrays(require_file(folder / config.file, "file"))
+        whole: TensorDataset | PathfinderFiles = _read_arrays(require_file(folder / config.file, "file"))
         origin = config.file
     else:
         whole, origin = _list_images(folder, config.difficulty), config.difficulty
@@ -112,14 +112,14 @@ def load(config: PathfinderFolderConfig, base: Path) -> DataBundle:
         f"Pathfinder images of {folder.name}, {origin}, split with seed {config.seed}: "
         f"{describe_sizes(train, evaluation, CLASS_NAMES)}; {len(test)} test examples"
     )
-    return DataBundle(folder.name, "image", train, evaluation, CLASS_NAMES, description, {"test": test})
+    return Data(folder.name, "image", train, evaluation, CLASS_NAMES, description, {"test": test})
 
 
-def _split(whole: TensorSplit | PathfinderFiles, config: PathfinderFolderConfig) -> list[Split]:
+def _split(whole: TensorDataset | PathfinderFiles, config: PathfinderFolderConfig) -> list[Dataset]:
     order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(config.seed))
     tenth = len(whole) // 10
     parts = order.split([len(whole) - 2 * tenth, tenth, tenth])
-    splits: list[Split] = []
+    splits: list[Dataset] = []
     for part, limit in zip(parts, (config.limit_train, config.limit_evaluation, config.limit_test), strict=True):
         rows = part.sort().values
         drawn = draw_subset(len(rows), limit)
@@ -128,7 +128,7 @@ def _split(whole: TensorSplit | PathfinderFiles, config: PathfinderFolderConfig)
             splits.append(whole.select(rows))
         else:
             assert whole.labels is not None
-            splits.append(TensorSplit("image", whole.inputs[rows], whole.labels[rows]))
+            splits.append(TensorDataset("image", whole.inputs[rows], whole.labels[rows]))
     return splits
 
 
@@ -163,7 +163,7 @@ def _read_image(root: Path, file: str, where: str) -> bytes:
         ) from error
 
 
-def _read_arrays(file: Path) -> TensorSplit:
+def _read_arrays(file: Path) -> TensorDataset:
     try:
         # Opened here: numpy leaves a broken archive open.
         with file.open("rb") as stream:
@@ -211,4 +211,4 @@ def _read_arrays(file: Path) -> TensorSplit:
             todo="Correct the array.",
         )
     inputs = torch.from_numpy(images.reshape(len(images), 1, *images.shape[-2:]))
-    return TensorSplit("image", inputs, torch.from_numpy(labels.astype(np.int64)))
+    return TensorDataset("image", inputs, torch.from_numpy(labels.astype(np.int64)))

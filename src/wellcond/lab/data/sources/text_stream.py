@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, PositiveInt, model_validator
 
-from wellcond.lab.data.bundle import DataBundle, describe_sizes
+from wellcond.lab.data.base import Data, describe_sizes
 from wellcond.lab.data.disk_cache import CacheEntry
 from wellcond.lab.data.errors import DataError
 from wellcond.lab.data.growing_files import Piece, find_grown, grow
@@ -63,7 +63,7 @@ class TextStreamConfig(SourceConfig):
 
 
 @register_source(TextStreamConfig)
-def load(config: TextStreamConfig, base: Path) -> DataBundle:
+def load(config: TextStreamConfig, base: Path) -> Data:
     """Read what is not in the cache yet; a process that was killed is gone on from where it was."""
     name, identity, texts_from = _place(config, base)
     made_from = {
@@ -94,7 +94,7 @@ def load(config: TextStreamConfig, base: Path) -> DataBundle:
     train = StoredText(entry.folder, config.evaluation_documents, documents)
     note = f"; {empty} empty texts left out" if empty else ""
     description = f"{name}, read as a stream: {describe_sizes(train, evaluation, None)}, {state['bytes']} bytes{note}"
-    return DataBundle(name, "text", train, evaluation, None, description)
+    return Data(name, "text", train, evaluation, None, description)
 
 
 def _place(config: TextStreamConfig, base: Path) -> tuple[str, Any, Callable[[int], Iterator[str]]]:

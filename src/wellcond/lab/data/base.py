@@ -12,7 +12,7 @@ from torch import Tensor
 Kind = Literal["image", "text", "tokens", "detection"]
 
 
-class Split(Protocol):
+class Dataset(Protocol):
     """Random access to examples; picklable, so that `DataLoader` workers can hold it.
 
     An example is a dict: `image` (a PIL image, or a tensor (C, H, W)), `text` (and `text_pair`), or `tokens` (a
@@ -36,7 +36,7 @@ class Split(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class TensorSplit:
+class TensorDataset:
     """Examples held as one tensor, `inputs` of shape (n, ...); tokens may be held in fewer bits than 64."""
 
     key: Literal["image", "tokens"]
@@ -65,18 +65,18 @@ class TensorSplit:
 
 
 @dataclass(frozen=True, eq=False)
-class DataBundle:
+class Data:
     """A training split, an evaluation split, and what they are about."""
 
     name: str
     kind: Kind
-    train: Split
-    evaluation: Split
+    train: Dataset
+    evaluation: Dataset
     class_names: tuple[str, ...] | None
     """In the order of the labels; None when unlabelled, or when labels are numbers."""
     description: str
     """Sizes and origin in words; holds no path of this machine."""
-    others: Mapping[str, Split] = field(default_factory=dict)
+    others: Mapping[str, Dataset] = field(default_factory=dict)
     """Further splits of the source by name, such as a test split beside the validation split."""
     vocabulary_size: int | None = None
     """Number of token ids; only for tokens."""
@@ -98,7 +98,7 @@ def check_index(index: int, length: int) -> int:
     return int(index) % length
 
 
-def describe_sizes(train: Split, evaluation: Split, class_names: tuple[str, ...] | None) -> str:
+def describe_sizes(train: Dataset, evaluation: Dataset, class_names: tuple[str, ...] | None) -> str:
     """The sentence on sizes that ends a description."""
     labels = "unlabelled" if train.labels is None else "labelled with numbers"
     classes = labels if class_names is None else f"{len(class_names)} classes"
