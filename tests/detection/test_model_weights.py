@@ -13,7 +13,7 @@ from detection.small_detector import HEADS, SWIN, XCIT, detector, recipe
 from wellcond.errors import WeightError
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.models.backbone_weights import load_backbone
+from wellcond.lab.models.trained import load_backbone
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.checkpoint import last_checkpoint
 from wellcond.lab.train.prepare import prepare_model, prepare_task

@@ -20,7 +20,7 @@ from wellcond.jacobian.generic.head import GenericHead
 from wellcond.jacobian.nystrom.form import NystromForm, nystrom_head
 from wellcond.jacobian.nystrom.head import Inverse
 from wellcond.jacobian.spectrum import form_spectrum
-from wellcond.lab.models.nystrom import MaskedNystromAttention
+from wellcond.lab.models.long_range import MaskedNystromAttention
 from wellcond.models import build_model
 
 TOKENS, WIDTH, HEADS = 24, 8, 2
@@ -193,9 +193,8 @@ def test_as_many_landmarks_as_tokens_is_softmax_and_a_convolution():
     assert head.attention is not None and head.approximation_error is None
 
 
-@pytest.mark.parametrize("masking", ["release", "hugging_face"])
 @pytest.mark.parametrize("landmarks", [2, 8])
-def test_measure_reads_the_masks_of_the_long_range_model(masking, landmarks):
+def test_measure_reads_the_masks_of_the_long_range_model(landmarks):
     options = {
         "vocab_size": 9,
         "num_labels": 2,
@@ -205,7 +204,7 @@ def test_measure_reads_the_masks_of_the_long_range_model(masking, landmarks):
         "heads": HEADS,
     }
     torch.manual_seed(5)
-    model = build_model("wellcond:long_range", options | {"convolution": 5, "masking": masking}).double().eval()
+    model = build_model("wellcond:long_range", options | {"convolution": 5}).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.5)
@@ -217,7 +216,7 @@ def test_measure_reads_the_masks_of_the_long_range_model(masking, landmarks):
     model(ids, marks)
     hook.remove()
     [(x, mask)] = seen
-    assert mask.shape == ((1, TOKENS) if masking == "release" else (1, 1, 1, TOKENS))
+    assert mask.shape == (1, TOKENS)
     for index, head in enumerate(report.layers[1].heads):
         dense = torch.cat(list(by_autograd(module, index, x.detach(), mask).values()), dim=1)
         sigma = torch.linalg.svdvals(dense)

@@ -11,7 +11,7 @@ from lab.helpers import bundle, byte_images, make_recipe, tiny_bert, tiny_gpt2, 
 from lab.small import record, small_job
 from wellcond import find_attention
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.models.norms import remove_norms_
+from wellcond.lab.models.changes import remove_norms_
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import TaskContext
 from wellcond.lab.tasks.image_classification import ImageClassification, ImageClassificationSettings

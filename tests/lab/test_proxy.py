@@ -13,7 +13,7 @@ from lab.small import small_job
 from wellcond import find_attention
 from wellcond.lab.load_recipe import load_recipe, shipped_recipes
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.models.proxy import scale_true_
+from wellcond.lab.models.changes import scale_true_
 from wellcond.lab.recipe import Recipe, config_hash
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.prepare import prepare_model, prepare_task
@@ -97,7 +97,7 @@ def scales(model):
 def test_every_matrix_of_the_blocks_has_the_scale_of_the_large_model(build, small, large, blocks):
     there, here = scales(build(large)), build(small)
     untouched = {name: value.clone() for name, value in here.state_dict().items()}
-    rescaled = {one.name for one in scale_true_(here, large)}
+    rescaled = set(scale_true_(here, large))
     assert rescaled and all(name.startswith(blocks) for name in rescaled)
     found = scales(here)
     for name in rescaled:
@@ -129,7 +129,7 @@ def test_the_roles_have_the_scale_of_the_published_size(real, build):
 
 def test_the_rule_of_depth_stays_the_small_models_own():
     model = gpt2(64, layers=2)
-    factors = {one.name: one.factor for one in scale_true_(model, 768)}
+    factors = scale_true_(model, 768)
     assert set(factors.values()) == {math.sqrt(12)}
     assert scale(model.transformer.h[0].mlp.c_proj.weight, 256) == pytest.approx(
         0.02 / math.sqrt(4) * math.sqrt(3072), rel=0.03
@@ -140,19 +140,19 @@ def test_the_rule_of_depth_stays_the_small_models_own():
 def test_weights_drawn_by_fan_stay(weight_init):
     model = vit(embed_dim=64, num_heads=4, weight_init=weight_init)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert {one.factor for one in scale_true_(model, 768)} == {1.0}
+    assert set(scale_true_(model, 768).values()) == {1.0}
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_patch_merging_between_stages_belongs_to_the_blocks():
-    names = {one.name: one.factor for one in scale_true_(swin(32), 128)}
+    names = scale_true_(swin(32), 128)
     assert names["layers.1.downsample.reduction.weight"] == 2.0
 
 
 def test_a_head_in_the_same_list_as_the_blocks_stays():
     body = vit(embed_dim=64, num_heads=4)
     model = nn.Sequential(nn.Linear(8, 8), body, nn.Linear(8, 2))
-    names = {one.name for one in scale_true_(model, 768)}
+    names = set(scale_true_(model, 768))
     assert names and all(name.startswith("1.blocks.") for name in names)
 
 

@@ -17,7 +17,7 @@ from wellcond.attention.head_norm import EPS
 from wellcond.jacobian.capture import capture_attention
 from wellcond.jacobian.capture.forms import captured_form
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.models.qk_norm import add_qk_norm_
+from wellcond.lab.models.changes import add_qk_norm_
 from wellcond.lab.recipe import config_hash
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.run import run_job

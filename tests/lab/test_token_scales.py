@@ -8,7 +8,7 @@ import transformers
 from lab.helpers import make_recipe, same_state, tiny_bert, tiny_gpt2, tiny_vit
 from wellcond.attention.effective import is_conditioned
 from wellcond.lab.methods import MethodSettings, check_distinct, parse_methods
-from wellcond.lab.models.token_scales import scale_tokens_
+from wellcond.lab.models.changes import scale_tokens_
 from wellcond.lab.recipe import config_hash
 from wellcond.lab.settings import RecipeError
 from wellcond.models import build_model

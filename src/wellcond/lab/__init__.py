@@ -17,7 +17,7 @@ def _build_architecture(name: str, arguments: dict[str, Any]) -> nn.Module:
         import pydantic
     except ImportError as error:
         raise MissingExtraError("pydantic", "train") from error
-    from wellcond.lab.models.registry import build_architecture
+    from wellcond.lab.models import build_architecture
     from wellcond.lab.settings import list_problems
 
     try:

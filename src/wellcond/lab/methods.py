@@ -30,9 +30,9 @@ from wellcond.init.apply import check_names, check_options, init_
 from wellcond.init.options import check_values
 from wellcond.init.plan import METHODS as INITS
 from wellcond.lab.method_text import read_calls, split_methods, write_call
-from wellcond.lab.models.teachers import OPTIONS as TEACHER_OPTIONS
-from wellcond.lab.models.teachers import Build, check_teacher, pin_teacher, selection_options
-from wellcond.lab.models.token_scales import check_factors, scale_tokens_
+from wellcond.lab.models.changes import check_factors, scale_tokens_
+from wellcond.lab.models.trained import OPTIONS as TEACHER_OPTIONS
+from wellcond.lab.models.trained import Build, check_teacher, pin_teacher, selection_options
 from wellcond.lab.settings import RecipeError, Settings, suggest
 
 

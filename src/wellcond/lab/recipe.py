@@ -27,7 +27,7 @@ from wellcond.errors import WellcondError
 from wellcond.lab.data.registry import SourceConfig, resolve_config
 from wellcond.lab.method_overrides import override_recipe
 from wellcond.lab.methods import MethodSettings, check_distinct
-from wellcond.lab.models.proxy import ProxySettings
+from wellcond.lab.models.changes import ProxySettings
 from wellcond.lab.settings import Interval, Scale, Settings, suggest
 from wellcond.lab.tasks.augmentation import AugmentationSettings
 from wellcond.lab.tasks.base import TASKS, ModelSettings

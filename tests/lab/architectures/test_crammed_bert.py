@@ -13,7 +13,7 @@ from wellcond.attention.builders import fused_site
 from wellcond.attention.site import Place
 from wellcond.jacobian.capture import capture_attention
 from wellcond.jacobian.capture.forms import captured_form
-from wellcond.lab.models.norms import remove_norms_
+from wellcond.lab.models.changes import remove_norms_
 from wellcond.models import ModelSpecError, build_model
 
 SMALL = {"vocab_size": 40, "length": 12, "layers": 2, "width": 16, "heads": 2, "feed_forward": 24}
@@ -290,8 +290,8 @@ def test_norms_of_the_blocks_can_be_taken_out():
 
 BAD = {
     "heads": ({"heads": 3}, "16 cannot be shared by 3 heads"),
-    "gate": ({"feed_forward": 7}, "feed_forward: expected an even number, found 7"),
-    "padding": ({"pad_token_id": 40}, "expected one of 40 tokens, found 40"),
+    "gate": ({"feed_forward": 7}, "feed_forward: Input should be a multiple of 2 .found 7."),
+    "padding": ({"pad_token_id": 40}, "Padding_idx must be within num_embeddings"),
     "unknown option": ({"layer": 4}, "did you mean 'layers'"),
 }
 

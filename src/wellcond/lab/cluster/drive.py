@@ -15,7 +15,7 @@ from wellcond.lab.cluster.cluster import Share, check_still_fits, choose_share, 
 from wellcond.lab.cluster.hired import Hired
 from wellcond.lab.cluster.settings import RaySettings
 from wellcond.lab.cluster.worker import RunWorker
-from wellcond.lab.models.teachers import file_sha256
+from wellcond.lab.models.trained import file_sha256
 from wellcond.lab.train.compare import JobObserver, Outcome
 from wellcond.lab.train.dispatch import Dispatch
 from wellcond.lab.train.interrupts import StopFlag

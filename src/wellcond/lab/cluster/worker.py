@@ -13,7 +13,7 @@ from pathlib import Path
 
 from wellcond.errors import WellcondError
 from wellcond.lab.cluster.folder_copy import read_chunk, take_snapshot, write_chunk
-from wellcond.lab.models.teachers import file_sha256
+from wellcond.lab.models.trained import file_sha256
 from wellcond.lab.train.dispatch import Message, do_job
 from wellcond.lab.train.interrupts import StopFlag
 from wellcond.lab.train.provenance import installed_version

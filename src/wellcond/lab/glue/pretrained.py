@@ -19,8 +19,8 @@ from wellcond.files import write_atomically
 from wellcond.lab.data.base import Data, Dataset
 from wellcond.lab.data.fingerprint import fingerprint
 from wellcond.lab.data.registry import load_data, resolve_config
-from wellcond.lab.models.norms import remove_norms_
-from wellcond.lab.models.teachers import file_sha256
+from wellcond.lab.models.changes import remove_norms_
+from wellcond.lab.models.trained import file_sha256
 from wellcond.lab.tasks.masked_language_modelling import MaskedLanguageModellingSettings
 from wellcond.lab.tokenizers.base import Tokenizer
 from wellcond.lab.tokenizers.files import find_tokenizer, read_tokenizer

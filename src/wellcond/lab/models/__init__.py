@@ -1,5 +1,35 @@
-"""Models that no library has in the form an experiment needs, as `wellcond:NAME`; importing this registers them."""
+"""Models that no library has in the form an experiment needs: `wellcond:NAME`."""
 
-from wellcond.lab.models import crammed_bert, long_range, mask_rcnn
+from __future__ import annotations
 
-__all__ = ["crammed_bert", "long_range", "mask_rcnn"]
+import importlib
+from typing import Any
+
+from torch import nn
+
+from wellcond.errors import MissingExtraError, check_choice
+
+ARCHITECTURES = {
+    "crammed_bert": ("crammed_bert", "CrammedBertForMaskedLM", "train"),
+    "crammed_bert_classifier": ("crammed_bert", "CrammedBertForSequenceClassification", "train"),
+    "long_range": ("long_range", "LongRangeClassifier", "text"),
+    "mask_rcnn": ("mask_rcnn", "Detector", "detection"),
+}
+"""Module, class and the extra it needs; what a recipe writes under `model.arguments` is the class's `options_class`."""
+
+
+def build_architecture(name: str, arguments: dict[str, Any]) -> nn.Module:
+    """Build the model `wellcond:name`.
+
+    Raises:
+        UnknownChoiceError: no such architecture.
+        MissingExtraError: a library it is built on is not installed.
+        pydantic.ValidationError: an option is wrong.
+    """
+    check_choice("architecture", name, sorted(ARCHITECTURES))
+    module, class_name, extra = ARCHITECTURES[name]
+    try:
+        model = getattr(importlib.import_module(f"wellcond.lab.models.{module}"), class_name)
+    except ImportError as error:
+        raise MissingExtraError(error.name or module, extra) from error
+    return model(model.options_class.model_validate(arguments))

@@ -1,4 +1,4 @@
-"""Crammed BERT (Geiping and Goldstein, ICML 2023) as its release has it, for pre-training and for classification.
+"""Crammed BERT (Geiping and Goldstein, ICML 2023) as released, for pre-training and for classification.
 
 A pre-norm encoder without biases in its linear maps, with gated feed-forward parts, scaled sinusoidal positions and a
 decoder tied to the embeddings. Parameters bear the names of the release.
@@ -16,12 +16,13 @@ from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 from wellcond.attention.builders import fused_site
 from wellcond.attention.find import register_adapter
 from wellcond.attention.site import AttentionSite, Place
-from wellcond.lab.models.registry import ArchitectureOptions, register_architecture
+from wellcond.lab.settings import Settings
 
-DEVIATION = 0.02
+Dropout = Annotated[float, Field(ge=0, lt=1)]
+Even = Annotated[int, Field(gt=0, multiple_of=2)]
 
 
-class CrammedBertOptions(ArchitectureOptions):
+class CrammedBertOptions(Settings):
     """Options of `crammed_bert`; defaults are those of the release."""
 
     vocab_size: PositiveInt
@@ -30,23 +31,18 @@ class CrammedBertOptions(ArchitectureOptions):
     length: PositiveInt = 128
     """Tokens of the longest sequence."""
     layers: PositiveInt = 16
-    width: PositiveInt = 768
+    width: Even = 768
     heads: PositiveInt = 12
-    feed_forward: PositiveInt = 3072
+    feed_forward: Even = 3072
     """Width of the feed-forward part before its gate, which halves it."""
     norm_eps: PositiveFloat = 1e-12
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: Dropout = 0.0
     """Of embeddings, attention maps and the output of every part; the release pre-trains without."""
 
     @model_validator(mode="after")
-    def _fits_together(self) -> CrammedBertOptions:
+    def _heads_share_the_width(self) -> CrammedBertOptions:
         if self.width % self.heads:
             raise ValueError(f"width {self.width} cannot be shared by {self.heads} heads")
-        for name in ("width", "feed_forward"):
-            if getattr(self, name) % 2:
-                raise ValueError(f"{name}: expected an even number, found {getattr(self, name)}")
-        if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
-            raise ValueError(f"pad_token_id: expected one of {self.vocab_size} tokens, found {self.pad_token_id}")
         return self
 
 
@@ -56,7 +52,7 @@ class CrammedBertClassifierOptions(CrammedBertOptions):
     num_labels: PositiveInt
     """1 for a regression."""
     pooler_width: PositiveInt = 1024
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    dropout: Dropout = 0.1
     """As in pre-training, and of the pooled token."""
 
 
@@ -129,13 +125,12 @@ def crammed_self_attention(place: Place) -> AttentionSite:
     """Rows [heads, 3, head width]."""
     module = place.module
     assert isinstance(module, CrammedSelfAttention)
-    output = place.parent.dense if isinstance(place.parent, Attention) else None
     return fused_site(
         place,
         module.query_key_value,
         num_heads=module.num_heads,
         arrangement="groups",
-        output=output,
+        output=place.parent.dense if isinstance(place.parent, Attention) else None,
         family="crammed_bert",
         scale=(module.query_key_value.in_features // module.num_heads) ** -0.5,
     )
@@ -175,7 +170,7 @@ class Layer(nn.Module):
 
 
 class CrammedEncoder(nn.Module):
-    """What both models share."""
+    """The encoder of both models."""
 
     def __init__(self, options: CrammedBertOptions) -> None:
         """Made from the model's options."""
@@ -200,7 +195,9 @@ class CrammedEncoder(nn.Module):
 
 
 class CrammedBertForMaskedLM(nn.Module):
-    """Logits of the tokens that stood at given positions."""
+    """Logits of the tokens at given positions."""
+
+    options_class = CrammedBertOptions
 
     def __init__(self, options: CrammedBertOptions) -> None:
         """Freshly initialised."""
@@ -225,6 +222,8 @@ class CrammedBertForMaskedLM(nn.Module):
 class CrammedBertForSequenceClassification(nn.Module):
     """Logits of sequences, from their first token."""
 
+    options_class = CrammedBertClassifierOptions
+
     def __init__(self, options: CrammedBertClassifierOptions) -> None:
         """Freshly initialised; weights of pre-training have the same names under `encoder`."""
         super().__init__()
@@ -241,23 +240,11 @@ class CrammedBertForSequenceClassification(nn.Module):
         return self.head(self.dropout(torch.tanh(self.pooler["dense"](first))))
 
 
+@torch.no_grad()
 def _initialise(module: nn.Module) -> None:
     if isinstance(module, (nn.Linear, nn.Embedding)):
-        nn.init.normal_(module.weight, std=DEVIATION)
+        nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
     if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-        with torch.no_grad():
-            module.weight[module.padding_idx].zero_()
-
-
-@register_architecture("crammed_bert", CrammedBertOptions)
-def crammed_bert(options: CrammedBertOptions) -> CrammedBertForMaskedLM:
-    """For masked language modelling."""
-    return CrammedBertForMaskedLM(options)
-
-
-@register_architecture("crammed_bert_classifier", CrammedBertClassifierOptions)
-def crammed_bert_classifier(options: CrammedBertClassifierOptions) -> CrammedBertForSequenceClassification:
-    """For classification or regression of sequences, from pre-trained weights or from scratch."""
-    return CrammedBertForSequenceClassification(options)
+        module.weight[module.padding_idx].zero_()

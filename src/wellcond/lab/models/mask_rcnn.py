@@ -1,40 +1,59 @@
-"""Mask R-CNN with a feature pyramid on a timm backbone: torchvision's detector, with XCiT or Swin below it."""
+"""torchvision's Mask R-CNN with a feature pyramid on an XCiT or Swin of timm, for padded batches."""
 
 from __future__ import annotations
 
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
-from torch import nn
+from torch import Tensor, distributed, nn
+from torchvision.models.convnext import LayerNorm2d
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+from torchvision.models.detection.image_list import ImageList
+from torchvision.models.detection.mask_rcnn import MaskRCNN, MaskRCNNHeads, MaskRCNNPredictor
+from torchvision.models.detection.rpn import RPNHead
+from torchvision.ops import MultiScaleRoIAlign
+from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork, LastLevelMaxPool
+from torchvision.ops.poolers import initLevelMapper
 
-from wellcond.errors import MissingExtraError
-from wellcond.lab.models.registry import ArchitectureOptions, register_architecture
+from wellcond.lab.settings import Settings
+from wellcond.models import build_model
 
-Share = Annotated[float, Field(ge=0, le=1)]
-FourTaps = tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt, NonNegativeInt]
-FiveSizes = tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt, PositiveInt]
+STRIDES = (4, 8, 16, 32)
+MULTIPLE = 32
+"""Sides of a padded image are multiples of it."""
+MEAN, DEVIATION = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+"""Of ImageNet."""
+ANY_SIZE = {"strict_img_size": False, "always_partition": True}
+"""Swin then pads its windows, and does not shrink them for small maps."""
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Target = dict[str, Tensor]
 
 
-class MaskRcnnOptions(ArchitectureOptions):
+class MaskRcnnOptions(Settings):
     """Options of `mask_rcnn`; defaults are those of torchvision, on the smallest XCiT of timm."""
 
     num_classes: PositiveInt
-    """Classes of things; the background is not one of them."""
+    """Without the background."""
     backbone: str = "xcit_nano_12_p16_224"
     """Name of an XCiT or Swin of timm."""
     backbone_arguments: dict[str, Any] = Field(default_factory=dict)
     """For timm's constructor, such as embed_dim, depth and num_heads."""
     drop_path: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    taps: FourTaps | None = None
+    taps: tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt, NonNegativeInt] | None = None
     """Blocks (XCiT) or stages (Swin), from 0, whose outputs become strides 4, 8, 16 and 32. By default the ends of the
     four stages; in a column of 12 blocks 3, 5, 7 and 11, and the same shares of the depth in others."""
     upsample: Literal["double", "single"] = "double"
     """How a column of stride 16 comes to stride 4: two transposed convolutions with a norm and GELU between, as in the
     XCiT release, or one of 4 x 4."""
     checkpointing: bool = False
-    """Compute the backbone's activations again in the backward pass instead of keeping them."""
+    """Recompute the backbone's activations in the backward pass."""
     pyramid_width: PositiveInt = 256
-    anchor_sizes: FiveSizes = (32, 64, 128, 256, 512)
+    anchor_sizes: tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt, PositiveInt] = (32, 64, 128, 256, 512)
     """Side in pixels, of the four strides and of the extra level of stride 64."""
     aspect_ratios: tuple[PositiveFloat, ...] = (0.5, 1.0, 2.0)
     canonical_size: PositiveInt = 224
@@ -49,34 +68,274 @@ class MaskRcnnOptions(ArchitectureOptions):
     """Anchors of an image that the loss of the proposals is computed on."""
     regions_sampled: PositiveInt = 512
     """Proposals of an image that the losses of boxes, classes and masks are computed on."""
-    positive_regions: Share = 0.25
-    """Share of them that may be things."""
+    positive_regions: Fraction = 0.25
+    """Share of them that may be objects."""
     proposals: tuple[PositiveInt, PositiveInt] = (2000, 1000)
     """Proposals of an image, in training and in evaluation."""
     detections: PositiveInt = 100
     """Of an image, at most."""
-    score_threshold: Share = 0.05
-    nms_threshold: Share = 0.5
+    score_threshold: Fraction = 0.05
+    nms_threshold: Fraction = 0.5
 
     @model_validator(mode="after")
     def _fits_together(self) -> MaskRcnnOptions:
         if self.taps is not None and sorted(set(self.taps)) != list(self.taps):
             raise ValueError(f"taps: expected four numbers that rise, found {list(self.taps)}")
-        for name in ("drop_path_rate", "num_classes", "in_chans"):
-            if name in self.backbone_arguments:
-                instead = "drop_path" if name == "drop_path_rate" else "num_classes of the detector, and three channels"
-                raise ValueError(f"backbone_arguments.{name}: leave it out; use {instead}")
+        if "drop_path_rate" in self.backbone_arguments:
+            raise ValueError("backbone_arguments.drop_path_rate: leave it out; use drop_path")
         return self
 
 
-@register_architecture("mask_rcnn", MaskRcnnOptions)
-def mask_rcnn(options: MaskRcnnOptions) -> nn.Module:
-    """Boxes, classes and masks of the things in an image."""
-    try:
-        import timm  # noqa: F401
-        import torchvision  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError("timm and torchvision", "detection") from error
-    from wellcond.lab.models.detector import Detector
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of a tensor over all ranks; its gradient is the sum of theirs."""
 
-    return Detector(options)
+    @staticmethod
+    def forward(context: Any, values: Tensor) -> Tensor:
+        total = values.clone()
+        distributed.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return _SumOverRanks.apply(gradient.contiguous())
+
+
+class SharedBatchNorm(nn.BatchNorm2d):
+    """Batch norm with the mean and variance over all ranks; torch's SyncBatchNorm works on GPUs only."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(batch, channels, height, width) to the same."""
+        together = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+        if not (self.training and together):
+            return super().forward(input)
+        values = input.float()
+        count = values.new_tensor([values.numel() / values.shape[1]])
+        sums = torch.cat([values.sum((0, 2, 3)), values.square().sum((0, 2, 3)), count])
+        first, second, total = _SumOverRanks.apply(sums).split([self.num_features, self.num_features, 1])
+        mean = first / total
+        variance = (second / total - mean.square()).clamp_min(0)
+        with torch.no_grad():
+            assert self.running_mean is not None and self.running_var is not None and self.momentum is not None
+            assert self.num_batches_tracked is not None
+            self.num_batches_tracked.add_(1)
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * total / (total - 1), self.momentum)
+        scale = self.weight * torch.rsqrt(variance + self.eps)
+        shift = self.bias - mean * scale
+        return (values * scale.view(1, -1, 1, 1) + shift.view(1, -1, 1, 1)).to(input.dtype)
+
+
+class TimmPyramid(nn.Module):
+    """Backbone and pyramid; `body` is timm's own model without what only a classifier needs, under timm's names."""
+
+    body: Any
+
+    def __init__(self, options: MaskRcnnOptions) -> None:
+        """Made from the model's options.
+
+        Raises: ValueError for a model of another family, or taps that it does not have.
+        """
+        super().__init__()
+        name = options.backbone
+        of_family = ANY_SIZE if name.startswith("swin") else {}
+        own = of_family | options.backbone_arguments | {"drop_path_rate": options.drop_path}
+        self.body = build_model(f"timm:{name}", own)
+        if type(self.body).__name__ not in ("Xcit", "SwinTransformer"):
+            raise ValueError(f"backbone: expected an XCiT or Swin of timm, found {name} ({type(self.body).__name__})")
+        info = [dict(entry) for entry in self.body.feature_info]
+        self.taps = options.taps or _default_taps(info)
+        if len(self.taps) != len(STRIDES) or max(self.taps) >= len(info):
+            raise ValueError(f"taps: expected four of the {len(info)} outputs of {name}, found {list(self.taps)}")
+        channels = [info[tap]["num_chs"] for tap in self.taps]
+        strides = [info[tap]["reduction"] for tap in self.taps]
+        # What gets no gradient is removed: with several ranks DDP would wait for it.
+        self.body.prune_intermediate_layers(list(self.taps), prune_norm=True, prune_head=True)
+        if hasattr(self.body, "cls_token"):
+            del self.body.cls_token
+        self.body.set_grad_checkpointing(options.checkpointing)
+        self.levels = nn.ModuleList(_levels(strides, channels, options))
+        self.pyramid = FeaturePyramidNetwork(channels, options.pyramid_width, extra_blocks=LastLevelMaxPool())
+        self.out_channels = options.pyramid_width
+
+    def forward(self, images: Tensor) -> OrderedDict[str, Tensor]:
+        """Maps of strides 4 to 64 of images whose sides are multiples of 32."""
+        maps = self.body.forward_intermediates(images, indices=list(self.taps), intermediates_only=True)
+        named = OrderedDict((str(k), level(m)) for k, (level, m) in enumerate(zip(self.levels, maps, strict=True)))
+        # Anchors and regions take the number format of these maps: half precision does not hold coordinates.
+        return OrderedDict((key, value.float()) for key, value in self.pyramid(named).items())
+
+
+def _default_taps(info: list[dict[str, Any]]) -> tuple[int, ...]:
+    depth = len(info)
+    if len({entry["reduction"] for entry in info}) > 1:
+        return tuple(range(depth))
+    # Blocks 3, 5, 7, 11 of 12; in a column of four all of them.
+    return tuple(max(place, wanted - 1) for place, wanted in enumerate((depth // 3, depth // 2, 2 * depth // 3, depth)))
+
+
+def _levels(strides: list[int], channels: list[int], options: MaskRcnnOptions) -> list[nn.Module]:
+    """What brings each output of the backbone to its stride of the pyramid."""
+    if strides == list(STRIDES):
+        return [LayerNorm2d(width) for width in channels]
+    if len(set(strides)) > 1 or strides[0] not in (8, 16):
+        raise ValueError(
+            f"backbone: expected outputs of strides 4, 8, 16, 32, or a column of stride 8 or 16, found {strides} in "
+            f"{options.backbone}; change taps or backbone_arguments"
+        )
+    return [_resize(strides[0], to, width, options.upsample) for to, width in zip(STRIDES, channels, strict=True)]
+
+
+def _resize(stride: int, wanted: int, width: int, upsample: str) -> nn.Module:
+    if wanted >= stride:
+        return nn.Identity() if wanted == stride else nn.MaxPool2d(wanted // stride)
+    factor = stride // wanted
+    if factor == 2 or upsample == "single":
+        return nn.ConvTranspose2d(width, width, factor, stride=factor)
+    return nn.Sequential(
+        nn.ConvTranspose2d(width, width, 2, stride=2),
+        SharedBatchNorm(width),
+        nn.GELU(),
+        nn.ConvTranspose2d(width, width, 2, stride=2),
+    )
+
+
+# What the heads predict is added to coordinates, which half precision does not hold: 1,333 pixels are 8 apart in bf16.
+class _ProposalHead(RPNHead):
+    def forward(self, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        scores, boxes = super().forward(x)
+        return [score.float() for score in scores], [box.float() for box in boxes]
+
+
+class _BoxPredictor(FastRCNNPredictor):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores, boxes = super().forward(x)
+        return scores.float(), boxes.float()
+
+
+class _MaskPredictor(MaskRCNNPredictor):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).float()
+
+
+class Detector(MaskRCNN):
+    """Mask R-CNN. Attention is found, initialised, conditioned and folded in it as in any model."""
+
+    options_class = MaskRcnnOptions
+    encoder_prefix = "backbone.body."
+    """Where the weights of a pre-trained classifier belong."""
+    encoder_left_out = ("cls_token", "cls_attn_blocks.", "norm.", "head.")
+    """Beginnings of the names of weights that only the classifier has."""
+
+    def __init__(self, options: MaskRcnnOptions) -> None:
+        """Freshly initialised, each part as its library does."""
+        width, classes = options.pyramid_width, options.num_classes + 1
+        sizes, ratios = options.anchor_sizes, options.aspect_ratios
+        in_training, in_evaluation = options.proposals
+        super().__init__(
+            TimmPyramid(options),
+            image_mean=MEAN,
+            image_std=DEVIATION,
+            rpn_anchor_generator=AnchorGenerator(tuple((size,) for size in sizes), (ratios,) * len(sizes)),
+            rpn_head=_ProposalHead(width, len(ratios)),
+            rpn_pre_nms_top_n_train=in_training,
+            rpn_post_nms_top_n_train=in_training,
+            rpn_pre_nms_top_n_test=in_evaluation,
+            rpn_post_nms_top_n_test=in_evaluation,
+            rpn_batch_size_per_image=options.anchors_sampled,
+            box_roi_pool=_pool(options.box_resolution, options.canonical_size),
+            box_head=TwoMLPHead(width * options.box_resolution**2, options.box_head),
+            box_predictor=_BoxPredictor(options.box_head, classes),
+            box_score_thresh=options.score_threshold,
+            box_nms_thresh=options.nms_threshold,
+            box_detections_per_img=options.detections,
+            box_batch_size_per_image=options.regions_sampled,
+            box_positive_fraction=options.positive_regions,
+            mask_roi_pool=_pool(options.mask_resolution, options.canonical_size),
+            mask_head=MaskRCNNHeads(width, options.mask_head, 1),
+            mask_predictor=_MaskPredictor(options.mask_head[-1], options.mask_head[-1], classes),
+        )
+        self.options = options
+
+    def forward(  # type: ignore[override]
+        self,
+        images: Tensor,
+        sizes: Tensor | None = None,
+        targets: Sequence[Target] | None = None,
+        original_sizes: Tensor | None = None,
+        seeds: Sequence[int] | None = None,
+    ) -> Any:
+        """Losses of a batch in training; detections of every image, and its losses where targets are given, otherwise.
+
+        In evaluation every image is computed by itself, without the padding that other images of its batch ask for,
+        so that its detections and losses do not depend on the batch it is in.
+
+        Args:
+            images: (batch, 3, height, width) in 0..1, padded at the bottom and on the right to multiples of 32.
+            sizes: (batch, 2), height and width of each before it was padded; None: none is padded, and without targets
+                all are computed at once.
+            targets: `boxes` (n, 4), `labels` (n,) from 1, and `masks` (n, height, width), of each image.
+            original_sizes: (batch, 2), sizes that detections are scaled to.
+            seeds: of the regions that the losses of each image are computed on, in evaluation.
+
+        Returns: in training the losses by name, means over the batch. In evaluation a list with a dict of `boxes`,
+            `labels`, `scores` and `masks` (n, 1, height, width) for each image; with targets also the list of losses.
+        """
+        shapes = [tuple(images.shape[-2:])] * len(images) if sizes is None else [tuple(size) for size in sizes.tolist()]
+        if self.training:
+            assert targets is not None, "training needs targets"
+            images = self._normalised(images, shapes)
+            return self._losses(images, shapes, list(targets), self.backbone(images))
+        originals = shapes if original_sizes is None else [tuple(size) for size in original_sizes.tolist()]
+        if sizes is None and targets is None:
+            images = self._normalised(images, shapes)
+            return self._detect(images, shapes, originals, self.backbone(images))
+        found, losses = [], []
+        for place, shape in enumerate(shapes):
+            height, width = (-(-side // MULTIPLE) * MULTIPLE for side in shape)
+            image = self._normalised(images[place : place + 1, :, :height, :width], [shape])
+            features = self.backbone(image)
+            found += self._detect(image, [shape], [originals[place]], features)
+            if targets is not None:
+                target = targets[place] | {"masks": targets[place]["masks"][:, :height, :width]}
+                with self._seeded(0 if seeds is None else seeds[place], image.device):
+                    losses.append(self._losses(image, [shape], [target], features))
+        return found if targets is None else (found, losses)
+
+    def _normalised(self, images: Tensor, shapes: list[tuple[int, ...]]) -> Tensor:
+        """Mean 0 and deviation 1; padding is 0."""
+        normalised = self.transform.normalize(images)
+        for image, (height, width) in zip(normalised, shapes, strict=True):
+            image[:, height:] = 0
+            image[:, :, width:] = 0
+        return normalised
+
+    def _losses(self, images: Tensor, shapes: list, targets: list[Target], features: Any) -> dict[str, Tensor]:
+        proposals, of_proposals = self.rpn(ImageList(images, shapes), features, targets)
+        _, of_regions = self.roi_heads(features, proposals, shapes, targets)
+        return of_proposals | of_regions
+
+    def _detect(self, images: Tensor, shapes: list, originals: list, features: Any) -> list[dict[str, Tensor]]:
+        proposals, _ = self.rpn(ImageList(images, shapes), features)
+        detections, _ = self.roi_heads(features, proposals, shapes)
+        return self.transform.postprocess(detections, shapes, originals)
+
+    @contextlib.contextmanager
+    def _seeded(self, seed: int, device: torch.device) -> Iterator[None]:
+        """Let the heads, whose layers know no difference, compute losses in evaluation, on regions drawn by a seed."""
+        self.rpn.training = self.roi_heads.training = True
+        kind = "cuda" if device.type == "cpu" else device.type
+        try:
+            with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=kind):
+                torch.manual_seed(seed)
+                yield
+        finally:
+            self.rpn.training = self.roi_heads.training = False
+
+
+def _pool(resolution: int, canonical_size: int) -> MultiScaleRoIAlign:
+    names = [str(place) for place in range(len(STRIDES))]
+    pool = MultiScaleRoIAlign(names, resolution, 2, canonical_scale=canonical_size)
+    # torchvision would guess them from the first image, wrongly if that is mostly padding, and keep its guess.
+    pool.scales = [1 / stride for stride in STRIDES]
+    pool.map_levels = initLevelMapper(2, 5, canonical_scale=canonical_size, canonical_level=4)
+    return pool

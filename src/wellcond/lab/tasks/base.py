@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from wellcond.lab.data.base import Data, Dataset
-from wellcond.lab.models.norms import Norms
+from wellcond.lab.models.changes import Norms
 from wellcond.lab.settings import RecipeError, Settings
 from wellcond.lab.tokenizers.base import Tokenizer
 

@@ -11,7 +11,7 @@ from torch import nn
 from wellcond.attention.find import find_attention
 from wellcond.errors import WellcondError
 from wellcond.init.tokens import POSITIONS
-from wellcond.lab.models.blocks import block_matrices
+from wellcond.lab.models.changes import block_matrices
 from wellcond.lab.settings import RecipeError, Settings
 from wellcond.lab.train.row_rates import Group, MuonAndAdamW, RowRateAdamW
 from wellcond.lab.train.schedule import Point

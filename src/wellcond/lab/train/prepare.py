@@ -13,10 +13,8 @@ from torch import nn
 from wellcond.lab.data.progress import Progress, telling
 from wellcond.lab.data.registry import load_data, resolve_config
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.models.backbone_weights import encoder_path, has_backbone, load_backbone
-from wellcond.lab.models.norms import remove_norms_
-from wellcond.lab.models.proxy import check_untrained, scale_true_
-from wellcond.lab.models.qk_norm import add_qk_norm_
+from wellcond.lab.models.changes import add_qk_norm_, check_untrained, remove_norms_, scale_true_
+from wellcond.lab.models.trained import load_backbone
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.seeding import derive
 from wellcond.lab.settings import RecipeError
@@ -104,8 +102,9 @@ def prepare_model(
     if recipe.model.weights is not None:
         load_weights(model, (base or Path()) / recipe.model.weights)
     if recipe.model.encoder is not None:
-        path = (base or Path()) / encoder_path(recipe.model.encoder, method, seed)
-        if has_backbone(model):
+        encoder = recipe.model.encoder.replace("{method}", method.slug).replace("{seed}", str(seed))
+        path = (base or Path()) / encoder
+        if hasattr(model, "encoder_prefix"):
             load_backbone(model, path, method)
         else:
             load_encoder(model, path)

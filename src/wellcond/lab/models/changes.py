@@ -1,0 +1,348 @@
+"""What a recipe changes in a built model: norms, QK-norm, the scale of a proxy, the scale of tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import PositiveInt
+from torch import Tensor, nn
+
+from wellcond.attention.builders import is_conv1d, is_projection
+from wellcond.attention.find import find_attention
+from wellcond.attention.head_norm import add_head_norm_
+from wellcond.attention.site import AttentionSite
+from wellcond.errors import AttentionNotFoundError, WellcondError
+from wellcond.init.tokens import find_embeddings, find_positions
+from wellcond.lab.settings import RecipeError, Settings
+
+# Norms
+
+Norms = Literal["keep", "without_block_norms", "without_attention_norm"]
+
+# By name: libraries have classes of their own. Batch norms are none of them: they do not normalise tokens.
+TOKEN_NORM = re.compile(r"(layer|rms|simple)_?norm", re.IGNORECASE)
+
+
+def remove_norms_(model: nn.Module, norms: Norms, run: Callable[[], object]) -> list[str]:
+    """Replace norms of the blocks by `nn.Identity`, in place; norms outside the blocks (the final one) stay.
+
+    A block is the element of a `ModuleList` or `Sequential` that holds an attention; norms of queries and keys belong
+    to the attention and stay. `run` runs the model on a sample, which shows what runs before what. Returns the names.
+
+    Raises: RecipeError where the blocks are not of this form; the model is then unchanged.
+
+    Example:
+        >>> import timm, torch
+        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
+        >>> remove_norms_(model, "without_block_norms", lambda: model(torch.zeros(1, 3, 32, 32)))
+        ['blocks.0.norm1', 'blocks.0.norm2']
+    """
+    if norms == "keep":
+        return []
+    kind = type(model).__name__
+    try:
+        sites = find_attention(model, strict=False)
+    except AttentionNotFoundError as error:
+        raise RecipeError(f"model.norms: {norms}, but no attention was found in {kind}") from error
+    inside = {site.name: _block_norms(model, site.name, sites) for site in sites}
+    if norms == "without_block_norms":
+        chosen = {name for names in inside.values() for name in names}
+    else:
+        order: list[str] = []
+        watched = {name: model.get_submodule(name) for name in {*inside, *itertools.chain(*inside.values())}}
+        with _watched(watched, order.append):
+            run()
+        chosen = set()
+        for name, of_block in inside.items():
+            before = [ran for ran in order[: order.index(name) if name in order else 0] if ran in of_block]
+            if not before:
+                raise RecipeError(
+                    f"model.norms: without_attention_norm, but no norm of its block runs before {name!r} of {kind} "
+                    "(its norms stand after the attention); use without_block_norms"
+                )
+            chosen.add(before[-1])
+    for name in chosen:
+        model.set_submodule(name, nn.Identity())
+    return [name for name, _ in model.named_modules() if name in chosen]
+
+
+def _block_norms(model: nn.Module, site: str, sites: list[AttentionSite]) -> list[str]:
+    """The norms of the innermost block around an attention.
+
+    Raises: RecipeError if there are none, or if a neighbour of the block holds some of them, as in T5.
+    """
+    kind, attentions = type(model).__name__, [f"{other.name}." for other in sites]
+    block = next(_elements_around(model, site))
+    parent = block.rpartition(".")[0]
+    for name, neighbour in model.get_submodule(parent).named_children():
+        path = f"{parent}.{name}" if parent else name
+        has_attention = any(other.startswith(f"{path}.") for other in attentions)
+        if not has_attention and any(_is_norm(module) for module in neighbour.modules()):
+            raise RecipeError(
+                f"model.norms: {path} of {kind} has a norm but no attention beside {block}, so which norms are the "
+                "block's is unknown; use model.norms: keep"
+            )
+    names = [f"{block}.{name}" for name, module in model.get_submodule(block).named_modules() if _is_norm(module)]
+    found = [name for name in names if not name.startswith(tuple(attentions))]
+    if not found:
+        raise RecipeError(f"model.norms: {block} of {kind} has no layer norm to take out")
+    return found
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return any(TOKEN_NORM.search(kind.__name__) for kind in type(module).__mro__)
+
+
+def _elements_around(model: nn.Module, site: str) -> Iterator[str]:
+    """Elements of lists of modules that hold an attention, from the innermost.
+
+    Raises: RecipeError if there is none.
+    """
+    parts = site.split(".")
+    paths = [".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1)]
+    lists = (nn.ModuleList, nn.Sequential)
+    found = [path for path in paths if isinstance(model.get_submodule(path.rpartition(".")[0]), lists)]
+    if not found:
+        raise RecipeError(
+            f"the attention {site!r} of {type(model).__name__} stands in no list of blocks, so which weights belong to "
+            "its block cannot be told"
+        )
+    yield from found
+
+
+@contextlib.contextmanager
+def _watched(modules: dict[str, nn.Module], called: Callable[[str], None]) -> Iterator[None]:
+    """Report the name of each module just before it runs."""
+    handles = [m.register_forward_pre_hook(lambda *_, name=name: called(name)) for name, m in modules.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# QK-norm
+
+
+def add_qk_norm_(model: nn.Module, run: Callable[[], object]) -> None:
+    """Normalise queries and keys of every attention, in place, without a learned gain.
+
+    Raises: RecipeError for attentions that it cannot be added to; `run`, on a sample, shows which read their weights.
+    """
+    try:
+        sites = find_attention(model)
+        add_head_norm_(sites)
+    except WellcondError as error:
+        raise RecipeError(f"model.qk_norm: {error}") from error
+    called: set[str] = set()
+    owners = {f"{site.name} {role}": site.by_role(role).owner for site in sites for role in ("query", "key")}
+    with _watched(owners, called.add):
+        run()
+    unused = [name.split()[0] for name in owners if name not in called]
+    if unused:
+        raise RecipeError(
+            f"model.qk_norm: {unused[0]} of {type(model).__name__} reads the weights of its projections without "
+            "calling them, so its queries and keys cannot be normalised; set model.qk_norm: false"
+        )
+
+
+# Matrices of the blocks
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight of a block that maps tokens to tokens: Q, K, V, O, MLP, patch merging."""
+
+    name: str
+    parameter: Tensor
+    fan_in: int
+    fan_out: int
+    block: str
+    index: int
+    """Of its block, from 1."""
+
+
+def block_matrices(model: nn.Module, sites: list[AttentionSite]) -> Iterator[Matrix]:
+    """Every matrix of the blocks that hold these attentions, in the order of the model.
+
+    Embeddings, heads, norms, biases and tables of positions are none of them.
+
+    Raises: RecipeError for an attention that stands in no list of blocks.
+    """
+    blocks = dict.fromkeys(_block_or_stage(model, site.name, sites) for site in sites)
+    held = {id(slot.parameter): slot.transposed for site in sites for slot in site.slots.values()}
+    seen: set[int] = set()
+    for index, block in enumerate(blocks, start=1):
+        for path, module in model.get_submodule(block).named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if id(parameter) in seen or not (id(parameter) in held or (is_projection(module) and name == "weight")):
+                    continue
+                seen.add(id(parameter))
+                transposed = held.get(id(parameter), is_conv1d(module))
+                sizes = parameter.shape[:2] if transposed else parameter.shape[:2][::-1]
+                full = ".".join(part for part in (block, path, name) if part)
+                yield Matrix(full, parameter, sizes[0], sizes[1], block, index)
+
+
+def _block_or_stage(model: nn.Module, site: str, sites: list[AttentionSite]) -> str:
+    """The block of an attention; the stage, with what joins stages, if every element of its list has attentions."""
+    found = None
+    for element in _elements_around(model, site):
+        parent = element.rpartition(".")[0]
+        prefix = f"{parent}." if parent else ""
+        whole = all(
+            any(f"{other.name}.".startswith(f"{prefix}{name}.") for other in sites)
+            for name, _ in model.get_submodule(parent).named_children()
+        )
+        if found is None or whole:
+            found = element
+        if not whole:
+            break
+    assert found is not None
+    return found
+
+
+# Scale-true proxies: the start of a small model at the scale of the large one that it stands in for.
+#
+# What a layer-normed token sees of a weight is sigma sqrt(fan_in). Libraries that draw with one deviation whatever the
+# width (timm 0.02, initializer_range of Hugging Face) start a model of width 64 at 0.16 where their model of width 768
+# has 0.55; those that draw by fan (Xavier, Kaiming, torch.nn) give every width the same. Which rule a weight was drawn
+# by is read off the weight itself.
+
+LIBRARY_STD = 0.02
+"""Of timm and of our own architectures; configurations of Hugging Face name theirs."""
+ERRORS = 6.0
+"""A measured deviation agrees with a rule within so many of its standard errors."""
+
+
+class ProxySettings(Settings):
+    """The model that a recipe stands in for."""
+
+    width: PositiveInt
+    """Its width; of a model with several stages, that of the first."""
+
+
+@torch.no_grad()
+def scale_true_(model: nn.Module, width: int) -> dict[str, float]:
+    """Start every matrix of the blocks (Q, K, V, O, MLP) at the sigma sqrt(fan_in) of a model `width` wide, in place.
+
+    Weights of one fixed deviation are multiplied by sqrt(width / width of the model), in all stages alike; weights
+    drawn by fan stay. Depth and inner ratios stay the model's own, as do embeddings, positions, norms, biases and the
+    head.
+
+    Returns: the factor of each matrix, in the order of the model.
+
+    Raises: RecipeError, with nothing changed, where the width or a weight's rule cannot be told.
+    """
+    try:
+        sites = find_attention(model)
+        weights = list(block_matrices(model, sites))
+    except WellcondError as error:
+        raise RecipeError(f"proxy: the width of {type(model).__name__} cannot be told: {error}") from error
+    factor = math.sqrt(width / sites[0].in_features)
+    fixed = float(getattr(getattr(model, "config", None), "initializer_range", None) or LIBRARY_STD)
+    depth = len({weight.block for weight in weights})
+    factors = {weight.name: factor if _is_fixed(weight, fixed, depth) else 1.0 for weight in weights}
+    for weight in weights:
+        if factors[weight.name] != 1.0:
+            weight.parameter.mul_(factors[weight.name])
+    return factors
+
+
+def check_untrained(name: str) -> None:
+    """Raise RecipeError for a MODEL that is a folder with trained weights in it."""
+    folder = Path(name.removeprefix("hf:"))
+    if name.startswith("hf:") and folder.is_dir():
+        suffixes = (".safetensors", ".bin", ".pt", ".pth")
+        trained = sorted(path.name for path in folder.iterdir() if path.suffix in suffixes)
+        if trained:
+            raise RecipeError(
+                f"proxy: expected a model that starts from scratch, found trained weights in {folder} ({trained[0]}); "
+                "remove proxy, or the weights"
+            )
+
+
+def _is_fixed(weight: Matrix, fixed: float, depth: int) -> bool:
+    """Whether a weight was drawn with the library's one deviation, not by fan.
+
+    Raises: RecipeError if neither or both agree with what is measured.
+    """
+    std = float(weight.parameter.detach().double().square().mean().sqrt())
+    if std == 0.0:
+        return False
+    tolerance = ERRORS / math.sqrt(2 * weight.parameter.numel())
+    fan_in, fan_out = weight.fan_in, weight.fan_out
+    by_fan = [
+        *(math.sqrt(gain / fan) for gain, fan in itertools.product((1 / 3, 1.0, 2.0), (fan_in, fan_out))),
+        math.sqrt(2 / (fan_in + fan_out)),
+        math.sqrt(2 / (fan_in + fan_out / 3)),  # of each third of a fused Q, K, V
+    ]
+    # Residual branches of GPT-2 are divided by sqrt(2 layers), those of BEiT by the root of twice their own number.
+    by_library = [fixed / math.sqrt(division) for division in (1, 2 * depth, 2 * weight.index)]
+    fits_fan, fits_library = (any(abs(std / one - 1) <= tolerance for one in rules) for rules in (by_fan, by_library))
+    if fits_fan == fits_library:
+        which = "by fan and with one deviation alike" if fits_fan else "by none of the rules that are known"
+        fans = ", ".join(f"{one:.4g}" for one in sorted(set(by_fan)))
+        raise RecipeError(
+            f"proxy: {weight.name} has standard deviation {std:.4g} at {fan_in} inputs and {fan_out} outputs, {which} "
+            f"(one deviation: {fixed:g}; by fan: {fans}), so its scale in a wider model cannot be told; remove proxy"
+        )
+    return fits_library
+
+
+# Scales of what the first block receives: tokens(embeddings=3.46, positions=25). Embeddings are the vectors that depend
+# on the word or the patch. Positions are those that do not: learned position embeddings, and the class, distillation
+# and register tokens. Segments of BERT (token types) are neither and stay.
+
+TOKENS = {"embeddings": find_embeddings, "positions": find_positions}
+LARGEST = 1e6
+
+
+def check_factors(factors: dict[str, Any]) -> dict[str, float]:
+    """Factors in the order embeddings, positions; those of 1 change nothing and are left out.
+
+    Raises: ValueError.
+
+    Example:
+        >>> check_factors({"positions": 25, "embeddings": 1})
+        {'positions': 25}
+    """
+    for name, factor in factors.items():
+        if name not in TOKENS:
+            raise ValueError(f"tokens: expected {' or '.join(TOKENS)}, found {name!r}")
+        if not isinstance(factor, (int, float)) or isinstance(factor, bool) or not 0 < factor <= LARGEST:
+            raise ValueError(f"tokens: {name}: expected a factor above 0 and at most {LARGEST:g}, found {factor!r}")
+    return {name: factors[name] for name in TOKENS if factors.get(name, 1) != 1}
+
+
+@torch.no_grad()
+def scale_tokens_(model: nn.Module, factors: dict[str, float]) -> list[str]:
+    """Multiply embeddings, positions or both, in place.
+
+    An output layer that is tied to the word embeddings is the same weight, and follows them. Patch embeddings are
+    scaled where their size is decided: weight and bias of the projection, or of the norm that comes after it.
+
+    Returns: names of the parameters that were multiplied.
+
+    Raises: RecipeError if the model lacks one of the kinds; nothing is then changed.
+    """
+    plan = {kind: dict(find(model)) for kind, find in TOKENS.items() if kind in factors}
+    for kind, found in plan.items():
+        if not found:
+            raise RecipeError(
+                f"tokens: expected learned {kind} in {type(model).__name__}, found none"
+                + (" (rotary, relative or fixed positions have no weights to scale)" if kind == "positions" else "")
+                + f"; leave {kind} out"
+            )
+    for kind, found in plan.items():
+        for parameter in found.values():
+            parameter.mul_(factors[kind])
+    return [name for found in plan.values() for name in found]
