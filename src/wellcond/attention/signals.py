@@ -42,8 +42,9 @@ class BlockSignals:
     @property
     def scales_itself(self) -> bool:
         """Whether learned scales stand between the parts and the stream (LayerScale, XCiT's and CaiT's gamma)."""
-        scales = (type(module).__name__ == "LayerScale" for module in self.module.modules())
-        return any(scales) or any(name.startswith("gamma") for name in self.module._parameters)
+        inside = self.module.modules()
+        scales = any(type(module).__name__ == "LayerScale" or "layer_scale" in module._parameters for module in inside)
+        return scales or any(name.startswith("gamma") for name in self.module._parameters)
 
 
 @dataclass(frozen=True, eq=False)

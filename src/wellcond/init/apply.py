@@ -14,7 +14,8 @@ import wellcond.init.conditioned
 import wellcond.init.mimetic
 import wellcond.init.nanochat
 import wellcond.init.selection
-import wellcond.init.standard  # noqa: F401  (each registers its methods)
+import wellcond.init.standard
+import wellcond.init.whole_blocks  # noqa: F401  (each registers its methods)
 from wellcond.attention.checks import check_writable, choose_projections, choose_sites
 from wellcond.attention.distributed import find_ddp, is_distributed, reshard_, unwrap
 from wellcond.attention.site import AttentionSite
@@ -41,7 +42,7 @@ def init_(
     Args:
         model: any model whose attention `find_attention` recognises.
         method: ``conditioned``, ``calibrated``, ``orthogonal``, ``gaussian``, ``mimetic``, ``nanochat``,
-            ``weight_selection`` or ``default``.
+            ``small``, ``t_fixup``, ``weight_selection`` or ``default``.
         sites: only these attentions (from `find_attention(model)`); all by default.
         generator: source of randomness; torch's global one if None. A seed gives the same weights whatever the
             storage layout, dtype or device.

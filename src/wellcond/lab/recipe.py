@@ -222,7 +222,7 @@ WITHOUT_EFFECT = ("title", "description", "checkpoint", "logging")
 YOUNGER: dict[str, dict[str, Any]] = {
     "augmentation": {"repeats": 1},
     "data": {"num_test": 0, "held_out": None, "limit_test": None, "label_kind": "class"},
-    "model": {"norms": "keep", "encoder": None, "qk_norm": False},
+    "model": {"norms": "keep", "encoder": None, "qk_norm": False, "layer_scale": None},
     "optimizer": {"qk_lr_factor": 1.0},
     "schedule": {"begin": 0.0},
     "training": {"hours": None, "batch_ramp": None},

@@ -1,4 +1,4 @@
-"""What a recipe changes in a built model: norms, QK-norm, the scale of a proxy, the scale of tokens."""
+"""What a recipe changes in a built model: norms, QK-norm, LayerScale, the scale of a proxy, the scale of tokens."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import PositiveInt
-from torch import Tensor, nn
+from torch import nn
 
-from wellcond.attention.builders import is_conv1d, is_projection
+from wellcond.attention.blocks import Matrix, block_matrices, elements_around
+from wellcond.attention.builders import out_features
 from wellcond.attention.find import find_attention
 from wellcond.attention.head_norm import add_head_norm_
+from wellcond.attention.signals import find_blocks, is_matrix
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import AttentionNotFoundError, WellcondError
 from wellcond.init.tokens import find_embeddings, find_positions
@@ -80,7 +81,7 @@ def _block_norms(model: nn.Module, site: str, sites: list[AttentionSite]) -> lis
     Raises: RecipeError if there are none, or if a neighbour of the block holds some of them, as in T5.
     """
     kind, attentions = type(model).__name__, [f"{other.name}." for other in sites]
-    block = next(_elements_around(model, site))
+    block = next(elements_around(model, site))
     parent = block.rpartition(".")[0]
     for name, neighbour in model.get_submodule(parent).named_children():
         path = f"{parent}.{name}" if parent else name
@@ -99,23 +100,6 @@ def _block_norms(model: nn.Module, site: str, sites: list[AttentionSite]) -> lis
 
 def _is_norm(module: nn.Module) -> bool:
     return any(TOKEN_NORM.search(kind.__name__) for kind in type(module).__mro__)
-
-
-def _elements_around(model: nn.Module, site: str) -> Iterator[str]:
-    """Elements of lists of modules that hold an attention, from the innermost.
-
-    Raises: RecipeError if there is none.
-    """
-    parts = site.split(".")
-    paths = [".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1)]
-    lists = (nn.ModuleList, nn.Sequential)
-    found = [path for path in paths if isinstance(model.get_submodule(path.rpartition(".")[0]), lists)]
-    if not found:
-        raise RecipeError(
-            f"the attention {site!r} of {type(model).__name__} stands in no list of blocks, so which weights belong to "
-            "its block cannot be told"
-        )
-    yield from found
 
 
 @contextlib.contextmanager
@@ -154,60 +138,43 @@ def add_qk_norm_(model: nn.Module, run: Callable[[], object]) -> None:
         )
 
 
-# Matrices of the blocks
+# LayerScale
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """A weight of a block that maps tokens to tokens: Q, K, V, O, MLP, patch merging."""
+def add_layer_scale_(model: nn.Module, value: float, run: Callable[[], object]) -> None:
+    """Multiply what attention and MLP add to the stream by learned factors (LayerScale, Touvron et al. 2021), in place.
 
-    name: str
-    parameter: Tensor
-    fan_in: int
-    fan_out: int
-    block: str
-    index: int
-    """Of its block, from 1."""
+    The factors, one for each feature, are parameters `layer_scale` of W_O and of the MLP's last matrix.
 
-
-def block_matrices(model: nn.Module, sites: list[AttentionSite]) -> Iterator[Matrix]:
-    """Every matrix of the blocks that hold these attentions, in the order of the model.
-
-    Embeddings, heads, norms, biases and tables of positions are none of them.
-
-    Raises: RecipeError for an attention that stands in no list of blocks.
+    Raises: RecipeError for blocks that have such factors, or whose W_O is not called; `run` runs the model on a sample.
     """
-    blocks = dict.fromkeys(_block_or_stage(model, site.name, sites) for site in sites)
-    held = {id(slot.parameter): slot.transposed for site in sites for slot in site.slots.values()}
-    seen: set[int] = set()
-    for index, block in enumerate(blocks, start=1):
-        for path, module in model.get_submodule(block).named_modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                if id(parameter) in seen or not (id(parameter) in held or (is_projection(module) and name == "weight")):
-                    continue
-                seen.add(id(parameter))
-                transposed = held.get(id(parameter), is_conv1d(module))
-                sizes = parameter.shape[:2] if transposed else parameter.shape[:2][::-1]
-                full = ".".join(part for part in (block, path, name) if part)
-                yield Matrix(full, parameter, sizes[0], sizes[1], block, index)
-
-
-def _block_or_stage(model: nn.Module, site: str, sites: list[AttentionSite]) -> str:
-    """The block of an attention; the stage, with what joins stages, if every element of its list has attentions."""
-    found = None
-    for element in _elements_around(model, site):
-        parent = element.rpartition(".")[0]
-        prefix = f"{parent}." if parent else ""
-        whole = all(
-            any(f"{other.name}.".startswith(f"{prefix}{name}.") for other in sites)
-            for name, _ in model.get_submodule(parent).named_children()
+    scaled: dict[str, nn.Module] = {}
+    for block in find_blocks(model, find_attention(model)):
+        if block.scales_itself:
+            raise RecipeError(f"model.layer_scale: {block.name} has scales of its own; set model.layer_scale: null")
+        outputs = [site.o.owner for site in block.sites if site.o is not None]
+        inside = tuple(f"{site.name}." for site in block.sites)
+        others = [
+            module
+            for name, module in block.module.named_modules(prefix=block.name)
+            if is_matrix(module) and module not in outputs and not name.startswith(inside)
+        ]
+        scaled |= {f"{block.name} ({index})": module for index, module in enumerate((*outputs, *others[-1:]))}
+    called: set[str] = set()
+    with _watched(scaled, called.add):
+        run()
+    if not scaled or called != set(scaled):
+        where = next((name for name in scaled if name not in called), "the model")
+        raise RecipeError(
+            f"model.layer_scale: {where} of {type(model).__name__} has no matrix that is called and adds to the "
+            "stream, so what it adds cannot be scaled; set model.layer_scale: null"
         )
-        if found is None or whole:
-            found = element
-        if not whole:
-            break
-    assert found is not None
-    return found
+    for module in scaled.values():
+        weight = module._parameters["weight"]
+        assert weight is not None
+        factors = torch.full((out_features(module),), value, dtype=weight.dtype, device=weight.device)
+        module.register_parameter("layer_scale", nn.Parameter(factors.view(-1, *weight.shape[2:])))
+        module.register_forward_hook(lambda module, _, output: output * module.layer_scale)
 
 
 # Scale-true proxies: the start of a small model at the scale of the large one that it stands in for.

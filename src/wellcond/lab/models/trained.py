@@ -136,7 +136,7 @@ def _describe(options: TeacherOptions, base: Path | None) -> tuple[Path, str, di
     model, size = record["config"]["model"], record["config"]["task"].get("image_size")
     if ".py:" in model["name"]:
         raise RecipeError(f"teacher: the model of {path} is code in a file ({model['name']}), which is not run here")
-    for name, plain in (("norms", "keep"), ("qk_norm", False)):
+    for name, plain in (("norms", "keep"), ("qk_norm", False), ("layer_scale", None)):
         if model.get(name, plain) != plain:
             raise RecipeError(f"teacher: the run in {path} has model.{name}: {model[name]}; expected {plain}")
     names = {"timm": "img_size", "hf": "image_size"}

@@ -71,6 +71,8 @@ class ModelSettings(Settings):
     """Whether to take all norms out of the blocks (the final norm stays), or only the one in front of the attention."""
     qk_norm: bool = False
     """Whether each query and key head is divided by its root mean square, without a learned gain, as in nanochat."""
+    layer_scale: float | None = Field(None, gt=0)
+    """Start of learned factors on what attention and MLP add to the stream (LayerScale); null for none."""
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import nn
 
+from wellcond.attention.blocks import block_matrices
 from wellcond.attention.find import find_attention
 from wellcond.errors import WellcondError
 from wellcond.init.tokens import POSITIONS
-from wellcond.lab.models.changes import block_matrices
 from wellcond.lab.settings import RecipeError, Settings
 from wellcond.lab.train.row_rates import Group, MuonAndAdamW, RowRateAdamW
 from wellcond.lab.train.schedule import Point

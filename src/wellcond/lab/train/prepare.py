@@ -13,7 +13,7 @@ from torch import nn
 from wellcond.lab.data.progress import Progress, telling
 from wellcond.lab.data.registry import load_data, resolve_config
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.models.changes import add_qk_norm_, check_untrained, remove_norms_, scale_true_
+from wellcond.lab.models.changes import add_layer_scale_, add_qk_norm_, check_untrained, remove_norms_, scale_true_
 from wellcond.lab.models.trained import load_backbone
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.seeding import derive
@@ -97,6 +97,8 @@ def prepare_model(
         _check_takes(model, task, recipe.model.name)
         if recipe.model.qk_norm:
             add_qk_norm_(model, lambda: _check_takes(model, task, recipe.model.name))
+        if recipe.model.layer_scale is not None:
+            add_layer_scale_(model, recipe.model.layer_scale, lambda: _check_takes(model, task, recipe.model.name))
     if proxy is not None:
         scale_true_(model, proxy.width)
     if recipe.model.weights is not None:
