@@ -87,8 +87,8 @@ def init(
     method: Annotated[
         str,
         typer.Option(
-            help="conditioned, calibrated, orthogonal, gaussian, mimetic, nanochat, small, t_fixup, weight_selection or "
-            "default"
+            help="conditioned, calibrated, orthogonal, gaussian, mimetic, nanochat, small, t_fixup, weight_selection "
+            "or default"
         ),
     ] = ("conditioned"),
     weights: Weights = None,
