@@ -12,7 +12,7 @@ from wellcond.cli.console import make_console, print_table
 from wellcond.cli.experiment_checks import read_tuning_seeds
 from wellcond.cli.experiments import choose_workers, is_first_process, leaving_together, parse_seeds, run_jobs, tell_end
 from wellcond.cli.report import print_report
-from wellcond.lab.cluster.settings import RaySettings
+from wellcond.lab.cluster import RaySettings
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings, parse_methods
 from wellcond.lab.recipe import Recipe
