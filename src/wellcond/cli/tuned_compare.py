@@ -23,10 +23,19 @@ from wellcond.lab.report.verdicts import smallest_detectable
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.compare import Outcome, check_settings, plan_comparison, write_comparison
 from wellcond.lab.train.run import Job
-from wellcond.lab.tune.candidates import check_fields, show_values
 from wellcond.lab.tune.grid import read_tuned_fields
-from wellcond.lab.tune.record import SEEN, join_former, write_tuning
-from wellcond.lab.tune.search import FOLDER, MethodSearch, Plan, paired_spread, search
+from wellcond.lab.tune.search import (
+    FOLDER,
+    SEEN,
+    MethodSearch,
+    Plan,
+    check_fields,
+    join_former,
+    paired_spread,
+    search,
+    show_values,
+    write_tuning,
+)
 
 
 @dataclass(frozen=True)
