@@ -147,6 +147,62 @@ def test_every_public_name_exists_and_is_documented():
         assert getattr(wellcond, name).__doc__, name
 
 
+WITHOUT_EXTRAS = """
+import sys
+for name in ("pydantic", "yaml", "safetensors", "timm", "torchvision", "transformers", "typer", "rich"):
+    sys.modules[name] = None  # importing it fails
+import tempfile
+from pathlib import Path
+
+import torch
+import wellcond as wc
+import wellcond.lab
+from wellcond.models import build_model
+from wellcond.weights import load_weights, read_state_dict, save_weights
+
+torch.manual_seed(0)
+model = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+names, batch = list(model.state_dict()), torch.randn(1, 6, 16)
+[site] = wc.find_attention(model)
+wc.init_(model, "conditioned")
+plain = wc.measure(model, batch).layers[0].heads[0].jacobian
+wc.condition_(model, "balanced")
+before = model(batch)
+wc.fold_(model)
+assert torch.allclose(model(batch), before, atol=1e-5) and list(model.state_dict()) == names
+assert plain.sigma_max > 0 and wc.measure(model, batch).layers[0].heads[0].jacobian.sigma_max > 0
+
+folder = Path(tempfile.mkdtemp())
+torch.save(model.state_dict(), folder / "model.pt")
+load_weights(model, folder / "model.pt")
+(folder / "model.safetensors").write_bytes(b"")
+for call in (
+    lambda: build_model("timm:vit_tiny_patch16_224"),
+    lambda: build_model("hf:bert"),
+    lambda: build_model("wellcond:long_range"),
+    lambda: read_state_dict(folder / "model.safetensors"),
+    lambda: save_weights(model, folder / "other.safetensors"),
+):
+    try:
+        call()
+    except wc.MissingExtraError as error:
+        print(error)
+"""
+
+
+def test_without_any_extra_the_core_works_and_names_what_is_missing():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = [line.replace("this needs ", "").partition(", which is not installed") for line in done.stdout.splitlines()]
+    assert [(package, advice.rpartition(" ")[2]) for package, _, advice in lines] == [
+        ("timm", "'wellcond[vision]'"),
+        ("transformers", "'wellcond[text]'"),
+        ("pydantic", "'wellcond[train]'"),
+        ("safetensors", "'wellcond[cli]'"),
+        ("safetensors", "'wellcond[cli]'"),
+    ]
+
+
 def test_a_missing_extra_names_its_install_line():
     code = (
         "import sys\n"

@@ -49,8 +49,9 @@ def _read_tensors(path: Path, averaged: bool) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         if averaged:
             raise WeightError(f"{path}: {NO_AVERAGE}, and a safetensors file holds one model")
+        safetensors = _safetensors()
         try:
-            return _safetensors().load_file(path)
+            return safetensors.load_file(path)
         except Exception as error:
             raise WeightError(
                 f"{path} is not a readable safetensors file: {error}. Copy it again, or write it with "

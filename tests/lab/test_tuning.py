@@ -9,10 +9,19 @@ from wellcond.lab.methods import MethodSettings, parse_methods
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.compare import Outcome
 from wellcond.lab.train.run_folder import RunError
-from wellcond.lab.tune.candidates import at_values, check_fields, has_field
 from wellcond.lab.tune.grid import extend_grid, read_tuned_field, read_tuned_fields
-from wellcond.lab.tune.record import SEEN, join_former, read_tuning, write_tuning
-from wellcond.lab.tune.search import MethodSearch, Plan, search
+from wellcond.lab.tune.search import (
+    SEEN,
+    MethodSearch,
+    Plan,
+    at_values,
+    check_fields,
+    has_field,
+    join_former,
+    read_tuning,
+    search,
+    write_tuning,
+)
 
 ACCURACY = {"name": "accuracy", "higher_is_better": True, "percent": True}
 PERPLEXITY = {"name": "perplexity", "higher_is_better": False, "percent": False}

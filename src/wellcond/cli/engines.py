@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from wellcond.cli.experiment_commands import ENGINES
 from wellcond.errors import check_choice
-from wellcond.lab.cluster.settings import RaySettings
+from wellcond.lab.cluster import RaySettings
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.run import Job

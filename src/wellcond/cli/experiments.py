@@ -21,7 +21,7 @@ from wellcond.cli.progress import RunsProgress
 from wellcond.cli.report import foresee_power, print_report
 from wellcond.errors import WellcondError
 from wellcond.files import to_json
-from wellcond.lab.cluster.settings import RaySettings
+from wellcond.lab.cluster import RaySettings
 from wellcond.lab.load_recipe import load_recipe, parse_recipe, shipped_recipes
 from wellcond.lab.methods import MethodSettings, parse_methods
 from wellcond.lab.recipe import Recipe

@@ -12,7 +12,7 @@ from wellcond.cli.console import make_console, print_table
 from wellcond.cli.experiment_checks import read_tuning_seeds
 from wellcond.cli.experiments import choose_workers, is_first_process, leaving_together, parse_seeds, run_jobs, tell_end
 from wellcond.cli.report import print_report
-from wellcond.lab.cluster.settings import RaySettings
+from wellcond.lab.cluster import RaySettings
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings, parse_methods
 from wellcond.lab.recipe import Recipe
@@ -23,10 +23,19 @@ from wellcond.lab.report.verdicts import smallest_detectable
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.compare import Outcome, check_settings, plan_comparison, write_comparison
 from wellcond.lab.train.run import Job
-from wellcond.lab.tune.candidates import check_fields, show_values
 from wellcond.lab.tune.grid import read_tuned_fields
-from wellcond.lab.tune.record import SEEN, join_former, write_tuning
-from wellcond.lab.tune.search import FOLDER, MethodSearch, Plan, paired_spread, search
+from wellcond.lab.tune.search import (
+    FOLDER,
+    SEEN,
+    MethodSearch,
+    Plan,
+    check_fields,
+    join_former,
+    paired_spread,
+    search,
+    show_values,
+    write_tuning,
+)
 
 
 @dataclass(frozen=True)

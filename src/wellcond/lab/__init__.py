@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from wellcond.errors import MissingExtraError
-from wellcond.models import BUILDERS, ModelSpecError
+from wellcond.models import BUILDERS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -13,17 +12,9 @@ if TYPE_CHECKING:
 
 def _build_architecture(name: str, arguments: dict[str, Any]) -> nn.Module:
     """The model ``wellcond:name``."""
-    try:
-        import pydantic
-    except ImportError as error:
-        raise MissingExtraError("pydantic", "train") from error
     from wellcond.lab.models import build_architecture
-    from wellcond.lab.settings import list_problems
 
-    try:
-        return build_architecture(name, arguments)
-    except pydantic.ValidationError as error:
-        raise ModelSpecError(f"wellcond:{name} cannot be built:\n" + "\n".join(list_problems(error))) from error
+    return build_architecture(name, arguments)
 
 
 BUILDERS["wellcond"] = _build_architecture

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from wellcond.errors import MissingExtraError, check_choice
+from wellcond.models import ModelSpecError
 
 ARCHITECTURES = {
     "crammed_bert": ("crammed_bert", "CrammedBertForMaskedLM", "train"),
@@ -24,12 +25,21 @@ def build_architecture(name: str, arguments: dict[str, Any]) -> nn.Module:
     Raises:
         UnknownChoiceError: no such architecture.
         MissingExtraError: a library it is built on is not installed.
-        pydantic.ValidationError: an option is wrong.
+        ModelSpecError: an option is wrong.
     """
     check_choice("architecture", name, sorted(ARCHITECTURES))
     module, class_name, extra = ARCHITECTURES[name]
     try:
+        import pydantic
+    except ImportError as error:
+        raise MissingExtraError("pydantic", "train") from error
+    try:
         model = getattr(importlib.import_module(f"wellcond.lab.models.{module}"), class_name)
     except ImportError as error:
         raise MissingExtraError(error.name or module, extra) from error
-    return model(model.options_class.model_validate(arguments))
+    from wellcond.lab.settings import list_problems
+
+    try:
+        return model(model.options_class.model_validate(arguments))
+    except pydantic.ValidationError as error:
+        raise ModelSpecError(f"wellcond:{name} cannot be built:\n" + "\n".join(list_problems(error))) from error

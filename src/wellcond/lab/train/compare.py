@@ -12,7 +12,7 @@ from typing import Any
 
 from wellcond.errors import AttentionNotFoundError, MissingExtraError, WellcondError
 from wellcond.files import to_json, write_atomically
-from wellcond.lab.cluster.settings import RaySettings
+from wellcond.lab.cluster import RaySettings
 from wellcond.lab.data.errors import DataError
 from wellcond.lab.methods import MethodSettings, check_distinct
 from wellcond.lab.recipe import Recipe, config_hash
@@ -178,7 +178,7 @@ def _fail_deleted(outcome: Outcome, jobs: Sequence[Job]) -> None:
 
 def _run_all(jobs: Sequence[Job], num_workers: int, observer: JobObserver, ray: RaySettings | None) -> Outcome:
     if ray is not None:
-        from wellcond.lab.cluster.drive import run_on_ray
+        from wellcond.lab.cluster.driver import run_on_ray
 
         return run_on_ray(jobs, num_workers=num_workers, observer=observer, settings=ray)
     if num_workers > 1 and len(jobs) > 1:

@@ -10,8 +10,6 @@ from wellcond.lab.settings import RecipeError
 from wellcond.lab.yaml_text import read_yaml
 
 FIRST_TUNING_SEED = 1000
-DIGITS = 3
-"""Significant digits of values by which a grid grows."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +31,7 @@ def read_tuned_field(text: str) -> TunedField:
         >>> read_tuned_field("optimizer.lr=1e-2,1e-3")
         TunedField(name='optimizer.lr', values=(0.001, 0.01))
     """
-    name, equals, listed = text.partition("=")
-    name = name.strip()
+    name, equals, listed = (part.strip() for part in text.partition("="))
     keys = name.split(".")
     if not equals or len(keys) < 2 or not all(key.isidentifier() for key in keys):
         raise RecipeError(f"--tune: expected FIELD=VALUE,VALUE,... such as optimizer.lr=1e-3,3e-3, found {text!r}")
@@ -54,18 +51,18 @@ def read_tuned_fields(texts: Sequence[str]) -> tuple[TunedField, ...]:
     """
     fields = tuple(read_tuned_field(text) for text in texts)
     names = [field.name for field in fields]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise RecipeError(
-            f"--tune: expected every field once, found {twice[0]} twice; list all its values in one --tune"
-        )
+    for name in names:
+        if names.count(name) > 1:
+            raise RecipeError(
+                f"--tune: expected every field once, found {name} twice; list all its values in one --tune"
+            )
     return fields
 
 
 def extend_grid(values: Sequence[float], *, upwards: bool) -> float | None:
-    """The value beyond one end of a grid, by the mean factor between its values; None where there is no such value.
+    """The value beyond one end of a grid, by the mean factor between its values, to three digits.
 
-    A grid that ends at zero or below cannot grow by a factor.
+    None for a grid that ends at zero or below, which cannot grow by a factor.
 
     Example:
         >>> extend_grid([0.001, 0.003, 0.01], upwards=True), extend_grid([1, 5, 25], upwards=False)
@@ -78,7 +75,7 @@ def extend_grid(values: Sequence[float], *, upwards: bool) -> float | None:
     if len(positive) < 2 or edge <= 0:
         return None
     factor = (max(positive) / min(positive)) ** (1 / (len(positive) - 1))
-    return _plain(float(f"{edge * factor if upwards else edge / factor:.{DIGITS}g}"))
+    return _plain(float(f"{edge * factor if upwards else edge / factor:.3g}"))
 
 
 def _plain(value: float) -> float:

@@ -1,28 +1,108 @@
-"""The search: every method at every value of its grid, grown where the best lies at an edge."""
+"""The search: every method at every value of its grid, grown where the best lies at an edge; and its tuning.json."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wellcond.lab.methods import MethodSettings
+from pydantic import ValidationError
+
+from wellcond.files import to_json, write_atomically
+from wellcond.lab.method_overrides import PARTS, field_value, override_recipe
+from wellcond.lab.method_text import read_calls, write_call
+from wellcond.lab.methods import MethodSettings, parse_method
 from wellcond.lab.recipe import Recipe, TrackingSettings
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.train.compare import Outcome
+from wellcond.lab.train.compare import Outcome, settings_hash
 from wellcond.lab.train.run import Job
-from wellcond.lab.tune.candidates import at_values, has_field, show_values, values_slug
+from wellcond.lab.train.run_folder import RunError, writing
 from wellcond.lab.tune.grid import TunedField, extend_grid
-from wellcond.run_records import COMPLETE
+from wellcond.run_records import COMPLETE, SCHEMA, find_change, seal
 
 FOLDER = "tuning"
 """Below the folder of the comparison."""
+NAME, KIND = "tuning.json", "wellcond-tuning"
+UNSEEN = "the test split, which the search does not see"
+SEEN = (
+    "the evaluation split, on which the search chose the values, since the recipe has no evaluation.test: only the "
+    "seeds are fresh"
+)
+Values = Mapping[str, float]
+"""By field."""
 Point = tuple[float, ...]
 """A value for each tuned field of a method."""
+
+
+# Methods at values of the tuned fields: those of the recipe (PARTS), and options of parts of methods.
+
+
+def has_field(method: MethodSettings, name: str) -> bool:
+    """Whether a method is tuned over a field: it has that part; and it does not set the field itself."""
+    part = name.partition(".")[0]
+    return name not in method.set if part in PARTS else part in [call for call, _ in read_calls(method.canonical())]
+
+
+def at_values(recipe: Recipe, method: MethodSettings, values: Values, label: str | None = None) -> MethodSettings:
+    """The method with these values of its tuned fields, under its own label or another.
+
+    Raises: RecipeError for a value that its field does not take.
+    """
+    own = {name: value for name, value in values.items() if name.partition(".")[0] in PARTS}
+    options = {name: value for name, value in values.items() if name not in own}
+    try:
+        fields = _with_options(method, options) if options else method.model_dump()
+        made = MethodSettings.model_validate(fields | {"label": label or method.label, "set": method.set | own})
+    except (ValidationError, ValueError) as error:
+        found = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        raise RecipeError(f"--tune: {show_values(values)}: {found.removeprefix('Value error, ')}") from error
+    override_recipe(recipe, made)
+    return made
+
+
+def _with_options(method: MethodSettings, options: Values) -> dict[str, Any]:
+    """Fields of a method whose parts have other options; through its text."""
+    parts = read_calls(method.canonical())
+    for path, value in options.items():
+        owner, _, option = path.partition(".")
+        for name, written in parts:
+            if name == owner:
+                written[option] = value
+    return parse_method("+".join(write_call(*part) for part in parts))
+
+
+def check_fields(recipe: Recipe, methods: Sequence[MethodSettings], fields: Sequence[TunedField]) -> None:
+    """Raise RecipeError for a field that no method has, or a value that it does not take."""
+    for tuned in fields:
+        if tuned.name.partition(".")[0] in PARTS:
+            now = field_value(recipe, tuned.name)
+            if isinstance(now, bool) or not (now is None or isinstance(now, (int, float))):
+                raise RecipeError(f"--tune {tuned.name}: expected a field with a number, found {now!r} in the recipe")
+        concerned = [method for method in methods if has_field(method, tuned.name)]
+        if not concerned:
+            raise RecipeError(
+                f"--tune {tuned.name}: expected a field of the recipe that a method may set ({', '.join(PARTS)}), or "
+                f"PART.OPTION of a method such as identity.lam; none of the methods "
+                f"({', '.join(method.label for method in methods)}) has it to tune"
+            )
+        for method, value in itertools.product(concerned, tuned.values):
+            at_values(recipe, method, {tuned.name: value})
+
+
+def show_values(values: Values) -> str:
+    """Values in words.
+
+    Example:
+        >>> show_values({"optimizer.lr": 0.003, "tokens.positions": 25})
+        'optimizer.lr=0.003, tokens.positions=25'
+    """
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
 @dataclass(frozen=True)
@@ -60,8 +140,8 @@ class MethodSearch:
     def __init__(self, plan: Plan, method: MethodSettings) -> None:
         """Nothing is run here; see `search`."""
         self.plan, self.method = plan, method
-        self.fields = [tuned.name for tuned in plan.fields if has_field(method, tuned.name)]
-        self.grid = {tuned.name: list(tuned.values) for tuned in plan.fields if tuned.name in self.fields}
+        self.grid = {tuned.name: list(tuned.values) for tuned in plan.fields if has_field(method, tuned.name)}
+        self.fields = list(self.grid)
         self.grown = {name: {"below": 0, "above": 0} for name in self.fields}
         self.scores: dict[Point, dict[int, float]] = {}
         """By point and seed; NaN for a run that diverged."""
@@ -86,21 +166,24 @@ class MethodSearch:
         made = []
         for point in points:
             values = self.values(point)
-            label = f"{self.method.label}, {show_values(values)}"
-            chosen = at_values(self.plan.recipe, self.method, values, label=label)
-            home = self.plan.folder / FOLDER / self.method.slug / values_slug(values)
+            chosen = at_values(self.plan.recipe, self.method, values, f"{self.method.label}, {show_values(values)}")
+            name = "-".join(f"{field}-{value!r}" for field, value in values.items())
+            home = self.plan.folder / FOLDER / self.method.slug / name
             for seed in self.plan.seeds:
                 job = Job(self.plan.search_recipe, chosen, seed, home / f"seed{seed}", **self.plan.options)
                 made.append((point, job))
         return made
 
-    def take(self, point: Point, seed: int, record: dict[str, Any]) -> None:
+    def take(self, point: Point, record: dict[str, Any]) -> None:
         """Note the score of a run."""
-        metric = self.metric = record["metric"]
-        scores = record.get(self.plan.scored) or {}
-        value = scores.get(metric["name"])
+        self.metric = record["metric"]
+        value = (record.get(self.plan.scored) or {}).get(self.metric["name"])
         score = float(value) if record["status"] == "finished" and isinstance(value, (int, float)) else math.nan
-        self.scores.setdefault(point, {})[seed] = score if math.isfinite(score) else math.nan
+        self.scores.setdefault(point, {})[record["seed"]] = score if math.isfinite(score) else math.nan
+
+    def known(self, point: Point) -> list[float]:
+        """Scores of the seeds that did not diverge."""
+        return [score for score in self.scores[point].values() if not math.isnan(score)]
 
     def mean(self, point: Point) -> float:
         """Mean score over the seeds that did not diverge; NaN if all did."""
@@ -112,61 +195,75 @@ class MethodSearch:
         known = self.known(point)
         return statistics.stdev(known) if len(known) > 1 else math.nan
 
-    def known(self, point: Point) -> list[float]:
-        """Scores of a point that are numbers."""
-        return [score for score in self.scores[point].values() if not math.isnan(score)]
-
     def best(self) -> Point:
         """The point with the best mean, the smaller values of equals; one with a diverged seed after all others."""
 
         def rank(point: Point) -> tuple[int, float, Point]:
-            known, mean = self.known(point), self.mean(point)
-            lost = len(self.scores[point]) - len(known)
+            mean = self.mean(point)
+            lost = len(self.scores[point]) - len(self.known(point))
             return lost, 0.0 if math.isnan(mean) else -mean if self.metric["higher_is_better"] else mean, point
 
         return min(self.scores, key=rank)
 
     def edges(self) -> dict[str, str]:
         """Fields whose best value is the first or last of the grid: `below` or `above`."""
-        found = {}
-        for name, value in self.values(self.best()).items() if self.fields else ():
-            if value in (min(self.grid[name]), max(self.grid[name])):
-                found[name] = "below" if value == min(self.grid[name]) else "above"
-        return found
+        best = self.values(self.best()) if self.fields else {}
+        ends = {name: (min(self.grid[name]), max(self.grid[name])) for name in best}
+        at_end = [name for name in best if best[name] in ends[name]]
+        return {name: "below" if best[name] == ends[name][0] else "above" for name in at_end}
 
     def grow(self) -> list[Point]:
         """Extend the grid where the best lies at an edge, if it may still grow; returns the new points."""
         before = set(self.points)
         for name, side in self.edges().items():
             wanted = extend_grid(self.grid[name], upwards=side == "above")
-            if wanted is None or self.grown[name][side] >= self.plan.growth or not self._takes(name, wanted):
+            if wanted is None or self.grown[name][side] >= self.plan.growth:
+                continue
+            try:
+                at_values(self.plan.recipe, self.method, {name: wanted})
+            except RecipeError:  # beyond the field's range
                 continue
             self.grown[name][side] += 1
             self.grid[name] = sorted([*self.grid[name], wanted])
         return [point for point in self.points if point not in before]
 
-    def _takes(self, name: str, value: float) -> bool:
-        """Whether a value is within the field's range."""
-        try:
-            at_values(self.plan.recipe, self.method, {name: value})
-        except RecipeError:
-            return False
-        return True
+    def describe(self) -> dict[str, Any]:
+        """Its row in tuning.json: the grid, every score, and the best."""
+        return {
+            "label": self.method.label,
+            "slug": self.method.slug,
+            "canonical": self.method.canonical(),
+            "fields": self.fields,
+            "grid": self.grid,
+            "grown": self.grown,
+            "points": [self._describe_point(point) for point in sorted(self.scores)],
+            "best": self._describe_point(self.best()) if self.fields else None,
+            "at_edge": self.edges(),
+        }
 
-
-Run = Callable[[list[Job], str], Outcome]
-"""Runs the jobs of a stage, which has a name."""
+    def _describe_point(self, point: Point) -> dict[str, Any]:
+        scores, mean, std = sorted(self.scores[point].items()), self.mean(point), self.std(point)
+        return {
+            "values": self.values(point),
+            "scores": {str(seed): None if math.isnan(score) else score for seed, score in scores},
+            "diverged": [seed for seed, score in scores if math.isnan(score)],
+            "mean": None if math.isnan(mean) else mean,
+            "std": None if math.isnan(std) else std,
+        }
 
 
 def search(
-    plan: Plan, methods: Sequence[MethodSettings], run: Run, note: Callable[[list[MethodSearch]], None]
+    plan: Plan,
+    methods: Sequence[MethodSettings],
+    run: Callable[[list[Job], str], Outcome],
+    note: Callable[[list[MethodSearch]], None],
 ) -> tuple[list[MethodSearch], Outcome | None]:
     """Search all methods at once, stage by stage: first the grid, then where it grows.
 
     Args:
         plan: what is searched.
         methods: each with a grid of its own.
-        run: runs the jobs of a stage; complete runs are not repeated.
+        run: runs the jobs of a stage, which has a name; complete runs are not repeated.
         note: told of the searches after every stage.
 
     Returns: the searches and, if it was interrupted or runs failed, what became of that stage.
@@ -175,18 +272,14 @@ def search(
     points = [found.points for found in searches]
     stage = "search"
     while any(points):
-        owners = {}
-        jobs = []
-        for found, wanted in zip(searches, points, strict=True):
-            for point, job in found.jobs(wanted):
-                jobs.append(job)
-                owners[job.method.label, job.seed] = found, point
-        jobs.sort(key=lambda job: plan.seeds.index(job.seed))  # runs of a seed share their data
-        outcome = run(jobs, stage)
+        owned = [(found, *pair) for found, new in zip(searches, points, strict=True) for pair in found.jobs(new)]
+        owners = {(job.method.label, job.seed): (found, point) for found, point, job in owned}
+        # Runs of a seed share their data.
+        outcome = run(sorted((job for _, _, job in owned), key=lambda job: plan.seeds.index(job.seed)), stage)
         for record in outcome.records:
             if record["status"] in COMPLETE:
                 found, point = owners[record["method"], record["seed"]]
-                found.take(point, record["seed"], record)
+                found.take(point, record)
         if outcome.interrupted or outcome.failures:
             return searches, outcome
         note(searches)
@@ -208,3 +301,83 @@ def paired_spread(searches: Sequence[MethodSearch], baseline: str) -> float:
         known = [difference for difference in differences if not math.isnan(difference)]
         spreads += [statistics.stdev(known)] if len(known) > 1 else []
     return math.sqrt(math.fsum(spread**2 for spread in spreads) / len(spreads)) if spreads else math.nan
+
+
+# tuning.json
+
+
+def join_former(plan: Plan) -> Plan:
+    """The plan with the values that an earlier search in the same folder had beside those asked for.
+
+    Raises: RunError if that was a search of something else.
+    """
+    former = read_tuning(plan.folder)
+    if former is None:
+        return plan
+    names = [tuned.name for tuned in plan.fields]
+    ours = {"settings_hash": settings_hash(plan.recipe), "seeds": list(plan.seeds), "fields": names}
+    for key, value in ours.items():
+        if former[key] != value:
+            raise RunError(
+                f"{plan.folder} holds a search with other {key} ({former[key]} there, {value} here); give another "
+                "folder"
+            )
+    joined = [TunedField(one.name, tuple(sorted({*one.values, *former["grid"][one.name]}))) for one in plan.fields]
+    return dataclasses.replace(plan, fields=tuple(joined))
+
+
+def write_tuning(plan: Plan, searches: Sequence[MethodSearch], metric: dict[str, Any], seeds: Sequence[int]) -> dict:
+    """Write the record of a search; methods of an earlier call stay listed. Returns it.
+
+    Args:
+        plan: what is searched.
+        searches: with at least one scored run each, or no field to tune.
+        metric: as runs record it.
+        seeds: of the test.
+    """
+    former = read_tuning(plan.folder) or {"methods": []}
+    rows = [found.describe() for found in searches]
+    labels = [row["label"] for row in rows]
+    content = {
+        "schema": SCHEMA,
+        "kind": KIND,
+        "recipe": plan.recipe.name,
+        "scale": plan.recipe.scale,
+        "settings_hash": settings_hash(plan.recipe),
+        "metric": metric,
+        "fields": [tuned.name for tuned in plan.fields],
+        "grid": {tuned.name: list(tuned.values) for tuned in plan.fields},
+        "seeds": list(plan.seeds),
+        "growth": plan.growth,
+        "scored": f"{plan.scored} evaluation on the evaluation split",
+        "test_seeds": sorted(seeds),
+        "test_data": SEEN if plan.recipe.evaluation.test is None else UNSEEN,
+        "methods": [*(row for row in former["methods"] if row["label"] not in labels), *rows],
+    }
+    with writing(plan.folder / NAME):
+        plan.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(plan.folder / NAME, to_json(seal(content), indent=1) + "\n")
+    return content
+
+
+def read_tuning(folder: Path) -> dict[str, Any] | None:
+    """tuning.json of a folder; None if there is none.
+
+    Raises: RunError if it is no such record, or was changed.
+    """
+    path = folder / NAME
+    if not path.exists():
+        return None
+    advice = "Delete it, then run the same command: it is made anew from the runs"
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        if (content["kind"], content["schema"]) != (KIND, SCHEMA):
+            raise ValueError(f"schema {content['schema']}, kind {content['kind']}")
+        if missing := {"settings_hash", "seeds", "fields", "grid", "methods"} - set(content):
+            raise ValueError(f"{', '.join(sorted(missing))} missing")
+        changed = find_change(content)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise RunError(f"{path}: expected a record of a search: {error}\n  {advice}") from error
+    if changed:
+        raise RunError(f"{path} {changed}\n  {advice}")
+    return content

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from lab.ray_engine.two_machines import Cluster, compare_command, finish, start
+from lab.cluster.two_machines import Cluster, compare_command, finish, start
 from lab.small import small_job
 from wellcond.cli.experiment_commands import compare as compare_command_line
 from wellcond.errors import MissingExtraError, WellcondError
-from wellcond.lab.cluster.cluster import Share, choose_share, connected, worker_environment
-from wellcond.lab.cluster.settings import RaySettings
+from wellcond.lab.cluster import RaySettings
+from wellcond.lab.cluster.driver import Share, choose_share, connected, worker_environment
 from wellcond.lab.settings import RecipeError
 
 pytestmark = pytest.mark.processes

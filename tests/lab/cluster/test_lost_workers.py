@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from lab.ray_engine.two_machines import (
+from lab.cluster.two_machines import (
     METHODS,
     Cluster,
     assert_same_comparison,
