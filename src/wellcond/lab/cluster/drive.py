@@ -16,9 +16,8 @@ from wellcond.lab.cluster.hired import Hired
 from wellcond.lab.cluster.settings import RaySettings
 from wellcond.lab.cluster.worker import RunWorker
 from wellcond.lab.models.teachers import file_sha256
-from wellcond.lab.train.compare import JobObserver, Outcome
-from wellcond.lab.train.dispatch import Dispatch
-from wellcond.lab.train.interrupts import StopFlag
+from wellcond.lab.train.compare import Dispatch, JobObserver, Outcome
+from wellcond.lab.train.length import StopFlag
 from wellcond.lab.train.prepare import located
 from wellcond.lab.train.run import SECONDS_BETWEEN_TRIES, Job
 from wellcond.lab.train.run_folder import FolderInUse, RunError, writing

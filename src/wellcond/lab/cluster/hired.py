@@ -11,7 +11,7 @@ from typing import Any
 from wellcond.errors import WellcondError
 from wellcond.lab.cluster.folder_copy import Incoming, chunks_of
 from wellcond.lab.cluster.worker import Greeting
-from wellcond.lab.train.dispatch import Message
+from wellcond.lab.train.compare import Message
 from wellcond.lab.train.provenance import installed_version
 from wellcond.lab.train.run import Job
 from wellcond.lab.train.run_folder import RunFolder

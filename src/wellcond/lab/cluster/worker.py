@@ -14,8 +14,8 @@ from pathlib import Path
 from wellcond.errors import WellcondError
 from wellcond.lab.cluster.folder_copy import read_chunk, take_snapshot, write_chunk
 from wellcond.lab.models.teachers import file_sha256
-from wellcond.lab.train.dispatch import Message, do_job
-from wellcond.lab.train.interrupts import StopFlag
+from wellcond.lab.train.compare import Message, do_job
+from wellcond.lab.train.length import StopFlag
 from wellcond.lab.train.provenance import installed_version
 from wellcond.lab.train.run import Job
 

@@ -14,7 +14,7 @@ from wellcond.conditioning.apply import fold_, make_method, recondition_
 from wellcond.conditioning.checkpoint import find_markers, marker_of
 from wellcond.errors import NumericalWarning, WeightError
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.train.finished_run import read_finished_run
+from wellcond.lab.train.checkpoint import read_finished_run
 from wellcond.weights import conditioning_in, load_state, read_state_dict
 
 

@@ -7,10 +7,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from wellcond.lab.method_overrides import PARTS, field_value, override_recipe
-from wellcond.lab.method_text import read_calls, write_call
-from wellcond.lab.methods import MethodSettings, parse_method
-from wellcond.lab.recipe import Recipe
+from wellcond.lab.methods import MethodSettings, parse_method, read_calls, write_call
+from wellcond.lab.recipe import PARTS, Recipe, field_value, override_recipe
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tune.grid import TunedField
 
