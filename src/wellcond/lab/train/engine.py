@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.distributed import unwrap, whole
+from wellcond.attention.distributed import is_held_together, unwrap, whole
 from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite
 from wellcond.lab.recipe import Recipe
@@ -108,7 +108,8 @@ class Engine:
         curve = recipe.schedule.curve(lengths.num_steps, lengths.steps_per_epoch)
         self.curve, self.learning_rate = self.budget.squeezed(curve, lengths.num_steps), 0.0
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.sites = [] if accelerator.is_fsdp2 else find_attention(unwrap(self.model), strict=False)
+        self.sharded = is_held_together(unwrap(self.model))
+        self.sites = [] if self.sharded else find_attention(unwrap(self.model), strict=False)
         self._losses: list[Tensor] = []
 
     @property
@@ -154,12 +155,12 @@ class Engine:
         """Write a checkpoint of the current step; every rank must call it."""
         with self.clock.spent_on("checkpointing"):
             self._take_losses()
-            sharded, scaler, optimizer = self.accelerator.is_fsdp2, self.accelerator.scaler, self.optimizer.optimizer
+            scaler, optimizer = self.accelerator.scaler, self.optimizer.optimizer
             folder, step = self.folder.path / "checkpoints", self.state.step
             if self.is_main:
                 self.folder.check_there()
                 check_links(self.folder.path)  # one may have been created since the run began
-            if self.is_main or sharded:
+            if self.is_main or self.sharded:
                 tensors = {
                     "model": model_tensors(self.model),
                     "optimizer": optimizer_tensors(self.model, optimizer),
@@ -173,7 +174,7 @@ class Engine:
                     "logs": self.folder.log_marks(),
                     "scaler": None if scaler is None else scaler.state_dict(),
                 }
-                save_checkpoint(folder, step, tensors, state, sharded=sharded)
+                save_checkpoint(folder, step, tensors, state, sharded=self.sharded)
             self.accelerator.wait_for_everyone()
             if self.best_weights is not None and self.best_weights.kept is not None:
                 self.best_weights.kept = folder / f"step-{step:08d}"
@@ -378,11 +379,11 @@ class Engine:
 
 
 def projection_norms(sites: Sequence[AttentionSite]) -> dict[str, float]:
-    """Norm of the gradient of all W_Q, of all W_K and of all W_V; nothing where gradients are sharded."""
+    """Norm of the gradient of all W_Q, of all W_K and of all W_V; nothing where one has none."""
     norms = {}
     for role in "qkv":
         gradients = [(site.slots[role], site.slots[role].parameter.grad) for site in sites]
-        if any(gradient is None or hasattr(gradient, "full_tensor") for _, gradient in gradients):
+        if not gradients or any(gradient is None for _, gradient in gradients):
             return {}
         parts = [slot.view_heads(gradient).norm() for slot, gradient in gradients if gradient is not None]
         norms[f"grad_norm_{role}"] = float(torch.stack(parts).norm())
