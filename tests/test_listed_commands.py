@@ -16,7 +16,7 @@ from detection.coco_sets import ROOT as DATA
 from test_documents import ROOT, blocks_of, commands_in, with_blocks
 from wellcond.cli.commands import app
 from wellcond.lab.load_recipe import load_recipe
-from wellcond.lab.method_text import split_methods
+from wellcond.lab.methods import split_methods
 from wellcond.models import build_model
 
 SHORT = ("training.length={steps: 2}", "evaluation.every={steps: 2}", "tracking={jacobian_points: 0}",

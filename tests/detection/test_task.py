@@ -21,7 +21,7 @@ from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import EVALUATION
 from wellcond.lab.tasks.detection_sets import targets_of
 from wellcond.lab.train.batches import Share
-from wellcond.lab.train.evaluator import Evaluator
+from wellcond.lab.train.evaluate import Evaluator
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import run_job
 

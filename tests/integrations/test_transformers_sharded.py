@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 import wellcond as wc
 from integrations.trainer_runs import conditioned, logits, losses, make_trainer
 from integrations.test_transformers_checkpoints import AUTO, EVERY, WellcondCallback
-from wellcond.lab.train.accelerator import _shard_on_cpu
+from wellcond.lab.train.prepare import _shard_on_cpu
 
 make = accelerate.Accelerator.__init__
 def make_sharded(self, *arguments, **options):  # Accelerate shards on GPUs only

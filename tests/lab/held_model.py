@@ -8,7 +8,7 @@ from pathlib import Path
 
 import timm
 
-from wellcond.lab.train.interrupts import StopFlag
+from wellcond.lab.train.length import StopFlag
 
 FOLDER = "WELLCOND_TEST_HOLD"
 HELD_AT = 10

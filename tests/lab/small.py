@@ -12,6 +12,7 @@ import pytest
 from patience import PATIENCE
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
+from wellcond.lab.train.checkpoint import read_tensors
 from wellcond.lab.train.run import Job, run_job
 
 SETTINGS = (
@@ -82,6 +83,13 @@ def last_weights(folder):
     """Bytes of the tensors in the last checkpoint."""
     [place] = (Path(folder) / "checkpoints").glob("step-*")
     return {path.name: path.read_bytes() for path in place.glob("*.safetensors")}
+
+
+def last_tensors(folder):
+    """Whole tensors of the last checkpoint by kind, whether it is sharded or not."""
+    [place] = (Path(folder) / "checkpoints").glob("step-*")
+    kinds = {path.name.partition(".")[0] for path in place.iterdir()} - {"state"}
+    return {kind: read_tensors(place, kind) for kind in kinds}
 
 
 def stop_after(job, step):

@@ -3,7 +3,7 @@ import torch
 
 from lab.helpers import same_state, tiny_gpt2, tiny_vit
 from wellcond import condition_
-from wellcond.lab.train.averaging import WeightAverage
+from wellcond.lab.train.evaluate import WeightAverage
 
 
 @torch.no_grad()
@@ -26,7 +26,7 @@ def test_the_average_follows_its_formula(make):
         shake(model, seed)
         average.update()
         expected = {name: 0.9 * value + 0.1 * copied(model)[name].double() for name, value in expected.items()}
-    found = average.state()
+    found = average.state
     assert list(found) == list(expected)
     assert all(torch.allclose(found[name].double(), expected[name], rtol=1e-5, atol=1e-6) for name in expected)
 
@@ -36,7 +36,7 @@ def test_it_starts_as_the_weights_and_shares_no_memory():
     before = copied(model)
     average = WeightAverage(model, 0.5)
     shake(model)
-    assert same_state(average.state(), before)
+    assert same_state(average.state, before)
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -45,7 +45,7 @@ def test_the_weights_come_back_bit_for_bit(broken):
     average = WeightAverage(model, 0.7)
     start, identities = copied(model), [id(p) for p in model.parameters()]
     shake(model)
-    before, kept = copied(model), average.state()
+    before, kept = copied(model), {name: value.clone() for name, value in average.state.items()}
     try:
         with average.in_place():
             assert same_state(copied(model), start)
@@ -53,7 +53,7 @@ def test_the_weights_come_back_bit_for_bit(broken):
                 raise KeyError
     except KeyError:
         assert broken
-    assert same_state(copied(model), before) and same_state(average.state(), kept)
+    assert same_state(copied(model), before) and same_state(average.state, kept)
     assert [id(p) for p in model.parameters()] == identities and all(p.requires_grad for p in model.parameters())
 
 
@@ -75,10 +75,10 @@ def test_its_state_goes_round():
     average = WeightAverage(model, 0.7)
     shake(model)
     average.update()
-    state = {name: value.clone() for name, value in average.state().items()}
+    state = {name: value.clone() for name, value in average.state.items()}
     other = WeightAverage(tiny_vit(), 0.7)
-    assert not same_state(other.state(), state)
+    assert not same_state(other.state, state)
     other.load_(state)
-    assert same_state(other.state(), state)
+    assert same_state(other.state, state)
     with pytest.raises(KeyError):
         other.load_({})

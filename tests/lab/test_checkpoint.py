@@ -5,19 +5,22 @@ import torch
 
 from lab.helpers import same_state, tiny_gpt2, tiny_vit
 from wellcond import condition_
-from wellcond.attention.distributed import gather_model
 from wellcond.lab.train import checkpoint
 from wellcond.lab.train.checkpoint import (
-    BEST,
-    gather_optimizer,
+    group_options,
     last_checkpoint,
+    load_model_,
+    load_optimizer_,
+    model_tensors,
+    optimizer_tensors,
     read_checkpoint,
     read_tensors,
     save_checkpoint,
-    scatter_,
+    trained_weights,
 )
 from wellcond.lab.train.optimizers import SGD, AdamW
 from wellcond.lab.train.run_folder import RunError
+from wellcond.weights import read_state_dict
 
 
 def vit_loss(model):
@@ -34,6 +37,8 @@ MODELS = {
     "frozen": (lambda: condition_(tiny_vit(), "polar", frozen=True), vit_loss),
     "tied": (tiny_gpt2, gpt_loss),
 }
+SHARDED = pytest.mark.parametrize("sharded", [False, True], ids=["one file", "shards"])
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 OPTIMIZERS = {
     "adamw": AdamW(lr=1e-2, betas=(0.8, 0.99), weight_decay=0.1),
     "sgd": SGD(lr=1e-2, nesterov=True, weight_decay=0.1),
@@ -49,27 +54,38 @@ def trained(model, optimizer, loss, steps):
         optimizer.zero_grad()
 
 
-def save(folder, model, optimizer, step=3, **changes):
-    state = {"train": {"step": step, "window": [0.1]}} | changes
-    return save_checkpoint(folder, step, gather_model(model), gather_optimizer(model, optimizer), state)
+def tensors_of(model, optimizer, **more):
+    return {"model": model_tensors(model), "optimizer": optimizer_tensors(model, optimizer), **more}
 
 
+def save(folder, model, optimizer, step=3, *, sharded=False, **changes):
+    state = {"train": {"step": step, "window": [0.1]}, "groups": group_options(optimizer)} | changes
+    return save_checkpoint(folder, step, tensors_of(model, optimizer), state, sharded=sharded)
+
+
+def restore(place, model, optimizer):
+    state = read_checkpoint(place)
+    load_model_(model, read_tensors(place, "model", model_tensors(model).get))
+    load_optimizer_(model, optimizer, place, state["groups"])
+    return state
+
+
+@SHARDED
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 @pytest.mark.parametrize("name", MODELS)
-def test_training_goes_on_as_if_it_had_not_stopped(tmp_path, name, optimizer_name):
+def test_training_goes_on_as_if_it_had_not_stopped(tmp_path, name, optimizer_name, sharded):
     make, loss = MODELS[name]
     torch.manual_seed(0)
     model = make()
     optimizer = OPTIMIZERS[optimizer_name].build(model)
     trained(model, optimizer, loss, 3)
     optimizer.param_groups[0]["lr"] = 0.005
-    place = save(tmp_path, model, optimizer)
+    place = save(tmp_path, model, optimizer, sharded=sharded)
     torch.manual_seed(1)
     other = make()
     second = OPTIMIZERS[optimizer_name].build(other)
-    stored_model, stored_optimizer, state, average = read_checkpoint(place)
-    scatter_(other, second, (stored_model, stored_optimizer), broadcast=False)
-    assert state == {"step": 3, "train": {"step": 3, "window": [0.1]}} and average is None
+    state = restore(place, other, second)
+    assert (state["step"], state["train"]) == (3, {"step": 3, "window": [0.1]})
     assert same_state(model.state_dict(), other.state_dict())
     assert [{k: v for k, v in g.items() if k != "params"} for g in second.param_groups] == [
         {k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups
@@ -93,8 +109,7 @@ def test_parameters_without_gradients_do_not_hinder_resuming(tmp_path, optimizer
     model, other = make(), make()
     optimizer, second = (OPTIMIZERS[optimizer_name].build(each) for each in (model, other))
     trained(model, optimizer, loss, 2)
-    stored_model, stored_optimizer, _, _ = read_checkpoint(save(tmp_path, model, optimizer))
-    scatter_(other, second, (stored_model, stored_optimizer), broadcast=False)
+    restore(save(tmp_path, model, optimizer), other, second)
     for a, b in ((model, optimizer), (other, second)):
         trained(a, b, lambda model: loss(model) + model["unused"](torch.ones(1, 2)).square().sum(), 2)
     assert same_state(model.state_dict(), other.state_dict())
@@ -104,9 +119,8 @@ def test_tied_weights_stay_tied(tmp_path):
     model = tiny_gpt2()
     optimizer = OPTIMIZERS["adamw"].build(model)
     trained(model, optimizer, gpt_loss, 1)
-    stored_model, stored_optimizer, _, _ = read_checkpoint(save(tmp_path, model, optimizer))
     other = tiny_gpt2()
-    scatter_(other, OPTIMIZERS["adamw"].build(other), (stored_model, stored_optimizer), broadcast=False)
+    restore(save(tmp_path, model, optimizer), other, OPTIMIZERS["adamw"].build(other))
     assert other.lm_head.weight is other.transformer.wte.weight
     assert torch.equal(other.lm_head.weight, model.transformer.wte.weight)
 
@@ -123,19 +137,22 @@ def test_optimiser_state_is_stored_by_name(tmp_path):
     assert {name.split("//")[0] for name in tensors} == {name for name, _ in model.named_parameters()}
 
 
-def test_nothing_is_pickled(tmp_path):
+@SHARDED
+def test_nothing_is_pickled(tmp_path, sharded):
     model = tiny_vit()
     optimizer = OPTIMIZERS["adamw"].build(model)
     trained(model, optimizer, vit_loss, 1)
-    average = dict(model.named_parameters())
-    place = save_checkpoint(tmp_path, 1, gather_model(model), gather_optimizer(model, optimizer), {}, average)
-    names = sorted(path.name for path in place.iterdir())
-    assert names == ["average.safetensors", "model.safetensors", "optimizer.safetensors", "state.json"]
+    average = {name: value.detach() for name, value in model.named_parameters()}
+    place = save_checkpoint(tmp_path, 1, tensors_of(model, optimizer, average=average), {}, sharded=sharded)
+    names = sorted(path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file())
+    kinds = [f"{kind}{'/shard-00001-model-00001-of-00001' * sharded}" for kind in ("average", "model", "optimizer")]
+    assert names == [*(f"{kind}.safetensors" for kind in kinds), "state.json"]
     json.loads((place / "state.json").read_text())
-    for path in place.glob("*.safetensors"):
+    for path in place.rglob("*.safetensors"):
         content = path.read_bytes()
         json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    assert same_state(read_checkpoint(place)[3], {name: value.detach() for name, value in sorted(average.items())})
+    found = read_tensors(place, "average")
+    assert found.keys() == average.keys() and all(torch.equal(found[name], average[name]) for name in average)
 
 
 @pytest.fixture
@@ -186,7 +203,7 @@ def test_the_newest_checkpoint_is_the_one_with_the_largest_number(small):
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_save_that_breaks_keeps_the_old_checkpoint(small, monkeypatch, problem, when, step):
     folder, model, optimizer = small
-    before = gather_model(model)["weight"].clone()
+    before = model.weight.detach().clone()
     save(folder, model, optimizer, step=1)
     trained(model, optimizer, lambda model: model(torch.ones(1, 2)).sum(), 1)
     write, calls = checkpoint._write_synced, []
@@ -203,7 +220,7 @@ def test_a_save_that_breaks_keeps_the_old_checkpoint(small, monkeypatch, problem
     with pytest.raises(raised, match=message):
         save(folder, model, optimizer, step=step)
     assert [path.name for path in folder.iterdir()] == ["step-00000001"]
-    assert torch.equal(read_checkpoint(last_checkpoint(folder))[0]["weight"], before)
+    assert torch.equal(read_tensors(last_checkpoint(folder), "model")["weight"], before)
 
 
 def test_the_same_step_can_be_saved_again(small):
@@ -211,30 +228,41 @@ def test_the_same_step_can_be_saved_again(small):
     save(folder, model, optimizer, step=1)
     trained(model, optimizer, lambda model: model(torch.ones(1, 2)).sum(), 1)
     place = save(folder, model, optimizer, step=1)
-    assert torch.equal(read_checkpoint(place)[0]["weight"], model.weight)
+    assert torch.equal(read_tensors(place, "model")["weight"], model.weight)
     assert [path.name for path in folder.iterdir()] == ["step-00000001"]
 
 
+@SHARDED
 @pytest.mark.parametrize("links", [True, False], ids=["hard links", "none"])
-def test_best_weights_go_from_one_checkpoint_to_the_next(small, monkeypatch, links):
+def test_best_weights_go_from_one_checkpoint_to_the_next(small, monkeypatch, links, sharded):
     folder, model, optimizer = small
-    state, moments = gather_model(model), gather_optimizer(model, optimizer)
+
+    def save_with(step, best):
+        return save_checkpoint(folder, step, tensors_of(model, optimizer, best=best), {}, sharded=sharded)
+
+    def inode(place):
+        [path] = [
+            path for path in place.rglob("*.safetensors") if path.relative_to(place).as_posix().startswith("best")
+        ]
+        return path.stat().st_ino
+
     best = {"weight": torch.full((2, 2), 7.0)}
-    first = save_checkpoint(folder, 1, state, moments, {}, best=best) / BEST
-    before = first.stat().st_ino
+    first = save_with(1, best)
+    before = inode(first)
     if not links:
 
         def refuse(source, target):
             raise OSError(1, "Operation not permitted")
 
         monkeypatch.setattr(checkpoint.os, "link", refuse)
-    second = save_checkpoint(folder, 2, state, moments, {}, best=first) / BEST
-    assert second.parent.name == "step-00000002" and (second.stat().st_ino == before) == links
-    again = save_checkpoint(folder, 2, state, moments, {}, best=second) / BEST  # a step may be saved twice
-    assert same_state(read_tensors(again), best) and not first.exists()
-    assert not (save_checkpoint(folder, 3, state, moments, {}) / BEST).exists()
-    with pytest.raises(RunError, match=r"step-00000002/best\.safetensors is missing or damaged"):
-        read_tensors(second)
+    second = save_with(2, first)
+    assert second.name == "step-00000002" and (inode(second) == before) == links
+    again = save_with(2, second)  # a step may be saved twice
+    assert same_state(read_tensors(again, "best"), best) and not first.exists()
+    third = save_with(3, None)
+    assert not list(third.glob("best*"))
+    with pytest.raises(RunError, match=r"step-00000003 is damaged .*best"):
+        read_tensors(third, "best")
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json"])
@@ -253,4 +281,24 @@ def test_a_damaged_checkpoint_is_named(small, file, damage):
 
 def test_numbers_of_the_state_are_exact(small):
     window = [0.1, 1 / 3, 1e-300, 123456.789]
-    assert read_checkpoint(save(*small, train={"window": window}))[2]["train"]["window"] == window
+    assert read_checkpoint(save(*small, train={"window": window}))["train"]["window"] == window
+
+
+@pytest.mark.parametrize("kept", [0, -3])
+def test_a_damaged_shard_is_named(small, kept):
+    place = save(*small, sharded=True)
+    [path] = (place / "optimizer").iterdir()
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(RunError, match=r"step-00000003 is damaged .*optimizer/shard-00001.*delete it"):
+        read_checkpoint(place)
+
+
+def test_weights_of_a_finished_sharded_run_are_one_file(small):
+    folder, model, optimizer = small
+    place = save(folder, model, optimizer, sharded=True, logs={})
+    path = trained_weights(place, {"logs": {}})
+    assert path == place / "model.safetensors" == trained_weights(place, {})
+    found = read_state_dict(path)
+    assert found.keys() == {"weight", "bias"} and all(torch.equal(found[name], getattr(model, name)) for name in found)
+    with pytest.raises(RunError, match="of another run"):
+        trained_weights(place, {"logs": {"steps.jsonl": {}}})

@@ -4,7 +4,7 @@ import pytest
 
 from lab.small import small_job
 from wellcond.errors import WellcondError
-from wellcond.lab.train.dispatch import Dispatch
+from wellcond.lab.train.compare import Dispatch
 
 
 @pytest.mark.parametrize("attempts", [2, 4])

@@ -13,7 +13,6 @@ from lab.helpers import bundle, make_recipe, texts, tiny_gpt2
 from lab.test_tasks import evaluation_batch, make_task
 from wellcond.lab.data import DataError
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.recipe import config_hash
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.token_blocks import IGNORED
 from wellcond.lab.train.prepare import prepare_model
@@ -166,16 +165,6 @@ def test_preparation_is_told():
     make_task("language_modelling", prose(STORY), context=4, tokenizer=BPE, progress=lambda *row: told.append(row))
     assert ("training a tokeniser on some, training split, documents", 1, 1) in told
     assert ("tokenising some, training split, documents", 1, 1) in told
-
-
-def test_the_settings_of_bytes_have_the_hash_they_had():
-    task = {"name": "language_modelling", "context": 8}
-    recipe = make_recipe(task=task)
-    config = recipe.config(recipe.method, 0)
-    assert config_hash(config) == config_hash(config | {"task": task})
-    for change in ({"tokenizer": BPE}, {"stride": 4}, {"limit_tokens": 9}):
-        changed = make_recipe(task=task | change)
-        assert config_hash(changed.config(recipe.method, 0)) != config_hash(config)
 
 
 @pytest.mark.parametrize(

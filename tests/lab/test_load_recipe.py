@@ -6,8 +6,7 @@ import yaml
 from lab.helpers import RECIPE
 from wellcond.lab import load_recipe as module
 from wellcond.lab.load_recipe import ShippedRecipe, load_recipe, parse_recipe, set_field
-from wellcond.lab.settings import RecipeError
-from wellcond.lab.yaml_text import read_yaml
+from wellcond.lab.settings import RecipeError, read_yaml
 
 TEXT = yaml.safe_dump(RECIPE)
 

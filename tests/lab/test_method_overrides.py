@@ -5,9 +5,8 @@ import pytest
 from lab.helpers import make_recipe
 from lab.small import record, small_job
 from wellcond.lab.load_recipe import parse_recipe
-from wellcond.lab.method_overrides import override_recipe
 from wellcond.lab.methods import MethodSettings, check_distinct, parse_methods
-from wellcond.lab.recipe import config_hash
+from wellcond.lab.recipe import config_hash, override_recipe
 from wellcond.lab.report.load_runs import load_comparisons
 from wellcond.lab.report.run_record import RunRecordError
 from wellcond.lab.settings import RecipeError

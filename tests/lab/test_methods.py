@@ -11,8 +11,7 @@ from lab.helpers import same_state, tiny_vit
 from wellcond.attention.find import find_attention
 from wellcond.conditioning.attach import corrections_of
 from wellcond.lab import methods
-from wellcond.lab.method_text import split_methods
-from wellcond.lab.methods import MethodSettings, check_distinct, parse_methods, slug
+from wellcond.lab.methods import MethodSettings, check_distinct, parse_methods, slug, split_methods
 from wellcond.lab.settings import RecipeError
 
 

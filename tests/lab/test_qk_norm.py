@@ -10,15 +10,13 @@ import torch
 from torch import nn
 
 import wellcond as wc
-from lab.helpers import make_recipe, tiny_bert, tiny_gpt2, tiny_vit
+from lab.helpers import tiny_bert, tiny_gpt2, tiny_vit
 from lab.small import assert_same_run, small_job, stop_after
 from wellcond import find_attention
 from wellcond.attention.head_norm import EPS
 from wellcond.jacobian.capture import capture_attention
 from wellcond.jacobian.capture.forms import captured_form
-from wellcond.lab.methods import MethodSettings
 from wellcond.lab.models.changes import add_qk_norm_
-from wellcond.lab.recipe import config_hash
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.run import run_job
 from wellcond.models import build_model
@@ -191,13 +189,6 @@ def test_projections_that_are_read_but_not_called_are_refused():
     model = timm.create_model("beit_base_patch16_224", img_size=32, embed_dim=8, depth=1, num_heads=2)
     with pytest.raises(RecipeError, match="reads the weights of its projections without calling them"):
         add_qk_norm_(model, lambda: model(IMAGE))
-
-
-def test_records_without_the_field_keep_their_hashes():
-    config = make_recipe().config(MethodSettings(), 0)
-    older = config | {"model": {key: value for key, value in config["model"].items() if key != "qk_norm"}}
-    assert config_hash(older) == config_hash(config)
-    assert config_hash(config | {"model": config["model"] | {"qk_norm": True}}) != config_hash(config)
 
 
 def test_a_run_resumes_to_the_same_weights(tmp_path):

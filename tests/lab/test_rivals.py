@@ -10,8 +10,6 @@ from torch import nn
 from lab.helpers import make_recipe, tiny_bert, tiny_gpt2, tiny_vit
 from lab.small import assert_same_run, logs, record, small_job, stop_after
 from wellcond import condition_, find_attention
-from wellcond.lab.methods import MethodSettings
-from wellcond.lab.recipe import config_hash
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.optimizers import AdamW, Muon, set_point
 from wellcond.lab.train.run import run_job
@@ -181,10 +179,3 @@ def test_factors_and_rates_have_bounds():
     for change in ({"qk_lr_factor": 0}, {"qk_lr_factor": -1}, {"name": "muon", "ns_steps": 100}):
         with pytest.raises(ValidationError):
             make_recipe(optimizer={"name": "adamw", "lr": 1e-3} | change)
-
-
-def test_records_without_a_factor_keep_their_hashes():
-    config = make_recipe().config(MethodSettings(), 0)
-    older = config | {"optimizer": {key: value for key, value in config["optimizer"].items() if key != "qk_lr_factor"}}
-    assert config_hash(older) == config_hash(config)
-    assert config_hash(config | {"optimizer": config["optimizer"] | {"qk_lr_factor": 4.0}}) != config_hash(config)

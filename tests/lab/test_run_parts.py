@@ -1,5 +1,6 @@
 """The small parts of a run: clock, state, seeds, interrupts, provenance."""
 
+import dataclasses
 import json
 import math
 import os
@@ -10,9 +11,8 @@ import pytest
 import torch
 
 from wellcond.lab.seeding import derive, epoch_order, generator
-from wellcond.lab.train import clock as clock_module
-from wellcond.lab.train.clock import RunClock, synchronizer
-from wellcond.lab.train.interrupts import StopFlag
+from wellcond.lab.train import length as clock_module
+from wellcond.lab.train.length import Diverged, RunClock, StopFlag, TrainState, check_loss, synchronizer
 from wellcond.lab.train.provenance import (
     describe_session,
     has_free_cores,
@@ -20,7 +20,6 @@ from wellcond.lab.train.provenance import (
     peak_memory,
     reset_peak_memory,
 )
-from wellcond.lab.train.train_state import Diverged, TrainState, check_loss
 
 pytestmark = pytest.mark.processes
 
@@ -91,7 +90,7 @@ def test_state_survives_json_exactly():
     state = TrainState()
     state.take([0.1, 1 / 3])
     state.step = 2
-    again = TrainState(**json.loads(json.dumps(state.to_dict())))
+    again = TrainState(**json.loads(json.dumps(dataclasses.asdict(state))))
     assert again == state
     assert again.close_window() == pytest.approx((0.1 + 1 / 3) / 2) and again.first_loss == 0.1
     assert again.close_evaluation() == pytest.approx((0.1 + 1 / 3) / 2)

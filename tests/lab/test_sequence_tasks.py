@@ -7,7 +7,6 @@ from lab.helpers import bundle, byte_images, make_recipe, texts, tiny_bert
 from lab.sequence_helpers import MaskedMean, classify, everything, ids, make_task, pairs, tokens, written
 from wellcond.lab.data import TensorDataset
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.recipe import config_hash
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import TASKS
 from wellcond.lab.tasks.byte_text import PackedDocuments
@@ -171,15 +170,6 @@ def test_sequences_longer_than_the_model_takes_are_refused_with_their_shape():
     recipe = make_recipe(model={"name": "hf:bert", "arguments": BERT | {"max_position_embeddings": 8}})
     with pytest.raises(RecipeError, match=r"hf:bert does not take the data of this task \(input_ids \(1, 16\), "):
         prepare_model(recipe, MethodSettings(), classify(written("ab"), length=16), seed=0, base=None)
-
-
-def test_younger_options_leave_the_hashes_of_earlier_records():
-    recipe = make_recipe(task={"name": "sequence_classification", "length": 256})
-    config = recipe.config(recipe.method, 0)
-    earlier = config | {"task": {"name": "sequence_classification", "length": 256}}
-    assert config_hash(config) == config_hash(earlier)
-    for change in ({"pad_to": 300}, {"too_long": "error"}, {"empty": "error"}, {"black": "visible"}, {"image_size": 9}):
-        assert config_hash(config | {"task": config["task"] | change}) != config_hash(config)
 
 
 def test_bert_is_not_confused_by_padding():

@@ -5,11 +5,10 @@ import timm
 import torch
 import transformers
 
-from lab.helpers import make_recipe, same_state, tiny_bert, tiny_gpt2, tiny_vit
+from lab.helpers import same_state, tiny_bert, tiny_gpt2, tiny_vit
 from wellcond.attention.effective import is_conditioned
 from wellcond.lab.methods import MethodSettings, check_distinct, parse_methods
 from wellcond.lab.models.changes import scale_tokens_
-from wellcond.lab.recipe import config_hash
 from wellcond.lab.settings import RecipeError
 from wellcond.models import build_model
 
@@ -182,11 +181,3 @@ def test_methods_that_differ_in_their_tokens_are_different():
 def test_what_cannot_be_meant_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         MethodSettings.model_validate(text)
-
-
-def test_records_without_tokens_keep_their_hashes():
-    recipe = make_recipe()
-    config = recipe.config(MethodSettings(), 0)
-    older = config | {"method": {key: value for key, value in config["method"].items() if key != "tokens"}}
-    assert config_hash(older) == config_hash(config)
-    assert config_hash(recipe.config(MethodSettings(tokens={"positions": 2}), 0)) != config_hash(config)

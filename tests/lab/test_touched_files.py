@@ -12,9 +12,9 @@ from wellcond.lab.methods import MethodSettings
 from wellcond.lab.report.build import build_report
 from wellcond.lab.report.load_runs import load_comparisons
 from wellcond.lab.report.run_record import read_json
+from wellcond.lab.train.checkpoint import read_finished_run
 from wellcond.lab.train.compare import read_comparison, write_comparison
-from wellcond.lab.train.evaluator import Evaluator
-from wellcond.lab.train.finished_run import read_finished_run
+from wellcond.lab.train.evaluate import Evaluator
 from wellcond.lab.train.run import run_job
 from wellcond.lab.train.run_folder import RunError, RunFolder
 

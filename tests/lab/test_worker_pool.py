@@ -8,7 +8,7 @@ import pytest
 
 from lab.held_runs import HELD
 from lab.small import record, small_job
-from wellcond.lab.train.worker_pool import run_in_pool
+from wellcond.lab.train.compare import run_in_pool
 
 pytestmark = pytest.mark.processes
 

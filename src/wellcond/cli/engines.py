@@ -16,9 +16,8 @@ from wellcond.cli.experiment_commands import ENGINES
 from wellcond.errors import check_choice
 from wellcond.lab.cluster import RaySettings
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.settings import RecipeError
+from wellcond.lab.settings import RecipeError, read_yaml
 from wellcond.lab.train.run import Job
-from wellcond.lab.yaml_text import read_yaml
 
 
 def choose_engine(

@@ -17,7 +17,7 @@ from wellcond.errors import WellcondError
 from wellcond.files import to_json
 from wellcond.lab.data.mirror import MIRROR_VARIABLE
 from wellcond.lab.load_recipe import load_recipe
-from wellcond.lab.method_text import split_methods
+from wellcond.lab.methods import split_methods
 from wellcond.lab.report.glue import rebuild_glue
 from wellcond.lab.report.table import Table
 from wellcond.lab.reproduce.catalogue_files import SCALES, entries, find_entry

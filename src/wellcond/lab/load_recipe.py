@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
 
-from wellcond.lab.settings import RecipeError, Scale, explain, suggest
-from wellcond.lab.yaml_text import read_yaml
+from wellcond.lab.settings import RecipeError, Scale, explain, read_yaml, suggest
 
 if TYPE_CHECKING:
     from wellcond.lab.recipe import Recipe

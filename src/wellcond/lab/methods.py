@@ -7,9 +7,11 @@ fields of the recipe for this method.
 
 from __future__ import annotations
 
+import ast
 import fnmatch
 import hashlib
 import itertools
+import json
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 from torch import nn
 
 from wellcond.attention.checks import choose_projections
@@ -29,11 +31,10 @@ from wellcond.errors import NumericalWarning, WellcondError
 from wellcond.init.apply import check_names, check_options, init_
 from wellcond.init.options import check_values
 from wellcond.init.plan import METHODS as INITS
-from wellcond.lab.method_text import read_calls, split_methods, write_call
 from wellcond.lab.models.changes import check_factors, scale_tokens_
 from wellcond.lab.models.trained import OPTIONS as TEACHER_OPTIONS
 from wellcond.lab.models.trained import Build, check_teacher, pin_teacher, selection_options
-from wellcond.lab.settings import RecipeError, Settings, suggest
+from wellcond.lab.settings import RecipeError, Settings, read_yaml, suggest
 
 
 class MethodSettings(Settings):
@@ -57,20 +58,12 @@ class MethodSettings(Settings):
     def _from_text(cls, values: Any) -> Any:
         return parse_method(values) if isinstance(values, str) else values
 
-    @field_validator("set")
+    @field_validator("set", "init_options", "condition_options", "tokens")
     @classmethod
-    def _in_one_order(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        return {name: _whole(fields[name]) for name in sorted(fields)}
-
-    @field_validator("init_options", "condition_options", "tokens")
-    @classmethod
-    def _plain_numbers(cls, options: dict[str, Any]) -> dict[str, Any]:
-        return {name: _whole(value) for name, value in options.items()}
-
-    @field_validator("tokens")
-    @classmethod
-    def _factors(cls, factors: dict[str, Any]) -> dict[str, Any]:
-        return check_factors(factors)
+    def _plain_numbers(cls, options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        names = sorted(options) if info.field_name == "set" else list(options)
+        plain = {name: _whole(options[name]) for name in names}
+        return check_factors(plain) if info.field_name == "tokens" else plain
 
     @model_validator(mode="after")
     def _exists(self) -> MethodSettings:
@@ -93,20 +86,15 @@ class MethodSettings(Settings):
         return self
 
     def _check_init(self) -> None:
-        if self.init == "default" and "library" in self.init_options:
-            if self.init_options != {"library": True}:
-                raise ValueError(
-                    "default(library=true) is the start of the library, which takes no other value and no other option"
-                )
-            return
-        if self.init != "weight_selection":
-            check_options(self.init, self.init_options)
-            return
-        # The teacher is a path here, and a model only when the method is applied.
-        check_names(
-            self.init, {name: value for name, value in self.init_options.items() if name not in TEACHER_OPTIONS}
-        )
-        check_teacher(self.init_options)
+        options = self.init_options
+        if self.init == "default" and self.library:
+            if options != {"library": True}:
+                raise ValueError("default(library=true) takes no other value and no other option")
+        elif self.init == "weight_selection":  # the teacher is a path here, and a model only when it is applied
+            check_names(self.init, {name: value for name, value in options.items() if name not in TEACHER_OPTIONS})
+            check_teacher(options)
+        else:
+            check_options(self.init, options)
 
     @property
     def library(self) -> bool:
@@ -146,14 +134,10 @@ class MethodSettings(Settings):
         build: Build | None = None,
         forward: Callable[[nn.Module], Any] | None = None,
     ) -> nn.Module:
-        """Initialise and condition a freshly built model; `default` leaves it as its library made it.
+        """Initialise and condition a freshly built model in place; `default` leaves it as its library made it.
 
-        Args:
-            model: initialised and conditioned in place.
-            seed: of the initialisation.
-            base: folder that the path of a teacher starts from.
-            build: builds a teacher; see `load_teacher`.
-            forward: calls the model on samples of the training set, for starts that are calibrated on data.
+        A teacher is found from the folder `base` and built by `build`; `forward` calls the model on samples of the
+        training set, for starts that are calibrated on data.
         """
         sites = self._chosen(model)
         if self.init == "weight_selection":
@@ -215,6 +199,10 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 
+EXAMPLES = {"tokens": "positions=25", "set": "optimizer.lr=3e-3"}
+"""Options of parts of a method that are no initialisation and no conditioning."""
+
+
 def parse_method(text: str) -> dict[str, Any]:
     """Fields of `MethodSettings` from text.
 
@@ -226,16 +214,16 @@ def parse_method(text: str) -> dict[str, Any]:
     """
     fields: dict[str, Any] = {"label": text.strip()}
     for name, options in read_calls(text):
-        if name in ("set", "tokens"):
+        if name in EXAMPLES:
             if name in fields or not options:
-                example = "optimizer.lr=3e-3" if name == "set" else "positions=25"
-                raise ValueError(f"expected one {name} with values such as {example}, found {text!r}")
+                raise ValueError(f"expected one {name} with values such as {EXAMPLES[name]}, found {text!r}")
             fields[name] = options
             continue
         kind = "condition" if name in CONDITIONS else "init"
         if name not in CONDITIONS and name not in INITS:
-            known = [*sorted(INITS), *sorted(CONDITIONS), "tokens", "set"]
-            raise ValueError(f"unknown method {name!r}{suggest(name, known)}")
+            raise ValueError(
+                f"unknown method {name!r}{suggest(name, [*sorted(INITS), *sorted(CONDITIONS), *EXAMPLES])}"
+            )
         if kind in fields:
             raise ValueError(f"{text!r} names two methods of the same kind: {fields[kind]} and {name}")
         if kind == "condition" and "projections" in options:
@@ -255,10 +243,11 @@ def parse_methods(text: str) -> tuple[MethodSettings, ...]:
     """
     try:
         methods = [MethodSettings.model_validate(part) for part in split_methods(text)]
-    except ValidationError as error:
-        raise RecipeError(f"--methods: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
-    except ValueError as error:
-        raise RecipeError(f"--methods: {error}") from error
+    except ValueError as error:  # a ValidationError is one
+        problem = (
+            error.errors()[0]["msg"].removeprefix("Value error, ") if isinstance(error, ValidationError) else error
+        )
+        raise RecipeError(f"--methods: {problem}") from error
     check_distinct(methods)
     return tuple(methods)
 
@@ -273,3 +262,113 @@ def check_distinct(methods: Sequence[MethodSettings]) -> None:
     for first, second in itertools.combinations(methods, 2):
         if first.model_dump(exclude={"label"}) == second.model_dump(exclude={"label"}):
             raise RecipeError(f"expected every method once, but {first.label!r} and {second.label!r} are the same")
+
+
+# The text of methods: calls of Python with values of YAML. Python's own grammar reads the calls from a copy of the text
+# in which every name, number and quotation is replaced by as many underscores: `ast.parse` gives the tree, its offsets
+# give the original text, and nothing in a text can be executed. Text with spaces or signs stands in quotation marks.
+
+Call = tuple[str, dict[str, Any]]
+"""Name and options."""
+
+MOST_METHOD_CHARACTERS = 20_000
+_LEAF = re.compile(
+    r"""
+    "(?:\\.|[^"\\])*"                               # quoted
+    | '[^']*'
+    | [^\s"',:=+()\[\]{}] (?:[^\s,:=+()\[\]{}]|:(?=[^\s,()\[\]{}]))*  # a name, a number, a path; timm:vit, but not q: 1
+    """,
+    re.VERBOSE,
+)
+
+
+def _tree(text: str) -> ast.expr:
+    """The text as a tree whose offsets count characters of the text.
+
+    Raises: ValueError.
+    """
+    if len(text) > MOST_METHOD_CHARACTERS:
+        raise ValueError(f"expected a method of at most {MOST_METHOD_CHARACTERS} characters, found {len(text)}")
+    masked = re.sub(r"\s", " ", _LEAF.sub(lambda leaf: "_" * len(leaf[0]), text))
+    try:
+        return ast.parse(masked, mode="eval").body
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        start = (getattr(error, "offset", None) or 1) - 1
+        raise ValueError(
+            f"expected a method such as conditioned or identity(lam=10), found {text[start:][:200]!r} in "
+            f"{text[:200]!r}; close every bracket and put text with spaces or signs in quotation marks"
+        ) from error
+
+
+def split_methods(text: str) -> list[str]:
+    """The texts of a comma-separated list of methods.
+
+    Raises: ValueError for text that is no such list.
+
+    Example:
+        >>> split_methods("default, identity(lam=2, layout=joint),polar")
+        ['default', 'identity(lam=2, layout=joint)', 'polar']
+    """
+    text = text.strip()
+    tree = _tree(text)
+    return [text[a.col_offset : a.end_col_offset] for a in tree.elts] if isinstance(tree, ast.Tuple) else [text]
+
+
+def read_calls(text: str) -> list[Call]:
+    """Names and options of the parts of a method.
+
+    Raises: ValueError for text that is no sum of calls; RecipeError for a value that is not YAML.
+
+    Example:
+        >>> read_calls("conditioned+set(optimizer.lr=3e-3)")
+        [('conditioned', {}), ('set', {'optimizer.lr': 0.003})]
+    """
+    text = text.strip()
+    tree, parts = _tree(text), []
+    while isinstance(tree, ast.BinOp):  # + is the only operator that is not masked
+        parts.append(tree.right)
+        tree = tree.left
+    return [_read_call(text, node) for node in [tree, *reversed(parts)]]
+
+
+def _read_call(text: str, node: ast.expr) -> Call:
+    part = text[node.col_offset : node.end_col_offset]
+    function = node.func if isinstance(node, ast.Call) else node
+    name = text[node.col_offset : function.end_col_offset]
+    grouped = text[: node.col_offset].rstrip().endswith("(")
+    if not isinstance(function, ast.Name) or not re.fullmatch(r"[A-Za-z_]\w*", name) or grouped:
+        raise ValueError(f"expected a method such as conditioned or identity(lam=10), found {part!r} in {text!r}")
+    options: dict[str, Any] = {}
+    arguments: list[ast.expr | ast.keyword] = [*node.args, *node.keywords] if isinstance(node, ast.Call) else []
+    for argument in arguments:
+        pair = text[argument.col_offset : argument.end_col_offset]
+        key = pair.partition("=")[0].strip()
+        words = key.split(".") if name == "set" else [key]
+        if not isinstance(argument, ast.keyword) or not all(word.isidentifier() for word in words):
+            raise ValueError(f"expected options such as {EXAMPLES.get(name, 'lam=10')} in {part!r}, found {pair!r}")
+        if key in options:
+            raise ValueError(f"the option {key!r} stands twice in {part!r}")
+        options[key] = read_yaml(pair.partition("=")[2], f"{key} in {part!r}")
+    return name, options
+
+
+def write_call(name: str, options: dict[str, Any]) -> str:
+    """The text that `read_calls` reads.
+
+    Example:
+        >>> write_call("identity", {"lam": {"q": 1}}), write_call("polar", {})
+        ('identity(lam={q: 1})', 'polar')
+    """
+    written = ", ".join(f"{key}={_write_value(value)}" for key, value in options.items())
+    return f"{name}({written})" if options else name
+
+
+def _write_value(value: Any) -> str:
+    """A value as YAML on one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_write_value(key)}: {_write_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_write_value(item) for item in value) + "]"
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.]*", value) and read_yaml(value) == value:
+        return value
+    return json.dumps(value, ensure_ascii=False)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-import math
 import re
-from collections.abc import Collection
-from typing import Annotated, Any, Literal
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -17,6 +17,8 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     SerializeAsAny,
+    TypeAdapter,
+    ValidationError,
     field_validator,
     model_validator,
 )
@@ -25,10 +27,9 @@ import wellcond.lab.data  # noqa: F401  (registers the sources)
 import wellcond.lab.tasks  # noqa: F401  (registers the tasks)
 from wellcond.errors import WellcondError
 from wellcond.lab.data.registry import SourceConfig, resolve_config
-from wellcond.lab.method_overrides import override_recipe
 from wellcond.lab.methods import MethodSettings, check_distinct
 from wellcond.lab.models.changes import ProxySettings
-from wellcond.lab.settings import Interval, Scale, Settings, suggest
+from wellcond.lab.settings import Interval, RecipeError, Scale, Settings, list_problems, suggest
 from wellcond.lab.tasks.augmentation import AugmentationSettings
 from wellcond.lab.tasks.base import TASKS, ModelSettings
 from wellcond.lab.train.optimizers import OptimizerSettings
@@ -218,28 +219,6 @@ class Recipe(Settings):
 
 # Fields that do not change a run's numbers: a run may be resumed with others.
 WITHOUT_EFFECT = ("title", "description", "checkpoint", "logging")
-# Fields younger than the first records: at these values they are left out, so that those records keep their hashes.
-YOUNGER: dict[str, dict[str, Any]] = {
-    "augmentation": {"repeats": 1},
-    "data": {"num_test": 0, "held_out": None, "limit_test": None, "label_kind": "class"},
-    "model": {"norms": "keep", "encoder": None, "qk_norm": False, "layer_scale": None},
-    "optimizer": {"qk_lr_factor": 1.0},
-    "schedule": {"begin": 0.0},
-    "training": {"hours": None, "batch_ramp": None},
-    "evaluation": {"samples": None, "test": None},
-    "method": {"sites": "*", "tokens": {}},
-}
-YOUNGER_PARTS: dict[str, Any] = {"proxy": None}
-YOUNGER_OF_TASKS: dict[str, dict[str, Any]] = {
-    "language_modelling": {"tokenizer": "bytes", "stride": None, "limit_tokens": None},
-    "sequence_classification": {
-        "image_size": None,
-        "black": "masked",
-        "too_long": None,
-        "pad_to": None,
-        "empty": "keep",
-    },
-}
 
 
 def config_hash(config: dict[str, Any]) -> str:
@@ -248,24 +227,94 @@ def config_hash(config: dict[str, Any]) -> str:
     kept["training"] = {key: value for key, value in kept["training"].items() if key != "workers"}
     # What a method sets is in the other parts of the configuration already.
     kept["method"] = {key: value for key, value in kept["method"].items() if key not in ("label", "set")}
-    younger = YOUNGER | {"task": YOUNGER_OF_TASKS.get(kept["task"]["name"], {})}
-    kept = {key: value for key, value in kept.items() if key not in YOUNGER_PARTS or value != YOUNGER_PARTS[key]}
-    for part, defaults in younger.items():
-        kept[part] = {key: value for key, value in kept[part].items() if key not in defaults or value != defaults[key]}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def jacobian_steps(num_points: int, num_steps: int) -> frozenset[int]:
-    """Step 0, the last step, and logarithmically spaced ones between.
+# `set(...)` of a method: fields of the recipe that one method changes for its own runs.
+
+PARTS = ("optimizer", "schedule", "augmentation", "model", "training")
+ONLY = {"training": ("clip_norm", "averaging")}
+"""Of these parts a method may change no other field."""
+NEVER = {"model": ("name", "arguments", "weights", "encoder")}
+"""What makes another model; its runs would be no pairs with those of the other methods."""
+
+
+def override_recipe(recipe: Recipe, method: MethodSettings) -> Recipe:
+    """The recipe of a method's runs: its `set` applied; the recipe itself if it has none.
+
+    Raises: RecipeError that names the method, the field, what was expected and what was found.
 
     Example:
-        >>> sorted(jacobian_steps(5, 1000))
-        [0, 1, 10, 100, 1000]
+        >>> from wellcond.lab.load_recipe import load_recipe
+        >>> method = MethodSettings.model_validate("conditioned+set(optimizer.lr=3e-3)")
+        >>> override_recipe(load_recipe("digits")[0], method).optimizer.lr
+        0.003
     """
-    if num_points == 0:
-        return frozenset()
-    if num_points == 1:
-        return frozenset({num_steps})
-    between = max(0, num_points - 2)
-    spaced = {round(math.exp(math.log(num_steps) * k / between)) for k in range(between)} if between else set()
-    return frozenset({0, num_steps} | spaced)
+    changes: dict[str, dict[str, Any]] = {}
+    for field, value in method.set.items():
+        _check_field(field, method.label)
+        part, _, rest = field.partition(".")
+        changes.setdefault(part, {})[rest] = value
+    changed = {part: _override_part(recipe, part, values, method.label) for part, values in changes.items()}
+    return recipe.model_copy(update=changed) if changed else recipe
+
+
+def _check_field(field: str, label: str) -> None:
+    part, _, rest = field.partition(".")
+    name = rest.partition(".")[0]
+    if part not in PARTS or not name or name in NEVER.get(part, ()) or name not in ONLY.get(part, (name,)):
+        allowed = [f"{part}.{name}" for part in PARTS for name in ONLY.get(part, ("*",))]
+        raise RecipeError(
+            f"{label}: set: expected a field that one method may change ({', '.join(allowed)}; not "
+            f"{', '.join(f'{part}.{name}' for part, names in NEVER.items() for name in names)}), found {field!r}: all "
+            "runs of a comparison share the others; change those for all methods with --set"
+        )
+
+
+def _override_part(recipe: Recipe, part: str, values: Mapping[str, Any], label: str) -> Settings:
+    """One part of the recipe with new values, by their paths in it."""
+    former: Settings = getattr(recipe, part)
+    data = former.model_dump(mode="json", exclude_unset=True)
+    if hasattr(former, "name"):
+        data["name"] = former.name
+    if values.get("name", data.get("name")) != data.get("name"):  # of another kind: what that one has stays
+        known = _kinds(recipe, part).get(values["name"])
+        data = {key: value for key, value in data.items() if known is None or key in known.model_fields}
+    for path, value in values.items():
+        *above, last = path.split(".")
+        place = data
+        for key in above:
+            place[key] = dict(place[key]) if isinstance(place.get(key), dict) else {}
+            place = place[key]
+        place[last] = value
+    try:
+        return _adapter(type(recipe), part).validate_python(data)
+    except ValidationError as error:
+        problems = "; ".join(line.strip() for line in list_problems(error, data))
+        raise RecipeError(f"{label}: set: {part}.{problems}") from error
+
+
+@functools.cache
+def _adapter(recipe: type[Recipe], part: str) -> TypeAdapter:
+    field = recipe.model_fields[part]
+    kind: Any = Annotated[field.annotation, field]
+    return TypeAdapter(kind)
+
+
+def _kinds(recipe: Recipe, part: str) -> dict[str, type[Settings]]:
+    """Classes among which `name` chooses, where there are several."""
+    return {kind.model_fields["name"].default: kind for kind in get_args(type(recipe).model_fields[part].annotation)}
+
+
+def field_value(recipe: Recipe, field: str) -> Any:
+    """Value of a dotted field in a recipe.
+
+    Raises: RecipeError if there is no such field.
+    """
+    found: Any = recipe
+    for key in field.split("."):
+        names = list(found) if isinstance(found, dict) else list(getattr(type(found), "model_fields", ()))
+        if key not in names:
+            raise RecipeError(f"{field}: no field {key!r} there{suggest(key, names)}")
+        found = found[key] if isinstance(found, dict) else getattr(found, key)
+    return found

@@ -1,12 +1,16 @@
-"""Base of every part of a recipe: frozen, strict about names, and clear about what is wrong."""
+"""Base of every part of a recipe (frozen, strict about names, clear about what is wrong), and its YAML."""
 
 from __future__ import annotations
 
+import copy
 import difflib
+import functools
 import math
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
@@ -32,36 +36,22 @@ class Settings(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _only_known_fields(cls, values: Any) -> Any:
-        unknown = [name for name in values if name not in cls.model_fields] if isinstance(values, dict) else []
-        if unknown:
-            known = list(cls.model_fields)
-            problems = [
-                _problem(f"unknown field {name!r}{suggest(str(name), known)}", str(name), values[name])
-                for name in unknown
-            ]
-            raise ValidationError.from_exception_data(cls.__name__, problems)
-        return values
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_numbers_that_fit(cls, values: Any) -> Any:
-        items = values.items() if isinstance(values, dict) else ()
-        problems = [
-            _problem(f"expected a number of at most {most:g}", str(name), found)
-            for name, found in items
-            for kind, most in ((int, MOST_INTEGER), (float, MOST_FLOAT))
-            if isinstance(found, kind) and most < abs(found) < math.inf
-        ]
+    def _known_fields_and_numbers_that_fit(cls, values: Any) -> Any:
+        problems = []
+        for name, found in values.items() if isinstance(values, dict) else ():
+            most = MOST_INTEGER if isinstance(found, int) else MOST_FLOAT
+            if name not in cls.model_fields:
+                message = f"unknown field {name!r}{suggest(str(name), list(cls.model_fields))}"
+            elif isinstance(found, (int, float)) and most < abs(found) < math.inf:
+                message = f"expected a number of at most {most:g}"
+            else:
+                continue
+            # The message is an argument of the template, since it may hold braces.
+            kind = PydanticCustomError("unknown_field", "{message}", {"message": message})
+            problems.append(InitErrorDetails(type=kind, loc=(str(name),), input=found))
         if problems:
             raise ValidationError.from_exception_data(cls.__name__, problems)
         return values
-
-
-def _problem(message: str, field: str, found: Any) -> InitErrorDetails:
-    # The message is an argument of the template, since it may hold braces.
-    kind = PydanticCustomError("unknown_field", "{message}", {"message": message})
-    return InitErrorDetails(type=kind, loc=(field,), input=found)
 
 
 def suggest(name: str, allowed: Sequence[str]) -> str:
@@ -132,3 +122,77 @@ def divide_exactly(total: int, parts: int, what: str) -> int:
             f"expected a multiple of {parts}, for instance {parts * math.ceil(total / parts)}"
         )
     return total // parts
+
+
+# YAML as plain data: no code, 1e-3 is a number, and a key that stands twice is an error.
+
+
+class _Loader(yaml.SafeLoader):
+    """A SafeLoader with the constructor and the resolver below."""
+
+
+def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for key_node, value_node in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if isinstance(key, (dict, list, set)) or key in found:
+            problem = f"the key {key!r} stands twice" if key.__hash__ else f"a key cannot be {key!r}"
+            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+        found[key] = loader.construct_object(value_node, deep=True)
+    return found
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+MOST_CHARACTERS = 2**20
+MOST_VALUES = 100_000
+"""With aliases written out: nine lines of them can stand for a billion values."""
+
+
+def _count_values(node: yaml.Node, known: dict[int, int]) -> int:
+    """Values in a document with its aliases written out.
+
+    Raises: YAMLError if there are too many, or an alias stands within what it names.
+    """
+    count = known.setdefault(id(node), -1)
+    if count > 0:
+        return count
+    if count == 0:
+        raise yaml.composer.ComposerError(None, None, "an alias stands within what it names", node.start_mark)
+    known[id(node)] = 0
+    inside = node.value if isinstance(node, yaml.CollectionNode) else []
+    parts = [part for pair in inside for part in pair] if isinstance(node, yaml.MappingNode) else inside
+    known[id(node)] = count = 1 + sum(_count_values(part, known) for part in parts)
+    if count > MOST_VALUES:
+        raise yaml.composer.ComposerError(None, None, f"expected at most {MOST_VALUES} values", node.start_mark)
+    return count
+
+
+@functools.lru_cache(maxsize=256)  # parsing takes milliseconds, and many recipes extend the same one
+def _parse(text: str) -> Any:
+    loader = _Loader(text)
+    node = loader.get_single_node()
+    if node is None:
+        return None
+    _count_values(node, {})
+    return loader.construct_document(node)
+
+
+def read_yaml(text: str, where: str = "the value") -> Any:
+    """Plain data from YAML.
+
+    Raises: RecipeError for text that is not YAML, or asks for more than plain data.
+
+    Example:
+        >>> read_yaml("lr: 1e-3")
+        {'lr': 0.001}
+    """
+    if len(text) > MOST_CHARACTERS:
+        raise RecipeError(f"{where}: expected at most {MOST_CHARACTERS} characters, found {len(text)}")
+    try:
+        return copy.deepcopy(_parse(text))
+    # ValueError: a date with a 13th month; RecursionError: thousands of brackets
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        raise RecipeError(f"{where} is not YAML: {error}") from error

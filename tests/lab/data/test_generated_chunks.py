@@ -13,7 +13,6 @@ import torch
 
 from lab.data.chunk_generators import CountingOptions, counting, dies_in_a_worker, fails_later
 from lab.data.helpers import failure
-from lab.test_recipe import make_recipe
 from patience import PATIENCE, wait_until
 from wellcond.lab.data import (
     DataError,
@@ -23,8 +22,6 @@ from wellcond.lab.data import (
     resolve_config,
 )
 from wellcond.lab.data.generated import GENERATORS, RegisteredGenerator, register_generator
-from wellcond.lab.methods import MethodSettings
-from wellcond.lab.recipe import config_hash
 from wellcond.lab.settings import RecipeError
 
 pytestmark = pytest.mark.processes
@@ -323,17 +320,6 @@ def test_a_test_split_of_generators_without_chunks(generator):
     assert bundle.train.inputs.equal(without.train.inputs) and bundle.evaluation.inputs.equal(without.evaluation.inputs)
     test = bundle.others["test"]
     assert len(test) == 12 and not test.inputs.equal(bundle.evaluation.inputs[:12])
-
-
-def test_the_younger_field_leaves_the_hashes_of_earlier_records():
-    def config(**fields):
-        data = {"source": "generated", "generator": "gratings"} | fields
-        return make_recipe(data=data).config(MethodSettings(init="default"), 0)
-
-    now = config()
-    before = {**now, "data": {key: value for key, value in now["data"].items() if key != "num_test"}}
-    assert now["data"]["num_test"] == 0 and config_hash(now) == config_hash(before)
-    assert config_hash(config(num_test=5)) != config_hash(now)
 
 
 # Computed before there were chunks.

@@ -1,16 +1,19 @@
 """Two gloo processes against one, through torchrun, as a user would launch them."""
 
 import json
+import os
+import signal
 import subprocess
+import time
 
 import pytest
-from safetensors.torch import load
+import torch
 
 from lab.small import (
     SETTINGS,
     TESTED,
     command,
-    last_weights,
+    last_tensors,
     logs,
     record,
     run,
@@ -61,11 +64,12 @@ def assert_close(a, b):
     assert points[0] == points[1]
     for mine, other in zip(ours["conditioning"], theirs["conditioning"], strict=True):
         assert other["kappa_q"] == pytest.approx(mine["kappa_q"], rel=1e-3)
-    for name, content in last_weights(a).items():
-        whole, other = load(content), load(last_weights(b)[name])
-        assert whole.keys() == other.keys()
+    mine, other = last_tensors(a), last_tensors(b)
+    assert mine.keys() == other.keys()
+    for kind, whole in mine.items():
+        assert whole.keys() == other[kind].keys()
         for key in whole:
-            assert (whole[key].double() - other[key].double()).abs().max() < 2e-3, (name, key)
+            assert (whole[key].double() - other[kind][key].double()).abs().max() < 2e-3, (kind, key)
 
 
 @pytest.mark.parametrize("environment", [{}, FSDP2], ids=["ddp", "fsdp2"])
@@ -84,6 +88,46 @@ def test_a_run_of_one_process_goes_on_sharded_over_two(alone, tmp_path):
     stop_after(small_job(folder, "conditioned+balanced", AVERAGED), 8)
     run(train_command(folder, "conditioned+balanced", AVERAGED, processes=2), **FSDP2)
     assert [session["processes"] for session in record(folder)["sessions"]] == [1, 2]
+    assert_close(alone, folder)
+
+
+def kill_after_step(arguments, folder, step, **environment):
+    """Kill a command and all its processes once a checkpoint of a step is there."""
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    process = subprocess.Popen(arguments, env=os.environ | environment, **quiet)
+    deadline = time.monotonic() + PATIENCE
+    while not (folder / f"checkpoints/step-{step:08d}").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.slow
+def test_a_sharded_run_that_is_killed_resumes_bit_for_bit(tmp_path):
+    """No rank ever holds the whole weights or the whole state of Adam, in memory or in its file."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    method = "conditioned+balanced"
+    run(train_command(whole, method, AVERAGED, processes=2), **FSDP2)
+    kill_after_step(train_command(broken, method, AVERAGED, processes=2), broken, 7, **FSDP2)
+    run(train_command(broken, method, AVERAGED, processes=2), **FSDP2)
+    assert [session["resumed_at_step"] for session in record(broken)["sessions"]][-1] >= 7
+    assert logs(whole) == logs(broken)
+    [place] = (broken / "checkpoints").iterdir()
+    for kind in ("model", "optimizer", "average"):
+        sizes = [path.stat().st_size for path in (place / kind).iterdir()]
+        assert len(sizes) == 2 and max(sizes) < 0.7 * sum(sizes)
+    for kind, tensors in last_tensors(whole).items():
+        other = last_tensors(broken)[kind]
+        assert tensors.keys() == other.keys() and all(torch.equal(tensors[name], other[name]) for name in tensors)
+
+
+@pytest.mark.slow
+def test_a_sharded_run_goes_on_in_one_process(alone, tmp_path):
+    folder = tmp_path / "run"
+    kill_after_step(train_command(folder, "conditioned+balanced", AVERAGED, processes=2), folder, 7, **FSDP2)
+    run_job(small_job(folder, "conditioned+balanced", AVERAGED))
+    assert [session["processes"] for session in record(folder)["sessions"]] == [2, 1]
     assert_close(alone, folder)
 
 
@@ -109,7 +153,7 @@ def assert_same_test(a, b):
     ours, theirs = record(a)["test"], record(b)["test"]
     assert theirs.pop("loss") == pytest.approx(ours.pop("loss"), rel=2e-3)
     assert theirs == ours  # fifty samples, none of which is on the edge
-    mine, other = (load(last_weights(folder)["best.safetensors"]) for folder in (a, b))
+    mine, other = (last_tensors(folder)["best"] for folder in (a, b))
     assert mine.keys() == other.keys()
     assert all((mine[key].double() - other[key].double()).abs().max() < 2e-3 for key in mine)
 

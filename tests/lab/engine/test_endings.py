@@ -13,7 +13,7 @@ from PIL import Image
 from lab.small import TESTED, logs, record, small_job, stop_after
 from wellcond.errors import UnsupportedLayoutError
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.train import prepare, updates
+from wellcond.lab.train import prepare
 from wellcond.lab.train import run as run_module
 from wellcond.lab.train.compare import run_comparison
 from wellcond.lab.train.engine import Engine
@@ -23,13 +23,13 @@ from wellcond.lab.train.run_folder import RunError
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_as_diverged(tmp_path, monkeypatch):
-    real = updates.Updater.update
+    real = Engine.update
 
     def update(self, step, batches, **options):
         loss, norms = real(self, step, batches, **options)
         return (loss * float("nan"), norms) if step == 11 else (loss, norms)
 
-    monkeypatch.setattr(updates.Updater, "update", update)
+    monkeypatch.setattr(Engine, "update", update)
     ended = run_job(small_job(tmp_path / "run", "polar", "training.log_every=1"))
     assert ended["status"] == "diverged" and ended["reason"] == "the loss is nan at step 12"
     assert ended["final"]["step"] == 8
@@ -45,7 +45,7 @@ def test_a_loss_that_grows_too_far_ends_the_run_as_diverged(tmp_path):
 
 
 def test_weights_that_became_infinite_are_found_by_the_evaluation(tmp_path, monkeypatch):
-    real = updates.Updater.update
+    real = Engine.update
 
     def update(self, step, batches, **options):
         result = real(self, step, batches, **options)
@@ -54,7 +54,7 @@ def test_weights_that_became_infinite_are_found_by_the_evaluation(tmp_path, monk
                 next(self.model.parameters()).fill_(float("inf"))
         return result
 
-    monkeypatch.setattr(updates.Updater, "update", update)
+    monkeypatch.setattr(Engine, "update", update)
     ended = run_job(small_job(tmp_path / "run"))
     assert ended["status"] == "diverged" and ended["reason"].startswith("the loss is nan at step 8")
     assert ended["final"]["step"] == 0

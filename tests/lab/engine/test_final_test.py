@@ -20,8 +20,9 @@ from lab.small import (
 )
 from wellcond.cli.main import main
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.train import checkpoint, updates
-from wellcond.lab.train.evaluator import Evaluator
+from wellcond.lab.train import checkpoint
+from wellcond.lab.train.engine import Engine
+from wellcond.lab.train.evaluate import Evaluator
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import run_job
 from wellcond.lab.train.run_folder import RunError
@@ -158,13 +159,13 @@ def test_without_being_asked_nothing_is_tested_or_kept(tmp_path, unbroken):
 
 
 def test_a_diverged_run_is_not_tested(tmp_path, monkeypatch):
-    real = updates.Updater.update
+    real = Engine.update
 
     def update(self, step, batches, **options):
         loss, norms = real(self, step, batches, **options)
         return (loss * float("nan"), norms) if step == 20 else (loss, norms)
 
-    monkeypatch.setattr(updates.Updater, "update", update)
+    monkeypatch.setattr(Engine, "update", update)
     found = run_job(job_with_test(tmp_path / "run"))
     assert found["status"] == "diverged" and "test" not in found
 

@@ -7,11 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from lab.small import command, record, run, small_job, small_recipe, stop_after, train_command
-from wellcond.lab.recipe import config_hash
-from wellcond.lab.train.clock import RunClock
+from wellcond.lab.train.length import RunClock, TimeBudget
 from wellcond.lab.train.run import run_job
 from wellcond.lab.train.schedule import Point, Triangular
-from wellcond.lab.train.time_budget import TimeBudget
 from wellcond.run_records import seal
 
 pytestmark = pytest.mark.processes
@@ -53,7 +51,7 @@ class SlowClock(RunClock):
 def ticking(monkeypatch):
     """A clock that goes on by a tick whenever it is read."""
     ticks = itertools.count()
-    monkeypatch.setattr("wellcond.lab.train.clock.time", SimpleNamespace(perf_counter=lambda: TICK * next(ticks)))
+    monkeypatch.setattr("wellcond.lab.train.length.time", SimpleNamespace(perf_counter=lambda: TICK * next(ticks)))
 
 
 def test_schedule_follows_the_time_or_the_updates_whichever_is_further():
@@ -127,15 +125,6 @@ def test_updates_are_an_upper_limit(tmp_path):
     assert done["status"] == "finished" and done["progress"]["step"] == 24
     rates = [row["lr"] for row in rows(tmp_path / "run", "steps")]
     assert rates[-1] == pytest.approx(small_recipe().optimizer.lr / 12)
-
-
-def test_runs_without_a_budget_keep_their_hash(tmp_path):
-    job = small_job(tmp_path, "default")
-    config = job.recipe.config(job.method, 0)
-    assert config["training"]["hours"] is None
-    old = config | {"training": {name: value for name, value in config["training"].items() if name != "hours"}}
-    assert config_hash(config) == config_hash(old)
-    assert config_hash(config) != config_hash(config | {"training": config["training"] | {"hours": 1.0}})
 
 
 @pytest.mark.slow

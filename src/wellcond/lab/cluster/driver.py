@@ -21,9 +21,8 @@ from wellcond.errors import MissingExtraError, WellcondError
 from wellcond.lab.cluster import RaySettings
 from wellcond.lab.cluster.worker import BEGAN, FILES, NO_FOLDER, Command, Mailbox, pack, receive, run_task
 from wellcond.lab.models.trained import file_sha256
-from wellcond.lab.train.compare import JobObserver, Outcome
-from wellcond.lab.train.dispatch import Dispatch
-from wellcond.lab.train.interrupts import StopFlag
+from wellcond.lab.train.compare import Dispatch, JobObserver, Outcome
+from wellcond.lab.train.length import StopFlag
 from wellcond.lab.train.prepare import located
 from wellcond.lab.train.provenance import installed_version
 from wellcond.lab.train.run import Job

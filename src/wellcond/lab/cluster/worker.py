@@ -19,8 +19,8 @@ from typing import Any
 from wellcond.errors import WellcondError
 from wellcond.lab.models.trained import file_sha256
 from wellcond.lab.train.checkpoint import OURS
-from wellcond.lab.train.dispatch import Message, do_job
-from wellcond.lab.train.interrupts import StopFlag
+from wellcond.lab.train.compare import Message, do_job
+from wellcond.lab.train.length import StopFlag
 from wellcond.lab.train.provenance import installed_version
 from wellcond.lab.train.run import Job
 from wellcond.lab.train.run_folder import RunError, check_links, writing

@@ -23,7 +23,7 @@ from wellcond.conditioning.checkpoint import find_markers, marker_of
 from wellcond.errors import NumericalWarning
 from wellcond.init.selection import exclusion
 from wellcond.lab.settings import RecipeError, Settings, list_problems
-from wellcond.lab.train.finished_run import read_finished_run
+from wellcond.lab.train.checkpoint import read_finished_run
 from wellcond.models import build_model
 from wellcond.weights import conditioning_in, load_state, read_state_dict
 

@@ -9,8 +9,7 @@ from typing import Any, Literal, TypeVar, get_args
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from wellcond.errors import UnknownChoiceError
-from wellcond.lab.settings import RecipeError, Scale, Settings, explain
-from wellcond.lab.yaml_text import read_yaml
+from wellcond.lab.settings import RecipeError, Scale, Settings, explain, read_yaml
 
 SCALES: tuple[Scale, ...] = get_args(Scale)
 ENTRY_FILES = ("tables", "figures", "ablations")

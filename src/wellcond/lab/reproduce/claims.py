@@ -12,8 +12,7 @@ from pydantic import Field, ValidationError
 
 from wellcond.lab.reproduce.claim_rules import NO_RECORDS, Rule, Verdict, find_analysis, judge_rule
 from wellcond.lab.reproduce.what_ran import what_ran
-from wellcond.lab.settings import Settings, explain
-from wellcond.lab.yaml_text import read_yaml
+from wellcond.lab.settings import Settings, explain, read_yaml
 
 Group = Literal["runs", "construction", "needs"]
 

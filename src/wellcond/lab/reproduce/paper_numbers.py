@@ -7,8 +7,7 @@ from importlib import resources
 
 from pydantic import ValidationError, model_validator
 
-from wellcond.lab.settings import Settings, explain
-from wellcond.lab.yaml_text import read_yaml
+from wellcond.lab.settings import Settings, explain, read_yaml
 
 
 class PaperMetric(Settings):

@@ -1,9 +1,12 @@
 """Training state on disk: tensors as safetensors, everything else as JSON; optimiser state by parameter name.
 
-    checkpoints/step-00000120/{model,optimizer,average,best}.safetensors  state.json
+    checkpoints/step-00000120/{model,optimizer,average,best}.safetensors  state.json       plain weights
+    checkpoints/step-00000120/{model,optimizer,average,best}/shard-*.safetensors  state.json     sharded (FSDP2)
 
 Average and best weights are there where the recipe asks for them. Best weights that are no newer than the checkpoint
-before are its file once more (a hard link), not another copy.
+before are its files once more (hard links), not another copy. Of sharded weights every rank writes and reads its own
+part, through the safetensors storage of `torch.distributed.checkpoint`: nothing is gathered on one host, nothing is
+pickled, and a run resumes on another number of ranks.
 
 A checkpoint is a folder that is written under another name and then renamed, so that it is whole or absent. Its
 `state.json` has a checksum, and lists those of the other files.
@@ -17,24 +20,26 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.distributed import unwrap
+from wellcond.attention.distributed import box_of, is_distributed, like, local_part, unwrap
 from wellcond.errors import MissingExtraError
-from wellcond.files import to_json
-from wellcond.lab.train.run_folder import RunError, writing
+from wellcond.files import to_json, write_atomically
+from wellcond.lab.settings import RecipeError
+from wellcond.lab.train.run_folder import RunError, RunFolder, writing
 from wellcond.run_records import CHECKSUM, find_change, seal
 
 NAME = re.compile(r"step-(\d{8,})")
 OURS = re.compile(r"step-\d{8,}|\.step-\d{8,}(\.former)?\.partial")
+FILE = re.compile(r"(model|optimizer|average|best)(/shard-\d{5}-model-00001-of-00001)?\.safetensors")
 SEPARATOR = "//"
-MODEL, BEST = "model.safetensors", "best.safetensors"
-FILES = (MODEL, "optimizer.safetensors", "average.safetensors", BEST)
+Tensors = dict[str, Tensor]
 
 
 def _safetensors() -> Any:
@@ -45,121 +50,166 @@ def _safetensors() -> Any:
     return safetensors.torch
 
 
-def gather_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """As `gather_model`, for the optimiser's state by parameter name."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return get_optimizer_state_dict(model, optimizer, options=options)
+# Tensors of models and optimisers
 
 
-def scatter_(model: nn.Module, optimizer: torch.optim.Optimizer, states: tuple[dict, dict], *, broadcast: bool) -> None:
-    """The reverse of gathering both; with `broadcast` only the first process needs to have the state."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+def model_tensors(model: nn.Module) -> Tensors:
+    """State of a model by plain names; every rank has its shards of what is sharded."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    scatter_model_(model, states[0], broadcast=broadcast)
-    rows = states[1]["state"]
-    if rows:
-        # Not strict: a parameter that has had no gradient has no state. torch then makes one up, which is taken away.
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast, strict=False)
-        set_optimizer_state_dict(model, optimizer, states[1], options=options)
-        _drop_state_except(model, optimizer, set(rows))
-    # torch turns tuples into lists, and refuses an optimiser without state (SGD without momentum).
-    for group, stored in zip(optimizer.param_groups, states[1]["param_groups"], strict=True):
-        group.update({key: value for key, value in stored.items() if key != "params"})
+    state: Tensors = get_model_state_dict(model)
+    return state
 
 
-def scatter_model_(model: nn.Module, state: dict[str, Any], *, broadcast: bool) -> None:
-    """The reverse of `gather_model`."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+def load_model_(model: nn.Module, tensors: Tensors) -> None:
+    """The reverse of `model_tensors`."""
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
-    set_model_state_dict(model, state, options=options)
+    set_model_state_dict(model, tensors)
 
 
-def _drop_state_except(model: nn.Module, optimizer: torch.optim.Optimizer, names: set[str]) -> None:
-    named = list(unwrap(model).named_parameters(remove_duplicate=False))
-    if not names <= {name for name, _ in named}:  # under a wrapper that renames: rather too much state than too little
-        return
-    kept = {parameter for name, parameter in named if name in names}
-    for _, parameter in named:
-        if parameter not in kept:
-            optimizer.state.pop(parameter, None)
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """State of an optimiser, such as ``blocks.0.attn.qkv.weight//exp_avg``."""
+    return {
+        f"{name}{SEPARATOR}{key}": value
+        for name, parameter in unwrap(model).named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def load_optimizer_(model: nn.Module, optimizer: torch.optim.Optimizer, place: Path, groups: list[Any]) -> None:
+    """Give an optimiser the state in a checkpoint, and the options of its groups."""
+    named = dict(unwrap(model).named_parameters())
+
+    def parameter_of(joined: str) -> Tensor | None:  # torch keeps counts of steps on the CPU
+        name, _, key = joined.rpartition(SEPARATOR)
+        return None if key == "step" else named[name]
+
+    optimizer.state.clear()
+    for joined, value in read_tensors(place, "optimizer", parameter_of).items():
+        name, _, key = joined.rpartition(SEPARATOR)
+        optimizer.state[named[name]][key] = value
+    for group, stored in zip(optimizer.param_groups, groups, strict=True):
+        # JSON has no tuples; the betas of Adam are one, and the coefficients of Muon.
+        group.update({k: tuple(v) if k in ("betas", "ns_coefficients") else v for k, v in stored.items()})
+
+
+def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Options of an optimiser's groups."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+# Writing
 
 
 def save_checkpoint(
     folder: Path,
     step: int,
-    model: dict[str, Tensor],
-    optimizer: dict[str, Any],
+    tensors: Mapping[str, Tensors | Path | None],
     state: dict[str, Any],
-    average: dict[str, Tensor] | None = None,
-    best: dict[str, Tensor] | Path | None = None,
+    *,
+    sharded: bool = False,
 ) -> Path:
-    """Write one checkpoint and remove the older ones.
+    """Write one checkpoint and remove the older ones; every rank must call it if tensors are sharded.
 
     Args:
         folder: where checkpoints are.
         step: number of updates done.
-        model: as `gather_model` gives it.
-        optimizer: as `gather_optimizer` gives it.
+        tensors: of model, optimizer, average and best; or an older checkpoint that has the same.
         state: plain data.
-        average: averaged weights, if there are any.
-        best: weights of the best evaluation, or the file of an older checkpoint that holds them.
+        sharded: whether every rank has its own part of the tensors.
 
     Raises: RunError if it cannot be written; the older ones are then kept.
     """
     place = folder / f"step-{step:08d}"
     partial = folder / f".{place.name}.partial"
-    tensors = {
-        f"{name}{SEPARATOR}{key}": value for name, row in optimizer["state"].items() for key, value in row.items()
-    }
-    plain = {key: value for key, value in tensors.items() if not isinstance(value, Tensor)}
-    files = {"model": model, "optimizer": {k: v for k, v in tensors.items() if k not in plain}}
-    if average is not None:
-        files["average"] = average
+    is_main = not sharded or _rank() == 0
+    sums: dict[str, str] = {}
     try:
         with writing(place):
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            sums = {
-                f"{name}.safetensors": _write_tensors(partial / f"{name}.safetensors", values)
-                for name, values in files.items()
-            }
-            if isinstance(best, Path):
-                link_or_copy(best, partial / BEST)
-                with _naming(best):
-                    sums[BEST] = _listed_sums(best.parent).get(BEST) or _sum(best)
-            elif best is not None:
-                sums[BEST] = _write_tensors(partial / BEST, best)
-            groups = [dict(group) for group in optimizer["param_groups"]]
-            whole = state | {"step": step, "optimizer": {"groups": groups, "values": plain}, "files": sums}
-            _write_synced(partial / "state.json", to_json(seal(whole)).encode("utf-8"))
-            if place.exists():  # removing it would take longer than renaming it
-                os.replace(place, folder / f".{place.name}.former.partial")
-            os.replace(partial, place)
+            if is_main:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+            if sharded:
+                _gather(None)  # the folder is there before another rank writes into it
+            for kind, values in tensors.items():
+                if isinstance(values, Path):
+                    sums |= _link_kind(values, partial, kind) if is_main else {}
+                elif values is not None and sharded:
+                    sums |= _write_shards(partial / kind, values)
+                elif values is not None:
+                    sums[f"{kind}.safetensors"] = _write_tensors(partial / f"{kind}.safetensors", values)
+            if is_main:
+                whole = state | {"step": step, "files": sums}
+                _write_synced(partial / "state.json", to_json(seal(whole)).encode("utf-8"))
+                if place.exists():  # removing it would take longer than renaming it
+                    os.replace(place, folder / f".{place.name}.former.partial")
+                os.replace(partial, place)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        if is_main:
+            shutil.rmtree(partial, ignore_errors=True)
         raise
-    for older in folder.iterdir():
+    for older in folder.iterdir() if is_main else ():
         if older != place and OURS.fullmatch(older.name):
             shutil.rmtree(older, ignore_errors=True)
     return place
 
 
-def _write_tensors(path: Path, values: dict[str, Tensor]) -> str:
-    """Write a file; returns its checksum."""
-    # Tied weights share storage, which safetensors refuses; each name gets a copy of its own.
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def _gather(mine: Any) -> list[Any]:
+    """The objects of all ranks; every rank must call it."""
+    if not torch.distributed.is_initialized():
+        return [mine]
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, mine)
+    return found
+
+
+def _untied(values: Tensors) -> Tensors:
+    """Tied weights share storage, which safetensors refuses; each name gets a copy of its own."""
     seen: set[int] = set()
     own = {}
     for name, value in values.items():
         value = value.detach().contiguous()
-        storage = value.untyped_storage().data_ptr()
+        storage = local_part(value).untyped_storage().data_ptr()
         own[name] = value.clone() if storage in seen else value
         seen.add(storage)
-    content = _safetensors().save(own)
+    return own
+
+
+def _write_shards(folder: Path, values: Tensors) -> dict[str, str]:
+    """Let every rank write its part; returns all checksums by name."""
+    from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter, save
+
+    try:
+        save(_untied(values), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    except CheckpointException as error:  # the same on every rank
+        raise next(iter(error.failures.values()))[0] from error
+    mine = folder / f"shard-{_rank() + 1:05d}-model-00001-of-00001.safetensors"
+    found = _gather({f"{folder.name}/{mine.name}": _sum(mine)} if mine.exists() else {})
+    return {name: value for sums in found for name, value in sums.items()}
+
+
+def _write_tensors(path: Path, values: Tensors) -> str:
+    """Write a file; returns its checksum."""
+    content = _safetensors().save(_untied(values))
     _write_synced(path, content)
     return hashlib.sha256(content).hexdigest()
+
+
+def _link_kind(place: Path, partial: Path, kind: str) -> dict[str, str]:
+    """Take over the files of one kind from an older checkpoint; returns their checksums."""
+    with _damage(place):
+        sums = {
+            name: value for name, value in _read_state(place)["files"].items() if re.split(r"[/.]", name)[0] == kind
+        }
+    for name in sums:
+        (partial / name).parent.mkdir(exist_ok=True)
+        link_or_copy(place / name, partial / name)
+    return sums
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -177,6 +227,9 @@ def _write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+# Reading
+
+
 def last_checkpoint(folder: Path) -> Path | None:
     """The newest whole checkpoint; None if there is none."""
     places = list(folder.iterdir()) if folder.is_dir() else []
@@ -184,31 +237,23 @@ def last_checkpoint(folder: Path) -> Path | None:
     return max(found, key=lambda place: int(place.name.removeprefix("step-")), default=None)
 
 
-def read_checkpoint(place: Path) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any], dict[str, Tensor] | None]:
-    """Model, optimiser, state and average of a checkpoint.
+def read_checkpoint(place: Path) -> dict[str, Any]:
+    """The plain data of a checkpoint, all of whose files are checked; every rank must call it.
 
     Raises: RunError if a file is missing or damaged.
     """
-    load_file = _safetensors().load_file
+    state, problem = {}, ""
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     try:
         state = _read_state(place)
-        sums = state.pop("files", None)
-        present = [name for name in FILES if (place / name).exists()] if sums is None else list(sums)
-        _check_files(place, sums or {})
-        stored = state.pop("optimizer")
-        model = load_file(place / MODEL)
-        tensors = load_file(place / "optimizer.safetensors")
-        average = load_file(place / "average.safetensors") if "average.safetensors" in present else None
-        rows: dict[str, dict[str, Any]] = {}
-        for joined, value in (tensors | stored["values"]).items():
-            name, _, key = joined.rpartition(SEPARATOR)
-            rows.setdefault(name, {})[key] = value
-        groups = [_as_stored(group) for group in stored["groups"]]
+        files = list(state.pop("files").items())
+        _check_files(place, dict(files[_rank() :: world]))  # each file is read by one rank
     except Exception as error:
-        raise RunError(
-            f"{place} is damaged ({error}); delete it to resume from an earlier one, or to restart"
-        ) from error
-    return model, {"state": rows, "param_groups": groups}, state, average
+        problem = str(error) or type(error).__name__
+    with _damage(place):
+        if problems := list(filter(None, _gather(problem))):
+            raise ValueError(problems[0])
+    return state
 
 
 def _read_state(place: Path) -> dict[str, Any]:
@@ -225,16 +270,10 @@ def _read_state(place: Path) -> dict[str, Any]:
     return state
 
 
-def _listed_sums(place: Path) -> dict[str, str]:
-    """Checksums of a checkpoint's files; none in older ones."""
-    sums: dict[str, str] = _read_state(place).get("files", {}) if (place / "state.json").exists() else {}
-    return sums
-
-
 def _check_files(place: Path, sums: dict[str, str]) -> None:
     """Raise OSError or ValueError if a file is not what its checkpoint lists."""
     for name, expected in sums.items():
-        if name not in FILES:
+        if not FILE.fullmatch(name):
             raise ValueError(f"state.json lists {name!r}, which is no file of a checkpoint")
         if _sum(place / name) != expected:
             raise ValueError(f"{name} was changed after it was written: its checksum does not match")
@@ -245,53 +284,96 @@ def _sum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Tensors of one file of a checkpoint.
+def read_tensors(place: Path, kind: str, placed: Callable[[str], Tensor | None] = lambda name: None) -> Tensors:
+    """All tensors of one kind in a checkpoint, whether it is sharded or not, on as many ranks or not.
 
-    Raises: RunError if it is missing or damaged.
+    Args:
+        place: the checkpoint.
+        kind: model, optimizer, average or best.
+        placed: gives, for a name, a tensor; that of the same shape is on the same device, and sharded in the same way.
+
+    Raises: RunError if a file is missing or damaged.
     """
-    check_tensors(path)
-    with _naming(path):
-        tensors: dict[str, Tensor] = _safetensors().load_file(path)
-        return tensors
+    with _damage(place):
+        if not (place / kind).is_dir():
+            stored = _safetensors().load_file(place / f"{kind}.safetensors")
+            return {name: _place_like(value, placed(name)) for name, value in stored.items()}
+        from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+
+        reader = HuggingFaceStorageReader(str(place / kind))
+        found = {}
+        for name, about in reader.read_metadata().state_dict_metadata.items():
+            empty = torch.empty(about.size, dtype=about.properties.dtype, device="meta")
+            found[name] = _place_like(empty, placed(name))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # each rank reads for itself, as is meant
+            load(found, storage_reader=reader, no_dist=True)
+        return found
 
 
-def check_tensors(path: Path) -> None:
-    """Check a file against the checksum that its checkpoint lists, and read its header.
-
-    Raises: RunError if it is missing or damaged.
-    """
-    with _naming(path):
-        listed = _listed_sums(path.parent)
-        _check_files(path.parent, {path.name: listed[path.name]} if path.name in listed else {})
-        with _safetensors().safe_open(path, framework="pt"):
-            pass
-
-
-def trained_weights(place: Path, record: dict[str, Any]) -> Path:
-    """The file of weights in the last checkpoint of a finished run.
-
-    Raises: RunError if it is missing or damaged, or the checkpoint is of another run than the record.
-    """
-    path = place / MODEL
-    check_tensors(path)
-    with _naming(path):
-        marks = _read_state(place).get("logs") if (place / "state.json").exists() else None
-        if "logs" in record and marks is not None and marks != record["logs"]:
-            raise ValueError("it is of another run than run.json")
-    return path
+def _place_like(value: Tensor, other: Tensor | None) -> Tensor:
+    """A tensor on the device of another one of its shape, and sharded like that; uninitialised if it is on meta."""
+    if other is None or other.shape != value.shape:
+        other = None
+    part = box_of(other).of(value) if other is not None and is_distributed(other) else value
+    device = "cpu" if other is None else other.device
+    part = torch.empty_like(part, device=device) if value.is_meta else part.to(device, copy=True)
+    return like(other, part) if other is not None and is_distributed(other) else part
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _damage(place: Path) -> Iterator[None]:
+    """Say which checkpoint cannot be read, and what to do."""
     try:
         yield
     except Exception as error:
         raise RunError(
-            f"{path} is missing or damaged ({error}); restore it, or delete the run's folder to start it anew"
+            f"{place} is damaged ({error}); delete it to resume from an earlier one, or to restart"
         ) from error
 
 
-def _as_stored(group: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no tuples; the betas of Adam are one, and the coefficients of Muon."""
-    return {key: tuple(value) if key in ("betas", "ns_coefficients") else value for key, value in group.items()}
+# Finished runs as the origin of weights
+
+
+def read_finished_run(path: Path, field: str, instead: str) -> tuple[dict[str, Any], Path]:
+    """Record and file of weights of the run in a folder.
+
+    Args:
+        path: folder of the run.
+        field: of the recipe that names it, for messages.
+        instead: what else the field may name.
+
+    Raises: RecipeError if there is no finished run with its weights; RunError if they are damaged.
+    """
+    record = RunFolder(path).read_record()
+    if record is None:
+        raise RecipeError(f"{field}: no run in {path}: expected run.json there, or {instead}")
+    if record["status"] != "finished":
+        raise RecipeError(f"{field}: the run in {path} is not finished but {record['status']}")
+    place = last_checkpoint(path / "checkpoints")
+    if place is None:
+        raise RecipeError(f"{field}: the run in {path} has no checkpoint; was its folder checkpoints deleted?")
+    return record, trained_weights(place, record)
+
+
+def trained_weights(place: Path, record: dict[str, Any]) -> Path:
+    """The file of weights in the last checkpoint of a finished run; that of a sharded run is made from its shards.
+
+    Raises: RunError if it is missing or damaged, or the checkpoint is of another run than the record.
+    """
+    path = place / "model.safetensors"
+    try:
+        state = _read_state(place)
+        if state["logs"] != record.get("logs", state["logs"]):
+            raise ValueError("it is of another run than run.json")
+        sharded = (place / "model").is_dir()
+        if not sharded or not path.exists():
+            _check_files(place, {name: value for name, value in state["files"].items() if name.startswith("model")})
+        if sharded and not path.exists():
+            write_atomically(path, _safetensors().save(read_tensors(place, "model")))
+        with _safetensors().safe_open(path, framework="pt"):
+            return path
+    except Exception as error:
+        raise RunError(
+            f"{path} is missing or damaged ({error}); restore it, or delete the run's folder to start it anew"
+        ) from error

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import multiprocessing
 import os
+import signal
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +23,8 @@ from wellcond.lab.methods import MethodSettings, check_distinct
 from wellcond.lab.recipe import Recipe, config_hash
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.engine import Event
-from wellcond.lab.train.interrupts import StopFlag
-from wellcond.lab.train.run import Job, UnexpectedRunError, check_local_code, run_job
+from wellcond.lab.train.length import StopFlag
+from wellcond.lab.train.run import Job, UnexpectedRunError, check_local_code, complete_record, run_job
 from wellcond.lab.train.run_folder import RunError, writing
 from wellcond.models import ModelSpecError
 from wellcond.run_records import COMPLETE, SCHEMA, find_change, seal
@@ -81,20 +86,14 @@ def check_settings(folder: Path, recipe: Recipe) -> None:
         return
     former, settings = read_comparison(path), settings_hash(recipe)
     if "shared" in former:
-        raise RunError(
-            f"{folder} holds packed records, which cannot be resumed; give another folder, then pack what ran there: "
-            "wellcond pack"
-        )
-    if (former["recipe"], former["scale"]) != (recipe.name, recipe.scale):
-        raise RunError(
-            f"{folder} holds a comparison of {former['recipe']} ({former['scale']}), not of {recipe.name} "
-            f"({recipe.scale}); give another folder"
-        )
-    if former.get("settings_hash", settings) != settings:
-        raise RunError(
-            f"{folder} holds a comparison of {recipe.name} under other settings: runs under different settings "
-            "cannot be compared. Give another folder"
-        )
+        problem = "packed records, which cannot be resumed; pack what ran in the other one there: wellcond pack"
+    elif (former["recipe"], former["scale"]) != (recipe.name, recipe.scale):
+        problem = f"a comparison of {former['recipe']} ({former['scale']}), not of {recipe.name} ({recipe.scale})"
+    elif former.get("settings_hash", settings) != settings:
+        problem = f"a comparison of {recipe.name} under other settings, with whose runs these cannot be compared"
+    else:
+        return
+    raise RunError(f"{folder} holds {problem}. Give another folder")
 
 
 def write_comparison(folder: Path, recipe: Recipe, methods: Sequence[MethodSettings], seeds: Sequence[int]) -> None:
@@ -138,9 +137,8 @@ def read_comparison(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text("utf-8"))
         if content["kind"] != "wellcond-comparison" or content["schema"] != SCHEMA:
             raise ValueError(f"schema {content['schema']}, kind {content['kind']}")
-        if not all(isinstance(content[key], list) for key in ("methods", "seeds")) or not {"recipe", "scale"} <= set(
-            content
-        ):
+        lists = [content[key] for key in ("methods", "seeds")]
+        if not all(isinstance(each, list) for each in lists) or not {"recipe", "scale"} <= set(content):
             raise ValueError("recipe, scale, or the lists of methods and seeds are missing")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise RunError(f"{path}: expected a comparison of schema {SCHEMA}: {error}\n  {advice}") from error
@@ -159,21 +157,13 @@ def run_comparison(
     at_once = max(1, min(num_workers, len(jobs)))
     placed = [job if job.at_once == at_once else replace(job, at_once=at_once) for job in jobs]
     outcome = _run_all(placed, num_workers, observer, ray)
-    if os.environ.get("RANK", "0") == "0":
-        _fail_deleted(outcome, jobs)
-    return outcome
-
-
-def _fail_deleted(outcome: Outcome, jobs: Sequence[Job]) -> None:
-    """Turn complete runs whose folder was deleted meanwhile into failures."""
-    for job in jobs:
+    for job in jobs if os.environ.get("RANK", "0") == "0" else ():
         done = [kept for kept in outcome.records if (kept["method"], kept["seed"]) == (job.method.label, job.seed)]
         if any(kept["status"] in COMPLETE for kept in done) and not (job.folder / "run.json").is_file():
             outcome.records = [kept for kept in outcome.records if kept not in done]
-            problem = (
-                f"{job.title}: {job.folder} was deleted after the run had ended; run the same command to repeat it"
-            )
-            outcome.failures.append((job, problem))
+            reason = f"{job.folder} was deleted after the run had ended; run the same command to repeat it"
+            outcome.failures.append((job, f"{job.title}: {reason}"))
+    return outcome
 
 
 def _run_all(jobs: Sequence[Job], num_workers: int, observer: JobObserver, ray: RaySettings | None) -> Outcome:
@@ -182,8 +172,6 @@ def _run_all(jobs: Sequence[Job], num_workers: int, observer: JobObserver, ray: 
 
         return run_on_ray(jobs, num_workers=num_workers, observer=observer, settings=ray)
     if num_workers > 1 and len(jobs) > 1:
-        from wellcond.lab.train.worker_pool import run_in_pool
-
         return run_in_pool(jobs, num_workers=min(num_workers, len(jobs)), observer=observer)
     outcome = Outcome()
     with StopFlag().listening() as stop:
@@ -201,3 +189,194 @@ def _run_all(jobs: Sequence[Job], num_workers: int, observer: JobObserver, ray: 
                 outcome.crashed |= isinstance(error, UnexpectedRunError)
                 outcome.fail(job, str(error), observer)
     return outcome
+
+
+# Concurrent runs, in worker processes and on Ray
+
+Message = tuple[str, Any]
+"""("event", event) during a run; at its end ("record", record), ("error", text) or ("error for all", text)."""
+
+
+class Dispatch:
+    """Queue and outcome of the jobs of a comparison."""
+
+    def __init__(self, jobs: Sequence[Job], observer: JobObserver, *, attempts: int) -> None:
+        """A job fails when its worker has been lost `attempts` times."""
+        self.waiting = deque(jobs)
+        self.outcome = Outcome()
+        self.stopping = False
+        self._observer, self._attempts = observer, attempts
+        self._lost: dict[str, int] = {}
+
+    def stop(self) -> None:
+        """Empty the queue."""
+        self.stopping = self.outcome.interrupted = True
+        self.waiting.clear()
+
+    def leave_out_complete(self) -> None:
+        """Remove complete runs from the queue and add their records to the outcome."""
+        left = []
+        for job in self.waiting:
+            try:
+                record = complete_record(job)
+            except WellcondError as error:
+                self.outcome.fail(job, str(error), self._observer)
+                continue
+            if record is None:
+                left.append(job)
+            else:
+                self._observer(job, {"event": "end", "record": record, "repeated": True})
+                self.outcome.take(record)
+        self.waiting = deque(left)
+
+    def times_lost(self, job: Job) -> int:
+        """Number of workers lost on a job."""
+        return self._lost.get(str(job.folder), 0)
+
+    def hear(self, job: Job, message: Message) -> bool:
+        """Handle the message of a worker; returns True if it is the last one of its job.
+
+        Raises: WellcondError for an error that concerns every run.
+        """
+        kind, content = message
+        if kind == "event":
+            self._observer(job, content)
+            return False
+        if kind == "error for all":
+            raise WellcondError(content)
+        if kind == "record":
+            self.outcome.take(content)
+        else:
+            self.outcome.fail(job, content, self._observer)
+        return True
+
+    def lose(self, job: Job, reason: str) -> None:
+        """Put the job of a dead worker first in the queue, or fail it after too many attempts."""
+        if self.stopping:
+            return
+        count = self._lost[str(job.folder)] = self.times_lost(job) + 1
+        if count < self._attempts:
+            self._observer(job, {"event": "lost", "problem": reason})
+            self.waiting.appendleft(job)
+        else:
+            self.outcome.fail(job, f"{job.title}: {reason}", self._observer)
+
+
+def do_job(job: Job, send: Callable[[Message], None], stop: StopFlag) -> None:
+    """Run one job in a worker; if the connection is lost, the run writes a checkpoint, stops and can be resumed."""
+
+    def tell(event: Event) -> None:
+        try:
+            send(("event", event))
+        except OSError:
+            stop.requested = True
+
+    with contextlib.suppress(BrokenPipeError):
+        try:
+            send(("record", run_job(job, tell, stop=stop)))
+        except WellcondError as error:  # as text: not every exception can be pickled
+            send(("error for all" if isinstance(error, FOR_ALL) else "error", str(error)))
+
+
+ATTEMPTS = 2
+"""A run whose worker is killed resumes in another one; killed twice, it has failed."""
+
+
+@dataclass
+class _Worker:
+    process: Any
+    connection: Connection
+    job: Job | None = None
+
+
+def run_in_pool(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver) -> Outcome:
+    """As `run_comparison`; a worker that dies is replaced and its run resumes."""
+    dispatch = Dispatch(jobs, observer, attempts=ATTEMPTS)
+    dispatch.leave_out_complete()
+    if not dispatch.waiting:
+        return dispatch.outcome
+    workers: list[_Worker] = []
+    try:
+        with StopFlag().listening() as stop:
+            workers += [_start() for _ in range(min(num_workers, len(dispatch.waiting)))]
+            while True:
+                if stop.requested and not dispatch.stopping:
+                    dispatch.stop()
+                    for worker in workers:
+                        if worker.job is not None:
+                            os.kill(worker.process.pid, signal.SIGTERM)
+                for number, worker in enumerate(workers):
+                    if worker.job is None and dispatch.waiting:
+                        workers[number] = _give(worker, dispatch.waiting.popleft())
+                busy = [worker for worker in workers if worker.job is not None]
+                if not busy:
+                    return dispatch.outcome
+                for ready in wait([worker.connection for worker in busy], timeout=0.2):
+                    _listen(next(worker for worker in workers if worker.connection is ready), dispatch)
+    finally:
+        for worker in workers:
+            worker.connection.close()
+            worker.process.terminate()  # idle workers end at once; a run ends after its step
+        for worker in workers:
+            worker.process.join(10)
+
+
+def _give(worker: _Worker, job: Job) -> _Worker:
+    try:
+        worker.connection.send(job)
+    except OSError:  # it died while idle
+        worker.connection.close()
+        worker = _start()
+        worker.connection.send(job)
+    worker.job = job
+    return worker
+
+
+def _listen(worker: _Worker, dispatch: Dispatch) -> None:
+    job = worker.job
+    assert job is not None
+    try:
+        message = worker.connection.recv()
+    except (EOFError, ConnectionError):
+        worker.process.join(10)
+        worker.job = None
+        dispatch.lose(job, f"its process {describe_exit(worker.process.exitcode)}")
+        return
+    if dispatch.hear(job, message):
+        worker.job = None
+
+
+def describe_exit(code: int | None) -> str:
+    """How a process ended without a message.
+
+    Example:
+        >>> describe_exit(-9), describe_exit(3)
+        ('was ended by SIGKILL; out of memory?', 'ended with code 3')
+    """
+    if code is None or code >= 0:
+        return f"ended with code {code}"
+    killed = code == -signal.SIGKILL
+    return f"was ended by {signal.Signals(-code).name}{'; out of memory?' if killed else ''}"
+
+
+def _start() -> _Worker:
+    context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(theirs,))  # not a daemon: daemons may not start DataLoader workers
+    process.start()
+    theirs.close()
+    return _Worker(process, ours)
+
+
+def _work(connection: Connection) -> None:
+    """Run jobs until the connection is closed."""
+    # Ctrl-C reaches every process of a terminal; the parent forwards it to its workers as SIGTERM.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while True:
+        try:
+            job: Job = connection.recv()
+        except (EOFError, ConnectionError):
+            return
+
+        with StopFlag().listening() as stop:
+            do_job(job, connection.send, stop)

@@ -6,18 +6,32 @@ Only the end of a run with a time budget is not known before.
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 from torch import nn
 
 from wellcond.attention.distributed import gather_model, unwrap
 from wellcond.attention.find import find_attention
-from wellcond.lab.recipe import TrackingSettings, jacobian_steps
+from wellcond.lab.recipe import TrackingSettings
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask
-from wellcond.tracking import ConditionTracker, TrackPoint
+from wellcond.tracking import ConditionTracker
 
 MOST_POINTS = 100_000
+
+
+def jacobian_steps(num_points: int, num_steps: int) -> frozenset[int]:
+    """Step 0, the last step, and logarithmically spaced ones between.
+
+    Example:
+        >>> sorted(jacobian_steps(5, 1000))
+        [0, 1, 10, 100, 1000]
+    """
+    if num_points < 2:
+        return frozenset({num_steps} if num_points else ())
+    between = num_points - 2
+    return frozenset({0, num_steps} | {round(math.exp(math.log(num_steps) * k / between)) for k in range(between)})
 
 
 def tracked_steps(settings: TrackingSettings, num_steps: int, steps_per_epoch: int) -> tuple[frozenset, frozenset]:
@@ -36,7 +50,7 @@ def tracked_steps(settings: TrackingSettings, num_steps: int, steps_per_epoch: i
 
 
 class ConditioningLog:
-    """A `ConditionTracker` on the first process.
+    """A `ConditionTracker` on rank 0.
 
     Where the model itself cannot be measured, because its weights are sharded or Accelerate made its forward pass round
     to half precision, a plain copy is brought up to date and measured instead.
@@ -48,7 +62,6 @@ class ConditioningLog:
         task: AbstractTask,
         plain: nn.Module,
         accelerator: Any,
-        *,
         num_steps: int,
         steps_per_epoch: int,
     ) -> None:
@@ -67,13 +80,17 @@ class ConditioningLog:
         if not self.steps or not self.accelerator.is_main_process:
             return []
         measured = unwrap(model) if self._copy is None else self._copy
-        probe = self.task.probe(self.settings.samples)
         most = max(site.num_kv_heads for site in find_attention(unwrap(measured), strict=False))
         if self.settings.heads is not None and min(self.settings.heads) >= most:
             raise RecipeError(f"tracking.heads: expected numbers from 0 to {most - 1}, found {self.settings.heads}")
+        probe: Any = self.task.probe(self.settings.samples)
+        if not self._copied:
+            device = self.accelerator.device
+            is_dict = isinstance(probe, dict)
+            probe = {name: value.to(device) for name, value in probe.items()} if is_dict else probe.to(device)
         self._tracker = ConditionTracker(
             measured,
-            probe if self._copied else _to_device(probe, self.accelerator.device),
+            probe,
             every=self.jacobian,
             weights_every=self.weights,
             budget=None,
@@ -81,7 +98,7 @@ class ConditioningLog:
             samples=self.settings.samples,
             heads=self.settings.heads,
         )
-        return _rows(self._tracker.points)
+        return [point.to_json_dict() for point in self._tracker.points]
 
     def end_at(self, step: int) -> None:
         """Measure after this step what the end of a run is measured by."""
@@ -94,19 +111,9 @@ class ConditioningLog:
             self._tracker.every, self._tracker.weights_every = self.jacobian, self.weights
 
     def after(self, step: int) -> list[dict[str, Any]]:
-        """Rows of this step, usually none; every process must call it after every update."""
+        """Rows of this step, usually none; every rank must call it after every update."""
         if self._copied and step in self.steps:
             state = gather_model(self._model)
             if self._copy is not None:
                 self._copy.load_state_dict(state)
-        return [] if self._tracker is None else _rows(self._tracker.step())
-
-
-def _rows(points: list[TrackPoint]) -> list[dict[str, Any]]:
-    return [point.to_json_dict() for point in points]
-
-
-def _to_device(probe: Any, device: Any) -> Any:
-    if isinstance(probe, dict):
-        return {name: value.to(device) for name, value in probe.items()}
-    return probe.to(device)
+        return [] if self._tracker is None else [point.to_json_dict() for point in self._tracker.step()]

@@ -2,39 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from wellcond.attention.distributed import gather_model, unwrap
+from wellcond.attention.distributed import is_held_together, unwrap, whole
 from wellcond.attention.find import find_attention
+from wellcond.attention.site import AttentionSite
 from wellcond.lab.recipe import Recipe
-from wellcond.lab.tasks.base import AbstractTask
-from wellcond.lab.train.accelerator import check_sharding
-from wellcond.lab.train.averaging import WeightAverage
-from wellcond.lab.train.batch_ramp import BatchRamp
+from wellcond.lab.seeding import derive, seed_device
+from wellcond.lab.settings import RecipeError
+from wellcond.lab.tasks.base import AbstractTask, Batch
 from wellcond.lab.train.batches import Share, UpdatePlan, fetch_batches
-from wellcond.lab.train.best_weights import BestWeights
 from wellcond.lab.train.checkpoint import (
-    gather_optimizer,
+    group_options,
     last_checkpoint,
+    load_model_,
+    load_optimizer_,
+    model_tensors,
+    optimizer_tensors,
     read_checkpoint,
+    read_tensors,
     save_checkpoint,
-    scatter_,
 )
-from wellcond.lab.train.clock import RunClock
 from wellcond.lab.train.conditioning_log import ConditioningLog
-from wellcond.lab.train.evaluator import Evaluator, find_test_set
-from wellcond.lab.train.interrupts import StopFlag
-from wellcond.lab.train.lengths import Lengths
+from wellcond.lab.train.evaluate import BestWeights, Evaluator, WeightAverage, find_test_set
+from wellcond.lab.train.length import (
+    BatchRamp,
+    Diverged,
+    Lengths,
+    RunClock,
+    StopFlag,
+    TimeBudget,
+    TrainState,
+    check_loss,
+)
+from wellcond.lab.train.optimizers import set_point
 from wellcond.lab.train.run_folder import RunFolder, check_links
-from wellcond.lab.train.time_budget import TimeBudget
-from wellcond.lab.train.train_state import Diverged, TrainState, check_loss, newest_loss
-from wellcond.lab.train.updates import Updater
 
 Event = dict[str, Any]
 Observer = Callable[[Event], None]
@@ -46,7 +56,7 @@ class Interrupted(Exception):
 
 
 class Engine:
-    """Trains one model. Only rank 0 writes to the folder."""
+    """Trains one model. Only rank 0 writes to the folder, but for shards of checkpoints."""
 
     def __init__(
         self,
@@ -63,51 +73,44 @@ class Engine:
     ) -> None:
         """Prepare a freshly built and conditioned model for this machine."""
         self.recipe, self.task, self.accelerator, self.folder = recipe, task, accelerator, folder
-        self.clock, self.observer, self.on_saved = clock, observer, on_saved
-        check_sharding(accelerator, task, recipe.task.model_dump()["name"])
+        self.clock, self.observer, self.on_saved, self.seed = clock, observer, on_saved, seed
+        if accelerator.is_fsdp2 and not task.can_be_sharded:  # its ranks would deadlock
+            name = recipe.task.model_dump()["name"]
+            raise RecipeError(f"task.name: {name} does not run under FSDP; launch it with DDP (torchrun) or alone")
         self.share = Share(accelerator.process_index, accelerator.num_processes)
         training = recipe.training
-        repeats = recipe.augmentation.repeats
         self.plan = UpdatePlan(
-            len(task.train), training.batch_size, training.accumulate, seed, repeats, following=task.following
+            len(task.train),
+            training.batch_size,
+            training.accumulate,
+            seed,
+            recipe.augmentation.repeats,
+            following=task.following,
         )
         self.plan.part_size(self.share)  # raises now, not after the first measurement
-        self.lengths = Lengths.of(recipe, self.plan)
-        self.ramp = BatchRamp(training.batch_ramp, training.accumulate, self.lengths.num_steps)
+        self.lengths = lengths = Lengths.of(recipe, self.plan.steps_per_epoch)
+        self.ramp = BatchRamp(training.batch_ramp, training.accumulate, lengths.num_steps)
         self.test_samples = find_test_set(recipe, task)
         self.test: dict[str, Any] | None = None
         self.samples: list[dict[str, Any]] = []
         """Scores on the test split, and outputs of the last weights on samples; set after training."""
-        self.best_weights = BestWeights(is_main=self.is_main) if recipe.evaluation.test == "best" else None
+        self.best_weights = BestWeights() if recipe.evaluation.test == "best" else None
         self.state = TrainState()
         self.budget = TimeBudget(training.hours, clock, accelerator)
         self.log = ConditioningLog(
-            recipe.tracking,
-            task,
-            model,
-            accelerator,
-            num_steps=self.lengths.num_steps,
-            steps_per_epoch=self.lengths.steps_per_epoch,
+            recipe.tracking, task, model, accelerator, lengths.num_steps, lengths.steps_per_epoch
         )
         self.model, self.optimizer = accelerator.prepare(model, recipe.optimizer.build(model))
         averaging = training.averaging
         self.average = WeightAverage(unwrap(self.model), averaging.decay) if averaging else None
         evaluated = self.average if averaging and averaging.evaluate else None
         self.evaluator = Evaluator(recipe, task, self.model, accelerator, share=self.share, average=evaluated)
-        curve = recipe.schedule.curve(self.lengths.num_steps, self.lengths.steps_per_epoch)
-        self.updater = Updater(
-            accelerator,
-            task,
-            self.model,
-            self.optimizer,
-            curve=self.budget.squeezed(curve, self.lengths.num_steps),
-            peak=recipe.optimizer.lr,
-            clip_norm=training.clip_norm,
-            average=self.average,
-            sites=[] if accelerator.is_fsdp2 else find_attention(unwrap(self.model), strict=False),
-            seed=seed,
-        )
-        self._losses: list[torch.Tensor] = []
+        curve = recipe.schedule.curve(lengths.num_steps, lengths.steps_per_epoch)
+        self.curve, self.learning_rate = self.budget.squeezed(curve, lengths.num_steps), 0.0
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.sharded = is_held_together(unwrap(self.model))
+        self.sites = [] if self.sharded else find_attention(unwrap(self.model), strict=False)
+        self._losses: list[Tensor] = []
 
     @property
     def is_main(self) -> bool:
@@ -133,12 +136,13 @@ class Engine:
             if self.is_main:
                 self.folder.cut_logs({})
             return 0
-        model, optimizer, stored, average = read_checkpoint(place)
-        scatter_(self.model, self.optimizer.optimizer, (model, optimizer), broadcast=self.share.processes > 1)
-        if self.average is not None and average is not None:
-            self.average.load_(average)
+        stored = read_checkpoint(place)
+        load_model_(self.model, read_tensors(place, "model", model_tensors(self.model).get))
+        load_optimizer_(self.model, self.optimizer.optimizer, place, stored["groups"])
+        if self.average is not None:
+            self.average.load_(read_tensors(place, "average", self.average.state.get))
         if self.best_weights is not None:
-            self.best_weights.resume(place)
+            self.best_weights.kept = place
         if self.accelerator.scaler is not None and stored["scaler"]:
             self.accelerator.scaler.load_state_dict(stored["scaler"])
         self.state = TrainState(**stored["train"])
@@ -151,26 +155,32 @@ class Engine:
         """Write a checkpoint of the current step; every rank must call it."""
         with self.clock.spent_on("checkpointing"):
             self._take_losses()
-            model = gather_model(self.model)
-            optimizer = gather_optimizer(self.model, self.optimizer.optimizer)
-            average = None if self.average is None else self.average.state()
+            scaler, optimizer = self.accelerator.scaler, self.optimizer.optimizer
+            folder, step = self.folder.path / "checkpoints", self.state.step
             if self.is_main:
-                scaler = self.accelerator.scaler
+                self.folder.check_there()
+                check_links(self.folder.path)  # one may have been created since the run began
+            if self.is_main or self.sharded:
+                tensors = {
+                    "model": model_tensors(self.model),
+                    "optimizer": optimizer_tensors(self.model, optimizer),
+                    "average": None if self.average is None else self.average.state,
+                    "best": None if self.best_weights is None else self.best_weights.kept,
+                }
                 state = {
-                    "train": self.state.to_dict(),
+                    "train": asdict(self.state),
+                    "groups": group_options(optimizer),
                     "seconds": self.clock.now(),
                     "logs": self.folder.log_marks(),
                     "scaler": None if scaler is None else scaler.state_dict(),
                 }
-                best = None if self.best_weights is None else self.best_weights.to_save
-                folder = self.folder.path / "checkpoints"
-                self.folder.check_there()
-                check_links(self.folder.path)  # one may have been created since the run began
-                place = save_checkpoint(folder, self.state.step, model, optimizer, state, average, best)
-                if self.best_weights is not None:
-                    self.best_weights.saved_in(place)
+                save_checkpoint(folder, step, tensors, state, sharded=self.sharded)
+            self.accelerator.wait_for_everyone()
+            if self.best_weights is not None and self.best_weights.kept is not None:
+                self.best_weights.kept = folder / f"step-{step:08d}"
+            if self.is_main:
                 self.on_saved()
-                self.observer({"event": "saved", "step": self.state.step})
+                self.observer({"event": "saved", "step": step})
 
     # Training
 
@@ -201,14 +211,14 @@ class Engine:
             state.parts_spared += self.ramp.parts - number
             done = step + 1
             logged = done % self.recipe.training.log_every == 0 or done == self.lengths.num_steps
-            loss, norms = self.updater.update(step, mine, want_norms=logged)
+            loss, norms = self.update(step, mine, want_norms=logged)
             self._losses.append(loss)
             state.step = done
             self._end_if_time_is_up()
             if logged:
                 self._log_step(norms)
             if (now := time.perf_counter()) - told > SECONDS_BETWEEN_EVENTS:
-                event = {"event": "step", "step": done, "loss": newest_loss(state, self._losses)}
+                event = {"event": "step", "step": done, "loss": self._newest_loss()}
                 self.observer(event | {"num_steps": self.budget.steps_expected(done, self.lengths.num_steps)})
                 told = now
             self._at_boundaries(stop)
@@ -216,10 +226,47 @@ class Engine:
         self.samples = self.evaluator.write_samples()
         self._test()
 
+    def update(self, step: int, batches: Sequence[Batch], *, want_norms: bool) -> tuple[Tensor, dict[str, float]]:
+        """One update of the weights: forward, backward and step, over accumulations and ranks.
+
+        The loss is divided by its number of terms over all parts and ranks. Returns the loss of this rank's share (the
+        mean over ranks is the loss of the update) and norms of gradients before clipping.
+        """
+        accelerator, clip_norm = self.accelerator, self.recipe.training.clip_norm
+        # Dropout differs between ranks, but not between methods, sessions or measured and unmeasured runs.
+        seed_device(derive(self.seed, "dropout", step, accelerator.process_index), accelerator.device)
+        parts = range(accelerator.process_index, len(batches) * accelerator.num_processes, accelerator.num_processes)
+        batches = [self.task.training_batch(batch, step, part) for part, batch in zip(parts, batches, strict=True)]
+        num_terms: Any = sum(self.task.num_terms(batch) for batch in batches)
+        if accelerator.num_processes > 1:
+            counted = torch.as_tensor(num_terms, dtype=torch.float64, device=accelerator.device)
+            num_terms = accelerator.reduce(counted, reduction="sum").item()
+        share = accelerator.num_processes / num_terms
+        self.learning_rate = set_point(self.optimizer, self.curve(step), self.recipe.optimizer.lr)
+        losses = []
+        for number, batch in enumerate(batches):
+            last = number == len(batches) - 1
+            with contextlib.nullcontext() if last else accelerator.no_sync(self.model):
+                loss = self.task.loss(self.model, batch) * share
+                accelerator.backward(loss)
+            losses.append(loss.detach())
+        norms = {}
+        if want_norms:
+            accelerator.unscale_gradients()
+            total = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+            norms = {"grad_norm": float(whole(total))} | projection_norms(self.sites)
+        if clip_norm is not None:
+            accelerator.clip_grad_norm_(self.parameters, clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.average is not None:
+            self.average.update()
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum(), norms
+
     def _end_if_time_is_up(self) -> None:
         self.budget.look()
         if self.budget.is_used and self.state.step < self.lengths.num_steps:
-            self.lengths = self.lengths.ending_at(self.state.step)
+            self.lengths = replace(self.lengths, num_steps=self.state.step)
             self.log.end_at(self.state.step)
 
     def _at_boundaries(self, stop: StopFlag) -> None:
@@ -233,17 +280,19 @@ class Engine:
             self.log.after(step)  # counts the step without waiting for the device
         if last or step % lengths.evaluate_every == 0:
             self._evaluate()
-        stopping = self._should_stop(stop) and not last
+        # Several ranks synchronise only at logged steps.
+        synchronised = self.share.processes == 1 or step % self.recipe.training.log_every == 0
+        stopping = synchronised and stop.any_rank(self.accelerator) and not last
         if last or stopping or step % lengths.save_every == 0:
             self.save()
         if stopping:
             raise Interrupted
 
-    def _should_stop(self, stop: StopFlag) -> bool:
-        """Whether the stop flag is set on any rank; several ranks synchronise only at logged steps."""
-        if self.share.processes > 1 and self.state.step % self.recipe.training.log_every:
-            return False
-        return stop.any_rank(self.accelerator)
+    def _newest_loss(self) -> float | None:
+        """The newest loss that is known without waiting for the device."""
+        if self._losses and self._losses[-1].device.type == "cpu":
+            return float(self._losses[-1])
+        return self.state.window[-1] if self.state.window else None
 
     def _take_losses(self) -> None:
         """Move the losses of recent updates to the state, averaged over ranks.
@@ -268,12 +317,14 @@ class Engine:
             self._take_losses()
         finally:  # a loss that is not finite is logged too
             mean = self.state.close_window()
-            row: dict[str, Any] = {"step": step, "epoch": self.epoch, "loss": mean}
-            row |= {"lr": self.updater.learning_rate, **norms}
+            row: dict[str, Any] = {"step": step, "epoch": self.epoch, "loss": mean, "lr": self.learning_rate, **norms}
             if self.is_main:
                 self.folder.append("steps.jsonl", [row])
-                self.accelerator.log({f"train/{name}": value for name, value in row.items()}, step=step)
+                self._track("train", row)
         check_loss(mean, self.state.first_loss, self.recipe.training.diverged_above, step)
+
+    def _track(self, group: str, values: dict[str, Any]) -> None:
+        self.accelerator.log({f"{group}/{name}": value for name, value in values.items()}, step=self.state.step)
 
     # Evaluation
 
@@ -287,13 +338,12 @@ class Engine:
             self._take_losses()
             self.observer({"event": "phase", "phase": "evaluating"})
             values = self.evaluator.evaluate_all(self.recipe.evaluation.samples)
-            step = self.state.step
-            row: dict[str, Any] = {"step": step, "epoch": self.epoch, **values}
+            row: dict[str, Any] = {"step": self.state.step, "epoch": self.epoch, **values}
             row |= {"train_loss": self.state.close_evaluation(), "seconds": self.clock.now()["training"]}
             if self.is_main:
                 self.folder.append("evaluations.jsonl", [row])
-                self.accelerator.log({f"evaluation/{name}": value for name, value in values.items()}, step=step)
-            check_loss(values["loss"], None, None, step)
+                self._track("evaluation", values)
+            check_loss(values["loss"], None, None, self.state.step)
             self.state.final = row
             name = self.task.metric.name
             if self.state.best is None or self.task.metric.better(row[name], self.state.best[name]):
@@ -316,7 +366,7 @@ class Engine:
             if self.best_weights is None:
                 values = self.evaluator.evaluate(samples)
             else:
-                self.best_weights.put_into_(self.model, broadcast=self.share.processes > 1)
+                self.best_weights.put_into_(self.model)
                 values = self.evaluator.score(samples, len(samples))
             tested = self.state.best if weights == "best" else self.state.final
             assert tested is not None
@@ -324,5 +374,17 @@ class Engine:
                 raise Diverged(f"the loss on the test split is {loss} with the weights of step {tested['step']}")
             self.test = {"step": tested["step"], "epoch": tested["epoch"], "weights": weights, **values}
             if self.is_main:
-                self.accelerator.log({f"test/{name}": value for name, value in values.items()}, step=self.state.step)
+                self._track("test", values)
             self.observer({"event": "test", "row": self.test})
+
+
+def projection_norms(sites: Sequence[AttentionSite]) -> dict[str, float]:
+    """Norm of the gradient of all W_Q, of all W_K and of all W_V; nothing where one has none."""
+    norms = {}
+    for role in "qkv":
+        gradients = [(site.slots[role], site.slots[role].parameter.grad) for site in sites]
+        if not gradients or any(gradient is None for _, gradient in gradients):
+            return {}
+        parts = [slot.view_heads(gradient).norm() for slot, gradient in gradients if gradient is not None]
+        norms[f"grad_norm_{role}"] = float(torch.stack(parts).norm())
+    return norms

@@ -1,45 +1,49 @@
-"""Optimisers by name, with weight decay on matrices only, and a learning rate of its own for Q and K."""
+"""Optimisers by name, with weight decay on matrices only, and a learning rate of its own for Q and K.
+
+A step of AdamW, and of Muon, is proportional to the learning rate (decoupled weight decay included). So the rows of Q
+and K inside a fused weight get a rate of their own if their part of a finished step is multiplied:
+
+    W[rows] <- W_before[rows] + factor (W_after[rows] - W_before[rows])
+
+The group of the weight says which rows, as plain numbers, so that checkpoints hold it.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from wellcond.attention.blocks import block_matrices
+from wellcond.attention.distributed import is_distributed
 from wellcond.attention.find import find_attention
 from wellcond.errors import WellcondError
 from wellcond.init.tokens import POSITIONS
 from wellcond.lab.settings import RecipeError, Settings
-from wellcond.lab.train.row_rates import Group, MuonAndAdamW, RowRateAdamW
 from wellcond.lab.train.schedule import Point
 
 # Position embeddings and class tokens are matrices by shape only.
-UNDECAYED = (
-    *POSITIONS,
-    "relative_position_bias_table",
-    "cls_token",
-    "dist_token",
-    "distillation_token",
-    "reg_token",
-)
+UNDECAYED = (*POSITIONS, "relative_position_bias_table", "cls_token", "dist_token", "distillation_token", "reg_token")
 Beta = Annotated[float, Field(ge=0, lt=1)]
-LearningRate = Annotated[float, Field(gt=0, le=1e6)]
+Positive = Annotated[float, Field(gt=0, le=1e6)]
 WeightDecay = Annotated[float, Field(ge=0, le=1e6)]
-RateFactor = Annotated[float, Field(gt=0, le=1e6)]
+Group = dict[str, Any]
 
 
 class AdamW(Settings):
     """torch.optim.AdamW."""
 
     name: Literal["adamw"] = "adamw"
-    lr: LearningRate
+    lr: Positive
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    eps: Annotated[float, Field(gt=0, le=1e6)] = 1e-8
+    eps: Positive = 1e-8
     weight_decay: WeightDecay = 0.0
-    qk_lr_factor: RateFactor = 1.0
+    qk_lr_factor: Positive = 1.0
     """How many times the learning rate the weights W_Q and W_K have, also as rows of a fused weight."""
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -57,17 +61,17 @@ class Muon(Settings):
     """
 
     name: Literal["muon"] = "muon"
-    lr: LearningRate
-    adamw_lr: LearningRate | None = None
+    lr: Positive
+    adamw_lr: Positive | None = None
     """Of what AdamW trains; null: the same."""
     momentum: Beta = 0.95
     nesterov: bool = True
     ns_steps: Annotated[int, Field(gt=0, lt=100)] = 5
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     """Of AdamW, like eps."""
-    eps: Annotated[float, Field(gt=0, le=1e6)] = 1e-8
+    eps: Positive = 1e-8
     weight_decay: WeightDecay = 0.0
-    qk_lr_factor: RateFactor = 1.0
+    qk_lr_factor: Positive = 1.0
     """As for AdamW."""
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -83,25 +87,19 @@ class Muon(Settings):
         groups = parameter_groups(model, self.weight_decay, self.qk_lr_factor, apart=matrices)
         ours = [group for group in groups if id(group["params"][0]) in matrices]
         others = [group for group in groups if id(group["params"][0]) not in matrices]
+        adamw_lr = self.adamw_lr or self.lr
         for group in others:
-            group["lr_factor"] = group.get("lr_factor", 1.0) * (self.adamw_lr or self.lr) / self.lr
-        muon = {
-            "lr": self.lr,
-            "momentum": self.momentum,
-            "nesterov": self.nesterov,
-            "ns_steps": self.ns_steps,
-            "adjust_lr_fn": "match_rms_adamw",
-        }
-        return MuonAndAdamW(
-            ours, others, muon=muon, adamw={"lr": self.adamw_lr or self.lr, "betas": self.betas, "eps": self.eps}
-        )
+            group["lr_factor"] = group.get("lr_factor", 1.0) * adamw_lr / self.lr
+        muon = self.model_dump(include={"lr", "momentum", "nesterov", "ns_steps"})
+        adamw = {"lr": adamw_lr, "betas": self.betas, "eps": self.eps}
+        return MuonAndAdamW(ours, others, muon=muon | {"adjust_lr_fn": "match_rms_adamw"}, adamw=adamw)
 
 
 class SGD(Settings):
     """torch.optim.SGD."""
 
     name: Literal["sgd"] = "sgd"
-    lr: LearningRate
+    lr: Positive
     momentum: Annotated[float, Field(ge=0, le=1)] = 0.9
     nesterov: bool = False
     weight_decay: WeightDecay = 0.0
@@ -128,13 +126,8 @@ def parameter_groups(
 
     Decayed, or not (biases, norms, positions, class tokens). With a `qk_lr_factor`, weights of Q and K also have a
     factor on the learning rate (`lr_factor`), and each weight that holds other projections too is a group that says
-    which of its `rows`, on which `axis`, have that `factor`.
-
-    Args:
-        model: any; with a factor, one whose attention `find_attention` recognises.
-        weight_decay: of the decayed ones.
-        qk_lr_factor: of W_Q and W_K.
-        apart: identities of parameters that share no group with the others.
+    which of its `rows`, on which `axis`, have that `factor`. Parameters whose identities are in `apart` share no group
+    with the others.
     """
     named: set[str] = getattr(model, "no_weight_decay", set)()  # timm's models say which
     special = {} if qk_lr_factor == 1 else _query_key_groups(model, qk_lr_factor)
@@ -148,8 +141,7 @@ def parameter_groups(
         key = (exempt, is_apart, "lr_factor" in own, id(parameter) if "rows" in own else None)
         decay = 0.0 if exempt else weight_decay
         groups.setdefault(key, {"params": [], "weight_decay": decay} | own)["params"].append(parameter)
-    # Decayed ones first: records of older versions have them so.
-    return [groups[key] for key in sorted(groups, key=lambda key: bool(key[0]))]
+    return [groups[key] for key in sorted(groups, key=lambda key: bool(key[0]))]  # decayed ones first
 
 
 def _query_key_groups(model: nn.Module, factor: float) -> dict[int, Group]:
@@ -160,19 +152,16 @@ def _query_key_groups(model: nn.Module, factor: float) -> dict[int, Group]:
         raise RecipeError(f"optimizer.qk_lr_factor: {error}") from error
     rows: dict[int, set[int]] = {}
     axes: dict[int, tuple[int, int]] = {}
-    for site in sites:
-        for role in ("query", "key"):
-            slot = site.by_role(role)
-            axis = 1 if slot.transposed else 0
-            axes[id(slot.parameter)] = axis, slot.parameter.shape[axis]
-            rows.setdefault(id(slot.parameter), set()).update(slot.rows.flatten().tolist())
-    found: dict[int, Group] = {}
-    for key, (axis, size) in axes.items():
-        if len(rows[key]) == size:
-            found[key] = {"lr_factor": factor}
-        else:
-            found[key] = {"rows": sorted(rows[key]), "axis": axis, "factor": factor}
-    return found
+    for slot in (site.by_role(role) for site in sites for role in ("query", "key")):
+        axis = 1 if slot.transposed else 0
+        axes[id(slot.parameter)] = axis, slot.parameter.shape[axis]
+        rows.setdefault(id(slot.parameter), set()).update(slot.rows.flatten().tolist())
+    return {
+        key: {"lr_factor": factor}
+        if len(rows[key]) == size
+        else {"rows": sorted(rows[key]), "axis": axis, "factor": factor}
+        for key, (axis, size) in axes.items()
+    }
 
 
 def set_point(optimizer: torch.optim.Optimizer, point: Point, peak: float) -> float:
@@ -186,3 +175,77 @@ def set_point(optimizer: torch.optim.Optimizer, point: Point, peak: float) -> fl
             else:
                 group["momentum"] = point.beta1
     return rate
+
+
+@contextlib.contextmanager
+def row_rates(groups: list[Group]) -> Iterator[None]:
+    """Multiply what a step does to the rows that groups name."""
+    kept = []
+    for group in groups:
+        for weight in group["params"] if "rows" in group else ():
+            if is_distributed(weight):
+                raise RecipeError(
+                    "optimizer.qk_lr_factor: rows of a fused weight that is sharded over ranks (FSDP2) cannot have a "
+                    "learning rate of their own; use DDP or one process, or qk_lr_factor: 1"
+                )
+            rows = torch.tensor(group["rows"], device=weight.device)
+            kept.append((weight, group, rows, weight.detach().index_select(group["axis"], rows)))
+    yield
+    with torch.no_grad():
+        for weight, group, rows, before in kept:
+            after = weight.index_select(group["axis"], rows)
+            weight.index_copy_(group["axis"], rows, before + group["factor"] * (after - before))
+
+
+class RowRateAdamW(torch.optim.AdamW):
+    """AdamW whose groups may name rows that move `factor` times as far."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update."""
+        with row_rates(self.param_groups):
+            return super().step(closure)
+
+
+class InSingle(TorchFunctionMode):
+    """Casts to bfloat16 become casts to float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation with float32 in place of bfloat16."""
+        widened = {name: torch.float32 if value is torch.bfloat16 else value for name, value in (kwargs or {}).items()}
+        return func(*args, **widened)
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """`torch.optim.Muon` for some groups and AdamW for the others; groups and state are here, for checkpoints."""
+
+    def __init__(self, matrices: list[Group], others: list[Group], *, muon: Group, adamw: Group) -> None:
+        """Groups of either kind, and the options of either optimiser."""
+        self._muon = torch.optim.Muon(matrices, **muon)
+        self._adamw = torch.optim.AdamW(others, **adamw) if others else None
+        super().__init__([*matrices, *others], {})
+        self.param_groups = [*self._muon.param_groups, *(self._adamw.param_groups if self._adamw else [])]
+        self._share()
+
+    def _share(self) -> None:
+        """Let both optimisers work on this one's groups and state."""
+        number = len(self._muon.param_groups)
+        self._muon.param_groups, self._muon.state = self.param_groups[:number], self.state
+        if self._adamw is not None:
+            self._adamw.param_groups, self._adamw.state = self.param_groups[number:], self.state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As loaded from a checkpoint."""
+        super().__setstate__(state)
+        self._share()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update."""
+        loss = None if closure is None else closure()
+        # torch's Muon iterates in bfloat16: slow on a processor, and fatal on one that offers AMX without allowing it.
+        on_cpu = all(weight.device.type == "cpu" for group in self._muon.param_groups for weight in group["params"])
+        with row_rates(self.param_groups):
+            with InSingle() if on_cpu else contextlib.nullcontext():
+                self._muon.step()
+            if self._adamw is not None:
+                self._adamw.step()
+        return loss

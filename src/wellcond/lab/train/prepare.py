@@ -1,15 +1,17 @@
-"""From a recipe to data, task and model."""
+"""From a recipe to accelerator, data, task and model."""
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from wellcond.errors import MissingExtraError
 from wellcond.lab.data.progress import Progress, telling
 from wellcond.lab.data.registry import load_data, resolve_config
 from wellcond.lab.methods import MethodSettings
@@ -18,14 +20,7 @@ from wellcond.lab.models.trained import load_backbone
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.seeding import derive
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.tasks.augmentation import AugmentationSettings
-from wellcond.lab.tasks.base import (
-    EVALUATION,
-    TASKS,
-    AbstractTask,
-    TaskContext,
-    need_several_classes_in_training,
-)
+from wellcond.lab.tasks.base import EVALUATION, TASKS, AbstractTask, TaskContext, need_several_classes_in_training
 from wellcond.models import ModelSpecError, build_model
 from wellcond.weights import load_encoder, load_weights
 
@@ -33,43 +28,70 @@ CALIBRATION_SAMPLES = 64
 """Of the training set, for starts that are calibrated on data."""
 
 
-def prepare_task(recipe: Recipe, *, seed: int, base: Path | None, progress: Progress | None = None) -> AbstractTask:
-    """The task of a recipe with its data; the last one is kept, since the runs of a comparison share it."""
-    parts = (recipe.task, recipe.data, recipe.augmentation)
-    task, data, augmentation = (part.model_dump(mode="json") for part in parts)
-    with_test = recipe.evaluation.test is not None
-    key = json.dumps([task, data, augmentation, seed, str(base), with_test], sort_keys=True)
-    if key not in _KEPT:
-        _KEPT.clear()
-        _KEPT[key] = _make_task(task, data, augmentation, seed, base, progress, with_test)
-    return _KEPT[key]
+def make_accelerator(recipe: Recipe, folder: Path, *, cpu: bool = False) -> Any:
+    """An `accelerate.Accelerator` for one run: one process, DDP or FSDP2, by how the program was launched."""
+    try:
+        from accelerate import Accelerator
+        from accelerate.state import AcceleratorState
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+    except ImportError as error:
+        raise MissingExtraError("accelerate", "train") from error
+    AcceleratorState._reset_state()  # the precision of an earlier run of this process must not persist
+    trackers, installed = list(recipe.logging.trackers), [str(name) for name in get_available_trackers()]
+    for name in trackers:  # Accelerate skips what is not installed, at most with a warning
+        if name not in installed:
+            raise RecipeError(
+                f"logging.trackers: {name!r} is not installed or not known; install its package, or choose one of "
+                f"{', '.join(LOGGER_TYPE_TO_CLASS)}"
+            )
+    try:
+        accelerator = Accelerator(
+            mixed_precision=recipe.precision.mixed,
+            dynamo_backend=recipe.precision.compile,
+            log_with=trackers or None,
+            project_dir=str(folder) if trackers else None,
+            cpu=cpu,
+        )
+    except ValueError as error:
+        raise RecipeError(f"precision or logging does not suit this machine: {error}") from error
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and accelerator.device.type == "cpu":
+        _shard_on_cpu(accelerator)
+    return accelerator
+
+
+def _shard_on_cpu(accelerator: Any) -> None:
+    """Shard over gloo, as torch's FSDP2 can; Accelerate itself requires a GPU."""
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    if accelerator.num_processes > 1:
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
 
 
 _KEPT: dict[str, AbstractTask] = {}
 
 
-def _make_task(
-    task: dict,
-    data: dict,
-    augmentation: dict,
-    seed: int,
-    base: Path | None,
-    progress: Progress | None,
-    with_test: bool,
-) -> AbstractTask:
-    settings, make = TASKS[task["name"]]
-    with telling(progress):
-        bundle = _bundle(json.dumps(data), base)
-    context = TaskContext(bundle, seed, AugmentationSettings.model_validate(augmentation), progress, base, with_test)
-    made = make(settings.model_validate(task), context)
-    if made.tells_classes_apart:
-        need_several_classes_in_training(bundle, task["name"])
-    made.data = bundle
-    return made
+def prepare_task(recipe: Recipe, *, seed: int, base: Path | None, progress: Progress | None = None) -> AbstractTask:
+    """The task of a recipe with its data; the last one is kept, since the runs of a comparison share it."""
+    parts = [part.model_dump_json() for part in (recipe.task, recipe.data, recipe.augmentation)]
+    with_test = recipe.evaluation.test is not None
+    key = json.dumps([*parts, seed, str(base), with_test])
+    if key not in _KEPT:
+        _KEPT.clear()
+        with telling(progress):
+            data = _load_data(parts[1], base)
+        context = TaskContext(data, seed, recipe.augmentation, progress, base, with_test)
+        name = recipe.task.model_dump()["name"]
+        task = TASKS[name][1](recipe.task, context)
+        if task.tells_classes_apart:
+            need_several_classes_in_training(data, name)
+        task.data = data
+        _KEPT[key] = task
+    return _KEPT[key]
 
 
 @functools.lru_cache(maxsize=1)
-def _bundle(data: str, base: Path | None) -> Any:
+def _load_data(data: str, base: Path | None) -> Any:
     return load_data(resolve_config(json.loads(data)), base=base)
 
 
@@ -83,38 +105,40 @@ def prepare_model(
     local_code: bool = False,
 ) -> nn.Module:
     """Build the model and apply the method. A seed fixes every other weight, so that methods are paired."""
-    kind = recipe.model.name.partition(":")[0]
-    arguments = _merge(task.model_arguments(kind), recipe.model.arguments, recipe.model.name)
-    name = located(recipe.model.name, base)
-    proxy = None if method.library else recipe.proxy
+    settings, proxy = recipe.model, None if method.library else recipe.proxy
+    name = located(settings.name, base)
     if proxy is not None:
         _check_proxy(name, method)
+
+    def check() -> None:
+        _check_takes(model, task, settings.name)
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "model"))
-        model = _build(name, arguments, recipe.model.arguments, task, local_code)
-        if recipe.model.norms != "keep":
-            remove_norms_(model, recipe.model.norms, lambda: _check_takes(model, task, recipe.model.name))
-        _check_takes(model, task, recipe.model.name)
-        if recipe.model.qk_norm:
-            add_qk_norm_(model, lambda: _check_takes(model, task, recipe.model.name))
-        if recipe.model.layer_scale is not None:
-            add_layer_scale_(model, recipe.model.layer_scale, lambda: _check_takes(model, task, recipe.model.name))
+        needed = task.model_arguments(settings.name.partition(":")[0])
+        model = _build(name, settings.arguments, task, local_code, needed)
+        if settings.norms != "keep":
+            remove_norms_(model, settings.norms, check)
+        check()
+        if settings.qk_norm:
+            add_qk_norm_(model, check)
+        if settings.layer_scale is not None:
+            add_layer_scale_(model, settings.layer_scale, check)
     if proxy is not None:
         scale_true_(model, proxy.width)
-    if recipe.model.weights is not None:
-        load_weights(model, (base or Path()) / recipe.model.weights)
-    if recipe.model.encoder is not None:
-        encoder = recipe.model.encoder.replace("{method}", method.slug).replace("{seed}", str(seed))
-        path = (base or Path()) / encoder
+    if settings.weights is not None:
+        load_weights(model, (base or Path()) / settings.weights)
+    if settings.encoder is not None:
+        path = (base or Path()) / settings.encoder.replace("{method}", method.slug).replace("{seed}", str(seed))
         if hasattr(model, "encoder_prefix"):
             load_backbone(model, path, method)
         else:
             load_encoder(model, path)
-        if "{method}" in recipe.model.encoder:  # its initialisation was that of pre-training
+        if "{method}" in settings.encoder:  # its initialisation was that of pre-training
             method = method.model_copy(update={"init": "default", "init_options": {}, "tokens": {}})
 
     def build_teacher(name: str, given: dict[str, Any]) -> nn.Module:
-        return _build(name, task.model_arguments(name.partition(":")[0]) | given, {}, task, local_code=False)
+        return _build(name, {}, task, local_code=False, needed=task.model_arguments(name.partition(":")[0]) | given)
 
     def forward(model: nn.Module) -> None:
         batch = task.train.fetch([(sample, 0) for sample in range(min(CALIBRATION_SAMPLES, len(task.train)))])
@@ -159,28 +183,20 @@ def _check_takes(model: nn.Module, task: AbstractTask, name: str) -> None:
             module.training = training
 
 
-def _merge(needed: dict[str, Any], given: dict[str, Any], name: str) -> dict[str, Any]:
+def _build(name: str, given: dict[str, Any], task: AbstractTask, local_code: bool, needed: dict[str, Any]) -> nn.Module:
+    """Build a model from the arguments that its task needs and those that somebody gave."""
     for key in ("num_classes", "num_labels", "in_chans", "num_channels", "vocab_size"):
         if key not in given or key not in needed or given[key] == needed[key]:
             continue
         if key != "vocab_size" or given[key] < needed[key]:  # embeddings that no token uses do no harm
             raise RecipeError(f"model.arguments.{key}: the data need {needed[key]}, found {given[key]} for {name}")
-    return needed | given
-
-
-def _build(
-    name: str, arguments: dict[str, Any], given: dict[str, Any], task: AbstractTask, local_code: bool
-) -> nn.Module:
-    """Build a model from all its arguments, of which `given` are those that somebody wrote down."""
+    arguments = needed | given
     try:
         return build_model(name, arguments, auto_class=task.auto_class(), local_code=local_code)
     except ModelSpecError as error:
         # Some of timm's models take images of any size, and no img_size.
         takes_no_size = isinstance(error.__cause__, TypeError) and "img_size" in str(error.__cause__)
-        if not takes_no_size or "img_size" in given:
-            raise RecipeError(f"model: {error}") from error
-    fewer = {key: value for key, value in arguments.items() if key != "img_size"}
-    try:
-        return build_model(name, fewer, auto_class=task.auto_class(), local_code=local_code)
-    except ModelSpecError as error:
+        if takes_no_size and "img_size" in arguments and "img_size" not in given:
+            del arguments["img_size"]
+            return _build(name, given, task, local_code, arguments)
         raise RecipeError(f"model: {error}") from error

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,16 @@ import torch
 from wellcond.attention.find import find_attention
 from wellcond.errors import DEBUG_VARIABLE, WellcondError
 from wellcond.lab.data.fingerprint import fingerprint
-from wellcond.lab.method_overrides import override_recipe
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.recipe import Recipe, config_hash
+from wellcond.lab.recipe import Recipe, config_hash, override_recipe
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.train.accelerator import make_accelerator
-from wellcond.lab.train.clock import RunClock, synchronizer
+from wellcond.lab.tasks.base import AbstractTask
 from wellcond.lab.train.engine import Engine, Event, Interrupted, Observer
-from wellcond.lab.train.evaluator import find_test_set
-from wellcond.lab.train.interrupts import StopFlag
-from wellcond.lab.train.prepare import prepare_model, prepare_task
+from wellcond.lab.train.evaluate import find_test_set
+from wellcond.lab.train.length import Diverged, RunClock, StopFlag, synchronizer
+from wellcond.lab.train.prepare import make_accelerator, prepare_model, prepare_task
 from wellcond.lab.train.provenance import describe_session, has_free_cores, peak_memory, reset_peak_memory
-from wellcond.lab.train.recorded_tokenizer import describe_tokenizer
 from wellcond.lab.train.run_folder import FolderInUse, RunError, RunFolder
-from wellcond.lab.train.train_state import Diverged
 from wellcond.models import TRUST_NEEDED, is_local_code
 from wellcond.run_records import COMPLETE, SCHEMA
 
@@ -70,6 +66,11 @@ class Job:
         """Human-readable name of the run."""
         return f"{self.method.label}, seed {self.seed}"
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved recipe of the run."""
+        return self.recipe.config(self.method, self.seed)
+
 
 def no_observer(event: Event) -> None:
     """Does nothing."""
@@ -90,17 +91,21 @@ def run_job(job: Job, observer: Observer = no_observer, *, stop: StopFlag | None
     Raises: WellcondError if the run fails; its record then has the status ``failed`` and the reason.
     """
     check_local_code(job.recipe, trusted=job.local_code)
-    folder = RunFolder(job.folder)
-    config = job.recipe.config(job.method, job.seed)
     accelerator = make_accelerator(job.recipe, job.folder, cpu=job.cpu)
+    folder = RunFolder(job.folder)
     with contextlib.ExitStack() as held:
         flag = held.enter_context(StopFlag().listening()) if stop is None else stop
         while _is_in_use(folder, accelerator, held):
             if flag.any_rank(accelerator):
-                return _Session(job, folder, config, accelerator, observer, None).give_up()
+                return _Session(job, folder, accelerator, observer).give_up()
             observer({"event": "waiting"})
             time.sleep(SECONDS_BETWEEN_TRIES)
-        return _run(job, folder, config, accelerator, observer, flag)
+        complete = complete_record(job)
+        if complete is None:
+            return _Session(job, folder, accelerator, observer).run(flag)
+        accelerator.wait_for_everyone()
+        observer({"event": "end", "record": complete, "repeated": True})
+        return complete
 
 
 def _is_in_use(folder: RunFolder, accelerator: Any, held: contextlib.ExitStack) -> bool:
@@ -123,18 +128,6 @@ def _is_in_use(folder: RunFolder, accelerator: Any, held: contextlib.ExitStack) 
     return problem is not None
 
 
-def _run(
-    job: Job, folder: RunFolder, config: dict[str, Any], accelerator: Any, observer: Observer, stop: StopFlag
-) -> dict[str, Any]:
-    former = folder.read_record()
-    check_same_run(former, config, folder.path)
-    if former is not None and former["status"] in COMPLETE:
-        accelerator.wait_for_everyone()
-        observer({"event": "end", "record": former, "repeated": True})
-        return former
-    return _Session(job, folder, config, accelerator, observer, former).run(stop)
-
-
 def check_local_code(recipe: Recipe, *, trusted: bool) -> None:
     """Raise RecipeError if a recipe names a file of code that is not trusted."""
     if is_local_code(recipe.model.name) and not trusted:
@@ -144,20 +137,16 @@ def check_local_code(recipe: Recipe, *, trusted: bool) -> None:
 def complete_record(job: Job) -> dict[str, Any] | None:
     """The record of a complete run; None if the run is missing or incomplete.
 
-    Raises: RunError if the folder holds a run with other settings.
+    Raises: RunError if the folder holds a run with other settings; nothing is overwritten.
     """
     record = RunFolder(job.folder).read_record()
-    check_same_run(record, job.recipe.config(job.method, job.seed), job.folder)
-    return record if record is not None and record["status"] in COMPLETE else None
-
-
-def check_same_run(record: dict[str, Any] | None, config: dict[str, Any], path: Path) -> None:
-    """Raise RunError if a folder holds a run with other settings; nothing is overwritten."""
-    if record is not None and record["config_hash"] != config_hash(config):
-        other = differences(record["config"], config)
+    if record is not None and config_hash(record["config"]) != config_hash(job.config):
+        other = differences(record["config"], job.config)
         raise RunError(
-            f"{path} holds a run with other settings ({'; '.join(other[:4])}). Give another folder, or delete this one"
+            f"{job.folder} holds a run with other settings ({'; '.join(other[:4])}). Give another folder, or delete "
+            "this one"
         )
+    return record if record is not None and record["status"] in COMPLETE else None
 
 
 def differences(a: Any, b: Any, path: str = "") -> list[str]:
@@ -168,23 +157,18 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
         ['optimizer.lr: 1 there, 2 here']
     """
     if isinstance(a, dict) and isinstance(b, dict):
-        return [
-            line
-            for key in [*a, *(key for key in b if key not in a)]
-            for line in differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)
-        ]
+        return [line for key in a | b for line in differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)]
     return [] if a == b else [f"{path}: {a!r} there, {b!r} here"]
 
 
 class _Session:
     """One process's session of one run."""
 
-    def __init__(
-        self, job: Job, folder: RunFolder, config: dict[str, Any], accelerator: Any, observer: Observer, former: Any
-    ) -> None:
+    def __init__(self, job: Job, folder: RunFolder, accelerator: Any, observer: Observer) -> None:
         self.job, self.folder, self.accelerator, self.observer = job, folder, accelerator, observer
         self.clock = RunClock(synchronizer(accelerator.device))
         self.engine: Engine | None = None
+        config = job.config
         self.record: dict[str, Any] = {
             "schema": SCHEMA,
             "kind": "wellcond-run",
@@ -204,9 +188,6 @@ class _Session:
         }
         if job.recipe.training.hours is not None:
             self.record["reproducible"] = False  # its schedule follows the clock
-        for name in KEPT:  # from an earlier session, until this one replaces it
-            if former is not None and name in former:
-                self.record[name] = former[name]
 
     def give_up(self) -> dict[str, Any]:
         """Stop while another command holds the folder."""
@@ -216,6 +197,8 @@ class _Session:
         return self.record
 
     def run(self, stop: StopFlag) -> dict[str, Any]:
+        former = self.folder.read_record() or {}
+        self.record |= {name: former[name] for name in KEPT if name in former}  # until this session replaces it
         try:
             self._set_up().train(stop)
             return self._close("finished")
@@ -229,21 +212,17 @@ class _Session:
         except WellcondError as error:
             self._fail(str(error))
             raise
-        except OSError as error:
-            if error.filename is None:
-                raise self._unexpected(error) from error
-            reason = f"{error.filename}: {error.strerror}"
-            self._fail(reason)
-            raise RunError(f"{self.job.title} failed: {reason}. Correct the path or its permissions") from error
         except Exception as error:
-            raise self._unexpected(error) from error
-
-    def _unexpected(self, error: Exception) -> UnexpectedRunError:
-        self._fail(f"{type(error).__name__}: {error}")
-        details = f"\n{traceback.format_exc()}" if os.environ.get(DEBUG_VARIABLE) else ""
-        return UnexpectedRunError(
-            f"{self.job.title} failed: {type(error).__name__}: {error}; wellcond --debug shows where{details}"
-        )
+            if isinstance(error, OSError) and error.filename is not None:
+                reason = f"{error.filename}: {error.strerror}"
+                self._fail(reason)
+                raise RunError(f"{self.job.title} failed: {reason}. Correct the path or its permissions") from error
+            reason = f"{type(error).__name__}: {error}"
+            self._fail(reason)
+            details = f"\n{traceback.format_exc()}" if os.environ.get(DEBUG_VARIABLE) else ""
+            raise UnexpectedRunError(
+                f"{self.job.title} failed: {reason}; wellcond --debug shows where{details}"
+            ) from error
 
     def _set_up(self) -> Engine:
         job, recipe, observer = self.job, self.job.recipe, self.observer
@@ -257,29 +236,12 @@ class _Session:
 
         observer({"event": "phase", "phase": "preparing"})
         task = prepare_task(recipe, seed=job.seed, base=job.base, progress=told)
-        self.record |= describe_tokenizer(task.tokenizer, self.record.get("tokenizer"), self.folder.path)
-        tested = find_test_set(recipe, task)
+        self._describe_task(task)
         model = prepare_model(recipe, job.method, task, seed=job.seed, base=job.base, local_code=job.local_code)
-        described = fingerprint(task.data)
-        self.record |= {
-            "metric": {
-                "name": task.metric.name,
-                "higher_is_better": task.metric.higher_is_better,
-                "percent": task.metric.percent,
-            },
-            "data": {
-                "name": task.data.name,
-                "train": len(task.train),
-                "evaluation": len(task.evaluation),
-                **({} if tested is None else {"test": len(tested)}),
-                "description": task.data.description,
-                "fingerprint": described["splits"],
-            },
-            "model": {
-                "name": recipe.model.name,
-                "parameters": sum(p.numel() for p in model.parameters()),
-                "attentions": len(find_attention(model, strict=False)),
-            },
+        self.record["model"] = {
+            "name": recipe.model.name,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "attentions": len(find_attention(model, strict=False)),
         }
         self.engine = engine = Engine(
             recipe,
@@ -289,7 +251,7 @@ class _Session:
             self.folder,
             seed=job.seed,
             clock=self.clock,
-            observer=self.observer,
+            observer=observer,
             on_saved=self._write,
         )
         step = engine.resume()
@@ -302,15 +264,38 @@ class _Session:
         )
         self.record["sessions"] = [*self.record["sessions"], session]
         self._write()
-        self._start_trackers()
-        self.observer({"event": "start", "step": step, "num_steps": engine.lengths.num_steps, "name": job.title,
-                       "batch_size": recipe.training.batch_size})  # fmt: skip
+        if recipe.logging.trackers:
+            values = {"method": job.method.label, "seed": job.seed, "recipe": recipe.name}
+            self.accelerator.init_trackers(recipe.logging.project, config=values)
+        observer({"event": "start", "step": step, "num_steps": engine.lengths.num_steps, "name": job.title,
+                  "batch_size": recipe.training.batch_size})  # fmt: skip
         return engine
 
-    def _start_trackers(self) -> None:
-        if self.job.recipe.logging.trackers:
-            values = {"method": self.job.method.label, "seed": self.job.seed, "recipe": self.job.recipe.name}
-            self.accelerator.init_trackers(self.job.recipe.logging.project, config=values)
+    def _describe_task(self, task: AbstractTask) -> None:
+        """Metric, data and tokeniser.
+
+        Raises: RunError if an earlier session had another tokeniser.
+        """
+        if task.tokenizer is not None:
+            found = task.tokenizer.fingerprint
+            former = self.record.get("tokenizer", {}).get("fingerprint", found)
+            if former != found:
+                raise RunError(
+                    f"{self.folder.path} holds a run with another tokeniser: expected fingerprint {former}, found "
+                    f"{found}. Restore the tokeniser's file, or the text it was trained on, or give another folder"
+                )
+            vocabulary = task.tokenizer.vocabulary_size
+            self.record["tokenizer"] = {"fingerprint": found, "vocabulary_size": vocabulary}
+        tested = find_test_set(self.job.recipe, task)
+        self.record["metric"] = asdict(task.metric)
+        self.record["data"] = {
+            "name": task.data.name,
+            "train": len(task.train),
+            "evaluation": len(task.evaluation),
+            **({} if tested is None else {"test": len(tested)}),
+            "description": task.data.description,
+            "fingerprint": fingerprint(task.data)["splits"],
+        }
 
     def _close(self, status: str, reason: str = "") -> dict[str, Any]:
         self.record |= {"status": status, "reason": reason}
@@ -322,24 +307,14 @@ class _Session:
 
     def _fail(self, reason: str) -> None:
         self.record |= {"status": "failed", "reason": reason}
-        with contextlib.suppress(
-            RunError
-        ):  # on a full disk the record cannot be written either: the first error counts
+        with contextlib.suppress(RunError):  # on a full disk the record cannot be written either
             self._write()
-
-    def _note_company(self) -> None:
-        """Mark the session as sharing the machine once other processes are seen."""
-        if self.record["sessions"]:
-            session = self.record["sessions"][-1]
-            session["alone"] = bool(session.get("alone")) and has_free_cores()
 
     def _write(self) -> None:
         """Update the record and write it on rank 0."""
-        engine = self.engine
-        seconds = self.clock.now()
+        engine, seconds = self.engine, self.clock.now()
         if engine is not None:
             state, lengths = engine.state, engine.lengths
-            updates = max(1, state.step)
             self.record |= {
                 "final": state.final,
                 "best": state.best,
@@ -351,13 +326,13 @@ class _Session:
                     "steps_per_epoch": lengths.steps_per_epoch,
                 },
                 "samples_per_second": engine.full_updates * engine.plan.batch_size / max(seconds["training"], 1e-9),
-                "seconds_per_step": seconds["training"] / updates,
+                "seconds_per_step": seconds["training"] / max(1, state.step),
             }
-            if engine.test is not None:
-                self.record["test"] = engine.test
-            if engine.samples:
-                self.record["samples"] = engine.samples
-            self._note_company()
+            results = {"test": engine.test, "samples": engine.samples}
+            self.record |= {name: value for name, value in results.items() if value}
+            if self.record["sessions"]:  # it shares the machine once other processes have been seen
+                session = self.record["sessions"][-1]
+                session["alone"] = bool(session.get("alone")) and has_free_cores()
         self.record |= {"seconds": seconds, "peak_memory_bytes": peak_memory(self.accelerator.device)}
         if self.accelerator.is_main_process:
             self.record |= {"logs": marks} if (marks := self.folder.log_marks()) else {}

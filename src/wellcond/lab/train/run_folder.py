@@ -8,14 +8,15 @@ outside the folder is ever written or deleted, whatever links it contains.
 from __future__ import annotations
 
 import contextlib
-import errno
-import functools
 import hashlib
+import io
 import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from filelock import FileLock, Timeout
 
 from wellcond.errors import WellcondError
 from wellcond.files import to_json, write_atomically
@@ -36,7 +37,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         """The folder is created when it is opened."""
         self.path = path
-        self._lock: BinaryIO | None = None
+        self._lock: os.stat_result | None = None
         self._logs: dict[str, _Log] = {}
 
     @contextlib.contextmanager
@@ -49,28 +50,30 @@ class RunFolder:
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             check_links(self.path)
-            lock = open(self.path / "lock", "ab")
+            lock = FileLock(self.path / "lock", blocking=False, thread_local=False)
+            try:
+                lock.acquire()
+            except Timeout as error:
+                raise FolderInUse(
+                    f"{self.path}: another process is writing this run; wait for it or stop it"
+                ) from error
         try:
-            _hold(lock, self.path)
-            _forget_in_children()
-            _HELD.add(lock)
-            self._lock = lock
-            self.check_there()
+            with writing(self.path):
+                self._lock = os.stat(self.path / "lock")
             yield self
         finally:
-            _HELD.discard(lock)
             self._lock = None
             for log in self._logs.values():
                 log.file.close()
             self._logs.clear()
-            lock.close()
+            lock.release()
 
     def check_there(self) -> None:
         """Raise RunError if the locked folder was deleted or replaced."""
         if self._lock is None:
             return
         with contextlib.suppress(OSError):
-            if os.path.samestat(os.stat(self.path / "lock"), os.fstat(self._lock.fileno())):
+            if os.path.samestat(os.stat(self.path / "lock"), self._lock):
                 return
         raise RunError(f"{self.path} or its file `lock` was deleted during the run; run the same command to repeat it")
 
@@ -90,41 +93,33 @@ class RunFolder:
         """Truncate the logs to their lengths at a checkpoint.
 
         Args:
-            marks: from `log_marks`, as stored in the checkpoint; sizes only in older ones.
+            marks: from `log_marks`, as stored in the checkpoint.
 
         Raises: RunError if a log does not match its mark; no log is truncated then.
         """
-        advice = f"Delete {self.path / 'checkpoints'} to restart the run"
+        checkpoints = self.path / "checkpoints"
         cut = {}
         for name in LOGS:
-            path, mark = self.path / name, marks.get(name, 0)
-            size = mark["bytes"] if isinstance(mark, dict) else mark
+            path, size = self.path / name, marks[name]["bytes"] if name in marks else 0
             found = path.stat().st_size if path.exists() else 0
-            if found < size:
-                raise RunError(
-                    f"{path}: expected at least {size} bytes, found {found}; lines were lost, or the checkpoint in "
-                    f"{self.path / 'checkpoints'} is of another run. {advice}"
-                )
             digest = _digest_of_start(path, size)
-            if isinstance(mark, dict) and mark != log_mark(size, digest):
+            if found < size or marks.get(name, log_mark(size, digest)) != log_mark(size, digest):
+                problem = f"expected at least {size} bytes, found {found}" if found < size else "its start was changed"
                 raise RunError(
-                    f"{path} is not the log of the checkpoint in {self.path / 'checkpoints'}: one of them was changed, "
-                    f"or is of another run. {advice}"
+                    f"{path}: {problem}; lines were lost or changed, or the checkpoint in {checkpoints} is of another "
+                    f"run. Delete {checkpoints} to restart the run"
                 )
             cut[name] = size, digest
-        self._note_cut({name: log_mark(*state) for name, state in cut.items()})
+        # The record has the new marks first: after a kill in between, the logs are longer than their marks.
+        record = self.read_record()
+        if record is not None and "logs" in record:
+            self.write_record(record | {"logs": {name: log_mark(*state) for name, state in cut.items()}})
         for name, (size, digest) in cut.items():
             with writing(self.path / name), open(self.path / name, "ab") as file:
                 file.truncate(size)
             if name in self._logs:
                 self._logs.pop(name).file.close()
             self._logs[name] = _Log(self.path / name, size, digest)
-
-    def _note_cut(self, marks: dict[str, Any]) -> None:
-        """Write the new marks to the record first: after a kill in between, the logs are longer than their marks."""
-        record = self.read_record()
-        if record is not None and "logs" in record:
-            self.write_record(record | {"logs": marks})
 
     def read_log(self, log: str) -> list[dict[str, Any]]:
         """Rows of a log."""
@@ -147,15 +142,15 @@ class RunFolder:
         path = self.path / "run.json"
         if not path.exists():
             return None
-        advice = f"Restore it, or delete {self.path} to restart this run"
         try:
             record = json.loads(path.read_text("utf-8"))
+            problem = f"expected a run record of schema {SCHEMA}, found something else"
+            if isinstance(record, dict) and record.get("kind") == "wellcond-run" and record.get("schema") == SCHEMA:
+                problem = find_problem(record)
         except (ValueError, RecursionError) as error:
-            raise RunError(f"{path} is not JSON ({error})\n  {advice}") from error
-        if not isinstance(record, dict) or record.get("kind") != "wellcond-run" or record.get("schema") != SCHEMA:
-            raise RunError(f"{path}: expected a run record of schema {SCHEMA}, found something else\n  {advice}")
-        if problem := find_problem(record):
-            raise RunError(f"{path}: {problem}\n  {advice}")
+            problem = f"is not JSON ({error})"
+        if problem:
+            raise RunError(f"{path}: {problem}\n  Restore it, or delete {self.path} to restart this run")
         return {key: value for key, value in record.items() if key != CHECKSUM}
 
 
@@ -178,55 +173,24 @@ class _Log:
         self.digest = digest or _digest_of_start(path, self.size)
 
     def append(self, content: bytes) -> None:
-        _append_whole(self.file, content)
+        """Write all of the content or, on a full disk, nothing."""
+        before = os.fstat(self.file.fileno()).st_size
+        rest = memoryview(content)
+        try:
+            while rest:
+                rest = rest[self.file.write(rest) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self.file.fileno(), before)
+            raise
         self.size += len(content)
         self.digest.update(content)
 
 
 def _digest_of_start(path: Path, size: int) -> hashlib._Hash:
-    digest = hashlib.sha256()
-    if size:
-        with open(path, "rb") as file:
-            while size > 0 and (chunk := file.read(min(size, 2**20))):
-                digest.update(chunk)
-                size -= len(chunk)
-    return digest
-
-
-def _append_whole(file: BinaryIO, content: bytes) -> None:
-    """Write all of the content or, on a full disk, nothing."""
-    before = os.fstat(file.fileno()).st_size
-    rest = memoryview(content)
-    try:
-        while rest:
-            rest = rest[file.write(rest) :]
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.ftruncate(file.fileno(), before)
-        raise
-
-
-_HELD: set[BinaryIO] = set()
-
-
-@functools.cache
-def _forget_in_children() -> None:
-    """Release locks in forked processes (DataLoader workers), which may outlive this one."""
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=lambda: [lock.close() for lock in _HELD])
-
-
-def _hold(lock: BinaryIO, path: Path) -> None:
-    try:
-        import fcntl
-    except ImportError:  # not on this system: there is no lock
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EAGAIN, errno.EACCES):  # a file system without locks
-            return
-        raise FolderInUse(f"{path}: another process is writing this run; wait for it or stop it") from error
+    """Checksum of the first bytes of a file, which may be missing if there are none."""
+    with open(path, "rb") if size else io.BytesIO() as file:
+        return hashlib.sha256(file.read(size))
 
 
 @contextlib.contextmanager

@@ -30,29 +30,30 @@ class Point:
 Curve = Callable[[int], Point]
 
 
+def _steps(interval: Interval | None, steps_per_epoch: int) -> int:
+    return 0 if interval is None else interval.in_steps(steps_per_epoch)
+
+
 class _WarmUp(Settings):
     warmup: Interval | None = None
     start: Share = 0.0
     """Share of the peak from which the warm-up rises."""
 
-    def warmup_steps(self, steps_per_epoch: int) -> int:
-        """Zero if there is none."""
-        return 0 if self.warmup is None else self.warmup.in_steps(steps_per_epoch)
+    def curve(self, num_steps: int, steps_per_epoch: int) -> Curve:
+        """Learning rate of every update; the peak is reached with update number `warmup`."""
+        warmup = _steps(self.warmup, steps_per_epoch)
+        after = self.after_warmup(num_steps, steps_per_epoch, warmup)
+        return lambda t: Point(self.start + (1 - self.start) * t / warmup if t < warmup else after(t))
 
-    def risen(self, t: int, warmup: int) -> float:
-        """Linear rise from `start`; the peak is reached with update number `warmup`."""
-        return self.start + (1 - self.start) * t / warmup
+    def after_warmup(self, num_steps: int, steps_per_epoch: int, warmup: int) -> Callable[[int], float]:
+        """Share of the peak after the warm-up."""
+        return lambda t: 1.0
 
 
 class Constant(_WarmUp):
     """The peak throughout, after the warm-up."""
 
     name: Literal["constant"] = "constant"
-
-    def curve(self, num_steps: int, steps_per_epoch: int) -> Curve:
-        """Learning rate of every update."""
-        warmup = self.warmup_steps(steps_per_epoch)
-        return lambda t: Point(self.risen(t, warmup) if t < warmup else 1.0)
 
 
 class Linear(_WarmUp):
@@ -61,13 +62,10 @@ class Linear(_WarmUp):
     name: Literal["linear"] = "linear"
     end: Share = 0.0
 
-    def curve(self, num_steps: int, steps_per_epoch: int) -> Curve:
-        """Learning rate of every update."""
-        warmup = self.warmup_steps(steps_per_epoch)
+    def after_warmup(self, num_steps: int, steps_per_epoch: int, warmup: int) -> Callable[[int], float]:
+        """Share of the peak after the warm-up."""
         length = max(1, num_steps - warmup)
-        return lambda t: Point(
-            self.risen(t, warmup) if t < warmup else self.end + (1 - self.end) * (1 - (t - warmup) / length)
-        )
+        return lambda t: self.end + (1 - self.end) * (1 - (t - warmup) / length)
 
 
 class Cosine(_WarmUp):
@@ -77,19 +75,29 @@ class Cosine(_WarmUp):
     end: Share = 0.0
     cooldown: Interval | None = None
 
-    def curve(self, num_steps: int, steps_per_epoch: int) -> Curve:
-        """Learning rate of every update."""
-        warmup = self.warmup_steps(steps_per_epoch)
-        cooldown = 0 if self.cooldown is None else self.cooldown.in_steps(steps_per_epoch)
-        length = max(1, num_steps - warmup - cooldown)
+    def after_warmup(self, num_steps: int, steps_per_epoch: int, warmup: int) -> Callable[[int], float]:
+        """Share of the peak after the warm-up."""
+        length = max(1, num_steps - warmup - _steps(self.cooldown, steps_per_epoch))
 
-        def at(t: int) -> Point:
-            if t < warmup:
-                return Point(self.risen(t, warmup))
+        def at(t: int) -> float:
             progress = min(1.0, (t - warmup) / length)
-            return Point(self.end + (1 - self.end) * 0.5 * (1 + math.cos(math.pi * progress)))
+            return self.end + (1 - self.end) * 0.5 * (1 + math.cos(math.pi * progress))
 
         return at
+
+
+class Steps(_WarmUp):
+    """Multiplied by `factor` at each milestone, during the warm-up too."""
+
+    name: Literal["steps"] = "steps"
+    milestones: tuple[Interval, ...]
+    factor: Annotated[float, Field(gt=0, le=1)] = 0.1
+
+    def curve(self, num_steps: int, steps_per_epoch: int) -> Curve:
+        """Learning rate of every update."""
+        risen = super().curve(num_steps, steps_per_epoch)
+        marks = [_steps(milestone, steps_per_epoch) for milestone in self.milestones]
+        return lambda t: Point(self.factor ** sum(t >= mark for mark in marks) * risen(t).factor)
 
 
 class OneCycle(Settings):
@@ -136,22 +144,6 @@ class Triangular(Settings):
         # min with 1: in a run of few steps the peak lies before the first or after the last update
         return lambda t: Point(
             min(1.0, self.begin + (1 - self.begin) * (t + 1) / top, (num_steps - t) / (num_steps - top))
-        )
-
-
-class Steps(_WarmUp):
-    """Multiplied by `factor` at each milestone."""
-
-    name: Literal["steps"] = "steps"
-    milestones: tuple[Interval, ...]
-    factor: Annotated[float, Field(gt=0, le=1)] = 0.1
-
-    def curve(self, num_steps: int, steps_per_epoch: int) -> Curve:
-        """Learning rate of every update."""
-        warmup = self.warmup_steps(steps_per_epoch)
-        marks = [milestone.in_steps(steps_per_epoch) for milestone in self.milestones]
-        return lambda t: Point(
-            self.factor ** sum(t >= mark for mark in marks) * (self.risen(t, warmup) if t < warmup else 1.0)
         )
 
 

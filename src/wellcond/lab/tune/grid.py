@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from wellcond.lab.settings import RecipeError
-from wellcond.lab.yaml_text import read_yaml
+from wellcond.lab.settings import RecipeError, read_yaml
 
 FIRST_TUNING_SEED = 1000
 

@@ -15,10 +15,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from wellcond.files import to_json, write_atomically
-from wellcond.lab.method_overrides import PARTS, field_value, override_recipe
-from wellcond.lab.method_text import read_calls, write_call
-from wellcond.lab.methods import MethodSettings, parse_method
-from wellcond.lab.recipe import Recipe, TrackingSettings
+from wellcond.lab.methods import MethodSettings, parse_method, read_calls, write_call
+from wellcond.lab.recipe import PARTS, Recipe, TrackingSettings, field_value, override_recipe
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.compare import Outcome, settings_hash
 from wellcond.lab.train.run import Job

@@ -1,0 +1,243 @@
+"""How far a run is, when it ends, and what its time goes to."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, Literal, get_args
+
+import torch
+
+from wellcond.lab.recipe import Recipe
+from wellcond.lab.train.schedule import Curve
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A recipe's lengths and intervals, in updates."""
+
+    num_steps: int
+    steps_per_epoch: int
+    evaluate_every: int
+    save_every: int
+
+    @classmethod
+    def of(cls, recipe: Recipe, steps_per_epoch: int) -> Lengths:
+        """From a recipe's intervals."""
+        intervals = (recipe.training.length, recipe.evaluation.every, recipe.checkpoint.every)
+        length, evaluate, save = (interval.in_steps(steps_per_epoch) for interval in intervals)
+        return cls(length, steps_per_epoch, evaluate, save)
+
+    def epoch(self, step: float) -> float:
+        """Epochs done after so many updates with full batches."""
+        return round(step / self.steps_per_epoch, 6)
+
+
+@dataclass(frozen=True)
+class BatchRamp:
+    """A batch that grows during training, as in Crammed BERT, where it is full after 60 % of the time.
+
+    The first updates have fewer parts, so that there are more updates in a given time.
+    """
+
+    share: float | None
+    """Of the length, after which the batch is full; None for a full batch from the start."""
+    parts: int
+    """Of a full batch."""
+    num_steps: int
+
+    def parts_of(self, point: int) -> int:
+        """Parts of the update at a point of the schedule.
+
+        Example:
+            >>> ramp = BatchRamp(share=0.5, parts=4, num_steps=16)
+            >>> [ramp.parts_of(step) for step in range(10)]
+            [1, 1, 2, 2, 3, 3, 4, 4, 4, 4]
+        """
+        if self.share is None:
+            return self.parts
+        return min(self.parts, math.ceil(self.parts * (point + 1) / (self.share * self.num_steps)))
+
+
+class TimeBudget:
+    """Training for a given time, as in Crammed BERT's 24 hours; evaluating, measuring and saving do not count.
+
+    Such a run is not reproducible to the bit: how far the schedule is depends on the speed of the machine.
+    """
+
+    def __init__(self, hours: float | None, clock: RunClock, accelerator: Any) -> None:
+        """None for no limit; the clock of a resumed run counts earlier sessions."""
+        self.hours, self.clock, self.accelerator = hours, clock, accelerator
+        self.used = 0.0
+        """Share of the time when it was last looked at; 1 is all of it."""
+
+    def look(self) -> None:
+        """Read the clock of rank 0; every rank must call it, and all see the same."""
+        if self.hours is None:
+            return
+        self.used = min(1.0, self.clock.now()["training"] / (3600 * self.hours))
+        if self.accelerator.num_processes > 1:
+            from accelerate.utils import broadcast
+
+            self.used = float(broadcast(torch.tensor(self.used, device=self.accelerator.device)))
+
+    @property
+    def is_used(self) -> bool:
+        """Whether training must end."""
+        return self.used >= 1
+
+    def steps_expected(self, step: int, num_steps: int) -> int:
+        """Number of updates at the present pace, at most `num_steps`."""
+        return num_steps if self.used * num_steps <= step else max(step, round(step / self.used))
+
+    def point(self, step: int, num_steps: int) -> int:
+        """Where a schedule of `num_steps` updates is: as far as the time, or as the updates if they are done sooner."""
+        return max(step, min(num_steps - 1, int(self.used * num_steps)))
+
+    def squeezed(self, curve: Curve, num_steps: int) -> Curve:
+        """A schedule of `num_steps` updates within the time."""
+        return lambda step: curve(self.point(step, num_steps))
+
+
+class Diverged(Exception):
+    """The loss is not finite, or far above where it began."""
+
+
+def check_loss(loss: float, first: float | None, factor: float | None, step: int) -> None:
+    """Raise Diverged, with the reason."""
+    if not math.isfinite(loss):
+        raise Diverged(f"the loss is {loss} at step {step}")
+    if factor is not None and first is not None and loss > factor * max(first, 1e-6):
+        raise Diverged(f"the loss at step {step} is {loss:.4g}, more than {factor:g} times the first, {first:.4g}")
+
+
+@dataclass
+class TrainState:
+    """What a run carries from step to step besides weights: small, and exact in JSON."""
+
+    step: int = 0
+    parts_spared: int = 0
+    """Parts that updates did without while the batch was growing."""
+    window: list[float] = field(default_factory=list)
+    """Losses since the last row of steps.jsonl."""
+    sum_since_evaluation: float = 0.0
+    count_since_evaluation: int = 0
+    first_loss: float | None = None
+    """Loss of the first update, which divergence is judged against."""
+    final: dict[str, Any] | None = None
+    best: dict[str, Any] | None = None
+
+    def take(self, losses: list[float]) -> None:
+        """Note the losses of further updates, in their order."""
+        if self.first_loss is None and losses:
+            self.first_loss = losses[0]
+        self.window += losses
+        for loss in losses:
+            self.sum_since_evaluation += loss
+        self.count_since_evaluation += len(losses)
+
+    def close_window(self) -> float:
+        """Mean loss since the last row; begins the next."""
+        mean = math.fsum(self.window) / len(self.window)
+        self.window = []
+        return mean
+
+    def close_evaluation(self) -> float | None:
+        """Mean training loss since the last evaluation; None if there was no update."""
+        mean = self.sum_since_evaluation / self.count_since_evaluation if self.count_since_evaluation else None
+        self.sum_since_evaluation, self.count_since_evaluation = 0.0, 0
+        return mean
+
+
+Activity = Literal["setup", "training", "evaluation", "measuring", "checkpointing"]
+
+
+def synchronizer(device: torch.device) -> Callable[[], None]:
+    """What waits for the work that is queued on a device; a CPU has none."""
+    if device.type in ("cuda", "mps", "xpu"):
+        return lambda: torch.get_device_module(device).synchronize()
+    return lambda: None
+
+
+class RunClock:
+    """Wall time of a run, split by activity.
+
+    A device works through a queue, so that the time of an update passes when somebody waits for it: before another
+    activity begins, the clock waits, and the time counts for the one that asked for the work.
+    """
+
+    def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
+        """Time counts as setting up at first; `synchronize` waits for the device."""
+        self.synchronize = synchronize
+        self.seconds: dict[str, float] = dict.fromkeys(get_args(Activity), 0.0)
+        self._since = time.perf_counter()
+        self._activity: Activity = "setup"
+
+    def switch(self, activity: Activity) -> Activity:
+        """From now on time counts for another activity; returns the former one."""
+        if activity != self._activity:
+            self.synchronize()
+        now = time.perf_counter()
+        self.seconds[self._activity] += now - self._since
+        self._since, former, self._activity = now, self._activity, activity
+        return former
+
+    @contextlib.contextmanager
+    def spent_on(self, activity: Activity) -> Iterator[None]:
+        """Time inside counts for one activity."""
+        former = self.switch(activity)
+        try:
+            yield
+        finally:
+            self.switch(former)
+
+    def add(self, seconds: dict[str, float]) -> None:
+        """Add the times of earlier sessions."""
+        for activity, value in seconds.items():
+            self.seconds[activity] += value
+
+    def now(self) -> dict[str, float]:
+        """Seconds so far, without waiting for the device: what is queued counts once it has been waited for."""
+        self.switch(self._activity)
+        return {name: round(value, 6) for name, value in self.seconds.items()}
+
+
+class StopFlag:
+    """Set by Ctrl-C or SIGTERM: the run finishes its step, writes a checkpoint and stops."""
+
+    def __init__(self) -> None:
+        """Not set."""
+        self.requested = False
+
+    def any_rank(self, accelerator: Any) -> bool:
+        """True if any rank has been asked to stop; every rank must call it."""
+        if accelerator.num_processes == 1:
+            return self.requested
+        flag = torch.tensor(float(self.requested), device=accelerator.device)
+        return bool(accelerator.reduce(flag, reduction="sum") > 0)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[StopFlag]:
+        """Set the flag at the first signal; a second Ctrl-C raises KeyboardInterrupt."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if self.requested and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.requested = True
+
+        former = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in former.items():
+                # None: the handler was not set from Python and cannot be restored.
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
