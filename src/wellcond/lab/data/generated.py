@@ -255,27 +255,20 @@ def _get_chunks(cache: CacheEntry, jobs: Sequence[ChunkJob], what: str) -> list[
     def wait_for_another() -> None:
         tell(f"{what} (another process makes them)", min(cache.count(), total), total)
 
-    def not_kept(error: CacheError) -> None:
-        tell(f"{what} (not kept: {error})", first + len(found), total)
-
-    with contextlib.ExitStack() as lock:
-        missing, keep = look(), True
-        if missing:
-            try:
-                lock.enter_context(cache.locked(wait_for_another))
-                missing = look()
-            except CacheError as error:
-                keep = False
-                not_kept(error)
+    def make(missing: Sequence[ChunkJob], *, keep: bool) -> None:
         for index, content in run_jobs(make_chunk, missing):
-            if keep:
-                try:
-                    cache.write(missing[index].file, content)
-                except CacheError as error:
-                    keep = False
-                    not_kept(error)
             found[missing[index].number] = _read_chunk(content)
+            if keep:
+                cache.write(missing[index].file, content)
             tell(what, first + len(found), total)
+
+    if look():
+        try:
+            with cache.locked(wait_for_another):
+                make(look(), keep=True)
+        except CacheError as error:
+            tell(f"{what} (not kept: {error})", first + len(found), total)
+        make(look(), keep=False)
     return [found[job.number] for job in jobs]
 
 
