@@ -16,6 +16,12 @@ class CountingOptions(GeneratorOptions):
     hold_from: int | None = None
 
 
+class DistinctOptions(CountingOptions):
+    @property
+    def distinct(self):
+        return True
+
+
 def counting(count, options, generator):
     """Random tokens; notes each call in a file. Calls beyond a number fail, or wait for a file with the end .open."""
     if options.record is not None:
@@ -39,5 +45,5 @@ def dies_in_a_worker(job):
 
 
 def fails_later(job):
-    if job:
+    if job == 2:
         raise DataError("no", expected="a", found="b", todo="c")

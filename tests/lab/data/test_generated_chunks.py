@@ -11,17 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lab.data.chunk_generators import CountingOptions, counting, dies_in_a_worker, fails_later
+from lab.data.chunk_generators import CountingOptions, DistinctOptions, counting, dies_in_a_worker, fails_later
 from lab.data.helpers import failure
 from patience import PATIENCE, wait_until
-from wellcond.lab.data import (
-    DataError,
-    fingerprint,
-    job_pool,
-    load_data,
-    resolve_config,
-)
-from wellcond.lab.data.generated import GENERATORS, RegisteredGenerator, register_generator
+from wellcond.lab.data import DataError, fingerprint, generated, load_data, resolve_config
+from wellcond.lab.data.generated import GENERATORS, RegisteredGenerator
 from wellcond.lab.settings import RecipeError
 
 pytestmark = pytest.mark.processes
@@ -32,7 +26,7 @@ def generators(monkeypatch, tmp_path):
     monkeypatch.setenv("WELLCOND_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("WELLCOND_WORKERS", raising=False)
     monkeypatch.setitem(GENERATORS, "counting", RegisteredGenerator(CountingOptions, counting, 10))
-    monkeypatch.setitem(GENERATORS, "different", RegisteredGenerator(CountingOptions, counting, 10, 1, True))
+    monkeypatch.setitem(GENERATORS, "different", RegisteredGenerator(DistinctOptions, counting, 10))
 
 
 def load(generator="counting", *, told=None, num_train=45, num_evaluation=20, **fields):
@@ -41,7 +35,7 @@ def load(generator="counting", *, told=None, num_train=45, num_evaluation=20, **
 
 
 def chunk_files(root):
-    return sorted(path for path in (root / "cache").rglob("chunk-*") if path.suffix == ".npy")
+    return sorted(path for path in (root / "cache").rglob("chunk-*") if path.suffix == ".pt")
 
 
 @pytest.mark.parametrize("generator", ["counting", "different", "listops"])
@@ -60,7 +54,7 @@ def test_a_longer_split_begins_with_the_shorter_one(generator):
 def test_the_streams_of_seeds_splits_options_and_versions_differ(monkeypatch):
     first = load(num_test=20)
     others = [load(seed=1).train, first.evaluation, first.others["test"], load(options={"hold_from": 99}).train]
-    monkeypatch.setitem(GENERATORS, "counting", RegisteredGenerator(CountingOptions, counting, 10, 2))
+    monkeypatch.setattr(generated, "VERSION", 2)
     others.append(load().train)
     for other in others:
         assert not other.inputs[:10].equal(first.train.inputs[:10])
@@ -83,11 +77,11 @@ def test_the_number_of_processes_changes_nothing(monkeypatch, tmp_path):
     assert set(Path(record).read_text().split()) == {str(os.getpid())}
     monkeypatch.setenv("WELLCOND_CACHE", str(tmp_path / "another"))
     monkeypatch.setenv("WELLCOND_WORKERS", "2")
-    monkeypatch.setattr(job_pool, "POOL_SECONDS", 0)
+    monkeypatch.setattr(generated, "POOL_SECONDS", 0)
     Path(record).unlink()
     together = load(options=options, num_evaluation=10)
     makers = Path(record).read_text().split()
-    assert len(makers) == 6 and makers.count(str(os.getpid())) == 2  # the first of a split is made here
+    assert len(makers) == 6 and makers.count(str(os.getpid())) == 3  # the first two of a split are made here
     assert together.train.inputs.equal(alone.train.inputs) and fingerprint(together) == fingerprint(alone)
 
 
@@ -155,14 +149,14 @@ def test_when_the_disk_is_full_the_rest_is_made_in_memory(tmp_path):
 
 SCRIPT = """
 import os, signal, sys, threading
-from wellcond.lab.data import job_pool
-job_pool.POOL_SECONDS = 0
-class Telling(job_pool.ProcessPoolExecutor):
+from wellcond.lab.data import generated
+generated.POOL_SECONDS = 0
+class Telling(generated.ProcessPoolExecutor):
     def shutdown(self, **options):
         super().shutdown(wait=False, **options)  # nothing more is handed out
         print("stopping", flush=True)
         super().shutdown(**options)
-job_pool.ProcessPoolExecutor = Telling
+generated.ProcessPoolExecutor = Telling
 from lab.data.chunk_generators import CountingOptions, counting
 from wellcond.lab.data import load_data, register_generator, resolve_config
 register_generator("counting", CountingOptions, chunk=10)(counting)
@@ -272,17 +266,12 @@ def test_killing_the_process_ends_its_workers(make):
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_jobs_survive_the_death_of_a_worker_and_errors_arrive_whole(monkeypatch, workers):
-    monkeypatch.setattr(job_pool, "POOL_SECONDS", 0)
-    assert dict(job_pool.run_jobs(dies_in_a_worker, [os.getpid()] * 3, workers=workers)) == dict.fromkeys(
+    monkeypatch.setattr(generated, "POOL_SECONDS", 0)
+    assert dict(generated.run_jobs(dies_in_a_worker, [os.getpid()] * 3, workers=workers)) == dict.fromkeys(
         range(3), "done"
     )
     with pytest.raises(DataError, match="no\n  expected: a"):
-        list(job_pool.run_jobs(fails_later, [0, 1, 2], workers=workers))
-
-
-def test_jobs_that_cannot_be_sent_run_here(monkeypatch):
-    monkeypatch.setattr(job_pool, "POOL_SECONDS", 0)
-    assert dict(job_pool.run_jobs(lambda job: 2 * job, [1, 2, 3], workers=2)) == {0: 2, 1: 4, 2: 6}
+        list(generated.run_jobs(fails_later, [0, 1, 2, 3], workers=workers))
 
 
 @pytest.mark.parametrize("text", ["0", "two", "-1"])
@@ -307,11 +296,6 @@ def test_distinct_samples_differ_within_and_between_splits():
 def test_too_small_a_space_is_an_error():
     message = failure(source="generated", generator="different", options={"width": 1}, num_train=45, num_evaluation=1)
     assert "different, train split: there are too few different samples" in message and "45 that differ" in message
-
-
-def test_a_generator_without_chunks_has_no_version():
-    with pytest.raises(ValueError, match="expected a chunk size"):
-        register_generator("x", CountingOptions, distinct=True)
 
 
 @pytest.mark.parametrize("generator", ["gratings", "associative_recall"])

@@ -12,8 +12,8 @@ from scipy.spatial.distance import cdist
 
 from lab.data.helpers import failure, load
 from wellcond.lab.data import DataError
-from wellcond.lab.data.generators.pathfinder import PathfinderOptions, pathfinder, pathfinder_scenes
-from wellcond.lab.data.pathfinder_strokes import make_strokes
+from wellcond.lab.data.pathfinder.scenes import pathfinder, pathfinder_scenes
+from wellcond.lab.data.pathfinder.strokes import PathfinderOptions, make_strokes
 
 MIRROR = Path(os.environ.get("WELLCOND_DATA") or Path(__file__).parents[3] / "../shared/data")
 SMALL = {"image_size": 16, "contour_length": 4}
@@ -110,7 +110,7 @@ def test_curves_that_cannot_fit_end_in_an_error(fields):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"seed_distance": 8}, "leaves no room for a curve to begin"),
+        ({"seed_distance": 8}, "four times the seed_distance must be less than image_size = 32"),
         ({"padding": 12}, "leaves no room for paddles"),
         ({"contour_length": 1}, "greater than or equal to 2"),
         ({"contour": 14}, "did you mean 'contour_length'"),

@@ -14,7 +14,7 @@ from wellcond.lab.data.generated import Generated, GeneratorOptions, register_ge
 from wellcond.lab.data.images import TensorImages, as_tensor_images, to_channels
 from wellcond.lab.data.registry import DataConfig, SourceConfig, load_data, register_source, resolve_config
 
-from wellcond.lab.data import generators, sources  # noqa: F401  isort: skip  (these register themselves)
+from wellcond.lab.data import citations, listops, pathfinder, sources, synthetic  # noqa: F401  isort: skip  (register themselves)
 
 __all__ = [
     "Data",

@@ -1,73 +1,215 @@
-"""Related papers divided into splits, and unrelated pairs to tell them from."""
+"""Pairs of papers, related or not: the retrieval task of the Long Range Arena, and pairs made of lists of citations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
+from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from wellcond.lab.data.errors import DataError
+from wellcond.lab.data.base import Data, check_index, describe_sizes, draw_subset
+from wellcond.lab.data.errors import DataError, listed
+from wellcond.lab.data.mirror import find_folder, require_file
+from wellcond.lab.data.progress import tell
+from wellcond.lab.data.registry import SourceConfig, register_source
 from wellcond.lab.seeding import generator
 
+CLASS_NAMES = ("unrelated", "related")
 Pair = tuple[int, int]
-TRIES = 64
 
 
-@dataclass(frozen=True)
-class CitationGraph:
-    """Papers by number and which are related."""
+@dataclass(frozen=True, eq=False)
+class PairDataset:
+    """Pairs of texts, each of which is held once, in UTF-8."""
 
-    positives: tuple[Pair, ...]
-    """Different pairs in the order of the file; of a pair in both directions the first."""
-    related: frozenset[Pair]
-    """All pairs that are related in any way, the smaller number first."""
+    texts: Sequence[bytes]
+    pairs: Tensor
+    """(n, 2), numbers of texts."""
+    labels: Tensor
+    max_bytes: int | None = None
+    """What the texts were cut to."""
 
-    @classmethod
-    def of(cls, positives: Sequence[Pair], related: Sequence[Pair], *, without: Set[int]) -> CitationGraph:
-        """Drop repeated pairs, and those of the papers in `without`."""
-        different = {_unordered(pair): pair for pair in reversed(positives)}
-        kept = tuple(pair for pair in reversed(different.values()) if not without & set(pair))
-        return cls(kept, frozenset(map(_unordered, related)))
+    def __len__(self) -> int:
+        """Number of pairs."""
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Two texts and whether they are related; half a character at the end of a text is left out."""
+        index = check_index(index, len(self))
+        text, text_pair = (self.texts[number].decode("utf-8", "ignore") for number in self.pairs[index].tolist())
+        return {"text": text, "text_pair": text_pair, "label": int(self.labels[index])}
+
+    def content(self, index: int) -> bytes:
+        """Both texts."""
+        return b"\0".join(self.texts[number] for number in self.pairs[check_index(index, len(self))].tolist())
 
 
-def divide(
-    graph: CitationGraph, fractions: Mapping[str, float], *, by: Literal["pairs", "papers"], seed: int
-) -> dict[str, list[Pair]]:
-    """Related pairs of each split; `train` is what the named fractions leave.
+class AanPairsConfig(SourceConfig):
+    """Settings of `aan_pairs`, the files of the Long Range Arena's retrieval task."""
 
-    By pairs, no pair is in two splits in any direction, but papers are. By papers, no paper is in two splits, and
-    related pairs with a paper in each of two splits are in none.
+    source: Literal["aan_pairs"] = "aan_pairs"
+    path: str
+    """Folder of new_aan_pairs.train.tsv, .eval.tsv and .test.tsv; from the recipe's folder, or a name in a mirror."""
+    max_bytes: PositiveInt = 4100
+    """How much of each text to read, without half a character at the end; at least task.length."""
+    limit_train: int | None = Field(None, ge=1)
+    limit_evaluation: int | None = Field(None, ge=1)
+    limit_test: int | None = Field(None, ge=1)
+    """Largest number of examples, drawn with a fixed seed."""
+
+
+@register_source(AanPairsConfig)
+def load_aan_pairs(config: AanPairsConfig, base: Path) -> Data:
+    """Check every row of the three files; `eval` is evaluated on, and `test` is the test split."""
+    folder = find_folder(config.path, base)
+    limits = {"train": config.limit_train, "eval": config.limit_evaluation, "test": config.limit_test}
+    files = {name: require_file(folder / f"new_aan_pairs.{name}.tsv") for name in limits}
+    train, evaluation, test = (_read_aan(file, config.max_bytes, limits[name]) for name, file in files.items())
+    description = (
+        f"paper pairs of the Long Range Arena, the first {config.max_bytes} bytes of each text: "
+        f"{describe_sizes(train, evaluation, CLASS_NAMES)}; {len(test)} test examples"
+    )
+    return Data("aan_pairs", "text", train, evaluation, CLASS_NAMES, description, {"test": test})
+
+
+def _read_aan(file: Path, max_bytes: int, limit: int | None) -> PairDataset:
+    """Rows of label, two ids and two texts.
+
+    Texts are as they stand in the file, as in the published pipeline: with the b and the quotes of the Python literals
+    they were written as.
     """
-    papers = sorted({paper for pair in graph.positives for paper in pair})
-    count = len(graph.positives) if by == "pairs" else len(papers)
-    order = torch.randperm(count, generator=generator(seed, f"citations, division by {by}")).tolist()
-    splits, start = {}, 0
-    sizes = {name: round(fraction * count) for name, fraction in fractions.items()}
-    for name, size in (*sizes.items(), ("train", count - sum(sizes.values()))):
-        chosen = sorted(order[start : start + size])
-        start += size
-        if by == "pairs":
-            splits[name] = [graph.positives[index] for index in chosen]
-        else:
-            own = {papers[index] for index in chosen}
-            splits[name] = [pair for pair in graph.positives if own.issuperset(pair)]
-    return splits
+    texts: dict[bytes, int] = {}
+    pairs, labels, done, size = [], [], 0, file.stat().st_size
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            values = line.rstrip(b"\r\n").split(b"\t")  # no quoting: the texts hold quotes of their own
+            try:
+                line.decode("utf-8")
+                label, _, _, *both = values
+                labels.append({b"0": 0, b"0.0": 0, b"1": 1, b"1.0": 1}[label])
+                if len(both) != 2 or not all(both):
+                    raise ValueError
+            except (ValueError, KeyError) as error:
+                shown = str(error) if isinstance(error, UnicodeDecodeError) else listed(value[:20] for value in values)
+                raise DataError(
+                    f"{file}, line {number}: the row cannot be used.",
+                    expected="UTF-8, separated by tabs: the label 0 or 1, two ids, and two texts that are not empty",
+                    found=f"{len(values)} values: {shown}",
+                    todo="Correct or remove the line, or copy the file again.",
+                ) from error
+            pairs.append([texts.setdefault(text[:max_bytes], len(texts)) for text in both])
+            done += len(line)
+            if number % 1000 == 0:
+                tell(f"reading {file.name}", done, size)
+    if not pairs:
+        raise DataError(f"{file}: there are no rows.", expected="rows", found="an empty file", todo="Check the file.")
+    rows = draw_subset(len(pairs), limit)
+    kept = slice(None) if rows is None else rows
+    return PairDataset(list(texts), torch.tensor(pairs)[kept], torch.tensor(labels)[kept], max_bytes)
 
 
-def balanced_pairs(
-    graph: CitationGraph, positives: Sequence[Pair], taken: set[Pair], *, seed: int, split: str, where: str
-) -> tuple[Tensor, Tensor]:
+class CitationPairsConfig(SourceConfig):
+    """Settings of `citation_pairs`: related pairs from two lists, and as many unrelated ones."""
+
+    source: Literal["citation_pairs"] = "citation_pairs"
+    path: str
+    """Folder of docs_first4100B.json, texts by the id of the paper, and of citation_pairs.tsv and cocited_pairs.tsv,
+    ids of two papers a line, separated by a tab; from the recipe's folder, or a name in a mirror."""
+    positives: Literal["citing", "cocited", "both"] = "citing"
+    """Which pairs count as related. Pairs of the other file are never taken for unrelated."""
+    seed: int = 0
+    """Of the division into 80 % training, 10 % evaluation and 10 % test pairs, and of the unrelated pairs."""
+
+
+@register_source(CitationPairsConfig)
+def load_citation_pairs(config: CitationPairsConfig, base: Path) -> Data:
+    """As many unrelated pairs as related ones in every split; no pair is in two splits, in either direction.
+
+    Papers without text (only blanks) are left out with their pairs, and counted in the description.
+    """
+    folder = find_folder(config.path, base)
+    documents = _read_documents(require_file(folder / "docs_first4100B.json"))
+    numbers = {paper: number for number, paper in enumerate(documents)}
+    texts = [text.encode("utf-8", "replace") for text in documents.values()]
+    blank = {numbers[paper] for paper, text in documents.items() if not text.strip()}
+    citing, cocited = (
+        _read_pairs(require_file(folder / f"{name}_pairs.tsv"), numbers) for name in ("citation", "cocited")
+    )
+    chosen = {"citing": citing, "cocited": cocited, "both": citing + cocited}[config.positives]
+    # Of a pair in both directions the first.
+    different = {_unordered(pair): pair for pair in reversed(chosen)}
+    positives = [pair for pair in reversed(different.values()) if not blank & set(pair)]
+    # No unrelated pair may be one of these, nor one that another split has drawn.
+    taken = set(map(_unordered, citing + cocited))
+    splits = {}
+    for name, part in _divide(positives, config.seed).items():
+        if not part:
+            raise DataError(
+                f"{folder}: the {name} split has no related pairs.",
+                expected="at least one pair in every split",
+                found=f"{len(positives)} pairs",
+                todo="Use more papers.",
+            )
+        splits[name] = PairDataset(texts, *_balance(part, taken, config.seed, name, folder))
+    train, evaluation, test = (splits[name] for name in ("train", "evaluation", "test"))
+    description = (
+        f"paper pairs ({config.positives}) of {folder.name}: {describe_sizes(train, evaluation, CLASS_NAMES)}; "
+        f"divided by pairs; {len(test)} test examples"
+    ) + (f"; {len(blank)} papers without text left out" if blank else "")
+    return Data(folder.name, "text", train, evaluation, CLASS_NAMES, description, {"test": test})
+
+
+def _read_documents(file: Path) -> dict[str, str]:
+    try:
+        documents = json.loads(file.read_bytes())
+        if not isinstance(documents, dict) or not all(isinstance(text, str) for text in documents.values()):
+            raise ValueError("other values")
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{file}: the file cannot be read.",
+            expected='JSON in UTF-8, texts by id such as {"A00-1031": "text of the paper"}',
+            found=f"{type(error).__name__}: {error}",
+            todo="Check that the file is complete.",
+        ) from error
+    return documents
+
+
+def _read_pairs(file: Path, numbers: dict[str, int]) -> list[Pair]:
+    pairs = []
+    for line, row in enumerate(file.read_text("utf-8", "replace").splitlines(), 1):
+        first, second, *_ = [*row.split("\t"), ""]
+        if first not in numbers or second not in numbers or first == second:
+            raise DataError(
+                f"{file}, line {line}: the pair cannot be used.",
+                expected="the ids of two different papers that have a text, separated by a tab",
+                found=repr(row[:80]),
+                todo="Correct or remove the line.",
+            )
+        pairs.append((numbers[first], numbers[second]))
+    return pairs
+
+
+def _divide(positives: Sequence[Pair], seed: int) -> dict[str, list[Pair]]:
+    """Related pairs of each split, in their order."""
+    count = len(positives)
+    order = torch.randperm(count, generator=generator(seed, "citations, division by pairs"))
+    tenth = round(0.1 * count)
+    parts = order.split([tenth, tenth, count - 2 * tenth])
+    names = ("evaluation", "test", "train")
+    return {name: [positives[i] for i in part.sort().values.tolist()] for name, part in zip(names, parts, strict=True)}
+
+
+def _balance(positives: Sequence[Pair], taken: set[Pair], seed: int, split: str, folder: Path) -> tuple[Tensor, Tensor]:
     """Every related pair, and for each an unrelated one with the same first paper: pairs (2n, 2), labels (2n,), mixed.
 
     The second paper is drawn from the second papers of the related pairs, as often as it occurs among them, so that a
     paper alone says little about the class: otherwise papers that are cited often would give a pair away. No unrelated
-    pair is one of those `taken`, to which it is added: with one set for all splits none is in two of them.
-
-    Raises:
-        DataError: a paper is related to all the others of the split.
+    pair is one of those `taken`, to which it is added.
     """
     source = generator(seed, f"citations, unrelated pairs of {split}")
     seconds = [second for _, second in positives]
@@ -76,14 +218,14 @@ def balanced_pairs(
     for first, _ in positives:
         for second in _draw(seconds, papers, source):
             pair = _unordered((first, second))
-            if first != second and pair not in graph.related and pair not in taken:
+            if first != second and pair not in taken:
                 break
         else:
             raise DataError(
-                f"{where}: the {split} split has too few unrelated papers.",
+                f"{folder}: the {split} split has too few unrelated papers.",
                 expected="as many unrelated pairs as related ones",
                 found=f"{len(papers)} papers and {len(positives)} related pairs",
-                todo="Use more papers, or enlarge the split.",
+                todo="Use more papers.",
             )
         taken.add(pair)
         negatives.append((first, second))
@@ -94,8 +236,8 @@ def balanced_pairs(
 
 
 def _draw(often: Sequence[int], all_of_them: Sequence[int], source: torch.Generator) -> Iterator[int]:
-    """Elements of `often` by chance, and after some tries each of the others, so that none is missed."""
-    yield from (often[index] for index in torch.randint(len(often), (TRIES,), generator=source).tolist())
+    """64 elements of `often` by chance, then each of the others, so that none is missed."""
+    yield from (often[index] for index in torch.randint(len(often), (64,), generator=source).tolist())
     yield from (all_of_them[index] for index in torch.randperm(len(all_of_them), generator=source).tolist())
 
 

@@ -1,0 +1,303 @@
+"""ListOps of the Long Range Arena: nested lists of digits under MIN, MAX, MED and SM; the class is the answer.
+
+An expression is a digit, or an operator with arguments: `[MAX 2 9 [MIN 4 7 ] 0 ]`. The published files have round
+brackets as well, `( ( ( [MAX 2 ) 9 ) ] )`; they carry no information and are dropped.
+
+The generator draws many expressions at once, as arrays: their nodes level by level, each level from the first tree to
+the last. The arguments of a level's operators are the next level, in the same order, so the arguments of one operator
+lie side by side there, and sums over them are `reduceat`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+
+from wellcond.lab.data.base import Data, TensorDataset, describe_sizes
+from wellcond.lab.data.errors import DataError, listed
+from wellcond.lab.data.generated import Generated, GeneratorOptions, register_generator
+from wellcond.lab.data.mirror import find_folder, require_file
+from wellcond.lab.data.progress import tell
+from wellcond.lab.data.registry import SourceConfig, register_source
+
+OPERATORS = ("MIN", "MAX", "MED", "SM")
+"""Smallest, largest, median (rounded down), sum modulo 10."""
+RULES: tuple[Callable[[list[int]], int], ...] = (
+    min,
+    max,
+    lambda values: int(statistics.median(values)),
+    lambda values: sum(values) % 10,
+)
+SYMBOLS = (*"0123456789", *(f"[{name}" for name in OPERATORS), "]")
+"""By token id."""
+FIRST_OPENING, CLOSING, PADDING = 10, 14, -1
+IDS = {symbol: token for token, symbol in enumerate(SYMBOLS)}
+CLASS_NAMES = tuple("0123456789")
+
+OPERATOR_PROBABILITY = 0.25
+RAREST = 1e-6
+"""Lengths that a smaller part of all expressions has are refused."""
+MOST_AT_ONCE = 2**15
+Level = tuple[np.ndarray, np.ndarray]
+"""Nodes of many trees at one depth: number of arguments of each (0 for a digit), and its token."""
+
+
+class ListOpsOptions(GeneratorOptions):
+    """Options of `listops`; the defaults are the published ones."""
+
+    max_depth: int = Field(10, ge=2, le=50)
+    max_args: int = Field(10, ge=2, le=100)
+    min_length: int = Field(500, ge=0)
+    max_length: int = Field(2000, ge=2, le=16384)
+    """Expressions are longer than `min_length` and shorter than `max_length`, brackets counted, and padded to it."""
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> ListOpsOptions:
+        if self.min_length + 1 >= self.max_length:
+            raise ValueError(
+                f"an expression is longer than min_length and shorter than max_length: expected a max_length of at "
+                f"least {self.min_length + 2}, got {self.max_length}."
+            )
+        return self
+
+    @property
+    def distinct(self) -> bool:
+        """Always: short expressions would repeat."""
+        return True
+
+
+@register_generator("listops", ListOpsOptions, chunk=1000)
+def listops(count: int, options: ListOpsOptions, generator: torch.Generator) -> Generated:
+    """Token ids (n, max_length), padded with -1; drawn as the published generator draws, and with its lengths.
+
+    A node above `max_depth` (the root has depth 1) is an operator with probability 1/4, with 2 to `max_args` arguments,
+    all numbers and operators alike likely; else a digit. Whole trees are drawn until enough have a length asked for.
+
+    Raises:
+        DataError: next to none has.
+    """
+    accepted = acceptance(options)
+    if accepted < RAREST:
+        raise DataError(
+            "listops: hardly any expression has a length that was asked for.",
+            expected=f"lengths between {options.min_length} and {options.max_length} in at least {RAREST:g} of all",
+            found=f"{accepted:.2g} of all, with max_depth = {options.max_depth} and max_args = {options.max_args}",
+            todo="Widen the lengths, or change max_depth and max_args.",
+        )
+    seed = int(torch.randint(2**62, (), generator=generator))
+    random = np.random.Generator(np.random.PCG64(seed))
+    rows, found = [], 0
+    # Rounded, so that another machine, whose last bits differ, draws as many trees at once and so the same ones.
+    drawn_for_one = 2 ** (-round(8 * math.log2(accepted)) / 8)
+    while found < count:
+        num_trees = min(MOST_AT_ONCE, math.ceil(1.1 * (count - found) * drawn_for_one) + 16)
+        levels = _draw_trees(num_trees, count - found, options, random)
+        if levels:
+            rows.append(to_rows(levels, options.max_length))
+            found += len(rows[-1])
+    tokens = np.concatenate(rows)
+    labels = torch.tensor([evaluate(row[row != PADDING].tolist()) for row in tokens])
+    return Generated("tokens", torch.from_numpy(tokens), labels, CLASS_NAMES, len(SYMBOLS))
+
+
+def _draw_trees(num_trees: int, most: int, options: ListOpsOptions, random: np.random.Generator) -> list[Level]:
+    """The first trees of those drawn that have a length asked for."""
+    tree = np.arange(num_trees)
+    # What is known of each length: a node counts 1 until it turns out an operator, which counts 2 and its arguments.
+    length = np.ones(num_trees, np.int64)
+    drawn: list[tuple[np.ndarray, np.ndarray]] = []
+    for depth in range(1, options.max_depth + 1):
+        arguments = np.zeros(len(tree), np.int64)
+        if depth < options.max_depth:
+            where = np.flatnonzero(random.random(len(tree)) < OPERATOR_PROBABILITY)
+            arguments[where] = 2 + np.floor(random.random(len(where)) * (options.max_args - 1)).astype(np.int64)
+            owners, counts = tree[where], arguments[where]
+            length += np.bincount(owners, counts + 1, num_trees).astype(np.int64)
+        drawn.append((tree, arguments))
+        if depth == options.max_depth or not len(where):
+            break
+        # Trees that are too long already are not drawn to their end.
+        going_on = length[owners] < options.max_length
+        tree = np.repeat(owners[going_on], counts[going_on])
+    wanted = (length > options.min_length) & (length < options.max_length)
+    wanted[np.flatnonzero(wanted)[most:]] = False
+    levels = []
+    for tree, arguments in drawn:
+        arguments = arguments[wanted[tree]]
+        if len(arguments):
+            is_operator = arguments > 0
+            chosen = random.random(len(arguments)) * np.where(is_operator, len(OPERATORS), 10)
+            levels.append((arguments, np.floor(chosen).astype(np.int64) + FIRST_OPENING * is_operator))
+    return levels
+
+
+def acceptance(options: ListOpsOptions) -> float:
+    """Part of all drawn trees whose length is one asked for, exactly."""
+    probabilities = length_distribution(options.max_depth, options.max_args, options.max_length)
+    return float(probabilities[options.min_length + 1 :].sum())
+
+
+@functools.lru_cache(maxsize=4)
+def length_distribution(max_depth: int, max_args: int, max_length: int) -> np.ndarray:
+    """Probabilities of the lengths 0 .. max_length - 1.
+
+    With P the generating function of the lengths one level below: x 3/4 + x^2 / 4 mean(P^k, k = 2 .. max_args).
+    """
+    from scipy.signal import fftconvolve  # takes a second to import, in every process that trains
+
+    probabilities = np.zeros(max_length)
+    probabilities[1] = 1.0
+    for _ in range(max_depth - 1):
+        power, total = probabilities, np.zeros(max_length)
+        for _ in range(2, max_args + 1):
+            power = fftconvolve(power, probabilities)[:max_length]
+            total += power
+        longer = np.zeros(max_length)
+        longer[2:] = OPERATOR_PROBABILITY * total[:-2] / (max_args - 1)
+        longer[1] += 1 - OPERATOR_PROBABILITY
+        probabilities = longer
+    probabilities.flags.writeable = False
+    return probabilities
+
+
+def to_rows(levels: Sequence[Level], width: int) -> np.ndarray:
+    """Tokens of each tree, int8 of shape (trees, width), padded at the end; no tree may be longer than that."""
+    sizes: list[np.ndarray] = []
+    for arguments, _ in reversed(levels):
+        size, where = np.ones(len(arguments), np.int64), np.flatnonzero(arguments)
+        if len(where):
+            size[where] = 2 + np.add.reduceat(sizes[-1], _first_arguments(arguments[where]))
+        sizes.append(size)
+    sizes.reverse()
+    rows = np.full(len(sizes[0]) * width, PADDING, np.int8)
+    position = np.arange(len(sizes[0])) * width
+    for depth, (arguments, symbols) in enumerate(levels):
+        where = np.flatnonzero(arguments)
+        rows[position] = symbols
+        rows[position[where] + sizes[depth][where] - 1] = CLOSING
+        if len(where):
+            # An argument begins behind the opening and its elder siblings.
+            counts, before = arguments[where], np.cumsum(sizes[depth + 1]) - sizes[depth + 1]
+            position = before + np.repeat(position[where] + 1 - before[_first_arguments(counts)], counts)
+    return rows.reshape(-1, width)
+
+
+def _first_arguments(counts: np.ndarray) -> np.ndarray:
+    """Where the arguments of each operator begin in the next level."""
+    return np.cumsum(counts) - counts
+
+
+def evaluate(tokens: Iterable[int]) -> int:
+    """The answer of an expression.
+
+    Raises:
+        ValueError: the tokens are no expression.
+
+    Example:
+        >>> evaluate(to_tokens("[SM 4 [MED 3 8 ] 7 ]"))
+        6
+    """
+    values: list[int] = []
+    open_operators: list[tuple[int, list[int]]] = []
+    for token in tokens:
+        if 0 <= token < FIRST_OPENING:
+            values.append(token)
+        elif token != CLOSING:
+            open_operators.append((token - FIRST_OPENING, values))
+            values = []
+        elif open_operators and values:
+            operator, outer = open_operators.pop()
+            outer.append(RULES[operator](values))
+            values = outer
+        else:
+            raise ValueError("a ']' that closes nothing, or an operator without arguments")
+    if open_operators or len(values) != 1:
+        raise ValueError(f"{len(open_operators)} operators without a ']', {len(values)} values")
+    return values[0]
+
+
+def to_tokens(text: str) -> list[int]:
+    """Token ids of the symbols of a text; round brackets are ignored.
+
+    Raises:
+        ValueError: a symbol is unknown.
+
+    Example:
+        >>> to_tokens("( ( ( [MAX 2 ) 9 ) ] )")
+        [11, 2, 9, 14]
+    """
+    try:
+        return [IDS[symbol] for symbol in text.replace("(", " ").replace(")", " ").split()]
+    except KeyError as error:
+        raise ValueError(f"the unknown symbol {error}") from error
+
+
+class LraListOpsConfig(SourceConfig):
+    """Settings of `lra_listops`, the original files of ListOps of the Long Range Arena."""
+
+    source: Literal["lra_listops"] = "lra_listops"
+    path: str
+    """Folder of basic_train.tsv, basic_val.tsv and basic_test.tsv; from the recipe's folder, or a name in a mirror."""
+    max_length: int = Field(2000, ge=1)
+    """Sequences are padded to it; a longer one is an error."""
+
+
+@register_source(LraListOpsConfig)
+def load(config: LraListOpsConfig, base: Path) -> Data:
+    """The tokens of the generator `listops`; every answer is computed and compared with the one in the file."""
+    folder = find_folder(config.path, base)
+    files = [require_file(folder / f"basic_{name}.tsv") for name in ("train", "val", "test")]
+    train, evaluation, test = (_read_file(file, config.max_length) for file in files)
+    sizes = f"{describe_sizes(train, evaluation, CLASS_NAMES)}, {len(test)} test examples"
+    description = f"ListOps of the Long Range Arena, from its files: {sizes}"
+    others = {"test": test}
+    return Data("lra_listops", "tokens", train, evaluation, CLASS_NAMES, description, others, len(SYMBOLS))
+
+
+def _read_file(path: Path, width: int) -> TensorDataset:
+    rows: list[np.ndarray] = []
+    labels: list[int] = []
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        names = file.readline().decode("utf-8-sig", "replace").rstrip("\r\n").split("\t")
+        if not {"Source", "Target"} <= set(names):
+            raise DataError(
+                f"{path}: columns are missing.",
+                expected="a first line with the columns Source, Target, separated by a tab",
+                found=listed(name[:40] for name in names),
+                todo="Check that this is a file of ListOps of the Long Range Arena.",
+            )
+        for line in file:
+            if not (text := line.decode("utf-8", "replace").rstrip("\r\n")):
+                continue
+            try:
+                values = dict(zip(names, text.split("\t"), strict=False))
+                tokens = to_tokens(values.get("Source", ""))
+                answer, target = evaluate(tokens), values.get("Target", "").strip()
+                if target != str(answer):
+                    raise ValueError(f"the answer {target[:40]!r} instead of {answer}")
+                if len(tokens) > width:
+                    raise ValueError(f"{len(tokens)} symbols")
+            except ValueError as error:
+                raise DataError(
+                    f"{path}, row {len(rows)} (the first is 0): the row cannot be used.",
+                    expected=f"an expression such as [MAX 2 9 ] of at most {width} symbols (max_length) and its answer",
+                    found=f"{error} in {text[:60]!r}",
+                    todo="Correct or remove the row.",
+                ) from error
+            rows.append(np.full(width, PADDING, np.int8))
+            rows[-1][: len(tokens)] = tokens
+            labels.append(answer)
+            if len(rows) % 1000 == 0:
+                tell(f"reading {path.name}, MB", file.tell() // 10**6, max(1, size // 10**6))
+    if not rows:
+        raise DataError(f"{path}: there are no rows.", expected="rows", found="none", todo="Check the file.")
+    return TensorDataset("tokens", torch.from_numpy(np.stack(rows)), torch.tensor(labels))

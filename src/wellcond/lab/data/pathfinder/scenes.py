@@ -1,0 +1,363 @@
+"""Generator `pathfinder`: two long curves, distractors, and two markers on ends of one or of both curves.
+
+Many images grow at once, paddle by paddle, without one paddle running over another, and are drawn when they are whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from wellcond.lab.data.errors import DataError
+from wellcond.lab.data.generated import Generated, register_generator
+from wellcond.lab.data.pathfinder.strokes import (
+    NUM_DEGREES,
+    Flags,
+    Floats,
+    Ints,
+    PathfinderOptions,
+    make_strokes,
+    move,
+    reduce_image,
+)
+
+CLASS_NAMES = ("apart", "joined")
+COLLISION = 1.8
+"""Margins may overlap softly; a pixel where they sum to this is a collision. Published value."""
+TAKEN = 0.3
+"""A pixel that belongs to a margin by more than this cannot lie under a first paddle. Published value."""
+SEED_TRIES = 3
+WAVE_IMAGES, WAVE_PIXELS = 1024, 2**22
+"""Images begun at once, and their pixels; most of them fail and are dropped."""
+PATIENCE = 20_000
+"""Images begun per image found before the options are called impossible."""
+FINE_PIXELS = 2**20
+"""Of markers drawn at once."""
+
+
+@register_generator("pathfinder", PathfinderOptions, chunk=500)
+def pathfinder(count: int, options: PathfinderOptions, generator: torch.Generator) -> Generated:
+    """Images (n, 1, size, size) of 8 bits; label 1, joined, has one of every two images.
+
+    Raises:
+        DataError: the curves do not fit into the image.
+    """
+    scenes = pathfinder_scenes(count, options, generator)
+    images = torch.from_numpy(_draw_scenes(scenes, options))
+    return Generated("image", images[:, None], torch.from_numpy(scenes.labels), CLASS_NAMES)
+
+
+@dataclass(frozen=True, eq=False)
+class Paddles:
+    """Paddles by the pixel they start at, (..., 2), and the direction they are drawn in, (...)."""
+
+    start: Ints
+    stroke: Ints
+
+    @classmethod
+    def empty(cls, *shape: int) -> Paddles:
+        """Paddles to be filled in."""
+        return cls(np.zeros((*shape, 2), np.int64), np.zeros(shape, np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class Scenes:
+    """What is in n images."""
+
+    curves: Paddles
+    """(n, 2, contour_length): the first paddle starts at the first end of its curve, the last at the other end."""
+    distractors: Paddles
+    """(n, num_distractors, distractor_length)."""
+    shown: Flags
+    """(n, num_distractors): which distractors found room."""
+    marked_curve: Ints
+    """(n, 2): curve whose first end, and curve whose last end, has a marker."""
+
+    @property
+    def labels(self) -> Ints:
+        """(n,): 1 where both markers lie on the same curve."""
+        return (self.marked_curve[:, 0] == self.marked_curve[:, 1]).astype(np.int64)
+
+    @property
+    def markers(self) -> Ints:
+        """(n, 2, 2): pixels of the two markers, (row, column)."""
+        each = np.arange(len(self.marked_curve))[:, None]
+        return self.curves.start[each, self.marked_curve, [0, -1]]
+
+
+def pathfinder_scenes(count: int, options: PathfinderOptions, generator: torch.Generator) -> Scenes:
+    """The curves and markers behind the images that `pathfinder` makes of the same generator."""
+    random = np.random.default_rng(int(torch.randint(2**62, (), generator=generator)))
+    # One of each label in every pair of images, so that the beginning of a chunk is balanced too.
+    first = random.integers(2, size=(count + 1) // 2)
+    labels = np.stack([first, 1 - first], 1).ravel()[:count]
+    curves, canvas = _grow_pairs(count, options, random)
+    distractors, shown = _add_distractors(canvas, random)
+    first = random.integers(2, size=count)
+    last = np.where(labels == 1, first, 1 - first)
+    return Scenes(curves, distractors, shown, np.stack([first, last], 1))
+
+
+@dataclass(frozen=True, eq=False)
+class Tips:
+    """Where one curve per row stands: its newest paddle, which is not yet part of the canvas."""
+
+    start: Ints
+    """(n, 2): pixel at which the newest paddle starts; for all but the first, its far end."""
+    stroke: Ints
+    """(n,): direction in which it is drawn from there."""
+    pivot: Ints
+    """(n, 2): pixel around which it turned."""
+    heading: Ints
+    """(n,): direction in which the curve runs."""
+
+    def select(self, which: NDArray[np.generic]) -> Tips:
+        """The rows that `which` names."""
+        return Tips(self.start[which], self.stroke[which], self.pivot[which], self.heading[which])
+
+
+class Canvas:
+    """How far the pixels of `count` images are taken, 0 to 1; with room around them for windows that stick out."""
+
+    def __init__(self, count: int, options: PathfinderOptions) -> None:
+        """Empty images, but for the border that `padding` takes."""
+        self.options, self.strokes = options, make_strokes(options)
+        self.size, self.reach = options.image_size, self.strokes.reach
+        self.side = self.size + 2 * self.reach
+        self._inside = self._all_but(0)
+        self.taken = np.empty((count, self.side**2), np.float32)
+        self.clear()
+        grid = np.arange(-self.reach, self.reach + 1)
+        self._window = (grid[:, None] * self.side + grid).ravel()
+        disc = np.arange(-options.paddle_margin, options.paddle_margin + 1)
+        near = disc[:, None] ** 2 + disc**2 <= options.paddle_margin**2
+        self._near = (disc[:, None] * self.side + disc)[near]
+
+    def clear(self) -> None:
+        """Empty the images again."""
+        self.taken[:] = self._inside & ~self._all_but(self.options.padding)
+
+    def _all_but(self, border: int) -> Flags:
+        """The pixels of the image but for a border, flat."""
+        inner = np.zeros((self.side, self.side), bool)
+        edge = self.reach + border
+        inner[edge : self.side - edge, edge : self.side - edge] = True
+        return inner.ravel()
+
+    def _at(self, pixels: Ints) -> Ints:
+        return (pixels[..., 0] + self.reach) * self.side + pixels[..., 1] + self.reach
+
+    def _holds(self, pixels: Ints) -> Flags:
+        return np.asarray(((pixels >= 0) & (pixels < self.size)).all(-1))
+
+    def occupy(self, rows: Ints, tips: Tips) -> None:
+        """Add the margins of the newest paddles."""
+        window = self._at(tips.start)[:, None] + self._window
+        margin = self.strokes.margin[tips.stroke] * self._inside[window]
+        self.taken[rows[:, None], window] = np.maximum(self.taken[rows[:, None], window], margin)
+
+    def extend(self, rows: Ints, tips: Tips, random: np.random.Generator) -> tuple[Tips, Flags]:
+        """One more paddle for the curve in each row; the flags say where there was room for it.
+
+        The next paddle ends on a pixel of the circle around the next pivot, drawn with the weight
+        cos^2(continuity * turn) times how free the surroundings of the pixel are.
+        """
+        strokes, flat, begin = self.strokes, self.taken.ravel(), rows * self.side**2
+        pivot = move(tips.pivot, strokes.advance[tips.heading])
+        ends = pivot[:, None] + strokes.circle
+        centre = begin[:, None] + self._at(np.clip(ends, 0, self.size - 1))
+        taken = np.zeros(centre.shape, np.float32)
+        for offset in self._near:
+            np.maximum(taken, flat[centre + offset], out=taken)
+        weight = strokes.turn_weight[tips.heading] * (1 - taken.astype(np.float64)) * self._holds(ends)
+        cumulative = weight.cumsum(1)
+        total = cumulative[:, -1]
+        chosen, found = np.zeros(len(rows), np.int64), np.zeros(len(rows), bool)
+        open_rows = np.flatnonzero(total > 1e-4)
+        for _ in range(self.options.paddle_tries):
+            drawn = random.random(len(open_rows)) * total[open_rows]
+            pick = (cumulative[open_rows] > drawn[:, None]).argmax(1)
+            window = (begin[open_rows] + self._at(ends[open_rows, pick]))[:, None] + self._window
+            clear = (flat[window] + strokes.margin[strokes.inward[pick]]).max(1) < COLLISION
+            chosen[open_rows[clear]], found[open_rows[clear]] = pick[clear], True
+            open_rows = open_rows[~clear]
+        self.occupy(rows[found], tips.select(found))
+        start = ends[np.arange(len(rows)), chosen]
+        return Tips(start, strokes.inward[chosen], pivot, strokes.outward[chosen]), found
+
+    def first_paddle(self, start: Ints, heading: Ints) -> tuple[Tips, Flags]:
+        """Curves that begin at `start`; the flags say where the paddle and its pivot lie within the image."""
+        head = move(start, self.strokes.head[heading])
+        pivot = move(head, self.strokes.back[heading])
+        return Tips(start, heading, pivot, heading), self._holds(head) & self._holds(pivot)
+
+    def room(self, rows: Ints, headings: Ints, border: int) -> Flags:
+        """(n, size * size): where a first paddle has room, away from a border of this width."""
+        free = (self.taken[rows] <= TAKEN) & (self._all_but(border) | ~self._inside)
+        pixels = np.flatnonzero(self._inside)
+        footprint = self.strokes.footprint[headings]
+        offsets = footprint[..., 0] * self.side + footprint[..., 1]
+        room = np.repeat(self.strokes.can_begin[headings][:, None], len(pixels), axis=1)
+        flat, base = free.ravel(), np.arange(len(rows))[:, None] * free.shape[1] + pixels
+        for column in offsets.T:
+            room &= flat[base + column[:, None]]
+        return room
+
+    def draw_start(self, room: Flags, random: np.random.Generator) -> Ints:
+        """A pixel per row, uniform among those with room, of which there must be one."""
+        wanted = (random.random(len(room)) * room.sum(1)).astype(np.int64)
+        place = (room.cumsum(1, dtype=np.int32) > wanted[:, None]).argmax(1)
+        return np.stack(np.divmod(place, self.size), -1)
+
+
+def _grow_pairs(count: int, options: PathfinderOptions, random: np.random.Generator) -> tuple[Paddles, Canvas]:
+    """`count` pairs of curves, and the canvas that they take."""
+    kept = Canvas(count, options)
+    wave = Canvas(min(WAVE_IMAGES, max(16, WAVE_PIXELS // kept.side**2)), options)
+    curves = Paddles.empty(count, 2, options.contour_length)
+    found = begun = 0
+    while found < count:
+        if begun >= PATIENCE * (found + 1):
+            raise DataError(
+                f"pathfinder: curves of {options.contour_length} paddles do not fit into images of "
+                f"{options.image_size} pixels.",
+                expected=f"at least one pair of curves in {PATIENCE} begun",
+                found=f"{found} pairs in {begun} begun",
+                todo="Lower contour_length, paddle_length or paddle_margin, or raise image_size.",
+            )
+        wave.clear()
+        begun += len(wave.taken)
+        rows, paddles = _grow_wave(wave, random)
+        rows = rows[: count - found]
+        into = slice(found, found + len(rows))
+        curves.start[into], curves.stroke[into] = paddles.start[rows], paddles.stroke[rows]
+        kept.taken[into] = wave.taken[rows]
+        found += len(rows)
+    return curves, kept
+
+
+def _grow_wave(canvas: Canvas, random: np.random.Generator) -> tuple[Ints, Paddles]:
+    """Rows whose two curves reached their full length, and the paddles of all rows."""
+    paddles = Paddles.empty(len(canvas.taken), 2, canvas.options.contour_length)
+    rows, pair = _seed_pairs(canvas, random)
+    for number in range(canvas.options.contour_length):
+        for curve in range(2):
+            if number > 0:
+                pair[curve], alive = canvas.extend(rows, pair[curve], random)
+                rows, pair = rows[alive], [tips.select(alive) for tips in pair]
+            paddles.start[rows, curve, number] = pair[curve].start
+            paddles.stroke[rows, curve, number] = pair[curve].stroke
+    # The last paddle of the first curve takes no room from distractors, as published.
+    canvas.occupy(rows, pair[1])
+    # Where an end of one curve lies on an end of the other, the label could be either (1 pair in 200).
+    ends = paddles.start[rows][:, :, [0, -1]]
+    shared = (ends[:, 0, :, None] == ends[:, 1, None]).all(-1).any((1, 2))
+    return rows[~shared], paddles
+
+
+def _seed_pairs(canvas: Canvas, random: np.random.Generator) -> tuple[Ints, list[Tips]]:
+    """First paddles of both curves: the first near the middle, the second at the seed distance from it."""
+    distance = canvas.options.resolved_seed_distance
+    rows = np.arange(len(canvas.taken))
+    # The images are still empty, so that room depends on the direction alone.
+    headings = np.flatnonzero(canvas.strokes.can_begin[:NUM_DEGREES])
+    room = canvas.room(np.zeros_like(headings), headings, 2 * distance)
+    headings, room = headings[room.any(1)], room[room.any(1)]
+    if not len(headings):
+        nothing = Tips(*(np.zeros(shape, np.int64) for shape in ((0, 2), 0, (0, 2), 0)))
+        return rows[:0], [nothing, nothing]
+    which = random.integers(len(headings), size=len(rows))
+    start = canvas.draw_start(room[which], random)
+    first, fits = canvas.first_paddle(start, headings[which])
+    around = np.deg2rad(random.integers(360, size=len(rows)))
+    offset = np.round(distance * np.stack([np.sin(around), np.cos(around)], -1)).astype(np.int64)
+    second, second_fits = canvas.first_paddle(start + offset, random.integers(NUM_DEGREES, size=len(rows)))
+    alive = fits & second_fits
+    return rows[alive], [first.select(alive), second.select(alive)]
+
+
+def _add_distractors(canvas: Canvas, random: np.random.Generator) -> tuple[Paddles, Flags]:
+    options = canvas.options
+    shape = (len(canvas.taken), options.resolved_num_distractors, options.resolved_distractor_length)
+    paddles, shown = Paddles.empty(*shape), np.zeros(shape[:2], bool)
+    for number in range(shape[1]):
+        for _ in range(options.distractor_tries):
+            rows, tips = _seed_distractor(canvas, np.flatnonzero(~shown[:, number]), random)
+            before, position = canvas.taken[rows], np.arange(len(rows))
+            for step in range(shape[2]):
+                if step > 0:
+                    tips, alive = canvas.extend(rows[position], tips, random)
+                    position, tips = position[alive], tips.select(alive)
+                paddles.start[rows[position], number, step] = tips.start
+                paddles.stroke[rows[position], number, step] = tips.stroke
+            canvas.occupy(rows[position], tips)
+            shown[rows[position], number] = True
+            failed = ~shown[rows, number]
+            canvas.taken[rows[failed]] = before[failed]
+    return paddles, shown
+
+
+def _seed_distractor(canvas: Canvas, rows: Ints, random: np.random.Generator) -> tuple[Ints, Tips]:
+    """The first paddle of a distractor in those of the rows where there is room in the direction drawn."""
+    places, tips = [], []
+    for _ in range(SEED_TRIES):
+        headings = random.integers(NUM_DEGREES, size=len(rows))
+        can_begin = canvas.strokes.can_begin[headings]
+        rows, headings = rows[can_begin], headings[can_begin]
+        room = canvas.room(rows, headings, 1)
+        some = room.any(1)
+        rows, headings = rows[some], headings[some]
+        new, fits = canvas.first_paddle(canvas.draw_start(room[some], random), headings)
+        places.append(rows[fits])
+        tips.append(new.select(fits))
+        rows = rows[~fits]
+    joined = (np.concatenate([getattr(one, field.name) for one in tips]) for field in fields(Tips))
+    return np.concatenate(places), Tips(*joined)
+
+
+def _draw_scenes(scenes: Scenes, options: PathfinderOptions) -> NDArray[np.uint8]:
+    """Images (n, size, size): the brightest of what lies on a pixel, each image scaled to 0 to 255."""
+    strokes = make_strokes(options)
+    count, size, reach = len(scenes.labels), options.image_size, strokes.reach
+    side = size + 2 * reach
+    # Single precision decides halves between two grey values as published.
+    canvas = np.zeros((count, side * side), np.float32)
+    grid = np.arange(-reach, reach + 1)
+    window = (grid[:, None] * side + grid).ravel()
+    every = np.ones((count, 2), bool)
+    for paddles, shown, contrast in (
+        (scenes.curves, every, options.curve_contrast),
+        (scenes.distractors, scenes.shown, options.distractor_contrast),
+    ):
+        for curve, number in np.ndindex(*paddles.stroke.shape[1:]):
+            rows = np.flatnonzero(shown[:, curve])
+            start, stroke = paddles.start[rows, curve, number], paddles.stroke[rows, curve, number]
+            pixels = ((start[:, 0] + reach) * side + start[:, 1] + reach)[:, None] + window
+            brightness = np.maximum(canvas[rows[:, None], pixels], contrast * strokes.line[stroke])
+            canvas[rows[:, None], pixels] = brightness
+    inner = slice(reach, reach + size)
+    images = np.maximum(canvas.reshape(count, side, side)[:, inner, inner], _draw_markers(scenes.markers, options))
+    peak = images.max((1, 2), keepdims=True)
+    return np.floor(images * (255 / peak) + 0.5).astype(np.uint8)
+
+
+def _draw_markers(markers: Ints, options: PathfinderOptions) -> Floats:
+    """Two discs per image, brightness 0 to 1."""
+    scale, size = options.antialias_scale, options.image_size
+    fine_size, radius = size * scale, options.marker_radius * scale
+    grid = np.arange(-int(radius), int(radius) + 1)
+    disc = np.argwhere(grid[:, None] ** 2 + grid**2 <= radius**2) - int(radius)
+    places, which = np.unique(markers.reshape(-1, 2), axis=0, return_inverse=True)
+    discs = np.empty((len(places), size, size), np.uint8)
+    block = max(1, FINE_PIXELS // fine_size**2)
+    for first in range(0, len(places), block):
+        pixels = scale * places[first : first + block, None] + disc
+        inside = ((pixels >= 0) & (pixels < fine_size)).all(-1)
+        index = np.broadcast_to(np.arange(len(pixels))[:, None], inside.shape)
+        fine = np.zeros((len(pixels), fine_size, fine_size), bool)
+        fine[index[inside], pixels[inside][:, 0], pixels[inside][:, 1]] = True
+        discs[first : first + block] = reduce_image(fine, size)
+    return discs[which.reshape(-1, 2)].max(1) / 255
