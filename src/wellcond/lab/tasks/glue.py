@@ -26,12 +26,12 @@ from wellcond.lab.tasks.base import (
     Batch,
     Metric,
     TaskContext,
+    check_labels,
+    logits_of,
     need_classes,
     need_kind,
     register_task,
 )
-from wellcond.lab.tasks.image_classification import logits_of
-from wellcond.lab.tasks.image_sets import check_labels
 from wellcond.lab.tokenizers.choose import make_tokenizer
 from wellcond.lab.tokenizers.settings import TokenizerChoice
 

@@ -22,11 +22,13 @@ from wellcond.lab.tasks.base import (
     Metric,
     Samples,
     TaskContext,
+    check_labels,
+    logits_of,
     need_classes,
     need_kind,
     register_task,
 )
-from wellcond.lab.tasks.image_sets import IMAGENET, Pictures, TensorImages, check_labels, picture_transform
+from wellcond.lab.tasks.image_sets import IMAGENET, Pictures, TensorImages, picture_transform
 from wellcond.lab.tasks.mixing import mix
 
 
@@ -194,11 +196,6 @@ def _channels_of(split: Dataset) -> Literal[1, 3]:
         if not one:
             return 3
     return 1
-
-
-def logits_of(output: Any) -> Tensor:
-    """Logits of a timm model (a tensor) or a Hugging Face one (a record)."""
-    return output if isinstance(output, Tensor) else output.logits
 
 
 def classification_sums(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:

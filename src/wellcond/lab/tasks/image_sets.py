@@ -13,7 +13,6 @@ from torch import Tensor
 from wellcond.errors import MissingExtraError
 from wellcond.lab.data.images import place_of, to_channels
 from wellcond.lab.seeding import derive, generator
-from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.augmentation import AugmentationSettings
 from wellcond.lab.tasks.base import EVALUATION, Batch, SampleKey
 
@@ -178,11 +177,3 @@ def _posterize(image: Any, bits: int, **options: Any) -> Any:
     from timm.data.auto_augment import posterize
 
     return posterize(image, max(1, bits), **options)
-
-
-def check_labels(labels: Tensor, num_classes: int, what: str) -> None:
-    """Raise RecipeError for a label outside the classes; training would fail on it deep inside, or not at all."""
-    outside = ((labels < 0) | (labels >= num_classes)).nonzero()
-    if len(outside):
-        row = int(outside[0])
-        raise RecipeError(f"{what}, row {row}: expected a label from 0 to {num_classes - 1}, found {int(labels[row])}")

@@ -21,11 +21,12 @@ from wellcond.lab.tasks.base import (
     Metric,
     Samples,
     TaskContext,
+    check_labels,
+    logits_of,
     need_classes,
 )
 from wellcond.lab.tasks.byte_text import PADDING
-from wellcond.lab.tasks.image_classification import classification_sums, logits_of
-from wellcond.lab.tasks.image_sets import check_labels
+from wellcond.lab.tasks.image_classification import classification_sums
 
 
 class SequenceSettings(Settings):
