@@ -14,9 +14,14 @@ from wellcond.lab.data import TensorDataset
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.augmentation import AugmentationSettings
-from wellcond.lab.tasks.base import EVALUATION, TaskContext
-from wellcond.lab.tasks.image_classification import ImageClassification, ImageClassificationSettings
-from wellcond.lab.tasks.image_sets import IMAGENET, Pictures, TensorImages, as_picture
+from wellcond.lab.tasks.base import EVALUATION, ArraySamples, TaskContext
+from wellcond.lab.tasks.image_classification import (
+    IMAGENET,
+    ImageClassification,
+    ImageClassificationSettings,
+    Pictures,
+    as_picture,
+)
 from wellcond.lab.train.batches import Share, UpdatePlan
 from wellcond.lab.train.prepare import prepare_model
 from wellcond.lab.train.run import run_job
@@ -295,7 +300,7 @@ def test_grey_and_colour_become_what_is_asked(mode, own, channels, in_memory):
 def test_memory_and_one_by_one_agree_without_augmentation():
     split = pil_images([(8, 8)] * 4)
     always, never = (make_task(split, in_memory=choice, normalise="imagenet") for choice in ("always", "never"))
-    assert isinstance(always.train, TensorImages) and isinstance(never.train, Pictures)
+    assert isinstance(always.train, ArraySamples) and isinstance(never.train, Pictures)
     assert torch.allclose(images(always), images(never), atol=1e-5)
     assert torch.allclose(images(always, epoch=0), images(never, epoch=0), atol=1e-5)
 

@@ -62,7 +62,7 @@ def test_a_pattern_reads_its_files_in_order_and_errors_name_the_file(tmp_path):
     assert [bundle.evaluation[i]["text"] for i in (0, 5)] == ["text 0", "text 8"]
     write_jsonl(tmp_path / "part[2].jsonl", [ROWS[0], {**ROWS[1], "stars": -4}])
     message = failure(tmp_path, **fields)
-    assert f"{tmp_path}/part[2].jsonl, row 1 (the first is 0): the label is negative" in message and "-4" in message
+    assert f"{tmp_path}/part[2].jsonl, row 1 (the first is 0): the label is not a class" in message and "-4" in message
     write_jsonl(tmp_path / "part[2].jsonl", [{"other": 1}])
     message = failure(tmp_path, **fields)
     assert "part[2].jsonl: the columns are not those of" in message and "other" in message
@@ -265,10 +265,10 @@ def test_missing_text_names_the_row(tmp_path):
 @pytest.mark.parametrize(
     ("train", "evaluation", "message"),
     [
-        ([0, 1, -1], [0], "train.jsonl, row 2 (the first is 0): the label is negative"),
-        ([0, 1], [1, 2], "evaluation.jsonl, row 1 (the first is 0): the label is out of range"),
-        ([0, 1], [-1], "evaluation.jsonl, row 0 (the first is 0): the label is out of range"),
-        ([1, 2, 3], [1], "train.jsonl: no row has the label 0, though larger ones occur"),
+        ([0, 1, -1], [0], "train.jsonl, row 2 (the first is 0): the label is not a class"),
+        ([0, 1], [1, 2], "evaluation.jsonl, row 1 (the first is 0): the label is not a class"),
+        ([0, 1], [-1], "evaluation.jsonl, row 0 (the first is 0): the label is not a class"),
+        ([1, 2, 3], [1], "train.jsonl: no row has the label 0, though others occur"),
         ([0, 1, 3], [1], "train.jsonl: no row has the label 2"),
         ([0, 0.5], [0], "train.jsonl, row 0 (the first is 0): the label is not an integer"),
         ([0, "one"], [0], "train.jsonl, row 1 (the first is 0): the label is not an integer"),
@@ -293,7 +293,7 @@ def test_wrong_labels_name_file_row_and_value(tmp_path, train, evaluation, messa
         (["0", "1", ""], "row 2 (the first is 0): the label is missing"),
         (["0", "one", "1"], "row 1 (the first is 0): the label is not an integer"),
         (["0.5", "1.5"], "row 0 (the first is 0): the label is not an integer"),
-        (["0", "-1"], "row 1 (the first is 0): the label is negative"),
+        (["0", "-1"], "row 1 (the first is 0): the label is not a class"),
     ],
 )
 def test_wrong_labels_in_csv_name_the_row(tmp_path, labels, message):
@@ -326,7 +326,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch, source):
 def test_too_few_rows_for_a_fraction(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"text": "x", "label": 0}, {"text": "y", "label": 1}])
     message = failure(tmp_path, source="files", train="a.jsonl", evaluation_fraction=0.5)
-    assert "too few rows" in message and "2 rows in 2 classes" in message
+    assert "too few examples" in message and "2 examples in 2 classes" in message
 
 
 @pytest.mark.parametrize("fields", [{}, {"evaluation": "b", "evaluation_fraction": 0.1}])

@@ -63,7 +63,7 @@ def test_the_splits_hold_every_image_once_with_its_label(published, generated):
     assert bundle.kind == "image" and bundle.class_names == ("apart", "joined")
     expected = {(int(y), bytes(x)) for x, y in zip(generated.inputs.numpy(), generated.labels, strict=True)}
     assert as_set(bundle.train, bundle.evaluation, bundle.others["test"]) == expected
-    assert as_tensor_images(bundle.train, channels=1).images.shape == (32, 1, 16, 16)
+    assert as_tensor_images(bundle.train, channels=1).shape == (32, 1, 16, 16)
     assert pickle.loads(pickle.dumps(bundle.train))[3]["label"] == int(bundle.train.labels[3])
     assert str(published) not in bundle.description
 

@@ -14,8 +14,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from wellcond.attention.distributed import unwrap
 from wellcond.lab.data.base import Dataset
 from wellcond.lab.data.errors import listed
-from wellcond.lab.data.table_bundle import limit_split
-from wellcond.lab.data.tables import TableSplit
+from wellcond.lab.data.tables import TableDataset
 from wellcond.lab.glue.metrics import score_classes, score_numbers
 from wellcond.lab.glue.sentences import SentenceFormat, SentenceRows, check_numbers
 from wellcond.lab.glue.tasks import GlueName, GlueTask, find_task
@@ -166,7 +165,7 @@ class Glue(AbstractTask):
 
 
 def _limited(split: Dataset, limit: int | None) -> Dataset:
-    return limit_split(split, limit) if isinstance(split, TableSplit) else split
+    return split.limit(limit) if isinstance(split, TableDataset) else split
 
 
 def _knows_sentences(model: nn.Module) -> bool:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from wellcond.lab.data.base import Data, check_index, describe_sizes, draw_subset
 from wellcond.lab.data.errors import DataError
-from wellcond.lab.data.mirror import find_folder, require_file
 from wellcond.lab.data.progress import tell
+from wellcond.lab.data.reading import find_folder, require_file
 from wellcond.lab.data.registry import SourceConfig, register_source
 
 CLASS_NAMES = ("unrelated", "related")

@@ -14,7 +14,7 @@ from torch import Tensor
 from wellcond.lab.data.base import Data, check_index, describe_sizes
 from wellcond.lab.data.citations import CitationGraph, balanced_pairs, divide
 from wellcond.lab.data.errors import DataError, listed
-from wellcond.lab.data.mirror import find_folder, require_file
+from wellcond.lab.data.reading import find_folder, require_file
 from wellcond.lab.data.registry import SourceConfig, register_source
 
 CLASS_NAMES = ("unrelated", "related")

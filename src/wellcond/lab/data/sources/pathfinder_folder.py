@@ -24,8 +24,8 @@ from wellcond.lab.data.base import (
 )
 from wellcond.lab.data.errors import DataError, files_or_folders, listed
 from wellcond.lab.data.images import decode_image
-from wellcond.lab.data.mirror import find_folder, require_file
 from wellcond.lab.data.pathfinder_metadata import read_metadata
+from wellcond.lab.data.reading import find_folder, require_file
 from wellcond.lab.data.registry import SourceConfig, register_source
 
 CLASS_NAMES = ("apart", "joined")
