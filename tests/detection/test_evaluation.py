@@ -177,13 +177,7 @@ def test_numbers_that_are_not_finite_are_no_detections(key, value):
     assert kept["score"] == 0.25
 
 
-def test_results_that_cannot_be_judged(tmp_path):
-    truth = load_set(write_set(tmp_path)).evaluation.ground_truth
-    row = {"image_id": 11, "category_id": 7, "bbox": [1, 2, 3, 4], "score": 0.5}
-    with pytest.raises(DataError, match="cannot be judged(.|\n)*unknown images: 12"):
-        evaluate(truth, [{**row, "image_id": 12}])
-    with pytest.raises(DataError, match="results without: segmentation"):
-        evaluate(truth, [row])
+def test_masks_must_have_the_size_of_their_image():
     found = {"boxes": torch.ones(1, 4), "labels": torch.ones(1).long(), "scores": torch.ones(1)}
     with pytest.raises(DataError, match=r"40 x 60 pixels(.|\n)*\(1, 3, 3\)"):
         to_results([{**found, "masks": torch.ones(1, 3, 3)}], [11], [SIZES[11]], [1])

@@ -96,17 +96,13 @@ def test_limits_draw_a_fixed_subset(tmp_path):
     assert len(both.train) == 7 and both.train[3]["label"] == int(both.train[3]["text"]) // 50
 
 
-def test_text_files_give_lines_or_whole_files(tmp_path):
+def test_text_files_give_lines(tmp_path):
     (tmp_path / "a.txt").write_text("one\n\n  two\u2028same line\nthree", encoding="utf-8")
     (tmp_path / "b.txt").write_text("four\nfive\n")
     lines = load(tmp_path, source="files", train="a.txt", evaluation="b.txt")
     assert [lines.train[i] for i in range(4)] == [{"text": t} for t in ("one", "", "  two\u2028same line", "three")]
     assert lines.class_names is None and lines.num_classes is None and lines.train.labels is None
     assert "1 empty texts in 'train'" in lines.description and "unlabelled" in lines.description
-    (tmp_path / "c.txt").write_text("")
-    whole = load(tmp_path, source="files", train="*.txt", evaluation="b.txt", unit="file")
-    assert len(whole.train) == 3 and whole.evaluation[0] == {"text": "four\nfive\n"}
-    assert "1 empty texts" in whole.description
 
 
 def test_csv_texts_survive_as_written(tmp_path):
@@ -210,9 +206,8 @@ def test_truncated_or_undecodable_file_is_named(tmp_path, suffix):
 def test_text_in_another_encoding_is_named(tmp_path):
     for name, data in (("a.txt", b"fine"), ("b.txt", "Grüße".encode("latin-1"))):
         (tmp_path / name).write_bytes(data)
-    for unit in ("line", "file"):
-        message = failure(tmp_path, source="files", train="*.txt", evaluation="a.txt", unit=unit)
-        assert f"{tmp_path}/b.txt: the file cannot be read as text" in message and "UnicodeDecodeError" in message
+    message = failure(tmp_path, source="files", train="*.txt", evaluation="a.txt")
+    assert f"{tmp_path}/b.txt: the file cannot be read as text" in message and "UnicodeDecodeError" in message
 
 
 def test_missing_unknown_and_mixed_files_are_named(tmp_path):

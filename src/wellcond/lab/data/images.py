@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 BYTE_LIMIT = 2**30
 GREY_WEIGHTS = (0.299, 0.587, 0.114)
 """Red, green and blue in a grey value (ITU-R 601), as PIL converts RGB to L."""
-FIXED_POINT_GREY_WEIGHTS = (19595, 38470, 7471)
-"""The same in units of 2^-16, in which PIL computes: rounding of bytes agrees to the last bit."""
 
 
 def import_pil() -> Any:
@@ -136,9 +134,6 @@ def _convert_tensor(image: Tensor, channels: int, where: str) -> Tensor:
         return image
     if found == 1:
         return image.expand(3, -1, -1)
-    if found == 3 and image.dtype == torch.uint8:
-        weighted = torch.einsum("chw,c->hw", image.int(), torch.tensor(FIXED_POINT_GREY_WEIGHTS, dtype=torch.int32))
-        return ((weighted + 2**15) >> 16)[None].to(torch.uint8)
     if found == 3:
         grey = torch.einsum("chw,c->hw", image.double(), torch.tensor(GREY_WEIGHTS, dtype=torch.float64))[None]
         return (grey if image.is_floating_point() else grey.round()).to(image.dtype)

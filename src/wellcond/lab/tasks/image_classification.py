@@ -52,8 +52,8 @@ class ImageClassificationSettings(Settings):
     evaluation_crop: Annotated[float, Field(ge=0.01, le=1)] = 1.0
     """Side of the evaluated square as a share of the resized image's shorter side; less than 1 needs decoding one by
     one."""
-    in_memory: Literal["auto", "always", "never"] = "auto"
-    """Whether to decode all images once."""
+    in_memory: Literal["auto", "never"] = "auto"
+    """Whether to decode all images once, if they fit."""
 
 
 class BatchTransform:
@@ -226,22 +226,14 @@ class ImageClassification(ClassificationTask):
         self.following = self.augmentation.repeats if self.augmentation.mixes else 0
 
     def _in_memory(self) -> dict[str, Samples] | None:
-        settings, wanted = self.settings, self.settings.in_memory
-        one_by_one = self.augmentation.needs_pictures or settings.evaluation_crop != 1.0
-        if wanted == "always" and one_by_one:
-            raise RecipeError("task.in_memory: always, but the augmentation or task.evaluation_crop needs decoding")
-        if wanted == "never" or one_by_one:
+        settings = self.settings
+        if settings.in_memory == "never" or self.augmentation.needs_pictures or settings.evaluation_crop != 1.0:
             return None
         loaded: dict[str, Tensor] = {}
         for name, split in self.context.splits.items():
             progress = self.context.telling(f"decoding {name} images")
             images = as_tensor_images(split, size=self.size, channels=self.channels, progress=progress)
             if images is None or images.shape[-2:] != (self.size, self.size):  # tensors are not resized there
-                if wanted == "always":
-                    raise RecipeError(
-                        f"{self.context.data.name}: the {name} images do not fit in memory, or are tensors of another "
-                        f"size than {self.size} x {self.size}; use task.in_memory: auto"
-                    )
                 return None
             loaded[name] = images
         normalisation = self._statistics(loaded["training"])

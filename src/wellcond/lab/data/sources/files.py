@@ -51,8 +51,6 @@ class FilesConfig(TableConfig):
     """By default told by the column's type; texts that end like image files are image paths."""
     image_root: str | None = None
     """Folder that image paths start from; by default that of the data file. They may not lead out of it."""
-    unit: Literal["line", "file"] = "line"
-    """What is one document of a text file."""
 
     @model_validator(mode="after")
     def _check_evaluation(self) -> FilesConfig:
@@ -97,14 +95,6 @@ def _read_files(files: list[Path], config: FilesConfig, base: Path) -> Table:
             found=listed(unknown or [builder, *others]),
             todo="Convert the files, or rename them if only their ending is wrong.",
         )
-    if builder == "text" and config.unit == "file":
-        # One row per file; read together, since there may be thousands.
-        for file in files:
-            with _named_errors(file, "text"):
-                file.read_text(encoding="utf-8")
-        with _named_errors(files[0].parent, "text"):
-            data = _load("text", files, {"sample_by": "document"})
-        return Table(data, [Part(str(file), 1, root or file.parent) for file in files])
     tables = [_read_file(file, builder) for file in files]
     parts = [Part(str(file), len(table), root or file.parent) for file, table in zip(files, tables, strict=True)]
     for file, table in zip(files, tables, strict=True):
@@ -136,7 +126,8 @@ def _read_file(file: Path, builder: str) -> Any:
     if empty:
         raise DataError(f"{file}: there are no rows.", expected="rows", found="none", todo="Check the file.")
     with _named_errors(file, builder):
-        return _load(builder, [file], options)
+        # Escaped: the library takes every name for a pattern.
+        return call_load_dataset(builder, data_files=glob.escape(str(file)), split="train", **options)
 
 
 def _read_head(file: Path, separator: str) -> tuple[list[str], list[str] | None]:
@@ -152,12 +143,6 @@ def _read_head(file: Path, separator: str) -> tuple[list[str], list[str] | None]
             todo="Begin the file with a line of column names; quote values that hold the separator.",
         )
     return header, first
-
-
-def _load(builder: str, files: list[Path], options: dict[str, Any]) -> Any:
-    # Escaped: the library takes every name for a pattern.
-    names = [glob.escape(str(path)) for path in files]
-    return call_load_dataset(builder, data_files=names, split="train", **options)
 
 
 @contextmanager

@@ -20,7 +20,6 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
 )
-from pydantic_core import from_json
 from torch import Tensor
 from typing_extensions import TypedDict
 
@@ -29,7 +28,7 @@ from wellcond.lab.data.errors import DataError, listed
 from wellcond.lab.data.images import decode_image, read_image, to_channels
 from wellcond.lab.data.reading import find_folder, require_file, require_folder
 from wellcond.lab.data.registry import SourceConfig, register_source
-from wellcond.lab.settings import Settings
+from wellcond.lab.settings import Settings, list_problems
 from wellcond.run_lengths import read_counts
 
 SMALLEST_SIDE = 1.0
@@ -138,11 +137,15 @@ def read_coco(path: Path, *, training: bool) -> CocoFile:
         DataError: it is no such file, an entry is not as COCO describes it, an id occurs twice, or an annotation
             belongs to no image or category of the file or has a mask that cannot be used.
     """
-    encoded = path.read_bytes()
     try:
-        content = _FILE.validate_json(encoded, strict=True)
+        content = _FILE.validate_json(path.read_bytes(), strict=True)
     except ValidationError as error:
-        raise _explain(error, path, encoded) from error
+        raise DataError(
+            f"{path}: these are no COCO instances.",
+            expected="lists of images, annotations and categories as COCO has them",
+            found=f"{error.error_count()} problems; the first, entries counted from 0: {list_problems(error)[0]}",
+            todo="Correct or remove the entry, or name a file such as instances_train2017.json.",
+        ) from error
     ids: dict[str, dict[int, Any]] = {}
     parts: tuple[tuple[str, Sequence[Mapping[str, Any]]], ...] = tuple(content.items())  # type: ignore[arg-type]
     for part, entries in parts:
@@ -166,24 +169,6 @@ def read_coco(path: Path, *, training: bool) -> CocoFile:
                 todo="Correct or remove the annotation.",
             )
     return content
-
-
-def _explain(error: ValidationError, path: Path, encoded: bytes) -> DataError:
-    """The first problem of a file, with its place and the id of the entry."""
-    problem = error.errors(include_url=False)[0]
-    part, row, field = (*problem["loc"], None, None, None)[:3]
-    where = str(path)
-    if isinstance(row, int):
-        entry = from_json(encoded)[part][row]
-        number = entry.get("id") if isinstance(entry, dict) else None
-        where += f", {part} entry {row} (the first is 0), id {number!r}"
-    name = field or part
-    return DataError(
-        f"{where}: these are no COCO instances" + (f", because of {name!r}." if name else "."),
-        expected=problem["msg"].removeprefix("Value error, "),
-        found="no such key" if problem["type"] == "missing" else repr(problem["input"])[:80],
-        todo="Correct or remove the entry, or name a file such as instances_train2017.json.",
-    )
 
 
 def _problem(annotation: CocoAnnotation, ids: Mapping[str, Mapping[int, Any]], *, training: bool) -> str:

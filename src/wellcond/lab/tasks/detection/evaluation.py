@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from wellcond.errors import MissingExtraError
-from wellcond.lab.data.errors import DataError, listed
+from wellcond.lab.data.errors import DataError
 from wellcond.lab.tasks.detection.coco import Segmentation
 from wellcond.run_lengths import read_counts
 
@@ -131,19 +131,7 @@ def evaluate(
 
     Returns: `box_AP`, `box_AP50`, `box_AP75`, `box_APs`, `box_APm`, `box_APl`, and the same of `mask`. Where there is
         nothing to find, as without small objects, pycocotools says -1; that number is left out.
-
-    Raises:
-        DataError: a result belongs to no image of the ground truth, or lacks what is to be judged.
     """
-    unknown = {result["image_id"] for result in results} - {image["id"] for image in ground_truth["images"]}
-    lacking = [key for _, key in (KINDS[kind] for kind in kinds) if any(key not in result for result in results)]
-    if unknown or lacking:
-        raise DataError(
-            "results that cannot be judged.",
-            expected=f"images of the ground truth, and {listed(KINDS[kind][1] for kind in kinds)} in each result",
-            found=f"unknown images: {listed(sorted(unknown))}; results without: {listed(lacking)}",
-            todo="Evaluate the images that the results are of, and only the kinds that they have.",
-        )
     metrics: dict[str, float] = {}
     for kind in kinds:
         prefix, key = KINDS[kind]
