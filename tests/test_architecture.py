@@ -108,6 +108,12 @@ def test_the_report_imports_no_training():
             ), name
 
 
+def test_data_know_no_task():
+    for path in (SRC / "lab" / "data").rglob("*.py"):
+        for name in imported(ast.parse(path.read_text())):
+            assert not name.startswith("wellcond.lab.tasks"), f"{path.relative_to(SRC)} imports {name}"
+
+
 @pytest.mark.parametrize("name", ["select", "spectrum", "ends"])
 def test_methods_of_the_spectrum_know_no_concrete_form(name):
     """A new form edits no method: what differs between forms is a member of `AbstractForm`."""
@@ -209,7 +215,7 @@ def test_a_missing_extra_names_its_install_line():
         "for name in ('timm', 'transformers', 'typer', 'sklearn'): sys.modules[name] = None\n"
         "from wellcond.models import build_model\n"
         "from wellcond.errors import MissingExtraError\n"
-        "from wellcond.lab.data.digits import load_digits\n"
+        "from wellcond.lab.data.sources.digits import load_digits\n"
         "for call in (lambda: build_model('timm:x'), lambda: build_model('hf:x'), load_digits):\n"
         "    try: call()\n"
         "    except MissingExtraError as error: print(error)\n"

@@ -5,10 +5,12 @@ import os
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 from pycocotools import mask as mask_api
 
 from wellcond.lab.data import load_data, resolve_config
+from wellcond.lab.tasks.detection.evaluation import to_mask
 
 ROOT = Path(os.environ.get("WELLCOND_DATA") or Path(__file__).parents[2] / "../shared/data")
 MINI = ROOT / "coco2017-mini"
@@ -95,3 +97,9 @@ def write_set(root, train=None, evaluation=None):
 
 def load_set(root, **options):
     return load_data(resolve_config({"source": "coco", "path": str(root), **options}))
+
+
+def masks_of(instances, height, width):
+    """Masks (n, height, width) of all objects."""
+    masks = [to_mask(segmentation, height, width) for segmentation in instances.segmentations]
+    return torch.stack(masks) if masks else torch.zeros(0, height, width, dtype=torch.uint8)

@@ -6,11 +6,11 @@ import torch
 from PIL import Image
 from pydantic import ValidationError
 
-from detection.coco_sets import MINI, compressed, disc, load_set, rectangle, runs, write_set
-from wellcond.lab.detection import CropSettings, DetectionAugmentation, Instances, prepare
-from wellcond.lab.detection.augment import choose_view, fit
-from wellcond.lab.detection.boxes import boxes_of_masks, thin_boxes
+from detection.coco_sets import MINI, compressed, disc, load_set, masks_of, rectangle, runs, write_set
 from wellcond.lab.seeding import generator
+from wellcond.lab.tasks.detection import CropSettings, DetectionAugmentation, Instances, prepare
+from wellcond.lab.tasks.detection.coco import thin_boxes
+from wellcond.lab.tasks.detection.samples import boxes_of_masks, choose_view, fit
 
 needs_mini = pytest.mark.skipif(not MINI.is_dir(), reason="coco2017-mini is not at hand")
 TRAINING = DetectionAugmentation(
@@ -23,7 +23,7 @@ def example_of(segmentations, size=(40, 60), crowd=None):
     """Objects whose boxes are those of their masks."""
     count = len(segmentations)
     blank = Instances(torch.zeros(count, 4), torch.arange(1, count + 1), torch.zeros(count).bool(), segmentations)
-    masks = blank.masks(*size)
+    masks = masks_of(blank, *size)
     crowd = torch.zeros(count).bool() if crowd is None else torch.tensor(crowd)
     pixels = torch.stack([masks.amax(0) if count else torch.zeros(size, dtype=torch.uint8)] * 3, 2) * 255
     instances = Instances(boxes_of_masks(masks), blank.labels, crowd, segmentations)
@@ -103,7 +103,7 @@ def test_without_a_change_everything_is_as_annotated():
     same = DetectionAugmentation(flip=0.0, sides=(40,), longest=60, evaluation_side=40, evaluation_longest=60)
     for draw in (None, generator(0, "augmentation")):
         sample = prepare(example, same, draw)
-        assert torch.equal(sample["masks"], example["instances"].masks(40, 60))
+        assert torch.equal(sample["masks"], masks_of(example["instances"], 40, 60))
         assert torch.equal(sample["boxes"], example["instances"].boxes)
         assert torch.equal(sample["image"], torch.tensor(np.array(example["image"])).permute(2, 0, 1) / 255)
 
@@ -131,7 +131,7 @@ def test_a_polygon_that_a_crop_cuts_is_the_cut_mask():
             view = choose_view((40, 60), crop, generator(seed, "augmentation"))
             sample = prepare(example, crop, generator(seed, "augmentation"))
             top, left = int(view.top), int(view.left)
-            expected = example["instances"].masks(40, 60)[:, top : top + 20, left : left + 20]
+            expected = masks_of(example["instances"], 40, 60)[:, top : top + 20, left : left + 20]
             expected = expected[expected.bool().flatten(1).any(1)]
             assert torch.equal(sample["masks"], expected)
             assert torch.equal(sample["boxes"], boxes_of_masks(expected))

@@ -19,14 +19,15 @@ from detection.coco_sets import (
     compressed,
     disc,
     load_set,
+    masks_of,
     rectangle,
     runs,
     usual_annotations,
     write_set,
 )
 from wellcond.lab.data import DataError, fingerprint
-from wellcond.lab.detection import masks
-from wellcond.lab.detection.boxes import boxes_of_masks
+from wellcond.lab.tasks.detection import evaluation as masks
+from wellcond.lab.tasks.detection.samples import boxes_of_masks
 from wellcond.run_lengths import read_counts
 
 needs_mini = pytest.mark.skipif(
@@ -58,7 +59,7 @@ def test_examples_have_images_boxes_labels_and_masks(tmp_path):
     instances = example["instances"]
     assert instances.boxes.tolist() == [[5, 6, 25, 21], [32, 10, 48, 26]] and instances.boxes.dtype == torch.float32
     assert instances.labels.tolist() == [2, 3] and instances.labels.dtype == torch.int64
-    assert instances.masks(40, 60).dtype == torch.uint8
+    assert masks_of(instances, 40, 60).dtype == torch.uint8
 
 
 def test_masks_are_those_of_pycocotools(tmp_path):
@@ -68,7 +69,7 @@ def test_masks_are_those_of_pycocotools(tmp_path):
         seen = 0
         for number, example in by_id(split).items():
             rows = [row for row in usual_annotations() if row["image_id"] == number and row["id"] in kept]
-            found = example["instances"].masks(*example["size"])
+            found = masks_of(example["instances"], *example["size"])
             assert found.shape == (len(rows), *SIZES[number])
             for mask, row in zip(found, rows, strict=True):
                 assert np.array_equal(mask.numpy(), expected[row["id"]]) and mask.any()
@@ -108,7 +109,7 @@ def test_training_leaves_out_what_cannot_be_learnt_from_and_says_so(tmp_path):
 def test_evaluation_keeps_crowds_and_images_without_objects(tmp_path):
     found = by_id(load_set(write_set(tmp_path)).evaluation)
     assert found[5]["instances"].crowd.tolist() == [False, True]
-    assert len(found[300]["instances"]) == 0 and found[300]["instances"].masks(32, 32).shape == (0, 32, 32)
+    assert len(found[300]["instances"]) == 0 and masks_of(found[300]["instances"], 32, 32).shape == (0, 32, 32)
     assert found[42]["instances"].boxes.tolist() == [[30, 20, 60, 50]], "as annotated"
 
 
@@ -192,41 +193,41 @@ def image(**changes):
 
 
 SPOILED = {
-    "unknown image": (first(image_id=12), "annotation 21: it belongs to no image", "image_id 12"),
-    "unknown category": (first(category_id=1), "annotation 21: it belongs to no category", "category_id 1"),
-    "no bbox": (rows_without("annotations", "bbox"), "annotations entry 1 (the first is 0)", "'bbox' is missing"),
-    "no mask": (rows_without("annotations", "segmentation"), "id 22", "'segmentation' is missing"),
-    "no crowd flag": (rows_without("annotations", "iscrowd"), "id 22", "'iscrowd' is missing"),
-    "no area": (rows_without("annotations", "area"), "id 22", "'area' is missing"),
-    "no id": (rows_without("annotations", "id"), "id None", "'id' is missing"),
-    "no width": (rows_without("images", "width"), "images entry 1 (the first is 0), id 5", "'width' is missing"),
-    "no file name": (rows_without("images", "file_name"), "id 5", "'file_name' is missing"),
-    "no category name": (rows_without("categories", "name"), "id 2", "'name' is missing"),
-    "annotation twice": (twice("annotations"), "id 21: another entry has this id", "21 twice"),
-    "image twice": (twice("images"), "id 11: another entry has this id", "11 twice"),
-    "category twice": (twice("categories"), "id 7: another entry has this id", "7 twice"),
-    "id of text": (first(id="a"), "'id' is of another kind", "found:    'a'"),
-    "flag of bool": (first(iscrowd=False), "'iscrowd' is of another kind", "found:    False"),
-    "box of three": (first(bbox=[1, 2, 3]), "annotation 21: the box or the area", "[1, 2, 3]"),
-    "box of text": (first(bbox=[1, 2, 3, "4"]), "annotation 21: the box or the area", "'4'"),
-    "infinite box": (first(bbox=[1, 2, float("inf"), 4]), "annotation 21: the box or the area", "inf"),
-    "area not a number": (first(area=float("nan")), "annotation 21: the box or the area", "area nan"),
-    "odd polygon": (first(segmentation=[[1, 2, 3, 4, 5, 6, 7]]), "annotation 21: the mask", "a polygon of 7 numbers"),
-    "polygon of text": (first(segmentation=["abc"]), "annotation 21: the mask", "no list of numbers"),
-    "infinite polygon": (first(segmentation=[[float("nan")] * 6]), "annotation 21: the mask", "not finite"),
+    "unknown image": (first(image_id=12), "annotation 21: it cannot be used", "image_id 12, which no image has"),
+    "unknown category": (first(category_id=1), "annotation 21: it cannot", "category_id 1, which no category has"),
+    "no bbox": (rows_without("annotations", "bbox"), "no COCO instances", "annotations.1.bbox: Field required"),
+    "no mask": (rows_without("annotations", "segmentation"), "annotations.1.segmentation", "required"),
+    "no crowd flag": (rows_without("annotations", "iscrowd"), "annotations.1.iscrowd", "required"),
+    "no area": (rows_without("annotations", "area"), "annotations.1.area", "required"),
+    "no id": (rows_without("annotations", "id"), "annotations.1.id", "required"),
+    "no width": (rows_without("images", "width"), "images.1.width", "required"),
+    "no file name": (rows_without("images", "file_name"), "images.1.file_name", "required"),
+    "no category name": (rows_without("categories", "name"), "categories.1.name", "required"),
+    "annotation twice": (twice("annotations"), "annotations: several entries have one id", "once: 21"),
+    "image twice": (twice("images"), "images: several entries have one id", "once: 11"),
+    "category twice": (twice("categories"), "categories: several entries have one id", "once: 7"),
+    "id of text": (first(id="a"), "annotations.0.id", "(found 'a')"),
+    "flag of bool": (first(iscrowd=False), "annotations.0.iscrowd", "(found False)"),
+    "box of three": (first(bbox=[1, 2, 3]), "annotations.0.bbox", "at least 4 items"),
+    "box of text": (first(bbox=[1, 2, 3, "4"]), "annotations.0.bbox.3", "(found '4')"),
+    "infinite box": (first(bbox=[1, 2, float("inf"), 4]), "annotations.0.bbox.2", "finite number (found inf)"),
+    "area not a number": (first(area=float("nan")), "annotations.0.area", "finite number (found nan)"),
+    "odd polygon": (first(segmentation=[[1, 2, 3, 4, 5, 6, 7]]), "annotations.0.segm", "expected x and y by turns"),
+    "polygon of text": (first(segmentation=["abc"]), "annotations.0.segmentation", "(found 'abc')"),
+    "infinite polygon": (first(segmentation=[[float("nan")] * 6]), "annotations.0.segmentation", "finite number"),
     "runs of another size": (
-        first(segmentation=runs(disc(60, 40, (18, 20), 8))), "annotation 21: the mask", "size [60, 40]"),
+        first(segmentation=runs(disc(60, 40, (18, 20), 8))), "annotation 21: it cannot", "size [60, 40]"),
     "runs too short": (first(segmentation={"size": [40, 60], "counts": [9, 4]}), "annotation 21", "13 pixels in an"),
-    "negative run": (first(segmentation={"size": [40, 60], "counts": [2401, -1]}), "annotation 21", "non-negative"),
+    "negative run": (first(segmentation={"size": [40, 60], "counts": [2401, -1]}), "annotations.0.segm", "(found -1)"),
     "cut text": (first(segmentation={"size": [40, 60], "counts": "P"}), "annotation 21", "cut short"),
     "other text": (first(segmentation={"size": [40, 60], "counts": "~"}), "annotation 21", "character number 126"),
-    "no counts": (first(segmentation={"size": [40, 60]}), "annotation 21", "neither text nor a list"),
-    "file outside": (image(file_name="../secret.png"), "image 11: its file lies outside", "'../secret.png'"),
-    "absolute file": (image(file_name="/etc/passwd"), "image 11: its file lies outside", "'/etc/passwd'"),
-    "no pixels": (image(height=0), "image 11: it has no pixels", "60 x 0"),
-    "no images": (lambda content: content.update(images=[], annotations=[]), "there is nothing to find", "0 images"),
+    "no counts": (first(segmentation={"size": [40, 60]}), "annotations.0.segmentation", "required"),
+    "file outside": (image(file_name="../secret.png"), "images.0.file_name", "(found '../secret.png')"),
+    "absolute file": (image(file_name="/etc/passwd"), "images.0.file_name", "(found '/etc/passwd')"),
+    "no pixels": (image(height=0), "images.0.height", "greater than 0 (found 0)"),
+    "no images": (lambda content: content.update(images=[], annotations=[]), "images: ", "at least 1 item"),
     "no objects": (lambda content: content.update(annotations=[]), "no image has an object to find", "images"),
-    "no list": (lambda content: content.update(images={}), "no COCO annotations", "dict without images"),
+    "no list": (lambda content: content.update(images={}), "images: ", "valid array"),
 }  # fmt: skip
 
 
@@ -255,7 +256,7 @@ def test_a_file_that_is_no_coco_file(tmp_path, text):
 def test_evaluation_refuses_masks_that_pycocotools_cannot_read(tmp_path, polygons):
     content = coco([*usual_annotations(), annotation(9, 11, 7, (1, 1, 5, 5), polygons)])
     message = failure(write_set(tmp_path, evaluation=content))
-    assert "instances_val2017.json, annotation 9: the mask cannot be evaluated" in message
+    assert "instances_val2017.json, annotation 9: it cannot be used" in message
 
 
 def test_missing_images_are_named_before_training(tmp_path):
@@ -311,7 +312,6 @@ def test_run_lengths_survive_both_ways(seed):
     expected = torch.from_numpy(mask)
     for rle in (runs(mask), compressed(mask), masks.from_mask(expected)):
         assert torch.equal(masks.to_mask(rle, height, width), expected)
-        assert masks.rle_problem(rle, height, width) == ""
     assert read_counts(compressed(mask)["counts"]) == runs(mask)["counts"]
     found = boxes_of_masks(expected[None])[0].tolist()
     rows, columns = mask.nonzero()
@@ -335,7 +335,7 @@ def test_the_mini_set(monkeypatch):
     expected = annotated_masks(json.loads((MINI / "annotations/instances_val2017.json").read_text()))
     for index in range(0, len(bundle.evaluation), 8):
         example = bundle.evaluation[index]
-        found = example["instances"].masks(*example["size"])
+        found = masks_of(example["instances"], *example["size"])
         numbers = [row["id"] for row in bundle.evaluation.annotations[index]]
         assert len(numbers) == len(found) > 0
         assert all(np.array_equal(mask.numpy(), expected[n]) for mask, n in zip(found, numbers, strict=True))

@@ -10,7 +10,7 @@ from wellcond.lab.seeding import epoch_order
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.augmentation import AugmentationSettings
 from wellcond.lab.tasks.base import EVALUATION
-from wellcond.lab.tasks.image_sets import IMAGENET, Pictures, picture_transform
+from wellcond.lab.tasks.image_classification import IMAGENET, Pictures, picture_transform
 from wellcond.lab.train.batches import Share, UpdatePlan, evaluation_parts, fetch_batches
 
 WHOLE = Share()

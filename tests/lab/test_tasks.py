@@ -54,20 +54,32 @@ def prose(*documents):
     return bundle("text", texts(*documents), classes=None)
 
 
-def cases():
+@pytest.fixture(scope="module")
+def pets(tmp_path_factory):
+    """A flat folder of classes, which is split by itself."""
+    root = tmp_path_factory.mktemp("pets")
+    for label, name in enumerate(("ant", "cat", "dog")):
+        (root / name).mkdir()
+        for row, pixels in enumerate(byte_images(12, 1, seed=label).inputs):
+            Image.fromarray(pixels[0].numpy()).save(root / name / f"{row}.png")
+    return load_data(resolve_config({"source": "image_folder", "path": str(root), "evaluation_fraction": 0.25}))
+
+
+def cases(pets):
     text = make_task("sequence_classification", DOCUMENTS, length=16)
     return {
         "images": (make_task("image_classification", IMAGES), tiny_vit()),
+        "folder": (make_task("image_classification", pets), tiny_vit()),
         "text": (text, tiny_bert()),
         "tokens": (make_task("sequence_classification", token_data([[0, 1, 4], [2, 3, 0]])), tiny_bert(6)),
         "language": (make_task("language_modelling", prose("hello " * 9), context=8), tiny_gpt2()),
     }
 
 
-@pytest.mark.parametrize("name", ["images", "text", "tokens", "language"])
+@pytest.mark.parametrize("name", ["images", "folder", "text", "tokens", "language"])
 @torch.no_grad()
-def test_loss_is_a_sum_of_terms_and_agrees_with_the_score(name):
-    task, model = cases()[name]
+def test_loss_is_a_sum_of_terms_and_agrees_with_the_score(name, pets):
+    task, model = cases(pets)[name]
     model.eval()
     batch = evaluation_batch(task)
     mean = float(task.loss(model, batch)) / int(task.num_terms(batch))
@@ -79,15 +91,15 @@ def test_loss_is_a_sum_of_terms_and_agrees_with_the_score(name):
         expected = cross_entropy(logits[:, :-1].reshape(-1, 257), tokens[:, 1:].reshape(-1))
     else:
         inputs = {key: value for key, value in batch.items() if key not in ("label", "image")}
-        output = model(batch["image"]) if name == "images" else model(**inputs).logits
+        output = model(batch["image"]) if "image" in batch else model(**inputs).logits
         expected = cross_entropy(output, batch["label"])
     assert mean == pytest.approx(float(expected), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["images", "text", "tokens", "language"])
+@pytest.mark.parametrize("name", ["images", "folder", "text", "tokens", "language"])
 @torch.no_grad()
-def test_sums_over_parts_give_the_metrics_of_the_whole(name):
-    task, model = cases()[name]
+def test_sums_over_parts_give_the_metrics_of_the_whole(name, pets):
+    task, model = cases(pets)[name]
     model.eval()
     sums = {}
     for index in range(len(task.evaluation)):
@@ -99,11 +111,11 @@ def test_sums_over_parts_give_the_metrics_of_the_whole(name):
     )
 
 
-@pytest.mark.parametrize("name", ["images", "text", "tokens", "language"])
-def test_measure_takes_the_probe(name):
-    task, model = cases()[name]
+@pytest.mark.parametrize("name", ["images", "folder", "text", "tokens", "language"])
+def test_measure_takes_the_probe(name, pets):
+    task, model = cases(pets)[name]
     found = wellcond.measure(model.eval(), task.probe(1))
-    assert [len(layer.heads) for layer in found.layers] == [2] * (2 if name == "images" else 1)
+    assert [len(layer.heads) for layer in found.layers] == [2] * (2 if name in ("images", "folder") else 1)
     assert all(head.jacobian is not None for layer in found.layers for head in layer.heads)
 
 

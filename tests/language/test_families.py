@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from wellcond import conditioning_of, find_attention, fold_
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.tasks.image_classification import logits_of
+from wellcond.lab.tasks.base import logits_of
 from wellcond.lab.train.optimizers import AdamW
 from wellcond.models import build_model
 

@@ -125,7 +125,7 @@ def test_a_link_of_coco_is_not_followed_out(tmp_path):
     split = load_set(root).train
     at = next(n for n, image in enumerate(split.images) if image["file_name"] == linked.name)
     for read in (split.content, split.__getitem__):
-        with pytest.raises(DataError, match="link out of the data set"):
+        with pytest.raises(DataError, match="leads out of its folder"):
             read(at)
 
 

@@ -170,9 +170,9 @@ def _check_fits(wanted: int, option: str, what: str) -> None:
 
 def _digits(reads: Reads, samples: int) -> tuple[Tensor, str]:
     channels, *size = _image_shape(reads, "digits")
-    from wellcond.lab.data.digits import load_digits
+    from wellcond.lab.data.sources.digits import load_digits
 
-    images = load_digits().train_images
+    images = load_digits()[0].inputs
     if samples > len(images):
         raise InputError(f"--samples: expected at most {len(images)} digits, found {samples}")
     scaled = nn.functional.interpolate(images[:samples], size, mode="bilinear", antialias=False)

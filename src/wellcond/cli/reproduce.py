@@ -15,7 +15,7 @@ from wellcond.cli.experiments import choose_workers, is_first_process, leaving_t
 from wellcond.cli.progress import RunsProgress
 from wellcond.errors import WellcondError
 from wellcond.files import to_json
-from wellcond.lab.data.mirror import MIRROR_VARIABLE
+from wellcond.lab.data.reading import MIRROR_VARIABLE
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import split_methods
 from wellcond.lab.report.glue import rebuild_glue

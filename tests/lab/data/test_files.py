@@ -62,7 +62,7 @@ def test_a_pattern_reads_its_files_in_order_and_errors_name_the_file(tmp_path):
     assert [bundle.evaluation[i]["text"] for i in (0, 5)] == ["text 0", "text 8"]
     write_jsonl(tmp_path / "part[2].jsonl", [ROWS[0], {**ROWS[1], "stars": -4}])
     message = failure(tmp_path, **fields)
-    assert f"{tmp_path}/part[2].jsonl, row 1 (the first is 0): the label is negative" in message and "-4" in message
+    assert f"{tmp_path}/part[2].jsonl, row 1 (the first is 0): the label is not a class" in message and "-4" in message
     write_jsonl(tmp_path / "part[2].jsonl", [{"other": 1}])
     message = failure(tmp_path, **fields)
     assert "part[2].jsonl: the columns are not those of" in message and "other" in message
@@ -96,17 +96,13 @@ def test_limits_draw_a_fixed_subset(tmp_path):
     assert len(both.train) == 7 and both.train[3]["label"] == int(both.train[3]["text"]) // 50
 
 
-def test_text_files_give_lines_or_whole_files(tmp_path):
+def test_text_files_give_lines(tmp_path):
     (tmp_path / "a.txt").write_text("one\n\n  two\u2028same line\nthree", encoding="utf-8")
     (tmp_path / "b.txt").write_text("four\nfive\n")
     lines = load(tmp_path, source="files", train="a.txt", evaluation="b.txt")
     assert [lines.train[i] for i in range(4)] == [{"text": t} for t in ("one", "", "  two\u2028same line", "three")]
     assert lines.class_names is None and lines.num_classes is None and lines.train.labels is None
     assert "1 empty texts in 'train'" in lines.description and "unlabelled" in lines.description
-    (tmp_path / "c.txt").write_text("")
-    whole = load(tmp_path, source="files", train="*.txt", evaluation="b.txt", unit="file")
-    assert len(whole.train) == 3 and whole.evaluation[0] == {"text": "four\nfive\n"}
-    assert "1 empty texts" in whole.description
 
 
 def test_csv_texts_survive_as_written(tmp_path):
@@ -210,9 +206,8 @@ def test_truncated_or_undecodable_file_is_named(tmp_path, suffix):
 def test_text_in_another_encoding_is_named(tmp_path):
     for name, data in (("a.txt", b"fine"), ("b.txt", "Grüße".encode("latin-1"))):
         (tmp_path / name).write_bytes(data)
-    for unit in ("line", "file"):
-        message = failure(tmp_path, source="files", train="*.txt", evaluation="a.txt", unit=unit)
-        assert f"{tmp_path}/b.txt: the file cannot be read as text" in message and "UnicodeDecodeError" in message
+    message = failure(tmp_path, source="files", train="*.txt", evaluation="a.txt")
+    assert f"{tmp_path}/b.txt: the file cannot be read as text" in message and "UnicodeDecodeError" in message
 
 
 def test_missing_unknown_and_mixed_files_are_named(tmp_path):
@@ -265,10 +260,10 @@ def test_missing_text_names_the_row(tmp_path):
 @pytest.mark.parametrize(
     ("train", "evaluation", "message"),
     [
-        ([0, 1, -1], [0], "train.jsonl, row 2 (the first is 0): the label is negative"),
-        ([0, 1], [1, 2], "evaluation.jsonl, row 1 (the first is 0): the label is out of range"),
-        ([0, 1], [-1], "evaluation.jsonl, row 0 (the first is 0): the label is out of range"),
-        ([1, 2, 3], [1], "train.jsonl: no row has the label 0, though larger ones occur"),
+        ([0, 1, -1], [0], "train.jsonl, row 2 (the first is 0): the label is not a class"),
+        ([0, 1], [1, 2], "evaluation.jsonl, row 1 (the first is 0): the label is not a class"),
+        ([0, 1], [-1], "evaluation.jsonl, row 0 (the first is 0): the label is not a class"),
+        ([1, 2, 3], [1], "train.jsonl: no row has the label 0, though others occur"),
         ([0, 1, 3], [1], "train.jsonl: no row has the label 2"),
         ([0, 0.5], [0], "train.jsonl, row 0 (the first is 0): the label is not an integer"),
         ([0, "one"], [0], "train.jsonl, row 1 (the first is 0): the label is not an integer"),
@@ -293,7 +288,7 @@ def test_wrong_labels_name_file_row_and_value(tmp_path, train, evaluation, messa
         (["0", "1", ""], "row 2 (the first is 0): the label is missing"),
         (["0", "one", "1"], "row 1 (the first is 0): the label is not an integer"),
         (["0.5", "1.5"], "row 0 (the first is 0): the label is not an integer"),
-        (["0", "-1"], "row 1 (the first is 0): the label is negative"),
+        (["0", "-1"], "row 1 (the first is 0): the label is not a class"),
     ],
 )
 def test_wrong_labels_in_csv_name_the_row(tmp_path, labels, message):
@@ -326,7 +321,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch, source):
 def test_too_few_rows_for_a_fraction(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"text": "x", "label": 0}, {"text": "y", "label": 1}])
     message = failure(tmp_path, source="files", train="a.jsonl", evaluation_fraction=0.5)
-    assert "too few rows" in message and "2 rows in 2 classes" in message
+    assert "too few examples" in message and "2 examples in 2 classes" in message
 
 
 @pytest.mark.parametrize("fields", [{}, {"evaluation": "b", "evaluation_fraction": 0.1}])

@@ -56,7 +56,7 @@ def test_mirror_resolves_configurations_pairs_and_hidden_labels(mirror):
 
 def test_hidden_labels_are_an_error_where_labels_are_needed(mirror):
     message = failure(source="hub", id="lab/texts", config="one", evaluation_split="test")
-    assert "lab/texts (one), split 'test', row 0 (the first is 0): the label is out of range" in message
+    assert "lab/texts (one), split 'test', row 0 (the first is 0): the label is not a class" in message
     assert "from 0 to 1" in message and "-1" in message
 
 

@@ -1,6 +1,7 @@
 import pickle
 
 import pytest
+from pydantic import ValidationError
 
 from lab.data.helpers import failure, load
 from wellcond.lab.data import DataError, fingerprint
@@ -69,16 +70,49 @@ def test_image_folder_fingerprint_does_not_depend_on_the_place(folder, tmp_path)
     assert fingerprint(load(source="image_folder", path=str(tmp_path / "elsewhere/pets"))) == before
 
 
+def test_a_folder_of_classes_is_split_by_itself(folder):
+    flat = folder / "train"
+    bundle = load(source="image_folder", path=str(flat), evaluation_fraction=0.34)
+    assert bundle.class_names == ("ant", "cat", "dog") and bundle.name == "train" and not bundle.others
+    assert (bundle.train.labels.tolist(), bundle.evaluation.labels.tolist()) == ([0, 0, 1, 1, 2, 2], [0, 1, 2])
+    assert not set(bundle.train.files) & set(bundle.evaluation.files)
+    assert "evaluated on 0.34 of the images of every class, set aside by seed 0: 6 training" in bundle.description
+    again, other = (load(source="image_folder", path=str(flat), evaluation_fraction=0.34, seed=seed) for seed in (0, 1))
+    assert fingerprint(again) == fingerprint(bundle) != fingerprint(other)
+    assert "too few examples" in failure(source="image_folder", path=str(flat))  # 0.1 of 3
+    for name in CLASSES:
+        for number in range(3, 10):
+            (flat / name / f"{number}.png").write_bytes((flat / name / "0.png").read_bytes())
+    assert "evaluated on 0.1 of the images" in load(source="image_folder", path=str(flat)).description
+
+
+def test_a_part_of_the_training_split_may_be_set_aside(folder):
+    bundle = load(source="image_folder", path=str(folder), evaluation_fraction=0.34)
+    assert (len(bundle.train), len(bundle.evaluation)) == (6, 3) and list(bundle.others) == ["val"]
+    with pytest.raises(ValidationError, match="either 'evaluation' .* got both"):
+        load(source="image_folder", path=str(folder), evaluation_fraction=0.34, evaluation="val")
+
+
 def test_missing_folders_are_named(folder):
     message = failure(folder.parent, source="image_folder", path="pest")
-    assert f"{folder.parent}/pest: the image folder is missing" in message and "pets" in message
+    assert f"{folder.parent}/pest: no such folder" in message and "pets" in message
     assert "found:    in" in failure(source="image_folder", path=str(folder / "no/where"))
     message = failure(source="image_folder", path=str(folder), train="training")
-    assert "the training split is missing" in message and "train, val" in message
-    assert "the evaluation split is missing" in failure(source="image_folder", path=str(folder), evaluation="dev")
+    assert "training: no such folder" in message and "'train'" in message and "train, val" in message
+    message = failure(source="image_folder", path=str(folder), evaluation="dev")
+    assert "dev: no such folder" in message and "'evaluation'" in message
     (folder / "val").rename(folder / "other")
     message = failure(source="image_folder", path=str(folder))
     assert "there is no split to evaluate on" in message and "val, validation, test" in message
+    (folder / "other").rename(folder / "val")
+    (folder / "train").rename(folder / "other")
+    assert "train: no such folder" in failure(source="image_folder", path=str(folder))
+
+
+def test_errors_come_before_the_files_are_listed(folder, monkeypatch):
+    (folder / "val/dog").rename(folder / "val/cow")
+    monkeypatch.setattr("os.walk", lambda *_: pytest.fail("files are listed"))
+    assert "not in training: cow" in failure(source="image_folder", path=str(folder))
 
 
 def test_class_missing_in_validation_is_named(folder):
@@ -89,7 +123,8 @@ def test_class_missing_in_validation_is_named(folder):
 
 
 def test_empty_class_is_named(folder):
-    (folder / "train/empty").mkdir()
+    for split in ("train", "val"):
+        (folder / split / "empty").mkdir()
     (folder / "train/empty/list.txt").write_text("x")
     message = failure(source="image_folder", path=str(folder))
     assert f"{folder}/train/empty: this class has no images" in message and "1 other files" in message

@@ -30,9 +30,9 @@ def random_image(seed=0, shape=(6, 8, 3)):
 def test_whole_split_becomes_one_tensor():
     images, seen = [random_image(seed) for seed in range(5)], []
     result = as_tensor_images(Images(images), channels=3, progress=lambda done, total: seen.append((done, total)))
-    assert result.images.dtype == torch.uint8 and result.images.shape == (5, 3, 6, 8)
-    assert result.images[2].permute(1, 2, 0).numpy().tolist() == np.asarray(images[2]).tolist()
-    assert result.labels.tolist() == [0, 1, 2, 3, 4] and seen[-1] == (5, 5)
+    assert result.dtype == torch.uint8 and result.shape == (5, 3, 6, 8)
+    assert result[2].permute(1, 2, 0).numpy().tolist() == np.asarray(images[2]).tolist()
+    assert seen[-1] == (5, 5)
 
 
 def test_sizes_that_differ_or_exceed_the_limit_give_none():
@@ -46,17 +46,17 @@ def test_sizes_that_differ_or_exceed_the_limit_give_none():
 def test_size_resizes_the_shorter_side_and_cuts_the_centre():
     images = [random_image(shape=(6, 9, 3)), random_image(shape=(31, 7, 3)), random_image(shape=(4, 4, 3))]
     result = as_tensor_images(Images(images), channels=3, size=4)
-    assert result.images.shape == (3, 3, 4, 4)
-    assert result.images[2].permute(1, 2, 0).numpy().tolist() == np.asarray(images[2]).tolist()
+    assert result.shape == (3, 3, 4, 4)
+    assert result[2].permute(1, 2, 0).numpy().tolist() == np.asarray(images[2]).tolist()
     wide = np.zeros((4, 12, 3), dtype=np.uint8)
     wide[:, 4:8] = 255
-    assert as_tensor_images(Images([Image.fromarray(wide)]), channels=3, size=4).images.min() == 255
+    assert as_tensor_images(Images([Image.fromarray(wide)]), channels=3, size=4).min() == 255
 
 
 def test_tensors_keep_their_type():
     split = TensorDataset("image", torch.randn(3, 1, 4, 4), torch.tensor([0, 1, 0]))
-    assert as_tensor_images(split, channels=1).images.equal(split.inputs)
-    assert as_tensor_images(split, channels=3).images.equal(split.inputs.expand(-1, 3, -1, -1))
+    assert as_tensor_images(split, channels=1).equal(split.inputs)
+    assert as_tensor_images(split, channels=3).equal(split.inputs.expand(-1, 3, -1, -1))
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -28,8 +28,8 @@ def test_cifar10():
     bundle = load(source="hub", id="uoft-cs/cifar10", limit_train=500)
     assert bundle.kind == "image" and bundle.class_names[:2] == ("airplane", "automobile")
     decoded = as_tensor_images(bundle.train, channels=3)
-    assert decoded.images.shape == (500, 3, 32, 32) and decoded.images.dtype == torch.uint8
-    assert decoded.labels.bincount().min() > 20 and 100 < float(decoded.images.float().mean()) < 140
+    assert decoded.shape == (500, 3, 32, 32) and decoded.dtype == torch.uint8
+    assert bundle.train.labels.bincount().min() > 20 and 100 < float(decoded.float().mean()) < 140
     assert fingerprint(bundle) == fingerprint(load(source="hub", id="uoft-cs/cifar10", limit_train=500))
 
 

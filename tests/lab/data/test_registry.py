@@ -21,8 +21,8 @@ from wellcond.lab.data import (
     register_source,
     resolve_config,
 )
-from wellcond.lab.data.digits import load_digits
 from wellcond.lab.data.registry import SOURCES
+from wellcond.lab.data.sources.digits import load_digits
 
 
 class Recipe(BaseModel):
@@ -83,11 +83,11 @@ def test_settings_are_frozen():
 
 
 def test_digits_are_those_of_the_demo():
-    bundle, digits = load(source="digits"), load_digits()
+    bundle, (train, test) = load(source="digits"), load_digits()
     assert (len(bundle.train), len(bundle.evaluation), bundle.num_classes) == (1297, 500, 10)
-    assert bundle.train[5]["image"].equal(digits.train_images[5]) and bundle.train[0]["image"].shape == (1, 8, 8)
-    assert bundle.evaluation.labels.equal(digits.test_labels)
-    assert bundle.train[-1]["label"] == int(digits.train_labels[-1])
+    assert bundle.train[5]["image"].equal(train.inputs[5]) and bundle.train[0]["image"].shape == (1, 8, 8)
+    assert bundle.evaluation.labels.equal(test.labels)
+    assert bundle.train[-1]["label"] == int(train.labels[-1])
     with pytest.raises(IndexError, match="index 1297 of a split of 1297"):
         bundle.train[1297]
 

@@ -7,11 +7,10 @@ try:
 except ImportError as error:
     raise MissingExtraError("pydantic", "train") from error
 
-from wellcond.lab.data.base import Data, Dataset, Kind, TensorDataset
+from wellcond.lab.data.base import Data, Dataset, Kind, TensorDataset, fingerprint
 from wellcond.lab.data.errors import DataError
-from wellcond.lab.data.fingerprint import fingerprint
 from wellcond.lab.data.generated import Generated, GeneratorOptions, register_generator
-from wellcond.lab.data.images import TensorImages, as_tensor_images, to_channels
+from wellcond.lab.data.images import as_tensor_images, to_channels
 from wellcond.lab.data.registry import DataConfig, SourceConfig, load_data, register_source, resolve_config
 
 from wellcond.lab.data import citations, listops, pathfinder, sources, synthetic  # noqa: F401  isort: skip  (register themselves)
@@ -26,7 +25,6 @@ __all__ = [
     "Kind",
     "SourceConfig",
     "TensorDataset",
-    "TensorImages",
     "as_tensor_images",
     "fingerprint",
     "load_data",

@@ -1,7 +1,8 @@
-"""What every data source returns: splits with random access, bundled with their classes."""
+"""What every data source returns: datasets with random access, and what they are about."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -9,16 +10,20 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from wellcond.lab.data.errors import DataError
+
 Kind = Literal["image", "text", "tokens", "detection"]
+NUM_DIGESTED = 16
+"""Inputs of a dataset that its fingerprint covers."""
 
 
 class Dataset(Protocol):
     """Random access to examples; picklable, so that `DataLoader` workers can hold it.
 
     An example is a dict: `image` (a PIL image, or a tensor (C, H, W)), `text` (and `text_pair`), or `tokens` (a
-    vector of int64), and `label` (int) unless the split is unlabelled; for detection see `CocoSplit`. Tokens are ids
-    from 0; the sequences of a split have one length, and shorter ones are filled with -1, which is padding and stands
-    at the end only.
+    vector of int64), and `label` (int) unless the dataset is unlabelled; for detection see `CocoDataset`. Tokens are
+    ids from 0; the sequences of a dataset have one length, and shorter ones are filled with -1, which is padding and
+    stands at the end only.
     """
 
     @property
@@ -111,3 +116,56 @@ def draw_subset(length: int, limit: int | None, *, seed: int = 0) -> Tensor | No
         return None
     drawn = torch.randperm(length, generator=torch.Generator().manual_seed(seed))[:limit]
     return drawn.sort().values
+
+
+def draw_fraction(dataset: Dataset, fraction: float, *, seed: int, what: str) -> tuple[Tensor, Tensor]:
+    """Indices to train on and to evaluate on, drawn with a seed; of every class the same share, at most all but one.
+
+    Raises:
+        DataError: there are too few examples to evaluate on any; the message begins with `what`.
+    """
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
+    groups, labels = [order], dataset.labels
+    if labels is not None and not labels.is_floating_point():
+        counts = labels.bincount()
+        groups = list(order[labels[order].argsort(stable=True)].split(counts[counts > 0].tolist()))
+    sizes = [min(int(fraction * len(group) + 0.5), len(group) - 1) for group in groups]
+    if sum(sizes) == 0:
+        raise DataError(
+            f"{what}: too few examples to set some aside for evaluation.",
+            expected="at least one, and not the only one of its class",
+            found=f"{len(dataset)} examples in {len(groups)} classes, evaluation_fraction {fraction}",
+            todo="Raise 'evaluation_fraction', or name what to evaluate on in 'evaluation'.",
+        )
+    pairs = list(zip(groups, sizes, strict=True))
+    evaluation = torch.cat([group[:size] for group, size in pairs]).sort().values
+    return torch.cat([group[size:] for group, size in pairs]).sort().values, evaluation
+
+
+def fingerprint(data: Data) -> dict[str, Any]:
+    """What a run record says about its data: sizes, classes and digests, as plain JSON, the same on every machine.
+
+    The digest of a dataset covers its size, every label, and 16 inputs spread evenly from the first to the last, each
+    as stored (encoded bytes of an image, not its pixels, which differ between decoders). It does not cover the inputs
+    between those, so that sets of any size take milliseconds.
+    """
+    splits = {"train": data.train, "evaluation": data.evaluation, **data.others}
+    return {
+        "name": data.name,
+        "kind": data.kind,
+        "class_names": None if data.class_names is None else list(data.class_names),
+        "splits": {name: {"size": len(split), "sha256": _digest(split)} for name, split in splits.items()},
+    }
+
+
+def _digest(dataset: Dataset) -> str:
+    digest = hashlib.sha256(str(len(dataset)).encode())
+    if dataset.labels is not None:
+        labels = dataset.labels.numpy()
+        digest.update(labels.astype("<f8" if labels.dtype.kind == "f" else "<i8").tobytes())
+    last = len(dataset) - 1
+    for index in sorted(set(torch.linspace(0, last, NUM_DIGESTED, dtype=torch.float64).long().tolist()) | {0, last}):
+        content = dataset.content(index)
+        digest.update(len(content).to_bytes(8, "little"))
+        digest.update(content)
+    return digest.hexdigest()

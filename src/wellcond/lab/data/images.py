@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from wellcond.errors import MissingExtraError
+from wellcond.files import read_regular
 from wellcond.lab.data.base import Dataset
 from wellcond.lab.data.errors import DataError
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 BYTE_LIMIT = 2**30
 GREY_WEIGHTS = (0.299, 0.587, 0.114)
 """Red, green and blue in a grey value (ITU-R 601), as PIL converts RGB to L."""
-FIXED_POINT_GREY_WEIGHTS = (19595, 38470, 7471)
-"""The same in units of 2^-16, in which PIL computes: rounding of bytes agrees to the last bit."""
 
 
 def import_pil() -> Any:
@@ -44,6 +43,30 @@ def picture_formats() -> list[str]:
     pil = import_pil()
     pil.init()
     return [name for name in pil.OPEN if name != "EPS"]
+
+
+def read_image(file: str | Path, where: str, *, within: Path | None = None) -> bytes:
+    """Encoded bytes of an image file; errors begin with `where`.
+
+    Raises:
+        DataError: the path, followed to its end, leads out of the folder `within`, or the file cannot be read.
+    """
+    if within is not None and not Path(file).resolve().is_relative_to(within.resolve()):
+        raise DataError(
+            f"{where}: the path of the image leads out of its folder.",
+            expected=f"a path within {within}, and no link out of it",
+            found=repr(str(file)),
+            todo="Move the images there; for rows of a file, 'image_root' may name the folder that holds them.",
+        )
+    try:
+        return read_regular(file)
+    except OSError as error:
+        raise DataError(
+            f"{where}: the image cannot be opened.",
+            expected=f"an image file at {file}",
+            found=f"{type(error).__name__}: {error.strerror}",
+            todo="Restore the file or correct the path.",
+        ) from error
 
 
 def decode_image(encoded: bytes, where: str) -> Image:
@@ -111,24 +134,12 @@ def _convert_tensor(image: Tensor, channels: int, where: str) -> Tensor:
         return image
     if found == 1:
         return image.expand(3, -1, -1)
-    if found == 3 and image.dtype == torch.uint8:
-        weighted = torch.einsum("chw,c->hw", image.int(), torch.tensor(FIXED_POINT_GREY_WEIGHTS, dtype=torch.int32))
-        return ((weighted + 2**15) >> 16)[None].to(torch.uint8)
     if found == 3:
         grey = torch.einsum("chw,c->hw", image.double(), torch.tensor(GREY_WEIGHTS, dtype=torch.float64))[None]
         return (grey if image.is_floating_point() else grey.round()).to(image.dtype)
     raise DataError(
         f"{where}: channels of a tensor (C, H, W)", expected="C of 1 or 3", found=str(found), todo="Convert it first."
     )
-
-
-@dataclass(frozen=True, eq=False)
-class TensorImages:
-    """A whole split in memory."""
-
-    images: Tensor
-    """(n, C, H, W); uint8 if the images were decoded, else the dtype of the source's tensors."""
-    labels: Tensor | None
 
 
 def as_tensor_images(
@@ -139,7 +150,7 @@ def as_tensor_images(
     resampling: Literal["bicubic", "bilinear"] = "bicubic",
     byte_limit: int = BYTE_LIMIT,
     progress: Callable[[int, int], None] | None = None,
-) -> TensorImages | None:
+) -> Tensor | None:
     """Decode a split of images once, so that epochs cost no decoding.
 
     Args:
@@ -151,7 +162,8 @@ def as_tensor_images(
         byte_limit: Largest tensor to make.
         progress: Called with the number done and the total, about 100 times.
 
-    Returns: The tensor; None when it would exceed `byte_limit` or the images differ in size.
+    Returns: (n, C, H, W), uint8 if the images were decoded, else the dtype of the source's tensors; None when it would
+        exceed `byte_limit` or the images differ in size.
 
     Raises:
         DataError: an image cannot be read or converted.
@@ -169,7 +181,7 @@ def as_tensor_images(
         images[index] = pixels
         if progress is not None and ((index + 1) % step == 0 or index + 1 == count):
             progress(index + 1, count)
-    return TensorImages(images, split.labels)
+    return images
 
 
 def _pixels(split: Dataset, index: int, size: int | None, channels: int, resampling: str) -> Tensor:

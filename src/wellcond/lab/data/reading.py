@@ -1,8 +1,9 @@
-"""The `datasets` library, called so that nothing global changes and no remote code runs."""
+"""Where data are found on this machine, and the `datasets` library, called so that no remote code runs."""
 
 from __future__ import annotations
 
 import csv
+import glob
 import os
 import sys
 from collections.abc import Iterator
@@ -11,9 +12,117 @@ from pathlib import Path
 from typing import Any
 
 from wellcond.errors import MissingExtraError
-from wellcond.lab.data.errors import DataError
+from wellcond.lab.data.errors import DataError, files_or_folders, listed
 
+MIRROR_VARIABLE = "WELLCOND_DATA"
 PROGRESS_VARIABLE = "HF_DATASETS_DISABLE_PROGRESS_BARS"
+
+
+def mirror_roots() -> list[Path]:
+    """Folders with local copies of data sets, from the variable."""
+    roots = os.environ.get(MIRROR_VARIABLE, "").split(os.pathsep)
+    return [Path(os.path.expanduser(root)).absolute() for root in roots if root]
+
+
+def find_in_mirror(name: str) -> Path | None:
+    """The first folder of this name in a mirror; None if there is none.
+
+    Raises:
+        DataError: the variable names a folder that does not exist.
+    """
+    roots = mirror_roots()
+    for root in roots:
+        if not root.is_dir():
+            raise DataError(
+                f"{root}: this folder of the variable {MIRROR_VARIABLE} is missing.",
+                expected=f"folders of data sets, separated by {os.pathsep!r}",
+                found="no such folder",
+                todo=f"Correct or unset {MIRROR_VARIABLE}.",
+            )
+    return next((root / name for root in roots if (root / name).is_dir()), None)
+
+
+def searched_mirrors() -> str:
+    """Where a data set was looked for, as an error says it."""
+    roots = mirror_roots()
+    return f"not in the mirror {listed(roots)}" if roots else f"{MIRROR_VARIABLE} is not set"
+
+
+def resolve_path(path: str, base: Path) -> Path:
+    """A path of a recipe, whose relative paths start at its folder."""
+    return (base / Path(os.path.expanduser(path))).absolute()
+
+
+def find_folder(path: str, base: Path) -> Path:
+    """The folder that the field 'path' of a source names: from the recipe's folder, or else by name in a mirror.
+
+    Raises:
+        DataError: it is in neither.
+    """
+    folder = resolve_path(path, base)
+    if folder.is_dir():
+        return folder
+    # A name may not lead out of the mirror.
+    within = not Path(path).is_absolute() and not {"..", "~"} & set(Path(path).parts)
+    found = find_in_mirror(path) if within else None
+    if found is not None:
+        return found
+    raise DataError(
+        f"{folder}: no such folder.",
+        expected=f"the folder that 'path' names, or one of that name in a mirror that {MIRROR_VARIABLE} names",
+        found=f"{contents(folder.parent)}; {searched_mirrors()}",
+        todo="Correct 'path'; relative paths start at the recipe's folder.",
+    )
+
+
+def contents(folder: Path) -> str:
+    """What a folder holds, as an error says it."""
+    there = files_or_folders(folder.iterdir()) if folder.is_dir() else "nothing: that folder is missing too"
+    return f"in {folder}: {there}"
+
+
+def require_file(path: Path, field: str | None = None) -> Path:
+    """The path of a file, if it is there; `field` of the recipe names it.
+
+    Raises:
+        DataError: it is not; lists its folder.
+    """
+    return path if path.is_file() else _missing(path, "file", field)
+
+
+def require_folder(path: Path, field: str | None = None) -> Path:
+    """As `require_file`, of a folder."""
+    return path if path.is_dir() else _missing(path, "folder", field)
+
+
+def _missing(path: Path, kind: str, field: str | None) -> Path:
+    raise DataError(
+        f"{path}: no such {kind}.",
+        expected=f"the {kind} that '{field}' names" if field else f"this {kind} of the data set",
+        found=contents(path.parent),
+        todo=f"Correct '{field}' or 'path'." if field else "Correct 'path', or copy the whole data set.",
+    )
+
+
+def find_files(patterns: str | list[str], base: Path, field: str) -> list[Path]:
+    """Files of paths and patterns, in order; those of one pattern are sorted.
+
+    Raises: DataError if there are none.
+    """
+    files: list[Path] = []
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        path = resolve_path(pattern, base)
+        found = [path] if path.is_file() else sorted(Path(name) for name in glob.glob(str(path), recursive=True))
+        found = [file for file in found if file.is_file()]
+        if not found:
+            raise DataError(
+                f"{path}: no such file.",
+                expected=f"the file, or files matching the pattern, that '{field}' names",
+                found=contents(path.parent),
+                todo=f"Correct '{field}'; relative paths start at the recipe's folder.",
+            )
+        files += found
+    return files
 
 
 def import_datasets() -> Any:
@@ -80,15 +189,8 @@ def reading_errors() -> tuple[type[Exception], ...]:
     """What `load_dataset` raises for files that are missing, broken, or of another schema than expected."""
     import pyarrow
 
-    return (
-        OSError,
-        csv.Error,
-        ValueError,
-        TypeError,
-        RuntimeError,
-        pyarrow.ArrowException,
-        import_datasets().exceptions.DatasetsError,
-    )
+    library = import_datasets().exceptions.DatasetsError
+    return (OSError, csv.Error, ValueError, TypeError, RuntimeError, pyarrow.ArrowException, library)
 
 
 def root_cause(error: BaseException) -> str:

@@ -1,21 +1,42 @@
-"""Rows of files as a split: memory-mapped by `datasets`, one row read when it is asked for."""
+"""Tables of `datasets` as data: which column is what, and rows as a dataset; for the sources `hub` and `files`."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
 from torch import Tensor
 
-from wellcond.files import read_regular
-from wellcond.lab.data.base import Kind, check_index
-from wellcond.lab.data.errors import DataError
-from wellcond.lab.data.images import decode_image
+from wellcond.lab.data.base import Data, Kind, check_index, describe_sizes, draw_fraction, draw_subset
+from wellcond.lab.data.errors import DataError, listed
+from wellcond.lab.data.images import decode_image, read_image
+from wellcond.lab.data.labels import Classes, LabelKind, encode_labels, labels_are_hidden, read_classes, read_numbers
+from wellcond.lab.data.reading import import_datasets
+from wellcond.lab.data.registry import SourceConfig
+
+INPUT_NAMES = ("image", "img", "text", "sentence")
+LABEL_NAMES = ("label", "labels")
+IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
+
+
+class TableConfig(SourceConfig):
+    """Which columns of a table are used, and how many rows."""
+
+    input: str | Annotated[list[str], Field(min_length=2, max_length=2)] = "auto"
+    """One column, or two for pairs of texts; "auto" takes the usual name if nothing else could be meant."""
+    label: str | None = "auto"
+    """Column of the labels; null for none, "auto" for `label` or `labels` if there is one."""
+    label_kind: LabelKind = "class"
+    class_names: tuple[str, ...] | None = None
+    limit_train: int | None = Field(None, ge=1)
+    limit_evaluation: int | None = Field(None, ge=1)
+    """Largest number of examples, drawn with a fixed seed."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +85,8 @@ class Table:
 
 
 @dataclass(frozen=True, eq=False)
-class TableSplit:
-    """Rows of a table, all or those in `rows`; `labels` has one entry per row of the split."""
+class TableDataset:
+    """Rows of a table, all or those in `rows`, memory-mapped; `labels` has one entry per row of the dataset."""
 
     table: Table
     kind: Kind
@@ -83,7 +104,7 @@ class TableSplit:
         row = self._row(index)
         example: dict[str, Any]
         if self.kind == "image":
-            example = {"image": decode_image(self.content(index), self.table.locate(row))}
+            example = {"image": decode_image(self._encoded_image(row), self.table.locate(row))}
         else:
             values = self.table.data[row]
             example = dict(zip(("text", "text_pair"), (values[name] for name in self.columns), strict=False))
@@ -94,50 +115,193 @@ class TableSplit:
     def content(self, index: int) -> bytes:
         """The encoded image, or the texts in UTF-8."""
         row = self._row(check_index(index, len(self)))
-        values = self.table.data[row]
         if self.kind == "image":
-            return self._encoded_image(values[self.columns[0]], row)
+            return self._encoded_image(row)
+        values = self.table.data[row]
         return b"\0".join(values[name].encode() for name in self.columns)
+
+    def take(self, rows: Tensor | None) -> TableDataset:
+        """Some of the examples; all for None."""
+        if rows is None:
+            return self
+        labels = None if self.labels is None else self.labels[rows]
+        return TableDataset(self.table, self.kind, self.columns, labels, rows if self.rows is None else self.rows[rows])
+
+    def limit(self, count: int | None) -> TableDataset:
+        """At most `count` examples, drawn with a fixed seed."""
+        return self.take(draw_subset(len(self), count))
 
     def _row(self, index: int) -> int:
         return index if self.rows is None else int(self.rows[index])
 
-    def _encoded_image(self, value: Any, row: int) -> bytes:
+    def _encoded_image(self, row: int) -> bytes:
+        value, where = self.table.data[row][self.columns[0]], self.table.locate(row)
         if isinstance(value, dict):
             value = value["bytes"] if value.get("bytes") is not None else value.get("path")
         if isinstance(value, bytes):
             return value
         if isinstance(value, str) and value:
-            return read_image_file(value, self.table, row)
+            folder = self.table.part_of(row)[0].folder
+            return read_image(Path(value) if folder is None else folder / value, where, within=folder)
         raise DataError(
-            f"{self.table.locate(row)}: there is no image.",
+            f"{where}: there is no image.",
             expected="encoded bytes or a path",
             found=repr(value),
             todo="Fill in or remove the row.",
         )
 
 
-def read_image_file(path: str, table: Table, row: int) -> bytes:
-    """Bytes of an image file that a row names.
+def load_tables(
+    name: str,
+    tables: Mapping[str, Table],
+    train: str,
+    evaluation: str,
+    config: TableConfig,
+    *,
+    origin: str,
+    kind: Kind | None = None,
+    fraction: float | None = None,
+    seed: int = 0,
+    limit_test: int | None = None,
+) -> Data:
+    """Check columns and labels of every table; with `fraction`, that share of the training table is evaluated on.
 
     Raises:
-        DataError: the path leads out of the folder that images of this table lie in, or cannot be read.
+        DataError: a column, a label or a text is not as expected, or a table has no rows.
     """
-    part, _ = table.part_of(row)
-    file = Path(path) if part.folder is None else part.folder / path
-    if part.folder is not None and not file.resolve().is_relative_to(part.folder.resolve()):
+    for table in tables.values():
+        if len(table) == 0:
+            raise DataError(
+                f"{table.name}: there are no rows.", expected="at least one row", found="0 rows", todo="Check the file."
+            )
+    label = _label_column(tables[train], config.label)
+    columns = _input_columns(tables[train], config.input, label)
+    kind = _kind(tables[train], columns, kind)
+    classes = None
+    if label is not None and config.label_kind == "class":
+        classes = read_classes(tables[train], label, config.class_names)
+
+    made, notes = {}, []
+    for split, table in tables.items():
+        data = _input_data(table, columns, kind)
+        needed = split in (train, evaluation)
+        made[split] = TableDataset(data, kind, columns, _labels(table, label, classes, needed=needed))
+        empty = _count_empty_texts(table, columns) if kind == "text" else 0
+        notes += [f"{empty} empty texts in {split!r}"] if empty else []
+
+    trained, evaluated = made[train], made[evaluation]
+    if fraction is not None:
+        rows, others = draw_fraction(trained, fraction, seed=seed, what=tables[train].name)
+        trained, evaluated = trained.take(rows), evaluated.take(others)
+    trained, evaluated = trained.limit(config.limit_train), evaluated.limit(config.limit_evaluation)
+    if "test" in made:
+        made["test"] = made["test"].limit(limit_test)
+    names = None if classes is None else classes.names
+    description = "; ".join([f"{name} from {origin}: {describe_sizes(trained, evaluated, names)}", *notes])
+    further = {split: dataset for split, dataset in made.items() if split not in (train, evaluation)}
+    return Data(name, kind, trained, evaluated, names, description, further)
+
+
+def _labels(table: Table, label: str | None, classes: Classes | None, *, needed: bool) -> Tensor | None:
+    """Labels of a table; None where they are neither needed nor published."""
+    if label is None or (not needed and (label not in table.data.column_names or labels_are_hidden(table, label))):
+        return None
+    _require_column(table, label, "label")
+    return read_numbers(table, label) if classes is None else encode_labels(table, label, classes)
+
+
+def _input_data(table: Table, columns: tuple[str, ...], kind: Kind) -> Table:
+    """The table with only its input columns, images left encoded."""
+    for name in columns:
+        _require_column(table, name, "input")
+    _kind(table, columns, kind)
+    data = table.data.select_columns(list(columns))
+    if type(data.features[columns[0]]).__name__ == "Image":
+        data = data.cast_column(columns[0], import_datasets().Image(decode=False))
+    return Table(data, table.parts, table.text_labels)
+
+
+def _input_columns(table: Table, wanted: str | list[str], label: str | None) -> tuple[str, ...]:
+    if wanted != "auto":
+        names = (wanted,) if isinstance(wanted, str) else tuple(wanted)
+        for name in names:
+            _require_column(table, name, "input")
+        return names
+    usable = [name for name in table.data.column_names if name != label and _column_kind(table, name) is not None]
+    if len(usable) == 1 and usable[0] in INPUT_NAMES:
+        return (usable[0],)
+    types = [
+        f"{name} ({getattr(feature, 'dtype', type(feature).__name__)})" for name, feature in table.data.features.items()
+    ]
+    raise DataError(
+        f"{table.name}: which column is the input is not clear.",
+        expected=f"exactly one column of images or texts, named one of {listed(INPUT_NAMES)}",
+        found=f"columns {listed(types)}; of images or texts: {listed(usable)}",
+        todo="Name the column in the field 'input' (two columns in a list for pairs of texts).",
+    )
+
+
+def _label_column(table: Table, wanted: str | None) -> str | None:
+    if wanted == "auto":
+        return next((name for name in LABEL_NAMES if name in table.data.column_names), None)
+    if wanted is not None:
+        _require_column(table, wanted, "label")
+    return wanted
+
+
+def _require_column(table: Table, name: str, field: str) -> None:
+    if name not in table.data.column_names:
         raise DataError(
-            f"{table.locate(row)}: the path of the image leads out of its folder.",
-            expected=f"a path within {part.folder}",
-            found=repr(path),
-            todo="Move the images there, or set 'image_root' to the folder that holds them.",
+            f"{table.name}: there is no column {name!r}.",
+            expected=f"the column that the field '{field}' names",
+            found=f"columns {listed(table.data.column_names)}",
+            todo=f"Set '{field}' to one of these columns.",
         )
-    try:
-        return read_regular(file)
-    except OSError as error:
-        raise DataError(
-            f"{table.locate(row)}: the image cannot be opened.",
-            expected=f"an image file at {file}",
-            found=f"{type(error).__name__}: {error.strerror}",
-            todo="Restore the file or correct the path; paths start at the data file's folder, or at 'image_root'.",
-        ) from error
+
+
+def _column_kind(table: Table, name: str) -> Literal["image", "text"] | None:
+    """What a column holds by its type alone; None for neither images nor texts."""
+    feature: Any = table.data.features[name]
+    dtype = getattr(feature, "dtype", None)
+    if type(feature).__name__ == "Image" or dtype in ("binary", "large_binary"):
+        return "image"
+    if isinstance(feature, dict):
+        return "image" if "bytes" in feature or "path" in feature else None
+    return "text" if dtype in ("string", "large_string") else None
+
+
+def _kind(table: Table, columns: tuple[str, ...], wanted: Kind | None) -> Kind:
+    """Kind of the input; a column of text is one of image paths if its first values end like image files."""
+    kinds = [_column_kind(table, name) for name in columns]
+    only_texts = wanted == "text" or len(columns) == 2
+    for name, kind in zip(columns, kinds, strict=True):
+        if kind is None or (only_texts and kind == "image"):
+            raise DataError(
+                f"{table.name}: column {name!r} cannot be the input.",
+                expected="texts" if only_texts else "images or texts",
+                found=f"values of type {table.data.features[name]}",
+                todo=f"Set 'input' to another column; there are {listed(table.data.column_names)}.",
+            )
+    if kinds[0] == "image" or wanted == "image":
+        return "image"
+    first = table.data[: min(16, len(table))][columns[0]]
+    looks_like_paths = all(value and PurePath(value).suffix.lower() in IMAGE_SUFFIXES for value in first)
+    return "image" if not only_texts and looks_like_paths else "text"
+
+
+def _count_empty_texts(table: Table, columns: tuple[str, ...]) -> int:
+    """Number of empty texts; DataError if one is missing (null)."""
+    import pyarrow.compute as compute
+
+    empty = 0
+    for name in columns:
+        values = table.data.data.column(name)
+        if values.null_count:
+            raise DataError(
+                f"{table.locate(compute.index(compute.is_null(values), True).as_py())}: column {name!r} has no value.",
+                expected="a text, which may be empty",
+                found="null",
+                todo="Fill in or remove the row.",
+            )
+        empty += compute.sum(compute.equal(compute.binary_length(values), 0)).as_py() or 0
+    return empty

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
 from wellcond.lab.data.base import Dataset
-from wellcond.lab.data.tables import TableSplit
+from wellcond.lab.data.tables import TableDataset
 
 FIRST_ROWS, MOST_ROWS = 256, 16384
 CHARACTERS = 2**21
@@ -19,7 +19,7 @@ def text_batches(split: Dataset, first: int = 0) -> Iterator[list[str]]:
     start, size = first, FIRST_ROWS
     while start < len(split):
         stop = min(start + size, len(split))
-        if isinstance(split, TableSplit):
+        if isinstance(split, TableDataset):
             rows = range(start, stop) if split.rows is None else split.rows[start:stop].tolist()
             texts = split.table.data[rows][split.columns[0]]
         else:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from wellcond.conditioning.apply import fold_, recondition_
 from wellcond.errors import NumericalWarning
 from wellcond.files import write_atomically
-from wellcond.lab.data.base import Data, Dataset
-from wellcond.lab.data.fingerprint import fingerprint
+from wellcond.lab.data.base import Data, Dataset, fingerprint
 from wellcond.lab.data.registry import load_data, resolve_config
 from wellcond.lab.models.changes import remove_norms_
 from wellcond.lab.models.trained import file_sha256

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wellcond.lab.data.base import Dataset
-from wellcond.lab.data.tables import TableSplit
+from wellcond.lab.data.tables import TableDataset
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import Batch, SampleKey
 from wellcond.lab.tokenizers.base import Tokenizer
@@ -128,7 +128,7 @@ def _read(split: Dataset) -> Iterator[tuple[list[str], list[str] | None]]:
     """First and second sentences in batches; rows of a table are read together, which is many times faster."""
     for start in range(0, len(split), ROWS_AT_ONCE):
         stop = min(start + ROWS_AT_ONCE, len(split))
-        if isinstance(split, TableSplit):
+        if isinstance(split, TableDataset):
             rows = range(start, stop) if split.rows is None else split.rows[start:stop].tolist()
             values = split.table.data[rows]
             columns = [values[name] for name in split.columns]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from wellcond.lab.data.mirror import find_in_mirror
+from wellcond.lab.data.reading import find_in_mirror
 from wellcond.lab.glue.tasks import HUB_ID
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.reproduce.plan import Plan

@@ -1,21 +1,7 @@
-"""Tasks by name; importing this registers those that ship."""
+"""One task per file or package; importing this package registers them all."""
 
-from wellcond.lab.tasks import (
-    detection,
-    glue,
-    image_classification,
-    language_modelling,
-    masked_language_modelling,
-    pair_classification,
-    sequence_classification,
-)
+import importlib
+import pkgutil
 
-__all__ = [
-    "detection",
-    "glue",
-    "image_classification",
-    "language_modelling",
-    "masked_language_modelling",
-    "pair_classification",
-    "sequence_classification",
-]
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")

@@ -5,12 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
+import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from wellcond.lab.data.base import Data, Dataset
 from wellcond.lab.models.changes import Norms
@@ -43,8 +46,10 @@ class Metric:
 class Samples(Protocol):
     """Samples by number, as batches ready for the model."""
 
-    in_memory: bool
-    """Whether fetching is so cheap that worker processes would only cost time."""
+    @property
+    def in_memory(self) -> bool:
+        """Whether fetching is so cheap that worker processes would only cost time."""
+        ...
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -53,6 +58,32 @@ class Samples(Protocol):
     def fetch(self, keys: Sequence[SampleKey]) -> Batch:
         """One batch; the same keys give the same batch, in any process."""
         ...
+
+
+@dataclass(frozen=True)
+class ArraySamples:
+    """Arrays in memory: row i of each is sample i."""
+
+    arrays: Mapping[str, Tensor]
+    """All of one length."""
+    transform: Callable[[Batch, Sequence[SampleKey]], Batch] | None = None
+    """Applied to the rows of a batch; by `SampleKey`, not by the place in the batch, if it draws random numbers."""
+    in_memory: ClassVar[bool] = True
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(next(iter(self.arrays.values())))
+
+    def fetch(self, keys: Sequence[SampleKey]) -> Batch:
+        """The rows, transformed."""
+        rows = torch.tensor([index for index, _ in keys])
+        batch = {name: array[rows] for name, array in self.arrays.items()}
+        return batch if self.transform is None else self.transform(batch, keys)
+
+
+def first_samples(samples: Samples, count: int) -> Batch:
+    """The first samples as they are evaluated; all if there are fewer."""
+    return samples.fetch([(index, EVALUATION) for index in range(min(count, len(samples)))])
 
 
 class ModelSettings(Settings):
@@ -95,6 +126,16 @@ class TaskContext:
         split = self.data.others.get("test") if self.with_test else None
         unlabelled = split is not None and split.labels is None and self.data.class_names is not None
         return None if unlabelled else split
+
+    @property
+    def splits(self) -> dict[str, Dataset]:
+        """`training`, `evaluation` and, if wanted and usable, `test`."""
+        splits = {"training": self.data.train, "evaluation": self.data.evaluation}
+        return splits if self.test is None else splits | {"test": self.test}
+
+    def telling(self, what: str) -> Callable[[int, int], None] | None:
+        """`progress` of one thing."""
+        return None if self.progress is None else partial(self.progress, what)
 
 
 class AbstractTask(ABC):
@@ -171,6 +212,43 @@ class AbstractTask(ABC):
         return []
 
 
+class ClassificationTask(AbstractTask):
+    """One label a sample: cross entropy and accuracy."""
+
+    metric = Metric("accuracy", higher_is_better=True, percent=True)
+    tells_classes_apart: ClassVar[bool] = True
+
+    @abstractmethod
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Logits (batch, classes)."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Cross entropy."""
+        return cross_entropy(self.logits(model, batch), batch["label"], reduction="sum")
+
+    def num_terms(self, batch: Batch) -> int:
+        """One per label."""
+        return len(batch["label"])
+
+    def score(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Loss, correct answers and count."""
+        logits, labels = self.logits(model, batch), batch["label"]
+        return {
+            "loss": cross_entropy(logits.float(), labels, reduction="sum").double(),
+            "correct": (logits.argmax(-1) == labels).sum().double(),
+            "count": torch.tensor(float(len(labels)), dtype=torch.float64, device=logits.device),
+        }
+
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Mean loss and accuracy."""
+        return {"loss": sums["loss"] / sums["count"], "accuracy": sums["correct"] / sums["count"]}
+
+
+def logits_of(output: Any) -> Tensor:
+    """Logits of a timm model (a tensor) or a Hugging Face one (a record)."""
+    return output if isinstance(output, Tensor) else output.logits
+
+
 TASKS: dict[str, tuple[type[Settings], Callable[[Any, TaskContext], AbstractTask]]] = {}
 
 
@@ -209,6 +287,14 @@ def need_several_classes_in_training(data: Data, task: str) -> None:
     found = data.train.labels.unique().tolist()
     if len(found) < 2:
         raise _too_few_classes(data, task, [data.class_names[label] for label in found])
+
+
+def check_labels(labels: Tensor, num_classes: int, what: str) -> None:
+    """Raise RecipeError for a label outside the classes; training would fail on it deep inside, or not at all."""
+    outside = ((labels < 0) | (labels >= num_classes)).nonzero()
+    if len(outside):
+        row = int(outside[0])
+        raise RecipeError(f"{what}, row {row}: expected a label from 0 to {num_classes - 1}, found {int(labels[row])}")
 
 
 def _too_few_classes(data: Data, task: str, found: Sequence[str]) -> RecipeError:

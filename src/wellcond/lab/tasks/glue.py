@@ -14,8 +14,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from wellcond.attention.distributed import unwrap
 from wellcond.lab.data.base import Dataset
 from wellcond.lab.data.errors import listed
-from wellcond.lab.data.table_bundle import limit_split
-from wellcond.lab.data.tables import TableSplit
+from wellcond.lab.data.tables import TableDataset
 from wellcond.lab.glue.metrics import score_classes, score_numbers
 from wellcond.lab.glue.sentences import SentenceFormat, SentenceRows, check_numbers
 from wellcond.lab.glue.tasks import GlueName, GlueTask, find_task
@@ -26,12 +25,12 @@ from wellcond.lab.tasks.base import (
     Batch,
     Metric,
     TaskContext,
+    check_labels,
+    logits_of,
     need_classes,
     need_kind,
     register_task,
 )
-from wellcond.lab.tasks.image_classification import logits_of
-from wellcond.lab.tasks.image_sets import check_labels
 from wellcond.lab.tokenizers.choose import make_tokenizer
 from wellcond.lab.tokenizers.settings import TokenizerChoice
 
@@ -166,7 +165,7 @@ class Glue(AbstractTask):
 
 
 def _limited(split: Dataset, limit: int | None) -> Dataset:
-    return limit_split(split, limit) if isinstance(split, TableSplit) else split
+    return split.limit(limit) if isinstance(split, TableDataset) else split
 
 
 def _knows_sentences(model: nn.Module) -> bool:

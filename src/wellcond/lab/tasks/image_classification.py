@@ -1,33 +1,41 @@
-"""Image classification: cross entropy, top-1 accuracy."""
+"""Image classification: cross entropy, top-1 accuracy; images in memory, or decoded and transformed one by one."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from wellcond.errors import MissingExtraError
 from wellcond.lab.data.base import Dataset
-from wellcond.lab.data.images import as_tensor_images
+from wellcond.lab.data.images import as_tensor_images, place_of, to_channels
+from wellcond.lab.seeding import derive, generator
 from wellcond.lab.settings import ImageSide, RecipeError, Settings
-from wellcond.lab.tasks.augmentation import AugmentationSettings
+from wellcond.lab.tasks.augmentation import AugmentationSettings, mix
 from wellcond.lab.tasks.base import (
     EVALUATION,
-    AbstractTask,
+    ArraySamples,
     Batch,
-    Metric,
+    ClassificationTask,
+    SampleKey,
     Samples,
     TaskContext,
+    check_labels,
+    first_samples,
+    logits_of,
     need_classes,
     need_kind,
     register_task,
 )
-from wellcond.lab.tasks.image_sets import IMAGENET, Pictures, TensorImages, check_labels, picture_transform
-from wellcond.lab.tasks.mixing import mix
+
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 class ImageClassificationSettings(Settings):
@@ -44,71 +52,204 @@ class ImageClassificationSettings(Settings):
     evaluation_crop: Annotated[float, Field(ge=0.01, le=1)] = 1.0
     """Side of the evaluated square as a share of the resized image's shorter side; less than 1 needs decoding one by
     one."""
-    in_memory: Literal["auto", "always", "never"] = "auto"
-    """Whether to decode all images once."""
+    in_memory: Literal["auto", "never"] = "auto"
+    """Whether to decode all images once, if they fit."""
+
+
+class BatchTransform:
+    """Flips and padded crops of images of one size in memory, and their normalisation, on whole batches.
+
+    The random numbers of a draw (see `SampleKey`) are made for all samples at once, by seed and draw, so what happens
+    to a sample does not depend on the batch or the process it is in.
+    """
+
+    def __init__(
+        self,
+        images: Tensor,
+        normalisation: tuple[Tensor, Tensor] | None,
+        augmentation: AugmentationSettings | None,
+        seed: int,
+    ) -> None:
+        """Bytes are scaled to 0..1 first; `normalisation` is mean and deviation per channel."""
+        self.count, self.seed, self.augmentation = len(images), seed, augmentation or AugmentationSettings()
+        # One multiplication and one addition per batch: (x / 255 - mean) / std
+        unit = 1 / 255 if images.dtype == torch.uint8 else 1.0
+        self.scale, self.shift = torch.tensor(unit), None
+        if normalisation is not None:
+            mean, std = (values.view(-1, 1, 1) for values in normalisation)
+            self.scale, self.shift = unit / std, -mean / std
+        self._drawn: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, batch: Batch, keys: Sequence[SampleKey]) -> Batch:
+        """Normalised floats and labels."""
+        images = batch["image"]
+        if keys[0][1] != EVALUATION and (self.augmentation.flip or self.augmentation.crop_padding):
+            images = self._augment(images, keys)
+        images = images.float() if self.scale.ndim == 0 and float(self.scale) == 1.0 else images * self.scale
+        return batch | {"image": images if self.shift is None else images + self.shift}
+
+    def _augment(self, images: Tensor, keys: Sequence[SampleKey]) -> Tensor:
+        rows, draws = torch.tensor(keys).unbind(1)
+        flips, offsets = torch.empty(len(keys), dtype=torch.bool), torch.empty(len(keys), 2, dtype=torch.int64)
+        for draw in sorted(set(draws.tolist())):
+            chosen = draws == draw
+            flips[chosen], offsets[chosen] = (of_all[rows[chosen]] for of_all in self._draw(draw))
+        if self.augmentation.flip:
+            images = torch.where(flips.view(-1, 1, 1, 1), images.flip(-1), images)
+        padding = self.augmentation.crop_padding
+        if not padding:
+            return images
+        height, width = images.shape[-2:]
+        padded = torch.nn.functional.pad(images, (padding,) * 4)
+        lines = offsets[:, :1] + torch.arange(height)  # (batch, height)
+        columns = offsets[:, 1:] + torch.arange(width)
+        batch = torch.arange(len(images)).view(-1, 1, 1)
+        return padded[batch, :, lines.unsqueeze(2), columns.unsqueeze(1)].permute(0, 3, 1, 2)
+
+    def _draw(self, draw: int) -> tuple[Tensor, Tensor]:
+        """Whether to flip each of all images, and where to crop it; the numbers of one epoch are kept."""
+        if draw not in self._drawn:
+            while len(self._drawn) >= self.augmentation.repeats:
+                del self._drawn[min(self._drawn)]
+            source = generator(self.seed, "augmentation", draw)
+            flips = torch.rand(self.count, generator=source) < self.augmentation.flip
+            offsets = torch.randint(0, 2 * self.augmentation.crop_padding + 1, (self.count, 2), generator=source)
+            self._drawn[draw] = (flips, offsets)
+        return self._drawn[draw]
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Images decoded and transformed one by one; every sample's transform is seeded by seed, draw and number."""
+
+    split: Dataset
+    transform: Callable[[Any], Tensor]
+    channels: int
+    seed: int = 0
+    in_memory: ClassVar[bool] = False
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.split)
+
+    def fetch(self, keys: Sequence[SampleKey]) -> Batch:
+        """Transformed images and labels."""
+        images, labels = zip(*(self._sample(index, draw) for index, draw in keys), strict=True)
+        return {"image": torch.stack(images), "label": torch.tensor(labels)}
+
+    def _sample(self, index: int, draw: int) -> tuple[Tensor, int]:
+        sample = self.split[index]
+        if draw != EVALUATION:
+            # timm's transforms draw from all three sources. The engine seeds its own before every step.
+            number = derive(self.seed, "augmentation", draw, index)
+            random.seed(number)
+            np.random.seed(number % 2**32)
+            torch.manual_seed(number)
+        picture = as_picture(sample["image"], self.channels, place_of(self.split, index))
+        return self.transform(picture), int(sample["label"])
+
+
+def as_picture(image: Any, channels: int, where: str = "an image") -> Any:
+    """A PIL image with one or three channels, from a PIL image or a tensor."""
+    if isinstance(image, Tensor):
+        from torchvision.transforms.functional import to_pil_image
+
+        image = to_pil_image(image)
+    return to_channels(image, channels, where)
+
+
+def picture_transform(
+    size: int,
+    augmentation: AugmentationSettings | None,
+    *,
+    crop: float,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+) -> Callable[[Any], Tensor]:
+    """Timm's transform for training (with augmentation) or evaluation (None)."""
+    try:
+        from timm.data import create_transform
+    except ImportError as error:
+        raise MissingExtraError("timm and torchvision", "vision") from error
+    if augmentation is None:
+        return create_transform(size, is_training=False, crop_pct=crop, mean=mean, std=std, interpolation="bicubic")
+    transform = create_transform(
+        size,
+        is_training=True,
+        scale=augmentation.resized_crop or (1.0, 1.0),
+        ratio=(3 / 4, 4 / 3) if augmentation.resized_crop else (1.0, 1.0),
+        hflip=augmentation.flip,
+        color_jitter=augmentation.color_jitter or None,  # type: ignore[arg-type]  # None: no jitter
+        auto_augment=augmentation.rand_augment,
+        interpolation="bicubic",
+        mean=mean,
+        std=std,
+        re_prob=augmentation.random_erasing,
+        re_mode="pixel",
+    )
+    for step in transform.transforms:
+        for operation in getattr(step, "ops", []):
+            if operation.name.startswith("Posterize"):
+                operation.aug_fn = _posterize
+    return transform
+
+
+def _posterize(image: Any, bits: int, **options: Any) -> Any:
+    """Keep at least one bit; timm asks for 0 at full strength: once a black image, an error in recent Pillow."""
+    from timm.data.auto_augment import posterize
+
+    return posterize(image, max(1, bits), **options)
 
 
 @register_task(ImageClassificationSettings)
-class ImageClassification(AbstractTask):
+class ImageClassification(ClassificationTask):
     """Logits against a label."""
-
-    metric = Metric("accuracy", higher_is_better=True, percent=True)
-    tells_classes_apart: ClassVar[bool] = True
 
     def __init__(self, settings: ImageClassificationSettings, context: TaskContext) -> None:
         """Decode the images if they fit, or prepare to do so one by one."""
-        need_kind(context.data, settings.name, "image")
-        self.num_classes = need_classes(context.data, settings.name)
+        data = context.data
+        need_kind(data, settings.name, "image")
+        self.num_classes = need_classes(data, settings.name)
         self.settings, self.context = settings, context
         self.augmentation: AugmentationSettings = context.augmentation or AugmentationSettings()
-        first = context.data.train[0]["image"]
-        shape = tuple(first.shape) if isinstance(first, Tensor) else (len(first.getbands()), *reversed(first.size))
-        self.channels = settings.channels or _channels_of(context.data.train)
-        self.size = settings.image_size or shape[-1]
-        if settings.image_size is None and shape[-1] != shape[-2]:
-            raise RecipeError(
-                f"{context.data.name}: images are {shape[-2]} x {shape[-1]}; set task.image_size to the side wanted"
-            )
-        self.splits = {"training": context.data.train, "evaluation": context.data.evaluation}
-        if context.test is not None:
-            self.splits["test"] = context.test
-        for name, split in self.splits.items():
+        first = data.train[0]["image"]
+        height, width = first.shape[-2:] if isinstance(first, Tensor) else reversed(first.size)
+        if settings.image_size is None and height != width:
+            raise RecipeError(f"{data.name}: images are {height} x {width}; set task.image_size to the side wanted")
+        self.channels = settings.channels or _channels_of(data.train)
+        self.size = settings.image_size or width
+        for name, split in context.splits.items():
             if split.labels is not None:
-                check_labels(split.labels, self.num_classes, f"{context.data.name}, {name} split")
+                check_labels(split.labels, self.num_classes, f"{data.name}, {name} split")
         made = self._in_memory() or self._pictures()
         self.train, self.evaluation, self.test = made["training"], made["evaluation"], made.get("test")
         self.following = self.augmentation.repeats if self.augmentation.mixes else 0
 
     def _in_memory(self) -> dict[str, Samples] | None:
-        one_by_one = self.augmentation.needs_pictures or self.settings.evaluation_crop != 1.0
-        if self.settings.in_memory == "always" and one_by_one:
-            raise RecipeError("task.in_memory: always, but the augmentation or task.evaluation_crop needs decoding")
-        if self.settings.in_memory == "never" or one_by_one:
+        settings = self.settings
+        if settings.in_memory == "never" or self.augmentation.needs_pictures or settings.evaluation_crop != 1.0:
             return None
-        data, report = self.context.data, self.context.progress
-        loaded = {}
-        for name, split in self.splits.items():
-            told = None if report is None else functools.partial(report, f"decoding {name} images")
-            images = as_tensor_images(split, size=self.size, channels=self.channels, progress=told)
-            if images is None or images.images.shape[-2:] != (self.size, self.size):  # tensors are not resized there
-                if self.settings.in_memory == "always":
-                    raise RecipeError(
-                        f"{data.name}: the {name} images do not fit in memory, or are tensors of another size than "
-                        f"{self.size} x {self.size}; use task.in_memory: auto"
-                    )
+        loaded: dict[str, Tensor] = {}
+        for name, split in self.context.splits.items():
+            progress = self.context.telling(f"decoding {name} images")
+            images = as_tensor_images(split, size=self.size, channels=self.channels, progress=progress)
+            if images is None or images.shape[-2:] != (self.size, self.size):  # tensors are not resized there
                 return None
-            assert images.labels is not None  # there are classes
-            loaded[name] = (images.images, images.labels)
-        mean, std = self._statistics(loaded["training"][0])
-        common: dict[str, Any] = {"mean": mean, "std": std, "seed": self.context.seed}
-        return {
-            name: TensorImages(*images, augmentation=self.augmentation if name == "training" else None, **common)
-            for name, images in loaded.items()
-        }
+            loaded[name] = images
+        normalisation = self._statistics(loaded["training"])
+        made: dict[str, Samples] = {}
+        for name, images in loaded.items():
+            augmentation = self.augmentation if name == "training" else None
+            transform = BatchTransform(images, normalisation, augmentation, self.context.seed)
+            labels = self.context.splits[name].labels
+            assert labels is not None  # there are classes
+            made[name] = ArraySamples({"image": images, "label": labels}, transform)
+        return made
 
-    def _statistics(self, images: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def _statistics(self, images: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Mean and deviation of each channel, to normalise by."""
         if self.settings.normalise == "none" or images.is_floating_point():  # floats come normalised
-            return None, None
+            return None
         if self.settings.normalise == "imagenet":
             mean, std = (torch.tensor(values) for values in IMAGENET)
             return (mean, std) if self.channels == 3 else (mean.mean().view(1), std.mean().view(1))
@@ -137,12 +278,12 @@ class ImageClassification(AbstractTask):
         if self.channels == 1:
             mean, std = (sum(mean) / 3,), (sum(std) / 3,)
         made: dict[str, Samples] = {}
-        for name, split in self.splits.items():
+        for name, split in self.context.splits.items():
             augmentation = self.augmentation if name == "training" else None
             transform = picture_transform(
                 self.size, augmentation, crop=self.settings.evaluation_crop, mean=mean, std=std
             )
-            made[name] = Pictures(split, transform, channels=self.channels, seed=self.context.seed)
+            made[name] = Pictures(split, transform, self.channels, self.context.seed)
         return made
 
     def model_arguments(self, kind: str) -> dict[str, Any]:
@@ -161,29 +302,18 @@ class ImageClassification(AbstractTask):
             return batch
         return mix(batch, self.augmentation, num_classes=self.num_classes, seed=self.context.seed, step=step, part=part)
 
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Of each image."""
+        return logits_of(model(batch["image"]))
+
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross entropy, with label smoothing unless mixing has smoothed already."""
         smoothing = 0.0 if self.augmentation.mixes else self.augmentation.label_smoothing
-        return cross_entropy(
-            logits_of(model(batch["image"])), batch["label"], reduction="sum", label_smoothing=smoothing
-        )
-
-    def num_terms(self, batch: Batch) -> int:
-        """One per image."""
-        return len(batch["image"])
-
-    def score(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Loss, correct answers and count."""
-        return classification_sums(logits_of(model(batch["image"])), batch["label"])
-
-    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Mean loss and accuracy."""
-        return {"loss": sums["loss"] / sums["count"], "accuracy": sums["correct"] / sums["count"]}
+        return cross_entropy(self.logits(model, batch), batch["label"], reduction="sum", label_smoothing=smoothing)
 
     def probe(self, num_samples: int) -> Tensor:
         """Evaluation images."""
-        keys = [(index, EVALUATION) for index in range(min(num_samples, len(self.evaluation)))]
-        return self.evaluation.fetch(keys)["image"]
+        return first_samples(self.evaluation, num_samples)["image"]
 
 
 def _channels_of(split: Dataset) -> Literal[1, 3]:
@@ -194,17 +324,3 @@ def _channels_of(split: Dataset) -> Literal[1, 3]:
         if not one:
             return 3
     return 1
-
-
-def logits_of(output: Any) -> Tensor:
-    """Logits of a timm model (a tensor) or a Hugging Face one (a record)."""
-    return output if isinstance(output, Tensor) else output.logits
-
-
-def classification_sums(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Sums from which loss and accuracy follow."""
-    return {
-        "loss": cross_entropy(logits.float(), labels, reduction="sum").double(),
-        "correct": (logits.argmax(-1) == labels).sum().double(),
-        "count": torch.tensor(float(len(labels)), dtype=torch.float64, device=logits.device),
-    }

@@ -24,11 +24,11 @@ from wellcond.lab.tasks.base import (
     SampleKey,
     Samples,
     TaskContext,
+    logits_of,
     need_kind,
     register_task,
 )
 from wellcond.lab.tasks.byte_text import byte_stream
-from wellcond.lab.tasks.image_classification import logits_of
 from wellcond.lab.tasks.token_blocks import IGNORED, ScoredWindows, TokenBlocks
 from wellcond.lab.tokenizers.base import Tokenizer, document_end
 from wellcond.lab.tokenizers.choose import make_tokenizer

@@ -24,10 +24,10 @@ from wellcond.lab.tasks.base import (
     Metric,
     SampleKey,
     TaskContext,
+    logits_of,
     need_kind,
     register_task,
 )
-from wellcond.lab.tasks.image_classification import logits_of
 from wellcond.lab.tasks.masking import Masking
 from wellcond.lab.tasks.token_blocks import IGNORED, TokenBlocks
 from wellcond.lab.tokenizers.base import Tokenizer

@@ -28,13 +28,12 @@ def grey_pixels(
     Raises:
         RecipeError: images of several sizes, tensors of another size than asked for, or floats that are no pixels.
     """
-    decoded = as_tensor_images(split, channels=1, size=size, resampling="bilinear", progress=progress)
-    if decoded is None:
+    images = as_tensor_images(split, channels=1, size=size, resampling="bilinear", progress=progress)
+    if images is None:
         raise RecipeError(
             f"{what}: expected images of one size, less than {BYTE_LIMIT} bytes in all; set task.image_size, for "
             "instance 32"
         )
-    images = decoded.images
     if size is not None and images.shape[-2:] != (size, size):
         raise RecipeError(
             f"{what}: expected {size} x {size} pixels (task.image_size), found tensors of {images.shape[-2]} x "

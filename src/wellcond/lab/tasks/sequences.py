@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from wellcond.lab.data.base import Dataset
 from wellcond.lab.settings import RecipeError, SequenceLength, Settings
 from wellcond.lab.tasks.base import (
     EVALUATION,
-    AbstractTask,
     Batch,
-    Metric,
+    ClassificationTask,
     Samples,
     TaskContext,
+    check_labels,
+    logits_of,
     need_classes,
 )
 from wellcond.lab.tasks.byte_text import PADDING
-from wellcond.lab.tasks.image_classification import classification_sums, logits_of
-from wellcond.lab.tasks.image_sets import check_labels
 
 
 class SequenceSettings(Settings):
@@ -50,11 +48,9 @@ class SequenceSettings(Settings):
         return self
 
 
-class SequenceTask(AbstractTask):
+class SequenceTask(ClassificationTask):
     """Logits of one or two sequences against a label."""
 
-    metric = Metric("accuracy", higher_is_better=True, percent=True)
-    tells_classes_apart: ClassVar[bool] = True
     inputs: ClassVar[tuple[str, ...]] = ("input_ids", "attention_mask")
     """Parts of a batch that the model takes."""
     vocabulary: int
@@ -119,29 +115,14 @@ class SequenceTask(AbstractTask):
         arguments = {"vocab_size": self.vocabulary, "num_labels": self.num_classes, "pad_token_id": PADDING}
         return arguments | ({"length": self.width} if kind == "wellcond" else {})
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Cross entropy."""
-        return cross_entropy(self._logits(model, batch), batch["label"], reduction="sum")
-
-    def num_terms(self, batch: Batch) -> int:
-        """One per label."""
-        return len(batch["label"])
-
-    def score(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Loss, correct answers and count."""
-        return classification_sums(self._logits(model, batch), batch["label"])
-
-    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Mean loss and accuracy."""
-        return {"loss": sums["loss"] / sums["count"], "accuracy": sums["correct"] / sums["count"]}
-
     def probe(self, num_samples: int) -> dict[str, Tensor]:
         """Evaluation sequences."""
         keys = [(index, EVALUATION) for index in range(min(num_samples, len(self.evaluation)))]
         batch = self.evaluation.fetch(keys)
         return {name: batch[name] for name in self.inputs}
 
-    def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Of each sequence or pair."""
         logits = logits_of(model(**{name: batch[name] for name in self.inputs}))
         if self.has_empty:
             self._refuse_nan(logits.detach(), batch)

@@ -9,7 +9,7 @@ from typing import Any
 
 from wellcond.files import read_regular
 from wellcond.lab.data.errors import DataError, files_or_folders, listed
-from wellcond.lab.data.mirror import MIRROR_VARIABLE, mirror_roots
+from wellcond.lab.data.reading import MIRROR_VARIABLE, mirror_roots
 from wellcond.lab.tokenizers.library_tokenizer import NAMES, LibraryTokenizer, import_tokenizers
 
 TOKENIZER, VOCABULARY, MERGES, WORDS = "tokenizer.json", "vocab.json", "merges.txt", "vocab.txt"

@@ -14,7 +14,7 @@ import torch
 
 from wellcond.attention.find import find_attention
 from wellcond.errors import DEBUG_VARIABLE, WellcondError
-from wellcond.lab.data.fingerprint import fingerprint
+from wellcond.lab.data.base import fingerprint
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe, config_hash, override_recipe
 from wellcond.lab.settings import RecipeError

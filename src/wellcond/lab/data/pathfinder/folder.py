@@ -14,9 +14,9 @@ from wellcond.files import read_regular
 from wellcond.lab.data.base import Data, TensorDataset, describe_sizes, draw_subset
 from wellcond.lab.data.errors import DataError, files_or_folders
 from wellcond.lab.data.images import decode_image, to_channels
-from wellcond.lab.data.mirror import find_folder, require_file
 from wellcond.lab.data.pathfinder.scenes import CLASS_NAMES
 from wellcond.lab.data.progress import tell
+from wellcond.lab.data.reading import find_folder, require_file
 from wellcond.lab.data.registry import SourceConfig, register_source
 
 FEWEST = 10

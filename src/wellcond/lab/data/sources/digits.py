@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+import torch
 from pydantic import Field
 
+from wellcond.errors import MissingExtraError
 from wellcond.lab.data.base import Data, Dataset, TensorDataset, describe_sizes
-from wellcond.lab.data.digits import load_digits
 from wellcond.lab.data.registry import SourceConfig, register_source
+
+NUM_TRAIN = 1297
 
 
 class DigitsConfig(SourceConfig):
@@ -20,20 +23,34 @@ class DigitsConfig(SourceConfig):
     """Share of the training images to evaluate on; the test images are then the test split."""
 
 
+def load_digits() -> tuple[TensorDataset, TensorDataset]:
+    """Images (1, 8, 8), normalised, in one fixed random order: the first 1297 to train on, the other 500 to test on."""
+    try:
+        from sklearn.datasets import load_digits as load
+    except ImportError as error:
+        raise MissingExtraError("scikit-learn", "train") from error
+    data = load()
+    order = torch.randperm(len(data.images), generator=torch.Generator().manual_seed(0))
+    images = torch.tensor(data.images, dtype=torch.float32)[order, None]
+    images = (images - images[:NUM_TRAIN].mean()) / images[:NUM_TRAIN].std()
+    whole = TensorDataset("image", images, torch.tensor(data.target)[order])
+    return _part(whole, slice(NUM_TRAIN)), _part(whole, slice(NUM_TRAIN, None))
+
+
 @register_source(DigitsConfig)
 def load(config: DigitsConfig, base: Path) -> Data:
-    """Images (1, 8, 8) normalised with training statistics; order and split are those of `load_digits`."""
-    data = load_digits()
-    train = TensorDataset("image", data.train_images, data.train_labels.long())
-    evaluation = TensorDataset("image", data.test_images, data.test_labels.long())
+    """The split of `load_digits`; with `held_out`, a part of the training images is evaluated on."""
+    train, evaluation = load_digits()
     others: dict[str, Dataset] = {}
     if config.held_out is not None:
         others["test"] = evaluation
         kept = len(train) - max(1, round(config.held_out * len(train)))  # in random order as they are
-        train, evaluation = (
-            TensorDataset("image", train.inputs[part], data.train_labels.long()[part])
-            for part in (slice(kept), slice(kept, None))
-        )
+        train, evaluation = _part(train, slice(kept)), _part(train, slice(kept, None))
     names = tuple(str(digit) for digit in range(10))
     description = f"scikit-learn's digits, grey, 8 x 8, normalised: {describe_sizes(train, evaluation, names)}"
     return Data("digits", "image", train, evaluation, names, description, others)
+
+
+def _part(images: TensorDataset, rows: slice) -> TensorDataset:
+    assert images.labels is not None
+    return TensorDataset("image", images.inputs[rows], images.labels[rows])

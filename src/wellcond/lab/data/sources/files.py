@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import glob
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,18 +12,18 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from wellcond.lab.data.base import Data
-from wellcond.lab.data.columns import InputColumns
-from wellcond.lab.data.errors import DataError, files_or_folders, listed
+from wellcond.lab.data.errors import DataError, listed
 from wellcond.lab.data.reading import (
     call_load_dataset,
+    find_files,
     import_datasets,
     reading_errors,
     require_cache,
+    resolve_path,
     root_cause,
 )
-from wellcond.lab.data.registry import SourceConfig, register_source
-from wellcond.lab.data.table_bundle import LabelKind, Wanted, bundle_tables
-from wellcond.lab.data.tables import Part, Table
+from wellcond.lab.data.registry import register_source
+from wellcond.lab.data.tables import Part, Table, TableConfig, load_tables
 
 BUILDERS = {
     ".parquet": "parquet",
@@ -37,7 +36,7 @@ BUILDERS = {
 }
 
 
-class FilesConfig(SourceConfig):
+class FilesConfig(TableConfig):
     """Settings of `files`; either `evaluation` or `evaluation_fraction` says what to evaluate on."""
 
     source: Literal["files"] = "files"
@@ -48,20 +47,10 @@ class FilesConfig(SourceConfig):
     """Part of the training rows to set aside, of every class alike."""
     seed: int = 0
     """Of the rows that `evaluation_fraction` draws."""
-    input: InputColumns = "auto"
-    label: str | None = "auto"
-    """Column of the labels; null for none, "auto" for `label` or `labels` if there is one."""
-    label_kind: LabelKind = "class"
     kind: Literal["image", "text"] | None = None
     """By default told by the column's type; texts that end like image files are image paths."""
     image_root: str | None = None
     """Folder that image paths start from; by default that of the data file. They may not lead out of it."""
-    class_names: tuple[str, ...] | None = None
-    unit: Literal["line", "file"] = "line"
-    """What is one document of a text file."""
-    limit_train: int | None = Field(None, ge=1)
-    limit_evaluation: int | None = Field(None, ge=1)
-    """Largest number of examples, drawn with a fixed seed."""
 
     @model_validator(mode="after")
     def _check_evaluation(self) -> FilesConfig:
@@ -77,87 +66,38 @@ class FilesConfig(SourceConfig):
 def load(config: FilesConfig, base: Path) -> Data:
     """Read the files into the cache of `datasets` (HF_DATASETS_CACHE), from which they are memory-mapped."""
     require_cache()
-    train_files = _find_files(config.train, base, "train")
-    tables = {"train": _read_files(train_files, config, base)}
-    evaluation = "train"
+    files = find_files(config.train, base, "train")
+    tables = {"train": _read_files(files, config, base)}
     if config.evaluation is not None:
-        evaluation = "evaluation"
-        tables[evaluation] = _read_files(_find_files(config.evaluation, base, evaluation), config, base)
-    wanted = Wanted(
-        config.input,
-        config.label,
-        config.kind,
-        config.class_names,
-        config.limit_train,
-        config.limit_evaluation,
-        evaluation_fraction=config.evaluation_fraction,
+        tables["evaluation"] = _read_files(find_files(config.evaluation, base, "evaluation"), config, base)
+    return load_tables(
+        files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more",
+        tables,
+        "train",
+        "train" if config.evaluation is None else "evaluation",
+        config,
+        origin="local files",
+        kind=config.kind,
+        fraction=config.evaluation_fraction,
         seed=config.seed,
-        label_kind=config.label_kind,
     )
-    name = train_files[0].name if len(train_files) == 1 else f"{train_files[0].name} and {len(train_files) - 1} more"
-    return bundle_tables(name, tables, "train", evaluation, wanted, origin="local files")
-
-
-def find_files(patterns: str | list[str], base: Path, field: str) -> list[Path]:
-    """Files of paths and patterns, in order; those of one pattern are sorted.
-
-    Raises: DataError if there are none.
-    """
-    files: list[Path] = []
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        path = (base / Path(os.path.expanduser(pattern))).absolute()
-        found = [path] if path.is_file() else sorted(Path(name) for name in glob.glob(str(path), recursive=True))
-        found = [file for file in found if file.is_file()]
-        if not found:
-            parent = path.parent
-            there = files_or_folders(parent.iterdir()) if parent.is_dir() else "nothing: that folder is missing too"
-            raise DataError(
-                f"{path}: no such file.",
-                expected=f"the file, or files matching the pattern, that '{field}' names",
-                found=f"in {parent}: {there}",
-                todo=f"Correct '{field}'; relative paths start at the recipe's folder.",
-            )
-        files += found
-    return files
-
-
-def _find_files(patterns: str | list[str], base: Path, field: str) -> list[Path]:
-    """Files of one known format."""
-    files = find_files(patterns, base, field)
-    for file in files:
-        _require_format(file, files[0])
-    return files
-
-
-def _require_format(file: Path, first: Path) -> None:
-    if file.suffix.lower() not in BUILDERS:
-        raise DataError(
-            f"{file}: the format is not known.",
-            expected=f"a name that ends in one of {listed(BUILDERS)}",
-            found=repr(file.suffix),
-            todo="Convert the file, or rename it if only its ending is wrong.",
-        )
-    if BUILDERS[file.suffix.lower()] != BUILDERS[first.suffix.lower()]:
-        raise DataError(
-            f"{file}: the files of a split have several formats.",
-            expected=f"the format of {first.name}",
-            found=repr(file.suffix),
-            todo="Use files of one format.",
-        )
 
 
 def _read_files(files: list[Path], config: FilesConfig, base: Path) -> Table:
     """One table of all files, each read by itself so that errors can name the file and the row."""
-    root = None if config.image_root is None else (base / Path(os.path.expanduser(config.image_root))).absolute()
-    builder = BUILDERS[files[0].suffix.lower()]
-    if builder == "text" and config.unit == "file":
-        # One row per file; read together, since there may be thousands.
-        tables = [_read_together(files)]
-        parts = [Part(str(file), 1, root or file.parent) for file in files]
-    else:
-        tables = [_read_file(file, builder) for file in files]
-        parts = [Part(str(f), len(table), root or f.parent) for f, table in zip(files, tables, strict=True)]
-    for file, table in zip(files, tables, strict=False):
+    root = None if config.image_root is None else resolve_path(config.image_root, base)
+    [builder, *others] = dict.fromkeys(BUILDERS.get(file.suffix.lower(), file.suffix) for file in files)
+    unknown = [name for name in (builder, *others) if name not in BUILDERS.values()]
+    if unknown or others:
+        raise DataError(
+            f"{files[0]}: the format is not known." if unknown else f"{files[0]}: the files have several formats.",
+            expected=f"files of one format, whose names end in one of {listed(BUILDERS)}",
+            found=listed(unknown or [builder, *others]),
+            todo="Convert the files, or rename them if only their ending is wrong.",
+        )
+    tables = [_read_file(file, builder) for file in files]
+    parts = [Part(str(file), len(table), root or file.parent) for file, table in zip(files, tables, strict=True)]
+    for file, table in zip(files, tables, strict=True):
         if table.features != tables[0].features:
             raise DataError(
                 f"{file}: the columns are not those of {files[0]}.",
@@ -186,7 +126,8 @@ def _read_file(file: Path, builder: str) -> Any:
     if empty:
         raise DataError(f"{file}: there are no rows.", expected="rows", found="none", todo="Check the file.")
     with _named_errors(file, builder):
-        return _load(builder, [file], options)
+        # Escaped: the library takes every name for a pattern.
+        return call_load_dataset(builder, data_files=glob.escape(str(file)), split="train", **options)
 
 
 def _read_head(file: Path, separator: str) -> tuple[list[str], list[str] | None]:
@@ -202,20 +143,6 @@ def _read_head(file: Path, separator: str) -> tuple[list[str], list[str] | None]
             todo="Begin the file with a line of column names; quote values that hold the separator.",
         )
     return header, first
-
-
-def _read_together(files: list[Path]) -> Any:
-    for file in files:
-        with _named_errors(file, "text"):
-            file.read_text(encoding="utf-8")
-    with _named_errors(files[0].parent, "text"):
-        return _load("text", files, {"sample_by": "document"})
-
-
-def _load(builder: str, files: list[Path], options: dict[str, Any]) -> Any:
-    # Escaped: the library takes every name for a pattern.
-    names = [glob.escape(str(path)) for path in files]
-    return call_load_dataset(builder, data_files=names, split="train", **options)
 
 
 @contextmanager

@@ -12,26 +12,26 @@ import yaml
 from pydantic import Field, field_validator
 
 from wellcond.lab.data.base import Data
-from wellcond.lab.data.columns import InputColumns
 from wellcond.lab.data.errors import DataError, files_or_folders, listed
-from wellcond.lab.data.mirror import MIRROR_VARIABLE, find_in_mirror, mirror_roots
 from wellcond.lab.data.reading import (
+    MIRROR_VARIABLE,
     call_load_dataset,
+    find_in_mirror,
     import_datasets,
     quiet_progress,
     reading_errors,
     require_cache,
     root_cause,
+    searched_mirrors,
 )
-from wellcond.lab.data.registry import SourceConfig, register_source
-from wellcond.lab.data.table_bundle import LabelKind, Wanted, bundle_tables
-from wellcond.lab.data.tables import Part, Table
+from wellcond.lab.data.registry import register_source
+from wellcond.lab.data.tables import Part, Table, TableConfig, load_tables
 
 EVALUATION_SPLITS = ("validation", "val", "dev", "test", "validation_matched")
 NAME = r"[A-Za-z0-9_][\w.-]*"
 
 
-class HubConfig(SourceConfig):
+class HubConfig(TableConfig):
     """Settings of `hub`."""
 
     source: Literal["hub"] = "hub"
@@ -43,14 +43,6 @@ class HubConfig(SourceConfig):
     """One split, or several joined: train+validation."""
     evaluation_split: str | None = None
     """By default the first that exists of validation, val, dev, test, validation_matched."""
-    input: InputColumns = "auto"
-    label: str | None = "auto"
-    """Column of the labels; null for none, "auto" for `label` or `labels` if there is one."""
-    label_kind: LabelKind = "class"
-    class_names: tuple[str, ...] | None = None
-    limit_train: int | None = Field(None, ge=1)
-    limit_evaluation: int | None = Field(None, ge=1)
-    """Largest number of examples, drawn with a fixed seed."""
     held_out: float | None = Field(None, gt=0, lt=1)
     """Share of the training split to evaluate on, of every class alike; what would have been the evaluation split is
     then the test split, and limits count what is left."""
@@ -72,24 +64,13 @@ def load(config: HubConfig, base: Path) -> Data:
     splits = _load_hub(config) if mirror is None else _load_mirror(config, mirror)
     full_name = config.id if config.config is None else f"{config.id} ({config.config})"
     joined = [_require_split(name, splits, full_name, "train_split") for name in config.train_split.split("+")]
-    evaluation = config.evaluation_split or _find_evaluation(splits, joined[-1], full_name)
-    evaluation = _require_split(evaluation, splits, full_name, "evaluation_split")
+    usual = next((name for name in EVALUATION_SPLITS if name in splits and name != joined[-1]), None)
+    evaluation = _require_split(config.evaluation_split or usual, splits, full_name, "evaluation_split")
     parts = {split: Part(f"{full_name}, split {split!r}", len(data), mirror) for split, data in splits.items()}
     kept = [split for split in splits if split not in joined or split == evaluation]
     tables = {split: Table(splits[split], [parts[split]]) for split in kept}
     data = import_datasets().concatenate_datasets([splits[split] for split in joined])
     tables[train := "+".join(joined)] = Table(data, [parts[split] for split in joined])
-    wanted = Wanted(
-        config.input,
-        config.label,
-        class_names=config.class_names,
-        label_kind=config.label_kind,
-        limit_train=config.limit_train,
-        limit_evaluation=config.limit_evaluation,
-        limit_test=config.limit_test,
-        evaluation_fraction=config.held_out,
-    )
-    origin = "the Hugging Face hub" if mirror is None else "a local mirror"
     if config.held_out is not None:
         if evaluation in joined:
             raise DataError(
@@ -102,7 +83,50 @@ def load(config: HubConfig, base: Path) -> Data:
         whole, train = tables[train], "train" if train == "test" else train
         tables = {train: whole, "test": tables[evaluation]}
         evaluation = train
-    return bundle_tables(full_name, tables, train, evaluation, wanted, origin=origin)
+    return load_tables(
+        full_name,
+        tables,
+        train,
+        evaluation,
+        config,
+        origin="the Hugging Face hub" if mirror is None else "a local mirror",
+        fraction=config.held_out,
+        limit_test=config.limit_test,
+    )
+
+
+def _require_split(split: str | None, splits: dict[str, Any], full_name: str, field: str) -> str:
+    if split is None or split not in splits:
+        raise DataError(
+            f"{full_name}: there is no split {'to evaluate on' if split is None else repr(split)}.",
+            expected=f"one of {listed(EVALUATION_SPLITS)}" if split is None else f"the split that '{field}' names",
+            found=f"splits {listed(splits)}",
+            todo=f"Set '{field}' to one of the splits.",
+        )
+    return split
+
+
+def _load_hub(config: HubConfig) -> dict[str, Any]:
+    try:
+        return dict(call_load_dataset(config.id, name=config.config, revision=config.revision))
+    except (*reading_errors(), *network_errors()) as error:
+        raise DataError(
+            f"{config.id}: the data set cannot be loaded.",
+            expected=f"a folder {config.id} in a mirror that {MIRROR_VARIABLE} names, or access to the hub",
+            found=f"{searched_mirrors()}; from the hub: {root_cause(error)}",
+            todo=f"Set {MIRROR_VARIABLE} to a folder that holds {config.id}, or connect to the network "
+            "(and unset HF_HUB_OFFLINE), or correct 'id', 'config' and 'revision'.",
+        ) from error
+
+
+def network_errors() -> tuple[type[Exception], ...]:
+    """What a hub out of reach raises."""
+    # huggingface_hub talks through httpx since version 1; through requests before, whose errors are OSErrors.
+    try:
+        import httpx
+    except ImportError:
+        return ()
+    return (httpx.HTTPError,)
 
 
 def _load_mirror(config: HubConfig, mirror: Path) -> dict[str, Any]:
@@ -124,55 +148,31 @@ def _load_mirror(config: HubConfig, mirror: Path) -> dict[str, Any]:
 
 def mirror_arguments(config: HubConfig, mirror: Path) -> dict[str, Any]:
     """How to ask for the configuration: by name if the card of the set declares it, else as a folder."""
-    card = mirror / "README.md"
-    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    declared = re.findall(r"^\s*-?\s*config_name:\s*['\"]?([\w.-]+)['\"]?\s*$", text, flags=re.MULTILINE)
+    declared = [str(entry["config_name"]) for entry in _declared(mirror) if "config_name" in entry]
     folders = sorted({path.parent.name for path in mirror.glob("*/*.parquet")})
-    if config.config is None:
-        if len(folders) > 1 and not declared:
-            raise DataError(
-                f"{mirror}: {config.id} has several configurations.",
-                expected="the field 'config'",
-                found=f"configurations {listed(folders)}",
-                todo="Set 'config' to one of these.",
-            )
+    if config.config is None and (declared or len(folders) < 2):
         return {}
     if config.config in declared:
         return {"name": config.config}
-    if (mirror / config.config).is_dir():
+    if config.config is not None and (mirror / config.config).is_dir():
         files = _files_of_splits(mirror / config.config)
         return {"data_dir": config.config} | ({"data_files": files} if files else {})
+    several = config.config is None
     raise DataError(
-        f"{mirror}: the mirror of {config.id} has no configuration {config.config!r}.",
-        expected="a folder of that name",
+        f"{mirror}: {config.id} has {'several configurations' if several else f'no configuration {config.config!r}'}.",
+        expected="the field 'config'" if several else "a folder of that name",
         found=f"configurations {listed(sorted({*declared, *folders}))}; entries {files_or_folders(mirror.iterdir())}",
-        todo="Correct 'config', or add the folder to the mirror.",
+        todo="Set 'config' to one of these, or add the folder to the mirror.",
     )
 
 
-def require_files_inside(mirror: Path, arguments: dict[str, Any]) -> None:
-    """Look at what `load_dataset` would open: a card may name any file of the machine or of the network.
+def _declared(mirror: Path) -> list[dict[str, Any]]:
+    """Configurations that the card of a data set declares.
 
-    Raises: DataError if a file is not in the mirror.
+    Raises:
+        DataError: one names an address, which `load_dataset` would ask for before anyone can look at it.
     """
-    _refuse_addresses(mirror)
-    with quiet_progress():
-        builder = import_datasets().load_dataset_builder(str(mirror), **arguments)
-    homes = (mirror, mirror.resolve(), Path(os.path.normpath(mirror)))  # the mirror itself may be reached by a link
-    for files in (builder.config.data_files or {}).values():
-        # By name: links within the mirror are its owner's, and followed.
-        for file in files:
-            if not any(Path(os.path.normpath(file)).is_relative_to(home) for home in homes):
-                raise DataError(
-                    f"{mirror / 'README.md'}: the card of the data set leads out of its folder.",
-                    expected=f"files within {mirror}",
-                    found=repr(str(file)),
-                    todo="Correct 'data_files' in the card, or remove the card.",
-                )
-
-
-def _refuse_addresses(mirror: Path) -> None:
-    """Raise DataError for an address in the card: `load_dataset` asks for it before anyone can look at its name."""
+    found: list[dict[str, Any]] = []
     for card in (mirror / "README.md", mirror / ".huggingface.yaml"):
         text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
         head = text.split("\n---", 1)[0] if card.name == "README.md" else text
@@ -181,14 +181,37 @@ def _refuse_addresses(mirror: Path) -> None:
         except (yaml.YAMLError, RecursionError):
             continue  # load_dataset says what is wrong with it
         configurations = content.get("configs") if isinstance(content, dict) else None
-        found = [text for text in texts_in(configurations) if "://" in text]
-        if found:
-            raise DataError(
-                f"{card}: the card of the data set leads out of its folder.",
-                expected=f"files within {mirror}",
-                found=repr(found[0]),
-                todo="Correct 'data_files' in the card, or remove the card.",
-            )
+        for text in texts_in(configurations):
+            if "://" in text:
+                _refuse_card(card, mirror, text)
+        if isinstance(configurations, list):
+            found += [entry for entry in configurations if isinstance(entry, dict)]
+    return found
+
+
+def _refuse_card(card: Path, mirror: Path, found: str) -> None:
+    raise DataError(
+        f"{card}: the card of the data set leads out of its folder.",
+        expected=f"files within {mirror}",
+        found=repr(found),
+        todo="Correct 'data_files' in the card, or remove the card.",
+    )
+
+
+def require_files_inside(mirror: Path, arguments: dict[str, Any]) -> None:
+    """Look at what `load_dataset` would open: a card may name any file of the machine or of the network.
+
+    Raises: DataError if a file is not in the mirror.
+    """
+    _declared(mirror)
+    with quiet_progress():
+        builder = import_datasets().load_dataset_builder(str(mirror), **arguments)
+    homes = (mirror, mirror.resolve(), Path(os.path.normpath(mirror)))  # the mirror itself may be reached by a link
+    for files in (builder.config.data_files or {}).values():
+        # By name: links within the mirror are its owner's, and followed.
+        for file in files:
+            if not any(Path(os.path.normpath(file)).is_relative_to(home) for home in homes):
+                _refuse_card(mirror / "README.md", mirror, str(file))
 
 
 def texts_in(value: Any) -> Iterator[str]:
@@ -230,58 +253,8 @@ def _find_broken_parquet(folder: Path) -> tuple[Path | None, str]:
     for path in sorted(folder.rglob("*.parquet")):
         try:
             with pyarrow.parquet.ParquetFile(path) as file:
-                if file.metadata.num_rows == 0:
+                if not sum(batch.num_rows for batch in file.iter_batches()):
                     return path, "a file without rows"
-                for _ in file.iter_batches():
-                    pass
         except (pyarrow.ArrowException, OSError) as error:
             return path, root_cause(error)
     return None, ""
-
-
-def _load_hub(config: HubConfig) -> dict[str, Any]:
-    try:
-        return dict(call_load_dataset(config.id, name=config.config, revision=config.revision))
-    except (*reading_errors(), *network_errors()) as error:
-        roots = mirror_roots()
-        where = f"not in the mirror {listed(roots)}" if roots else f"{MIRROR_VARIABLE} is not set"
-        raise DataError(
-            f"{config.id}: the data set cannot be loaded.",
-            expected=f"a folder {config.id} in a mirror that {MIRROR_VARIABLE} names, or access to the hub",
-            found=f"{where}; from the hub: {root_cause(error)}",
-            todo=f"Set {MIRROR_VARIABLE} to a folder that holds {config.id}, or connect to the network "
-            "(and unset HF_HUB_OFFLINE), or correct 'id', 'config' and 'revision'.",
-        ) from error
-
-
-def network_errors() -> tuple[type[Exception], ...]:
-    """What a hub out of reach raises."""
-    # huggingface_hub talks through httpx since version 1; through requests before, whose errors are OSErrors.
-    try:
-        import httpx
-    except ImportError:
-        return ()
-    return (httpx.HTTPError,)
-
-
-def _find_evaluation(splits: dict[str, Any], train: str, full_name: str) -> str:
-    for split in EVALUATION_SPLITS:
-        if split in splits and split != train:
-            return split
-    raise DataError(
-        f"{full_name}: there is no split to evaluate on.",
-        expected=f"one of {listed(EVALUATION_SPLITS)}",
-        found=f"splits {listed(splits)}",
-        todo="Set 'evaluation_split' to one of the splits.",
-    )
-
-
-def _require_split(split: str, splits: dict[str, Any], full_name: str, field: str) -> str:
-    if split not in splits:
-        raise DataError(
-            f"{full_name}: there is no split {split!r}.",
-            expected=f"the split that '{field}' names",
-            found=f"splits {listed(splits)}",
-            todo=f"Set '{field}' to one of the splits.",
-        )
-    return split

@@ -1,4 +1,4 @@
-"""Source `image_folder`: one folder per split, in it one folder per class, in it the images."""
+"""Source `image_folder`: one folder per class, with its images; below one folder per split, or without splits."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor
 
-from wellcond.files import read_regular
-from wellcond.lab.data.base import Data, check_index, describe_sizes
+from wellcond.lab.data.base import Data, check_index, describe_sizes, draw_fraction
 from wellcond.lab.data.errors import DataError, files_or_folders, listed
-from wellcond.lab.data.images import decode_image, import_pil, picture_formats
+from wellcond.lab.data.images import decode_image, import_pil, picture_formats, read_image
+from wellcond.lab.data.reading import find_folder, require_folder
 from wellcond.lab.data.registry import SourceConfig, register_source
 
 EVALUATION_NAMES = ("val", "validation", "test")
+DEFAULT_FRACTION = 0.1
 
 
 class ImageFolderConfig(SourceConfig):
@@ -25,14 +27,25 @@ class ImageFolderConfig(SourceConfig):
 
     source: Literal["image_folder"] = "image_folder"
     path: str
-    train: str = "train"
-    """Folder of the training split, within `path`."""
+    """From the recipe's folder, or a name in a mirror."""
+    train: str | None = None
+    """Folder of the training split, within `path`; by default train, or `path` itself if there are no splits."""
     evaluation: str | None = None
     """Folder of the evaluation split, within `path`; by default the first of val, validation, test that exists."""
+    evaluation_fraction: float | None = Field(None, gt=0, lt=1)
+    """Part of the training images to evaluate on instead, of every class alike; 0.1 if there are no splits."""
+    seed: int = 0
+    """Of the images that `evaluation_fraction` draws."""
+
+    @model_validator(mode="after")
+    def _check_evaluation(self) -> ImageFolderConfig:
+        if self.evaluation is not None and self.evaluation_fraction is not None:
+            raise ValueError("expected either 'evaluation' (a folder) or 'evaluation_fraction', got both.")
+        return self
 
 
 @dataclass(frozen=True, eq=False)
-class FolderSplit:
+class ImageFiles:
     """Image files, opened when asked for."""
 
     files: Sequence[str]
@@ -49,104 +62,106 @@ class FolderSplit:
 
     def content(self, index: int) -> bytes:
         """The file's bytes."""
-        try:
-            return read_regular(self.files[index])
-        except OSError as error:
-            raise DataError(
-                f"{self.files[index]}: the image cannot be opened.",
-                expected="the file that was there when the folder was listed",
-                found=f"{type(error).__name__}: {error.strerror}",
-                todo="Restore the file, or start again to list the folder anew.",
-            ) from error
+        return read_image(self.files[index], self.files[index])
+
+    def take(self, rows: Tensor) -> ImageFiles:
+        """Some of the images."""
+        return ImageFiles([self.files[row] for row in rows.tolist()], self.labels[rows])
 
 
 @register_source(ImageFolderConfig)
 def load(config: ImageFolderConfig, base: Path) -> Data:
     """List the images; classes are sorted by name and must be the same in every split."""
-    root = base / Path(os.path.expanduser(config.path))
-    _require_folder(root, "the image folder", "Correct the field 'path'; relative paths start at the recipe's folder.")
-    _require_folder(root / config.train, "the training split", "Set 'train' to the name of the folder to train on.")
-    evaluation = config.evaluation or _find_evaluation(root, config.train)
-    _require_folder(root / evaluation, "the evaluation split", "Set 'evaluation' to the name of a folder.")
-
-    train, ignored = _list_split(root / config.train)
-    names = tuple(train)
-    splits = {config.train: train}
-    others = [name for name in EVALUATION_NAMES if name not in (config.train, evaluation) and (root / name).is_dir()]
-    for name in (evaluation, *others):
-        splits[name], more = _list_split(root / name)
-        ignored += more
-        _require_classes(root / name, splits[name], names)
-    made = {name: _make_split(split, names) for name, split in splits.items()}
-    sizes = describe_sizes(made[config.train], made[evaluation], names)
+    root = find_folder(config.path, base)
+    splits = [name for name in ("train", *EVALUATION_NAMES) if (root / name).is_dir()]
+    train, fraction = config.train or ("train" if splits else "."), config.evaluation_fraction
+    usual = [name for name in splits if name not in ("train", train)]
+    if train == "." and config.evaluation is None:
+        fraction = fraction or DEFAULT_FRACTION
+    evaluation = train if fraction else config.evaluation or (usual[0] if usual else None)
+    if evaluation is None:
+        raise DataError(
+            f"{root}: there is no split to evaluate on.",
+            expected=f"one of the folders {listed(EVALUATION_NAMES)}",
+            found=files_or_folders(root.iterdir()),
+            todo="Make one of these folders, name yours in 'evaluation', or set 'evaluation_fraction', such as 0.1.",
+        )
+    names = dict.fromkeys([train, evaluation, *usual])
+    # Folders are compared before any is searched: a data set of millions of files takes minutes to list.
+    classes = {
+        name: _classes(require_folder(root / name, {train: "train", evaluation: "evaluation"}.get(name)))
+        for name in names
+    }
+    for name in names:
+        _require_classes(root / name, classes[name], classes[train])
+    made, ignored = {}, 0
+    for name in names:
+        made[name], passed_over = _list_images(root / name, classes[name])
+        ignored += passed_over
+    trained, evaluated = made[train], made[evaluation]
+    told = f"evaluated on {evaluation!r}"
+    if fraction:
+        rows, others = draw_fraction(trained, fraction, seed=config.seed, what=str(root / train))
+        trained, evaluated = trained.take(rows), evaluated.take(others)
+        told = f"evaluated on {fraction:g} of the images of every class, set aside by seed {config.seed}"
     note = f", {ignored} other files ignored" if ignored else ""
-    description = f"image folder {root.name!r}, evaluated on {evaluation!r}: {sizes}{note}"
-    rest = {name: made[name] for name in others}
-    return Data(root.name, "image", made[config.train], made[evaluation], names, description, rest)
+    class_names = tuple(classes[train])
+    sizes = describe_sizes(trained, evaluated, class_names)
+    description = f"image folder {root.name!r}, {told}: {sizes}{note}"
+    rest = {name: made[name] for name in usual if name != evaluation}
+    return Data(root.name, "image", trained, evaluated, class_names, description, rest)
 
 
-def _require_folder(path: Path, what: str, todo: str) -> None:
-    if not path.is_dir():
-        parent = path.parent
-        there = files_or_folders(parent.iterdir()) if parent.is_dir() else "nothing: that folder is missing too"
-        raise DataError(f"{path}: {what} is missing.", expected="a folder", found=f"in {parent}: {there}", todo=todo)
-
-
-def _find_evaluation(root: Path, train: str) -> str:
-    for name in EVALUATION_NAMES:
-        if name != train and (root / name).is_dir():
-            return name
-    raise DataError(
-        f"{root}: there is no split to evaluate on.",
-        expected=f"one of the folders {listed(EVALUATION_NAMES)}",
-        found=files_or_folders(root.iterdir()),
-        todo="Make one of these folders, or name yours in the field 'evaluation'.",
-    )
-
-
-def _list_split(folder: Path) -> tuple[dict[str, list[str]], int]:
-    """Image files by class, sorted, and how many other files were passed over."""
+def _suffixes() -> set[str]:
     # The table of extensions also names formats that PIL only writes.
     formats = picture_formats()
-    suffixes = {suffix for suffix, name in import_pil().registered_extensions().items() if name in formats}
-    entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-    classes = [path for path in entries if path.is_dir()]
-    loose = [path for path in entries if path.is_file() and path.suffix.lower() in suffixes]
+    return {suffix for suffix, name in import_pil().registered_extensions().items() if name in formats}
+
+
+def _classes(folder: Path) -> list[str]:
+    """Names of the folders of classes, sorted."""
+    entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
+    classes = sorted(entry.name for entry in entries if entry.is_dir())
+    suffixes = _suffixes()
+    loose = sorted(e.name for e in entries if e.is_file() and os.path.splitext(e.name)[1].lower() in suffixes)
     if loose or not classes:
         raise DataError(
             f"{folder}: the images are not sorted into classes." if loose else f"{folder}: there are no images.",
             expected="one folder per class, with the images of that class in it",
-            found=f"{len(loose)} images outside of a class, such as {loose[0].name}" if loose else "no folder",
+            found=f"{len(loose)} images outside of a class, such as {loose[0]}" if loose else "no folder",
             todo="Move the images into folders named after their classes.",
         )
-    result, ignored = {}, len(entries) - len(classes)
-    for path in classes:
-        files = [os.path.join(top, name) for top, _, names in os.walk(path) for name in names if name[0] != "."]
-        images = sorted(name for name in files if os.path.splitext(name)[1].lower() in suffixes)
-        ignored += len(files) - len(images)
-        if not images:
-            raise DataError(
-                f"{path}: this class has no images.",
-                expected=f"at least one image ({listed(sorted(suffixes), most=8)})",
-                found=f"{len(files)} other files",
-                todo="Add images, or remove the folder.",
-            )
-        result[path.name] = images
-    return result, ignored
+    return classes
 
 
-def _require_classes(folder: Path, split: dict[str, list[str]], names: tuple[str, ...]) -> None:
-    missing, unknown = sorted(set(names) - set(split)), sorted(set(split) - set(names))
+def _require_classes(folder: Path, found: list[str], expected: list[str]) -> None:
+    missing, unknown = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     if missing or unknown:
         raise DataError(
             f"{folder}: the classes are not those of the training split.",
-            expected=f"the folders {listed(names)}",
+            expected=f"the folders {listed(expected)}",
             found=f"missing: {listed(missing)}; not in training: {listed(unknown)}",
             todo="Give both splits the same class folders.",
         )
 
 
-def _make_split(split: dict[str, list[str]], names: tuple[str, ...]) -> FolderSplit:
-    files = [file for name in names for file in split[name]]
-    counts = torch.tensor([len(split[name]) for name in names])
-    return FolderSplit(files, torch.arange(len(names)).repeat_interleave(counts))
+def _list_images(folder: Path, classes: Sequence[str]) -> tuple[ImageFiles, int]:
+    """Image files by class, sorted, and how many other files were passed over."""
+    suffixes, images, counts = _suffixes(), [], []
+    ignored = sum(not entry.is_dir() for entry in os.scandir(folder) if not entry.name.startswith("."))
+    for name in classes:
+        files = [
+            os.path.join(top, file) for top, _, found in os.walk(folder / name) for file in found if file[0] != "."
+        ]
+        chosen = sorted(file for file in files if os.path.splitext(file)[1].lower() in suffixes)
+        if not chosen:
+            raise DataError(
+                f"{folder / name}: this class has no images.",
+                expected=f"at least one image ({listed(sorted(suffixes), most=8)})",
+                found=f"{len(files)} other files",
+                todo="Add images, or remove the folder.",
+            )
+        images += chosen
+        counts.append(len(chosen))
+        ignored += len(files) - len(chosen)
+    return ImageFiles(images, torch.arange(len(classes)).repeat_interleave(torch.tensor(counts))), ignored

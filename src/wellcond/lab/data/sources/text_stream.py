@@ -14,11 +14,17 @@ from wellcond.lab.data.base import Data, describe_sizes
 from wellcond.lab.data.disk_cache import CacheEntry
 from wellcond.lab.data.errors import DataError
 from wellcond.lab.data.growing_files import Piece, find_grown, grow
-from wellcond.lab.data.mirror import MIRROR_VARIABLE, find_in_mirror
 from wellcond.lab.data.progress import tell
-from wellcond.lab.data.reading import import_datasets, quiet_progress, reading_errors, root_cause
+from wellcond.lab.data.reading import (
+    MIRROR_VARIABLE,
+    find_files,
+    find_in_mirror,
+    import_datasets,
+    quiet_progress,
+    reading_errors,
+    root_cause,
+)
 from wellcond.lab.data.registry import SourceConfig, register_source
-from wellcond.lab.data.sources.files import find_files
 from wellcond.lab.data.sources.hub import (
     NAME,
     HubConfig,

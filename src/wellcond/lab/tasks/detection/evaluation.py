@@ -1,25 +1,75 @@
-"""COCO's official evaluation, by pycocotools itself."""
+"""What pycocotools does: masks from polygons and run lengths, and COCO's official evaluation."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from wellcond.errors import MissingExtraError
-from wellcond.lab.data.errors import DataError, listed
-from wellcond.lab.detection.masks import from_mask
+from wellcond.lab.data.errors import DataError
+from wellcond.lab.tasks.detection.coco import Segmentation
+from wellcond.run_lengths import read_counts
 
 Kind = Literal["bbox", "segm"]
 KINDS: dict[Kind, tuple[str, str]] = {"bbox": ("box", "bbox"), "segm": ("mask", "segmentation")}
 """How the metrics of a kind begin, and where a result has what is judged."""
 METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 """In the order of pycocotools: over all overlaps, at 0.5, at 0.75; of small, medium and large objects."""
+
+
+def import_pycocotools() -> Any:
+    """The package, with its modules coco, cocoeval and mask, or a MissingExtraError."""
+    try:
+        import pycocotools.coco
+        import pycocotools.cocoeval
+        import pycocotools.mask
+    except ImportError as error:
+        raise MissingExtraError("pycocotools", "detection") from error
+    return pycocotools
+
+
+def to_rle(segmentation: Segmentation, height: int, width: int) -> dict[str, Any]:
+    """Compressed run lengths of a segmentation in an image of this size, as pycocotools' `annToRLE` makes them."""
+    if isinstance(segmentation, dict) and not isinstance(segmentation["counts"], list):
+        return segmentation
+    api = import_pycocotools().mask
+    encoded = api.frPyObjects(segmentation, height, width)
+    lengths: dict[str, Any] = api.merge(encoded) if isinstance(segmentation, list) else encoded
+    return lengths
+
+
+def to_mask(segmentation: Segmentation, height: int, width: int) -> Tensor:
+    """The mask, uint8 of shape (height, width), equal to pycocotools' `annToMask`."""
+    # Not by pycocotools' `decode`, in which NumPy 2 warns of a deprecated call for every mask.
+    runs = read_counts(to_rle(segmentation, height, width)["counts"])
+    values = (np.arange(len(runs)) % 2).astype(np.uint8)
+    # Columns one after the other, background first.
+    columns = np.repeat(values, runs).reshape(width, height)
+    return torch.from_numpy(np.ascontiguousarray(columns.T))
+
+
+def from_mask(mask: Tensor) -> dict[str, Any]:
+    """A mask (height, width) as compressed run lengths that JSON can hold.
+
+    Example:
+        >>> from_mask(torch.eye(2))
+        {'size': [2, 2], 'counts': '0120'}
+    """
+    pixels = np.asfortranarray(mask.detach().cpu().to(torch.uint8).numpy())
+    return as_text(import_pycocotools().mask.encode(pixels))
+
+
+def as_text(lengths: Mapping[str, Any]) -> dict[str, Any]:
+    """Run lengths of pycocotools as JSON can hold them."""
+    counts = lengths["counts"]
+    size = [int(side) for side in lengths["size"]]
+    return {"size": size, "counts": counts.decode("ascii") if isinstance(counts, bytes) else counts}
 
 
 def to_results(
@@ -42,11 +92,8 @@ def to_results(
     """
     results = []
     for found, image_id, size in zip(detections, image_ids, original_sizes, strict=True):
-        height, width = (int(side) for side in size)
         boxes, scores = found["boxes"].detach().double().cpu(), found["scores"].detach().double().cpu()
-        masks = found.get("masks")
-        if masks is not None:
-            masks = _binary(masks, height, width)
+        masks = _binary(found["masks"], *(int(side) for side in size)) if "masks" in found else None
         usable = boxes.isfinite().all(1) & scores.isfinite()
         for row in usable.nonzero().flatten().tolist():
             left, top, right, bottom = boxes[row].tolist()
@@ -56,14 +103,11 @@ def to_results(
                 "bbox": [left, top, right - left, bottom - top],
                 "score": float(scores[row]),
             }
-            if masks is not None:
-                result["segmentation"] = from_mask(masks[row])
-            results.append(result)
+            results.append(result if masks is None else result | {"segmentation": from_mask(masks[row])})
     return results
 
 
 def _binary(masks: Tensor, height: int, width: int) -> Tensor:
-    masks = masks.detach()
     masks = masks[:, 0] if masks.ndim == 4 else masks
     if masks.shape[1:] != (height, width):
         raise DataError(
@@ -72,7 +116,7 @@ def _binary(masks: Tensor, height: int, width: int) -> Tensor:
             found=f"shape {tuple(masks.shape)}",
             todo="Paste the masks into the original image first.",
         )
-    return (masks >= 0.5).to(torch.uint8) if masks.is_floating_point() else (masks != 0).to(torch.uint8)
+    return masks >= 0.5 if masks.is_floating_point() else masks != 0
 
 
 def evaluate(
@@ -81,69 +125,40 @@ def evaluate(
     """Average precision of results, as shares of 1.
 
     Args:
-        ground_truth: Content of a COCO file, such as `CocoSplit.ground_truth`; all of its images are judged.
+        ground_truth: Content of a COCO file, such as `CocoDataset.ground_truth`; all of its images are judged.
         results: From `to_results`, or a file of results.
         kinds: What to judge: boxes, masks.
 
     Returns: `box_AP`, `box_AP50`, `box_AP75`, `box_APs`, `box_APm`, `box_APl`, and the same of `mask`. Where there is
         nothing to find, as without small objects, pycocotools says -1; that number is left out.
-
-    Raises:
-        DataError: a result belongs to no image of the ground truth, or lacks what is to be judged.
     """
-    known = {image["id"] for image in ground_truth["images"]}
-    unknown = sorted({result["image_id"] for result in results} - known)
-    if unknown:
-        raise DataError(
-            "results of images that are not evaluated.",
-            expected=f"ids of the {len(known)} images of the ground truth",
-            found=listed(unknown),
-            todo="Evaluate the images that the results are of.",
-        )
     metrics: dict[str, float] = {}
     for kind in kinds:
         prefix, key = KINDS[kind]
-        lacking = sum(key not in result for result in results)
-        if lacking:
-            raise DataError(
-                f"results that cannot be judged by {kind}.",
-                expected=f"{key!r} in each result",
-                found=f"{lacking} of {len(results)} without",
-                todo=f"Add it, or leave {kind!r} out of the kinds.",
-            )
         # The other key would decide by its own area whether a detection is small, medium or large.
         judged = [{name: result[name] for name in ("image_id", "category_id", key, "score")} for result in results]
         values = zip(METRICS, _statistics(ground_truth, judged, kind), strict=False)
         metrics |= {f"{prefix}_{name}": float(value) for name, value in values if value != -1}
-    assert all(map(math.isfinite, metrics.values()))
     return metrics
 
 
 def _statistics(ground_truth: Mapping[str, Any], results: list[dict[str, Any]], kind: Kind) -> list[float]:
     """The numbers that pycocotools prints."""
-    try:
-        from pycocotools.coco import COCO
-        from pycocotools.cocoeval import COCOeval
-    except ImportError as error:
-        raise MissingExtraError("pycocotools", "detection") from error
+    library = import_pycocotools()
     with contextlib.redirect_stdout(io.StringIO()):
-        truth = COCO()
+        truth, found = library.coco.COCO(), library.coco.COCO()
         # pycocotools writes into annotations. It takes a match with id 0 for none, so they are counted from 1.
         numbered = [{**annotation, "id": row} for row, annotation in enumerate(ground_truth["annotations"], 1)]
         truth.dataset = {**ground_truth, "annotations": numbered}
         truth.createIndex()
-        found = truth.loadRes(results) if results else _no_results(truth)
-        evaluation = COCOeval(truth, found, kind)
+        if results:
+            found = truth.loadRes(results)
+        else:  # which `loadRes` does not take
+            found.dataset = {**truth.dataset, "annotations": []}
+            found.createIndex()
+        evaluation = library.cocoeval.COCOeval(truth, found, kind)
         evaluation.evaluate()
         evaluation.accumulate()
         evaluation.summarize()
     statistics: list[float] = evaluation.stats.tolist()
     return statistics
-
-
-def _no_results(truth: Any) -> Any:
-    """What `loadRes` would make of an empty list, which it does not take."""
-    empty = type(truth)()
-    empty.dataset = {**truth.dataset, "annotations": []}
-    empty.createIndex()
-    return empty

@@ -1,7 +1,12 @@
-"""An image and its objects as a sample for the model: scaled, in training also mirrored and cropped."""
+"""Images with their objects as padded batches: scaled, in training also mirrored and cropped.
+
+Torchvision's transforms would interpolate masks, and the image twice; here a crop and two scalings are one, and the
+polygons are moved and then drawn.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,18 +14,22 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
+from torch.nn.functional import pad
 
 from wellcond.lab.data.images import import_pil
-from wellcond.lab.detection.boxes import boxes_of_masks, clip_boxes, thin_boxes
-from wellcond.lab.detection.instances import Instances
-from wellcond.lab.detection.masks import Segmentation, to_mask
+from wellcond.lab.seeding import generator
 from wellcond.lab.settings import ImageSide, Settings
+from wellcond.lab.tasks.base import EVALUATION, Batch, SampleKey
+from wellcond.lab.tasks.detection.coco import CocoDataset, Instances, Segmentation, clip_boxes, thin_boxes
+from wellcond.lab.tasks.detection.evaluation import to_mask
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Sides = tuple[ImageSide, ...]
+MULTIPLE = 32
+"""Sides of a batch are multiples of it."""
 
 
 class CropSettings(Settings):
@@ -115,7 +124,7 @@ class View:
 def prepare(
     example: dict[str, Any], settings: DetectionAugmentation, draw: torch.Generator | None
 ) -> dict[str, Tensor]:
-    """A sample of an example of a `CocoSplit`.
+    """A sample of an example of a `CocoDataset`.
 
     Crowd regions are no targets. Objects of which the view leaves less than a pixel, or no pixel of the mask, are left
     out; the boxes of those that a crop cuts are drawn anew around what is left of the mask. A sample may have none.
@@ -187,3 +196,84 @@ def _chance(draw: torch.Generator) -> float:
 def _integer(draw: torch.Generator, low: int, high: int) -> int:
     """From low to high, both among them."""
     return int(torch.randint(low, high + 1, (), generator=draw))
+
+
+def boxes_of_masks(masks: Tensor) -> Tensor:
+    """The smallest boxes around masks (n, height, width), float32 (n, 4); zeros for an empty mask.
+
+    Example:
+        >>> boxes_of_masks(torch.tensor([[[0, 0, 0], [0, 1, 1]]], dtype=torch.uint8)).tolist()
+        [[1.0, 1.0, 3.0, 2.0]]
+    """
+    left, right = _ends(masks.amax(1) > 0)
+    top, bottom = _ends(masks.amax(2) > 0)
+    return torch.stack([left, top, right, bottom], 1).float()
+
+
+def _ends(occupied: Tensor) -> tuple[Tensor, Tensor]:
+    """First true position and the one behind the last in each row of (n, length); both 0 where there is none."""
+    positions = torch.arange(occupied.shape[1])
+    behind_last = torch.where(occupied, positions + 1, 0).amax(1)
+    first = torch.where(occupied, positions, occupied.shape[1]).amin(1)
+    return torch.where(occupied.any(1), first, 0), behind_last
+
+
+@dataclass
+class DetectionSamples:
+    """Images decoded, augmented and padded one batch at a time.
+
+    What happens to a sample depends on the seed, its number and its draw (see `SampleKey`) alone.
+    """
+
+    split: CocoDataset
+    augmentation: DetectionAugmentation
+    seed: int
+    count: int | None = None
+    """Only the first so many, if given."""
+    in_memory = False
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.split) if self.count is None else min(self.count, len(self.split))
+
+    def fetch(self, keys: Sequence[SampleKey]) -> Batch:
+        """Samples of different sizes as one batch.
+
+        Returns: `images` (batch, 3, height, width), zero at the bottom and on the right where an image is smaller;
+            `sizes` (batch, 2) before padding, `original_sizes`, `image_ids` and `positions` in the split; and of the
+            objects of all images one after the other `boxes` (n, 4), `labels` (n,), `masks` (n, height, width) and
+            `owners` (n,), the place in the batch of the image that each is in.
+        """
+        examples = [self.split[index] for index, _ in keys]
+        samples = [
+            prepare(
+                example,
+                self.augmentation,
+                None if draw == EVALUATION else generator(self.seed, "augmentation", draw, index),
+            )
+            for example, (index, draw) in zip(examples, keys, strict=True)
+        ]
+        sizes = torch.tensor([tuple(sample["image"].shape[-2:]) for sample in samples])
+        height, width = (-(-int(side) // MULTIPLE) * MULTIPLE for side in sizes.amax(0))
+
+        def padded(values: Tensor) -> Tensor:
+            return pad(values, (0, width - values.shape[-1], 0, height - values.shape[-2]))
+
+        counts = torch.tensor([len(sample["labels"]) for sample in samples])
+        return {
+            "images": torch.stack([padded(sample["image"]) for sample in samples]),
+            "sizes": sizes,
+            "boxes": torch.cat([sample["boxes"] for sample in samples]),
+            "labels": torch.cat([sample["labels"] for sample in samples]),
+            "masks": torch.cat([padded(sample["masks"]) for sample in samples]),
+            "owners": torch.repeat_interleave(torch.arange(len(samples)), counts),
+            "original_sizes": torch.tensor([example["size"] for example in examples]),
+            "image_ids": torch.tensor([example["image_id"] for example in examples]),
+            "positions": torch.tensor([index for index, _ in keys]),
+        }
+
+
+def targets_of(batch: Batch) -> list[dict[str, Tensor]]:
+    """The objects of each image, as torchvision takes them."""
+    chosen = [batch["owners"] == place for place in range(len(batch["images"]))]
+    return [{name: batch[name][mine] for name in ("boxes", "labels", "masks")} for mine in chosen]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -9,10 +11,9 @@ import torch
 from pydantic import NonNegativeInt
 from torch import Tensor, nn
 
-from wellcond.lab.detection import DetectionAugmentation, evaluate, to_results
+from wellcond.lab.data.images import import_pil
 from wellcond.lab.seeding import derive
 from wellcond.lab.settings import RecipeError, Settings
-from wellcond.lab.tasks.augmentation import AugmentationSettings
 from wellcond.lab.tasks.base import (
     EVALUATION,
     AbstractTask,
@@ -20,14 +21,18 @@ from wellcond.lab.tasks.base import (
     Metric,
     Record,
     TaskContext,
+    first_samples,
     need_classes,
     need_kind,
     register_task,
 )
-from wellcond.lab.tasks.detection_samples import describe_predictions
-from wellcond.lab.tasks.detection_sets import DetectionSamples, FirstSamples, targets_of
+from wellcond.lab.tasks.detection.evaluation import as_text, evaluate, to_results, to_rle
+from wellcond.lab.tasks.detection.samples import DetectionAugmentation, DetectionSamples, targets_of
 
-MODEL = "wellcond:mask_rcnn"
+LONGEST, QUALITY = 256, 80
+"""Longer side in pixels and quality of the JPEG in a record."""
+MOST, LEAST_SCORE = 20, 0.05
+"""Predictions of an image that are recorded: so many at most, of this score at least."""
 
 
 class DetectionSettings(Settings):
@@ -57,20 +62,24 @@ class Detection(AbstractTask):
         need_kind(context.data, settings.name, "detection")
         self.num_classes = need_classes(context.data, settings.name, least=1)
         self.settings, self.seed = settings, context.seed
-        _check_augmentation(context.augmentation or AugmentationSettings())
-        self.data = context.data
-
-        def samples(split: Any) -> DetectionSamples:
-            return DetectionSamples(split, settings.images, seed=context.seed)
-
-        self.train, self.evaluation = samples(context.data.train), samples(context.data.evaluation)
+        given = {} if context.augmentation is None else context.augmentation.model_dump(exclude_defaults=True)
+        for name in [name for name in given if name != "repeats"]:
+            raise RecipeError(f"augmentation.{name}: it moves no boxes; the augmentation of detection is task.images")
+        data, images = context.data, settings.images
+        self.class_names, self.category_ids = data.class_names or (), data.train.category_ids  # type: ignore[attr-defined]
+        self.train, self.evaluation = (
+            DetectionSamples(split, images, context.seed)  # type: ignore[arg-type]
+            for split in (data.train, data.evaluation)
+        )
         if settings.score_train:
-            self.further = {"train": FirstSamples(self.train, settings.score_train)}
+            self.further = {"train": DetectionSamples(self.train.split, images, context.seed, settings.score_train)}
 
     def model_arguments(self, kind: str) -> dict[str, Any]:
         """Classes."""
         if kind != "wellcond":
-            raise RecipeError(f"model.name: detection needs {MODEL}, with a backbone of timm; found a {kind} model")
+            raise RecipeError(
+                f"model.name: detection needs wellcond:mask_rcnn, on a backbone of timm; found a {kind} model"
+            )
         return {"num_classes": self.num_classes}
 
     def auto_class(self) -> None:
@@ -107,11 +116,6 @@ class Detection(AbstractTask):
         ]
         return sums, records
 
-    @property
-    def category_ids(self) -> Sequence[int]:
-        """COCO's id of each label."""
-        return self.train.split.category_ids
-
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Mean losses."""
         means = {name: value / sums["count"] for name, value in sums.items() if name != "count"}
@@ -128,23 +132,59 @@ class Detection(AbstractTask):
                 f"evaluation.samples: expected at least one object, found none in the first {len(records)} images; "
                 "score more of them"
             )
-        if isinstance(samples, FirstSamples):  # of the training images, what tells whether they are learnt
+        if samples.count is not None:  # of the training images, what tells whether they are learnt
             return {name: value for name, value in values.items() if name.endswith(("AP", "AP50", "AP75"))}
         return values
 
     def probe(self, num_samples: int) -> Tensor:
         """Evaluation images, all of the size of the largest."""
-        keys = [(index, EVALUATION) for index in range(min(num_samples, len(self.evaluation)))]
-        return self.evaluation.fetch(keys)["images"]
+        return first_samples(self.evaluation, num_samples)["images"]
 
+    @torch.no_grad()
     def write_samples(self, model: nn.Module) -> list[dict[str, Any]]:
-        """What a model finds in the first evaluation images, beside the truth."""
-        return describe_predictions(model, self.evaluation, self.settings.samples, self.data.class_names or ())
+        """What a model finds in the first evaluation images, beside the truth, as plain data to draw a report from.
+
+        Returns: Of each image `image_id`, `file_name`, `size`, `jpeg` in base 64, `truth` and `predictions`. Both are
+            lists of `bbox` [x, y, width, height] in pixels of `size` (height, width), `category` and `segmentation` as
+            compressed run lengths; predictions also have a `score`, the best first.
+        """
+        was_training = model.training
+        model.eval()
+        try:
+            count = min(self.settings.samples, len(self.evaluation))
+            return [self._describe(model, index) for index in range(count)]
+        finally:
+            model.train(was_training)
+
+    def _describe(self, model: nn.Module, index: int) -> dict[str, Any]:
+        split, example = self.evaluation.split, self.evaluation.split[index]
+        batch = self.evaluation.fetch([(index, EVALUATION)])
+        images = batch["images"].to(next(model.parameters()).device)
+        [found] = model(images, batch["sizes"], original_sizes=batch["original_sizes"])
+        results = to_results([found], [example["image_id"]], [example["size"]], self.category_ids)
+        best = sorted((row for row in results if row["score"] >= LEAST_SCORE), key=lambda row: -row["score"])[:MOST]
+        names = dict(zip(self.category_ids, self.class_names, strict=True))
+        truth = [row for row in split.annotations[index] if not row["iscrowd"]]
+        return {
+            "image_id": example["image_id"],
+            "file_name": split.images[index]["file_name"],
+            "size": list(example["size"]),
+            "jpeg": _jpeg(example["image"]),
+            "truth": [_shown(row, names, as_text(to_rle(row["segmentation"], *example["size"]))) for row in truth],
+            "predictions": [
+                _shown(row, names, row["segmentation"]) | {"score": round(row["score"], 4)} for row in best
+            ],
+        }
 
 
-def _check_augmentation(augmentation: AugmentationSettings) -> None:
-    given = augmentation.model_dump(exclude_defaults=True, exclude={"repeats"})
-    if given:
-        raise RecipeError(
-            f"augmentation.{next(iter(given))}: it moves no boxes; the augmentation of detection is task.images"
-        )
+def _shown(row: Mapping[str, Any], names: Mapping[int, str], segmentation: dict[str, Any]) -> dict[str, Any]:
+    box = [round(float(number), 2) for number in row["bbox"]]
+    return {"bbox": box, "category": names[row["category_id"]], "segmentation": segmentation}
+
+
+def _jpeg(picture: Any) -> str:
+    small = picture.copy()
+    small.thumbnail((LONGEST, LONGEST), import_pil().Resampling.BILINEAR)
+    file = io.BytesIO()
+    small.save(file, "JPEG", quality=QUALITY)
+    return base64.b64encode(file.getvalue()).decode("ascii")
