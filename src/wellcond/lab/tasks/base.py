@@ -46,8 +46,10 @@ class Metric:
 class Samples(Protocol):
     """Samples by number, as batches ready for the model."""
 
-    in_memory: bool
-    """Whether fetching is so cheap that worker processes would only cost time."""
+    @property
+    def in_memory(self) -> bool:
+        """Whether fetching is so cheap that worker processes would only cost time."""
+        ...
 
     def __len__(self) -> int:
         """Number of samples."""
