@@ -88,7 +88,7 @@ class CacheEntry:
         Raises: CacheError; a file of that name is then as it was.
         """
         with self._named_errors():
-            self._make_folder()
+            self.folder.mkdir(parents=True, exist_ok=True)
             with opened_atomically(self.folder / name) as file:
                 yield file
 
@@ -104,7 +104,7 @@ class CacheEntry:
 
         lock = filelock.FileLock(self.folder / "lock")
         with self._named_errors():
-            self._make_folder()
+            self.folder.mkdir(parents=True, exist_ok=True)
             while not lock.is_locked:
                 try:
                     lock.acquire(timeout=POLL_SECONDS)
@@ -113,6 +113,7 @@ class CacheEntry:
         try:
             for left_by_a_kill in self.folder.glob(".*.partial"):
                 left_by_a_kill.unlink(missing_ok=True)
+            self.write("made_from.json", self.made_from.encode())
             yield
         finally:
             lock.release()
@@ -128,11 +129,6 @@ class CacheEntry:
         with self.locked(lambda: tell(f"waiting for another process: {what}", 0, 1)):
             found = find()
             return make() if found is None else found
-
-    def _make_folder(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not (self.folder / "made_from.json").exists():
-            write_atomically(self.folder / "made_from.json", self.made_from)
 
     @contextlib.contextmanager
     def _named_errors(self) -> Iterator[None]:
