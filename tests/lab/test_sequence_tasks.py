@@ -9,7 +9,7 @@ from wellcond.lab.data import TensorDataset
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import TASKS
-from wellcond.lab.tasks.byte_text import PackedDocuments
+from wellcond.lab.tasks.sequence_classification import PackedBytes
 from wellcond.lab.train.prepare import prepare_model
 
 # Tokens
@@ -83,8 +83,7 @@ def test_every_byte_is_a_token():
     encoded = everything_utf8.encode("utf-8", "surrogatepass")
     task = classify(written(everything_utf8), length=len(encoded))
     assert ids(task.train) == [[byte + 1 for byte in encoded]]
-    documents = PackedDocuments()
-    documents.append(bytes(range(256)))
+    documents = PackedBytes([bytes(range(256))])
     assert documents.tokens(0).tolist() == list(range(1, 257))
 
 

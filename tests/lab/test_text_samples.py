@@ -14,8 +14,8 @@ from lab.helpers import bundle, make_recipe, texts, tiny_gpt2
 from lab.small import Killed, kill_at_write, record, run, train_command
 from lab.test_tasks import make_task
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.tasks.language_modelling import SAMPLE_TOKENS, TEMPERATURE
-from wellcond.lab.tokenizers.byte_tokenizer import ByteTokenizer
+from wellcond.lab.tasks.language_modelling import SAMPLE_TOKENS, TEMPERATURE, generate_text
+from wellcond.lab.tokenizers.base import ByteTokenizer
 from wellcond.lab.train import engine
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import Job, run_job
@@ -215,7 +215,7 @@ def test_samples_are_of_fixed_length_heat_and_seed():
     first = task.write_samples(model)
     assert torch.equal(torch.get_rng_state(), random_state) and model.training
     assert first == task.write_samples(model)
-    expected = task.sample_text(model, prompt="", num_tokens=SAMPLE_TOKENS, temperature=TEMPERATURE, seed=0)
+    expected = generate_text(model, task.tokenizer, "", SAMPLE_TOKENS, temperature=TEMPERATURE, context=task.context)
     assert first[1]["text"] == expected
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from wellcond.errors import UnknownChoiceError
-from wellcond.lab.glue.tasks import NAMES
 from wellcond.lab.report.same_settings import setting_differences
 from wellcond.lab.reproduce.catalogue_files import SCALES, entries, find_entry, studies, variants
 from wellcond.lab.reproduce.collect import Collection, StoredStudy
@@ -15,6 +14,7 @@ from wellcond.lab.reproduce.cost import plan_cost, updates_per_run
 from wellcond.lab.reproduce.paper_numbers import paper_tables
 from wellcond.lab.reproduce.plan import Wishes, make_plan, study_name
 from wellcond.lab.tasks.base import TASKS
+from wellcond.lab.tasks.glue.benchmark import NAMES
 
 ABLATIONS = "lambda norm thm partial out vscale cost match scale vlayout gran mimetic roles qknorm ws".split()
 IDS = [

@@ -22,7 +22,7 @@ from wellcond.lab.data.errors import DataError
 from wellcond.lab.data.images import decode_image
 from wellcond.lab.data.sources.hub import texts_in
 from wellcond.lab.report.build import build_report
-from wellcond.lab.tokenizers.files import read_tokenizer
+from wellcond.lab.tokenizers.make import read_tokenizer
 from wellcond.lab.train.run_folder import RunFolder
 
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n(x) (w) file closefile\n%%EOF\n"
@@ -212,7 +212,7 @@ def test_nesting_in_data_is_an_error_that_names_the_file(tmp_path):
     (tmp_path / "rows.jsonl").write_text(f'{{"text": {NESTED}\n')
     file = str(tmp_path / "rows.jsonl")
     assert file in failure(source="files", train=file, evaluation_fraction=0.5)
-    assert f"{file}, line 1" in failure(source="text_stream", files=file)
+    assert file in failure(source="text_stream", files=file)
 
 
 def test_nesting_in_a_vocabulary_is_an_error_that_names_the_file(tmp_path):

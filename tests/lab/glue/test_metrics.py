@@ -3,13 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from wellcond.lab.glue.metrics import score_classes, score_numbers
-
-
-def confusion_of(labels, predictions, classes):
-    counts = np.zeros((classes, classes))
-    np.add.at(counts, (labels, predictions), 1)
-    return counts.tolist()
+from wellcond.lab.tasks.glue.task import score
 
 
 def cases():
@@ -27,12 +21,11 @@ def cases():
 
 @pytest.mark.parametrize(("labels", "predictions", "classes"), list(cases()))
 def test_metrics_of_classes_are_their_definitions(labels, predictions, classes):
-    confusion = confusion_of(labels, predictions, classes)
-    assert score_classes("accuracy", confusion) == (labels == predictions).mean()
-    assert score_classes("matthews", confusion) == pytest.approx(_matthews(labels, predictions, classes), abs=1e-12)
+    assert score("accuracy", labels, predictions) == (labels == predictions).mean()
+    assert score("matthews", labels, predictions) == pytest.approx(_matthews(labels, predictions, classes), abs=1e-12)
     if classes == 2:
         right, ones = ((labels == 1) & (predictions == 1)).sum(), (labels == 1).sum() + (predictions == 1).sum()
-        assert score_classes("f1", confusion) == pytest.approx(2 * right / ones if ones else 0.0, abs=1e-12)
+        assert score("f1", labels, predictions) == pytest.approx(2 * right / ones if ones else 0.0, abs=1e-12)
 
 
 def _matthews(labels, predictions, classes):
@@ -71,21 +64,21 @@ def _ranks(values):
 
 @pytest.mark.parametrize(("x", "y"), list(pairs()))
 def test_correlations_are_their_definitions(x, y):
-    assert score_numbers("pearson", x, y) == pytest.approx(_correlation(x, y), abs=1e-12)
-    assert score_numbers("spearman", x, y) == pytest.approx(_correlation(_ranks(x), _ranks(y)), abs=1e-12)
+    assert score("pearson", x, y) == pytest.approx(_correlation(x, y), abs=1e-12)
+    assert score("spearman", x, y) == pytest.approx(_correlation(_ranks(x), _ranks(y)), abs=1e-12)
 
 
 @pytest.mark.parametrize("correlation", ["pearson", "spearman"])
 @pytest.mark.parametrize(("x", "y"), [([1, 1, 1], [1, 2, 3]), ([1, 2, 3], [0.1] * 3), ([2], [3]), ([], [])])
 def test_a_correlation_that_is_not_defined_is_zero(correlation, x, y):
-    assert score_numbers(correlation, x, y) == 0.0
+    assert score(correlation, x, y) == 0.0
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "f1", "matthews"])
 def test_nothing_to_score_is_zero(metric):
-    assert score_classes(metric, [[0, 0], [0, 0]]) == 0.0
+    assert score(metric, [], []) == 0.0
 
 
 @pytest.mark.parametrize("correlation", ["pearson", "spearman"])
 def test_predictions_that_are_not_finite_are_not_hidden(correlation):
-    assert math.isnan(score_numbers(correlation, [1.0, math.nan, 2.0], [1.0, 2.0, 3.0]))
+    assert math.isnan(score(correlation, [1.0, math.nan, 2.0], [1.0, 2.0, 3.0]))

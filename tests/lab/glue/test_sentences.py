@@ -5,10 +5,10 @@ import torch
 
 from lab.glue.helpers import WORDS
 from lab.helpers import ListSplit
-from wellcond.lab.glue.sentences import SentenceFormat, SentenceRows, share_room
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.tokenizers.byte_tokenizer import ByteTokenizer
-from wellcond.lab.tokenizers.files import word_piece_tokenizer
+from wellcond.lab.tasks.glue.task import Sentences
+from wellcond.lab.tokenizers.base import ByteTokenizer
+from wellcond.lab.tokenizers.make import word_piece_tokenizer
 
 VOCABULARY = {name: number for number, name in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS])}
 
@@ -19,7 +19,7 @@ def tokenizer():
 
 def rows(*examples, length=16):
     split = ListSplit([{"label": number % 2, **example} for number, example in enumerate(examples)])
-    return SentenceRows([split], SentenceFormat(tokenizer(), length))
+    return Sentences([split], tokenizer(), length)
 
 
 def ids(text):
@@ -42,13 +42,6 @@ def test_sequences_are_those_of_the_tokenizers_library(length):
         assert batch["token_type_ids"][0][seen].tolist() == expected.type_ids
 
 
-def test_room_is_shared_by_taking_from_the_longer():
-    for first, second, room in itertools.product(range(8), range(8), range(2, 14)):
-        a, b = share_room(first, second, room)
-        assert 0 <= a <= first and 0 <= b <= second and a + b == min(room, first + second)
-        assert (a == first or a >= b - 1) and (b == second or b >= a - 1)
-
-
 def test_a_batch_is_as_wide_as_its_longest_sequence_and_pads_are_masked():
     found = rows({"text": "the cat"}, {"text": " ".join(WORDS[:9])}, {"text": " ".join(WORDS)})
     short = found.fetch([(0, 0)])
@@ -63,7 +56,7 @@ def test_a_batch_is_as_wide_as_its_longest_sequence_and_pads_are_masked():
 def test_splits_follow_each_other_and_are_told_apart():
     first, second = (ListSplit([{"text": text, "label": 1}]) for text in ("the cat", "a mat"))
     told = []
-    found = SentenceRows([first, second], SentenceFormat(tokenizer(), 8), lambda *numbers: told.append(numbers))
+    found = Sentences([first, second], tokenizer(), 8, lambda *numbers: told.append(numbers))
     batch = found.fetch([(0, 0), (1, 0)])
     assert len(found) == 2 and batch["part"].tolist() == [0, 1] and told == [(1, 2), (2, 2)]
     assert batch["input_ids"][1, 1:3].tolist() == ids("a mat")
@@ -72,4 +65,4 @@ def test_splits_follow_each_other_and_are_told_apart():
 
 def test_a_tokeniser_without_the_marks_of_sentences_is_refused():
     with pytest.raises(RecipeError, match=r"no \[CLS\] and no \[SEP\].*wordpiece"):
-        SentenceFormat(ByteTokenizer(), 16)
+        Sentences([], ByteTokenizer(), 16)

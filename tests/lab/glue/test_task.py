@@ -4,12 +4,12 @@ from torch import nn
 
 from lab.glue.helpers import MODELS, sentence
 from lab.helpers import ListSplit, bundle
-from wellcond.lab.glue.metrics import score_numbers
 from wellcond.lab.load_recipe import set_field
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import EVALUATION, TASKS, TaskContext
+from wellcond.lab.tasks.glue.task import score
 from wellcond.lab.train.run import Job, run_job
 
 TOKENIZER = {"train": "wordpiece", "vocabulary": 60, "min_frequency": 1}
@@ -37,13 +37,15 @@ class Answers(nn.Module):
         return (self.table(input_ids) * attention_mask[..., None]).mean(1)
 
 
+@torch.no_grad()
 def total(task, model, *batches):
-    """Metrics of the sums over batches of rows, as the engine makes them."""
-    sums = {}
+    """Values of an evaluation over batches of rows, as the engine makes them."""
+    sums, records = {}, []
     for batch in batches:
-        scored = task.score(model, task.evaluation.fetch([(row, EVALUATION) for row in batch]))
-        sums = {name: sums[name] + value if sums else value for name, value in scored.items()}
-    return task.metrics({name: value.tolist() for name, value in sums.items()})
+        scored, found = task.collect(model, task.evaluation.fetch([(row, EVALUATION) for row in batch]))
+        sums = {name: sums.get(name, 0.0) + float(value) for name, value in scored.items()}
+        records += found
+    return task.summarise(task.evaluation, sums, [record for _, record in sorted(records)])
 
 
 @pytest.mark.parametrize(("task", "metrics"), [("cola", {"matthews", "accuracy"}), ("qqp", {"f1", "accuracy"})])
@@ -73,11 +75,11 @@ def test_numbers_are_scored_by_their_correlations_however_rows_are_divided():
     whole = total(glue, model, range(13))
     assert total(glue, model, [12, 3], range(4, 12), [0, 2, 1]) == pytest.approx(whole, abs=1e-6)
     predictions, labels = [float(_output(glue, model, row)) for row in range(13)], glue.evaluation.labels
-    assert whole["pearson"] == pytest.approx(score_numbers("pearson", predictions, labels), abs=1e-6)
-    assert whole["spearman"] == pytest.approx(score_numbers("spearman", predictions, labels), abs=1e-6)
+    assert whole["pearson"] == pytest.approx(score("pearson", predictions, labels), abs=1e-6)
+    assert whole["spearman"] == pytest.approx(score("spearman", predictions, labels), abs=1e-6)
     assert whole["loss"] == pytest.approx(float((torch.tensor(predictions) - labels).square().mean()), abs=1e-5)
     part = total(glue, model, range(5))
-    assert part["pearson"] == pytest.approx(score_numbers("pearson", predictions[:5], labels[:5]), abs=1e-6)
+    assert part["pearson"] == pytest.approx(score("pearson", predictions[:5], labels[:5]), abs=1e-6)
 
 
 def test_one_answer_to_everything_scores_zero_and_is_noted():

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from wellcond.lab.data.reading import find_in_mirror
-from wellcond.lab.glue.tasks import HUB_ID
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.reproduce.plan import Plan
+from wellcond.lab.tasks.glue.benchmark import HUB_ID
 
 INSIDE = {"digits": "scikit-learn's digits, part of that package", "generated": "generated here"}
 

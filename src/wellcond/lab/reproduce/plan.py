@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from wellcond.lab.glue.tasks import NAMES
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.reproduce.catalogue_files import AtScale, Column, Entry, find_study, studies, variants
 from wellcond.lab.settings import RecipeError
+from wellcond.lab.tasks.glue.benchmark import NAMES
 from wellcond.lab.train.compare import check_settings, plan_comparison
 from wellcond.lab.train.run import Job
 from wellcond.lab.train.run_folder import RunFolder

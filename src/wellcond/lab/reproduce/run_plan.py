@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from wellcond.lab.glue.run import plan_glue, run_glue
 from wellcond.lab.reproduce.plan import PlannedStudy
+from wellcond.lab.tasks.glue.run import plan_glue, run_glue
 from wellcond.lab.train.compare import JobObserver, Outcome, run_comparison, write_comparison
 
 

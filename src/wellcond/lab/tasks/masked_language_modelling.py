@@ -1,21 +1,28 @@
-"""Masked language modelling: cross entropy of hidden tokens, their perplexity, and how many are guessed."""
+"""Masked language modelling: cross entropy of hidden tokens, their perplexity, and how many are guessed.
+
+Which tokens are hidden, and behind what, is a pure function of seed, sample and draw. As in the release of Crammed
+BERT, the share of masked tokens is exact in every sequence, not only on average, and so are the shares of [MASK], of
+random tokens and of tokens left as they are among them.
+"""
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from wellcond.attention.distributed import unwrap
-from wellcond.lab.data.base import Dataset
 from wellcond.lab.data.progress import telling
-from wellcond.lab.data.token_cache import open_token_stream
+from wellcond.lab.data.tokens import open_token_stream
+from wellcond.lab.seeding import derive
 from wellcond.lab.settings import SequenceLength, Settings
 from wellcond.lab.tasks.base import (
     EVALUATION,
@@ -24,15 +31,18 @@ from wellcond.lab.tasks.base import (
     Metric,
     SampleKey,
     TaskContext,
+    first_samples,
     logits_of,
     need_kind,
     register_task,
 )
-from wellcond.lab.tasks.masking import Masking
-from wellcond.lab.tasks.token_blocks import IGNORED, TokenBlocks
-from wellcond.lab.tokenizers.base import Tokenizer
-from wellcond.lab.tokenizers.choose import make_tokenizer
-from wellcond.lab.tokenizers.settings import TokenizerChoice
+from wellcond.lab.tasks.language_modelling import IGNORED, TokenBlocks, perplexity
+from wellcond.lab.tokenizers.base import Tokenizer, TokenizerChoice
+from wellcond.lab.tokenizers.make import make_tokenizer
+
+Words = NDArray[np.uint64]
+HIDDEN, RANDOM = 0.8, 0.1
+"""Shares of masked tokens that become [MASK] and that become a random token; the others stay."""
 
 
 class MaskedLanguageModellingSettings(Settings):
@@ -48,14 +58,88 @@ class MaskedLanguageModellingSettings(Settings):
     """Train on the text up to the document in which so many tokens are reached; null: all."""
 
 
+# SplitMix64 (Steele, Lea, Flood 2014): number n of the stream of a seed s is mix(s + n * gamma), any n at once.
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(words: Words) -> Words:
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def random_words(seed: int, keys: Sequence[SampleKey], count: int) -> Words:
+    """`count` random 64-bit numbers for each key, (keys, count), the same whatever other keys there are.
+
+    Example:
+        >>> both = random_words(0, [(3, 0), (4, 0)], 2)
+        >>> bool((both[1] == random_words(0, [(4, 0)], 2)[0]).all()), len(set(both.flatten().tolist()))
+        (True, 4)
+    """
+    sample, draw = np.array(keys, dtype=np.int64).astype(np.uint64).T
+    start = _mix(_mix(np.uint64(seed) + _GAMMA * sample) + _GAMMA * draw)
+    return _mix(start[:, None] + _GAMMA * np.arange(1, count + 1, dtype=np.uint64))
+
+
+class Masking:
+    """Hides a share of the ordinary tokens of every sequence."""
+
+    def __init__(
+        self, fraction: float, *, mask_token: int, special: Sequence[int], vocabulary_size: int, seed: int
+    ) -> None:
+        """Take over the rules.
+
+        Args:
+            fraction: Of the tokens that are not special, rounded to a whole number, but at least one.
+            mask_token: What hides them.
+            special: Tokens that are neither masked nor drawn as random ones.
+            vocabulary_size: Ids are below it.
+            seed: Of the run.
+        """
+        self.fraction, self.mask_token = fraction, mask_token
+        self.is_special = np.zeros(vocabulary_size, dtype=bool)
+        self.is_special[[mask_token, *special]] = True
+        self.ordinary = np.flatnonzero(~self.is_special)
+        # Every seed is evaluated on the same masked tokens.
+        self.seeds = derive(seed, "masking"), derive(0, "masking for evaluation")
+
+    def apply(self, tokens: NDArray[np.int64], keys: Sequence[SampleKey]) -> Batch:
+        """Mask sequences of one length.
+
+        Returns: `input_ids` (sequences, length) with masked tokens; `positions` (sequences, most that are masked) of
+        these tokens in their sequence; `labels`, what stood there. A sequence with fewer has label -100 in the rest.
+        """
+        length = tokens.shape[1]
+        most = int(self._number(np.array(length)))
+        training, evaluation = self.seeds  # batches do not mix the two
+        words = random_words(evaluation if keys[0][1] == EVALUATION else training, keys, length + most)
+        special = self.is_special[tokens]
+        # The smallest of as many random numbers as there are tokens choose without bias, and in a random order.
+        ranks = np.where(special, np.iinfo(np.uint64).max, words[:, :length])
+        positions = ranks.argsort(axis=1, kind="stable")[:, :most]
+        chosen = np.take_along_axis(tokens, positions, axis=1)
+        number = self._number(length - special.sum(axis=1))[:, None]
+        place = np.arange(most)
+        hidden, replaced = (np.rint(share * number) for share in (HIDDEN, HIDDEN + RANDOM))
+        drawn = self.ordinary[words[:, length:] % np.uint64(len(self.ordinary))]
+        seen = np.where(place < hidden, self.mask_token, np.where(place < replaced, drawn, chosen))
+        masked = tokens.copy()
+        np.put_along_axis(masked, positions, seen, axis=1)
+        labels = np.where(place < number, chosen, IGNORED)
+        batch = {"input_ids": masked, "positions": positions, "labels": labels}
+        return {name: torch.from_numpy(np.ascontiguousarray(values, np.int64)) for name, values in batch.items()}
+
+    def _number(self, ordinary: NDArray[Any]) -> NDArray[np.int64]:
+        return np.minimum(np.maximum(np.rint(self.fraction * ordinary).astype(np.int64), 1), ordinary)
+
+
+@dataclass(frozen=True)
 class MaskedBlocks:
     """Sequences with other tokens hidden in every epoch, and always the same in evaluation."""
 
-    in_memory = True
-
-    def __init__(self, blocks: TokenBlocks, masking: Masking) -> None:
-        """Hide tokens of blocks that do not overlap."""
-        self.blocks, self.masking = blocks, masking
+    blocks: TokenBlocks
+    masking: Masking
+    in_memory: ClassVar[bool] = True
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -75,28 +159,21 @@ class MaskedLanguageModelling(AbstractTask):
 
     def __init__(self, settings: MaskedLanguageModellingSettings, context: TaskContext) -> None:
         """Tokenise every split once; a tokeniser without a mask gets one behind its vocabulary."""
-        data = context.data
+        data, self.length = context.data, settings.length
         need_kind(data, settings.name, "text")
-        self.length = settings.length
-        names = {name: f"{data.name}, {name} split" for name in ("training", "evaluation", "test")}
+        samples = {}
         with telling(context.progress):
-            self.tokenizer = make_tokenizer(settings.tokenizer, data.train, names["training"], context.base)
-            self._set_masking(settings.mask_fraction, context.seed)
-            self.train = self._load(data.train, names["training"], settings.limit_tokens)
-            self.evaluation = self._load(data.evaluation, names["evaluation"])
-            self.test = None if context.test is None else self._load(context.test, names["test"])
-
-    def _set_masking(self, fraction: float, seed: int) -> None:
-        special = self.tokenizer.special
-        size = self.tokenizer.vocabulary_size
-        mask, self.vocabulary = (size, size + 1) if special.mask is None else (special.mask, size)
-        self.masking = Masking(
-            fraction, mask_token=mask, special=special.ids, vocabulary_size=self.vocabulary, seed=seed
-        )
-
-    def _load(self, split: Dataset, what: str, limit: int | None = None) -> MaskedBlocks:
-        stream = open_token_stream(split, self.tokenizer, what, limit_tokens=limit)
-        return MaskedBlocks(TokenBlocks(stream, self.length, what), self.masking)
+            what = f"{data.name}, training split"
+            self.tokenizer = make_tokenizer(settings.tokenizer, data.train, what, context.base)
+            special, size = self.tokenizer.special, self.tokenizer.vocabulary_size
+            mask, self.vocabulary = (size, size + 1) if special.mask is None else (special.mask, size)
+            numbers = {"mask_token": mask, "vocabulary_size": self.vocabulary, "seed": context.seed}
+            masking = Masking(settings.mask_fraction, special=special.ids, **numbers)
+            for name, split in context.splits.items():
+                what, limit = f"{data.name}, {name} split", settings.limit_tokens if name == "training" else None
+                stream = open_token_stream(split, self.tokenizer, what, limit_tokens=limit)
+                samples[name] = MaskedBlocks(TokenBlocks(stream, self.length, what), masking)
+        self.train, self.evaluation, self.test = samples["training"], samples["evaluation"], samples.get("test")
 
     def model_arguments(self, kind: str) -> dict[str, Any]:
         """Vocabulary, longest sequence and the padding token."""
@@ -127,16 +204,11 @@ class MaskedLanguageModelling(AbstractTask):
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Mean loss of a hidden token, its exponential, and the share of right guesses."""
         loss = sums["loss"] / sums["count"]
-        return {
-            "loss": loss,
-            "perplexity": math.exp(min(loss, 700.0)),
-            "masked_accuracy": sums["correct"] / sums["count"],
-        }
+        return {"loss": loss, "perplexity": perplexity(loss), "masked_accuracy": sums["correct"] / sums["count"]}
 
     def probe(self, num_samples: int) -> dict[str, Tensor]:
         """Evaluation sequences as the model sees them."""
-        keys = [(index, EVALUATION) for index in range(min(num_samples, len(self.evaluation)))]
-        return {"input_ids": self.evaluation.fetch(keys)["input_ids"]}
+        return {"input_ids": first_samples(self.evaluation, num_samples)["input_ids"]}
 
 
 def masked_logits(model: nn.Module, batch: Batch) -> Tensor:

@@ -1,15 +1,61 @@
-"""What the tasks ask of a tokeniser."""
+"""What the tasks ask of a tokeniser, the two kinds there are, and what a recipe says in `task.tokenizer`."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BeforeValidator, Field, PositiveInt
 
+from wellcond.errors import MissingExtraError
 from wellcond.lab.data.errors import DataError
+from wellcond.lab.settings import Settings
+
+Ids = NDArray[np.unsignedinteger[Any]]
+
+
+class TrainedTokenizer(Settings):
+    """A tokeniser trained on the training split."""
+
+    train: Literal["wordpiece", "bpe"]
+    """Word pieces as in BERT, or byte pairs as in GPT-2."""
+    vocabulary: Annotated[int, Field(ge=2, le=10_000_000)]
+    """Number of tokens, special ones and single characters among them."""
+    lower_case: bool = False
+    """Whether texts are written in lower case first; word pieces then lose their accents as well."""
+    min_frequency: PositiveInt = 2
+    """How often a pair must occur to become a token."""
+    documents: PositiveInt | None = None
+    """Only the first so many documents are looked at; null: all."""
+
+
+class TokenizerFile(Settings):
+    """A tokeniser that exists."""
+
+    file: str
+    """tokenizer.json, vocab.txt, or a folder with one of them or with vocab.json and merges.txt; from the recipe's
+    folder, or by name in a mirror."""
+    lower_case: bool | None = None
+    """Of vocab.txt: whether texts are written in lower case first; null: if no word of it has a capital."""
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+    """Refuses any tokeniser but that of this fingerprint."""
+
+
+def _choose(raw: Any) -> Any:
+    if isinstance(raw, dict) and ("train" in raw) != ("file" in raw):
+        return (TrainedTokenizer if "train" in raw else TokenizerFile).model_validate(raw)
+    if raw == "bytes" or isinstance(raw, (TrainedTokenizer, TokenizerFile)):
+        return raw
+    raise ValueError("expected bytes, {train: wordpiece or bpe, vocabulary: 4096} or {file: PATH}")
+
+
+TokenizerChoice = Annotated[Literal["bytes"] | TrainedTokenizer | TokenizerFile, BeforeValidator(_choose)]
+"""Field type of a task."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +92,7 @@ class Tokenizer(Protocol):
     def fingerprint(self) -> str:
         """Sha256 of everything that decides the ids of a text."""
 
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.unsignedinteger[Any]]]:
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Ids of each text, in `id_type(vocabulary_size)`."""
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -73,8 +119,84 @@ def document_end(tokenizer: Tokenizer) -> int:
     if end is None:
         raise DataError(
             "the tokeniser has no token that could end a document.",
-            expected="<|endoftext|>, </s>, [SEP] or <eos> in its vocabulary",
+            expected=f"one of {', '.join(SPECIAL['end_of_text'] + SPECIAL['separator'][:1])} in its vocabulary",
             found=f"{tokenizer.vocabulary_size} tokens without any of these",
             todo="Add such a token to the tokeniser's file, or train a tokeniser: {train: bpe, vocabulary: 4096}.",
         )
     return end
+
+
+class ByteTokenizer:
+    """Byte b is token b + 1, and 0 is padding and the end of a document: no text is without tokens, none is unknown.
+
+    Example:
+        >>> ByteTokenizer().encode_batch(["é", ""])
+        [array([196, 170], dtype=uint16), array([], dtype=uint16)]
+        >>> ByteTokenizer().decode([196, 170, 0])
+        'é'
+    """
+
+    vocabulary_size = 257
+    special = SpecialTokens(pad=0, end_of_text=0)
+    fingerprint = hashlib.sha256(b"bytes, shifted by one").hexdigest()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids from 1 to 256; half a surrogate pair, which UTF-8 does not know, as its three bytes."""
+        return [np.add(np.frombuffer(text.encode("utf-8", "surrogatepass"), "u1"), 1, dtype="<u2") for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Bytes that are not UTF-8 become U+FFFD."""
+        return bytes(int(id) - 1 for id in ids if id > 0).decode("utf-8", "replace")
+
+
+SPECIAL = {
+    "pad": ("[PAD]", "<pad>"),
+    "unknown": ("[UNK]", "<unk>"),
+    "classify": ("[CLS]", "<s>"),
+    "separator": ("[SEP]", "</s>"),
+    "mask": ("[MASK]", "<mask>"),
+    "end_of_text": ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>"),
+}
+"""How vocabularies spell the special tokens; the first that is there counts."""
+
+
+def import_tokenizers() -> Any:
+    """The module `tokenizers`.
+
+    Raises: MissingExtraError if it is not installed.
+    """
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise MissingExtraError("tokenizers", "text") from error
+    return tokenizers
+
+
+class LibraryTokenizer:
+    """A `tokenizers.Tokenizer` that neither cuts nor pads; a text that spells a special token has that token."""
+
+    def __init__(self, inner: Any) -> None:
+        """Take over a tokeniser of the library."""
+        inner.no_truncation()
+        inner.no_padding()
+        self.inner = inner
+        vocabulary = inner.get_vocab(with_added_tokens=True)
+        self.vocabulary_size = 1 + max(vocabulary.values(), default=-1)
+        found = {kind: [vocabulary[name] for name in names if name in vocabulary] for kind, names in SPECIAL.items()}
+        self.special = SpecialTokens(**{kind: ids[0] if ids else None for kind, ids in found.items()})
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Sha256 of the tokeniser as the library writes it."""
+        return hashlib.sha256(self.inner.to_str().encode()).hexdigest()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text, in parallel; half a surrogate pair, which the library refuses, is a question mark."""
+        ids = id_type(self.vocabulary_size)
+        valid = [text.encode("utf-8", "replace").decode() for text in texts]
+        encoded = self.inner.encode_batch_fast(valid, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=ids) for encoding in encoded]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text, special tokens left out."""
+        return self.inner.decode([int(id) for id in ids], skip_special_tokens=True)

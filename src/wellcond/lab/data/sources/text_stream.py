@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+import glob
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import Field, PositiveInt, model_validator
 
 from wellcond.lab.data.base import Data, describe_sizes
-from wellcond.lab.data.disk_cache import CacheEntry
-from wellcond.lab.data.errors import DataError
-from wellcond.lab.data.growing_files import Piece, find_grown, grow
+from wellcond.lab.data.disk_cache import CacheEntry, canonical_json
+from wellcond.lab.data.errors import DataError, listed
 from wellcond.lab.data.progress import tell
 from wellcond.lab.data.reading import (
     MIRROR_VARIABLE,
@@ -25,18 +25,14 @@ from wellcond.lab.data.reading import (
     root_cause,
 )
 from wellcond.lab.data.registry import SourceConfig, register_source
-from wellcond.lab.data.sources.hub import (
-    NAME,
-    HubConfig,
-    mirror_arguments,
-    network_errors,
-    require_files_inside,
-)
-from wellcond.lab.data.stored_text import ENDS, TEXT, StoredText
-from wellcond.lab.data.text_readers import format_of, read_texts, text_of
+from wellcond.lab.data.sources.hub import NAME, HubConfig, mirror_arguments, network_errors, require_files_inside
+from wellcond.lab.data.tables import Part, Table, TableDataset
 
-VERSION = 1
-PIECE_BYTES = 2**22
+VERSION = 2
+TEXT, COUNTS = "text.arrow", "text.json"
+FORMATS = {".txt": "text", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
+COMPRESSED = (".gz", ".bz2", ".zst")
+ROWS_AT_ONCE = 1000
 
 
 class TextStreamConfig(SourceConfig):
@@ -68,87 +64,86 @@ class TextStreamConfig(SourceConfig):
         return self
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Something that `load_dataset` can read."""
+
+    name: str
+    path: str
+    arguments: dict[str, Any]
+    mirror: Path | None = None
+
+
 @register_source(TextStreamConfig)
 def load(config: TextStreamConfig, base: Path) -> Data:
-    """Read what is not in the cache yet; a process that was killed is gone on from where it was."""
-    name, identity, texts_from = _place(config, base)
-    made_from = {
-        "version": VERSION,
-        "place": identity,
-        "text": config.text,
-        "limit_documents": config.limit_documents,
-        "limit_bytes": config.limit_bytes,
-    }
-    entry = CacheEntry("text", made_from)
-    names = (TEXT, ENDS)
-    state = find_grown(entry, names)
-    if state is None:
+    """Read the corpus unless it is in the cache."""
+    name, identity, places = _find(config, base)
+    limits = {"limit_documents": config.limit_documents, "limit_bytes": config.limit_bytes}
+    entry = CacheEntry("text", {"version": VERSION, "place": identity, "text": config.text, **limits})
 
-        def pieces(former: dict[str, Any] | None) -> Iterator[Piece]:
-            return _read(texts_from, config, former, name)
+    def find() -> dict[str, int] | None:
+        about = entry.read(COUNTS)
+        return None if about is None or entry.find(TEXT) is None else json.loads(about)
 
-        state = grow(entry, names, pieces, lambda: tell(f"waiting for another process: reading {name}", 0, 1))
-    documents, empty = state.get("documents", 0), state.get("empty", 0)
-    if documents <= config.evaluation_documents:
+    counts = entry.find_or_make(find, lambda: _store(entry, config, name, places), f"reading {name}")
+    if counts["documents"] <= config.evaluation_documents:
         raise DataError(
             f"{name}: there are too few documents.",
             expected=f"more than the {config.evaluation_documents} of evaluation_documents",
-            found=f"{documents} with text and {empty} without",
+            found=f"{counts['documents']} with text and {counts['empty']} without",
             todo="Lower 'evaluation_documents', or raise the limits.",
         )
-    evaluation = StoredText(entry.folder, 0, config.evaluation_documents)
-    train = StoredText(entry.folder, config.evaluation_documents, documents)
-    note = f"; {empty} empty texts left out" if empty else ""
-    description = f"{name}, read as a stream: {describe_sizes(train, evaluation, None)}, {state['bytes']} bytes{note}"
-    return Data(name, "text", train, evaluation, None, description)
+    stored = import_datasets().Dataset.from_file(str(entry.folder / TEXT))
+    bounds = (0, config.evaluation_documents, counts["documents"])
+    evaluation, train = (
+        TableDataset(Table(stored.select(range(a, b)), [Part(name, b - a)]), "text", ("text",), None)
+        for a, b in zip(bounds, bounds[1:], strict=False)
+    )
+    note = f"; {counts['empty']} empty texts left out" if counts["empty"] else ""
+    sizes = f"{describe_sizes(train, evaluation, None)}, {counts['bytes']} bytes"
+    return Data(name, "text", train, evaluation, None, f"{name}, read as a stream: {sizes}{note}")
 
 
-def _place(config: TextStreamConfig, base: Path) -> tuple[str, Any, Callable[[int], Iterator[str]]]:
-    """Name of the corpus, what tells it from another state of itself, and its texts from a number on."""
+def _find(config: TextStreamConfig, base: Path) -> tuple[str, Any, list[_Place]]:
+    """Name of the corpus, what tells it from another state of itself, and where it is."""
     if config.files is not None:
         files = find_files(config.files, base, "files")
-        for path in files:
-            format_of(path)
+        places = [
+            # Escaped: the library takes every name for a pattern.
+            _Place(str(path), _builder(path), {"data_files": [glob.escape(str(path))], "split": "train"})
+            for path in files
+        ]
         name = files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more"
-        return (
-            name,
-            [_identity(path) for path in files],
-            lambda first: itertools.islice(read_texts(files, config.text), first, None),
-        )
+        return name, [_identity(path) for path in files], places
     assert config.id is not None
-    mirror = find_in_mirror(config.id)
-    inside = [] if mirror is None else [_identity(path) for path in sorted(mirror.rglob("*")) if path.is_file()]
-    identity = [config.id, config.config, config.revision, config.split, inside]
     name = config.id if config.config is None else f"{config.id} ({config.config})"
+    mirror = find_in_mirror(config.id)
+    arguments: dict[str, Any] = {"name": config.config, "revision": config.revision}
+    inside = []
+    if mirror is not None:
+        inside = [_identity(path) for path in sorted(mirror.rglob("*")) if path.is_file()]
+        arguments = mirror_arguments(HubConfig.model_validate({"id": config.id, "config": config.config}), mirror)
+    place = _Place(name, str(mirror or config.id), arguments | {"split": config.split}, mirror)
+    return name, [config.id, config.config, config.revision, config.split, inside], [place]
 
-    return name, identity, lambda first: _stream(config, mirror, name, first)
 
+def _builder(path: Path) -> str:
+    """The reader of `datasets` for a file.
 
-def _stream(config: TextStreamConfig, mirror: Path | None, name: str, first: int) -> Iterator[str]:
-    """Texts of a split, fetched as they are read."""
-    assert config.id is not None
-    if mirror is None:
-        path, arguments = config.id, {"name": config.config, "revision": config.revision}
-    else:
-        hub = HubConfig.model_validate({"id": config.id, "config": config.config})
-        path, arguments = str(mirror), mirror_arguments(hub, mirror)
-    try:
-        with quiet_progress():
-            if mirror is not None:
-                require_files_inside(mirror, arguments)
-            rows = import_datasets().load_dataset(path, split=config.split, streaming=True, **arguments)
-            for number, row in enumerate(rows.skip(first), first):
-                yield text_of(row, config.text, f"{name}, row {number} (the first is 0)")
-    except DataError:
-        raise
-    except (*reading_errors(), *network_errors()) as error:
+    Example:
+        >>> _builder(Path("00.jsonl.zst"))
+        'json'
+    """
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    kind = suffixes[-2:-1] if suffixes[-1:] and suffixes[-1] in COMPRESSED else suffixes[-1:]
+    if not kind or kind[0] not in FORMATS:
         raise DataError(
-            f"{name}: the data set cannot be read.",
-            expected=f"its split {config.split!r} in a mirror that {MIRROR_VARIABLE} names, or on the hub",
-            found=f"{'not in a mirror' if mirror is None else 'in a mirror'}; {root_cause(error)}",
-            todo="Correct 'id', 'config', 'split' or 'revision', or connect to the network (and unset HF_HUB_OFFLINE). "
-            "What has been read so far is kept.",
-        ) from error
+            f"{path}: the format is not known.",
+            expected=f"a name that ends in one of {listed(FORMATS)}; texts may be compressed: {listed(COMPRESSED)}",
+            found=repr(path.name),
+            todo="Convert the file, or rename it if only its ending is wrong.",
+        )
+    return FORMATS[kind[0]]
 
 
 def _identity(path: Path) -> list[Any]:
@@ -156,37 +151,69 @@ def _identity(path: Path) -> list[Any]:
     return [str(path), status.st_size, status.st_mtime_ns]
 
 
-def _read(
-    texts_from: Callable[[int], Iterator[str]], config: TextStreamConfig, state: dict[str, Any] | None, name: str
-) -> Iterator[Piece]:
-    """Texts that are not blank and where they end, a few megabytes at a time, from where the state says on."""
-    counts = {"read": 0, "documents": 0, "empty": 0, "bytes": 0} if state is None else dict(state)
+def _store(entry: CacheEntry, config: TextStreamConfig, name: str, places: list[_Place]) -> dict[str, int]:
+    """Write the texts that are not blank, up to the limits; returns how much there was."""
+    import pyarrow as pa
 
-    def enough() -> bool:
-        most = ((config.limit_documents, counts["documents"]), (config.limit_bytes, counts["bytes"]))
-        return any(limit is not None and found >= limit for limit, found in most)
-
-    content, ends = bytearray(), []
-    if enough():
-        return
-    for text in texts_from(counts["read"]):
-        counts["read"] += 1
-        if text.strip():
-            content += (encoded := text.encode("utf-8", "surrogatepass"))
-            counts["bytes"] += len(encoded)
-            counts["documents"] += 1
-            ends.append(counts["bytes"])
-        else:
-            counts["empty"] += 1
-        if enough():
-            break
-        if len(content) >= PIECE_BYTES:
-            yield _piece(content, ends, counts)
-            content, ends = bytearray(), []
-            total = config.limit_bytes or counts["bytes"]
-            tell(f"reading {name}, bytes", counts["bytes"], total)
-    yield _piece(content, ends, counts)
+    counts = {"documents": 0, "empty": 0, "bytes": 0}
+    schema = pa.schema([("text", pa.string())])
+    with entry.adding(TEXT) as file, pa.ipc.new_stream(file, schema) as stream:
+        for texts in (texts for place in places for texts in _read(place, config.text)):
+            kept: list[str] = []
+            for text in texts:
+                if _enough(config, counts):
+                    break
+                if text.strip():
+                    kept.append(text)
+                    counts["documents"] += 1
+                    counts["bytes"] += len(text.encode())
+                else:
+                    counts["empty"] += 1
+            stream.write_batch(pa.record_batch([pa.array(kept, pa.string())], schema=schema))
+            tell(f"reading {name}, bytes", counts["bytes"], config.limit_bytes or counts["bytes"])
+            if _enough(config, counts):
+                break
+    entry.write(COUNTS, canonical_json(counts).encode())
+    return counts
 
 
-def _piece(content: bytearray, ends: list[int], counts: dict[str, int]) -> Piece:
-    return Piece({TEXT: bytes(content), ENDS: np.array(ends, "<i8").tobytes()}, dict(counts))
+def _enough(config: TextStreamConfig, counts: dict[str, int]) -> bool:
+    limits = ((config.limit_documents, counts["documents"]), (config.limit_bytes, counts["bytes"]))
+    return any(limit is not None and found >= limit for limit, found in limits)
+
+
+def _read(place: _Place, column: str) -> Iterator[list[str]]:
+    """Texts of one place, fetched as they are read.
+
+    Raises: DataError
+    """
+    done = 0
+    try:
+        with quiet_progress():
+            if place.mirror is not None:
+                require_files_inside(place.mirror, {k: v for k, v in place.arguments.items() if k != "split"})
+            rows = import_datasets().load_dataset(place.path, streaming=True, **place.arguments)
+            for table in rows.with_format("arrow").iter(ROWS_AT_ONCE):
+                texts: list[Any] = table[column].to_pylist() if column in table.column_names else [None]
+                wrong = next((row for row, text in enumerate(texts) if not isinstance(text, str)), None)
+                if wrong is not None:
+                    found = type(texts[wrong]).__name__ if column in table.column_names else "none"
+                    raise DataError(
+                        f"{place.name}, row {done + wrong} (the first is 0): there is no text.",
+                        expected=f"a text in the column {column!r}",
+                        found=f"{found} there; columns {listed(table.column_names)}",
+                        todo="Set 'text' to the column of the texts, or remove the row.",
+                    )
+                yield texts
+                done += len(texts)
+    except DataError:
+        raise
+    except (*reading_errors(), *network_errors()) as error:
+        raise DataError(
+            f"{place.name}: the text cannot be read, after {done} rows.",
+            expected="whole files in UTF-8; of a data set, its split on the hub or in a mirror that "
+            f"{MIRROR_VARIABLE} names",
+            found=root_cause(error),
+            todo="Check the files (.zst needs the package zstandard), correct 'files', 'id', 'config', 'split' or "
+            "'revision', or connect to the network (and unset HF_HUB_OFFLINE).",
+        ) from error

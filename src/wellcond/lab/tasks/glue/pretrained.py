@@ -11,21 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from wellcond.conditioning.apply import fold_, recondition_
 from wellcond.errors import NumericalWarning
 from wellcond.files import write_atomically
-from wellcond.lab.data.base import Data, Dataset, fingerprint
+from wellcond.lab.data.base import Data
 from wellcond.lab.data.registry import load_data, resolve_config
 from wellcond.lab.models.changes import remove_norms_
 from wellcond.lab.models.trained import file_sha256
 from wellcond.lab.tasks.masked_language_modelling import MaskedLanguageModellingSettings
-from wellcond.lab.tokenizers.base import Tokenizer
-from wellcond.lab.tokenizers.files import find_tokenizer, read_tokenizer
-from wellcond.lab.tokenizers.library_tokenizer import LibraryTokenizer
-from wellcond.lab.tokenizers.settings import TokenizerFile, TrainedTokenizer
-from wellcond.lab.tokenizers.training import trained_tokenizer
+from wellcond.lab.tokenizers.base import LibraryTokenizer, TrainedTokenizer
+from wellcond.lab.tokenizers.make import chosen_tokenizer, read_tokenizer, trained_tokenizer
 from wellcond.lab.train.checkpoint import last_checkpoint, trained_weights
 from wellcond.lab.train.prepare import located
 from wellcond.lab.train.run_folder import RunError, RunFolder, check_links, writing
@@ -77,11 +74,11 @@ class Pretrained:
         return f"tokenizer-{self.digest}.json"
 
     @cached_property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> LibraryTokenizer:
         """The tokeniser of pre-training, from its file in `place`, which is made if it is missing.
 
-        Raises: RunError if the text that it was trained on has changed, it has no file (bytes), or it is not the one
-            in the record of the run.
+        Raises: RunError if it has no file (bytes), or is not the one in the record of the run: the text that it was
+            trained on, or its file, has changed.
         """
         path = self.place / self.tokenizer_file
         if not path.is_file():
@@ -90,40 +87,25 @@ class Pretrained:
                 path.parent.mkdir(exist_ok=True)
                 write_atomically(path, content)
         found = read_tokenizer(path)
-        recorded = self.record.get("tokenizer") or {"fingerprint": found.fingerprint}  # older records have none
-        if recorded["fingerprint"] != found.fingerprint:
+        recorded = self.record["tokenizer"]["fingerprint"]
+        if recorded != found.fingerprint:
             raise RunError(
-                f"{path} is not the tokeniser of pre-training: expected fingerprint {recorded['fingerprint']}, found "
+                f"{path} is not the tokeniser of pre-training: expected fingerprint {recorded}, found "
                 f"{found.fingerprint}. Delete the file to have it made again, or restore what it is made from"
             )
         return found
 
     def _make_tokenizer(self) -> LibraryTokenizer:
         choice = self.task.tokenizer
+        if choice == "bytes":
+            raise RunError(
+                f"{self.folder} was pre-trained on bytes, which have no tokens [CLS] and [SEP]; GLUE needs a run with "
+                "task.tokenizer: {train: wordpiece, vocabulary: 4096} or the like"
+            )
         if isinstance(choice, TrainedTokenizer):
-            return trained_tokenizer(choice, self._text(), "the text of pre-training")
-        if isinstance(choice, TokenizerFile):
-            found = read_tokenizer(find_tokenizer(choice.file, self.base or Path.cwd()), lower_case=choice.lower_case)
-            if choice.sha256 in (None, found.fingerprint):
-                return found
-            raise RunError(
-                f"{self.folder} was pre-trained with another tokeniser than {choice.file} is now: expected sha256 "
-                f"{choice.sha256}, found {found.fingerprint}"
-            )
-        raise RunError(
-            f"{self.folder} was pre-trained on bytes, which have no tokens [CLS] and [SEP]; GLUE needs a run with "
-            "task.tokenizer: {train: wordpiece, vocabulary: 4096} or the like"
-        )
-
-    def _text(self) -> Dataset:
-        """What the tokeniser was trained on."""
-        data = _load(json.dumps(self.record["config"]["data"]), self.base)
-        if fingerprint(data)["splits"]["train"] != self.record["data"]["fingerprint"].get("train"):
-            raise RunError(
-                f"{self.folder}: the text that its tokeniser was trained on is not what {data.name} holds now. Restore "
-                "the data of pre-training, or pre-train again"
-            )
-        return data.train
+            text = _load(json.dumps(self.record["config"]["data"]), self.base).train
+            return trained_tokenizer(choice, text, "the text of pre-training")
+        return chosen_tokenizer(choice, self.base or Path.cwd())
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of the model, what its task asked for among them."""
@@ -162,13 +144,8 @@ class Pretrained:
         if settings is not None:
             fold_(model)
         # Tied weights share memory, which the file format does not know.
-        prefix = f"{_encoder_of(model)}."
+        prefix = f"{getattr(model, 'base_model_prefix', 'encoder')}."  # what all heads of a family share
         return {name: value.clone() for name, value in model.state_dict().items() if name.startswith(prefix)}
-
-
-def _encoder_of(model: nn.Module) -> str:
-    """Name of the part that all heads of a family share."""
-    return str(getattr(model, "base_model_prefix", "encoder"))
 
 
 @functools.lru_cache(maxsize=1)
