@@ -220,10 +220,10 @@ def receive(chunks: Iterable[bytes], folder: Path) -> None:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(incoming / name, folder / name)
         arrived = {name.parts[1] for name in names if name.parts[0] == "checkpoints"}
-        for name in arrived:
+        for step in arrived:
             ours.mkdir(exist_ok=True)
-            if not (ours / name).exists():  # a checkpoint of the same step is whole, and the same
-                os.replace(incoming / "checkpoints" / name, ours / name)
+            if not (ours / step).exists():  # a checkpoint of the same step is whole, and the same
+                os.replace(incoming / "checkpoints" / step, ours / step)
         for place in list(ours.iterdir()) if arrived else ():
             if place.name not in arrived and OURS.fullmatch(place.name):
                 shutil.rmtree(place, ignore_errors=True)
