@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 import wellcond as wc
 from lab.small import small_job, stop_after
 from wellcond.errors import WeightError
+from wellcond.lab.train.checkpoint import read_checkpoint, read_tensors, save_checkpoint
 from wellcond.lab.train.run import run_job
 from wellcond.lab.train.run_folder import RunError
 from wellcond.models import ModelSpecError, build_model
@@ -132,6 +133,19 @@ def test_a_run_does_not_go_on_from_a_pickle_of_code(name, canary, tmp_path):
         run_job(job)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_shards_of_a_checkpoint_are_never_unpickled(canary, tmp_path):
+    """torch's own distributed checkpoints have pickled metadata; ours have none, and no such file is read."""
+    place = save_checkpoint(tmp_path, 1, {"model": {"weight": torch.ones(2)}}, {}, sharded=True)
+    (place / "model" / ".metadata").write_bytes(saved(canary.payload, "4"))
+    assert torch.equal(read_tensors(place, "model")["weight"], torch.ones(2))
+    [shard] = (place / "model").glob("*.safetensors")
+    shard.write_bytes(saved(canary.payload, "zip"))
+    for read in (lambda: read_checkpoint(place), lambda: read_tensors(place, "model")):
+        with pytest.raises(RunError, match="is damaged"):
+            read()
+
+
 @pytest.mark.parametrize("log", ["steps.jsonl", "evaluations.jsonl", "conditioning.jsonl", "lock"])
 def test_a_run_does_not_write_through_links(log, tmp_path):
     job = small_job(tmp_path / "run")
@@ -164,8 +178,7 @@ def test_a_teacher_may_not_be_code(canary, tmp_path):
 def test_the_run_of_a_teacher_may_not_name_code(canary, tmp_path):
     (tmp_path / "evil.py").write_text(canary.code)
     teacher = tmp_path / "teacher"
-    (teacher / "checkpoints" / "step-00000001").mkdir(parents=True)
-    save_file({"w": torch.ones(1)}, teacher / "checkpoints" / "step-00000001" / "model.safetensors")
+    save_checkpoint(teacher / "checkpoints", 1, {"model": {"w": torch.ones(1)}}, {"logs": {}})
     config = {"model": {"name": f"{tmp_path / 'evil.py'}:build", "arguments": {}}, "task": {}}
     metric = {"name": "accuracy", "higher_is_better": True, "percent": True}
     record = {"kind": "wellcond-run", "schema": 1, "method": "default", "seed": 0, "status": "finished"}

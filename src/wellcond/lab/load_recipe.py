@@ -46,8 +46,20 @@ class RecipeFields:
     fields: dict[str, Any]
     where: str
     """The file, or scale and name, for messages."""
-    base: Path | None
+    base: Path | None = None
     """Folder that relative paths start from; None for a recipe that ships."""
+
+    def validate(self) -> Recipe:
+        """The recipe.
+
+        Raises: RecipeError.
+        """
+        from wellcond.lab.recipe import Recipe
+
+        try:
+            return Recipe.model_validate(self.fields)
+        except ValidationError as error:
+            raise explain(error, self.where, self.fields) from error
 
 
 def load_recipe(
@@ -63,7 +75,7 @@ def load_recipe(
     Raises: RecipeError that names the path, the value and what is allowed.
     """
     read = read_recipe(name_or_path, scale=scale, overrides=overrides)
-    return _validate(read.fields, read.where), read.base
+    return read.validate(), read.base
 
 
 def read_recipe(name_or_path: str, *, scale: str | None = None, overrides: Sequence[str] = ()) -> RecipeFields:
@@ -79,12 +91,10 @@ def read_recipe(name_or_path: str, *, scale: str | None = None, overrides: Seque
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"{path} cannot be read as text: {error}") from error
-        read = RecipeFields(_fields(text, str(path), overrides), str(path), path.parent)
-        if scale not in (None, read.fields.get("scale")):
-            raise RecipeError(
-                f"{path} is a recipe of scale {read.fields.get('scale')!r}, not {scale!r}; leave out --scale"
-            )
-        return read
+        fields = _fields(text, str(path), overrides)
+        if scale not in (None, fields.get("scale")):
+            raise RecipeError(f"{path} is a recipe of scale {fields.get('scale')!r}, not {scale!r}; leave out --scale")
+        return RecipeFields(fields, str(path), path.parent)
     shipped = shipped_recipes()
     named = [recipe for recipe in shipped if recipe.name == name_or_path]
     if not named:
@@ -98,7 +108,7 @@ def read_recipe(name_or_path: str, *, scale: str | None = None, overrides: Seque
         asked = f", not at {scale!r}" if scale else ""
         raise RecipeError(f"the recipe {name_or_path!r} exists at the scales {scales}{asked}: choose one with --scale")
     where = f"{found[0].scale}/{found[0].name}"
-    return RecipeFields(_fields(found[0].text, where, overrides), where, None)
+    return RecipeFields(_fields(found[0].text, where, overrides), where)
 
 
 def parse_recipe(text: str, where: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -106,16 +116,7 @@ def parse_recipe(text: str, where: str, overrides: Sequence[str] = ()) -> Recipe
 
     Raises: RecipeError.
     """
-    return _validate(_fields(text, where, overrides), where)
-
-
-def _validate(fields: dict[str, Any], where: str) -> Recipe:
-    from wellcond.lab.recipe import Recipe
-
-    try:
-        return Recipe.model_validate(fields)
-    except ValidationError as error:
-        raise explain(error, where, fields) from error
+    return RecipeFields(_fields(text, where, overrides), where).validate()
 
 
 def _fields(text: str, where: str, overrides: Sequence[str] = ()) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,13 +94,17 @@ def test_a_run_of_one_process_goes_on_sharded_over_two(alone, tmp_path):
 
 def kill_after_step(arguments, folder, step, **environment):
     """Kill a command and all its processes once a checkpoint of a step is there."""
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(arguments, env=os.environ | environment, **quiet)
     deadline = time.monotonic() + PATIENCE
     while not (folder / f"checkpoints/step-{step:08d}").exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
+    lists = Path(f"/proc/{process.pid}/task").glob("*/children")
+    ranks = [int(number) for path in lists for number in path.read_text().split()]
+    assert len(ranks) == 2
+    for number in (process.pid, *ranks):
+        os.kill(number, signal.SIGKILL)
     process.wait()
 
 

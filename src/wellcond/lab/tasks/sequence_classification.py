@@ -315,13 +315,12 @@ class SequenceClassification(SequenceTask):
         size = self.settings.image_size
         progress = self.context.telling("decoding images")
         # Colour becomes grey as by PIL's convert("L"); its bilinear filter averages when it shrinks.
-        decoded = as_tensor_images(split, channels=1, size=size, resampling="bilinear", progress=progress)
-        if decoded is None:
+        images = as_tensor_images(split, channels=1, size=size, resampling="bilinear", progress=progress)
+        if images is None:
             raise RecipeError(
                 f"{what}: expected images of one size, less than {BYTE_LIMIT} bytes in all; set task.image_size, for "
                 "instance 32"
             )
-        images = decoded.images
         if images[0].numel() != self.length or (size is not None and images.shape[-1] != size):
             expected = f"{size} x {size} pixels (task.image_size)" if size else f"{self.length} pixels, as in training"
             raise RecipeError(

@@ -105,24 +105,17 @@ def evaluation_parts(num_samples: int, batch_size: int, share: Share) -> list[li
     return [mine[start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
+@dataclass(frozen=True)
 class _Fetching(torch.utils.data.Dataset):
     """Hands whole lists of keys to the set, in a worker process."""
 
-    def __init__(self, samples: Samples) -> None:
-        self.samples = samples
+    samples: Samples
 
-    def __getitems__(self, keys: list[SampleKey]) -> Batch | _Failure:
+    def __getitems__(self, keys: list[SampleKey]) -> Batch | str:
         try:
             return self.samples.fetch(keys)
         except WellcondError as error:  # torch would hand on its traceback instead of what it says
-            return _Failure(str(error))
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """An error on its way from a worker."""
-
-    message: str
+            return str(error)
 
 
 def _as_is(batch: Any) -> Any:
@@ -152,9 +145,7 @@ def fetch_batches(
             prefetch_factor=4,
         )
     for batch in source:
-        if isinstance(batch, _Failure):
-            raise WellcondError(batch.message)
-        if device.type == "cpu":
-            yield batch
-        else:
-            yield {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+        if isinstance(batch, str):
+            raise WellcondError(batch)
+        on_cpu = device.type == "cpu"
+        yield batch if on_cpu else {name: value.to(device, non_blocking=True) for name, value in batch.items()}

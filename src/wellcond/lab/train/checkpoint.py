@@ -57,11 +57,11 @@ def model_tensors(model: nn.Module) -> Tensors:
     """State of a model by plain names; every rank has its shards of what is sharded."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    state: Tensors = get_model_state_dict(model)
+    state: dict[str, Any] = get_model_state_dict(model)
     return state
 
 
-def load_model_(model: nn.Module, tensors: Tensors) -> None:
+def load_model_(model: nn.Module, tensors: dict[str, Any]) -> None:
     """The reverse of `model_tensors`."""
     from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
@@ -296,13 +296,14 @@ def read_tensors(place: Path, kind: str, placed: Callable[[str], Tensor | None] 
     """
     with _damage(place):
         if not (place / kind).is_dir():
-            stored = _safetensors().load_file(place / f"{kind}.safetensors")
-            return {name: _place_like(value, placed(name)) for name, value in stored.items()}
+            whole = _safetensors().load_file(place / f"{kind}.safetensors")
+            return {name: _place_like(value, placed(name)) for name, value in whole.items()}
         from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
         reader = HuggingFaceStorageReader(str(place / kind))
+        stored: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
         found = {}
-        for name, about in reader.read_metadata().state_dict_metadata.items():
+        for name, about in stored.items():
             empty = torch.empty(about.size, dtype=about.properties.dtype, device="meta")
             found[name] = _place_like(empty, placed(name))
         with warnings.catch_warnings():
