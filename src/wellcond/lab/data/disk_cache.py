@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from wellcond.errors import WellcondError
-from wellcond.files import opened_atomically, write_atomically
+from wellcond.files import opened_atomically
 from wellcond.lab.data.progress import tell
 
 POLL_SECONDS = 0.2
