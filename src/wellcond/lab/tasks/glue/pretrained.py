@@ -59,19 +59,14 @@ class Pretrained:
         return MaskedLanguageModellingSettings.model_validate(self.record["config"]["task"])
 
     @cached_property
-    def digest(self) -> str:
-        """What tells these weights from others."""
-        return file_sha256(self.weights)[:16]
-
-    @property
     def encoder_file(self) -> str:
-        """Name of the file of the encoder, in `place`."""
-        return f"encoder-{self.digest}.safetensors"
+        """Name of the file of the encoder in `place`, which tells these weights from others."""
+        return f"encoder-{file_sha256(self.weights)[:16]}.safetensors"
 
     @property
     def tokenizer_file(self) -> str:
         """Name of the file of the tokeniser, in `place`."""
-        return f"tokenizer-{self.digest}.json"
+        return self.encoder_file.replace("encoder", "tokenizer").replace("safetensors", "json")
 
     @cached_property
     def tokenizer(self) -> LibraryTokenizer:

@@ -28,20 +28,8 @@ from wellcond.lab.train.run_folder import RunError, RunFolder
 from wellcond.models import read_hf_config
 from wellcond.run_records import COMPLETE
 
-
-@dataclass(frozen=True)
-class FineTuning:
-    """What depends on the size of the model."""
-
-    lr: float = 4e-5
-    batch_size: int = 16
-    epochs: int = 5
-    rows: int = 0
-    """Of a split at most; 0: all."""
-
-
-AS_PUBLISHED = FineTuning()
-TINY = FineTuning(lr=1e-3, batch_size=32, epochs=3, rows=3000)
+AS_PUBLISHED = {"lr": 4e-5, "batch_size": 16, "epochs": 5, "rows": 0}
+TINY = {"lr": 1e-3, "batch_size": 32, "epochs": 3, "rows": 3000}
 """For models of scale tiny, which at the published rate mostly predict one class for every sentence."""
 LENGTH = 128
 DROPOUT = 0.1
@@ -72,7 +60,7 @@ def glue_recipe(
     """
     config = pretrained.record["config"]
     size = TINY if config["scale"] == "tiny" else AS_PUBLISHED
-    rows = size.rows if limit is None else limit
+    rows = (size["rows"] if limit is None else limit) or None
     fields: dict[str, Any] = {
         "name": f"glue-{task.name}",
         "scale": config["scale"],
@@ -81,16 +69,16 @@ def glue_recipe(
             "task": task.name,
             "tokenizer": {"file": pretrained.tokenizer_file, "sha256": pretrained.tokenizer.fingerprint},
             "length": min(LENGTH, pretrained.task.length),
-            "limit_further": rows or None,
+            "limit_further": rows,
         },
-        "data": _data(task, data) | {"limit_train": rows or None, "limit_evaluation": rows or None},
+        "data": _data(task, data) | {"limit_train": rows, "limit_evaluation": rows},
         "model": _model(pretrained),
         "seeds": [0],
-        "optimizer": {"name": "adamw", "lr": size.lr, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.0},
+        "optimizer": {"name": "adamw", "lr": size["lr"], "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.0},
         "schedule": {"name": "cosine"},
         "training": {
-            "length": {"epochs": size.epochs},
-            "batch_size": size.batch_size,
+            "length": {"epochs": size["epochs"]},
+            "batch_size": size["batch_size"],
             "clip_norm": None,
             "diverged_above": None,  # the loss of one batch of a pre-trained model is no measure of what is large
             "threads": config["training"].get("threads"),
@@ -102,26 +90,29 @@ def glue_recipe(
         set_field(fields, override)
     schedule, length = fields.get("schedule"), fields["training"].get("length")
     if isinstance(schedule, dict) and schedule.get("name") == "cosine" and "warmup" not in schedule:
-        schedule["warmup"] = _tenth(length)
+        schedule["warmup"] = length  # if that is wrong it is refused as the length
+        if isinstance(length, dict):
+            tenth = {unit: WARMUP * amount for unit, amount in length.items()}
+            schedule["warmup"] = {u: share if u == "epochs" else max(1, round(share)) for u, share in tenth.items()}
     try:
         return Recipe.model_validate(fields)
     except ValidationError as error:
         raise explain(error, f"fine-tuning on {task.name}", fields) from error
 
 
-def _tenth(length: Any) -> Any:
-    if not isinstance(length, dict):
-        return length  # refused with the length
-    return {
-        unit: WARMUP * amount if unit == "epochs" else max(1, round(WARMUP * amount)) for unit, amount in length.items()
-    }
-
-
 def _model(pretrained: Pretrained) -> dict[str, Any]:
     """The model with a classifier and with dropout, whatever pre-training did without."""
     settings = pretrained.model
     name = located(settings["name"], pretrained.base)
-    names = ("dropout",) if name in CLASSIFIERS else _dropouts(name.removeprefix("hf:"))
+    names: tuple[str, ...] = ("dropout",)
+    if name not in CLASSIFIERS:
+        try:
+            from transformers import AutoConfig
+        except ImportError as error:
+            raise MissingExtraError("transformers", "text") from error
+        folder = Path(name.removeprefix("hf:"))
+        hf_config = read_hf_config(folder) if folder.is_dir() else AutoConfig.for_model(str(folder))
+        names = tuple(field for field in DROPOUTS if hasattr(hf_config, field))
     return {
         "name": CLASSIFIERS.get(name, name),
         "arguments": pretrained.arguments() | dict.fromkeys(names, DROPOUT),
@@ -129,16 +120,6 @@ def _model(pretrained: Pretrained) -> dict[str, Any]:
         "qk_norm": settings.get("qk_norm", False),
         "encoder": pretrained.encoder_file,
     }
-
-
-def _dropouts(name: str) -> tuple[str, ...]:
-    try:
-        from transformers import AutoConfig
-    except ImportError as error:
-        raise MissingExtraError("transformers", "text") from error
-    folder = Path(name)
-    config = read_hf_config(folder) if folder.is_dir() else AutoConfig.for_model(name)
-    return tuple(field for field in DROPOUTS if hasattr(config, field))
 
 
 def _data(task: GlueTask, folder: Path | None) -> dict[str, Any]:
@@ -195,15 +176,8 @@ def plan_glue(
 ) -> GluePlan:
     """All fine-tuning runs of a pre-trained run, or of every finished run of a comparison.
 
-    Args:
-        folder: of the run or the comparison.
-        tasks: names, each once.
-        seeds: of fine-tuning: order of the samples, dropout and the new weights.
-        data: see `glue_recipe`.
-        limit: see `glue_recipe`.
-        overrides: see `glue_recipe`.
-        base: folder of the recipe of pre-training, where its relative paths start.
-        cpu: do not use a GPU.
+    Seeds are those of fine-tuning; `base` is the folder of the recipe of pre-training, where its relative paths start;
+    for `data`, `limit` and `overrides` see `glue_recipe`.
 
     Raises: RunError, RecipeError, DataError, WeightError; before anything is trained.
     """
@@ -211,14 +185,9 @@ def plan_glue(
     if not chosen or len(set(tasks)) < len(tasks):
         raise RecipeError(f"--tasks: expected at least one task, and none twice, found {', '.join(tasks) or 'none'}")
     runs, left_out = find_runs(folder, base)
-    recipes = {
-        (run.folder, task.name): glue_recipe(run, task, data=data, limit=limit, overrides=overrides)
-        for run in runs
-        for task in chosen
-    }
     jobs = [
         Job(
-            recipes[run.folder, task.name],
+            glue_recipe(run, task, data=data, limit=limit, overrides=overrides),
             MethodSettings(label=f"{run.record['method']} (seed {run.record['seed']}) on {task.name}"),
             seed,
             run.place / task.name / f"seed-{seed}",
