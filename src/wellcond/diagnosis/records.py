@@ -109,9 +109,9 @@ class Finding:
     layers: tuple[str, ...] = ()
     """Attentions that it is about; empty for the model as a whole."""
     value: float
-    """The worst number found."""
+    """The worst number found; of heads, how many."""
     threshold: float
-    """From which on it counts; see `wellcond.diagnosis.thresholds`."""
+    """The limit of the rule; `wellcond.diagnosis.thresholds` says of what, and why there."""
     remedy: str
     """One line of code."""
     evidence: str

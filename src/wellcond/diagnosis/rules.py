@@ -105,7 +105,7 @@ def _dead_heads(case: Case) -> Finding | None:
         "gradient.",
         bad,
         float(heads),
-        f'wc.init_(model, "gaussian"{options}{_sites(case, bad)})  # draws their heads anew',
+        f'wc.init_(model, "gaussian"{options}{_sites(case, bad)})',
         "As a start gaussian is as good as any in the records (digits 92.7 %, conditioned 92.9). None is about "
         "redrawing heads in training.",
         TABLES,
@@ -319,7 +319,7 @@ def _duplicate_heads(case: Case) -> Finding | None:
         f"{_title(bad[0])}): one of each pair is wasted.",
         bad,
         float(pairs),
-        f'wc.init_(model, "gaussian"{_sites(case, bad)})  # draws their heads anew',
+        f'wc.init_(model, "gaussian"{_sites(case, bad)})',
         "As a start gaussian is as good as any in the records (digits 92.7 %). None is about redrawing heads in "
         "training.",
         TABLES,

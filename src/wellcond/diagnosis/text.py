@@ -25,7 +25,10 @@ LEGEND = (
     "diag: probability of a token for itself; Q to O: sigma sqrt(fan_in); attn, mlp: what they add, relative to the "
     "stream."
 )
-NARROWEST = 12
+NARROWEST = 14
+"""For names of layers; where there is less, columns are left out."""
+LEAST = ("diag", "mlp", "O", "K", "entropy")
+"""Columns that may be left out, in that order."""
 
 
 def show_diagnosis(diagnosis: Diagnosis, width: int) -> str:
@@ -82,6 +85,9 @@ def _table(diagnosis: Diagnosis, width: int) -> str:
     if any(marks):
         shown["remarks"] = marks
     widths = {title: max(len(title), *map(len, cells)) for title, cells in shown.items()}
+    for title in LEAST:
+        if width - sum(size + 2 for size in widths.values()) < NARROWEST and title in shown:
+            del shown[title], widths[title]
     room = max(NARROWEST, width - sum(size + 2 for size in widths.values()))
     names = [_shorten(layer.name or "(model)", room) for layer in diagnosis.layers]
     first = max(len("layer"), *map(len, names))
