@@ -345,3 +345,11 @@ def test_numbers_of_the_records_are_those_of_the_tables():
     for number in ("56.6", "45.1", "44.6", "45.7"):
         assert f"| {number} ±" in causal
     assert (ROOT / CAUSAL).exists()
+
+
+def test_the_page_of_the_documentation_has_every_limit():
+    page = (ROOT / "docs/doctor.md").read_text("utf-8")
+    rows = re.findall(r"^\| `([a-z-]+)` \| (\w+) \|.*\| (start|always) \| ([\d.]+) \| (.*) \|$", page, re.MULTILINE)
+    assert {kind: (float(limit), reason) for kind, *_, limit, reason in rows} == {
+        kind: (threshold.value, threshold.reason) for kind, threshold in THRESHOLDS.items()
+    }

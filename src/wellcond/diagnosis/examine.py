@@ -43,6 +43,8 @@ def examine(model: nn.Module, batch: Any, sites: Sequence[AttentionSite]) -> tup
     facts = []
     for site in sites:
         fields = _of_weights(site) | seen.get(site.name, {}) | _of_block(site, signals)
+        if len(fields.get("collapsed_heads", ())) == site.num_heads:
+            fields["logit_spread"] = None  # all keys but one look as if they were masked
         fields["saturation"] = _saturation(site, correction, fields.get("num_tokens"))
         facts.append(
             LayerFacts(

@@ -115,12 +115,12 @@ def show_number(number: float | None) -> str:
     """Three digits.
 
     Example:
-        >>> show_number(0.12345), show_number(1234.5), show_number(None), show_number(0.0)
-        ('0.123', '1.23e+03', '-', '0')
+        >>> show_number(0.12345), show_number(1.0), show_number(152.3), show_number(1234.5), show_number(None)
+        ('0.123', '1.00', '152', '1.23e+03', '-')
     """
     if number is None or math.isnan(number):
         return "-"
-    return f"{number:.3f}" if 0.001 <= abs(number) < 1 else f"{number:.3g}"
+    return f"{number:.3f}" if abs(number) < 0.9995 else f"{number:#.3g}".removesuffix(".")
 
 
 def _shorten(name: str, room: int) -> str:
