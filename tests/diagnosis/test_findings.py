@@ -238,6 +238,8 @@ def test_the_scale_of_normalised_queries_does_not_count():
     site = wc.find_attention(normed)[0]
     site.q.write_(0.01 * site.q.read())
     assert kinds(wc.diagnose(normed, digits(8)[0])) == []
+    found = wc.diagnose(scale_(normed, {"q_norm": 9}), digits(8)[0])
+    assert found.layers[0].logit_spread > 3 and kinds(found) == []
 
 
 def test_a_lambda_that_saturates():
@@ -312,6 +314,14 @@ def test_numbers_that_are_not_finite():
     found = wc.diagnose(model, images)
     assert kinds(found) == ["not-finite"] and found.findings[0].layers == ("blocks.1.attn",)
     assert wc.Diagnosis.from_json(found.to_json()).findings[0].severity == "fault"
+
+
+def test_values_as_large_as_a_large_stream_do_no_harm():
+    model = scale_(gpt2(), {"wte": 50})
+    site = wc.find_attention(model)[0]
+    site.v.write_(6 * site.v.read())
+    found = wc.diagnose(model, words())
+    assert found.layers[0].causal and found.layers[0].scale_v > 0.8 and "value-scale" not in kinds(found)
 
 
 # The table of limits and the records

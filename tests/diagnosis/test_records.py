@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 from torch import nn
+from transformers import CLIPConfig, CLIPModel
 
 import wellcond as wc
 from wellcond.diagnosis.examine import as_samples
@@ -106,6 +107,16 @@ def test_own_modules():
     assert [layer.name for layer in found.layers] == ["0.attn", "1.attn"]
     assert first.causal and first.num_tokens == 6 and first.attention_share > 0 and first.mlp_share > 0
     assert found.tokens.kind == "unknown" and found.findings == ()
+
+
+def test_models_of_several_inputs():
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    text = sizes | {"vocab_size": 50, "max_position_embeddings": 16, "eos_token_id": 2, "bos_token_id": 0}
+    config = CLIPConfig(text_config=text, vision_config=sizes | {"image_size": 16, "patch_size": 8}, projection_dim=16)
+    batch = {"input_ids": torch.randint(3, 50, (2, 8)), "pixel_values": torch.randn(2, 3, 16, 16)}
+    found = wc.diagnose(CLIPModel(config), batch)
+    assert [layer.num_tokens for layer in found.layers] == [8, 5]
+    assert [layer.causal for layer in found.layers] == [True, False]
 
 
 def test_masks_are_seen():

@@ -6,6 +6,7 @@ types) are neither.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 from torch import Tensor, nn
@@ -70,7 +71,8 @@ def embedding_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def _says_words(model: nn.Module, name: str, module: nn.Embedding) -> bool:
     input_embeddings = getattr(model, "get_input_embeddings", None)  # of Hugging Face
     if callable(input_embeddings):
-        return module is input_embeddings()
+        with contextlib.suppress(NotImplementedError):  # of models with several inputs, such as CLIP
+            return module is input_embeddings()
     return name.rpartition(".")[2] in ("word_embedding", "word_embeddings")
 
 
