@@ -21,6 +21,11 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("repeatable")
 
 
+def pytest_configure(config):
+    """Tests of weights do not mind which start trains worse; those of this warning use `pytest.warns`."""
+    config.addinivalue_line("filterwarnings", "ignore::wellcond.EvidenceWarning")
+
+
 def pytest_collection_modifyitems(items):
     """Files whose tests take long go first, so that two workers end together."""
     items.sort(key=lambda item: item.get_closest_marker("processes") is None)

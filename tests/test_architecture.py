@@ -37,6 +37,7 @@ ALLOWED = {
     "track_points": BASE | {"measurement_records"},
     "tracking": BASE
     | {"track_points", "linalg", "attention", "jacobian", "measurement", "sharded_measurement", "plots", "run_facts"},
+    "diagnosis": BASE | {"linalg", "attention", "init", "conditioning", "jacobian", "measurement", "run_facts"},
     "memory_guard": BASE | {"jacobian"},
     "weights": BASE | {"attention", "conditioning"},
     "models": BASE | {"memory_guard", "weights"},

@@ -14,6 +14,7 @@ import yaml
 import wellcond
 import wellcond.theory
 from wellcond.cli import (  # noqa: F401  (each adds its commands)
+    doctor,
     experiment_commands,
     glue_command,
     pack_command,
@@ -58,6 +59,7 @@ def commands_in(block):
 
 @pytest.mark.parametrize("path", with_blocks("python"))
 @pytest.mark.filterwarnings(
+    "error::wellcond.EvidenceWarning",  # no page shows a start that our records advise against
     "ignore::wellcond.NumericalWarning",
     "ignore:::lightning",
     "ignore:.*:UserWarning:lightning",

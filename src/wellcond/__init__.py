@@ -10,6 +10,7 @@ from wellcond.errors import (
     CheckpointMismatchError,
     CheckpointWarning,
     ConditioningError,
+    EvidenceWarning,
     MissingExtraError,
     NumericalWarning,
     UnknownChoiceError,
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from wellcond.attention.find import find_attention, register_adapter
     from wellcond.attention.site import AttentionSite, Slot
     from wellcond.conditioning.apply import condition_, fold_, folded, recondition_
+    from wellcond.diagnosis.diagnose import diagnose
+    from wellcond.diagnosis.records import Diagnosis, DiagnosisError, Finding, LayerFacts, TokenFacts
     from wellcond.init.apply import init_
     from wellcond.jacobian.spectrum import jacobian_spectrum
     from wellcond.linalg.spectrum import spectrum
@@ -39,8 +42,13 @@ __all__ = [
     "CheckpointWarning",
     "ConditionTracker",
     "ConditioningError",
+    "Diagnosis",
+    "DiagnosisError",
+    "EvidenceWarning",
+    "Finding",
     "HeadReport",
     "JacobianSpectrum",
+    "LayerFacts",
     "LayerReport",
     "MeasureSettings",
     "MeasurementReport",
@@ -48,6 +56,7 @@ __all__ = [
     "NumericalWarning",
     "Slot",
     "Spectrum",
+    "TokenFacts",
     "TrackPoint",
     "UnknownChoiceError",
     "UnsupportedLayoutError",
@@ -55,6 +64,7 @@ __all__ = [
     "WellcondError",
     "condition_",
     "conditioning_of",
+    "diagnose",
     "find_attention",
     "fold_",
     "folded",
@@ -76,6 +86,8 @@ _LAZY = {
     "attention.find": ("find_attention", "register_adapter"),
     "attention.site": ("AttentionSite", "Slot"),
     "conditioning.apply": ("condition_", "fold_", "folded", "recondition_"),
+    "diagnosis.diagnose": ("diagnose",),
+    "diagnosis.records": ("Diagnosis", "DiagnosisError", "Finding", "LayerFacts", "TokenFacts"),
     "init.apply": ("init_",),
     "jacobian.spectrum": ("jacobian_spectrum",),
     "linalg.spectrum": ("spectrum",),

@@ -74,6 +74,10 @@ class NumericalWarning(UserWarning):
     """The numbers are defined, but probably not what the user hopes for."""
 
 
+class EvidenceWarning(UserWarning):
+    """Our records say that this hurts models like the one at hand."""
+
+
 class CheckpointWarning(UserWarning):
     """A checkpoint was accepted under an interpretation that the user should know of."""
 

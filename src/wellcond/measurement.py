@@ -21,7 +21,7 @@ from wellcond.head import Head
 from wellcond.jacobian.capture import capture_sites
 from wellcond.jacobian.capture.attention import CapturedAttention
 from wellcond.jacobian.capture.forms import CapturedForm, captured_form
-from wellcond.jacobian.diagnosis import attention_statistics, diagnose, is_collapsed
+from wellcond.jacobian.diagnosis import attention_statistics, diagnose_head, is_collapsed
 from wellcond.jacobian.generic.head import num_samples
 from wellcond.jacobian.layer import ProjectedHeads
 from wellcond.jacobian.nystrom.form import nystrom_map
@@ -276,7 +276,7 @@ def _jacobian_of(captured: CapturedAttention, index: int, task: MeasureSettings)
     fields["how"], head, blocks = forms[0].how, forms[0].form.plain_head, forms[0].form.plain_blocks()
     if head is None or blocks is None:
         return fields | _approximated(captured, index)
-    diagnosis = diagnose(head, blocks)
+    diagnosis = diagnose_head(head, blocks)
     fields |= {"diagnosis": diagnosis, "attention": diagnosis.attention, "dead": diagnosis.dead}
     if head.is_single:
         fields["papers_bound_log10"] = log10_papers_bound(head)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from wellcond.errors import MissingExtraError, WellcondError
 from wellcond.files import json_ready
-from wellcond.jacobian.diagnosis import AttentionStatistics, Diagnosis
+from wellcond.jacobian.diagnosis import AttentionStatistics, HeadDiagnosis
 from wellcond.jacobian.layer import union_condition_number
 from wellcond.plots import HeadMark, plot_heads
 from wellcond.records import Convention, JacobianSpectrum, Spectrum, restore, show_kappas
@@ -48,7 +48,7 @@ class HeadReport:
     attention it is of the softmax that is approximated, on at most 256 tokens."""
     approximation_error: float | None = None
     """Of Nystrom attention: |Phat - P| / |P| in the Frobenius norm, with P that softmax."""
-    diagnosis: Diagnosis | None = None
+    diagnosis: HeadDiagnosis | None = None
     """Likewise; None also without a Jacobian."""
     dead: bool = False
     """Attention has collapsed; without a Jacobian, only where the attention map alone proves it."""

@@ -5,7 +5,7 @@ import torch
 
 from jacobian.test_spectrum import G1, causal
 from wellcond.head import Head, build_blocks
-from wellcond.jacobian.diagnosis import attention_statistics, block_norms, diagnose
+from wellcond.jacobian.diagnosis import attention_statistics, block_norms, diagnose_head
 from wellcond.jacobian.plain import dense_jacobian
 
 F64 = torch.float64
@@ -37,7 +37,7 @@ def test_block_norms_are_those_of_the_dense_blocks(g):
 )
 def test_T13_a_saturated_head_is_dead_not_well_conditioned(lam, norm, dead):
     w = lam * torch.eye(16, dtype=F64)
-    found = diagnose(Head(hadamard(4), w, w, w, 0.25))
+    found = diagnose_head(Head(hadamard(4), w, w, w, 0.25))
     assert (found.norm_q, found.norm_k) == pytest.approx((norm, norm), rel=1e-4)
     assert found.dead is dead and (found.verdict == "dead head") is dead
     assert found.attention.diagonal_mass == pytest.approx(1 / (1 + 15 * math.exp(-4 * lam**2)), rel=1e-9)
@@ -61,7 +61,7 @@ def test_T11_uniform_causal_attention():
     for n, kappa in ((8, 17.21831966), (16, 39.98009532), (32, 88.79840247)):
         zero = torch.zeros(2, n)
         head = Head(torch.eye(n), zero, zero, torch.ones(2, n), 1.0, mask=causal(n))
-        assert diagnose(head).kappa_p == pytest.approx(kappa, rel=1e-9)
+        assert diagnose_head(head).kappa_p == pytest.approx(kappa, rel=1e-9)
 
 
 def test_the_verdict_names_the_culprit():
@@ -70,9 +70,9 @@ def test_the_verdict_names_the_culprit():
     x = torch.randn(6, 12, dtype=F64)
     dependent = x.clone()
     dependent[5] = dependent[4] + 1e-7 * dependent[5]
-    assert diagnose(Head(dependent, *w, 0.5)).verdict in ("X", "P")
-    assert diagnose(Head(dependent, *w, 0.5)).kappa_x > 1e6
-    flat = diagnose(Head(x, 1e-3 * w[0], 1e-3 * w[1], w[2], 0.5))
+    assert diagnose_head(Head(dependent, *w, 0.5)).verdict in ("X", "P")
+    assert diagnose_head(Head(dependent, *w, 0.5)).kappa_x > 1e6
+    flat = diagnose_head(Head(x, 1e-3 * w[0], 1e-3 * w[1], w[2], 0.5))
     assert flat.verdict == "P" and "attend alike" in flat.explanation
-    tilted = diagnose(Head(x, 1e4 * w[0], 1e-4 * w[1], w[2], 0.5))
+    tilted = diagnose_head(Head(x, 1e4 * w[0], 1e-4 * w[1], w[2], 0.5))
     assert tilted.verdict == "norms"

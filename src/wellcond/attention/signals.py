@@ -7,7 +7,7 @@ receives is the stream; the attention adds what W_O puts out, the MLP what its l
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +60,12 @@ class Signals:
 
 
 def read_signals(
-    model: nn.Module, batch: Any, sites: Sequence[AttentionSite], *, outputs: Sequence[str] = ()
+    model: nn.Module,
+    batch: Any,
+    sites: Sequence[AttentionSite],
+    *,
+    outputs: Sequence[str] = (),
+    observe: Callable[[AttentionSite, SiteCall], None] | None = None,
 ) -> Signals:
     """Run the model once, in evaluation mode and without gradients; nothing of it is left changed.
 
@@ -69,6 +74,7 @@ def read_signals(
         batch: a tensor, a mapping of keyword arguments, a tuple of arguments, or a function that calls the model.
         sites: its attentions.
         outputs: names of modules whose outputs to keep.
+        observe: called with every site and its first call, as soon as that has returned.
     """
     blocks = find_blocks(model, sites)
     found = Signals({}, blocks, {})
@@ -84,6 +90,8 @@ def read_signals(
             found.spreads[site.name] = logit_spread(logits, site.num_heads)
         if site.o is None or any(site.o.owner is module for module in site.module.modules()):
             _note_attention(blocks, site, call.output)
+        if observe is not None:
+            observe(site, call)
 
     with contextlib.ExitStack() as stack:
         stack.callback(reshard_, model)  # a forward pass leaves whole weights of FSDP2 in place

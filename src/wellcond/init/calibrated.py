@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.distributed import broadcast_from_rank_zero, is_distributed, local_part, whole
-from wellcond.attention.signals import Signals, is_matrix, read_signals, root_mean_square
+from wellcond.attention.signals import Signals, read_signals, root_mean_square
 from wellcond.attention.site import AttentionSite, Slot
 from wellcond.errors import WeightError
 from wellcond.init.options import PositiveFloat
 from wellcond.init.plan import InitContext, ParameterWrite, Write, register_init
 from wellcond.init.positions import Position, position_writes
-from wellcond.init.tokens import embedding_layers, learned_positions
+from wellcond.init.tokens import embedding_layers, embedding_spread, position_tables
 from wellcond.linalg.orthogonal import draw_normal, random_semi_orthogonal
 
 Start = Literal["gaussian", "semi_orthogonal", "keep"]
@@ -155,30 +155,17 @@ def _scale_tokens(
             if isinstance(layer, nn.Embedding):
                 size = root_mean_square(whole(layer.weight))
                 draft.scale_(layer.weight, _factor(words * layer.embedding_dim**-0.5, size, "the word embeddings"))
-    tables = {name: table for name, table in learned_positions(model) if _is_table(model, name)}
+    tables = dict(position_tables(model))
     if positions is None or not tables or not layers:
         return
     seen = read_signals(model, batch, sites, outputs=[name for name, _ in layers]).outputs
-    spreads = [_spread(tensor, layer) for name, layer in layers if (tensor := seen.get(name)) is not None]
+    spreads = [embedding_spread(tensor, layer) for name, layer in layers if (tensor := seen.get(name)) is not None]
     if not spreads:
         return
     spread = math.sqrt(math.fsum(s * s for s in spreads))
     for name, table in tables.items():
         factor = _factor(positions * spread, root_mean_square(whole(table)), name)
         draft.scale_(table, _agreed(factor, table))
-
-
-def _is_table(model: nn.Module, name: str) -> bool:
-    """Whether a parameter of positions is added to the tokens as it is, not multiplied by other numbers first."""
-    owner = model.get_submodule(name.rpartition(".")[0])
-    return isinstance(owner, nn.Embedding) or not is_matrix(owner)
-
-
-def _spread(embedded: Tensor, layer: nn.Module) -> float:
-    """Root mean square of embeddings around their mean over tokens and samples."""
-    channels = 1 if isinstance(layer, nn.Conv2d) else -1
-    rows = embedded.float().movedim(channels, -1).flatten(0, -2)
-    return root_mean_square(rows - rows.mean(0))
 
 
 def _normalises(site: AttentionSite) -> bool:

@@ -6,11 +6,13 @@ types) are neither.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
-from torch import nn
+from torch import Tensor, nn
 
 from wellcond.attention.find import scan_attention
+from wellcond.attention.signals import is_matrix, root_mean_square
 
 POSITIONS = ("pos_embed", "position_embedding", "embed_positions", "wpe")
 """Parts of the names of learned position embeddings."""
@@ -35,6 +37,21 @@ def learned_positions(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield name, parameter
 
 
+def position_tables(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Learned positions that are added to the tokens as they are, not multiplied by other numbers first."""
+    for name, parameter in learned_positions(model):
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(owner, nn.Embedding) or not is_matrix(owner):
+            yield name, parameter
+
+
+def embedding_spread(embedded: Tensor, layer: nn.Module) -> float:
+    """Root mean square of what an embedding layer puts out around its mean over tokens and samples."""
+    channels = 1 if isinstance(layer, nn.Conv2d) else -1
+    rows = embedded.float().movedim(channels, -1).flatten(0, -2)
+    return root_mean_square(rows - rows.mean(0))
+
+
 def find_embeddings(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters that decide the size of embeddings: of words where there are any, else of patches."""
     for name, module in embedding_layers(model):
@@ -54,7 +71,8 @@ def embedding_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def _says_words(model: nn.Module, name: str, module: nn.Embedding) -> bool:
     input_embeddings = getattr(model, "get_input_embeddings", None)  # of Hugging Face
     if callable(input_embeddings):
-        return module is input_embeddings()
+        with contextlib.suppress(NotImplementedError):  # of models with several inputs, such as CLIP
+            return module is input_embeddings()
     return name.rpartition(".")[2] in ("word_embedding", "word_embeddings")
 
 

@@ -38,7 +38,7 @@ class AttentionStatistics:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class HeadDiagnosis:
     """What a condition number of the Jacobian must never be read without."""
 
     norm_q: float
@@ -109,7 +109,7 @@ def _product_norm(covariances: Tensor, factors: Tensor) -> float:
     return largest * math.sqrt(largest_eigenvalue(product, size).value)
 
 
-def diagnose(head: Head, blocks: Blocks | None = None) -> Diagnosis:
+def diagnose_head(head: Head, blocks: Blocks | None = None) -> HeadDiagnosis:
     """Measure and name what dominates the conditioning of a head's Jacobian.
 
     The verdict is the largest of three ratios: kappa(P), kappa of the tokens, and the spread of the norms of J_Q, J_K
@@ -127,7 +127,7 @@ def diagnose(head: Head, blocks: Blocks | None = None) -> Diagnosis:
     ratios: dict[Verdict, float] = {"P": kappa_p, "X": kappa_x, "norms": spread}
     worst = max(ratios, key=lambda name: ratios[name] if math.isfinite(ratios[name]) else -1.0)
     verdict: Verdict = "dead head" if dead else (worst if ratios[worst] > 10 else "balanced")
-    return Diagnosis(
+    return HeadDiagnosis(
         norm_q, norm_k, norm_v, kappa_p, kappa_x, statistics, dead, verdict, _explain(verdict, ratios, statistics)
     )
 

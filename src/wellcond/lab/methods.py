@@ -27,7 +27,7 @@ from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite
 from wellcond.conditioning.apply import condition_, make_method
 from wellcond.conditioning.methods import METHODS as CONDITIONS
-from wellcond.errors import NumericalWarning, WellcondError
+from wellcond.errors import EvidenceWarning, NumericalWarning, WellcondError
 from wellcond.init.apply import check_names, check_options, init_
 from wellcond.init.options import check_values
 from wellcond.init.plan import METHODS as INITS
@@ -148,7 +148,9 @@ class MethodSettings(Settings):
                 raise RecipeError(f"weight_selection from {self.init_options['teacher']}: {error}") from error
         elif self.init != "default" or (self.init_options and not self.library):
             options = self.init_options | ({"batch": forward} if self.init == "calibrated" else {})
-            init_(model, self.init, sites=sites, generator=torch.Generator().manual_seed(seed), **options)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", EvidenceWarning)  # a comparison shows whether it is so
+                init_(model, self.init, sites=sites, generator=torch.Generator().manual_seed(seed), **options)
         if self.tokens:
             scale_tokens_(model, self.tokens)
         if self.condition is not None:

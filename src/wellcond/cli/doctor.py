@@ -1,0 +1,84 @@
+"""`wellcond doctor MODEL`: what is wrong with a model's attention, and the line that mends it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from wellcond.cli.checks import check_outputs, check_weights, describe_spec
+from wellcond.cli.commands import Force, Model, ModelArguments, Seed, Weights, app
+from wellcond.models import check_model, parse_values
+
+STYLES = {"fault": "bold red", "warning": "bold yellow", "note": "bold cyan", "mend": "bold", "records": "dim"}
+
+
+@app.command("doctor")
+def doctor(
+    model: Model,
+    input: Annotated[
+        str,
+        typer.Option("--input", metavar="INPUT", help="digits, random, a FOLDER of images (png, jpg), or FILE.npy"),
+    ] = "random",
+    weights: Weights = None,
+    model_arg: ModelArguments = None,
+    samples: Annotated[int, typer.Option(min=1, help="Samples to run the model on.")] = 8,
+    tokens: Annotated[int, typer.Option(help="Length of random token ids.")] = 32,
+    trained: Annotated[
+        bool | None, typer.Option("--trained/--fresh", help="By default the norms of the model tell.")
+    ] = None,
+    jacobian: Annotated[bool, typer.Option("--jacobian", help="Also measure kappa(J) of every head: minutes.")] = False,
+    seed: Seed = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON to write.")] = None,
+    html: Annotated[Path | None, typer.Option(help="HTML page to write.")] = None,
+    force: Force = False,
+) -> None:
+    """What is wrong with the attention of MODEL, the line that mends it, and what our records say about that line."""
+    from wellcond.cli.measure_options import check_input
+
+    check_input(input, tokens=tokens)
+    check_outputs([path for path in (output, html) if path is not None], force=force)
+    arguments = parse_values(model_arg or [])
+    check_model(model, arguments)
+    check_weights(weights)
+    import torch
+
+    from wellcond.cli.checkpoints import load_raw_or_plain
+    from wellcond.cli.inputs import make_batch, try_forward
+    from wellcond.diagnosis.diagnose import diagnose
+    from wellcond.models import build_model
+
+    torch.manual_seed(seed)
+    built = build_model(model, arguments)
+    if weights is not None:
+        load_raw_or_plain(built, weights)
+    batch, described = make_batch(built, input, samples=samples, tokens=tokens, seed=seed)
+    try_forward(built, batch)
+    found = diagnose(built, batch, trained=trained, jacobian=jacobian)
+    spec = describe_spec(model, model_arg or [], weights, seed)
+    facts = {"model": f"{spec}: {found.run['model']}", "input": described}
+    found = dataclasses.replace(found, run=found.run | facts)
+    if json:
+        typer.echo(found.to_json())
+    else:
+        _print(found.to_text())
+    for path, text in ((output, found.to_json() + "\n" if output else ""), (html, found.to_html() if html else "")):
+        if path is not None:
+            from wellcond.cli.measure import write_text
+
+            write_text(path, text, force=force)
+            typer.echo(f"wrote {path}", err=json)
+
+
+def _print(text: str) -> None:
+    """Text of at most 100 columns, with the words that begin a line in colour."""
+    from rich.console import Console
+    from rich.text import Text
+
+    shown = Text(text)
+    for word, style in STYLES.items():
+        shown.highlight_regex(rf"(?m)^(?:\d+\.|  ) {word}:", style)
+    Console(soft_wrap=True, highlight=False).print(shown)

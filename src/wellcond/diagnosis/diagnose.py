@@ -1,0 +1,84 @@
+"""The verb `diagnose`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from wellcond.attention.checks import choose_sites
+from wellcond.attention.distributed import unwrap
+from wellcond.attention.effective import conditioning_of
+from wellcond.attention.find import find_attention, scan_attention
+from wellcond.attention.site import AttentionSite
+from wellcond.diagnosis.examine import examine, is_fresh
+from wellcond.diagnosis.records import Diagnosis, DiagnosisError, LayerFacts
+from wellcond.diagnosis.rules import Case, judge
+from wellcond.measurement import measure
+from wellcond.run_facts import run_facts
+
+
+def diagnose(
+    model: nn.Module,
+    batch: Any,
+    *,
+    sites: Sequence[AttentionSite] | None = None,
+    trained: bool | None = None,
+    jacobian: bool = False,
+) -> Diagnosis:
+    """What is wrong with a model's attention, the line of code that mends it, and what our records say about that line.
+
+    The model runs once on the batch, in evaluation mode and without gradients, and is left as it was. This takes
+    seconds.
+
+    Args:
+        model: any model that `find_attention` understands, before training, in training or after it.
+        batch: what the model is called with: a tensor, a mapping of keyword arguments, a tuple of arguments, or a
+            function that calls the model. A few samples of the training set suffice; noise hides what blank patches
+            and repeated words show.
+        sites: only these attentions (from `find_attention(model)`); all by default.
+        trained: whether rules about a start are out of place; by default a model is trained if some norm of it is.
+        jacobian: also measure the condition number of every head's parameter Jacobian (`measure`): minutes.
+
+    Returns: findings in order of weight, none where there is nothing to mend, and the numbers of every layer.
+
+    Raises:
+        AttentionNotFoundError, UnsupportedLayoutError: no attention of the model is understood.
+        DiagnosisError: a model on the meta device.
+
+    Example:
+        >>> import torch
+        >>> layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        >>> diagnose(layer, torch.randn(2, 8, 32))
+        Diagnosis(1 attentions, nothing to mend)
+    """
+    inner = unwrap(model)
+    if any(parameter.is_meta for parameter in inner.parameters()):
+        raise DiagnosisError("expected a model with values, found one on the meta device; materialise it first")
+    refusals = [] if sites is not None else [str(refusal) for refusal in scan_attention(inner).refusals]
+    chosen = find_attention(inner, strict=False) if sites is None else choose_sites(inner, sites)
+    layers, tokens = examine(inner, batch, chosen)
+    if jacobian:
+        layers = _with_jacobians(inner, batch, chosen, layers)
+    fresh = is_fresh(inner) if trained is None else not trained
+    return Diagnosis(
+        findings=judge(Case(layers, tokens, fresh)),
+        layers=layers,
+        tokens=tokens,
+        fresh=fresh,
+        conditioning=conditioning_of(inner),
+        not_understood=tuple(refusals),
+        run=run_facts(inner, batch),
+    )
+
+
+def _with_jacobians(
+    model: nn.Module, batch: Any, sites: Sequence[AttentionSite], layers: tuple[LayerFacts, ...]
+) -> tuple[LayerFacts, ...]:
+    """The worst head of each layer."""
+    report = measure(model, batch, sites=sites, kappa="pseudo")
+    worst = {layer.name: max((head.mean_kappa() for head in layer.heads), default=math.nan) for layer in report.layers}
+    return tuple(dataclasses.replace(layer, kappa_jacobian=worst.get(layer.name)) for layer in layers)
