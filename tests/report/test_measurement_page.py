@@ -8,10 +8,8 @@ import torch
 from torch import nn
 
 import wellcond as wc
-from wellcond.lab.report.heat_map import colour_range, ramp_colour
-from wellcond.lab.report.markup import tag
+from wellcond.lab.report.measurement_charts import HeadView, colour_range, head_views, ramp_colour
 from wellcond.lab.report.measurement_page import ReportDataError, describe_conditioning, render_measurement
-from wellcond.lab.report.values import HeadView, head_views
 
 VOID = {"meta", "br"}
 
@@ -238,7 +236,3 @@ def test_the_ramp_darkens():
 def test_the_interval_of_a_zero_bound_is_infinite():
     view = HeadView(0, "a", {"index": 0, "jacobian": {"sigma_max_bounds": [2, 3], "sigma_rank_bounds": [0, 1]}})
     assert view.interval == (2.0, float("inf"))
-
-
-def test_tag_escapes_text_and_attributes():
-    assert tag("a", "<b>", tag("i", "&"), title='"') == '<a title="&quot;">&lt;b&gt;<i>&amp;</i></a>'

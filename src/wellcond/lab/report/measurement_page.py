@@ -9,10 +9,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from wellcond.errors import WellcondError
-from wellcond.lab.report.charts import draw_attention, draw_spectra, draw_weights
-from wellcond.lab.report.heat_map import draw_heat_map
+from wellcond.lab.report.measurement_charts import (
+    NUM_COLOURS,
+    HeadView,
+    attention_charts,
+    head_views,
+    heat_map,
+    layer_name,
+    spectrum_charts,
+    weight_charts,
+)
 from wellcond.lab.report.render import render
-from wellcond.lab.report.values import HeadView, head_views, layer_name, log10, number, show
+from wellcond.lab.report.values import log10, number, show
 
 SCHEMA = 1
 CONVENTIONS = {
@@ -60,25 +68,28 @@ def render_measurement(data: dict[str, Any]) -> str:
     _check(data)
     views = head_views(data)
     run = data.get("run") or {}
-    several = any(len(view.row.get("samples") or ()) > 1 for view in views)
-    heads = [_head_row(view, "certified, first sample" if several else "certified") for view in views]
-    weights = [_weight_row(view) for view in views]
+    certified = "certified, first sample" if any(view.num_samples > 1 for view in views) else "certified"
+    heads, weights = [_head_row(view, certified) for view in views], [_weight_row(view) for view in views]
+    whole = [view for view in views if view.spectrum]
     return render(
         "measurement.html",
         title=f"Conditioning of {run.get('model') or 'a model'}",
         facts=_facts(data, run),
         tiles=_tiles(data, views),
-        heat_map=draw_heat_map(data),
+        heat_map=heat_map(data, views),
         verdicts=_verdict_counts(views),
         words=WORDS,
         columns=["layer", *heads[0]["cells"]] if heads else [],
         heads=heads,
         problems=[(layer_name(layer), layer["problem"]) for layer in data["layers"] if layer.get("problem")],
-        weight_spectra=draw_weights(data),
+        weight_charts=weight_charts(data, views),
         weight_columns=["layer", *weights[0]["cells"]] if weights else [],
         weights=weights,
-        jacobian_spectra=draw_spectra(data),
-        attention=draw_attention(data),
+        too_large=len(views) - len(whole),
+        spectrum_charts=spectrum_charts(data, views),
+        spectrum_heads=sorted({view.index for view in whole}),
+        num_colours=NUM_COLOURS,
+        attention_charts=attention_charts(data, views),
         notes=_notes(data, views),
     )
 
@@ -194,21 +205,16 @@ def _head_row(view: HeadView, certified: str) -> dict[str, Any]:
 
 
 def _weight_row(view: HeadView) -> dict[str, Any]:
-    """One head in the table of weights, by column."""
+    """One head in the table of weights, by column; of an infinite condition number, also rank and what is left."""
     cells = {"head": str(view.index)}
     for role in "qkv":
-        shown = zip(("σ_max", "σ_min", "κ"), _extremes(view.row["weights"][role]), strict=True)
-        cells |= {f"{what} W_{role.upper()}": text for what, text in shown}
+        weight, name = view.row["weights"][role], f"W_{role.upper()}"
+        for sign, key in (("σ_max", "sigma_max"), ("σ_min", "sigma_min"), ("κ", "condition_number")):
+            cells[f"{sign} {name}"] = show(weight.get(key))
+        nullity, rank, pseudo = (number(weight.get(k)) for k in ("nullity", "rank", "pseudo_condition_number"))
+        if nullity > 0:
+            cells[f"κ {name}"] += f" (rank {rank:.0f} of {rank + nullity:.0f}, pseudo {show(pseudo)})"
     return {"layer": view.layer_name, "dead": False, "reason": "", "cells": cells}
-
-
-def _extremes(weight: dict[str, Any]) -> list[str]:
-    """Extreme singular values and condition number; where that is infinite, the rank and the one of what is left."""
-    shown = [show(weight.get(key)) for key in ("sigma_max", "sigma_min", "condition_number")]
-    nullity, rank = number(weight.get("nullity")), number(weight.get("rank"))
-    if nullity > 0:
-        shown[2] += f" (rank {rank:.0f} of {rank + nullity:.0f}, pseudo {show(weight.get('pseudo_condition_number'))})"
-    return shown
 
 
 def _notes(data: dict[str, Any], views: Sequence[HeadView]) -> list[str]:
@@ -245,7 +251,7 @@ def _notes(data: dict[str, Any], views: Sequence[HeadView]) -> list[str]:
             "The stacked matrix is the papers' convention. It is not the Jacobian of the head's output, and its "
             "condition number is not comparable with that of the wide one."
         )
-    if any(len(view.row.get("samples") or ()) > 1 for view in views):
+    if any(view.num_samples > 1 for view in views):
         notes.append(
             "Several samples: κ(J) is the geometric mean; intervals, ranks, spectra, norms and verdicts are of "
             "the first sample."

@@ -13,10 +13,9 @@ from typing import Any
 
 from wellcond.errors import MissingExtraError
 from wellcond.lab.report.load_runs import Comparison
-from wellcond.lab.report.plotly_figures import DASHES, Plot, plots
+from wellcond.lab.report.plots import DASHES, NUM_COLOURS, Plot, cut, plots
 from wellcond.lab.report.render import asset
 from wellcond.lab.report.series import Figure
-from wellcond.lab.report.shapes import NUM_COLOURS, cut
 
 LINES: dict[str, Any] = dict(zip(DASHES, ("-", ":", "-.", (0, (8, 3))), strict=True)) | {"dash": "--"}
 MARKERS = {"circle": "o", "triangle-right": ">", "triangle-left": "<", "x": "x"}

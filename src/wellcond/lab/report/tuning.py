@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wellcond.lab.report.load_runs import Comparison
-from wellcond.lab.report.run_record import Metric, RunRecordError, read_json
+from wellcond.lab.report.records import Metric, RunRecordError, read_json
 from wellcond.lab.report.series import MEAN, Figure, Panel, Row
 from wellcond.lab.report.table import Table, Value
 from wellcond.lab.report.values import MISSING, number
@@ -174,8 +174,7 @@ def find_tuning(comparison: Comparison, tolerance: float | None = None) -> Tunin
         return None
     record = read_json(path, "wellcond-tuning")
     try:
-        stored = record["metric"]
-        metric = Metric(str(stored["name"]), bool(stored["higher_is_better"]), bool(stored.get("percent")))
+        metric = Metric.of(record["metric"])
         rows = [row for row in record["methods"] if row["best"] is not None and row["label"] in comparison.methods]
         methods = [
             TunedMethod(

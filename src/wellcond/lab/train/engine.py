@@ -27,7 +27,7 @@ from wellcond.lab.train.checkpoint import (
     scatter_,
 )
 from wellcond.lab.train.clock import RunClock
-from wellcond.lab.train.conditioning_log import ConditioningLog
+from wellcond.lab.train.conditioning_log import ConditioningLog, layer_numbers
 from wellcond.lab.train.evaluator import Evaluator, find_test_set
 from wellcond.lab.train.interrupts import StopFlag
 from wellcond.lab.train.lengths import Lengths
@@ -281,6 +281,7 @@ class Engine:
         if rows:
             place = {"step": self.state.step, "epoch": self.epoch}
             self.folder.append("conditioning.jsonl", (place | row for row in rows))
+            self.accelerator.log(layer_numbers(rows), step=self.state.step)
 
     def _evaluate(self) -> None:
         with self.clock.spent_on("evaluation"):
