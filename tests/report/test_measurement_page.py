@@ -145,7 +145,7 @@ def test_infinite_singular_and_estimated_heads_differ_from_exact_ones(data):
 
 def test_notes_are_honest(data):
     page = render_measurement(data)
-    assert "It is not a bound" in page and "Certified interval" in page and "status &#39;exact&#39;" in page
+    assert "It is not a bound" in page and "Certified interval" in page and "status 'exact'" in page
     for layer in data["layers"]:
         for head in layer["heads"]:
             head["papers_bound_log10"] = -1.0
