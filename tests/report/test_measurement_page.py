@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import wellcond as wc
-from wellcond.lab.report.measurement_charts import HeadView, colour_range, head_views, ramp_colour
+from wellcond.lab.report.measurement_charts import colour_range, head_view, head_views, ramp_colour
 from wellcond.lab.report.measurement_page import ReportDataError, describe_conditioning, render_measurement
 
 VOID = {"meta", "br"}
@@ -234,5 +234,5 @@ def test_the_ramp_darkens():
 
 
 def test_the_interval_of_a_zero_bound_is_infinite():
-    view = HeadView(0, "a", {"index": 0, "jacobian": {"sigma_max_bounds": [2, 3], "sigma_rank_bounds": [0, 1]}})
+    view = head_view(0, "a", {"index": 0, "jacobian": {"sigma_max_bounds": [2, 3], "sigma_rank_bounds": [0, 1]}})
     assert view.interval == (2.0, float("inf"))

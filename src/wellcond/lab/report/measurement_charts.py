@@ -24,92 +24,57 @@ Chart = dict[str, Any]
 
 @dataclass(frozen=True)
 class HeadView:
-    """One head of a stored report, with the questions that every plot asks."""
+    """One head of a stored report, with what plots and tables ask of it."""
 
     layer: int
     layer_name: str
+    index: int
+    label: str
     row: dict[str, Any]
+    jacobian: dict[str, Any]
+    diagnosis: dict[str, Any]
+    """Empty if there is none, and so is `attention`, the statistics of its attention map."""
+    attention: dict[str, Any]
+    kappa: float
+    """The condition number asked for; `pseudo` is over the non-zero spectrum. Both are means over samples."""
+    pseudo: float
+    why_not_finite: str
+    num_samples: int
+    dead: bool
+    """Attention has collapsed."""
+    status: str
+    """How the Jacobian's singular values are known."""
+    interval: tuple[float, float]
+    """Certified, of the condition number over the non-zero singular values."""
+    spectrum: Sequence[float]
+    """All singular values of the Jacobian, falling; empty where only the extremes are known."""
+    explanation: str
+    """What dominates, in words."""
 
-    @property
-    def index(self) -> int:
-        """Number of the key/value head."""
-        return int(self.row["index"])
 
-    @property
-    def label(self) -> str:
-        """Layer and head in words."""
-        queries = list(self.row.get("query_heads") or ())
-        group = f" (query heads {queries[0]} to {queries[-1]})" if len(queries) > 1 else ""
-        return f"{self.layer_name}, head {self.index}{group}"
-
-    @property
-    def jacobian(self) -> dict[str, Any]:
-        """Its Jacobian's record."""
-        return self.row["jacobian"]
-
-    @property
-    def diagnosis(self) -> dict[str, Any]:
-        """Its diagnosis; empty if there is none."""
-        return self.row.get("diagnosis") or {}
-
-    @property
-    def attention(self) -> dict[str, Any]:
-        """Statistics of its attention map; empty if there are none."""
-        return self.diagnosis.get("attention") or {}
-
-    @property
-    def kappa(self) -> float:
-        """The condition number asked for, mean over samples."""
-        return number(self.row.get("mean_kappa"))
-
-    @property
-    def pseudo(self) -> float:
-        """The condition number over the non-zero spectrum, mean over samples."""
-        return number(self.row.get("mean_pseudo_kappa", self.jacobian.get("pseudo_condition_number")))
-
-    @property
-    def why_not_finite(self) -> str:
-        """Why the condition number asked for is infinite; empty where it is finite."""
-        return str(self.row.get("why_not_finite") or "")
-
-    @property
-    def num_samples(self) -> int:
-        """Number of samples that were measured one by one."""
-        return len(self.row.get("samples") or ())
-
-    @property
-    def dead(self) -> bool:
-        """Attention has collapsed."""
-        return bool(self.row.get("dead"))
-
-    @property
-    def status(self) -> str:
-        """How the Jacobian's singular values are known."""
-        return str(self.jacobian.get("status", "unknown"))
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Certified interval of the condition number over the non-zero singular values."""
-
-        def ratio(top: float, bottom: float) -> float:
-            return math.nan if math.isnan(top + bottom) else math.inf if bottom <= 0 else top / bottom
-
-        ends = (self.jacobian.get(key) or (None, None) for key in ("sigma_max_bounds", "sigma_rank_bounds"))
-        (low_top, high_top), (low_bottom, high_bottom) = ((number(a), number(b)) for a, b in ends)
-        low = ratio(low_top, high_bottom)
-        return (low if math.isnan(low) else max(low, 1.0)), ratio(high_top, low_bottom)
-
-    @property
-    def spectrum(self) -> Sequence[float]:
-        """All singular values of the Jacobian, falling; empty where only the extremes are known."""
-        return sorted(map(number, self.jacobian.get("singular_values") or ()), reverse=True)
-
-    @property
-    def explanation(self) -> str:
-        """What dominates, in words."""
-        if self.diagnosis:
-            return str(self.diagnosis.get("explanation", ""))
-        return f"not diagnosed, since this is not plain softmax attention ({self.row.get('how', 'unknown form')})"
+def head_view(layer: int, name: str, row: dict[str, Any]) -> HeadView:
+    """A head of a stored report."""
+    jacobian, diagnosis, queries = row["jacobian"], row.get("diagnosis") or {}, list(row.get("query_heads") or ())
+    group = f" (query heads {queries[0]} to {queries[-1]})" if len(queries) > 1 else ""
+    unknown = f"not diagnosed, since this is not plain softmax attention ({row.get('how', 'unknown form')})"
+    tops, ends = (
+        [number(end) for end in jacobian.get(key) or (None, None)] for key in ("sigma_max_bounds", "sigma_rank_bounds")
+    )
+    low, high = (
+        math.nan if math.isnan(top + end) else math.inf if end <= 0 else top / end
+        for top, end in zip(tops, reversed(ends), strict=True)
+    )
+    return HeadView(
+        layer=layer, layer_name=name, index=int(row["index"]), label=f"{name}, head {int(row['index'])}{group}",
+        row=row, jacobian=jacobian, diagnosis=diagnosis, attention=diagnosis.get("attention") or {},
+        kappa=number(row.get("mean_kappa")),
+        pseudo=number(row.get("mean_pseudo_kappa", jacobian.get("pseudo_condition_number"))),
+        why_not_finite=str(row.get("why_not_finite") or ""), num_samples=len(row.get("samples") or ()),
+        dead=bool(row.get("dead")), status=str(jacobian.get("status", "unknown")),
+        interval=(low if math.isnan(low) else max(low, 1.0), high),
+        spectrum=sorted(map(number, jacobian.get("singular_values") or ()), reverse=True),
+        explanation=str(diagnosis.get("explanation", "")) if diagnosis else unknown,
+    )  # fmt: skip
 
 
 def layer_name(layer: dict[str, Any]) -> str:
@@ -120,7 +85,7 @@ def layer_name(layer: dict[str, Any]) -> str:
 def head_views(data: dict[str, Any]) -> list[HeadView]:
     """Every head of a stored report."""
     layers = enumerate(data["layers"])
-    return [HeadView(at, layer_name(layer), row) for at, layer in layers for row in layer["heads"]]
+    return [head_view(at, layer_name(layer), row) for at, layer in layers for row in layer["heads"]]
 
 
 def ramp_colour(share: float) -> tuple[str, str]:

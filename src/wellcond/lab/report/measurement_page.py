@@ -47,9 +47,8 @@ def render_measurement(data: dict[str, Any]) -> str:
     several = any(view.num_samples > 1 for view in views)
     alive = sorted(view.kappa for view in views if not view.dead and not math.isnan(view.kappa))
     whole = [view for view in views if view.spectrum]
-    bounds = [
-        (log10(v.jacobian.get("pseudo_condition_number")), number(v.row.get("papers_bound_log10"))) for v in views
-    ]
+    measured = [log10(view.jacobian.get("pseudo_condition_number")) for view in views]
+    bounds = [number(view.row.get("papers_bound_log10")) for view in views]
     return render(
         "measurement.html",
         data=data,
@@ -66,8 +65,8 @@ def render_measurement(data: dict[str, Any]) -> str:
         heads=[_head_row(view, "certified, first sample" if several else "certified") for view in views],
         weights=[_weight_row(view) for view in views],
         several=several,
-        bounded=sum(math.isfinite(bound) for _, bound in bounds),
-        exceeded=sum(kappa > bound for kappa, bound in bounds if math.isfinite(bound)),
+        bounded=sum(map(math.isfinite, bounds)),
+        exceeded=sum(math.isfinite(bound) and kappa > bound for kappa, bound in zip(measured, bounds, strict=True)),
         generic=sum(str(view.row.get("how", "")).startswith("generic") for view in views),
         heat_map=heat_map(data, views),
         weight_charts=weight_charts(data, views),
