@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from wellcond.lab.load_recipe import load_recipe
-from wellcond.lab.report.build import build_report
 from wellcond.lab.report.glue import rebuild_glue
+from wellcond.lab.report.page import build_report
 from wellcond.lab.reproduce.claims import judge_claims
 from wellcond.lab.reproduce.claims_page import write_claims
 

@@ -20,7 +20,7 @@ from wellcond.cli.report import foresee_power
 from wellcond.errors import WellcondError
 from wellcond.init.plan import METHODS
 from wellcond.lab.load_recipe import load_recipe
-from wellcond.lab.report.build import build_report
+from wellcond.lab.report.page import build_report
 from wellcond.lab.settings import RecipeError
 
 pytestmark = pytest.mark.processes

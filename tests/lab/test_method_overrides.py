@@ -8,7 +8,7 @@ from wellcond.lab.load_recipe import parse_recipe
 from wellcond.lab.methods import MethodSettings, check_distinct, parse_methods
 from wellcond.lab.recipe import config_hash, override_recipe
 from wellcond.lab.report.load_runs import load_comparisons
-from wellcond.lab.report.run_record import RunRecordError
+from wellcond.lab.report.records import RunRecordError
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.compare import plan_comparison, run_comparison, settings_hash, write_comparison
 from wellcond.lab.train.run import Job, run_job

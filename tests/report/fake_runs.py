@@ -5,7 +5,9 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.load_runs import load_comparisons
+from wellcond.lab.report.page import render_page
 
 ACCURACY = {"name": "accuracy", "higher_is_better": True, "percent": True}
 PERPLEXITY = {"name": "perplexity", "higher_is_better": False, "percent": False}
@@ -53,6 +55,10 @@ def write_with_samples(folder, methods, metric, samples_of, change=None):
 def only_comparison(folder):
     (comparison,) = load_comparisons(folder)
     return comparison
+
+
+def page_of(comparison):
+    return render_page(analyse(comparison))
 
 
 def slug_of(label):

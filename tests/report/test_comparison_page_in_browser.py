@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from patience import PATIENCE, wait_until
-from report.fake_runs import usual_methods, write_comparison
-from wellcond.lab.report.comparison_page import render_comparison
+from report.fake_runs import page_of, usual_methods, write_comparison
 from wellcond.lab.report.load_runs import load_comparisons
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -20,7 +19,7 @@ TABS = ["summary", "learning", "matching", "conditioning", "layers", "attention"
 def address(tmp_path_factory):
     folder = write_comparison(tmp_path_factory.mktemp("page"), usual_methods(), points=3, layers=2, heads=2)
     path = folder / "report.html"
-    path.write_text(render_comparison(load_comparisons(folder)[0]))
+    path.write_text(page_of(load_comparisons(folder)[0]))
     return path.as_uri()
 
 

@@ -6,10 +6,9 @@ import json
 import pytest
 
 from report.fake_runs import FakeMethod, write_comparison
-from wellcond.lab.report.build import build_report
-from wellcond.lab.report.glue import rebuild_glue, scores_table
-from wellcond.lab.report.glue_scores import load_glue
-from wellcond.lab.report.run_record import RunRecordError
+from wellcond.lab.report.glue import load_glue, rebuild_glue, scores_table
+from wellcond.lab.report.page import build_report
+from wellcond.lab.report.records import RunRecordError
 from wellcond.lab.report.statistics import compare_paired, holm, paired_p
 
 METRICS = {"cola": "matthews", "sst2": "accuracy", "stsb": "pearson", "mrpc": "f1"}

@@ -8,7 +8,7 @@ import pytest
 from report.fake_runs import PERPLEXITY, FakeMethod, usual_methods, write_comparison, write_run
 from wellcond.errors import WellcondError
 from wellcond.lab.report.load_runs import load_comparisons
-from wellcond.lab.report.run_record import RunRecordError
+from wellcond.lab.report.records import RunRecordError
 
 
 @pytest.fixture

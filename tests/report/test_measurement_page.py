@@ -8,10 +8,8 @@ import torch
 from torch import nn
 
 import wellcond as wc
-from wellcond.lab.report.heat_map import colour_range, ramp_colour
-from wellcond.lab.report.markup import tag
+from wellcond.lab.report.measurement_charts import colour_range, head_view, head_views, ramp_colour
 from wellcond.lab.report.measurement_page import ReportDataError, describe_conditioning, render_measurement
-from wellcond.lab.report.values import HeadView, head_views
 
 VOID = {"meta", "br"}
 
@@ -147,7 +145,7 @@ def test_infinite_singular_and_estimated_heads_differ_from_exact_ones(data):
 
 def test_notes_are_honest(data):
     page = render_measurement(data)
-    assert "It is not a bound" in page and "Certified interval" in page and "status &#39;exact&#39;" in page
+    assert "It is not a bound" in page and "Certified interval" in page and "status 'exact'" in page
     for layer in data["layers"]:
         for head in layer["heads"]:
             head["papers_bound_log10"] = -1.0
@@ -236,9 +234,5 @@ def test_the_ramp_darkens():
 
 
 def test_the_interval_of_a_zero_bound_is_infinite():
-    view = HeadView(0, "a", {"index": 0, "jacobian": {"sigma_max_bounds": [2, 3], "sigma_rank_bounds": [0, 1]}})
+    view = head_view(0, "a", {"index": 0, "jacobian": {"sigma_max_bounds": [2, 3], "sigma_rank_bounds": [0, 1]}})
     assert view.interval == (2.0, float("inf"))
-
-
-def test_tag_escapes_text_and_attributes():
-    assert tag("a", "<b>", tag("i", "&"), title='"') == '<a title="&quot;">&lt;b&gt;<i>&amp;</i></a>'

@@ -5,13 +5,12 @@ import math
 
 import pytest
 
-from report.fake_runs import PERPLEXITY, FakeMethod, usual_methods, write_comparison
+from report.fake_runs import PERPLEXITY, FakeMethod, page_of, usual_methods, write_comparison
 from wellcond.lab.report.analysis import analyse
-from wellcond.lab.report.comparison_page import render_comparison
 from wellcond.lab.report.figures import build_figures
+from wellcond.lab.report.findings import find_findings
 from wellcond.lab.report.load_runs import load_comparisons
-from wellcond.lab.report.markdown_report import render_markdown
-from wellcond.lab.report.reading import find_findings
+from wellcond.lab.report.page import render_markdown, render_page
 from wellcond.lab.report.tables import build_tables, summary_table
 
 
@@ -214,7 +213,7 @@ def test_a_title_that_is_not_stored_is_made_of_what_ran(tmp_path):
     write_comparison(tmp_path, usual_methods()[:2], title="")
     (comparison,) = load_comparisons(tmp_path)
     assert comparison.title == "digits: vit_tiny on digits"
-    page = render_comparison(comparison)
+    page = page_of(comparison)
     assert "8 x 8 grey images" in page.partition("<script")[0]
     assert "8 x 8 grey images" in render_markdown(analyse(comparison), [])
 
@@ -228,7 +227,7 @@ def test_power_and_verdict_are_in_page_table_and_markdown(tmp_path):
     )
     [power] = [line for line in find_findings(analysis) if line.startswith("3 seeds can show a true difference")]
     assert "points (power 80 %" in power
-    assert power in render_markdown(analysis, []) and power in render_comparison(analysis.comparison)
+    assert power in render_markdown(analysis, []) and power in render_page(analysis)
     assert column(table(analysis, "statistics"), "can show")["conditioned"] != "–"
 
 

@@ -19,10 +19,10 @@ from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.figures import build_figures
 from wellcond.lab.report.load_runs import load_comparisons
-from wellcond.lab.report.markdown_report import render_markdown
 from wellcond.lab.report.pack import pack
-from wellcond.lab.report.packed_records import MOST_POINTS, merge, pack_steps, share, to_rows
-from wellcond.lab.report.run_record import RunRecordError
+from wellcond.lab.report.packed import MOST_POINTS, merge, pack_steps, share, to_rows
+from wellcond.lab.report.page import render_markdown
+from wellcond.lab.report.records import RunRecordError
 from wellcond.lab.report.tuning import find_tuning
 from wellcond.lab.train.compare import write_comparison as write_run_list
 from wellcond.lab.train.run_folder import RunError

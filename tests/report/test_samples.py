@@ -11,17 +11,16 @@ from report.fake_runs import (
     PERPLEXITY,
     FakeMethod,
     only_comparison,
+    page_of,
     usual_methods,
     write_comparison,
     write_with_samples,
 )
 from wellcond.lab.report.analysis import analyse
-from wellcond.lab.report.build import build_report
-from wellcond.lab.report.comparison_page import render_comparison
+from wellcond.lab.report.detections import find_samples, visible
 from wellcond.lab.report.figures import build_figures
-from wellcond.lab.report.markdown_report import render_markdown
-from wellcond.lab.report.run_record import RunRecordError
-from wellcond.lab.report.samples import find_samples, visible
+from wellcond.lab.report.page import build_report, render_markdown
+from wellcond.lab.report.records import RunRecordError
 from wellcond.lab.report.tables import build_tables
 
 pytest.importorskip("plotly")
@@ -81,8 +80,8 @@ def test_each_method_shows_the_samples_of_its_first_seed(tmp_path):
     comparison = only_comparison(write_lm(tmp_path))
     found = find_samples(comparison)
     assert list(found) == [PROMPT, ""]
-    assert [(s.method, s.seed) for s in found[""]] == [("default", 0), ("polar", 1), ("balanced", 0)]
-    page, text = render_comparison(comparison), markdown(comparison)
+    assert [sample.title for sample in found[""]] == ["default, seed 0", "polar, seed 1", "balanced, seed 0"]
+    page, text = page_of(comparison), markdown(comparison)
     assert '<a href="#samples">Samples</a>\n<a href="#runs">Runs</a>' in page
     shown = [sample.lstrip("\n") for sample in Reader(page).samples]
     assert shown == [
@@ -101,13 +100,13 @@ def test_a_run_that_did_not_finish_shows_none(tmp_path, status):
             record["status"] = status
 
     found = find_samples(only_comparison(write_lm(tmp_path, change)))
-    assert [(s.method, s.seed) for s in found[PROMPT]] == [("default", 0), ("polar", 2), ("balanced", 0)]
+    assert [sample.title for sample in found[PROMPT]] == ["default, seed 0", "polar, seed 2", "balanced, seed 0"]
 
 
 def test_text_that_looks_like_markup_stays_text(tmp_path):
-    plain = Reader(render_comparison(only_comparison(write_lm(tmp_path / "plain"))))
+    plain = Reader(page_of(only_comparison(write_lm(tmp_path / "plain"))))
     folder = write_lm(tmp_path / "evil", lambda r: r.update(samples=[{"prompt": "", "text": EVIL}]))
-    evil = Reader(render_comparison(only_comparison(folder)).encode().decode())
+    evil = Reader(page_of(only_comparison(folder)).encode().decode())
     expected = visible(EVIL)
     assert [sample.removeprefix("\n") for sample in evil.samples] == [expected] * 3
     assert "img" not in evil.tags and evil.tags.count("script") == plain.tags.count("script")
@@ -123,20 +122,20 @@ def test_text_that_looks_like_markup_stays_text(tmp_path):
 
 def test_a_text_that_begins_with_a_line_break_keeps_it(tmp_path):
     comparison = only_comparison(write_lm(tmp_path, lambda r: r.update(samples=[{"prompt": "", "text": "\n\nx"}])))
-    assert '<pre class="sample">\n\n\nx</pre>' in render_comparison(comparison)
+    assert '<pre class="sample">\n\n\nx</pre>' in page_of(comparison)
     assert "```text\n\n\nx\n```" in markdown(comparison)
 
 
 def test_a_prompt_that_comes_back_otherwise_is_not_marked(tmp_path):
     samples = [{"prompt": "Once  upon", "text": "once upon a time"}]
-    page = render_comparison(only_comparison(write_lm(tmp_path, lambda r: r.update(samples=samples))))
+    page = page_of(only_comparison(write_lm(tmp_path, lambda r: r.update(samples=samples))))
     assert ">\nonce upon a time</pre>" in page
 
 
 def test_why_nothing_was_written_is_said(tmp_path):
     samples = [{"prompt": "", "problem": "ValueError: <b> 8 tokens"}]
     comparison = only_comparison(write_lm(tmp_path, lambda r: r.update(samples=samples)))
-    assert "Nothing was written: ValueError: &lt;b&gt; 8 tokens" in render_comparison(comparison)
+    assert "Nothing was written: ValueError: &lt;b&gt; 8 tokens" in page_of(comparison)
     assert "nothing was written (ValueError: &lt;b&gt; 8 tokens)" in markdown(comparison)
 
 
@@ -152,9 +151,7 @@ def test_samples_of_another_form_are_named(tmp_path, samples):
 def test_records_without_samples_make_the_same_files_as_ever(tmp_path, samples):
     plain = write_comparison(tmp_path / "plain", lm_methods(), metric=PERPLEXITY, points=2, layers=1, heads=1)
     other = write_lm(tmp_path / "other", lambda r: r.update(samples=samples))
-    texts = [
-        (render_comparison(only_comparison(folder)), markdown(only_comparison(folder))) for folder in (plain, other)
-    ]
+    texts = [(page_of(only_comparison(folder)), markdown(only_comparison(folder))) for folder in (plain, other)]
     assert texts[0] == texts[1]
     assert "ample" not in texts[0][1].replace("samples per second", "") and "<pre" not in texts[0][0]
 
@@ -184,9 +181,7 @@ def test_other_metrics_have_a_table(tmp_path):
             "bits_per_byte_n": "2", "perplexity_per_word_mean": "100.5",
             "perplexity_per_word_sd": "0.7071067811865476", "perplexity_per_word_n": "2",
         }  # fmt: skip
-    summary = re.search(
-        r'<section id="summary".*?<section id="learning"', render_comparison(only_comparison(folder)), re.S
-    )[0]
+    summary = re.search(r'<section id="summary".*?<section id="learning"', page_of(only_comparison(folder)), re.S)[0]
     assert "Other metrics" in summary and "## Other metrics" in written.read_text("utf-8")
 
 
@@ -248,7 +243,7 @@ def open_page():
 def test_a_browser_shows_the_samples(tmp_path, open_page, width):
     folder = write_lm(tmp_path, lambda r: r.update(samples=[{"prompt": "", "text": EVIL}]))
     path = tmp_path / "page.html"
-    path.write_text(render_comparison(only_comparison(folder)), "utf-8")
+    path.write_text(page_of(only_comparison(folder)), "utf-8")
     page = open_page(path, width)
     title = page.title()
     page.click('nav.tabs a[href="#samples"]')

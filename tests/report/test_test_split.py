@@ -5,15 +5,13 @@ import json
 
 import pytest
 
-from report.fake_runs import PERPLEXITY, FakeMethod, usual_methods, write_comparison
+from report.fake_runs import PERPLEXITY, FakeMethod, page_of, usual_methods, write_comparison
 from wellcond.lab.report.analysis import analyse
-from wellcond.lab.report.build import build_report
-from wellcond.lab.report.comparison_page import render_comparison
 from wellcond.lab.report.figures import build_figures
+from wellcond.lab.report.findings import find_findings
 from wellcond.lab.report.load_runs import load_comparisons
-from wellcond.lab.report.markdown_report import render_markdown
-from wellcond.lab.report.reading import find_findings
-from wellcond.lab.report.run_record import RunRecordError
+from wellcond.lab.report.page import build_report, render_markdown
+from wellcond.lab.report.records import RunRecordError
 from wellcond.lab.report.statistics import compare_paired, holm
 from wellcond.lab.report.tables import build_tables
 
@@ -89,7 +87,7 @@ def test_page_markdown_and_csv_say_what_was_tested(tmp_path):
     (page,) = build_report(tmp_path, pictures=False)
     said = "with the weights of the best evaluation; curves and matching are of the evaluation set"
     (comparison,) = load_comparisons(tmp_path)
-    assert f"test accuracy, higher is better, {said}" in render_comparison(comparison)
+    assert f"test accuracy, higher is better, {said}" in page_of(comparison)
     assert said in page.read_text() and "test accuracy (%)" in page.read_text()
     with open(page.parent / "tables/summary.csv", newline="") as file:
         assert next(csv.DictReader(file))["metric"] == "test accuracy (%)"
@@ -99,7 +97,7 @@ def test_page_markdown_and_csv_say_what_was_tested(tmp_path):
 def test_without_a_test_split_nothing_is_said_of_one(tmp_path):
     (comparison,) = load_comparisons(write_comparison(tmp_path, usual_methods()))
     analysis = analyse(comparison)
-    text = render_markdown(analysis, build_figures(analysis)) + render_comparison(comparison).partition("<script")[0]
+    text = render_markdown(analysis, build_figures(analysis)) + page_of(comparison).partition("<script")[0]
     assert "test accuracy" not in text and "statistics_evaluation" not in text and "tested" not in text.split()
 
 
@@ -114,7 +112,7 @@ def test_a_finished_run_without_a_test_value_is_named_and_in_no_mean(tmp_path):
     assert analysis.last_summaries["gaussian"].count == 3
     notes = " ".join(table(analysis, "summary").notes)
     assert "conditioned, seed 2 has no finite test score" in notes and "gaussian, seed 0 has no finite" in notes
-    render_comparison(comparison)
+    page_of(comparison)
 
 
 def test_last_weights_and_perplexity(tmp_path):

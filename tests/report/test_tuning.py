@@ -1,19 +1,16 @@
 """The search in the report: curves over the tuned value, the best, and the range of good values."""
 
 import json
-import math
 import re
 
 import pytest
 
-from report.fake_runs import FakeMethod, write_comparison
-from wellcond.lab.report.build import build_report
-from wellcond.lab.report.comparison_page import render_comparison
+from report.fake_runs import FakeMethod, page_of, write_comparison
 from wellcond.lab.report.load_runs import load_comparisons
-from wellcond.lab.report.plotly_figures import plots
-from wellcond.lab.report.run_record import RunRecordError
+from wellcond.lab.report.page import build_report
+from wellcond.lab.report.plots import plots
+from wellcond.lab.report.records import RunRecordError
 from wellcond.lab.report.tuning import find_tuning, tuning_figure, tuning_table
-from wellcond.lab.report.tuning_plots import tuned_curves
 from wellcond.run_records import seal
 
 RATES = (1e-4, 1e-3, 1e-2, 1e-1)
@@ -108,11 +105,12 @@ def test_a_method_that_diverges_at_its_best_has_no_range(tmp_path):
 def test_rows_have_every_seed_the_mean_and_no_mean_where_a_run_diverged(tmp_path):
     comparison = write(tmp_path, DEFAULT, CONDITIONED)
     figure = tuning_figure(comparison, find_tuning(comparison))
-    default, conditioned = tuned_curves(comparison, figure, "optimizer.lr")
-    assert default.diverged == [(0.1, "1000")] and (0.1, 30.0, "1001") in default.seeds
-    assert default.best == [(1e-3, pytest.approx(81.0))] and math.isnan(default.mean[-1][1])
-    assert len(conditioned.seeds) == 8 and not conditioned.diverged
     [(_, plot)] = plots(comparison, figure)
+    line, dots, crosses, _, conditioned = plot["data"]
+    assert (crosses["x"], crosses["text"]) == ([0.1], ["seed 1000"])
+    assert (0.1, 30.0, "seed 1001") in zip(dots["x"], dots["y"], dots["text"], strict=True)
+    assert (dots["x"][-1], dots["y"][-1], dots["text"][-1]) == (1e-3, pytest.approx(81.0), "chosen, mean")
+    assert line["y"][-1] is None and len(conditioned["x"]) == 8 + 1
     assert plot["layout"]["xaxis"]["title"]["text"] == "optimizer.lr" and plot["layout"]["xaxis"]["type"] == "log"
     crosses = [trace for trace in plot["data"] if trace.get("marker", {}).get("symbol") == "x"]
     assert [trace["name"] for trace in crosses] == ["default"]
@@ -153,9 +151,9 @@ def test_page_files_and_tables_have_the_search(tmp_path):
 def test_without_a_search_there_is_no_such_tab(tmp_path):
     write(tmp_path, DEFAULT, CONDITIONED)
     [comparison] = load_comparisons(tmp_path)
-    assert 'href="#tuning"' in render_comparison(comparison)
+    assert 'href="#tuning"' in page_of(comparison)
     (tmp_path / "tuning.json").unlink()
-    assert 'href="#tuning"' not in render_comparison(comparison)
+    assert 'href="#tuning"' not in page_of(comparison)
 
 
 @pytest.mark.parametrize("change", [{"methods": [{"label": "default"}]}, {"metric": None}, {"fields": 3}])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from wellcond.errors import UnknownChoiceError
-from wellcond.lab.report.same_settings import setting_differences
+from wellcond.lab.report.records import setting_differences
 from wellcond.lab.reproduce.catalogue_files import SCALES, entries, find_entry, studies, variants
 from wellcond.lab.reproduce.collect import Collection, StoredStudy
 from wellcond.lab.reproduce.cost import plan_cost, updates_per_run

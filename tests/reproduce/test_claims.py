@@ -8,7 +8,7 @@ import torch
 
 import wellcond.lab.reproduce.claim_computations as computations
 from report.fake_runs import PERPLEXITY, FakeMethod, write_comparison
-from wellcond.lab.report.run_record import Metric
+from wellcond.lab.report.records import Metric
 from wellcond.lab.report.statistics import compare_paired, correct
 from wellcond.lab.reproduce.catalogue_files import entries
 from wellcond.lab.reproduce.claim_rules import (

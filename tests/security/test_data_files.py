@@ -21,7 +21,7 @@ from wellcond.errors import WellcondError
 from wellcond.lab.data.errors import DataError
 from wellcond.lab.data.images import decode_image
 from wellcond.lab.data.sources.hub import texts_in
-from wellcond.lab.report.build import build_report
+from wellcond.lab.report.page import build_report
 from wellcond.lab.tokenizers.make import read_tokenizer
 from wellcond.lab.train.run_folder import RunFolder
 

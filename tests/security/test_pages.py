@@ -16,12 +16,10 @@ from report.fake_runs import FakeMethod, only_comparison, write_comparison, writ
 from report.test_glue import write_score
 from wellcond.cli.report import print_report
 from wellcond.lab.report.analysis import analyse
-from wellcond.lab.report.build import build_report
-from wellcond.lab.report.comparison_page import render_page
 from wellcond.lab.report.figures import build_figures
 from wellcond.lab.report.glue import rebuild_glue
-from wellcond.lab.report.markdown_report import render_markdown
 from wellcond.lab.report.measurement_page import render_measurement
+from wellcond.lab.report.page import build_report, render_markdown, render_page
 from wellcond.lab.report.static_figures import draw_static
 from wellcond.lab.report.table import plain_markdown
 from wellcond.lab.reproduce.claim_rules import Verdict

@@ -20,9 +20,9 @@ from wellcond.lab.data.errors import DataError
 from wellcond.lab.load_recipe import parse_recipe
 from wellcond.lab.methods import MethodSettings, slug
 from wellcond.lab.report.analysis import analyse
-from wellcond.lab.report.build import build_report
 from wellcond.lab.report.figures import build_figures
-from wellcond.lab.report.run_record import RunRecordError
+from wellcond.lab.report.page import build_report
+from wellcond.lab.report.records import RunRecordError
 from wellcond.lab.settings import RecipeError
 from wellcond.models import ModelSpecError, build_model
 

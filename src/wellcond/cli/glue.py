@@ -12,8 +12,7 @@ from wellcond.cli.console import make_console, print_table
 from wellcond.cli.experiment_checks import read_seeds
 from wellcond.cli.experiments import choose_workers, is_first_process, leaving_together
 from wellcond.cli.progress import RunsProgress
-from wellcond.lab.report.glue import rebuild_glue, scores_table
-from wellcond.lab.report.glue_scores import load_glue
+from wellcond.lab.report.glue import load_glue, rebuild_glue, scores_table
 from wellcond.lab.tasks.glue.run import GluePlan, plan_glue, run_glue
 from wellcond.lab.train.compare import Outcome
 

@@ -13,10 +13,9 @@ from wellcond.errors import WellcondError
 def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False, tolerance: float | None = None) -> None:
     """Build the report of a folder, print its summary and where it is."""
     from wellcond.lab.report.analysis import analyse
-    from wellcond.lab.report.bottom_line import bottom_line
-    from wellcond.lab.report.build import build_report
+    from wellcond.lab.report.findings import bottom_line, find_remarks
     from wellcond.lab.report.load_runs import load_comparisons
-    from wellcond.lab.report.reading import find_remarks
+    from wellcond.lab.report.page import build_report
     from wellcond.lab.report.tables import summary_table
     from wellcond.lab.report.tuning import find_tuning, tuning_table
 
@@ -40,9 +39,9 @@ def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False, to
 
 def foresee_power(folder: Path, seeds: int) -> list[str]:
     """Which difference as many seeds can show, as far as earlier runs in a folder tell; nothing otherwise."""
+    from wellcond.lab.report.findings import describe_power
     from wellcond.lab.report.load_runs import load_comparisons
-    from wellcond.lab.report.reading import describe_power
-    from wellcond.lab.report.run_record import RunRecordError
+    from wellcond.lab.report.records import RunRecordError
     from wellcond.lab.report.statistics import Summary, differences_to_baseline
 
     try:

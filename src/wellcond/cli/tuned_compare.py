@@ -16,7 +16,7 @@ from wellcond.lab.cluster import RaySettings
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings, parse_methods
 from wellcond.lab.recipe import Recipe
-from wellcond.lab.report.run_record import Metric
+from wellcond.lab.report.records import Metric
 from wellcond.lab.report.table import Table
 from wellcond.lab.report.values import MISSING
 from wellcond.lab.report.verdicts import smallest_detectable

@@ -33,6 +33,7 @@ SUMMARIES: list[tuple[str, str, Callable[[Sequence[float]], float]]] = [
     *((f"sigma_max_{role}", f"sigma_max_{role}", geometric_mean) for role in "qkv"),
     *((f"sigma_min_{role}", f"sigma_min_{role}", geometric_mean) for role in "qkv"),
     ("entropy", "normalised_entropy", mean),
+    ("dead_heads", "dead", sum),
 ]
 FIELDS = list(dict.fromkeys(field for _, field, _ in SUMMARIES))
 

@@ -197,6 +197,11 @@ def test_trackers_of_accelerate_receive_the_metrics(tmp_path):
     reader.Reload()
     assert "evaluation/accuracy" in reader.Tags()["scalars"] and "train/loss" in reader.Tags()["scalars"]
     assert reader.Scalars("evaluation/accuracy")[-1].value == pytest.approx(record(folder)["final"]["accuracy"])
+    layers = {tag.split("/")[1] for tag in reader.Tags()["scalars"] if tag.startswith("conditioning/")}
+    for layer in layers:
+        names = ("kappa_J", "kappa_W_Q", "kappa_W_K", "kappa_W_V", "entropy", "dead_heads")
+        assert {f"conditioning/{layer}/{name}" for name in names} <= set(reader.Tags()["scalars"])
+    assert layers
 
 
 def test_an_unknown_tracker_is_refused(tmp_path):

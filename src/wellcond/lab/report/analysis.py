@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 
-from wellcond.lab.report.head_table import HeadTable, read_heads
+import numpy as np
+
 from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.match import SMOOTH, MatchGain, Matching, match_gains, match_method, match_unit
-from wellcond.lab.report.run_record import Run
+from wellcond.lab.report.records import Run
 from wellcond.lab.report.statistics import (
     LogSummary,
     PairedDifference,
@@ -18,8 +20,95 @@ from wellcond.lab.report.statistics import (
     required_differences,
     summarise_logs,
 )
-from wellcond.lab.report.values import number
+from wellcond.lab.report.values import finite_mean, number
 from wellcond.lab.report.verdicts import Verdict, default_margin, judge
+
+ROLES = ("q", "k", "v")
+
+
+KEYS = (
+    "step", "epoch", "condition_number", "pseudo_condition_number", "papers_bound_log10", "bound_log10",
+    "normalised_entropy", "diagonal_mass", "dead",
+    *(f"{prefix}{what}_{role}" for prefix in ("", "raw_") for what in ("kappa", "sigma_max", "sigma_min")
+      for role in ROLES),
+)  # fmt: skip
+"""What the report reads of every row; the rows themselves are not kept, since there can be hundreds of thousands."""
+
+
+@dataclass(frozen=True)
+class HeadTable:
+    """Conditioning rows of one run, column by column."""
+
+    run: Run
+    layers: tuple[str, ...]
+    """Names of layers, in the order of the model."""
+    layer_index: np.ndarray
+    columns: dict[str, np.ndarray]
+    """Keys of `KEYS`, NaN where a value is null or absent; and `inexact`: the Jacobian is an estimate or a bound."""
+
+    @cached_property
+    def steps(self) -> np.ndarray:
+        """Measured steps, rising."""
+        return np.unique(self.columns["step"])
+
+    @cached_property
+    def step_index(self) -> np.ndarray:
+        """Place of every row in `steps`."""
+        return np.searchsorted(self.steps, self.columns["step"])
+
+    def epochs(self) -> np.ndarray:
+        """Epoch of every measured step."""
+        found = np.full(len(self.steps), np.nan)
+        found[self.step_index] = self.columns["epoch"]
+        return found
+
+    def over_steps(self, key: str, *, log: bool) -> np.ndarray:
+        """Mean over heads and layers at every step: geometric with `log`, over finite values; NaN where none is."""
+        return _grouped(self.columns[key], self.step_index, len(self.steps), log)
+
+    def log10_over_steps(self, key: str) -> np.ndarray:
+        """Like `over_steps` for a column that holds logarithms: their mean, back as a number, infinite above 1e300."""
+        means = _grouped(self.columns[key], self.step_index, len(self.steps), log=False)
+        return np.where(means > 300, np.inf, 10.0 ** np.minimum(means, 300))
+
+    def by_layer(self, key: str) -> np.ndarray:
+        """Geometric mean over heads, of shape (steps, layers)."""
+        count = len(self.steps) * len(self.layers)
+        index = self.step_index * len(self.layers) + self.layer_index
+        return _grouped(self.columns[key], index, count, log=True).reshape(len(self.steps), len(self.layers))
+
+    def at(self, key: str, step: float) -> np.ndarray:
+        """Values of all heads at one step, where they are not NaN."""
+        values = self.columns[key][self.columns["step"] == step]
+        return values[~np.isnan(values)]
+
+    def last_step(self, key: str) -> float | None:
+        """Last step at which a quantity was measured, infinite included; None if it never was."""
+        known = self.columns["step"][~np.isnan(self.columns[key])]
+        return float(known.max()) if len(known) else None
+
+
+def read_heads(run: Run) -> HeadTable | None:
+    """Measured heads of a run; None if nothing was measured."""
+    rows = run.conditioning
+    if not rows:
+        return None
+    names = [str(row["layer"]) for row in rows]
+    layers = tuple(dict.fromkeys(names))
+    columns = {key: np.array([number(row.get(key)) for row in rows]) for key in KEYS}
+    columns["inexact"] = np.array([row.get("status") not in (None, "", "exact") for row in rows], dtype=float)
+    place = {name: at for at, name in enumerate(layers)}
+    return HeadTable(run, layers, np.array([place[name] for name in names]), columns)
+
+
+def _grouped(values: np.ndarray, index: np.ndarray, count: int, log: bool) -> np.ndarray:
+    usable = np.isfinite(values) & (values > 0) if log else np.isfinite(values)
+    numbers = np.log10(values[usable]) if log else values[usable]
+    sums = np.bincount(index[usable], weights=numbers, minlength=count)
+    sizes = np.bincount(index[usable], minlength=count)
+    means = np.full(count, np.nan)
+    np.divide(sums, sizes, out=means, where=sizes > 0)
+    return 10.0**means if log else means
 
 
 @dataclass(frozen=True)
@@ -71,11 +160,6 @@ class Analysis:
         lost, lost_baseline = (self.outcomes(m)["diverged"] for m in (difference.method, difference.baseline))
         return judge(difference, self.margin, diverged=lost, baseline_diverged=lost_baseline)
 
-    @property
-    def not_alone(self) -> list[Run]:
-        """Finished runs that did not have their cores to themselves, as far as is known."""
-        return [run for run in self.comparison.runs if run.finished and not run.alone]
-
     def outcomes(self, method: str) -> Counter[str]:
         """How many runs finished, diverged, failed, or are partial."""
         return Counter(run.outcome for run in self.comparison.of(method))
@@ -105,17 +189,14 @@ class Analysis:
             dead += table.at("dead", at).tolist()
         if not entropy and not diagonal:
             return None
-        return AttentionState(at, _mean(entropy), _mean(diagonal), int(sum(dead)), len(dead))
+        return AttentionState(at, finite_mean(entropy), finite_mean(diagonal), int(sum(dead)), len(dead))
 
     def step_ratio(self, method: str) -> float:
         """Seconds per step over the baseline's of the same seed, mean over seeds."""
         runs, base = (self.comparison.finished(name) for name in (method, self.comparison.baseline))
-        ratios = [seconds_per_step(run) / seconds_per_step(base[seed]) for seed, run in runs.items() if seed in base]
-        return _mean([ratio for ratio in ratios if math.isfinite(ratio)])
-
-
-def _mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values) if values else math.nan
+        return finite_mean(
+            seconds_per_step(run) / seconds_per_step(base[seed]) for seed, run in runs.items() if seed in base
+        )
 
 
 def seconds_per_step(run: Run) -> float:
@@ -132,10 +213,9 @@ def analyse(comparison: Comparison, *, margin: float | None = None) -> Analysis:
         margin: a difference of results that counts as none, such as half of a paper's gain, in stored units (0.01 is
             one point of accuracy); one standard deviation of the baseline over seeds by default.
     """
-    methods = comparison.methods
+    methods, unit = comparison.methods, match_unit(comparison)
     summaries = {method: Summary(comparison.results(method)) for method in methods}
     last_summaries = {method: Summary(comparison.last_values(method)) for method in methods}
-    unit = match_unit(comparison)
     matchings = {method: match_method(comparison, method) for method in methods}
     differences = differences_to_baseline(comparison, summaries)
     own = list(summaries[comparison.baseline].values.values())
@@ -151,8 +231,5 @@ def analyse(comparison: Comparison, *, margin: float | None = None) -> Analysis:
         matchings=matchings,
         smoothed={method: match_method(comparison, method, smooth=SMOOTH) for method in methods},
         match_gains=match_gains(comparison.baseline, matchings, unit),
-        heads={
-            method: [table for table in map(read_heads, comparison.of(method)) if table is not None]
-            for method in methods
-        },
-    )  # fmt: skip
+        heads={method: [table for run in comparison.of(method) if (table := read_heads(run))] for method in methods},
+    )

@@ -1,22 +1,37 @@
-"""Boxes and masks that models found, drawn over the image beside the truth."""
+"""What models made after training, as it stands in run records: text of language models, objects found in images.
+
+Both can hold anything. Text is shown as text, and an image is checked to be a JPEG but never decoded here.
+"""
 
 from __future__ import annotations
 
 import base64
+import binascii
 import math
+import re
+import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from wellcond.lab.report.detection_records import Found, Picture
-from wellcond.lab.report.markup import Markup, tag
-from wellcond.lab.report.samples import visible
+from wellcond.lab.report.load_runs import Comparison
+from wellcond.lab.report.records import Run, RunRecordError
+from wellcond.lab.report.render import render, visible
 from wellcond.lab.report.table import plain_markdown
+from wellcond.run_lengths import read_counts
 
-LEAD = (
+SAMPLES_LEAD = "What the models write after training, from the same random numbers. Words in bold were given."
+DETECTIONS_LEAD = (
     "What the models find in the first evaluation images after training, beside the truth. A colour is a category, the "
     "same in all pictures of an image; of the predictions the best are drawn, as many as there are objects but at "
     "least five, each with its score. Point at a box to read its label."
 )
+WIDTH = 100
+"""Characters in a line of a sample."""
+JPEG_START, JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
+MOST_PIXELS = 10**8
+FEWEST_SHOWN = 5
+"""Predictions that are drawn at least, if there are so many; otherwise as many as there are objects."""
 COLOURS = ("#ff4d4d", "#35c3ff", "#ffd21f", "#5fe36b", "#ff7be5", "#ff9a2e", "#b59bff", "#2ff0d0")
 """Bright, as they must be seen on photographs."""
 FINEST = 256
@@ -25,92 +40,233 @@ SMALLEST_LABELLED = 0.02
 """Share of the image that a box must cover for its label to be drawn; others only show theirs when pointed at."""
 
 
+def _shown_runs(comparison: Comparison, *, images: bool) -> Iterator[Run]:
+    """Of each method the finished run with the lowest seed that has samples of a kind."""
+    for method in comparison.methods:
+        for run in comparison.of(method):
+            stored = run.record.get("samples")
+            rows = stored if isinstance(stored, list) else []
+            if run.finished and stored and images == any(isinstance(row, dict) and "image_id" in row for row in rows):
+                yield run
+                break
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One text of one run."""
+
+    title: str
+    """Which run wrote it."""
+    prompt: str
+    text: str
+    """Begins with the prompt, as far as the tokeniser gives it back unchanged."""
+    problem: str = ""
+    """Why there is no text."""
+
+    @property
+    def given(self) -> str:
+        """The prompt, where the text begins with it."""
+        return self.prompt if self.text.startswith(self.prompt) else ""
+
+    @property
+    def continued(self) -> str:
+        """What the model wrote."""
+        return self.text[len(self.given) :]
+
+
+def find_samples(comparison: Comparison) -> dict[str, list[Sample]]:
+    """Texts by prompt, of one run of each method.
+
+    Raises: RunRecordError if a record holds something else under `samples`.
+    """
+    found: dict[str, list[Sample]] = {}
+    for run in _shown_runs(comparison, images=False):
+        try:
+            for row in run.record["samples"]:
+                title, problem = f"{run.method}, seed {run.seed}", row.get("problem", "")
+                sample = Sample(title, row["prompt"], "" if problem else row["text"], problem)
+                if not all(isinstance(said, str) for said in (sample.prompt, sample.text, sample.problem)):
+                    raise TypeError
+                found.setdefault(sample.prompt, []).append(sample)
+        except (TypeError, KeyError, AttributeError) as error:
+            said = "expected 'samples' to be a list of {prompt, text}"
+            raise RunRecordError(run.folder / "run.json", said, "Repeat the run.") from error
+    return found
+
+
+def sample_heading(prompt: str) -> str:
+    """Heading of the texts with a prompt."""
+    return "With a beginning" if prompt else "Without a beginning"
+
+
+def samples_markdown(samples: dict[str, list[Sample]]) -> Iterator[str]:
+    """Lines of a section; texts are blocks of code, in which nothing is markup."""
+    if not samples:
+        return
+    yield from ("## Samples", "", "What the models write after training, from the same random numbers.", "")
+    for prompt, of_prompt in samples.items():
+        shown = f": {plain_markdown(visible(prompt))}" if prompt else ""
+        yield from (f"### {sample_heading(prompt)}{shown}", "")
+        for sample in of_prompt:
+            title = plain_markdown(sample.title)
+            if sample.problem:
+                yield from (f"{title}: nothing was written ({plain_markdown(visible(sample.problem))})", "")
+                continue
+            lines = [line.expandtabs(4) for line in visible(sample.text).split("\n")]
+            wrapped = [textwrap.wrap(x, WIDTH, drop_whitespace=False, replace_whitespace=False) or [""] for x in lines]
+            # Fences longer than any in the text.
+            fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", sample.text)), 0)
+            yield from (f"{title}:", "", f"{fence}text", *(part for parts in wrapped for part in parts), fence, "")
+
+
+@dataclass(frozen=True)
+class Detection:
+    """An object: in the truth, or found by a model."""
+
+    category: str
+    box: tuple[float, float, float, float]
+    """x, y, width, height."""
+    runs: list[int]
+    """Of its mask: lengths of background and object in turn, column by column."""
+    score: float | None
+
+    @property
+    def label(self) -> str:
+        """Category and, of a prediction, the score."""
+        return visible(self.category if self.score is None else f"{self.category} {self.score:.2f}")
+
+    @property
+    def area(self) -> float:
+        """Of its box."""
+        return self.box[2] * self.box[3]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a run found in an image, the best first."""
+
+    method: str
+    seed: int
+    objects: list[Detection]
+
+    def shown(self, num_true: int) -> list[Detection]:
+        """Those that are drawn beside so many true ones."""
+        return self.objects[: max(num_true, FEWEST_SHOWN)]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image, the truth about it, and what the methods found."""
+
+    image_id: int
+    name: str
+    height: int
+    width: int
+    jpeg: str
+    """The image in base 64, perhaps smaller."""
+    truth: list[Detection]
+    predictions: list[Prediction] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        """Number and name of the file."""
+        return f"Image {self.image_id}: {visible(self.name)}"
+
+    @property
+    def colours(self) -> dict[str, str]:
+        """A colour for each category that is drawn, those of the truth first; they come round again after eight."""
+        drawn = [*self.truth, *(found for part in self.predictions for found in part.shown(len(self.truth)))]
+        categories = dict.fromkeys(found.category for found in drawn)
+        return {category: COLOURS[at % len(COLOURS)] for at, category in enumerate(categories)}
+
+
+def find_pictures(comparison: Comparison) -> list[Picture]:
+    """Images in the order of the records, with what one run of each method found.
+
+    Raises: RunRecordError if a record holds something else.
+    """
+    pictures: dict[int, Picture] = {}
+    for run in _shown_runs(comparison, images=True):
+        for at, row in enumerate(run.record["samples"]):
+            try:
+                picture = _read_picture(row)
+                found = [_read_detection(entry, picture, scored=True) for entry in row["predictions"]]
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise RunRecordError(
+                    run.folder / "run.json",
+                    "expected 'samples' to be images with image_id, file_name, size, jpeg, truth and predictions; "
+                    f"entry {at} is not ({type(error).__name__}: {error})",
+                    "Repeat the run.",
+                ) from error
+            shared = pictures.setdefault(picture.image_id, picture)
+            shared.predictions.append(Prediction(run.method, run.seed, found))
+    return list(pictures.values())
+
+
+def _read_picture(row: dict[str, Any]) -> Picture:
+    height, width = row["size"]
+    if not (type(height) is int and type(width) is int and min(height, width) > 0 and height * width <= MOST_PIXELS):
+        raise ValueError(f"size {row['size']!r}")
+    try:
+        jpeg = base64.b64decode(row["jpeg"], validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"the image is not in base 64: {error}") from error
+    if not (jpeg.startswith(JPEG_START) and jpeg.endswith(JPEG_END)):
+        raise ValueError("the image is no JPEG, or not all of one")
+    picture = Picture(int(row["image_id"]), str(row["file_name"]), height, width, base64.b64encode(jpeg).decode(), [])
+    picture.truth.extend(_read_detection(entry, picture, scored=False) for entry in row["truth"])
+    return picture
+
+
+def _read_detection(entry: dict[str, Any], picture: Picture, *, scored: bool) -> Detection:
+    x, y, width, height = (float(number) for number in entry["bbox"])
+    score = float(entry["score"]) if scored else None
+    if not all(map(math.isfinite, (x, y, width, height, score or 0.0))):
+        raise ValueError("a number that is not finite")
+    runs = read_counts(entry["segmentation"]["counts"])
+    if min(runs, default=-1) < 0 or sum(runs) != picture.height * picture.width:
+        raise ValueError(f"a mask that does not fill {picture.height} x {picture.width} pixels")
+    return Detection(str(entry["category"]), (x, y, width, height), runs, score)
+
+
 def detection_parts(pictures: Sequence[Picture]) -> list[dict[str, Any]]:
     """What the page shows of each image: the truth, then what each method found."""
-    return [_part(at, picture) for at, picture in enumerate(pictures)]
+    return [
+        {
+            "kind": "detections", "id": f"picture-{at}", "picture": picture, "panels": _panels(picture),
+            "colours": [(visible(category), colour) for category, colour in picture.colours.items()],
+        }
+        for at, picture in enumerate(pictures)
+    ]  # fmt: skip
 
 
-def _part(at: int, picture: Picture) -> dict[str, Any]:
-    colours = colours_of(picture)
-    name = f"picture-{at}"
-    href = f"data:image/jpeg;base64,{base64.b64encode(picture.jpeg).decode('ascii')}"
-    image = tag("image", id=name, href=href, width=picture.width, height=picture.height, preserveAspectRatio="none")
-    again = tag("use", href=f"#{name}")
+def _panels(picture: Picture) -> list[dict[str, Any]]:
     count = len(picture.truth)
-    # Beside the truth there is room for two columns of methods.
-    rows = max(1, math.ceil(len(picture.predictions) / 2))
-    panels = [_panel(picture, "Truth", objects_in_words(count), image, picture.truth, colours, rows=rows)]
+    truth = "1 object" if count == 1 else f"{count} objects" if count else "no objects"
+    listed = [("Truth", truth, picture.truth)]
     for part in picture.predictions:
         shown = part.shown(count)
         note = f"the best {len(shown)} of {len(part.objects)} recorded" if shown else "nothing found"
-        panels.append(_panel(picture, f"{part.method}, seed {part.seed}", note, again, shown, colours))
-    return {
-        "kind": "detections",
-        "title": f"Image {picture.image_id}: {visible(picture.name)}",
-        "colours": [(visible(category), colour) for category, colour in colours.items()],
-        "panels": panels,
-    }
-
-
-def colours_of(picture: Picture) -> dict[str, str]:
-    """A colour for each category of an image; they come round again after eight."""
-    return {category: COLOURS[at % len(COLOURS)] for at, category in enumerate(picture.categories)}
-
-
-def objects_in_words(count: int) -> str:
-    """How many objects there are."""
-    return "1 object" if count == 1 else f"{count} objects" if count else "no objects"
-
-
-def _panel(
-    picture: Picture,
-    title: str,
-    note: str,
-    image: Markup,
-    objects: Sequence[Found],
-    colours: dict[str, str],
-    *,
-    rows: int = 1,
-) -> dict[str, Any]:
-    unit = max(picture.height, picture.width) / 250
-    # Large objects first: small ones stay on top, and can be pointed at.
-    ordered = sorted(objects, key=lambda found: -found.box[2] * found.box[3])
-    shapes = [_shape(found, picture, colours[found.category], unit) for found in ordered]
-    labels = [_label(found, picture, unit) for found in ordered if is_labelled(found, picture)]
-    words = ", ".join(visible(found.label) for found in objects) or note
-    drawing = tag(
-        "svg", image, *shapes, *labels, viewBox=f"0 0 {picture.width} {picture.height}", role="img",
-        aria_label=f"{title}: {words}",
-    )  # fmt: skip
-    return {"title": title, "note": note, "drawing": drawing, "rows": rows}
-
-
-def _shape(found: Found, picture: Picture, colour: str, unit: float) -> Markup:
-    x, y, width, height = found.box
-    return tag(
-        "g",
-        tag("title", visible(found.label)),
-        tag("path", d=mask_path(found.runs, picture.height, picture.width), fill=colour, fill_opacity=0.45,
-            shape_rendering="crispEdges"),
-        tag("rect", x=x, y=y, width=max(0.0, width), height=max(0.0, height), fill="transparent", stroke=colour,
-            stroke_width=1.5 * unit),
-    )  # fmt: skip
-
-
-def is_labelled(found: Found, picture: Picture) -> bool:
-    """Whether there is room for its label."""
-    return found.box[2] * found.box[3] >= SMALLEST_LABELLED * picture.height * picture.width
-
-
-def _label(found: Found, picture: Picture, unit: float) -> Markup:
-    x, y = found.box[:2]
-    size = 11 * unit
-    # Inside of the picture, also where a box begins outside.
-    left, base = max(x, 0.0) + 2 * unit, max(y, 0.0) + size
-    return tag(
-        "text", visible(found.label), x=left, y=min(base, picture.height - 2 * unit), class_="found-label",
-        style=f"font-size:{size:.4g}px;stroke-width:{2.5 * unit:.4g}px", pointer_events="none",
-    )  # fmt: skip
+        listed.append((f"{part.method}, seed {part.seed}", note, shown))
+    unit, panels = max(picture.height, picture.width) / 250, []
+    for title, note, objects in listed:
+        # Large objects first: small ones stay on top, and can be pointed at.
+        ordered = sorted(objects, key=lambda found: -found.area)
+        shapes = [
+            {
+                "label": found.label, "colour": picture.colours[found.category],
+                "mask": mask_path(found.runs, picture.height, picture.width),
+                "x": found.box[0], "y": found.box[1], "width": max(0.0, found.box[2]), "height": max(0.0, found.box[3]),
+                "labelled": found.area >= SMALLEST_LABELLED * picture.height * picture.width,
+                # Inside of the picture, also where a box begins outside.
+                "text_x": max(found.box[0], 0.0) + 2 * unit,
+                "text_y": min(max(found.box[1], 0.0) + 11 * unit, picture.height - 2 * unit),
+            }
+            for found in ordered
+        ]  # fmt: skip
+        words = ", ".join(found.label for found in objects) or note
+        panels.append({"title": title, "note": note, "words": words, "shapes": shapes, "unit": unit})
+    return panels
 
 
 def mask_path(runs: Sequence[int], height: int, width: int) -> str:
@@ -125,8 +281,7 @@ def mask_path(runs: Sequence[int], height: int, width: int) -> str:
     open_at: dict[tuple[int, int], int] = {}
     columns = _column_parts(runs, height)
     for left in range(0, width + step, step):
-        middle = left + step // 2
-        here = columns.get(middle, []) if left < width else []
+        here = columns.get(left + step // 2, []) if left < width else []
         # A part that the columns before have too becomes wider; one that ends here is written.
         for part in [part for part in open_at if part not in here]:
             start = open_at.pop(part)
@@ -152,21 +307,29 @@ def _column_parts(runs: Sequence[int], height: int) -> dict[int, list[tuple[int,
     return found
 
 
-def file_name(at: int) -> str:
-    """Name of the image file of a picture, without ending."""
-    return f"detections_{at + 1}"
+def draw_detections(picture: Picture) -> str:
+    """An SVG file of a picture: the truth, then what each method found.
+
+    Raises: MissingExtraError if jinja2 is not installed.
+    """
+    return render("detections.svg", picture=picture, panels=_panels(picture))
 
 
-def detections_markdown(pictures: Sequence[Picture]) -> Iterator[str]:
-    """Lines of a section, with the pictures as image files."""
+def detections_markdown(pictures: Sequence[Picture], *, files: bool) -> Iterator[str]:
+    """Lines of a section, with the pictures as image files or in words only."""
     if not pictures:
         return
     yield from ("## Detections", "", "What the models find in the first evaluation images, beside the truth.", "")
     for at, picture in enumerate(pictures):
-        title = plain_markdown(f"Image {picture.image_id}: {visible(picture.name)}")
-        yield from (f"### {title}", "", f"![{title}](figures/{file_name(at)}.png)", "")
+        title = plain_markdown(picture.title)
+        yield from (f"### {title}", "", *((f"![{title}](figures/{file_name(at)})",) if files else ()), "")
         for part in picture.predictions:
-            shown = ", ".join(visible(found.label) for found in part.shown(len(picture.truth))) or "nothing found"
+            shown = ", ".join(found.label for found in part.shown(len(picture.truth))) or "nothing found"
             yield f"- {plain_markdown(f'{part.method}, seed {part.seed}: {shown}')}"
-        truth = ", ".join(visible(found.label) for found in picture.truth) or "no objects"
+        truth = ", ".join(found.label for found in picture.truth) or "no objects"
         yield from (f"- truth: {plain_markdown(truth)}", "")
+
+
+def file_name(at: int) -> str:
+    """Name of the image file of a picture."""
+    return f"detections_{at + 1}.svg"

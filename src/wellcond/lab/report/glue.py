@@ -1,25 +1,157 @@
-"""`rebuild_glue`: the tables of GLUE from the records, as markdown, CSV and JSON; same records, same bytes."""
+"""`rebuild_glue`: the tables of GLUE from the records in RUN/glue/TASK/seed-S/run.json; same records, same bytes."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wellcond.files import to_json, write_atomically
-from wellcond.lab.report.formats import show_interval, show_mean, show_p
-from wellcond.lab.report.glue_scores import AVERAGE, NO_METRICS, TITLES, GlueScores, different_settings, load_glue
-from wellcond.lab.report.run_record import Metric
+from wellcond.lab.report.load_runs import Comparison, load_comparisons
+from wellcond.lab.report.records import Metric, Run, RunRecordError, read_json, setting_differences
+from wellcond.lab.report.run_tables import NO_METRICS
 from wellcond.lab.report.statistics import PairedDifference, Summary, compare_paired, correct, required_pairs
-from wellcond.lab.report.table import Table, plain_markdown, table_csv, table_markdown
-from wellcond.lab.report.table_values import Values, difference_values, summary_values
-from wellcond.lab.report.values import MISSING, number
+from wellcond.lab.report.table import (
+    Table,
+    Values,
+    difference_values,
+    plain_markdown,
+    show_interval,
+    show_mean,
+    show_p,
+    summary_values,
+    table_csv,
+    table_markdown,
+)
+from wellcond.lab.report.values import MISSING, finite_mean, number
 
 SCHEMA = 1
-SHOWN = Metric("score", higher_is_better=True, percent=True)
+TITLES = {
+    "mnli": "MNLI", "sst2": "SST-2", "stsb": "STS-B", "rte": "RTE",
+    "qnli": "QNLI", "qqp": "QQP", "mrpc": "MRPC", "cola": "CoLA",
+}  # fmt: skip
+"""Tasks in the order of the papers' tables."""
+AVERAGE = "average"
 NAMES = {"f1": "F1", "accuracy_mismatched": "accuracy, mismatched", AVERAGE: "mean of the tasks"}
+SHOWN = Metric("score", higher_is_better=True, percent=True)
+OF_THE_RUN = ("model.encoder", "task.tokenizer.file")
+"""Settings that name a pre-trained run, and so differ between runs that may be compared."""
+
+
+@dataclass(frozen=True)
+class ScoredRun:
+    """One pre-trained run, with the records of fine-tuning by task and seed."""
+
+    method: str
+    seed: int
+    records: dict[str, dict[int, dict[str, Any]]]
+
+    def values(self, task: str, metric: str) -> dict[int, float]:
+        """A metric after the last epoch, by seed of fine-tuning; of finished runs."""
+        of_task = self.records.get(task, {})
+        found = {s: number(r["final"].get(metric)) for s, r in of_task.items() if r["status"] == "finished"}
+        return {seed: value for seed, value in found.items() if math.isfinite(value)}
+
+
+@dataclass(frozen=True)
+class GlueScores:
+    """All scores of a run or of a comparison."""
+
+    folder: Path
+    title: str
+    scale: str
+    runs: tuple[ScoredRun, ...]
+    comparison: Comparison | None
+    """None for a single run."""
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Tasks that were run, in the order of the table."""
+        return tuple(task for task in TITLES if any(task in run.records for run in self.runs))
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """In the order in which they are shown."""
+        listed = self.comparison.methods if self.comparison else ()
+        return tuple(dict.fromkeys([*listed, *(run.method for run in self.runs)]))
+
+    def all_records(self, task: str) -> list[dict[str, Any]]:
+        """Records of fine-tuning on a task."""
+        return [record for run in self.runs for record in run.records.get(task, {}).values()]
+
+    def metric(self, task: str) -> str:
+        """Name of the metric that a task is judged by."""
+        return next((str(r["metric"]["name"]) for r in self.all_records(task) if r.get("metric")), "")
+
+    def others(self, task: str) -> tuple[str, ...]:
+        """Names of its other metrics."""
+        names = [name for record in self.all_records(task) for name in record.get("final") or ()]
+        return tuple(dict.fromkeys(name for name in names if name not in (*NO_METRICS, self.metric(task))))
+
+    def values(self, method: str, task: str, metric: str | None = None) -> dict[int, float]:
+        """A score of a method: by seed of pre-training or, of a single run, by seed of fine-tuning."""
+        if task == AVERAGE:
+            return self.averages(method)
+        metric = metric or self.metric(task)
+        runs = [run for run in self.runs if run.method == method]
+        if self.comparison is None:
+            return runs[0].values(task, metric)
+        means = {run.seed: finite_mean(run.values(task, metric).values()) for run in runs}
+        return {seed: value for seed, value in means.items() if math.isfinite(value)}
+
+    def averages(self, method: str) -> dict[int, float]:
+        """Plain mean of the tasks that were run, of the seeds that have all of them."""
+        columns = [self.values(method, task) for task in self.tasks]
+        shared = sorted(set.intersection(*map(set, columns))) if columns else []
+        return {seed: math.fsum(column[seed] for column in columns) / len(columns) for seed in shared}
+
+
+def load_glue(folder: Path) -> GlueScores:
+    """Scores of a pre-trained run, or of all runs of a comparison.
+
+    Raises: RunRecordError if there are none, a file is broken, or runs of one task were made under different settings.
+    """
+    folder = Path(folder)
+    comparison = None
+    if (folder / "comparison.json").is_file():
+        comparison = next(found for found in load_comparisons(folder) if found.folder == folder)
+        runs, title, scale = comparison.runs, comparison.title, comparison.scale
+    else:
+        record = read_json(folder / "run.json", "wellcond-run")
+        runs, scale = (Run(folder, record),), str(record["scale"])
+        title = f"{record['recipe']}, {record['method']}, seed {record['seed']}"
+    scored = tuple(scored for run in runs if (scored := ScoredRun(run.method, run.seed, _read(run))).records)
+    if not scored:
+        raise RunRecordError(folder, "there is no run of fine-tuning in it", "Make some with wellcond glue first.")
+    scores = GlueScores(folder, title, scale, scored, comparison)
+    for task in scores.tasks:
+        first, *others = scores.all_records(task)
+        for other in others:
+            if differing := _different_settings(first["config"], other["config"]):
+                raise RunRecordError(
+                    folder,
+                    f"runs on {task} were made under different settings: {'; '.join(differing[:4])}",
+                    "They cannot be compared: score all runs with the same options, in folders without older scores.",
+                )
+    return scores
+
+
+def _read(run: Run) -> dict[str, dict[int, dict[str, Any]]]:
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for path, record in run.fine_tuned():
+        task = record["config"]["task"].get("task")
+        if task not in TITLES or not isinstance(record.get("final") or {}, dict):
+            raise RunRecordError(path, f"expected a run on one of {', '.join(TITLES)}", "It was not written by glue.")
+        found.setdefault(task, {})[int(record["seed"])] = record
+    return {task: dict(sorted(records.items())) for task, records in found.items()}
+
+
+def _different_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Fields in which two recipes differ, but for those that name the pre-trained run."""
+    return [line for line in setting_differences(a, b) if not line.startswith(OF_THE_RUN)]
 
 
 def rebuild_glue(folder: Path) -> Path:
@@ -33,10 +165,9 @@ def rebuild_glue(folder: Path) -> Path:
     Raises: RunRecordError if there are no records, or they cannot be put into one table; nothing is then written.
     """
     scores = load_glue(folder)
-    statistics = statistics_table(scores)
+    statistics, others = statistics_table(scores), others_table(scores)
     parts = [f"# GLUE: {plain_markdown(scores.title)}", table_markdown(scores_table(scores))]
     parts += ["## Each task", table_markdown(statistics)]
-    others = others_table(scores)
     parts += ["## Other metrics", table_markdown(others)] if others.rows else []
     home = scores.folder if scores.comparison else scores.folder / "glue"
     write_atomically(home / "glue.csv", table_csv(statistics))
@@ -47,60 +178,61 @@ def rebuild_glue(folder: Path) -> Path:
 
 def scores_table(scores: GlueScores) -> Table:
     """A row for each method, a column for each task: mean and standard deviation."""
-    columns = (*scores.tasks, AVERAGE)
-    rows = [
-        (method, *(_shown(Summary(scores.values(method, column))) for column in columns)) for method in scores.methods
-    ]
-    header = ("method", *(TITLES.get(column, "Avg.") for column in columns))
-    return Table("glue", f"GLUE: {scores.title}", header, tuple(rows), tuple(find_notes(scores)))
-
-
-def statistics_table(scores: GlueScores) -> Table:
-    """A row for each method and task, with differences to the baseline and what else must be compared."""
-    rows = []
-    values: list[Values] = []
-    differences = find_differences(scores)
-    for column in (*scores.tasks, AVERAGE):
-        title, metric = TITLES.get(column, "Avg."), _name(AVERAGE if column == AVERAGE else scores.metric(column))
-        for method in scores.methods:
-            summary = Summary(scores.values(method, column))
-            cells = (title, metric, method, str(summary.count), _plain(summary.mean), _plain(summary.std))
-            found: list[PairedDifference | None] = [
-                d for (name, _), d in differences.items() if name == column and d.method == method
-            ]
-            for difference in found or [None]:
-                rows.append((*cells, *_difference_cells(difference)))
-                named: Values = {"task": title, "metric": metric, "method": method}
-                minus = "" if difference is None else difference.baseline
-                values.append(
-                    named
-                    | summary_values(summary, SHOWN)
-                    | {"metric": metric, "minus": minus}
-                    | difference_values(difference, SHOWN)
-                )
-    header = (
-        "task", "metric", "method", "n", "mean", "std",
-        "minus", "pairs", "difference", "95 % interval", "p", "p (Holm)",
-    )  # fmt: skip
-    notes = (
-        "Differences are paired by seed of pre-training; positive is better. Holm's correction is over all rows of the "
-        "tasks, and for the mean over its own rows. Below three pairs there is no interval and no p.",
-    )
-    return Table(
-        "glue_statistics", "Each task", header, tuple(rows), notes if differences else (), frozenset({0, 1, 2, 6}),
-        tuple(values),
-    )  # fmt: skip
+    columns = [(column, None) for column in (*scores.tasks, AVERAGE)]
+    header = ("method", *(TITLES.get(column, "Avg.") for column, _ in columns))
+    rows, notes = _score_rows(scores, columns), tuple(find_notes(scores))
+    return Table("glue", f"GLUE: {scores.title}", header, rows, notes)
 
 
 def others_table(scores: GlueScores) -> Table:
     """The metrics of a task that its column does not show."""
     columns = [(task, metric) for task in scores.tasks for metric in scores.others(task)]
-    rows = tuple(
-        (method, *(_shown(Summary(scores.values(method, task, metric))) for task, metric in columns))
-        for method in scores.methods
-    )
     header = ("method", *(f"{TITLES[task]} {_name(metric)}" for task, metric in columns))
-    return Table("glue_others", "Other metrics", header, rows if columns else ())
+    return Table("glue_others", "Other metrics", header, _score_rows(scores, columns) if columns else ())
+
+
+def _score_rows(scores: GlueScores, columns: Sequence[tuple[str, str | None]]) -> tuple[tuple[str, ...], ...]:
+    def shown(method: str, task: str, metric: str | None) -> str:
+        summary = Summary(scores.values(method, task, metric))
+        return show_mean(summary.mean, summary.std, SHOWN)
+
+    return tuple((method, *(shown(method, *column) for column in columns)) for method in scores.methods)
+
+
+def statistics_table(scores: GlueScores) -> Table:
+    """A row for each method and task, with differences to the baseline and what else must be compared."""
+    rows = []
+    differences = find_differences(scores)
+    for column in (*scores.tasks, AVERAGE):
+        title, metric = TITLES.get(column, "Avg."), _name(AVERAGE if column == AVERAGE else scores.metric(column))
+        for method in scores.methods:
+            summary = Summary(scores.values(method, column))
+            found = [d for (name, _), d in differences.items() if name == column and d.method == method]
+            for difference in found or (None,):
+                own = (str(summary.count), SHOWN.show(summary.mean), SHOWN.show(summary.std))
+                values: Values = {"task": title, "metric": metric, "method": method}
+                values |= summary_values(summary, SHOWN) | {"metric": metric}
+                values |= {"minus": "" if difference is None else difference.baseline}
+                values |= difference_values(difference, SHOWN)
+                rows.append(((title, metric, method, *own, *_difference_cells(difference)), values))
+    header = (
+        "task", "metric", "method", "n", "mean", "std",
+        "minus", "pairs", "difference", "95 % interval", "p", "p (Holm)",
+    )  # fmt: skip
+    note = (
+        "Differences are paired by seed of pre-training; positive is better. Holm's correction is over all rows of the "
+        "tasks, and for the mean over its own rows. Below three pairs there is no interval and no p."
+    )
+    return Table.of("glue_statistics", "Each task", header, rows, (note,) if differences else (), (0, 1, 2, 6))
+
+
+def _difference_cells(difference: PairedDifference | None) -> tuple[str, ...]:
+    if difference is None:
+        return (MISSING,) * 6
+    return (
+        difference.baseline, str(difference.count), SHOWN.show(difference.mean, sign=True),
+        show_interval(difference.interval, SHOWN), show_p(difference.p), show_p(difference.p_holm),
+    )  # fmt: skip
 
 
 def find_differences(scores: GlueScores) -> dict[tuple[str, tuple[str, str]], PairedDifference]:
@@ -124,43 +256,39 @@ def find_differences(scores: GlueScores) -> dict[tuple[str, tuple[str, str]], Pa
 
 def find_notes(scores: GlueScores) -> list[str]:
     """What a reader must know to read the table."""
-    seeds = sorted({int(record["seed"]) for record in scores.all_records()})
+    records = {task: scores.all_records(task) for task in scores.tasks}
+    seeds = sorted({int(record["seed"]) for listed in records.values() for record in listed})
     tuned = f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))} of fine-tuning"
     each = f"seeds of pre-training, each with {tuned}" if scores.comparison else tuned
+    sizes = {
+        task: sorted({(r["data"]["train"], r["data"]["evaluation"]) for r in listed if r.get("data")})
+        for task, listed in records.items()
+    }
+    rows = [f"{TITLES[task]} {' and '.join(f'{a:,}/{b:,}' for a, b in s) or MISSING}" for task, s in sizes.items()]
     notes = [
         f"Scores times 100 on the validation split after the last epoch, scale {scores.scale}; mean and standard "
         f"deviation over {each}.",
         "Metrics: " + ", ".join(f"{TITLES[task]} {_name(scores.metric(task))}" for task in scores.tasks) + ".",
-        "Rows to train and to evaluate on: "
-        + ", ".join(f"{TITLES[task]} {_sizes(scores, task)}" for task in scores.tasks)
-        + ".",
+        f"Rows to train and to evaluate on: {', '.join(rows)}.",
         "Corrections of a conditioned model were folded into its weights before fine-tuning.",
     ]
-    missing = [title for task, title in TITLES.items() if task not in scores.tasks]
-    if missing:
+    if missing := [title for task, title in TITLES.items() if task not in scores.tasks]:
         notes.append(f"Avg. is the mean of {len(scores.tasks)} tasks of eight; not run: {', '.join(missing)}.")
-    return notes + _warnings(scores)
-
-
-def _warnings(scores: GlueScores) -> list[str]:
-    notes = []
-    for task in scores.tasks:
-        states = Counter(str(r["status"]) for r in scores.all_records(task) if r["status"] != "finished")
-        if states:
+    for task, listed in records.items():
+        if states := Counter(str(r["status"]) for r in listed if r["status"] != "finished"):
             told = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
-            notes.append(f"{TITLES[task]}: of {_count(scores, task)} runs {told}; they are in no mean.")
-    equal = {task: sum(_is_constant(record) for record in scores.all_records(task)) for task in scores.tasks}
-    if any(equal.values()):
-        told = ", ".join(f"{TITLES[task]} {count} of {_count(scores, task)}" for task, count in equal.items() if count)
-        notes.append(f"Runs whose predictions are all equal (Matthews and correlations are then 0): {told}.")
-    if scores.comparison is not None:
-        lost = [run for run in scores.comparison.runs if not run.finished]
-        notes += [f"{run.method}, seed {run.seed}: pre-training is {run.status}, so there is no score." for run in lost]
-    firsts = [next(iter(scores.all_records(task)))["config"] for task in scores.tasks]
-    parts = ("optimizer", "schedule", "training")
-    differing = {
-        line for other in firsts[1:] for part in parts for line in different_settings(firsts[0][part], other[part])
+            notes.append(f"{TITLES[task]}: of {len(listed)} runs {told}; they are in no mean.")
+    equal = {
+        task: sum(number((r.get("final") or {}).get("constant")) == 1 for r in listed)
+        for task, listed in records.items()
     }
+    if told := ", ".join(f"{TITLES[t]} {count} of {len(records[t])}" for t, count in equal.items() if count):
+        notes.append(f"Runs whose predictions are all equal (Matthews and correlations are then 0): {told}.")
+    lost = [run for run in scores.comparison.runs if not run.finished] if scores.comparison else []
+    notes += [f"{run.method}, seed {run.seed}: pre-training is {run.status}, so there is no score." for run in lost]
+    first, *others = [listed[0]["config"] for listed in records.values()]
+    parts = ("optimizer", "schedule", "training")
+    differing = {line for other in others for part in parts for line in _different_settings(first[part], other[part])}
     if differing:
         notes.append("Tasks were fine-tuned with different settings: " + "; ".join(sorted(differing)) + ".")
     return notes
@@ -168,6 +296,14 @@ def _warnings(scores: GlueScores) -> list[str]:
 
 def glue_json(scores: GlueScores) -> dict[str, Any]:
     """Everything in the tables, and the scores of every run."""
+
+    def keyed(values: dict[int, float]) -> dict[str, float]:
+        return {str(seed): value for seed, value in sorted(values.items())}
+
+    def summary_of(method: str, column: str) -> dict[str, Any]:
+        summary = Summary(scores.values(method, column))
+        return {"n": summary.count, "mean": summary.mean, "std": summary.std, "values": keyed(summary.values)}
+
     columns = (*scores.tasks, AVERAGE)
     return {
         "schema": SCHEMA,
@@ -177,73 +313,28 @@ def glue_json(scores: GlueScores) -> dict[str, Any]:
         "tasks": {task: scores.metric(task) for task in scores.tasks},
         "not_run": [task for task in TITLES if task not in scores.tasks],
         "seeds_of": "pre-training" if scores.comparison else "fine-tuning",
-        "methods": {
-            method: {column: _summary(scores, method, column) for column in columns} for method in scores.methods
-        },
+        "methods": {method: {column: summary_of(method, column) for column in columns} for method in scores.methods},
         "differences": [
-            {"task": column, **vars(difference), "values": _keyed(difference.values)}
+            {"task": column, **vars(difference), "values": keyed(difference.values)}
             for (column, _), difference in find_differences(scores).items()
         ],
         "runs": [
             {
-                "method": run.method,
-                "seed": run.seed,
-                "task": task,
-                "fine_tuning_seed": seed,
-                "status": record["status"],
-                "config_hash": record["config_hash"],
-                "scores": _scores(record),
+                "method": run.method, "seed": run.seed, "task": task, "fine_tuning_seed": seed,
+                "status": record["status"], "config_hash": record["config_hash"],
+                "scores": {
+                    name: value
+                    for name, value in (record.get("final") or {}).items()
+                    if name == "constant" or name not in NO_METRICS
+                },
             }
             for run in scores.runs
             for task in scores.tasks
             for seed, record in run.records.get(task, {}).items()
         ],
         "notes": find_notes(scores),
-    }
-
-
-def _scores(record: dict[str, Any]) -> dict[str, Any]:
-    final = record.get("final") or {}
-    return {name: value for name, value in final.items() if name == "constant" or name not in NO_METRICS}
-
-
-def _is_constant(record: dict[str, Any]) -> bool:
-    return number((record.get("final") or {}).get("constant")) == 1
-
-
-def _count(scores: GlueScores, task: str) -> int:
-    return len(list(scores.all_records(task)))
-
-
-def _summary(scores: GlueScores, method: str, column: str) -> dict[str, Any]:
-    summary = Summary(scores.values(method, column))
-    return {"n": summary.count, "mean": summary.mean, "std": summary.std, "values": _keyed(summary.values)}
-
-
-def _keyed(values: dict[int, float]) -> dict[str, float]:
-    return {str(seed): value for seed, value in sorted(values.items())}
-
-
-def _sizes(scores: GlueScores, task: str) -> str:
-    found = {(r["data"]["train"], r["data"]["evaluation"]) for r in scores.all_records(task) if r.get("data")}
-    return " and ".join(f"{train:,}/{evaluation:,}" for train, evaluation in sorted(found)) or MISSING
+    }  # fmt: skip
 
 
 def _name(metric: str) -> str:
     return NAMES.get(metric, metric.capitalize() if metric in ("matthews", "pearson", "spearman") else metric)
-
-
-def _shown(summary: Summary) -> str:
-    return show_mean(summary.mean, summary.std, SHOWN)
-
-
-def _plain(value: float) -> str:
-    return MISSING if math.isnan(value) else SHOWN.show(value)
-
-
-def _difference_cells(difference: PairedDifference | None) -> tuple[str, ...]:
-    if difference is None:
-        return (MISSING,) * 6
-    mean = MISSING if math.isnan(difference.mean) else SHOWN.show(difference.mean, sign=True)
-    interval = show_interval(difference.interval, SHOWN)
-    return (difference.baseline, str(difference.count), mean, interval, show_p(difference.p), show_p(difference.p_holm))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from wellcond.lab.report.load_runs import Comparison
-from wellcond.lab.report.run_record import Run
+from wellcond.lab.report.records import Run
 from wellcond.lab.report.statistics import holm
 from wellcond.lab.report.values import MISSING, number, show
 from wellcond.lab.report.verdicts import sign_flip_p
@@ -39,6 +38,10 @@ class Match:
         """1 - e / E; None if censored."""
         return None if self.step is None or not self.total_steps else 1.0 - self.step / self.total_steps
 
+    def total(self, unit: str) -> float:
+        """Epochs or steps of the baseline's whole training."""
+        return self.total_epochs if unit == "epoch" else self.total_steps
+
 
 @dataclass(frozen=True)
 class Matching:
@@ -49,7 +52,6 @@ class Matching:
     """Target: the baseline's last metric of the same seed."""
     of_means: Match | None
     """Curve and target averaged over the seeds that both methods finished; None if there is none."""
-    smooth: int
 
     @property
     def reached(self) -> list[Match]:
@@ -67,15 +69,9 @@ class Matching:
         return math.fsum(values) / len(values) if values else math.nan
 
     def show(self, unit: str) -> str:
-        """Mean over the seeds that reached the target, and how many did not.
-
-        Args:
-            unit: ``epoch`` or ``step``.
-        """
-        if not self.by_seed:
-            return MISSING
+        """Mean `epoch` or `step` over the seeds that reached the target, and how many did not."""
         if not self.reached:
-            return f"> {show(_total(next(iter(self.by_seed.values())), unit), 6)}"
+            return show_match(next(iter(self.by_seed.values()), None), unit)
         mean = show(self.mean(unit), 3 if unit == "epoch" else 6)
         return mean + (f" ({self.censored} of {len(self.by_seed)} never)" if self.censored else "")
 
@@ -109,8 +105,7 @@ def match_gains(baseline: str, matchings: Mapping[str, Matching], unit: str) -> 
     """Gains of all methods but the baseline over the count of the baseline itself, which a noisy curve makes early."""
 
     def count(match: Match) -> float:
-        place = match.epoch if unit == "epoch" else match.step
-        return _total(match, unit) + 1 if place is None else float(place)
+        return float(getattr(match, unit)) if match.reached else match.total(unit) + 1
 
     own = matchings[baseline].by_seed
     values = {
@@ -118,130 +113,70 @@ def match_gains(baseline: str, matchings: Mapping[str, Matching], unit: str) -> 
         for method, matching in matchings.items()
         if method != baseline
     }
-    tests = {
-        method: sign_flip_p(list(gains.values())) if len(gains) >= FEWEST_FOR_EXACT else None
-        for method, gains in values.items()
-    }
-    corrected = holm(list(tests.values()))
+    tests = [sign_flip_p(list(v.values())) if len(v) >= FEWEST_FOR_EXACT else None for v in values.values()]
     return {
-        method: MatchGain(gains, matchings[method].censored, tests[method], p)
-        for (method, gains), p in zip(values.items(), corrected, strict=True)
+        method: MatchGain(values[method], matchings[method].censored, p, p_holm)
+        for method, p, p_holm in zip(values, tests, holm(tests), strict=True)
     }
-
-
-def _total(match: Match, unit: str) -> float:
-    return match.total_epochs if unit == "epoch" else match.total_steps
 
 
 def show_match(match: Match | None, unit: str) -> str:
     """One match in words: its epoch or step, or "> E" if censored."""
     if match is None:
         return MISSING
-    if not match.reached:
-        return f"> {show(_total(match, unit), 6)}"
-    return show(match.epoch if unit == "epoch" else match.step, 6)
+    return show(getattr(match, unit), 6) if match.reached else f"> {show(match.total(unit), 6)}"
 
 
 def match_unit(comparison: Comparison) -> str:
     """`epoch` where runs have at least two of them, else `step`."""
-    totals = [number((run.record.get("progress") or {}).get("num_epochs")) for run in comparison.runs]
+    totals = [number(run.part("progress").get("num_epochs")) for run in comparison.runs]
     return "epoch" if any(total >= 2 for total in totals) else "step"
-
-
-def running_mean(values: Sequence[float], smooth: int) -> list[float]:
-    """Mean of each value and the ones before it, `smooth` in all; NaN until there are as many.
-
-    Example:
-        >>> running_mean([1.0, 2.0, 6.0], 3)
-        [nan, nan, 3.0]
-    """
-    return [
-        math.fsum(values[at + 1 - smooth : at + 1]) / smooth if at + 1 >= smooth else math.nan
-        for at in range(len(values))
-    ]
-
-
-def first_match(values: Sequence[float], target: float, *, higher_is_better: bool) -> int | None:
-    """Index of the first value at least as good as the target; no interpolation. None if there is none.
-
-    Example:
-        >>> first_match([0.1, 0.5, 0.4, 0.6], 0.5, higher_is_better=True)
-        1
-    """
-    for at, value in enumerate(values):
-        if value >= target if higher_is_better else value <= target:
-            return at
-    return None
 
 
 def match_method(comparison: Comparison, method: str, *, smooth: int = 1) -> Matching:
     """Epochs-to-match of a method against the baseline of its comparison.
 
-    With `smooth` above one, curve and target are both running means: against an unsmoothed target the lag of a
-    running mean would count as slowness. A diverged run is censored, even if it reached the target before; unfinished
-    runs are left out.
-
-    Args:
-        comparison: the runs.
-        method: label; the baseline itself is allowed, and on noisy curves it reaches its own last value early.
-        smooth: evaluations in a running mean.
+    The baseline itself is allowed, and on noisy curves it reaches its own last value early. With `smooth` above one,
+    curve and target are both running means: against an unsmoothed target the lag of a running mean would count as
+    slowness. A diverged run is censored, even if it reached the target before; unfinished runs are left out.
     """
-    metric = comparison.metric
-    baseline = comparison.finished(comparison.baseline)
-    by_seed = {}
-    for run in comparison.of(method):
-        other = baseline.get(run.seed)
-        if other is None or run.outcome not in ("finished", "diverged"):
-            continue
-        target = _smooth(_curve(other), smooth)
-        if not target:
-            continue
-        curve = _smooth(_curve(run), smooth) if run.finished else []
-        at = first_match(curve, target[-1], higher_is_better=metric.higher_is_better)
-        by_seed[run.seed] = _match(run.evaluations, at, other.evaluations)
-    return Matching(method, by_seed, _match_of_means(comparison, method, smooth), smooth)
-
-
-def _curve(run: Run) -> list[float]:
-    return [number(row.get(run.metric.name)) for row in run.evaluations]
-
-
-def _smooth(curve: Sequence[float], smooth: int) -> list[float]:
-    return list(curve) if smooth == 1 else running_mean(curve, min(smooth, max(len(curve), 1)))
-
-
-def _match(rows: Sequence[dict[str, Any]], at: int | None, baseline: Sequence[dict[str, Any]]) -> Match:
-    epochs, steps = number(baseline[-1].get("epoch")), int(baseline[-1]["step"])
-    if at is None:
-        return Match(None, None, None, epochs, steps)
-    row = rows[at]
-    return Match(number(row.get("epoch")), int(row["step"]), number(row.get("seconds")), epochs, steps)
-
-
-def _match_of_means(comparison: Comparison, method: str, smooth: int) -> Match | None:
     runs, baseline = comparison.finished(method), comparison.finished(comparison.baseline)
+    by_seed: dict[int, Match] = {}
+    for run in comparison.of(method):
+        if run.outcome in ("finished", "diverged") and run.seed in baseline:
+            match = _first_match([run] if run.finished else [], [baseline[run.seed]], smooth)
+            by_seed |= {} if match is None else {run.seed: match}
     shared = sorted(set(runs) & set(baseline))
-    rows = _mean_rows([runs[seed] for seed in shared])
-    target = _mean_rows([baseline[seed] for seed in shared])
-    if not rows or not target:
+    of_means = _first_match([runs[seed] for seed in shared], [baseline[seed] for seed in shared], smooth)
+    return Matching(method, by_seed, of_means)
+
+
+def _first_match(runs: Sequence[Run], baseline: Sequence[Run], smooth: int) -> Match | None:
+    """First evaluation of the mean curve of some runs as good as the last of the baseline; no interpolation."""
+    rows, target = _mean_rows(runs, smooth), _mean_rows(baseline, smooth)
+    if not target or (runs and not rows):
         return None
-    curves = [_smooth([row["value"] for row in some], smooth) for some in (rows, target)]
-    at = first_match(curves[0], curves[1][-1], higher_is_better=comparison.metric.higher_is_better)
-    return _match(rows, at, target)
+    end, higher = target[-1], baseline[0].metric.higher_is_better
+    for row in rows:
+        if row["value"] >= end["value"] if higher else row["value"] <= end["value"]:
+            return Match(row["epoch"], int(row["step"]), row["seconds"], end["epoch"], int(end["step"]))
+    return Match(None, None, None, end["epoch"], int(end["step"]))
 
 
-def _mean_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Evaluations averaged over runs, at the steps that all of them have."""
-    if not runs:
-        return []
+def _mean_rows(runs: Sequence[Run], smooth: int) -> list[dict[str, float]]:
+    """Evaluations averaged over runs at the steps that all of them have, the metric as a running mean."""
     tables = [{int(row["step"]): row for row in run.evaluations} for run in runs]
-    shared = sorted(set.intersection(*(set(table) for table in tables)))
+    shared = sorted(set.intersection(*(set(table) for table in tables))) if tables else []
 
     def mean(step: int, key: str) -> float:
         return math.fsum(number(table[step].get(key)) for table in tables) / len(tables)
 
-    name = runs[0].metric.name
+    values = [mean(step, runs[0].metric.name) for step in shared]
+    width = min(smooth, max(len(values), 1))
+    running = [
+        math.fsum(values[at + 1 - width : at + 1]) / width if at + 1 >= width else math.nan for at in range(len(values))
+    ]
     return [
-        {"step": step, "epoch": mean(step, "epoch"), "seconds": mean(step, "seconds"), "value": mean(step, name)}
-        for step in shared
+        {"step": step, "epoch": mean(step, "epoch"), "seconds": mean(step, "seconds"), "value": value}
+        for step, value in zip(shared, running, strict=True)
     ]

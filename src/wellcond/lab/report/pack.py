@@ -12,9 +12,9 @@ from wellcond.files import to_json, write_atomically
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.glue import rebuild_glue
 from wellcond.lab.report.load_runs import Comparison, load_comparisons, shared_mark
-from wellcond.lab.report.markdown_report import render_markdown
-from wellcond.lab.report.packed_records import PACKED, pack_evaluations, pack_heads, pack_steps, share
-from wellcond.lab.report.run_record import Run, RunRecordError, read_json
+from wellcond.lab.report.packed import PACKED, pack_evaluations, pack_heads, pack_steps, share
+from wellcond.lab.report.page import render_markdown
+from wellcond.lab.report.records import Run, RunRecordError, read_json
 from wellcond.lab.report.table import table_markdown
 from wellcond.lab.report.tables import build_tables
 from wellcond.lab.report.tuning import NAME as TUNING_FILE
@@ -133,19 +133,12 @@ def _slug(run: Run) -> str:
 
 
 def _described(comparison: Comparison) -> dict[str, Any]:
+    """What `comparison.json` would say of runs that have none."""
     slugs = {run.method: _slug(run) for run in comparison.runs}
-    return {
-        "schema": SCHEMA,
-        "kind": "wellcond-comparison",
-        "name": comparison.name,
-        "title": comparison.title,
-        "recipe": comparison.recipe,
-        "scale": comparison.scale,
-        "methods": [{"label": method, "slug": slugs[method]} for method in comparison.methods],
-        "baseline": comparison.baseline,
-        "seeds": list(comparison.seeds),
-        "notes": comparison.notes,
-    }
+    methods = [{"label": method, "slug": slugs[method]} for method in comparison.methods]
+    named = {key: getattr(comparison, key) for key in ("name", "title", "recipe", "scale", "baseline", "notes")}
+    kind = {"schema": SCHEMA, "kind": "wellcond-comparison"}
+    return kind | named | {"methods": methods, "seeds": list(comparison.seeds)}
 
 
 def _whole(run: Run, *, with_samples: bool) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from wellcond.lab.report.load_runs import Comparison
-from wellcond.lab.report.run_record import Run
+from wellcond.lab.report.records import Run
 from wellcond.lab.report.table import csv_text
 from wellcond.lab.report.values import plain_number
 
@@ -111,17 +111,16 @@ def curve_rows(
         limits: smallest and largest value that can be; a band ends there.
     """
     rows: list[Row] = []
+    lowest, highest = limits or (-math.inf, math.inf)
     for method, listed in curves.items():
-        finished = [curve for curve in listed if curve.run.finished]
         for curve in listed:
             name = method if curve.run.finished else unfinished_name(curve.run)
-            for step, epoch, value in zip(curve.steps, curve.epochs, curve.values, strict=True):
-                if not math.isnan(value):
-                    rows.append(
-                        Row(figure, panel, name, str(curve.run.seed), step, epoch, float(value), comparison.scale)
-                    )
-        lowest, highest = limits or (-math.inf, math.inf)
-        for seed, step, epoch, mean in _means(finished, log):
+            rows += [
+                Row(figure, panel, name, str(curve.run.seed), step, epoch, float(value), comparison.scale)
+                for step, epoch, value in zip(curve.steps, curve.epochs, curve.values, strict=True)
+                if not math.isnan(value)
+            ]
+        for seed, step, epoch, mean in _means([curve for curve in listed if curve.run.finished], log):
             value = min(max(mean, lowest), highest)
             rows.append(Row(figure, panel, method, seed, step, epoch, value, comparison.scale))
     return rows
@@ -178,17 +177,5 @@ def thin(steps: np.ndarray, epochs: np.ndarray, values: np.ndarray) -> tuple[np.
 
 def write_csv(rows: Iterable[Row]) -> str:
     """Rows as CSV, numbers in full."""
-    return csv_text(
-        COLUMNS,
-        (
-            [
-                row.figure,
-                row.panel,
-                row.series,
-                row.seed,
-                *map(plain_number, (row.step, row.epoch, row.value)),
-                row.scale,
-            ]
-            for row in rows
-        ),
-    )
+    cells = ((getattr(row, column) for column in COLUMNS) for row in rows)
+    return csv_text(COLUMNS, ([cell if isinstance(cell, str) else plain_number(cell) for cell in row] for row in cells))

@@ -13,10 +13,9 @@ from typing import Any
 
 from wellcond.errors import MissingExtraError
 from wellcond.lab.report.load_runs import Comparison
-from wellcond.lab.report.plotly_figures import DASHES, Plot, plots
+from wellcond.lab.report.plots import DASHES, NUM_COLOURS, Plot, cut, plots
 from wellcond.lab.report.render import asset
 from wellcond.lab.report.series import Figure
-from wellcond.lab.report.shapes import NUM_COLOURS, cut
 
 LINES: dict[str, Any] = dict(zip(DASHES, ("-", ":", "-.", (0, (8, 3))), strict=True)) | {"dash": "--"}
 MARKERS = {"circle": "o", "triangle-right": ">", "triangle-left": "<", "x": "x"}
@@ -40,6 +39,7 @@ def draw_static(comparison: Comparison, figure: Figure, kinds: Sequence[str] = (
     try:
         import matplotlib
         from matplotlib.figure import Figure as Canvas
+        from matplotlib.lines import Line2D
     except ImportError as error:
         raise MissingExtraError("matplotlib", "report") from error
     drawn = plots(comparison, figure)
@@ -65,14 +65,16 @@ def draw_static(comparison: Comparison, figure: Figure, kinds: Sequence[str] = (
             x, y = column * cell[0] + left, size[1] - 0.65 - row * cell[1] - height
             ax = canvas.add_axes((x / size[0], y / size[1], width / size[0], height / size[1]))
             _draw(canvas, ax, plot, with_scale=at % columns == columns - 1 or at == len(drawn) - 1)
-            ax.set_title(tidy(cut(title, 44)), fontsize=9)
-        canvas.text(0.5, 1 - 0.08 / size[1], tidy(figure.title), fontsize=11, fontweight="bold", ha="center", va="top")
+            ax.set_title(_tidy(cut(title, 44)), fontsize=9)
+        canvas.text(0.5, 1 - 0.08 / size[1], _tidy(figure.title), fontsize=11, fontweight="bold", ha="center", va="top")
         if entries:
-            _legend(canvas, entries, per_row)
-        return {kind: save_canvas(canvas, kind) for kind in kinds}
+            handles = [Line2D([], [], color=colour, linestyle=dash) for _, colour, dash in entries]
+            labels = [label for label, _, _ in entries]
+            canvas.legend(handles, labels, loc="lower center", ncols=per_row, frameon=False)
+        return {kind: _save(canvas, kind) for kind in kinds}
 
 
-def save_canvas(canvas: Any, kind: str) -> bytes:
+def _save(canvas: Any, kind: str) -> bytes:
     """The file's bytes, without `savefig`, which would draw everything once more to find a size that is known."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -85,7 +87,7 @@ def save_canvas(canvas: Any, kind: str) -> bytes:
     return written.getvalue()
 
 
-def tidy(text: str) -> str:
+def _tidy(text: str) -> str:
     """Characters that cannot be drawn at all go, and no text is read as a formula."""
     return re.sub(r"[\x00-\x1f\x7f\ud800-\udfff]", " ", html.unescape(text)).replace("$", r"\$")
 
@@ -122,24 +124,17 @@ def _entries(comparison: Comparison, figure: Figure, drawn: Sequence[tuple[str, 
     """Label, colour and dash of every entry of the legend."""
     traces = [trace for _, plot in drawn for trace in plot["data"]]
     if figure.kind == "stack":
-        return [(tidy(trace["name"]), _colour(trace["marker"]["color"])[0], "-") for trace in traces]
+        return [(_tidy(trace["name"]), _colour(trace["marker"]["color"])[0], "-") for trace in traces]
     if figure.kind not in ("lines", "tuned"):
         return []
     methods = sorted({trace["meta"] for trace in traces})
     # A leading underscore would hide the entry.
-    labels = [re.sub("^_", " _", tidy(cut(comparison.methods[at], 40))) for at in methods]
+    labels = [re.sub("^_", " _", _tidy(cut(comparison.methods[at], 40))) for at in methods]
     dashes = list(LINES.values())
     return [
         (label, _colour(f"@c{at % NUM_COLOURS}")[0], dashes[at // NUM_COLOURS % len(DASHES)])
         for label, at in zip(labels, methods, strict=True)
     ]
-
-
-def _legend(canvas: Any, entries: Sequence[tuple[str, str, Any]], columns: int) -> None:
-    from matplotlib.lines import Line2D
-
-    handles = [Line2D([], [], color=colour, linestyle=dash) for _, colour, dash in entries]
-    canvas.legend(handles, [label for label, _, _ in entries], loc="lower center", ncols=columns, frameon=False)
 
 
 def _draw(canvas: Any, ax: Any, plot: Plot, *, with_scale: bool) -> None:
@@ -184,7 +179,7 @@ def _draw_scatter(ax: Any, trace: Plot) -> None:
         ax.plot(ends, y * 2, color=colour, linewidth=2, marker="|")
     if "text" in trace["mode"]:
         right = trace["textposition"].endswith("right")
-        ax.annotate(tidy(trace["text"][0]), (x[0], y[0]), (7 if right else -7, 0), textcoords="offset points",
+        ax.annotate(_tidy(trace["text"][0]), (x[0], y[0]), (7 if right else -7, 0), textcoords="offset points",
                     ha="left" if right else "right", va="center", fontsize=8)  # fmt: skip
     sizes, symbols = (
         value if isinstance(value, list) else [value] * len(x) for value in (mark["size"], mark.get("symbol", "circle"))
@@ -214,14 +209,14 @@ def _set_axis(ax: Any, which: str, settings: Plot) -> None:
     from matplotlib.ticker import FixedLocator, NullLocator
 
     axis = getattr(ax, f"{which}axis")
-    axis.set_label_text(tidy(cut(settings["title"]["text"], 48)))
+    axis.set_label_text(_tidy(cut(settings["title"]["text"], 48)))
     if settings.get("type") == "log":
         getattr(ax, f"set_{which}scale")("log")
         axis.set_minor_locator(NullLocator())
     if "tickvals" in settings:
         axis.set_major_locator(FixedLocator(settings["tickvals"]))
         turned = {"rotation": 40, "ha": "right"} if "tickangle" in settings else {}
-        axis.set_ticklabels([tidy(text) for text in settings["ticktext"]], **turned)
+        axis.set_ticklabels([_tidy(text) for text in settings["ticktext"]], **turned)
     ends = settings.get("range")
     if ends is not None:
         limits = [10.0**end for end in ends] if settings.get("type") == "log" else ends

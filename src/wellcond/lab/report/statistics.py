@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from scipy.special import stdtr, stdtrit  # scipy.stats takes seconds to import
@@ -186,16 +187,10 @@ def compare_paired(
     mean = math.fsum(listed) / len(listed) if listed else math.nan
     size = abs(math.fsum(baseline_values[seed] for seed in shared)) / len(shared) if shared else math.nan
     return PairedDifference(
-        method=method,
-        baseline=baseline,
-        values=differences,
-        mean=mean,
-        std=sample_std(listed),
-        relative=mean / size if size else math.nan,
-        interval=t_interval(listed),
-        bootstrap=bootstrap_interval(listed),
-        p=paired_p(listed),
-    )
+        method=method, baseline=baseline, values=differences, mean=mean, std=sample_std(listed),
+        relative=mean / size if size else math.nan, interval=t_interval(listed),
+        bootstrap=bootstrap_interval(listed), p=paired_p(listed),
+    )  # fmt: skip
 
 
 def correct(differences: Iterable[PairedDifference]) -> list[PairedDifference]:
@@ -246,37 +241,21 @@ REQUIRED = (
 
 def required_pairs(comparison: Comparison) -> list[tuple[str, str]]:
     """The comparisons that must be printed whenever both methods are there; keys made for a mask against plain ones."""
-    specs = {run.method: run.record.get("method_spec") for run in comparison.runs}
-    kinds = {method: method_kind(spec, method) for method, spec in specs.items()}
+    found = {run.method: run.record.get("method_spec") for run in comparison.runs}
+    specs = {method: spec if isinstance(spec, dict) else {} for method, spec in found.items()}
+    kinds = {method: method_kind(spec, method) for method, spec in found.items()}
     around = {method: _surroundings(spec) for method, spec in specs.items()}
+    tied = [method for method in specs if "keys" in (specs[method].get("init_options") or {})]
     present = [method for method in comparison.methods if method in kinds]
-    claims = [
-        (first, second)
-        for wanted_first, wanted_second in REQUIRED
-        for first in present
-        for second in present
-        if kinds[first] == wanted_first and kinds[second] == wanted_second and around[first] == around[second]
-    ]
-    tied = [method for method in present if _ties_keys(specs[method])]
-    plain = [method for method in present if method not in tied]
-    return claims + [
-        (first, second)
-        for first in tied
-        for second in plain
-        if kinds[first] == kinds[second] and around[first] == around[second]
-    ]
+    alike = [(a, b) for a in present for b in present if around[a] == around[b]]
+    claims = [pair for wanted in REQUIRED for pair in alike if (kinds[pair[0]], kinds[pair[1]]) == wanted]
+    return claims + [(a, b) for a, b in alike if a in tied and b not in tied and kinds[a] == kinds[b]]
 
 
-def _surroundings(spec: object) -> tuple[object, ...]:
+def _surroundings(spec: Mapping[str, Any]) -> tuple[object, ...]:
     """What must be the same around two attention starts: tokens, the start of the rest, fields other than the rate."""
-    if not isinstance(spec, dict):
-        return ()
     fields = {field: value for field, value in (spec.get("set") or {}).items() if field != "optimizer.lr"}
     return spec.get("tokens") or {}, "library" in (spec.get("init_options") or {}), fields
-
-
-def _ties_keys(spec: object) -> bool:
-    return isinstance(spec, dict) and "keys" in (spec.get("init_options") or {})
 
 
 def method_kind(spec: object, label: str) -> tuple[str, str]:

@@ -1,17 +1,24 @@
-"""A table as data, and two of its forms: markdown and CSV. The third is the template `table.html`."""
+"""Tables as data, as markdown and as CSV (as HTML: the template `table.html`), and how statistics look in them."""
 
 from __future__ import annotations
 
 import csv
 import html
 import io
+import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from wellcond.lab.report.values import MISSING, plain_number
+from wellcond.lab.report.records import Metric
+from wellcond.lab.report.statistics import Interval, LogSummary, PairedDifference, Summary
+from wellcond.lab.report.values import INFINITE, MISSING, plain_number, show
+from wellcond.lab.report.verdicts import Verdict
 
 Value = str | int | float | None
+Values = dict[str, Value]
+PLUS_MINUS = "\N{PLUS-MINUS SIGN}"
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,20 @@ class Table:
     values: tuple[Mapping[str, Value], ...] = field(default=(), compare=False)
     """The rows as numbers, for programs: one column for each number, NaN or None where there is none. Tables are equal
     if they show the same: packed records have fewer digits."""
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        title: str,
+        header: Sequence[str],
+        rows: Sequence[tuple[tuple[str, ...], Values]],
+        notes: Sequence[str] = (),
+        words: Iterable[int] = (0,),
+    ) -> Table:
+        """A table of rows that are each given as shown and as values."""
+        shown, values = tuple(cells for cells, _ in rows), tuple(numbers for _, numbers in rows)
+        return cls(name, title, tuple(header), shown, tuple(notes), frozenset(words), values)
 
     def look(self, at: int) -> str:
         """Style of a column: `t` of words, `n` of numbers."""
@@ -113,3 +134,107 @@ def csv_text(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     writer.writerow(header)
     writer.writerows([f"'{cell}" if FORMULA.match(cell) else cell for cell in row] for row in rows)
     return text.getvalue()
+
+
+def show_counts(outcomes: Counter[str]) -> str:
+    """Runs in means, and the others by name, with the share of runs that diverged among those that ended.
+
+    Example:
+        >>> show_counts(Counter({"finished": 2, "diverged": 1}))
+        '2 + 1 diverged (33 %)'
+    """
+    others = [f"{outcomes[name]} {name}" for name in ("diverged", "failed", "partial") if outcomes[name]]
+    if outcomes["diverged"]:
+        others[0] += f" ({show_share(outcomes['diverged'] / (outcomes['finished'] + outcomes['diverged']))})"
+    return " + ".join([str(outcomes["finished"]), *others])
+
+
+def show_interval(interval: Interval | None, metric: Metric) -> str:
+    """An interval of a difference."""
+    if interval is None:
+        return MISSING
+    return f"[{metric.show(interval[0], sign=True)}, {metric.show(interval[1], sign=True)}]"
+
+
+def show_p(p: float | None) -> str:
+    """A p value; never zero."""
+    if p is None:
+        return MISSING
+    return "< 0.0001" if p < 1e-4 else f"{p:.4f}" if p < 0.1 else f"{p:.2f}"
+
+
+def show_mean(mean: float, std: float, metric: Metric) -> str:
+    """Mean and standard deviation, the latter where there is one."""
+    if math.isnan(mean):
+        return MISSING
+    return metric.show(mean) + ("" if math.isnan(std) else f" {PLUS_MINUS} {metric.show(std)}")
+
+
+def show_relative(share: float) -> str:
+    """A difference as a share of the baseline."""
+    return MISSING if math.isnan(share) else f"{share:+.1%}"
+
+
+def show_share(share: float) -> str:
+    """A share in whole percent, never 0 for what is there.
+
+    Example:
+        >>> show_share(0.25), show_share(0.001)
+        ('25 %', '< 1 %')
+    """
+    return "< 1 %" if 0 < share < 0.005 else f"{100 * share:.0f} %"
+
+
+def show_kappa(summary: LogSummary, *, interval: bool = False) -> str:
+    """A mean of condition numbers, and the share of infinite ones, which are in no mean."""
+    if not summary.finite:
+        return INFINITE if summary.infinite else MISSING
+    shown = show(summary.geometric_mean)
+    if interval and summary.interval is not None:
+        shown += f" [{show(summary.interval[0])}, {show(summary.interval[1])}]"
+    return shown + (f" ({INFINITE} in {show_share(summary.infinite_share)})" if summary.infinite else "")
+
+
+def show_verdict(verdict: Verdict | None, metric: Metric) -> str:
+    """One or a few words."""
+    if verdict is None:
+        return MISSING
+    if verdict.kind == "equal":
+        return f"equal: {verdict.reason}" if verdict.reason else f"equal within {metric.show(verdict.margin)}"
+    small = verdict.kind in ("better", "worse") and verdict.within_margin
+    return f"{verdict.kind}, by less than {metric.show(verdict.margin)}" if small else verdict.kind
+
+
+def interval_values(interval: Interval | None, scale: float = 1.0, prefix: str = "") -> Values:
+    """Both ends of an interval.
+
+    Example:
+        >>> interval_values((0.01, 0.02), 100)
+        {'low': 1.0, 'high': 2.0}
+    """
+    low, high = interval or (math.nan, math.nan)
+    return {f"{prefix}low": low * scale, f"{prefix}high": high * scale}
+
+
+def summary_values(summary: Summary, metric: Metric) -> Values:
+    """Mean and standard deviation over seeds."""
+    return {"metric": metric.label, "n": summary.count, "mean": summary.mean * metric.scale,
+            "sd": summary.std * metric.scale}  # fmt: skip
+
+
+def difference_values(difference: PairedDifference | None, metric: Metric) -> Values:
+    """A paired difference with its 95 % interval; empty of a method without pairs."""
+    if difference is None or not difference.count:
+        return {"pairs": 0, "difference": None, "difference_sd": None, "low": None, "high": None, "relative": None,
+                "p": None, "p_holm": None}  # fmt: skip
+    shown = {"pairs": difference.count, "difference": difference.mean * metric.scale,
+             "difference_sd": difference.std * metric.scale}  # fmt: skip
+    tested = {"relative": difference.relative, "p": difference.p, "p_holm": difference.p_holm}
+    return shown | interval_values(difference.interval, metric.scale) | tested
+
+
+def kappa_values(summary: LogSummary, name: str) -> Values:
+    """A geometric mean with its 95 % interval and the share of infinite values, which are in no mean."""
+    mean = summary.geometric_mean if summary.finite else math.inf if summary.infinite else math.nan
+    return {name: mean, **interval_values(summary.interval, prefix=f"{name}_"),
+            f"{name}_infinite_share": summary.infinite_share}  # fmt: skip

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from wellcond.lab.report.load_runs import Comparison
-from wellcond.lab.report.run_record import Metric, RunRecordError, read_json
+from wellcond.lab.report.records import Metric, RunRecordError, read_json
 from wellcond.lab.report.series import MEAN, Figure, Panel, Row
-from wellcond.lab.report.table import Table, Value
+from wellcond.lab.report.table import Table, Values
 from wellcond.lab.report.values import MISSING, number
 
 NAME = "tuning.json"
@@ -174,8 +174,7 @@ def find_tuning(comparison: Comparison, tolerance: float | None = None) -> Tunin
         return None
     record = read_json(path, "wellcond-tuning")
     try:
-        stored = record["metric"]
-        metric = Metric(str(stored["name"]), bool(stored["higher_is_better"]), bool(stored.get("percent")))
+        metric = Metric.of(record["metric"])
         rows = [row for row in record["methods"] if row["best"] is not None and row["label"] in comparison.methods]
         methods = [
             TunedMethod(
@@ -221,18 +220,10 @@ def tuning_figure(comparison: Comparison, tuning: Tuning) -> Figure:
         f"Lines are means over the tuning seeds ({', '.join(tuning.seeds)}), dots are seeds, the large dot is the "
         f"value that was chosen. A cross at the edge is a run that diverged; a mean needs all seeds.{profile}"
     )
-    title = f"{tuning.metric.name.capitalize()} over {' and '.join(map(field_name, tuning.fields))}"
+    title = (
+        f"{tuning.metric.name.capitalize()} over {' and '.join(tuning.fields).replace('optimizer.lr', 'learning rate')}"
+    )
     return Figure("tuning", SECTION, title, caption, "tuned", panels, rows, by_epoch=False)
-
-
-def field_name(field: str) -> str:
-    """A field in words.
-
-    Example:
-        >>> field_name("optimizer.lr"), field_name("identity.lam")
-        ('learning rate', 'identity.lam')
-    """
-    return "learning rate" if field == "optimizer.lr" else field
 
 
 def _rows(comparison: Comparison, tuning: Tuning) -> Iterator[Row]:
@@ -255,35 +246,24 @@ def tuning_table(tuning: Tuning) -> Table:
     header = ("method", "field", "best value", f"{metric.label}, mean", "std", "values tried", "diverged runs",
               "within the tolerance")  # fmt: skip
     rows = []
-    values: list[dict[str, Value]] = []
-    for method in tuning.methods:
-        for field in method.fields:
-            good = tuning.good_range(method, field)
-            tried = method.profile(field)
-            lost = sum(point.lost for point in method.points)
-            edge = " (at the edge)" if field in method.at_edge else ""
-            values.append(
-                {
-                    "method": method.label, "field": field, "best": method.best.values[field],
-                    "at_edge": method.at_edge.get(field, ""), "metric": metric.label,
-                    "mean": method.best.mean * metric.scale, "sd": method.best.std * metric.scale,
-                    "values_tried": len(tried), "lowest_tried": tried[0].values[field],
-                    "highest_tried": tried[-1].values[field], "diverged": lost,
-                    "good_low": math.nan if good is None else good.low,
-                    "good_high": math.nan if good is None else good.high,
-                }
-            )  # fmt: skip
-            rows.append(
-                (
-                    method.label, field, f"{method.best.values[field]:.3g}{edge}", metric.show(method.best.mean),
-                    metric.show(method.best.std), f"{len(tried)}, {tried[0].values[field]:.3g} to "
-                    f"{tried[-1].values[field]:.3g}", str(lost), MISSING if good is None else good.show(),
-                )
-            )  # fmt: skip
-    return Table(
-        "tuning", "Best values and how much they matter", header, tuple(rows), _notes(tuning), frozenset({0, 1, 5, 7}),
-        tuple(values),
-    )  # fmt: skip
+    for method, field in [(tuned, field) for tuned in tuning.methods for field in tuned.fields]:
+        good, best = tuning.good_range(method, field), method.best
+        tried = [point.values[field] for point in method.profile(field)]
+        lost, edge = sum(point.lost for point in method.points), " (at the edge)" if field in method.at_edge else ""
+        cells = (
+            method.label, field, f"{best.values[field]:.3g}{edge}", metric.show(best.mean), metric.show(best.std),
+            f"{len(tried)}, {tried[0]:.3g} to {tried[-1]:.3g}", str(lost), MISSING if good is None else good.show(),
+        )  # fmt: skip
+        values: Values = {
+            "method": method.label, "field": field, "best": best.values[field],
+            "at_edge": method.at_edge.get(field, ""), "metric": metric.label, "mean": best.mean * metric.scale,
+            "sd": best.std * metric.scale, "values_tried": len(tried), "lowest_tried": tried[0],
+            "highest_tried": tried[-1], "diverged": lost, "good_low": math.nan if good is None else good.low,
+            "good_high": math.nan if good is None else good.high,
+        }  # fmt: skip
+        rows.append((cells, values))
+    title = "Best values and how much they matter"
+    return Table.of("tuning", title, header, rows, _notes(tuning), (0, 1, 5, 7))
 
 
 def _notes(tuning: Tuning) -> tuple[str, ...]:

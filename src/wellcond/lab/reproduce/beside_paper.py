@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from wellcond.lab.report.formats import show_interval, show_mean, show_p
-from wellcond.lab.report.run_record import Metric
+from wellcond.lab.report.records import Metric
 from wellcond.lab.report.statistics import PairedDifference, Summary, compare_paired, holm
-from wellcond.lab.report.table import Table
-from wellcond.lab.report.table_values import Values, difference_values, summary_values
+from wellcond.lab.report.table import Table, Values, difference_values, show_interval, show_mean, show_p, summary_values
 from wellcond.lab.report.values import MISSING
 from wellcond.lab.reproduce.catalogue_files import Entry, Row
 from wellcond.lab.reproduce.collect import Collection, StoredStudy, may_be_paired

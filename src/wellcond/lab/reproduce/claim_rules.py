@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Literal
 
 from wellcond.lab.report.analysis import Analysis
-from wellcond.lab.report.formats import show_interval, show_p
-from wellcond.lab.report.glue import SHOWN, find_differences
-from wellcond.lab.report.glue_scores import AVERAGE
-from wellcond.lab.report.run_record import Metric
+from wellcond.lab.report.glue import AVERAGE, SHOWN, find_differences
+from wellcond.lab.report.records import Metric
 from wellcond.lab.report.statistics import PairedDifference, compare_paired, correct
+from wellcond.lab.report.table import show_interval, show_p
 from wellcond.lab.report.values import show_seeds
 from wellcond.lab.report.verdicts import ALPHA, Kind, default_margin, judge, sign_flip_p, smallest_detectable
 from wellcond.lab.reproduce.catalogue_files import entries

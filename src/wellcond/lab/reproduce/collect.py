@@ -9,11 +9,9 @@ from functools import cached_property
 from pathlib import Path
 
 from wellcond.lab.report.analysis import Analysis, analyse, seconds_per_step
-from wellcond.lab.report.glue import SHOWN
-from wellcond.lab.report.glue_scores import GlueScores, load_glue
+from wellcond.lab.report.glue import SHOWN, GlueScores, load_glue
 from wellcond.lab.report.load_runs import Comparison, load_comparisons
-from wellcond.lab.report.run_record import Metric, RunRecordError
-from wellcond.lab.report.same_settings import setting_differences
+from wellcond.lab.report.records import Metric, RunRecordError, setting_differences
 from wellcond.lab.report.values import number
 from wellcond.lab.reproduce.catalogue_files import Row, studies, variants
 from wellcond.lab.reproduce.plan import RUNS, study_name

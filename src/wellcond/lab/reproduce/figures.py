@@ -6,13 +6,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from wellcond.lab.report.analysis import Analysis
-from wellcond.lab.report.head_table import ROLES, HeadTable
+from wellcond.lab.report.analysis import ROLES, Analysis, HeadTable
+from wellcond.lab.report.figures import curves_of
 from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.match import show_match
 from wellcond.lab.report.series import BUDGET, MEAN, Curve, Figure, Panel, Row, curve_rows, with_points
 from wellcond.lab.report.table import Table
-from wellcond.lab.report.training_figures import curves_of
 from wellcond.lab.report.values import MISSING, show, show_seeds
 from wellcond.lab.reproduce.catalogue_files import Entry, PanelSettings
 from wellcond.lab.reproduce.collect import Collection, StoredStudy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from wellcond.lab.report.glue_scores import AVERAGE
+from wellcond.lab.report.glue import AVERAGE
 from wellcond.lab.reproduce.catalogue_files import Entry
 from wellcond.lab.reproduce.collect import StoredStudy
 from wellcond.lab.reproduce.paper_numbers import PaperPart

@@ -27,7 +27,7 @@ def what_ran(comparison: Comparison) -> str:
 
     Example:
         >>> from pathlib import Path
-        >>> from wellcond.lab.report.run_record import Run
+        >>> from wellcond.lab.report.records import Run
         >>> record = {"method": "default", "seed": 0, "data": {"name": "uoft-cs/cifar10", "train": 5000}, "config": {
         ...     "model": {"name": "timm:vit_tiny_patch16_224", "arguments": {"embed_dim": 64}},
         ...     "task": {"name": "image_classification"}}}

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
+from statistics import fmean, geometric_mean
 from typing import Any
 
 from torch import nn
@@ -117,3 +119,31 @@ class ConditioningLog:
             if self._copy is not None:
                 self._copy.load_state_dict(state)
         return [] if self._tracker is None else [point.to_json_dict() for point in self._tracker.step()]
+
+
+FOR_TRACKERS = {
+    "kappa_J": ("pseudo_condition_number", geometric_mean),
+    **{f"kappa_W_{role.upper()}": (f"kappa_{role}", geometric_mean) for role in "qkv"},
+    "entropy": ("normalised_entropy", fmean),
+}
+"""What trackers get of every layer: the field of a row, and its mean over heads."""
+
+
+def layer_numbers(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Rows of one step as numbers for a tracker, grouped by layer; loggers want finite ones, so others are left out.
+
+    Example:
+        >>> row = {"layer": "blocks.3", "pseudo_condition_number": 10.0, "normalised_entropy": 0.5, "dead": False}
+        >>> numbers = layer_numbers([row, row | {"pseudo_condition_number": 1000.0, "dead": True}])
+        >>> numbers["conditioning/blocks.3/kappa_J"], numbers["conditioning/blocks.3/dead_heads"]
+        (100.0, 1.0)
+    """
+    numbers: dict[str, float] = {}
+    for layer in dict.fromkeys(row["layer"] for row in rows):
+        heads = [row for row in rows if row["layer"] == layer]
+        for name, (key, mean) in FOR_TRACKERS.items():
+            values = [float(head[key]) for head in heads if head.get(key) is not None]
+            if finite := [value for value in values if math.isfinite(value)]:
+                numbers[f"conditioning/{layer}/{name}"] = mean(finite)
+        numbers[f"conditioning/{layer}/dead_heads"] = float(sum(bool(head["dead"]) for head in heads))
+    return numbers

@@ -31,7 +31,7 @@ from wellcond.lab.train.checkpoint import (
     read_tensors,
     save_checkpoint,
 )
-from wellcond.lab.train.conditioning_log import ConditioningLog
+from wellcond.lab.train.conditioning_log import ConditioningLog, layer_numbers
 from wellcond.lab.train.evaluate import BestWeights, Evaluator, WeightAverage, find_test_set
 from wellcond.lab.train.length import (
     BatchRamp,
@@ -332,6 +332,7 @@ class Engine:
         if rows:
             place = {"step": self.state.step, "epoch": self.epoch}
             self.folder.append("conditioning.jsonl", (place | row for row in rows))
+            self.accelerator.log(layer_numbers(rows), step=self.state.step)
 
     def _evaluate(self) -> None:
         with self.clock.spent_on("evaluation"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,26 +18,26 @@ import numpy as np
 from wellcond.lab.report.values import number
 
 Rows = list[dict[str, Any]]
-Path = tuple[str, ...]
+Keys = tuple[str, ...]
 
 PACKED = "wellcond-packed-run"
-OWN = frozenset({"schema", "kind", "method", "seed", "status", "final", "best", "test", "samples"})
+SCORES = frozenset({"final", "best", "test"})
+OWN = SCORES | {"schema", "kind", "method", "seed", "status", "samples"}
 """Fields of a record that are never shared: what a run is and what came out."""
-SCORES = OWN & {"final", "best", "test"}
-"""The same of the records of fine-tuning in it."""
 MOST_POINTS = 60
 PLOTTED, PRINTED = 4, 7
 """Significant digits of what is plotted, and of what tables print means of."""
-STEPS = ("step", "epoch", "loss", "grad_norm_q", "grad_norm_k", "grad_norm_v")
 ROLES = ("q", "k", "v")
+STEPS = ("step", "epoch", "loss", *(f"grad_norm_{role}" for role in ROLES))
 JACOBIAN = ("condition_number", "pseudo_condition_number", "papers_bound_log10", "bound_log10", "status")
 KAPPAS, LARGEST, SMALLEST = (
     tuple(f"{prefix}{what}_{role}" for prefix in ("", "raw_") for role in ROLES)
     for what in ("kappa", "sigma_max", "sigma_min")
 )
-GEOMETRIC = (*KAPPAS, *LARGEST, *SMALLEST)
 ARITHMETIC = ("normalised_entropy", "diagonal_mass", "dead")
-MEASURED = ("step", "epoch", "layer", "head", *JACOBIAN, *ARITHMETIC, *GEOMETRIC)
+MEASURED = ("step", "epoch", "layer", "head", *JACOBIAN, *ARITHMETIC, *KAPPAS, *LARGEST, *SMALLEST)
+COPIES = {"condition_number": "pseudo_condition_number", **{f"raw_{key}": key for key in (*KAPPAS[:3], *LARGEST[:3])}}
+"""Columns that are often equal to another, and then stored once."""
 
 
 def share(records: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -49,7 +49,7 @@ def share(records: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[
         ({'lr': 1}, {'name': 'a'}, {'lr': 1, 'name': 'b'})
     """
     flat = [dict(_leaves(record)) for record in records]
-    shared: dict[Path, Any] = {}
+    shared: dict[Keys, Any] = {}
     for path in dict.fromkeys(path for leaves in flat for path in leaves):
         if path[0] in OWN or SCORES.intersection(path):
             continue
@@ -72,7 +72,7 @@ def merge(shared: Mapping[str, Any], rest: Mapping[str, Any]) -> dict[str, Any]:
     return _nested(leaves | dict(_leaves({key: value for key, value in rest.items() if key != "absent"})))
 
 
-def _leaves(value: Any, path: Path = ()) -> Iterable[tuple[Path, Any]]:
+def _leaves(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
     if isinstance(value, Mapping) and (value or not path):
         for key, inner in value.items():
             yield from _leaves(inner, (*path, str(key)))
@@ -80,7 +80,7 @@ def _leaves(value: Any, path: Path = ()) -> Iterable[tuple[Path, Any]]:
         yield path, value
 
 
-def _nested(leaves: Mapping[Path, Any]) -> dict[str, Any]:
+def _nested(leaves: Mapping[Keys, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for path, leaf in leaves.items():
         place = made
@@ -106,13 +106,18 @@ def to_rows(columns: Mapping[str, Any]) -> Rows:
 
     Raises: ValueError if columns are not of one length.
     """
-    count = columns.get("rows", 0)
-    spread = {
-        key: value if isinstance(value, list) else [value] * count for key, value in columns.items() if key != "rows"
-    }
-    if any(len(values) != count for values in spread.values()):
+    names = [key for key in columns if key != "rows"]
+    spread = [_spread(columns, key) for key in names]
+    return [dict(zip(names, values, strict=True)) for values in zip(*spread, strict=True)]
+
+
+def _spread(columns: Mapping[str, Any], key: str) -> list[Any]:
+    """Values of a column, as many as there are rows."""
+    count, value = columns.get("rows", 0), columns[key]
+    values = value if isinstance(value, list) else [value] * count
+    if len(values) != count:
         raise ValueError(f"expected {count} rows in each column")
-    return [dict(zip(spread, values, strict=True)) for values in zip(*spread.values(), strict=True)]
+    return values
 
 
 def pack_steps(rows: Rows) -> dict[str, Any]:
@@ -141,11 +146,14 @@ def pack_evaluations(rows: Rows, metric: str) -> dict[str, Any]:
 
 def pack_heads(rows: Rows) -> dict[str, Any]:
     """Measured heads: all of them where a quantity is first or last measured; the Jacobian everywhere; else means."""
-    ends = _end_steps(rows)
-    kept = []
+    ends: set[Any] = set()
+    for key in (*JACOBIAN[:4], *ARITHMETIC, *KAPPAS):
+        steps = [row["step"] for row in rows if row.get(key) is not None]
+        ends |= {min(steps, key=number), max(steps, key=number)} if steps else set()
     by_step: dict[Any, Rows] = {}
     for row in rows:
         by_step.setdefault(row["step"], []).append(row)
+    kept = []
     for step, heads in by_step.items():
         if step in ends:
             kept += [
@@ -161,23 +169,13 @@ def pack_heads(rows: Rows) -> dict[str, Any]:
         ]
         listed[0] |= _rounded(_means(heads), PLOTTED)
         kept += listed
-    columns = to_columns(kept, MEASURED)
-    return _without_copies(columns)
-
-
-def _end_steps(rows: Rows) -> set[Any]:
-    """Steps at which some quantity is measured for the first or the last time."""
-    found = set()
-    for key in (*JACOBIAN[:4], *ARITHMETIC, *KAPPAS):
-        steps = [row["step"] for row in rows if row.get(key) is not None]
-        found |= {min(steps, key=number), max(steps, key=number)} if steps else set()
-    return found
+    return _without_copies(to_columns(kept, MEASURED))
 
 
 def _means(heads: Rows) -> dict[str, Any]:
     """Over heads and layers, geometric or arithmetic, of finite values; infinite if all are."""
     means: dict[str, Any] = {}
-    for key in (*GEOMETRIC, *ARITHMETIC):
+    for key in (*KAPPAS, *LARGEST, *SMALLEST, *ARITHMETIC):
         values = [number(row.get(key)) for row in heads if row.get(key) is not None]
         usable = [x for x in values if math.isfinite(x) and (x > 0 or key in ARITHMETIC)]
         if usable:
@@ -187,38 +185,21 @@ def _means(heads: Rows) -> dict[str, Any]:
     return means
 
 
-COPIES = {
-    "condition_number": "pseudo_condition_number",
-    **{f"raw_{key}": key for key in (*KAPPAS[:3], *LARGEST[:3])},
-}
-"""Columns that are often equal to another, and then stored once."""
-
-
 def _without_copies(columns: dict[str, Any]) -> dict[str, Any]:
     """Without what follows from other columns: copies, and sigma_min, which is sigma_max / kappa."""
     kept = dict(columns)
-    for kappa, largest, smallest in zip(KAPPAS, LARGEST, SMALLEST, strict=True):
-        if smallest in columns and _follow(columns, kappa, largest, smallest):
-            del kept[smallest]
+    for names in zip(KAPPAS, LARGEST, SMALLEST, strict=True):
+        if set(names) <= columns.keys():
+            kappas, tops, ends = (np.array([number(value) for value in _spread(columns, key)]) for key in names)
+            known = ~(np.isnan(kappas) | np.isnan(tops))
+            with np.errstate(divide="ignore", invalid="ignore"):
+                close = np.isclose(tops / kappas, ends, rtol=2e-3, atol=0, equal_nan=True)
+            if np.all(close[known]) and np.all(np.isnan(ends[~known])):
+                del kept[names[2]]
     copies = [key for key, source in COPIES.items() if key in columns and columns[key] == columns.get(source)]
     for key in copies:
         del kept[key]
     return kept | ({"copies": copies} if copies else {})
-
-
-def _follow(columns: Mapping[str, Any], kappa: str, largest: str, smallest: str) -> bool:
-    if kappa not in columns or largest not in columns:
-        return False
-    kappas, tops, ends = (_numbers(columns, key) for key in (kappa, largest, smallest))
-    known = ~(np.isnan(kappas) | np.isnan(tops))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        close = np.isclose(tops / kappas, ends, rtol=2e-3, atol=0, equal_nan=True)
-    return bool(np.all(close[known]) and np.all(np.isnan(ends[~known])))
-
-
-def _numbers(columns: Mapping[str, Any], key: str) -> np.ndarray:
-    values = columns[key] if isinstance(columns[key], list) else [columns[key]] * columns["rows"]
-    return np.array([number(value) for value in values])
 
 
 def unpack_heads(columns: Mapping[str, Any]) -> Rows:

@@ -1,67 +1,84 @@
-"""`find_findings`: what the numbers say, in sentences, and nothing beyond them."""
+"""What the numbers say and nothing beyond them: in one sentence (`bottom_line`) and in several (`find_findings`)."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 
 from wellcond.lab.report.analysis import Analysis
-from wellcond.lab.report.formats import show_interval, show_kappa, show_mean, show_p, show_share
 from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.match import FEWEST_FOR_EXACT, MatchGain, Matching, show_match
-from wellcond.lab.report.provenance import session_differences
+from wellcond.lab.report.run_tables import plain_setting
 from wellcond.lab.report.statistics import FEWEST_SEEDS, PairedDifference, method_kind
+from wellcond.lab.report.table import show_interval, show_kappa, show_mean, show_p, show_share
 from wellcond.lab.report.values import number, show, show_seeds
-from wellcond.lab.report.verdicts import ALPHA, POWER, smallest_detectable, typical_std
+from wellcond.lab.report.verdicts import ALPHA, POWER, Kind, smallest_detectable, typical_std
 
 SMALL_GRADIENT = 0.01
+WORDS: dict[Kind, str] = {
+    "better": "better", "worse": "worse", "equal": "equal within the margin", "undecided": "undecided",
+}  # fmt: skip
 
 
-def find_findings(analysis: Analysis) -> list[str]:
-    """Sentences computed from the records, the most important first."""
-    if not _anything(analysis):
-        counts = [f"{run.method}, seed {run.seed}: {run.outcome}" for run in analysis.comparison.runs]
-        return [f"No run is finished, so there is nothing to compare yet ({'; '.join(counts)})."]
-    return [*_first(analysis), *_differences(analysis), *_others(analysis)]
+def bottom_line(analysis: Analysis) -> str:
+    """How many methods are better, worse, equal or undecided against the baseline, and the largest difference.
+
+    Where no difference can be judged, the first finding says why.
+    """
+    metric = analysis.comparison.result
+    compared = [difference for difference in analysis.differences.values() if difference.count]
+    if not compared or max(difference.count for difference in compared) < FEWEST_SEEDS:
+        return " ".join(find_findings(analysis)[: 2 if compared else 1])
+    counts = Counter(analysis.judge(difference).kind for difference in compared)
+    told = [f"{counts[kind]} {_are(counts[kind])} {word}" for kind, word in WORDS.items() if counts[kind]]
+    top = max(compared, key=lambda difference: difference.mean)
+    size = "largest gain" if top.mean > 0 else "smallest loss"
+    facts = [f"95 % interval {show_interval(top.interval, metric)}"] if top.interval is not None else []
+    facts += [show_seeds(top.count), WORDS[analysis.judge(top).kind]]
+    return (
+        f"Of {len(compared)} {'method' if len(compared) == 1 else 'methods'} against {analysis.comparison.baseline}, "
+        f"{', '.join(told)}; the {size} is {metric.show(top.mean, sign=True)}{metric.unit}, of {top.method} "
+        f"({', '.join(facts)})."
+    )
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
 
 
 def find_remarks(analysis: Analysis) -> list[str]:
     """Findings without a sentence for each difference, which the table of methods has already."""
-    return [*_first(analysis), *_others(analysis)] if _anything(analysis) else find_findings(analysis)
+    return find_findings(analysis, differences=False)
 
 
-def _anything(analysis: Analysis) -> bool:
-    return any(summary.count for summary in analysis.summaries.values())
-
-
-def _first(analysis: Analysis) -> list[str]:
+def find_findings(analysis: Analysis, *, differences: bool = True) -> list[str]:
+    """Sentences computed from the records, the most important first."""
+    if not any(summary.count for summary in analysis.summaries.values()):
+        counts = [f"{run.method}, seed {run.seed}: {run.outcome}" for run in analysis.comparison.runs]
+        return [f"No run is finished, so there is nothing to compare yet ({'; '.join(counts)})."]
+    paired = sorted((d for d in analysis.differences.values() if d.count), key=lambda d: -d.mean)
     return [
         *_winner(analysis),
         *_few_seeds(analysis),
         *describe_power(analysis.comparison, analysis.differences),
-    ]
-
-
-def _others(analysis: Analysis) -> list[str]:
-    return [
+        *(describe_difference(difference, analysis) for difference in paired if differences),
         *_failures(analysis),
         *_scale_control(analysis),
         *_saturation(analysis),
         *_matching(analysis),
         *_conditioning(analysis),
-        *_fairness(analysis),
+        *_machines(analysis),
     ]
 
 
 def _ranked(analysis: Analysis) -> list[str]:
     """Methods that lost no run by divergence, the best mean first."""
     sign = -1.0 if analysis.comparison.result.higher_is_better else 1.0
-    known = [m for m in analysis.comparison.methods if analysis.summaries[m].count and not _lost(analysis, m)]
+    known = [
+        m for m in analysis.comparison.methods if analysis.summaries[m].count and not analysis.outcomes(m)["diverged"]
+    ]
     return sorted(known, key=lambda method: sign * analysis.summaries[method].mean)
-
-
-def _lost(analysis: Analysis, method: str) -> int:
-    return analysis.outcomes(method)["diverged"]
 
 
 def _tied_for_best(analysis: Analysis) -> list[str]:
@@ -74,39 +91,37 @@ def _tied_for_best(analysis: Analysis) -> list[str]:
 def _winner(analysis: Analysis) -> list[str]:
     ranked, tied, metric = _ranked(analysis), _tied_for_best(analysis), analysis.comparison.result
     finished = [method for method in analysis.comparison.methods if analysis.summaries[method].count]
+    percent = " %" if metric.percent else ""
     if len(finished) < 2:
         return [f"Only {finished[0]} has finished runs, so there is nothing to compare it with."]
 
     def told(method: str) -> str:
         summary = analysis.summaries[method]
-        seeds = show_seeds(summary.count)
-        unit = " %" if metric.percent else ""
-        return f"{method} ({show_mean(summary.mean, summary.std, metric)}{unit}, {seeds})"
+        return f"{method} ({show_mean(summary.mean, summary.std, metric)}{percent}, {show_seeds(summary.count)})"
 
-    lost = [
-        f" {told(m)} is not ranked: {_lost(analysis, m)} of its {analysis.outcomes(m).total()} runs diverged."
-        for m in finished
-        if _lost(analysis, m)
-    ]
+    outcomes = {method: analysis.outcomes(method) for method in finished}
+    lost = "".join(
+        f" {told(m)} is not ranked: {counts['diverged']} of its {counts.total()} runs diverged."
+        for m, counts in outcomes.items()
+        if counts["diverged"]
+    )
     if not ranked:
-        return [f"Every method lost runs, so none is called best.{''.join(lost)}"]
+        return [f"Every method lost runs, so none is called best.{lost}"]
     if len(ranked) == 1:
-        return [f"Only {told(ranked[0])} lost no run, so there is no ranking.{''.join(lost)}"]
+        return [f"Only {told(ranked[0])} lost no run, so there is no ranking.{lost}"]
+    top = metric.show(analysis.summaries[ranked[0]].mean)
     if len(tied) == len(ranked):
-        value = f"{metric.show(analysis.summaries[tied[0]].mean)}{' %' if metric.percent else ''}"
         every = f"All {len(tied)} methods" + (" that lost no run" if lost else "")
-        return [f"{every} have the same mean {metric.name}, {value}: these runs cannot tell them apart.{''.join(lost)}"]
+        return [f"{every} have the same mean {metric.name}, {top}{percent}: these runs cannot tell them apart.{lost}"]
     if len(tied) > 1:
         names = f"{', '.join(tied[:-1])} and {tied[-1]}"
-        rest = f", before {told(ranked[len(tied)])}"
-        first = f"Best mean {metric.name}: {names} are equal ({metric.show(analysis.summaries[tied[0]].mean)}){rest}."
-        return [first + "".join(lost)]
+        return [f"Best mean {metric.name}: {names} are equal ({top}), before {told(ranked[len(tied)])}.{lost}"]
     best, second, last = ranked[0], ranked[1], ranked[-1]
     tail = "" if last == second else f"; worst is {told(last)}"
     lead = abs(analysis.summaries[best].mean - analysis.summaries[second].mean)
     if lead < max(analysis.summaries[best].std, analysis.summaries[second].std):
         tail += f". The lead of {metric.show(lead)}{metric.unit} is smaller than the spread over seeds"
-    return [f"Best mean {metric.name}: {told(best)}, before {told(second)}{tail}.{''.join(lost)}"]
+    return [f"Best mean {metric.name}: {told(best)}, before {told(second)}{tail}.{lost}"]
 
 
 def describe_power(
@@ -175,18 +190,9 @@ def describe_difference(difference: PairedDifference, analysis: Analysis) -> str
             f"{differ}, which is undecided: the interval excludes 0, but not significantly once the number of methods "
             f"is considered ({facts}){lost}."
         )
-    reach = f"; {show_seeds(difference.count)} with this spread can show {_detectable(difference, analysis)}"
+    detectable = metric.show(smallest_detectable(difference.std, difference.count)) + metric.unit
+    reach = f"; {show_seeds(difference.count)} with this spread can show {detectable}"
     return f"{differ}, which is undecided: the interval contains 0 ({facts}){reach}{lost}."
-
-
-def _detectable(difference: PairedDifference, analysis: Analysis) -> str:
-    metric = analysis.comparison.result
-    return f"{metric.show(smallest_detectable(difference.std, difference.count))}{metric.unit}"
-
-
-def _differences(analysis: Analysis) -> list[str]:
-    found = [difference for difference in analysis.differences.values() if difference.count]
-    return [describe_difference(difference, analysis) for difference in sorted(found, key=lambda d: -d.mean)]
 
 
 def _failures(analysis: Analysis) -> list[str]:
@@ -239,20 +245,17 @@ def _scale_control(analysis: Analysis) -> list[str]:
 
 
 def _saturation(analysis: Analysis) -> list[str]:
-    found = []
+    found, metric = [], analysis.comparison.result
     for method in analysis.comparison.methods:
-        state = analysis.attention(method, last=False)
+        state, difference = analysis.attention(method, last=False), analysis.differences.get(method)
         if state is None or not state.saturated:
             continue
-        metric, difference = analysis.comparison.result, analysis.differences.get(method)
         start = f"{method}: "
         if difference is not None and difference.count and difference.mean < 0:
             start += f"{metric.show(-difference.mean)}{metric.unit} worse than {difference.baseline}; "
         facts = [f"entropy {state.entropy:.2f} of ln N"] if not math.isnan(state.entropy) else []
         facts += [f"diagonal mass {state.diagonal_mass:.2f}"] if state.diagonal_mass > 0.95 else []
-        dead = (
-            f" and {state.dead} of {state.heads} heads {'is' if state.dead == 1 else 'are'} dead" if state.dead else ""
-        )
+        dead = f" and {state.dead} of {state.heads} heads {_are(state.dead)} dead" if state.dead else ""
         found.append(
             f"{start}its attention has {', '.join(facts)} at step {show(state.step, 9)}{dead}: the softmax is "
             f"saturated{_gradient_evidence(analysis, method)}."
@@ -272,17 +275,15 @@ def _gradient_evidence(analysis: Analysis, method: str) -> str:
 
 
 def _early_gradient(analysis: Analysis, method: str) -> float | None:
-    """Geometric mean of the gradient norms of W_Q and W_K over the first tenth of training."""
-    logs = []
-    zero = False
-    for run in analysis.comparison.of(method):
-        rows = run.steps[: max(1, len(run.steps) // 10)]
-        values = [number(row.get(key)) for row in rows for key in ("grad_norm_q", "grad_norm_k")]
-        zero = zero or any(value == 0 for value in values)
-        logs += [math.log10(value) for value in values if 0 < value < math.inf]
-    if not logs:
-        return 0.0 if zero else None
-    return 10 ** (math.fsum(logs) / len(logs))
+    """Geometric mean of the gradient norms of W_Q and W_K over the first tenth of training; None if not recorded."""
+    values = [
+        number(row.get(key))
+        for run in analysis.comparison.of(method)
+        for row in run.steps[: max(1, len(run.steps) // 10)]
+        for key in ("grad_norm_q", "grad_norm_k")
+    ]
+    logs = [math.log10(value) for value in values if 0 < value < math.inf]
+    return 10 ** (math.fsum(logs) / len(logs)) if logs else 0.0 if 0 in values else None
 
 
 def _matching(analysis: Analysis) -> list[str]:
@@ -359,8 +360,12 @@ def _conditioning(analysis: Analysis) -> list[str]:
     return [f"{said}; the smallest κ(J) does not go with the best {name} here, which is that of {whose}."]
 
 
-def _fairness(analysis: Analysis) -> list[str]:
-    differing = session_differences(analysis.comparison)
-    if not differing:
+def _machines(analysis: Analysis) -> list[str]:
+    """Facts about machine or versions that are not the same in all runs."""
+    found = []
+    for key in ("device", "device_name", "threads", "processes", "precision", "torch", "wellcond"):
+        values = {plain_setting(session.get(key)) for run in analysis.comparison.runs for session in run.sessions}
+        found += [f"{key} ({', '.join(sorted(values))})"] if len(values) > 1 else []
+    if not found:
         return []
-    return [f"Not all runs were made alike: {'; '.join(differing)}. Times, and perhaps more, are not comparable."]
+    return [f"Not all runs were made alike: {'; '.join(found)}. Times, and perhaps more, are not comparable."]

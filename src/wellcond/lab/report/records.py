@@ -1,21 +1,25 @@
-"""One stored run: its record, its rows, and how the files are read that the training engine wrote."""
+"""One stored run: its record and its rows, from files that may be damaged or hostile. Nothing in them is executed."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from wellcond.errors import WellcondError
-from wellcond.lab.report.packed_records import PACKED, merge, to_rows, unpack_heads
+from wellcond.lab.report.packed import PACKED, merge, to_rows, unpack_heads
 from wellcond.lab.report.values import MISSING, number, show
 from wellcond.run_records import CHECKSUM, COMPLETE, CORRELATIONS, SCHEMA, find_change, find_problem, matches
 
-ANEW = "Restore it, or delete {} and repeat the run."
+REPEAT = "Restore it, or delete {} and repeat the run."
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control characters that a terminal would obey; tabs and line ends are not among them."""
+NOT_COMPARED = frozenset({"method", "seed", "title", "description", "checkpoint", "logging", "workers"})
+"""Settings that differ between the runs of a comparison, or change no number."""
 
 
 class RunRecordError(WellcondError, ValueError):
@@ -36,6 +40,11 @@ class Metric:
     percent: bool
     """Stored as a fraction, shown times 100."""
 
+    @classmethod
+    def of(cls, stored: Mapping[str, Any]) -> Metric:
+        """The metric of a record."""
+        return cls(str(stored["name"]), bool(stored["higher_is_better"]), bool(stored.get("percent")))
+
     @property
     def scale(self) -> float:
         """Factor from stored to shown numbers."""
@@ -44,8 +53,7 @@ class Metric:
     @property
     def limits(self) -> tuple[float, float] | None:
         """Smallest and largest number that can be shown; None where there is no largest."""
-        lowest = -self.scale if self.name in CORRELATIONS else 0.0
-        return (lowest, self.scale) if self.percent else None
+        return (-self.scale if self.name in CORRELATIONS else 0.0, self.scale) if self.percent else None
 
     @property
     def unit(self) -> str:
@@ -56,6 +64,11 @@ class Metric:
     def label(self) -> str:
         """Name with unit, for an axis."""
         return f"{self.name} (%)" if self.percent else self.name
+
+    @property
+    def better(self) -> str:
+        """Which way is better, in words."""
+        return "higher is better" if self.higher_is_better else "lower is better"
 
     def show(self, value: float, *, sign: bool = False) -> str:
         """A value, or with `sign` a difference, as it is printed.
@@ -81,7 +94,7 @@ class Run:
     folder: Path
     record: dict[str, Any]
     packed: Mapping[str, Any] | None = None
-    """Columns of a packed run, which has no other files; see `packed_records`."""
+    """Columns of a packed run, which has no other files; see `packed`."""
 
     @property
     def file(self) -> Path:
@@ -106,23 +119,26 @@ class Run:
     @property
     def metric(self) -> Metric:
         """What it is judged by."""
-        stored = self.record["metric"]
-        return Metric(str(stored["name"]), bool(stored["higher_is_better"]), bool(stored.get("percent")))
+        return Metric.of(self.record["metric"])
+
+    def part(self, name: str) -> dict[str, Any]:
+        """A mapping of its record, such as `final`, `best`, `test`, `seconds` or `data`; empty if there is none."""
+        return self.record.get(name) or {}
+
+    @property
+    def sessions(self) -> list[dict[str, Any]]:
+        """One entry for each time the run was started or resumed: versions and machine."""
+        return list(self.record.get("sessions") or ())
 
     @property
     def value(self) -> float:
         """The metric at the last evaluation; NaN where there is none."""
-        return number((self.record.get("final") or {}).get(self.metric.name))
-
-    @property
-    def test(self) -> dict[str, Any]:
-        """Scores on the test split, with the weights that were tested; empty where nothing was tested."""
-        return self.record.get("test") or {}
+        return number(self.part("final").get(self.metric.name))
 
     @property
     def test_value(self) -> float:
         """The metric on the test split; NaN where there is none."""
-        return number(self.test.get(self.metric.name))
+        return number(self.part("test").get(self.metric.name))
 
     @property
     def outcome(self) -> str:
@@ -142,37 +158,32 @@ class Run:
     @property
     def alone(self) -> bool:
         """Whether it had its cores to itself from beginning to end, so that its times are those of its method."""
-        sessions = self.record.get("sessions") or ()
-        return bool(sessions) and all(session.get("alone") is True for session in sessions)
+        return bool(self.sessions) and all(session.get("alone") is True for session in self.sessions)
 
     @cached_property
     def steps(self) -> list[dict[str, Any]]:
         """Rows of training."""
-        return self._rows("steps.jsonl", ("step",), required=True)
+        return self._rows("steps", ("step",), required=True)
 
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:
         """Rows of evaluation."""
-        rows = self._rows("evaluations.jsonl", ("step",), required=True)
-        if (
-            self.status == "finished"
-            and rows
-            and rows[-1].get(self.metric.name) != self.record["final"][self.metric.name]
-        ):
+        rows, name = self._rows("evaluations", ("step",), required=True), self.metric.name
+        if self.status == "finished" and rows and rows[-1].get(name) != self.record["final"][name]:
             raise RunRecordError(
                 self.file,
-                f"has {self.metric.name} {self.value} at the end, but the last row of evaluations.jsonl has "
-                f"{rows[-1].get(self.metric.name)}: one of them was changed",
-                ANEW.format(self.folder),
+                f"has {name} {self.value} at the end, but the last row of evaluations.jsonl has "
+                f"{rows[-1].get(name)}: one of them was changed",
+                REPEAT.format(self.folder),
             )
         return rows
 
     @property
     def conditioning(self) -> list[dict[str, Any]]:
         """Rows of measured heads; empty if nothing was measured. Read anew each time, since there can be very many."""
-        return self._rows("conditioning.jsonl", ("step", "layer", "head"), required=False)
+        return self._rows("conditioning", ("step", "layer", "head"), required=False)
 
-    def fine_tuned(self) -> Iterable[tuple[Path, dict[str, Any]]]:
+    def fine_tuned(self) -> Iterator[tuple[Path, dict[str, Any]]]:
         """Records of runs that were fine-tuned from this one, each with the file that holds it."""
         if self.packed is None:
             for path in sorted((self.folder / "glue").glob("*/seed-*/run.json")):
@@ -183,33 +194,36 @@ class Run:
 
     def _rows(self, name: str, keys: tuple[str, ...], *, required: bool) -> list[dict[str, Any]]:
         if self.packed is not None:
-            return self._unpacked(name.removesuffix(".jsonl"))
-        path, advice = self.folder / name, ANEW.format(self.folder)
-        mark = self.record.get("logs", {}).get(name)
+            columns = self.packed.get(name) or {}
+            try:
+                return unpack_heads(columns) if name == "conditioning" else to_rows(columns)
+            except (ValueError, TypeError, AttributeError, KeyError) as error:
+                raise RunRecordError(
+                    self.file, f"its {name} cannot be read: {error}", "Pack the runs again."
+                ) from error
+        path, advice, complete = self.folder / f"{name}.jsonl", REPEAT.format(self.folder), self.status in COMPLETE
+        mark = self.record.get("logs", {}).get(path.name)
         if not path.is_file():
             if (required and self.status == "finished") or (mark and mark["bytes"]):
                 raise RunRecordError(path, f"is missing, though the run is {self.status}", advice)
             return []
-        content, complete = path.read_bytes(), self.status in COMPLETE
+        content = path.read_bytes()
         if mark and not matches(mark, content, complete=complete):
             raise RunRecordError(path, "was changed after it was written, or is not of the run in run.json", advice)
-        rows = _read_lines(path, content, unfinished=not complete)
+        lines = [line for line in content.decode("utf-8", errors="replace").split("\n") if line.strip()]
         # A run that was killed and resumed may have written a step twice; the later row is the one that counts.
         latest: dict[tuple[Any, ...], dict[str, Any]] = {}
-        for at, row in enumerate(rows):
-            if not isinstance(row, dict) or any(key not in row for key in keys):
-                raise RunRecordError(
-                    path, f"row {at + 1} should have the keys {', '.join(keys)}", "It is not a record of wellcond."
-                )
-            latest[tuple(row[key] for key in keys)] = row
+        for at, line in enumerate(lines):
+            try:
+                row = json.loads(line)
+                latest[tuple(row[key] for key in keys)] = row
+            except (ValueError, RecursionError) as error:
+                if at == len(lines) - 1 and not complete:  # half a last line is what a killed run leaves
+                    break
+                raise RunRecordError(path, f"row {at + 1} of {len(lines)} is not JSON ({error})", advice) from error
+            except (TypeError, KeyError) as error:
+                raise RunRecordError(path, f"row {at + 1} should have the keys {', '.join(keys)}", advice) from error
         return sorted(latest.values(), key=lambda row: number(row["step"]))
-
-    def _unpacked(self, name: str) -> list[dict[str, Any]]:
-        columns = (self.packed or {}).get(name) or {}
-        try:
-            return unpack_heads(columns) if name == "conditioning" else to_rows(columns)
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
-            raise RunRecordError(self.file, f"its {name} cannot be read: {error}", "Pack the runs again.") from error
 
 
 def read_packed(path: Path, shared: Mapping[str, Any], mark: str) -> Run:
@@ -240,9 +254,7 @@ def read_json(path: Path, kind: str) -> dict[str, Any]:
     Raises: RunRecordError if it is anything else, was changed, or is of a run with scores that cannot be.
     """
     is_run = kind == "wellcond-run"
-    advice = (
-        ANEW.format(path.parent) if is_run else f"Restore it, or delete {path} and repeat the command that wrote it."
-    )
+    advice = REPEAT.format(path.parent) if is_run else f"Restore it, or delete {path} and repeat what wrote it."
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -250,20 +262,13 @@ def read_json(path: Path, kind: str) -> dict[str, Any]:
     if not isinstance(record, dict) or record.get("kind", kind) != kind:
         raise RunRecordError(path, f"expected a record of kind {kind!r}", advice)
     if record.get("schema") != SCHEMA:
-        raise RunRecordError(
-            path,
-            f"expected schema {SCHEMA}, found {record.get('schema')!r}",
-            "It is of another version of wellcond: use that version, or repeat the run.",
-        )
+        said = f"expected schema {SCHEMA}, found {record.get('schema')!r}"
+        raise RunRecordError(path, said, "It is of another version of wellcond: use that version, or repeat the run.")
     if problem := find_problem(record) if is_run else find_change(record):
         raise RunRecordError(path, problem, advice)
     record.pop(CHECKSUM, None)
     # Generated samples may hold anything; their pages show each such character by its number.
     return {key: value if key == "samples" else _without_controls(value) for key, value in record.items()}
-
-
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""What a terminal would obey, a tab and the end of a line apart."""
 
 
 def _without_controls(value: Any) -> Any:
@@ -275,22 +280,27 @@ def _without_controls(value: Any) -> Any:
     return [_without_controls(item) for item in value] if isinstance(value, list) else value
 
 
-def _read_lines(path: Path, content: bytes, *, unfinished: bool) -> list[Any]:
-    """Rows of a file with one JSON object per line; half a last line is what a killed run leaves."""
-    lines = [line for line in content.decode("utf-8", errors="replace").split("\n") if line.strip()]
-    try:
-        return list(json.loads(f"[{','.join(lines)}]"))
-    except (ValueError, RecursionError):
-        return list(_read_one_by_one(path, lines, unfinished))
+def setting_differences(a: Any, b: Any) -> list[str]:
+    """Fields in which two stored recipes differ: runs share a mean only if there is none.
+
+    Left out are a field that only one of them has (an older record), and what two different methods set.
+
+    Example:
+        >>> setting_differences({"seed": 0, "optimizer": {"lr": 1}}, {"seed": 1, "optimizer": {"lr": 2}})
+        ['optimizer.lr: 1 and 2']
+    """
+    methods = [config["method"] for config in (a, b) if isinstance(config, dict) and "method" in config]
+    described = [method for method in methods if isinstance(method, dict)]
+    free: list[str] = []
+    if len({method.get("label") for method in described}) > 1:
+        for field in [field for method in described for field in method.get("set") or {}]:
+            # Another name (of an optimiser, of a schedule) gives other values to all fields beside it.
+            free += [field.removesuffix("name")] if field.endswith(".name") else [f"{field}:", f"{field}."]
+    return [line for line in _differences(a, b) if not line.startswith(tuple(free))]
 
 
-def _read_one_by_one(path: Path, lines: list[str], unfinished: bool) -> Iterable[Any]:
-    for at, line in enumerate(lines):
-        try:
-            yield json.loads(line)
-        except (ValueError, RecursionError) as error:
-            if unfinished and at == len(lines) - 1:
-                return
-            raise RunRecordError(
-                path, f"row {at + 1} of {len(lines)} is not JSON ({error})", "Restore the file, or repeat the run."
-            ) from error
+def _differences(a: Any, b: Any, path: str = "") -> list[str]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        shared = [key for key in a if key in b and key not in NOT_COMPARED]
+        return [line for key in shared for line in _differences(a[key], b[key], f"{path}.{key}".lstrip("."))]
+    return [] if a == b else [f"{path}: {a!r} and {b!r}"]
