@@ -13,12 +13,6 @@ import yaml
 
 import wellcond
 import wellcond.theory
-from wellcond.cli import (  # noqa: F401  (each adds its commands)
-    experiment_commands,
-    glue_command,
-    pack_command,
-    reproduce_command,
-)
 from wellcond.cli.commands import app
 from wellcond.conditioning.methods import METHODS as CONDITIONS
 from wellcond.init.plan import METHODS as INITIALISATIONS

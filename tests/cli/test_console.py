@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 from report.fake_runs import only_comparison, usual_methods, write_comparison
-from wellcond.cli import experiments
 from wellcond.cli.console import print_table
+from wellcond.cli.recipes import recipes
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.table import Table
 from wellcond.lab.report.tables import build_tables
@@ -54,8 +54,8 @@ def test_without_a_terminal_nothing_is_left_out():
 
 def test_a_recipe_takes_two_lines_at_most(monkeypatch):
     out = terminal(100)
-    monkeypatch.setattr(experiments, "make_console", lambda: out)
-    experiments.print_recipes(as_json=False)
+    monkeypatch.setattr("wellcond.cli.console.make_console", lambda: out)
+    recipes()
     lines = printed(out)
     assert max(map(len, lines)) <= 100
     starts = [at for at, line in enumerate(lines) if line[1:2].strip()]

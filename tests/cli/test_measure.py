@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import wellcond as wc
+from wellcond.cli.checks import InputError
 from wellcond.cli.inputs import make_batch, what_it_reads
-from wellcond.cli.measure import parse_numbers
-from wellcond.cli.measure_options import InputError, MeasureError
+from wellcond.cli.measure import MeasureError, read_numbers
 from wellcond.lab.data.digits import load_digits
 
 SOURCE = """
@@ -309,7 +309,7 @@ def test_bad_options_say_what_to_do(run, file):
     assert "expected 'digits', 'random'" in run(model, "--input", file)[0]
     assert "no attention was found" in run("timm:test_convnext")[0]
     with pytest.raises(MeasureError):
-        parse_numbers("", "--layers", 3, "attentions")
+        read_numbers("", "--layers")
 
 
 def test_missing_extras_name_their_install_line(tmp_path):

@@ -25,8 +25,7 @@ from wellcond.lab.report.measurement_page import render_measurement
 from wellcond.lab.report.static_figures import draw_static
 from wellcond.lab.report.table import plain_markdown
 from wellcond.lab.reproduce.claim_rules import Verdict
-from wellcond.lab.reproduce.claims import Group, Judged
-from wellcond.lab.reproduce.claims_page import claims_html, claims_markdown
+from wellcond.lab.reproduce.claims import Group, Judged, claims_html, claims_markdown
 
 TEXTS = {
     "script": "</script><script>alert(1)</script>",
