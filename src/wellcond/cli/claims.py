@@ -27,7 +27,7 @@ def claims(
         raise OutputError(f"--output: expected a name for the markdown, such as claims.md, found {output}")
     from wellcond.cli.console import print_tables
     from wellcond.files import to_json
-    from wellcond.lab.reproduce.claims import claims_json, claims_table, judge_claims, write_claims
+    from wellcond.lab.reproduce.claims import claims_table, judge_claims, write_claims
 
     judged = judge_claims(results)
     try:
@@ -35,6 +35,6 @@ def claims(
     except OSError as error:
         raise OutputError(f"--output: {output} could not be written: {error.strerror or error}") from error
     if json:
-        print(to_json(claims_json(judged), indent=1))
+        print(to_json([one.model_dump(mode="json") for one in judged], indent=1))
         return
     print_tables([claims_table(judged)], f"written: {output} and {output.with_suffix('.html')}")

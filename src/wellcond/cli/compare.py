@@ -9,22 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from wellcond.cli.app import (
-    Cpu,
-    Data,
-    Folder,
-    InputColumn,
-    Jobs,
-    Json,
-    LabelColumn,
-    Overrides,
-    Quiet,
-    ScaleOption,
-    Seeds,
-    Trust,
-    app,
-    need_train_extra,
-)
+from wellcond.cli import app as cli
 from wellcond.cli.checks import OptionError, check_experiment, data_overrides, read_seeds
 from wellcond.errors import check_choice
 
@@ -61,13 +46,13 @@ class Request:
         return self.quiet or self.as_json
 
 
-@app.command("compare")
+@cli.app.command("compare")
 def compare(
     recipe: Annotated[str, typer.Option("--recipe", help="Name of a shipped recipe (wellcond recipes), or FILE.yaml.")],
     methods: Annotated[
         str | None, typer.Option(help="Comma-separated, such as default,conditioned,identity(lam=2).")
     ] = None,
-    seeds: Seeds = None,
+    seeds: cli.Seeds = None,
     tune: Annotated[
         list[str] | None,
         typer.Option(
@@ -87,13 +72,13 @@ def compare(
             help="With --tune: how often a grid grows each way while its best value is at an edge; 3 by default.",
         ),
     ] = None,
-    scale: ScaleOption = None,
-    set: Overrides = None,
-    data: Data = None,
-    input: InputColumn = None,
-    label: LabelColumn = None,
-    folder: Folder = None,
-    jobs: Jobs = "auto",
+    scale: cli.ScaleOption = None,
+    set: cli.Overrides = None,
+    data: cli.Data = None,
+    input: cli.InputColumn = None,
+    label: cli.LabelColumn = None,
+    folder: cli.Folder = None,
+    jobs: cli.Jobs = "auto",
     engine: Annotated[str, typer.Option(help="local, or ray: the machines of a Ray cluster.")] = "local",
     ray_address: Annotated[
         str | None,
@@ -107,17 +92,17 @@ def compare(
     gpus_per_run: Annotated[
         float | None, typer.Option(help="With --engine ray; 1 by default where the cluster has GPUs.")
     ] = None,
-    cpu: Cpu = False,
-    trust_local_code: Trust = False,
-    json: Json = False,
-    quiet: Quiet = False,
+    cpu: cli.Cpu = False,
+    trust_local_code: cli.Trust = False,
+    json: cli.Json = False,
+    quiet: cli.Quiet = False,
     report: Annotated[bool, typer.Option("--report/--no-report", help="Build the report at the end.")] = True,
     print_jobs: Annotated[
         bool, typer.Option("--print-jobs", help="Print one command per run, for Slurm and the like; run nothing.")
     ] = False,
 ) -> None:
     """Train every method with every seed under one recipe, and show who wins, by how much, and why."""
-    need_train_extra()
+    cli.need_train_extra()
     from wellcond.lab.tune.grid import FIRST_TUNING_SEED, read_tuned_fields
 
     overrides = [*data_overrides(data, input, label), *(set or [])]

@@ -40,7 +40,7 @@ def print_table(out: Console, title: str, made: ReportTable) -> None:
         left_out.insert(0, made.header[last])
         made = made.only([at for at in range(len(made.header)) if at != last])
         widths = _widths(made, out.width)
-    table = Table(title=escape(title), header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=escape(title) or None, header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for at, (name, width) in enumerate(zip(made.header, widths, strict=True)):
         justify: Literal["left", "right"] = "left" if at in made.text_columns else "right"
         table.add_column(escape(name), justify=justify, width=width, overflow="fold")

@@ -10,19 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import nn
 
 from wellcond.attention.effective import conditioning_of
 from wellcond.attention.find import scan_attention
 from wellcond.attention.site import FLAGS, AttentionSite
-from wellcond.cli.console import make_console, show_weight
+from wellcond.cli.console import make_console, print_table, show_weight
 from wellcond.cli.fold import load_raw_or_plain
 from wellcond.errors import AttentionNotFoundError
 from wellcond.files import to_json
+from wellcond.lab.report.table import Table
 from wellcond.linalg.spectrum import spectra
 from wellcond.models import ModelSpecError, build_model, is_local_code
 from wellcond.records import Spectrum
@@ -128,7 +127,7 @@ def print_model(model: nn.Module, *, as_json: bool = False, title: str = "") -> 
         print(to_json(content | ({"note": note} if note else {}), indent=2))
         return
     out = make_console()
-    out.print(_model_table(rows))
+    print_table(out, "", _model_table(rows))
     stored = "W" if conditioning is None else f"W + C ({conditioning['method']})"
     told = note or f"κ: worst over heads of σ_max/σ_min of each head's {stored}."
     of = f" in {title}" if title else ""
@@ -159,22 +158,16 @@ def _seconds_of_spectrum(shape: tuple[int, ...]) -> float:
 
 
 def _model_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("layer", "kind", "heads", "dims", "arrangement"):
-        table.add_column(column, no_wrap=True)
-    for role in "QKV":
-        table.add_column(f"κ(W_{role})", justify="right", no_wrap=True)
-    table.add_column("remarks")
+    shown = []
     for row in rows:
         grouped = row["num_kv_heads"] != row["num_heads"]
         heads = f"{row['num_heads']}/{row['num_kv_heads']}" if grouped else str(row["num_heads"])
         remarks = [flag.replace("_", " ") for flag in row["flags"]]
-        if row["qk_norm"]:
-            remarks.append(f"{row['qk_norm']} qk-norm")
-        if row["evidence"] == "structure":
-            remarks.append("by structure only")
+        remarks += [f"{row['qk_norm']} qk-norm"] if row["qk_norm"] else []
+        remarks += ["by structure only"] if row["evidence"] == "structure" else []
         names = ("kappa", "pseudo_kappa", "why_not_finite")
         kappas = [show_weight(*(row[f"{name}_{role}"] for name in names)) for role in "qkv"]
         dims = f"{row['head_dim']} x {row['in_features']}"
-        table.add_row(row["layer"], row["kind"], heads, dims, row["arrangement"], *kappas, ", ".join(remarks))
-    return table
+        shown.append((row["layer"], row["kind"], heads, dims, row["arrangement"], *kappas, ", ".join(remarks)))
+    header = ("layer", "kind", "heads", "dims", "arrangement", *(f"κ(W_{role})" for role in "QKV"), "remarks")
+    return Table("attention", "", header, tuple(shown), (), frozenset({0, 1, 2, 3, 4, 8}))

@@ -151,7 +151,7 @@ def _run_study(study: PlannedStudy, jobs: str, *, cpu: bool, silent: bool) -> in
     end = exit_code if silent else lambda outcome: tell_end(outcome, len(study.jobs))
     code = end(watch(len(study.jobs), lambda observe: study.run(workers, observe), quiet=silent))
     if study.glue and code != 130:
-        tuned = watch(len(study.glue_folders), lambda observe: study.tune(workers, observe), quiet=silent)
+        tuned = watch(len(study.glue_folders), lambda observe: study.fine_tune(workers, observe), quiet=silent)
         code = max(code, end(tuned))
         if first and tuned.records:
             rebuild_glue(study.folder)

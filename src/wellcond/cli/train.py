@@ -7,44 +7,31 @@ from typing import Annotated
 
 import typer
 
-from wellcond.cli.app import (
-    Cpu,
-    Data,
-    Folder,
-    InputColumn,
-    Json,
-    LabelColumn,
-    Overrides,
-    Quiet,
-    ScaleOption,
-    Trust,
-    app,
-    need_train_extra,
-)
+from wellcond.cli import app as cli
 from wellcond.cli.checks import OptionError, check_experiment, data_overrides
 from wellcond.errors import WellcondError
 
 
-@app.command("train")
+@cli.app.command("train")
 def train(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Name of a shipped recipe, or FILE.yaml.")],
     method: Annotated[
         str | None, typer.Option(help="Such as conditioned, identity(lam=2) or conditioned+balanced.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of everything random.")] = 0,
-    scale: ScaleOption = None,
-    set: Overrides = None,
-    data: Data = None,
-    input: InputColumn = None,
-    label: LabelColumn = None,
-    folder: Folder = None,
-    cpu: Cpu = False,
-    trust_local_code: Trust = False,
-    json: Json = False,
-    quiet: Quiet = False,
+    scale: cli.ScaleOption = None,
+    set: cli.Overrides = None,
+    data: cli.Data = None,
+    input: cli.InputColumn = None,
+    label: cli.LabelColumn = None,
+    folder: cli.Folder = None,
+    cpu: cli.Cpu = False,
+    trust_local_code: cli.Trust = False,
+    json: cli.Json = False,
+    quiet: cli.Quiet = False,
 ) -> None:
     """Train one model with one method and one seed; the same command resumes an interrupted run."""
-    need_train_extra()
+    cli.need_train_extra()
     overrides = [*data_overrides(data, input, label), *(set or [])]
     check_experiment(recipe, scale=scale, overrides=overrides, folder=folder)
     from wellcond.cli import runs

@@ -12,18 +12,17 @@ from importlib import metadata
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import nn
 
 from wellcond.attention.find import Scan, scan_attention
-from wellcond.cli.console import make_console
+from wellcond.cli.console import make_console, print_table
 from wellcond.cli.zoo_forms import DESCRIBED, captured_forms, forms_of, is_structured
 from wellcond.errors import MissingExtraError
 from wellcond.files import to_json
 from wellcond.jacobian.capture import capture_attention
+from wellcond.lab.report.table import Table
 from wellcond.version import __version__
 
 # From the smallest up: the first word that a model's name contains decides; names with none of them come last.
@@ -210,13 +209,12 @@ def print_zoo(library: str, *, as_json: bool = False) -> None:
         facts = {"version": __version__, "library": f"{library} {metadata.version(package)}"}
         print(to_json([asdict(row) | facts for row in rows], indent=2))
         return
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("family", "model", "status", "sites", "kinds", "form of the Jacobian", "remark"):
-        table.add_column(column, overflow="fold", justify="right" if column == "sites" else "left")
-    for row in rows:
-        table.add_row(row.family, row.model, row.status, str(row.num_sites), row.kinds, row.forms, row.detail)
+    header = ("family", "model", "status", "sites", "kinds", "form of the Jacobian", "remark")
+    shown = tuple(
+        (row.family, row.model, row.status, str(row.num_sites), row.kinds, row.forms, row.detail) for row in rows
+    )
     out = make_console()
-    out.print(table)
+    print_table(out, "", Table("zoo", "", header, shown, (), frozenset({0, 1, 2, 4, 5, 6})))
     counts = Counter(row.status for row in rows)
     out.print(", ".join(f"{status}: {count}" for status, count in counts.most_common()))
     with_attention = len(rows) - counts["no attention"] - counts["not built"]

@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from wellcond.files import write_atomically
 from wellcond.lab.report.render import render
@@ -226,8 +226,3 @@ def claims_html(judged: Sequence[Judged]) -> str:
     ]  # fmt: skip
     tiles = [(word, counts[word]) for word in WORDS if counts[word]]
     return render("claims.html", title=TITLE, lead=LEAD, tiles=tiles, sections=sections)
-
-
-def claims_json(judged: Sequence[Judged]) -> list[dict[str, Any]]:
-    """Plain data."""
-    return [one.model_dump(mode="json") for one in judged]

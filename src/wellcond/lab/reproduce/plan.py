@@ -89,7 +89,7 @@ class PlannedStudy:
         """
         write_comparison(self.folder, self.recipe, self.methods, self.seeds)
 
-    def tune(self, num_workers: int, observer: JobObserver) -> Outcome:
+    def fine_tune(self, num_workers: int, observer: JobObserver) -> Outcome:
         """Fine-tune the finished runs on GLUE, as far as that is missing.
 
         Raises: as `run_glue`.
