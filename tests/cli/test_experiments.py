@@ -13,15 +13,14 @@ from lab.held_runs import HELD
 from lab.small import SETTINGS, command, record, run
 from patience import PATIENCE
 from report.fake_runs import FakeMethod, write_comparison
-from wellcond.cli.experiment_checks import data_overrides
-from wellcond.cli.experiments import choose_workers, parse_seeds
+from wellcond.cli.checks import OptionError, data_overrides, read_seeds
 from wellcond.cli.main import main
 from wellcond.cli.report import foresee_power
+from wellcond.cli.runs import choose_workers
 from wellcond.errors import WellcondError
 from wellcond.init.plan import METHODS
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.report.page import build_report
-from wellcond.lab.settings import RecipeError
 
 pytestmark = pytest.mark.processes
 
@@ -200,7 +199,7 @@ def test_own_data_is_a_path_and_two_columns(tmp_path):
     [rows] = data_overrides(str(table), "review", "stars")
     assert '"files"' in rows and '"input": "review"' in rows and '"label": "stars"' in rows
     assert data_overrides("uoft-cs/cifar10", None, None) == ['data={"source": "hub", "id": "uoft-cs/cifar10"}']
-    with pytest.raises(RecipeError, match="--data"):
+    with pytest.raises(OptionError, match="--data"):
         data_overrides(None, "review", None)
 
 
@@ -224,8 +223,7 @@ def test_training_on_own_text_with_two_column_names(wellcond, tmp_path):
 
 def test_seeds_and_workers():
     recipe, _ = load_recipe("digits")
-    assert parse_seeds("3", recipe) == (0, 1, 2) and parse_seeds("3,7", recipe) == (3, 7)
-    assert parse_seeds(None, recipe) == recipe.seeds
+    assert read_seeds("3") == (0, 1, 2) and read_seeds("3,7") == (3, 7)
     assert choose_workers("3", recipe, cpu=True) == 3
     assert choose_workers("auto", recipe, cpu=True) == len(os.sched_getaffinity(0))
     free, _ = load_recipe("digits", overrides=["training.threads=null"])

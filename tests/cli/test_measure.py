@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import wellcond as wc
+from wellcond.cli.checks import InputError
 from wellcond.cli.inputs import make_batch, what_it_reads
-from wellcond.cli.measure import parse_numbers
-from wellcond.cli.measure_options import InputError, MeasureError
+from wellcond.cli.measure import MeasureError, read_numbers
 from wellcond.lab.data.sources.digits import load_digits
 
 SOURCE = """
@@ -68,7 +68,7 @@ def test_digits_json_and_page(run, file, tmp_path):
     output, html = tmp_path / "r.json", tmp_path / "r.html"
     code, out = run(f"{file}:vit", "--input", "digits", "--samples", 2, "-o", output, "--html", html)
     assert code == 0
-    same(output, wc.measure(tiny(), load_digits()[0].inputs[:2], samples=2))
+    same(output, wc.measure(tiny(), load_digits().train_images[:2], samples=2))
     for word in (
         "layer",
         "κ(J)",
@@ -121,7 +121,7 @@ def test_options_reach_measure(run, file, tmp_path):
 def test_an_infinite_condition_number_comes_with_its_reason_and_the_pseudo_one(run, file):
     code, out = run(f"{file}:vit", "--input", "digits", "--convention", "stack")
     assert code == 0
-    report = wc.measure(tiny(), load_digits()[0].inputs[:1], convention="stack")
+    report = wc.measure(tiny(), load_digits().train_images[:1], convention="stack")
     rows = [line for line in out.splitlines() if line.strip().startswith("blocks.")]
     heads = [head for layer in report.layers for head in layer.heads]
     for row, head in zip(rows, heads, strict=True):
@@ -309,7 +309,7 @@ def test_bad_options_say_what_to_do(run, file):
     assert "expected 'digits', 'random'" in run(model, "--input", file)[0]
     assert "no attention was found" in run("timm:test_convnext")[0]
     with pytest.raises(MeasureError):
-        parse_numbers("", "--layers", 3, "attentions")
+        read_numbers("", "--layers")
 
 
 def test_missing_extras_name_their_install_line(tmp_path):

@@ -240,7 +240,7 @@ def test_a_bug_is_one_message_that_asks_for_a_report(monkeypatch, capsys, tmp_pa
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setenv("WELLCOND_DEBUG", "")
-    monkeypatch.setattr("wellcond.cli.report.build_reports", broken)
+    monkeypatch.setattr("wellcond.cli.report.print_report", broken)
     code, told = call(monkeypatch, capsys, "report", tmp_path)
     assert code == 1 and "wellcond report failed unexpectedly: ZeroDivisionError: a bug" in told
     assert "please report" in told and "wellcond --debug report" in told and "Traceback" not in told

@@ -13,13 +13,14 @@ import typer
 from lab.held_runs import HELD
 from lab.small import SETTINGS, assert_same_run, logs, record, run
 from patience import PATIENCE
-from wellcond.cli.engines import job_command
-from wellcond.cli.experiment_commands import compare, report
-from wellcond.cli.experiments import run_train
+from wellcond.cli.checks import OptionError
+from wellcond.cli.compare import compare
+from wellcond.cli.comparison import job_command
 from wellcond.cli.main import main
+from wellcond.cli.report import report
+from wellcond.cli.train import train
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.run import Job
 
 pytestmark = pytest.mark.processes
@@ -119,12 +120,10 @@ def test_a_method_of_any_label_arrives_as_it_is(tmp_path, monkeypatch, fields):
     assert words[0] == "digits" and words[-2:] == ["--cpu", "--trust-local-code"]
     changes = [words[number + 1] for number, word in enumerate(words) if word == "--set"]
     found = []
-    monkeypatch.setattr(
-        "wellcond.cli.experiments.run_jobs", lambda jobs, *rest, **options: found.extend(jobs) or _Nothing()
-    )
+    monkeypatch.setattr("wellcond.cli.runs.run_jobs", lambda jobs, *rest, **options: found.extend(jobs) or _Nothing())
     given = words[words.index("--method") + 1] if "--method" in words else None
-    run_train("digits", scale=None, method=given, seed=5, overrides=changes, folder=tmp_path / "run", cpu=True,
-              local_code=True, as_json=False, quiet=True)  # fmt: skip
+    with pytest.raises(typer.Exit):
+        train("digits", given, 5, set=changes, folder=tmp_path / "run", cpu=True, trust_local_code=True, quiet=True)
     [made] = found
     assert made.method == method and made.recipe.config(method, 5) == job.recipe.model_copy(
         update={"title": "two\nlines"}
@@ -138,5 +137,5 @@ class _Nothing:
 def test_a_folder_of_two_lines_is_refused(tmp_path):
     recipe, _ = load_recipe("digits", overrides=SETTINGS)
     job = Job(recipe, MethodSettings(init="default"), 0, tmp_path / "a\nb")
-    with pytest.raises(RecipeError, match="one line per run"):
+    with pytest.raises(OptionError, match="one line per run"):
         job_command(job, "digits", scale=None, overrides=[])

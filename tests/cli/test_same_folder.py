@@ -10,7 +10,8 @@ import pytest
 
 from lab.small import SETTINGS, command, record, small_job, train_command
 from patience import PATIENCE
-from wellcond.cli import experiments
+from wellcond.cli.compare import Request
+from wellcond.cli.comparison import run_compare
 from wellcond.cli.progress import RunsProgress
 from wellcond.lab.train.compare import run_comparison
 from wellcond.lab.train.run import run_job
@@ -137,9 +138,6 @@ def test_a_comparison_whose_folder_was_deleted_exits_with_an_error(tmp_path, mon
             shutil.rmtree(folder / deleted)
 
     monkeypatch.setattr(RunsProgress, "observe", deleting)
-    options = {"scale": None, "overrides": SETTINGS, "cpu": True, "local_code": False, "as_json": False}
-    code = experiments.run_compare(
-        "digits", methods=None, seeds="1", folder=folder, jobs="1", quiet=False, report=True, **options
-    )
+    code = run_compare(Request("digits", seeds="1", overrides=tuple(SETTINGS), folder=folder, jobs="1", cpu=True))
     said = capsys.readouterr().out
     assert code == 1 and "failed: " in said and "default, seed 0" in said and "was deleted" in said

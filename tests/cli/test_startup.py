@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 import wellcond
-from wellcond.cli import measure_options
+from wellcond.cli import measure
 from wellcond.jacobian.select import METHODS
 from wellcond.measurement import Combine, Kappa
 from wellcond.records import Convention
@@ -107,10 +107,10 @@ def mistakes():
 
 
 def test_choices_are_those_of_the_library():
-    assert measure_options.CONVENTIONS == get_args(Convention)
-    assert measure_options.KAPPAS == get_args(Kappa)
-    assert measure_options.COMBINES == get_args(Combine)
-    assert measure_options.METHODS == ("auto", *METHODS)
+    assert measure.CONVENTIONS == get_args(Convention)
+    assert measure.KAPPAS == get_args(Kappa)
+    assert measure.COMBINES == get_args(Combine)
+    assert measure.METHODS == ("auto", *METHODS)
 
 
 def test_importing_wellcond_loads_nothing_and_gives_everything():

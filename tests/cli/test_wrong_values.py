@@ -13,13 +13,9 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 
 import wellcond as wc
-import wellcond.cli.experiment_commands
-import wellcond.cli.glue_command
-import wellcond.cli.pack_command  # noqa: F401
-import wellcond.cli.reproduce_command  # noqa: F401  (each adds its commands)
 from lab.small import SETTINGS
 from report.fake_runs import usual_methods, write_comparison
-from wellcond.cli import experiments
+from wellcond.cli import runs
 from wellcond.cli.commands import app
 from wellcond.cli.main import main
 from wellcond.lab.load_recipe import read_recipe, shipped_recipes
@@ -87,10 +83,8 @@ def check(place, monkeypatch, capsys):
     """Call a command, which must end well or with one message and exit code 2."""
     monkeypatch.chdir(place)
     # The demo has no option that makes it short; all else runs.
-    trains = experiments.run_comparison
-    monkeypatch.setattr(
-        experiments, "run_comparison", lambda jobs, **o: Outcome() if len(jobs) > 2 else trains(jobs, **o)
-    )
+    trains = runs.run_comparison
+    monkeypatch.setattr(runs, "run_comparison", lambda jobs, **o: Outcome() if len(jobs) > 2 else trains(jobs, **o))
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["wellcond", *arguments])

@@ -10,7 +10,7 @@ import wellcond.lab.reproduce.claim_computations as computations
 from report.fake_runs import PERPLEXITY, FakeMethod, write_comparison
 from wellcond.lab.report.records import Metric
 from wellcond.lab.report.statistics import compare_paired, correct
-from wellcond.lab.reproduce.catalogue_files import entries
+from wellcond.lab.reproduce.catalogue import catalogue
 from wellcond.lab.reproduce.claim_rules import (
     BETTER,
     EQUAL,
@@ -26,10 +26,8 @@ from wellcond.lab.reproduce.claim_rules import (
     judge_rule,
     paper_share,
 )
-from wellcond.lab.reproduce.claims import judge_claims, read_claims
-from wellcond.lab.reproduce.claims_page import claims_html, claims_markdown
+from wellcond.lab.reproduce.claims import claims_html, claims_markdown, judge_claims, read_claims
 from wellcond.lab.reproduce.correction_cost import SIZES, Forms
-from wellcond.lab.reproduce.paper_numbers import paper_tables
 
 ACCURACY = Metric("accuracy", higher_is_better=True, percent=True)
 RESULTS = Path(__file__).parents[2] / "results"
@@ -144,10 +142,10 @@ def test_perplexity_is_better_when_lower(tmp_path):
 def test_claims_name_tables_that_exist():
     for claim in read_claims():
         ids = claim.table.replace(" to ", ", ").split(", ")
-        assert set(ids) <= {*entries(), "theory"}
+        assert set(ids) <= {*catalogue().entries, "theory"}
         if claim.rule.row:
-            part = paper_tables()[claim.table].parts[0]
-            assert {claim.rule.row, claim.rule.base_row} <= set(part.rows)
+            part = catalogue().entries[claim.table].parts[0]
+            assert {claim.rule.row, claim.rule.base_row} <= set(part.numbers)
             assert set(claim.each or {claim.rule.column: ""}) <= set(part.columns)
 
 

@@ -1,5 +1,6 @@
 """`wellcond reproduce`, as a user runs it."""
 
+import csv
 import io
 import json
 import os
@@ -10,16 +11,15 @@ from pathlib import Path
 import pytest
 
 from wellcond.cli.main import main
-from wellcond.lab.reproduce import run_plan
-from wellcond.lab.reproduce.catalogue_files import Entry, entries
-from wellcond.lab.reproduce.collect import Collection, StoredStudy, may_be_paired
+from wellcond.lab.reproduce import plan as planning
+from wellcond.lab.reproduce.catalogue import Entry, Source, catalogue
 from wellcond.lab.reproduce.outcome import outcome_tables, write_outcome
 from wellcond.lab.reproduce.plan import Wishes, make_plan
-from wellcond.lab.reproduce.run_plan import describe_study, run_study
-from wellcond.lab.tasks.base import TASKS
+from wellcond.lab.reproduce.stored import Collection, StoredStudy, may_be_paired
 from wellcond.lab.train.run_folder import RunError
 
 RESULTS = Path(__file__).parents[2] / "results"
+ENTRIES = catalogue().entries
 SHORT = ("training.length={steps: 3}", "evaluation.every={steps: 2}", "tracking.weights_every={steps: 3}")
 
 
@@ -39,7 +39,7 @@ def call(*arguments):
 @pytest.fixture(scope="module")
 def pets():
     """C-T2 without the column that needs images from elsewhere."""
-    entry = entries()["C-T2"]
+    entry = ENTRIES["C-T2"]
     return entry.model_copy(update={"columns": {"Pets": entry.columns["Pets"]}})
 
 
@@ -49,8 +49,8 @@ def ran(pets, tmp_path_factory):
     plan = make_plan("C-T2", pets, "tiny", Wishes(folder, overrides=SHORT, seeds=(0, 1, 2)))
     [study] = plan.studies
     ended = []
-    describe_study(study)
-    run_study(study, num_workers=1, observer=lambda job, event: ended.append(event["event"]))
+    study.describe()
+    study.run(1, lambda job, event: ended.append(event["event"]))
     assert ended.count("end") == len(study.jobs) == 12
     return plan, folder
 
@@ -64,7 +64,7 @@ def test_what_is_there_is_not_repeated(ran):
         if event["event"] == "end":
             repeated.append(event["repeated"])
 
-    run_study(plan.studies[0], num_workers=1, observer=observe)
+    plan.studies[0].run(1, observe)
     assert repeated == [True] * 12
 
 
@@ -81,8 +81,8 @@ def test_the_papers_numbers_stand_beside_ours(ran, pets):
 
 def test_tables_are_written(ran, pets, tmp_path):
     _, folder = ran
-    names = {path.name for path in write_outcome("C-T2", pets, "tiny", Collection(folder), tmp_path)}
-    assert names == {"C-T2.md", "c-t2.csv"} == {path.name for path in tmp_path.iterdir()}
+    [table] = write_outcome("C-T2", pets, "tiny", Collection(folder), tmp_path)
+    assert table.name == "c-t2" and {"C-T2.md", "c-t2.csv"} == {path.name for path in tmp_path.iterdir()}
 
 
 @pytest.mark.parametrize("quantity", ["loss", "match", "kappa", "sigma_min"])
@@ -90,10 +90,14 @@ def test_figures_are_drawn_from_points(ran, quantity, tmp_path):
     _, folder = ran
     panels = [{"title": "Digits", "study": "sets-pets", "quantity": quantity, "of": "both"}]
     rows = {"default": "default", "conditioned": "conditioned"}
-    entry = Entry.model_validate({"kind": "figure", "title": "T", "rows": rows, "panels": panels})
-    names = {path.name for path in write_outcome("C-F0", entry, "tiny", Collection(folder), tmp_path)}
+    entry = Entry.model_validate({"title": "T", "rows": rows, "panels": panels})
+    write_outcome("C-F0", entry, "tiny", Collection(folder), tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
     assert {"C-F0.md", "c-f0.csv", "c-f0-points.csv", "c-f0.png", "c-f0.svg"} <= names
     assert ("c-f0-linear.png" in names) is (quantity in ("kappa", "sigma_min"))
+    for row in csv.DictReader((tmp_path / "c-f0.csv").read_text().splitlines()):
+        numbers = [float(text) for name, text in row.items() if name not in ("panel", "quantity", "series") and text]
+        assert len(numbers) >= 3
     points = (tmp_path / "c-f0-points.csv").read_text().splitlines()
     assert points[0] == "figure,panel,series,seed,step,epoch,value,scale" and len(points) > 6
 
@@ -121,10 +125,11 @@ def test_committed_records_are_printed():
 
 
 def test_rows_of_other_recipes_are_not_paired():
-    entry = entries()["S-T6"]
+    entry = ENTRIES["S-T6"]
     gains = []
-    for places in (entry.records, {}):  # records of the recipe of the variant, and of another
-        tables = outcome_tables("S-T6", entry, "tiny", Collection(RESULTS, committed=True, places=places))
+    for column in (entry.columns["ViT-B"], Source(study="vit")):  # records of the variant's recipe, and of another
+        changed = entry.model_copy(update={"columns": {"ViT-B": column}})
+        tables = outcome_tables("S-T6", changed, "tiny", Collection(RESULTS, committed=True))
         rows = [dict(zip(tables[0].header, row, strict=True)) for row in tables[0].rows]
         [row] = [r for r in rows if (r["column"], r["method"]) == ("ViT-B", "spectral - LayerNorm")]
         assert row["ours"] != "–"
@@ -133,8 +138,8 @@ def test_rows_of_other_recipes_are_not_paired():
 
 
 def test_rows_under_other_settings_are_not_paired():
-    short, long = (StoredStudy(RESULTS / name, committed=True) for name in ("lra/analysis/lambda", "lra/text"))
-    without = StoredStudy(RESULTS / "lra/analysis/without-norm", committed=True)
+    short, long = (StoredStudy(RESULTS / name) for name in ("lra/analysis/lambda", "lra/text"))
+    without = StoredStudy(RESULTS / "lra/analysis/without-norm")
     assert may_be_paired(short, without, ("without-norm", ""))
     assert not may_be_paired(short, without, ())  # the norms themselves differ
     assert not may_be_paired(long, without, ("without-norm", ""))  # 256 bytes and 128
@@ -192,7 +197,7 @@ def test_images_stand_for_images_only(id, message, images, tmp_path):
     for more in ([], ["--dry-run"]):
         code, _ = call("reproduce", id, "--data", images, "--folder", tmp_path / "new", *more)
         assert message in str(code) and not (tmp_path / "new").exists()
-    plan = make_plan("C-T1", entries()["C-T1"], "tiny", Wishes(tmp_path, images=images))
+    plan = make_plan("C-T1", ENTRIES["C-T1"], "tiny", Wishes(tmp_path, images=images))
     assert {study.recipe.data.source for study in plan.studies} == {"image_folder"}
 
 
@@ -204,7 +209,7 @@ def test_runs_under_other_settings_are_not_taken_for_these(ran, pets):
 
 @pytest.mark.slow
 def test_the_list_looks_where_runs_go(tmp_path):
-    plan = make_plan("C-T2", entries()["C-T2"], "tiny", Wishes(tmp_path))
+    plan = make_plan("C-T2", ENTRIES["C-T2"], "tiny", Wishes(tmp_path))
     job = plan.studies[0].jobs[0]
     job.folder.mkdir(parents=True)
     metric = {"name": "accuracy", "higher_is_better": True, "percent": True}
@@ -233,7 +238,7 @@ def test_an_average_of_some_tasks_has_the_papers_over_the_same():
 def test_the_list_shows_every_id():
     code, shown = call("reproduce", "--list", "--json")
     listed = {row["id"]: row for row in json.loads(shown)}
-    assert code == 0 and set(listed) == set(entries())
+    assert code == 0 and set(listed) == set(ENTRIES)
     assert listed["S-T9"]["scales"]["tiny"]["here"] is True
     at_paper = listed["C-T1"]["scales"]["paper"]
     assert at_paper["gpus"] == 8 and at_paper["data"][0]["name"] == "ILSVRC/imagenet-1k"
@@ -245,20 +250,18 @@ KINDS += ["C-F3", "S-T6", "S-T7", "S-T10", "S-T12", "S-F3", "S-F17", "A-norm", "
 
 def test_every_study_is_run_by_some_of_these():
     def runs(ids):
-        plans = (make_plan(id, entries()[id], "tiny", Wishes(Path("nowhere"))) for id in ids)
+        plans = (make_plan(id, ENTRIES[id], "tiny", Wishes(Path("nowhere"))) for id in ids)
         return {study.name for plan in plans for study in plan.studies}
 
-    assert runs(KINDS) == runs(entries())
+    assert runs(KINDS) == runs(ENTRIES)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("WELLCOND_DATA"), reason="WELLCOND_DATA names no mirror of the data sets")
 @pytest.mark.parametrize("id", KINDS)
 def test_every_kind_of_entry_runs(id, tmp_path, monkeypatch):
-    if any(name.startswith("coco") for name in entries()[id].studies) and "detection" not in TASKS:
-        pytest.skip("this version has no detection")
     changes = [part for change in SHORT for part in ("--set", change)]
-    plan_glue = run_plan.plan_glue  # with few rows: each run is fine-tuned on eight tasks
-    monkeypatch.setattr(run_plan, "plan_glue", lambda folder, **options: plan_glue(folder, **options | {"limit": 40}))
+    plan_glue = planning.plan_glue  # with few rows: each run is fine-tuned on eight tasks
+    monkeypatch.setattr(planning, "plan_glue", lambda folder, **options: plan_glue(folder, **options | {"limit": 40}))
     code, _ = call("reproduce", id, "--folder", tmp_path, "--seeds", 1, "--jobs", 1, "--quiet", *changes)
     assert code == 0 and (tmp_path / id / f"{id}.md").is_file()

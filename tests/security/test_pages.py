@@ -23,8 +23,7 @@ from wellcond.lab.report.page import build_report, render_markdown, render_page
 from wellcond.lab.report.static_figures import draw_static
 from wellcond.lab.report.table import plain_markdown
 from wellcond.lab.reproduce.claim_rules import Verdict
-from wellcond.lab.reproduce.claims import Group, Judged
-from wellcond.lab.reproduce.claims_page import claims_html, claims_markdown
+from wellcond.lab.reproduce.claims import Group, Judged, claims_html, claims_markdown
 
 TEXTS = {
     "script": "</script><script>alert(1)</script>",

@@ -1,16 +1,30 @@
-"""What every command checks before torch is loaded: names, numbers and files."""
+"""What commands check of their arguments before torch is loaded: names, numbers and files."""
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from wellcond.errors import WeightError, WellcondError
+from wellcond.files import write_atomically
+
+FILE_ENDINGS = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
+MOST_SEEDS = 10_000
 
 
 class OutputError(WellcondError, ValueError):
     """A file that may not or cannot be written."""
+
+
+class InputError(WellcondError, ValueError):
+    """An input that is missing, unreadable, or not what the model reads."""
+
+
+class OptionError(WellcondError, ValueError):
+    """An option of a training command that has no meaning."""
 
 
 def check_outputs(paths: Sequence[Path], *, force: bool, suffix: str = "") -> None:
@@ -33,11 +47,30 @@ def check_outputs(paths: Sequence[Path], *, force: bool, suffix: str = "") -> No
             raise OutputError(f"{path} cannot be written: {error.strerror}; give another folder") from error
 
 
+def write_output(path: Path, text: str, *, force: bool) -> None:
+    """Write a file whole or not at all, and only over what was there before with `force`.
+
+    Raises: OutputError.
+    """
+    check_outputs([path], force=force)
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        raise OutputError(f"{path} could not be written: {error}") from error
+
+
 def check_weights(*paths: Path | None) -> None:
     """Raise WeightError unless every file that is given is there."""
     for path in paths:
         if path is not None and not path.is_file():
             raise WeightError(f"no such weights file: {path}")
+
+
+def check_is_folder(folder: Path, option: str = "") -> None:
+    """Raise WellcondError unless a folder to read is there."""
+    if not folder.is_dir():
+        found = f"{option}: expected a folder, found none at {folder}" if option else f"no such folder: {folder}"
+        raise WellcondError(found)
 
 
 def describe_spec(model: str, arguments: Sequence[str], weights: Path | None, seed: int) -> str:
@@ -49,3 +82,106 @@ def describe_spec(model: str, arguments: Sequence[str], weights: Path | None, se
     """
     source = f"seed {seed}" if weights is None else f"weights {weights.name}"
     return f"{' '.join([model, *arguments])}, {source}"
+
+
+def check_input(source: str, *, tokens: int = 1) -> None:
+    """Raise InputError unless ``--input`` names something."""
+    if tokens < 1:
+        raise InputError(f"--tokens: expected at least 1, found {tokens}")
+    path = Path(source)
+    if source in ("random", "digits") or path.is_dir():
+        return
+    if path.suffix == ".npy":
+        if not path.is_file():
+            raise InputError(f"--input: expected a .npy file, found nothing at {path}")
+        return
+    raise InputError(
+        f"--input: expected 'digits', 'random', a folder of images or a file named *.npy, found {source!r}"
+        + ("" if path.exists() else ", which does not exist")
+    )
+
+
+def data_overrides(data: str | None, input_column: str | None, label_column: str | None) -> list[str]:
+    """Settings for the user's own data: a folder of images, a file, or an id of the Hugging Face hub."""
+    if data is None:
+        if input_column or label_column:
+            raise OptionError("--input and --label name columns of --data; give it too")
+        return []
+    path = Path(data)
+    columns = {name: value for name, value in (("input", input_column), ("label", label_column)) if value}
+    if path.is_dir():
+        if columns:
+            raise OptionError(f"{path} is a folder of images in class folders: it has no columns to name")
+        settings: dict[str, Any] = {"source": "image_folder", "path": str(path.resolve())}
+    elif path.suffix in FILE_ENDINGS or path.is_file():
+        if not path.is_file():
+            raise OptionError(f"--data: no such file: {path}")
+        settings = {"source": "files", "train": str(path.resolve()), "evaluation_fraction": 0.1, **columns}
+    else:
+        settings = {"source": "hub", "id": data, **columns}
+    return [f"data={json.dumps(settings)}"]
+
+
+def read_seeds(text: str, *, option: str = "--seeds", first: int = 0) -> tuple[int, ...]:
+    """A number of seeds from the first one on, or a list such as 3,4,7.
+
+    Raises: OptionError.
+
+    Example:
+        >>> read_seeds("3"), read_seeds("2000,2001")
+        ((0, 1, 2), (2000, 2001))
+    """
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise OptionError(f"{option}: expected a number or a list such as 0,1,2, found {text!r}") from error
+    if "," not in text:
+        if not 0 < numbers[0] <= MOST_SEEDS:
+            raise OptionError(f"{option}: expected 1 to {MOST_SEEDS} seeds or a list such as 0,1,2, found {text!r}")
+        return tuple(range(first, first + numbers[0]))
+    if min(numbers) < 0 or len(set(numbers)) < len(numbers):
+        raise OptionError(f"{option}: expected at least one seed, none twice or below 0, found {text!r}")
+    return tuple(numbers)
+
+
+def read_jobs(text: str) -> int | None:
+    """Runs at once; None for ``auto``.
+
+    Raises: OptionError.
+    """
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise OptionError(f"--jobs: expected auto or a number, found {text!r}")
+    return int(text)
+
+
+def check_folder(folder: Path | None) -> None:
+    """Raise OptionError for a folder to write that is, or lies in, a file."""
+    if folder is None:
+        return
+    nearest = next((place for place in (folder, *folder.parents) if place.exists()), Path())
+    if not nearest.is_dir():
+        raise OptionError(f"--folder: expected a folder to write, found the file {nearest}; give another name")
+
+
+def check_experiment(
+    recipe: str,
+    *,
+    scale: str | None = None,
+    overrides: Sequence[str] = (),
+    folder: Path | None = None,
+    seeds: str | None = None,
+    jobs: str = "auto",
+) -> None:
+    """What can be known of a training command without torch.
+
+    Raises: OptionError, RecipeError.
+    """
+    from wellcond.lab.load_recipe import read_recipe
+
+    check_folder(folder)
+    if seeds is not None:
+        read_seeds(seeds)
+    read_jobs(jobs)
+    read_recipe(recipe, scale=scale, overrides=overrides)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from rich import box
@@ -39,7 +40,7 @@ def print_table(out: Console, title: str, made: ReportTable) -> None:
         left_out.insert(0, made.header[last])
         made = made.only([at for at in range(len(made.header)) if at != last])
         widths = _widths(made, out.width)
-    table = Table(title=escape(title), header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=escape(title) or None, header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for at, (name, width) in enumerate(zip(made.header, widths, strict=True)):
         justify: Literal["left", "right"] = "left" if at in made.text_columns else "right"
         table.add_column(escape(name), justify=justify, width=width, overflow="fold")
@@ -51,6 +52,26 @@ def print_table(out: Console, title: str, made: ReportTable) -> None:
         out.print(f"Too narrow for: {', '.join(left_out)}.", markup=False, style="dim")
 
 
+def print_tables(tables: Iterable[ReportTable], end: str = "") -> None:
+    """Print tables with their notes, and a line at the end."""
+    out = make_console()
+    for table in tables:
+        print_table(out, table.title, table)
+        for note in table.notes:
+            out.print(f"- {escape(note)}", soft_wrap=True)
+    if end:
+        out.print(end, markup=False, soft_wrap=True)
+
+
+def fits(out: Console, table: ReportTable) -> bool:
+    """Whether a table can be printed without folding or leaving out anything."""
+    return not out.is_terminal or _total(_widths(table, None) or []) <= out.width
+
+
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + GAP * (len(widths) - 1) + 2
+
+
 def _widths(made: ReportTable, width: int | None) -> list[int] | None:
     """Width of every column so that the table fits; None if it cannot without leaving out numbers."""
     widths = []
@@ -60,7 +81,7 @@ def _widths(made: ReportTable, width: int | None) -> list[int] | None:
     if width is None:
         return widths
     folding = sorted(made.text_columns)
-    while sum(widths) + GAP * (len(widths) - 1) + 2 > width:
+    while _total(widths) > width:
         widest = max(folding, key=lambda at: widths[at], default=0)
         if widths[widest] > NARROWEST:
             widths[widest] -= 1

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from wellcond.cli.checks import check_outputs, check_weights, describe_spec
-from wellcond.cli.commands import Force, Model, ModelArguments, Seed, Weights, app
+from wellcond.cli.app import Force, Model, ModelArguments, Seed, Weights, app
+from wellcond.cli.checks import check_outputs, check_weights, describe_spec, write_output
 from wellcond.models import check_model, parse_values
 
 STYLES = {"fault": "bold red", "warning": "bold yellow", "note": "bold cyan", "mend": "bold", "records": "dim"}
@@ -37,7 +37,7 @@ def doctor(
     force: Force = False,
 ) -> None:
     """What is wrong with the attention of MODEL, the line that mends it, and what our records say about that line."""
-    from wellcond.cli.measure_options import check_input
+    from wellcond.cli.checks import check_input
 
     check_input(input, tokens=tokens)
     check_outputs([path for path in (output, html) if path is not None], force=force)
@@ -46,7 +46,7 @@ def doctor(
     check_weights(weights)
     import torch
 
-    from wellcond.cli.checkpoints import load_raw_or_plain
+    from wellcond.cli.fold import load_raw_or_plain
     from wellcond.cli.inputs import make_batch, try_forward
     from wellcond.diagnosis.diagnose import diagnose
     from wellcond.models import build_model
@@ -67,9 +67,7 @@ def doctor(
         _print(found.to_text())
     for path, text in ((output, found.to_json() + "\n" if output else ""), (html, found.to_html() if html else "")):
         if path is not None:
-            from wellcond.cli.measure import write_text
-
-            write_text(path, text, force=force)
+            write_output(path, text, force=force)
             typer.echo(f"wrote {path}", err=json)
 
 

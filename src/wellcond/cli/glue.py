@@ -1,84 +1,87 @@
-"""What `wellcond glue` does."""
+"""`wellcond glue RUN`: fine-tune a pre-trained model on GLUE and score it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-from rich.console import Console
-from rich.markup import escape
+import typer
 
-from wellcond.cli.console import make_console, print_table
-from wellcond.cli.experiment_checks import read_seeds
-from wellcond.cli.experiments import choose_workers, is_first_process, leaving_together
-from wellcond.cli.progress import RunsProgress
-from wellcond.lab.report.glue import load_glue, rebuild_glue, scores_table
-from wellcond.lab.tasks.glue.run import GluePlan, plan_glue, run_glue
-from wellcond.lab.train.compare import Outcome
+from wellcond.cli.app import Cpu, Jobs, Json, Overrides, Quiet, app, need_train_extra
+from wellcond.cli.checks import check_is_folder, read_jobs, read_seeds
+from wellcond.errors import check_choice
 
 
-def score_glue(
-    folder: Path,
-    *,
-    tasks: Sequence[str],
-    seeds: str,
-    overrides: Sequence[str],
-    data: Path | None,
-    limit: int | None,
-    base: Path | None,
-    jobs: str,
-    cpu: bool,
-    keep_checkpoints: bool,
-    as_json: bool,
-    quiet: bool,
-) -> int:
-    """Fine-tune, score and write the tables; returns the exit code."""
+@app.command("glue")
+def glue(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run of masked language modelling, or a comparison.")],
+    tasks: Annotated[str | None, typer.Option(help="Comma-separated, such as cola,sst2; all eight by default.")] = None,
+    seeds: Annotated[str, typer.Option(help="Of fine-tuning: how many, from 0; or a list such as 3,4,7.")] = "1",
+    set: Overrides = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with cola/train.tsv and so on; the hub or its mirror by default.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=0, help="Rows of a split; 0: all. By default 3000 at scale tiny, else all.")
+    ] = None,
+    base: Annotated[
+        Path | None, typer.Option(help="Folder of the recipe of pre-training, if it has relative paths.")
+    ] = None,
+    jobs: Jobs = "auto",
+    cpu: Cpu = False,
+    keep_checkpoints: Annotated[
+        bool, typer.Option("--keep-checkpoints", help="Keep the weights of fine-tuned models.")
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Fine-tune a pre-trained model on the tasks of GLUE and score it; the same command resumes it.
+
+    Corrections of a conditioned model are folded into its weights first.
+    """
+    need_train_extra()
+    from wellcond.lab.tasks.glue.benchmark import NAMES
+
+    check_is_folder(run)
+    chosen = NAMES if tasks is None else [name.strip() for name in tasks.split(",")]
+    for name in chosen:
+        check_choice("GLUE task", name, NAMES)
+    numbers = read_seeds(seeds)
+    read_jobs(jobs)
+    from rich.console import Console
+    from rich.markup import escape
+
+    from wellcond.cli import runs
+    from wellcond.cli.console import make_console
+    from wellcond.lab.tasks.glue.run import plan_glue, run_glue
+
     plan = plan_glue(
-        folder,
-        tasks=tasks,
-        seeds=read_seeds(seeds),
-        data=data,
-        limit=limit,
-        overrides=overrides,
-        base=base,
-        cpu=cpu,
-    )
-    silent = quiet or as_json or not is_first_process()
-    outcome = _run(plan, choose_workers(jobs, plan.jobs[0].recipe, cpu=cpu), silent, keep_checkpoints)
-    if is_first_process():
+        run, tasks=chosen, seeds=numbers, data=data, limit=limit, overrides=set or [], base=base, cpu=cpu
+    )  # fmt: skip
+    workers = runs.choose_workers(jobs, plan.jobs[0].recipe, cpu=cpu)
+    with runs.leaving_together():
+        outcome = runs.watch(
+            len(plan.jobs),
+            lambda observe: run_glue(plan, num_workers=workers, observer=observe, keep_checkpoints=keep_checkpoints),
+            quiet=quiet or json,
+        )
+    if runs.is_first_process():
         if outcome.records:
-            _show(folder, as_json=as_json, quiet=quiet)
-        _tell_end(outcome, plan, as_json=as_json)
-    return 130 if outcome.interrupted else 1 if outcome.failures else 0
+            print_scores(run, as_json=json, quiet=quiet)
+        out = Console(stderr=True) if json else make_console()
+        for name in plan.left_out:
+            out.print(f"[yellow]not scored:[/] {escape(name)}", soft_wrap=True)
+        runs.tell_end(outcome, len(plan.jobs), out)
+    raise typer.Exit(runs.exit_code(outcome))
 
 
-def _run(plan: GluePlan, num_workers: int, silent: bool, keep_checkpoints: bool) -> Outcome:
-    progress = RunsProgress(len(plan.jobs), quiet=silent)
-    with leaving_together(), progress.shown():
-        return run_glue(plan, num_workers=num_workers, observer=progress.observe, keep_checkpoints=keep_checkpoints)
+def print_scores(folder: Path, *, as_json: bool, quiet: bool) -> None:
+    """Write the tables of a folder that was scored, and print the first."""
+    from wellcond.cli.console import print_tables
+    from wellcond.lab.report.glue import load_glue, rebuild_glue, scores_table
 
-
-def _show(folder: Path, *, as_json: bool, quiet: bool) -> None:
     page = rebuild_glue(folder)
     if as_json:
         print(page.with_suffix(".json").read_text("utf-8"), end="")
-        return
-    if quiet:
-        return
-    made = scores_table(load_glue(folder))
-    out = make_console()
-    print_table(out, made.title, made)
-    for note in made.notes:
-        out.print(f"- {escape(note)}", soft_wrap=True)
-    out.print(f"tables: {page}", markup=False, soft_wrap=True)
-
-
-def _tell_end(outcome: Outcome, plan: GluePlan, *, as_json: bool) -> None:
-    out = Console(stderr=True) if as_json else make_console()
-    for _, problem in outcome.failures:
-        out.print(f"[red]failed:[/] {escape(problem)}", soft_wrap=True)
-    for name in plan.left_out:
-        out.print(f"[yellow]not scored:[/] {escape(name)}", soft_wrap=True)
-    if outcome.interrupted:
-        left = len(plan.jobs) - sum(record["status"] in ("finished", "diverged") for record in outcome.records)
-        out.print(f"[yellow]stopped[/] with {left} of {len(plan.jobs)} runs to go; the same command resumes from here")
+    elif not quiet:
+        print_tables([scores_table(load_glue(folder))], f"tables: {page}")

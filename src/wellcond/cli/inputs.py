@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.watch import run, undisturbed
-from wellcond.cli.measure_options import InputError, check_input
+from wellcond.cli.checks import InputError, check_input
 from wellcond.errors import MissingExtraError
 from wellcond.jacobian.select import available_bytes
 

@@ -1,222 +1,39 @@
-"""`wellcond inspect`: what was found in a model, or in a whole library."""
+"""`wellcond inspect`: what is found in a model, or in a whole library."""
 
 from __future__ import annotations
 
-import time
-import warnings
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-import torch
-from rich import box
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
-from torch import nn
+import typer
 
-from wellcond.attention.effective import conditioning_of
-from wellcond.attention.find import scan_attention
-from wellcond.attention.site import FLAGS, AttentionSite
-from wellcond.cli.checkpoints import load_raw_or_plain
-from wellcond.cli.console import make_console, show_weight
-from wellcond.cli.zoo_forms import is_structured
-from wellcond.errors import AttentionNotFoundError, check_choice
-from wellcond.files import to_json
-from wellcond.lab.train.provenance import installed_version
-from wellcond.linalg.spectrum import spectra
-from wellcond.models import ModelSpecError, build_model, is_local_code
-from wellcond.records import Spectrum
-from wellcond.run_facts import describe_model
-from wellcond.version import __version__
-
-LIBRARIES = {"timm": "timm", "hf": "transformers"}
-MOST_RANDOM = 500_000_000
-"""Parameters of a model that is built with random weights if it is only named: 2 GB, and seconds to draw."""
+from wellcond.cli.app import MODEL_HELP, ModelArguments, Seed, Weights, app
+from wellcond.cli.checks import check_weights, describe_spec
+from wellcond.errors import check_choice
+from wellcond.models import check_model, parse_values
 
 
-def describe(site: AttentionSite) -> dict[str, Any]:
-    """One row: where, what, and the worst condition number over heads of each projection (effective weights)."""
-    row: dict[str, Any] = {
-        "layer": site.name or "(model)",
-        "class": type(site.module).__name__.removeprefix("Conditioned"),
-        "kind": site.kind,
-        "num_heads": site.num_heads,
-        "num_kv_heads": site.num_kv_heads,
-        "head_dim": site.head_dim,
-        "in_features": site.in_features,
-        "arrangement": site.arrangement,
-        "scale": site.scale,
-        "qk_norm": site.qk_norm,
-        "flags": [flag for flag in FLAGS if getattr(site, flag)],
-        "evidence": site.evidence,
-    }
-    for role in "qkv":
-        worst = worst_head(site, role)
-        row[f"kappa_{role}"] = None if worst is None else worst.condition_number
-        row[f"pseudo_kappa_{role}"] = None if worst is None else worst.pseudo_condition_number
-        row[f"why_not_finite_{role}"] = "" if worst is None else worst.why_not_finite
-    return row
-
-
-def worst_head(site: AttentionSite, role: str) -> Spectrum | None:
-    """Spectrum of the worst conditioned head, a zero one being worse than all; None without weights."""
-    heads = site.slots[role].read().detach()
-    found = [] if heads.is_meta else spectra(heads)
-    return max(found, key=lambda s: (s.rank == 0, s.condition_number, s.pseudo_condition_number), default=None)
-
-
-def run_inspect(
-    spec: str, arguments: dict[str, Any], *, weights: Path | None, seed: int, as_json: bool, title: str = ""
+@app.command("inspect")
+def inspect(
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
+    weights: Weights = None,
+    model_arg: ModelArguments = None,
+    seed: Seed = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    zoo: Annotated[str | None, typer.Option(help="Walk a whole library instead: timm or hf.")] = None,
 ) -> None:
-    """Build a model and print its attention.
-
-    Condition numbers of a large model that is only named are left out: its weights would be random, and take memory
-    and minutes. It is built on the meta device.
-
-    Raises: WellcondError subclasses.
-    """
-    has_weights = weights is not None or is_local_code(spec) or Path(spec.partition(":")[2]).is_dir()
-    model = None if has_weights else _large_on_meta(spec, arguments)
+    """Table of every attention: layer, kind, heads, dims, arrangement, condition numbers of W_Q, W_K, W_V."""
+    if (model is None) == (zoo is None):
+        raise typer.BadParameter("give either a MODEL or --zoo timm|hf")
     if model is None:
-        torch.manual_seed(seed)
-        model = build_model(spec, arguments)
-    if weights is not None:
-        load_raw_or_plain(model, weights)
-    print_model(model, as_json=as_json, title=title or spec)
+        check_choice("zoo", zoo, ("timm", "hf"))
+        from wellcond.cli.zoo import print_zoo
 
-
-def _large_on_meta(spec: str, arguments: dict[str, Any]) -> nn.Module | None:
-    """The model on the meta device, if it is larger than what is built with random weights."""
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # constructors warn of copies to the meta device
-        try:
-            model = build_model(spec, arguments, on_meta=True)
-        except ModelSpecError:  # a mistake, or a constructor that needs values: building it for real tells
-            return None
-    return model if count_parameters(model) > MOST_RANDOM else None
-
-
-def count_parameters(model: nn.Module) -> int:
-    """Numbers in the parameters of a model; those that are tied count once."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def print_model(model: nn.Module, *, as_json: bool = False, title: str = "") -> None:
-    """Print every attention of a model; modules that were refused are listed with the reason.
-
-    Raises: AttentionNotFoundError if there is none.
-    """
-    console = Console(stderr=True)
-    scan = scan_attention(model)
-    if not scan.sites and not scan.refusals:
-        raise AttentionNotFoundError((type(m).__name__ for m in model.modules()), [])
-    with torch.no_grad():
-        rows = [
-            describe(site)
-            for site in track(scan.sites, "condition numbers", console=console, transient=True, disable=as_json)
-        ]
-    without_weights = any(parameter.is_meta for parameter in model.parameters())
-    note = _without_weights(model, scan.sites) if without_weights else ""
-    parameters = count_parameters(model)
-    conditioning = conditioning_of(model)
-    if as_json:
-        refused = [str(refusal) for refusal in scan.refusals]
-        content = {
-            "model": f"{title}: {describe_model(model)}" if title else describe_model(model),
-            "version": __version__,
-            "conditioning": conditioning,
-            "parameters": parameters,
-            "sites": rows,
-            "refused": refused,
-        }
-        print(to_json(content | ({"note": note} if note else {}), indent=2))
+        print_zoo(str(zoo), as_json=json)
         return
-    out = make_console()
-    out.print(_model_table(rows))
-    stored = "W" if conditioning is None else f"W + C ({conditioning['method']})"
-    told = note or f"κ: worst over heads of σ_max/σ_min of each head's {stored}."
-    of = f" in {title}" if title else ""
-    out.print(f"{told} {len(rows)} attentions, {parameters:,} parameters{of}.", markup=False, soft_wrap=bool(note))
-    for refusal in scan.refusals:
-        out.print(f"[yellow]not understood:[/] {refusal}")
+    arguments = parse_values(model_arg or [])
+    check_model(model, arguments)
+    check_weights(weights)
+    from wellcond.cli.inspect_print import build_to_inspect, print_model
 
-
-def _without_weights(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
-    """Why there are no condition numbers, and what they would cost."""
-    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    shapes = Counter(tuple(head.shape) for site in sites for role in "qkv" for head in site.slots[role].read().detach())
-    seconds = sum(count * _seconds_of_spectrum(shape) for shape, count in shapes.items())
-    return (
-        f"Built without weights: a model of this size is not filled with random ones, whose κ would say nothing. "
-        f"Give real ones with --weights FILE or as a folder hf:PATH; they take {num_bytes / 2**30:,.1f} GiB, and their "
-        f"{sum(shapes.values()):,} spectra about {max(1, round(seconds)):,} s on this machine."
-    )
-
-
-def _seconds_of_spectrum(shape: tuple[int, ...]) -> float:
-    matrix, times = torch.rand(1, *shape), []
-    for _ in range(3):
-        begin = time.perf_counter()
-        spectra(matrix)
-        times.append(time.perf_counter() - begin)
-    return min(times)
-
-
-def _model_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("layer", "kind", "heads", "dims", "arrangement"):
-        table.add_column(column, no_wrap=True)
-    for role in "QKV":
-        table.add_column(f"κ(W_{role})", justify="right", no_wrap=True)
-    table.add_column("remarks")
-    for row in rows:
-        grouped = row["num_kv_heads"] != row["num_heads"]
-        heads = f"{row['num_heads']}/{row['num_kv_heads']}" if grouped else str(row["num_heads"])
-        remarks = [flag.replace("_", " ") for flag in row["flags"]]
-        if row["qk_norm"]:
-            remarks.append(f"{row['qk_norm']} qk-norm")
-        if row["evidence"] == "structure":
-            remarks.append("by structure only")
-        names = ("kappa", "pseudo_kappa", "why_not_finite")
-        kappas = [show_weight(*(row[f"{name}_{role}"] for name in names)) for role in "qkv"]
-        dims = f"{row['head_dim']} x {row['in_features']}"
-        table.add_row(row["layer"], row["kind"], heads, dims, row["arrangement"], *kappas, ", ".join(remarks))
-    return table
-
-
-def print_zoo(library: str, *, as_json: bool = False) -> None:
-    """Walk every architecture of an installed library and print how much of it is understood.
-
-    Raises: UnknownChoiceError for a library that is not known.
-    """
-    check_choice("zoo", library, tuple(LIBRARIES))
-    if library == "timm":
-        from wellcond.cli.zoo import walk_timm as walk
-    else:
-        from wellcond.cli.zoo_hf import walk_hf as walk
-    console = Console(stderr=True)
-    rows = walk(progress=lambda names: track(names, f"walking {library}", console=console, disable=as_json))
-    if as_json:
-        facts = {"version": __version__, "library": f"{library} {installed_version(LIBRARIES[library])}"}
-        print(to_json([asdict(row) | facts for row in rows], indent=2))
-        return
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("family", "model", "status", "sites", "kinds", "form of the Jacobian", "remark"):
-        table.add_column(column, overflow="fold", justify="right" if column == "sites" else "left")
-    for row in rows:
-        table.add_row(row.family, row.model, row.status, str(row.num_sites), row.kinds, row.forms, row.detail)
-    out = make_console()
-    out.print(table)
-    counts = Counter(row.status for row in rows)
-    out.print(", ".join(f"{status}: {count}" for status, count in counts.most_common()))
-    with_attention = len(rows) - counts["no attention"] - counts["not built"]
-    if with_attention:
-        share = counts["found"] / with_attention
-        out.print(f"coverage: {counts['found']} of {with_attention} architectures with attention ({share:.0%})")
-    described = [row for row in rows if row.status == "found"]
-    if described:
-        structured = sum(is_structured(row.forms) for row in described)
-        out.print(f"structured Jacobians: {structured} of {len(described)} ({structured / len(described):.0%})")
+    built = build_to_inspect(model, arguments, weights, seed)
+    print_model(built, as_json=json, title=describe_spec(model, model_arg or [], weights, seed))

@@ -20,11 +20,6 @@ def main() -> None:
         import typer  # noqa: F401
     except ImportError as error:
         sys.exit(str(MissingExtraError("typer and rich", "cli")) + f" ({error})")
-    import wellcond.cli.doctor  # noqa: F401  (adds its command)
-    import wellcond.cli.experiment_commands  # noqa: F401
-    import wellcond.cli.glue_command  # noqa: F401
-    import wellcond.cli.pack_command  # noqa: F401
-    import wellcond.cli.reproduce_command  # noqa: F401
     from wellcond.cli.commands import app
 
     try:

@@ -1,213 +1,99 @@
-"""`wellcond measure`: weights, Jacobians and attention of a model on an input, as a table, JSON and HTML."""
+"""`wellcond measure`: its options, checked before a model is built."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated
 
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
-from torch import nn
+import typer
 
-from wellcond.attention.find import scan_attention
-from wellcond.attention.site import AttentionSite
-from wellcond.cli.checks import OutputError, check_outputs
-from wellcond.cli.console import make_console, show_weight
-from wellcond.cli.inputs import make_batch, try_forward
-from wellcond.cli.measure_options import MeasureError, Options, read_numbers
-from wellcond.errors import AttentionNotFoundError, WellcondError
-from wellcond.files import write_atomically
-from wellcond.lab.report.measurement_page import render_measurement
-from wellcond.measurement import HeadReport, MeasurementReport, measure
+from wellcond.cli.app import Force, Model, ModelArguments, Seed, Weights, app
+from wellcond.cli.checks import check_input, check_outputs, check_weights, describe_spec
+from wellcond.errors import WellcondError, check_choice
+from wellcond.models import build_model, check_model, parse_values
+
+CONVENTIONS = ("wide", "stack")
+KAPPAS = ("strict", "pseudo")
+COMBINES = ("mean", "stack")
+METHODS = ("auto", "dense", "gram", "cholesky", "implicit")
 
 
-def run_measure(
-    model: nn.Module,
-    spec: str,
-    source: str,
-    options: Options,
-    *,
-    tokens: int = 32,
-    seed: int = 0,
-    output: Path | None = None,
-    html: Path | None = None,
-    resume: Path | None = None,
-    force: bool = False,
-) -> MeasurementReport:
-    """Measure, print the table, write what was asked for. Outputs are checked first: measuring may take hours.
+class MeasureError(WellcondError, ValueError):
+    """Options that do not fit the model or each other."""
 
-    Raises: WellcondError subclasses that say what was expected, what was found, and what to do.
-    """
+
+@app.command("measure")
+def measure(
+    model: Model,
+    input: Annotated[
+        str,
+        typer.Option("--input", metavar="INPUT", help="digits, random, a FOLDER of images (png, jpg), or FILE.npy"),
+    ] = "random",
+    layers: Annotated[str, typer.Option(help="all, or numbers such as 0,5,11 in the order of inspect.")] = "all",
+    heads: Annotated[str, typer.Option(help="all, or numbers of key/value heads such as 0,1.")] = "all",
+    convention: Annotated[str, typer.Option(help="wide (the Jacobian) or stack (the papers' matrix)")] = "wide",
+    kappa: Annotated[str, typer.Option(help="strict, or pseudo (over non-zero singular values)")] = "strict",
+    samples: Annotated[int, typer.Option(help="Samples (or windows) to measure.")] = 1,
+    combine: Annotated[str, typer.Option(help="mean (one by one) or stack (one Jacobian of all samples)")] = "mean",
+    method: Annotated[str, typer.Option(help="auto, dense, gram, cholesky or implicit")] = "auto",
+    biases: Annotated[bool, typer.Option("--biases/--no-biases", help="Biases count as parameters.")] = False,
+    tokens: Annotated[int, typer.Option(help="Length of random token ids.")] = 32,
+    weights: Weights = None,
+    model_arg: ModelArguments = None,
+    seed: Seed = 0,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON report to write.")] = None,
+    html: Annotated[Path | None, typer.Option(help="HTML page to write.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="File that notes every measured head; the same command resumes from it.")
+    ] = None,
+    force: Force = False,
+) -> None:
+    """Condition numbers of weights and Jacobians, attention and verdicts of every head, on an input."""
+    check_choice("convention", convention, CONVENTIONS)
+    check_choice("kappa", kappa, KAPPAS)
+    check_choice("combine", combine, COMBINES)
+    check_choice("Jacobian method", method, METHODS)
+    if samples < 1:
+        raise MeasureError(f"--samples: expected at least 1, found {samples}")
+    if convention == "stack" and biases:
+        raise MeasureError("--convention stack is defined without biases. Leave out --biases, or use --convention wide")
+    numbers = {"layers": read_numbers(layers, "--layers"), "heads": read_numbers(heads, "--heads")}
+    check_input(input, tokens=tokens)
     check_outputs([path for path in (output, html) if path is not None], force=force)
-    scan = scan_attention(model)
-    if not scan.sites:
-        raise AttentionNotFoundError(
-            (type(module).__name__ for module in model.modules()), [str(refusal) for refusal in scan.refusals]
-        )
-    arguments = check_options(options, scan.sites)
-    batch, described = make_batch(model, source, samples=options.samples, tokens=tokens, seed=seed)
-    try_forward(model, batch)
-    try:
-        found = _measure_with_bar(model, batch, scan.sites, arguments | {"resume": resume})
-    except WellcondError:
-        raise
-    except ValueError as error:
-        raise MeasureError(str(error)) from error
-    facts = {"model": f"{spec}: {found.run['model']}", "input": f"{described}: {found.run['input']}"}
-    report = dataclasses.replace(found, run=found.run | facts)
-    print_report(report)
-    out = make_console()
-    for refusal in scan.refusals:
-        out.print(f"[yellow]not understood:[/] {escape(str(refusal))}")
-    if output is not None:
-        write_text(output, report.to_json() + "\n", force=force)
-        out.print(f"wrote {output}", markup=False, soft_wrap=True)
-    if html is not None:
-        write_text(html, render_measurement(report.to_dict()), force=force)
-        out.print(f"wrote {html}", markup=False, soft_wrap=True)
-    return report
+    arguments = parse_values(model_arg or [])
+    check_model(model, arguments)
+    check_weights(weights)
+    import torch
+
+    from wellcond.cli.fold import load_raw_or_plain
+    from wellcond.cli.measure_print import measure_and_print, write_report
+
+    torch.manual_seed(seed)
+    built = build_model(model, arguments)
+    if weights is not None:
+        load_raw_or_plain(built, weights)
+    options = {"convention": convention, "kappa": kappa, "samples": samples, "combine": combine, "method": method,
+               "biases": biases, "resume": resume}  # fmt: skip
+    spec = describe_spec(model, model_arg or [], weights, seed)
+    report = measure_and_print(built, spec, input, numbers | options, tokens=tokens, seed=seed)
+    write_report(report, output, html, force=force)
 
 
-# Options
-
-
-def check_options(options: Options, sites: Sequence[AttentionSite]) -> dict[str, Any]:
-    """Arguments for `measure`, checked against the model before anything slow."""
-    layers = parse_numbers(options.layers, "--layers", len(sites), "attentions; `wellcond inspect` lists them in order")
-    chosen = [sites[layer] for layer in layers] if layers is not None else sites
-    most = max(site.num_kv_heads for site in chosen)
-    heads = parse_numbers(options.heads, "--heads", most, "key/value heads in the widest attention chosen")
-    return {
-        "layers": layers, "heads": heads, "convention": options.convention, "kappa": options.kappa,
-        "samples": options.samples, "combine": options.combine, "method": options.method, "biases": options.biases,
-    }  # fmt: skip
-
-
-def parse_numbers(text: str, option: str, count: int, what: str) -> list[int] | None:
+def read_numbers(text: str, option: str) -> list[int] | None:
     """Numbers such as ``0,5,11``; None for ``all``.
 
-    Raises: MeasureError for anything else, and for numbers that do not exist or are given twice.
+    Raises: MeasureError for anything else, and for numbers that are given twice.
 
     Example:
-        >>> parse_numbers("0, 5", "--layers", 12, "attentions"), parse_numbers("all", "--layers", 12, "attentions")
+        >>> read_numbers("0, 5", "--layers"), read_numbers("all", "--layers")
         ([0, 5], None)
     """
-    numbers = read_numbers(text, option)
-    outside = [n for n in numbers or () if not 0 <= n < count]
-    if outside:
-        raise MeasureError(f"{option}: expected numbers from 0 to {count - 1} ({count} {what}), found {outside[0]}")
-    return numbers
-
-
-# Measuring and printing
-
-
-def _measure_with_bar(
-    model: nn.Module, batch: Any, sites: Sequence[AttentionSite], arguments: dict[str, Any]
-) -> MeasurementReport:
-    numbers = arguments["layers"]
-    names = [site.name or "(model)" for site in (sites if numbers is None else [sites[n] for n in numbers])]
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("forward pass", total=None)
-
-        def show(plan: Sequence[Any]) -> Iterator[Any]:
-            bar.update(task, total=len(plan))
-            for layer, head in plan:
-                bar.update(task, description=f"{names[layer]} head {head}")
-                yield layer, head
-                bar.advance(task)
-            bar.update(task, description="measured")
-
-        return measure(model, batch, progress=show, **cast(Any, arguments))
-
-
-def print_report(report: MeasurementReport) -> None:
-    """Table of heads, problems and a summary, on standard output."""
-    out = make_console()
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    explained = any(head.why_not_finite for layer in report.layers for head in layer.heads)
-    pseudo, why = (["pseudo κ"], ["why not finite"]) if explained else ([], [])
-    names = [*("head", "κ(J)"), *pseudo, *("status", "|J_Q|", "|J_K|", "|J_V|", "entropy", "diagonal"),
-             *("κ(W_Q)", "κ(W_K)", "κ(W_V)")]  # fmt: skip
-    table.add_column("layer", no_wrap=True)
-    for name in names:
-        table.add_column(name, justify="left" if name == "status" else "right", no_wrap=True)
-    for name in ["verdict", *why]:
-        table.add_column(name, no_wrap=True)
-    for layer in report.layers:
-        for head in layer.heads:
-            cells = _cells(head, explained)
-            table.add_row(escape(layer.name or "(model)"), *cells, style="red" if head.dead else None)
-    # Never fold a number: a terminal that is too narrow wraps whole lines instead.
-    out.width = max(out.width, table.__rich_measure__(out, out.options.update(max_width=10_000)).maximum)
-    out.print(table)
-    for layer in report.layers:
-        if layer.problem:
-            out.print(f"[yellow]not measured:[/] {escape(layer.name or '(model)')}: {escape(layer.problem)}")
-    out.print(summarise(report), markup=False)
-
-
-def _cells(head: HeadReport, explained: bool) -> list[str]:
-    d = head.diagnosis
-    norms = [f"{x:.3g}" for x in (d.norm_q, d.norm_k, d.norm_v)] if d else ["-"] * 3
-    maps = [d.attention.entropy, d.attention.diagonal_mass] if d else [math.nan, math.nan]
-    shown = ["-" if math.isnan(x) else f"{x:.4f}" for x in maps]
-    spectra = [head.weights[role] for role in "qkv"]
-    weights = [show_weight(s.condition_number, s.pseudo_condition_number, s.why_not_finite) for s in spectra]
-    pseudo, why = ([head.show_pseudo()], [escape(head.why_not_finite)]) if explained else ([], [])
-    kappas = [f"{head.mean_kappa():.4g}", *pseudo]
-    return [str(head.index), *kappas, head.status, *norms, *shown, *weights, head.verdict, *why]
-
-
-def summarise(report: MeasurementReport) -> str:
-    """What to take home: how many heads, the worst, those that are infinite, inexact or dead."""
-    rows = [(layer.name or "(model)", head) for layer in report.layers for head in layer.heads]
-    dead = [f"{name} head {head.index}" for name, head in rows if head.dead]
-    alive = [head.mean_kappa() for _, head in rows if not head.dead]
-    finite = [k for k in alive if math.isfinite(k)]
-    text = "".join(f"{name}: {report.run[name]}\n" for name in ("model", "input") if name in report.run)
-    text += f"{len(rows)} heads of {len(report.layers)} attentions; {report.convention} Jacobian, {report.kappa} κ"
-    if report.conditioning is not None:
-        text += f", conditioned by {report.conditioning.get('method')!r} (effective weights)"
-    if finite:
-        mean = math.exp(sum(map(math.log, finite)) / len(finite))
-        text += f".\nκ(J) of live heads: geometric mean {mean:.4g}, worst {max(finite):.4g}"
-    others = [head.mean_kappa("pseudo") for _, head in rows if not head.dead and not math.isfinite(head.mean_kappa())]
-    known = [k for k in others if math.isfinite(k)]
-    infinite, inexact = len(others), sum(head.status != "exact" for _, head in rows)
-    text += f"; {infinite} not finite" * bool(infinite)
-    if known:
-        mean = math.exp(sum(map(math.log, known)) / len(known))
-        text += f" (over the non-zero spectrum: geometric mean {mean:.4g}, worst {max(known):.4g})"
-    text += f"; {inexact} not exact" * bool(inexact)
-    listed = ", ".join(dead[:12]) + (f" and {len(dead) - 12} more" if len(dead) > 12 else "")
-    said = f"{len(dead)} ({listed}); their κ(J) says nothing good" if dead else "none"
-    unknown = sum(head.diagnosis is None for _, head in rows)
-    if unknown:
-        said += f"; {unknown} heads are not plain softmax attention and could not be diagnosed"
-    return f"{text}.\ndead heads: {said}"
-
-
-# Outputs
-
-
-def write_text(path: Path, text: str, *, force: bool) -> None:
-    """Write a file whole or not at all."""
-    check_outputs([path], force=force)
+    if text.strip() == "all":
+        return None
     try:
-        write_atomically(path, text)
-    except OSError as error:
-        raise OutputError(f"{path} could not be written: {error}") from error
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise MeasureError(f"{option}: expected 'all' or numbers such as 0,5,11, found {text!r}") from error
+    if len(set(numbers)) < len(numbers):
+        raise MeasureError(f"{option}: expected every number once, found {text!r}")
+    return numbers

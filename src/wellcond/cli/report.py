@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.markup import escape
 
-from wellcond.cli.console import make_console, print_table
-from wellcond.errors import WellcondError
+from wellcond.cli.app import app
+from wellcond.cli.checks import check_is_folder
+
+
+@app.command("report")
+def report(
+    folder: Annotated[Path, typer.Argument(help="A comparison, or a folder with several.")],
+    pictures: Annotated[bool, typer.Option("--pictures/--no-pictures", help="Draw figures and make the page.")] = True,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Loss within which a tuned value counts as good; by default 2 points of a percentage, 2 % of others.",
+        ),
+    ] = None,
+) -> None:
+    """Rebuild tables, figures and the page from the records."""
+    check_is_folder(folder)
+    print_report(folder, pictures=pictures, tolerance=tolerance)
 
 
 def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False, tolerance: float | None = None) -> None:
     """Build the report of a folder, print its summary and where it is."""
+    from wellcond.cli.console import make_console, print_table
     from wellcond.lab.report.analysis import analyse
     from wellcond.lab.report.findings import bottom_line, find_remarks
     from wellcond.lab.report.load_runs import load_comparisons
@@ -53,13 +73,3 @@ def foresee_power(folder: Path, seeds: int) -> list[str]:
         summaries = {method: Summary(comparison.results(method)) for method in comparison.methods}
         told += describe_power(comparison, differences_to_baseline(comparison, summaries), seeds)
     return told
-
-
-def build_reports(folder: Path, *, pictures: bool, tolerance: float | None = None) -> None:
-    """`wellcond report FOLDER`.
-
-    Raises: WellcondError if there is nothing to report on.
-    """
-    if not folder.is_dir():
-        raise WellcondError(f"no such folder: {folder}")
-    print_report(folder, pictures=pictures, tolerance=tolerance)

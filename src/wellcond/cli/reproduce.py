@@ -1,225 +1,179 @@
-"""What `wellcond reproduce` and `wellcond claims` do."""
+"""`wellcond reproduce ID`: the papers' tables and figures."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from rich.markup import escape
+import typer
 
-from wellcond.cli.console import make_console, print_table
-from wellcond.cli.experiment_checks import read_seeds
-from wellcond.cli.experiments import choose_workers, is_first_process, leaving_together
-from wellcond.cli.progress import RunsProgress
-from wellcond.errors import WellcondError
-from wellcond.files import to_json
-from wellcond.lab.data.reading import MIRROR_VARIABLE
-from wellcond.lab.load_recipe import load_recipe
-from wellcond.lab.methods import split_methods
-from wellcond.lab.report.glue import rebuild_glue
-from wellcond.lab.report.table import Table
-from wellcond.lab.reproduce.catalogue_files import SCALES, entries, find_entry
-from wellcond.lab.reproduce.collect import Collection
-from wellcond.lab.reproduce.cost import plan_cost
-from wellcond.lab.reproduce.listing import list_entries, list_table, plan_table, show_minutes
-from wellcond.lab.reproduce.needs import gpus_here, gpus_needed, why_not_here
-from wellcond.lab.reproduce.outcome import outcome_tables, write_outcome
-from wellcond.lab.reproduce.plan import Plan, PlannedStudy, Wishes, check_methods, is_complete, make_plan
-from wellcond.lab.reproduce.run_plan import describe_study, run_study, tune_study
-from wellcond.lab.train.compare import JobObserver, Outcome
+from wellcond.cli.app import Cpu, Jobs, Json, Overrides, Quiet, Seeds, app, need_train_extra
+from wellcond.cli.checks import check_folder, check_is_folder, read_jobs, read_seeds
+from wellcond.errors import WellcondError, check_choice
+
+if TYPE_CHECKING:
+    from wellcond.lab.report.table import Table
+    from wellcond.lab.reproduce.plan import Plan, PlannedStudy
 
 
-@dataclass(frozen=True)
-class Request:
-    """The command's arguments."""
+@app.command("reproduce")
+def reproduce(
+    id: Annotated[
+        str | None, typer.Argument(metavar="[ID]", help="Table, figure or ablation: C-T1, S-F2, A-scale.")
+    ] = None,
+    list_all: Annotated[
+        bool, typer.Option("--list", help="Show every id, what it needs, and if it can run here.")
+    ] = False,
+    scale: Annotated[str, typer.Option(help="tiny (CPU, minutes), small (one GPU, hours) or paper.")] = "tiny",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and its cost; run nothing.")] = False,
+    records: Annotated[
+        Path | None, typer.Option(help="Print from committed records, such as results; run nothing.")
+    ] = None,
+    methods: Annotated[str | None, typer.Option(help="Only these of its methods, and default.")] = None,
+    seeds: Seeds = None,
+    set: Overrides = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Mirror of data sets (as WELLCOND_DATA), or images in train/ and val/.")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--folder", "-o", help="Where to write; reproduce/SCALE by default.")
+    ] = None,
+    jobs: Jobs = "auto",
+    cpu: Cpu = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run what is missing of a table or figure of the papers, and print the paper's numbers beside ours."""
+    if list_all == (id is not None):
+        raise typer.BadParameter("give either an ID or --list")
+    need_train_extra()
+    from wellcond.lab.reproduce.catalogue import SCALES, find_entry
 
-    id: str
-    scale: str
-    folder: Path | None
-    seeds: str | None = None
-    methods: str | None = None
-    overrides: tuple[str, ...] = ()
-    data: Path | None = None
-    jobs: str = "auto"
-    cpu: bool = False
-    as_json: bool = False
-    quiet: bool = False
+    check_choice("scale", scale, SCALES)
+    known, entry = find_entry(id) if id is not None else ("", None)
+    for name, place in (("--records", records), ("--data", data)):
+        if place is not None:
+            check_is_folder(place, name)
+    numbers = None if seeds is None else read_seeds(seeds)
+    read_jobs(jobs)
+    check_folder(folder)
+    from wellcond.cli.runs import is_first_process
+    from wellcond.lab.methods import split_methods
+    from wellcond.lab.reproduce.listing import list_entries, list_table, plan_table
+    from wellcond.lab.reproduce.outcome import outcome_tables, write_outcome
+    from wellcond.lab.reproduce.plan import Wishes, make_plan
+    from wellcond.lab.reproduce.stored import Collection
 
-    @property
-    def place(self) -> Path:
-        """Where runs and results go."""
-        return self.folder or Path("reproduce") / self.scale
-
-
-def print_list(scale: str, folder: Path | None, *, jobs: str, data: Path | None, as_json: bool) -> None:
-    """`--list`."""
-    use_data(data)
-
-    def place(scale: str) -> Path:
-        return Request("", scale, folder).place
-
-    rows = list_entries(place, _cpu_workers(jobs), SCALES if as_json else (scale,))
-    if as_json:
-        print(to_json(rows, indent=1))
+    images = _use_data(data)
+    home = folder or Path("reproduce") / scale
+    if entry is None:
+        rows = list_entries(
+            lambda scale: folder or Path("reproduce") / scale, _cpu_workers(jobs), SCALES if json else (scale,)
+        )
+        _print_json(rows) if json else _show([list_table(rows, scale)])
         return
-    _print([list_table(rows, scale)])
+    if records is not None:
+        _show(outcome_tables(known, entry, scale, Collection(records, committed=True)), as_json=json, quiet=quiet)
+        return
+    asked = None if methods is None else tuple(split_methods(methods))
+    plan = make_plan(known, entry, scale, Wishes(home, numbers, asked, tuple(set or ()), images, cpu))
+    if dry_run:
+        _show([plan_table(plan, _cpu_workers(jobs))], as_json=json, quiet=quiet)
+        return
+    _check_can_run(plan, cpu=cpu)
+    code = _run(plan, jobs, cpu=cpu, silent=quiet or json)
+    if is_first_process():
+        collection = None if entry.kind == "static" else Collection(home)
+        tables = write_outcome(known, plan.entry, scale, collection, home / known)
+        _show(tables, as_json=json, quiet=quiet, end=f"written: {home / known / f'{known}.md'}")
+    raise typer.Exit(code)
 
 
-def use_data(data: Path | None) -> Path | None:
+def _use_data(data: Path | None) -> Path | None:
     """The user's data, if they are images in train/ and val/; a mirror is put in front of those that are known."""
-    if data is None:
-        return None
-    if (data / "train").is_dir():
+    from wellcond.lab.data.reading import MIRROR_VARIABLE
+
+    if data is None or (data / "train").is_dir():
         return data
     known = os.environ.get(MIRROR_VARIABLE)
     os.environ[MIRROR_VARIABLE] = os.pathsep.join([str(data.resolve()), *([known] if known else [])])
     return None
 
 
-def run_reproduce(request: Request, *, dry_run: bool, records: Path | None) -> int:
-    """Run what is missing and print the outcome; returns the exit code."""
-    entry = find_entry(request.id)
-    id = next(name for name, known in entries().items() if known is entry)
-    if records is not None:
-        _show(
-            outcome_tables(id, entry, request.scale, Collection(records, committed=True, places=entry.records)), request
-        )
-        return 0
-    plan = make_plan(id, entry, request.scale, _wishes(request))
-    if dry_run:
-        _show([plan_table(plan, _cpu_workers(request.jobs))], request)
-        return 0
-    _check_can_run(plan, request)
-    code = _run(plan, request)
-    if not is_first_process():
-        return code
-    collection = None if entry.kind == "static" else Collection(request.place)
-    written = write_outcome(id, plan.entry, request.scale, collection, request.place / id)
-    _show(outcome_tables(id, plan.entry, request.scale, collection), request)
-    if not (request.quiet or request.as_json):
-        page = next(path for path in written if path.suffix == ".md")
-        make_console().print(f"written: {page}", markup=False, soft_wrap=True)
-    return code
+def _cpu_workers(jobs: str) -> int:
+    from wellcond.cli.runs import choose_workers
+    from wellcond.lab.load_recipe import load_recipe
+
+    return choose_workers(jobs, load_recipe("digits", scale="tiny")[0], cpu=True)
 
 
-def _wishes(request: Request) -> Wishes:
-    entry = find_entry(request.id)
-    methods = None if request.methods is None else tuple(split_methods(request.methods))
-    check_methods(entry, methods or ())
-    return Wishes(
-        request.place,
-        seeds=None if request.seeds is None else read_seeds(request.seeds),
-        methods=methods,
-        overrides=request.overrides,
-        images=use_data(request.data),
-        cpu=request.cpu,
-    )
-
-
-def _check_can_run(plan: Plan, request: Request) -> None:
+def _check_can_run(plan: Plan, *, cpu: bool) -> None:
     """Refuse what needs a GPU where there is none, unless it is asked for; missing data are refused by the runs.
 
     Raises: WellcondError.
     """
-    if request.cpu or gpus_here() or not gpus_needed(plan) or not plan.missing:
+    from wellcond.lab.reproduce.plan import gpus_here
+
+    if cpu or gpus_here() or not plan.gpus or not plan.missing:
         return
     raise WellcondError(
-        f"{plan.id} at scale {plan.scale}: {'; '.join(why_not_here(plan))}. On this machine it would take "
-        f"{show_minutes(plan_cost(plan).seconds / 60)}.\n"
+        f"{plan.id} at scale {plan.scale}: {'; '.join(plan.why_not_here())}.\n"
         "  --scale tiny takes minutes; --cpu runs it here all the same; --dry-run shows the plan."
     )
 
 
-def _run(plan: Plan, request: Request) -> int:
+def _run(plan: Plan, jobs: str, *, cpu: bool, silent: bool) -> int:
+    from wellcond.cli.runs import leaving_together
+
     code = 0
     with leaving_together():
         for study in plan.studies:
-            if study.missing or not all(map(is_complete, study.glue_folders)):
-                code = max(code, _run_one(study, request))
+            if study.missing or study.glue_missing:
+                code = max(code, _run_study(study, jobs, cpu=cpu, silent=silent))
             if code == 130:
                 break
     return code
 
 
-def _run_one(study: PlannedStudy, request: Request) -> int:
-    silent = request.quiet or request.as_json or not is_first_process()
-    if not silent:
-        make_console().print(
-            f"[bold]{escape(study.name)}[/]: {len(study.missing)} of {len(study.jobs)} runs to do", soft_wrap=True
-        )
-    workers = choose_workers(request.jobs, study.recipe, cpu=request.cpu)
-    if is_first_process():
-        describe_study(study)
-    outcome = _watched(len(study.jobs), silent, lambda observe: run_study(study, num_workers=workers, observer=observe))
-    code = _tell_end(outcome, silent)
+def _run_study(study: PlannedStudy, jobs: str, *, cpu: bool, silent: bool) -> int:
+    from wellcond.cli.console import make_console
+    from wellcond.cli.runs import choose_workers, exit_code, is_first_process, tell_end, watch
+    from wellcond.lab.report.glue import rebuild_glue
+
+    first = is_first_process()
+    if first:
+        study.describe()
+        if not silent:
+            told = f"{study.name}: {len(study.missing)} of {len(study.jobs)} runs to do"
+            make_console().print(told, markup=False, soft_wrap=True)
+    workers = choose_workers(jobs, study.recipe, cpu=cpu)
+    end = exit_code if silent else lambda outcome: tell_end(outcome, len(study.jobs))
+    code = end(watch(len(study.jobs), lambda observe: study.run(workers, observe), quiet=silent))
     if study.glue and code != 130:
-        count = len(study.glue_folders)
-        tuned = _watched(count, silent, lambda observe: tune_study(study, num_workers=workers, observer=observe))
-        code = max(code, _tell_end(tuned, silent))
-        if is_first_process() and tuned.records:
+        tuned = watch(len(study.glue_folders), lambda observe: study.fine_tune(workers, observe), quiet=silent)
+        code = max(code, end(tuned))
+        if first and tuned.records:
             rebuild_glue(study.folder)
     return code
 
 
-def _watched(count: int, silent: bool, run: Callable[[JobObserver], Outcome]) -> Outcome:
-    progress = RunsProgress(count, quiet=silent)
-    with progress.shown():
-        return run(progress.observe)
+def _show(tables: list[Table], *, as_json: bool = False, quiet: bool = False, end: str = "") -> None:
+    from wellcond.cli.console import print_tables
 
-
-def _tell_end(outcome: Outcome, silent: bool) -> int:
-    out = make_console()
-    for _, problem in outcome.failures:
-        if not silent:
-            out.print(f"[red]failed:[/] {escape(problem)}", soft_wrap=True)
-    if outcome.interrupted and not silent:
-        out.print("[yellow]stopped[/]; the same command resumes from here")
-    return 130 if outcome.interrupted else 1 if outcome.failures else 0
-
-
-def _cpu_workers(jobs: str) -> int:
-    return choose_workers(jobs, load_recipe("digits", scale="tiny")[0], cpu=True)
-
-
-def _show(tables: list[Table], request: Request) -> None:
-    if request.as_json:
-        rows = [
-            {"title": table.title, "rows": [dict(zip(table.header, row, strict=True)) for row in table.rows],
-             "notes": list(table.notes)}
-            for table in tables
-        ]  # fmt: skip
-        print(to_json(rows, indent=1))
-    elif not request.quiet:
-        _print(tables)
-
-
-def _print(tables: list[Table]) -> None:
-    out = make_console()
-    for table in tables:
-        print_table(out, table.title, table)
-        for note in table.notes:
-            out.print(f"- {escape(note)}", soft_wrap=True)
-
-
-def print_claims(results: Path, output: Path, *, as_json: bool) -> None:
-    """Judge every claim by the records and write the pages.
-
-    Raises: WellcondError if there is no such folder, or the pages cannot be written.
-    """
-    from wellcond.lab.reproduce.claims import judge_claims
-    from wellcond.lab.reproduce.claims_page import claims_json, claims_table, write_claims
-
-    if output.is_dir() or output.suffix == ".html":
-        raise WellcondError(f"--output: expected a name for the markdown, such as claims.md, found {output}")
-    judged = judge_claims(results)
-    try:
-        write_claims(judged, output, results)
-    except OSError as error:
-        raise WellcondError(f"--output: {output} could not be written: {error.strerror or error}") from error
     if as_json:
-        print(to_json(claims_json(judged), indent=1))
-        return
-    _print([claims_table(judged)])
-    make_console().print(f"written: {output} and {output.with_suffix('.html')}", markup=False, soft_wrap=True)
+        _print_json(
+            [
+                {"title": table.title, "rows": [dict(zip(table.header, row, strict=True)) for row in table.rows],
+                 "notes": list(table.notes)}
+                for table in tables
+            ]
+        )  # fmt: skip
+    elif not quiet:
+        print_tables(tables, end)
+
+
+def _print_json(content: object) -> None:
+    from wellcond.files import to_json
+
+    print(to_json(content, indent=1))

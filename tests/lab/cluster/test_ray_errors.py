@@ -10,7 +10,7 @@ import pytest
 
 from lab.cluster.two_machines import Cluster, compare_command, finish, start
 from lab.small import small_job
-from wellcond.cli.experiment_commands import compare as compare_command_line
+from wellcond.cli.compare import compare as compare_command_line
 from wellcond.errors import MissingExtraError, WellcondError
 from wellcond.lab.cluster import RaySettings
 from wellcond.lab.cluster.driver import Share, choose_share, connected, worker_environment

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from wellcond.lab.report.glue import AVERAGE
 from wellcond.lab.report.records import Metric
 from wellcond.lab.report.statistics import PairedDifference, Summary, compare_paired, holm
 from wellcond.lab.report.table import Table, Values, difference_values, show_interval, show_mean, show_p, summary_values
 from wellcond.lab.report.values import MISSING
-from wellcond.lab.reproduce.catalogue_files import Entry, Row
-from wellcond.lab.reproduce.collect import Collection, StoredStudy, may_be_paired
-from wellcond.lab.reproduce.glue_average import METRIC, averaged_columns, mean_gain, mean_of
-from wellcond.lab.reproduce.paper_numbers import PaperPart, paper_tables
+from wellcond.lab.reproduce.catalogue import Entry, Part
+from wellcond.lab.reproduce.stored import Collection, StoredStudy, may_be_paired
+
+GLUE_AVERAGE = f"glue:{AVERAGE}"
+HEADER = (
+    "column", "method", "paper", "ours", "n", "ours − paper", "paper's gain", "our gain [95 % interval]", "p",
+    "p (Holm)", "agreement",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,38 +48,43 @@ class Cell:
         return "above" if low > self.paper_gain else "below" if high < self.paper_gain else "within"
 
 
-def build_cells(id: str, entry: Entry, records: Collection) -> list[list[Cell]]:
-    """A list for each metric of the entry; p are corrected over such a list."""
-    table = paper_tables().get(id)
-    parts = table.parts if table is not None else ()
+def build_cells(entry: Entry, part: Part, records: Collection) -> list[Cell]:
+    """Every number of one metric, with Holm's correction over all of them."""
+    cells = list(_cells(entry, part, records))
+    corrected = holm([cell.difference.p if cell.difference else None for cell in cells])
     return [
-        _corrected(_cells(entry, records, metric, parts[at] if at < len(parts) else None))
-        for at, metric in enumerate(entry.part_metrics)
+        cell if cell.difference is None else replace(cell, difference=replace(cell.difference, p_holm=p))
+        for cell, p in zip(cells, corrected, strict=True)
     ]
 
 
-def _cells(entry: Entry, records: Collection, part_metric: str, part: PaperPart | None) -> Iterable[Cell]:
+def _cells(entry: Entry, part: Part, records: Collection) -> Iterator[Cell]:
+    base_row = entry.rows[entry.baseline]
     for name, column in entry.columns.items():
-        metric = part_metric or column.metric
-        base_row = entry.rows[entry.baseline]
-        base = _values(records, column.study, base_row, metric)
+        metric = part.metric or column.metric
+        base_study = records.study(column, base_row.variant)
+        base = {} if base_study is None else base_study.values(base_row, metric)
         for row_name, row in entry.all_rows.items():
-            if not row.is_in(column.study):
+            if not row.is_in(name):
                 continue
-            values = _values(records, column.study, row, metric)
-            study = records.study(column.study, row.variant)
+            study = records.study(column, row.variant)
+            values = {} if study is None else study.values(row, metric)
             shown = study.metric(metric) if study else Metric(metric, True, False)
-            paired = base if _same_recipe(records, column.study, row, base_row) else {}
+            paired = base if may_be_paired(study, base_study, (row.variant, base_row.variant)) else {}
             difference = compare_paired(
                 row_name, values, entry.baseline, paired, higher_is_better=shown.higher_is_better
             )
-            reference = ("", None, None) if part is None else _reference(entry, part, row_name, name, study)
+            paper, tasks = part.show(row_name, name), [name]
+            if column.metric == GLUE_AVERAGE and (some := averaged_columns(entry, study)):
+                tasks = list(some)
+                value = part.mean(row_name, tasks)
+                paper = "" if value is None else f"{value:.1f} (of {', '.join(tasks)})"
             yield Cell(
                 column=name,
                 row=row_name,
-                paper=reference[0],
-                paper_value=reference[1],
-                paper_gain=reference[2],
+                paper=paper,
+                paper_value=part.mean(row_name, tasks),
+                paper_gain=part.gain(row_name, entry.baseline, *tasks),
                 summary=Summary(values),
                 lost=study.lost(row) if study else 0,
                 metric=shown,
@@ -82,49 +92,19 @@ def _cells(entry: Entry, records: Collection, part_metric: str, part: PaperPart 
             )
 
 
-def _reference(
-    entry: Entry, part: PaperPart, row: str, name: str, study: StoredStudy | None
-) -> tuple[str, float | None, float | None]:
-    """What the paper has: as text, the number, and the gain over the baseline."""
-    tasks = averaged_columns(entry, study) if entry.columns[name].metric == METRIC else ()
-    if not tasks:
-        return part.show(row, name), part.value(row, name), part.gain(row, entry.baseline, name)
-    value = mean_of(part, row, tasks)
-    shown = "" if value is None else f"{value:.1f} (of {', '.join(tasks)})"
-    return shown, value, mean_gain(part, row, entry.baseline, tasks)
-
-
-def _values(records: Collection, study: str, row: Row, metric: str) -> dict[int, float]:
-    stored = records.study(study, row.variant)
-    return {} if stored is None else stored.values(row, metric)
-
-
-def _same_recipe(records: Collection, study: str, row: Row, other: Row) -> bool:
-    one, two = (records.study(study, some.variant) for some in (row, other))
-    return may_be_paired(one, two, (row.variant, other.variant))
-
-
-def _corrected(cells: Iterable[Cell]) -> list[Cell]:
-    listed = list(cells)
-    corrected = holm([cell.difference.p if cell.difference else None for cell in listed])
-    return [
-        cell if cell.difference is None else replace(cell, difference=replace(cell.difference, p_holm=p))
-        for cell, p in zip(listed, corrected, strict=True)
-    ]
-
-
-HEADER = (
-    "column", "method", "paper", "ours", "n", "ours − paper", "paper's gain", "our gain [95 % interval]", "p",
-    "p (Holm)", "agreement",
-)  # fmt: skip
+def averaged_columns(entry: Entry, study: StoredStudy | None) -> tuple[str, ...]:
+    """Columns whose tasks of GLUE were run, over which the paper's average must be too; empty if all were, or none."""
+    tasks = [] if study is None or study.glue is None else [f"glue:{task}" for task in study.glue.tasks]
+    columns = {name: column.metric for name, column in entry.columns.items() if column.metric != GLUE_AVERAGE}
+    run = tuple(name for name, metric in columns.items() if metric in tasks)
+    return () if len(run) == len(columns) else run
 
 
 def cells_table(id: str, title: str, cells: list[Cell], notes: Iterable[str]) -> Table:
     """A row for each number."""
-    rows = tuple(_shown(cell) for cell in cells)
     known = {cell.metric.label for cell in cells if cell.summary.count}
     name = f" ({known.pop()})" if len(known) == 1 else ""
-    values = tuple(map(_numbers, cells))
+    rows, values = tuple(map(_shown, cells)), tuple(map(_numbers, cells))
     return Table(id.lower(), f"{id}: {title}{name}", HEADER, rows, tuple(notes), frozenset({0, 1, 10}), values)
 
 

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from wellcond.lab.report.analysis import Analysis
 from wellcond.lab.report.glue import AVERAGE, SHOWN, find_differences
 from wellcond.lab.report.records import Metric
@@ -20,19 +22,10 @@ from wellcond.lab.report.statistics import PairedDifference, compare_paired, cor
 from wellcond.lab.report.table import show_interval, show_p
 from wellcond.lab.report.values import show_seeds
 from wellcond.lab.report.verdicts import ALPHA, Kind, default_margin, judge, sign_flip_p, smallest_detectable
-from wellcond.lab.reproduce.catalogue_files import entries
+from wellcond.lab.reproduce.beside_paper import averaged_columns
+from wellcond.lab.reproduce.catalogue import catalogue
 from wellcond.lab.reproduce.claim_computations import computed
-from wellcond.lab.reproduce.claim_measurements import (
-    count_above,
-    count_inexact,
-    count_infinite,
-    distance_below,
-    first_or_last_logs,
-    savings,
-)
-from wellcond.lab.reproduce.collect import StoredStudy
-from wellcond.lab.reproduce.glue_average import averaged_columns, mean_gain, mean_of
-from wellcond.lab.reproduce.paper_numbers import paper_tables
+from wellcond.lab.reproduce.stored import StoredStudy
 from wellcond.lab.settings import Settings
 
 BETTER, WORSE, EQUAL, UNDECIDED = "better", "worse", "equal", "undecided"
@@ -92,13 +85,6 @@ def judge_rule(rule: Rule, table: str, results: Path) -> Verdict:
         table: id whose numbers the paper gives.
         results: folder of committed records.
     """
-    verdict = _judge(rule, table, results)
-    if not rule.caveat or verdict.word == NO_RECORDS:
-        return verdict
-    return verdict.model_copy(update={"evidence": f"{verdict.evidence}; {rule.caveat}"})
-
-
-def _judge(rule: Rule, table: str, results: Path) -> Verdict:
     if rule.kind == "needs":
         return Verdict(word=NEEDS, evidence=rule.why)
     if rule.kind == "computed":
@@ -109,15 +95,21 @@ def _judge(rule: Rule, table: str, results: Path) -> Verdict:
         return _no_records(f"nothing in {rule.folder}")
     if rule.over == STRONG and analysis.comparison.baseline.startswith("tokens("):
         rule = rule.model_copy(update={"over": analysis.comparison.baseline})
-    kinds = {"gain": _gain, "same": _gain, "kappa": _kappa, "saving": _saving, "below": _below, "best": _best}
     if rule.over_folder:
-        return _gain_over_folder(rule, analysis, find_analysis(results / rule.over_folder), table)
-    return kinds[rule.kind](rule, analysis, table)
+        verdict = _gain_over_folder(rule, analysis, find_analysis(results / rule.over_folder), table)
+    elif rule.kind in ("gain", "same"):
+        verdict = _gain(rule, analysis, table)
+    else:
+        kinds = {"kappa": _kappa, "saving": _saving, "below": _below, "best": _best}
+        verdict = kinds[rule.kind](rule, analysis)
+    if not rule.caveat or verdict.word == NO_RECORDS:
+        return verdict
+    return verdict.model_copy(update={"evidence": f"{verdict.evidence}; {rule.caveat}"})
 
 
 @functools.lru_cache(maxsize=64)
 def _study(folder: Path) -> StoredStudy:
-    return StoredStudy(folder, committed=True)
+    return StoredStudy(folder)
 
 
 def find_analysis(folder: Path) -> Analysis | None:
@@ -137,16 +129,14 @@ def paper_share(rule: Rule, table: str, tasks: tuple[str, ...] = ()) -> float | 
         >>> round(paper_share(rule, "C-T1"), 4)  # 1.2 of 19.7 points
         0.0609
     """
-    known = paper_tables().get(table)
-    if known is None or not rule.row:
+    entry = catalogue().entries.get(table)
+    if entry is None or not rule.row:
         return None
-    part = known.parts[0]
-    gain = mean_gain(part, rule.row, rule.base_row, tasks) if tasks else part.gain(rule.row, rule.base_row, rule.column)
-    base = mean_of(part, rule.base_row, tasks) if tasks else part.value(rule.base_row, rule.column)
+    part, columns = entry.parts[0], tasks or (rule.column,)
+    gain, base = part.gain(rule.row, rule.base_row, *columns), part.mean(rule.base_row, columns)
     if gain is None or base is None:
         return None
-    error = 100 - base if part.metric.higher_is_better else base
-    return gain / error
+    return gain / (base if part.lower_is_better else 100 - base)
 
 
 def _error(values: Sequence[float], metric: Metric) -> float:
@@ -161,7 +151,9 @@ def _gain(rule: Rule, analysis: Analysis, table: str) -> Verdict:
     difference, metric, base = _difference(rule, analysis)
     if difference is None:
         return _no_records(f"no records of {rule.method} and {rule.over}")
-    tasks = averaged_columns(entries()[table], _study(analysis.comparison.folder)) if rule.glue == AVERAGE else ()
+    tasks = (
+        averaged_columns(catalogue().entries[table], _study(analysis.comparison.folder)) if rule.glue == AVERAGE else ()
+    )
     share = paper_share(rule, table, tasks)
     own = analysis.differences.get(rule.method)
     half = own.mean / 2 if rule.margin == "own_gain" and own is not None and own.certain and own.mean > 0 else None
@@ -260,10 +252,10 @@ def _decide(
 ORDERS = Metric("orders of magnitude", higher_is_better=False, percent=False)
 
 
-def _kappa(rule: Rule, analysis: Analysis, table: str) -> Verdict:
+def _kappa(rule: Rule, analysis: Analysis) -> Verdict:
     """On log10, paired by seed; positive is lower. Corrected over the methods of the comparison."""
-    last = rule.moment == "last"
-    logs = {m: first_or_last_logs(analysis, m, rule.quantity, last=last) for m in analysis.comparison.methods}
+    heads = {method: _measured(analysis, method, rule) for method in analysis.comparison.methods}
+    logs = {method: _mean_logs(found) for method, found in heads.items()}
     base = logs.get(rule.over, {})
     differences = correct(
         compare_paired(method, logs[method], rule.over, base, higher_is_better=False)
@@ -276,9 +268,10 @@ def _kappa(rule: Rule, analysis: Analysis, table: str) -> Verdict:
     verdict = _decide(difference, ORDERS, list(base.values()), None)
     factor = 10**difference.mean
     said = [f"lower by a factor of {factor:.3g}" if factor >= 1 else f"higher by a factor of {1 / factor:.3g}"]
-    inexact, total = count_inexact(analysis, (rule.method, rule.over), rule.quantity, last=last)
-    said += [f"{inexact} of {total} values are not exact"] if inexact else []
-    singular = [count_infinite(analysis, name, rule.quantity, last=last) for name in (rule.method, rule.over)]
+    pair = [heads[rule.method], heads[rule.over]]
+    values, inexact = (np.concatenate([found[seed][at] for found in pair for seed in found]) for at in (0, 1))
+    said += [f"{inexact.sum():.0f} of {len(values)} values are not exact"] if inexact.any() else []
+    singular = [sum(int(np.isinf(values).sum()) for values, _ in found.values()) for found in pair]
     if any(singular):
         said.append(f"infinite and in no mean: {singular[0]} of {rule.method}, {singular[1]} of {rule.over}")
     if singular[0] > singular[1] and verdict.word == BETTER or singular[0] < singular[1] and verdict.word == WORSE:
@@ -286,12 +279,35 @@ def _kappa(rule: Rule, analysis: Analysis, table: str) -> Verdict:
     return verdict.model_copy(update={"evidence": f"{'; '.join(said)}: {verdict.evidence}"})
 
 
-def _saving(rule: Rule, analysis: Analysis, table: str) -> Verdict:
+def _measured(analysis: Analysis, method: str, rule: Rule) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Values of all heads at the first or last measurement of a quantity, and which are not exact, by seed."""
+    found = {}
+    for table in analysis.tables(method):
+        values, steps = table.columns[rule.quantity], table.columns["step"]
+        known = ~np.isnan(values)
+        if known.any():
+            step = steps[known].max() if rule.moment == "last" else steps[known].min()
+            chosen = known & (steps == step)
+            found[table.run.seed] = values[chosen], table.columns["inexact"][chosen]
+    return found
+
+
+def _mean_logs(heads: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> dict[int, float]:
+    """Mean log10 over heads, by seed; finite values only."""
+    usable = {seed: values[np.isfinite(values) & (values > 0)] for seed, (values, _) in heads.items()}
+    return {seed: float(np.log10(values).mean()) for seed, values in usable.items() if len(values)}
+
+
+def _saving(rule: Rule, analysis: Analysis) -> Verdict:
     """Share of epochs saved beyond the baseline's own, by the exact test for counts.
 
     A seed that never gets there saves nothing.
     """
-    base, values = (savings(analysis, name) for name in (analysis.comparison.baseline, rule.method))
+    matchings = [analysis.matchings.get(name) for name in (analysis.comparison.baseline, rule.method)]
+    base, values = (
+        {} if matching is None else {seed: match.saving or 0.0 for seed, match in matching.by_seed.items()}
+        for matching in matchings
+    )
     differences = [values[seed] - base[seed] for seed in sorted(set(base) & set(values))]
     if not differences:
         return _no_records(f"no records of {rule.method}")
@@ -310,11 +326,17 @@ def _saving(rule: Rule, analysis: Analysis, table: str) -> Verdict:
     return Verdict(word=BETTER, evidence=evidence, as_claimed=mean >= rule.at_least)
 
 
-def _below(rule: Rule, analysis: Analysis, table: str) -> Verdict:
-    above, total = count_above(analysis, rule.method, rule.quantity, rule.limit)
-    if not total:
+def _below(rule: Rule, analysis: Analysis) -> Verdict:
+    """Every measurement of a head against a column that holds the log10 of a limit."""
+    tables = [table for name, some in analysis.heads.items() for table in some if rule.method in ("", name)]
+    if not tables:
         return _no_records("no measurements")
-    least, most = distance_below(analysis, rule.method, rule.quantity, rule.limit)
+    with np.errstate(divide="ignore"):
+        every = np.concatenate([t.columns[rule.limit] - np.log10(t.columns[rule.quantity]) for t in tables])
+    known, finite = every[~np.isnan(every)], every[np.isfinite(every)]
+    if not len(known):
+        return _no_records("no measurements")
+    above, total, least, most = int((known < 0).sum()), len(known), finite.min(), finite.max()
     evidence = (
         f"{above} of {total} measurements of a head are above it; it is 10^{least:.0f} to 10^{most:.0f} times as large "
         "as what is measured, so that this says little, and it is no bound in general (erratum E4)"
@@ -322,7 +344,7 @@ def _below(rule: Rule, analysis: Analysis, table: str) -> Verdict:
     return Verdict(word=FAILS if above else HOLDS, evidence=evidence, as_claimed=not above)
 
 
-def _best(rule: Rule, analysis: Analysis, table: str) -> Verdict:
+def _best(rule: Rule, analysis: Analysis) -> Verdict:
     """The best of the claimed winners against every other member of the sweep."""
     comparison, metric = analysis.comparison, analysis.comparison.result
     known = [name for name in rule.among if name in comparison.methods and analysis.summaries[name].count]

@@ -10,20 +10,72 @@ Q, K and V of one head, each X W with X of N x D and W of D x d, in the forms th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
-from wellcond.lab.report.table import Table
+from wellcond.lab.report.table import Table, Values
 from wellcond.lab.report.values import MISSING
-from wellcond.lab.reproduce.paper_numbers import paper_tables
-from wellcond.lab.reproduce.tensor_counts import ElementwiseCount, PeakMemory
 
 LAM = 10.0
 ROUNDS = 15
+FORMS = ("original", "weight", "activation", "folded")
+
+
+class PeakMemory(TorchDispatchMode):
+    """Bytes of all storages that operations make while it is active, at their highest: the same on every machine."""
+
+    def __init__(self) -> None:
+        """Nothing is counted that exists before."""
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and note what it made."""
+        self._note((args, kwargs or {}), made=False)
+        result = func(*args, **(kwargs or {}))
+        self._note(result, made=True)
+        return result
+
+    def _note(self, values: Any, *, made: bool) -> None:
+        for value in tree_iter(values):
+            if not isinstance(value, Tensor):
+                continue
+            storage = value.untyped_storage()
+            key, size = storage._cdata, storage.nbytes() if made else 0
+            if key in self._seen:
+                continue
+            self._seen.add(key)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
+
+
+ELEMENTWISE = (torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor, torch.ops.aten.sub.Tensor)
+
+
+class ElementwiseCount(TorchDispatchMode):
+    """Additions, subtractions and multiplications of entries while it is active."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and count what it made."""
+        made = func(*args, **(kwargs or {}))
+        self.total += made.numel() if func in ELEMENTWISE else 0
+        return made
 
 
 @dataclass(frozen=True)
@@ -76,32 +128,27 @@ class Forms:
         self.correction = LAM * torch.eye(size.width, size.head)
         self.lam = torch.tensor(LAM)
 
-    def project(self, form: str) -> Callable[[list[Tensor]], list[Tensor]]:
-        """From the weights to Q, K and V."""
-        x, c, lam, head = self.x, self.correction, self.lam, self.size.head
-        return {
-            "original": lambda weights: [x @ w for w in weights],
-            "weight": lambda weights: [x @ (w + c) for w in weights],
-            "activation": lambda weights: [x @ w + lam * x[:, :head] for w in weights],
-            "folded": lambda weights: [x @ w for w in weights],
-        }[form]
-
-    def leaves(self, form: str) -> list[Tensor]:
-        """Trainable weights of a form."""
-        made = [w + self.correction if form == "folded" else w.clone() for w in self.weights]
-        return [w.requires_grad_() for w in made]
-
-    def stored(self, form: str) -> list[Tensor]:
-        """What the projections of a form read beside weights and tokens."""
-        return {"weight": [self.correction], "activation": [self.lam]}.get(form, [])
+    def project(self, form: str, weights: list[Tensor]) -> list[Tensor]:
+        """From the weights of a form to Q, K and V."""
+        if form == "weight":
+            return [self.x @ (w + self.correction) for w in weights]
+        if form == "activation":
+            return [self.x @ w + self.lam * self.x[:, : self.size.head] for w in weights]
+        return [self.x @ w for w in weights]
 
     def count(self, form: str) -> Counted:
         """Everything about one form."""
-        weights, project = self.leaves(form), self.project(form)
+        made = [w + self.correction if form == "folded" else w.clone() for w in self.weights]
+        weights = [w.requires_grad_() for w in made]
+        stored = {"weight": self.correction, "activation": self.lam}.get(form)
+
+        def train() -> None:
+            sum(y.sum() for y in self.project(form, weights)).backward()  # type: ignore[union-attr]
+
         with torch.no_grad(), FlopCounterMode(display=False) as flops, ElementwiseCount() as elementwise:
-            outputs = project(weights)
+            outputs = self.project(form, weights)
         with PeakMemory() as memory:
-            sum(y.sum() for y in project(weights)).backward()  # type: ignore[union-attr]
+            train()
         with torch.no_grad():
             expected = [self.x @ (w + self.correction) for w in self.weights]
             errors = [float((y - e).abs().max() / e.abs().max()) for y, e in zip(outputs, expected, strict=True)]
@@ -109,12 +156,12 @@ class Forms:
             form=form,
             parameters=sum(w.numel() for w in weights),
             gradients=sum(w.grad.numel() for w in weights if w.grad is not None),
-            correction=sum(stored.numel() for stored in self.stored(form)),
+            correction=0 if stored is None else stored.numel(),
             activations=sum(y.numel() for y in outputs),
             matmul_flops=flops.get_total_flops(),
             elementwise=elementwise.total,
             peak_bytes=memory.peak,
-            seconds=_fastest(lambda: sum(y.sum() for y in project(weights)).backward()),  # type: ignore[union-attr]
+            seconds=_fastest(train),
             error=float("nan") if form == "original" else max(errors),
         )
 
@@ -138,7 +185,7 @@ def static_tables(kind: str, scale: str) -> Iterator[Table]:
     """
     size = SIZES[scale]
     forms = Forms(size)
-    counted = [forms.count(form) for form in ("original", "weight", "activation", "folded")]
+    counted = [forms.count(form) for form in FORMS]
     note = f"One head with {size}; float32, forward and backward. Time is the fastest of {ROUNDS} rounds."
     if kind in ("memory", "cost"):
         yield _memory(size, counted, note)
@@ -148,42 +195,57 @@ def static_tables(kind: str, scale: str) -> Iterator[Table]:
         yield _equal_forms(counted, note)
 
 
+Line = tuple[str, tuple[str, float | None], tuple[str, float | None], Sequence[float], str]
+"""What, the paper's formula and number without and with C, what is counted in each form, and how that is shown."""
+UNKNOWN = (MISSING, None)
+
+
+def _table(name: str, title: str, what: str, lines: Sequence[Line], notes: tuple[str, ...]) -> Table:
+    header = (what, "paper: original", "paper: spectral", *(f"counted: {form}" for form in FORMS))
+    rows, values = [], []
+    for label, plain, spectral, found, digits in lines:
+        shown = [text if value is None else f"{text} = {value:{digits}}" for text, value in (plain, spectral)]
+        rows.append((label, *shown, *(f"{value:{digits}}" for value in found)))
+        numbers = dict(zip(("paper_original", "paper_spectral", *FORMS), (plain[1], spectral[1], *found), strict=True))
+        values.append({what: label} | numbers)
+    return Table(name, title, header, tuple(rows), notes, values=tuple(values))
+
+
 def _memory(size: HeadSize, counted: list[Counted], note: str) -> Table:
-    formulas = paper_tables()["S-T8"].formulas
-    assert formulas is not None
-    values = {"3Dd": 3 * size.width * size.head, "3Nd": 3 * size.tokens * size.head}
-    names = ("parameters", "gradients", "correction", "activations")
-    rows = []
-    for (what, (plain, spectral)), name in zip(formulas.rows.items(), names, strict=True):
-        shown = [f"{text} = {values[text]}" if text in values else text for text in (plain, spectral)]
-        rows.append((what, *shown, *(str(getattr(form, name)) for form in counted)))
-    rows.append(("peak memory of tensors, bytes", MISSING, MISSING, *(str(form.peak_bytes) for form in counted)))
-    rows.append(("time, microseconds", MISSING, MISSING, *(f"{1e6 * form.seconds:.0f}" for form in counted)))
-    header = ("elements", "paper: original", "paper: spectral", *(f"counted: {form.form}" for form in counted))
-    return Table("s-t8", "S-T8: memory of one attention head", header, tuple(rows), (note,))
+    weights, outputs = ("3Dd", 3 * size.width * size.head), ("3Nd", 3 * size.tokens * size.head)
+    lines: list[Line] = [
+        ("trainable parameters", weights, weights, [form.parameters for form in counted], "d"),
+        ("gradient storage", weights, weights, [form.gradients for form in counted], "d"),
+        ("correction matrices", ("-", None), ("one constant", None), [form.correction for form in counted], "d"),
+        ("activations", outputs, outputs, [form.activations for form in counted], "d"),
+        ("peak memory of tensors, bytes", UNKNOWN, UNKNOWN, [form.peak_bytes for form in counted], "d"),
+        ("time, microseconds", UNKNOWN, UNKNOWN, [1e6 * form.seconds for form in counted], ".0f"),
+    ]
+    return _table("s-t8", "S-T8: memory of one attention head", "elements", lines, (note,))
 
 
 def _flops(size: HeadSize, counted: list[Counted], note: str) -> Table:
     n, d, h = size.tokens, size.width, size.head
-    rows = [
-        ("each of Q, K, V", f"2NDd = {2 * n * d * h}", f"2NDd + Nd = {2 * n * d * h + n * h}",
-         *(str((form.matmul_flops + form.elementwise) // 3) for form in counted)),
-        ("total", f"6NDd = {6 * n * d * h}", f"6NDd + 3Nd = {6 * n * d * h + 3 * n * h}",
-         *(str(form.matmul_flops + form.elementwise) for form in counted)),
-        ("more than the original", MISSING, f"1 / (2D) = {1 / (2 * d):.3%}",
-         *(f"{form.elementwise / form.matmul_flops:.3%}" for form in counted)),
+    totals = [form.matmul_flops + form.elementwise for form in counted]
+    shares = [form.elementwise / form.matmul_flops for form in counted]
+    lines: list[Line] = [
+        ("each of Q, K, V", ("2NDd", 2 * n * d * h), ("2NDd + Nd", 2 * n * d * h + n * h),
+         [total // 3 for total in totals], "d"),
+        ("total", ("6NDd", 6 * n * d * h), ("6NDd + 3Nd", 6 * n * d * h + 3 * n * h), totals, "d"),
+        ("more than the original", UNKNOWN, ("1 / (2D)", 1 / (2 * d)), shares, ".3%"),
     ]  # fmt: skip
-    header = ("FLOPs", "paper: original", "paper: spectral", *(f"counted: {form.form}" for form in counted))
     notes = (
         note,
         "The paper counts one operation for each entry of the activation form; it takes a multiplication and an "
         f"addition, so 6Nd = {6 * n * h} in all, counted here. The weight form adds 3Dd = {3 * d * h}, whatever N is.",
     )
-    return Table("s-t9", "S-T9: forward FLOPs of the projections of one head", header, tuple(rows), notes)
+    return _table("s-t9", "S-T9: forward FLOPs of the projections of one head", "FLOPs", lines, notes)
 
 
 def _equal_forms(counted: list[Counted], note: str) -> Table:
-    rows = tuple((form.form, f"{form.error:.1e}") for form in counted if form.form != "original")
+    with_c = [form for form in counted if form.form != "original"]
+    rows = tuple((form.form, f"{form.error:.1e}") for form in with_c)
     header = ("form of the layer with C", "largest difference to X (W + C), relative")
     notes = (note, "The figure is a diagram of a layer with C added; these are the forms it stands for.")
-    return Table("s-f1", "S-F1: the forms of a layer with C are the same", header, rows, notes)
+    values: list[Values] = [{"form": form.form, "error": form.error} for form in with_c]
+    return Table("s-f1", "S-F1: the forms of a layer with C are the same", header, rows, notes, values=tuple(values))

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from wellcond.lab.report.analysis import ROLES, Analysis, HeadTable
 from wellcond.lab.report.figures import curves_of
 from wellcond.lab.report.load_runs import Comparison
-from wellcond.lab.report.match import show_match
+from wellcond.lab.report.match import Matching, show_match
 from wellcond.lab.report.series import BUDGET, MEAN, Curve, Figure, Panel, Row, curve_rows, with_points
-from wellcond.lab.report.table import Table
+from wellcond.lab.report.table import Table, Values
 from wellcond.lab.report.values import MISSING, show, show_seeds
-from wellcond.lab.reproduce.catalogue_files import Entry, PanelSettings
-from wellcond.lab.reproduce.collect import Collection, StoredStudy
-from wellcond.lab.reproduce.paper_numbers import PaperPart, paper_tables
+from wellcond.lab.reproduce.catalogue import Entry, PanelSettings
+from wellcond.lab.reproduce.stored import Collection, StoredStudy
 
 BOUND = "papers' bound"
 TOO_LARGE = "> 1e300"  # see `HeadTable.log10_over_steps`
@@ -27,66 +26,57 @@ Y_LABELS = {
     "sigma_max": "largest singular value",
     "kappa": "condition number",
 }
+HEADER = ("panel", "quantity", "series", "start, or when matched", "end, or saving", "runs", "paper")
 
 
-@dataclass(frozen=True)
-class MadeFigure:
-    """A figure, and the comparison that gives its series their colours."""
+def build_figures(id: str, entry: Entry, records: Collection) -> Iterator[tuple[Figure, Comparison]]:
+    """Figures, each with the comparison that gives its series their colours; none without runs.
 
-    figure: Figure
-    series: Comparison
-
-
-def build_figures(id: str, entry: Entry, records: Collection) -> list[MadeFigure]:
-    """The figure, and a second one with linear axes where it has logarithmic ones; nothing without runs.
-
-    Panels of bars and of lines become figures of their own.
+    Panels of bars and of lines become figures of their own, and one with logarithmic axes has a second, linear one.
     """
-    made = []
     for bars in (False, True):
-        wanted = [p for p in entry.panels if (p.quantity == "match") is bars]
-        parts = [part for panel in wanted if (part := _panel(id, entry, panel, records)) is not None]
-        rows = tuple(row for _, some in parts for row in some)
-        panels = with_points((panel for panel, _ in parts), rows)
+        wanted = [panel for panel in entry.panels if (panel.quantity == "match") is bars]
+        found = [(panel, s.analysis) for panel in wanted if (s := records.study(panel)) and s.analysis is not None]
+        rows = tuple(row for panel, _ in found for row in _rows(id, entry, panel, records))
+        panels = with_points((_panel(panel, analysis.unit) for panel, analysis in found), rows)
         if not panels:
             continue
-        first = next(s for p in wanted if (s := records.study(p.study)) is not None and s.comparison is not None)
-        assert first.comparison is not None and first.analysis is not None
+        first = found[0][1]
         names = tuple(dict.fromkeys(row.series for row in rows if row.series != BUDGET))
         name = f"{id}-match" if bars and len(wanted) < len(entry.panels) else id
         figure = Figure(
             name, "", f"{id}: {entry.title} (scale {first.comparison.scale})", "", "bars" if bars else "lines",
-            panels, rows, x_label=first.analysis.unit, by_epoch=first.analysis.unit == "epoch",
+            panels, rows, x_label=first.unit, by_epoch=first.unit == "epoch",
         )  # fmt: skip
         series = replace(first.comparison, methods=names, runs=())
-        made.append(MadeFigure(figure, series))
+        yield figure, series
         if any(panel.log for panel in panels):
             linear = tuple(replace(panel, log=False) for panel in panels)
-            made.append(MadeFigure(replace(figure, name=f"{name}-linear", panels=linear), series))
-    return made
+            yield replace(figure, name=f"{name}-linear", panels=linear), series
 
 
-def _panel(id: str, entry: Entry, settings: PanelSettings, records: Collection) -> tuple[Panel, list[Row]] | None:
-    stored = records.study(settings.study)
-    if stored is None or stored.analysis is None:
-        return None
-    log = settings.quantity in ("jacobian", "kappa", "sigma_min", "sigma_max")
+def _is_log(settings: PanelSettings) -> bool:
+    return settings.quantity not in ("loss", "match")
+
+
+def _panel(settings: PanelSettings, unit: str) -> Panel:
     label = Y_LABELS[settings.quantity]
-    panel = Panel(
-        settings.title, settings.title, f"{stored.analysis.unit}s {label}" if settings.quantity == "match" else label,
-        log=log,
-    )  # fmt: skip
+    shown = f"{unit}s {label}" if settings.quantity == "match" else label
+    return Panel(settings.title, settings.title, shown, log=_is_log(settings))
+
+
+def _rows(id: str, entry: Entry, settings: PanelSettings, records: Collection) -> list[Row]:
+    stored = records.study(settings)
+    assert stored is not None and stored.analysis is not None
+    analysis = stored.analysis
     if settings.quantity == "match":
-        return panel, list(_match_rows(id, entry, settings, stored))
-    rows = []
-    for name, curves in _curves(entry, settings, stored).items():
-        rows += curve_rows(stored.analysis.comparison, id, settings.title, {name: curves}, log=log)
-    return panel, rows
+        return list(_match_rows(id, entry, settings, stored, analysis))
+    curves = _curves(entry, settings, stored, analysis)
+    return curve_rows(analysis.comparison, id, settings.title, curves, log=_is_log(settings))
 
 
-def _curves(entry: Entry, settings: PanelSettings, stored: StoredStudy) -> dict[str, list[Curve]]:
-    assert stored.analysis is not None
-    analysis, found = stored.analysis, dict[str, list[Curve]]()
+def _curves(entry: Entry, settings: PanelSettings, stored: StoredStudy, analysis: Analysis) -> dict[str, list[Curve]]:
+    found = dict[str, list[Curve]]()
     named = {name: stored.label(row) for name, row in entry.rows.items() if stored.label(row) in analysis.heads}
     if settings.quantity == "loss":
         losses = curves_of(analysis, lambda run: run.steps, "loss")
@@ -98,12 +88,10 @@ def _curves(entry: Entry, settings: PanelSettings, stored: StoredStudy) -> dict[
         return found
     # The method with the correction is the last row: W is what it trains, W + C what its forward pass uses.
     label = list(named.values())[-1] if named else ""
-    prefixes = {"raw": ("raw_",), "effective": ("",), "both": ("raw_", "")}[settings.of]
-    for prefix in prefixes:
+    for prefix in {"raw": ("raw_",), "effective": ("",), "both": ("raw_", "")}[settings.of]:
         for role in ROLES:
-            key = f"{prefix}{settings.quantity}_{role}"
             name = f"W_{role.upper()}" + ("" if prefix else f" + C_{role.upper()}")
-            found[name] = _over_steps(analysis, label, key) if label else []
+            found[name] = _over_steps(analysis, label, f"{prefix}{settings.quantity}_{role}") if label else []
     return found
 
 
@@ -116,13 +104,18 @@ def _over_steps(analysis: Analysis, label: str, key: str) -> list[Curve]:
     return [Curve(t.run, t.steps.tolist(), t.epochs().tolist(), read(t)) for t in analysis.heads.get(label, [])]
 
 
-def _match_rows(id: str, entry: Entry, settings: PanelSettings, stored: StoredStudy) -> Iterator[Row]:
-    assert stored.analysis is not None
-    analysis = stored.analysis
+def _matchings(entry: Entry, stored: StoredStudy, analysis: Analysis) -> dict[str, Matching | None]:
+    """By row; None where there are no runs."""
+    found = {name: analysis.matchings.get(stored.label(row)) for name, row in entry.rows.items()}
+    return {name: matching if matching and matching.by_seed else None for name, matching in found.items()}
+
+
+def _match_rows(
+    id: str, entry: Entry, settings: PanelSettings, stored: StoredStudy, analysis: Analysis
+) -> Iterator[Row]:
     unit, scale = analysis.unit, analysis.comparison.scale
-    for name, row in entry.rows.items():
-        matching = analysis.matchings.get(stored.label(row))
-        if matching is None or not matching.by_seed:
+    for name, matching in _matchings(entry, stored, analysis).items():
+        if matching is None:
             continue
         total = next(iter(matching.by_seed.values()))
         budget = total.total_epochs if unit == "epoch" else total.total_steps
@@ -136,50 +129,49 @@ def _match_rows(id: str, entry: Entry, settings: PanelSettings, stored: StoredSt
 
 def figure_table(id: str, entry: Entry, records: Collection, notes: list[str]) -> Table:
     """Every curve at its first and last point, geometric mean over seeds; every bar with what it saves."""
-    paper = paper_tables().get(id)
-    part = paper.parts[0] if paper else None
-    rows: list[tuple[str, ...]] = []
+    made: list[tuple[tuple[str, ...], Values]] = []
     for settings in entry.panels:
-        stored = records.study(settings.study)
+        stored = records.study(settings)
         if stored is None or stored.analysis is None:
-            rows.append((settings.title, MISSING, MISSING, MISSING, MISSING, "no runs", MISSING))
-            continue
-        if settings.quantity == "match":
-            rows += _match_table_rows(entry, settings, stored, part)
-            continue
-        made = _panel(id, entry, settings, records)
-        assert made is not None
-        means = [row for row in made[1] if row.seed == MEAN]
-        for name in dict.fromkeys(row.series for row in made[1]):
-            curve = [row for row in means if row.series == name]
-            by_seed = [row for row in made[1] if row.series == name and row.seed.isdigit()]
-            seeds = {row.seed for row in by_seed}
-            ends = (show(curve[0].value), show(curve[-1].value)) if curve else (MISSING, MISSING)
-            if not curve and by_seed and all(math.isinf(row.value) for row in by_seed):
-                ends = (TOO_LARGE, TOO_LARGE)
-            rows.append((settings.title, Y_LABELS[settings.quantity], name, *ends, show_seeds(len(seeds)), MISSING))
-    header = ("panel", "quantity", "series", "start, or when matched", "end, or saving", "runs", "paper")
-    return Table(id.lower(), f"{id}: {entry.title}", header, tuple(rows), tuple(notes), frozenset({0, 1, 2, 5, 6}))
+            made.append(((settings.title, MISSING, MISSING, MISSING, MISSING, "no runs", MISSING), {"n": 0}))
+        elif settings.quantity == "match":
+            made += _match_table_rows(entry, settings, stored, stored.analysis)
+        else:
+            made += _curve_table_rows(settings, _rows(id, entry, settings, records))
+    rows = tuple(shown for shown, _ in made)
+    values = tuple({"panel": row[0], "quantity": row[1], "series": row[2], **found} for row, found in made)
+    return Table(id.lower(), f"{id}: {entry.title}", HEADER, rows, tuple(notes), frozenset({0, 1, 2, 5, 6}), values)
+
+
+def _curve_table_rows(settings: PanelSettings, rows: list[Row]) -> Iterator[tuple[tuple[str, ...], Values]]:
+    for name in dict.fromkeys(row.series for row in rows):
+        means = [row.value for row in rows if row.series == name and row.seed == MEAN]
+        by_seed = [row for row in rows if row.series == name and row.seed.isdigit()]
+        count = len({row.seed for row in by_seed})
+        start, end = (means[0], means[-1]) if means else (math.nan, math.nan)
+        shown = (show(start), show(end)) if means else (MISSING, MISSING)
+        if not means and by_seed and all(math.isinf(row.value) for row in by_seed):
+            start, end, shown = math.inf, math.inf, (TOO_LARGE, TOO_LARGE)
+        texts = (settings.title, Y_LABELS[settings.quantity], name, *shown, show_seeds(count), MISSING)
+        yield texts, {"n": count, "start": start, "end": end}
 
 
 def _match_table_rows(
-    entry: Entry, settings: PanelSettings, stored: StoredStudy, part: PaperPart | None
-) -> Iterator[tuple[str, ...]]:
-    assert stored.analysis is not None
-    unit = stored.analysis.unit
-    for name, row in entry.rows.items():
-        matching = stored.analysis.matchings.get(stored.label(row))
-        if matching is None or not matching.by_seed:
-            yield settings.title, f"{unit}s to match", name, MISSING, MISSING, "no runs", MISSING
+    entry: Entry, settings: PanelSettings, stored: StoredStudy, analysis: Analysis
+) -> Iterator[tuple[tuple[str, ...], Values]]:
+    unit, part = analysis.unit, entry.parts[0]
+    for name, matching in _matchings(entry, stored, analysis).items():
+        first = (settings.title, f"{unit}s to match", name)
+        if matching is None:
+            yield (*first, MISSING, MISSING, "no runs", MISSING), {"n": 0}
             continue
-        saving = matching.mean("saving")
-        printed = part.show(name, settings.title) if part is not None else ""
-        yield (
-            settings.title,
-            f"{unit}s to match",
-            name,
+        saving, count = matching.mean("saving"), len(matching.by_seed)
+        texts = (
+            *first,
             matching.show(unit),
             MISSING if math.isnan(saving) else f"saves {saving:.0%}",
-            f"{show_seeds(len(matching.by_seed))}, mean curve {show_match(matching.of_means, unit)}",
-            printed or MISSING,
+            f"{show_seeds(count)}, mean curve {show_match(matching.of_means, unit)}",
+            part.show(name, settings.title) or MISSING,
         )
+        yield texts, {"n": count, "reached": len(matching.reached), "matched": matching.mean(unit), "saving": saving,
+                      "paper": part.value(name, settings.title)}  # fmt: skip

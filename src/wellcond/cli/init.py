@@ -1,0 +1,89 @@
+"""`wellcond init`: a model, or a checkpoint of it, in; a plain checkpoint out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from wellcond.cli.app import Force, Model, ModelArguments, Output, Seed, Weights, app
+from wellcond.cli.checks import check_input, check_outputs, check_weights
+from wellcond.errors import WellcondError
+from wellcond.models import build_model, check_model, parse_values
+
+CALIBRATION_SAMPLES = 32
+
+
+class MethodError(WellcondError, ValueError):
+    """An initialisation that cannot be done with the options given."""
+
+
+@app.command("init")
+def init(
+    model: Model,
+    output: Output,
+    method: Annotated[
+        str,
+        typer.Option(
+            help="conditioned, calibrated, orthogonal, gaussian, mimetic, nanochat, small, t_fixup, weight_selection "
+            "or default"
+        ),
+    ] = "conditioned",
+    weights: Weights = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="Option of the method; repeatable.")
+    ] = None,
+    teacher: Annotated[str | None, typer.Option(help="Larger MODEL, for weight_selection.")] = None,
+    teacher_weights: Annotated[Path | None, typer.Option(help="Checkpoint of the teacher.")] = None,
+    input: Annotated[
+        str | None,
+        typer.Option("--input", metavar="INPUT", help="Of calibrated: digits, random, a FOLDER of images or FILE.npy"),
+    ] = None,
+    model_arg: ModelArguments = None,
+    seed: Seed = 0,
+    force: Force = False,
+) -> None:
+    """Initialise the attention of MODEL and write a plain checkpoint."""
+    arguments, options = parse_values(model_arg or []), parse_values(option or [])
+    check_model(model, arguments)
+    check_outputs([output], force=force, suffix=".safetensors")
+    check_weights(weights, teacher_weights)
+    if teacher is not None:
+        check_model(teacher, {})
+    if (teacher is None) == (method == "weight_selection"):
+        raise typer.BadParameter("--teacher MODEL and --method weight_selection go together; give both or neither")
+    if teacher is None and teacher_weights is not None:
+        raise typer.BadParameter("--teacher-weights are those of --teacher MODEL; give it too")
+    if (input is None) == (method == "calibrated"):
+        raise typer.BadParameter("--input INPUT and --method calibrated go together; give both or neither")
+    if input is not None:
+        check_input(input)
+    import torch
+
+    from wellcond.attention.find import find_attention
+    from wellcond.cli.inputs import make_batch, try_forward
+    from wellcond.init.apply import init_
+    from wellcond.weights import load_weights, save_weights
+
+    torch.manual_seed(seed)
+    built = build_model(model, arguments)
+    if weights is not None:
+        load_weights(built, weights)
+    given: dict[str, Any] = {}
+    if teacher is not None:
+        given["teacher"] = build_model(teacher)
+        if teacher_weights is not None:
+            load_weights(given["teacher"], teacher_weights)
+    if input is not None:
+        given["batch"], _ = make_batch(built, input, samples=CALIBRATION_SAMPLES, seed=seed)
+        try_forward(built, given["batch"])
+    try:
+        init_(built, method, generator=torch.Generator().manual_seed(seed), **options, **given)
+    except (WellcondError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+        if not options:
+            raise
+        shown = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        raise MethodError(f"--method {method} with {shown}: {error}\n  Correct --option, or leave it out.") from error
+    save_weights(built, output, overwrite=force)
+    typer.echo(f"wrote {output}: {len(find_attention(built))} attentions initialised as {method!r}")

@@ -1,0 +1,265 @@
+"""Every table, figure and ablation by id with the paper's numbers, and the studies that are run for them: `papers/`."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any, ClassVar, Literal, TypeVar, get_args
+
+from pydantic import PositiveFloat, PositiveInt, model_validator
+
+from wellcond.errors import UnknownChoiceError
+from wellcond.lab.settings import Scale, Settings, read_yaml
+
+SCALES: tuple[Scale, ...] = get_args(Scale)
+FILES = ("C", "S", "ablations")
+Quantity = Literal["jacobian", "loss", "match", "sigma_min", "sigma_max", "kappa"]
+
+
+class _FromText(Settings):
+    """Settings that may be given as a text, the values of some fields separated by spaces."""
+
+    text: ClassVar[tuple[str, ...]]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, values: Any) -> Any:
+        if not isinstance(values, str):
+            return values
+        return dict(zip(cls.text, values.split(" ", len(cls.text) - 1), strict=False))
+
+
+class AtScale(_FromText):
+    """How a study is run at one scale."""
+
+    text = ("recipe",)
+    recipe: str
+    settings: tuple[str, ...] = ()
+    """``path.to.field=value``."""
+    seeds: PositiveInt | None = None
+    """How many, from 0; None: those of the recipe."""
+    after: str | None = None
+    """The study that comes first."""
+    seconds: PositiveFloat | None = None
+    glue_seconds: PositiveFloat = 60.0
+    """Of fine-tuning on one task."""
+    samples: PositiveInt | None = None
+    parameters: PositiveFloat | None = None
+    gflops: PositiveFloat | None = None
+    gpus: PositiveInt = 1
+    """At scale tiny, none."""
+    note: str = ""
+    """What differs from the paper beside size and length."""
+
+
+class Study(Settings):
+    """One comparison that ids share."""
+
+    title: str
+    records: str | None = None
+    """Folder of committed records, below results/."""
+    in_records: dict[str, str] = {}
+    """Parts of a method's text and what stands there in the labels of its committed records."""
+    methods: tuple[str, ...] = ()
+    """Always these; by default those of the study that it comes before."""
+    glue: bool = False
+    """Fine-tuned on GLUE afterwards."""
+    tiny: AtScale | None = None
+    small: AtScale | None = None
+    paper: AtScale | None = None
+
+    def at(self, scale: str) -> AtScale | None:
+        """How it is run at a scale; None if there is nothing to run it on."""
+        found: AtScale | None = getattr(self, scale)
+        return found
+
+
+class Variant(Settings):
+    """A change of studies that rows of a table ask for."""
+
+    settings: tuple[str, ...]
+    records: dict[str, str] = {}
+    """By study."""
+
+
+class Row(_FromText):
+    """A method by its name in the paper; runs are labelled by the method's own text."""
+
+    text = ("method",)
+    method: str
+    variant: str = ""
+    only: tuple[str, ...] = ()
+    """Columns that have it; all by default."""
+
+    def is_in(self, column: str) -> bool:
+        """Whether a column has this row."""
+        return not self.only or column in self.only
+
+
+class Source(_FromText):
+    """Where numbers come from."""
+
+    text = ("study", "metric")
+    study: str
+    metric: str = ""
+    """A number of the record, or ``glue:TASK``; by default what the study is judged by."""
+    tiny: str = ""
+    """The study in its place at scale tiny, if the committed records are of that one."""
+    records: str = ""
+    """Folder of committed records, where it is another than the study's."""
+
+
+class PanelSettings(Source):
+    """One panel of a figure."""
+
+    title: str
+    quantity: Quantity
+    of: Literal["raw", "effective", "both"] = "effective"
+    """Of singular values: those of W, of W + C, or both."""
+
+
+class Part(Settings):
+    """One metric of a table, with the numbers that the paper prints: transcribed, never computed here."""
+
+    columns: tuple[str, ...]
+    metric: str = ""
+    """For all columns, instead of their own."""
+    lower_is_better: bool = False
+    numbers: dict[str, tuple[float | None, ...]] = {}
+    """By row."""
+    stds: dict[str, tuple[float | None, ...]] = {}
+    printed: dict[str, tuple[str, ...]] = {}
+    """The same as the paper writes it, where that is something else."""
+
+    def value(self, row: str, column: str) -> float | None:
+        """A number; None where the paper has none."""
+        return self._at(self.numbers, row, column)
+
+    def mean(self, row: str, columns: Sequence[str]) -> float | None:
+        """Mean of a row over some columns; None where a number is missing."""
+        known = [value for column in columns if (value := self.value(row, column)) is not None]
+        return round(math.fsum(known) / len(known), 6) if known and len(known) == len(columns) else None
+
+    def gain(self, row: str, baseline: str, *columns: str) -> float | None:
+        """Row minus baseline over one column or several, positive is better; None where a number is missing."""
+        value, base = self.mean(row, columns), self.mean(baseline, columns)
+        if value is None or base is None or row == baseline:
+            return None
+        return round(base - value if self.lower_is_better else value - base, 6)
+
+    def show(self, row: str, column: str) -> str:
+        """A number as it stands in the paper, its standard deviation in brackets; empty where there is none."""
+        value, std = self.value(row, column), self._at(self.stds, row, column)
+        printed = self._at(self.printed, row, column)
+        behind = "".join(f" ({text})" for text in ("" if std is None else f"{std:.2f}", printed) if text)
+        return "" if value is None else f"{value:g}{behind}"
+
+    def _at(self, rows: dict[str, tuple[Any, ...]], row: str, column: str) -> Any:
+        return rows[row][self.columns.index(column)] if row in rows and column in self.columns else None
+
+
+SourceT = TypeVar("SourceT", bound=Source)
+
+
+class Entry(Settings):
+    """What an id stands for."""
+
+    title: str
+    rows: dict[str, Row] = {}
+    """The first is the baseline."""
+    controls: dict[str, Row] = {}
+    """Methods that the paper does not have."""
+    columns: dict[str, Source] = {}
+    panels: tuple[PanelSettings, ...] = ()
+    static: Literal["", "memory", "flops", "cost", "forms"] = ""
+    """What is computed without runs."""
+    parts: tuple[Part, ...]
+    """One table for each."""
+    paper_note: str = ""
+    note: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _columns_of_parts(cls, values: Any) -> Any:
+        names = (*values.get("columns", ()), *(panel["title"] for panel in values.get("panels", ())))
+        return values | {"parts": [{"columns": names, **part} for part in values.get("parts", [{}])]}
+
+    @property
+    def kind(self) -> Literal["table", "figure", "static"]:
+        """What is made of it."""
+        return "static" if self.static else "figure" if self.panels else "table"
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether the paper prints numbers."""
+        return any(part.numbers for part in self.parts)
+
+    @property
+    def baseline(self) -> str:
+        """Name of the row that gains are measured from."""
+        return next(iter(self.rows), "")
+
+    @property
+    def all_rows(self) -> dict[str, Row]:
+        """The paper's and ours."""
+        return self.rows | self.controls
+
+    @property
+    def sources(self) -> dict[str, Source]:
+        """Of all columns and panels, by name."""
+        return self.columns | {panel.title: panel for panel in self.panels}
+
+    def at(self, scale: str) -> Entry:
+        """What is run at a scale: at tiny, what the records ran."""
+        if scale != "tiny":
+            return self
+
+        def swap(source: SourceT) -> SourceT:
+            return source.model_copy(update={"study": source.tiny or source.study})
+
+        columns = {name: swap(column) for name, column in self.columns.items()}
+        return self.model_copy(update={"columns": columns, "panels": tuple(map(swap, self.panels))})
+
+
+class Catalogue(Settings):
+    """All of it."""
+
+    studies: dict[str, Study] = {}
+    variants: dict[str, Variant] = {}
+    entries: dict[str, Entry] = {}
+
+
+@functools.cache
+def catalogue() -> Catalogue:
+    """What ships: ids of paper C first, then paper S, then the ablations.
+
+    Example:
+        >>> entry = catalogue().entries["C-T1"]
+        >>> list(entry.columns), entry.parts[0].gain("conditioned", "default", "ViT-B")
+        (['ViT-B', 'DeiT-B', 'Swin-B', 'XCiT-M', 'DaViT-B'], 1.2)
+    """
+    found: dict[str, Any] = {"studies": {}, "variants": {}, "entries": {}}
+    for name in FILES:
+        for key, values in read_paper_file(name).items():
+            found[key] |= values
+    return Catalogue.model_validate(found)
+
+
+def read_paper_file(name: str) -> Any:
+    """One of the files of `papers/`."""
+    file = resources.files("wellcond.lab.reproduce") / "papers" / f"{name}.yaml"
+    return read_yaml(file.read_text(encoding="utf-8"), file.name)
+
+
+def find_entry(id: str) -> tuple[str, Entry]:
+    """An id as it is written, and its entry.
+
+    Raises: UnknownChoiceError.
+    """
+    entries = catalogue().entries
+    known = {name.lower(): name for name in entries}
+    if id.lower() not in known:
+        raise UnknownChoiceError("table or figure", id, list(entries))
+    return known[id.lower()], entries[known[id.lower()]]

@@ -1,1 +1,0 @@
-"""What is run for every table, figure and ablation."""

@@ -1,1 +1,0 @@
-"""What the papers print, a file for each table: transcribed, never computed here."""

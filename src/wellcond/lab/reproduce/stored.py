@@ -1,0 +1,229 @@
+"""Stored runs by study and method: runs made here, or committed records; their numbers, and what they ran."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from wellcond.lab.report.analysis import Analysis, analyse, seconds_per_step
+from wellcond.lab.report.glue import SHOWN, GlueScores, load_glue
+from wellcond.lab.report.load_runs import Comparison, load_comparisons
+from wellcond.lab.report.records import Metric, Run, RunRecordError, setting_differences
+from wellcond.lab.report.values import number, show_seeds
+from wellcond.lab.reproduce.catalogue import Entry, Row, Source, catalogue
+
+RUNS = "runs"
+"""Folder of the studies, beside those of the ids."""
+OWN_METRICS = {
+    "step_ratio": Metric("time of a step / that of the baseline", higher_is_better=False, percent=False),
+    "peak_memory": Metric("peak memory, MB", higher_is_better=False, percent=False),
+}
+
+
+@dataclass(frozen=True)
+class StoredStudy:
+    """The runs of one study, as far as there are any."""
+
+    folder: Path
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Parts of a method's text, and what stands there in the labels of these records."""
+
+    @cached_property
+    def comparison(self) -> Comparison | None:
+        """None if there are no runs."""
+        if not any(any(self.folder.glob(pattern)) for pattern in ("*/*/run.json", "*/seed*.json")):
+            return None
+        return next((c for c in load_comparisons(self.folder) if c.folder == self.folder), None)
+
+    @cached_property
+    def analysis(self) -> Analysis | None:
+        """Its statistics."""
+        return None if self.comparison is None else analyse(self.comparison)
+
+    @cached_property
+    def glue(self) -> GlueScores | None:
+        """Scores of fine-tuning; None if there are none."""
+        try:
+            return None if self.comparison is None else load_glue(self.folder)
+        except RunRecordError:
+            return None
+
+    def label(self, row: Row) -> str:
+        """Of a method, in these records."""
+        label = row.method
+        for part, other in self.renamed:
+            label = label.replace(part, other)
+        return label
+
+    def values(self, row: Row, metric: str) -> dict[int, float]:
+        """A number of the finished runs of a method, by seed; empty if there are none."""
+        comparison, method = self.comparison, self.label(row)
+        if comparison is None or method not in comparison.methods:
+            return {}
+        if metric.startswith("glue:"):
+            return {} if self.glue is None else self.glue.values(method, metric.removeprefix("glue:"))
+        if metric == "":
+            return comparison.results(method)
+        base = comparison.finished(comparison.baseline)
+
+        def read(seed: int, run: Run) -> float:
+            if metric == "step_ratio":
+                return seconds_per_step(run) / seconds_per_step(base[seed]) if seed in base else math.nan
+            if metric == "peak_memory":
+                return number(run.record.get("peak_memory_bytes")) / 1e6
+            return number((run.record.get("final") or {}).get(metric))
+
+        found = {seed: read(seed, run) for seed, run in comparison.finished(method).items()}
+        return {seed: value for seed, value in found.items() if math.isfinite(value)}
+
+    def metric(self, name: str) -> Metric:
+        """How a number is shown."""
+        if name in OWN_METRICS:
+            return OWN_METRICS[name]
+        if name.startswith("glue:") or self.comparison is None:
+            return SHOWN
+        return self.comparison.result if name == "" else replace(self.comparison.metric, name=name)
+
+    def lost(self, row: Row) -> int:
+        """Runs of a method that diverged or failed."""
+        if self.comparison is None:
+            return 0
+        return sum(run.outcome in ("diverged", "failed") for run in self.comparison.of(self.label(row)))
+
+
+@dataclass(frozen=True)
+class Collection:
+    """All studies below a folder, read when they are asked for."""
+
+    folder: Path
+    committed: bool = False
+    """Whether the folder is laid out like results/, not like what `reproduce` writes."""
+    _kept: dict[Path, StoredStudy] = field(default_factory=dict)
+
+    def study(self, source: Source, variant: str = "") -> StoredStudy | None:
+        """None if committed records have no such study."""
+        study = catalogue().studies[source.study]
+        if not self.committed:
+            folder = self.folder / RUNS / study_name(source.study, variant)
+        else:
+            usual = source.records or study.records
+            place = catalogue().variants[variant].records.get(source.study) if variant else usual
+            if place is None:
+                return None
+            folder = self.folder / place
+        renamed = tuple(study.in_records.items()) if self.committed else ()
+        return self._kept.setdefault(folder, StoredStudy(folder, renamed))
+
+
+def study_name(study: str, variant: str) -> str:
+    """Of a study with a variant.
+
+    Example:
+        >>> study_name("vit", ""), study_name("vit", "qk-norm")
+        ('vit', 'vit-qk-norm')
+    """
+    return f"{study}-{variant}" if variant else study
+
+
+def may_be_paired(one: StoredStudy | None, other: StoredStudy | None, variants_used: Iterable[str]) -> bool:
+    """Whether two stored studies differ by nothing but the settings of these variants.
+
+    Committed records of a variant may be of another recipe than the study's, or of the same one under other settings.
+    """
+    found = [s.comparison for s in (one, other) if s is not None and s.comparison is not None]
+    if len({(c.recipe, c.scale) for c in found}) != 1:
+        return False
+    variants = [catalogue().variants[name] for name in variants_used if name]
+    meant = {setting.split("=", 1)[0] for variant in variants for setting in variant.settings}
+    first, last = (c.runs[0].record.get("config") or {} for c in (found[0], found[-1]))
+    return all(line.split(":", 1)[0] in meant for line in setting_differences(first, last))
+
+
+def differences_from_paper(entry: Entry, records: Collection) -> Iterator[str]:
+    """What our runs do otherwise than the paper: a line for each study that has runs."""
+    by_study = {source.study: (name, source) for name, source in reversed(entry.sources.items())}
+    for study in dict.fromkeys(source.study for source in entry.sources.values()):
+        name, source = by_study[study]
+        for variant in dict.fromkeys(row.variant for row in entry.all_rows.values() if row.is_in(name)):
+            stored, plain = records.study(source, variant), records.study(source)
+            if stored is None or stored.comparison is None:
+                continue
+            apart = ""
+            has_plain = plain is not None and plain.comparison is not None and plain is not stored
+            if has_plain and not may_be_paired(plain, stored, (variant,)):
+                apart = "; another recipe or other settings than the rows above, so that there is no gain over them"
+            title = catalogue().studies[study].title + (f", {variant}," if variant else "")
+            yield f"{title} ran as: {'; '.join(_facts(study, stored.comparison))}{apart}."
+
+
+def _facts(study: str, comparison: Comparison) -> Iterator[str]:
+    run, published = comparison.runs[0].record, catalogue().studies[study].paper
+    model, data, progress = run.get("model") or {}, run.get("data") or {}, run.get("progress") or {}
+    yield f"recipe {comparison.recipe}, scale {comparison.scale}"
+    size = f"{model['parameters'] / 1e6:.2f} M parameters" if model.get("parameters") else "parameters not recorded"
+    yield size + (f" (at scale paper: {published.parameters:g} M)" if published and published.parameters else "")
+    yield f"{data.get('name', 'data not recorded')}, {data.get('train', '?')} training samples" + (
+        f" (at scale paper: {published.samples})" if published and published.samples else ""
+    )
+    yield f"{progress.get('num_steps', '?')} updates, {float(progress.get('num_epochs') or 0):.3g} epochs"
+    yield show_seeds(len(comparison.seeds))
+    settings = catalogue().studies[study].at(comparison.scale)
+    if settings is not None and settings.note:
+        yield settings.note
+
+
+FAMILIES = {
+    "timm:vit": "ViT", "timm:deit": "DeiT", "timm:swin": "Swin", "timm:xcit": "XCiT", "timm:davit": "DaViT",
+    "hf:gpt2": "GPT-2", "wellcond:crammed_bert": "Crammed BERT", "wellcond:long_range": "Nystromformer",
+    "wellcond:mask_rcnn": "Mask R-CNN",
+}  # fmt: skip
+DATA = {
+    "uoft-cs/cifar10": "CIFAR-10", "roneneldan/TinyStories": "TinyStories", "stanfordnlp/imdb": "IMDB",
+    "Salesforce/wikitext (wikitext-2-v1)": "WikiText-2", "listops": "ListOps", "pathfinder": "Pathfinder",
+    "acl-citation-pairs": "pairs of papers", "coco2017-mini": "COCO 2017",
+}  # fmt: skip
+EXAMPLES = {"image_classification": "images", "detection": "images", "language_modelling": "texts",
+            "masked_language_modelling": "texts"}  # fmt: skip
+WIDTHS = ("embed_dim", "n_embd", "width", "embed_dims")
+NORMS = {"without_block_norms": "without block norms", "without_attention_norm": "without the attention's norm"}
+
+
+def what_ran(comparison: Comparison) -> str:
+    """Model, its size, data and their size, from the records: never the set-up that they stand for.
+
+    Example:
+        >>> record = {"method": "default", "seed": 0, "data": {"name": "uoft-cs/cifar10", "train": 5000}, "config": {
+        ...     "model": {"name": "timm:vit_tiny_patch16_224", "arguments": {"embed_dim": 64}},
+        ...     "task": {"name": "image_classification"}}}
+        >>> runs = (Run(Path("."), record),)
+        >>> what_ran(Comparison(Path("."), "", "", "", "", "default", ("default",), runs))
+        'ViT, width 64, CIFAR-10, 5,000 images'
+    """
+    record = comparison.runs[0].record
+    config, data = record.get("config") or {}, record.get("data") or {}
+    model, task = config.get("model") or {}, config.get("task") or {}
+    arguments = model.get("arguments") or {}
+    name = str(model.get("name") or "")
+    family = next((said for start, said in FAMILIES.items() if name.startswith(start)), name.rpartition(":")[2])
+    if "backbone" in arguments:
+        family += f" on {FAMILIES.get('timm:' + str(arguments['backbone']).split('_')[0], arguments['backbone'])}"
+        arguments = arguments.get("backbone_arguments") or {}
+    parts = [family, _width(arguments, record)]
+    parts += [NORMS.get(str(model.get("norms")), ""), "QK-norm" if arguments.get("qk_norm") else ""]
+    size = ((data.get("fingerprint") or {}).get("train") or {}).get("size") or data.get("train")
+    noun = EXAMPLES.get(str(task.get("name")), "sequences")
+    length = f" of {task['length']}" if noun == "sequences" and task.get("length") else ""
+    parts += [DATA.get(str(data.get("name")), str(data.get("name"))), f"{size:,} {noun}{length}" if size else ""]
+    return ", ".join(part for part in parts if part)
+
+
+def _width(arguments: dict[str, Any], record: dict[str, Any]) -> str:
+    width = next((arguments[key] for key in WIDTHS if key in arguments), None)
+    if width is not None:
+        return f"width {' and '.join(map(str, width)) if isinstance(width, list) else width}"
+    parameters = (record.get("model") or {}).get("parameters")
+    return f"{parameters / 1e6:.2f} M parameters" if parameters else ""
