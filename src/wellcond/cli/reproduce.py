@@ -148,14 +148,16 @@ def _run_study(study: PlannedStudy, jobs: str, *, cpu: bool, silent: bool) -> in
             told = f"{study.name}: {len(study.missing)} of {len(study.jobs)} runs to do"
             make_console().print(told, markup=False, soft_wrap=True)
     workers = choose_workers(jobs, study.recipe, cpu=cpu)
-    end = exit_code if silent else lambda outcome: tell_end(outcome, len(study.jobs))
-    code = end(watch(len(study.jobs), lambda observe: study.run(workers, observe), quiet=silent))
-    if study.glue and code != 130:
-        tuned = watch(len(study.glue_folders), lambda observe: study.fine_tune(workers, observe), quiet=silent)
-        code = max(code, end(tuned))
-        if first and tuned.records:
+    outcomes = [watch(len(study.jobs), lambda observe: study.run(workers, observe), quiet=silent)]
+    if study.glue and not outcomes[0].interrupted:
+        count = len(study.glue_folders)
+        outcomes.append(watch(count, lambda observe: study.fine_tune(workers, observe), quiet=silent))
+        if first and outcomes[1].records:
             rebuild_glue(study.folder)
-    return code
+    for outcome, folders in zip(outcomes, (study.jobs, study.glue_folders), strict=False):
+        if not silent:
+            tell_end(outcome, len(folders))
+    return max(map(exit_code, outcomes))
 
 
 def _show(tables: list[Table], *, as_json: bool = False, quiet: bool = False, end: str = "") -> None:

@@ -95,7 +95,7 @@ def tell_end(outcome: Outcome, num_jobs: int, out: Console | None = None) -> int
         if outcome.interrupted:
             left = num_jobs - sum(record["status"] in ("finished", "diverged") for record in outcome.records)
             out.print(f"[yellow]stopped[/] with {left} of {num_jobs} runs to go; the same command resumes from here")
-    return exit_code(outcome)
+    return _own_code(outcome)
 
 
 def print_json(outcome: Outcome, more: Mapping[str, Any] | None = None) -> int:
@@ -108,4 +108,9 @@ def print_json(outcome: Outcome, more: Mapping[str, Any] | None = None) -> int:
             for job, problem in outcome.failures
         ]
         print(to_json({"runs": rows, "interrupted": outcome.interrupted, **(more or {})}, indent=1))
-    return exit_code(outcome)
+    return _own_code(outcome)
+
+
+def _own_code(outcome: Outcome) -> int:
+    """The first process alone says that the user stopped it."""
+    return exit_code(outcome) if is_first_process() else int(bool(outcome.failures))
