@@ -134,11 +134,17 @@ def _convert_tensor(image: Tensor, channels: int, where: str) -> Tensor:
         return image
     if found == 1:
         return image.expand(3, -1, -1)
-    if found == 3:
+    if found == 3 and image.dtype == torch.uint8:
+        picture = import_pil().fromarray(image.permute(1, 2, 0).contiguous().numpy())
+        return torch.from_numpy(np.array(picture.convert("L")))[None]
+    if found == 3 and image.is_floating_point():
         grey = torch.einsum("chw,c->hw", image.double(), torch.tensor(GREY_WEIGHTS, dtype=torch.float64))[None]
-        return (grey if image.is_floating_point() else grey.round()).to(image.dtype)
+        return grey.to(image.dtype)
     raise DataError(
-        f"{where}: channels of a tensor (C, H, W)", expected="C of 1 or 3", found=str(found), todo="Convert it first."
+        f"{where}: channels of a tensor (C, H, W)",
+        expected="bytes or floats with C of 1 or 3",
+        found=f"{found} of {image.dtype}",
+        todo="Convert it first.",
     )
 
 
