@@ -17,12 +17,12 @@ from wellcond.lab.report.figures import build_figures
 from wellcond.lab.report.findings import bottom_line, find_findings
 from wellcond.lab.report.load_runs import load_comparisons
 from wellcond.lab.report.page import build_report, render_markdown, render_page
-from wellcond.lab.report.plots import log_axis
 from wellcond.lab.report.render import environment, script_json
 from wellcond.lab.report.series import COLUMNS, write_csv
 from wellcond.lab.report.static_figures import draw_static
 from wellcond.lab.report.table import Table, plain_markdown, table_csv, table_markdown, without_empty_columns
 from wellcond.lab.report.tables import build_tables
+from wellcond.lab.report.values import log_axis
 
 pytest.importorskip("plotly")
 pytest.importorskip("matplotlib")

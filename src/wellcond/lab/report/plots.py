@@ -16,10 +16,9 @@ from typing import Any
 from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.series import BUDGET, HIGH, HIGH_END, LOW, LOW_END, MEAN, Figure, Panel, Row, unfinished_name
 from wellcond.lab.report.tuning import BEST
+from wellcond.lab.report.values import cut, log_axis
 
 NUM_COLOURS = 10
-LONGEST_LABEL = 22
-LARGEST_POWER = 307
 MOST_TICKS = 9
 FAR = 4.0
 """Times the median distance from zero beyond which a method gets a triangle instead of a place on the axis."""
@@ -44,17 +43,6 @@ def _places(comparison: Comparison) -> dict[str, int]:
     """Place of the method that a series belongs to, unfinished runs included; it chooses the colour."""
     places = {method: at for at, method in enumerate(comparison.methods)}
     return {unfinished_name(run): places[run.method] for run in comparison.runs if not run.finished} | places
-
-
-def cut(label: str, longest: int = LONGEST_LABEL) -> str:
-    """A label short enough for an axis; the middle goes, since methods often differ at their ends only.
-
-    Example:
-        >>> cut("conditioned+identity(lam=10)", 18)
-        'conditio…(lam=10)'
-    """
-    half = (longest - 1) // 2
-    return label if len(label) <= longest else f"{label[:half]}…{label[-half:]}"
 
 
 def _number(value: float) -> float | None:
@@ -161,29 +149,6 @@ def _line_plot(comparison: Comparison, figure: Figure, panel: Panel) -> Plot:
         room = 0.03 * (panel.span[1] - panel.span[0])
         y["range"] = [panel.span[0] - room, panel.span[1] + room]
     return {"data": traces, "layout": _layout(290, _axis(figure.x_label), y)}
-
-
-def log_axis(values: Iterable[float], span: tuple[float, float] | None = None) -> tuple[float, float, dict[float, str]]:
-    """Both ends of a logarithmic axis for some values or a fixed span, and its ticks with their labels.
-
-    The axis covers at least half a decade, since it would zoom into the rounding of flat curves. Labels are plain
-    text: an image takes ten times as long to draw formulas.
-    """
-    usable = [value for value in values if 0 < value < math.inf]
-    low, high = span or (min(usable, default=1.0), max(usable, default=10.0))
-    # In logarithms, since bounds come near the largest float: room at both ends, and never beyond it.
-    bottom, top = math.log10(low), math.log10(high)
-    room = max(0.04 * (top - bottom), 0.25 - (top - bottom) / 2)
-    low, high = 10.0 ** max(bottom - room, -LARGEST_POWER), 10.0 ** min(top + room, LARGEST_POWER)
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    width = math.log10(high) - math.log10(low)
-    wide = width > 1.5
-    factors = (1.0,) if wide else (1.0, 2.0, 5.0) if width > 0.7 else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
-    every = max(1, math.ceil(len(decades) / 6)) if wide else 1
-    ticks = [factor * 10.0**decade for decade in decades[::every] if decade < LARGEST_POWER for factor in factors]
-    raised = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-    shown = {tick: f"10{str(round(math.log10(tick))).translate(raised)}" if wide else f"{tick:g}" for tick in ticks}
-    return low, high, {tick: label for tick, label in shown.items() if low <= tick <= high}
 
 
 def _tuned_plot(comparison: Comparison, figure: Figure, panel: Panel) -> Plot:

@@ -13,9 +13,10 @@ from typing import Any
 
 from wellcond.errors import MissingExtraError
 from wellcond.lab.report.load_runs import Comparison
-from wellcond.lab.report.plots import DASHES, NUM_COLOURS, Plot, cut, plots
+from wellcond.lab.report.plots import DASHES, NUM_COLOURS, Plot, plots
 from wellcond.lab.report.render import asset
 from wellcond.lab.report.series import Figure
+from wellcond.lab.report.values import cut
 
 LINES: dict[str, Any] = dict(zip(DASHES, ("-", ":", "-.", (0, (8, 3))), strict=True)) | {"dash": "--"}
 MARKERS = {"circle": "o", "triangle-right": ">", "triangle-left": "<", "x": "x"}
