@@ -52,6 +52,7 @@ def commands_in(block):
 
 @pytest.mark.parametrize("path", with_blocks("python"))
 @pytest.mark.filterwarnings(
+    "error::wellcond.EvidenceWarning",  # no page shows a start that our records advise against
     "ignore::wellcond.NumericalWarning",
     "ignore:::lightning",
     "ignore:.*:UserWarning:lightning",

@@ -18,11 +18,10 @@ from torch import nn
 
 from wellcond.attention.find import Scan, scan_attention
 from wellcond.cli.console import make_console, print_table
-from wellcond.cli.zoo_forms import captured_forms, forms_of, is_structured
+from wellcond.cli.zoo_forms import DESCRIBED, captured_forms, forms_of, is_structured
 from wellcond.errors import MissingExtraError
 from wellcond.files import to_json
 from wellcond.jacobian.capture import capture_attention
-from wellcond.lab.load_recipe import DESCRIBED
 from wellcond.lab.report.table import Table
 from wellcond.version import __version__
 

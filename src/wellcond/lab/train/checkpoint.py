@@ -182,8 +182,10 @@ def _untied(values: Tensors) -> Tensors:
 
 def _write_shards(folder: Path, values: Tensors) -> dict[str, str]:
     """Let every rank write its part; returns all checksums by name."""
-    from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter, save
-
+    try:
+        from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter, save
+    except ImportError as error:
+        raise RunError("checkpoints of sharded runs need torch 2.9 or newer; install it") from error
     try:
         save(_untied(values), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
     except CheckpointException as error:  # the same on every rank
