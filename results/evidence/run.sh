@@ -163,6 +163,8 @@ weight-selection() {  # a teacher of twice the width for each start, then the st
     --set model.arguments.embed_dim=48 --set model.arguments.num_heads=3 --set "evaluation.every={epochs: 4}"
 }
 
+[ "${BASH_SOURCE[0]}" = "$0" ] || return 0  # results/method/run.sh uses these functions
+
 tasks=("$@")
 [ ${#tasks[@]} -gt 0 ] || tasks=(digits gpt2-tinystories causal gpt2-wikitext2 vit listops crammed-bert xcit swin text
   deit davit lra-retrieval lra-image lra-pathfinder measured-vision measured-lra measured-causal

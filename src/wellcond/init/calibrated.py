@@ -48,7 +48,7 @@ def calibrated(
     logits: PositiveFloat = 1.0,
     share: PositiveFloat | None = 0.15,
     words: PositiveFloat | None = 0.55,
-    positions: PositiveFloat | None = 1.0,
+    positions: PositiveFloat | None = 0.5,
     position: Position = "keep",
 ) -> Iterator[Write]:
     """Embeddings, positions, Q, K, W_O and the MLP's last matrix at scales that fit each other on a batch.
