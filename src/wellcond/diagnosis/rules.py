@@ -26,8 +26,6 @@ EXPLAINS = {
 """Findings that follow from another are left out beside it."""
 WORD_LENGTH, POSITION_RATIO, STREAM_SHARE = 0.55, 1.0, 2.5
 """What the remedies aim at: the values of the best starts in the records."""
-OWN_SHARE = 2.0
-"""W_V at scale 1 drowns a token only if the attention adds more than this to it: 3 to 5 in the records, 1 in T5."""
 LIBRARY_STD = 0.02
 """With which timm and Hugging Face draw weights."""
 
@@ -169,7 +167,7 @@ def _words(case: Case) -> Finding | None:
 
 def _value_scale(case: Case) -> Finding | None:
     def value(layer: LayerFacts) -> float | None:
-        heard = layer.attention_share is None or _own_share(layer) >= OWN_SHARE
+        heard = layer.attention_share is None or _own_share(layer) >= THRESHOLDS["value-share"].value
         return layer.scale_v if layer.causal and heard else None
 
     bad = _above(case.layers, value, "value-scale") if case.fresh else []
