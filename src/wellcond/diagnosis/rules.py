@@ -10,12 +10,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from wellcond.diagnosis.examine import MOST_TOKENS
+from wellcond.diagnosis.phrases import (
+    count,
+    names_of,
+    only_sites,
+    scale_line,
+    some_of,
+    title_of,
+    two_digits,
+)
 from wellcond.diagnosis.records import SEVERITIES, Finding, LayerFacts, Severity, TokenFacts
 from wellcond.diagnosis.thresholds import THRESHOLDS
 
 TABLES = "results/evidence/tables.md"
 CAUSAL = "results/evidence/causal/report/report.md"
-NO_RECORD = "None of our records is about this line."
 EXPLAINS = {
     "not-finite": {"dead-heads", "logits", "precision", "stream", "positions", "words", "value-scale"},
     "lambda": {"dead-heads", "logits", "precision", "stream", "value-scale", "shared-values"},
@@ -26,8 +34,6 @@ EXPLAINS = {
 """Findings that follow from another are left out beside it."""
 WORD_LENGTH, POSITION_RATIO, STREAM_SHARE = 0.55, 1.0, 2.5
 """What the remedies aim at: the values of the best starts in the records."""
-OWN_SHARE = 2.0
-"""W_V at scale 1 drowns a token only if the attention adds more than this to it: 3 to 5 in the records, 1 in T5."""
 LIBRARY_STD = 0.02
 """With which timm and Hugging Face draw weights."""
 
@@ -60,12 +66,12 @@ def _not_finite(case: Case) -> Finding | None:
     return Finding(
         kind="not-finite",
         severity="fault",
-        verdict=f"NaN or infinite numbers reach or leave {_some(bad)}: this model has diverged.",
-        layers=_names(bad),
+        verdict=f"NaN or infinite numbers reach or leave {some_of(bad)}: this model has diverged.",
+        layers=names_of(bad),
         value=math.nan,
         threshold=math.inf,
         remedy="model.load_state_dict(checkpoint)  # an earlier one, at a lower learning rate",
-        evidence=NO_RECORD,
+        evidence="None of our records is about this line.",
     )
 
 
@@ -73,16 +79,16 @@ def _lambda(case: Case) -> Finding | None:
     bad = _above(case.layers, lambda layer: layer.saturation, "lambda")
     if not bad:
         return None
-    worst = bad[0]
-    assert worst.saturation is not None and worst.num_tokens is not None
-    gap = worst.saturation * (math.log(worst.num_tokens) + 5)
+    worst, tokens = bad[0].saturation, bad[0].num_tokens
+    assert worst is not None and tokens is not None
+    gap = worst * (math.log(tokens) + 5)
     return _finding(
         "lambda",
         "fault",
-        f"The correction lam I raises each token's logit with itself by about {gap:.0f} ({_some(bad)}), so that it "
+        f"The correction lam I raises each token's logit with itself by about {gap:.0f} ({some_of(bad)}), so that it "
         "sees little but itself and W_Q, W_K hardly learn.",
         bad,
-        worst.saturation,
+        worst,
         'wc.condition_(model, "balanced")  # in place of "identity"; or lam=1',
         "lam = 10 has 21.1 % on digits and 18.1 on CIFAR-10, where the default has 91.2 and 31.2, balanced 91.5 and "
         "31.5, lam = 1 91.2 and 31.2. In GPT-2 it beats a weak default and loses to larger embeddings (53.0 and 41.7).",
@@ -103,11 +109,11 @@ def _dead_heads(case: Case) -> Finding | None:
     return _finding(
         "dead-heads",
         "fault" if case.fresh or whole else "warning",
-        f"{_count(heads, 'head')} of {_some(bad)} {'is' if heads == 1 else 'are'} dead: {why}, and W_Q, W_K get no "
+        f"{count(heads, 'head')} of {some_of(bad)} {'is' if heads == 1 else 'are'} dead: {why}, and W_Q, W_K get no "
         "gradient.",
         bad,
         float(heads),
-        f'wc.init_(model, "gaussian"{options}{_sites(case, bad)})',
+        f'wc.init_(model, "gaussian"{options}{only_sites(len(case.layers), bad)})',
         "As a start gaussian is as good as any in the records (digits 92.7 %, conditioned 92.9). None is about "
         "redrawing heads in training.",
         TABLES,
@@ -118,12 +124,11 @@ def _positions(case: Case) -> Finding | None:
     ratio = case.tokens.position_ratio
     if not case.fresh or ratio is None or not ratio < THRESHOLDS["positions"].value:
         return None
-    factor = _round(POSITION_RATIO / ratio) if ratio > 0 else math.inf
-    remedy = _scaled(case.tokens.positions, factor)
+    factor = two_digits(POSITION_RATIO / ratio) if ratio > 0 else math.inf
+    remedy = scale_line(case.tokens.positions, factor)
     if ratio == 0:
-        remedy = (
-            f'torch.nn.init.normal_(model.get_parameter("{case.tokens.positions[0]}"), std={case.tokens.spread:.2g})'
-        )
+        name, std = case.tokens.positions[0], case.tokens.spread
+        remedy = f'torch.nn.init.normal_(model.get_parameter("{name}"), std={std:.2g})'
     return _finding(
         "positions",
         "warning",
@@ -142,8 +147,8 @@ def _about_tokens(layer: LayerFacts) -> str:
     """How dependent the tokens are, if they are more so than Gaussian ones (edges of the Marchenko-Pastur law)."""
     if layer.kappa_tokens is None or layer.num_tokens is None:
         return ""
-    width, count = math.sqrt(layer.width), math.sqrt(min(layer.num_tokens, MOST_TOKENS))
-    usual = (width + count) / max(abs(width - count), 1e-9)
+    wide, long = math.sqrt(layer.width), math.sqrt(min(layer.num_tokens, MOST_TOKENS))
+    usual = (wide + long) / max(abs(wide - long), 1e-9)
     told = f": kappa(X) is {layer.kappa_tokens:.3g} in the first attention, {usual:.2g} for Gaussian tokens"
     return told if layer.kappa_tokens > 3 * usual else ""
 
@@ -159,7 +164,7 @@ def _words(case: Case) -> Finding | None:
         "add soon drowns.",
         [],
         length,
-        _scaled([f"{name}.weight" for name in case.tokens.embeddings], _round(WORD_LENGTH / length)),
+        scale_line([f"{name}.weight" for name in case.tokens.embeddings], two_digits(WORD_LENGTH / length)),
         "GPT-2 of width 64 with embeddings x 3.46 (length 0.55) and matrices at the scale of GPT-2 small: perplexity "
         "41.7 where its library's start has 59.6 (TinyStories), 185 and 319 (WikiText-2). Embeddings alone: 36.3 and "
         "39.6 in pilot runs of two seeds.",
@@ -169,7 +174,7 @@ def _words(case: Case) -> Finding | None:
 
 def _value_scale(case: Case) -> Finding | None:
     def value(layer: LayerFacts) -> float | None:
-        heard = layer.attention_share is None or _own_share(layer) >= OWN_SHARE
+        heard = layer.attention_share is None or _own_share(layer) >= THRESHOLDS["value-share"].value
         return layer.scale_v if layer.causal and heard else None
 
     bad = _above(case.layers, value, "value-scale") if case.fresh else []
@@ -177,14 +182,15 @@ def _value_scale(case: Case) -> Finding | None:
         return None
     assert bad[0].scale_v is not None
     usual = min(LIBRARY_STD * math.sqrt(bad[0].width), WORD_LENGTH)
+    factor = two_digits(usual / bad[0].scale_v)
     return _finding(
         "value-scale",
         "warning",
-        f"W_V starts at scale {bad[0].scale_v:.2g} under a causal mask ({_some(bad)}): an average of the past drowns "
+        f"W_V starts at scale {bad[0].scale_v:.2g} under a causal mask ({some_of(bad)}): an average of the past drowns "
         "the token it is added to.",
         bad,
         bad[0].scale_v,
-        f"for site in wc.find_attention(model): site.v.write_({_round(usual / bad[0].scale_v):g} * site.v.read_raw())",
+        f"for site in wc.find_attention(model): site.v.write_({factor:g} * site.v.read_raw())",
         "GPT-2 on TinyStories, five seeds: perplexity 56.6 with conditioned and 45.1 with this W_V "
         '(value_scale="default"), 44.6 with conditioned Q and K alone (projections="qk"), 45.7 by default.',
         CAUSAL,
@@ -213,7 +219,7 @@ def _stream(case: Case) -> Finding | None:
     assert worst is not None
     if case.tokens.kind == "words":
         names = [f"{name}.weight" for name in case.tokens.embeddings]
-        remedy = _scaled(names, _round(worst / STREAM_SHARE))
+        remedy = scale_line(names, two_digits(worst / STREAM_SHARE))
         evidence = (
             "GPT-2 of width 64 at the scale of GPT-2 small, whose first block adds 6.5 times what it receives: "
             "perplexity 97.4, and 41.7 with embeddings x 3.46 (2.6 times)."
@@ -228,8 +234,8 @@ def _stream(case: Case) -> Finding | None:
     return _finding(
         "stream",
         "warning",
-        f"{_some(bad)} {'adds' if len(bad) == 1 else 'add'} up to {worst:.2g} times what {_it(bad)} to the residual "
-        "stream, which drowns the tokens.",
+        f"Attention and MLP add up to {worst:.2g} times what their block receives (at {some_of(bad)}): the tokens "
+        "drown.",
         bad,
         worst,
         remedy,
@@ -249,8 +255,8 @@ def _logits(case: Case) -> Finding | None:
     return _finding(
         "logits",
         "warning",
-        f"Logits start with a standard deviation of {bad[0].logit_spread:.2g} ({_some(bad)}): the softmax is nearly a "
-        "choice of one key, and W_Q, W_K get little gradient.",
+        f"Logits start with a standard deviation of {bad[0].logit_spread:.2g} ({some_of(bad)}): the softmax is nearly "
+        "a choice of one key, and W_Q, W_K get little gradient.",
         bad,
         bad[0].logit_spread,
         'wc.init_(model, "gaussian", projections="qk")  # and check the factor 1/sqrt(head_dim)',
@@ -270,7 +276,7 @@ def _precision(case: Case) -> Finding | None:
     return _finding(
         "precision",
         "warning",
-        f"Logits reach {worst:.0f} ({_some(bad)}), where numbers of bfloat16 are {spacing:g} apart{overflow}: in 16 "
+        f"Logits reach {worst:.0f} ({some_of(bad)}), where numbers of bfloat16 are {spacing:g} apart{overflow}: in 16 "
         "bits the softmax is rounded away.",
         bad,
         worst,
@@ -300,7 +306,7 @@ def _projection_scale(case: Case) -> Finding | None:
     return _finding(
         "projection-scale",
         "warning",
-        f"W_Q, W_K, W_V are small for this width: sigma sqrt(fan_in) down to {worst:.2g} in {_some(bad)}, 0.55 in "
+        f"W_Q, W_K, W_V are small for this width: sigma sqrt(fan_in) down to {worst:.2g} in {some_of(bad)}, 0.55 in "
         "a ViT-B.",
         bad,
         worst,
@@ -320,11 +326,11 @@ def _duplicate_heads(case: Case) -> Finding | None:
     return _finding(
         "duplicate-heads",
         "warning",
-        f"{_count(pairs, 'pair')} of heads in {_some(bad)} compare and read the same (heads {first} and {second} of "
-        f"{_title(bad[0])}): one of each pair is wasted.",
+        f"{count(pairs, 'pair')} of heads in {some_of(bad)} compare and read the same (heads {first} and {second} of "
+        f"{title_of(bad[0])}): one of each pair is wasted.",
         bad,
         float(pairs),
-        f'wc.init_(model, "gaussian"{_sites(case, bad)})',
+        f'wc.init_(model, "gaussian"{only_sites(len(case.layers), bad)})',
         "As a start gaussian is as good as any in the records (digits 92.7 %). None is about redrawing heads in "
         "training.",
         TABLES,
@@ -338,7 +344,7 @@ def _shared_values(case: Case) -> Finding | None:
     return _finding(
         "shared-values",
         "note",
-        f"W_V of all heads together has rank {bad[0].head_dim} of {bad[0].width} in {_some(bad)}: all heads read the "
+        f"W_V of all heads together has rank {bad[0].head_dim} of {bad[0].width} in {some_of(bad)}: all heads read the "
         "same directions, as conditioned starts them.",
         bad,
         float(bad[0].head_dim),
@@ -379,7 +385,7 @@ def _finding(
         kind=kind,
         severity=severity,
         verdict=verdict,
-        layers=_names(layers),
+        layers=names_of(layers),
         value=value,
         threshold=THRESHOLDS[kind].value,
         remedy=remedy,
@@ -393,47 +399,3 @@ def _above(layers: Sequence[LayerFacts], number: Callable[[LayerFacts], float | 
     limit = THRESHOLDS[kind].value
     found = [(value, layer) for layer in layers if (value := number(layer)) is not None and value > limit]
     return [layer for _, layer in sorted(found, key=lambda pair: -pair[0])]
-
-
-# Words
-
-
-def _title(layer: LayerFacts) -> str:
-    return layer.name or "the attention"
-
-
-def _names(layers: Sequence[LayerFacts]) -> tuple[str, ...]:
-    return tuple(layer.name for layer in layers)
-
-
-def _some(layers: Sequence[LayerFacts]) -> str:
-    """The first layer by name, the others by number."""
-    rest = len(layers) - 1
-    return _title(layers[0]) + (f" and {_count(rest, 'more attention')}" if rest else "")
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _it(layers: Sequence[LayerFacts]) -> str:
-    return "it receives" if len(layers) == 1 else "they receive"
-
-
-def _sites(case: Case, layers: Sequence[LayerFacts]) -> str:
-    """The option that leaves other attentions alone."""
-    if len(layers) == len(case.layers):
-        return ""
-    return f", sites=[site for site in wc.find_attention(model) if site.name in {[layer.name for layer in layers]}]"
-
-
-def _scaled(names: Sequence[str], factor: float) -> str:
-    """The line that multiplies parameters."""
-    if len(names) == 1:
-        return f'model.get_parameter("{names[0]}").data.mul_({factor:g})'
-    return f"for name in {list(names)}: model.get_parameter(name).data.mul_({factor:g})"
-
-
-def _round(factor: float) -> float:
-    """To two digits."""
-    return float(f"{factor:.2g}")

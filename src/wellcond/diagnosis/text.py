@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 
+from wellcond.diagnosis.phrases import count
 from wellcond.diagnosis.records import Diagnosis, Finding, LayerFacts
 
 COLUMNS: dict[str, str] = {
@@ -52,13 +53,8 @@ def heading(diagnosis: Diagnosis) -> list[str]:
     lines.append(f"state: {state}")
     if diagnosis.conditioning is not None:
         lines.append(f"conditioned by: {diagnosis.conditioning['method']} (effective weights)")
-    attentions = _count(len(diagnosis.layers), "attention")
-    count = len(diagnosis.findings)
-    return [
-        *lines,
-        "",
-        f"{_count(count, 'finding')} in {attentions}." if count else f"Nothing to mend in {attentions}.",
-    ]
+    found = count(len(diagnosis.findings), "finding") if diagnosis.findings else "Nothing to mend"
+    return [*lines, "", f"{found} in {count(len(diagnosis.layers), 'attention')}."]
 
 
 def _show_finding(number: int, finding: Finding, width: int) -> str:
@@ -126,7 +122,3 @@ def show_number(number: float | None) -> str:
 def _shorten(name: str, room: int) -> str:
     """The end of a name tells most."""
     return name if len(name) <= room else f"..{name[-(room - 2) :]}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -41,6 +41,11 @@ THRESHOLDS: dict[str, Threshold] = {
         "sigma sqrt(fan_in) of W_V under a causal mask: 0.16 to 0.55 in starts of GPT-2 that train well, 1 in those of "
         "conditioned and gaussian, which cost a tenth to a third of the perplexity",
     ),
+    "value-share": Threshold(
+        2.0,
+        "what the attention adds to the first token, over the stream, from which on `value-scale` counts: 3 to 5 in "
+        "those records, 1 in T5, whose embeddings are as large",
+    ),
     "stream": Threshold(
         4.0,
         "what a block adds over what it receives: 2.6 in the best GPT-2 of a search over embeddings, 2.7 in GPT-2 "
