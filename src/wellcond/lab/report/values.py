@@ -1,4 +1,4 @@
-"""Numbers of stored records, which may be text ("inf", "nan") since JSON has neither, as they are printed and plotted."""
+"""Numbers of stored records, which may be text ("inf", "nan") since JSON has neither, as printed and as plotted."""
 
 from __future__ import annotations
 
