@@ -8,7 +8,8 @@ mkdir -p method
 frozen="calibrated(positions=0.5)"
 strong() { :; }  # was searched for the evidence
 fair() {  # recipe, folder, strong default, rates, settings
-  local recipe=$1 folder="method/$2" baseline=$3 rates=$4 sincos=${positions-sincos2d} methods
+  local recipe=$1 folder="method/$2" baseline rates=$4 sincos=${positions-sincos2d} methods
+  baseline=$(python -c 'import json, sys; print(json.load(open(sys.argv[1]))["baseline"])' "$2/comparison.json")
   [ -d "$folder" ] || cp -rl "$2" "$folder"
   methods="$baseline,$frozen,default+set(model.layer_scale=0.1),t_fixup,small"
   [ -z "$sincos" ] || methods+=",mimetic(position=$sincos)"
