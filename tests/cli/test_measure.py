@@ -68,7 +68,7 @@ def test_digits_json_and_page(run, file, tmp_path):
     output, html = tmp_path / "r.json", tmp_path / "r.html"
     code, out = run(f"{file}:vit", "--input", "digits", "--samples", 2, "-o", output, "--html", html)
     assert code == 0
-    same(output, wc.measure(tiny(), load_digits().train_images[:2], samples=2))
+    same(output, wc.measure(tiny(), load_digits()[0].inputs[:2], samples=2))
     for word in (
         "layer",
         "κ(J)",
@@ -121,7 +121,7 @@ def test_options_reach_measure(run, file, tmp_path):
 def test_an_infinite_condition_number_comes_with_its_reason_and_the_pseudo_one(run, file):
     code, out = run(f"{file}:vit", "--input", "digits", "--convention", "stack")
     assert code == 0
-    report = wc.measure(tiny(), load_digits().train_images[:1], convention="stack")
+    report = wc.measure(tiny(), load_digits()[0].inputs[:1], convention="stack")
     rows = [line for line in out.splitlines() if line.strip().startswith("blocks.")]
     heads = [head for layer in report.layers for head in layer.heads]
     for row, head in zip(rows, heads, strict=True):

@@ -29,6 +29,10 @@ SMALL = [part for change in (*SETTINGS, "training.length={steps: 1}") for part i
 # What a valid call looks like: its arguments by name, then its options.
 CALLS = {
     "inspect": ({"model": MODEL}, []),
+    "doctor": (
+        {"model": MODEL},
+        ["-o", "d.json", "--html", "d.html", "--force", "--model-arg", "img_size=32", "--samples", "2"],
+    ),
     "init": ({"model": MODEL}, ["-o", "init.safetensors", "--force"]),
     "fold": ({"model": MODEL}, ["--weights", "conditioned.safetensors", "-o", "fold.safetensors", "--force"]),
     "measure": (

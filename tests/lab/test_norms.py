@@ -10,6 +10,7 @@ from torch import nn
 from lab.helpers import bundle, byte_images, make_recipe, tiny_bert, tiny_gpt2, tiny_vit
 from lab.small import record, small_job
 from wellcond import find_attention
+from wellcond.errors import WellcondError
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.models.changes import remove_norms_
 from wellcond.lab.settings import RecipeError
@@ -137,7 +138,7 @@ class Lonely(nn.Module):
 def test_blocks_of_another_form_are_refused(model, message):
     model = model()
     kinds = [type(module) for module in model.modules()]
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(WellcondError, match=message):
         remove_norms_(model, "without_block_norms", lambda: None)
     assert kinds == [type(module) for module in model.modules()]
 

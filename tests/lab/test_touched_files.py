@@ -200,28 +200,6 @@ def test_an_edited_score_within_its_range_is_refused(finished, tmp_path):
         build_report(root, pictures=False)
 
 
-def without_checksums(folder):
-    """The folder as versions before checksums wrote it."""
-    for path in (folder / "run.json", *folder.glob("checkpoints/*/state.json")):
-        stored = json.loads(path.read_text())
-        del stored["checksum"]
-        if path.name == "run.json":
-            del stored["logs"]
-        else:
-            del stored["files"]
-            stored["logs"] = {name: mark["bytes"] for name, mark in stored["logs"].items()}
-        path.write_text(json.dumps(stored))
-
-
-def test_runs_of_versions_without_checksums_go_on_and_get_them(finished, interrupted, tmp_path):
-    folder = shutil.copytree(interrupted, tmp_path / "run")
-    without_checksums(folder)
-    run_job(job_in(folder))
-    assert_same_run(finished, folder)
-    assert "checksum" in record(folder) and set(record(folder)["logs"]) == set(LOGS)
-    assert "files" in json.loads(find(folder, "state.json").read_text())
-
-
 def test_a_record_may_be_indented_differently(finished, tmp_path):
     folder = shutil.copytree(finished, tmp_path / "run")
     stored = json.loads((folder / "run.json").read_text())

@@ -13,16 +13,17 @@ FILES = sorted(SRC.rglob("*.py"))
 FORBIDDEN = {
     "eval", "exec", "compile", "os.system", "os.popen", "pickle.load", "pickle.loads", "pickle.Unpickler",
     "yaml.load", "yaml.unsafe_load", "yaml.full_load", "yaml.load_all", "torch.jit.load", "torch.hub.load",
-    "joblib.load", "marshal.loads", "shelve.open", "runpy.run_path", "shutil.unpack_archive", "tarfile.open",
+    "joblib.load", "marshal.loads", "shelve.open", "runpy.run_path", "shutil.unpack_archive",
     "zipfile.ZipFile", "pd.read_pickle", "builtins.eval",
 }  # fmt: skip
 # Where the source of a library, our own sub-modules, or a file that the user trusts is imported; and git is asked.
 EXCEPTIONS = {
     "importlib.import_module": {"__init__.py", "attention/adapters/__init__.py", "cli/zoo_hf.py",
-                                "lab/data/sources/__init__.py"},
+                                "lab/data/sources/__init__.py", "lab/models/__init__.py", "lab/tasks/register.py"},
     "importlib.util.spec_from_file_location": {"models.py"},
     "subprocess.run": {"lab/train/provenance.py"},
     "__import__": set(),
+    "tarfile.open": {"lab/cluster/worker.py"},  # folders of runs, between machines of a cluster
 }  # fmt: skip
 
 
@@ -42,7 +43,8 @@ def keyword(node, name):
 
 def test_nothing_that_runs_code_is_called():
     assert not [(path, name) for path, name, _ in calls() if name in FORBIDDEN]
-    assert not [(path, name) for path, name, _ in calls() if name.endswith((".extractall", ".extract"))]
+    extracted = {(path, keyword(node, "filter")) for path, name, node in calls() if ".extract" in name}
+    assert extracted <= {("lab/cluster/worker.py", "'data'")}
 
 
 @pytest.mark.parametrize("name", EXCEPTIONS)

@@ -10,6 +10,7 @@ import pytest
 
 from lab.cluster.two_machines import Cluster, compare_command, finish, start
 from lab.small import small_job
+from wellcond.cli.checks import OptionError
 from wellcond.cli.compare import compare as compare_command_line
 from wellcond.errors import MissingExtraError, WellcondError
 from wellcond.lab.cluster import RaySettings
@@ -41,7 +42,7 @@ def test_wrong_arguments_say_what_was_expected(arguments, message, tmp_path):
 
 def test_several_processes_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RecipeError, match="run the command once, without torchrun"):
+    with pytest.raises(OptionError, match="run the command once, without torchrun"):
         compare_command_line("digits", folder=tmp_path / "runs", engine="ray")
 
 

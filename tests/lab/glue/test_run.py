@@ -305,7 +305,7 @@ def bad_file(header, *rows):
         (bad_file(["sentence", "answer"], ["the cat", 1]), "validation.tsv: there is no column 'label'"),
         (
             bad_file(["sentence", "label"], ["the cat", 1], ["a mat", 2]),
-            "row 1 .*out of range.*from 0 to 1.*found:    2",
+            "row 1 .*not a class of the training split.*from 0 to 1.*found:    2",
         ),
         (bad_file(["sentence", "label"], ["the cat", "maybe"]), "not of the training split's kind"),
         (bad_file(["sentence", "label"]), "there are no rows"),

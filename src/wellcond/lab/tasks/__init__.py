@@ -1,7 +1,1 @@
-"""One task per file or package; importing this package registers them all."""
-
-import importlib
-import pkgutil
-
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+"""One task per file or package; `register` imports them all."""

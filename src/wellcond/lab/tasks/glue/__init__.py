@@ -1,5 +1,1 @@
 """GLUE: fine-tuning of a pre-trained masked language model, scored by the metrics of the benchmark."""
-
-from wellcond.lab.tasks.glue import task
-
-__all__ = ["task"]
