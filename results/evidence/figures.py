@@ -33,6 +33,7 @@ TASKS = {
 }
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#a463f2", "#97bbf5", "#9c6b4e")
 STRONG = "strong default"
+CALIBRATED = "calibrated(positions=0.5)"
 matplotlib.rcParams |= {
     "svg.hashsalt": "wellcond",
     "svg.fonttype": "none",
@@ -57,6 +58,7 @@ def words(method: str, strong: str) -> str:
         "default+set(model.qk_norm=true)": "default, QK-norm",
         "default+set(optimizer.name=muon)": "default, Muon",
         "conditioned(value_scale=default)": "conditioned, V at the default's norm",
+        CALIBRATED: "calibrated",
     }
     return known.get(method, method.replace(f"{strong}+", f"{STRONG} + "))
 
@@ -99,21 +101,44 @@ def draw_gains(analyses: dict[str, Analysis]) -> None:
         1, len(questions), figsize=(10.5, 0.34 * len(analyses) + 1.2), sharey=True, layout="constrained"
     )
     for panel, (title, method, over) in zip(panels, questions, strict=True):
-        for row, analysis in enumerate(analyses.values()):
-            strong = analysis.comparison.baseline
-            found = shares(analysis, spelt(method, strong), spelt(over, strong))
-            if found is None:
-                continue
-            mean, low, high = found
-            colour = "0.45" if low <= 0 <= high else COLOURS[4] if low > 0 else COLOURS[2]
-            panel.plot([low, high], [row, row], color=colour, lw=2)
-            panel.plot(mean, row, "o", ms=4.5, color=colour)
-        panel.axvline(0, color="0.6", lw=0.8)
+        found = [
+            shares(a, spelt(method, a.comparison.baseline), spelt(over, a.comparison.baseline))
+            for a in analyses.values()
+        ]
+        draw_shares(panel, found)
         panel.set_title(title, fontsize=8.5)
-        panel.set_xlabel("% of the error removed")
     panels[0].set_yticks(range(len(analyses)), [TASKS[task] for task in analyses])
     panels[0].set_ylim(len(analyses) - 0.5, -0.5)
     save(figure, "gains")
+
+
+def draw_calibrated(analyses: dict[str, Analysis]) -> None:
+    """What `calibrated` removes of the error of three others, by held-out task."""
+    tested = {task: found for task, found in analyses.items() if CALIBRATED in found.comparison.methods}
+    others = ("default", STRONG, "default+set(optimizer.name=muon)")
+    figure, panels = plt.subplots(
+        1, len(others), figsize=(9.0, 0.34 * len(tested) + 1.1), sharey=True, layout="constrained"
+    )
+    for panel, over in zip(panels, others, strict=True):
+        draw_shares(panel, [shares(a, CALIBRATED, spelt(over, a.comparison.baseline)) for a in tested.values()])
+        panel.set_title(
+            f"over the {words(over, STRONG)}".replace("the default, Muon", "default with Muon"), fontsize=8.5
+        )
+    panels[0].set_yticks(range(len(tested)), [TASKS[task] for task in tested])
+    panels[0].set_ylim(len(tested) - 0.5, -0.5)
+    save(figure, "calibrated")
+
+
+def draw_shares(panel: plt.Axes, found: Sequence[tuple[float, float, float] | None]) -> None:
+    """A row for each share with its interval, grey where that holds 0."""
+    for row, share in enumerate(found):
+        if share is not None:
+            mean, low, high = share
+            colour = "0.45" if low <= 0 <= high else COLOURS[4] if low > 0 else COLOURS[2]
+            panel.plot([low, high], [row, row], color=colour, lw=2)
+            panel.plot(mean, row, "o", ms=4.5, color=colour)
+    panel.axvline(0, color="0.6", lw=0.8)
+    panel.set_xlabel("% of the error removed")
 
 
 def draw_rates(analyses: dict[str, Analysis]) -> None:
@@ -233,6 +258,7 @@ def answers(analyses: dict[str, Analysis]) -> list[str]:
         ("identity(lam=10)", "default"),
         ("default+set(optimizer.name=muon)", "default"), (STRONG, "default"), (f"{STRONG}+gaussian", STRONG),
         (f"{STRONG}+conditioned", STRONG), (f"{STRONG}+conditioned", f"{STRONG}+gaussian"),
+        (CALIBRATED, "default"), (CALIBRATED, STRONG), (CALIBRATED, "default+set(optimizer.name=muon)"),
     )  # fmt: skip
     lines = [
         "## Pairs", "",
@@ -258,6 +284,7 @@ def main() -> None:
             [comparison] = load_comparisons(HERE / task)
             analyses[task] = analyse(comparison)
     draw_gains(analyses)
+    draw_calibrated(analyses)
     draw_rates(analyses)
     draw_methods(analyses)
     if (HERE / "causal").is_dir():

@@ -25,5 +25,5 @@ for task in "${tasks[@]}"; do
     swin | xcit) positions= "$task" ;;  # no learned positions to replace
     *) positions=sincos1d "$task" ;;
   esac
-  wellcond pack "method/$task" -o "$here/$task"
+  wellcond pack "method/$task" -o "$here/../evidence/$task"
 done
