@@ -44,17 +44,11 @@ def doctor(
     arguments = parse_values(model_arg or [])
     check_model(model, arguments)
     check_weights(weights)
-    import torch
-
-    from wellcond.cli.fold import load_raw_or_plain
+    from wellcond.cli.fold import build_loaded
     from wellcond.cli.inputs import make_batch, try_forward
     from wellcond.diagnosis.diagnose import diagnose
-    from wellcond.models import build_model
 
-    torch.manual_seed(seed)
-    built = build_model(model, arguments)
-    if weights is not None:
-        load_raw_or_plain(built, weights)
+    built = build_loaded(model, arguments, weights, seed)
     batch, described = make_batch(built, input, samples=samples, tokens=tokens, seed=seed)
     try_forward(built, batch)
     found = diagnose(built, batch, trained=trained, jacobian=jacobian)

@@ -42,6 +42,17 @@ def fold(
     typer.echo(f"wrote {output}: folded {settings['method']!r} into {len(settings['sites'])} attentions")
 
 
+def build_loaded(spec: str, arguments: dict[str, Any], weights: Path | None, seed: int) -> nn.Module:
+    """Build the model of a command, with the weights of a checkpoint if one is given."""
+    import torch
+
+    torch.manual_seed(seed)
+    model = build_model(spec, arguments)
+    if weights is not None:
+        load_raw_or_plain(model, weights)
+    return model
+
+
 def load_raw_or_plain(model: nn.Module, path: Path, *, averaged: bool = False) -> dict[str, Any] | None:
     """Load a checkpoint; if it holds raw weights, condition the model as it says first.
 

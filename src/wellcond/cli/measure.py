@@ -10,7 +10,7 @@ import typer
 from wellcond.cli.app import Force, Model, ModelArguments, Seed, Weights, app
 from wellcond.cli.checks import check_input, check_outputs, check_weights, describe_spec
 from wellcond.errors import WellcondError, check_choice
-from wellcond.models import build_model, check_model, parse_values
+from wellcond.models import check_model, parse_values
 
 CONVENTIONS = ("wide", "stack")
 KAPPAS = ("strict", "pseudo")
@@ -63,15 +63,10 @@ def measure(
     arguments = parse_values(model_arg or [])
     check_model(model, arguments)
     check_weights(weights)
-    import torch
-
-    from wellcond.cli.fold import load_raw_or_plain
+    from wellcond.cli.fold import build_loaded
     from wellcond.cli.measure_print import measure_and_print, write_report
 
-    torch.manual_seed(seed)
-    built = build_model(model, arguments)
-    if weights is not None:
-        load_raw_or_plain(built, weights)
+    built = build_loaded(model, arguments, weights, seed)
     options = {"convention": convention, "kappa": kappa, "samples": samples, "combine": combine, "method": method,
                "biases": biases, "resume": resume}  # fmt: skip
     spec = describe_spec(model, model_arg or [], weights, seed)

@@ -20,7 +20,7 @@ from wellcond.diagnosis.phrases import (
     two_digits,
 )
 from wellcond.diagnosis.records import SEVERITIES, Finding, LayerFacts, Severity, TokenFacts
-from wellcond.diagnosis.thresholds import THRESHOLDS
+from wellcond.diagnosis.thresholds import THRESHOLDS, above
 
 TABLES = "results/evidence/tables.md"
 CAUSAL = "results/evidence/causal/report/report.md"
@@ -76,7 +76,7 @@ def _not_finite(case: Case) -> Finding | None:
 
 
 def _lambda(case: Case) -> Finding | None:
-    bad = _above(case.layers, lambda layer: layer.saturation, "lambda")
+    bad = above(case.layers, lambda layer: layer.saturation, "lambda")
     if not bad:
         return None
     worst, tokens = bad[0].saturation, bad[0].num_tokens
@@ -177,7 +177,7 @@ def _value_scale(case: Case) -> Finding | None:
         heard = layer.attention_share is None or _own_share(layer) >= THRESHOLDS["value-share"].value
         return layer.scale_v if layer.causal and heard else None
 
-    bad = _above(case.layers, value, "value-scale") if case.fresh else []
+    bad = above(case.layers, value, "value-scale") if case.fresh else []
     if not bad:
         return None
     assert bad[0].scale_v is not None
@@ -212,7 +212,7 @@ def _stream(case: Case) -> Finding | None:
         parts = [share for share in (layer.attention_share, layer.mlp_share) if share is not None]
         return math.hypot(*parts) if parts and not layer.scales_itself else None
 
-    bad = _above(case.layers, added, "stream") if case.fresh else []
+    bad = above(case.layers, added, "stream") if case.fresh else []
     if not bad:
         return None
     worst = added(bad[0])
@@ -248,7 +248,7 @@ def _logits(case: Case) -> Finding | None:
     def spread(layer: LayerFacts) -> float | None:
         return None if layer.qk_norm else layer.logit_spread  # a norm's own gain decides, not W_Q and W_K
 
-    bad = _above(case.layers, spread, "logits") if case.fresh else []
+    bad = above(case.layers, spread, "logits") if case.fresh else []
     if not bad:
         return None
     assert bad[0].logit_spread is not None
@@ -266,7 +266,7 @@ def _logits(case: Case) -> Finding | None:
 
 
 def _precision(case: Case) -> Finding | None:
-    bad = _above(case.layers, lambda layer: layer.largest_logit, "precision")
+    bad = above(case.layers, lambda layer: layer.largest_logit, "precision")
     if not bad:
         return None
     worst = bad[0].largest_logit
@@ -392,10 +392,3 @@ def _finding(
         evidence=evidence,
         record=record,
     )
-
-
-def _above(layers: Sequence[LayerFacts], number: Callable[[LayerFacts], float | None], kind: str) -> list[LayerFacts]:
-    """Layers beyond a threshold, the worst first."""
-    limit = THRESHOLDS[kind].value
-    found = [(value, layer) for layer in layers if (value := number(layer)) is not None and value > limit]
-    return [layer for _, layer in sorted(found, key=lambda pair: -pair[0])]

@@ -6,7 +6,10 @@ Face's own starts; a small ViT before and after training (tests/diagnosis).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from wellcond.diagnosis.records import LayerFacts
 
 
 @dataclass(frozen=True)
@@ -69,3 +72,10 @@ THRESHOLDS: dict[str, Threshold] = {
     ),
     "shared-values": Threshold(0.01, "share of W_V outside the directions that the first head reads"),
 }
+
+
+def above(layers: Sequence[LayerFacts], number: Callable[[LayerFacts], float | None], kind: str) -> list[LayerFacts]:
+    """Layers beyond a threshold, the worst first."""
+    limit = THRESHOLDS[kind].value
+    found = [(value, layer) for layer in layers if (value := number(layer)) is not None and value > limit]
+    return [layer for _, layer in sorted(found, key=lambda pair: -pair[0])]

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from lab.small import (
     stop_after,
     train_command,
 )
-from patience import PATIENCE
+from patience import PATIENCE, wait_until
 from wellcond.lab.train.run import run_job
 from wellcond.lab.train.run_folder import RunFolder
 
@@ -96,10 +95,7 @@ def kill_after_step(arguments, folder, step, **environment):
     """Kill a command and all its processes once a checkpoint of a step is there."""
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(arguments, env=os.environ | environment, **quiet)
-    deadline = time.monotonic() + PATIENCE
-    while not (folder / f"checkpoints/step-{step:08d}").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until((folder / f"checkpoints/step-{step:08d}").exists, process=process)
     lists = Path(f"/proc/{process.pid}/task").glob("*/children")
     ranks = [int(number) for path in lists for number in path.read_text().split()]
     assert len(ranks) == 2

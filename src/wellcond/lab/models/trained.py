@@ -105,7 +105,7 @@ def load_teacher(options: dict[str, Any], base: Path | None, build: Build | None
     excluded = exclusion(teacher, chosen.exclude)
     kept = {key: value for key, value in state.items() if not excluded(key)}
     own = {key: value for key, value in teacher.state_dict().items() if excluded(key)}
-    return _load_folded(teacher, kept | own, conditioning_in(state), str(weights))
+    return load_folded(teacher, kept | own, conditioning_in(state), str(weights))
 
 
 def pin_teacher(options: dict[str, Any], base: Path | None) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def load_backbone(model: nn.Module, path: Path, method: MethodSettings) -> None:
     trained = copy.deepcopy(body)
     present = {site.name for site in find_attention(body, strict=False)}
     sites = [name.removeprefix(prefix) for name in settings["sites"]]
-    _load_folded(trained, state, settings | {"sites": [name for name in sites if name in present]}, str(file))
+    load_folded(trained, state, settings | {"sites": [name for name in sites if name in present]}, str(file))
     body.load_state_dict(trained.state_dict())
 
 
@@ -185,7 +185,7 @@ def _same_correction(settings: dict[str, Any], method: MethodSettings) -> bool:
     return not chosen.frozen and wanted == {key: value for key, value in settings.items() if key != "sites"}
 
 
-def _load_folded(model: nn.Module, state: dict[str, Tensor], settings: dict[str, Any] | None, what: str) -> nn.Module:
+def load_folded(model: nn.Module, state: dict[str, Tensor], settings: dict[str, Any] | None, what: str) -> nn.Module:
     """Load weights into a plain model; raw ones under the correction that `settings` describe, which is then folded."""
     state = {key: state[key] for key in state if key not in find_markers(state)}
     if settings is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,13 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wellcond.conditioning.apply import fold_, recondition_
-from wellcond.errors import NumericalWarning
 from wellcond.files import write_atomically
 from wellcond.lab.data.base import Data
 from wellcond.lab.data.registry import load_data, resolve_config
 from wellcond.lab.models.changes import remove_norms_
-from wellcond.lab.models.trained import file_sha256
+from wellcond.lab.models.trained import file_sha256, load_folded
 from wellcond.lab.tasks.masked_language_modelling import MaskedLanguageModellingSettings
 from wellcond.lab.tokenizers.base import LibraryTokenizer, TrainedTokenizer
 from wellcond.lab.tokenizers.make import chosen_tokenizer, read_tokenizer, trained_tokenizer
@@ -27,7 +24,7 @@ from wellcond.lab.train.checkpoint import last_checkpoint, trained_weights
 from wellcond.lab.train.prepare import located
 from wellcond.lab.train.run_folder import RunError, RunFolder, check_links, writing
 from wellcond.models import build_model
-from wellcond.weights import conditioning_in, load_state, read_state_dict
+from wellcond.weights import conditioning_in, read_state_dict
 
 CLASSIFIERS = {"wellcond:crammed_bert": "wellcond:crammed_bert_classifier"}
 """Models of ours that share the encoder of one that is pre-trained; those of transformers keep their name."""
@@ -130,14 +127,7 @@ class Pretrained:
             model = build_model(name, self.arguments(), auto_class="AutoModelForMaskedLM", local_code=False)
         remove_norms_(model, self.model.get("norms", "keep"), lambda: model(input_ids=torch.zeros(1, 8).long()))
         state = read_state_dict(self.weights)
-        settings = conditioning_in(state)
-        if settings is not None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", NumericalWarning)  # said when it was trained
-                recondition_(model, settings)
-        load_state(model, state, str(self.weights))
-        if settings is not None:
-            fold_(model)
+        load_folded(model, state, conditioning_in(state), str(self.weights))
         # Tied weights share memory, which the file format does not know.
         prefix = f"{getattr(model, 'base_model_prefix', 'encoder')}."  # what all heads of a family share
         return {name: value.clone() for name, value in model.state_dict().items() if name.startswith(prefix)}
