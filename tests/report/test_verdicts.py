@@ -15,6 +15,7 @@ from wellcond.lab.report.verdicts import (
     equality_p,
     judge,
     power_of,
+    sign_flip_equality_p,
     sign_flip_p,
     smallest_detectable,
     typical_std,
@@ -75,6 +76,18 @@ def test_sign_flips_of_many_seeds_and_of_nothing():
     assert sign_flip_p([]) is None and sign_flip_p([0, 0, 0]) is None
     with pytest.raises(ValueError, match="different sums"):
         sign_flip_p(list(np.random.default_rng(0).normal(size=24)))
+
+
+@pytest.mark.parametrize("margin", [0.5, 1, 3])
+@pytest.mark.parametrize("values", [[1, 1, 2], [0, 0, 0, 0, 0], [3, -1, 2, 2], [0.1, -0.2, 0.3, 0, 0, -0.1]])
+def test_equality_of_counts_flips_the_distances_to_both_ends_of_the_margin(values, margin):
+    def one_sided(shifted):  # how often flips come as far below zero
+        sums = [sum(s * v for s, v in zip(signs, shifted, strict=True))
+                for signs in itertools.product((1, -1), repeat=len(shifted))]  # fmt: skip
+        return np.mean([s <= sum(shifted) + 1e-9 for s in sums])
+
+    expected = max(one_sided([v - margin for v in values]), one_sided([-v - margin for v in values]))
+    assert sign_flip_equality_p(values, margin) == pytest.approx(expected, abs=1e-12)
 
 
 def test_verdicts():

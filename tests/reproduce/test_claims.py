@@ -102,6 +102,23 @@ def test_savings_of_epochs_have_an_exact_test(tmp_path, seeds, word):
     )
 
 
+@pytest.mark.parametrize(("at_least", "word"), [(0.8, EQUAL), (0.1, UNDECIDED)])
+def test_a_saving_below_half_of_the_papers_is_equal(tmp_path, at_least, word):
+    curve = [0.1, 0.2, 0.3, 0.4, 0.5]
+    faster = [0.1, 0.2, 0.3, 0.5, 0.6]
+    methods = [
+        FakeMethod("default", dict.fromkeys(range(6), 0.5), curves=dict.fromkeys(range(6), curve)),
+        FakeMethod(
+            "conditioned",
+            dict.fromkeys(range(6), 0.5),
+            curves={seed: faster if seed < 2 else curve for seed in range(6)},
+        ),
+    ]
+    rule = Rule(kind="saving", method="conditioned", at_least=at_least)
+    verdict = judge_fake(tmp_path, methods, rule, epochs=4)
+    assert verdict.word == word and "less than half of it" in verdict.evidence
+
+
 def test_the_strong_default_is_the_baseline_of_a_comparison_that_has_one(tmp_path):
     finals = {seed: 0.5 + 0.001 * seed for seed in range(6)}
     methods = [

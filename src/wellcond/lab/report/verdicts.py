@@ -18,6 +18,8 @@ from wellcond.lab.report.statistics import FEWEST_SEEDS, PairedDifference, sampl
 ALPHA = 0.05
 POWER = 0.8
 MOST_SUMS = 2**20
+_CLOSE = 1e-6
+"""Sums that differ by less, in units of the largest difference, are the same."""
 
 Kind = Literal["better", "worse", "equal", "undecided"]
 
@@ -101,10 +103,39 @@ def sign_flip_p(values: Sequence[float]) -> float | None:
         >>> sign_flip_p([1, 1, 2]), sign_flip_p([1, 1, 1, 2, 2, 3]), sign_flip_p([0, 0])
         (0.25, 0.03125, None)
     """
+    if not any(values):
+        return None
+    sums, shares = _flipped_sums(values)
+    return float(shares[np.abs(sums) >= abs(math.fsum(values)) - _CLOSE * max(map(abs, values))].sum())
+
+
+def sign_flip_equality_p(values: Sequence[float], margin: float) -> float:
+    """The counterpart of `equality_p` for counts: the larger p of two one-sided exact tests against ± `margin`.
+
+    Each flips the signs of the differences from one end of the margin, which assumes that they are symmetric about
+    their centre. With `n` differences p is at least 1 / 2^n: five are needed to come below 0.05.
+
+    Example:
+        >>> sign_flip_equality_p([0, 0, 1, 0, -1], 3), sign_flip_equality_p([0, 0, 5, 0, 0], 3)
+        (0.03125, 0.1875)
+    """
+    below = [value - margin for value in values]  # all negative if the differences are below the margin
+    above = [-value - margin for value in values]
+    return max(_one_sided_p(below), _one_sided_p(above))
+
+
+def _one_sided_p(values: Sequence[float]) -> float:
+    """Share of the flips whose sum is as small as what was seen."""
+    if not any(values):
+        return 1.0
+    sums, shares = _flipped_sums(values)
+    return float(shares[sums <= math.fsum(values) + _CLOSE * max(map(abs, values))].sum())
+
+
+def _flipped_sums(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Every sum that flips of sign can give, and the share of the flips that gives it."""
     sizes = np.abs(np.asarray(values, dtype=float))
     sizes = sizes[sizes > 0]
-    if not len(sizes):
-        return None
     unit = float(sizes.max())
     sums: np.ndarray = np.zeros(1)
     counts: np.ndarray = np.ones(1)
@@ -114,8 +145,7 @@ def sign_flip_p(values: Sequence[float]) -> float | None:
         counts = np.bincount(places, weights=np.concatenate([counts, counts]))
         if len(sums) > MOST_SUMS:
             raise ValueError(f"expected at most {MOST_SUMS} different sums, found more with {len(sizes)} differences")
-    observed = abs(math.fsum(values)) / unit
-    return float(counts[np.abs(sums) >= observed - 1e-6].sum() / counts.sum())
+    return sums * unit, counts / counts.sum()
 
 
 def judge(

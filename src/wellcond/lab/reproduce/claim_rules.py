@@ -21,7 +21,15 @@ from wellcond.lab.report.records import Metric
 from wellcond.lab.report.statistics import PairedDifference, compare_paired, correct
 from wellcond.lab.report.table import show_interval, show_p
 from wellcond.lab.report.values import show_seeds
-from wellcond.lab.report.verdicts import ALPHA, Kind, default_margin, judge, sign_flip_p, smallest_detectable
+from wellcond.lab.report.verdicts import (
+    ALPHA,
+    Kind,
+    default_margin,
+    judge,
+    sign_flip_equality_p,
+    sign_flip_p,
+    smallest_detectable,
+)
 from wellcond.lab.reproduce.beside_paper import averaged_columns
 from wellcond.lab.reproduce.catalogue import catalogue
 from wellcond.lab.reproduce.claim_computations import computed
@@ -54,8 +62,6 @@ class Rule(Settings):
     base_row: str = ""
     """Rows of the paper's table whose difference is the gain it claims."""
     glue: str = ""
-    margin: Literal["paper", "own_gain"] = "paper"
-    """Half of what counts as none: the paper's gain, or our own over the baseline."""
     quantity: str = ""
     moment: Literal["first", "last"] = "last"
     at_least: float = 0.0
@@ -155,12 +161,8 @@ def _gain(rule: Rule, analysis: Analysis, table: str) -> Verdict:
         averaged_columns(catalogue().entries[table], _study(analysis.comparison.folder)) if rule.glue == AVERAGE else ()
     )
     share = paper_share(rule, table, tasks)
-    own = analysis.differences.get(rule.method)
-    half = own.mean / 2 if rule.margin == "own_gain" and own is not None and own.certain and own.mean > 0 else None
     lost = tuple(analysis.outcomes(name)["diverged"] for name in (rule.method, rule.over))
-    return _decide(
-        difference, metric, base, share, half=half, lost=lost, claimed="equal" if rule.kind == "same" else "better"
-    )
+    return _decide(difference, metric, base, share, lost=lost, claimed="equal" if rule.kind == "same" else "better")
 
 
 def _gain_over_folder(rule: Rule, analysis: Analysis, other: Analysis | None, table: str) -> Verdict:
@@ -208,7 +210,6 @@ def _decide(
     base: Sequence[float],
     paper: float | None,
     *,
-    half: float | None = None,
     lost: tuple[int, ...] = (0, 0),
     claimed: Kind = "better",
 ) -> Verdict:
@@ -219,14 +220,11 @@ def _decide(
         metric: of it.
         base: values of the second method.
         paper: the paper's gain as a share of its baseline's error; None if it has no number.
-        half: half of our own gain, which is the margin instead.
         lost: diverged runs of the first and the second method.
         claimed: the verdict that agrees with the paper.
     """
     error = _error(base, metric)
-    if half is not None:
-        margin = half
-    elif paper is not None and math.isfinite(error):
+    if paper is not None and math.isfinite(error):
         margin = abs(paper) * error / 2
     else:
         margin = default_margin(base)
@@ -317,10 +315,14 @@ def _saving(rule: Rule, analysis: Analysis) -> Verdict:
     if len(differences) < FEWEST_COUNTS:
         least = f"; {show_seeds(len(differences))} cannot have p below {min(1.0, 2 / 2 ** len(differences)):.2g}"
         return Verdict(word=UNDECIDED, evidence=evidence + least)
-    if p is None:
-        return Verdict(word=EQUAL, evidence=evidence, as_claimed=False)
-    if p >= ALPHA:
-        return Verdict(word=UNDECIDED, evidence=evidence)
+    if p is None or p >= ALPHA:
+        equal = sign_flip_equality_p(differences, rule.at_least / 2)
+        evidence += f"; less than half of it: p {show_p(equal)}"
+        return (
+            Verdict(word=UNDECIDED, evidence=evidence)
+            if equal >= ALPHA
+            else Verdict(word=EQUAL, evidence=evidence, as_claimed=False)
+        )
     if mean < 0:
         return Verdict(word=WORSE, evidence=evidence, as_claimed=False)
     return Verdict(word=BETTER, evidence=evidence, as_claimed=mean >= rule.at_least)

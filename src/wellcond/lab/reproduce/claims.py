@@ -45,7 +45,8 @@ LEAD = (
     "5 % against a margin), or undecided. The margin is half of the paper's gain, carried over as a share of the "
     "baseline's error, since points of other data mean something else; without a number of the paper it is one "
     "standard deviation of the baseline over seeds. Epochs are counts and have an exact test (all flips of sign, "
-    "which takes six seeds), in shares of the epochs beyond what the default itself saves. What so many seeds show is "
+    "which takes six seeds; equal is less than half of what the paper saves), in shares of the epochs beyond what the "
+    "default itself saves. What so many seeds show is "
     "a difference that they find with a power of 80 %.",
 )
 COLUMNS = ("claim", "the paper's set-up", "what ran", "where", "verdict", "evidence", "records")
