@@ -17,10 +17,35 @@ fair() {  # recipe, folder, strong default, rates, settings
   compare --recipe "$recipe" --folder "$folder" --methods "${only:-$methods}" --set "baseline=$baseline" --seeds 10 --tune "optimizer.lr=$rates" "$@"
 }
 
+beside() {  # folder, recipe, strong default, rates, settings: how a gain depends on something else than the task
+  compare --recipe "$2" --folder "method/$1" --methods "default(library=true),default,$3,$frozen,conditioned${more:-}" --set baseline=default --seeds 8 \
+    --tune "optimizer.lr=$4" --tune-growth 1 "${@:5}"
+}
+
+widths() {  # at which width the gain ends: heads of 16, half the epochs of the recipe
+  local width
+  for width in 64 128 256; do
+    beside "widths/$width" digits "tokens(embeddings=3, positions=50)" 5e-4,1.5e-3,4.5e-3 --set "model.arguments.embed_dim=$width" \
+      --set "model.arguments.num_heads=$((width / 16))" --set "training.length={epochs: 8}" --set "evaluation.every={epochs: 4}" --set "checkpoint.every={epochs: 8}"
+  done
+}
+
+lengths() {  # small initialisation predicts that gains shrink or turn with longer training
+  local steps
+  for steps in 75 300; do
+    more=,small beside "lengths/$steps" gpt2-tinystories "tokens(embeddings=3.46, positions=1)" 3e-3,6e-3,1.2e-2 --set "training.length={steps: $steps}" \
+      --set "schedule.warmup={steps: $((steps / 8))}" --set "evaluation.every={steps: $steps}" --set data.limit_evaluation=100 --set data.limit_test=300
+  done
+}
+
 tasks=("$@")
-[ ${#tasks[@]} -gt 0 ] || tasks=(vit swin xcit listops text crammed-bert gpt2-wikitext2)
+[ ${#tasks[@]} -gt 0 ] || tasks=(vit swin xcit listops text crammed-bert gpt2-wikitext2 widths lengths)
 for task in "${tasks[@]}"; do
   case $task in
+    widths | lengths)
+      "$task"
+      for folder in "method/$task"/*; do wellcond pack "$folder" -o "$here/$task/$(basename "$folder")"; done
+      continue ;;
     vit) "$task" ;;
     swin | xcit) positions= "$task" ;;  # no learned positions to replace
     *) positions=sincos1d "$task" ;;
