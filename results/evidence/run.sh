@@ -141,7 +141,14 @@ ablations() {  # recipe, name, settings: strength, projections, scale of V, W_O,
   ablate "$1" "$2-without-norm" "default,conditioned,identity(lam=1),identity(lam=10)" --set model.norms=without_block_norms "${@:3}"
 }
 
-ablations-vision() { ablations vit-patch8 vision --set optimizer.lr=2.2e-3 --set "evaluation.every={epochs: 4}"; }
+ablations-vision() {  # and controls of our own
+  local short=(--set optimizer.lr=2.2e-3 --set "evaluation.every={epochs: 4}")
+  ablations vit-patch8 vision "${short[@]}"
+  ablate vit-patch8 vision "identity(lam=0.5),identity(lam=10, layout=per_head),polar(layout=joint),gaussian,gaussian(value=per_head),orthogonal,conditioned(match_norm=true)$(
+    ),conditioned(value=joint),conditioned(value=orthogonal)$(printf ',conditioned(projections=v, output=%s)' identity orthogonal)$(
+    ),mimetic,mimetic(transposes=released),mimetic(position=sincos2d)" "${short[@]}"
+  ablate vit-patch8 vision-qk-norm default,conditioned --set model.arguments.qk_norm=true "${short[@]}"
+}
 ablations-language() {
   ablations gpt2-wikitext2 language --set optimizer.lr=3e-3 --set "training.length={steps: 150}" --set "schedule.warmup={steps: 15}" --set "evaluation.every={steps: 75}" \
     --set data.limit_test=400 --set model.arguments.resid_pdrop=0 --set model.arguments.embd_pdrop=0 --set model.arguments.attn_pdrop=0

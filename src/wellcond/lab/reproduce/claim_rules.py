@@ -16,7 +16,6 @@ from typing import Literal
 import numpy as np
 
 from wellcond.lab.report.analysis import Analysis
-from wellcond.lab.report.glue import AVERAGE, SHOWN, find_differences
 from wellcond.lab.report.records import Metric
 from wellcond.lab.report.statistics import PairedDifference, compare_paired, correct
 from wellcond.lab.report.table import show_interval, show_p
@@ -30,7 +29,6 @@ from wellcond.lab.report.verdicts import (
     sign_flip_p,
     smallest_detectable,
 )
-from wellcond.lab.reproduce.beside_paper import averaged_columns
 from wellcond.lab.reproduce.catalogue import catalogue
 from wellcond.lab.reproduce.claim_computations import computed
 from wellcond.lab.reproduce.stored import StoredStudy
@@ -61,7 +59,6 @@ class Rule(Settings):
     row: str = ""
     base_row: str = ""
     """Rows of the paper's table whose difference is the gain it claims."""
-    glue: str = ""
     quantity: str = ""
     moment: Literal["first", "last"] = "last"
     at_least: float = 0.0
@@ -70,8 +67,6 @@ class Rule(Settings):
     best: tuple[str, ...] = ()
     what: str = ""
     why: str = ""
-    caveat: str = ""
-    """What the evidence leaves out, in words."""
 
 
 class Verdict(Settings):
@@ -102,15 +97,11 @@ def judge_rule(rule: Rule, table: str, results: Path) -> Verdict:
     if rule.over == STRONG and analysis.comparison.baseline.startswith("tokens("):
         rule = rule.model_copy(update={"over": analysis.comparison.baseline})
     if rule.over_folder:
-        verdict = _gain_over_folder(rule, analysis, find_analysis(results / rule.over_folder), table)
-    elif rule.kind in ("gain", "same"):
-        verdict = _gain(rule, analysis, table)
-    else:
-        kinds = {"kappa": _kappa, "saving": _saving, "below": _below, "best": _best}
-        verdict = kinds[rule.kind](rule, analysis)
-    if not rule.caveat or verdict.word == NO_RECORDS:
-        return verdict
-    return verdict.model_copy(update={"evidence": f"{verdict.evidence}; {rule.caveat}"})
+        return _gain_over_folder(rule, analysis, find_analysis(results / rule.over_folder), table)
+    if rule.kind in ("gain", "same"):
+        return _gain(rule, analysis, table)
+    kinds = {"kappa": _kappa, "saving": _saving, "below": _below, "best": _best}
+    return kinds[rule.kind](rule, analysis)
 
 
 @functools.lru_cache(maxsize=64)
@@ -127,8 +118,8 @@ def _no_records(what: str) -> Verdict:
     return Verdict(word=NO_RECORDS, evidence=what)
 
 
-def paper_share(rule: Rule, table: str, tasks: tuple[str, ...] = ()) -> float | None:
-    """The gain that the paper claims, as a share of its baseline's error; over some columns only, with `tasks`.
+def paper_share(rule: Rule, table: str) -> float | None:
+    """The gain that the paper claims, as a share of its baseline's error.
 
     Example:
         >>> rule = Rule(kind="gain", row="conditioned", base_row="default", column="ViT-B")
@@ -138,8 +129,8 @@ def paper_share(rule: Rule, table: str, tasks: tuple[str, ...] = ()) -> float | 
     entry = catalogue().entries.get(table)
     if entry is None or not rule.row:
         return None
-    part, columns = entry.parts[0], tasks or (rule.column,)
-    gain, base = part.gain(rule.row, rule.base_row, *columns), part.mean(rule.base_row, columns)
+    part = entry.parts[0]
+    gain, base = part.gain(rule.row, rule.base_row, rule.column), part.mean(rule.base_row, (rule.column,))
     if gain is None or base is None:
         return None
     return gain / (base if part.lower_is_better else 100 - base)
@@ -157,10 +148,7 @@ def _gain(rule: Rule, analysis: Analysis, table: str) -> Verdict:
     difference, metric, base = _difference(rule, analysis)
     if difference is None:
         return _no_records(f"no records of {rule.method} and {rule.over}")
-    tasks = (
-        averaged_columns(catalogue().entries[table], _study(analysis.comparison.folder)) if rule.glue == AVERAGE else ()
-    )
-    share = paper_share(rule, table, tasks)
+    share = paper_share(rule, table)
     lost = tuple(analysis.outcomes(name)["diverged"] for name in (rule.method, rule.over))
     return _decide(difference, metric, base, share, lost=lost, claimed="equal" if rule.kind == "same" else "better")
 
@@ -187,21 +175,15 @@ def _one(
 
 def _difference(rule: Rule, analysis: Analysis) -> tuple[PairedDifference | None, Metric, list[float]]:
     """With Holm's correction over the table of the report that has this pair, and the values of `over`."""
-    comparison, metric = analysis.comparison, analysis.comparison.result
-    found: list[PairedDifference]
-    if rule.glue:
-        scores = _study(comparison.folder).glue
-        known = {} if scores is None else find_differences(scores)
-        found, metric = [d for (column, _), d in known.items() if column == rule.glue], SHOWN
-        base = {} if scores is None else scores.values(rule.over, rule.glue)
-    else:
-        found = list(analysis.differences.values()) if rule.over == comparison.baseline else list(analysis.required)
-        base = analysis.summaries[rule.over].values if rule.over in comparison.methods else {}
+    comparison, summaries = analysis.comparison, analysis.summaries
+    known = {rule.method, rule.over} <= set(comparison.methods)
+    base = summaries[rule.over].values if rule.over in comparison.methods else {}
+    found = analysis.differences.values() if rule.over == comparison.baseline else analysis.required
     chosen = next((d for d in found if (d.method, d.baseline) == (rule.method, rule.over)), None)
-    if chosen is None and not rule.glue and {rule.method, rule.over} <= set(comparison.methods):
-        values = analysis.summaries[rule.method].values
-        chosen = _one(rule.method, values, rule.over, base, higher_is_better=comparison.metric.higher_is_better)
-    return (chosen if chosen is not None and chosen.count else None), metric, list(base.values())
+    if chosen is None and known:
+        higher = comparison.metric.higher_is_better
+        chosen = _one(rule.method, summaries[rule.method].values, rule.over, base, higher_is_better=higher)
+    return (chosen if chosen is not None and chosen.count else None), comparison.result, list(base.values())
 
 
 def _decide(
