@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from wellcond.lab.load_recipe import load_recipe
+from wellcond.lab.load_recipe import load_recipe, shipped_recipes
 from wellcond.lab.report.glue import rebuild_glue
 from wellcond.lab.report.page import build_report
 from wellcond.lab.reproduce.claims import judge_claims, write_claims
@@ -62,11 +62,23 @@ def test_links_of_claims_written_elsewhere_lead_to_the_records(tmp_path):
     assert len(links) > 20 and all((tmp_path / "deep" / link).is_file() for link in links)
 
 
-def test_the_recipe_carries_the_rates_that_its_record_found():
-    recipe, _ = load_recipe("digits")
+TUNED = [one.name for one in shipped_recipes() if one.scale == "tiny" and "\ntuned:" in one.text]
+FROZEN = "calibrated(positions=0.5)"
+"""`calibrated` as the records call it: the option is its default by now."""
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_recipes_carry_the_rates_that_their_records_found(name):
+    recipe, _ = load_recipe(name, scale="tiny")
     search = json.loads((RESULTS.parent / recipe.tuned.record / "tuning.json").read_text("utf-8"))
-    found = {row["canonical"]: row["best"]["values"] for row in search["methods"]}
+    found = {row["canonical"].replace(FROZEN, "calibrated"): row["best"]["values"] for row in search["methods"]}
     assert recipe.tuned.values == {name: found[name] for name in recipe.tuned.values}
+    assert {"default", "conditioned"} <= set(recipe.tuned.values)
+
+
+def test_the_recipe_of_the_demo_ships_its_search():
+    recipe, _ = load_recipe("digits")
     assert {method.canonical() for method in recipe.methods} <= set(recipe.tuned.values)
+    search = json.loads((RESULTS.parent / recipe.tuned.record / "tuning.json").read_text("utf-8"))
     shipped = resources.files("wellcond.lab") / "recipes" / "tiny" / "digits.tuning.json"
     assert json.loads(shipped.read_text("utf-8")) == search

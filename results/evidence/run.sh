@@ -93,7 +93,7 @@ text() {  # reviews byte by byte are learned slowly: twice the steps of the othe
 
 causal() {  # which of Q, K and V it is that hurts a causal model
   local tied="conditioned(keys=tied),conditioned(keys=tied, value_scale=default)"
-  compare --recipe gpt2-tinystories --folder causal --set "evaluation.every={steps: 150}" --seeds 5 \
+  compare --recipe gpt2-tinystories --folder causal --set optimizer.lr=3e-3 --set "evaluation.every={steps: 150}" --seeds 5 \
     --methods "default,conditioned,conditioned(projections=qk),conditioned(projections=v),conditioned(value_scale=default),$tied"
 }
 
@@ -108,25 +108,25 @@ lra-retrieval() { gaussian= decide lra-retrieval 1e-3,3e-3 --tune-growth 1 --set
 lra-image() { gaussian= decide lra-image 1e-3,3e-3 --tune-growth 1 --set "training.length={steps: 200}" --set "evaluation.every={steps: 100}" --set task.image_size=12 --set model.arguments.landmarks=18; }
 lra-pathfinder() { gaussian= decide lra-pathfinder 1e-3,3e-3 --tune-growth 1 --set "training.length={steps: 250}" --set "evaluation.every={steps: 125}"; }
 
-measured() {  # recipe, settings: the condition number of the Jacobian at both ends, and how many epochs are saved
+measured() {  # recipe, rate, settings: the condition number of the Jacobian at both ends, and how many epochs are saved
   wellcond compare --scale tiny --no-report --recipe "$1" --folder "measured/$1" --methods "default,conditioned,identity(lam=10)" --seeds 8 \
-    --set tracking.weights_every=null --set tracking.jacobian_points=2 --set "tracking.heads=[0]" "${@:2}"
+    --set "optimizer.lr=$2" --set tracking.weights_every=null --set tracking.jacobian_points=2 --set "tracking.heads=[0]" "${@:3}"
 }
 
 measured-vision() {
   local family short=(--set "training.length={epochs: 3}" --set "evaluation.every={epochs: 0.25}" --set data.limit_train=3000 --set evaluation.test=null)
-  for family in vit-patch8 xcit; do measured "$family" "${short[@]}"; done
-  for family in deit swin davit; do measured "$family" "${short[@]}" --set tracking.jacobian_points=0; done
+  for family in vit-patch8 xcit; do measured "$family" 1e-3 "${short[@]}"; done
+  for family in deit swin davit; do measured "$family" 1e-3 "${short[@]}" --set tracking.jacobian_points=0; done
 }
 
 measured-lra() {
   local short=(--set task.length=64 --set "training.length={steps: 200}" --set "evaluation.every={steps: 20}" --set evaluation.test=null)
-  measured lra-listops "${short[@]}" --set "data.options={min_length: 5, max_length: 64, max_depth: 4, max_args: 5}"
-  measured lra-text "${short[@]}" --set model.arguments.landmarks=16
+  measured lra-listops 2e-3 "${short[@]}" --set "data.options={min_length: 5, max_length: 64, max_depth: 4, max_args: 5}"
+  measured lra-text 2e-3 "${short[@]}" --set model.arguments.landmarks=16
 }
 
 measured-causal() {
-  measured gpt2-tinystories --set "training.length={steps: 50}" --set "evaluation.every={steps: 50}" --set evaluation.test=null --set task.context=32
+  measured gpt2-tinystories 3e-3 --set "training.length={steps: 50}" --set "evaluation.every={steps: 50}" --set evaluation.test=null --set task.context=32
 }
 
 ablate() {  # recipe, folder, methods, settings: five seeds, one rate for all
@@ -163,10 +163,10 @@ ablations-lra() {
 weight-selection() {  # a teacher of twice the width for each start, then the student from it
   local method layout students=default
   for method in default mimetic conditioned; do
-    wellcond train vit-patch8 --method "$method" --folder "weight-selection/teachers/$method" --set model.arguments.embed_dim=96 --set model.arguments.num_heads=6
+    wellcond train vit-patch8 --method "$method" --set optimizer.lr=2.2e-3 --folder "weight-selection/teachers/$method" --set model.arguments.embed_dim=96 --set model.arguments.num_heads=6
     for layout in blind heads; do students+=",weight_selection(teacher=weight-selection/teachers/$method, layout=$layout)"; done
   done
-  compare --recipe vit-patch8 --folder weight-selection/students --seeds 8 --methods "$students" \
+  compare --recipe vit-patch8 --folder weight-selection/students --seeds 8 --methods "$students" --set optimizer.lr=2.2e-3 \
     --set model.arguments.embed_dim=48 --set model.arguments.num_heads=3 --set "evaluation.every={epochs: 4}"
 }
 

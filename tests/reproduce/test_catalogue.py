@@ -105,9 +105,13 @@ def test_averages_of_glue_are_those_of_the_columns():
 
 
 def test_figures_use_the_runs_of_the_tables():
-    of_table = {job.folder for study in plan_of("C-T1", "tiny").studies for job in study.jobs}
+    def folders(id, scale):
+        return {job.folder for study in plan_of(id, scale).studies for job in study.jobs}
+
     for id in ("C-F1", "C-F2", "C-F4", "C-F5", "C-F6", "C-F7"):
-        assert {job.folder for study in plan_of(id, "tiny").studies for job in study.jobs} <= of_table
+        assert folders(id, "small") <= folders("C-T1", "small")
+    assert folders("C-F5", "tiny") <= folders("C-T1", "tiny")
+    assert not folders("C-F1", "tiny") & folders("C-T1", "tiny")  # evaluated and measured more often than it trains
 
 
 def test_teachers_are_trained_before_students():
@@ -165,10 +169,10 @@ def test_at_scale_tiny_an_id_runs_what_its_records_ran(id):
 
 def test_another_recipe_or_setting_than_that_of_the_records_would_be_found():
     [short] = plan_of("S-T5", "tiny").studies
-    of_vit = StoredStudy(RESULTS / "vision/vit").comparison
-    assert core_differences(short, of_vit)[0] == "recipe: vit and vit-patch8"
+    of_deit = StoredStudy(RESULTS / "evidence/deit").comparison
+    assert core_differences(short, of_deit)[0] == "recipe: deit and vit-patch8"
     cut = short.settings.model_copy(update={"settings": ("optimizer.lr=0.5",)})
     recipe = short.recipe.model_copy(update={"optimizer": short.recipe.optimizer.model_copy(update={"lr": 0.5})})
-    stored = StoredStudy(RESULTS / "vision/ablations/lambda").comparison
+    stored = StoredStudy(RESULTS / "evidence/ablations/vision").comparison
     assert core_differences(short, stored) == []
-    assert core_differences(replace(short, settings=cut, recipe=recipe), stored) == ["optimizer.lr: 0.001 and 0.5"]
+    assert core_differences(replace(short, settings=cut, recipe=recipe), stored) == ["optimizer.lr: 0.0022 and 0.5"]

@@ -120,8 +120,8 @@ def test_a_plan_costs_nothing(tmp_path):
 def test_committed_records_are_printed():
     code, shown = call("reproduce", "C-T1", "--records", RESULTS, "--json")
     rows = {(row["column"], row["method"]): row for row in json.loads(shown)[0]["rows"]}
-    assert code == 0 and rows["ViT-B", "conditioned"]["our gain [95 % interval]"] == "+6.63 [+2.78, +10.48]"
-    assert rows["ViT-B", "conditioned"]["agreement"] == "above"
+    assert code == 0 and rows["ViT-B", "conditioned"]["our gain [95 % interval]"] == "+0.75 [+0.02, +1.48]"
+    assert rows["ViT-B", "conditioned"]["agreement"] == "within"
 
 
 def test_rows_of_other_recipes_are_not_paired():
