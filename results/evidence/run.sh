@@ -144,7 +144,7 @@ ablations() {  # recipe, name, settings: strength, projections, scale of V, W_O,
 ablations-vision() {  # and controls of our own
   local short=(--set optimizer.lr=2.2e-3 --set "evaluation.every={epochs: 4}")
   ablations vit-patch8 vision "${short[@]}"
-  ablate vit-patch8 vision "identity(lam=0.5),identity(lam=10, layout=per_head),polar(layout=joint),gaussian,gaussian(value=per_head),orthogonal,conditioned(match_norm=true)$(
+  ablate vit-patch8 vision "default,conditioned,identity(lam=0.5),identity(lam=10, layout=per_head),polar(layout=joint),gaussian,gaussian(value=per_head),orthogonal,conditioned(match_norm=true)$(
     ),conditioned(value=joint),conditioned(value=orthogonal)$(printf ',conditioned(projections=v, output=%s)' identity orthogonal)$(
     ),mimetic,mimetic(transposes=released),mimetic(position=sincos2d)" "${short[@]}"
   ablate vit-patch8 vision-qk-norm default,conditioned --set model.arguments.qk_norm=true "${short[@]}"
