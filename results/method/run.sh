@@ -11,7 +11,7 @@ fair() {  # recipe, folder, strong default, rates, settings
   local recipe=$1 folder="method/$2" baseline rates=$4 sincos=${positions-sincos2d} methods
   baseline=$(python -c 'import json, sys; print(json.load(open(sys.argv[1]))["baseline"])' "$2/comparison.json")
   [ -d "$folder" ] || cp -rl "$2" "$folder"
-  methods="$baseline,$frozen,default+set(model.layer_scale=0.1),t_fixup,small"
+  methods="$baseline,$frozen,${layer_scale-default+set(model.layer_scale=0.1),}t_fixup,small"
   [ -z "$sincos" ] || methods+=",mimetic(position=$sincos)"
   shift 4
   compare --recipe "$recipe" --folder "$folder" --methods "${only:-$methods}" --set "baseline=$baseline" --seeds 10 --tune "optimizer.lr=$rates" "$@"
@@ -47,7 +47,8 @@ for task in "${tasks[@]}"; do
       for folder in "method/$task"/*; do wellcond pack "$folder" -o "$here/$task/$(basename "$folder")"; done
       continue ;;
     vit) "$task" ;;
-    swin | xcit) positions= "$task" ;;  # no learned positions to replace
+    swin | crammed-bert) positions= "$task" ;;  # no learned positions to replace
+    xcit) positions= layer_scale= "$task" ;;  # and scales of its own
     *) positions=sincos1d "$task" ;;
   esac
   wellcond pack "method/$task" -o "$here/../evidence/$task"
