@@ -34,7 +34,9 @@ Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of everythin
 
 # Of commands that train
 SEEDS_HELP = "How many, from 0: 3 means 0, 1, 2. A list such as 3,4,7 names them."
-ScaleOption = Annotated[str | None, typer.Option(help="tiny, small or paper, where a recipe exists at several.")]
+ScaleOption = Annotated[
+    str | None, typer.Option(help="tiny, small or paper; by default the smallest at which the recipe exists.")
+]
 Seeds = Annotated[str | None, typer.Option(help=SEEDS_HELP)]
 Overrides = Annotated[
     list[str] | None,

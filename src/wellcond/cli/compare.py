@@ -119,6 +119,10 @@ def compare(
         _refuse(ray_options, "--engine ray")
     elif print_jobs:
         raise OptionError("--print-jobs runs nothing, so it goes with no engine; leave out --engine ray")
+    if data is not None:
+        from wellcond.cli.own_data import fit_to_data
+
+        overrides += fit_to_data(recipe, scale=scale, overrides=overrides, quiet=quiet or json)
     from wellcond.cli.comparison import print_commands, ray_settings, run_compare
 
     request = Request(
