@@ -36,11 +36,23 @@ from wellcond.integrations.watch import Watch
 from wellcond.tracking import TrackPoint
 
 try:
-    from transformers import PreTrainedModel, Trainer, TrainerCallback
+    from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 except ImportError as error:
     raise MissingExtraError("transformers", "text") from error
 
 STATE = "wellcond"  # our entry in trainer_state.json
+CONSOLE = tuple(
+    f"wellcond/{name}"
+    for name in (
+        "pseudo_kappa_jacobian_worst",
+        "entropy",
+        "dead_heads",
+        "kappa_q_worst",
+        "kappa_k_worst",
+        "kappa_v_worst",
+    )
+)
+"""What tells most, in that order."""
 
 
 def prepare(model: nn.Module, *, init: Choice | None = None, condition: Choice | None = None) -> nn.Module:
@@ -110,8 +122,9 @@ class WellcondCallback(TrainerCallback):
     """Measures conditioning while `Trainer` trains, and logs it. The training is not changed.
 
     Summaries over heads (``wellcond/kappa_jacobian_worst``, ``wellcond/kappa_q_mean``, ``wellcond/entropy``, ...) go to
-    `trainer.state.log_history` and to everything in ``report_to``, and each head at each step is a line of
-    ``wellcond.jsonl`` in the output folder. Reporters are reached through the trainer, so use `add_to`.
+    `trainer.state.log_history` and to everything in ``report_to``; the console shows three of them. Each head at each
+    step is a line of ``wellcond.jsonl`` in the output folder. Reporters are reached through the trainer, so use
+    `add_to`.
 
     Args:
         batch: what the model is called with to measure it, kept for the whole run; by default the first samples of the
@@ -230,10 +243,29 @@ class WellcondCallback(TrainerCallback):
         if trainer is not None:
             # Whoever logs ticks off Trainer's own log of this step, which has the loss.
             due = trainer.control.should_log
-            trainer.log(numbers)
+            _log_briefly(trainer, numbers)
             trainer.control.should_log = due
         else:
             state.log_history.append({**numbers, "epoch": state.epoch, "step": state.global_step})
+
+
+def _log_briefly(trainer: Trainer, numbers: dict[str, float]) -> None:
+    """Log numbers everywhere, and only the first three of `CONSOLE` on the console."""
+    handler = trainer.callback_handler
+    everyone = handler.callbacks
+    handler.callbacks = [one for one in everyone if not isinstance(one, (PrinterCallback, ProgressCallback))]
+    try:
+        trainer.log(numbers)  # which adds the epoch
+    finally:
+        consoles, handler.callbacks = [one for one in everyone if one not in handler.callbacks], everyone
+    shown = [name for name in CONSOLE if name in numbers][:3] + ["epoch"]
+    for console in consoles:
+        console.on_log(
+            trainer.args,
+            trainer.state,
+            trainer.control,
+            logs={name: numbers[name] for name in shown if name in numbers},
+        )
 
 
 @contextlib.contextmanager
