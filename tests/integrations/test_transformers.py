@@ -41,6 +41,8 @@ def test_prepare_is_init_then_condition():
         ({"init": "conditioned", "condition": {"method": "polar", "lam": 1.0}}, wc.UnknownChoiceError, "lam"),
         ({"condition": {"lam": 1.0}}, ValueError, "condition: expected the name of a method"),
         ({"init": 3}, ValueError, "init: expected the name of a method"),
+        ({"init": "balanced"}, wc.UnknownChoiceError, 'use condition="balanced"'),
+        ({"condition": "mimetic"}, wc.UnknownChoiceError, 'use init="mimetic"'),
     ],
 )
 def test_bad_choices_leave_the_model_as_it_was(choices, error, said):
