@@ -18,6 +18,7 @@ from wellcond.attention.distributed import any_distributed, reshard_, unwrap
 from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import WellcondError
+from wellcond.frames import make_frame
 from wellcond.measurement import NUMERICAL, HeadReport, Kappa, MeasurementReport, check_options, measure
 from wellcond.plots import curves_of, plot_curves
 from wellcond.records import Convention
@@ -336,6 +337,10 @@ class ConditionTracker:
         for point in self.points:
             result.setdefault((point.layer, point.head), []).append((point.step, getattr(point, quantity)))
         return result
+
+    def to_frame(self) -> Any:
+        """One row per point as a `pandas.DataFrame`; raises MissingExtraError if pandas is not installed."""
+        return make_frame([point.to_dict() for point in self.points], self.run)
 
     def plot(self, quantity: str = "kappa", ax: Any = None) -> Any:
         """One quantity of every head over the steps; returns the matplotlib `Axes`.

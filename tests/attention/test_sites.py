@@ -6,7 +6,7 @@ from torch import nn
 import wellcond as wc
 from wellcond.conditioning.methods import METHODS as CORRECTIONS
 from wellcond.errors import METHODS_OF
-from wellcond.init.plan import METHODS as INITIALISATIONS
+from wellcond.init.apply import METHODS as INITIALISATIONS
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from wellcond.cli.app import Force, Model, ModelArguments, Seed, Weights, app
 from wellcond.cli.checks import check_outputs, check_weights, describe_spec, write_output
 from wellcond.models import check_model, parse_values
+
+if TYPE_CHECKING:
+    from wellcond.diagnosis.records import Diagnosis
 
 STYLES = {"fault": "bold red", "warning": "bold yellow", "note": "bold cyan", "mend": "bold", "records": "dim"}
 
@@ -58,19 +61,20 @@ def doctor(
     if json:
         typer.echo(found.to_json())
     else:
-        _print(found.to_text())
+        _print(found)
     for path, text in ((output, found.to_json() + "\n" if output else ""), (html, found.to_html() if html else "")):
         if path is not None:
             write_output(path, text, force=force)
             typer.echo(f"wrote {path}", err=json)
 
 
-def _print(text: str) -> None:
-    """Text of at most 100 columns, with the words that begin a line in colour."""
+def _print(found: Diagnosis) -> None:
+    """Text of at most 100 columns, less in a narrower terminal, with the words that begin a line in colour."""
     from rich.console import Console
     from rich.text import Text
 
-    shown = Text(text)
+    console = Console(soft_wrap=True, highlight=False)
+    shown = Text(found.to_text(width=min(100, console.width) if console.is_terminal else 100))
     for word, style in STYLES.items():
         shown.highlight_regex(rf"(?m)^(?:\d+\.|  ) {word}:", style)
-    Console(soft_wrap=True, highlight=False).print(shown)
+    console.print(shown)
