@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from wellcond.cli.app import Force, Model, ModelArguments, Output, Seed, Weights, app
+from wellcond.cli.app import MODELS, Force, Model, ModelArguments, Output, Seed, Weights, app
 from wellcond.cli.checks import check_input, check_outputs, check_weights
 from wellcond.errors import WellcondError
 from wellcond.models import build_model, check_model, parse_values
@@ -19,15 +19,16 @@ class MethodError(WellcondError, ValueError):
     """An initialisation that cannot be done with the options given."""
 
 
-@app.command("init")
+@app.command("init", rich_help_panel=MODELS)
 def init(
     model: Model,
     output: Output,
     method: Annotated[
         str,
         typer.Option(
+            metavar="NAME",
             help="conditioned, calibrated, orthogonal, gaussian, mimetic, nanochat, small, t_fixup, weight_selection "
-            "or default"
+            "or default.",
         ),
     ] = "conditioned",
     weights: Weights = None,
@@ -38,7 +39,9 @@ def init(
     teacher_weights: Annotated[Path | None, typer.Option(help="Checkpoint of the teacher.")] = None,
     input: Annotated[
         str | None,
-        typer.Option("--input", metavar="INPUT", help="Of calibrated: digits, random, a FOLDER of images or FILE.npy"),
+        typer.Option(
+            "--input", metavar="INPUT", help="Data for calibrated: digits, random, a FOLDER of images, or FILE.npy."
+        ),
     ] = None,
     model_arg: ModelArguments = None,
     seed: Seed = 0,

@@ -12,13 +12,13 @@ from wellcond.cli.checks import OptionError, check_experiment, data_overrides
 from wellcond.errors import WellcondError
 
 
-@cli.app.command("train")
+@cli.app.command("train", rich_help_panel=cli.EXPERIMENTS)
 def train(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Name of a shipped recipe, or FILE.yaml.")],
     method: Annotated[
-        str | None, typer.Option(help="Such as conditioned, identity(lam=2) or conditioned+balanced.")
+        str | None, typer.Option(metavar="NAME", help="Such as conditioned, identity(lam=2) or conditioned+balanced.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of everything random.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of everything random.")] = 0,
     scale: cli.ScaleOption = None,
     set: cli.Overrides = None,
     data: cli.Data = None,
