@@ -66,9 +66,9 @@ class ConditionTracker:
     a step was the last one is known when the tracker is closed: by `close`, or at the end of ``with tracker:``. It then
     writes one line to standard error, with how many of the measurements that were due the budget allowed.
 
-    Under DistributedDataParallel the first process measures and has the points. Weights that several processes hold
-    together (FSDP2, tensor parallelism) are gathered, one attention at a time: every process needs a batch and has to
-    call `step`; each then has the points of the first one's batch.
+    Under DistributedDataParallel rank 0 measures and has the points. Sharded weights (FSDP2, tensor parallelism) are
+    gathered, one attention at a time: every rank needs a batch and has to call `step`; each then has the points of
+    rank 0's batch.
 
     A head that cannot be measured raises. One that could be, and no longer can because the training diverged, does not:
     its point has the status ``failed``.

@@ -61,7 +61,7 @@ def test_a_missing_part_is_named():
     ("text", "message"),
     [
         ("a: [", "is not YAML"),
-        ("a: 1\na: 2", r"is not YAML: the key 'a' stands twice\n.*line 2"),
+        ("a: 1\na: 2", r"is not YAML: the key 'a' appears twice\n.*line 2"),
         ("{[1]: 2}", "is not YAML: a key cannot be"),
         ("? {a: 1}\n: 2", "is not YAML: a key cannot be"),
         ("a: 2020-13-45", "is not YAML"),

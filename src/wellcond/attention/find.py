@@ -81,14 +81,14 @@ def registered_families() -> list[str]:
 
 @dataclass(frozen=True)
 class Scan:
-    """Everything a walk over a model found, and what it refused to guess."""
+    """Every attention in a model, and errors about those whose layout is not known."""
 
     sites: list[AttentionSite]
     refusals: list[UnsupportedLayoutError]
 
 
 def scan_attention(model: nn.Module) -> Scan:
-    """Describe every attention of a model; collect refusals instead of raising them."""
+    """Describe every attention of a model; collect errors about layouts instead of raising them."""
     sites: list[AttentionSite] = []
     refusals: list[UnsupportedLayoutError] = []
     for name, module in model.named_modules():

@@ -55,11 +55,11 @@ def init(
     if teacher is not None:
         check_model(teacher, {})
     if (teacher is None) == (method == "weight_selection"):
-        raise typer.BadParameter("--teacher MODEL and --method weight_selection go together; give both or neither")
+        raise typer.BadParameter("--teacher is for --method weight_selection, which needs it; give both or neither")
     if teacher is None and teacher_weights is not None:
-        raise typer.BadParameter("--teacher-weights are those of --teacher MODEL; give it too")
+        raise typer.BadParameter("--teacher-weights needs --teacher MODEL; give both")
     if (input is None) == (method == "calibrated"):
-        raise typer.BadParameter("--input INPUT and --method calibrated go together; give both or neither")
+        raise typer.BadParameter("--input is for --method calibrated, which needs it; give both or neither")
     if input is not None:
         check_input(input)
     import torch

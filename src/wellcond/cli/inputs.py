@@ -222,7 +222,7 @@ def _array(reads: Reads, path: Path, samples: int) -> tuple[Tensor, str]:
         array = np.load(path, allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise InputError(
-            f"{path}: expected an array of numbers saved by numpy.save (pickles are refused): {error}"
+            f"{path}: expected an array of numbers saved by numpy.save (pickles are not loaded): {error}"
         ) from error
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiu":
         found = array.dtype if isinstance(array, np.ndarray) else type(array).__name__

@@ -64,7 +64,7 @@ def reproduce(
     from wellcond.lab.methods import split_methods
     from wellcond.lab.reproduce.listing import list_entries, list_table, plan_table
     from wellcond.lab.reproduce.outcome import outcome_tables, write_outcome
-    from wellcond.lab.reproduce.plan import Wishes, make_plan
+    from wellcond.lab.reproduce.plan import PlanOptions, make_plan
     from wellcond.lab.reproduce.stored import Collection
 
     images = _use_data(data)
@@ -79,7 +79,7 @@ def reproduce(
         _show(outcome_tables(known, entry, scale, Collection(records, committed=True)), as_json=json, quiet=quiet)
         return
     asked = None if methods is None else tuple(split_methods(methods))
-    plan = make_plan(known, entry, scale, Wishes(home, numbers, asked, tuple(set or ()), images, cpu))
+    plan = make_plan(known, entry, scale, PlanOptions(home, numbers, asked, tuple(set or ()), images, cpu))
     if dry_run:
         _show([plan_table(plan, _cpu_workers(jobs))], as_json=json, quiet=quiet)
         return
@@ -111,7 +111,7 @@ def _cpu_workers(jobs: str) -> int:
 
 
 def _check_can_run(plan: Plan, *, cpu: bool) -> None:
-    """Refuse what needs a GPU where there is none, unless it is asked for; missing data are refused by the runs.
+    """Raise for what needs a GPU where there is none, unless --cpu is given; runs check their data themselves.
 
     Raises: WellcondError.
     """

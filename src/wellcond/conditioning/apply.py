@@ -197,7 +197,7 @@ class _Attached:
     correction: AbstractCorrection
     raw: Tensor
     effective: Tensor
-    """Raw and effective weight: of one that several processes hold together, the part of this process."""
+    """Raw and effective weight; of a sharded one, the part of this rank."""
 
 
 def fold_(model: nn.Module) -> nn.Module:

@@ -40,8 +40,8 @@ def init_(
 
     Everything is planned before anything is written: an error leaves the model as it was.
 
-    Weights that several processes hold together (FSDP2, tensor parallelism), or that each holds (DDP), become those
-    that the first process draws, the same as on one process; every process must call this.
+    Sharded weights (FSDP2, tensor parallelism) and replicated ones (DDP) become those that rank 0 draws, the same as in
+    a single process; every rank must call this.
 
     Args:
         model: any model whose attention `find_attention` recognises.
@@ -98,7 +98,7 @@ def _warn_of_values(method: str, options: dict[str, Any], sites: Sequence[Attent
     avoid = "projections='qk'" + (" or value_scale='default'" if "value_scale" in given else "")
     warnings.warn(
         f"init_(model, {method!r}) starts W_V at scale 1, and {causal.name or 'the model'} is causal: an average of "
-        "the past then drowns the token that it is added to. A small GPT-2 had perplexity 56.6 with 'conditioned', "
+        "the past then outweighs the token that it is added to. A small GPT-2 had perplexity 56.6 with 'conditioned', "
         f"44.6 with it on Q and K alone and 45.7 by default (results/evidence/causal). Use {avoid}.",
         EvidenceWarning,
         stacklevel=3,

@@ -59,9 +59,9 @@ def prepare(model: nn.Module, *, init: Choice | None = None, condition: Choice |
     """Initialise and condition a model for `Trainer`, in place, and have its checkpoints hold effective weights.
 
     A checkpoint of a conditioned model then loads in plain `AutoModel.from_pretrained` and computes the same; the raw
-    weights lie beside, and `trainer.train(resume_from_checkpoint=...)` goes on from them. A model that is not a
-    `PreTrainedModel` is saved by `Trainer` itself, with raw weights and the key that names the correction: resume from
-    that, and `fold_` the model to publish it.
+    weights are stored beside them, and `trainer.train(resume_from_checkpoint=...)` resumes from these. A model that is
+    not a `PreTrainedModel` is saved by `Trainer` itself, with raw weights and the key that names the correction: resume
+    from that, and `fold_` the model to publish it.
 
     Args:
         model: as built; or loaded with `from_pretrained`, without `init`, which would overwrite what was loaded.
@@ -94,8 +94,8 @@ def _set_up_saving(model: nn.Module) -> None:
 def export(trained: nn.Module | Trainer, folder: str | os.PathLike[str]) -> None:
     """Write the effective weights alone, nothing to resume from, with config and tokenizer: to be published.
 
-    The model goes on as it is. A plain model is written as it is. Of a model that several processes hold together
-    (FSDP2) every process must call this, and the first one writes.
+    The model itself is not changed. A plain model is written as it is. If the model is sharded (FSDP2), every rank must
+    call this, and rank 0 writes.
 
     Raises: TypeError if there is no `save_pretrained` to write it with.
     """
@@ -159,7 +159,7 @@ class WellcondCallback(TrainerCallback):
         return [] if self.watch is None else self.watch.tracker.points
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Measure step 0, or go on where a checkpoint was written."""
+        """Measure step 0, or resume at the step of a checkpoint."""
         model = unwrap(parts["model"])
         self._check_resumed(model, state)
         if is_conditioned(model):
@@ -183,7 +183,7 @@ class WellcondCallback(TrainerCallback):
         self._log(state)
 
     def _check_resumed(self, model: nn.Module, state: Any) -> None:
-        """Refuse to go on with another conditioning than the checkpoint's, which `Trainer` would only report."""
+        """Raise if the checkpoint is of another conditioning, which `Trainer` would only report."""
         now = conditionings(model)
         then = state.stateful_callbacks.get(STATE)
         if state.global_step and then is not None and then["conditioning"] != now:
