@@ -91,7 +91,7 @@ def check_settings(folder: Path, recipe: Recipe) -> None:
     elif (former["recipe"], former["scale"]) != (recipe.name, recipe.scale):
         problem = f"a comparison of {former['recipe']} ({former['scale']}), not of {recipe.name} ({recipe.scale})"
     elif former.get("settings_hash", settings) != settings:
-        problem = f"a comparison of {recipe.name} under other settings{what_differs(folder, recipe)}"
+        problem = f"a comparison of {recipe.name} under other settings{what_differs(folder, former, recipe)}"
     else:
         return
     raise RunError(f"{folder} holds {problem}. Give another folder with --folder")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,10 @@ def list_differences(there: dict[str, Any], here: dict[str, Any]) -> str:
     return "\n".join(f"    {line}" for line in [*found[:MOST_LISTED], *rest])
 
 
-def what_differs(folder: Path, recipe: Recipe) -> str:
-    """The settings that differ from those of the first run in the folder; empty if none has a record."""
-    for path in sorted(folder.glob("*/seed*/run.json")):
-        record = RunFolder(path.parent).read_record()
+def what_differs(folder: Path, comparison: dict[str, Any], recipe: Recipe) -> str:
+    """The settings that differ from those of the first run of a comparison; empty if none has a record."""
+    for slug, seed in itertools.product([method["slug"] for method in comparison["methods"]], comparison["seeds"]):
+        record = RunFolder(folder / slug / f"seed{seed}").read_record()
         if record is not None:
             try:  # without what was tuned for it there
                 method = recipe.at_tuned(MethodSettings.model_validate(record["method"]))
