@@ -10,11 +10,12 @@ import pytest
 import wellcond
 
 SRC = Path(wellcond.__file__).parent
-BASE = {"records", "errors", "files", "run_lengths", "run_records", "version", "head"}
+BASE = {"records", "errors", "files", "run_lengths", "run_records", "version", "head", "frames"}
 ALLOWED = {
     "records": set(),
     "errors": set(),
     "files": set(),
+    "frames": {"errors"},
     "head": {"errors"},
     "version": set(),
     "run_lengths": set(),

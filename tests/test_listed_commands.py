@@ -75,6 +75,10 @@ def desk(tmp_path, monkeypatch):
     shutil.copy(ROOT / "src/wellcond/lab/recipes/tiny/digits.yaml", "recipe.yaml")
     rows = {"review": [f"a {word} film" for word in ("fine", "dull") * 60], "positive": [1, 0] * 60}
     Dataset.from_dict(rows).to_parquet("reviews.parquet")
+    for number in range(24):
+        place = tmp_path / "pets" / ("cat", "dog")[number % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (32, 32), (number, 0, 0)).save(place / f"{number}.png")
     for place in ("train/a", "train/b", "val/a", "val/b"):
         (tmp_path / "imagenet" / place).mkdir(parents=True)
         Image.new("RGB", (32, 32)).save(tmp_path / "imagenet" / place / "1.png")

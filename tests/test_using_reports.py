@@ -143,6 +143,24 @@ def test_a_frame_keeps_layers_that_were_not_measured(model, report):
     assert dataclasses.replace(report, layers=()).to_frame().empty
 
 
+def test_trackers_and_diagnoses_have_frames_too(model):
+    tracker = wc.ConditionTracker(model, X[:1], weights_every=1, every=[0], budget=None)
+    tracker.step()
+    frame = tracker.to_frame()
+    assert list(frame["kappa_q"]) == [point.kappa_q for point in tracker.points] and set(frame["step"]) == {0, 1}
+    assert frame[frame["step"] == 1]["rank"].isna().all() and frame["rank"].dtype == "Int64"
+    assert frame.attrs == tracker.run
+    found = wc.diagnose(model, X)
+    frame = found.to_frame()
+    assert list(frame["name"]) == [layer.name for layer in found.layers]
+    assert list(frame["kappa_tokens"]) == [layer.kappa_tokens for layer in found.layers]
+    broken = dataclasses.replace(found.layers[1], finite=False)
+    finding = wc.Finding(kind="not-finite", severity="fault", verdict="", layers=(broken.name,), value=math.nan,
+                      threshold=math.inf, remedy="", evidence="")  # fmt: skip
+    frame = dataclasses.replace(found, findings=(finding,)).to_frame()
+    assert list(frame["findings"]) == ["", "not-finite"]
+
+
 # -- plots
 
 
@@ -189,7 +207,7 @@ import torch, wellcond as wc
 from torch import nn
 layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(1, 5, 8)
 report, tracker = wc.measure(layer, x), wc.ConditionTracker(layer, x, budget=None)
-for call in (report.to_frame, report.plot, tracker.plot):
+for call in (report.to_frame, report.plot, tracker.plot, tracker.to_frame):
     try: call()
     except wc.MissingExtraError as error: print(error)
 """
@@ -198,7 +216,7 @@ for call in (report.to_frame, report.plot, tracker.plot):
 def test_missing_extras_name_their_install_line():
     done = subprocess.run([sys.executable, "-c", MISSING], capture_output=True, text=True)
     said = done.stdout.splitlines()
-    assert len(said) == 3, done.stderr
+    assert len(said) == 4 and said[3] == said[0], done.stderr
     assert said[0] == "this needs pandas, which is not installed. Run: pip install 'wellcond[train]'"
     assert said[1] == said[2] == "this needs matplotlib, which is not installed. Run: pip install 'wellcond[report]'"
 

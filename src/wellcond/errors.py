@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Sequence
 
 DEBUG_VARIABLE = "WELLCOND_DEBUG"
@@ -20,10 +21,30 @@ class AttentionNotFoundError(WellcondError, ValueError):
         self.classes_seen = sorted(set(classes_seen))
         super().__init__(
             "no attention was found in this model.\n"
-            f"  module classes seen: {_some(self.classes_seen)}\n"
-            f"  families known: {_some(sorted(set(families)))}\n"
-            "  If one of these classes is an attention, describe it with @wellcond.register_adapter(ThatClass)."
+            "  If one of its classes is an attention, describe it with @wellcond.register_adapter(ThatClass): see "
+            "docs/layouts.md.\n"
+            f"  Classes in the model: {_some(self.classes_seen)}\n"
+            f"  Classes known: {_some(sorted(set(families)), 12)}"
         )
+
+
+class SiteNotFoundError(WellcondError, KeyError):
+    """No attention of a model has the path that was asked for, or several have."""
+
+    def __init__(self, path: str, names: Sequence[str], *, several: bool, close: Sequence[str] = ()) -> None:
+        """Say which ones it may be."""
+        listed = _some([repr(name) for name in names], 12)
+        if several:
+            text = f"{path!r} is part of {len(names)} attentions: expected the path of one, such as {listed}"
+        else:
+            meant = f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
+            text = f"no attention {path!r}{meant} The model has {listed}"
+        self.message = text
+        super().__init__(text)
+
+    def __str__(self) -> str:
+        """The message; a KeyError would put it in quotes."""
+        return self.message
 
 
 class UnsupportedLayoutError(WellcondError, ValueError):
@@ -52,10 +73,14 @@ class MissingExtraError(WellcondError, ImportError):
 class UnknownChoiceError(WellcondError, ValueError):
     """A method or an option that does not exist."""
 
-    def __init__(self, what: str, got: object, choices: Sequence[object]) -> None:
-        """List the choices."""
+    def __init__(self, what: str, got: object, choices: Sequence[object], *, advice: str = "") -> None:
+        """List the choices, after `advice` on what to do instead."""
         listed = ", ".join(repr(choice) for choice in choices)
-        super().__init__(f"unknown {what}: got {got!r}, expected one of {listed}.")
+        near = difflib.get_close_matches(str(got), [choice for choice in choices if isinstance(choice, str)], 1)
+        meant = f" Did you mean {near[0]!r}?" if near else ""
+        super().__init__(
+            (f"{advice}\n  " if advice else "") + f"unknown {what}: got {got!r}, expected one of {listed}.{meant}"
+        )
 
 
 class WeightError(WellcondError, ValueError):
@@ -91,3 +116,36 @@ def check_choice(what: str, got: object, choices: Sequence[object]) -> None:
     """Raise `UnknownChoiceError` unless `got` is one of `choices`."""
     if got not in choices:
         raise UnknownChoiceError(what, got, choices)
+
+
+# The two verbs are told apart by their methods: a start is written once, a correction is part of every forward pass.
+
+METHODS_OF = {
+    "init_": (
+        "calibrated", "conditioned", "default", "gaussian", "mimetic", "nanochat", "orthogonal", "small", "t_fixup",
+        "weight_selection",
+    ),
+    "condition_": ("balanced", "identity", "polar"),
+}  # fmt: skip
+KINDS = {
+    "init_": ("initialisation method", "an initialisation, written once before training"),
+    "condition_": ("conditioning method", "a correction in every forward pass"),
+}
+
+
+def check_method(
+    verb: str, got: object, choices: Sequence[str], *, instead: str = 'wellcond.{verb}(model, "{got}")'
+) -> None:
+    """Raise `UnknownChoiceError` unless `got` is a method of a verb; a method of the other verb is told apart.
+
+    Args:
+        verb: ``init_`` or ``condition_``.
+        got: what was asked for.
+        choices: methods of the verb.
+        instead: what to type for a method of the other verb.
+    """
+    if got in choices:
+        return
+    other = next((name for name, methods in METHODS_OF.items() if name != verb and got in methods), None)
+    advice = f"{got!r} is {KINDS[other][1]}: use {instead.format(verb=other, got=got)}" if other else ""
+    raise UnknownChoiceError(KINDS[verb][0], got, choices, advice=advice)

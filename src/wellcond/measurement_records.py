@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from wellcond.errors import MissingExtraError, WellcondError
+from wellcond.errors import WellcondError
 from wellcond.files import json_ready
+from wellcond.frames import make_frame
 from wellcond.jacobian.diagnosis import AttentionStatistics, HeadDiagnosis
 from wellcond.jacobian.layer import union_condition_number
 from wellcond.plots import HeadMark, plot_heads
@@ -237,21 +238,13 @@ class MeasurementReport:
 
         Raises: MissingExtraError if pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise MissingExtraError("pandas", "train") from error  # which has it through datasets
         rows = [
             {"layer": layer.name, "kind": layer.kind, "num_tokens": layer.num_tokens} | found
             for layer in self.layers
             for found in [*map(_columns, layer.heads), *([{"problem": layer.problem}] if layer.problem else [])]
         ]
-        frame = pandas.DataFrame(rows)
-        if rows and "head" in frame:
-            whole = [name for name in ("head", "rank", "nullity") if name in frame]
-            frame = frame.astype(dict.fromkeys(whole, "Int64"))
-        frame.attrs |= {"convention": self.convention, "kappa": self.kappa, "combine": self.combine, **self.run}
-        return frame
+        how = {"convention": self.convention, "kappa": self.kappa, "combine": self.combine}
+        return make_frame(rows, how | self.run)
 
     def plot(self, ax: Any = None) -> Any:
         """Condition number of every head, layer by layer; returns the matplotlib `Axes`.

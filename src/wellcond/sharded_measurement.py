@@ -1,4 +1,4 @@
-"""`measure` where several processes hold the weights of a model together (FSDP2, tensor parallelism).
+"""`measure` where the weights of a model are sharded over ranks (FSDP2, tensor parallelism).
 
 Every process runs the model on the batch, because that is how FSDP2 and tensor parallelism work. Then one attention
 after the other is gathered into a plain module, and the first process measures that on what it was called with. So a

@@ -18,6 +18,7 @@ from wellcond.attention.distributed import any_distributed, reshard_, unwrap
 from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import WellcondError
+from wellcond.frames import make_frame
 from wellcond.measurement import NUMERICAL, HeadReport, Kappa, MeasurementReport, check_options, measure
 from wellcond.plots import curves_of, plot_curves
 from wellcond.records import Convention
@@ -65,9 +66,9 @@ class ConditionTracker:
     a step was the last one is known when the tracker is closed: by `close`, or at the end of ``with tracker:``. It then
     writes one line to standard error, with how many of the measurements that were due the budget allowed.
 
-    Under DistributedDataParallel the first process measures and has the points. Weights that several processes hold
-    together (FSDP2, tensor parallelism) are gathered, one attention at a time: every process needs a batch and has to
-    call `step`; each then has the points of the first one's batch.
+    Under DistributedDataParallel rank 0 measures and has the points. Sharded weights (FSDP2, tensor parallelism) are
+    gathered, one attention at a time: every rank needs a batch and has to call `step`; each then has the points of
+    rank 0's batch.
 
     A head that cannot be measured raises. One that could be, and no longer can because the training diverged, does not:
     its point has the status ``failed``.
@@ -336,6 +337,10 @@ class ConditionTracker:
         for point in self.points:
             result.setdefault((point.layer, point.head), []).append((point.step, getattr(point, quantity)))
         return result
+
+    def to_frame(self) -> Any:
+        """One row per point as a `pandas.DataFrame`; raises MissingExtraError if pandas is not installed."""
+        return make_frame([point.to_dict() for point in self.points], self.run)
 
     def plot(self, quantity: str = "kappa", ax: Any = None) -> Any:
         """One quantity of every head over the steps; returns the matplotlib `Axes`.

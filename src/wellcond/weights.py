@@ -150,7 +150,7 @@ def conditioning_in(state: dict[str, Tensor]) -> dict[str, Any] | None:
 def save_weights(model: nn.Module, path: Path, *, overwrite: bool = False) -> None:
     """Write a model as safetensors, whole or not at all: a new file is made beside it, then renamed.
 
-    Of a model that several processes hold together every process must call this, and the first one writes.
+    If the model is sharded, every rank must call this, and rank 0 writes.
 
     Raises: WeightError if the file exists and may not be replaced, is not named ``.safetensors``, or cannot be written.
     """

@@ -89,8 +89,9 @@ def test_strict_false_leaves_the_unknown_out():
     assert [site.name for site in wc.find_attention(model, strict=False)] == ["0.attn"]
 
 
-def test_no_attention_lists_what_was_seen():
-    with pytest.raises(wc.AttentionNotFoundError, match="module classes seen: Linear, ReLU, Sequential"):
+def test_no_attention_says_what_to_do_and_then_what_was_seen():
+    advice = r"register_adapter\(ThatClass\): see docs/layouts.md.\n  Classes in the model: Linear, ReLU, Sequential\n"
+    with pytest.raises(wc.AttentionNotFoundError, match=advice):
         wc.find_attention(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
 
 

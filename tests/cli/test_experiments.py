@@ -141,7 +141,7 @@ def test_recipes_are_listed(wellcond):
     ("arguments", "message"),
     [
         (["train", "digitz"], "no recipe 'digitz'; did you mean 'digits'?"),
-        (["train", "vit"], "exists at the scales tiny, small, paper"),
+        (["train", "vit", "--scale", "huge"], "exists at scale tiny, small, paper, not 'huge'"),
         (["train", "nowhere.yaml"], "no such recipe file: nowhere.yaml"),
         (["train", "digits", "--method", "magic"], "unknown method 'magic'"),
         (["train", "digits", "--set", "optimizer.rate=1"], "unknown field 'rate'"),
@@ -157,7 +157,7 @@ def test_recipes_are_listed(wellcond):
 def test_wrong_arguments_say_what_was_expected(arguments, message, fails, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert message in fails(*arguments)
-    assert not list(tmp_path.rglob("run.json"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_data_errors_end_a_comparison_at_once_and_name_the_file(fails, tmp_path):
@@ -172,7 +172,8 @@ def test_other_settings_in_the_same_comparison_are_refused(compared, fails):
     folder, _ = compared
     before = (folder / "comparison.json").read_bytes()
     told = fails("compare", "--recipe", "digits", "-o", folder, "--seeds", "2,3", *CHANGES, "--set", "optimizer.lr=0.1")
-    assert "under other settings" in told
+    lr = record(folder / "default/seed0")["config"]["optimizer"]["lr"]
+    assert f"under other settings:\n    optimizer.lr: {lr} there, 0.1 here\n" in told
     assert (folder / "comparison.json").read_bytes() == before
 
 

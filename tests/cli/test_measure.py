@@ -13,7 +13,7 @@ from torch import nn
 
 import wellcond as wc
 from wellcond.cli.checks import InputError
-from wellcond.cli.inputs import make_batch, what_it_reads
+from wellcond.cli.inputs import images_in, make_batch, what_it_reads
 from wellcond.cli.measure import MeasureError, read_numbers
 from wellcond.lab.data.sources.digits import load_digits
 
@@ -148,6 +148,11 @@ def test_a_folder_of_images(run, file, tmp_path):
     code, _ = run(f"{file}:vit", "--input", folder, "--samples", 4)  # one channel, another size
     assert code == 0
     assert "expected at least 5 images" in run(f"{file}:vit", "--input", folder, "--samples", 5)[0]
+    classes = folder.parent / "classes"
+    for name in ("cat/2.png", "cat/1.png", "dog/3.png"):
+        (classes / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels["b.png"]).save(classes / name)
+    assert [str(found.relative_to(classes)) for found in images_in(classes)] == ["cat/1.png", "dog/3.png", "cat/2.png"]
     (folder / "0.png").write_bytes(b"damaged")
     assert "0.png, which cannot be read" in run(f"{file}:vit", "--input", folder)[0]
 
@@ -185,7 +190,7 @@ def test_arrays_that_do_not_fit(run, file, tmp_path):
     assert "Divide pixels by 255" in said(np.zeros((1, 1, 8, 8), dtype=np.uint8))
     assert "expected at least 2 samples" in said(np.zeros((1, 1, 8, 8)), "--samples", 2)
     assert "found NaN or infinity" in said(np.full((1, 1, 8, 8), np.nan))
-    assert "pickles are refused" in said(np.array([{"a": 1}], dtype=object))
+    assert "pickles are not loaded" in said(np.array([{"a": 1}], dtype=object))
     assert "found complex128" in said(np.zeros((1, 1, 8, 8), dtype=complex))
     (tmp_path / "empty.npy").write_bytes(b"")
     assert "expected an array of numbers" in run(f"{file}:vit", "--input", tmp_path / "empty.npy")[0]

@@ -90,7 +90,7 @@ def test_a_preempted_line_goes_on_when_it_is_repeated(printed, hold, tmp_path):
 
 def test_own_data_scale_and_json(printed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my rows.csv").write_text("review,liked\ngood,yes\nbad,no\n")
+    (tmp_path / "my rows.csv").write_text("review,liked\n" + "good,yes\nbad,no\n" * 20)
     data = ["--data", "my rows.csv", "--input", "review", "--label", "liked"]
     chosen = ["--seeds", "3,4", "--json", "--methods", "default", "-o", "runs"]
     output, errors = printed("--recipe", "text", "--scale", "tiny", *data, *chosen)

@@ -274,6 +274,10 @@ def test_diverged_weights_stay_visible_in_the_forward():
 
 def test_bad_options_list_the_choices():
     model = stack(depth=1)
+    with pytest.raises(
+        wc.UnknownChoiceError, match=r"an initialisation, .*: use wellcond.init_\(model, \"conditioned\"\)"
+    ):
+        wc.condition_(nn.MultiheadAttention(8, 2), "conditioned")
     with pytest.raises(wc.UnknownChoiceError, match="'balanced', 'identity', 'polar'"):
         wc.condition_(model, "svd")
     with pytest.raises(wc.UnknownChoiceError, match="expected one of 'lam', 'layout'"):

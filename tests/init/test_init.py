@@ -284,6 +284,12 @@ def test_sites_restrict():
 
 def test_unknown_methods_and_options_list_the_choices():
     model = stack()
+    with pytest.raises(
+        wc.UnknownChoiceError, match=r"'balanced' is a correction.*: use wellcond.condition_\(model, \"balanced\"\)"
+    ):
+        wc.init_(nn.MultiheadAttention(8, 2), "balanced")
+    with pytest.raises(wc.UnknownChoiceError, match="Did you mean 'conditioned'"):
+        wc.init_(nn.MultiheadAttention(8, 2), "conditoned")
     with pytest.raises(wc.UnknownChoiceError, match="'conditioned', 'default', 'gaussian', 'mimetic'"):
         wc.init_(model, "condtioned")
     with pytest.raises(wc.UnknownChoiceError, match="expected one of 'orthogonal', 'heads', 'value'"):

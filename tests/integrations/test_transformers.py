@@ -1,5 +1,6 @@
 """The real Trainer for a few steps: preparing, measuring, logging."""
 
+import ast
 import json
 import random
 
@@ -40,6 +41,8 @@ def test_prepare_is_init_then_condition():
         ({"init": "conditioned", "condition": {"method": "polar", "lam": 1.0}}, wc.UnknownChoiceError, "lam"),
         ({"condition": {"lam": 1.0}}, ValueError, "condition: expected the name of a method"),
         ({"init": 3}, ValueError, "init: expected the name of a method"),
+        ({"init": "balanced"}, wc.UnknownChoiceError, 'use condition="balanced"'),
+        ({"condition": "mimetic"}, wc.UnknownChoiceError, 'use init="mimetic"'),
     ],
 )
 def test_bad_choices_leave_the_model_as_it_was(choices, error, said):
@@ -99,6 +102,23 @@ def test_a_real_reporter_gets_them(tmp_path, monkeypatch):
     found = {event.step: event.value for event in events.Scalars(tag)}
     expected = {s: max(p.kappa_v for p in callback.points if p.step == s) for s in (0, 2, 4)}
     assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("with_bar", [False, True])
+def test_the_console_shows_three_numbers(with_bar, tmp_path, capfd):
+    trainer = make_trainer(conditioned("bert"), "bert", tmp_path, disable_tqdm=not with_bar)
+    WellcondCallback(**EVERY, per_layer=True).add_to(trainer)
+    trainer.train()
+    printed = "".join(capfd.readouterr())
+    lines = [line for line in printed.splitlines() if "wellcond/" in line]
+    assert len(lines) == 3
+    for line in lines:
+        shown = ast.literal_eval(line[line.index("{") : line.index("}") + 1])
+        assert list(shown) == [
+            "wellcond/pseudo_kappa_jacobian_worst", "wellcond/entropy", "wellcond/dead_heads", "epoch"
+        ]  # fmt: skip
+    assert sum("'loss'" in line for line in printed.splitlines()) == 4
+    assert max(len(entry) for entry in trainer.state.log_history) > 20
 
 
 def test_callbacks_argument_logs_to_history_and_says_what_it_cannot_reach(tmp_path, monkeypatch):

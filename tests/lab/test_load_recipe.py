@@ -61,7 +61,7 @@ def test_a_missing_part_is_named():
     ("text", "message"),
     [
         ("a: [", "is not YAML"),
-        ("a: 1\na: 2", r"is not YAML: the key 'a' stands twice\n.*line 2"),
+        ("a: 1\na: 2", r"is not YAML: the key 'a' appears twice\n.*line 2"),
         ("{[1]: 2}", "is not YAML: a key cannot be"),
         ("? {a: 1}\n: 2", "is not YAML: a key cannot be"),
         ("a: 2020-13-45", "is not YAML"),
@@ -155,12 +155,11 @@ def test_an_unknown_name_gets_a_suggestion():
         load_recipe("digit")
 
 
-def test_a_name_at_several_scales_needs_one(monkeypatch):
+def test_a_name_at_several_scales_means_the_smallest(monkeypatch):
     shipped = [ShippedRecipe("small", scale, TEXT.replace("tiny", scale)) for scale in ("tiny", "paper")]
     monkeypatch.setattr(module, "shipped_recipes", lambda: shipped)
-    with pytest.raises(RecipeError, match="'small' exists at the scales tiny, paper: choose one with --scale"):
-        load_recipe("small")
-    with pytest.raises(RecipeError, match="exists at the scales tiny, paper, not at 'small'"):
+    assert load_recipe("small")[0].scale == "tiny"
+    with pytest.raises(RecipeError, match="exists at scale tiny, paper, not 'small'; correct --scale"):
         load_recipe("small", scale="small")
     assert load_recipe("small", scale="paper")[0].scale == "paper"
 

@@ -10,7 +10,7 @@ from wellcond.errors import UnknownChoiceError
 from wellcond.lab.report.records import setting_differences
 from wellcond.lab.reproduce.catalogue import SCALES, catalogue, find_entry
 from wellcond.lab.reproduce.listing import plan_cost, updates_per_run
-from wellcond.lab.reproduce.plan import Wishes, make_plan
+from wellcond.lab.reproduce.plan import PlanOptions, make_plan
 from wellcond.lab.reproduce.stored import Collection, StoredStudy, study_name
 from wellcond.lab.tasks.glue.benchmark import NAMES
 
@@ -32,8 +32,8 @@ WITH_NUMBERS = [id for id, entry in ENTRIES.items() if entry.has_numbers]
 DETECTION = {f"{side}_{name}" for side in ("box", "mask") for name in ("AP", "AP50", "AP75")}
 
 
-def plan_of(id, scale, **wishes):
-    return make_plan(id, ENTRIES[id], scale, Wishes(Path("nowhere"), **wishes))
+def plan_of(id, scale, **options):
+    return make_plan(id, ENTRIES[id], scale, PlanOptions(Path("nowhere"), **options))
 
 
 def test_every_id_of_the_specification_has_an_entry():

@@ -14,7 +14,7 @@ from wellcond.cli.main import main
 from wellcond.lab.reproduce import plan as planning
 from wellcond.lab.reproduce.catalogue import Entry, Source, catalogue
 from wellcond.lab.reproduce.outcome import outcome_tables, write_outcome
-from wellcond.lab.reproduce.plan import Wishes, make_plan
+from wellcond.lab.reproduce.plan import PlanOptions, make_plan
 from wellcond.lab.reproduce.stored import Collection, StoredStudy, may_be_paired
 from wellcond.lab.train.run_folder import RunError
 
@@ -46,7 +46,7 @@ def pets():
 @pytest.fixture(scope="module")
 def ran(pets, tmp_path_factory):
     folder = tmp_path_factory.mktemp("reproduce")
-    plan = make_plan("C-T2", pets, "tiny", Wishes(folder, overrides=SHORT, seeds=(0, 1, 2)))
+    plan = make_plan("C-T2", pets, "tiny", PlanOptions(folder, overrides=SHORT, seeds=(0, 1, 2)))
     [study] = plan.studies
     ended = []
     study.describe()
@@ -197,19 +197,19 @@ def test_images_stand_for_images_only(id, message, images, tmp_path):
     for more in ([], ["--dry-run"]):
         code, _ = call("reproduce", id, "--data", images, "--folder", tmp_path / "new", *more)
         assert message in str(code) and not (tmp_path / "new").exists()
-    plan = make_plan("C-T1", ENTRIES["C-T1"], "tiny", Wishes(tmp_path, images=images))
+    plan = make_plan("C-T1", ENTRIES["C-T1"], "tiny", PlanOptions(tmp_path, images=images))
     assert {study.recipe.data.source for study in plan.studies} == {"image_folder"}
 
 
 def test_runs_under_other_settings_are_not_taken_for_these(ran, pets):
     _, folder = ran
     with pytest.raises(RunError, match="under other settings"):
-        make_plan("C-T2", pets, "tiny", Wishes(folder, overrides=("optimizer.lr=0.5",)))
+        make_plan("C-T2", pets, "tiny", PlanOptions(folder, overrides=("optimizer.lr=0.5",)))
 
 
 @pytest.mark.slow
 def test_the_list_looks_where_runs_go(tmp_path):
-    plan = make_plan("C-T2", ENTRIES["C-T2"], "tiny", Wishes(tmp_path))
+    plan = make_plan("C-T2", ENTRIES["C-T2"], "tiny", PlanOptions(tmp_path))
     job = plan.studies[0].jobs[0]
     job.folder.mkdir(parents=True)
     metric = {"name": "accuracy", "higher_is_better": True, "percent": True}
@@ -250,7 +250,7 @@ KINDS += ["C-F3", "S-T6", "S-T7", "S-T10", "S-T12", "S-F3", "S-F17", "A-norm", "
 
 def test_every_study_is_run_by_some_of_these():
     def runs(ids):
-        plans = (make_plan(id, ENTRIES[id], "tiny", Wishes(Path("nowhere"))) for id in ids)
+        plans = (make_plan(id, ENTRIES[id], "tiny", PlanOptions(Path("nowhere"))) for id in ids)
         return {study.name for plan in plans for study in plan.studies}
 
     assert runs(KINDS) == runs(ENTRIES)

@@ -192,4 +192,4 @@ def test_the_run_of_a_teacher_may_not_name_code(canary, tmp_path):
 def test_an_array_of_objects_is_refused_as_input(canary, tmp_path, run):
     np.save(tmp_path / "evil.npy", np.array([canary.payload], dtype=object), allow_pickle=True)
     code, _ = run("measure", VIT, *SMALL, "--input", tmp_path / "evil.npy")
-    assert "pickles are refused" in str(code)
+    assert "pickles are not loaded" in str(code)

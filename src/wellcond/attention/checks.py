@@ -68,7 +68,7 @@ def check_writable(model: nn.Module, sites: Iterable[AttentionSite], projections
             raise WeightError(f"{where} is stored as {parameter.dtype} (quantised?): expected floating point weights")
         if not parameter.requires_grad:
             raise WeightError(
-                f"{where} is frozen (requires_grad=False), so {verb} refuses to change it. "
+                f"{where} is frozen (requires_grad=False), so {verb} does not change it. "
                 "Unfreeze it first, or leave the site out with sites=..."
             )
     _check_tied(model, chosen, verb)

@@ -16,6 +16,7 @@ from torch import nn
 from wellcond.attention.head_norm import HEAD_NORM, ROWS_ATTRIBUTE
 from wellcond.attention.probe import describe_by_structure
 from wellcond.attention.site import AttentionSite, Place
+from wellcond.attention.sites import Sites
 from wellcond.errors import AttentionNotFoundError, UnsupportedLayoutError, WeightError
 
 Adapter = Callable[[Place], AttentionSite | None]
@@ -80,14 +81,14 @@ def registered_families() -> list[str]:
 
 @dataclass(frozen=True)
 class Scan:
-    """Everything a walk over a model found, and what it refused to guess."""
+    """Every attention in a model, and errors about those whose layout is not known."""
 
     sites: list[AttentionSite]
     refusals: list[UnsupportedLayoutError]
 
 
 def scan_attention(model: nn.Module) -> Scan:
-    """Describe every attention of a model; collect refusals instead of raising them."""
+    """Describe every attention of a model; collect errors about layouts instead of raising them."""
     sites: list[AttentionSite] = []
     refusals: list[UnsupportedLayoutError] = []
     for name, module in model.named_modules():
@@ -123,7 +124,7 @@ def _with_head_norm(site: AttentionSite) -> AttentionSite:
     return replace(site, modifiers=(*site.modifiers, HEAD_NORM))
 
 
-def find_attention(model: nn.Module, *, strict: bool = True) -> list[AttentionSite]:
+def find_attention(model: nn.Module, *, strict: bool = True) -> Sites:
     """Every attention of a model, in the order of its modules, with per-head access to Q, K, V and O.
 
     Named families are described by adapters, others by structure where that leaves one reading. Modules that are
@@ -133,7 +134,8 @@ def find_attention(model: nn.Module, *, strict: bool = True) -> list[AttentionSi
         model: any module; it is not changed.
         strict: raise if some attention was seen whose layout cannot be known; False leaves those out.
 
-    Returns: list of `AttentionSite`, never empty.
+    Returns: list of `AttentionSite`, never empty; ``sites["blocks.3"]`` finds one by its module path, or by a part of
+        it that only one attention has.
 
     Raises:
         AttentionNotFoundError: nothing was recognised.
@@ -156,7 +158,7 @@ def find_attention(model: nn.Module, *, strict: bool = True) -> list[AttentionSi
         raise scan.refusals[0]
     if not scan.sites:
         raise AttentionNotFoundError((type(m).__name__ for m in model.modules()), registered_families())
-    return scan.sites
+    return Sites(scan.sites)
 
 
 def refuse_adapters(module: nn.Module, where: str) -> None:

@@ -1,4 +1,4 @@
-"""Attention of a family that nobody named: recognised by its structure and by a trial run, or refused with the reason.
+"""Attention of a family that nobody named: recognised by its structure and by a trial run, or an error with the reason.
 
 Separate q, k, v projections and a head count leave one reading (heads follow each other), which a trial run of the
 module may still refute. A fused weight leaves several readings; it is accepted only if a trial run confirms exactly one

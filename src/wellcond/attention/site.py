@@ -119,7 +119,7 @@ class Slot:
     def read(self) -> Tensor:
         """Heads of the weight that the forward pass uses (corrections of `condition_` included).
 
-        Weights that several processes hold together are gathered: every process must call this.
+        Sharded weights are gathered: every rank must call this.
         """
         return self.take_heads(effective_weight(self.owner, self.weight_name))
 
@@ -149,7 +149,7 @@ class Slot:
             raise ValueError(f"expected heads of shape {expected}, got {tuple(heads.shape)}")
 
     def share(self, heads: Tensor) -> Share:
-        """What this process stores of heads ``(heads, out, in)`` of a weight that several processes hold together."""
+        """The part of heads ``(heads, out, in)`` of a sharded weight that this rank stores."""
         self._check_shape(heads)
         box = box_of(self.parameter)
         head_axis = 1 if self.heads_on_input else 0

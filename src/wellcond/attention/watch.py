@@ -62,7 +62,7 @@ class SiteRecorder(ProductRecorder):
         self.__enter__()
 
     def end(self) -> None:
-        """Stop recording, if it goes on."""
+        """Stop recording, if it is still active."""
         if self.call is not None:
             self.__exit__(None, None, None)
             self.call, self.products, self.softmaxes = None, [], []

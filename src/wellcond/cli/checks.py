@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from wellcond.errors import WeightError, WellcondError
 from wellcond.files import write_atomically
 
 FILE_ENDINGS = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 MOST_SEEDS = 10_000
 
 
@@ -117,6 +119,11 @@ def data_overrides(data: str | None, input_column: str | None, label_column: str
         if not path.is_file():
             raise OptionError(f"--data: no such file: {path}")
         settings = {"source": "files", "train": str(path.resolve()), "evaluation_fraction": 0.1, **columns}
+    elif not HUB_ID.fullmatch(data):
+        raise OptionError(
+            f"--data: expected a folder of images, a file named *{', *'.join(FILE_ENDINGS)}, or an id of the Hugging "
+            f"Face hub such as uoft-cs/cifar10; found no file or folder {data}"
+        )
     else:
         settings = {"source": "hub", "id": data, **columns}
     return [f"data={json.dumps(settings)}"]

@@ -7,19 +7,20 @@ from typing import Annotated
 
 import typer
 
-from wellcond.cli.app import Json, app, need_train_extra
+from wellcond.cli.app import PAPERS, Json, app, need_train_extra
 from wellcond.cli.checks import OutputError, check_is_folder
 
 
-@app.command("claims")
+@app.command("claims", rich_help_panel=PAPERS)
 def claims(
     results: Annotated[Path, typer.Argument(help="Folder of committed records, such as results.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Markdown to write, HTML beside it; RESULTS/claims.md.")
+        Path | None,
+        typer.Option("--output", "-o", help="Markdown to write, with HTML beside it; by default RESULTS/claims.md."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Judge the papers' claims by committed records, one by one: better, worse, equal within a margin, or undecided."""
+    """Judge each claim of the papers by committed records: better, worse, equal within a margin, or undecided."""
     need_train_extra()
     check_is_folder(results)
     output = output or results / "claims.md"

@@ -1,21 +1,22 @@
 """The command line with all its commands; what they do is imported when it is needed, since torch takes seconds."""
 
+# ruff: noqa: I001  (in the order of the help)
 from wellcond.cli import (  # noqa: F401  (each adds its command)
-    claims,
-    compare,
-    demo,
     doctor,
-    fold,
-    glue,
-    init,
     inspect,
+    init,
+    fold,
     measure,
-    pack,
-    recipes,
-    report,
-    reproduce,
+    demo,
+    compare,
     train,
-)  # fmt: skip  # isort: skip
+    report,
+    recipes,
+    glue,
+    reproduce,
+    claims,
+    pack,
+)  # fmt: skip
 from wellcond.cli.app import app
 
 __all__ = ["app"]

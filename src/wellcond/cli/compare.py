@@ -46,30 +46,42 @@ class Request:
         return self.quiet or self.as_json
 
 
-@cli.app.command("compare")
+@cli.app.command("compare", rich_help_panel=cli.EXPERIMENTS)
 def compare(
-    recipe: Annotated[str, typer.Option("--recipe", help="Name of a shipped recipe (wellcond recipes), or FILE.yaml.")],
+    recipe: Annotated[
+        str, typer.Option("--recipe", metavar="NAME|FILE", help="A recipe of `wellcond recipes`, or FILE.yaml.")
+    ],
     methods: Annotated[
-        str | None, typer.Option(help="Comma-separated, such as default,conditioned,identity(lam=2).")
+        str | None,
+        typer.Option(metavar="LIST", help="Separated by commas, such as default, gaussian, conditioned+balanced."),
     ] = None,
     seeds: cli.Seeds = None,
     tune: Annotated[
         list[str] | None,
         typer.Option(
             metavar="FIELD=VALUES",
-            help="Such as optimizer.lr=3e-4,1e-3,3e-3,1e-2, or identity.lam=1,3,10: each method first finds its best "
-            "value on tuning seeds, then all are compared on fresh ones; several fields search their product.",
+            rich_help_panel=cli.SEARCH,
+            help="Such as optimizer.lr=1e-3,3e-3,1e-2 or identity.lam=1,3,10: each method is first tuned on other "
+            "seeds, then all are compared on fresh ones. Several fields search all combinations.",
         ),
     ] = None,
     tuning_seeds: Annotated[
-        str | None, typer.Option(help="With --tune: how many, from 1000; or a list. 2 by default, none of them tested.")
+        str | None,
+        typer.Option(
+            metavar="SEEDS",
+            rich_help_panel=cli.SEARCH,
+            help="Number of seeds to tune on, counted from 1000, or a list; 2 by default.",
+        ),
     ] = None,
     tune_growth: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             min=0,
             max=20,
-            help="With --tune: how often a grid grows each way while its best value is at an edge; 3 by default.",
+            rich_help_panel=cli.SEARCH,
+            help="How often the grid may be extended in each direction while the best value is at its edge; 3 by "
+            "default.",
         ),
     ] = None,
     scale: cli.ScaleOption = None,
@@ -79,29 +91,42 @@ def compare(
     label: cli.LabelColumn = None,
     folder: cli.Folder = None,
     jobs: cli.Jobs = "auto",
-    engine: Annotated[str, typer.Option(help="local, or ray: the machines of a Ray cluster.")] = "local",
+    engine: Annotated[
+        str, typer.Option(metavar="NAME", rich_help_panel=cli.CLUSTER, help="local, or ray for a Ray cluster.")
+    ] = "local",
     ray_address: Annotated[
         str | None,
         typer.Option(
-            metavar="ADDRESS", help="auto, HOST:6379 or ray://HOST:10001; a cluster on this machine by default."
+            metavar="ADDRESS",
+            rich_help_panel=cli.CLUSTER,
+            help="auto, HOST:6379 or ray://HOST:10001; by default a new cluster on this machine.",
         ),
     ] = None,
     cpus_per_run: Annotated[
-        float | None, typer.Option(help="With --engine ray; the recipe's threads by default.")
+        float | None,
+        typer.Option(metavar="N", rich_help_panel=cli.CLUSTER, help="By default the threads of the recipe."),
     ] = None,
     gpus_per_run: Annotated[
-        float | None, typer.Option(help="With --engine ray; 1 by default where the cluster has GPUs.")
+        float | None,
+        typer.Option(metavar="N", rich_help_panel=cli.CLUSTER, help="By default 1 where the cluster has GPUs."),
     ] = None,
     cpu: cli.Cpu = False,
     trust_local_code: cli.Trust = False,
     json: cli.Json = False,
     quiet: cli.Quiet = False,
-    report: Annotated[bool, typer.Option("--report/--no-report", help="Build the report at the end.")] = True,
+    report: Annotated[
+        bool, typer.Option("--report/--no-report", rich_help_panel=cli.OUTPUT, help="Build the report at the end.")
+    ] = True,
     print_jobs: Annotated[
-        bool, typer.Option("--print-jobs", help="Print one command per run, for Slurm and the like; run nothing.")
+        bool,
+        typer.Option(
+            "--print-jobs",
+            rich_help_panel=cli.OUTPUT,
+            help="Run nothing; print one command per run, for Slurm and the like.",
+        ),
     ] = False,
 ) -> None:
-    """Train every method with every seed under one recipe, and show who wins, by how much, and why."""
+    """Train every method with every seed under one recipe, and show which is better, by how much, and why."""
     cli.need_train_extra()
     from wellcond.lab.tune.grid import FIRST_TUNING_SEED, read_tuned_fields
 
@@ -110,15 +135,19 @@ def compare(
     tuning = read_seeds(tuning_seeds or "2", option="--tuning-seeds", first=FIRST_TUNING_SEED)
     ray_options = {"--ray-address": ray_address, "--cpus-per-run": cpus_per_run, "--gpus-per-run": gpus_per_run}
     if not tune:
-        _refuse({"--tuning-seeds": tuning_seeds, "--tune-growth": tune_growth}, "--tune")
+        _require_with({"--tuning-seeds": tuning_seeds, "--tune-growth": tune_growth}, "--tune")
     elif print_jobs:
-        raise OptionError("--print-jobs prints runs that are known before any has ended; leave it out with --tune")
+        raise OptionError("--print-jobs cannot know the runs of --tune beforehand; leave out one of them")
     check_experiment(recipe, scale=scale, overrides=overrides, folder=folder, seeds=seeds, jobs=jobs)
     check_choice("engine", engine, ENGINES)
     if engine == "local":
-        _refuse(ray_options, "--engine ray")
+        _require_with(ray_options, "--engine ray")
     elif print_jobs:
-        raise OptionError("--print-jobs runs nothing, so it goes with no engine; leave out --engine ray")
+        raise OptionError("--print-jobs runs nothing, so it takes no engine; leave out --engine ray")
+    if data is not None:
+        from wellcond.cli.own_data import fit_to_data
+
+        overrides += fit_to_data(recipe, scale=scale, overrides=overrides, quiet=quiet or json)
     from wellcond.cli.comparison import print_commands, ray_settings, run_compare
 
     request = Request(
@@ -134,7 +163,7 @@ def compare(
     raise typer.Exit(run_compare(request))
 
 
-def _refuse(options: Mapping[str, object], other: str) -> None:
+def _require_with(options: Mapping[str, object], other: str) -> None:
     for name, value in options.items():
         if value is not None:
-            raise OptionError(f"{name} belongs to {other}; give both or neither")
+            raise OptionError(f"{name} has an effect only with {other}; give both or neither")

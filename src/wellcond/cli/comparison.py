@@ -15,10 +15,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from wellcond.cli.checks import OptionError, read_seeds
+from wellcond.cli.cleanup import removing_untrained
 from wellcond.cli.compare import Request
 from wellcond.cli.console import make_console
 from wellcond.cli.report import foresee_power, print_report
 from wellcond.cli.runs import choose_workers, is_first_process, leaving_together, print_json, run_jobs, tell_end
+from wellcond.diagnosis.phrases import count
 from wellcond.files import to_json
 from wellcond.lab.cluster import RaySettings
 from wellcond.lab.load_recipe import load_recipe
@@ -75,10 +77,10 @@ def run_compare(request: Request) -> int:
     """A comparison and its report; returns the exit code."""
     comparison = Comparison(request)
     planned = comparison.plan()
-    comparison.describe()
-    if is_first_process() and not request.silent:
-        _print_plan(comparison)
-    with leaving_together():
+    with leaving_together(), removing_untrained(comparison.folder):
+        comparison.describe()
+        if is_first_process() and not request.silent:
+            _print_plan(comparison)
         outcome = comparison.run(planned)
     code = print_json(outcome) if request.as_json else tell_end(outcome, len(planned))
     comparison.report(outcome)
@@ -88,9 +90,10 @@ def run_compare(request: Request) -> int:
 def _print_plan(comparison: Comparison) -> None:
     out, recipe = make_console(), comparison.recipe
     out.print(f"[bold]{escape(recipe.title or recipe.name)}[/] ({recipe.scale})")
+    methods, seeds = count(len(comparison.methods), "method"), count(len(comparison.seeds), "seed")
     out.print(
-        f"{len(comparison.methods)} methods x {len(comparison.seeds)} seeds; runs with the same seed share data order "
-        f"and all other weights. Folder: {comparison.folder}",
+        f"{methods} x {seeds}; runs with the same seed share data order and all other weights. Folder: "
+        f"{comparison.folder}",
         markup=False,
         soft_wrap=True,
     )

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import typer
 
-from wellcond.cli.app import Folder, Jobs, Quiet, Seeds, app, need_train_extra
+from wellcond.cli.app import EXPERIMENTS, Folder, Jobs, Quiet, Seeds, app, need_train_extra
 from wellcond.cli.checks import check_experiment
 from wellcond.cli.compare import Request
 
 
-@app.command("demo")
+@app.command("demo", rich_help_panel=EXPERIMENTS)
 def demo(folder: Folder = None, seeds: Seeds = None, jobs: Jobs = "auto", quiet: Quiet = False) -> None:
-    """Compare starts of a small ViT on scikit-learn's digits, each at its tuned rate: minutes on two cores."""
+    """Compare initialisations of a small ViT on scikit-learn's digits, each at its tuned learning rate; minutes."""
     need_train_extra()
     place = folder or Path("runs/demo")
     check_experiment("digits", folder=place, seeds=seeds, jobs=jobs)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from wellcond.cli.app import Force, Model, ModelArguments, Seed, Weights, app
+from wellcond.cli.app import MODELS, Force, Model, ModelArguments, Seed, Weights, app
 from wellcond.cli.checks import check_outputs, check_weights, describe_spec, write_output
 from wellcond.models import check_model, parse_values
+
+if TYPE_CHECKING:
+    from wellcond.diagnosis.records import Diagnosis
 
 STYLES = {"fault": "bold red", "warning": "bold yellow", "note": "bold cyan", "mend": "bold", "records": "dim"}
 
 
-@app.command("doctor")
+@app.command("doctor", rich_help_panel=MODELS)
 def doctor(
     model: Model,
     input: Annotated[
@@ -24,19 +27,21 @@ def doctor(
     ] = "random",
     weights: Weights = None,
     model_arg: ModelArguments = None,
-    samples: Annotated[int, typer.Option(min=1, help="Samples to run the model on.")] = 8,
-    tokens: Annotated[int, typer.Option(help="Length of random token ids.")] = 32,
+    samples: Annotated[int, typer.Option(metavar="N", min=1, help="Samples to run the model on.")] = 8,
+    tokens: Annotated[int, typer.Option(metavar="N", help="Length of random token ids.")] = 32,
     trained: Annotated[
-        bool | None, typer.Option("--trained/--fresh", help="By default the norms of the model tell.")
+        bool | None, typer.Option("--trained/--fresh", help="Whether MODEL is trained; by default its norms tell.")
     ] = None,
-    jacobian: Annotated[bool, typer.Option("--jacobian", help="Also measure kappa(J) of every head: minutes.")] = False,
+    jacobian: Annotated[
+        bool, typer.Option("--jacobian", help="Also measure kappa(J) of every head, which takes minutes.")
+    ] = False,
     seed: Seed = 0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON to write.")] = None,
     html: Annotated[Path | None, typer.Option(help="HTML page to write.")] = None,
     force: Force = False,
 ) -> None:
-    """What is wrong with the attention of MODEL, the line that mends it, and what our records say about that line."""
+    """Say what is wrong with the attention of MODEL, and which line of code mends it; seconds."""
     from wellcond.cli.checks import check_input
 
     check_input(input, tokens=tokens)
@@ -58,19 +63,20 @@ def doctor(
     if json:
         typer.echo(found.to_json())
     else:
-        _print(found.to_text())
+        _print(found)
     for path, text in ((output, found.to_json() + "\n" if output else ""), (html, found.to_html() if html else "")):
         if path is not None:
             write_output(path, text, force=force)
             typer.echo(f"wrote {path}", err=json)
 
 
-def _print(text: str) -> None:
-    """Text of at most 100 columns, with the words that begin a line in colour."""
+def _print(found: Diagnosis) -> None:
+    """Text of at most 100 columns, less in a narrower terminal, with the words that begin a line in colour."""
     from rich.console import Console
     from rich.text import Text
 
-    shown = Text(text)
+    console = Console(soft_wrap=True, highlight=False)
+    shown = Text(found.to_text(width=min(100, console.width) if console.is_terminal else 100))
     for word, style in STYLES.items():
         shown.highlight_regex(rf"(?m)^(?:\d+\.|  ) {word}:", style)
-    Console(soft_wrap=True, highlight=False).print(shown)
+    console.print(shown)

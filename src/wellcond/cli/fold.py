@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wellcond.cli.app import Force, Model, ModelArguments, Output, app
+from wellcond.cli.app import MODELS, Force, Model, ModelArguments, Output, app
 from wellcond.cli.checks import check_outputs, check_weights
 from wellcond.errors import WeightError, WellcondError
 from wellcond.models import build_model, check_model, parse_values
@@ -16,16 +16,18 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-@app.command("fold")
+@app.command("fold", rich_help_panel=MODELS)
 def fold(
     model: Model,
     output: Output,
     weights: Annotated[Path, typer.Option(help="Checkpoint of a conditioned model.")],
-    ema: Annotated[bool, typer.Option("--ema", help="The moving average in a file of timm's train script.")] = False,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="Take the EMA weights of a checkpoint of timm's train script.")
+    ] = False,
     model_arg: ModelArguments = None,
     force: Force = False,
 ) -> None:
-    """Merge the correction that a conditioned checkpoint names into its weights, and write a plain checkpoint."""
+    """Fold the correction of a conditioned checkpoint into its weights, and write a plain checkpoint."""
     arguments = parse_values(model_arg or [])
     check_model(model, arguments)
     check_outputs([output], force=force, suffix=".safetensors")

@@ -7,25 +7,30 @@ from typing import Annotated
 
 import typer
 
-from wellcond.cli.app import Cpu, Jobs, Json, Overrides, Quiet, app, need_train_extra
+from wellcond.cli.app import EXPERIMENTS, Cpu, Jobs, Json, Overrides, Quiet, app, need_train_extra
 from wellcond.cli.checks import check_is_folder, read_jobs, read_seeds
 from wellcond.errors import check_choice
 
 
-@app.command("glue")
+@app.command("glue", rich_help_panel=EXPERIMENTS)
 def glue(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run of masked language modelling, or a comparison.")],
-    tasks: Annotated[str | None, typer.Option(help="Comma-separated, such as cola,sst2; all eight by default.")] = None,
-    seeds: Annotated[str, typer.Option(help="Of fine-tuning: how many, from 0; or a list such as 3,4,7.")] = "1",
+    tasks: Annotated[str | None, typer.Option(metavar="LIST", help="Such as cola,sst2; all eight by default.")] = None,
+    seeds: Annotated[
+        str, typer.Option(metavar="SEEDS", help="Seeds of fine-tuning: a number, or a list such as 3,4,7.")
+    ] = "1",
     set: Overrides = None,
     data: Annotated[
-        Path | None, typer.Option(help="Folder with cola/train.tsv and so on; the hub or its mirror by default.")
+        Path | None, typer.Option(help="Folder with cola/train.tsv and so on; by default the hub or its mirror.")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=0, help="Rows of a split; 0: all. By default 3000 at scale tiny, else all.")
+        int | None,
+        typer.Option(
+            metavar="N", min=0, help="Rows of each split; 0 means all. By default 3000 at scale tiny, else all."
+        ),
     ] = None,
     base: Annotated[
-        Path | None, typer.Option(help="Folder of the recipe of pre-training, if it has relative paths.")
+        Path | None, typer.Option(help="Folder that relative paths in the pre-training recipe start from.")
     ] = None,
     jobs: Jobs = "auto",
     cpu: Cpu = False,
@@ -35,7 +40,7 @@ def glue(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Fine-tune a pre-trained model on the tasks of GLUE and score it; the same command resumes it.
+    """Fine-tune a pre-trained model on GLUE and score it; the same command resumes.
 
     Corrections of a conditioned model are folded into its weights first.
     """

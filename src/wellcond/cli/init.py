@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from wellcond.cli.app import Force, Model, ModelArguments, Output, Seed, Weights, app
+from wellcond.cli.app import MODELS, Force, Model, ModelArguments, Output, Seed, Weights, app
 from wellcond.cli.checks import check_input, check_outputs, check_weights
 from wellcond.errors import WellcondError
 from wellcond.models import build_model, check_model, parse_values
@@ -19,15 +19,16 @@ class MethodError(WellcondError, ValueError):
     """An initialisation that cannot be done with the options given."""
 
 
-@app.command("init")
+@app.command("init", rich_help_panel=MODELS)
 def init(
     model: Model,
     output: Output,
     method: Annotated[
         str,
         typer.Option(
+            metavar="NAME",
             help="conditioned, calibrated, orthogonal, gaussian, mimetic, nanochat, small, t_fixup, weight_selection "
-            "or default"
+            "or default.",
         ),
     ] = "conditioned",
     weights: Weights = None,
@@ -38,7 +39,9 @@ def init(
     teacher_weights: Annotated[Path | None, typer.Option(help="Checkpoint of the teacher.")] = None,
     input: Annotated[
         str | None,
-        typer.Option("--input", metavar="INPUT", help="Of calibrated: digits, random, a FOLDER of images or FILE.npy"),
+        typer.Option(
+            "--input", metavar="INPUT", help="Data for calibrated: digits, random, a FOLDER of images, or FILE.npy."
+        ),
     ] = None,
     model_arg: ModelArguments = None,
     seed: Seed = 0,
@@ -52,11 +55,11 @@ def init(
     if teacher is not None:
         check_model(teacher, {})
     if (teacher is None) == (method == "weight_selection"):
-        raise typer.BadParameter("--teacher MODEL and --method weight_selection go together; give both or neither")
+        raise typer.BadParameter("--teacher is for --method weight_selection, which needs it; give both or neither")
     if teacher is None and teacher_weights is not None:
-        raise typer.BadParameter("--teacher-weights are those of --teacher MODEL; give it too")
+        raise typer.BadParameter("--teacher-weights needs --teacher MODEL; give both")
     if (input is None) == (method == "calibrated"):
-        raise typer.BadParameter("--input INPUT and --method calibrated go together; give both or neither")
+        raise typer.BadParameter("--input is for --method calibrated, which needs it; give both or neither")
     if input is not None:
         check_input(input)
     import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -188,7 +189,7 @@ def _folder(reads: Reads, folder: Path, samples: int) -> tuple[Tensor, str]:
         raise MissingExtraError("pillow", "vision") from error
     if channels not in (1, 3):
         raise InputError(f"--input {folder}: expected a model of 1 or 3 channels, found {channels}. Use a .npy file")
-    files = sorted(f for f in folder.iterdir() if f.suffix.lower() in IMAGE_SUFFIXES and f.is_file())
+    files = images_in(folder)
     if len(files) < samples:
         raise InputError(
             f"--input {folder}: expected at least {samples} images ({', '.join(IMAGE_SUFFIXES)}), found {len(files)}. "
@@ -205,10 +206,21 @@ def _folder(reads: Reads, folder: Path, samples: int) -> tuple[Tensor, str]:
         pixels = torch.from_numpy(np.array(resized, dtype=np.float32)) / 255
         pictures.append(pixels.view(height, width, channels).permute(2, 0, 1))
     mean, std = (_per_channel(numbers, channels) for numbers in (reads.mean, reads.std))
-    names = ", ".join(file.name for file in files[: min(samples, 3)]) + (", ..." if samples > 3 else "")
+    names = ", ".join(str(file.relative_to(folder)) for file in files[: min(samples, 3)]) + (
+        ", ..." if samples > 3 else ""
+    )
     text = f"{samples} images of {folder} ({names}) resized to {_times((channels, height, width))}, "
     text += f"mean {mean.flatten().tolist()}, std {std.flatten().tolist()}"
     return (torch.stack(pictures) - mean) / std, text
+
+
+def images_in(folder: Path, *, depth: int = 2) -> list[Path]:
+    """Images of a folder, sorted; of a folder of folders, the first of each class, then the second of each."""
+    own = sorted(file for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file())
+    if own or not depth:
+        return own
+    classes = [images_in(place, depth=depth - 1) for place in sorted(folder.iterdir()) if place.is_dir()]
+    return [file for row in itertools.zip_longest(*classes) for file in row if file is not None]
 
 
 def _per_channel(numbers: tuple[float, ...], channels: int) -> Tensor:
@@ -222,7 +234,7 @@ def _array(reads: Reads, path: Path, samples: int) -> tuple[Tensor, str]:
         array = np.load(path, allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise InputError(
-            f"{path}: expected an array of numbers saved by numpy.save (pickles are refused): {error}"
+            f"{path}: expected an array of numbers saved by numpy.save (pickles are not loaded): {error}"
         ) from error
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiu":
         found = array.dtype if isinstance(array, np.ndarray) else type(array).__name__

@@ -6,22 +6,24 @@ from typing import Annotated
 
 import typer
 
-from wellcond.cli.app import MODEL_HELP, ModelArguments, Seed, Weights, app
+from wellcond.cli.app import MODEL_HELP, MODELS, ModelArguments, Seed, Weights, app
 from wellcond.cli.checks import check_weights, describe_spec
 from wellcond.errors import check_choice
 from wellcond.models import check_model, parse_values
 
 
-@app.command("inspect")
+@app.command("inspect", rich_help_panel=MODELS)
 def inspect(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
     weights: Weights = None,
     model_arg: ModelArguments = None,
     seed: Seed = 0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    zoo: Annotated[str | None, typer.Option(help="Walk a whole library instead: timm or hf.")] = None,
+    zoo: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Instead of one model, all of a library: timm or hf.")
+    ] = None,
 ) -> None:
-    """Table of every attention: layer, kind, heads, dims, arrangement, condition numbers of W_Q, W_K, W_V."""
+    """List every attention of MODEL: kind, heads, widths, layout, condition numbers of W_Q, W_K, W_V."""
     if (model is None) == (zoo is None):
         raise typer.BadParameter("give either a MODEL or --zoo timm|hf")
     if model is None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from wellcond.cli.app import Force, Model, ModelArguments, Seed, Weights, app
+from wellcond.cli.app import MODELS, Force, Model, ModelArguments, Seed, Weights, app
 from wellcond.cli.checks import check_input, check_outputs, check_weights, describe_spec
 from wellcond.errors import WellcondError, check_choice
 from wellcond.models import check_model, parse_values
@@ -22,33 +22,42 @@ class MeasureError(WellcondError, ValueError):
     """Options that do not fit the model or each other."""
 
 
-@app.command("measure")
+@app.command("measure", rich_help_panel=MODELS)
 def measure(
     model: Model,
     input: Annotated[
         str,
         typer.Option("--input", metavar="INPUT", help="digits, random, a FOLDER of images (png, jpg), or FILE.npy"),
     ] = "random",
-    layers: Annotated[str, typer.Option(help="all, or numbers such as 0,5,11 in the order of inspect.")] = "all",
-    heads: Annotated[str, typer.Option(help="all, or numbers of key/value heads such as 0,1.")] = "all",
-    convention: Annotated[str, typer.Option(help="wide (the Jacobian) or stack (the papers' matrix)")] = "wide",
-    kappa: Annotated[str, typer.Option(help="strict, or pseudo (over non-zero singular values)")] = "strict",
-    samples: Annotated[int, typer.Option(help="Samples (or windows) to measure.")] = 1,
-    combine: Annotated[str, typer.Option(help="mean (one by one) or stack (one Jacobian of all samples)")] = "mean",
-    method: Annotated[str, typer.Option(help="auto, dense, gram, cholesky or implicit")] = "auto",
-    biases: Annotated[bool, typer.Option("--biases/--no-biases", help="Biases count as parameters.")] = False,
-    tokens: Annotated[int, typer.Option(help="Length of random token ids.")] = 32,
+    layers: Annotated[
+        str, typer.Option(metavar="LIST", help="all, or numbers such as 0,5,11, as inspect lists them.")
+    ] = "all",
+    heads: Annotated[str, typer.Option(metavar="LIST", help="all, or numbers of key/value heads such as 0,1.")] = "all",
+    convention: Annotated[
+        str, typer.Option(metavar="NAME", help="wide (the Jacobian) or stack (the papers' matrix).")
+    ] = "wide",
+    kappa: Annotated[
+        str, typer.Option(metavar="NAME", help="strict, or pseudo (over non-zero singular values).")
+    ] = "strict",
+    samples: Annotated[int, typer.Option(metavar="N", help="Samples (or windows) to measure.")] = 1,
+    combine: Annotated[
+        str, typer.Option(metavar="NAME", help="mean (one by one) or stack (one Jacobian of all samples).")
+    ] = "mean",
+    method: Annotated[str, typer.Option(metavar="NAME", help="auto, dense, gram, cholesky or implicit.")] = "auto",
+    biases: Annotated[bool, typer.Option("--biases", help="Count biases as parameters.")] = False,
+    tokens: Annotated[int, typer.Option(metavar="N", help="Length of random token ids.")] = 32,
     weights: Weights = None,
     model_arg: ModelArguments = None,
     seed: Seed = 0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON report to write.")] = None,
     html: Annotated[Path | None, typer.Option(help="HTML page to write.")] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="File that notes every measured head; the same command resumes from it.")
+        Path | None,
+        typer.Option(help="File in which every measured head is recorded; the same command resumes from it."),
     ] = None,
     force: Force = False,
 ) -> None:
-    """Condition numbers of weights and Jacobians, attention and verdicts of every head, on an input."""
+    """Measure every head on an input: condition numbers of weights and Jacobian, attention entropy, a verdict."""
     check_choice("convention", convention, CONVENTIONS)
     check_choice("kappa", kappa, KAPPAS)
     check_choice("combine", combine, COMBINES)

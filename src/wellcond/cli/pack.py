@@ -7,16 +7,18 @@ from typing import Annotated
 
 import typer
 
-from wellcond.cli.app import app
+from wellcond.cli.app import PAPERS, app
 from wellcond.cli.checks import check_is_folder
 
 
-@app.command("pack")
+@app.command("pack", rich_help_panel=PAPERS)
 def pack(
-    folder: Annotated[Path, typer.Argument(help="Full runs of wellcond compare or train, at any depth; they stay.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Full runs of wellcond compare or train, at any depth; they are kept.")
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write to, laid out in the same way.")],
 ) -> None:
-    """Write one small file for each run, and a report without figures; every table stays the same.
+    """Pack runs into one small file each, with a report without figures; all tables stay the same.
 
     `wellcond report`, `claims` and `reproduce --records` read both forms. A packed comparison in OUTPUT is replaced.
     """

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from wellcond.cli.app import Json, app, need_train_extra
+from wellcond.cli.app import EXPERIMENTS, Json, app, need_train_extra
 
 
-@app.command("recipes")
+@app.command("recipes", rich_help_panel=EXPERIMENTS)
 def recipes(json: Json = False) -> None:
     """List the recipes that ship with wellcond."""
     need_train_extra()

@@ -8,23 +8,25 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from wellcond.cli.app import app
+from wellcond.cli.app import EXPERIMENTS, app
 from wellcond.cli.checks import check_is_folder
 
 
-@app.command("report")
+@app.command("report", rich_help_panel=EXPERIMENTS)
 def report(
     folder: Annotated[Path, typer.Argument(help="A comparison, or a folder with several.")],
-    pictures: Annotated[bool, typer.Option("--pictures/--no-pictures", help="Draw figures and make the page.")] = True,
+    pictures: Annotated[bool, typer.Option("--pictures/--no-pictures", help="Draw figures and build the page.")] = True,
     tolerance: Annotated[
         float | None,
         typer.Option(
             min=0.0,
-            help="Loss within which a tuned value counts as good; by default 2 points of a percentage, 2 % of others.",
+            metavar="X",
+            help="How far from the best score a tuned value counts as good; by default 2 percentage points, or 2 % of "
+            "other scores.",
         ),
     ] = None,
 ) -> None:
-    """Rebuild tables, figures and the page from the records."""
+    """Rebuild tables, figures and the page of a comparison from its records."""
     check_is_folder(folder)
     print_report(folder, pictures=pictures, tolerance=tolerance)
 

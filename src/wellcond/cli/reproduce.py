@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from wellcond.cli.app import Cpu, Jobs, Json, Overrides, Quiet, Seeds, app, need_train_extra
+from wellcond.cli.app import PAPERS, Cpu, Jobs, Json, Overrides, Quiet, Seeds, app, need_train_extra
 from wellcond.cli.checks import check_folder, check_is_folder, read_jobs, read_seeds
 from wellcond.errors import WellcondError, check_choice
 
@@ -17,24 +17,26 @@ if TYPE_CHECKING:
     from wellcond.lab.reproduce.plan import Plan, PlannedStudy
 
 
-@app.command("reproduce")
+@app.command("reproduce", rich_help_panel=PAPERS)
 def reproduce(
     id: Annotated[
         str | None, typer.Argument(metavar="[ID]", help="Table, figure or ablation: C-T1, S-F2, A-scale.")
     ] = None,
     list_all: Annotated[
-        bool, typer.Option("--list", help="Show every id, what it needs, and if it can run here.")
+        bool, typer.Option("--list", help="List every id, what it needs, and whether it can run here.")
     ] = False,
-    scale: Annotated[str, typer.Option(help="tiny (CPU, minutes), small (one GPU, hours) or paper.")] = "tiny",
+    scale: Annotated[
+        str, typer.Option(metavar="NAME", help="tiny (CPU, minutes), small (one GPU, hours) or paper.")
+    ] = "tiny",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and its cost; run nothing.")] = False,
     records: Annotated[
         Path | None, typer.Option(help="Print from committed records, such as results; run nothing.")
     ] = None,
-    methods: Annotated[str | None, typer.Option(help="Only these of its methods, and default.")] = None,
+    methods: Annotated[str | None, typer.Option(metavar="LIST", help="Only these methods, and default.")] = None,
     seeds: Seeds = None,
     set: Overrides = None,
     data: Annotated[
-        Path | None, typer.Option(help="Mirror of data sets (as WELLCOND_DATA), or images in train/ and val/.")
+        Path | None, typer.Option(help="Mirror of datasets (as WELLCOND_DATA), or images in train/ and val/.")
     ] = None,
     folder: Annotated[
         Path | None, typer.Option("--folder", "-o", help="Where to write; reproduce/SCALE by default.")
@@ -44,7 +46,7 @@ def reproduce(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run what is missing of a table or figure of the papers, and print the paper's numbers beside ours."""
+    """Run what is missing for a table or figure of the papers, and print the paper's numbers beside ours."""
     if list_all == (id is not None):
         raise typer.BadParameter("give either an ID or --list")
     need_train_extra()
@@ -62,7 +64,7 @@ def reproduce(
     from wellcond.lab.methods import split_methods
     from wellcond.lab.reproduce.listing import list_entries, list_table, plan_table
     from wellcond.lab.reproduce.outcome import outcome_tables, write_outcome
-    from wellcond.lab.reproduce.plan import Wishes, make_plan
+    from wellcond.lab.reproduce.plan import PlanOptions, make_plan
     from wellcond.lab.reproduce.stored import Collection
 
     images = _use_data(data)
@@ -77,7 +79,7 @@ def reproduce(
         _show(outcome_tables(known, entry, scale, Collection(records, committed=True)), as_json=json, quiet=quiet)
         return
     asked = None if methods is None else tuple(split_methods(methods))
-    plan = make_plan(known, entry, scale, Wishes(home, numbers, asked, tuple(set or ()), images, cpu))
+    plan = make_plan(known, entry, scale, PlanOptions(home, numbers, asked, tuple(set or ()), images, cpu))
     if dry_run:
         _show([plan_table(plan, _cpu_workers(jobs))], as_json=json, quiet=quiet)
         return
@@ -109,7 +111,7 @@ def _cpu_workers(jobs: str) -> int:
 
 
 def _check_can_run(plan: Plan, *, cpu: bool) -> None:
-    """Refuse what needs a GPU where there is none, unless it is asked for; missing data are refused by the runs.
+    """Raise for what needs a GPU where there is none, unless --cpu is given; runs check their data themselves.
 
     Raises: WellcondError.
     """

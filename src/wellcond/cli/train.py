@@ -12,13 +12,13 @@ from wellcond.cli.checks import OptionError, check_experiment, data_overrides
 from wellcond.errors import WellcondError
 
 
-@cli.app.command("train")
+@cli.app.command("train", rich_help_panel=cli.EXPERIMENTS)
 def train(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Name of a shipped recipe, or FILE.yaml.")],
     method: Annotated[
-        str | None, typer.Option(help="Such as conditioned, identity(lam=2) or conditioned+balanced.")
+        str | None, typer.Option(metavar="NAME", help="Such as conditioned, identity(lam=2) or conditioned+balanced.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of everything random.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of everything random.")] = 0,
     scale: cli.ScaleOption = None,
     set: cli.Overrides = None,
     data: cli.Data = None,
@@ -34,7 +34,12 @@ def train(
     cli.need_train_extra()
     overrides = [*data_overrides(data, input, label), *(set or [])]
     check_experiment(recipe, scale=scale, overrides=overrides, folder=folder)
+    if data is not None:
+        from wellcond.cli.own_data import fit_to_data
+
+        overrides += fit_to_data(recipe, scale=scale, overrides=overrides, quiet=quiet or json)
     from wellcond.cli import runs
+    from wellcond.cli.cleanup import removing_untrained
     from wellcond.lab.load_recipe import load_recipe
     from wellcond.lab.methods import parse_methods
     from wellcond.lab.train.run import Job
@@ -46,7 +51,7 @@ def train(
     chosen = loaded.at_tuned(asked[0])
     place = folder or Path("runs") / f"{loaded.name}-{loaded.scale}" / chosen.slug / f"seed{seed}"
     job = Job(loaded, chosen, seed, place, base=base, cpu=cpu, local_code=trust_local_code)
-    with runs.leaving_together():
+    with runs.leaving_together(), removing_untrained(place):
         outcome = runs.run_jobs([job], 1, quiet=quiet or json)
     known = bool(outcome.failures) and not outcome.crashed
     if known and not json:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from wellcond.cli.checks import OptionError
+from wellcond.cli.cleanup import removing_untrained
 from wellcond.cli.compare import Request
 from wellcond.cli.comparison import Comparison
 from wellcond.cli.console import make_console, print_table
@@ -42,7 +43,6 @@ def run_tuned_compare(request: Request) -> int:
     comparison.methods = tuple(recipe.at_tuned(m, but=[field.name for field in fields]) for m in comparison.methods)
     _check(plan, comparison)
     plan = join_former(plan)
-    comparison.describe()
     silent = request.silent or not is_first_process()
     if not silent:
         _tell_plan(plan, comparison)
@@ -60,7 +60,8 @@ def run_tuned_compare(request: Request) -> int:
         if is_first_process():
             known.update(write_tuning(plan, searches, metric_of(searches), seeds))
 
-    with leaving_together():
+    with leaving_together(), removing_untrained(comparison.folder):
+        comparison.describe()
         searches, stopped = search(plan, comparison.methods, run, note)
         if stopped is None:
             if not silent:

@@ -45,7 +45,7 @@ def render_diagnosis(diagnosis: Diagnosis) -> str:
         severities=SEVERITIES,
         columns=[TITLES.get(title, title) for title in shown],
         rows=[_row(diagnosis, layer, list(shown.values())) for layer in diagnosis.layers],
-        legend=legend(diagnosis),
+        legend=legend(diagnosis, shown),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from wellcond.errors import WellcondError
 from wellcond.files import json_ready
+from wellcond.frames import make_frame
 from wellcond.records import restore
 
 SCHEMA = 1
@@ -166,6 +167,18 @@ class Diagnosis:
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
         return dataclasses.asdict(self)
+
+    def to_frame(self) -> Any:
+        """One row per layer as a `pandas.DataFrame`, with the kinds of findings that are about it.
+
+        Raises: MissingExtraError if pandas is not installed.
+        """
+        rows = [
+            dataclasses.asdict(layer)
+            | {"findings": ", ".join(finding.kind for finding in self.findings if layer.name in finding.layers)}
+            for layer in self.layers
+        ]
+        return make_frame(rows, self.run)
 
     def to_json(self, *, indent: int | None = 2) -> str:
         """`to_dict` as JSON; infinities and NaN as text, since JSON has none."""

@@ -160,8 +160,8 @@ def _words(case: Case) -> Finding | None:
     return _finding(
         "words",
         "warning",
-        f"Word embeddings are short for this width: length {length:.2g} (0.55 in GPT-2 small), which what the blocks "
-        "add soon drowns.",
+        f"Word embeddings are short for this width: length {length:.2g} (0.55 in GPT-2 small), so that what the blocks "
+        "add soon outweighs them.",
         [],
         length,
         scale_line([f"{name}.weight" for name in case.tokens.embeddings], two_digits(WORD_LENGTH / length)),
@@ -186,8 +186,8 @@ def _value_scale(case: Case) -> Finding | None:
     return _finding(
         "value-scale",
         "warning",
-        f"W_V starts at scale {bad[0].scale_v:.2g} under a causal mask ({some_of(bad)}): an average of the past drowns "
-        "the token it is added to.",
+        f"W_V starts at scale {bad[0].scale_v:.2g} under a causal mask ({some_of(bad)}): an average of the past "
+        "outweighs the token it is added to.",
         bad,
         bad[0].scale_v,
         f"for site in wc.find_attention(model): site.v.write_({factor:g} * site.v.read_raw())",
@@ -234,8 +234,8 @@ def _stream(case: Case) -> Finding | None:
     return _finding(
         "stream",
         "warning",
-        f"Attention and MLP add up to {worst:.2g} times what their block receives (at {some_of(bad)}): the tokens "
-        "drown.",
+        f"Attention and MLP add up to {worst:.2g} times what their block receives (at {some_of(bad)}): little is left "
+        "of the tokens themselves.",
         bad,
         worst,
         remedy,

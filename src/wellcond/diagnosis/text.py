@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections.abc import Collection
 
 from wellcond.diagnosis.phrases import count
 from wellcond.diagnosis.records import Diagnosis, Finding, LayerFacts
@@ -21,11 +22,16 @@ COLUMNS: dict[str, str] = {
     "mlp": "mlp_share",
     "kappa(J)": "kappa_jacobian",
 }
-LEGEND = (
-    "kappa(X): condition number of the tokens that enter; logits: their standard deviation; entropy: 1 is uniform; "
-    "diag: probability of a token for itself; Q to O: sigma sqrt(fan_in); attn, mlp: what they add, relative to the "
-    "stream."
-)
+LEGEND = {
+    "kappa(X)": "kappa(X): condition number of the tokens that enter",
+    "logits": "logits: their standard deviation",
+    "entropy": "entropy: 1 is uniform",
+    "diag": "diag: probability of a token for itself",
+    "Q": "Q to O: sigma sqrt(fan_in)",
+    "attn": "attn, mlp: what they add, relative to the stream",
+    "kappa(J)": "kappa(J): condition number of the Jacobian, the worst head",
+}
+"""By the first column that an entry is about."""
 NARROWEST = 14
 """For names of layers; where there is less, columns are left out."""
 LEAST = ("diag", "mlp", "O", "K", "entropy")
@@ -37,13 +43,17 @@ def show_diagnosis(diagnosis: Diagnosis, width: int) -> str:
     parts = ["\n".join(_wrap(line, width) for line in heading(diagnosis))]
     parts += [_show_finding(number, finding, width) for number, finding in enumerate(diagnosis.findings, 1)]
     parts += [_wrap(f"not understood: {' '.join(refusal.split())}", width) for refusal in diagnosis.not_understood]
-    return "\n\n".join([*parts, _table(diagnosis, width), "\n".join(_wrap(line, width) for line in legend(diagnosis))])
+    table = _table(diagnosis, width)
+    shown = table.partition("\n")[0].split()
+    return "\n\n".join([*parts, table, "\n".join(_wrap(line, width) for line in legend(diagnosis, shown))])
 
 
-def legend(diagnosis: Diagnosis) -> list[str]:
-    """What the columns and names mean."""
+def legend(diagnosis: Diagnosis, columns: Collection[str]) -> list[str]:
+    """What the columns that are shown, and names in the findings, mean."""
     used = any("wc." in finding.remedy for finding in diagnosis.findings)
-    return [LEGEND, *(["wc: import wellcond as wc. Records: files of wellcond's repository."] if used else [])]
+    entries = "; ".join(text for column, text in LEGEND.items() if column in columns)
+    names = "wc is wellcond (import wellcond as wc); records are files in wellcond's repository."
+    return [*([f"{entries}."] if entries else []), *([names] if used else [])]
 
 
 def heading(diagnosis: Diagnosis) -> list[str]:

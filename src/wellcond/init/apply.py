@@ -20,7 +20,7 @@ import wellcond.init.whole_blocks  # noqa: F401  (each registers its methods)
 from wellcond.attention.checks import check_writable, choose_projections, choose_sites
 from wellcond.attention.distributed import find_ddp, is_distributed, reshard_, unwrap
 from wellcond.attention.site import AttentionSite
-from wellcond.errors import EvidenceWarning, UnknownChoiceError, check_choice
+from wellcond.errors import EvidenceWarning, UnknownChoiceError, check_method
 from wellcond.init.options import check_values
 from wellcond.init.plan import CHECKS, METHODS, InitContext, Write, checked
 
@@ -40,8 +40,8 @@ def init_(
 
     Everything is planned before anything is written: an error leaves the model as it was.
 
-    Weights that several processes hold together (FSDP2, tensor parallelism), or that each holds (DDP), become those
-    that the first process draws, the same as on one process; every process must call this.
+    Sharded weights (FSDP2, tensor parallelism) and replicated ones (DDP) become those that rank 0 draws, the same as in
+    a single process; every rank must call this.
 
     Args:
         model: any model whose attention `find_attention` recognises.
@@ -72,7 +72,7 @@ def init_(
 
     Reference: Saratchandran and Lucey, Conditioned Initialization for Attention, section 3.3.
     """
-    check_choice("initialisation method", method, sorted(METHODS))
+    check_method("init_", method, sorted(METHODS))
     check_options(method, options)
     inner = unwrap(model)
     reshard_(inner)
@@ -98,7 +98,7 @@ def _warn_of_values(method: str, options: dict[str, Any], sites: Sequence[Attent
     avoid = "projections='qk'" + (" or value_scale='default'" if "value_scale" in given else "")
     warnings.warn(
         f"init_(model, {method!r}) starts W_V at scale 1, and {causal.name or 'the model'} is causal: an average of "
-        "the past then drowns the token that it is added to. A small GPT-2 had perplexity 56.6 with 'conditioned', "
+        "the past then outweighs the token that it is added to. A small GPT-2 had perplexity 56.6 with 'conditioned', "
         f"44.6 with it on Q and K alone and 45.7 by default (results/evidence/causal). Use {avoid}.",
         EvidenceWarning,
         stacklevel=3,

@@ -223,7 +223,7 @@ def _share_factors(signals: Signals, share: float | None, draft: _Draft) -> Iter
 
 
 def _agreed(factor: float, parameter: Tensor) -> float:
-    """The first process's factor, where several hold the parameter together."""
+    """The factor of rank 0, where the parameter is sharded."""
     return float(_shared(torch.tensor(factor, dtype=torch.float64), parameter))
 
 

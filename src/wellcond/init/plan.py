@@ -135,9 +135,9 @@ def head_write(site: AttentionSite, role: str, values: Tensor) -> HeadWrite:
 
 
 def checked(writes: Iterable[Write], shared: Tensor | None = None) -> Iterator[Write]:
-    """Pass planned writes through, refusing values that are not finite.
+    """Pass planned writes through; raise WeightError for values that are not finite.
 
-    Of a model that several processes hold together, all take the values of the first, and keep their own part only.
+    In a sharded model every rank takes the values of rank 0, and keeps only its own part.
 
     Args:
         writes: what is planned.

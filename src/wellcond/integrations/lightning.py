@@ -48,10 +48,10 @@ class WellcondCallback(pl.Callback):
     """Initialises and conditions the attention of a LightningModule, measures it while it trains, and logs.
 
     `fit` prepares the network once, before the optimiser is made and before ``ckpt_path`` is loaded. Checkpoints hold
-    effective weights: `load_from_checkpoint` gives a plain module that computes the same. The raw weights lie beside,
-    and ``fit(ckpt_path=...)`` with this callback goes on from them. (Where a strategy shards the module, checkpoints
-    hold the raw weights only; use `export`.) Summaries go to every logger of the trainer, and each head at each step is
-    a line of ``wellcond.jsonl`` in the log folder. Measuring does not change the training.
+    effective weights: `load_from_checkpoint` gives a plain module that computes the same. The raw weights are stored
+    beside them, and ``fit(ckpt_path=...)`` with this callback resumes from these. (Where a strategy shards the module,
+    checkpoints hold the raw weights only; use `export`.) Summaries go to every logger of the trainer, and each head at
+    each step is a line of ``wellcond.jsonl`` in the log folder. Measuring does not change the training.
 
     Args:
         init: a method of `init_`, or ``{"method": ..., **options}``. Leave it out for weights that were loaded.
@@ -107,13 +107,13 @@ class WellcondCallback(pl.Callback):
         if former is not None and former != choices:
             raise ValueError(
                 f"this module was prepared with init={former[0]!r}, condition={former[1]!r} by an earlier fit, and is "
-                f"now asked for init={self.init!r}, condition={self.condition!r}; leave them out to go on as it is, or "
-                "build the module anew"
+                f"now asked for init={self.init!r}, condition={self.condition!r}; leave them out to train it as it is, "
+                "or build the module again"
             )
         if former is not None and self.condition is not None and not is_conditioned(network):
             raise ValueError(
                 "this module was conditioned by an earlier fit and folded since; leave init and condition out to train "
-                "it as it is, or call wellcond.condition_ on it to go on with a correction of the folded weights"
+                "it as it is, or call wellcond.condition_ on it to train with a correction of the folded weights"
             )
         if former is None:
             apply_choices(network, self.init, self.condition)
@@ -131,7 +131,7 @@ class WellcondCallback(pl.Callback):
             raise ValueError(f"network: expected a part of the module ({parts}), got {self.network!r}") from error
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Measure step 0, or go on where a checkpoint was written."""
+        """Measure step 0, or resume at the step of a checkpoint."""
         if not self.measure:
             return
         folder = trainer.log_dir or trainer.default_root_dir
@@ -201,9 +201,9 @@ class WellcondCallback(pl.Callback):
 
 
 def export(pl_module: nn.Module, path: str | os.PathLike[str], *, network: str = "") -> None:
-    """Write the effective weights of a network as safetensors, under the network's own names; it goes on as it is.
+    """Write the effective weights of a network as safetensors, under its own names; it is not changed.
 
-    Of a model that several processes hold together every process must call this, and the first one writes.
+    If the model is sharded, every rank must call this, and rank 0 writes.
 
     Raises: WeightError if the file cannot be written there.
     """
@@ -234,7 +234,7 @@ def _load_raw(pl_module: Any, checkpoint: dict[str, Any]) -> None:
             "the checkpoint was written under another conditioning; nothing was loaded.\n"
             f"  expected (the checkpoint): {saved['conditioning']}\n"
             f"  got (this module):         {now or 'a plain model'}\n"
-            "  Give WellcondCallback the condition of the first run. To go on from the effective weights alone, load "
+            "  Give WellcondCallback the condition of the first run. To train from the effective weights alone, load "
             "them with load_from_checkpoint and fit without ckpt_path."
         )
     if saved is not None:

@@ -36,20 +36,32 @@ from wellcond.integrations.watch import Watch
 from wellcond.tracking import TrackPoint
 
 try:
-    from transformers import PreTrainedModel, Trainer, TrainerCallback
+    from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 except ImportError as error:
     raise MissingExtraError("transformers", "text") from error
 
 STATE = "wellcond"  # our entry in trainer_state.json
+CONSOLE = tuple(
+    f"wellcond/{name}"
+    for name in (
+        "pseudo_kappa_jacobian_worst",
+        "entropy",
+        "dead_heads",
+        "kappa_q_worst",
+        "kappa_k_worst",
+        "kappa_v_worst",
+    )
+)
+"""What tells most, in that order."""
 
 
 def prepare(model: nn.Module, *, init: Choice | None = None, condition: Choice | None = None) -> nn.Module:
     """Initialise and condition a model for `Trainer`, in place, and have its checkpoints hold effective weights.
 
     A checkpoint of a conditioned model then loads in plain `AutoModel.from_pretrained` and computes the same; the raw
-    weights lie beside, and `trainer.train(resume_from_checkpoint=...)` goes on from them. A model that is not a
-    `PreTrainedModel` is saved by `Trainer` itself, with raw weights and the key that names the correction: resume from
-    that, and `fold_` the model to publish it.
+    weights are stored beside them, and `trainer.train(resume_from_checkpoint=...)` resumes from these. A model that is
+    not a `PreTrainedModel` is saved by `Trainer` itself, with raw weights and the key that names the correction: resume
+    from that, and `fold_` the model to publish it.
 
     Args:
         model: as built; or loaded with `from_pretrained`, without `init`, which would overwrite what was loaded.
@@ -82,8 +94,8 @@ def _set_up_saving(model: nn.Module) -> None:
 def export(trained: nn.Module | Trainer, folder: str | os.PathLike[str]) -> None:
     """Write the effective weights alone, nothing to resume from, with config and tokenizer: to be published.
 
-    The model goes on as it is. A plain model is written as it is. Of a model that several processes hold together
-    (FSDP2) every process must call this, and the first one writes.
+    The model itself is not changed. A plain model is written as it is. If the model is sharded (FSDP2), every rank must
+    call this, and rank 0 writes.
 
     Raises: TypeError if there is no `save_pretrained` to write it with.
     """
@@ -110,8 +122,9 @@ class WellcondCallback(TrainerCallback):
     """Measures conditioning while `Trainer` trains, and logs it. The training is not changed.
 
     Summaries over heads (``wellcond/kappa_jacobian_worst``, ``wellcond/kappa_q_mean``, ``wellcond/entropy``, ...) go to
-    `trainer.state.log_history` and to everything in ``report_to``, and each head at each step is a line of
-    ``wellcond.jsonl`` in the output folder. Reporters are reached through the trainer, so use `add_to`.
+    `trainer.state.log_history` and to everything in ``report_to``; the console shows three of them. Each head at each
+    step is a line of ``wellcond.jsonl`` in the output folder. Reporters are reached through the trainer, so use
+    `add_to`.
 
     Args:
         batch: what the model is called with to measure it, kept for the whole run; by default the first samples of the
@@ -146,7 +159,7 @@ class WellcondCallback(TrainerCallback):
         return [] if self.watch is None else self.watch.tracker.points
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Measure step 0, or go on where a checkpoint was written."""
+        """Measure step 0, or resume at the step of a checkpoint."""
         model = unwrap(parts["model"])
         self._check_resumed(model, state)
         if is_conditioned(model):
@@ -170,7 +183,7 @@ class WellcondCallback(TrainerCallback):
         self._log(state)
 
     def _check_resumed(self, model: nn.Module, state: Any) -> None:
-        """Refuse to go on with another conditioning than the checkpoint's, which `Trainer` would only report."""
+        """Raise if the checkpoint is of another conditioning, which `Trainer` would only report."""
         now = conditionings(model)
         then = state.stateful_callbacks.get(STATE)
         if state.global_step and then is not None and then["conditioning"] != now:
@@ -230,10 +243,29 @@ class WellcondCallback(TrainerCallback):
         if trainer is not None:
             # Whoever logs ticks off Trainer's own log of this step, which has the loss.
             due = trainer.control.should_log
-            trainer.log(numbers)
+            _log_briefly(trainer, numbers)
             trainer.control.should_log = due
         else:
             state.log_history.append({**numbers, "epoch": state.epoch, "step": state.global_step})
+
+
+def _log_briefly(trainer: Trainer, numbers: dict[str, float]) -> None:
+    """Log numbers everywhere, and only the first three of `CONSOLE` on the console."""
+    handler = trainer.callback_handler
+    everyone = handler.callbacks
+    handler.callbacks = [one for one in everyone if not isinstance(one, (PrinterCallback, ProgressCallback))]
+    try:
+        trainer.log(numbers)  # which adds the epoch
+    finally:
+        consoles, handler.callbacks = [one for one in everyone if one not in handler.callbacks], everyone
+    shown = [name for name in CONSOLE if name in numbers][:3] + ["epoch"]
+    for console in consoles:
+        console.on_log(
+            trainer.args,
+            trainer.state,
+            trainer.control,
+            logs={name: numbers[name] for name in shown if name in numbers},
+        )
 
 
 @contextlib.contextmanager

@@ -120,7 +120,7 @@ def _summary(prefix: str, heads: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _keep_lines_until(file: Path, step: int) -> None:
-    """Remove what a cut-off run wrote after its checkpoint; a run that starts anew starts a new file."""
+    """Remove what an interrupted run wrote after its checkpoint; a run from the start starts a new file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     kept = []
     if step and file.exists():

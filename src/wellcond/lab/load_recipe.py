@@ -69,7 +69,7 @@ def load_recipe(
 
     Args:
         name_or_path: name of a shipped recipe, or a YAML file.
-        scale: of a shipped recipe; needed where a name exists at several.
+        scale: of a shipped recipe; by default the smallest at which it exists.
         overrides: ``path.to.field=value``, values in YAML.
 
     Raises: RecipeError that names the path, the value and what is allowed.
@@ -102,13 +102,12 @@ def read_recipe(name_or_path: str, *, scale: str | None = None, overrides: Seque
             f"no recipe {name_or_path!r}{suggest(name_or_path, sorted({recipe.name for recipe in shipped}))}. "
             "`wellcond recipes` lists them; a file of your own ends in .yaml"
         )
-    found = [recipe for recipe in named if scale in (None, recipe.scale)]
-    if len(found) != 1:
+    found = next((recipe for recipe in named if scale in (None, recipe.scale)), None)
+    if found is None:
         scales = ", ".join(recipe.scale for recipe in named)
-        asked = f", not at {scale!r}" if scale else ""
-        raise RecipeError(f"the recipe {name_or_path!r} exists at the scales {scales}{asked}: choose one with --scale")
-    where = f"{found[0].scale}/{found[0].name}"
-    return RecipeFields(_fields(found[0].text, where, overrides), where)
+        raise RecipeError(f"the recipe {name_or_path!r} exists at scale {scales}, not {scale!r}; correct --scale")
+    where = f"{found.scale}/{found.name}"
+    return RecipeFields(_fields(found.text, where, overrides), where)
 
 
 def parse_recipe(text: str, where: str, overrides: Sequence[str] = ()) -> Recipe:

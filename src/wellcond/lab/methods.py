@@ -349,7 +349,7 @@ def _read_call(text: str, node: ast.expr) -> Call:
         if not isinstance(argument, ast.keyword) or not all(word.isidentifier() for word in words):
             raise ValueError(f"expected options such as {EXAMPLES.get(name, 'lam=10')} in {part!r}, found {pair!r}")
         if key in options:
-            raise ValueError(f"the option {key!r} stands twice in {part!r}")
+            raise ValueError(f"the option {key!r} appears twice in {part!r}")
         options[key] = read_yaml(pair.partition("=")[2], f"{key} in {part!r}")
     return name, options
 

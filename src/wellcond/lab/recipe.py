@@ -221,13 +221,18 @@ class Recipe(Settings):
 WITHOUT_EFFECT = ("title", "description", "checkpoint", "logging")
 
 
-def config_hash(config: dict[str, Any]) -> str:
-    """16 hexadecimal digits that name what a run computes."""
+def with_effect(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a configuration that changes a run's numbers."""
     kept = {key: value for key, value in config.items() if key not in WITHOUT_EFFECT}
     kept["training"] = {key: value for key, value in kept["training"].items() if key != "workers"}
     # What a method sets is in the other parts of the configuration already.
     kept["method"] = {key: value for key, value in kept["method"].items() if key not in ("label", "set")}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+    return kept
+
+
+def config_hash(config: dict[str, Any]) -> str:
+    """16 hexadecimal digits that name what a run computes."""
+    return hashlib.sha256(json.dumps(with_effect(config), sort_keys=True).encode()).hexdigest()[:16]
 
 
 # `set(...)` of a method: fields of the recipe that one method changes for its own runs.

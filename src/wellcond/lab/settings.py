@@ -124,7 +124,7 @@ def divide_exactly(total: int, parts: int, what: str) -> int:
     return total // parts
 
 
-# YAML as plain data: no code, 1e-3 is a number, and a key that stands twice is an error.
+# YAML as plain data: no code, 1e-3 is a number, and a key that appears twice is an error.
 
 
 class _Loader(yaml.SafeLoader):
@@ -136,7 +136,7 @@ def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
         if isinstance(key, (dict, list, set)) or key in found:
-            problem = f"the key {key!r} stands twice" if key.__hash__ else f"a key cannot be {key!r}"
+            problem = f"the key {key!r} appears twice" if key.__hash__ else f"a key cannot be {key!r}"
             raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
         found[key] = loader.construct_object(value_node, deep=True)
     return found

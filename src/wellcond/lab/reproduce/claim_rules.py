@@ -339,7 +339,7 @@ def _best(rule: Rule, analysis: Analysis) -> Verdict:
     top = max(winners, key=lambda name: sign * analysis.summaries[name].mean)
     values = ", ".join(f"{name} {metric.show(analysis.summaries[name].mean)}" for name in known)
     own = analysis.summaries[top].values
-    rivals = correct(
+    others = correct(
         compare_paired(
             top, own, name, analysis.summaries[name].values, higher_is_better=metric.higher_is_better,
         )
@@ -347,7 +347,7 @@ def _best(rule: Rule, analysis: Analysis) -> Verdict:
         if name not in rule.best
     )  # fmt: skip
     margin = default_margin(list(own.values()))
-    kinds = {rival.baseline: judge(rival, margin).kind for rival in rivals}
+    kinds = {other.baseline: judge(other, margin).kind for other in others}
     evidence = f"{values}; {show_seeds(len(own))}"
     losing = [name for name, kind in kinds.items() if kind == WORSE]
     if losing:

@@ -11,7 +11,7 @@ from typing import Any
 from wellcond.lab.report.table import Table
 from wellcond.lab.report.values import MISSING
 from wellcond.lab.reproduce.catalogue import SCALES, Entry, catalogue
-from wellcond.lab.reproduce.plan import Plan, PlannedStudy, Wishes, is_complete, make_plan
+from wellcond.lab.reproduce.plan import Plan, PlannedStudy, PlanOptions, is_complete, make_plan
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.run_folder import RunError, RunFolder
 
@@ -106,7 +106,7 @@ def list_entries(
 
 def _at_scale(id: str, entry: Entry, scale: str, folder: Path, num_workers: int) -> dict[str, Any]:
     try:
-        plan = make_plan(id, entry, scale, Wishes(folder))
+        plan = make_plan(id, entry, scale, PlanOptions(folder))
     except (RecipeError, RunError) as error:
         return {"here": False, "why_not": [str(error).split(". Allowed")[0]], "data": [], "gpus": 0}
     cost, reasons = plan_cost(plan), plan.why_not_here()

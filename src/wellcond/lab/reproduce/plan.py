@@ -33,7 +33,7 @@ from wellcond.run_records import COMPLETE
 
 
 @dataclass(frozen=True)
-class Wishes:
+class PlanOptions:
     """What a user may change."""
 
     folder: Path
@@ -148,12 +148,12 @@ def is_complete(folder: Path) -> bool:
     return record is not None and record["status"] in COMPLETE
 
 
-def make_plan(id: str, entry: Entry, scale: str, wishes: Wishes) -> Plan:
+def make_plan(id: str, entry: Entry, scale: str, options: PlanOptions) -> Plan:
     """All comparisons of an id; nothing is run or written.
 
     Raises: RecipeError for a method or setting that does not exist.
     """
-    _check_methods(entry, wishes.methods or ())
+    _check_methods(entry, options.methods or ())
     entry = entry.at(scale)
     default = MethodSettings.model_validate("default")
     asked: dict[tuple[str, str], list[MethodSettings]] = {}
@@ -163,18 +163,18 @@ def make_plan(id: str, entry: Entry, scale: str, wishes: Wishes) -> Plan:
             left_out.append(f"{title}: nothing to run it on at scale {scale}")
             continue
         for row in entry.all_rows.values():
-            wished = wishes.methods is None or row.method in (*wishes.methods, "default")
-            if not wished or not row.is_in(title):
+            chosen = options.methods is None or row.method in (*options.methods, "default")
+            if not chosen or not row.is_in(title):
                 continue
             methods = asked.setdefault((source.study, row.variant), [default])
             made = MethodSettings.model_validate(row.method)
             if made not in methods:
                 methods.append(made)
-    if wishes.images is not None:
+    if options.images is not None:
         _check_images(id, [study for study, _ in asked], scale)
     planned: dict[str, PlannedStudy] = {}
     for (study, variant), methods in asked.items():
-        for made_study in _with_what_comes_first(study, variant, methods, scale, wishes):
+        for made_study in _with_what_comes_first(study, variant, methods, scale, options):
             planned.setdefault(made_study.name, made_study)
     return Plan(id, entry, scale, tuple(planned.values()), tuple(dict.fromkeys(left_out)))
 
@@ -187,22 +187,22 @@ def _check_methods(entry: Entry, methods: Sequence[str]) -> None:
 
 
 def _with_what_comes_first(
-    study: str, variant: str, methods: Sequence[MethodSettings], scale: str, wishes: Wishes
+    study: str, variant: str, methods: Sequence[MethodSettings], scale: str, options: PlanOptions
 ) -> Iterator[PlannedStudy]:
     settings = _at(study, scale)
     if settings.after is not None:
         own = catalogue().studies[settings.after].methods
         first = [MethodSettings.model_validate(text) for text in own] or methods
-        yield from _with_what_comes_first(settings.after, "", first, scale, wishes)
+        yield from _with_what_comes_first(settings.after, "", first, scale, options)
     name = study_name(study, variant)
-    changes = [*settings.settings, *(catalogue().variants[variant].settings if variant else ()), *wishes.overrides]
-    if wishes.images is not None and _classifies_images(study, scale):
-        changes.append(f"data={{source: image_folder, path: {str(wishes.images.resolve())!r}}}")
+    changes = [*settings.settings, *(catalogue().variants[variant].settings if variant else ()), *options.overrides]
+    if options.images is not None and _classifies_images(study, scale):
+        changes.append(f"data={{source: image_folder, path: {str(options.images.resolve())!r}}}")
     recipe, _ = load_recipe(settings.recipe, scale=scale, overrides=changes)
-    seeds = (wishes.seeds if wishes.seeds is not None else recipe.seeds)[: settings.seeds]
-    folder = wishes.folder / RUNS / name
+    seeds = (options.seeds if options.seeds is not None else recipe.seeds)[: settings.seeds]
+    folder = options.folder / RUNS / name
     check_settings(folder, recipe)
-    jobs = plan_comparison(recipe, methods, seeds, folder, base=wishes.folder, cpu=wishes.cpu)
+    jobs = plan_comparison(recipe, methods, seeds, folder, base=options.folder, cpu=options.cpu)
     glue = catalogue().studies[study].glue
     yield PlannedStudy(name, settings, recipe, tuple(methods), seeds, folder, tuple(jobs), glue)
 

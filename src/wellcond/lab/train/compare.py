@@ -22,6 +22,7 @@ from wellcond.lab.data.errors import DataError
 from wellcond.lab.methods import MethodSettings, check_distinct
 from wellcond.lab.recipe import Recipe, config_hash
 from wellcond.lab.settings import RecipeError
+from wellcond.lab.train.differences import what_differs
 from wellcond.lab.train.engine import Event
 from wellcond.lab.train.length import StopFlag
 from wellcond.lab.train.run import Job, UnexpectedRunError, check_local_code, complete_record, run_job
@@ -90,10 +91,10 @@ def check_settings(folder: Path, recipe: Recipe) -> None:
     elif (former["recipe"], former["scale"]) != (recipe.name, recipe.scale):
         problem = f"a comparison of {former['recipe']} ({former['scale']}), not of {recipe.name} ({recipe.scale})"
     elif former.get("settings_hash", settings) != settings:
-        problem = f"a comparison of {recipe.name} under other settings, with whose runs these cannot be compared"
+        problem = f"a comparison of {recipe.name} under other settings{what_differs(folder, former, recipe)}"
     else:
         return
-    raise RunError(f"{folder} holds {problem}. Give another folder")
+    raise RunError(f"{folder} holds {problem}. Give another folder with --folder")
 
 
 def write_comparison(folder: Path, recipe: Recipe, methods: Sequence[MethodSettings], seeds: Sequence[int]) -> None:

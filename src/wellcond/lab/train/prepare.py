@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from wellcond.errors import MissingExtraError
+from wellcond.lab.data.base import Data
 from wellcond.lab.data.progress import Progress, telling
 from wellcond.lab.data.registry import load_data, resolve_config
 from wellcond.lab.methods import MethodSettings
@@ -79,7 +80,7 @@ def prepare_task(recipe: Recipe, *, seed: int, base: Path | None, progress: Prog
     if key not in _KEPT:
         _KEPT.clear()
         with telling(progress):
-            data = _load_data(parts[1], base)
+            data = load_recipe_data(recipe, base)
         context = TaskContext(data, seed, recipe.augmentation, progress, base, with_test)
         name = recipe.task.model_dump()["name"]
         task = TASKS[name][1](recipe.task, context)
@@ -90,8 +91,16 @@ def prepare_task(recipe: Recipe, *, seed: int, base: Path | None, progress: Prog
     return _KEPT[key]
 
 
+def load_recipe_data(recipe: Recipe, base: Path | None) -> Data:
+    """The data of a recipe; the last ones are kept.
+
+    Raises: DataError, MissingExtraError.
+    """
+    return _load_data(recipe.data.model_dump_json(), base)
+
+
 @functools.lru_cache(maxsize=1)
-def _load_data(data: str, base: Path | None) -> Any:
+def _load_data(data: str, base: Path | None) -> Data:
     return load_data(resolve_config(json.loads(data)), base=base)
 
 

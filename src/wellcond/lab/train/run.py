@@ -19,6 +19,7 @@ from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe, config_hash, override_recipe
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask
+from wellcond.lab.train.differences import list_differences
 from wellcond.lab.train.engine import Engine, Event, Interrupted, Observer
 from wellcond.lab.train.evaluate import find_test_set
 from wellcond.lab.train.length import Diverged, RunClock, StopFlag, synchronizer
@@ -141,24 +142,11 @@ def complete_record(job: Job) -> dict[str, Any] | None:
     """
     record = RunFolder(job.folder).read_record()
     if record is not None and config_hash(record["config"]) != config_hash(job.config):
-        other = differences(record["config"], job.config)
         raise RunError(
-            f"{job.folder} holds a run with other settings ({'; '.join(other[:4])}). Give another folder, or delete "
-            "this one"
+            f"{job.folder} holds a run with other settings:\n{list_differences(record['config'], job.config)}\n"
+            "  Give another folder, or delete this one"
         )
     return record if record is not None and record["status"] in COMPLETE else None
-
-
-def differences(a: Any, b: Any, path: str = "") -> list[str]:
-    """Where two configurations differ.
-
-    Example:
-        >>> differences({"optimizer": {"lr": 1}}, {"optimizer": {"lr": 2}})
-        ['optimizer.lr: 1 there, 2 here']
-    """
-    if isinstance(a, dict) and isinstance(b, dict):
-        return [line for key in a | b for line in differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)]
-    return [] if a == b else [f"{path}: {a!r} there, {b!r} here"]
 
 
 class _Session:

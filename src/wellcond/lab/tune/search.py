@@ -366,7 +366,7 @@ def read_tuning(folder: Path) -> dict[str, Any] | None:
     path = folder / NAME
     if not path.exists():
         return None
-    advice = "Delete it, then run the same command: it is made anew from the runs"
+    advice = "Delete it, then run the same command: it is written again from the runs"
     try:
         content = json.loads(path.read_text("utf-8"))
         if (content["kind"], content["schema"]) != (KIND, SCHEMA):
