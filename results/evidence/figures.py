@@ -59,6 +59,11 @@ def words(method: str, strong: str) -> str:
         "default+set(optimizer.name=muon)": "default, Muon",
         "conditioned(value_scale=default)": "conditioned, V at the default's norm",
         CALIBRATED: "calibrated",
+        "default+set(model.layer_scale=0.1)": "default, LayerScale 0.1",
+        "t_fixup": "T-Fixup",
+        "small": "small initialisation",
+        "mimetic(position=sincos1d)": "mimetic, sine-cosine positions",
+        "mimetic(position=sincos2d)": "mimetic, sine-cosine positions",
     }
     return known.get(method, method.replace(f"{strong}+", f"{STRONG} + "))
 
