@@ -125,6 +125,31 @@ def test_causal_and_grouped_and_rotary_models():
     assert "rotary" in layer.heads[0].how and layer.heads[0].jacobian.shape == (2 * 5 * 4, 4 * 4 * 16)
 
 
+def test_query_heads_of_a_group_can_be_measured_one_by_one():
+    """Rows of the group's Jacobian: no singular value exceeds those of the group; a layer is not their union."""
+    config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4,
+                         num_key_value_heads=2, vocab_size=20, bos_token_id=0, eos_token_id=0)  # fmt: skip
+    llama, ids = LlamaModel(config), torch.arange(5)[None]
+    [joint] = wc.measure(llama, ids).layers
+    [each] = wc.measure(llama, ids, grouped="each").layers
+    assert [(head.index, head.query_heads) for head in each.heads] == [(n, (n,)) for n in range(4)]
+    cond = torch.linalg.cond(llama.layers[0].self_attn.q_proj.weight.detach().double().view(4, 4, 16))
+    for head in each.heads:
+        group = joint.heads[head.index // 2]
+        assert head.jacobian.shape == (5 * 4, 3 * 4 * 16) and "rotary" in head.how
+        assert head.jacobian.sigma_max <= group.jacobian.sigma_max * (1 + 1e-9)
+        assert head.weights["q"].condition_number == pytest.approx(float(cond[head.index]))
+        assert head.weights["k"] == group.weights["k"]
+    assert group.jacobian.condition_number == math.inf and head.jacobian.condition_number < math.inf
+    assert joint.kappa() == math.inf and math.isnan(each.kappa("pseudo"))
+    [chosen] = wc.measure(llama, ids, grouped="each", heads=[3], jacobian=False).layers
+    assert [head.query_heads for head in chosen.heads] == [(3,)]
+    with pytest.raises(ValueError, match="query head 4"):
+        wc.measure(llama, ids, grouped="each", heads=[4])
+    with pytest.raises(ValueError, match="grouped"):
+        wc.measure(llama, ids, grouped="all")
+
+
 def small(name, **arguments):
     return lambda: timm.create_model(name, **arguments)
 
