@@ -12,12 +12,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
 import wellcond as wc
-import wellcond.jacobian.diagnosis as diagnosis_module
 import wellcond.jacobian.spectrum as spectrum_module
 from wellcond.jacobian.capture import capture_attention
 from wellcond.jacobian.capture.forms import captured_form
 from wellcond.jacobian.generic.head import GenericHead
-from wellcond.jacobian.plain import WideForm
+from wellcond.jacobian.plain import WideForm, dense_jacobian
 from wellcond.jacobian.spectrum import form_spectrum
 from wellcond.lab.report.measurement_page import ReportDataError, render_measurement
 
@@ -395,15 +394,14 @@ def test_ill_conditioned_heads_skip_the_eigenvalues_and_give_the_same(monkeypatc
     assert quick == slow and quick.layers[0].heads[0].jacobian.condition_number > 1e6
 
 
-def test_block_norms_are_the_same_through_factors_as_through_the_matrix(monkeypatch):
+def test_block_norms_are_those_of_the_blocks_of_the_jacobian():
     model = vit()
-    explicit = wc.measure(model, X[:1])
-    monkeypatch.setattr(diagnosis_module, "EXPLICIT_LIMIT", 0)
-    factors = wc.measure(model, X[:1])
-    for layer, other in zip(explicit.layers, factors.layers, strict=True):
-        for head, same in zip(layer.heads, other.heads, strict=True):
-            for name in ("norm_q", "norm_k", "norm_v"):
-                assert getattr(head.diagnosis, name) == pytest.approx(getattr(same.diagnosis, name), rel=1e-8)
+    [layer, *_] = wc.measure(model, X[:1]).layers
+    captured = capture_attention(model, X[:1])[0]
+    for head in layer.heads:
+        for role, block in dense_jacobian(captured.head(head.index)).items():
+            expected = float(torch.linalg.matrix_norm(block, 2))
+            assert getattr(head.diagnosis, f"norm_{role}") == pytest.approx(expected, rel=1e-8)
 
 
 def test_an_attention_that_raises_leaves_no_recorder_behind(monkeypatch):
