@@ -27,8 +27,6 @@ import torch
 from torch import Tensor
 
 from wellcond.errors import WeightError
-from wellcond.linalg.spectrum import singular_values, spectrum
-from wellcond.records import Spectrum
 
 CHUNK_BYTES = 64 * 2**20
 BISECTIONS = 80  # an interval of width 1e3 in log p shrinks below 1e-20
@@ -167,16 +165,6 @@ class Head:
     def _softmax(self) -> Tensor:
         return self.logits().softmax(-1)
 
-    @cached_property
-    def x_spectrum(self) -> Spectrum:
-        """Of the tokens."""
-        return spectrum(self.x)
-
-    @cached_property
-    def p_spectrum(self) -> Spectrum:
-        """Of P, all query heads below each other."""
-        return spectrum(self.probabilities().flatten(0, 1))
-
     def log_probabilities(self) -> Tensor:
         """Logarithm of P, finite where P underflows (a logit gap of 800 is e^-800); -inf where it is masked."""
         return self.probabilities().log() if self.p is not None else self.logits().log_softmax(-1)
@@ -249,12 +237,12 @@ class Blocks:
     @cached_property
     def py_values(self) -> Tensor:
         """Singular values of py."""
-        return singular_values(self.py)
+        return torch.linalg.svdvals(self.py)
 
     @cached_property
     def m_values(self) -> Tensor:
         """Those of every M_r."""
-        return singular_values(self.m)
+        return torch.linalg.svdvals(self.m)
 
 
 def build_blocks(head: Head, *, biases: bool = False, compress: bool = True) -> Blocks:

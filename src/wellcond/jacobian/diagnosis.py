@@ -109,9 +109,8 @@ def diagnose_head(head: Head, blocks: Blocks | None = None) -> HeadDiagnosis:
     """
     blocks = build_blocks(head) if blocks is None else blocks
     norm_q, norm_k, norm_v = block_norms(blocks)
-    kappa_p = head.p_spectrum.pseudo_condition_number
-    tokens = head.x_spectrum if head.y is None else spectrum(head.y)
-    kappa_x = tokens.pseudo_condition_number
+    kappa_p = spectrum(blocks.p).pseudo_condition_number
+    kappa_x = spectrum(head.memory).pseudo_condition_number
     statistics = attention_statistics(head)
     moving = max(norm_q, norm_k)
     nearly = head.memory.shape[0] > 1 and statistics.max_probability >= DEAD_MASS

@@ -77,7 +77,7 @@ def upper_square(parts: Mapping[str, float]) -> float:
 
 def log10_kappa_bound(head: Head, blocks: Blocks, *, convention: Convention = "wide") -> float | None:
     """log10 of `kappa_bound`, from blocks that are there already; None where that says nothing."""
-    rank = head.x_spectrum.rank
+    rank = spectrum(head.x).rank
     if rank == 0 or (convention == "wide" and rank < head.num_tokens):
         return None
     lower = lower_square(lower_parts(blocks, rank))

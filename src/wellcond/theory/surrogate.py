@@ -62,10 +62,9 @@ class _Factors:
 
 
 def _factors(head: Head) -> _Factors:
-    weights = (("Wq", head.query_weights[0]), ("Wk", head.w_k), ("Wv", head.w_v))
-    found = {"X": head.x_spectrum} | {name: spectrum(matrix) for name, matrix in weights}
-    kappa = {name: one.pseudo_condition_number for name, one in found.items()}
-    return _Factors(kappa, head.p_spectrum.pseudo_condition_number, softmax_spectrum(head))
+    weights = (("X", head.x), ("Wq", head.query_weights[0]), ("Wk", head.w_k), ("Wv", head.w_v))
+    kappa = {name: spectrum(matrix).pseudo_condition_number for name, matrix in weights}
+    return _Factors(kappa, spectrum(head.probabilities()[0]).pseudo_condition_number, softmax_spectrum(head))
 
 
 def log10_papers_bound(head: Head) -> float | None:
