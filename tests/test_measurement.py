@@ -12,12 +12,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
 import wellcond as wc
-import wellcond.jacobian.diagnosis as diagnosis_module
 import wellcond.jacobian.spectrum as spectrum_module
 from wellcond.jacobian.capture import capture_attention
 from wellcond.jacobian.capture.forms import captured_form
 from wellcond.jacobian.generic.head import GenericHead
-from wellcond.jacobian.plain import WideForm
+from wellcond.jacobian.plain import WideForm, dense_jacobian
 from wellcond.jacobian.spectrum import form_spectrum
 from wellcond.lab.report.measurement_page import ReportDataError, render_measurement
 
@@ -123,6 +122,31 @@ def test_causal_and_grouped_and_rotary_models():
     [layer] = wc.measure(llama, torch.arange(5)[None]).layers
     assert [h.query_heads for h in layer.heads] == [(0, 1), (2, 3)]
     assert "rotary" in layer.heads[0].how and layer.heads[0].jacobian.shape == (2 * 5 * 4, 4 * 4 * 16)
+
+
+def test_query_heads_of_a_group_can_be_measured_one_by_one():
+    """Rows of the group's Jacobian: no singular value exceeds those of the group; a layer is not their union."""
+    config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4,
+                         num_key_value_heads=2, vocab_size=20, bos_token_id=0, eos_token_id=0)  # fmt: skip
+    llama, ids = LlamaModel(config), torch.arange(5)[None]
+    [joint] = wc.measure(llama, ids).layers
+    [each] = wc.measure(llama, ids, grouped="each").layers
+    assert [(head.index, head.query_heads) for head in each.heads] == [(n, (n,)) for n in range(4)]
+    cond = torch.linalg.cond(llama.layers[0].self_attn.q_proj.weight.detach().double().view(4, 4, 16))
+    for head in each.heads:
+        group = joint.heads[head.index // 2]
+        assert head.jacobian.shape == (5 * 4, 3 * 4 * 16) and "rotary" in head.how
+        assert head.jacobian.sigma_max <= group.jacobian.sigma_max * (1 + 1e-9)
+        assert head.weights["q"].condition_number == pytest.approx(float(cond[head.index]))
+        assert head.weights["k"] == group.weights["k"]
+    assert group.jacobian.condition_number == math.inf and head.jacobian.condition_number < math.inf
+    assert joint.kappa() == math.inf and math.isnan(each.kappa("pseudo"))
+    [chosen] = wc.measure(llama, ids, grouped="each", heads=[3], jacobian=False).layers
+    assert [head.query_heads for head in chosen.heads] == [(3,)]
+    with pytest.raises(ValueError, match="query head 4"):
+        wc.measure(llama, ids, grouped="each", heads=[4])
+    with pytest.raises(ValueError, match="grouped"):
+        wc.measure(llama, ids, grouped="all")
 
 
 def small(name, **arguments):
@@ -370,15 +394,14 @@ def test_ill_conditioned_heads_skip_the_eigenvalues_and_give_the_same(monkeypatc
     assert quick == slow and quick.layers[0].heads[0].jacobian.condition_number > 1e6
 
 
-def test_block_norms_are_the_same_through_factors_as_through_the_matrix(monkeypatch):
+def test_block_norms_are_those_of_the_blocks_of_the_jacobian():
     model = vit()
-    explicit = wc.measure(model, X[:1])
-    monkeypatch.setattr(diagnosis_module, "EXPLICIT_LIMIT", 0)
-    factors = wc.measure(model, X[:1])
-    for layer, other in zip(explicit.layers, factors.layers, strict=True):
-        for head, same in zip(layer.heads, other.heads, strict=True):
-            for name in ("norm_q", "norm_k", "norm_v"):
-                assert getattr(head.diagnosis, name) == pytest.approx(getattr(same.diagnosis, name), rel=1e-8)
+    [layer, *_] = wc.measure(model, X[:1]).layers
+    captured = capture_attention(model, X[:1])[0]
+    for head in layer.heads:
+        for role, block in dense_jacobian(captured.head(head.index)).items():
+            expected = float(torch.linalg.matrix_norm(block, 2))
+            assert getattr(head.diagnosis, f"norm_{role}") == pytest.approx(expected, rel=1e-8)
 
 
 def test_an_attention_that_raises_leaves_no_recorder_behind(monkeypatch):

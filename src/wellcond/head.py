@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -158,6 +159,10 @@ class Head:
         """P, (g, N, M)."""
         if self.p is not None:
             return self.p.expand(self.num_query_heads, -1, -1)
+        return self._softmax
+
+    @cached_property
+    def _softmax(self) -> Tensor:
         return self.logits().softmax(-1)
 
     def log_probabilities(self) -> Tensor:
@@ -228,6 +233,16 @@ class Blocks:
     p: Tensor
     k: Tensor = field(repr=False)
     v: Tensor = field(repr=False)
+
+    @cached_property
+    def py_values(self) -> Tensor:
+        """Singular values of py."""
+        return torch.linalg.svdvals(self.py)
+
+    @cached_property
+    def m_values(self) -> Tensor:
+        """Those of every M_r."""
+        return torch.linalg.svdvals(self.m)
 
 
 def build_blocks(head: Head, *, biases: bool = False, compress: bool = True) -> Blocks:

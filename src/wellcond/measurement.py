@@ -17,7 +17,6 @@ from wellcond.attention.effective import conditioning_of
 from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import WellcondError, check_choice
-from wellcond.head import Head
 from wellcond.jacobian.capture import capture_sites
 from wellcond.jacobian.capture.attention import CapturedAttention
 from wellcond.jacobian.capture.forms import CapturedForm, captured_form
@@ -30,7 +29,15 @@ from wellcond.jacobian.select import METHODS
 from wellcond.jacobian.spectrum import form_spectrum
 from wellcond.linalg.spectrum import spectra
 from wellcond.measurement_log import MeasurementLog
-from wellcond.measurement_records import Combine, HeadReport, Kappa, LayerReport, MeasurementReport, ReportError
+from wellcond.measurement_records import (
+    Combine,
+    Grouped,
+    HeadReport,
+    Kappa,
+    LayerReport,
+    MeasurementReport,
+    ReportError,
+)
 from wellcond.records import Convention, JacobianSpectrum, Spectrum
 from wellcond.run_facts import run_facts
 from wellcond.theory.bounds import log10_kappa_bound
@@ -60,6 +67,8 @@ class MeasureSettings:
         kappa: which condition number `samples` and means are about.
         samples: how many samples (or windows) of the batch to measure.
         combine: ``mean`` measures them one by one; ``stack`` as one Jacobian, since they share the weights.
+        grouped: query heads that share keys and values: ``joint``, one Jacobian of all of them, or ``each`` by itself,
+            which is smaller.
         jacobian: False measures weights and attention maps only, which takes milliseconds.
         method: of `jacobian_spectrum`.
         biases: biases count as parameters.
@@ -77,6 +86,7 @@ class MeasureSettings:
     kappa: Kappa = "strict"
     samples: int = 1
     combine: Combine = "mean"
+    grouped: Grouped = "joint"
     jacobian: bool = True
     method: str = "auto"
     biases: bool = False
@@ -88,6 +98,7 @@ class MeasureSettings:
         check_choice("convention", self.convention, get_args(Convention))
         check_choice("kappa", self.kappa, get_args(Kappa))
         check_choice("combine", self.combine, get_args(Combine))
+        check_choice("grouped", self.grouped, get_args(Grouped))
         check_choice("Jacobian method", self.method, ("auto", *METHODS))
         if self.samples < 1:
             raise ValueError(f"samples: expected at least 1, got {self.samples}")
@@ -112,6 +123,7 @@ class MeasureOptions(TypedDict, total=False):
     kappa: Kappa
     samples: int
     combine: Combine
+    grouped: Grouped
     jacobian: bool
     method: str
     biases: bool
@@ -141,11 +153,11 @@ def measure(
         batch: a tensor, a mapping of keyword arguments, or a tuple of arguments.
         sites: only these attentions.
         layers: only the attentions with these numbers, in the order of `find_attention`.
-        heads: only these key/value heads.
+        heads: only these key/value heads; query heads where each is measured by itself.
         settings: what to compute; the defaults of `MeasureSettings` if None.
         resume: a file in which every head is noted when it is measured; the same call then goes on from there. Large
             models take hours.
-        progress: wraps the list of (layer, head) pairs, to show how far it is.
+        progress: wraps the list of all heads, to show how far it is.
         **options: fields of `MeasureSettings`, which replace those of `settings`: ``measure(model, batch, samples=4)``.
 
     Returns: a frozen `MeasurementReport` with `to_dict`, `to_json`, `to_table`, `to_frame`, `plot`.
@@ -165,19 +177,21 @@ def measure(
         chosen = [chosen[layer] for layer in layers]
     asked = sites is not None or layers is not None
     captured = capture_sites(model, batch, chosen, max_samples=task.samples, required=asked)
+    parts = [_parts(c, task) for c in captured]
     for head in heads or ():
-        if not any(0 <= head < c.site.num_kv_heads for c in captured):
-            raise ValueError(f"heads: no attention that is measured has a key/value head {head}")
+        if not any(head < len(of_layer) and head >= 0 for of_layer in parts):
+            kind = "query" if task.grouped == "each" else "key/value"
+            raise ValueError(f"heads: no attention that is measured has a {kind} head {head}")
     log = None if resume is None else MeasurementLog.open(resume, model, batch, task)
-    weighed = [_Layer(c, _chosen_heads(c, heads)) for c in captured]
-    plan = [(number, head) for number, layer in enumerate(weighed) if layer.captured.call for head in layer.heads]
+    weighed = [_Layer(c, _chosen(of_layer, heads)) for c, of_layer in zip(captured, parts, strict=True)]
+    plan = [(number, part) for number, layer in enumerate(weighed) if layer.captured.call for part in layer.parts]
     found: dict[int, list[HeadReport]] = {number: [] for number in range(len(captured))}
     problems = {number: c.why_not_plain for number, c in enumerate(captured) if c.call is None}
-    for number, index in progress(plan):
+    for number, part in progress(plan):
         if number in problems:
             continue
         try:
-            report = _measure_head(weighed[number], index, task, log)
+            report = _measure_head(weighed[number], part, task, log)
         except ReportError:
             raise
         except NUMERICAL as error:
@@ -203,9 +217,25 @@ def check_options(**options: Unpack[MeasureOptions]) -> None:
     MeasureSettings(**options)
 
 
-def _chosen_heads(captured: CapturedAttention, heads: Sequence[int] | None) -> list[int]:
-    available = range(captured.site.num_kv_heads)
-    return list(available) if heads is None else [head for head in heads if head in available]
+@dataclass(frozen=True)
+class _Part:
+    """What one row of the report is about: a key/value head, with all its query heads or one of them."""
+
+    index: int
+    kv_head: int
+    query_head: int | None = None
+
+
+def _parts(captured: CapturedAttention, task: MeasureSettings) -> list[_Part]:
+    site = captured.site
+    if task.grouped == "joint" or site.num_heads == site.num_kv_heads:
+        return [_Part(head, head) for head in range(site.num_kv_heads)]
+    group = site.num_heads // site.num_kv_heads
+    return [_Part(head, head // group, head) for head in range(site.num_heads)]
+
+
+def _chosen(parts: list[_Part], heads: Sequence[int] | None) -> list[_Part]:
+    return parts if heads is None else [parts[head] for head in heads if 0 <= head < len(parts)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,52 +243,56 @@ class _Layer:
     """One attention; spectra of the weights of all heads asked for are computed together, when first needed."""
 
     captured: CapturedAttention
-    heads: list[int]
+    parts: list[_Part]
 
     @cached_property
-    def weights(self) -> dict[str, dict[int, Spectrum]]:
-        """Effective weights, by role and key/value head."""
+    def weights(self) -> dict[str, dict[_Part, Spectrum]]:
+        """Effective weights, by role and head."""
         return {role: self._worst(self.captured.site.slots[role].read()) for role in "qkv"}
 
     @cached_property
-    def raw_weights(self) -> dict[str, dict[int, Spectrum]]:
+    def raw_weights(self) -> dict[str, dict[_Part, Spectrum]]:
         """Stored weights likewise."""
         slots = self.captured.site.slots
         return {role: self._worst(slots[role].read_raw()) if slots[role].is_corrected else self.weights[role]
                 for role in "qkv"}  # fmt: skip
 
     @torch.no_grad()
-    def _worst(self, rows: Tensor) -> dict[int, Spectrum]:
-        """Of each key/value head, the worst of its (query) heads."""
-        grouped = rows.unflatten(0, (self.captured.site.num_kv_heads, -1))[self.heads]
-        found, size = spectra(grouped.flatten(0, 1)), grouped.shape[1]
-        groups = (found[at : at + size] for at in range(0, len(found), size))
-        worst = (max(group, key=lambda s: s.condition_number) for group in groups)
-        return dict(zip(self.heads, worst, strict=True))
+    def _worst(self, rows: Tensor) -> dict[_Part, Spectrum]:
+        """Of each head, the worst of its (query) heads."""
+        of_queries = len(rows) != self.captured.site.num_kv_heads
+        at = [range(len(rows))[self.captured.query_heads(part.kv_head, part.query_head)] if of_queries else
+              [part.kv_head] for part in self.parts]  # fmt: skip
+        found = iter(spectra(rows[[head for heads in at for head in heads]]))
+        return {
+            part: max((next(found) for _ in heads), key=lambda s: s.condition_number)
+            for part, heads in zip(self.parts, at, strict=True)
+        }
 
 
-def _measure_head(layer: _Layer, index: int, task: MeasureSettings, log: MeasurementLog | None) -> HeadReport:
+def _measure_head(layer: _Layer, part: _Part, task: MeasureSettings, log: MeasurementLog | None) -> HeadReport:
     if log is not None:
-        return log.head(f"{layer.captured.site.name} head {index}", lambda: _measure_head(layer, index, task, None))
-    group = layer.captured.query_heads(index)
+        return log.head(f"{layer.captured.site.name} head {part.index}", lambda: _measure_head(layer, part, task, None))
+    group = layer.captured.query_heads(part.kv_head, part.query_head)
     measured = _jacobian_of if task.jacobian else _attention_of
     return HeadReport(
-        index=index,
+        index=part.index,
         query_heads=tuple(range(group.start, group.stop)),
-        weights={role: by_head[index] for role, by_head in layer.weights.items()},
-        raw_weights={role: by_head[index] for role, by_head in layer.raw_weights.items()},
-        **measured(layer.captured, index, task),
+        weights={role: by_head[part] for role, by_head in layer.weights.items()},
+        raw_weights={role: by_head[part] for role, by_head in layer.raw_weights.items()},
+        **measured(layer.captured, part, task),
     )
 
 
-def _attention_of(captured: CapturedAttention, index: int, task: MeasureSettings) -> dict[str, Any]:
+def _attention_of(captured: CapturedAttention, part: _Part, task: MeasureSettings) -> dict[str, Any]:
     """Fields of a `HeadReport` without a Jacobian."""
     fields: dict[str, Any] = {"how": "weights and attention map only"}
     if captured.is_plain:
-        head = _plain_head(captured, index, task.combine)
+        samples = None if task.combine == "stack" else [0]
+        head = captured.stacked_head(part.kv_head, samples, query_head=part.query_head)
         statistics = attention_statistics(head)
         fields |= {"attention": statistics, "dead": is_collapsed(head, statistics)}
-    return fields | _approximated(captured, index)
+    return fields | _approximated(captured, part.kv_head)
 
 
 def _approximated(captured: CapturedAttention, index: int) -> dict[str, Any]:
@@ -267,15 +301,15 @@ def _approximated(captured: CapturedAttention, index: int) -> dict[str, Any]:
     return {} if seen is None else {"attention": seen.statistics, "approximation_error": seen.error}
 
 
-def _jacobian_of(captured: CapturedAttention, index: int, task: MeasureSettings) -> dict[str, Any]:
+def _jacobian_of(captured: CapturedAttention, part: _Part, task: MeasureSettings) -> dict[str, Any]:
     """Fields of a `HeadReport` that are about the Jacobian and what explains it."""
-    forms = _forms(captured, index, task)
+    forms = _forms(captured, part, task)
     found = [task.spectrum(form) for form in forms]
     both = _both(found)
     fields: dict[str, Any] = {"jacobian": found[0], "samples": both[task.kappa], "both_samples": both}
     fields["how"], head, blocks = forms[0].how, forms[0].form.plain_head, forms[0].form.plain_blocks()
     if head is None or blocks is None:
-        return fields | _approximated(captured, index)
+        return fields | _approximated(captured, part.kv_head)
     diagnosis = diagnose_head(head, blocks)
     fields |= {"diagnosis": diagnosis, "attention": diagnosis.attention, "dead": diagnosis.dead}
     if head.is_single:
@@ -306,13 +340,12 @@ def _both(found: Sequence[JacobianSpectrum]) -> dict[Kappa, tuple[float, ...]]:
     return {kind: tuple(s.kappa(kind) for s in found) for kind in get_args(Kappa)}
 
 
-def _plain_head(captured: CapturedAttention, index: int, combine: Combine) -> Head:
-    return captured.stacked_head(index) if combine == "stack" else captured.head(index)
-
-
-def _forms(captured: CapturedAttention, index: int, task: MeasureSettings) -> list[CapturedForm]:
+def _forms(captured: CapturedAttention, part: _Part, task: MeasureSettings) -> list[CapturedForm]:
     count = captured.num_samples if captured.is_plain else min(task.samples, num_samples(captured))
-    return [captured_form(captured, index, samples=s, biases=task.biases) for s in _together(count, task)]
+    return [
+        captured_form(captured, part.kv_head, samples=s, biases=task.biases, query_head=part.query_head)
+        for s in _together(count, task)
+    ]
 
 
 def _together(count: int, task: MeasureSettings) -> list[list[int]]:

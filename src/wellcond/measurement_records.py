@@ -21,6 +21,7 @@ SCHEMA = 1
 JACOBIAN_COLUMNS = ("sigma_max", "sigma_min", "sigma_rank", "rank", "nullity", "method")
 Kappa = Literal["strict", "pseudo"]
 Combine = Literal["mean", "stack"]
+Grouped = Literal["joint", "each"]
 
 
 class ReportError(WellcondError, ValueError):
@@ -29,9 +30,13 @@ class ReportError(WellcondError, ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadReport:
-    """One key/value head with its query heads; without a Jacobian, weights and attention map only."""
+    """One key/value head with its query heads, or one query head with its key/value head.
+
+    Without a Jacobian, weights and attention map only.
+    """
 
     index: int
+    """Of the key/value head; of the query head, where each was measured by itself."""
     query_heads: tuple[int, ...]
     weights: dict[str, Spectrum]
     """Worst query head of ``q``; ``k``; ``v``; of the effective weights."""
@@ -146,9 +151,12 @@ class LayerReport:
     def kappa(self, kind: Kappa = "strict") -> float:
         """Condition number of the whole layer without W_O: heads have parameters of their own, so spectra unite.
 
-        NaN unless the Jacobian of every key/value head was measured; infinite as soon as that of one is.
+        NaN unless the Jacobian of every key/value head was measured; infinite as soon as that of one is. Query heads
+        that share keys share parameters: measured one by one, they do not tell.
         """
-        known = {head.index: head.jacobian for head in self.heads if head.jacobian is not None}
+        group = self.num_heads // self.num_kv_heads
+        whole = [head for head in self.heads if len(head.query_heads) == group]
+        known = {head.index: head.jacobian for head in whole if head.jacobian is not None}
         kappa = union_condition_number(list(known.values()), kind) if known else math.nan
         return kappa if len(known) == self.num_kv_heads or kappa == math.inf else math.nan
 

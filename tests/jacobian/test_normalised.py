@@ -56,10 +56,27 @@ def check_form(form, function, parameters, rtol=1e-11):
     torch.testing.assert_close(form.explicit_jacobian() @ form.explicit_jacobian().T, gram, **squares)
     products = torch.stack([form.product(e) for e in torch.eye(form.num_outputs, dtype=F64)], dim=1)
     torch.testing.assert_close(products, gram, **squares)
+    check_side(form.output_side(), form.num_outputs, gram, largest)
+    assert form.certified()[0] <= (1 + rtol) * float(sigma[-1]) or form.num_outputs > dense.shape[1]
     structure = form.structure()
     assert (structure.num_outputs, structure.num_parameters) == tuple(dense.shape)
     assert numerical_rank(sigma) <= structure.max_rank <= structure.smaller_side
     return sigma
+
+
+def check_side(side, n, gram, largest):
+    """What iterations use of J J^T: triangles, products, lengths."""
+    if side is None:
+        return
+    assert (side.side, side.num_null) == (n, 0)
+    rows, scale = normals(8)(3, n), max(largest, 1e-300)
+    squares = {"rtol": 0, "atol": 1e-11 * largest**2}
+    torch.testing.assert_close(side.square(rows), rows @ gram, rtol=1e-11, atol=1e-11 * n * largest**2)
+    torch.testing.assert_close(side.shifted(scale, 0.5).tril(), gram.tril() - 0.5 * torch.eye(n, dtype=F64), **squares)
+    assert abs(side.length(rows[0]) * rows[0].norm() - (rows[0] @ gram @ rows[0]).clamp_min(0).sqrt()) <= 1e-6 * largest
+    if largest > 0:
+        lower = side.lower_float32(largest).tril().double()
+        torch.testing.assert_close(lower, gram.tril() / largest**2, rtol=0, atol=1e-5)
 
 
 def head_function(head, query=lambda q: q, key=lambda k: k, biases=False):

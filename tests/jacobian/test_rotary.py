@@ -4,10 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import wellcond.jacobian.select as select_module
 from jacobian.test_normalised import angles, check_form, head_function, normals, numerical_rank, rope
 from wellcond.head import Head
 from wellcond.jacobian.maps import TokenMap, chain, eye_like, identity_map, rms_norm, rotary
 from wellcond.jacobian.normalised import NormalisedHead, Softmax, mapped_head
+from wellcond.jacobian.select import choose_method
+from wellcond.jacobian.spectrum import form_spectrum
 
 F64 = torch.float64
 LAYOUTS = ["half", "interleaved"]
@@ -127,3 +130,22 @@ def test_identity_is_the_rotation_by_nothing():
     plain, form = mapped_head(head, identity_map), mapped_head(head, turned(still, "half"))
     assert form.structure().max_rank == plain.structure().max_rank
     torch.testing.assert_close(form.output_gram(), plain.output_gram())
+
+
+def test_both_ends_of_a_causal_rotary_head_by_a_float32_factor(monkeypatch):
+    """As a Llama head is measured, beyond the size at which all eigenvalues are computed; against all eigenvalues."""
+    n, width, d = 64, 96, 16
+    normal, table = normals(3), angles(n, d, "half")
+    x, weights = normal(n, width), (0.05 * normal(d, width) for _ in range(3))
+    form = mapped_head(Head(x, *weights, d**-0.5, mask=causal(n)), turned(table, "half"))
+    everything = form_spectrum(form, method="gram")
+    monkeypatch.setattr(select_module, "LARGEST_FULL_SVD", 1000)
+    assert choose_method(form, form.structure()).route == "proved ends"
+    factorised, proved = form_spectrum(form, method="cholesky"), form_spectrum(form)
+    for found, word in ((factorised, "float32 factor"), (proved, "proved by a factorisation")):
+        assert found.status == everything.status == "exact" and word in found.reason
+        assert found.rank == everything.rank == n * d
+        assert found.sigma_max == pytest.approx(everything.sigma_max, rel=1e-8)
+        assert found.sigma_min == pytest.approx(everything.sigma_min, rel=1e-8)
+        low, high = found.sigma_rank_bounds
+        assert 0 < low <= found.sigma_rank <= high

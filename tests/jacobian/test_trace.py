@@ -70,6 +70,28 @@ def test_singular_values_are_those_of_the_module(family):
         assert (form.structure().num_outputs, form.structure().num_parameters) == tuple(dense.shape)
 
 
+@pytest.mark.parametrize("family", ["hf-llama", "hf-gemma2", "hf-gpt-oss", "timm-rope_grouped"])
+def test_one_query_head_of_a_group_has_the_singular_values_of_autograd(family):
+    """Its rows of the group's Jacobian, without the columns of the other query heads; exact by what iterations use."""
+    captured = captured_from(family)[0]
+    group = range(captured.site.num_heads)[captured.query_heads(0)]
+    assert len(group) > 1
+    joint = GenericHead(captured, 0, samples=[0])
+    j_q, j_k, j_v = torch.func.jacrev(joint.output, argnums=(0, 1, 2))(joint.w_q, joint.w_k, joint.w_v)
+    for number, head in enumerate(group):
+        own = torch.cat([part[number].flatten(0, 1).flatten(1) for part in (j_q[:, :, :, number], j_k, j_v)], 1)
+        expected = torch.linalg.svdvals(own)
+        chosen = captured_form(captured, 0, query_head=head)
+        assert chosen.how.startswith("structured: ")
+        found = torch.linalg.svdvals(chosen.form.explicit_jacobian())[: len(expected)]
+        kept = expected > 1e-6 * expected[0]
+        torch.testing.assert_close(found[kept], expected[kept], rtol=1e-8, atol=0)
+        torch.testing.assert_close(chosen.form.output_gram(), own @ own.T, rtol=0, atol=1e-12 * float(expected[0]) ** 2)
+        assert chosen.form.structure().num_parameters == own.shape[1]
+    with pytest.raises(IndexError, match="query head"):
+        captured_form(captured, 0, query_head=group.stop)
+
+
 @pytest.mark.parametrize("family", ["hf-qwen2", "hf-gpt-oss", "timm-eva_fused"])
 def test_biases_count_if_they_are_asked_for(family):
     """Columns of the biases, by differences of the module's copy: its biases are no argument of a generic head."""

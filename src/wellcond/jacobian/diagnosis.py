@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,7 +20,6 @@ Verdict = Literal["dead head", "P", "X", "norms", "balanced"]
 DEAD_RATIO = 1e-3
 DEAD_MASS = 0.99
 COLLAPSED_MASS = 0.9999
-EXPLICIT_LIMIT = 512  # up to here one product with J_Q J_Q^T as a matrix is cheaper than with its factors
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def is_collapsed(head: Head, statistics: AttentionStatistics) -> bool:
 def block_norms(blocks: Blocks) -> tuple[float, float, float]:
     """Spectral norms of J_Q, J_K and J_V."""
     norm_q, norm_k = _product_norm(blocks.m, blocks.x), _product_norm(blocks.b, blocks.q)
-    return norm_q, norm_k, float(torch.linalg.matrix_norm(blocks.py, 2))
+    return norm_q, norm_k, float(blocks.py_values[0])
 
 
 def _product_norm(covariances: Tensor, factors: Tensor) -> float:
@@ -94,19 +92,13 @@ def _product_norm(covariances: Tensor, factors: Tensor) -> float:
     # Scaled to one, so that the squares of a nearly dead head do not underflow.
     scaled = covariances / largest
     rows, dv, _ = scaled.shape
-    size = rows * dv
 
-    def through_factors(flat: Tensor) -> Tensor:
+    def product(flat: Tensor) -> Tensor:
         """C (T T^T (C^T u))."""
-        pulled = torch.einsum("roc,ro->rc", scaled, flat.view(rows, dv))
-        return torch.einsum("roc,rc->ro", scaled, factors @ (factors.T @ pulled)).flatten()
+        pulled = (flat.view(rows, 1, dv) @ scaled)[:, 0]
+        return (scaled @ (factors @ (factors.T @ pulled))[:, :, None]).flatten()
 
-    product: Callable[[Tensor], Tensor] = through_factors
-    if size <= EXPLICIT_LIMIT:
-        flat = scaled.reshape(size, -1)
-        gram = (flat @ flat.T).view(rows, dv, rows, dv) * (factors @ factors.T)[:, None, :, None]
-        product = gram.view(size, size).mv
-    return largest * math.sqrt(largest_eigenvalue(product, size).value)
+    return largest * math.sqrt(largest_eigenvalue(product, rows * dv).value)
 
 
 def diagnose_head(head: Head, blocks: Blocks | None = None) -> HeadDiagnosis:

@@ -12,13 +12,13 @@ Rows of the Jacobian:
     J_Q[r]: (a, c) -> x_r[a] M_r[:, c]      J_K[r]: (a, c) -> s sum_j W_r[:, j] y_j[a] t_rj[c]
     J_V[r]: (a, o) -> (P Y)_r[a] e_o
 
-J_K[r] is not a Kronecker product with q_r, because N_j^k differs from key to key; it is formed one channel c of the
-keys at a time, F_c = s (W * t[., ., c]) Y, and J_K J_K^T = sum_c F_c F_c^T. For the same reason a bias of the keys,
-which the plain softmax ignores, has a Jacobian that is not zero: it is one more constant column of Y.
+J_K[r] is not a Kronecker product with q_r, because N_j^k differs from key to key (Note [Pairs of rows]). For the same
+reason a bias of the keys, which the plain softmax ignores, has a Jacobian that is not zero: a constant column of Y.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,8 +28,9 @@ from torch import Tensor
 from wellcond.errors import WeightError
 from wellcond.head import Head, compressed, softmax_weights, through_softmax, with_constant
 from wellcond.jacobian.form import AbstractForm
+from wellcond.jacobian.mapped_gram import MappedBlocks, MappedOutputSide, mirrored_
 from wellcond.jacobian.maps import MappedSide, MapRows, TokenMap, eye_like, gauge_of, is_present, l2_norm
-from wellcond.linalg.spectrum import numerical_rank, row_space
+from wellcond.linalg.spectrum import default_rtol, numerical_rank, row_space, singular_values
 from wellcond.theory.ranks import Structure, contains_ones
 
 
@@ -69,6 +70,7 @@ class NormalisedHead(AbstractForm):
     key: TokenMap
     biases: bool = False
     softmax: Softmax | None = None
+    has_sides = True
 
     def __post_init__(self) -> None:
         """Flatten the maps to one row per query and key, and check them."""
@@ -136,10 +138,9 @@ class NormalisedHead(AbstractForm):
 
     def parameter_blocks(self) -> dict[str, Tensor]:
         """J_Q, J_K, J_V (n, parameters), tokens compressed, columns (a, c); a query head owns its own columns."""
-        n, weights = self.num_outputs, self._weights()
-        x, y, vy = self._inputs()
-        j_q = torch.einsum("ra,roc->roac", self._rows_of(x), self._m(weights)).reshape(n, -1)
-        j_k = torch.stack([self._key_column(weights, y, c) for c in range(self.head.head_dim)], dim=2).reshape(n, -1)
+        n, vy = self.num_outputs, self._inputs()[2]
+        j_q = torch.einsum("ra,roc->roac", self.blocks.x, self.blocks.m).reshape(n, -1)
+        j_k = self.blocks.key_channels(slice(None)).reshape(n, -1)
         if self.value_map is None:
             j_v = torch.einsum("ra,ok->roak", self.p @ vy, eye_like(self.v)).reshape(n, -1)
         else:
@@ -151,24 +152,50 @@ class NormalisedHead(AbstractForm):
         return torch.cat(list(self.parameter_blocks().values()), dim=1)
 
     def output_gram(self) -> Tensor:
-        """J J^T, (n, n); J_K costs n^2 d min(M, E), one column of the keys at a time."""
-        n, rows, dv = self.num_outputs, self.head.num_rows, self.head.value_dim
-        weights = self._weights()
-        x, y, vy = self._inputs()
-        m, x_rows, pv = self._m(weights).reshape(n, -1), self._rows_of(x), self.p @ vy
-        gram = m @ m.T
-        blocks = gram.view(rows, dv, rows, dv)
-        blocks.mul_((x_rows @ x_rows.T)[:, None, :, None])
-        for c in range(self.head.head_dim):
-            column = self._key_column(weights, y, c)
-            gram.addmm_(column, column.T)
-        if self.value_map is None:
-            blocks.diagonal(dim1=1, dim2=3).add_((pv @ pv.T)[:, :, None])
-            return gram
-        for c in range(self.head.value_dim):
-            column = self._value_column(vy, c)
-            gram.addmm_(column, column.T)
+        """J J^T, (n, n)."""
+        gram = mirrored_(self.blocks.gram())
+        if self.value_map is not None:
+            vy = self._inputs()[2]
+            for c in range(self.head.value_dim):
+                column = self._value_column(vy, c)
+                gram.addmm_(column, column.T)
         return gram
+
+    @cached_property
+    def blocks(self) -> MappedBlocks:
+        """Of the queries and keys, and of values that pass no map."""
+        (x, y, vy), weights = self._inputs(), self._weights()
+        py = self.p @ vy
+        return MappedBlocks(
+            x=self._rows_of(x),
+            m=self._m(weights),
+            py=py if self.value_map is None else py[:, :0],
+            w=weights * (self.slope if isinstance(self.slope, float) else self.slope[:, None, :]),
+            t=torch.einsum("re,jec->rjc", self.query.value, self.key.jacobian),
+            y=y,
+        )
+
+    @property
+    def table_entries(self) -> int:
+        """W_r and t_rj of every row and key, and what they are made of."""
+        head = self.head
+        return 2 * head.num_rows * len(head.memory) * (head.head_dim + head.value_dim)
+
+    def output_side(self) -> MappedOutputSide | None:
+        """J J^T for iterations; None where the values pass a map."""
+        return MappedOutputSide(self.blocks) if self.value_map is None else None
+
+    def smaller_side(self) -> MappedOutputSide | None:
+        """The same: J^T J has no basis of its null space."""
+        return self.output_side()
+
+    def certified(self) -> tuple[float, float]:
+        """sigma_min(PY), that of J_V alone; nothing is known of sigma_max."""
+        py = self.p @ self._inputs()[2]
+        if self.value_map is not None or py.shape[0] > py.shape[1]:
+            return 0.0, math.inf
+        sigma = singular_values(py).tolist()
+        return max(0.0, sigma[-1] - default_rtol(py.shape) * sigma[0]), math.inf
 
     def product(self, flat: Tensor) -> Tensor:
         """J J^T times a vector of length n, at the cost of a few products R x M x d."""
@@ -221,11 +248,6 @@ class NormalisedHead(AbstractForm):
         """M_r = s W_r Khat N_r^q, (R, dv, d)."""
         slope = self.slope if isinstance(self.slope, float) else self.slope[:, None, :]
         return ((slope * weights) @ self.key.value) @ self.query.jacobian
-
-    def _key_column(self, weights: Tensor, y: Tensor, c: int) -> Tensor:
-        """F_c = s (W * t_c) Y, (n, columns of Y), with t_c[r, j] = (N_j^{kT} qhat_r)[c]."""
-        t = self.slope * (self.query.value @ self.key.jacobian[:, :, c].T)
-        return (weights * t[:, None, :]).flatten(0, 1) @ y
 
     def _value_column(self, vy: Tensor, c: int) -> Tensor:
         """sum_j p_rj N_j^v[:, c] y_j, (n, columns of Y)."""

@@ -25,9 +25,11 @@ which the tests compare with the error itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import scipy.linalg
 import torch
 from torch import Tensor
@@ -150,19 +152,19 @@ def largest_eigenvalue(
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(size, generator=generator, dtype=torch.float64)
     max_steps = min(max_steps, size)
-    basis = torch.empty(max_steps, size, dtype=torch.float64)  # takes memory only as it is filled
+    basis = np.empty((max_steps, size))  # takes memory only as it is filled; a call of numpy costs less than of torch
     basis[0] = start / start.norm()
     diagonal: list[float] = []
     off: list[float] = []
     value, agreed, converged = 0.0, 0, False
     for step in range(max_steps):
-        w = product(basis[step])
-        diagonal.append(float(basis[step] @ w))
-        known = basis[: step + 1]
-        for _ in range(2):  # once is not enough when the new direction nearly lies in the old ones
-            w = w - known.T @ (known @ w)
-        norm = float(w.norm())
-        previous, value = value, _largest_of_tridiagonal(diagonal, off)
+        w, known = product(torch.from_numpy(basis[step])).numpy(), basis[: step + 1]
+        inner = known @ w
+        diagonal.append(float(inner[-1]))
+        w = w - inner @ known
+        w -= (known @ w) @ known  # again: the new direction may nearly lie in the old ones
+        norm = math.sqrt(w @ w)
+        previous, (value, vector) = value, _largest_of_tridiagonal(diagonal, off)
         agreed = agreed + 1 if abs(value - previous) <= tolerance * abs(value) else 0
         exhausted = norm <= 1e-13 * max(abs(value), 1e-300) or step == size - 1
         if agreed >= 3 or exhausted:
@@ -171,24 +173,24 @@ def largest_eigenvalue(
         if step + 1 == max_steps:
             break
         off.append(norm)
-        basis[step + 1] = w / norm
-    last = len(diagonal) - 1
-    _, weights = scipy.linalg.eigh_tridiagonal(diagonal, off[:last], select="i", select_range=(last, last))
-    vector = basis[: len(weights)].T @ torch.from_numpy(weights[:, 0])
-    residual = float((product(vector) - value * vector).norm())
-    return Estimate(value, converged, residual, len(diagonal) + 1, vector)
+        np.divide(w, norm, out=basis[step + 1])
+    weights = vector()
+    # A basis = basis T + w e_last^T, so that the residual of basis weights is w times the last weight.
+    found = torch.from_numpy(weights @ basis[: len(weights)])
+    return Estimate(value, converged, norm * abs(float(weights[-1])), len(diagonal), found)
 
 
-def _largest_of_tridiagonal(diagonal: list[float], off: list[float]) -> float:
-    """Largest eigenvalue of a symmetric tridiagonal matrix, O(k)."""
+def _largest_of_tridiagonal(diagonal: list[float], off: list[float]) -> tuple[float, Callable[[], np.ndarray]]:
+    """Largest eigenvalue of a symmetric tridiagonal matrix, O(k), and what computes its vector."""
     size = len(diagonal)
     if size == 1:
-        return diagonal[0]
+        return diagonal[0], lambda: np.ones(1)
     # What `scipy.linalg.eigh_tridiagonal` calls, without its checks, which take longer than the eigenvalue itself.
-    _, values, _, _, info = scipy.linalg.lapack.dstebz(diagonal, off[: size - 1], 2, 0.0, 1.0, size, size, 0.0, "E")
+    off = off[: size - 1]
+    _, values, block, split, info = scipy.linalg.lapack.dstebz(diagonal, off, 2, 0.0, 1.0, size, size, 0.0, "B")
     if info:
         raise torch.linalg.LinAlgError("the eigenvalues of a tridiagonal matrix did not converge")
-    return float(values[0])
+    return float(values[0]), lambda: scipy.linalg.lapack.dstein(diagonal, off, values[:1], block, split)[0][:, 0]
 
 
 def smallest_eigenvalue(

@@ -35,17 +35,17 @@ def lower_parts(blocks: Blocks, rank: int, *, less_rounding: bool = False) -> di
     `less_rounding` takes the rounding of the SVD off, so that dependent rows get no positive bound.
     """
 
-    def sigma_r(matrix: Tensor) -> float:
-        if rank > min(matrix.shape):
+    def sigma_r(matrix: Tensor, sigma: Tensor) -> float:
+        if rank > len(sigma):
             return 0.0
-        sigma = singular_values(matrix)
         rounding = default_rtol(tuple(matrix.shape)) * float(sigma[0]) if less_rounding else 0.0
         return max(0.0, float(sigma[rank - 1]) - rounding)
 
     # bd(M_i) bd(M_i)^T >= min_i sigma_dv(M_i)^2, and sigma_dv = 0 for a tall M_i (d < dv).
     tall = blocks.m.shape[2] < blocks.m.shape[1]
-    m = 0.0 if tall else float(singular_values(blocks.m)[:, -1].min())
-    return {"sigma_r(X)": sigma_r(blocks.x), "min sigma_min(M_i)": m, "sigma_r(PX)": sigma_r(blocks.py)}
+    m = 0.0 if tall else float(blocks.m_values[:, -1].min())
+    of_x, of_px = sigma_r(blocks.x, singular_values(blocks.x)), sigma_r(blocks.py, blocks.py_values)
+    return {"sigma_r(X)": of_x, "min sigma_min(M_i)": m, "sigma_r(PX)": of_px}
 
 
 def upper_parts(blocks: Blocks) -> dict[str, float]:
@@ -56,10 +56,10 @@ def upper_parts(blocks: Blocks) -> dict[str, float]:
 
     return {
         "||X||": norm(blocks.x),
-        "max ||M_i||": norm(blocks.m),
+        "max ||M_i||": float(blocks.m_values[:, 0].max()),
         "||Q||": norm(blocks.q),
         "max ||B_i||": norm(blocks.b),
-        "||PX||": norm(blocks.py),
+        "||PX||": float(blocks.py_values[0]),
     }
 
 

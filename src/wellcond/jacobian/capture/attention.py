@@ -82,17 +82,20 @@ class CapturedAttention:
         """
         return self.stacked_head(kv_head, [sample])
 
-    def stacked_head(self, kv_head: int, samples: Sequence[int] | None = None) -> Head:
+    def stacked_head(
+        self, kv_head: int, samples: Sequence[int] | None = None, *, query_head: int | None = None
+    ) -> Head:
         """Several samples or windows (all by default) in one head, which share the weights (theory.md, section 3.5).
 
         Tokens follow each other, and each sample sees its own keys only. Rows are ordered (query head, sample, token).
+        `query_head` takes one of the query heads by itself.
 
         Raises: as `head`.
         """
         self._check(kv_head, samples)
         chosen = list(range(self.num_samples)) if samples is None else list(samples)
         assert self.x is not None and self.scale is not None
-        group = self.query_heads(kv_head)
+        group = self.query_heads(kv_head, query_head)
         x, y = to_float64(self.x[chosen]).flatten(0, 1), None
         if self.memory is not None:
             y = to_float64(self.memory[chosen]).flatten(0, 1)
@@ -118,10 +121,18 @@ class CapturedAttention:
             mask=bias,
         )
 
-    def query_heads(self, kv_head: int) -> slice:
-        """Query heads of one key/value head."""
+    def query_heads(self, kv_head: int, query_head: int | None = None) -> slice:
+        """Query heads of one key/value head, or one of them.
+
+        Raises: IndexError if the key/value head is not that of `query_head`.
+        """
         group = self.site.num_heads // self.site.num_kv_heads
-        return slice(kv_head * group, (kv_head + 1) * group)
+        first, end = kv_head * group, (kv_head + 1) * group
+        if query_head is None:
+            return slice(first, end)
+        if not first <= query_head < end:
+            raise IndexError(f"{self.site.name}: expected a query head from {first} to {end - 1}, got {query_head}")
+        return slice(query_head, query_head + 1)
 
     def _bias(self, group: slice, samples: list[int]) -> Tensor | None:
         """(g, S N, S M): each sample's own bias on the diagonal, -inf elsewhere."""

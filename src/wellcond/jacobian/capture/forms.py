@@ -33,20 +33,27 @@ class CapturedForm:
 
 
 def captured_form(
-    captured: CapturedAttention, kv_head: int, *, samples: Sequence[int] = (0,), biases: bool = False
+    captured: CapturedAttention,
+    kv_head: int,
+    *,
+    samples: Sequence[int] = (0,),
+    biases: bool = False,
+    query_head: int | None = None,
 ) -> CapturedForm:
     """The form of one key/value head of a captured attention on one sample, or on several as one Jacobian.
+
+    Of grouped queries it is of all query heads of the group, or of `query_head` alone.
 
     A structured form that is not plain (channel attention, rotary positions, QK-norm, Nystrom) is believed only if it
     has the output and the derivative of the module's own copy; otherwise derivatives go through the module.
     """
     if captured.is_plain:
-        head = captured.stacked_head(kv_head, samples)
+        head = captured.stacked_head(kv_head, samples, query_head=query_head)
         stacked = ", samples stacked" if len(samples) > 1 else ""
         return CapturedForm(WideForm(head, biases), f"structured: plain softmax{stacked}")
     if captured.site.kind == "nystrom" and len(samples) == 1:
         return _nystrom(captured, kv_head, samples[0], biases)
-    generic = GenericHead(captured, kv_head, samples=samples)
+    generic = GenericHead(captured, kv_head, samples=samples, query_head=query_head)
     builds = (partial(_channel, captured, kv_head, samples), partial(_row_wise, captured, generic))
     for build in builds:
         structured = build(False)

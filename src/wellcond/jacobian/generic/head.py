@@ -74,6 +74,7 @@ class GenericHead(ExplicitGram):
         *,
         samples: Sequence[int] | None = None,
         alone: bool = False,
+        query_head: int | None = None,
     ) -> None:
         """Copy the module of a captured call, and check that the copy gives what the model gave.
 
@@ -84,6 +85,7 @@ class GenericHead(ExplicitGram):
                 gives the same for them by themselves, it is run on them only.
             alone: run it on them only in any case: attention that depends on the rest of the batch then gives other
                 outputs than in it.
+            query_head: one of the query heads by itself.
 
         Raises:
             ValueError: the attention was not called.
@@ -102,7 +104,7 @@ class GenericHead(ExplicitGram):
         captured.check_weights()
         self.captured, self.kv_head = captured, kv_head
         self._replica = Replica(captured.site, captured.call)
-        group = captured.query_heads(kv_head)
+        self.group = group = captured.query_heads(kv_head, query_head)
         self._rows = [self.site.by_role("query").rows[group]]
         self._rows += [self.site.by_role(role).rows[kv_head : kv_head + 1] for role in ("key", "value")]
         self._columns = self._replica.columns[group]
