@@ -13,11 +13,12 @@ from typing import Any
 
 from torch import nn
 
-from wellcond.attention.distributed import gather_model, unwrap
+from wellcond.attention.distributed import unwrap
 from wellcond.attention.find import find_attention
 from wellcond.lab.recipe import TrackingSettings
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask
+from wellcond.lab.train.checkpoint import model_tensors
 from wellcond.tracking import ConditionTracker
 
 MOST_POINTS = 100_000
@@ -52,10 +53,10 @@ def tracked_steps(settings: TrackingSettings, num_steps: int, steps_per_epoch: i
 
 
 class ConditioningLog:
-    """A `ConditionTracker` on rank 0.
+    """A `ConditionTracker` on rank 0; on every rank if weights are sharded, which gathers one attention at a time.
 
-    Where the model itself cannot be measured, because its weights are sharded or Accelerate made its forward pass round
-    to half precision, a plain copy is brought up to date and measured instead.
+    Where Accelerate made the forward pass round to half precision, a plain copy on rank 0 is brought up to date and
+    measured instead. Under FSDP2 only the inputs of an attention are rounded; its weights are read as they are stored.
     """
 
     def __init__(
@@ -71,22 +72,23 @@ class ConditioningLog:
         self.settings, self.task, self.accelerator = settings, task, accelerator
         self.jacobian, self.weights = tracked_steps(settings, num_steps, steps_per_epoch)
         self.steps = self.jacobian | self.weights
-        self._copied = bool(self.steps) and (accelerator.is_fsdp2 or accelerator.mixed_precision != "no")
-        self._copy = copy.deepcopy(plain) if self._copied and accelerator.is_main_process else None
+        self._measures = bool(self.steps) and (accelerator.is_main_process or accelerator.is_fsdp2)
+        rounded = accelerator.mixed_precision != "no" and not accelerator.is_fsdp2
+        self._copy = copy.deepcopy(plain) if self._measures and rounded else None
         self._tracker: ConditionTracker | None = None
         self._model: nn.Module = plain
 
     def begin(self, model: nn.Module, step: int) -> list[dict[str, Any]]:
         """Start with `model` as Accelerate prepared it, after `step` updates; returns the rows of step 0, if due."""
         self._model = model
-        if not self.steps or not self.accelerator.is_main_process:
+        if not self._measures:
             return []
         measured = unwrap(model) if self._copy is None else self._copy
         most = max(site.num_kv_heads for site in find_attention(unwrap(measured), strict=False))
         if self.settings.heads is not None and min(self.settings.heads) >= most:
             raise RecipeError(f"tracking.heads: expected numbers from 0 to {most - 1}, found {self.settings.heads}")
         probe: Any = self.task.probe(self.settings.samples)
-        if not self._copied:
+        if self._copy is None:
             device = self.accelerator.device
             is_dict = isinstance(probe, dict)
             probe = {name: value.to(device) for name, value in probe.items()} if is_dict else probe.to(device)
@@ -114,10 +116,8 @@ class ConditioningLog:
 
     def after(self, step: int) -> list[dict[str, Any]]:
         """Rows of this step, usually none; every rank must call it after every update."""
-        if self._copied and step in self.steps:
-            state = gather_model(self._model)
-            if self._copy is not None:
-                self._copy.load_state_dict(state)
+        if self._copy is not None and step in self.steps:
+            self._copy.load_state_dict(model_tensors(self._model))
         return [] if self._tracker is None else [point.to_json_dict() for point in self._tracker.step()]
 
 

@@ -329,7 +329,7 @@ class Engine:
     # Evaluation
 
     def _write_conditioning(self, rows: list[dict[str, Any]]) -> None:
-        if rows:
+        if rows and self.is_main:
             place = {"step": self.state.step, "epoch": self.epoch}
             self.folder.append("conditioning.jsonl", (place | row for row in rows))
             self.accelerator.log(layer_numbers(rows), step=self.state.step)
