@@ -5,8 +5,7 @@ from torch import nn
 
 from lab.helpers import ListSplit, bundle, texts
 from wellcond.lab.data import TensorDataset
-from wellcond.lab.tasks.augmentation import AugmentationSettings
-from wellcond.lab.tasks.base import EVALUATION, TASKS, TaskContext
+from wellcond.lab.tasks.base import EVALUATION, TASKS, AugmentationSettings, TaskContext
 
 
 def make_task(name, data, *, progress=None, **fields):

@@ -13,8 +13,7 @@ from lab.small import logs, small_job
 from wellcond.lab.data import TensorDataset
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.tasks.augmentation import AugmentationSettings
-from wellcond.lab.tasks.base import EVALUATION, ArraySamples, TaskContext
+from wellcond.lab.tasks.base import EVALUATION, ArraySamples, AugmentationSettings, TaskContext
 from wellcond.lab.tasks.image_classification import (
     IMAGENET,
     ImageClassification,

@@ -13,8 +13,7 @@ from lab.small import small_job
 from wellcond.lab.data import TensorDataset, load_data, resolve_config
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.tasks.augmentation import AugmentationSettings
-from wellcond.lab.tasks.base import EVALUATION, TASKS, TaskContext
+from wellcond.lab.tasks.base import EVALUATION, TASKS, AugmentationSettings, TaskContext
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import run_job
 

@@ -14,13 +14,12 @@ import pytest
 from lab.data.helpers import load
 from lab.helpers import texts
 from patience import PATIENCE, wait_until
-from wellcond.lab.data import DataError, fingerprint, tokens
-from wellcond.lab.data.disk_cache import CacheError
-from wellcond.lab.data.progress import telling
+from wellcond.lab.data import DataError, fingerprint
+from wellcond.lab.data.base import telling
+from wellcond.lab.data.disk import CacheError
 from wellcond.lab.data.sources import text_stream
-from wellcond.lab.data.tokens import open_token_stream
 from wellcond.lab.tasks.base import TASKS, TaskContext
-from wellcond.lab.tokenizers.base import ByteTokenizer
+from wellcond.lab.tokenizers.base import ByteTokenizer, open_token_stream
 
 DOCUMENTS = [f"document number {number} " * (number % 5) for number in range(700)]  # every fifth is empty
 
@@ -34,7 +33,7 @@ def own_cache(monkeypatch, tmp_path):
 
 @pytest.fixture
 def small_batches(monkeypatch):
-    monkeypatch.setattr("wellcond.lab.data.tokens.MOST_ROWS", 512)
+    monkeypatch.setattr("wellcond.lab.tokenizers.base.MOST_ROWS", 512)
 
 
 class Counting(ByteTokenizer):
@@ -289,7 +288,7 @@ def test_a_corpus_is_read_once_for_tokeniser_and_tokens(tmp_path, monkeypatch):
     def unreadable(*_):
         raise AssertionError("the text is read again")
 
-    monkeypatch.setattr(tokens, "text_columns", unreadable)  # nor is the copy in the cache
+    monkeypatch.setattr("wellcond.lab.tokenizers.base.text_columns", unreadable)  # nor is the copy in the cache
     assert len(make(settings(**fields), TaskContext(stream_of(folder), 0)).train) == len(first.train)
 
 

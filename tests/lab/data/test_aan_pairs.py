@@ -5,7 +5,7 @@ import torch
 
 from lab.data.helpers import failure, load
 from wellcond.lab.data import fingerprint
-from wellcond.lab.data.progress import telling
+from wellcond.lab.data.base import telling
 
 # As published: bytes literals, with quotes in them that are no quotes of the table.
 FIRST, SECOND = rb"""b'Trigrams\'n\'Tags "(TnT)" \xc3\xa9'""", rb'''b"a b'c"'''

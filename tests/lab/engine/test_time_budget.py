@@ -8,8 +8,8 @@ import pytest
 
 from lab.small import command, record, run, small_job, small_recipe, stop_after, train_command
 from wellcond.lab.train.length import RunClock, TimeBudget
+from wellcond.lab.train.optimizers import Point, Triangular
 from wellcond.lab.train.run import run_job
-from wellcond.lab.train.schedule import Point, Triangular
 from wellcond.run_records import seal
 
 pytestmark = pytest.mark.processes

@@ -12,11 +12,18 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from wellcond.lab.data.base import Data, check_index, describe_sizes, draw_subset
-from wellcond.lab.data.errors import DataError, listed
-from wellcond.lab.data.progress import tell
-from wellcond.lab.data.reading import find_folder, require_file
-from wellcond.lab.data.registry import SourceConfig, register_source
+from wellcond.lab.data.base import (
+    Data,
+    DataError,
+    SourceConfig,
+    check_index,
+    describe_sizes,
+    draw_subset,
+    listed,
+    register_source,
+    tell,
+)
+from wellcond.lab.data.disk import find_folder, require_file
 from wellcond.lab.seeding import generator
 
 CLASS_NAMES = ("unrelated", "related")

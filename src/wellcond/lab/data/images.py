@@ -14,8 +14,7 @@ from torch import Tensor
 
 from wellcond.errors import MissingExtraError
 from wellcond.files import read_regular
-from wellcond.lab.data.base import Dataset
-from wellcond.lab.data.errors import DataError
+from wellcond.lab.data.base import DataError, Dataset
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
-from wellcond.lab.data.errors import DataError, listed
+from wellcond.lab.data.base import DataError, listed
 
 if TYPE_CHECKING:
     from wellcond.lab.data.tables import Table

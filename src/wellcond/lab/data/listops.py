@@ -21,12 +21,18 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 
-from wellcond.lab.data.base import Data, TensorDataset, describe_sizes
-from wellcond.lab.data.errors import DataError, listed
+from wellcond.lab.data.base import (
+    Data,
+    DataError,
+    SourceConfig,
+    TensorDataset,
+    describe_sizes,
+    listed,
+    register_source,
+    tell,
+)
+from wellcond.lab.data.disk import find_folder, require_file
 from wellcond.lab.data.generated import Generated, GeneratorOptions, register_generator
-from wellcond.lab.data.progress import tell
-from wellcond.lab.data.reading import find_folder, require_file
-from wellcond.lab.data.registry import SourceConfig, register_source
 
 OPERATORS = ("MIN", "MAX", "MED", "SM")
 """Smallest, largest, median (rounded down), sum modulo 10."""

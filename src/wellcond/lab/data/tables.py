@@ -13,12 +13,20 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from torch import Tensor
 
-from wellcond.lab.data.base import Data, Kind, check_index, describe_sizes, draw_fraction, draw_subset
-from wellcond.lab.data.errors import DataError, listed
+from wellcond.lab.data.base import (
+    Data,
+    DataError,
+    Kind,
+    SourceConfig,
+    check_index,
+    describe_sizes,
+    draw_fraction,
+    draw_subset,
+    listed,
+)
+from wellcond.lab.data.disk import import_datasets
 from wellcond.lab.data.images import decode_image, read_image
 from wellcond.lab.data.labels import Classes, LabelKind, encode_labels, labels_are_hidden, read_classes, read_numbers
-from wellcond.lab.data.reading import import_datasets
-from wellcond.lab.data.registry import SourceConfig
 
 INPUT_NAMES = ("image", "img", "text", "sentence")
 LABEL_NAMES = ("label", "labels")

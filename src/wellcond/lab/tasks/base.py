@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
 import torch
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from wellcond.lab.data.base import Data, Dataset
 from wellcond.lab.models.changes import Norms
-from wellcond.lab.settings import RecipeError, Settings
+from wellcond.lab.settings import Fraction, RecipeError, Settings
 from wellcond.lab.tokenizers.base import Tokenizer
 
 Batch = dict[str, Tensor]
@@ -104,6 +104,37 @@ class ModelSettings(Settings):
     """Whether each query and key head is divided by its root mean square, without a learned gain, as in nanochat."""
     layer_scale: float | None = Field(None, gt=0)
     """Start of learned factors on what attention and MLP add to the stream (LayerScale); null for none."""
+
+
+class AugmentationSettings(Settings):
+    """Augmentation of images, under timm's meaning of the words; all off by default."""
+
+    flip: Fraction = 0.0
+    """Probability of a mirror image."""
+    crop_padding: Annotated[int, Field(ge=0, le=256)] = 0
+    """Random crop out of an image padded by this many pixels; for small images."""
+    resized_crop: tuple[Fraction, Fraction] | None = None
+    """Random crop of this share of the area, resized; for large images."""
+    rand_augment: str | None = None
+    """timm's description, such as rand-m9-mstd0.5-inc1."""
+    color_jitter: Annotated[float, Field(ge=0, le=10)] = 0.0
+    random_erasing: Fraction = 0.0
+    mixup: NonNegativeFloat = 0.0
+    cutmix: NonNegativeFloat = 0.0
+    label_smoothing: Fraction = 0.0
+    repeats: PositiveInt = 1
+    """Repeated augmentation (DeiT): an epoch takes this many times fewer samples, and each that many times in a row,
+    augmented differently."""
+
+    @property
+    def needs_pictures(self) -> bool:
+        """Whether samples must be augmented one by one, as PIL images."""
+        return bool(self.resized_crop or self.rand_augment or self.color_jitter or self.random_erasing)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether samples of a batch are mixed."""
+        return self.mixup > 0 or self.cutmix > 0
 
 
 @dataclass(frozen=True)

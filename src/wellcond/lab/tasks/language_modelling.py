@@ -18,9 +18,7 @@ from torch.nn.functional import cross_entropy
 from wellcond.attention.distributed import is_held_together
 from wellcond.attention.effective import is_conditioned
 from wellcond.conditioning.apply import folded
-from wellcond.lab.data.base import Dataset
-from wellcond.lab.data.progress import telling
-from wellcond.lab.data.tokens import Counts, TokenStream, open_token_stream, text_columns
+from wellcond.lab.data.base import Dataset, telling
 from wellcond.lab.settings import RecipeError, SequenceLength, Settings
 from wellcond.lab.tasks.base import (
     AbstractTask,
@@ -34,7 +32,15 @@ from wellcond.lab.tasks.base import (
     need_kind,
     register_task,
 )
-from wellcond.lab.tokenizers.base import Tokenizer, TokenizerChoice, document_end
+from wellcond.lab.tokenizers.base import (
+    Counts,
+    Tokenizer,
+    TokenizerChoice,
+    TokenStream,
+    document_end,
+    open_token_stream,
+    text_columns,
+)
 from wellcond.lab.tokenizers.make import make_tokenizer
 
 IGNORED = -100

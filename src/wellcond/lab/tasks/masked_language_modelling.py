@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from wellcond.attention.distributed import unwrap
-from wellcond.lab.data.progress import telling
-from wellcond.lab.data.tokens import open_token_stream
+from wellcond.lab.data.base import telling
 from wellcond.lab.seeding import derive
 from wellcond.lab.settings import SequenceLength, Settings
 from wellcond.lab.tasks.base import (
@@ -37,7 +36,7 @@ from wellcond.lab.tasks.base import (
     register_task,
 )
 from wellcond.lab.tasks.language_modelling import IGNORED, TokenBlocks, perplexity
-from wellcond.lab.tokenizers.base import Tokenizer, TokenizerChoice
+from wellcond.lab.tokenizers.base import Tokenizer, TokenizerChoice, open_token_stream
 from wellcond.lab.tokenizers.make import make_tokenizer
 
 Words = NDArray[np.uint64]

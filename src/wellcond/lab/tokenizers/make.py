@@ -11,12 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from wellcond.files import read_regular
-from wellcond.lab.data.base import Dataset
-from wellcond.lab.data.disk_cache import CacheEntry
-from wellcond.lab.data.errors import DataError, files_or_folders, listed
-from wellcond.lab.data.progress import tell
-from wellcond.lab.data.reading import MIRROR_VARIABLE, mirror_roots
-from wellcond.lab.data.tokens import text_columns, text_fingerprint
+from wellcond.lab.data.base import DataError, Dataset, files_or_folders, listed, tell
+from wellcond.lab.data.disk import MIRROR_VARIABLE, CacheEntry, mirror_roots
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tokenizers.base import (
     SPECIAL,
@@ -27,6 +23,8 @@ from wellcond.lab.tokenizers.base import (
     TokenizerFile,
     TrainedTokenizer,
     import_tokenizers,
+    text_columns,
+    text_fingerprint,
 )
 
 TOKENIZER, VOCABULARY, MERGES, WORDS = "tokenizer.json", "vocab.json", "merges.txt", "vocab.txt"

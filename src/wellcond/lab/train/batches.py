@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from wellcond.errors import WellcondError
+from wellcond.lab.data.base import leave_interrupts_to_parent
 from wellcond.lab.seeding import epoch_order
 from wellcond.lab.settings import RecipeError, divide_exactly
 from wellcond.lab.tasks.base import EVALUATION, Batch, SampleKey, Samples
@@ -122,11 +122,6 @@ def _as_is(batch: Any) -> Any:
     return batch
 
 
-def _leave_signals_to_parent(worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal; batches are still needed until the step is saved."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
 def fetch_batches(
     samples: Samples, parts: Iterable[list[SampleKey]], *, workers: int, device: torch.device
 ) -> Iterator[Batch]:
@@ -140,7 +135,7 @@ def fetch_batches(
             batch_sampler=parts,  # type: ignore[arg-type]
             num_workers=workers,
             collate_fn=_as_is,
-            worker_init_fn=_leave_signals_to_parent,
+            worker_init_fn=leave_interrupts_to_parent,
             pin_memory=device.type == "cuda",
             prefetch_factor=4,
         )

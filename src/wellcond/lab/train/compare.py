@@ -18,7 +18,7 @@ from typing import Any
 from wellcond.errors import AttentionNotFoundError, MissingExtraError, WellcondError
 from wellcond.files import to_json, write_atomically
 from wellcond.lab.cluster import RaySettings
-from wellcond.lab.data.errors import DataError
+from wellcond.lab.data.base import DataError
 from wellcond.lab.methods import MethodSettings, check_distinct
 from wellcond.lab.recipe import Recipe, config_hash
 from wellcond.lab.settings import RecipeError

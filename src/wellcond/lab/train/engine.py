@@ -31,8 +31,14 @@ from wellcond.lab.train.checkpoint import (
     read_tensors,
     save_checkpoint,
 )
-from wellcond.lab.train.conditioning_log import ConditioningLog, layer_numbers
-from wellcond.lab.train.evaluate import BestWeights, Evaluator, WeightAverage, find_test_set
+from wellcond.lab.train.evaluate import (
+    BestWeights,
+    ConditioningLog,
+    Evaluator,
+    WeightAverage,
+    find_test_set,
+    layer_numbers,
+)
 from wellcond.lab.train.length import (
     BatchRamp,
     Diverged,

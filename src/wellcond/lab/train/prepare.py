@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from wellcond.errors import MissingExtraError
-from wellcond.lab.data.progress import Progress, telling
-from wellcond.lab.data.registry import load_data, resolve_config
+from wellcond.lab.data.base import Progress, load_data, resolve_config, telling
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.models.changes import add_layer_scale_, add_qk_norm_, check_untrained, remove_norms_, scale_true_
 from wellcond.lab.models.trained import load_backbone

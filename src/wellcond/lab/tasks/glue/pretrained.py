@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from wellcond.files import write_atomically
-from wellcond.lab.data.base import Data
-from wellcond.lab.data.registry import load_data, resolve_config
+from wellcond.lab.data.base import Data, load_data, resolve_config
 from wellcond.lab.models.changes import remove_norms_
 from wellcond.lab.models.trained import file_sha256, load_folded
 from wellcond.lab.tasks.masked_language_modelling import MaskedLanguageModellingSettings

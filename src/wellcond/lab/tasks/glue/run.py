@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from wellcond.errors import MissingExtraError
-from wellcond.lab.data.errors import DataError, files_or_folders
+from wellcond.lab.data.base import DataError, files_or_folders
 from wellcond.lab.data.sources.files import BUILDERS
 from wellcond.lab.load_recipe import set_field
 from wellcond.lab.methods import MethodSettings

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from wellcond.attention.distributed import unwrap
-from wellcond.lab.data.base import Dataset
-from wellcond.lab.data.errors import listed
+from wellcond.lab.data.base import Dataset, listed
 from wellcond.lab.data.tables import TableDataset
-from wellcond.lab.data.tokens import text_columns
 from wellcond.lab.settings import RecipeError, SequenceLength, Settings
 from wellcond.lab.tasks.base import (
     AbstractTask,
@@ -35,7 +33,7 @@ from wellcond.lab.tasks.base import (
     register_task,
 )
 from wellcond.lab.tasks.glue.benchmark import GlueName, find_task
-from wellcond.lab.tokenizers.base import LibraryTokenizer, Tokenizer, TokenizerChoice, import_tokenizers
+from wellcond.lab.tokenizers.base import LibraryTokenizer, Tokenizer, TokenizerChoice, import_tokenizers, text_columns
 from wellcond.lab.tokenizers.make import make_tokenizer
 
 MULTIPLE = 8
