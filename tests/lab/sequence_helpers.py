@@ -8,9 +8,9 @@ from wellcond.lab.data import TensorDataset
 from wellcond.lab.tasks.base import EVALUATION, TASKS, AugmentationSettings, TaskContext
 
 
-def make_task(name, data, *, progress=None, **fields):
+def make_task(name, data, **fields):
     settings, make = TASKS[name]
-    return make(settings(name=name, **fields), TaskContext(data, 0, AugmentationSettings(), progress))
+    return make(settings(name=name, **fields), TaskContext(data, 0, AugmentationSettings()))
 
 
 def classify(data, **fields):

@@ -15,7 +15,7 @@ from lab.data.helpers import load
 from lab.helpers import texts
 from patience import PATIENCE, wait_until
 from wellcond.lab.data import DataError, fingerprint
-from wellcond.lab.data.base import telling
+from wellcond.lab.data.base import progress_to
 from wellcond.lab.data.disk import CacheError
 from wellcond.lab.data.sources import text_stream
 from wellcond.lab.tasks.base import TASKS, TaskContext
@@ -121,7 +121,7 @@ def test_an_interruption_leaves_nothing_that_is_taken_for_the_tokens(tmp_path, s
     (folder,) = (tmp_path / "cache/tokens").iterdir()
     assert {path.name for path in folder.iterdir()} <= {"made_from.json", "lock"}
     told = []
-    with telling(lambda *row: told.append(row)):
+    with progress_to(lambda *row: told.append(row)):
         assert same(open_stream(DOCUMENTS * 8), DOCUMENTS * 8)
     assert told[-1] == ("tokenising some text, documents", len(DOCUMENTS) * 8, len(DOCUMENTS) * 8)
 
@@ -300,10 +300,10 @@ def test_an_interrupted_reading_begins_again(tmp_path):
     def interrupt(what, done, total):
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), telling(interrupt):
+    with pytest.raises(KeyboardInterrupt), progress_to(interrupt):
         stream_of(folder)
     told = []
-    with telling(lambda *row: told.append(row)):
+    with progress_to(lambda *row: told.append(row)):
         bundle = stream_of(folder)
     assert all_texts(bundle.train) == (KEPT * 5)[10:] and told[0][0] == "reading a.jsonl, bytes"
 

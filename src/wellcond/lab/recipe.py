@@ -203,7 +203,7 @@ class Recipe(Settings):
 
         Args:
             method: looked up by its canonical text, whatever its label is.
-            but: fields to leave out, since they are tuned anew.
+            but: fields to leave out, since they are tuned again.
         """
         found = {} if self.tuned is None or method.set else self.tuned.values.get(method.canonical(), {})
         kept = {field: value for field, value in found.items() if field not in but}

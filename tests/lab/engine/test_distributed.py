@@ -83,7 +83,7 @@ def test_two_processes_compute_what_one_does(alone, tmp_path, environment):
 
 
 @pytest.mark.slow
-def test_a_run_of_one_process_goes_on_sharded_over_two(alone, tmp_path):
+def test_a_run_of_one_process_resumes_sharded_over_two(alone, tmp_path):
     folder = tmp_path / "run"
     stop_after(small_job(folder, "conditioned+balanced", AVERAGED), 8)
     run(train_command(folder, "conditioned+balanced", AVERAGED, processes=2), **FSDP2)
@@ -140,7 +140,7 @@ def import_path():
 
 
 @pytest.mark.slow
-def test_a_sharded_run_goes_on_in_one_process(alone, tmp_path):
+def test_a_sharded_run_resumes_in_one_process(alone, tmp_path):
     folder = tmp_path / "run"
     kill_after_step(train_command(folder, "conditioned+balanced", AVERAGED, processes=2), folder, 7, **FSDP2)
     run_job(small_job(folder, "conditioned+balanced", AVERAGED))
@@ -157,7 +157,7 @@ def test_two_processes_test_the_best_weights_of_one(tested_alone, tmp_path, envi
 
 
 @pytest.mark.slow
-def test_best_weights_go_on_sharded_over_two(tested_alone, tmp_path):
+def test_best_weights_resume_sharded_over_two(tested_alone, tmp_path):
     """The best evaluation was before the stop: the second session only reads its weights."""
     folder, best = tmp_path / "run", record(tested_alone)["best"]["step"]
     stop_after(small_job(folder, "conditioned", AVERAGED, *TESTED), best)

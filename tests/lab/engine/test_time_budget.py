@@ -94,7 +94,7 @@ def test_training_ends_with_the_time(tmp_path, ticking):
     assert seal(run_job(timed_job(tmp_path / "run"))) == record(tmp_path / "run")
 
 
-def test_resuming_goes_on_with_the_time_that_is_left(tmp_path, ticking):
+def test_resuming_resumes_with_the_time_that_is_left(tmp_path, ticking):
     fewer = "evaluation={every: {steps: 5}, batch_size: 250}"
     stopped = stop_after(timed_job(tmp_path / "run", fewer), 10)
     assert stopped["status"] == "interrupted"

@@ -209,8 +209,8 @@ _LISTENER: ContextVar[Progress | None] = ContextVar("listener", default=None)
 
 
 @contextmanager
-def telling(progress: Progress | None) -> Iterator[None]:
-    """Within the block `tell` calls `progress`; None leaves it to the one who listens already."""
+def progress_to(progress: Progress | None) -> Iterator[None]:
+    """Within the block `report_progress` calls `progress`; None keeps the callback of an outer block."""
     if progress is None:
         yield
         return
@@ -221,12 +221,12 @@ def telling(progress: Progress | None) -> Iterator[None]:
         _LISTENER.reset(token)
 
 
-def tell(what: str, done: int, total: int) -> None:
-    """Say how far something is, if anybody listens.
+def report_progress(what: str, done: int, total: int) -> None:
+    """Report how far something is to the callback of `progress_to`, if there is one.
 
     Example:
-        >>> with telling(lambda what, done, total: print(f"{what} {done}/{total}")):
-        ...     tell("reading", 1, 2)
+        >>> with progress_to(lambda what, done, total: print(f"{what} {done}/{total}")):
+        ...     report_progress("reading", 1, 2)
         reading 1/2
     """
     listener = _LISTENER.get()
@@ -304,13 +304,12 @@ DataConfig = Annotated[SourceConfig, BeforeValidator(resolve_config), SerializeA
 """Field type of a recipe: the union of all registered sources, told apart by `source` when a recipe is read."""
 
 
-def load_data(config: DataConfig, *, base: Path | None = None, progress: Progress | None = None) -> Data:
+def load_data(config: DataConfig, *, base: Path | None = None) -> Data:
     """Load the data that `config` describes.
 
     Args:
         config: Settings of one source, from `resolve_config` or a recipe.
         base: Folder that relative paths start from, usually that of the recipe; the current one by default.
-        progress: Called with what is done, how much of it, and how much there is, by sources that take long.
 
     Returns: The splits. Rows and labels are checked here; an image is first decoded when it is asked for.
 
@@ -318,5 +317,4 @@ def load_data(config: DataConfig, *, base: Path | None = None, progress: Progres
         DataError: the data are not as described; the message names the file and the row.
         MissingExtraError: a package that the source needs is not installed.
     """
-    with telling(progress):
-        return SOURCES[config.source].load(config, Path.cwd() if base is None else Path(base))
+    return SOURCES[config.source].load(config, Path.cwd() if base is None else Path(base))

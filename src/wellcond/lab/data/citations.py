@@ -21,7 +21,7 @@ from wellcond.lab.data.base import (
     draw_subset,
     listed,
     register_source,
-    tell,
+    report_progress,
 )
 from wellcond.lab.data.disk import find_folder, require_file
 from wellcond.lab.seeding import generator
@@ -112,7 +112,7 @@ def _read_aan(file: Path, max_bytes: int, limit: int | None) -> PairDataset:
             pairs.append([texts.setdefault(text[:max_bytes], len(texts)) for text in both])
             done += len(line)
             if number % 1000 == 0:
-                tell(f"reading {file.name}", done, size)
+                report_progress(f"reading {file.name}", done, size)
     if not pairs:
         raise DataError(f"{file}: there are no rows.", expected="rows", found="an empty file", todo="Check the file.")
     rows = draw_subset(len(pairs), limit)

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from wellcond.errors import MissingExtraError, WellcondError
 from wellcond.files import opened_atomically
-from wellcond.lab.data.base import DataError, files_or_folders, listed, tell
+from wellcond.lab.data.base import DataError, files_or_folders, listed, report_progress
 
 MIRROR_VARIABLE = "WELLCOND_DATA"
 PROGRESS_VARIABLE = "HF_DATASETS_DISABLE_PROGRESS_BARS"
@@ -216,7 +216,7 @@ def root_cause(error: BaseException) -> str:
 
 
 class CacheError(WellcondError, OSError):
-    """The cache cannot be written; callers decide whether to go on without it."""
+    """The cache cannot be written; callers decide whether to continue without it."""
 
 
 def cache_root() -> Path:
@@ -318,7 +318,7 @@ class CacheEntry:
         found = find()
         if found is not None:
             return found
-        with self.locked(lambda: tell(f"waiting for another process: {what}", 0, 1)):
+        with self.locked(lambda: report_progress(f"waiting for another process: {what}", 0, 1)):
             found = find()
             return make() if found is None else found
 

@@ -29,7 +29,7 @@ from wellcond.lab.data.base import (
     describe_sizes,
     leave_interrupts_to_parent,
     register_source,
-    tell,
+    report_progress,
 )
 from wellcond.lab.data.disk import CacheEntry, CacheError, canonical_json
 from wellcond.lab.settings import RecipeError, Settings
@@ -253,21 +253,21 @@ def _get_chunks(cache: CacheEntry, jobs: Sequence[ChunkJob], what: str) -> list[
         return [job for job in jobs if job.number not in found]
 
     def wait_for_another() -> None:
-        tell(f"{what} (another process makes them)", min(cache.count(), total), total)
+        report_progress(f"{what} (another process makes them)", min(cache.count(), total), total)
 
     def make(missing: Sequence[ChunkJob], *, keep: bool) -> None:
         for job, content in zip(missing, make_chunks(missing), strict=True):
             found[job.number] = _read_chunk(content)
             if keep:
                 cache.write(job.file, content)
-            tell(what, first + len(found), total)
+            report_progress(what, first + len(found), total)
 
     if look():
         try:
             with cache.locked(wait_for_another):
                 make(look(), keep=True)
         except CacheError as error:
-            tell(f"{what} (not kept: {error})", first + len(found), total)
+            report_progress(f"{what} (not kept: {error})", first + len(found), total)
         make(look(), keep=False)
     return [found[job.number] for job in jobs]
 

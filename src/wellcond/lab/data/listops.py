@@ -29,7 +29,7 @@ from wellcond.lab.data.base import (
     describe_sizes,
     listed,
     register_source,
-    tell,
+    report_progress,
 )
 from wellcond.lab.data.disk import find_folder, require_file
 from wellcond.lab.data.generated import Generated, GeneratorOptions, register_generator
@@ -303,7 +303,7 @@ def _read_file(path: Path, width: int) -> TensorDataset:
             rows[-1][: len(tokens)] = tokens
             labels.append(answer)
             if len(rows) % 1000 == 0:
-                tell(f"reading {path.name}, MB", file.tell() // 10**6, max(1, size // 10**6))
+                report_progress(f"reading {path.name}, MB", file.tell() // 10**6, max(1, size // 10**6))
     if not rows:
         raise DataError(f"{path}: there are no rows.", expected="rows", found="none", todo="Check the file.")
     return TensorDataset("tokens", torch.from_numpy(np.stack(rows)), torch.tensor(labels))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Protocol
@@ -144,8 +143,6 @@ class TaskContext:
     data: Data
     seed: int
     augmentation: Any = None
-    progress: Callable[[str, int, int], None] | None = None
-    """Told of slow preparation: what, how many done, of how many."""
     base: Path | None = None
     """Folder that relative paths in the task start from; the current one if None."""
     with_test: bool = True
@@ -163,10 +160,6 @@ class TaskContext:
         """`training`, `evaluation` and, if wanted and usable, `test`."""
         splits = {"training": self.data.train, "evaluation": self.data.evaluation}
         return splits if self.test is None else splits | {"test": self.test}
-
-    def telling(self, what: str) -> Callable[[int, int], None] | None:
-        """`progress` of one thing."""
-        return None if self.progress is None else partial(self.progress, what)
 
 
 class AbstractTask(ABC):

@@ -232,8 +232,8 @@ class ImageClassification(ClassificationTask):
             return None
         loaded: dict[str, Tensor] = {}
         for name, split in self.context.splits.items():
-            progress = self.context.telling(f"decoding {name} images")
-            images = as_tensor_images(split, size=self.size, channels=self.channels, progress=progress)
+            what = f"decoding {name} images"
+            images = as_tensor_images(split, size=self.size, channels=self.channels, what=what)
             if images is None or images.shape[-2:] != (self.size, self.size):  # tensors are not resized there
                 return None
             loaded[name] = images

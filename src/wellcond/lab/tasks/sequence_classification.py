@@ -13,7 +13,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from wellcond.lab.data.base import Dataset, TensorDataset
+from wellcond.lab.data.base import Dataset, TensorDataset, report_progress
 from wellcond.lab.data.images import BYTE_LIMIT, as_tensor_images
 from wellcond.lab.settings import ImageSide, RecipeError, SequenceLength, Settings
 from wellcond.lab.tasks.base import (
@@ -174,13 +174,12 @@ class SequenceTask(ClassificationTask):
                 f"{what}: expected texts of up to {self.length} bytes (task.length), found only their first {kept}; "
                 "raise data.max_bytes or lower task.length"
             )
-        tell, done = self.context.telling("reading text"), 0
+        done = 0
         for columns in text_columns(split):
             for row in zip(*columns, strict=True):
                 yield [text.encode("utf-8", "surrogatepass") for text in row]
             done += len(columns[0])
-            if tell is not None:
-                tell(done, len(split))
+            report_progress("reading text", done, len(split))
 
     def check_lengths(self, lengths: Tensor, what: str) -> None:
         """Raise RecipeError for a sequence that is too long or empty, unless the settings allow it."""
@@ -314,9 +313,8 @@ class SequenceClassification(SequenceTask):
     def _pixels(self, split: Dataset, what: str) -> Tensor:
         """Grey pixels 0 to 255 of every image, (n, height * width), row by row."""
         size = self.settings.image_size
-        progress = self.context.telling("decoding images")
         # Colour becomes grey as by PIL's convert("L"); its bilinear filter averages when it shrinks.
-        images = as_tensor_images(split, channels=1, size=size, resampling="bilinear", progress=progress)
+        images = as_tensor_images(split, channels=1, size=size, resampling="bilinear")
         if images is None:
             raise RecipeError(
                 f"{what}: expected images of one size, less than {BYTE_LIMIT} bytes in all; set task.image_size, for "

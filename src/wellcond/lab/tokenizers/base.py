@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, PositiveInt
 
 from wellcond.errors import MissingExtraError
-from wellcond.lab.data.base import DataError, Dataset, tell
+from wellcond.lab.data.base import DataError, Dataset, report_progress
 from wellcond.lab.data.disk import CacheEntry, canonical_json
 from wellcond.lab.data.tables import TableDataset
 from wellcond.lab.settings import Settings
@@ -334,7 +334,7 @@ def _tokenise(dataset: Dataset, tokenizer: Tokenizer, limit_tokens: int | None, 
             documents, tokens, words = documents + 1, tokens + len(ids) + 1, words + found
             size += len(text.encode("utf-8", "surrogatepass"))
         done += len(texts)
-        tell(f"tokenising {what}, documents", done, len(dataset))
+        report_progress(f"tokenising {what}, documents", done, len(dataset))
     if documents == 0:
         raise DataError(
             f"{what}: there is no text.",

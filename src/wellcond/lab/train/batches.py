@@ -107,19 +107,15 @@ def evaluation_parts(num_samples: int, batch_size: int, share: Share) -> list[li
 
 @dataclass(frozen=True)
 class _Fetching(torch.utils.data.Dataset):
-    """Hands whole lists of keys to the set, in a worker process."""
+    """Batches by their keys, in a worker process."""
 
     samples: Samples
 
-    def __getitems__(self, keys: list[SampleKey]) -> Batch | str:
+    def __getitem__(self, keys: list[SampleKey]) -> Batch | str:
         try:
             return self.samples.fetch(keys)
         except WellcondError as error:  # torch would hand on its traceback instead of what it says
             return str(error)
-
-
-def _as_is(batch: Any) -> Any:
-    return batch
 
 
 def fetch_batches(
@@ -132,9 +128,9 @@ def fetch_batches(
     else:
         source = torch.utils.data.DataLoader(
             _Fetching(samples),
-            batch_sampler=parts,  # type: ignore[arg-type]
+            batch_size=None,
+            sampler=parts,  # type: ignore[arg-type]
             num_workers=workers,
-            collate_fn=_as_is,
             worker_init_fn=leave_interrupts_to_parent,
             pin_memory=device.type == "cuda",
             prefetch_factor=4,

@@ -233,7 +233,7 @@ class Dispatch:
         """Number of workers lost on a job."""
         return self._lost.get(str(job.folder), 0)
 
-    def hear(self, job: Job, message: Message) -> bool:
+    def handle(self, job: Job, message: Message) -> bool:
         """Handle the message of a worker; returns True if it is the last one of its job.
 
         Raises: WellcondError for an error that concerns every run.
@@ -342,7 +342,7 @@ def _listen(worker: _Worker, dispatch: Dispatch) -> None:
         worker.job = None
         dispatch.lose(job, f"its process {describe_exit(worker.process.exitcode)}")
         return
-    if dispatch.hear(job, message):
+    if dispatch.handle(job, message):
         worker.job = None
 
 

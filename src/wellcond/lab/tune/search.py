@@ -264,7 +264,7 @@ def search(
         run: runs the jobs of a stage, which has a name; complete runs are not repeated.
         note: told of the searches after every stage.
 
-    Returns: the searches and, if it was interrupted or runs failed, what became of that stage.
+    Returns: the searches and, if it was interrupted or runs failed, the outcome of that stage.
     """
     searches = [MethodSearch(plan, method) for method in methods]
     points = [found.points for found in searches]
@@ -366,7 +366,7 @@ def read_tuning(folder: Path) -> dict[str, Any] | None:
     path = folder / NAME
     if not path.exists():
         return None
-    advice = "Delete it, then run the same command: it is made anew from the runs"
+    advice = "Delete it, then run the same command: it is made again from the runs"
     try:
         content = json.loads(path.read_text("utf-8"))
         if (content["kind"], content["schema"]) != (KIND, SCHEMA):

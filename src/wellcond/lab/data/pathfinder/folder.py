@@ -20,7 +20,7 @@ from wellcond.lab.data.base import (
     draw_subset,
     files_or_folders,
     register_source,
-    tell,
+    report_progress,
 )
 from wellcond.lab.data.disk import find_folder, require_file
 from wellcond.lab.data.images import decode_image, to_channels
@@ -91,7 +91,7 @@ def _read_images(root: Path) -> TensorDataset:
     images: list[np.ndarray] = []
     labels = []
     for number, file in enumerate(metadata):
-        tell(f"reading {root.name}, folders", number, len(metadata))
+        report_progress(f"reading {root.name}, folders", number, len(metadata))
         for line, row in enumerate(file.read_text("utf-8", "replace").splitlines()):
             where = f"{file}, row {line} (the first is 0)"
             try:

@@ -11,7 +11,15 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from wellcond.lab.data.base import Data, DataError, SourceConfig, describe_sizes, listed, register_source, tell
+from wellcond.lab.data.base import (
+    Data,
+    DataError,
+    SourceConfig,
+    describe_sizes,
+    listed,
+    register_source,
+    report_progress,
+)
 from wellcond.lab.data.disk import (
     MIRROR_VARIABLE,
     CacheEntry,
@@ -168,7 +176,7 @@ def _store(entry: CacheEntry, config: TextStreamConfig, name: str, places: list[
                 else:
                     counts["empty"] += 1
             stream.write_batch(pa.record_batch([pa.array(kept, pa.string())], schema=schema))
-            tell(f"reading {name}, bytes", counts["bytes"], config.limit_bytes or counts["bytes"])
+            report_progress(f"reading {name}, bytes", counts["bytes"], config.limit_bytes or counts["bytes"])
             if _enough(config, counts):
                 break
     entry.write(COUNTS, canonical_json(counts).encode())

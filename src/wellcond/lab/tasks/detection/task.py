@@ -12,7 +12,6 @@ import torch
 from pydantic import NonNegativeInt
 from torch import Tensor, nn
 
-from wellcond.lab.data.base import DataError
 from wellcond.lab.data.images import import_pil
 from wellcond.lab.seeding import derive
 from wellcond.lab.settings import RecipeError, Settings
@@ -123,10 +122,9 @@ class Detection(AbstractTask):
         )
         sums = {name: torch.stack([loss[name] for loss in losses]).sum().double() for name in losses[0]}
         sums["count"] = torch.tensor(float(len(losses)), dtype=torch.float64, device=batch["images"].device)
-        ids, sizes = batch["image_ids"].tolist(), [tuple(size) for size in batch["original_sizes"].tolist()]
         records = [
-            (position, to_results([detections], [image], [size], self.category_ids))
-            for position, detections, image, size in zip(positions, found, ids, sizes, strict=True)
+            (position, to_results(detections, image, self.category_ids))
+            for position, detections, image in zip(positions, found, batch["image_ids"].tolist(), strict=True)
         ]
         return sums, records
 
@@ -175,7 +173,7 @@ class Detection(AbstractTask):
         batch = self.evaluation.fetch([(index, EVALUATION)])
         images = batch["images"].to(next(model.parameters()).device)
         [found] = model(images, batch["sizes"], original_sizes=batch["original_sizes"])
-        results = to_results([found], [example["image_id"]], [example["size"]], self.category_ids)
+        results = to_results(found, example["image_id"], self.category_ids)
         best = sorted((row for row in results if row["score"] >= LEAST_SCORE), key=lambda row: -row["score"])[:MOST]
         names = dict(zip(self.category_ids, self.class_names, strict=True))
         truth = [row for row in split.annotations[index] if not row["iscrowd"]]
@@ -207,51 +205,30 @@ def _jpeg(picture: Any) -> str:
 # COCO's official evaluation, by pycocotools
 
 
-def to_results(
-    detections: Sequence[Mapping[str, Tensor]],
-    image_ids: Sequence[int] | Tensor,
-    original_sizes: Sequence[Sequence[int]] | Tensor,
-    category_ids: Sequence[int],
-) -> list[dict[str, Any]]:
-    """Detections in COCO's format of results.
+def to_results(found: Mapping[str, Tensor], image_id: int, category_ids: Sequence[int]) -> list[dict[str, Any]]:
+    """Detections in an image, in COCO's format of results.
 
     A detection whose score or box is not finite, as a diverged model has them, is none and is left out.
 
     Args:
-        detections: Of each image `boxes` (n, 4) as x0, y0, x1, y1 in pixels of the original image, `labels` (n,) from
-            1, `scores` (n,) and, if masks are judged, `masks` of shape (n, h, w) or (n, 1, h, w) in the original size;
-            masks that are no whole numbers are cut at 0.5.
-        image_ids: Of each image.
-        original_sizes: Height and width of each image.
+        found: `boxes` (n, 4) as x0, y0, x1, y1 in pixels of the original image, `labels` (n,) from 1, `scores` (n,)
+            and, if masks are judged, `masks` (n, 1, h, w) in the original size, which are cut at 0.5.
+        image_id: Of the image.
         category_ids: COCO's id of each label: the first is that of label 1.
     """
+    boxes, scores = found["boxes"].detach().double().cpu(), found["scores"].detach().double().cpu()
     results = []
-    for found, image_id, size in zip(detections, image_ids, original_sizes, strict=True):
-        boxes, scores = found["boxes"].detach().double().cpu(), found["scores"].detach().double().cpu()
-        masks = _binary(found["masks"], *(int(side) for side in size)) if "masks" in found else None
-        usable = boxes.isfinite().all(1) & scores.isfinite()
-        for row in usable.nonzero().flatten().tolist():
-            left, top, right, bottom = boxes[row].tolist()
-            result = {
-                "image_id": int(image_id),
-                "category_id": int(category_ids[int(found["labels"][row]) - 1]),
-                "bbox": [left, top, right - left, bottom - top],
-                "score": float(scores[row]),
-            }
-            results.append(result if masks is None else result | {"segmentation": from_mask(masks[row])})
+    for row in (boxes.isfinite().all(1) & scores.isfinite()).nonzero().flatten().tolist():
+        left, top, right, bottom = boxes[row].tolist()
+        result = {
+            "image_id": image_id,
+            "category_id": category_ids[int(found["labels"][row]) - 1],
+            "bbox": [left, top, right - left, bottom - top],
+            "score": float(scores[row]),
+        }
+        masks = {"segmentation": from_mask(found["masks"][row, 0] >= 0.5)} if "masks" in found else {}
+        results.append(result | masks)
     return results
-
-
-def _binary(masks: Tensor, height: int, width: int) -> Tensor:
-    masks = masks[:, 0] if masks.ndim == 4 else masks
-    if masks.shape[1:] != (height, width):
-        raise DataError(
-            "the masks of a detection have another size than their image.",
-            expected=f"{height} x {width} pixels (height, width)",
-            found=f"shape {tuple(masks.shape)}",
-            todo="Paste the masks into the original image first.",
-        )
-    return masks >= 0.5 if masks.is_floating_point() else masks != 0
 
 
 def evaluate(

@@ -128,7 +128,7 @@ def test_rows_of_queries_and_keys_have_their_rate_under_muon_too():
     [Muon(lr=1e-2), Muon(lr=1e-2, qk_lr_factor=4.0), AdamW(lr=1e-2, qk_lr_factor=4.0)],
     ids=["muon", "muon, rows", "adamw, rows"],
 )
-def test_a_loaded_state_goes_on_as_the_saved_one(settings):
+def test_a_loaded_state_resumes_as_the_saved_one(settings):
     torch.manual_seed(0)
     model = tiny_vit()
     optimizer = settings.build(model)
