@@ -297,7 +297,7 @@ def _make_in_workers(jobs: Sequence[ChunkJob], workers: int) -> Iterator[bytes]:
     loader: Any = torch.utils.data.DataLoader(
         jobs,  # type: ignore[arg-type]
         batch_size=None,
-        collate_fn=_make_or_explain,
+        collate_fn=_make_or_explain,  # type: ignore[arg-type]
         num_workers=workers,
         worker_init_fn=leave_interrupts_to_parent,
     )
