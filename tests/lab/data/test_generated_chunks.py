@@ -243,10 +243,11 @@ def test_interrupt_stops_all_processes_and_keeps_what_is_done(make, tmp_path):
 
 
 @pytest.mark.slow
-def test_killing_the_process_ends_its_workers(make):
+def test_killing_the_process_ends_its_workers_after_their_chunk(make, tmp_path):
     maker = make(3, WELLCOND_WORKERS="2")
     maker.wait_until_it_tells("chunks 3 20")
     maker.process.kill()
+    end_hold(tmp_path)
     assert maker.end()[0] == -signal.SIGKILL
 
 
