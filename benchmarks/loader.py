@@ -18,8 +18,7 @@ from wellcond.lab.data import Data, TensorDataset
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe
-from wellcond.lab.tasks.augmentation import AugmentationSettings
-from wellcond.lab.tasks.base import AbstractTask, Batch, TaskContext
+from wellcond.lab.tasks.base import AbstractTask, AugmentationSettings, Batch, TaskContext
 from wellcond.lab.tasks.image_classification import ImageClassification
 from wellcond.lab.train.batches import Share, UpdatePlan, fetch_batches
 from wellcond.lab.train.prepare import prepare_model

@@ -44,9 +44,8 @@ def main() -> None:
     from pydantic import TypeAdapter
 
     from wellcond.lab.data import load_data, resolve_config
-    from wellcond.lab.data.tokens import open_token_stream
     from wellcond.lab.tasks.language_modelling import TokenBlocks
-    from wellcond.lab.tokenizers.base import TokenizerChoice
+    from wellcond.lab.tokenizers.base import TokenizerChoice, open_token_stream
     from wellcond.lab.tokenizers.make import make_tokenizer
 
     corpus = Path(sys.argv[1]).absolute() if len(sys.argv) > 1 else random_corpus(folder)

@@ -10,7 +10,7 @@ from PIL import Image
 from pycocotools import mask as mask_api
 
 from wellcond.lab.data import load_data, resolve_config
-from wellcond.lab.tasks.detection.evaluation import to_mask
+from wellcond.lab.tasks.detection.samples import to_mask
 
 ROOT = Path(os.environ.get("WELLCOND_DATA") or Path(__file__).parents[2] / "../shared/data")
 MINI = ROOT / "coco2017-mini"

@@ -8,9 +8,15 @@ from pydantic import ValidationError
 
 from detection.coco_sets import MINI, compressed, disc, load_set, masks_of, rectangle, runs, write_set
 from wellcond.lab.seeding import generator
-from wellcond.lab.tasks.detection import CropSettings, DetectionAugmentation, Instances, prepare
-from wellcond.lab.tasks.detection.coco import thin_boxes
-from wellcond.lab.tasks.detection.samples import boxes_of_masks, choose_view, fit
+from wellcond.lab.tasks.detection.coco import Instances, thin_boxes
+from wellcond.lab.tasks.detection.samples import (
+    CropSettings,
+    DetectionAugmentation,
+    boxes_of_masks,
+    choose_view,
+    fit,
+    prepare,
+)
 
 needs_mini = pytest.mark.skipif(not MINI.is_dir(), reason="coco2017-mini is not at hand")
 TRAINING = DetectionAugmentation(

@@ -26,7 +26,7 @@ from detection.coco_sets import (
     write_set,
 )
 from wellcond.lab.data import DataError, fingerprint
-from wellcond.lab.tasks.detection import evaluation as masks
+from wellcond.lab.tasks.detection import samples as masks
 from wellcond.lab.tasks.detection.samples import boxes_of_masks
 from wellcond.run_lengths import read_counts
 

@@ -5,13 +5,12 @@ from torch import nn
 
 from lab.helpers import ListSplit, bundle, texts
 from wellcond.lab.data import TensorDataset
-from wellcond.lab.tasks.augmentation import AugmentationSettings
-from wellcond.lab.tasks.base import EVALUATION, TASKS, TaskContext
+from wellcond.lab.tasks.base import EVALUATION, TASKS, AugmentationSettings, TaskContext
 
 
-def make_task(name, data, *, progress=None, **fields):
+def make_task(name, data, **fields):
     settings, make = TASKS[name]
-    return make(settings(name=name, **fields), TaskContext(data, 0, AugmentationSettings(), progress))
+    return make(settings(name=name, **fields), TaskContext(data, 0, AugmentationSettings()))
 
 
 def classify(data, **fields):

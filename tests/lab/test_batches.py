@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from lab.helpers import pil_images
 from wellcond.lab.seeding import epoch_order
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.tasks.augmentation import AugmentationSettings
-from wellcond.lab.tasks.base import EVALUATION
+from wellcond.lab.tasks.base import EVALUATION, AugmentationSettings
 from wellcond.lab.tasks.image_classification import IMAGENET, Pictures, picture_transform
 from wellcond.lab.train.batches import Share, UpdatePlan, evaluation_parts, fetch_batches
 

@@ -73,7 +73,7 @@ def restore(place, model, optimizer):
 @SHARDED
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 @pytest.mark.parametrize("name", MODELS)
-def test_training_goes_on_as_if_it_had_not_stopped(tmp_path, name, optimizer_name, sharded):
+def test_training_resumes_as_if_it_had_not_stopped(tmp_path, name, optimizer_name, sharded):
     make, loss = MODELS[name]
     torch.manual_seed(0)
     model = make()

@@ -30,4 +30,4 @@ def test_nothing_is_handed_out_or_repeated_after_a_stop(tmp_path):
 def test_an_error_for_all_is_raised(tmp_path):
     dispatch = Dispatch([small_job(tmp_path)], lambda *told: None, attempts=2)
     with pytest.raises(WellcondError, match="no such data"):
-        dispatch.hear(dispatch.waiting[0], ("error for all", "no such data"))
+        dispatch.handle(dispatch.waiting[0], ("error for all", "no such data"))

@@ -11,10 +11,10 @@ from torch import nn
 from lab.helpers import ListSplit, bundle, byte_images, make_recipe, pil_images, tiny_vit
 from lab.small import logs, small_job
 from wellcond.lab.data import TensorDataset
+from wellcond.lab.data.base import progress_to
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.tasks.augmentation import AugmentationSettings
-from wellcond.lab.tasks.base import EVALUATION, ArraySamples, TaskContext
+from wellcond.lab.tasks.base import EVALUATION, ArraySamples, AugmentationSettings, TaskContext
 from wellcond.lab.tasks.image_classification import (
     IMAGENET,
     ImageClassification,
@@ -27,10 +27,10 @@ from wellcond.lab.train.prepare import prepare_model
 from wellcond.lab.train.run import run_job
 
 
-def make_task(train, evaluation=None, *, augmentation=None, seed=0, classes=3, progress=None, **fields):
+def make_task(train, evaluation=None, *, augmentation=None, seed=0, classes=3, **fields):
     data = bundle("image", train, evaluation, classes)
     settings = AugmentationSettings(**augmentation or {})
-    return ImageClassification(ImageClassificationSettings(**fields), TaskContext(data, seed, settings, progress))
+    return ImageClassification(ImageClassificationSettings(**fields), TaskContext(data, seed, settings))
 
 
 def keys(count, epoch=EVALUATION):
@@ -305,7 +305,7 @@ def test_memory_and_one_by_one_agree_without_augmentation():
     assert torch.allclose(images(always, epoch=0), images(never, epoch=0), atol=1e-5)
 
 
-def test_tensors_of_different_sizes_go_one_by_one():
+def test_tensors_of_different_sizes_resumee_by_one():
     split = ListSplit(
         [{"image": torch.full((3, size, size), 100, dtype=torch.uint8), "label": 0} for size in (8, 10, 12)]
     )
@@ -349,7 +349,8 @@ def test_the_crop_of_evaluation_is_taken():
 
 def test_decoding_is_reported():
     told = []
-    make_task(byte_images(5), progress=lambda *row: told.append(row))
+    with progress_to(lambda *row: told.append(row)):
+        make_task(byte_images(5))
     assert told[0] == ("decoding training images", 1, 5) and told[-1] == ("decoding evaluation images", 5, 5)
 
 

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from lab.helpers import bundle, make_recipe, texts, tiny_gpt2
 from lab.test_tasks import evaluation_batch, make_task
 from wellcond.lab.data import DataError
+from wellcond.lab.data.base import progress_to
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.language_modelling import IGNORED, generate_text
@@ -162,7 +163,8 @@ def test_training_stops_at_a_limit_and_evaluation_does_not():
 
 def test_preparation_is_told():
     told = []
-    make_task("language_modelling", prose(STORY), context=4, tokenizer=BPE, progress=lambda *row: told.append(row))
+    with progress_to(lambda *row: told.append(row)):
+        make_task("language_modelling", prose(STORY), context=4, tokenizer=BPE)
     assert ("training a tokeniser on some, training split, documents", 1, 1) in told
     assert ("tokenising some, training split, documents", 1, 1) in told
 

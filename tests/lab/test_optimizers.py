@@ -5,8 +5,7 @@ from torch import nn
 
 from lab.helpers import tiny_bert, tiny_gpt2, tiny_vit
 from wellcond import condition_
-from wellcond.lab.train.optimizers import SGD, AdamW, parameter_groups, set_point
-from wellcond.lab.train.schedule import Point
+from wellcond.lab.train.optimizers import SGD, AdamW, Point, parameter_groups, set_point
 
 
 def decayed_names(model, weight_decay=0.1):

@@ -6,6 +6,7 @@ from PIL import Image
 from lab.helpers import ListSplit, bundle, byte_images, pil_images
 from lab.sequence_helpers import classify, everything, ids, written
 from wellcond.lab.data import TensorDataset
+from wellcond.lab.data.base import progress_to
 from wellcond.lab.settings import RecipeError
 
 
@@ -61,7 +62,8 @@ def test_floats_from_0_to_1_are_pixels():
 
 def test_decoding_images_is_reported():
     told = []
-    classify(bundle("image", pil_images([(4, 4)] * 3)), progress=lambda *now: told.append(now))
+    with progress_to(lambda *now: told.append(now)):
+        classify(bundle("image", pil_images([(4, 4)] * 3)))
     assert told[-1] == ("decoding images", 3, 3)
 
 

@@ -6,7 +6,7 @@ from lab.helpers import RECIPE, make_recipe
 from wellcond.lab.load_recipe import SCALES, load_recipe, shipped_recipes
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe, config_hash
-from wellcond.lab.train.conditioning_log import jacobian_steps
+from wellcond.lab.train.evaluate import jacobian_steps
 
 METHOD = MethodSettings.model_validate("identity(lam=10)")
 

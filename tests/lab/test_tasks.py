@@ -11,17 +11,17 @@ import wellcond
 from lab.helpers import ListSplit, bundle, byte_images, make_recipe, texts, tiny_bert, tiny_gpt2, tiny_vit
 from lab.small import small_job
 from wellcond.lab.data import TensorDataset, load_data, resolve_config
+from wellcond.lab.data.base import progress_to
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.tasks.augmentation import AugmentationSettings
-from wellcond.lab.tasks.base import EVALUATION, TASKS, TaskContext
+from wellcond.lab.tasks.base import EVALUATION, TASKS, AugmentationSettings, TaskContext
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import run_job
 
 
-def make_task(name, data, *, augmentation=None, progress=None, **fields):
+def make_task(name, data, *, augmentation=None, **fields):
     settings, make = TASKS[name]
-    context = TaskContext(data, 0, AugmentationSettings(**augmentation or {}), progress)
+    context = TaskContext(data, 0, AugmentationSettings(**augmentation or {}))
     return make(settings(name=name, **fields), context)
 
 
@@ -217,7 +217,8 @@ def test_generated_tokens_are_all_seen():
 
 def test_reading_text_is_reported():
     told = []
-    make_task("sequence_classification", DOCUMENTS, length=4, progress=lambda *row: told.append(row))
+    with progress_to(lambda *row: told.append(row)):
+        make_task("sequence_classification", DOCUMENTS, length=4)
     assert told[0] == ("reading text", 4, 4)
 
 

@@ -1,5 +1,6 @@
 """Weight selection from a recipe: teachers out of run folders and files."""
 
+import hashlib
 import json
 import shutil
 
@@ -13,7 +14,6 @@ from lab.helpers import same_state
 from lab.small import small_job
 from wellcond.lab.methods import MethodSettings, parse_methods
 from wellcond.lab.models.trained import load_teacher
-from wellcond.lab.recipe import config_hash
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import run_job
@@ -118,20 +118,12 @@ def test_a_run_from_a_teacher(runs, tmp_path):
     assert run_job(job) == done
 
 
-def test_a_pinned_method_names_what_the_file_holds(runs, tmp_path):
-    method = MethodSettings.model_validate("weight_selection(teacher=teacher)")
-    hashes = []
-    for name in ("plain", "raw"):
-        (tmp_path / name).mkdir()
-        shutil.copytree(runs / name, tmp_path / name / "teacher")
-        pinned = method.pinned(tmp_path / name)
-        assert pinned.label == method.label and pinned.pinned(None) == pinned
-        hashes.append(config_hash(small_job("unused", "default").recipe.config(pinned, 0)))
-    assert hashes[0] != hashes[1]
-    student(pinned.model_dump(), tmp_path / "raw")
+def test_another_teacher_than_that_of_the_digest_is_an_error(runs):
+    [weights] = (runs / "raw/checkpoints").glob("*/model.safetensors")
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    student(f"weight_selection(teacher=raw, teacher_sha256={digest})", runs)
     with pytest.raises(RecipeError, match=r"teacher_sha256: .*plain.*model.safetensors is not the teacher of this"):
-        student(pinned.model_dump(), tmp_path / "plain")
-    assert MethodSettings.model_validate("default").pinned(None).init_options == {}
+        student(f"weight_selection(teacher=plain, teacher_sha256={digest})", runs)
 
 
 def rewritten(runs, tmp_path, change):

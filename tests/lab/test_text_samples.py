@@ -244,7 +244,7 @@ def save_tokenizer(path, text, vocabulary):
     path.write_text(prepare_task(recipe, seed=0, base=None).tokenizer.inner.to_str())
 
 
-def test_a_run_does_not_go_on_with_another_tokeniser(tmp_path, text):
+def test_a_run_does_not_resume_with_another_tokeniser(tmp_path, text):
     path = tmp_path / "tokenizer.json"
     save_tokenizer(path, text, 280)
     folder, choice = tmp_path / "run", {"file": str(path)}
@@ -260,7 +260,7 @@ def test_a_run_does_not_go_on_with_another_tokeniser(tmp_path, text):
     assert run_job(job(folder, text, choice))["status"] == "finished"
 
 
-def test_a_record_without_a_tokeniser_goes_on(tmp_path, text):
+def test_a_record_without_a_tokeniser_resumes(tmp_path, text):
     interrupted(tmp_path / "run", text, BPE)
     older = record(tmp_path / "run")
     del older["tokenizer"]

@@ -14,13 +14,12 @@ import pytest
 from lab.data.helpers import load
 from lab.helpers import texts
 from patience import PATIENCE, wait_until
-from wellcond.lab.data import DataError, fingerprint, tokens
-from wellcond.lab.data.disk_cache import CacheError
-from wellcond.lab.data.progress import telling
+from wellcond.lab.data import DataError, fingerprint
+from wellcond.lab.data.base import progress_to
+from wellcond.lab.data.disk import CacheError
 from wellcond.lab.data.sources import text_stream
-from wellcond.lab.data.tokens import open_token_stream
 from wellcond.lab.tasks.base import TASKS, TaskContext
-from wellcond.lab.tokenizers.base import ByteTokenizer
+from wellcond.lab.tokenizers.base import ByteTokenizer, open_token_stream
 
 DOCUMENTS = [f"document number {number} " * (number % 5) for number in range(700)]  # every fifth is empty
 
@@ -34,7 +33,7 @@ def own_cache(monkeypatch, tmp_path):
 
 @pytest.fixture
 def small_batches(monkeypatch):
-    monkeypatch.setattr("wellcond.lab.data.tokens.MOST_ROWS", 512)
+    monkeypatch.setattr("wellcond.lab.tokenizers.base.MOST_ROWS", 512)
 
 
 class Counting(ByteTokenizer):
@@ -122,7 +121,7 @@ def test_an_interruption_leaves_nothing_that_is_taken_for_the_tokens(tmp_path, s
     (folder,) = (tmp_path / "cache/tokens").iterdir()
     assert {path.name for path in folder.iterdir()} <= {"made_from.json", "lock"}
     told = []
-    with telling(lambda *row: told.append(row)):
+    with progress_to(lambda *row: told.append(row)):
         assert same(open_stream(DOCUMENTS * 8), DOCUMENTS * 8)
     assert told[-1] == ("tokenising some text, documents", len(DOCUMENTS) * 8, len(DOCUMENTS) * 8)
 
@@ -289,7 +288,7 @@ def test_a_corpus_is_read_once_for_tokeniser_and_tokens(tmp_path, monkeypatch):
     def unreadable(*_):
         raise AssertionError("the text is read again")
 
-    monkeypatch.setattr(tokens, "text_columns", unreadable)  # nor is the copy in the cache
+    monkeypatch.setattr("wellcond.lab.tokenizers.base.text_columns", unreadable)  # nor is the copy in the cache
     assert len(make(settings(**fields), TaskContext(stream_of(folder), 0)).train) == len(first.train)
 
 
@@ -301,10 +300,10 @@ def test_an_interrupted_reading_begins_again(tmp_path):
     def interrupt(what, done, total):
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), telling(interrupt):
+    with pytest.raises(KeyboardInterrupt), progress_to(interrupt):
         stream_of(folder)
     told = []
-    with telling(lambda *row: told.append(row)):
+    with progress_to(lambda *row: told.append(row)):
         bundle = stream_of(folder)
     assert all_texts(bundle.train) == (KEPT * 5)[10:] and told[0][0] == "reading a.jsonl, bytes"
 

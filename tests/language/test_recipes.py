@@ -8,7 +8,7 @@ from wellcond.lab.load_recipe import load_recipe, shipped_recipes
 from wellcond.lab.settings import Interval
 from wellcond.lab.tokenizers.base import TokenizerFile, TrainedTokenizer
 from wellcond.lab.train.length import BatchRamp
-from wellcond.lab.train.schedule import Constant, Cosine, Triangular
+from wellcond.lab.train.optimizers import Constant, Cosine, Triangular
 
 TINYSTORIES = {"source": "hub", "id": "roneneldan/TinyStories", "config": None, "evaluation_split": "validation"}
 WIKITEXT = {"source": "hub", "id": "Salesforce/wikitext", "evaluation_split": "validation", "limit_evaluation": None}

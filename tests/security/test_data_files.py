@@ -18,7 +18,7 @@ from detection.coco_sets import load_set, write_set
 from lab.data.helpers import failure, load, write_csv
 from report.fake_runs import FakeMethod, write_comparison
 from wellcond.errors import WellcondError
-from wellcond.lab.data.errors import DataError
+from wellcond.lab.data.base import DataError
 from wellcond.lab.data.images import decode_image
 from wellcond.lab.data.sources.hub import texts_in
 from wellcond.lab.report.page import build_report

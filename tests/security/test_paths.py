@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from detection.coco_sets import coco, load_set, write_set
 from lab.data.helpers import failure, load, write_csv, write_jsonl
 from report.fake_runs import FakeMethod, only_comparison, write_comparison
-from wellcond.lab.data.disk_cache import CacheEntry
-from wellcond.lab.data.errors import DataError
+from wellcond.lab.data.base import DataError
+from wellcond.lab.data.disk import CacheEntry
 from wellcond.lab.load_recipe import parse_recipe
 from wellcond.lab.methods import MethodSettings, slug
 from wellcond.lab.report.analysis import analyse

@@ -11,7 +11,7 @@ from wellcond.cli.checks import OptionError
 from wellcond.lab.data.errors import DataError
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.tasks.base import TaskContext
-from wellcond.lab.train.prepare import load_recipe_data, prepare_task
+from wellcond.lab.train.prepare import load_cached_data, prepare_task
 
 
 def fit_to_data(name: str, *, scale: str | None, overrides: Sequence[str], quiet: bool) -> list[str]:
@@ -36,7 +36,7 @@ def fit_to_data(name: str, *, scale: str | None, overrides: Sequence[str], quiet
 
     with console.status("reading the data"):
         try:
-            data = load_recipe_data(recipe, base)
+            data = load_cached_data(recipe.data.model_dump_json(), base)
         except DataError as error:
             if recipe.data.source != "hub":
                 raise

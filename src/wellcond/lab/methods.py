@@ -33,7 +33,7 @@ from wellcond.init.options import check_values
 from wellcond.init.plan import METHODS as INITS
 from wellcond.lab.models.changes import check_factors, scale_tokens_
 from wellcond.lab.models.trained import OPTIONS as TEACHER_OPTIONS
-from wellcond.lab.models.trained import Build, check_teacher, pin_teacher, selection_options
+from wellcond.lab.models.trained import Build, check_teacher, selection_options
 from wellcond.lab.settings import RecipeError, Settings, read_yaml, suggest
 
 
@@ -118,12 +118,6 @@ class MethodSettings(Settings):
     def slug(self) -> str:
         """Name of its folder."""
         return slug(self.label)
-
-    def pinned(self, base: Path | None) -> MethodSettings:
-        """The same method with the digest of its teacher, if it has one and does not name it."""
-        if self.init != "weight_selection" or "teacher_sha256" in self.init_options:
-            return self
-        return self.model_copy(update={"init_options": pin_teacher(self.init_options, base)})
 
     def apply_(
         self,

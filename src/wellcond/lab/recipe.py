@@ -26,14 +26,12 @@ from pydantic import (
 import wellcond.lab.data  # noqa: F401  (registers the sources)
 import wellcond.lab.tasks.register  # noqa: F401  (registers the tasks)
 from wellcond.errors import WellcondError
-from wellcond.lab.data.registry import SourceConfig, resolve_config
+from wellcond.lab.data.base import SourceConfig, resolve_config
 from wellcond.lab.methods import MethodSettings, check_distinct
 from wellcond.lab.models.changes import ProxySettings
 from wellcond.lab.settings import Interval, RecipeError, Scale, Settings, list_problems, suggest
-from wellcond.lab.tasks.augmentation import AugmentationSettings
-from wellcond.lab.tasks.base import TASKS, ModelSettings
-from wellcond.lab.train.optimizers import OptimizerSettings
-from wellcond.lab.train.schedule import Constant, ScheduleSettings
+from wellcond.lab.tasks.base import TASKS, AugmentationSettings, ModelSettings
+from wellcond.lab.train.optimizers import Constant, OptimizerSettings, ScheduleSettings
 
 
 def _check_folder_name(name: str) -> str:
@@ -205,7 +203,7 @@ class Recipe(Settings):
 
         Args:
             method: looked up by its canonical text, whatever its label is.
-            but: fields to leave out, since they are tuned anew.
+            but: fields to leave out, since they are tuned again.
         """
         found = {} if self.tuned is None or method.set else self.tuned.values.get(method.canonical(), {})
         kept = {field: value for field, value in found.items() if field not in but}

@@ -17,6 +17,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from wellcond.errors import WellcondError
 
 Scale = Literal["tiny", "small", "paper"]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 SequenceLength = Annotated[int, Field(gt=0, le=2**20)]
 """In tokens; a batch is padded to it."""
 ImageSide = Annotated[int, Field(gt=0, le=2**14)]

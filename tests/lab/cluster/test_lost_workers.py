@@ -104,7 +104,7 @@ def test_machines_without_a_common_folder_send_their_runs_back(cluster, here, ho
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_comparison_that_is_stopped_goes_on_with_the_same_command(here, hold, tmp_path, number):
+def test_a_comparison_that_is_stopped_resumes_with_the_same_command(here, hold, tmp_path, number):
     # on a cluster of its own
     process = start(compare_command(tmp_path, "--jobs", 2), FORCE_COLOR="1", **hold.environment)
     hold.wait_for(2, process)

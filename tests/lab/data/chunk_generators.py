@@ -14,6 +14,7 @@ class CountingOptions(GeneratorOptions):
     record: str | None = None
     fail_from: int | None = None
     hold_from: int | None = None
+    refuse_from: int | None = None
 
 
 class DistinctOptions(CountingOptions):
@@ -23,27 +24,18 @@ class DistinctOptions(CountingOptions):
 
 
 def counting(count, options, generator):
-    """Random tokens; notes each call in a file. Calls beyond a number fail, or wait for a file with the end .open."""
+    """Random tokens; notes each call in a file. Calls beyond a number fail or wait, for a file with the end .open."""
     if options.record is not None:
         with open(options.record, "a") as file:
             file.write(f"{os.getpid()}\n")
         number = len(Path(options.record).read_text().split())
         if options.fail_from is not None and number > options.fail_from:
             raise KeyboardInterrupt
+        if options.refuse_from is not None and number > options.refuse_from:
+            raise DataError("no", expected="a", found="b", todo="c")
         while (
             options.hold_from is not None and number > options.hold_from and not Path(f"{options.record}.open").exists()
         ):
             time.sleep(0.02)
     tokens = torch.randint(-1, 50, (count, options.width), generator=generator)
     return Generated("tokens", tokens, tokens[:, 0].clamp(min=0) % 2, ("even", "odd"), 50)
-
-
-def dies_in_a_worker(job):
-    if os.getpid() != job:
-        os._exit(3)
-    return "done"
-
-
-def fails_later(job):
-    if job == 2:
-        raise DataError("no", expected="a", found="b", todo="c")

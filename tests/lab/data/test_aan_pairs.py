@@ -5,7 +5,7 @@ import torch
 
 from lab.data.helpers import failure, load
 from wellcond.lab.data import fingerprint
-from wellcond.lab.data.progress import telling
+from wellcond.lab.data.base import progress_to
 
 # As published: bytes literals, with quotes in them that are no quotes of the table.
 FIRST, SECOND = rb"""b'Trigrams\'n\'Tags "(TnT)" \xc3\xa9'""", rb'''b"a b'c"'''
@@ -71,7 +71,7 @@ def test_a_mirror_is_found_by_name(tmp_path, monkeypatch):
 
 def test_reading_is_reported(tmp_path):
     told = []
-    with telling(lambda *now: told.append(now)):
+    with progress_to(lambda *now: told.append(now)):
         load(write(tmp_path, train=row(0) * 2500), source="aan_pairs", path=".")
     size = 2500 * len(row(0))
     assert told == [("reading new_aan_pairs.train.tsv", size * part // 5, size) for part in (2, 4)]

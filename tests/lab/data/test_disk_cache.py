@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from wellcond.lab.data.disk_cache import CacheEntry, CacheError, cache_root
+from wellcond.lab.data.disk import CacheEntry, CacheError, cache_root
 
 pytestmark = pytest.mark.processes
 
@@ -90,7 +90,6 @@ def test_a_full_disk_leaves_the_old_file(entry):
 HOLD = """
 import os, sys
 from pathlib import Path
-from wellcond.lab.data.disk_cache import CacheEntry
 entry = CacheEntry("things", {"version": 1, "name": "é"}, root=Path(sys.argv[1]))
 with entry.locked(lambda: None):
     (entry.folder / ".left.1.partial").write_bytes(b"")

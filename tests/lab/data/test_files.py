@@ -271,8 +271,8 @@ def test_missing_text_names_the_row(tmp_path):
         ([0, None], [0], "train.jsonl, row 1 (the first is 0): the label is missing"),
         (["a", ""], ["a"], "train.jsonl, row 1 (the first is 0): the label is missing"),
         (["b", "a"], ["a", "c"], "evaluation.jsonl, row 1 (the first is 0): the label is not a class of the training"),
-        (["b", "a"], [0], "evaluation.jsonl: the labels in column 'label' are not of the training split's kind"),
-        ([0, 1], ["a"], "evaluation.jsonl: the labels in column 'label' are not of the training split's kind"),
+        (["b", "a"], [0], "evaluation.jsonl, row 0 (the first is 0): the label is not a class of the training"),
+        ([0, 1], ["a"], "evaluation.jsonl, row 0 (the first is 0): the label is not a class of the training"),
     ],
 )
 def test_wrong_labels_name_file_row_and_value(tmp_path, train, evaluation, message):

@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from lab.data.helpers import failure, load, write_features, write_parquet
 from wellcond.lab.data import fingerprint, resolve_config
-from wellcond.lab.data.reading import quiet_progress
+from wellcond.lab.data.disk import quiet_progress
 
 datasets = pytest.importorskip("datasets")
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from wellcond.lab.data import DataError, TensorDataset, as_tensor_images, to_channels
+from wellcond.lab.data.base import progress_to
 from wellcond.lab.data.images import decode_image
 
 Image = pytest.importorskip("PIL.Image")
@@ -29,10 +30,11 @@ def random_image(seed=0, shape=(6, 8, 3)):
 
 def test_whole_split_becomes_one_tensor():
     images, seen = [random_image(seed) for seed in range(5)], []
-    result = as_tensor_images(Images(images), channels=3, progress=lambda done, total: seen.append((done, total)))
+    with progress_to(lambda *now: seen.append(now)):
+        result = as_tensor_images(Images(images), channels=3)
     assert result.dtype == torch.uint8 and result.shape == (5, 3, 6, 8)
     assert result[2].permute(1, 2, 0).numpy().tolist() == np.asarray(images[2]).tolist()
-    assert seen[-1] == (5, 5)
+    assert seen[-1] == ("decoding images", 5, 5)
 
 
 def test_sizes_that_differ_or_exceed_the_limit_give_none():

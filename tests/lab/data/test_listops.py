@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from scipy import stats
 
 from lab.data.helpers import failure, load
-from wellcond.lab.data.errors import DataError
+from wellcond.lab.data.base import DataError
 from wellcond.lab.data.listops import ListOpsOptions, acceptance, evaluate, length_distribution, listops, to_tokens
 
 MIRROR = Path(os.environ.get("WELLCOND_DATA") or Path(__file__).parents[3] / "../shared/data")

@@ -21,7 +21,7 @@ from wellcond.lab.data import (
     register_source,
     resolve_config,
 )
-from wellcond.lab.data.registry import SOURCES
+from wellcond.lab.data.base import SOURCES
 from wellcond.lab.data.sources.digits import load_digits
 
 

@@ -29,7 +29,7 @@ def test_the_record_counts_what_was_seen(tmp_path):
     assert progress["epoch"] == pytest.approx(sum(PARTS) / 4 / progress["steps_per_epoch"], abs=1e-6)
 
 
-def test_an_interrupted_run_goes_on_with_the_same_samples(tmp_path):
+def test_an_interrupted_run_resumes_with_the_same_samples(tmp_path):
     run_job(small_job(tmp_path / "whole", "default", *OPTIONS))
     job = small_job(tmp_path / "broken", "default", *OPTIONS)
     assert stop_after(job, 4)["status"] == "interrupted"

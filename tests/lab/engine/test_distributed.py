@@ -83,7 +83,7 @@ def test_two_processes_compute_what_one_does(alone, tmp_path, environment):
 
 
 @pytest.mark.slow
-def test_a_run_of_one_process_goes_on_sharded_over_two(alone, tmp_path):
+def test_a_run_of_one_process_resumes_sharded_over_two(alone, tmp_path):
     folder = tmp_path / "run"
     stop_after(small_job(folder, "conditioned+balanced", AVERAGED), 8)
     run(train_command(folder, "conditioned+balanced", AVERAGED, processes=2), **FSDP2)
@@ -124,7 +124,23 @@ def test_a_sharded_run_that_is_killed_resumes_bit_for_bit(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_sharded_run_goes_on_in_one_process(alone, tmp_path):
+def test_measuring_a_sharded_run_gathers_one_attention_at_a_time(tmp_path):
+    launch = command(processes=2)
+    done = run([*launch[:-1], "lab.gathered_weights", str(tmp_path / "run")], **FSDP2, PYTHONPATH=import_path())
+    rows = logs(tmp_path / "run")["conditioning"]
+    assert {row["layer"] for row in rows} == {"blocks.0.attn", "blocks.1.attn"}
+    width = 16
+    of_one_attention = 3 * width * (width + 1) + width * (width + 1)
+    assert 0 < int(done.stdout.rpartition(":")[2]) <= of_one_attention
+
+
+def import_path():
+    """The tests' folder before what the environment has."""
+    return os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+
+
+@pytest.mark.slow
+def test_a_sharded_run_resumes_in_one_process(alone, tmp_path):
     folder = tmp_path / "run"
     kill_after_step(train_command(folder, "conditioned+balanced", AVERAGED, processes=2), folder, 7, **FSDP2)
     run_job(small_job(folder, "conditioned+balanced", AVERAGED))
@@ -141,7 +157,7 @@ def test_two_processes_test_the_best_weights_of_one(tested_alone, tmp_path, envi
 
 
 @pytest.mark.slow
-def test_best_weights_go_on_sharded_over_two(tested_alone, tmp_path):
+def test_best_weights_resume_sharded_over_two(tested_alone, tmp_path):
     """The best evaluation was before the stop: the second session only reads its weights."""
     folder, best = tmp_path / "run", record(tested_alone)["best"]["step"]
     stop_after(small_job(folder, "conditioned", AVERAGED, *TESTED), best)

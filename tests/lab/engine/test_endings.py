@@ -209,7 +209,7 @@ def test_an_unknown_tracker_is_refused(tmp_path):
         run_job(small_job(tmp_path / "run", "default", "logging.trackers=[nowhere]"))
 
 
-def test_a_full_disk_names_the_file_and_leaves_a_run_that_goes_on(tmp_path):
+def test_a_full_disk_names_the_file_and_leaves_a_run_that_resumes(tmp_path):
     """A limit on the size of files stands for a disk without room: the checkpoint no longer fits."""
     folder, tracking = tmp_path / "run", "tracking={weights_every: null, jacobian_points: 0}"
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -130,7 +130,7 @@ def test_unchanged_best_weights_are_not_written_again(tmp_path, monkeypatch):
     assert best_file(folder).stat().st_nlink == 1
 
 
-def test_best_weights_that_are_gone_are_missed_before_training_goes_on(tmp_path):
+def test_best_weights_that_are_gone_are_missed_before_training_resumes(tmp_path):
     folder = tmp_path / "run"
     stop_after(job_with_test(folder), 9)
     content = best_file(folder).read_bytes()

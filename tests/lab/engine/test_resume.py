@@ -68,7 +68,7 @@ def test_settings_without_effect_may_change_on_the_way(unbroken, tmp_path):
     assert_same_run(unbroken, folder)
 
 
-def test_ctrl_c_saves_the_step_and_the_run_goes_on_to_the_same_end(unbroken, tmp_path):
+def test_ctrl_c_saves_the_step_and_the_run_resumes_to_the_same_end(unbroken, tmp_path):
     folder = tmp_path / "run"
     stopped = stop_after(small_job(folder), 8)
     assert stopped["status"] == "interrupted" and "resume" in stopped["reason"]

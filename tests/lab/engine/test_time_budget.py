@@ -8,8 +8,8 @@ import pytest
 
 from lab.small import command, record, run, small_job, small_recipe, stop_after, train_command
 from wellcond.lab.train.length import RunClock, TimeBudget
+from wellcond.lab.train.optimizers import Point, Triangular
 from wellcond.lab.train.run import run_job
-from wellcond.lab.train.schedule import Point, Triangular
 from wellcond.run_records import seal
 
 pytestmark = pytest.mark.processes
@@ -94,7 +94,7 @@ def test_training_ends_with_the_time(tmp_path, ticking):
     assert seal(run_job(timed_job(tmp_path / "run"))) == record(tmp_path / "run")
 
 
-def test_resuming_goes_on_with_the_time_that_is_left(tmp_path, ticking):
+def test_resuming_resumes_with_the_time_that_is_left(tmp_path, ticking):
     fewer = "evaluation={every: {steps: 5}, batch_size: 250}"
     stopped = stop_after(timed_job(tmp_path / "run", fewer), 10)
     assert stopped["status"] == "interrupted"

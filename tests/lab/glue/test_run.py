@@ -129,7 +129,7 @@ def test_fine_tuning_starts_from_the_function_that_pre_training_found(
     assert not [name for name in classifier.state_dict() if "wellcond" in name or "parametrizations" in name]
 
 
-def test_an_interrupted_run_goes_on_to_the_same_numbers(pretrained, glue_folder, tmp_path):
+def test_an_interrupted_run_resumes_to_the_same_numbers(pretrained, glue_folder, tmp_path):
     folder = pretrained("bert")
     settings = ("training.length={epochs: 8}", "checkpoint.every={steps: 3}", "evaluation.every={epochs: 1}")
     planned = plan(folder, glue_folder, *settings, tasks=["stsb"])
@@ -237,13 +237,13 @@ def changed(*path, to):
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
-        (no_checkpoint, RunError, "there is no checkpoint"),
+        (no_checkpoint, RecipeError, "has no checkpoint"),
         (damaged, RunError, "model.safetensors is missing or damaged .*delete"),
-        (changed("status", to="interrupted"), RunError, "expected a finished run, found one that is interrupted"),
-        (changed("config", "task", to={"name": "language_modelling"}), RunError, "found one of language_modelling"),
+        (changed("status", to="interrupted"), RecipeError, "is not finished but interrupted"),
+        (changed("config", "task", to={"name": "language_modelling"}), RecipeError, "found one of language_modelling"),
         (
             changed("config", "model", "name", to="timm:vit"),
-            RunError,
+            RecipeError,
             "expected a model hf:TYPE or wellcond:crammed_bert",
         ),
         (
@@ -263,7 +263,7 @@ def changed(*path, to):
         ),
         (changed("config", "task", "tokenizer", to="bytes"), RunError, "pre-trained on bytes"),
         (changed("tokenizer", "fingerprint", to="0" * 64), RunError, "is not the tokeniser of pre-training"),
-        (lambda folder: (folder / "run.json").unlink(), RunError, "no run in .*expected run.json"),
+        (lambda folder: (folder / "run.json").unlink(), RecipeError, "no run in .*expected run.json"),
     ],
 )
 def test_a_run_that_cannot_be_the_start_is_refused(pretrained, glue_folder, spoil, error, message):
@@ -307,7 +307,7 @@ def bad_file(header, *rows):
             bad_file(["sentence", "label"], ["the cat", 1], ["a mat", 2]),
             "row 1 .*not a class of the training split.*from 0 to 1.*found:    2",
         ),
-        (bad_file(["sentence", "label"], ["the cat", "maybe"]), "not of the training split's kind"),
+        (bad_file(["sentence", "label"], ["the cat", "maybe"]), "not a class of the training split.*found:    'maybe'"),
         (bad_file(["sentence", "label"]), "there are no rows"),
     ],
 )

@@ -5,6 +5,7 @@ import torch
 
 from lab.glue.helpers import WORDS
 from lab.helpers import ListSplit
+from wellcond.lab.data.base import progress_to
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.glue.task import Sentences
 from wellcond.lab.tokenizers.base import ByteTokenizer
@@ -56,9 +57,14 @@ def test_a_batch_is_as_wide_as_its_longest_sequence_and_pads_are_masked():
 def test_splits_follow_each_other_and_are_told_apart():
     first, second = (ListSplit([{"text": text, "label": 1}]) for text in ("the cat", "a mat"))
     told = []
-    found = Sentences([first, second], tokenizer(), 8, lambda *numbers: told.append(numbers))
+    with progress_to(lambda *row: told.append(row)):
+        found = Sentences([first, second], tokenizer(), 8, "a set")
     batch = found.fetch([(0, 0), (1, 0)])
-    assert len(found) == 2 and batch["part"].tolist() == [0, 1] and told == [(1, 2), (2, 2)]
+    assert (
+        len(found) == 2
+        and batch["part"].tolist() == [0, 1]
+        and told == [("encoding a set", 1, 2), ("encoding a set", 2, 2)]
+    )
     assert batch["input_ids"][1, 1:3].tolist() == ids("a mat")
     assert torch.equal(found.fetch([(1, 0)])["input_ids"], batch["input_ids"][1:])
 

@@ -81,7 +81,7 @@ def connected(address: str | None) -> Iterator[Any]:
     terminate = signal.getsignal(signal.SIGTERM)  # Ray puts a handler of its own
     logging.getLogger("ray").setLevel(logging.CRITICAL)  # no messages between the bars of progress
     try:
-        _knock(place)
+        _check_reachable(place)
         ray.init(place, log_to_driver=False, logging_level=logging.CRITICAL, **options)
     # Ray has no common class for what may go wrong here
     except (OSError, RuntimeError, ValueError, TimeoutError, ray.exceptions.RayError) as error:
@@ -98,8 +98,8 @@ def connected(address: str | None) -> Iterator[Any]:
             signal.signal(signal.SIGTERM, terminate or signal.SIG_DFL)
 
 
-def _knock(place: str) -> None:
-    """Raise OSError if nobody listens at HOST:PORT: Ray would try for minutes, deaf to Ctrl-C."""
+def _check_reachable(place: str) -> None:
+    """Raise OSError if nothing listens at HOST:PORT: Ray would try for minutes and ignore Ctrl-C."""
     if place == "auto":  # as Ray finds it: the variable, else the cluster that was started here last
         last = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
         place = os.environ.get("RAY_ADDRESS") or (last.read_text().strip() if last.is_file() else "")
@@ -230,7 +230,7 @@ class _Driver:
         self.remote = ray.remote(run_task).options(num_cpus=share.cpus, num_gpus=share.gpus, max_retries=0)
 
     def run(self, stop: StopFlag) -> Outcome:
-        self.dispatch.hear(self.dispatch.waiting[0], ("event", {"event": "phase", "phase": "waiting for a worker"}))
+        self.dispatch.handle(self.dispatch.waiting[0], ("event", {"event": "phase", "phase": "waiting for a worker"}))
         try:
             while self.dispatch.waiting or self.tasks:
                 if stop.requested and not self.dispatch.stopping:
@@ -260,10 +260,10 @@ class _Driver:
                 task.held.enter_context(RunFolder(job.folder).opened())
                 files = pack(job.folder, self.ray.put)
         except FolderInUse:  # another command has the run: wait for it, other runs first
-            self.dispatch.hear(job, ("event", {"event": "waiting"}))
+            self.dispatch.handle(job, ("event", {"event": "waiting"}))
             self.dispatch.waiting.append(job)
         except RunError as error:
-            self.dispatch.hear(job, ("error", str(error)))
+            self.dispatch.handle(job, ("error", str(error)))
         else:
             # The worker's current folder is another one.
             sent = replace(job, folder=job.folder.resolve(), base=(job.base or Path()).resolve())
@@ -284,7 +284,7 @@ class _Driver:
             if kind == FILES:
                 self._receive(result, task, content)
             elif kind != BEGAN:
-                self.dispatch.hear(task.job, (kind, content))
+                self.dispatch.handle(task.job, (kind, content))
         for result in ended:
             if result in self.tasks:
                 self._end(result)
@@ -295,7 +295,7 @@ class _Driver:
                 receive(map(self.ray.get, chunks), task.job.folder)
         except RunError as error:
             self._cancel(result, force=True)
-            self.dispatch.hear(task.job, ("error", str(error)))
+            self.dispatch.handle(task.job, ("error", str(error)))
 
     def _end(self, result: Any) -> None:
         task = self.tasks.pop(result)
@@ -311,7 +311,7 @@ class _Driver:
             self.dispatch.lose(task.job, f"its worker was lost: {_reason(error)}")
             return
         if kind != NO_FOLDER:
-            self.dispatch.hear(task.job, (kind, content))
+            self.dispatch.handle(task.job, (kind, content))
         elif not self.dispatch.stopping:
             self.copied.add(task.job.folder)
             self.dispatch.waiting.appendleft(task.job)

@@ -7,11 +7,21 @@ try:
 except ImportError as error:
     raise MissingExtraError("pydantic", "train") from error
 
-from wellcond.lab.data.base import Data, Dataset, Kind, TensorDataset, fingerprint
-from wellcond.lab.data.errors import DataError
+from wellcond.lab.data.base import (
+    Data,
+    DataConfig,
+    DataError,
+    Dataset,
+    Kind,
+    SourceConfig,
+    TensorDataset,
+    fingerprint,
+    load_data,
+    register_source,
+    resolve_config,
+)
 from wellcond.lab.data.generated import Generated, GeneratorOptions, register_generator
 from wellcond.lab.data.images import as_tensor_images, to_channels
-from wellcond.lab.data.registry import DataConfig, SourceConfig, load_data, register_source, resolve_config
 
 from wellcond.lab.data import citations, listops, pathfinder, sources, synthetic  # noqa: F401  isort: skip  (register themselves)
 

@@ -1,20 +1,49 @@
-"""What every data source returns: datasets with random access, and what they are about."""
+"""What every data source returns and uses: datasets with random access, its error, progress, and the registry."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import torch
+from pydantic import BeforeValidator, SerializeAsAny
 from torch import Tensor
 
-from wellcond.lab.data.errors import DataError
+from wellcond.errors import UnknownChoiceError, WellcondError
+from wellcond.lab.settings import Settings
 
 Kind = Literal["image", "text", "tokens", "detection"]
 NUM_DIGESTED = 16
 """Inputs of a dataset that its fingerprint covers."""
+
+
+class DataError(WellcondError, ValueError):
+    """Data that cannot be used as asked: which file and row, what was expected, what was found, what to do."""
+
+    def __init__(self, problem: str, *, expected: str, found: str, todo: str) -> None:
+        """Put the four parts on four lines."""
+        self.problem = problem
+        super().__init__(f"{problem}\n  expected: {expected}\n  found:    {found}\n  {todo}")
+
+
+def listed(names: Iterable[object], *, most: int = 12) -> str:
+    """Names joined by commas, cut after `most` of them."""
+    items = [str(name) for name in names]
+    if not items:
+        return "none"
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + more
+
+
+def files_or_folders(paths: Iterable[Path]) -> str:
+    """Sorted names of the entries of a folder, hidden ones left out."""
+    return listed(sorted(path.name for path in paths if not path.name.startswith(".")))
 
 
 class Dataset(Protocol):
@@ -169,3 +198,123 @@ def _digest(dataset: Dataset) -> str:
         digest.update(len(content).to_bytes(8, "little"))
         digest.update(content)
     return digest.hexdigest()
+
+
+# Progress
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is done, how much of it, and how much there is."""
+
+_LISTENER: ContextVar[Progress | None] = ContextVar("listener", default=None)
+
+
+@contextmanager
+def progress_to(progress: Progress | None) -> Iterator[None]:
+    """Within the block `report_progress` calls `progress`; None keeps the callback of an outer block."""
+    if progress is None:
+        yield
+        return
+    token = _LISTENER.set(progress)
+    try:
+        yield
+    finally:
+        _LISTENER.reset(token)
+
+
+def report_progress(what: str, done: int, total: int) -> None:
+    """Report how far something is to the callback of `progress_to`, if there is one.
+
+    Example:
+        >>> with progress_to(lambda what, done, total: print(f"{what} {done}/{total}")):
+        ...     report_progress("reading", 1, 2)
+        reading 1/2
+    """
+    listener = _LISTENER.get()
+    if listener is not None:
+        listener(what, done, total)
+
+
+def leave_interrupts_to_parent(worker: int) -> None:
+    """Start a `DataLoader` worker: Ctrl-C reaches every process of a terminal, and only the parent acts on it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+# Sources by name; a new source is one file in `sources`, or one decorated function anywhere.
+
+
+class SourceConfig(Settings):
+    """Base of the settings of every source; a subclass fixes `source` to its own name."""
+
+    source: str
+
+
+ConfigT = TypeVar("ConfigT", bound=SourceConfig)
+
+
+@dataclass(frozen=True)
+class Source:
+    """The settings of a source and the function that loads it."""
+
+    config_class: type[SourceConfig]
+    load: Callable[[Any, Path], Data]
+
+
+SOURCES: dict[str, Source] = {}
+
+
+def register_source(
+    config_class: type[ConfigT],
+) -> Callable[[Callable[[ConfigT, Path], Data]], Callable[[ConfigT, Path], Data]]:
+    """Decorate the loader of a source with its settings, whose field `source` has the name as its default."""
+
+    def register(load: Callable[[ConfigT, Path], Data]) -> Callable[[ConfigT, Path], Data]:
+        SOURCES[config_class.model_fields["source"].default] = Source(config_class, load)
+        return load
+
+    return register
+
+
+def resolve_config(raw: object) -> SourceConfig:
+    """The settings of the source that `raw["source"]` names.
+
+    Raises:
+        DataError: `raw` is not a mapping with the field `source`.
+        UnknownChoiceError: no such source; lists those registered.
+        pydantic.ValidationError: a field of the source is wrong.
+
+    Example:
+        >>> resolve_config({"source": "digits"}).source
+        'digits'
+    """
+    if isinstance(raw, SourceConfig):
+        return raw
+    if not isinstance(raw, Mapping) or "source" not in raw:
+        raise DataError(
+            "the data of a recipe name no source.",
+            expected=f"a mapping with the field 'source', one of {listed(sorted(SOURCES))}",
+            found=listed(raw) if isinstance(raw, Mapping) else repr(raw),
+            todo="Add for example 'source: digits'.",
+        )
+    if not isinstance(raw["source"], str) or raw["source"] not in SOURCES:
+        raise UnknownChoiceError("data source", raw["source"], sorted(SOURCES))
+    return SOURCES[raw["source"]].config_class.model_validate(raw)
+
+
+DataConfig = Annotated[SourceConfig, BeforeValidator(resolve_config), SerializeAsAny()]
+"""Field type of a recipe: the union of all registered sources, told apart by `source` when a recipe is read."""
+
+
+def load_data(config: DataConfig, *, base: Path | None = None) -> Data:
+    """Load the data that `config` describes.
+
+    Args:
+        config: Settings of one source, from `resolve_config` or a recipe.
+        base: Folder that relative paths start from, usually that of the recipe; the current one by default.
+
+    Returns: The splits. Rows and labels are checked here; an image is first decoded when it is asked for.
+
+    Raises:
+        DataError: the data are not as described; the message names the file and the row.
+        MissingExtraError: a package that the source needs is not installed.
+    """
+    return SOURCES[config.source].load(config, Path.cwd() if base is None else Path(base))

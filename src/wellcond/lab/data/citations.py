@@ -12,11 +12,18 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from wellcond.lab.data.base import Data, check_index, describe_sizes, draw_subset
-from wellcond.lab.data.errors import DataError, listed
-from wellcond.lab.data.progress import tell
-from wellcond.lab.data.reading import find_folder, require_file
-from wellcond.lab.data.registry import SourceConfig, register_source
+from wellcond.lab.data.base import (
+    Data,
+    DataError,
+    SourceConfig,
+    check_index,
+    describe_sizes,
+    draw_subset,
+    listed,
+    register_source,
+    report_progress,
+)
+from wellcond.lab.data.disk import find_folder, require_file
 from wellcond.lab.seeding import generator
 
 CLASS_NAMES = ("unrelated", "related")
@@ -105,7 +112,7 @@ def _read_aan(file: Path, max_bytes: int, limit: int | None) -> PairDataset:
             pairs.append([texts.setdefault(text[:max_bytes], len(texts)) for text in both])
             done += len(line)
             if number % 1000 == 0:
-                tell(f"reading {file.name}", done, size)
+                report_progress(f"reading {file.name}", done, size)
     if not pairs:
         raise DataError(f"{file}: there are no rows.", expected="rows", found="an empty file", todo="Check the file.")
     rows = draw_subset(len(pairs), limit)

@@ -6,32 +6,32 @@ and k. So the samples do not depend on who makes them, and a longer split begins
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import math
-import multiprocessing
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
-from wellcond.errors import check_choice
-from wellcond.lab.data.base import Data, TensorDataset, describe_sizes
-from wellcond.lab.data.disk_cache import CacheEntry, CacheError, canonical_json
-from wellcond.lab.data.errors import DataError
-from wellcond.lab.data.progress import tell
-from wellcond.lab.data.registry import SourceConfig, register_source
+from wellcond.errors import WellcondError, check_choice
+from wellcond.lab.data.base import (
+    Data,
+    DataError,
+    SourceConfig,
+    TensorDataset,
+    describe_sizes,
+    leave_interrupts_to_parent,
+    register_source,
+    report_progress,
+)
+from wellcond.lab.data.disk import CacheEntry, CacheError, canonical_json
 from wellcond.lab.settings import RecipeError, Settings
 
 MOST_SAMPLES = 10_000_000
@@ -42,7 +42,7 @@ SPLITS = ("evaluation", "test", *["train"] * 6)
 PATIENCE = 16
 """Chunks to draw for each one that would do if nothing were drawn twice."""
 POOL_SECONDS = 6.0
-"""Work that takes longer than this is worth the start of worker processes, which import torch."""
+"""Work that takes longer than this is worth the start of worker processes."""
 
 
 class GeneratorOptions(Settings):
@@ -253,21 +253,21 @@ def _get_chunks(cache: CacheEntry, jobs: Sequence[ChunkJob], what: str) -> list[
         return [job for job in jobs if job.number not in found]
 
     def wait_for_another() -> None:
-        tell(f"{what} (another process makes them)", min(cache.count(), total), total)
+        report_progress(f"{what} (another process makes them)", min(cache.count(), total), total)
 
     def make(missing: Sequence[ChunkJob], *, keep: bool) -> None:
-        for index, content in run_jobs(make_chunk, missing):
-            found[missing[index].number] = _read_chunk(content)
+        for job, content in zip(missing, make_chunks(missing), strict=True):
+            found[job.number] = _read_chunk(content)
             if keep:
-                cache.write(missing[index].file, content)
-            tell(what, first + len(found), total)
+                cache.write(job.file, content)
+            report_progress(what, first + len(found), total)
 
     if look():
         try:
             with cache.locked(wait_for_another):
                 make(look(), keep=True)
         except CacheError as error:
-            tell(f"{what} (not kept: {error})", first + len(found), total)
+            report_progress(f"{what} (not kept: {error})", first + len(found), total)
         make(look(), keep=False)
     return [found[job.number] for job in jobs]
 
@@ -276,32 +276,42 @@ def _read_chunk(content: bytes) -> Generated:
     return Generated(**torch.load(io.BytesIO(content), weights_only=True))
 
 
-JobT = TypeVar("JobT")
-ResultT = TypeVar("ResultT")
+def make_chunks(jobs: Sequence[ChunkJob]) -> Iterator[bytes]:
+    """The file of every chunk, in order; in worker processes once that pays.
 
-
-def run_jobs(
-    work: Callable[[JobT], ResultT], jobs: Sequence[JobT], *, workers: int | None = None
-) -> Iterator[tuple[int, ResultT]]:
-    """Index and result of every job, in the order in which they are done; in worker processes if that pays.
-
-    Args:
-        work: A function of a module.
-        jobs: They share nothing, so the results do not depend on who does them.
-        workers: Most processes; by default WELLCOND_WORKERS, or as many as there are cores.
+    Raises: WellcondError.
     """
-    workers = workers or _num_workers()
-    if multiprocessing.current_process().daemon:  # such a process may have no children
-        workers = 1
+    workers = _num_workers()
     for index, job in enumerate(jobs):
         start = time.perf_counter()
-        result = work(job)
-        seconds, left = time.perf_counter() - start, len(jobs) - index - 1
-        yield index, result
+        content = make_chunk(job)
+        seconds, left = time.perf_counter() - start, jobs[index + 1 :]
+        yield content
         # The first job also imports libraries and fills tables.
-        if workers > 1 and index > 0 and seconds * left > POOL_SECONDS:
-            yield from _run_in_pool(work, jobs, index + 1, min(workers, left))
+        if index > 0 and workers > 1 and seconds * len(left) > POOL_SECONDS:
+            yield from _make_in_workers(left, min(workers, len(left)))
             return
+
+
+def _make_in_workers(jobs: Sequence[ChunkJob], workers: int) -> Iterator[bytes]:
+    loader: Any = torch.utils.data.DataLoader(
+        jobs,  # type: ignore[arg-type]
+        batch_size=None,
+        collate_fn=_make_or_explain,  # type: ignore[arg-type]
+        num_workers=workers,
+        worker_init_fn=leave_interrupts_to_parent,
+    )
+    for content in loader:
+        if isinstance(content, str):
+            raise WellcondError(content)
+        yield content
+
+
+def _make_or_explain(job: ChunkJob) -> bytes | str:
+    try:
+        return make_chunk(job)
+    except WellcondError as error:  # torch would hand on its traceback instead of what it says
+        return str(error)
 
 
 def _num_workers() -> int:
@@ -311,50 +321,3 @@ def _num_workers() -> int:
     if not text.isdecimal() or int(text) < 1:
         raise RecipeError(f"WELLCOND_WORKERS: expected a number of processes from 1, found {text!r}")
     return int(text)
-
-
-def _run_in_pool(
-    work: Callable[[JobT], ResultT], jobs: Sequence[JobT], first: int, workers: int
-) -> Iterator[tuple[int, ResultT]]:
-    context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
-    executor = ProcessPoolExecutor(workers, context, _start_worker)
-    left = set(range(first, len(jobs)))
-    try:
-        with _interrupts_ignored():
-            futures = {executor.submit(work, jobs[index]): index for index in sorted(left)}
-        while futures:
-            # Not for ever: a signal that comes as the wait begins is handled when it ends.
-            done, _ = wait(futures, timeout=0.5, return_when=FIRST_COMPLETED)
-            for future in done:
-                index, result = futures.pop(future), future.result()
-                left.remove(index)
-                yield index, result
-    except BrokenProcessPool:  # a worker died (out of memory), or it cannot import the caller's script
-        for index in sorted(left):
-            yield index, work(jobs[index])
-    finally:
-        executor.shutdown(cancel_futures=True)
-
-
-@contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Processes that start within the block inherit it: Ctrl-C is for their parent to act on."""
-    in_main = threading.current_thread() is threading.main_thread()  # no other thread may set a handler
-    former = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main else None
-    try:
-        yield
-    finally:
-        if former is not None:
-            signal.signal(signal.SIGINT, former)
-
-
-def _start_worker() -> None:
-    torch.set_num_threads(1)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def end_with_parent() -> None:  # a worker holds both ends of its queue, and would wait for a killed parent for ever
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()

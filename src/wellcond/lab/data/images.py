@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,8 +13,7 @@ from torch import Tensor
 
 from wellcond.errors import MissingExtraError
 from wellcond.files import read_regular
-from wellcond.lab.data.base import Dataset
-from wellcond.lab.data.errors import DataError
+from wellcond.lab.data.base import DataError, Dataset, report_progress
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -155,7 +153,7 @@ def as_tensor_images(
     size: int | None = None,
     resampling: Literal["bicubic", "bilinear"] = "bicubic",
     byte_limit: int = BYTE_LIMIT,
-    progress: Callable[[int, int], None] | None = None,
+    what: str = "decoding images",
 ) -> Tensor | None:
     """Decode a split of images once, so that epochs cost no decoding.
 
@@ -166,7 +164,7 @@ def as_tensor_images(
             always keep theirs.
         resampling: PIL's filter, which averages over all the pixels that a smaller one covers.
         byte_limit: Largest tensor to make.
-        progress: Called with the number done and the total, about 100 times.
+        what: Name of the work for `report_progress`, about 100 times.
 
     Returns: (n, C, H, W), uint8 if the images were decoded, else the dtype of the source's tensors; None when it would
         exceed `byte_limit` or the images differ in size.
@@ -185,8 +183,8 @@ def as_tensor_images(
         if pixels.shape != first.shape:
             return None
         images[index] = pixels
-        if progress is not None and ((index + 1) % step == 0 or index + 1 == count):
-            progress(index + 1, count)
+        if (index + 1) % step == 0 or index + 1 == count:
+            report_progress(what, index + 1, count)
     return images
 
 

@@ -21,12 +21,18 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 
-from wellcond.lab.data.base import Data, TensorDataset, describe_sizes
-from wellcond.lab.data.errors import DataError, listed
+from wellcond.lab.data.base import (
+    Data,
+    DataError,
+    SourceConfig,
+    TensorDataset,
+    describe_sizes,
+    listed,
+    register_source,
+    report_progress,
+)
+from wellcond.lab.data.disk import find_folder, require_file
 from wellcond.lab.data.generated import Generated, GeneratorOptions, register_generator
-from wellcond.lab.data.progress import tell
-from wellcond.lab.data.reading import find_folder, require_file
-from wellcond.lab.data.registry import SourceConfig, register_source
 
 OPERATORS = ("MIN", "MAX", "MED", "SM")
 """Smallest, largest, median (rounded down), sum modulo 10."""
@@ -297,7 +303,7 @@ def _read_file(path: Path, width: int) -> TensorDataset:
             rows[-1][: len(tokens)] = tokens
             labels.append(answer)
             if len(rows) % 1000 == 0:
-                tell(f"reading {path.name}, MB", file.tell() // 10**6, max(1, size // 10**6))
+                report_progress(f"reading {path.name}, MB", file.tell() // 10**6, max(1, size // 10**6))
     if not rows:
         raise DataError(f"{path}: there are no rows.", expected="rows", found="none", todo="Check the file.")
     return TensorDataset("tokens", torch.from_numpy(np.stack(rows)), torch.tensor(labels))

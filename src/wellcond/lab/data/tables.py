@@ -1,27 +1,36 @@
-"""Tables of `datasets` as data: which column is what, and rows as a dataset; for the sources `hub` and `files`."""
+"""Tables of `datasets` as data, for the sources `hub` and `files`: which column is what, labels, rows as a dataset."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
 from pathlib import Path, PurePath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
-from wellcond.lab.data.base import Data, Kind, check_index, describe_sizes, draw_fraction, draw_subset
-from wellcond.lab.data.errors import DataError, listed
+from wellcond.lab.data.base import (
+    Data,
+    DataError,
+    Kind,
+    SourceConfig,
+    check_index,
+    describe_sizes,
+    draw_fraction,
+    draw_subset,
+    listed,
+)
+from wellcond.lab.data.disk import import_datasets
 from wellcond.lab.data.images import decode_image, read_image
-from wellcond.lab.data.labels import Classes, LabelKind, encode_labels, labels_are_hidden, read_classes, read_numbers
-from wellcond.lab.data.reading import import_datasets
-from wellcond.lab.data.registry import SourceConfig
 
 INPUT_NAMES = ("image", "img", "text", "sentence")
 LABEL_NAMES = ("label", "labels")
+INTEGER = re.compile(r"\s*[+-]?[0-9]+\s*")
+NUMBER = re.compile(r"\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*")
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 
 
@@ -32,7 +41,8 @@ class TableConfig(SourceConfig):
     """One column, or two for pairs of texts; "auto" takes the usual name if nothing else could be meant."""
     label: str | None = "auto"
     """Column of the labels; null for none, "auto" for `label` or `labels` if there is one."""
-    label_kind: LabelKind = "class"
+    label_kind: Literal["class", "number"] = "class"
+    """Whether labels are classes, or numbers to be predicted."""
     class_names: tuple[str, ...] | None = None
     limit_train: int | None = Field(None, ge=1)
     limit_evaluation: int | None = Field(None, ge=1)
@@ -65,17 +75,16 @@ class Table:
 
     def part_of(self, row: int) -> tuple[Part, int]:
         """The part that a row came from, and its number there."""
-        index = bisect_right(self._ends, row)
-        return self.parts[index], row - (self._ends[index] - self.parts[index].num_rows)
+        for part in self.parts:
+            if row < part.num_rows:
+                return part, row
+            row -= part.num_rows
+        raise IndexError(row)
 
     def locate(self, row: int) -> str:
         """The place of a row, as an error names it."""
         part, number = self.part_of(row)
         return f"{part.name}, row {number} (the first is 0)"
-
-    @cached_property
-    def _ends(self) -> list[int]:
-        return list(accumulate(part.num_rows for part in self.parts))
 
     @property
     def name(self) -> str:
@@ -100,7 +109,6 @@ class TableDataset:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """The example at `index`: `image`, or `text` and perhaps `text_pair`; and `label`."""
-        index = check_index(index, len(self))
         row = self._row(index)
         example: dict[str, Any]
         if self.kind == "image":
@@ -114,7 +122,7 @@ class TableDataset:
 
     def content(self, index: int) -> bytes:
         """The encoded image, or the texts in UTF-8."""
-        row = self._row(check_index(index, len(self)))
+        row = self._row(index)
         if self.kind == "image":
             return self._encoded_image(row)
         values = self.table.data[row]
@@ -132,6 +140,7 @@ class TableDataset:
         return self.take(draw_subset(len(self), count))
 
     def _row(self, index: int) -> int:
+        index = check_index(index, len(self))
         return index if self.rows is None else int(self.rows[index])
 
     def _encoded_image(self, row: int) -> bytes:
@@ -171,24 +180,21 @@ def load_tables(
     """
     for table in tables.values():
         if len(table) == 0:
-            raise DataError(
-                f"{table.name}: there are no rows.", expected="at least one row", found="0 rows", todo="Check the file."
-            )
-    label = _label_column(tables[train], config.label)
+            raise DataError(f"{table.name}: there are no rows.", expected="rows", found="none", todo="Check the file.")
+    label = config.label
+    if label == "auto":
+        label = next((name for name in LABEL_NAMES if name in tables[train].data.column_names), None)
     columns = _input_columns(tables[train], config.input, label)
     kind = _kind(tables[train], columns, kind)
-    classes = None
-    if label is not None and config.label_kind == "class":
-        classes = read_classes(tables[train], label, config.class_names)
-
+    classed = label is not None and config.label_kind == "class"
+    classes = _read_classes(tables[train], label, config.class_names) if classed else None  # type: ignore[arg-type]
     made, notes = {}, []
     for split, table in tables.items():
         data = _input_data(table, columns, kind)
-        needed = split in (train, evaluation)
-        made[split] = TableDataset(data, kind, columns, _labels(table, label, classes, needed=needed))
+        labels = _labels(table, label, classes, needed=split in (train, evaluation))
+        made[split] = TableDataset(data, kind, columns, labels)
         empty = _count_empty_texts(table, columns) if kind == "text" else 0
         notes += [f"{empty} empty texts in {split!r}"] if empty else []
-
     trained, evaluated = made[train], made[evaluation]
     if fraction is not None:
         rows, others = draw_fraction(trained, fraction, seed=seed, what=tables[train].name)
@@ -200,14 +206,6 @@ def load_tables(
     description = "; ".join([f"{name} from {origin}: {describe_sizes(trained, evaluated, names)}", *notes])
     further = {split: dataset for split, dataset in made.items() if split not in (train, evaluation)}
     return Data(name, kind, trained, evaluated, names, description, further)
-
-
-def _labels(table: Table, label: str | None, classes: Classes | None, *, needed: bool) -> Tensor | None:
-    """Labels of a table; None where they are neither needed nor published."""
-    if label is None or (not needed and (label not in table.data.column_names or labels_are_hidden(table, label))):
-        return None
-    _require_column(table, label, "label")
-    return read_numbers(table, label) if classes is None else encode_labels(table, label, classes)
 
 
 def _input_data(table: Table, columns: tuple[str, ...], kind: Kind) -> Table:
@@ -230,23 +228,14 @@ def _input_columns(table: Table, wanted: str | list[str], label: str | None) -> 
     usable = [name for name in table.data.column_names if name != label and _column_kind(table, name) is not None]
     if len(usable) == 1 and usable[0] in INPUT_NAMES:
         return (usable[0],)
-    types = [
-        f"{name} ({getattr(feature, 'dtype', type(feature).__name__)})" for name, feature in table.data.features.items()
-    ]
+    features = table.data.features.items()
+    types = [f"{name} ({getattr(feature, 'dtype', type(feature).__name__)})" for name, feature in features]
     raise DataError(
         f"{table.name}: which column is the input is not clear.",
         expected=f"exactly one column of images or texts, named one of {listed(INPUT_NAMES)}",
         found=f"columns {listed(types)}; of images or texts: {listed(usable)}",
         todo="Name the column in the field 'input' (two columns in a list for pairs of texts).",
     )
-
-
-def _label_column(table: Table, wanted: str | None) -> str | None:
-    if wanted == "auto":
-        return next((name for name in LABEL_NAMES if name in table.data.column_names), None)
-    if wanted is not None:
-        _require_column(table, wanted, "label")
-    return wanted
 
 
 def _require_column(table: Table, name: str, field: str) -> None:
@@ -305,3 +294,106 @@ def _count_empty_texts(table: Table, columns: tuple[str, ...]) -> int:
             )
         empty += compute.sum(compute.equal(compute.binary_length(values), 0)).as_py() or 0
     return empty
+
+
+# Labels: class numbers, or the numbers of a regression
+
+
+class Classes(NamedTuple):
+    """Names of the classes, and whether the labels are these names or their numbers."""
+
+    names: tuple[str, ...]
+    by_name: bool
+
+
+def _labels(table: Table, label: str | None, classes: Classes | None, *, needed: bool) -> Tensor | None:
+    """Labels of a table; None where they are neither needed nor published (the hub marks such labels by -1)."""
+    if label is None:
+        return None
+    if not needed and (label not in table.data.column_names or all(value == -1 for value in table.data[label][:])):
+        return None
+    _require_column(table, label, "label")
+    return _number_labels(table, label) if classes is None else _class_labels(table, label, classes)
+
+
+def _read_classes(table: Table, column: str, declared: tuple[str, ...] | None) -> Classes:
+    """Classes of a training split: names that the file or the recipe declares, else those of the labels, sorted.
+
+    Raises: DataError if a label is missing or of a wrong type, or numbers leave a gap between 0 and the largest.
+    """
+    _require_column(table, column, "label")
+    values = set(_read_labels(table, column))
+    by_name = isinstance(next(iter(values)), str)
+    names = declared or getattr(table.data.features[column], "names", None) or (sorted(values) if by_name else None)
+    if names is None:
+        counted = sorted(number for number in values if number >= 0)
+        names = [str(number) for number in range(len(counted))]
+        if counted != list(range(len(counted))) or not counted:
+            gap = next((row for row, number in enumerate(counted) if row != number), 0)
+            raise DataError(
+                f"{table.name}: no row has the label {gap}, though others occur.",
+                expected=f"every integer from 0 to the largest in column {column!r}",
+                found=f"labels {listed(sorted(values))}",
+                todo="Count the classes from 0, or name all of them in the field 'class_names'.",
+            )
+    return Classes(tuple(names), by_name)
+
+
+def _class_labels(table: Table, column: str, classes: Classes) -> Tensor:
+    """Class number of every row, int64.
+
+    Raises: DataError if a label is missing, or not one of the classes.
+    """
+    values = _read_labels(table, column)
+    known: dict[Any, int] = {name if classes.by_name else row: row for row, name in enumerate(classes.names)}
+    for row, value in enumerate(values):
+        if value not in known:
+            among = listed(classes.names) if classes.by_name else f"the integers from 0 to {len(classes.names) - 1}"
+            raise DataError(
+                f"{table.locate(row)}: the label is not a class of the training split.",
+                expected=f"one of {among} in column {column!r}",
+                found=repr(value),
+                todo="Correct the label, or add examples of this class to training; write labels alike in all splits.",
+            )
+    return torch.tensor([known[value] for value in values])
+
+
+def _number_labels(table: Table, column: str) -> Tensor:
+    """Label of every row as a number, float64.
+
+    Raises:
+        DataError: a label is missing, not a number, or not finite.
+    """
+    values = table.data[column][:]
+    numbers = [float(value) if table.text_labels and NUMBER.fullmatch(value) else value for value in values]
+    for row, number in enumerate(numbers):
+        if type(number) not in (int, float) or not math.isfinite(number):
+            expected = f"finite numbers throughout column {column!r}, since label_kind is number"
+            todo = "Correct or remove the row; labels that name classes need 'label_kind: class'."
+            raise _bad_label(table, column, row, "is not a number", expected, todo)
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def _read_labels(table: Table, column: str) -> list[Any]:
+    """The labels, all of them integers or all of them texts."""
+    values = table.data[column][:]
+    for row, value in enumerate(values):
+        if value is None or value == "" or value != value:
+            expected = f"a class number or a class name in column {column!r}"
+            raise _bad_label(table, column, row, "is missing", expected, "Fill in or remove the row.")
+    text = table.text_labels
+    integers = [isinstance(value, int) or (text and INTEGER.fullmatch(value) is not None) for value in values]
+    if all(integers):
+        return [int(value) for value in values]
+    names = [isinstance(value, str) for value in values]
+    if any(integers) or not all(names) or (text and all(NUMBER.fullmatch(value) for value in values)):
+        mixed = integers if integers[0] else names
+        expected = f"class numbers or class names throughout column {column!r}"
+        todo = "Write all labels as integers from 0, or all as names; with 'label: null' the data are unlabelled."
+        raise _bad_label(table, column, 0 if all(mixed) else mixed.index(False), "is not an integer", expected, todo)
+    return values
+
+
+def _bad_label(table: Table, column: str, row: int, problem: str, expected: str, todo: str) -> DataError:
+    found = f"{table.data[row][column]!r} ({table.data.features[column]})"
+    return DataError(f"{table.locate(row)}: the label {problem}.", expected=expected, found=found, todo=todo)

@@ -20,7 +20,7 @@ from torchvision.ops import MultiScaleRoIAlign
 from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork, LastLevelMaxPool
 from torchvision.ops.poolers import initLevelMapper
 
-from wellcond.lab.settings import Settings
+from wellcond.lab.settings import Fraction, Settings
 from wellcond.models import build_model
 
 STRIDES = (4, 8, 16, 32)
@@ -30,7 +30,6 @@ MEAN, DEVIATION = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 """Of ImageNet."""
 ANY_SIZE = {"strict_img_size": False, "always_partition": True}
 """Swin then pads its windows, and does not shrink them for small maps."""
-Fraction = Annotated[float, Field(ge=0, le=1)]
 Target = dict[str, Tensor]
 
 

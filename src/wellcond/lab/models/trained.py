@@ -108,11 +108,6 @@ def load_teacher(options: dict[str, Any], base: Path | None, build: Build | None
     return load_folded(teacher, kept | own, conditioning_in(state), str(weights))
 
 
-def pin_teacher(options: dict[str, Any], base: Path | None) -> dict[str, Any]:
-    """The same options with the digest of the weights, so that a hash over them depends on what the file holds."""
-    return options | {"teacher_sha256": file_sha256(_describe(check_teacher(options), base)[0])}
-
-
 def file_sha256(path: Path) -> str:
     """Digest of a file.
 

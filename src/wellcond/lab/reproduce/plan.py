@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from wellcond.lab.data.reading import find_in_mirror
+from wellcond.lab.data.disk import find_in_mirror
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe

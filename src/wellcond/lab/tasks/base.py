@@ -5,19 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
 import torch
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from wellcond.lab.data.base import Data, Dataset
 from wellcond.lab.models.changes import Norms
-from wellcond.lab.settings import RecipeError, Settings
+from wellcond.lab.settings import Fraction, RecipeError, Settings
 from wellcond.lab.tokenizers.base import Tokenizer
 
 Batch = dict[str, Tensor]
@@ -106,6 +105,37 @@ class ModelSettings(Settings):
     """Start of learned factors on what attention and MLP add to the stream (LayerScale); null for none."""
 
 
+class AugmentationSettings(Settings):
+    """Augmentation of images, under timm's meaning of the words; all off by default."""
+
+    flip: Fraction = 0.0
+    """Probability of a mirror image."""
+    crop_padding: Annotated[int, Field(ge=0, le=256)] = 0
+    """Random crop out of an image padded by this many pixels; for small images."""
+    resized_crop: tuple[Fraction, Fraction] | None = None
+    """Random crop of this share of the area, resized; for large images."""
+    rand_augment: str | None = None
+    """timm's description, such as rand-m9-mstd0.5-inc1."""
+    color_jitter: Annotated[float, Field(ge=0, le=10)] = 0.0
+    random_erasing: Fraction = 0.0
+    mixup: NonNegativeFloat = 0.0
+    cutmix: NonNegativeFloat = 0.0
+    label_smoothing: Fraction = 0.0
+    repeats: PositiveInt = 1
+    """Repeated augmentation (DeiT): an epoch takes this many times fewer samples, and each that many times in a row,
+    augmented differently."""
+
+    @property
+    def needs_pictures(self) -> bool:
+        """Whether samples must be augmented one by one, as PIL images."""
+        return bool(self.resized_crop or self.rand_augment or self.color_jitter or self.random_erasing)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether samples of a batch are mixed."""
+        return self.mixup > 0 or self.cutmix > 0
+
+
 @dataclass(frozen=True)
 class TaskContext:
     """What a task is built from."""
@@ -113,8 +143,6 @@ class TaskContext:
     data: Data
     seed: int
     augmentation: Any = None
-    progress: Callable[[str, int, int], None] | None = None
-    """Told of slow preparation: what, how many done, of how many."""
     base: Path | None = None
     """Folder that relative paths in the task start from; the current one if None."""
     with_test: bool = True
@@ -132,10 +160,6 @@ class TaskContext:
         """`training`, `evaluation` and, if wanted and usable, `test`."""
         splits = {"training": self.data.train, "evaluation": self.data.evaluation}
         return splits if self.test is None else splits | {"test": self.test}
-
-    def telling(self, what: str) -> Callable[[int, int], None] | None:
-        """`progress` of one thing."""
-        return None if self.progress is None else partial(self.progress, what)
 
 
 class AbstractTask(ABC):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,17 +12,17 @@ import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, one_hot
 
 from wellcond.errors import MissingExtraError
 from wellcond.lab.data.base import Dataset
 from wellcond.lab.data.images import as_tensor_images, place_of, to_channels
 from wellcond.lab.seeding import derive, generator
 from wellcond.lab.settings import ImageSide, RecipeError, Settings
-from wellcond.lab.tasks.augmentation import AugmentationSettings, mix
 from wellcond.lab.tasks.base import (
     EVALUATION,
     ArraySamples,
+    AugmentationSettings,
     Batch,
     ClassificationTask,
     SampleKey,
@@ -231,8 +232,8 @@ class ImageClassification(ClassificationTask):
             return None
         loaded: dict[str, Tensor] = {}
         for name, split in self.context.splits.items():
-            progress = self.context.telling(f"decoding {name} images")
-            images = as_tensor_images(split, size=self.size, channels=self.channels, progress=progress)
+            what = f"decoding {name} images"
+            images = as_tensor_images(split, size=self.size, channels=self.channels, what=what)
             if images is None or images.shape[-2:] != (self.size, self.size):  # tensors are not resized there
                 return None
             loaded[name] = images
@@ -324,3 +325,66 @@ def _channels_of(split: Dataset) -> Literal[1, 3]:
         if not one:
             return 3
     return 1
+
+
+# Mixup (arXiv:1710.09412) and CutMix (arXiv:1905.04899) work sample by sample. The sample at position p of an update is
+# mixed with the one at position p + `repeats`, cyclically: the next image of the order, never another view of the same
+# one (unless an update has only one image). What is drawn for it (mixup or CutMix, the weight, the box) follows from
+# the seed, the step and p. So an update of any size, even or odd, is mixed in the same way whatever number of processes
+# and accumulated parts shares it: the plan of the updates hands each part the `repeats` samples that follow it.
+
+
+def mix(
+    batch: Batch, augmentation: AugmentationSettings, *, num_classes: int, seed: int, step: int, part: int
+) -> Batch:
+    """Mixed images and their labels as probabilities, smoothed by `augmentation.label_smoothing`.
+
+    Args:
+        batch: images and labels of one part of an update, and of the `repeats` samples that follow it.
+        augmentation: with `mixup` or `cutmix`; with both, each is drawn half of the time.
+        num_classes: length of the mixed labels.
+        seed: of the run.
+        step: number of the update.
+        part: number of the part in the update, over all processes and accumulations.
+    """
+    image, label = batch["image"], batch["label"]
+    size = len(label) - augmentation.repeats
+    height, width = image.shape[-2:]
+    draws = [
+        _draw(augmentation, (height, width), derive(seed, "mixing", step, part * size + row)) for row in range(size)
+    ]
+    weight = torch.tensor([draw[0] for draw in draws], dtype=torch.float32, device=image.device)[:, None]
+    box = torch.tensor([draw[1] for draw in draws], device=image.device)
+    rows, columns = torch.arange(height, device=image.device), torch.arange(width, device=image.device)
+    inside = ((box[:, :1] <= rows) & (rows < box[:, 1:2]))[:, None, :, None] & (
+        (box[:, 2:3] <= columns) & (columns < box[:, 3:])
+    )[:, None, None, :]
+    own, other = image[:size], image[augmentation.repeats :]
+    cut = (box[:, 0] < box[:, 1])[:, None]
+    # Exactly 1 where CutMix leaves the image as it is.
+    kept = torch.where(cut, 1.0, weight).to(image.dtype)[:, :, None, None]
+    smoothing = augmentation.label_smoothing
+    target = one_hot(label, num_classes).float() * (1 - smoothing) + smoothing / num_classes
+    return {
+        "image": torch.where(inside, other, own * kept + other * (1 - kept)),
+        "label": target[:size] * weight + target[augmentation.repeats :] * (1 - weight),
+    }
+
+
+def _draw(
+    augmentation: AugmentationSettings, shape: tuple[int, int], seed: int
+) -> tuple[float, tuple[int, int, int, int]]:
+    """Weight of a sample's own label, and top, bottom, left, right of the box that CutMix replaces (mixup: empty)."""
+    source = np.random.default_rng(seed)
+    cutmix = augmentation.cutmix > 0 and (augmentation.mixup == 0 or source.random() < 0.5)
+    alpha = augmentation.cutmix if cutmix else augmentation.mixup
+    weight = source.beta(alpha, alpha)
+    if not cutmix:
+        return weight, (0, 0, 0, 0)
+    # A box of the share 1 - weight around a pixel; what lies outside the image is cut off, and the weight is the rest.
+    sides = []
+    for length in shape:
+        cut, centre = int(length * math.sqrt(1 - weight)), int(source.integers(length))
+        sides.append((max(centre - cut // 2, 0), min(centre + (cut + 1) // 2, length)))
+    (top, bottom), (left, right) = sides
+    return 1 - (bottom - top) * (right - left) / math.prod(shape), (top, bottom, left, right)

@@ -19,8 +19,6 @@ from wellcond.attention.distributed import is_held_together
 from wellcond.attention.effective import is_conditioned
 from wellcond.conditioning.apply import folded
 from wellcond.lab.data.base import Dataset
-from wellcond.lab.data.progress import telling
-from wellcond.lab.data.tokens import Counts, TokenStream, open_token_stream, text_columns
 from wellcond.lab.settings import RecipeError, SequenceLength, Settings
 from wellcond.lab.tasks.base import (
     AbstractTask,
@@ -34,7 +32,15 @@ from wellcond.lab.tasks.base import (
     need_kind,
     register_task,
 )
-from wellcond.lab.tokenizers.base import Tokenizer, TokenizerChoice, document_end
+from wellcond.lab.tokenizers.base import (
+    Counts,
+    Tokenizer,
+    TokenizerChoice,
+    TokenStream,
+    document_end,
+    open_token_stream,
+    text_columns,
+)
 from wellcond.lab.tokenizers.make import make_tokenizer
 
 IGNORED = -100
@@ -166,10 +172,9 @@ class LanguageModelling(AbstractTask):
         """Join the documents of each split into one stream."""
         need_kind(context.data, settings.name, "text")
         self.settings, self.context = settings, settings.context
-        with telling(context.progress):
-            what = f"{context.data.name}, training split"
-            self.tokenizer = make_tokenizer(settings.tokenizer, context.data.train, what, context.base)
-            samples = {name: self._samples(name, split, context.data.name) for name, split in context.splits.items()}
+        what = f"{context.data.name}, training split"
+        self.tokenizer = make_tokenizer(settings.tokenizer, context.data.train, what, context.base)
+        samples = {name: self._samples(name, split, context.data.name) for name, split in context.splits.items()}
         self.train, self.evaluation, self.test = samples["training"], samples["evaluation"], samples.get("test")
 
     def _samples(self, name: str, split: Dataset, data: str) -> Samples:
@@ -260,7 +265,7 @@ class LanguageModelling(AbstractTask):
                 model, self.tokenizer, prompt, SAMPLE_TOKENS, temperature=TEMPERATURE, context=self.context
             )
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-            # A model may take no sequences but whole blocks; its training is not in vain for that.
+            # A model may take no sequences but whole blocks; the run is still valid.
             return {"prompt": prompt, "problem": f"{type(error).__name__}: {error}"}
         return {"prompt": prompt, "text": text}
 

@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from wellcond.attention.distributed import unwrap
-from wellcond.lab.data.progress import telling
-from wellcond.lab.data.tokens import open_token_stream
 from wellcond.lab.seeding import derive
 from wellcond.lab.settings import SequenceLength, Settings
 from wellcond.lab.tasks.base import (
@@ -37,7 +35,7 @@ from wellcond.lab.tasks.base import (
     register_task,
 )
 from wellcond.lab.tasks.language_modelling import IGNORED, TokenBlocks, perplexity
-from wellcond.lab.tokenizers.base import Tokenizer, TokenizerChoice
+from wellcond.lab.tokenizers.base import Tokenizer, TokenizerChoice, open_token_stream
 from wellcond.lab.tokenizers.make import make_tokenizer
 
 Words = NDArray[np.uint64]
@@ -162,17 +160,16 @@ class MaskedLanguageModelling(AbstractTask):
         data, self.length = context.data, settings.length
         need_kind(data, settings.name, "text")
         samples = {}
-        with telling(context.progress):
-            what = f"{data.name}, training split"
-            self.tokenizer = make_tokenizer(settings.tokenizer, data.train, what, context.base)
-            special, size = self.tokenizer.special, self.tokenizer.vocabulary_size
-            mask, self.vocabulary = (size, size + 1) if special.mask is None else (special.mask, size)
-            numbers = {"mask_token": mask, "vocabulary_size": self.vocabulary, "seed": context.seed}
-            masking = Masking(settings.mask_fraction, special=special.ids, **numbers)
-            for name, split in context.splits.items():
-                what, limit = f"{data.name}, {name} split", settings.limit_tokens if name == "training" else None
-                stream = open_token_stream(split, self.tokenizer, what, limit_tokens=limit)
-                samples[name] = MaskedBlocks(TokenBlocks(stream, self.length, what), masking)
+        what = f"{data.name}, training split"
+        self.tokenizer = make_tokenizer(settings.tokenizer, data.train, what, context.base)
+        special, size = self.tokenizer.special, self.tokenizer.vocabulary_size
+        mask, self.vocabulary = (size, size + 1) if special.mask is None else (special.mask, size)
+        numbers = {"mask_token": mask, "vocabulary_size": self.vocabulary, "seed": context.seed}
+        masking = Masking(settings.mask_fraction, special=special.ids, **numbers)
+        for name, split in context.splits.items():
+            what, limit = f"{data.name}, {name} split", settings.limit_tokens if name == "training" else None
+            stream = open_token_stream(split, self.tokenizer, what, limit_tokens=limit)
+            samples[name] = MaskedBlocks(TokenBlocks(stream, self.length, what), masking)
         self.train, self.evaluation, self.test = samples["training"], samples["evaluation"], samples.get("test")
 
     def model_arguments(self, kind: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Classification of token sequences, of text read as bytes, or of images read pixel by pixel: the Long Range Arena."""
+"""The tasks of the Long Range Arena: classification of tokens, of text as bytes, of pixels, and of pairs of texts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from wellcond.lab.data.base import Dataset, TensorDataset
+from wellcond.lab.data.base import Dataset, TensorDataset, report_progress
 from wellcond.lab.data.images import BYTE_LIMIT, as_tensor_images
-from wellcond.lab.data.tokens import text_columns
 from wellcond.lab.settings import ImageSide, RecipeError, SequenceLength, Settings
 from wellcond.lab.tasks.base import (
     ArraySamples,
@@ -28,8 +27,10 @@ from wellcond.lab.tasks.base import (
     first_samples,
     logits_of,
     need_classes,
+    need_kind,
     register_task,
 )
+from wellcond.lab.tokenizers.base import text_columns
 
 PADDING = 0
 """Models neither attend to it nor embed it; every other token is shifted by one to make room for it."""
@@ -173,13 +174,12 @@ class SequenceTask(ClassificationTask):
                 f"{what}: expected texts of up to {self.length} bytes (task.length), found only their first {kept}; "
                 "raise data.max_bytes or lower task.length"
             )
-        tell, done = self.context.telling("reading text"), 0
+        done = 0
         for columns in text_columns(split):
             for row in zip(*columns, strict=True):
                 yield [text.encode("utf-8", "surrogatepass") for text in row]
             done += len(columns[0])
-            if tell is not None:
-                tell(done, len(split))
+            report_progress("reading text", done, len(split))
 
     def check_lengths(self, lengths: Tensor, what: str) -> None:
         """Raise RecipeError for a sequence that is too long or empty, unless the settings allow it."""
@@ -313,9 +313,8 @@ class SequenceClassification(SequenceTask):
     def _pixels(self, split: Dataset, what: str) -> Tensor:
         """Grey pixels 0 to 255 of every image, (n, height * width), row by row."""
         size = self.settings.image_size
-        progress = self.context.telling("decoding images")
         # Colour becomes grey as by PIL's convert("L"); its bilinear filter averages when it shrinks.
-        images = as_tensor_images(split, channels=1, size=size, resampling="bilinear", progress=progress)
+        images = as_tensor_images(split, channels=1, size=size, resampling="bilinear")
         if images is None:
             raise RecipeError(
                 f"{what}: expected images of one size, less than {BYTE_LIMIT} bytes in all; set task.image_size, for "
@@ -342,3 +341,43 @@ class SequenceClassification(SequenceTask):
     def auto_class(self) -> str:
         """With a classifier."""
         return "AutoModelForSequenceClassification"
+
+
+class PairClassificationSettings(SequenceSettings):
+    """Options of the task; the lengths are those of each text."""
+
+    name: Literal["pair_classification"] = "pair_classification"
+    empty: Literal["error", "keep"] = "error"
+
+
+@register_task(PairClassificationSettings)
+class PairClassification(SequenceTask):
+    """Two texts a label; the model takes `pair_input_ids` and `pair_attention_mask` beside the usual two."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("input_ids", "attention_mask", "pair_input_ids", "pair_attention_mask")
+
+    def sizes(self) -> tuple[int, int]:
+        """Of bytes."""
+        need_kind(self.context.data, self.settings.name, "text")
+        return BYTES, self.text_length()
+
+    def samples(self, split: Dataset, labels: Tensor, what: str) -> TextSamples:
+        """Both texts of every pair."""
+        if "text_pair" not in split[0]:
+            raise RecipeError(
+                f"{what}: expected pairs of texts, found single ones; name two columns in data.input, or use "
+                "task.name: sequence_classification"
+            )
+        packed = (PackedBytes(), PackedBytes())
+        lengths = []
+        for pair in self.read_texts(split, what):
+            for text, documents in zip(pair, packed, strict=True):
+                documents.append(text[: self.length])
+            lengths.append([len(text) for text in pair])
+        for which, numbers in zip(("first", "second"), torch.tensor(lengths).T, strict=True):
+            self.check_lengths(numbers, f"{what}, {which} text")
+        return TextSamples({"": packed[:1], "pair_": packed[1:]}, labels, self.length, self.width)
+
+    def auto_class(self) -> None:
+        """No model of transformers takes two sequences by themselves."""
+        return None

@@ -11,12 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from wellcond.files import read_regular
-from wellcond.lab.data.base import Dataset
-from wellcond.lab.data.disk_cache import CacheEntry
-from wellcond.lab.data.errors import DataError, files_or_folders, listed
-from wellcond.lab.data.progress import tell
-from wellcond.lab.data.reading import MIRROR_VARIABLE, mirror_roots
-from wellcond.lab.data.tokens import text_columns, text_fingerprint
+from wellcond.lab.data.base import DataError, Dataset, files_or_folders, listed, report_progress
+from wellcond.lab.data.disk import MIRROR_VARIABLE, CacheEntry, mirror_roots
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tokenizers.base import (
     SPECIAL,
@@ -27,6 +23,8 @@ from wellcond.lab.tokenizers.base import (
     TokenizerFile,
     TrainedTokenizer,
     import_tokenizers,
+    text_columns,
+    text_fingerprint,
 )
 
 TOKENIZER, VOCABULARY, MERGES, WORDS = "tokenizer.json", "vocab.json", "merges.txt", "vocab.txt"
@@ -212,7 +210,7 @@ class _Texts:
         for texts, *_ in text_columns(self.dataset):
             yield from (text for text in texts[: self.count - done] if text.strip())
             done = min(done + len(texts), self.count)
-            self.listening.run(tell, f"training a tokeniser on {self.what}, documents", done, self.count)
+            self.listening.run(report_progress, f"training a tokeniser on {self.what}, documents", done, self.count)
             if done == self.count:
                 return
 

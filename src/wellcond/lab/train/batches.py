@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from wellcond.errors import WellcondError
+from wellcond.lab.data.base import leave_interrupts_to_parent
 from wellcond.lab.seeding import epoch_order
 from wellcond.lab.settings import RecipeError, divide_exactly
 from wellcond.lab.tasks.base import EVALUATION, Batch, SampleKey, Samples
@@ -107,24 +107,15 @@ def evaluation_parts(num_samples: int, batch_size: int, share: Share) -> list[li
 
 @dataclass(frozen=True)
 class _Fetching(torch.utils.data.Dataset):
-    """Hands whole lists of keys to the set, in a worker process."""
+    """Batches by their keys, in a worker process."""
 
     samples: Samples
 
-    def __getitems__(self, keys: list[SampleKey]) -> Batch | str:
+    def __getitem__(self, keys: list[SampleKey]) -> Batch | str:
         try:
             return self.samples.fetch(keys)
         except WellcondError as error:  # torch would hand on its traceback instead of what it says
             return str(error)
-
-
-def _as_is(batch: Any) -> Any:
-    return batch
-
-
-def _leave_signals_to_parent(worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal; batches are still needed until the step is saved."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def fetch_batches(
@@ -137,10 +128,10 @@ def fetch_batches(
     else:
         source = torch.utils.data.DataLoader(
             _Fetching(samples),
-            batch_sampler=parts,  # type: ignore[arg-type]
+            batch_size=None,
+            sampler=parts,  # type: ignore[arg-type]
             num_workers=workers,
-            collate_fn=_as_is,
-            worker_init_fn=_leave_signals_to_parent,
+            worker_init_fn=leave_interrupts_to_parent,
             pin_memory=device.type == "cuda",
             prefetch_factor=4,
         )

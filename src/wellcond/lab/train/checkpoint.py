@@ -378,5 +378,5 @@ def trained_weights(place: Path, record: dict[str, Any]) -> Path:
             return path
     except Exception as error:
         raise RunError(
-            f"{path} is missing or damaged ({error}); restore it, or delete the run's folder to start it anew"
+            f"{path} is missing or damaged ({error}); restore it, or delete the run's folder to restart it"
         ) from error

@@ -18,7 +18,7 @@ from typing import Any
 from wellcond.errors import AttentionNotFoundError, MissingExtraError, WellcondError
 from wellcond.files import to_json, write_atomically
 from wellcond.lab.cluster import RaySettings
-from wellcond.lab.data.errors import DataError
+from wellcond.lab.data.base import DataError
 from wellcond.lab.methods import MethodSettings, check_distinct
 from wellcond.lab.recipe import Recipe, config_hash
 from wellcond.lab.settings import RecipeError
@@ -234,7 +234,7 @@ class Dispatch:
         """Number of workers lost on a job."""
         return self._lost.get(str(job.folder), 0)
 
-    def hear(self, job: Job, message: Message) -> bool:
+    def handle(self, job: Job, message: Message) -> bool:
         """Handle the message of a worker; returns True if it is the last one of its job.
 
         Raises: WellcondError for an error that concerns every run.
@@ -343,7 +343,7 @@ def _listen(worker: _Worker, dispatch: Dispatch) -> None:
         worker.job = None
         dispatch.lose(job, f"its process {describe_exit(worker.process.exitcode)}")
         return
-    if dispatch.hear(job, message):
+    if dispatch.handle(job, message):
         worker.job = None
 
 

@@ -31,8 +31,14 @@ from wellcond.lab.train.checkpoint import (
     read_tensors,
     save_checkpoint,
 )
-from wellcond.lab.train.conditioning_log import ConditioningLog, layer_numbers
-from wellcond.lab.train.evaluate import BestWeights, Evaluator, WeightAverage, find_test_set
+from wellcond.lab.train.evaluate import (
+    BestWeights,
+    ConditioningLog,
+    Evaluator,
+    WeightAverage,
+    find_test_set,
+    layer_numbers,
+)
 from wellcond.lab.train.length import (
     BatchRamp,
     Diverged,
@@ -329,7 +335,7 @@ class Engine:
     # Evaluation
 
     def _write_conditioning(self, rows: list[dict[str, Any]]) -> None:
-        if rows:
+        if rows and self.is_main:
             place = {"step": self.state.step, "epoch": self.epoch}
             self.folder.append("conditioning.jsonl", (place | row for row in rows))
             self.accelerator.log(layer_numbers(rows), step=self.state.step)

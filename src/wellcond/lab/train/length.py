@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from wellcond.lab.recipe import Recipe
-from wellcond.lab.train.schedule import Curve
+from wellcond.lab.train.optimizers import Curve
 
 
 @dataclass(frozen=True)

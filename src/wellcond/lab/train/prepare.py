@@ -12,9 +12,7 @@ import torch
 from torch import nn
 
 from wellcond.errors import MissingExtraError
-from wellcond.lab.data.base import Data
-from wellcond.lab.data.progress import Progress, telling
-from wellcond.lab.data.registry import load_data, resolve_config
+from wellcond.lab.data.base import Data, Progress, load_data, progress_to, resolve_config
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.models.changes import add_layer_scale_, add_qk_norm_, check_untrained, remove_norms_, scale_true_
 from wellcond.lab.models.trained import load_backbone
@@ -79,11 +77,10 @@ def prepare_task(recipe: Recipe, *, seed: int, base: Path | None, progress: Prog
     key = json.dumps([*parts, seed, str(base), with_test])
     if key not in _KEPT:
         _KEPT.clear()
-        with telling(progress):
-            data = load_recipe_data(recipe, base)
-        context = TaskContext(data, seed, recipe.augmentation, progress, base, with_test)
         name = recipe.task.model_dump()["name"]
-        task = TASKS[name][1](recipe.task, context)
+        with progress_to(progress):
+            data = load_cached_data(parts[1], base)
+            task = TASKS[name][1](recipe.task, TaskContext(data, seed, recipe.augmentation, base, with_test))
         if task.tells_classes_apart:
             need_several_classes_in_training(data, name)
         task.data = data
@@ -91,16 +88,12 @@ def prepare_task(recipe: Recipe, *, seed: int, base: Path | None, progress: Prog
     return _KEPT[key]
 
 
-def load_recipe_data(recipe: Recipe, base: Path | None) -> Data:
-    """The data of a recipe; the last ones are kept.
+@functools.lru_cache(maxsize=1)
+def load_cached_data(data: str, base: Path | None) -> Data:
+    """The data of these settings, in JSON; the runs of a comparison share them.
 
     Raises: DataError, MissingExtraError.
     """
-    return _load_data(recipe.data.model_dump_json(), base)
-
-
-@functools.lru_cache(maxsize=1)
-def _load_data(data: str, base: Path | None) -> Data:
     return load_data(resolve_config(json.loads(data)), base=base)
 
 
@@ -193,7 +186,7 @@ def _check_takes(model: nn.Module, task: AbstractTask, name: str) -> None:
 
 
 def _build(name: str, given: dict[str, Any], task: AbstractTask, local_code: bool, needed: dict[str, Any]) -> nn.Module:
-    """Build a model from the arguments that its task needs and those that somebody gave."""
+    """Build a model from the arguments that its task needs and those of the recipe."""
     for key in ("num_classes", "num_labels", "in_chans", "num_channels", "vocab_size"):
         if key not in given or key not in needed or given[key] == needed[key]:
             continue

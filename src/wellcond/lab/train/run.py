@@ -219,7 +219,6 @@ class _Session:
         reset_peak_memory(self.accelerator.device)
 
         def told(what: str, done: int, total: int) -> None:
-            # A prepared task is cached with this closure for the next run: it must not keep the session's model alive.
             observer({"event": "phase", "phase": f"{what} {done}/{total}"})
 
         observer({"event": "phase", "phase": "preparing"})

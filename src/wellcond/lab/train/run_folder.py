@@ -121,13 +121,6 @@ class RunFolder:
                 self._logs.pop(name).file.close()
             self._logs[name] = _Log(self.path / name, size, digest)
 
-    def read_log(self, log: str) -> list[dict[str, Any]]:
-        """Rows of a log."""
-        path = self.path / log
-        # Not splitlines: a name may contain another character that it treats as a line break.
-        lines = path.read_text("utf-8").split("\n") if path.exists() else []
-        return [json.loads(line) for line in lines if line]
-
     def write_record(self, record: dict[str, Any]) -> None:
         """Replace run.json."""
         self.check_there()

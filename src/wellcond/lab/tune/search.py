@@ -264,7 +264,7 @@ def search(
         run: runs the jobs of a stage, which has a name; complete runs are not repeated.
         note: told of the searches after every stage.
 
-    Returns: the searches and, if it was interrupted or runs failed, what became of that stage.
+    Returns: the searches and, if it was interrupted or runs failed, the outcome of that stage.
     """
     searches = [MethodSearch(plan, method) for method in methods]
     points = [found.points for found in searches]

@@ -11,13 +11,20 @@ import torch
 from pydantic import Field
 
 from wellcond.files import read_regular
-from wellcond.lab.data.base import Data, TensorDataset, describe_sizes, draw_subset
-from wellcond.lab.data.errors import DataError, files_or_folders
+from wellcond.lab.data.base import (
+    Data,
+    DataError,
+    SourceConfig,
+    TensorDataset,
+    describe_sizes,
+    draw_subset,
+    files_or_folders,
+    register_source,
+    report_progress,
+)
+from wellcond.lab.data.disk import find_folder, require_file
 from wellcond.lab.data.images import decode_image, to_channels
 from wellcond.lab.data.pathfinder.scenes import CLASS_NAMES
-from wellcond.lab.data.progress import tell
-from wellcond.lab.data.reading import find_folder, require_file
-from wellcond.lab.data.registry import SourceConfig, register_source
 
 FEWEST = 10
 
@@ -84,7 +91,7 @@ def _read_images(root: Path) -> TensorDataset:
     images: list[np.ndarray] = []
     labels = []
     for number, file in enumerate(metadata):
-        tell(f"reading {root.name}, folders", number, len(metadata))
+        report_progress(f"reading {root.name}, folders", number, len(metadata))
         for line, row in enumerate(file.read_text("utf-8", "replace").splitlines()):
             where = f"{file}, row {line} (the first is 0)"
             try:

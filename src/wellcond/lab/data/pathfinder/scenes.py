@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wellcond.lab.data.errors import DataError
+from wellcond.lab.data.base import DataError
 from wellcond.lab.data.generated import Generated, register_generator
 from wellcond.lab.data.pathfinder.strokes import (
     NUM_DEGREES,

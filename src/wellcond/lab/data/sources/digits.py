@@ -9,8 +9,7 @@ import torch
 from pydantic import Field
 
 from wellcond.errors import MissingExtraError
-from wellcond.lab.data.base import Data, Dataset, TensorDataset, describe_sizes
-from wellcond.lab.data.registry import SourceConfig, register_source
+from wellcond.lab.data.base import Data, Dataset, SourceConfig, TensorDataset, describe_sizes, register_source
 
 NUM_TRAIN = 1297
 

@@ -11,9 +11,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from wellcond.lab.data.base import Data
-from wellcond.lab.data.errors import DataError, listed
-from wellcond.lab.data.reading import (
+from wellcond.lab.data.base import Data, DataError, listed, register_source
+from wellcond.lab.data.disk import (
     call_load_dataset,
     find_files,
     import_datasets,
@@ -22,7 +21,6 @@ from wellcond.lab.data.reading import (
     resolve_path,
     root_cause,
 )
-from wellcond.lab.data.registry import register_source
 from wellcond.lab.data.tables import Part, Table, TableConfig, load_tables
 
 BUILDERS = {

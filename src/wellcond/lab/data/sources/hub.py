@@ -11,9 +11,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, field_validator
 
-from wellcond.lab.data.base import Data
-from wellcond.lab.data.errors import DataError, files_or_folders, listed
-from wellcond.lab.data.reading import (
+from wellcond.lab.data.base import Data, DataError, files_or_folders, listed, register_source
+from wellcond.lab.data.disk import (
     MIRROR_VARIABLE,
     call_load_dataset,
     find_in_mirror,
@@ -24,7 +23,6 @@ from wellcond.lab.data.reading import (
     root_cause,
     searched_mirrors,
 )
-from wellcond.lab.data.registry import register_source
 from wellcond.lab.data.tables import Part, Table, TableConfig, load_tables
 
 EVALUATION_SPLITS = ("validation", "val", "dev", "test", "validation_matched")

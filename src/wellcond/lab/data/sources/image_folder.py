@@ -12,11 +12,19 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from wellcond.lab.data.base import Data, check_index, describe_sizes, draw_fraction
-from wellcond.lab.data.errors import DataError, files_or_folders, listed
+from wellcond.lab.data.base import (
+    Data,
+    DataError,
+    SourceConfig,
+    check_index,
+    describe_sizes,
+    draw_fraction,
+    files_or_folders,
+    listed,
+    register_source,
+)
+from wellcond.lab.data.disk import find_folder, require_folder
 from wellcond.lab.data.images import decode_image, import_pil, picture_formats, read_image
-from wellcond.lab.data.reading import find_folder, require_folder
-from wellcond.lab.data.registry import SourceConfig, register_source
 
 EVALUATION_NAMES = ("val", "validation", "test")
 DEFAULT_FRACTION = 0.1

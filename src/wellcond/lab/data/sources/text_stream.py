@@ -11,12 +11,19 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from wellcond.lab.data.base import Data, describe_sizes
-from wellcond.lab.data.disk_cache import CacheEntry, canonical_json
-from wellcond.lab.data.errors import DataError, listed
-from wellcond.lab.data.progress import tell
-from wellcond.lab.data.reading import (
+from wellcond.lab.data.base import (
+    Data,
+    DataError,
+    SourceConfig,
+    describe_sizes,
+    listed,
+    register_source,
+    report_progress,
+)
+from wellcond.lab.data.disk import (
     MIRROR_VARIABLE,
+    CacheEntry,
+    canonical_json,
     find_files,
     find_in_mirror,
     import_datasets,
@@ -24,7 +31,6 @@ from wellcond.lab.data.reading import (
     reading_errors,
     root_cause,
 )
-from wellcond.lab.data.registry import SourceConfig, register_source
 from wellcond.lab.data.sources.hub import NAME, HubConfig, mirror_arguments, network_errors, require_files_inside
 from wellcond.lab.data.tables import Part, Table, TableDataset
 
@@ -170,7 +176,7 @@ def _store(entry: CacheEntry, config: TextStreamConfig, name: str, places: list[
                 else:
                     counts["empty"] += 1
             stream.write_batch(pa.record_batch([pa.array(kept, pa.string())], schema=schema))
-            tell(f"reading {name}, bytes", counts["bytes"], config.limit_bytes or counts["bytes"])
+            report_progress(f"reading {name}, bytes", counts["bytes"], config.limit_bytes or counts["bytes"])
             if _enough(config, counts):
                 break
     entry.write(COUNTS, canonical_json(counts).encode())

@@ -23,11 +23,18 @@ from pydantic import (
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from wellcond.lab.data.base import Data, check_index, describe_sizes, draw_subset
-from wellcond.lab.data.errors import DataError, listed
+from wellcond.lab.data.base import (
+    Data,
+    DataError,
+    SourceConfig,
+    check_index,
+    describe_sizes,
+    draw_subset,
+    listed,
+    register_source,
+)
+from wellcond.lab.data.disk import find_folder, require_file, require_folder
 from wellcond.lab.data.images import decode_image, read_image, to_channels
-from wellcond.lab.data.reading import find_folder, require_file, require_folder
-from wellcond.lab.data.registry import SourceConfig, register_source
 from wellcond.lab.settings import Settings, list_problems
 from wellcond.run_lengths import read_counts
 

@@ -6,9 +6,9 @@ polygons are moved and then drawn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,17 +16,17 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn.functional import pad
 
+from wellcond.errors import MissingExtraError
 from wellcond.lab.data.images import import_pil
 from wellcond.lab.seeding import generator
-from wellcond.lab.settings import ImageSide, Settings
+from wellcond.lab.settings import Fraction, ImageSide, Settings
 from wellcond.lab.tasks.base import EVALUATION, Batch, SampleKey
 from wellcond.lab.tasks.detection.coco import CocoDataset, Instances, Segmentation, clip_boxes, thin_boxes
-from wellcond.lab.tasks.detection.evaluation import to_mask
+from wellcond.run_lengths import read_counts
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Share = Annotated[float, Field(ge=0, le=1)]
 Sides = tuple[ImageSide, ...]
 MULTIPLE = 32
 """Sides of a batch are multiples of it."""
@@ -35,7 +35,7 @@ MULTIPLE = 32
 class CropSettings(Settings):
     """The branch in which a part of the image is cut out before the scaling: scaled, cropped, scaled again."""
 
-    share: Share = 0.5
+    share: Fraction = 0.5
     """Probability of this branch."""
     sides: Sides = Field(default=(400, 500, 600), min_length=1)
     """Shorter sides before the crop; one is drawn."""
@@ -53,7 +53,7 @@ class CropSettings(Settings):
 class DetectionAugmentation(Settings):
     """How images are scaled, and in training changed; without `crop` and `flip` only scaled."""
 
-    flip: Share = 0.0
+    flip: Fraction = 0.0
     """Probability of a mirror image."""
     sides: Sides = Field(default=(800,), min_length=1)
     """Shorter sides in training; one is drawn."""
@@ -62,6 +62,61 @@ class DetectionAugmentation(Settings):
     crop: CropSettings | None = None
     evaluation_side: ImageSide = 800
     evaluation_longest: ImageSide = 1333
+
+
+# Masks, by pycocotools
+
+
+def import_pycocotools() -> Any:
+    """The package, with its modules coco, cocoeval and mask, or a MissingExtraError."""
+    try:
+        import pycocotools.coco
+        import pycocotools.cocoeval
+        import pycocotools.mask
+    except ImportError as error:
+        raise MissingExtraError("pycocotools", "detection") from error
+    return pycocotools
+
+
+def to_rle(segmentation: Segmentation, height: int, width: int) -> dict[str, Any]:
+    """Compressed run lengths of a segmentation in an image of this size, as pycocotools' `annToRLE` makes them."""
+    if isinstance(segmentation, dict) and not isinstance(segmentation["counts"], list):
+        return segmentation
+    api = import_pycocotools().mask
+    encoded = api.frPyObjects(segmentation, height, width)
+    lengths: dict[str, Any] = api.merge(encoded) if isinstance(segmentation, list) else encoded
+    return lengths
+
+
+def to_mask(segmentation: Segmentation, height: int, width: int) -> Tensor:
+    """The mask, uint8 of shape (height, width), equal to pycocotools' `annToMask`."""
+    # Not by pycocotools' `decode`, in which NumPy 2 warns of a deprecated call for every mask.
+    runs = read_counts(to_rle(segmentation, height, width)["counts"])
+    values = (np.arange(len(runs)) % 2).astype(np.uint8)
+    # Columns one after the other, background first.
+    columns = np.repeat(values, runs).reshape(width, height)
+    return torch.from_numpy(np.ascontiguousarray(columns.T))
+
+
+def from_mask(mask: Tensor) -> dict[str, Any]:
+    """A mask (height, width) as compressed run lengths that JSON can hold.
+
+    Example:
+        >>> from_mask(torch.eye(2))
+        {'size': [2, 2], 'counts': '0120'}
+    """
+    pixels = np.asfortranarray(mask.detach().cpu().to(torch.uint8).numpy())
+    return as_text(import_pycocotools().mask.encode(pixels))
+
+
+def as_text(lengths: Mapping[str, Any]) -> dict[str, Any]:
+    """Run lengths of pycocotools as JSON can hold them."""
+    counts = lengths["counts"]
+    size = [int(side) for side in lengths["size"]]
+    return {"size": size, "counts": counts.decode("ascii") if isinstance(counts, bytes) else counts}
+
+
+# Views
 
 
 @dataclass(frozen=True)

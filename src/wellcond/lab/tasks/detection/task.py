@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -26,9 +27,21 @@ from wellcond.lab.tasks.base import (
     need_kind,
     register_task,
 )
-from wellcond.lab.tasks.detection.evaluation import as_text, evaluate, to_results, to_rle
-from wellcond.lab.tasks.detection.samples import DetectionAugmentation, DetectionSamples, targets_of
+from wellcond.lab.tasks.detection.samples import (
+    DetectionAugmentation,
+    DetectionSamples,
+    as_text,
+    from_mask,
+    import_pycocotools,
+    targets_of,
+    to_rle,
+)
 
+Kind = Literal["bbox", "segm"]
+KINDS: dict[Kind, tuple[str, str]] = {"bbox": ("box", "bbox"), "segm": ("mask", "segmentation")}
+"""How the metrics of a kind begin, and where a result has what is judged."""
+METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
+"""In the order of pycocotools: over all overlaps, at 0.5, at 0.75; of small, medium and large objects."""
 LONGEST, QUALITY = 256, 80
 """Longer side in pixels and quality of the JPEG in a record."""
 MOST, LEAST_SCORE = 20, 0.05
@@ -109,10 +122,9 @@ class Detection(AbstractTask):
         )
         sums = {name: torch.stack([loss[name] for loss in losses]).sum().double() for name in losses[0]}
         sums["count"] = torch.tensor(float(len(losses)), dtype=torch.float64, device=batch["images"].device)
-        ids, sizes = batch["image_ids"].tolist(), [tuple(size) for size in batch["original_sizes"].tolist()]
         records = [
-            (position, to_results([detections], [image], [size], self.category_ids))
-            for position, detections, image, size in zip(positions, found, ids, sizes, strict=True)
+            (position, to_results(detections, image, self.category_ids))
+            for position, detections, image in zip(positions, found, batch["image_ids"].tolist(), strict=True)
         ]
         return sums, records
 
@@ -161,7 +173,7 @@ class Detection(AbstractTask):
         batch = self.evaluation.fetch([(index, EVALUATION)])
         images = batch["images"].to(next(model.parameters()).device)
         [found] = model(images, batch["sizes"], original_sizes=batch["original_sizes"])
-        results = to_results([found], [example["image_id"]], [example["size"]], self.category_ids)
+        results = to_results(found, example["image_id"], self.category_ids)
         best = sorted((row for row in results if row["score"] >= LEAST_SCORE), key=lambda row: -row["score"])[:MOST]
         names = dict(zip(self.category_ids, self.class_names, strict=True))
         truth = [row for row in split.annotations[index] if not row["iscrowd"]]
@@ -188,3 +200,77 @@ def _jpeg(picture: Any) -> str:
     file = io.BytesIO()
     small.save(file, "JPEG", quality=QUALITY)
     return base64.b64encode(file.getvalue()).decode("ascii")
+
+
+# COCO's official evaluation, by pycocotools
+
+
+def to_results(found: Mapping[str, Tensor], image_id: int, category_ids: Sequence[int]) -> list[dict[str, Any]]:
+    """Detections in an image, in COCO's format of results.
+
+    A detection whose score or box is not finite, as a diverged model has them, is none and is left out.
+
+    Args:
+        found: `boxes` (n, 4) as x0, y0, x1, y1 in pixels of the original image, `labels` (n,) from 1, `scores` (n,)
+            and, if masks are judged, `masks` (n, 1, h, w) in the original size, which are cut at 0.5.
+        image_id: Of the image.
+        category_ids: COCO's id of each label: the first is that of label 1.
+    """
+    boxes, scores = found["boxes"].detach().double().cpu(), found["scores"].detach().double().cpu()
+    results = []
+    for row in (boxes.isfinite().all(1) & scores.isfinite()).nonzero().flatten().tolist():
+        left, top, right, bottom = boxes[row].tolist()
+        result = {
+            "image_id": image_id,
+            "category_id": category_ids[int(found["labels"][row]) - 1],
+            "bbox": [left, top, right - left, bottom - top],
+            "score": float(scores[row]),
+        }
+        masks = {"segmentation": from_mask(found["masks"][row, 0] >= 0.5)} if "masks" in found else {}
+        results.append(result | masks)
+    return results
+
+
+def evaluate(
+    ground_truth: Mapping[str, Any], results: Sequence[Mapping[str, Any]], kinds: Sequence[Kind] = ("bbox", "segm")
+) -> dict[str, float]:
+    """Average precision of results, as shares of 1.
+
+    Args:
+        ground_truth: Content of a COCO file, such as `CocoDataset.ground_truth`; all of its images are judged.
+        results: From `to_results`, or a file of results.
+        kinds: What to judge: boxes, masks.
+
+    Returns: `box_AP`, `box_AP50`, `box_AP75`, `box_APs`, `box_APm`, `box_APl`, and the same of `mask`. Where there is
+        nothing to find, as without small objects, pycocotools says -1; that number is left out.
+    """
+    metrics: dict[str, float] = {}
+    for kind in kinds:
+        prefix, key = KINDS[kind]
+        # The other key would decide by its own area whether a detection is small, medium or large.
+        judged = [{name: result[name] for name in ("image_id", "category_id", key, "score")} for result in results]
+        values = zip(METRICS, _statistics(ground_truth, judged, kind), strict=False)
+        metrics |= {f"{prefix}_{name}": float(value) for name, value in values if value != -1}
+    return metrics
+
+
+def _statistics(ground_truth: Mapping[str, Any], results: list[dict[str, Any]], kind: Kind) -> list[float]:
+    """The numbers that pycocotools prints."""
+    library = import_pycocotools()
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth, found = library.coco.COCO(), library.coco.COCO()
+        # pycocotools writes into annotations. It takes a match with id 0 for none, so they are counted from 1.
+        numbered = [{**annotation, "id": row} for row, annotation in enumerate(ground_truth["annotations"], 1)]
+        truth.dataset = {**ground_truth, "annotations": numbered}
+        truth.createIndex()
+        if results:
+            found = truth.loadRes(results)
+        else:  # which `loadRes` does not take
+            found.dataset = {**truth.dataset, "annotations": []}
+            found.createIndex()
+        evaluation = library.cocoeval.COCOeval(truth, found, kind)
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    statistics: list[float] = evaluation.stats.tolist()
+    return statistics

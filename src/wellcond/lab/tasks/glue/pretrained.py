@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,16 +12,15 @@ import torch
 from torch import Tensor
 
 from wellcond.files import write_atomically
-from wellcond.lab.data.base import Data
-from wellcond.lab.data.registry import load_data, resolve_config
 from wellcond.lab.models.changes import remove_norms_
 from wellcond.lab.models.trained import file_sha256, load_folded
+from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.masked_language_modelling import MaskedLanguageModellingSettings
 from wellcond.lab.tokenizers.base import LibraryTokenizer, TrainedTokenizer
 from wellcond.lab.tokenizers.make import chosen_tokenizer, read_tokenizer, trained_tokenizer
-from wellcond.lab.train.checkpoint import last_checkpoint, trained_weights
-from wellcond.lab.train.prepare import located
-from wellcond.lab.train.run_folder import RunError, RunFolder, check_links, writing
+from wellcond.lab.train.checkpoint import read_finished_run
+from wellcond.lab.train.prepare import load_cached_data, located
+from wellcond.lab.train.run_folder import RunError, check_links, writing
 from wellcond.models import build_model
 from wellcond.weights import conditioning_in, read_state_dict
 
@@ -95,7 +93,7 @@ class Pretrained:
                 "task.tokenizer: {train: wordpiece, vocabulary: 4096} or the like"
             )
         if isinstance(choice, TrainedTokenizer):
-            text = _load(json.dumps(self.record["config"]["data"]), self.base).train
+            text = load_cached_data(json.dumps(self.record["config"]["data"]), self.base).train
             return trained_tokenizer(choice, text, "the text of pre-training")
         return chosen_tokenizer(choice, self.base or Path.cwd())
 
@@ -133,36 +131,17 @@ class Pretrained:
         return {name: value.clone() for name, value in model.state_dict().items() if name.startswith(prefix)}
 
 
-@functools.lru_cache(maxsize=1)
-def _load(data: str, base: Path | None) -> Data:
-    """Data of pre-training; the runs of a comparison share them."""
-    return load_data(resolve_config(json.loads(data)), base=base)
-
-
 def read_pretrained(folder: Path, base: Path | None = None) -> Pretrained:
     """The run in a folder.
 
-    Raises: RunError if it is no finished run of masked language modelling whose model has a classifier, its weights are
-        damaged, or a link leads out of its folder, into which scores are written.
+    Raises: RecipeError if it is no finished run of masked language modelling whose model has a classifier; RunError if
+        its weights are damaged, or a link leads out of its folder, into which scores are written.
     """
     check_links(folder)
-    record = RunFolder(folder).read_record()
-    if record is None:
-        raise RunError(f"no run in {folder}: expected run.json there (a run), or comparison.json (a comparison)")
-    try:
-        task, model = record["config"]["task"]["name"], record["config"]["model"]["name"]
-    except (KeyError, TypeError) as error:
-        raise RunError(f"{folder}: its record names no task and model; it is damaged, run it again") from error
+    record, weights = read_finished_run(folder, "glue", "comparison.json")
+    task, model = record["config"]["task"]["name"], record["config"]["model"]["name"]
     if task != MaskedLanguageModellingSettings.model_fields["name"].default:
-        raise RunError(f"{folder}: GLUE starts from a run of masked_language_modelling, found one of {task}")
-    if record["status"] != "finished":
-        raise RunError(
-            f"{folder}: expected a finished run, found one that is {record['status']}; run the command that made it "
-            "again to resume"
-        )
+        raise RecipeError(f"{folder}: GLUE starts from a run of masked_language_modelling, found one of {task}")
     if not model.startswith("hf:") and model not in CLASSIFIERS:
-        raise RunError(f"{folder}: expected a model hf:TYPE or {', '.join(CLASSIFIERS)}, found {model}")
-    place = last_checkpoint(folder / "checkpoints")
-    if place is None or not (place / "model.safetensors").is_file():
-        raise RunError(f"{folder}: there is no checkpoint; was its folder checkpoints deleted?")
-    return Pretrained(folder, record, trained_weights(place, record), base)
+        raise RecipeError(f"{folder}: expected a model hf:TYPE or {', '.join(CLASSIFIERS)}, found {model}")
+    return Pretrained(folder, record, weights, base)

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from wellcond.errors import MissingExtraError
-from wellcond.lab.data.errors import DataError, files_or_folders
+from wellcond.lab.data.base import DataError, files_or_folders
 from wellcond.lab.data.sources.files import BUILDERS
 from wellcond.lab.load_recipe import set_field
 from wellcond.lab.methods import MethodSettings
@@ -90,7 +90,7 @@ def glue_recipe(
         set_field(fields, override)
     schedule, length = fields.get("schedule"), fields["training"].get("length")
     if isinstance(schedule, dict) and schedule.get("name") == "cosine" and "warmup" not in schedule:
-        schedule["warmup"] = length  # if that is wrong it is refused as the length
+        schedule["warmup"] = length  # a wrong length is reported as one
         if isinstance(length, dict):
             tenth = {unit: WARMUP * amount for unit, amount in length.items()}
             schedule["warmup"] = {u: share if u == "epochs" else max(1, round(share)) for u, share in tenth.items()}
@@ -123,7 +123,7 @@ def _model(pretrained: Pretrained) -> dict[str, Any]:
 
 
 def _data(task: GlueTask, folder: Path | None) -> dict[str, Any]:
-    """Settings of the source; every column and class is named, so that other data are refused."""
+    """Settings of the source; every column and class is named, so that other data are an error."""
     named: dict[str, Any] = {
         "input": task.columns[0] if len(task.columns) == 1 else list(task.columns),
         "label": "label",
@@ -160,7 +160,7 @@ class GluePlan:
     runs: tuple[Pretrained, ...]
     jobs: tuple[Job, ...]
     left_out: tuple[str, ...] = ()
-    """Runs of a comparison that did not finish, with what became of them."""
+    """Runs of a comparison that did not finish, with their status."""
 
 
 def plan_glue(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from wellcond.attention.distributed import unwrap
-from wellcond.lab.data.base import Dataset
-from wellcond.lab.data.errors import listed
+from wellcond.lab.data.base import Dataset, listed, report_progress
 from wellcond.lab.data.tables import TableDataset
-from wellcond.lab.data.tokens import text_columns
 from wellcond.lab.settings import RecipeError, SequenceLength, Settings
 from wellcond.lab.tasks.base import (
     AbstractTask,
@@ -35,7 +33,7 @@ from wellcond.lab.tasks.base import (
     register_task,
 )
 from wellcond.lab.tasks.glue.benchmark import GlueName, find_task
-from wellcond.lab.tokenizers.base import LibraryTokenizer, Tokenizer, TokenizerChoice, import_tokenizers
+from wellcond.lab.tokenizers.base import LibraryTokenizer, Tokenizer, TokenizerChoice, import_tokenizers, text_columns
 from wellcond.lab.tokenizers.make import make_tokenizer
 
 MULTIPLE = 8
@@ -59,13 +57,7 @@ class Sentences:
 
     in_memory = True
 
-    def __init__(
-        self,
-        splits: Sequence[Dataset],
-        tokenizer: Tokenizer,
-        length: int,
-        told: Callable[[int, int], None] | None = None,
-    ) -> None:
+    def __init__(self, splits: Sequence[Dataset], tokenizer: Tokenizer, length: int, what: str = "sentences") -> None:
         """Encode labelled splits, which follow each other; `parts` says where a row comes from."""
         special = tokenizer.special
         names = {"[PAD]": special.pad, "[CLS]": special.classify, "[SEP]": special.separator}
@@ -90,8 +82,7 @@ class Sentences:
             for encoding in inner.encode_batch(columns[0] if len(columns) == 1 else list(zip(*columns, strict=True))):
                 self._tokens.append(np.array(encoding.ids, np.int32))
                 self._seconds.append(len(encoding) - sum(encoding.type_ids))
-            if told is not None:
-                told(len(self._tokens), total)
+            report_progress(f"encoding {what}", len(self._tokens), total)
         self.labels = torch.cat([split.labels for split in splits if split.labels is not None])
         self.parts = torch.repeat_interleave(torch.arange(len(splits)), torch.tensor([len(split) for split in splits]))
 
@@ -166,8 +157,7 @@ class Glue(AbstractTask):
                     f"{what}, row {row} (the first is 0): expected a label from {low:g} to {high:g}, found "
                     f"{labels[row]:g}"
                 )
-        told = self.context.telling(f"encoding {self.glue.name}, {name} split,")
-        return Sentences(splits, self.tokenizer, self.settings.length, told)
+        return Sentences(splits, self.tokenizer, self.settings.length, f"{self.glue.name}, {name} split,")
 
     def model_arguments(self, kind: str) -> dict[str, Any]:
         """Vocabulary, outputs, longest sequence and the padding token."""

@@ -11,9 +11,8 @@ from lab.helpers import make_recipe, tiny_bert, tiny_gpt2, tiny_vit
 from lab.small import assert_same_run, logs, record, small_job, stop_after
 from wellcond import condition_, find_attention
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.train.optimizers import AdamW, Muon, set_point
+from wellcond.lab.train.optimizers import AdamW, Muon, Point, set_point
 from wellcond.lab.train.run import run_job
-from wellcond.lab.train.schedule import Point
 from wellcond.models import build_model
 
 CRAMMED = {"layers": 1, "width": 16, "heads": 2, "feed_forward": 16, "vocab_size": 20, "length": 16}
@@ -129,7 +128,7 @@ def test_rows_of_queries_and_keys_have_their_rate_under_muon_too():
     [Muon(lr=1e-2), Muon(lr=1e-2, qk_lr_factor=4.0), AdamW(lr=1e-2, qk_lr_factor=4.0)],
     ids=["muon", "muon, rows", "adamw, rows"],
 )
-def test_a_loaded_state_goes_on_as_the_saved_one(settings):
+def test_a_loaded_state_resumes_as_the_saved_one(settings):
     torch.manual_seed(0)
     model = tiny_vit()
     optimizer = settings.build(model)
