@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from wellcond.cli.checks import OptionError
-from wellcond.lab.data.errors import DataError
+from wellcond.lab.data.base import DataError
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.tasks.base import TaskContext
 from wellcond.lab.train.prepare import load_cached_data, prepare_task
