@@ -17,7 +17,7 @@ from wellcond.lab.report.figures import build_figures
 from wellcond.lab.report.findings import bottom_line, find_findings
 from wellcond.lab.report.load_runs import load_comparisons
 from wellcond.lab.report.page import build_report, gather, render_markdown, render_page
-from wellcond.lab.report.render import environment, script_json
+from wellcond.lab.report.render import environment
 from wellcond.lab.report.series import COLUMNS, write_csv
 from wellcond.lab.report.static_figures import draw_static
 from wellcond.lab.report.table import Table, plain_markdown, table_csv, table_markdown, without_empty_columns
@@ -165,7 +165,6 @@ def test_every_figure_of_lines_has_its_legend(usual):
 def test_findings_say_what_the_numbers_say(usual):
     said = "\n".join(find_findings(usual))
     assert "these runs do not show that the gain is due to conditioning" in said
-    assert "polar: 1 diverged of 3 runs" in said
     saturated = next(line for line in said.splitlines() if line.startswith("identity(lam=10): 40.00 points worse than"))
     assert "entropy 0.03 of ln N" in saturated and "36 of 36 heads are dead" in saturated
     assert "receive almost no gradient" in saturated and "1e-06 against 0.1" in saturated
@@ -233,14 +232,13 @@ def test_a_method_that_was_not_run_yet(tmp_path):
     methods = [FakeMethod("default", {0: 0.9}), FakeMethod("polar", {})]
     analysis = study(tmp_path, methods)
     assert build_tables(analysis)[0].rows[1][1:3] == ("0", "–")
-    assert "polar has no run yet." in find_findings(analysis)
 
 
 def test_different_seed_sets_are_paired_where_they_meet(tmp_path):
     methods = [FakeMethod("default", {0: 0.9, 1: 0.91}), FakeMethod("polar", {1: 0.93, 2: 0.94})]
     analysis = study(tmp_path, methods)
     assert list(analysis.differences["polar"].values) == [1]
-    assert any("No finished run for seed 0, so fewer pairs: polar." in line for line in find_findings(analysis))
+    assert build_tables(analysis)[0].rows[1][1] == "2"
     render_page(gather(analysis))
 
 
@@ -349,7 +347,7 @@ def test_hostile_labels_do_no_harm(tmp_path):
 
 
 def test_json_in_a_script_cannot_end_it():
-    text = script_json({"a": "</script><!--&\u2028"})
+    text = environment().from_string("{{ data | tojson }}").render(data={"a": "</script><!--&\u2028"})
     assert "<" not in text and ">" not in text and "\u2028" not in text
     assert json.loads(text) == {"a": "</script><!--&\u2028"}
 
@@ -433,7 +431,7 @@ def test_a_baseline_that_did_not_finish(tmp_path):
                FakeMethod("polar", {0: 0.92, 1: 0.93})]  # fmt: skip
     analysis = study(tmp_path, methods)
     assert bottom_line(analysis) == "Only polar has finished runs, so there is nothing to compare."
-    assert "default: 1 diverged of 2 runs" in "\n".join(find_findings(analysis))
+    assert build_tables(analysis)[0].rows[0][1] == "0 + 1 diverged (100 %) + 1 partial"
     assert build_tables(analysis)[0].rows[1][3:6] == ("–", "–", "–")
     render_page(gather(analysis))
 

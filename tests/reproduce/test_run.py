@@ -93,7 +93,7 @@ def test_figures_are_drawn_from_points(ran, quantity, tmp_path):
     entry = Entry.model_validate({"title": "T", "rows": rows, "panels": panels})
     write_outcome("C-F0", entry, "tiny", Collection(folder), tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
-    assert {"C-F0.md", "c-f0.csv", "c-f0-points.csv", "c-f0.png", "c-f0.svg"} <= names
+    assert {"C-F0.md", "c-f0.csv", "c-f0-points.csv", "c-f0.svg"} <= names
     for row in csv.DictReader((tmp_path / "c-f0.csv").read_text().splitlines()):
         numbers = [float(text) for name, text in row.items() if name not in ("panel", "quantity", "series") and text]
         assert len(numbers) >= 3

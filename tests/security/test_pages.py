@@ -142,7 +142,7 @@ def test_a_figure_in_a_file(tmp_path):
     folder = write_comparison(tmp_path, [FakeMethod(label, {0: 0.9, 1: 0.8}, slug="x")], points=2, layers=1, heads=1)
     comparison = only_comparison(folder)
     figure = next(figure for figure in gather(analyse(comparison)).figures if figure.kind == "lines")
-    drawn = draw_static(comparison, figure)["svg"].decode()
+    drawn = draw_static(comparison, figure).decode()
     found = Elements(drawn)
     assert "script" not in found.names and "img" not in found.names and not found.handlers
 

@@ -55,7 +55,6 @@ def find_findings(analysis: Analysis) -> list[str]:
     """Sentences on what the table of methods does not say."""
     return [
         *describe_power(analysis.comparison, analysis.differences),
-        *_failures(analysis),
         *_scale_control(analysis),
         *_saturation(analysis),
         *_conditioning(analysis),
@@ -84,25 +83,6 @@ def describe_power(
         f"{show_share(POWER)}, level {ALPHA}, one comparison; paired differences here have a standard deviation of "
         f"{metric.show(std)}{metric.unit} over {show_seeds(pairs)})."
     ]
-
-
-def _failures(analysis: Analysis) -> list[str]:
-    found = []
-    fewer: dict[str, list[str]] = {}
-    for method in analysis.comparison.methods:
-        outcomes = analysis.outcomes(method)
-        if names := " and ".join(f"{outcomes[n]} {n}" for n in ("diverged", "failed") if outcomes[n]):
-            found.append(
-                f"{method}: {names} of {outcomes.total()} runs; this is a result of the method too, and its mean is "
-                "only over the others."
-            )
-        missing = [seed for seed in analysis.comparison.seeds if seed not in analysis.summaries[method].values]
-        if not outcomes:
-            found.append(f"{method} has no run yet.")
-        elif missing:
-            fewer.setdefault(", ".join(map(str, missing)), []).append(method)
-    found += [f"No finished run for seed {seeds}, so fewer pairs: {', '.join(ms)}." for seeds, ms in fewer.items()]
-    return found
 
 
 def _scale_control(analysis: Analysis) -> list[str]:

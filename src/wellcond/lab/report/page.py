@@ -127,7 +127,7 @@ def write_report(content: Content) -> Path:
         files["report.html"] = render_page(content)
     for figure in figures or ():
         files[f"figures/{figure.name}.csv"] = write_csv(figure.rows)
-        images[f"figures/{figure.name}.svg"] = draw_static(comparison, figure)["svg"]
+        images[f"figures/{figure.name}.svg"] = draw_static(comparison, figure)
     home = comparison.folder / "report"
     for place in (home, *(home / part for part in MADE)):
         if not place.resolve().is_relative_to(comparison.folder.resolve()):

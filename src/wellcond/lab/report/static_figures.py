@@ -31,13 +31,14 @@ CHARACTER = 0.075
 """Width of one in inches."""
 
 
-def draw_static(comparison: Comparison, figure: Figure, kinds: Sequence[str] = ("svg",)) -> dict[str, bytes]:
-    """Bytes of a figure by file ending, `svg` or `png`.
+def draw_static(comparison: Comparison, figure: Figure) -> bytes:
+    """A figure as SVG.
 
     Raises: MissingExtraError if matplotlib is not installed.
     """
     try:
         import matplotlib
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure as Canvas
     except ImportError as error:
         raise MissingExtraError("matplotlib", "report") from error
@@ -72,20 +73,10 @@ def draw_static(comparison: Comparison, figure: Figure, kinds: Sequence[str] = (
         canvas.text(0.5, 1 - 0.08 / size[1], _tidy(figure.title), fontsize=11, fontweight="bold", ha="center", va="top")
         if legend:
             canvas.legend(**legend, loc="lower center", frameon=False)
-        return {kind: _save(canvas, kind) for kind in kinds}
-
-
-def _save(canvas: Any, kind: str) -> bytes:
-    """The file's bytes, without `savefig`, which would draw everything once more to find a size that is known."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-
-    written = io.BytesIO()
-    if kind == "png":
-        FigureCanvasAgg(canvas).print_png(written, metadata={"Software": None})
-    else:
+        written = io.BytesIO()
+        # Not by `savefig`, which would draw everything once more to find a size that is known.
         FigureCanvasSVG(canvas).print_svg(written, metadata={"Date": None, "Creator": None})
-    return written.getvalue()
+        return written.getvalue()
 
 
 def _tidy(text: str) -> str:

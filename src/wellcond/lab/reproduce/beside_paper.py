@@ -193,7 +193,7 @@ def _notes(entry: Entry, records: Collection) -> Iterator[str]:
 
 
 def write_outcome(id: str, entry: Entry, scale: str, records: Collection | None, folder: Path) -> list[Table]:
-    """Write ID.md, a CSV for each table, and CSV, PNG and SVG of each figure; returns the tables.
+    """Write ID.md, a CSV for each table, and CSV and SVG of each figure; returns the tables.
 
     Raises: MissingExtraError without matplotlib, RunError if the folder cannot be written.
     """
@@ -205,8 +205,8 @@ def write_outcome(id: str, entry: Entry, scale: str, records: Collection | None,
     for figure, series in [] if records is None else build_figures(id, entry, records):
         name = figure.name.lower()
         files[f"{name}-points.csv"] = write_csv(figure.rows)
-        files |= {f"{name}.{kind}": drawn for kind, drawn in draw_static(series, figure, ("png", "svg")).items()}
-        text += [f"![{figure.title}]({name}.png)", ""]
+        files[f"{name}.svg"] = draw_static(series, figure)
+        text += [f"![{figure.title}]({name}.svg)", ""]
     files[f"{id}.md"] = "\n".join(text)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
