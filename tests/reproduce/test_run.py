@@ -94,6 +94,7 @@ def test_figures_are_drawn_from_points(ran, quantity, tmp_path):
     write_outcome("C-F0", entry, "tiny", Collection(folder), tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
     assert {"C-F0.md", "c-f0.csv", "c-f0-points.csv", "c-f0.svg"} <= names
+    assert ("c-f0-linear.svg" in names) is (quantity in ("kappa", "sigma_min"))
     for row in csv.DictReader((tmp_path / "c-f0.csv").read_text().splitlines()):
         numbers = [float(text) for name, text in row.items() if name not in ("panel", "quantity", "series") and text]
         assert len(numbers) >= 3

@@ -199,10 +199,13 @@ class Analysis:
 
     def step_ratio(self, method: str) -> float:
         """Seconds per step over the baseline's of the same seed, mean over seeds."""
-        runs, base = (self.comparison.finished(name) for name in (method, self.comparison.baseline))
-        return finite_mean(
-            seconds_per_step(run) / seconds_per_step(base[seed]) for seed, run in runs.items() if seed in base
-        )
+        return finite_mean(step_ratios(self.comparison, method).values())
+
+
+def step_ratios(comparison: Comparison, method: str) -> dict[int, float]:
+    """Seconds per step over the baseline's of the same seed, by seed."""
+    runs, base = (comparison.finished(name) for name in (method, comparison.baseline))
+    return {seed: seconds_per_step(run) / seconds_per_step(base[seed]) for seed, run in runs.items() if seed in base}
 
 
 def seconds_per_step(run: Run) -> float:

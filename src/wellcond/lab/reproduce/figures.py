@@ -32,7 +32,7 @@ HEADER = ("panel", "quantity", "series", "start, or when matched", "end, or savi
 def build_figures(id: str, entry: Entry, records: Collection) -> Iterator[tuple[Figure, Comparison]]:
     """Figures, each with the comparison that gives its series their colours; none without runs.
 
-    Panels of bars and of lines become figures of their own.
+    Panels of bars and of lines become figures of their own, and one with logarithmic axes has a second, linear one.
     """
     for bars in (False, True):
         wanted = [panel for panel in entry.panels if (panel.quantity == "match") is bars]
@@ -46,7 +46,11 @@ def build_figures(id: str, entry: Entry, records: Collection) -> Iterator[tuple[
             title = f"{id}: {entry.title} (scale {first.comparison.scale})"
             kind: Kind = "bars" if bars else "lines"
             figure = Figure(name, "", title, "", kind, panels, rows, x_label=first.unit)
-            yield figure, replace(first.comparison, methods=names, runs=())
+            series = replace(first.comparison, methods=names, runs=())
+            yield figure, series
+            if any(panel.log for panel in panels):
+                linear = tuple(replace(panel, log=False) for panel in panels)
+                yield replace(figure, name=f"{name}-linear", panels=linear), series
 
 
 def _panel(settings: PanelSettings, unit: str) -> Panel:
