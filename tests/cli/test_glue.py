@@ -11,7 +11,7 @@ import pytest
 from lab.glue.helpers import FAST, edit_record, pretrain, write_glue
 from lab.small import command, run
 from wellcond.cli.main import main
-from wellcond.lab.report.glue import rebuild_glue
+from wellcond.lab.report.glue import load_glue, rebuild_glue
 
 CHANGES = [part for override in FAST for part in ("--set", override)]
 
@@ -67,15 +67,16 @@ def test_a_comparison_is_scored_and_shown(scored):
     assert code == 0 and "CoLA" in out and "Avg." in out and "glue.md" in out
     assert "not scored: identity, seed 1: diverged" in out
     assert err.count(": finished, ") == 6
-    found = json.loads((folder / "glue.json").read_text())
-    assert found["tasks"] == {"stsb": "pearson", "cola": "matthews"} and len(found["runs"]) == 6
+    scores = load_glue(folder)
+    assert {task: scores.metric(task) for task in scores.tasks} == {"stsb": "pearson", "cola": "matthews"}
+    assert sum(len(scores.all_records(task)) for task in scores.tasks) == 6
 
 
 def test_the_tables_follow_from_the_records_alone(scored, tmp_path):
     folder = scored[0]
     copy = shutil.copytree(folder, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints", "glue.*"))
     rebuild_glue(copy)
-    for name in ("glue.md", "glue.csv", "glue.json"):
+    for name in ("glue.md", "glue.csv"):
         assert (copy / name).read_bytes() == (folder / name).read_bytes()
 
 
@@ -124,6 +125,6 @@ def test_two_processes_score_what_one_does(compared, tmp_path):
         )
         still = ["--set", "model.arguments.dropout=0.0", "--data", data, "--tasks", "stsb,cola", "--cpu", "-q"]
         run(command("glue", copy, *still, *CHANGES, processes=processes))
-        found.append([row["scores"] for row in json.loads((copy / "glue/glue.json").read_text())["runs"]])
-    for one, two in zip(*found, strict=True):
-        assert one == pytest.approx(two, abs=1e-3)
+        scores = load_glue(copy)
+        found.append({task: scores.values("default", task)[0] for task in scores.tasks})
+    assert found[0] == pytest.approx(found[1], abs=1e-3)

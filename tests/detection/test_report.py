@@ -5,7 +5,6 @@ import io
 import re
 from html.parser import HTMLParser
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -13,9 +12,9 @@ from PIL import Image
 
 from detection.coco_sets import compressed, disc
 from report.fake_runs import FakeMethod, only_comparison, page_of, write_with_samples
-from wellcond.lab.report.detections import FINEST, draw_detections, find_pictures, find_samples, mask_path
 from wellcond.lab.report.page import build_report
 from wellcond.lab.report.records import RunRecordError
+from wellcond.lab.report.samples import FINEST, find_pictures, find_samples, mask_path
 from wellcond.run_lengths import read_counts
 
 pytest.importorskip("plotly")
@@ -111,21 +110,11 @@ def test_truth_stands_beside_what_each_method_found(tmp_path):
     assert find_samples(comparison) == {}
 
 
-@pytest.mark.slow
-def test_files_hold_the_same(tmp_path):
-    (page,) = build_report(write_runs(tmp_path))
-    text = (page.parent / "report.md").read_text("utf-8")
-    assert "![Image 7: 000007.jpg](figures/detections_1.svg)" in text
+def test_the_markdown_says_what_was_found(tmp_path):
+    (page,) = build_report(write_runs(tmp_path), pictures=False)
+    text = page.read_text("utf-8")
+    assert "### Image 7: 000007.jpg\n" in text
     assert "- default, seed 0: default 0 0.90, dog 0.25\n" in text and "- truth: cat, dog\n" in text
-    assert text.index("## Detections") < text.index("## Figures")
-    files = sorted((page.parent / "figures").glob("detections_*"))
-    assert [file.name for file in files] == ["detections_1.svg", "detections_2.svg"]
-    again = [draw_detections(picture) for picture in find_pictures(only_comparison(tmp_path))]
-    assert [file.read_text() for file in files] == again
-    drawn = ElementTree.fromstring(files[0].read_text("utf-8"))
-    names = [element.tag.rpartition("}")[2] for element in drawn.iter()]
-    assert names.count("image") == 1 and names.count("use") == 2 and names.count("path") == 6
-    assert "".join(drawn.itertext()).count("dog 0.25") > 1
 
 
 def test_as_many_predictions_as_objects_are_drawn_but_five_at_least(tmp_path):
@@ -149,8 +138,6 @@ def test_names_that_look_like_markup_stay_text(tmp_path):
     assert evil.tags.count("script") == plain.tags.count("script") and set(evil.tags) == set(plain.tags)
     assert evil.panels[1]["titles"][0].endswith('"onload=x <U+0000><U+202E>$x^ 0.90')
     assert "<script" not in written.read_text("utf-8")
-    drawn = ElementTree.fromstring(draw_detections(find_pictures(only_comparison(folder))[0]))
-    assert not [element for element in drawn.iter() if "script" in element.tag]
 
 
 @pytest.mark.parametrize("status", ["diverged", "failed", "interrupted"])
@@ -160,7 +147,7 @@ def test_a_run_that_did_not_finish_shows_nothing(tmp_path, status):
             record["status"] = status
 
     pictures = find_pictures(only_comparison(write_runs(tmp_path, change)))
-    assert [(part.method, part.seed) for part in pictures[0].predictions] == [("default", 0), ("balanced", 2)]
+    assert list(pictures[0].predictions) == ["default, seed 0", "balanced, seed 2"]
 
 
 def spoiled(**changes):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.load_runs import load_comparisons
-from wellcond.lab.report.page import render_page
+from wellcond.lab.report.page import gather, render_page
 
 ACCURACY = {"name": "accuracy", "higher_is_better": True, "percent": True}
 PERPLEXITY = {"name": "perplexity", "higher_is_better": False, "percent": False}
@@ -58,7 +58,7 @@ def only_comparison(folder):
 
 
 def page_of(comparison):
-    return render_page(analyse(comparison))
+    return render_page(gather(analyse(comparison)))
 
 
 def slug_of(label):

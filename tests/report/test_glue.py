@@ -6,7 +6,7 @@ import json
 import pytest
 
 from report.fake_runs import FakeMethod, write_comparison
-from wellcond.lab.report.glue import load_glue, rebuild_glue, scores_table
+from wellcond.lab.report.glue import find_differences, load_glue, rebuild_glue, scores_table
 from wellcond.lab.report.page import build_report
 from wellcond.lab.report.records import RunRecordError
 from wellcond.lab.report.statistics import compare_paired, holm, paired_p
@@ -54,21 +54,20 @@ def test_a_comparison_has_means_deviations_and_the_average_of_its_tasks(comparis
 
 
 def test_differences_are_paired_by_seed_and_corrected(comparison):
-    rebuild_glue(comparison)
-    found = json.loads((comparison / "glue.json").read_text())
-    rows = {(row["task"], row["method"], row["baseline"]): row for row in found["differences"]}
+    rows = find_differences(load_glue(comparison))
     pairs = [("gaussian", "default"), ("conditioned", "default"), ("conditioned", "gaussian")]
-    assert set(rows) == {(task, *pair) for task in ("cola", "sst2", "average") for pair in pairs}
+    assert set(rows) == {(task, pair) for task in ("cola", "sst2", "average") for pair in pairs}
     plain = {label: dict(enumerate(values)) for label, values in VALUES.items()}
     a, b = plain["conditioned"], plain["default"]
     expected = compare_paired("conditioned", a, "default", b, higher_is_better=True)
-    row = rows["cola", "conditioned", "default"]
-    assert row["mean"] == pytest.approx(expected.mean) and row["interval"] == pytest.approx(expected.interval)
-    assert row["p"] == pytest.approx(paired_p([a[seed] - b[seed] for seed in a]))
+    row = rows["cola", ("conditioned", "default")]
+    assert row.mean == pytest.approx(expected.mean) and row.interval == pytest.approx(expected.interval)
+    assert row.p == pytest.approx(paired_p([a[seed] - b[seed] for seed in a]))
     for tasks in (("sst2", "cola"), ("average",)):
-        ours = [row for (task, *_), row in rows.items() if task in tasks]
-        assert [row["p_holm"] for row in ours] == pytest.approx(holm([row["p"] for row in ours]))
-    assert found["methods"]["conditioned"]["average"]["values"] == pytest.approx({"0": 0.55, "1": 0.63, "2": 0.56})
+        ours = [row for (task, _), row in rows.items() if task in tasks]
+        assert [row.p_holm for row in ours] == pytest.approx(holm([row.p for row in ours]))
+    averages = load_glue(comparison).values("conditioned", "average")
+    assert averages == pytest.approx({0: 0.55, 1: 0.63, 2: 0.56})
 
 
 def test_every_statistic_is_in_the_csv(comparison):
@@ -82,7 +81,7 @@ def test_every_statistic_is_in_the_csv(comparison):
 
 
 def test_the_same_records_give_the_same_bytes(comparison):
-    names = ("glue.md", "glue.csv", "glue.json")
+    names = ("glue.md", "glue.csv")
     made = []
     for _ in range(2):
         assert rebuild_glue(comparison) == comparison / "glue.md"
@@ -108,8 +107,7 @@ def test_a_single_run_has_its_own_table(comparison):
     table = scores_table(load_glue(run))
     assert table.rows == (("default", "70.00 ± 14.14", "15.00 ± 7.07", "42.50 ± 10.61"),)
     assert "over seeds 0, 1 of fine-tuning" in table.notes[0]
-    found = json.loads((run / "glue/glue.json").read_text())
-    assert found["differences"] == [] and found["methods"]["default"]["cola"]["values"] == {"0": 0.1, "1": 0.2}
+    assert find_differences(load_glue(run)) == {} and load_glue(run).values("default", "cola") == {0: 0.1, 1: 0.2}
     assert "CoLA accuracy" in (run / "glue/glue.md").read_text()
 
 

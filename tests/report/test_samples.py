@@ -17,10 +17,9 @@ from report.fake_runs import (
     write_with_samples,
 )
 from wellcond.lab.report.analysis import analyse
-from wellcond.lab.report.detections import find_samples, visible
-from wellcond.lab.report.figures import build_figures
-from wellcond.lab.report.page import build_report, render_markdown
+from wellcond.lab.report.page import build_report, gather, render_markdown
 from wellcond.lab.report.records import RunRecordError
+from wellcond.lab.report.samples import find_samples, visible
 from wellcond.lab.report.tables import build_tables
 
 pytest.importorskip("plotly")
@@ -51,7 +50,7 @@ def write_lm(folder, change=None):
 
 def markdown(comparison):
     analysis = analyse(comparison)
-    return render_markdown(analysis, build_figures(analysis))
+    return render_markdown(gather(analysis))
 
 
 class Reader(HTMLParser):

@@ -8,9 +8,9 @@ import pytest
 from report.fake_runs import PERPLEXITY, FakeMethod, page_of, usual_methods, write_comparison
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.figures import build_figures
-from wellcond.lab.report.findings import find_findings
+from wellcond.lab.report.findings import bottom_line, find_findings
 from wellcond.lab.report.load_runs import load_comparisons
-from wellcond.lab.report.page import build_report, render_markdown
+from wellcond.lab.report.page import build_report, gather, render_markdown
 from wellcond.lab.report.records import RunRecordError
 from wellcond.lab.report.statistics import compare_paired, holm
 from wellcond.lab.report.tables import build_tables
@@ -56,12 +56,10 @@ def test_paired_statistics_and_holm_are_those_of_the_test_values(analysis):
         assert found.values == difference.values and found.interval == difference.interval and found.p_holm == p
 
 
-def test_both_sets_have_their_statistics_in_full(analysis):
-    on_test, evaluated = (table(analysis, name) for name in ("statistics", "statistics_evaluation"))
-    assert on_test.header == evaluated.header
+def test_the_statistics_are_of_the_test_values(analysis):
+    on_test = table(analysis, "statistics")
     assert on_test.rows[1][:6] == ("conditioned", "3", "81.33", "1.53", "80.00", "83.00")
-    assert evaluated.rows[1][:6] == ("conditioned", "3", "94.17", "1.04", "93.00", "95.00")
-    assert evaluated.rows[1][7] == "+3.17" and on_test.rows[1][7] == "+0.33"
+    assert on_test.rows[1][7] == "+0.33"
     assert "Test accuracy (%), with the weights of the best evaluation, of finished runs" in on_test.notes[0]
 
 
@@ -73,10 +71,8 @@ def test_every_seed_shows_both_values_and_the_tested_step(analysis):
 
 
 def test_findings_are_about_the_test_split_and_matching_about_the_curves(analysis):
-    said = "\n".join(find_findings(analysis))
-    assert "Best mean test accuracy: gaussian (87.17 ± 1.04 %, 3 seeds)" in said
-    assert "gaussian is 6.17 points better than default" in said
-    assert "Epochs until the last accuracy of default is reached" in said
+    assert "the largest gain is +6.17 points, of gaussian" in bottom_line(analysis)
+    assert "the best test accuracy here, which is that of gaussian" in "\n".join(find_findings(analysis))
     figures = {figure.name: figure for figure in build_figures(analysis)}
     assert figures["differences"].panels[0].y_label == "gain in test accuracy (points)"
     assert figures["learning"].of("metric")["gaussian"]["1"][-1].value == pytest.approx(95.0)
@@ -91,14 +87,13 @@ def test_page_markdown_and_csv_say_what_was_tested(tmp_path):
     assert said in page.read_text() and "test accuracy (%)" in page.read_text()
     with open(page.parent / "tables/summary.csv", newline="") as file:
         assert next(csv.DictReader(file))["metric"] == "test accuracy (%)"
-    assert (page.parent / "tables/statistics_evaluation.csv").is_file()
 
 
 def test_without_a_test_split_nothing_is_said_of_one(tmp_path):
     (comparison,) = load_comparisons(write_comparison(tmp_path, usual_methods()))
     analysis = analyse(comparison)
-    text = render_markdown(analysis, build_figures(analysis)) + page_of(comparison).partition("<script")[0]
-    assert "test accuracy" not in text and "statistics_evaluation" not in text and "tested" not in text.split()
+    text = render_markdown(gather(analysis)) + page_of(comparison).partition("<script")[0]
+    assert "test accuracy" not in text and "tested" not in text.split()
 
 
 def test_a_finished_run_without_a_test_value_is_named_and_in_no_mean(tmp_path):
@@ -109,7 +104,6 @@ def test_a_finished_run_without_a_test_value_is_named_and_in_no_mean(tmp_path):
     analysis = analyse(comparison)
     assert analysis.summaries["conditioned"].values == {0: 0.81, 1: 0.80}
     assert analysis.summaries["gaussian"].values == {1: 0.875, 2: 0.88}
-    assert analysis.last_summaries["gaussian"].count == 3
     notes = " ".join(table(analysis, "summary").notes)
     assert "conditioned, seed 2 has no finite test score" in notes and "gaussian, seed 0 has no finite" in notes
     page_of(comparison)

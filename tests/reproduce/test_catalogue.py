@@ -9,7 +9,7 @@ import pytest
 from wellcond.errors import UnknownChoiceError
 from wellcond.lab.report.records import setting_differences
 from wellcond.lab.reproduce.catalogue import SCALES, catalogue, find_entry
-from wellcond.lab.reproduce.listing import plan_cost, updates_per_run
+from wellcond.lab.reproduce.listing import minutes_left, updates_per_run
 from wellcond.lab.reproduce.plan import PlanOptions, make_plan
 from wellcond.lab.reproduce.stored import Collection, StoredStudy, study_name
 from wellcond.lab.tasks.glue.benchmark import NAMES
@@ -51,13 +51,12 @@ def test_every_plan_is_sound(id, scale):
         assert study.recipe.baseline in labels and len(labels) == len(set(labels))
         assert len(study.jobs) == len(labels) * len(study.seeds)
         assert not math.isnan(updates_per_run(study)) or "coco" in study.name
-    cost = plan_cost(plan)
-    assert cost.done == 0 and cost.runs == plan.missing
+    assert plan.runs == plan.missing
     if scale == "tiny":
-        assert cost.seconds < 2 * 60 * 60 and plan.gpus == 0  # on one core; A-match shares the runs of two tables
+        assert sum(map(minutes_left, plan.studies)) < 120  # on one core; A-match shares the runs of two tables
+        assert plan.gpus == 0
     elif plan.studies:
-        counted = all(study.settings.gflops for study in plan.studies)
-        assert (cost.gpu_hours > 0) is counted and plan.gpus > 0
+        assert plan.gpus > 0
 
 
 @pytest.mark.parametrize("id", IDS)

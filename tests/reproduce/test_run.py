@@ -12,8 +12,8 @@ import pytest
 
 from wellcond.cli.main import main
 from wellcond.lab.reproduce import plan as planning
+from wellcond.lab.reproduce.beside_paper import outcome_tables, write_outcome
 from wellcond.lab.reproduce.catalogue import Entry, Source, catalogue
-from wellcond.lab.reproduce.outcome import outcome_tables, write_outcome
 from wellcond.lab.reproduce.plan import PlanOptions, make_plan
 from wellcond.lab.reproduce.stored import Collection, StoredStudy, may_be_paired
 from wellcond.lab.train.run_folder import RunError
@@ -93,8 +93,8 @@ def test_figures_are_drawn_from_points(ran, quantity, tmp_path):
     entry = Entry.model_validate({"title": "T", "rows": rows, "panels": panels})
     write_outcome("C-F0", entry, "tiny", Collection(folder), tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
-    assert {"C-F0.md", "c-f0.csv", "c-f0-points.csv", "c-f0.png", "c-f0.svg"} <= names
-    assert ("c-f0-linear.png" in names) is (quantity in ("kappa", "sigma_min"))
+    assert {"C-F0.md", "c-f0.csv", "c-f0-points.csv", "c-f0.svg"} <= names
+    assert ("c-f0-linear.svg" in names) is (quantity in ("kappa", "sigma_min"))
     for row in csv.DictReader((tmp_path / "c-f0.csv").read_text().splitlines()):
         numbers = [float(text) for name, text in row.items() if name not in ("panel", "quantity", "series") and text]
         assert len(numbers) >= 3

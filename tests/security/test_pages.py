@@ -16,10 +16,9 @@ from report.fake_runs import FakeMethod, only_comparison, write_comparison, writ
 from report.test_glue import write_score
 from wellcond.cli.report import print_report
 from wellcond.lab.report.analysis import analyse
-from wellcond.lab.report.figures import build_figures
 from wellcond.lab.report.glue import rebuild_glue
 from wellcond.lab.report.measurement_page import render_measurement
-from wellcond.lab.report.page import build_report, render_markdown, render_page
+from wellcond.lab.report.page import build_report, gather, render_markdown, render_page
 from wellcond.lab.report.static_figures import draw_static
 from wellcond.lab.report.table import plain_markdown
 from wellcond.lab.reproduce.claim_rules import Verdict
@@ -119,14 +118,13 @@ def records(text, tmp_path):
 def test_the_page_of_a_comparison(records, text):
     comparison = only_comparison(records)
     assert text in comparison.title and any(text in method for method in comparison.methods)
-    analysis = analyse(comparison)
-    figures = build_figures(analysis)
-    page = render_page(analysis, figures)
+    content = gather(analyse(comparison))
+    page = render_page(content)
     assert_harmless(page, scripts=3)  # its data, the plotting library, and its own
     plots = json.loads(re.search(r'id="plot-data">(.*?)</script>', page, re.DOTALL).group(1))
     for label in all_texts(plots):  # plotly reads some tags
         assert not re.search(r"<(?!/?b>|br>|extra>|/extra>)[a-zA-Z/!]", label), label
-    assert_plain_markdown(render_markdown(analysis, figures))
+    assert_plain_markdown(render_markdown(content))
     [path] = build_report(records, pictures=False)
     assert path.is_file()
 
@@ -143,8 +141,8 @@ def test_a_figure_in_a_file(tmp_path):
     label = "".join(TEXTS.values()) + "$\\frac{1}{0}$"
     folder = write_comparison(tmp_path, [FakeMethod(label, {0: 0.9, 1: 0.8}, slug="x")], points=2, layers=1, heads=1)
     comparison = only_comparison(folder)
-    figure = next(figure for figure in build_figures(analyse(comparison)) if figure.kind == "lines")
-    drawn = draw_static(comparison, figure)["svg"].decode()
+    figure = next(figure for figure in gather(analyse(comparison)).figures if figure.kind == "lines")
+    drawn = draw_static(comparison, figure).decode()
     found = Elements(drawn)
     assert "script" not in found.names and "img" not in found.names and not found.handlers
 

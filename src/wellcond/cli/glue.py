@@ -83,10 +83,11 @@ def glue(
 def print_scores(folder: Path, *, as_json: bool, quiet: bool) -> None:
     """Write the tables of a folder that was scored, and print the first."""
     from wellcond.cli.console import print_tables
-    from wellcond.lab.report.glue import load_glue, rebuild_glue, scores_table
+    from wellcond.files import to_json
+    from wellcond.lab.report.glue import glue_json, load_glue, rebuild_glue, scores_table
 
     page = rebuild_glue(folder)
     if as_json:
-        print(page.with_suffix(".json").read_text("utf-8"), end="")
+        print(to_json(glue_json(load_glue(folder)), indent=1))
     elif not quiet:
         print_tables([scores_table(load_glue(folder))], f"tables: {page}")

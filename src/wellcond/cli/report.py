@@ -16,44 +16,31 @@ from wellcond.cli.checks import check_is_folder
 def report(
     folder: Annotated[Path, typer.Argument(help="A comparison, or a folder with several.")],
     pictures: Annotated[bool, typer.Option("--pictures/--no-pictures", help="Draw figures and build the page.")] = True,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            metavar="X",
-            help="How far from the best score a tuned value counts as good; by default 2 percentage points, or 2 % of "
-            "other scores.",
-        ),
-    ] = None,
 ) -> None:
     """Rebuild tables, figures and the page of a comparison from its records."""
     check_is_folder(folder)
-    print_report(folder, pictures=pictures, tolerance=tolerance)
+    print_report(folder, pictures=pictures)
 
 
-def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False, tolerance: float | None = None) -> None:
+def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False) -> None:
     """Build the report of a folder, print its summary and where it is."""
     from wellcond.cli.console import make_console, print_table
     from wellcond.lab.report.analysis import analyse
-    from wellcond.lab.report.findings import bottom_line, find_remarks
+    from wellcond.lab.report.findings import bottom_line, find_findings
     from wellcond.lab.report.load_runs import load_comparisons
-    from wellcond.lab.report.page import build_report
-    from wellcond.lab.report.tables import summary_table
-    from wellcond.lab.report.tuning import find_tuning, tuning_table
+    from wellcond.lab.report.page import gather, write_report
 
-    pages = build_report(folder, pictures=pictures, tolerance=tolerance)
-    if quiet:
-        return
     out = make_console()
-    for comparison, page in zip(load_comparisons(folder), pages, strict=True):
-        analysis = analyse(comparison)
-        tuning = find_tuning(comparison, tolerance)
-        if tuning is not None:
-            print_table(out, "Tuning", tuning_table(tuning))
-        print_table(out, comparison.title, summary_table(analysis))
-        out.print(escape(bottom_line(analysis)), style="bold", soft_wrap=True)
-        for remark in find_remarks(analysis):
-            out.print(f"- {escape(remark)}", soft_wrap=True)
+    for comparison in load_comparisons(folder):
+        content = gather(analyse(comparison), figures=pictures)
+        page = write_report(content)
+        if quiet:
+            continue
+        for table in [table for table in reversed(content.tables) if table.name in ("tuning", "summary")]:
+            print_table(out, comparison.title if table.name == "summary" else "Tuning", table)
+        out.print(escape(bottom_line(content.analysis)), style="bold", soft_wrap=True)
+        for finding in find_findings(content.analysis):
+            out.print(f"- {escape(finding)}", soft_wrap=True)
         out.print(f"report: {page}", markup=False, soft_wrap=True)
         if pictures:
             out.print(f"        {page.with_suffix('.md')}", markup=False, soft_wrap=True)

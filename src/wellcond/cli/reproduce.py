@@ -62,8 +62,8 @@ def reproduce(
     check_folder(folder)
     from wellcond.cli.runs import is_first_process
     from wellcond.lab.methods import split_methods
+    from wellcond.lab.reproduce.beside_paper import outcome_tables, write_outcome
     from wellcond.lab.reproduce.listing import list_entries, list_table, plan_table
-    from wellcond.lab.reproduce.outcome import outcome_tables, write_outcome
     from wellcond.lab.reproduce.plan import PlanOptions, make_plan
     from wellcond.lab.reproduce.stored import Collection
 

@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -24,12 +26,11 @@ from wellcond.lab.report.values import finite_mean, number
 from wellcond.lab.report.verdicts import Verdict, default_margin, judge
 
 ROLES = ("q", "k", "v")
-
+ARITHMETIC = ("normalised_entropy", "diagonal_mass", "dead")
 
 KEYS = (
     "step", "epoch", "condition_number", "pseudo_condition_number", "papers_bound_log10", "bound_log10",
-    "normalised_entropy", "diagonal_mass", "dead",
-    *(f"{prefix}{what}_{role}" for prefix in ("", "raw_") for what in ("kappa", "sigma_max", "sigma_min")
+    *ARITHMETIC, *(f"{prefix}{what}_{role}" for prefix in ("", "raw_") for what in ("kappa", "sigma_max", "sigma_min")
       for role in ROLES),
 )  # fmt: skip
 """What the report reads of every row; the rows themselves are not kept, since there can be hundreds of thousands."""
@@ -62,30 +63,35 @@ class HeadTable:
         found[self.step_index] = self.columns["epoch"]
         return found
 
-    def over_steps(self, key: str, *, log: bool) -> np.ndarray:
-        """Mean over heads and layers at every step: geometric with `log`, over finite values; NaN where none is."""
-        return _grouped(self.columns[key], self.step_index, len(self.steps), log)
+    def over_steps(self, key: str) -> np.ndarray:
+        """Mean over the finite values of all heads and layers at every step; NaN where there is none.
 
-    def log10_over_steps(self, key: str) -> np.ndarray:
-        """Like `over_steps` for a column that holds logarithms: their mean, back as a number, infinite above 1e300."""
-        means = _grouped(self.columns[key], self.step_index, len(self.steps), log=False)
-        return np.where(means > 300, np.inf, 10.0 ** np.minimum(means, 300))
+        Arithmetic for attention maps, geometric for all else; of stored logarithms back as a number, infinite above
+        1e300.
+        """
+        log = key not in ARITHMETIC and not key.endswith("_log10")
+        means = _grouped(self.columns[key], self.step_index, len(self.steps), log)
+        return np.where(means > 300, np.inf, 10.0 ** np.minimum(means, 300)) if key.endswith("_log10") else means
 
-    def by_layer(self, key: str) -> np.ndarray:
-        """Geometric mean over heads, of shape (steps, layers)."""
-        count = len(self.steps) * len(self.layers)
-        index = self.step_index * len(self.layers) + self.layer_index
-        return _grouped(self.columns[key], index, count, log=True).reshape(len(self.steps), len(self.layers))
+    def layers_at_end(self, key: str) -> dict[str, float]:
+        """Mean log10 over the heads of each layer at the last measurement of a quantity, where it is finite."""
+        here = self.columns["step"] == self.last_step(key)
+        means = np.log10(_grouped(self.columns[key][here], self.layer_index[here], len(self.layers), log=True))
+        return {name: value for name, value in zip(self.layers, means.tolist(), strict=True) if math.isfinite(value)}
 
-    def at(self, key: str, step: float) -> np.ndarray:
+    def at(self, key: str, step: float) -> list[float]:
         """Values of all heads at one step, where they are not NaN."""
         values = self.columns[key][self.columns["step"] == step]
-        return values[~np.isnan(values)]
+        return values[~np.isnan(values)].tolist()
 
-    def last_step(self, key: str) -> float | None:
-        """Last step at which a quantity was measured, infinite included; None if it never was."""
+    def at_end(self, key: str) -> list[float]:
+        """Values of all heads at the last step at which a quantity was measured; empty if it never was."""
+        return self.at(key, self.last_step(key))
+
+    def last_step(self, key: str) -> float:
+        """Last step at which a quantity was measured, infinite included; NaN if it never was."""
         known = self.columns["step"][~np.isnan(self.columns[key])]
-        return float(known.max()) if len(known) else None
+        return float(known.max()) if len(known) else math.nan
 
 
 def read_heads(run: Run) -> HeadTable | None:
@@ -95,10 +101,17 @@ def read_heads(run: Run) -> HeadTable | None:
         return None
     names = [str(row["layer"]) for row in rows]
     layers = tuple(dict.fromkeys(names))
-    columns = {key: np.array([number(row.get(key)) for row in rows]) for key in KEYS}
+    columns = _columns(rows)
     columns["inexact"] = np.array([row.get("status") not in (None, "", "exact") for row in rows], dtype=float)
     place = {name: at for at, name in enumerate(layers)}
     return HeadTable(run, layers, np.array([place[name] for name in names]), columns)
+
+
+def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    try:  # numpy reads None, "inf" and "nan", many times faster than one by one
+        return dict(zip(KEYS, np.array(list(map(itemgetter(*KEYS), rows)), dtype=float).T, strict=True))
+    except (KeyError, TypeError, ValueError):
+        return {key: np.array([number(row.get(key)) for row in rows]) for key in KEYS}
 
 
 def _grouped(values: np.ndarray, index: np.ndarray, count: int, log: bool) -> np.ndarray:
@@ -141,9 +154,6 @@ class Analysis:
     required: list[PairedDifference]
     margin: float
     """A difference of results below it counts as none; NaN where the baseline has fewer than two results."""
-    last_summaries: dict[str, Summary]
-    """Of the last evaluation."""
-    last_differences: dict[str, PairedDifference]
     matchings: dict[str, Matching]
     smoothed: dict[str, Matching]
     match_gains: dict[str, MatchGain]
@@ -170,11 +180,7 @@ class Analysis:
 
     def last_jacobian(self, method: str, key: str = "pseudo_condition_number") -> LogSummary:
         """Condition numbers of all heads at the last measurement of every finished run."""
-        values: list[float] = []
-        for table in self.tables(method):
-            step = table.last_step(key)
-            values += [] if step is None else table.at(key, step).tolist()
-        return summarise_logs(values)
+        return summarise_logs(value for table in self.tables(method) for value in table.at_end(key))
 
     def attention(self, method: str, *, last: bool) -> AttentionState | None:
         """Attention maps at the first or the last measurement; None if none is known."""
@@ -184,19 +190,22 @@ class Analysis:
         at = math.nan
         for table in self.tables(method) or self.heads[method]:
             at = float(table.steps[-1 if last else 0])
-            entropy += table.at("normalised_entropy", at).tolist()
-            diagonal += table.at("diagonal_mass", at).tolist()
-            dead += table.at("dead", at).tolist()
+            entropy += table.at("normalised_entropy", at)
+            diagonal += table.at("diagonal_mass", at)
+            dead += table.at("dead", at)
         if not entropy and not diagonal:
             return None
         return AttentionState(at, finite_mean(entropy), finite_mean(diagonal), int(sum(dead)), len(dead))
 
     def step_ratio(self, method: str) -> float:
         """Seconds per step over the baseline's of the same seed, mean over seeds."""
-        runs, base = (self.comparison.finished(name) for name in (method, self.comparison.baseline))
-        return finite_mean(
-            seconds_per_step(run) / seconds_per_step(base[seed]) for seed, run in runs.items() if seed in base
-        )
+        return finite_mean(step_ratios(self.comparison, method).values())
+
+
+def step_ratios(comparison: Comparison, method: str) -> dict[int, float]:
+    """Seconds per step over the baseline's of the same seed, by seed."""
+    runs, base = (comparison.finished(name) for name in (method, comparison.baseline))
+    return {seed: seconds_per_step(run) / seconds_per_step(base[seed]) for seed, run in runs.items() if seed in base}
 
 
 def seconds_per_step(run: Run) -> float:
@@ -215,7 +224,6 @@ def analyse(comparison: Comparison, *, margin: float | None = None) -> Analysis:
     """
     methods, unit = comparison.methods, match_unit(comparison)
     summaries = {method: Summary(comparison.results(method)) for method in methods}
-    last_summaries = {method: Summary(comparison.last_values(method)) for method in methods}
     matchings = {method: match_method(comparison, method) for method in methods}
     differences = differences_to_baseline(comparison, summaries)
     own = list(summaries[comparison.baseline].values.values())
@@ -226,8 +234,6 @@ def analyse(comparison: Comparison, *, margin: float | None = None) -> Analysis:
         differences=differences,
         required=required_differences(comparison, summaries, differences),
         margin=default_margin(own) if margin is None else margin,
-        last_summaries=last_summaries,
-        last_differences=differences_to_baseline(comparison, last_summaries),
         matchings=matchings,
         smoothed={method: match_method(comparison, method, smooth=SMOOTH) for method in methods},
         match_gains=match_gains(comparison.baseline, matchings, unit),

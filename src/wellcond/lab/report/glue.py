@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wellcond.files import to_json, write_atomically
+from wellcond.files import write_atomically
 from wellcond.lab.report.load_runs import Comparison, load_comparisons
 from wellcond.lab.report.records import Metric, Run, RunRecordError, read_json, setting_differences
 from wellcond.lab.report.run_tables import NO_METRICS
@@ -28,7 +28,6 @@ from wellcond.lab.report.table import (
 )
 from wellcond.lab.report.values import MISSING, finite_mean, number
 
-SCHEMA = 1
 TITLES = {
     "mnli": "MNLI", "sst2": "SST-2", "stsb": "STS-B", "rte": "RTE",
     "qnli": "QNLI", "qqp": "QQP", "mrpc": "MRPC", "cola": "CoLA",
@@ -155,7 +154,7 @@ def _different_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]
 
 
 def rebuild_glue(folder: Path) -> Path:
-    """Write glue.md, glue.csv and glue.json from the records of `wellcond glue`.
+    """Write glue.md and glue.csv from the records of `wellcond glue`.
 
     Args:
         folder: of a pre-trained run, whose files go into its folder glue, or of a comparison, whose files go into it.
@@ -171,7 +170,6 @@ def rebuild_glue(folder: Path) -> Path:
     parts += ["## Other metrics", table_markdown(others)] if others.rows else []
     home = scores.folder if scores.comparison else scores.folder / "glue"
     write_atomically(home / "glue.csv", table_csv(statistics))
-    write_atomically(home / "glue.json", to_json(glue_json(scores), indent=1) + "\n")
     write_atomically(home / "glue.md", "\n\n".join(parts) + "\n")
     return home / "glue.md"
 
@@ -295,45 +293,15 @@ def find_notes(scores: GlueScores) -> list[str]:
 
 
 def glue_json(scores: GlueScores) -> dict[str, Any]:
-    """Everything in the tables, and the scores of every run."""
-
-    def keyed(values: dict[int, float]) -> dict[str, float]:
-        return {str(seed): value for seed, value in sorted(values.items())}
-
-    def summary_of(method: str, column: str) -> dict[str, Any]:
-        summary = Summary(scores.values(method, column))
-        return {"n": summary.count, "mean": summary.mean, "std": summary.std, "values": keyed(summary.values)}
-
-    columns = (*scores.tasks, AVERAGE)
+    """The rows of glue.csv with what they are about, for programs."""
     return {
-        "schema": SCHEMA,
         "kind": "wellcond-glue",
         "title": scores.title,
         "scale": scores.scale,
         "tasks": {task: scores.metric(task) for task in scores.tasks},
-        "not_run": [task for task in TITLES if task not in scores.tasks],
-        "seeds_of": "pre-training" if scores.comparison else "fine-tuning",
-        "methods": {method: {column: summary_of(method, column) for column in columns} for method in scores.methods},
-        "differences": [
-            {"task": column, **vars(difference), "values": keyed(difference.values)}
-            for (column, _), difference in find_differences(scores).items()
-        ],
-        "runs": [
-            {
-                "method": run.method, "seed": run.seed, "task": task, "fine_tuning_seed": seed,
-                "status": record["status"], "config_hash": record["config_hash"],
-                "scores": {
-                    name: value
-                    for name, value in (record.get("final") or {}).items()
-                    if name == "constant" or name not in NO_METRICS
-                },
-            }
-            for run in scores.runs
-            for task in scores.tasks
-            for seed, record in run.records.get(task, {}).items()
-        ],
+        "rows": list(statistics_table(scores).values),
         "notes": find_notes(scores),
-    }  # fmt: skip
+    }
 
 
 def _name(metric: str) -> str:

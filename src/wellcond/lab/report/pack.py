@@ -13,16 +13,13 @@ from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.glue import rebuild_glue
 from wellcond.lab.report.load_runs import Comparison, load_comparisons, shared_mark
 from wellcond.lab.report.packed import PACKED, pack_evaluations, pack_heads, pack_steps, share
-from wellcond.lab.report.page import render_markdown
+from wellcond.lab.report.page import gather, render_markdown
 from wellcond.lab.report.records import Run, RunRecordError, read_json
 from wellcond.lab.report.table import table_markdown
-from wellcond.lab.report.tables import build_tables
 from wellcond.lab.report.tuning import NAME as TUNING_FILE
-from wellcond.lab.report.tuning import find_tuning, tuning_table
 from wellcond.run_records import SCHEMA, seal
 
 LEFT_OUT = ("logs", "samples", "sessions")
-GLUE = ("glue.md", "glue.csv", "glue.json")
 
 
 def pack(folder: Path, output: Path) -> list[Path]:
@@ -65,7 +62,7 @@ def _pack_one(comparison: Comparison, home: Path) -> Path:
         [packed] = load_comparisons(made)
         _check_same_tables(comparison, packed)
         (made / "report").mkdir()
-        write_atomically(made / "report" / "report.md", render_markdown(analyse(packed), ()))
+        write_atomically(made / "report" / "report.md", render_markdown(gather(analyse(packed), figures=False)))
         if any(True for run in packed.runs for _ in run.fine_tuned()):
             _pack_glue(comparison.folder, made)
         _replace(home, made)
@@ -87,27 +84,20 @@ def _replace(home: Path, made: Path) -> None:
 
 
 def _check_same_tables(comparison: Comparison, packed: Comparison) -> None:
-    before, after = (dict(_tables(some)) for some in (comparison, packed))
-    changed = sorted(name for name in before if before[name] != after.get(name))
+    before, after = (gather(analyse(some), figures=False).tables for some in (comparison, packed))
+    changed = [old.name for old, new in zip(before, after, strict=True) if table_markdown(old) != table_markdown(new)]
     if changed:
         raise RunRecordError(
             comparison.folder, f"packed, these tables would change: {', '.join(changed)}", "This is a bug in wellcond."
         )
 
 
-def _tables(comparison: Comparison) -> Iterator[tuple[str, str]]:
-    tuning = find_tuning(comparison)
-    for table in [*build_tables(analyse(comparison)), *([] if tuning is None else [tuning_table(tuning)])]:
-        yield table.name, table_markdown(table)
-
-
 def _pack_glue(folder: Path, made: Path) -> None:
-    rebuild_glue(made)
-    stored = folder / GLUE[0]
-    if stored.is_file() and stored.read_bytes() != (made / GLUE[0]).read_bytes():
+    page = rebuild_glue(made)
+    stored = folder / page.name
+    if stored.is_file() and stored.read_bytes() != page.read_bytes():
         raise RunRecordError(stored, "is not what its records make of it", "Run wellcond glue again, then pack.")
-    for name in GLUE[1:]:
-        (made / name).unlink()
+    page.with_suffix(".csv").unlink()
 
 
 def _files(comparison: Comparison) -> Iterator[tuple[str, str]]:

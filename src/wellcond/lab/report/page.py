@@ -2,114 +2,144 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wellcond.files import write_atomically
 from wellcond.lab.report.analysis import Analysis, analyse
-from wellcond.lab.report.detections import (
-    DETECTIONS_LEAD,
-    SAMPLES_LEAD,
-    detection_parts,
-    detections_markdown,
-    draw_detections,
-    file_name,
-    find_pictures,
-    find_samples,
-    sample_heading,
-    samples_markdown,
-)
 from wellcond.lab.report.figures import build_figures
-from wellcond.lab.report.findings import bottom_line, find_findings, find_remarks
+from wellcond.lab.report.findings import bottom_line, find_findings
 from wellcond.lab.report.load_runs import Comparison, load_comparisons
 from wellcond.lab.report.plots import NUM_COLOURS, Plot, plots
 from wellcond.lab.report.records import RunRecordError
 from wellcond.lab.report.render import plotly_source, render
 from wellcond.lab.report.run_tables import data_of, provenance_table
+from wellcond.lab.report.samples import (
+    Picture,
+    Sample,
+    detection_parts,
+    detections_markdown,
+    find_pictures,
+    find_samples,
+    sample_heading,
+    samples_markdown,
+)
 from wellcond.lab.report.series import Figure, write_csv
 from wellcond.lab.report.static_figures import draw_static
-from wellcond.lab.report.table import plain_markdown, table_csv, table_markdown, without_empty_columns
+from wellcond.lab.report.table import Table, plain_markdown, table_csv, table_markdown, without_empty_columns
 from wellcond.lab.report.tables import build_tables, judged_from
-from wellcond.lab.report.tuning import LEAD as TUNING_LEAD
-from wellcond.lab.report.tuning import SECTION as TUNING
 from wellcond.lab.report.tuning import find_tuning, tuning_figure, tuning_table
 from wellcond.lab.report.values import show_seeds
 
 MADE = {"figures": (".png", ".svg", ".csv"), "tables": (".csv",)}
 TABS = {
     "Summary": "",
-    TUNING: TUNING_LEAD,
-    "Learning": "How the runs go, from the first step to the last.",
-    "Matching": "How much earlier a method is as good as the baseline is at its end.",
-    "Conditioning": "Condition numbers of weights and Jacobians over training.",
-    "Layers": "The same, layer by layer.",
-    "Attention": "Where attention goes; a saturated softmax does not learn.",
-    "Cost": "Time and memory.",
-    "Samples": SAMPLES_LEAD,
-    "Detections": DETECTIONS_LEAD,
-    "Runs": "Every run, and how it was made.",
+    "Tuning": "How the score depends on what was tuned, for each method, and what was chosen before the test.",
+    "Learning": "",
+    "Matching": "",
+    "Conditioning": "",
+    "Layers": "",
+    "Attention": "",
+    "Cost": "",
+    "Samples": "What the models write after training, from the same random numbers. Words in bold were given.",
+    "Detections": "What the models find in the first evaluation images after training, beside the truth. A colour is a "
+    "category, the same in all pictures of an image; of the predictions the best are drawn, as many as there are "
+    "objects but at least five, each with its score. Point at a box to read its label.",
+    "Runs": "",
 }
-OPTIONAL = (TUNING, "Samples", "Detections")
+"""What stands above the parts of each."""
+OPTIONAL = ("Tuning", "Samples", "Detections")
 """Tabs that are only there if they have something to show."""
 TABLE_TABS = {
-    "summary": "Summary", "required": "Summary", "matching": "Matching", "conditioning": "Conditioning",
-    "other_metrics": "Summary", "cost": "Cost", "statistics": "Runs", "statistics_evaluation": "Runs", "seeds": "Runs",
+    "summary": "Summary", "required": "Summary", "other_metrics": "Summary", "tuning": "Tuning",
+    "matching": "Matching", "conditioning": "Conditioning", "cost": "Cost",
 }  # fmt: skip
-FOLDED = {"weights_sigma": "The scale of the weights", "weights_raw": "The weights without their corrections"}
+"""All other tables are among the runs."""
+FOLDED = {"weights_raw": "The weights without their corrections"}
 """Figures that a reader opens when a question leads there."""
 Part = dict[str, Any]
 
 
-def build_report(folder: Path, *, pictures: bool = True, tolerance: float | None = None) -> list[Path]:
-    """Write `report/` into the folder of every comparison found; the same records give the same files.
+@dataclass(frozen=True)
+class Content:
+    """All that is shown of a comparison: as a page, as markdown, and as files."""
 
-    Each file is replaced as a whole, so that a reader never sees half of one. Figures and tables of an older report
-    that no longer exist are removed.
+    analysis: Analysis
+    tables: list[Table]
+    provenance: Table
+    figures: list[Figure] | None
+    """None: there is no page, and `report.md` stands alone."""
+    samples: dict[str, list[Sample]]
+    pictures: list[Picture]
+
+    @property
+    def comparison(self) -> Comparison:
+        """The runs."""
+        return self.analysis.comparison
+
+
+def gather(analysis: Analysis, *, figures: bool = True) -> Content:
+    """Tables, figures and samples of a comparison, computed once.
+
+    Raises: RunRecordError on broken records.
+    """
+    comparison, tuning = analysis.comparison, find_tuning(analysis.comparison)
+    return Content(
+        analysis,
+        [*build_tables(analysis), *([tuning_table(tuning)] if tuning else [])],
+        provenance_table(comparison),
+        [*([tuning_figure(comparison, tuning)] if tuning else []), *build_figures(analysis)] if figures else None,
+        find_samples(comparison),
+        find_pictures(comparison),
+    )
+
+
+def build_report(folder: Path, *, pictures: bool = True) -> list[Path]:
+    """Write `report/` into the folder of every comparison found; the same records give the same files.
 
     Args:
         folder: any folder above `run.json` files.
         pictures: also draw figures and make the page; without, only `report.md` and the tables are written.
-        tolerance: loss within which a tuned value counts as good; see `find_tuning`.
 
     Returns: path of every `report.html`, or `report.md` without pictures.
 
-    Raises: RunRecordError on broken records, MissingExtraError without plotly or matplotlib; in both cases before
-        anything is written for that comparison.
+    Raises: as `write_report`.
     """
-    if pictures:
-        plotly_source()
-    return [_build_one(comparison, pictures, tolerance) for comparison in load_comparisons(folder)]
+    found = load_comparisons(folder)
+    return [write_report(gather(analyse(comparison), figures=pictures)) for comparison in found]
 
 
-def _build_one(comparison: Comparison, pictures: bool, tolerance: float | None) -> Path:
-    analysis, tuning = analyse(comparison), find_tuning(comparison, tolerance)
-    figures = build_figures(analysis) if pictures else []
-    drawn = [*([tuning_figure(comparison, tuning)] if pictures and tuning is not None else []), *figures]
-    tables = [*build_tables(analysis), *([tuning_table(tuning)] if tuning else []), provenance_table(comparison)]
-    files = {f"tables/{table.name}.csv": table_csv(table).encode() for table in tables}
-    files["report.md"] = render_markdown(analysis, drawn, tolerance=tolerance).encode()
-    for figure in drawn:
-        files[f"figures/{figure.name}.csv"] = write_csv(figure.rows).encode()
-        files[f"figures/{figure.name}.svg"] = draw_static(comparison, figure)["svg"]
-    if pictures:
-        for at, picture in enumerate(find_pictures(comparison)):
-            files[f"figures/{file_name(at)}"] = draw_detections(picture).encode()
-        files["report.html"] = render_page(analysis, figures, tolerance=tolerance).encode()
+def write_report(content: Content) -> Path:
+    """Write the report of a comparison; without figures, no page.
+
+    Each file is replaced as a whole, so that a reader never sees half of one. Figures and tables of an older report
+    that no longer exist are removed.
+
+    Raises: RunRecordError on broken records, MissingExtraError without plotly or matplotlib; in both cases before
+        anything is written.
+    """
+    comparison, figures = content.comparison, content.figures
+    files = {f"tables/{table.name}.csv": table_csv(table) for table in (*content.tables, content.provenance)}
+    files["report.md"] = render_markdown(content)
+    images: dict[str, bytes] = {}
+    if figures is not None:
+        files["report.html"] = render_page(content)
+    for figure in figures or ():
+        files[f"figures/{figure.name}.csv"] = write_csv(figure.rows)
+        images[f"figures/{figure.name}.svg"] = draw_static(comparison, figure)
     home = comparison.folder / "report"
     for place in (home, *(home / part for part in MADE)):
         if not place.resolve().is_relative_to(comparison.folder.resolve()):
             said = f"is a link that leads out of {comparison.folder}, to {place.resolve()}"
             raise RunRecordError(place, said, "Remove it.")
     try:
-        for name, content in files.items():
+        for name, made in (files | images).items():
             (home / name).parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(home / name, content)
+            write_atomically(home / name, made)
         for part, endings in MADE.items():
-            for path in sorted((home / part).glob("*")) if pictures else ():
-                if path.suffix in endings and f"{part}/{path.name}" not in files:
+            for path in sorted((home / part).glob("*")) if figures is not None else ():
+                if path.suffix in endings and f"{part}/{path.name}" not in files | images:
                     path.unlink()
     except OSError as error:
         raise RunRecordError(
@@ -117,134 +147,98 @@ def _build_one(comparison: Comparison, pictures: bool, tolerance: float | None) 
             f"cannot be written: {error.strerror}",
             "Give yourself the right to write there, make room, or copy the runs elsewhere and report those.",
         ) from error
-    return home / ("report.html" if pictures else "report.md")
+    return home / ("report.md" if figures is None else "report.html")
 
 
-def render_markdown(analysis: Analysis, figures: Sequence[Figure], *, tolerance: float | None = None) -> str:
+def _facts(comparison: Comparison) -> dict[str, str]:
+    metric = comparison.result
+    facts = {
+        "Recipe": f"{comparison.recipe or 'not recorded'}, scale {comparison.scale or 'not recorded'}",
+        "Data": data_of(comparison),
+        "Model": str(comparison.runs[0].part("model").get("name") or "not recorded"),
+        "Judged by": f"{metric.name}, {metric.better}{judged_from(comparison)}",
+        "Seeds": f"{', '.join(map(str, comparison.seeds))}; baseline {comparison.baseline}",
+    }
+    return facts | ({"Notes": comparison.notes} if comparison.notes else {})
+
+
+def render_markdown(content: Content) -> str:
     """Markdown of a comparison, to stand beside the folders `figures` and `tables`; without figures, to stand alone."""
-    comparison, metric = analysis.comparison, analysis.comparison.result
+    analysis, comparison, metric = content.analysis, content.comparison, content.comparison.result
     recipe = f"Recipe {comparison.recipe or 'not recorded'}, scale {comparison.scale or 'not recorded'}"
     judged = f"judged by {metric.name} ({metric.better}){judged_from(comparison)}"
     seeds = f"seeds {', '.join(map(str, comparison.seeds))}; baseline {comparison.baseline}."
+    findings = find_findings(analysis)
     lines = [
         f"# {plain_markdown(comparison.title)}", "", f"**{plain_markdown(bottom_line(analysis))}**", "",
         plain_markdown(f"{recipe}; data: {data_of(comparison)}; {judged}; {seeds}"), "",
-        *(("With plots to point at: [report.html](report.html).", "") if figures else ()),
+        *(("With plots to point at: [report.html](report.html).", "") if content.figures else ()),
         *((plain_markdown(comparison.notes), "") if comparison.notes else ()),
-        "## Findings", "", *(f"- {plain_markdown(finding)}" for finding in find_findings(analysis)), "",
+        *(("## Findings", "", *(f"- {plain_markdown(finding)}" for finding in findings), "") if findings else ()),
     ]  # fmt: skip
-    tuning = find_tuning(comparison, tolerance)
-    for table in [*build_tables(analysis), *([tuning_table(tuning)] if tuning is not None else [])]:
-        link = [f"[CSV](tables/{table.name}.csv)", ""] if figures else []
+    for table in content.tables:
+        link = [f"[CSV](tables/{table.name}.csv)", ""] if content.figures else []
         lines += [f"## {table.title}", "", table_markdown(table), "", *link]
-    lines += samples_markdown(find_samples(comparison))
-    lines += detections_markdown(find_pictures(comparison), files=bool(figures))
-    lines += ["## Figures", ""] if figures else []
-    for figure in figures:
+    lines += samples_markdown(content.samples)
+    lines += detections_markdown(content.pictures)
+    lines += ["## Figures", ""] if content.figures else []
+    for figure in content.figures or ():
         title = plain_markdown(figure.title)
         lines += [f"### {title}", "", f"![{title}](figures/{figure.name}.svg)", ""]
         lines += [f"{plain_markdown(figure.caption)} [CSV](figures/{figure.name}.csv)", ""]
-    provenance = provenance_table(comparison)
-    return "\n".join([*lines, f"## {provenance.title}", "", table_markdown(provenance)]) + "\n"
+    lines += [f"## {content.provenance.title}", "", table_markdown(content.provenance)]
+    return "\n".join(lines) + "\n"
 
 
-@dataclass
-class Tab:
-    """One part of the page, with an address of its own."""
-
-    title: str
-    lead: str
-    parts: list[Part] = field(default_factory=list)
-
-    @property
-    def id(self) -> str:
-        """What stands behind the # of its address."""
-        return self.title.lower()
-
-    def add(self, kind: str, **content: Any) -> None:
-        """Add a part, of a kind that the template knows."""
-        self.parts.append({"kind": kind, **content})
-
-
-def render_page(analysis: Analysis, figures: Sequence[Figure] | None = None, *, tolerance: float | None = None) -> str:
+def render_page(content: Content) -> str:
     """HTML of a comparison as one self-contained file; the same records give the same bytes.
-
-    Args:
-        analysis: of the comparison.
-        figures: where they are there already.
-        tolerance: see `find_tuning`.
 
     Raises: MissingExtraError if plotly or jinja2 is not installed.
     """
-    comparison = analysis.comparison
-    figures = build_figures(analysis) if figures is None else figures
-    tabs = {title: Tab(title, lead) for title, lead in TABS.items()}
+    plotly_source()
+    comparison, metric = content.comparison, content.comparison.result
+    tabs: dict[str, list[Part]] = {title: [] for title in TABS}
     drawings: dict[str, Plot] = {}
-    tabs["Summary"].add("bottom line", text=bottom_line(analysis))
-    tabs["Runs"].add("facts", facts=_facts(comparison))
-    tuning = find_tuning(comparison, tolerance)
-    if tuning is not None:
-        tabs[TUNING].parts.append(_figure(comparison, [tuning_figure(comparison, tuning)], drawings))
-        tabs[TUNING].add("table", table=tuning_table(tuning))
-    for _, group in groupby(figures, key=lambda figure: figure.name if figure.kind != "map_by_method" else ""):
-        listed = list(group)
-        tab, name, part = tabs[listed[0].section], listed[0].name, _figure(comparison, listed, drawings)
-        if name in FOLDED:
-            tab.add("folded figures", title=FOLDED[name], figures=[part])
-        else:
-            tab.parts.append(part)
-    for table in build_tables(analysis):
-        tabs[TABLE_TABS[table.name]].add("table", table=without_empty_columns(table))
-    tabs["Summary"].add("folded list", title="What else the numbers say", lines=find_remarks(analysis))
-    for prompt, samples in find_samples(comparison).items():
-        tabs["Samples"].add("samples", title=sample_heading(prompt), samples=samples)
-    tabs["Detections"].parts += detection_parts(find_pictures(comparison))
-    tabs["Runs"].add("folded table", table=provenance_table(comparison))
-    metric = comparison.result
+    tabs["Summary"].append({"kind": "bottom line", "text": bottom_line(content.analysis)})
+    tabs["Runs"].append({"kind": "facts", "facts": _facts(comparison)})
+    for figure in content.figures or ():
+        tabs[figure.section].append(figure_part(comparison, figure, drawings))
+    for table in content.tables:
+        shown = without_empty_columns(table)
+        tabs[TABLE_TABS.get(table.name, "Runs")].append({"kind": "table", "table": shown, "title": table.title})
+    if findings := find_findings(content.analysis):
+        tabs["Summary"].append({"kind": "list", "fold": "What else the numbers say", "lines": findings})
+    for prompt, samples in content.samples.items():
+        tabs["Samples"].append({"kind": "samples", "title": sample_heading(prompt), "samples": samples})
+    tabs["Detections"] += detection_parts(content.pictures)
+    tabs["Runs"].append({"kind": "table", "fold": content.provenance.title, "table": content.provenance})
     return render(
         "comparison.html",
         title=comparison.title,
         lead=f"Judged by {metric.name}, {metric.better}; {show_seeds(len(comparison.seeds))}; baseline "
         f"{comparison.baseline}; scale {comparison.scale or 'not recorded'}.",
-        tabs=[tab for tab in tabs.values() if tab.parts or tab.title not in OPTIONAL],
-        measured=any(analysis.heads.values()),
+        tabs=[(title, TABS[title], parts) for title, parts in tabs.items() if parts or title not in OPTIONAL],
+        measured=any(content.analysis.heads.values()),
         num_colours=NUM_COLOURS,
         drawings=drawings,
     )
 
 
-def _facts(comparison: Comparison) -> list[tuple[str, str]]:
-    metric = comparison.result
-    facts = [
-        ("Recipe", f"{comparison.recipe or 'not recorded'}, scale {comparison.scale or 'not recorded'}"),
-        ("Data", data_of(comparison)),
-        ("Model", str(comparison.runs[0].part("model").get("name") or "not recorded")),
-        ("Judged by", f"{metric.name}, {metric.better}{judged_from(comparison)}"),
-        ("Seeds", f"{', '.join(map(str, comparison.seeds))}; baseline {comparison.baseline}"),
-    ]
-    return [*facts, ("Notes", comparison.notes)] if comparison.notes else facts
-
-
-def _figure(comparison: Comparison, figures: Sequence[Figure], drawings: dict[str, Plot]) -> Part:
-    """A figure of the page; heat maps at the end are several figures, of which two are shown side by side."""
-    first, several = figures[0], len(figures) > 1
-    boxes = []
-    for figure in figures:
-        for at, (title, plot) in enumerate(plots(comparison, figure)):
-            name = f"{figure.name.replace('_', '-')}-{at}"
-            drawings[name] = plot
-            heading = title or (figure.title if several else "")
-            label = f"{figure.title}: {title}" if title and title != figure.title else figure.title
-            boxes.append({"id": name, "title": heading if heading != first.title or several else "", "label": label})
+def figure_part(comparison: Comparison, figure: Figure, drawings: dict[str, Plot]) -> Part:
+    """A figure of the page; its plots are added to the drawings."""
+    name, boxes = figure.name.replace("_", "-"), []
+    for at, (title, plot) in enumerate(plots(comparison, figure)):
+        drawings[f"{name}-{at}"] = plot
+        label = f"{figure.title}: {title}" if title else figure.title
+        boxes.append({"id": f"{name}-{at}", "title": title, "label": label})
     drawn = sorted({trace["meta"] for box in boxes for trace in drawings[box["id"]]["data"] if "meta" in trace})
-    wide, is_map = first.kind in ("stack", "intervals", "bars") or len(boxes) == 1, first.kind.startswith("map")
     return {
         "kind": "figure",
-        "id": f"figure-{first.name.replace('_', '-')}",
-        "title": "At the end, layer by method" if several else first.title,
-        "caption": first.caption,
+        "id": f"figure-{name}",
+        "title": figure.title,
+        "fold": FOLDED.get(figure.name, ""),
+        "caption": figure.caption,
         "boxes": boxes,
-        "legend": [(at, comparison.methods[at]) for at in drawn if first.kind in ("lines", "tuned")],
-        "choices": is_map and len(boxes) > 2,
-        "layout": "wide" if wide else "two" if is_map else "",
+        "legend": [(at, comparison.methods[at]) for at in drawn if figure.kind in ("lines", "tuned")],
+        "layout": "wide" if len(boxes) == 1 else "two" if figure.kind == "maps" else "",
     }

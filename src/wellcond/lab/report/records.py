@@ -211,19 +211,26 @@ class Run:
         if mark and not matches(mark, content, complete=complete):
             raise RunRecordError(path, "was changed after it was written, or is not of the run in run.json", advice)
         lines = [line for line in content.decode("utf-8", errors="replace").split("\n") if line.strip()]
-        # A run that was killed and resumed may have written a step twice; the later row is the one that counts.
-        latest: dict[tuple[Any, ...], dict[str, Any]] = {}
-        for at, line in enumerate(lines):
-            try:
-                row = json.loads(line)
-                latest[tuple(row[key] for key in keys)] = row
-            except (ValueError, RecursionError) as error:
-                if at == len(lines) - 1 and not complete:  # half a last line is what a killed run leaves
-                    break
-                raise RunRecordError(path, f"row {at + 1} of {len(lines)} is not JSON ({error})", advice) from error
-            except (TypeError, KeyError) as error:
-                raise RunRecordError(path, f"row {at + 1} should have the keys {', '.join(keys)}", advice) from error
+        try:
+            rows = json.loads(f"[{','.join(lines)}]")
+        except (ValueError, RecursionError):
+            rows = list(_parsed_one_by_one(path, lines, complete, advice))
+        try:
+            # A run that was killed and resumed may have written a step twice; the later row is the one that counts.
+            latest = {tuple([row[key] for key in keys]): row for row in rows}
+        except (TypeError, KeyError) as error:
+            raise RunRecordError(path, f"every row should have the keys {', '.join(keys)}", advice) from error
         return sorted(latest.values(), key=lambda row: number(row["step"]))
+
+
+def _parsed_one_by_one(path: Path, lines: list[str], complete: bool, advice: str) -> Iterator[Any]:
+    for at, line in enumerate(lines):
+        try:
+            yield json.loads(line)
+        except (ValueError, RecursionError) as error:
+            if at == len(lines) - 1 and not complete:  # half a last line is what a killed run leaves
+                return
+            raise RunRecordError(path, f"row {at + 1} of {len(lines)} is not JSON ({error})", advice) from error
 
 
 def read_packed(path: Path, shared: Mapping[str, Any], mark: str) -> Run:

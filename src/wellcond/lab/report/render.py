@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import unicodedata
 from functools import cache
 from importlib import resources
@@ -45,7 +44,7 @@ def environment() -> Environment:
     made.globals["plotly_source"] = lambda: Markup(plotly_source())
     made.filters["visible"] = visible
     made.filters["px"] = lambda value: f"{value:.6g}"
-    made.filters["script_json"] = lambda data: Markup(script_json(data))
+    made.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return made
 
 
@@ -66,17 +65,6 @@ def plotly_source() -> str:
     source: str = get_plotlyjs()
     assert "</script" not in source.lower(), "plotly's own text would end the script element"
     return source
-
-
-def script_json(data: Any) -> str:
-    r"""JSON that may stand inside a script element: nothing in it can end the element.
-
-    Example:
-        >>> script_json({"a": "</script>"})
-        '{"a":"\\u003c/script\\u003e"}'
-    """
-    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
 
 
 def visible(text: str) -> str:

@@ -8,7 +8,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from wellcond.lab.report.analysis import ROLES, Analysis, HeadTable, seconds_per_step
+from wellcond.lab.report.analysis import ROLES, Analysis, seconds_per_step
 from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.records import Metric
 from wellcond.lab.report.statistics import LogSummary, Summary, summarise_logs
@@ -51,7 +51,7 @@ def conditioning_table(analysis: Analysis) -> Table | None:
         over_seeds, weights = _over_seeds(analysis, method, pseudo_key), [
             _over_seeds(analysis, method, f"kappa_{role}") for role in ROLES
         ]  # fmt: skip
-        logs = [finite_mean(_at_end(table, key, log=False) for table in analysis.tables(method)) for key in bounds]
+        logs = [finite_mean(finite_mean(table.at_end(key)) for table in analysis.tables(method)) for key in bounds]
         cells = (
             method, show_kappa(over_seeds, interval=True), show_kappa(factor, interval=True) if known else MISSING,
             f"{pseudo.finite}/{pseudo.total}", f"{strict.finite}/{strict.total}",
@@ -89,7 +89,7 @@ def _over_seeds(analysis: Analysis, method: str, key: str) -> LogSummary:
 
 def _last(analysis: Analysis, method: str, key: str) -> dict[int, float]:
     """Geometric mean over heads and layers at the last measurement, by seed."""
-    found = {table.run.seed: _at_end(table, key, log=True) for table in analysis.tables(method)}
+    found = {table.run.seed: summarise_logs(table.at_end(key)).geometric_mean for table in analysis.tables(method)}
     return {seed: value for seed, value in found.items() if math.isfinite(value)}
 
 
@@ -97,11 +97,6 @@ def _show_log(mean: float, heads: LogSummary) -> str:
     if math.isnan(mean):
         return INFINITE if heads.infinite else MISSING
     return f"{mean:.2f}" + (f" ({INFINITE} in {show_share(heads.infinite_share)})" if heads.infinite else "")
-
-
-def _at_end(table: HeadTable, key: str, *, log: bool) -> float:
-    step = table.last_step(key)
-    return math.nan if step is None else float(table.over_steps(key, log=log)[table.steps.tolist().index(step)])
 
 
 def other_metrics_table(analysis: Analysis) -> Table | None:

@@ -9,7 +9,6 @@ from typing import Literal
 
 import numpy as np
 
-from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.records import Run
 from wellcond.lab.report.table import csv_text
 from wellcond.lab.report.values import plain_number
@@ -20,7 +19,7 @@ LOW_END, HIGH_END = "interval-low", "interval-high"
 BUDGET = "(budget)"
 MOST_POINTS = 300
 
-Kind = Literal["lines", "bars", "intervals", "stack", "map_over_steps", "map_by_method", "tuned"]
+Kind = Literal["lines", "bars", "intervals", "maps", "tuned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +48,8 @@ class Panel:
     log: bool = False
     span: tuple[float, float] | None = None
     """Fixed range of values, where panels must be comparable."""
+    limits: tuple[float, float] | None = None
+    """Smallest and largest value that can be; a band ends there."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,7 @@ class Figure:
     panels: tuple[Panel, ...]
     rows: tuple[Row, ...]
     x_label: str = ""
-    by_epoch: bool = True
-    """Horizontal axis: epochs, or steps."""
+    """Of the horizontal axis of lines: `epoch` or `step`."""
 
     def of(self, panel: str) -> dict[str, dict[str, list[Row]]]:
         """Rows of a panel by series and seed, in the order in which they were made."""
@@ -76,7 +76,7 @@ class Figure:
 
     def x(self, row: Row) -> float:
         """Horizontal place of a row."""
-        return row.epoch if self.by_epoch else row.step
+        return row.epoch if self.x_label == "epoch" else row.step
 
 
 @dataclass(frozen=True)
@@ -89,40 +89,31 @@ class Curve:
     values: Sequence[float]
 
 
-def curve_rows(
-    comparison: Comparison,
-    figure: str,
-    panel: str,
-    curves: Mapping[str, Sequence[Curve]],
-    *,
-    log: bool,
-    limits: tuple[float, float] | None = None,
-) -> list[Row]:
+def curve_rows(scale: str, figure: str, panel: Panel, curves: Mapping[str, Sequence[Curve]]) -> list[Row]:
     """Rows of a panel: every run, then mean and band over the finished runs at the steps that all of them have.
 
-    A run that did not finish is a series of its own, named after its outcome, and is in no mean.
+    Mean and band of a logarithmic panel are on log10. A run that did not finish is a series of its own, named after its
+    outcome, and is in no mean.
 
     Args:
-        comparison: whose scale is stored.
+        scale: of the recipe.
         figure: name of the figure.
-        panel: name of the panel.
+        panel: where they are drawn.
         curves: by method.
-        log: mean and standard deviation on log10.
-        limits: smallest and largest value that can be; a band ends there.
     """
     rows: list[Row] = []
-    lowest, highest = limits or (-math.inf, math.inf)
+    lowest, highest = panel.limits or (-math.inf, math.inf)
     for method, listed in curves.items():
         for curve in listed:
             name = method if curve.run.finished else unfinished_name(curve.run)
             rows += [
-                Row(figure, panel, name, str(curve.run.seed), step, epoch, float(value), comparison.scale)
+                Row(figure, panel.name, name, str(curve.run.seed), step, epoch, float(value), scale)
                 for step, epoch, value in zip(curve.steps, curve.epochs, curve.values, strict=True)
                 if not math.isnan(value)
             ]
-        for seed, step, epoch, mean in _means([curve for curve in listed if curve.run.finished], log):
+        for seed, step, epoch, mean in _means([curve for curve in listed if curve.run.finished], panel.log):
             value = min(max(mean, lowest), highest)
-            rows.append(Row(figure, panel, method, seed, step, epoch, value, comparison.scale))
+            rows.append(Row(figure, panel.name, method, seed, step, epoch, value, scale))
     return rows
 
 
@@ -148,7 +139,7 @@ def _means(curves: Sequence[Curve], log: bool) -> Iterable[tuple[str, float, flo
     ]
     if not tables:
         return
-    for step in sorted(set.intersection(*(set(table) for table in tables))):
+    for step in sorted(set.intersection(*map(set, tables))):
         points = np.array([table[step][1] for table in tables])
         points = np.log10(points) if log else points
         mean = float(points.mean())

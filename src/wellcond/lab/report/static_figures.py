@@ -13,7 +13,7 @@ from typing import Any
 
 from wellcond.errors import MissingExtraError
 from wellcond.lab.report.load_runs import Comparison
-from wellcond.lab.report.plots import DASHES, NUM_COLOURS, Plot, plots
+from wellcond.lab.report.plots import DASHES, Plot, plots
 from wellcond.lab.report.render import asset
 from wellcond.lab.report.series import Figure
 from wellcond.lab.report.values import cut
@@ -25,67 +25,58 @@ SETTINGS: Any = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e6e9ec",
     "axes.axisbelow": True, "path.simplify": False, "text.usetex": False,
 }  # fmt: skip
-COLUMNS = 3
 PIXELS = 88.0
 """Of the page's plots, to the inch; of an image, for text of the same size."""
 CHARACTER = 0.075
 """Width of one in inches."""
 
 
-def draw_static(comparison: Comparison, figure: Figure, kinds: Sequence[str] = ("svg",)) -> dict[str, bytes]:
-    """Bytes of a figure by file ending, `svg` or `png`.
+def draw_static(comparison: Comparison, figure: Figure) -> bytes:
+    """A figure as SVG.
 
     Raises: MissingExtraError if matplotlib is not installed.
     """
     try:
         import matplotlib
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure as Canvas
-        from matplotlib.lines import Line2D
     except ImportError as error:
         raise MissingExtraError("matplotlib", "report") from error
     drawn = plots(comparison, figure)
-    columns = min(len(drawn), COLUMNS)
+    columns = min(len(drawn), 2 if figure.kind == "maps" else 3)
     rows = math.ceil(len(drawn) / columns)
-    left = max(_left(plot["layout"]) for _, plot in drawn)
-    bottom = max(_below(plot["layout"]) for _, plot in drawn)
-    height = max(plot["layout"]["height"] for _, plot in drawn) / PIXELS - 0.5
-    width = 3.1 if columns > 1 else 5.6
-    cell = left + width + 0.2, 0.3 + height + bottom
-    entries = _entries(comparison, figure, drawn)
-    longest = max((len(label) for label, _, _ in entries), default=0)
-    per_row = max(1, min(len(entries), int(columns * cell[0] / ((longest + 6) * CHARACTER)))) if entries else 1
-    legend = 0.1 + 0.2 * math.ceil(len(entries) / per_row) if entries else 0.0
-    scale = 0.5 if figure.kind.startswith("map") else 0.0
-    size = columns * cell[0] + scale, 0.35 + rows * cell[1] + legend
+    layouts = [plot["layout"] for _, plot in drawn]
+    # Rooms in inches; matplotlib's own layout engines measure every text, which takes as long as drawing it.
+    left = 0.55 + CHARACTER * max(len(text) for each in layouts for text in each["yaxis"].get("ticktext", ("0.000",)))
+    below = 1.2 if any("tickangle" in each["xaxis"] for each in layouts) else 0.65
+    width, height = 3.2 if columns > 1 else 5.6, max(each["height"] for each in layouts) / PIXELS - 0.5
+    legend = _legend(comparison, drawn, columns * (left + width)) if figure.kind in ("lines", "tuned") else {}
+    foot = 0.1 + 0.2 * math.ceil(len(legend["labels"]) / legend["ncols"]) if legend else 0.0
+    size = columns * (left + width) + 0.2, rows * (height + below) + 0.35 * (rows + 1) + foot
     with matplotlib.rc_context(SETTINGS), warnings.catch_warnings():
         # Labels may hold any character; one that the font lacks is drawn as a box.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         canvas = Canvas(figsize=size, dpi=110)
+        canvas.subplots_adjust(
+            left=left / size[0], right=1 - 0.2 / size[0], wspace=left / width, top=1 - 0.7 / size[1],
+            bottom=(below + foot) / size[1], hspace=(below + 0.35) / height,
+        )  # fmt: skip
         for at, (title, plot) in enumerate(drawn):
-            row, column = divmod(at, columns)
-            x, y = column * cell[0] + left, size[1] - 0.65 - row * cell[1] - height
-            ax = canvas.add_axes((x / size[0], y / size[1], width / size[0], height / size[1]))
-            _draw(canvas, ax, plot, with_scale=at % columns == columns - 1 or at == len(drawn) - 1)
+            ax = canvas.add_subplot(rows, columns, at + 1)
+            for trace in plot["data"]:
+                _draw_trace(canvas, ax, trace)
+            for line in plot["layout"].get("shapes", ()):
+                ax.axvline(line["x0"], color=_colour(line["line"]["color"])[0], linewidth=1, linestyle=":")
+            for which in "xy":
+                _set_axis(ax, which, plot["layout"][f"{which}axis"])
             ax.set_title(_tidy(cut(title, 44)), fontsize=9)
         canvas.text(0.5, 1 - 0.08 / size[1], _tidy(figure.title), fontsize=11, fontweight="bold", ha="center", va="top")
-        if entries:
-            handles = [Line2D([], [], color=colour, linestyle=dash) for _, colour, dash in entries]
-            labels = [label for label, _, _ in entries]
-            canvas.legend(handles, labels, loc="lower center", ncols=per_row, frameon=False)
-        return {kind: _save(canvas, kind) for kind in kinds}
-
-
-def _save(canvas: Any, kind: str) -> bytes:
-    """The file's bytes, without `savefig`, which would draw everything once more to find a size that is known."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-
-    written = io.BytesIO()
-    if kind == "png":
-        FigureCanvasAgg(canvas).print_png(written, metadata={"Software": None})
-    else:
+        if legend:
+            canvas.legend(**legend, loc="lower center", frameon=False)
+        written = io.BytesIO()
+        # Not by `savefig`, which would draw everything once more to find a size that is known.
         FigureCanvasSVG(canvas).print_svg(written, metadata={"Date": None, "Creator": None})
-    return written.getvalue()
+        return written.getvalue()
 
 
 def _tidy(text: str) -> str:
@@ -108,76 +99,50 @@ def _colour(name: str) -> tuple[str, float]:
     return _palette()[plain], float(opacity or 1)
 
 
-def _left(layout: Plot) -> float:
-    """Room for the labels of the vertical axis, in inches."""
-    longest = max(map(len, layout["yaxis"].get("ticktext", ["0.000"])), default=5)
-    return 0.2 + CHARACTER * longest + (0.25 if layout["yaxis"]["title"]["text"] else 0.0)
+def _legend(comparison: Comparison, drawn: Sequence[tuple[str, Plot]], width: float) -> dict[str, Any]:
+    """Lines with their labels, and how many fit beside each other."""
+    from matplotlib.lines import Line2D
 
-
-def _below(layout: Plot) -> float:
-    """Room below an axis, in inches."""
-    longest = max(map(len, layout["xaxis"].get("ticktext", [""])), default=0)
-    turned = 0.6 * CHARACTER * longest if "tickangle" in layout["xaxis"] else 0.0
-    return 0.35 + turned + (0.25 if layout["xaxis"]["title"]["text"] else 0.0)
-
-
-def _entries(comparison: Comparison, figure: Figure, drawn: Sequence[tuple[str, Plot]]) -> list[tuple[str, str, Any]]:
-    """Label, colour and dash of every entry of the legend."""
     traces = [trace for _, plot in drawn for trace in plot["data"]]
-    if figure.kind == "stack":
-        return [(_tidy(trace["name"]), _colour(trace["marker"]["color"])[0], "-") for trace in traces]
-    if figure.kind not in ("lines", "tuned"):
-        return []
-    methods = sorted({trace["meta"] for trace in traces})
+    found = {trace["meta"]: trace["line"] for trace in traces if "dash" in trace.get("line", {})}
     # A leading underscore would hide the entry.
-    labels = [re.sub("^_", " _", _tidy(cut(comparison.methods[at], 40))) for at in methods]
-    dashes = list(LINES.values())
-    return [
-        (label, _colour(f"@c{at % NUM_COLOURS}")[0], dashes[at // NUM_COLOURS % len(DASHES)])
-        for label, at in zip(labels, methods, strict=True)
-    ]
+    labels = [re.sub("^_", " _", _tidy(cut(comparison.methods[at], 40))) for at in sorted(found)]
+    looks = [(_colour(found[at]["color"])[0], LINES[found[at]["dash"]]) for at in sorted(found)]
+    handles = [Line2D([], [], color=colour, linestyle=dash) for colour, dash in looks]
+    fitting = int(width / CHARACTER / (max(map(len, labels), default=0) + 6))
+    return {"handles": handles, "labels": labels, "ncols": max(1, min(fitting, len(labels)))}
 
 
-def _draw(canvas: Any, ax: Any, plot: Plot, *, with_scale: bool) -> None:
-    """All traces of a plot; of heat maps, which share their colours, only the last of a row has a scale."""
-    layout = plot["layout"]
-    ends: dict[float, float] = {}
-    for trace in plot["data"]:
-        if trace["type"] == "heatmap":
-            _draw_map(canvas, ax, trace, with_scale)
-        elif trace["type"] == "bar":
-            colour, opacity = _colour(trace["marker"]["color"])
-            widths = [value or 0.0 for value in trace["x"]]
-            left = [ends.get(y, 0.0) for y in trace["y"]]
-            ax.barh(trace["y"], widths, trace["width"], left=left, color=colour, alpha=opacity)
-            if layout.get("barmode") == "stack":
-                ends |= {y: a + b for y, a, b in zip(trace["y"], left, widths, strict=True)}
-        elif "fill" in trace:
-            colour, opacity = _colour(trace["fillcolor"])
-            ax.fill(trace["x"], trace["y"], color=colour, alpha=opacity, linewidth=0)
-        else:
-            _draw_scatter(ax, trace)
-    for shape in layout.get("shapes", ()):
-        ax.axvline(shape["x0"], color=_colour("@soft")[0], linestyle=":", linewidth=1)
-    _set_axis(ax, "x", layout["xaxis"])
-    _set_axis(ax, "y", layout["yaxis"])
+def _draw_trace(canvas: Any, ax: Any, trace: Plot) -> None:
+    x, y = ([math.nan if value is None else value for value in trace[key]] for key in ("x", "y"))
+    if trace["type"] == "heatmap":
+        from matplotlib.colors import LinearSegmentedColormap
+
+        ramp = LinearSegmentedColormap.from_list("ramp", [colour for _, colour in trace["colorscale"]])
+        values = [[math.nan if value is None else value for value in row] for row in trace["z"]]
+        picture = ax.imshow(values, aspect="auto", cmap=ramp, vmin=trace["zmin"], vmax=trace["zmax"])
+        canvas.colorbar(picture, ax=ax)
+    elif trace["type"] == "bar":
+        colour, opacity = _colour(trace["marker"]["color"])
+        ax.barh(y, x, trace["width"], color=colour, alpha=opacity)
+    elif "fill" in trace:
+        colour, opacity = _colour(trace["fillcolor"])
+        ax.fill(x, y, color=colour, alpha=opacity, linewidth=0)
+    elif "lines" in trace["mode"]:
+        line, mark = trace["line"], trace.get("marker")
+        dots = {"marker": "o", "markersize": mark["size"] / 2} if mark and "markers" in trace["mode"] else {}
+        look = {"linestyle": LINES[line["dash"]], "linewidth": 0.8 * line["width"]}
+        ax.plot(x, y, color=_colour(line["color"])[0], **look, **dots)
+    else:
+        _draw_marks(ax, trace, x, y)
 
 
-def _draw_scatter(ax: Any, trace: Plot) -> None:
-    x, y = ([math.nan if value is None else value for value in trace[key]] for key in "xy")
-    mark = trace.get("marker", {})
-    where = {"transform": ax.get_xaxis_transform()} if trace.get("yaxis") == "y2" else {}
-    if "lines" in trace["mode"]:
-        line = trace["line"]
-        small = {"marker": "o", "markersize": mark["size"] / 2} if "markers" in trace["mode"] else {}
-        ax.plot(x, y, color=_colour(line["color"])[0], linestyle=LINES[line["dash"]], linewidth=0.8 * line["width"],
-                **small)  # fmt: skip
-        return
+def _draw_marks(ax: Any, trace: Plot, x: list[float], y: list[float]) -> None:
+    mark = trace["marker"]
     colour = _colour(mark["color"])[0]
     if "error_x" in trace:
         half = trace["error_x"]
-        ends = [x[0] - half["arrayminus"][0], x[0] + half["array"][0]]
-        ax.plot(ends, y * 2, color=colour, linewidth=2, marker="|")
+        ax.plot([x[0] - half["arrayminus"][0], x[0] + half["array"][0]], y * 2, color=colour, linewidth=2, marker="|")
     if "text" in trace["mode"]:
         right = trace["textposition"].endswith("right")
         ax.annotate(_tidy(trace["text"][0]), (x[0], y[0]), (7 if right else -7, 0), textcoords="offset points",
@@ -185,25 +150,13 @@ def _draw_scatter(ax: Any, trace: Plot) -> None:
     sizes, symbols = (
         value if isinstance(value, list) else [value] * len(x) for value in (mark["size"], mark.get("symbol", "circle"))
     )
-    for look in dict.fromkeys(zip(sizes, symbols, strict=True)):
-        at = [i for i, found in enumerate(zip(sizes, symbols, strict=True)) if found == look]
-        edge = {"markeredgecolor": "white", "markeredgewidth": 0.5} if "line" in mark else {}
-        ax.plot([x[i] for i in at], [y[i] for i in at], MARKERS[look[1]], color=colour, markersize=0.65 * look[0],
-                zorder=4, **edge, **where)  # fmt: skip
-
-
-def _draw_map(canvas: Any, ax: Any, trace: Plot, with_scale: bool) -> None:
-    from matplotlib.colors import LinearSegmentedColormap
-
-    ramp = LinearSegmentedColormap.from_list("ramp", [colour for _, colour in trace["colorscale"]])
-    values = [[math.nan if value is None else value for value in row] for row in trace["z"]]
-    picture = ax.imshow(values, aspect="auto", cmap=ramp, vmin=trace["zmin"], vmax=trace["zmax"])
-    if not with_scale:
-        return
-    place = ax.get_position()
-    inch = 1 / canvas.get_figwidth()
-    beside = canvas.add_axes((place.x1 + 0.1 * inch, place.y0, 0.1 * inch, place.height))
-    canvas.colorbar(picture, cax=beside, label="log₁₀ κ")
+    # What has its own axis stands at the lower edge, in shares of the height.
+    where = {"transform": ax.get_xaxis_transform()} if "yaxis" in trace else {}
+    edge = {"edgecolors": "white", "linewidths": 0.5} if "line" in mark else {}
+    for symbol in dict.fromkeys(symbols):
+        at = [i for i, found in enumerate(symbols) if found == symbol]
+        places, areas = ([values[i] for i in at] for values in (x, y)), [(0.65 * sizes[i]) ** 2 for i in at]
+        ax.scatter(*places, s=areas, marker=MARKERS[symbol], color=colour, zorder=4, **edge, **where)
 
 
 def _set_axis(ax: Any, which: str, settings: Plot) -> None:
@@ -218,9 +171,8 @@ def _set_axis(ax: Any, which: str, settings: Plot) -> None:
         axis.set_major_locator(FixedLocator(settings["tickvals"]))
         turned = {"rotation": 40, "ha": "right"} if "tickangle" in settings else {}
         axis.set_ticklabels([_tidy(text) for text in settings["ticktext"]], **turned)
-    ends = settings.get("range")
-    if ends is not None:
-        limits = [10.0**end for end in ends] if settings.get("type") == "log" else ends
+    if "range" in settings:
+        limits = [10.0**end for end in settings["range"]] if settings.get("type") == "log" else settings["range"]
         getattr(ax, f"set_{which}lim")(*limits)
     if settings.get("autorange") == "reversed":
         low, high = sorted(ax.get_ylim())

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from wellcond.lab.report.analysis import Analysis
 from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.match import SMOOTH, show_match
 from wellcond.lab.report.records import Metric
 from wellcond.lab.report.run_tables import conditioning_table, cost_table, other_metrics_table, seed_table, time_notes
-from wellcond.lab.report.statistics import FEWEST_SEEDS, PairedDifference, Summary
+from wellcond.lab.report.statistics import FEWEST_SEEDS, PairedDifference
 from wellcond.lab.report.table import (
     PLUS_MINUS,
     Table,
@@ -39,7 +38,7 @@ def build_tables(analysis: Analysis) -> list[Table]:
     """Every table of numbers, in the order in which they are read."""
     tables = [
         summary_table(analysis), required_table(analysis), other_metrics_table(analysis), matching_table(analysis),
-        conditioning_table(analysis), *statistics_tables(analysis), seed_table(analysis), cost_table(analysis),
+        conditioning_table(analysis), statistics_table(analysis), seed_table(analysis), cost_table(analysis),
     ]  # fmt: skip
     return [table for table in tables if table is not None]
 
@@ -134,40 +133,16 @@ def _summary_notes(analysis: Analysis) -> list[str]:
     return [*notes, *time_notes(analysis)]
 
 
-def statistics_tables(analysis: Analysis) -> list[Table]:
-    """Everything about the results that the summary leaves out; of tested runs, also about the last evaluation."""
+def statistics_table(analysis: Analysis) -> Table:
+    """Everything about the results that the summary leaves out."""
     comparison, metric = analysis.comparison, analysis.comparison.result
-    of_results = analysis.summaries, analysis.differences
-    if not comparison.tested:
-        note = f"Last {metric.label} of finished runs"
-        return [_statistics_table("statistics", "Statistics in full", note, comparison.baseline, *of_results, metric)]
-    note = f"{metric.label.capitalize()}, {comparison.tested_weights}, of finished runs"
-    last = f"Last {comparison.metric.label} of finished runs on the evaluation set, where the curves end"
-    return [
-        _statistics_table("statistics", "Statistics in full", note, comparison.baseline, *of_results, metric),
-        _statistics_table(
-            "statistics_evaluation", "Statistics of the last evaluation", last, comparison.baseline,
-            analysis.last_summaries, analysis.last_differences, comparison.metric,
-        ),
-    ]  # fmt: skip
-
-
-def _statistics_table(
-    name: str,
-    title: str,
-    note: str,
-    baseline: str,
-    summaries: Mapping[str, Summary],
-    differences: Mapping[str, PairedDifference],
-    metric: Metric,
-) -> Table:
     header = (
-        "method", "n", "mean", "std", "min", "max", "pairs", f"difference to {baseline}", "its std", "relative",
-        "95 % interval (t)", "95 % interval (bootstrap)", "p", "p (Holm)", "can show",
+        "method", "n", "mean", "std", "min", "max", "pairs", f"difference to {comparison.baseline}", "its std",
+        "relative", "95 % interval (t)", "95 % interval (bootstrap)", "p", "p (Holm)", "can show",
     )  # fmt: skip
     rows = []
-    for method, summary in summaries.items():
-        found = differences.get(method)
+    for method, summary in analysis.summaries.items():
+        found = analysis.differences.get(method)
         difference = found if found is not None and found.count else None
         own = (summary.mean, summary.std, summary.minimum, summary.maximum)
         cells: tuple[str, ...] = (MISSING,) * 9
@@ -186,7 +161,9 @@ def _statistics_table(
             **interval_values(bootstrap, metric.scale, "bootstrap_"), "detectable": smallest * metric.scale,
         }  # fmt: skip
         rows.append(((method, str(summary.count), *map(metric.show, own), *cells), values))
-    return Table.of(name, title, header, rows, (f"{note}; {STATISTICS_NOTE}",))
+    of_tested = f"{metric.label.capitalize()}, {comparison.tested_weights}, of finished runs"
+    note = of_tested if comparison.tested else f"Last {metric.label} of finished runs"
+    return Table.of("statistics", "Statistics in full", header, rows, (f"{note}; {STATISTICS_NOTE}",))
 
 
 def required_table(analysis: Analysis) -> Table | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from wellcond.lab.report.load_runs import Comparison
@@ -17,10 +18,8 @@ from wellcond.lab.report.values import MISSING, number
 NAME = "tuning.json"
 BEST = "best"
 """Seed of the row that marks the best value, beside `mean` and the seeds."""
-SECTION = "Tuning"
 SHARE = 0.02
 """Loss that still counts as good: of 1 for percentages, of the best score for others."""
-LEAD = "How the score depends on what was tuned, for each method, and what was chosen before the test."
 
 
 @dataclass(frozen=True)
@@ -91,11 +90,6 @@ class GoodRange:
     """Whether it reaches the end of what was tried."""
     open_above: bool
 
-    @property
-    def factor(self) -> float:
-        """High over low; NaN where that says nothing."""
-        return self.high / self.low if self.low > 0 else math.nan
-
     def show(self) -> str:
         """Both ends, and how wide that is.
 
@@ -105,10 +99,8 @@ class GoodRange:
         """
         ends = f"{self.low:.3g}{' or less' if self.open_below else ''} to {self.high:.3g}"
         ends += " or more" if self.open_above else ""
-        if math.isnan(self.factor):
-            return ends
         least = "at least " if self.open_below or self.open_above else ""
-        return f"{ends} ({least}{self.factor:.1f}x wide)"
+        return f"{ends} ({least}{self.high / self.low:.1f}x wide)" if self.low > 0 else ends
 
 
 @dataclass(frozen=True)
@@ -121,9 +113,17 @@ class Tuning:
     seeds: tuple[str, ...]
     scored: str
     test_data: str
-    tolerance: float
-    """In the units of the stored metric; NaN if there is none."""
-    tolerance_given: bool
+
+    @property
+    def tolerance(self) -> float:
+        """Loss that counts as good, as stored: 2 points of a percentage, else 2 % of the best score; NaN without one.
+
+        Not a spread: two seeds tell too little of it, and one method that learns nothing would widen all ranges.
+        """
+        if self.metric.percent:
+            return SHARE
+        best = [abs(method.best.mean) for method in self.methods if not method.best.lost]
+        return SHARE * (max(best) if self.metric.higher_is_better else min(best)) if best else math.nan
 
     def good_range(self, method: TunedMethod, field: str) -> GoodRange | None:
         """Where the mean stays within the tolerance of the best; None where there is no tolerance, or no best.
@@ -135,37 +135,24 @@ class Tuning:
             return None
         points = method.profile(field)
         at = [point.values[field] for point in points].index(method.best.values[field])
-        ends = []
-        for way in (-1, 1):
-            place, is_open = at, True
-            while 0 <= place + way < len(points):
-                if method.loss(points[place + way]) > self.tolerance:
-                    is_open = False
-                    break
-                place += way
-            end = points[place].values[field]
-            if not is_open:
-                end = self._crossing(method, field, points[place], points[place + way])
-            ends.append((end, is_open))
-        (low, open_below), (high, open_above) = ends
+        (low, open_below), (high, open_above) = (
+            self._end(method, field, outwards) for outwards in (points[at::-1], points[at:])
+        )
         return GoodRange(low, high, open_below, open_above)
 
-    def _crossing(self, method: TunedMethod, field: str, inside: TunedPoint, outside: TunedPoint) -> float:
-        near, far = inside.values[field], outside.values[field]
-        first, last = method.loss(inside), method.loss(outside)
-        if math.isinf(last) or min(near, far) <= 0:
-            return near
-        share = (self.tolerance - first) / (last - first)
-        return math.exp(math.log(near) + share * (math.log(far) - math.log(near)))
+    def _end(self, method: TunedMethod, field: str, points: Sequence[TunedPoint]) -> tuple[float, bool]:
+        """Where the range ends among points from the best outwards, and whether it is the last that was tried."""
+        for inside, outside in pairwise(points):
+            near, far = inside.values[field], outside.values[field]
+            first, last = method.loss(inside), method.loss(outside)
+            if last > self.tolerance:
+                share = 0.0 if math.isinf(last) or min(near, far) <= 0 else (self.tolerance - first) / (last - first)
+                return near * (far / near) ** share if share else near, False
+        return points[-1].values[field], True
 
 
-def find_tuning(comparison: Comparison, tolerance: float | None = None) -> Tuning | None:
+def find_tuning(comparison: Comparison) -> Tuning | None:
     """The search of a comparison; None if there was none.
-
-    Args:
-        comparison: in whose folder the record is.
-        tolerance: loss that still counts as good, in the units that are shown (points for percentages). By default
-            2 points of a percentage, 2 % of the best score of all methods otherwise.
 
     Raises: RunRecordError if the record is broken or was changed.
     """
@@ -185,14 +172,12 @@ def find_tuning(comparison: Comparison, tolerance: float | None = None) -> Tunin
         ]  # fmt: skip
         fields, seeds = (tuple(map(str, record[key])) for key in ("fields", "seeds"))
         said = str(record["scored"]), str(record["test_data"])
-        broken = any(method.best.values not in [point.values for point in method.points] for method in methods)
+        if any(method.best.values not in [point.values for point in method.points] for method in methods):
+            raise ValueError("a best value that was not tried")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RunRecordError(path, f"is no record of a search ({error!r})", "Run the comparison again.") from error
-    if broken:
-        raise RunRecordError(path, "has a best value that was not tried", "Run the comparison again.")
     methods.sort(key=lambda method: comparison.methods.index(method.label))
-    usual = _usual_tolerance(methods, metric) if tolerance is None else tolerance / metric.scale
-    return Tuning(metric, fields, tuple(methods), seeds, *said, usual, tolerance is not None)
+    return Tuning(metric, fields, tuple(methods), seeds, *said)
 
 
 def _point(row: Mapping[str, Any]) -> TunedPoint:
@@ -200,14 +185,6 @@ def _point(row: Mapping[str, Any]) -> TunedPoint:
         raise ValueError("a point without scores")
     scores = {str(seed): number(score) for seed, score in row["scores"].items()}
     return TunedPoint({str(field): float(value) for field, value in row["values"].items()}, scores)
-
-
-def _usual_tolerance(methods: list[TunedMethod], metric: Metric) -> float:
-    """Not a spread: two seeds tell too little of it, and one method that learns nothing would widen all ranges."""
-    if metric.percent:
-        return SHARE
-    best = [abs(method.best.mean) for method in methods if not method.best.lost]
-    return SHARE * (max(best) if metric.higher_is_better else min(best)) if best else math.nan
 
 
 def tuning_figure(comparison: Comparison, tuning: Tuning) -> Figure:
@@ -223,7 +200,7 @@ def tuning_figure(comparison: Comparison, tuning: Tuning) -> Figure:
     title = (
         f"{tuning.metric.name.capitalize()} over {' and '.join(tuning.fields).replace('optimizer.lr', 'learning rate')}"
     )
-    return Figure("tuning", SECTION, title, caption, "tuned", panels, rows, by_epoch=False)
+    return Figure("tuning", "Tuning", title, caption, "tuned", panels, rows)
 
 
 def _rows(comparison: Comparison, tuning: Tuning) -> Iterator[Row]:
@@ -262,14 +239,7 @@ def tuning_table(tuning: Tuning) -> Table:
             "good_high": math.nan if good is None else good.high,
         }  # fmt: skip
         rows.append((cells, values))
-    title = "Best values and how much they matter"
-    return Table.of("tuning", title, header, rows, _notes(tuning), (0, 1, 5, 7))
-
-
-def _notes(tuning: Tuning) -> tuple[str, ...]:
-    metric = tuning.metric
-    share = "" if metric.percent else f"{100 * SHARE:g} % of the best score, "
-    origin = "as asked for" if tuning.tolerance_given else f"{share}since none was given (wellcond report --tolerance)"
+    share = "" if metric.percent else f", {100 * SHARE:g} % of the best score"
     notes = [
         f"Scored by the {tuning.scored}, seeds {', '.join(tuning.seeds)}; the best mean was chosen, the smaller value "
         "of equals, and a value at which a run diverged only after all others.",
@@ -277,10 +247,10 @@ def _notes(tuning: Tuning) -> tuple[str, ...]:
     ]
     if not math.isnan(tuning.tolerance):
         notes.append(
-            f"Tolerance: {metric.show(tuning.tolerance)}{metric.unit}, {origin}. Between two values the mean is "
+            f"Tolerance: {metric.show(tuning.tolerance)}{metric.unit}{share}. Between two values the mean is "
             "interpolated over the logarithm; `or more` and `or less` are ends of what was tried."
         )
-    edges = [method.label for method in tuning.methods if method.at_edge]
-    if edges:
+    if edges := [method.label for method in tuning.methods if method.at_edge]:
         notes.append(f"Best at the edge of what was tried, so perhaps not the best there is: {', '.join(edges)}.")
-    return tuple(notes)
+    title = "Best values and how much they matter"
+    return Table.of("tuning", title, header, rows, notes, (0, 1, 5, 7))

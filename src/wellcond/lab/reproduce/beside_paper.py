@@ -1,19 +1,37 @@
-"""Our numbers beside the paper's: mean, gain over the baseline with interval and p, and whether the gains agree."""
+"""What came out of an id, as data and as files: our numbers beside the paper's, and whether the gains agree."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from wellcond.files import write_atomically
 from wellcond.lab.report.glue import AVERAGE
 from wellcond.lab.report.records import Metric
+from wellcond.lab.report.series import write_csv
+from wellcond.lab.report.static_figures import draw_static
 from wellcond.lab.report.statistics import PairedDifference, Summary, compare_paired, holm
-from wellcond.lab.report.table import Table, Values, difference_values, show_interval, show_mean, show_p, summary_values
+from wellcond.lab.report.table import (
+    Table,
+    Values,
+    difference_values,
+    show_interval,
+    show_mean,
+    show_p,
+    summary_values,
+    table_csv,
+    table_markdown,
+)
 from wellcond.lab.report.values import MISSING
 from wellcond.lab.reproduce.catalogue import Entry, Part
-from wellcond.lab.reproduce.stored import Collection, StoredStudy, may_be_paired
+from wellcond.lab.reproduce.correction_cost import static_tables
+from wellcond.lab.reproduce.figures import build_figures, figure_table
+from wellcond.lab.reproduce.stored import Collection, StoredStudy, differences_from_paper, may_be_paired
+from wellcond.lab.train.run_folder import writing
 
 GLUE_AVERAGE = f"glue:{AVERAGE}"
+GAINS = "Gains are over the first row, paired by seed, positive is better; p by the paired t test, Holm over the table."
 HEADER = (
     "column", "method", "paper", "ours", "n", "ours − paper", "paper's gain", "our gain [95 % interval]", "p",
     "p (Holm)", "agreement",
@@ -140,3 +158,58 @@ def _shown(cell: Cell) -> tuple[str, ...]:
         show_p(difference.p_holm if difference else None),
         cell.agreement if difference is not None or cell.paper_gain is not None else MISSING,
     )
+
+
+def outcome_tables(id: str, entry: Entry, scale: str, records: Collection | None) -> list[Table]:
+    """The tables of an id.
+
+    Args:
+        id: of the entry.
+        entry: what to show.
+        scale: of what is computed without runs.
+        records: where the runs are; not needed for what is computed.
+    """
+    if entry.kind == "static":
+        return list(static_tables(entry.static, scale))
+    assert records is not None
+    notes = list(_notes(entry, records))
+    if entry.kind == "figure":
+        return [figure_table(id, entry, records, notes)]
+    names = (id, *(f"{id}-{number}" for number in range(2, len(entry.parts) + 1)))
+    return [
+        cells_table(name, entry.title, build_cells(entry, part, records), [GAINS, *notes] if name == id else [])
+        for name, part in zip(names, entry.parts, strict=True)
+    ]
+
+
+def _notes(entry: Entry, records: Collection) -> Iterator[str]:
+    if not entry.has_numbers:
+        yield f"No reference: no paper {'prints numbers for this' if entry.kind == 'figure' else 'has this table'}."
+    elif entry.paper_note:
+        yield f"Paper: {entry.paper_note}"
+    if entry.note:
+        yield f"Here: {entry.note}."
+    yield from list(differences_from_paper(entry, records)) or ["There are no runs of this here."]
+
+
+def write_outcome(id: str, entry: Entry, scale: str, records: Collection | None, folder: Path) -> list[Table]:
+    """Write ID.md, a CSV for each table, and CSV and SVG of each figure; returns the tables.
+
+    Raises: MissingExtraError without matplotlib, RunError if the folder cannot be written.
+    """
+    tables = outcome_tables(id, entry, scale, records)
+    files: dict[str, str | bytes] = {f"{table.name}.csv": table_csv(table) for table in tables}
+    text = [f"# {id}: {entry.title}", ""]
+    for table in tables:
+        text += [f"## {table.title}", "", table_markdown(table), ""]
+    for figure, series in [] if records is None else build_figures(id, entry, records):
+        name = figure.name.lower()
+        files[f"{name}-points.csv"] = write_csv(figure.rows)
+        files[f"{name}.svg"] = draw_static(series, figure)
+        text += [f"![{figure.title}]({name}.svg)", ""]
+    files[f"{id}.md"] = "\n".join(text)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            write_atomically(folder / name, content)
+    return tables

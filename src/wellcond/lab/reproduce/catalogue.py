@@ -47,7 +47,6 @@ class AtScale(_FromText):
     """Of fine-tuning on one task."""
     samples: PositiveInt | None = None
     parameters: PositiveFloat | None = None
-    gflops: PositiveFloat | None = None
     gpus: PositiveInt = 1
     """At scale tiny, none."""
     note: str = ""

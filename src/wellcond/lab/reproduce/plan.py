@@ -75,6 +75,16 @@ class PlannedStudy:
         """Number of runs of fine-tuning that are not complete."""
         return sum(not is_complete(folder) for folder in self.glue_folders)
 
+    @property
+    def runs(self) -> int:
+        """Number of runs, fine-tuning included."""
+        return len(self.jobs) + len(self.glue_folders)
+
+    @property
+    def left(self) -> int:
+        """Number of those that are not complete."""
+        return len(self.missing) + self.glue_missing
+
     def run(self, num_workers: int, observer: JobObserver) -> Outcome:
         """Run what is missing; what is there is not touched.
 
@@ -110,9 +120,14 @@ class Plan:
     """Columns and panels that are not run at this scale."""
 
     @property
+    def runs(self) -> int:
+        """Number of runs, fine-tuning included."""
+        return sum(study.runs for study in self.studies)
+
+    @property
     def missing(self) -> int:
-        """Number of runs to do, fine-tuning included."""
-        return sum(len(study.missing) + study.glue_missing for study in self.studies)
+        """Number of those that are not complete."""
+        return sum(study.left for study in self.studies)
 
     @property
     def gpus(self) -> int:

@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from wellcond.lab.report.analysis import Analysis, analyse, seconds_per_step
+from wellcond.lab.report.analysis import Analysis, analyse, step_ratios
 from wellcond.lab.report.glue import SHOWN, GlueScores, load_glue
 from wellcond.lab.report.load_runs import Comparison, load_comparisons
-from wellcond.lab.report.records import Metric, Run, RunRecordError, setting_differences
+from wellcond.lab.report.records import Metric, RunRecordError, setting_differences
 from wellcond.lab.report.values import number, show_seeds
 from wellcond.lab.reproduce.catalogue import Entry, Row, Source, catalogue
 
@@ -68,16 +68,13 @@ class StoredStudy:
             return {} if self.glue is None else self.glue.values(method, metric.removeprefix("glue:"))
         if metric == "":
             return comparison.results(method)
-        base = comparison.finished(comparison.baseline)
-
-        def read(seed: int, run: Run) -> float:
-            if metric == "step_ratio":
-                return seconds_per_step(run) / seconds_per_step(base[seed]) if seed in base else math.nan
-            if metric == "peak_memory":
-                return number(run.record.get("peak_memory_bytes")) / 1e6
-            return number((run.record.get("final") or {}).get(metric))
-
-        found = {seed: read(seed, run) for seed, run in comparison.finished(method).items()}
+        finished = comparison.finished(method)
+        if metric == "step_ratio":
+            found = step_ratios(comparison, method)
+        elif metric == "peak_memory":
+            found = {seed: number(run.record.get("peak_memory_bytes")) / 1e6 for seed, run in finished.items()}
+        else:
+            found = {seed: number(run.part("final").get(metric)) for seed, run in finished.items()}
         return {seed: value for seed, value in found.items() if math.isfinite(value)}
 
     def metric(self, name: str) -> Metric:
@@ -196,6 +193,7 @@ def what_ran(comparison: Comparison) -> str:
     """Model, its size, data and their size, from the records: never the set-up that they stand for.
 
     Example:
+        >>> from wellcond.lab.report.records import Run
         >>> record = {"method": "default", "seed": 0, "data": {"name": "uoft-cs/cifar10", "train": 5000}, "config": {
         ...     "model": {"name": "timm:vit_tiny_patch16_224", "arguments": {"embed_dim": 64}},
         ...     "task": {"name": "image_classification"}}}

@@ -107,14 +107,6 @@
       drawVisible(true);
     });
   });
-  document.querySelectorAll(".choose select").forEach(function (choice) {
-    choice.addEventListener("change", function () {
-      Array.prototype.forEach.call(choice.options, function (option) {
-        document.getElementById(option.value).parentNode.hidden = option.value !== choice.value;
-      });
-      drawVisible(false);
-    });
-  });
   document.querySelectorAll("details").forEach(function (details) {
     details.addEventListener("toggle", function () { drawVisible(false); });
   });

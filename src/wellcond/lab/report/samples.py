@@ -16,16 +16,10 @@ from typing import Any
 
 from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.records import Run, RunRecordError
-from wellcond.lab.report.render import render, visible
+from wellcond.lab.report.render import visible
 from wellcond.lab.report.table import plain_markdown
 from wellcond.run_lengths import read_counts
 
-SAMPLES_LEAD = "What the models write after training, from the same random numbers. Words in bold were given."
-DETECTIONS_LEAD = (
-    "What the models find in the first evaluation images after training, beside the truth. A colour is a category, the "
-    "same in all pictures of an image; of the predictions the best are drawn, as many as there are objects but at "
-    "least five, each with its score. Point at a box to read its label."
-)
 WIDTH = 100
 """Characters in a line of a sample."""
 JPEG_START, JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
@@ -128,12 +122,8 @@ class Detection:
     """x, y, width, height."""
     runs: list[int]
     """Of its mask: lengths of background and object in turn, column by column."""
-    score: float | None
-
-    @property
-    def label(self) -> str:
-        """Category and, of a prediction, the score."""
-        return visible(self.category if self.score is None else f"{self.category} {self.score:.2f}")
+    label: str
+    """Category and, of a prediction, the score."""
 
     @property
     def area(self) -> float:
@@ -142,42 +132,21 @@ class Detection:
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """What a run found in an image, the best first."""
-
-    method: str
-    seed: int
-    objects: list[Detection]
-
-    def shown(self, num_true: int) -> list[Detection]:
-        """Those that are drawn beside so many true ones."""
-        return self.objects[: max(num_true, FEWEST_SHOWN)]
-
-
-@dataclass(frozen=True)
 class Picture:
     """An image, the truth about it, and what the methods found."""
 
-    image_id: int
-    name: str
+    title: str
     height: int
     width: int
     jpeg: str
     """The image in base 64, perhaps smaller."""
     truth: list[Detection]
-    predictions: list[Prediction] = field(default_factory=list)
+    predictions: dict[str, list[Detection]] = field(default_factory=dict)
+    """By run, the best first."""
 
-    @property
-    def title(self) -> str:
-        """Number and name of the file."""
-        return f"Image {self.image_id}: {visible(self.name)}"
-
-    @property
-    def colours(self) -> dict[str, str]:
-        """A colour for each category that is drawn, those of the truth first; they come round again after eight."""
-        drawn = [*self.truth, *(found for part in self.predictions for found in part.shown(len(self.truth)))]
-        categories = dict.fromkeys(found.category for found in drawn)
-        return {category: COLOURS[at % len(COLOURS)] for at, category in enumerate(categories)}
+    def shown(self, title: str) -> list[Detection]:
+        """Predictions of a run that are drawn."""
+        return self.predictions[title][: max(len(self.truth), FEWEST_SHOWN)]
 
 
 def find_pictures(comparison: Comparison) -> list[Picture]:
@@ -191,6 +160,7 @@ def find_pictures(comparison: Comparison) -> list[Picture]:
             try:
                 picture = _read_picture(row)
                 found = [_read_detection(entry, picture, scored=True) for entry in row["predictions"]]
+                shared = pictures.setdefault(int(row["image_id"]), picture)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise RunRecordError(
                     run.folder / "run.json",
@@ -198,8 +168,7 @@ def find_pictures(comparison: Comparison) -> list[Picture]:
                     f"entry {at} is not ({type(error).__name__}: {error})",
                     "Repeat the run.",
                 ) from error
-            shared = pictures.setdefault(picture.image_id, picture)
-            shared.predictions.append(Prediction(run.method, run.seed, found))
+            shared.predictions[f"{run.method}, seed {run.seed}"] = found
     return list(pictures.values())
 
 
@@ -213,60 +182,63 @@ def _read_picture(row: dict[str, Any]) -> Picture:
         raise ValueError(f"the image is not in base 64: {error}") from error
     if not (jpeg.startswith(JPEG_START) and jpeg.endswith(JPEG_END)):
         raise ValueError("the image is no JPEG, or not all of one")
-    picture = Picture(int(row["image_id"]), str(row["file_name"]), height, width, base64.b64encode(jpeg).decode(), [])
+    title = f"Image {int(row['image_id'])}: {visible(str(row['file_name']))}"
+    picture = Picture(title, height, width, base64.b64encode(jpeg).decode(), [])
     picture.truth.extend(_read_detection(entry, picture, scored=False) for entry in row["truth"])
     return picture
 
 
 def _read_detection(entry: dict[str, Any], picture: Picture, *, scored: bool) -> Detection:
     x, y, width, height = (float(number) for number in entry["bbox"])
-    score = float(entry["score"]) if scored else None
-    if not all(map(math.isfinite, (x, y, width, height, score or 0.0))):
+    score = float(entry["score"]) if scored else 0.0
+    if not all(map(math.isfinite, (x, y, width, height, score))):
         raise ValueError("a number that is not finite")
     runs = read_counts(entry["segmentation"]["counts"])
     if min(runs, default=-1) < 0 or sum(runs) != picture.height * picture.width:
         raise ValueError(f"a mask that does not fill {picture.height} x {picture.width} pixels")
-    return Detection(str(entry["category"]), (x, y, width, height), runs, score)
+    category = str(entry["category"])
+    return Detection(category, (x, y, width, height), runs, visible(f"{category} {score:.2f}" if scored else category))
 
 
-def detection_parts(pictures: Sequence[Picture]) -> list[dict[str, Any]]:
+def detection_parts(pictures: Sequence[Picture]) -> Iterator[dict[str, Any]]:
     """What the page shows of each image: the truth, then what each method found."""
-    return [
-        {
-            "kind": "detections", "id": f"picture-{at}", "picture": picture, "panels": _panels(picture),
-            "colours": [(visible(category), colour) for category, colour in picture.colours.items()],
-        }
-        for at, picture in enumerate(pictures)
-    ]  # fmt: skip
-
-
-def _panels(picture: Picture) -> list[dict[str, Any]]:
-    count = len(picture.truth)
-    truth = "1 object" if count == 1 else f"{count} objects" if count else "no objects"
-    listed = [("Truth", truth, picture.truth)]
-    for part in picture.predictions:
-        shown = part.shown(count)
-        note = f"the best {len(shown)} of {len(part.objects)} recorded" if shown else "nothing found"
-        listed.append((f"{part.method}, seed {part.seed}", note, shown))
-    unit, panels = max(picture.height, picture.width) / 250, []
-    for title, note, objects in listed:
-        # Large objects first: small ones stay on top, and can be pointed at.
-        ordered = sorted(objects, key=lambda found: -found.area)
-        shapes = [
+    for at, picture in enumerate(pictures):
+        count, unit = len(picture.truth), max(picture.height, picture.width) / 250
+        truth = "1 object" if count == 1 else f"{count} objects" if count else "no objects"
+        listed = [("Truth", truth, picture.truth)]
+        for title, found in picture.predictions.items():
+            shown = picture.shown(title)
+            note = f"the best {len(shown)} of {len(found)} recorded" if shown else "nothing found"
+            listed.append((title, note, shown))
+        # Categories of the truth first; colours come round again after eight.
+        categories = dict.fromkeys(found.category for _, _, objects in listed for found in objects)
+        colours = {category: COLOURS[place % len(COLOURS)] for place, category in enumerate(categories)}
+        panels = [
             {
-                "label": found.label, "colour": picture.colours[found.category],
-                "mask": mask_path(found.runs, picture.height, picture.width),
-                "x": found.box[0], "y": found.box[1], "width": max(0.0, found.box[2]), "height": max(0.0, found.box[3]),
-                "labelled": found.area >= SMALLEST_LABELLED * picture.height * picture.width,
-                # Inside of the picture, also where a box begins outside.
-                "text_x": max(found.box[0], 0.0) + 2 * unit,
-                "text_y": min(max(found.box[1], 0.0) + 11 * unit, picture.height - 2 * unit),
+                "title": title, "note": note, "words": ", ".join(found.label for found in objects) or note,
+                # Large objects first: small ones stay on top, and can be pointed at.
+                "shapes": [
+                    _shape(found, picture, unit) | {"colour": colours[found.category]}
+                    for found in sorted(objects, key=lambda found: -found.area)
+                ],
             }
-            for found in ordered
+            for title, note, objects in listed
         ]  # fmt: skip
-        words = ", ".join(found.label for found in objects) or note
-        panels.append({"title": title, "note": note, "words": words, "shapes": shapes, "unit": unit})
-    return panels
+        yield {
+            "kind": "detections", "id": f"picture-{at}", "title": picture.title, "picture": picture, "panels": panels,
+            "unit": unit, "colours": [(visible(category), colour) for category, colour in colours.items()],
+        }  # fmt: skip
+
+
+def _shape(found: Detection, picture: Picture, unit: float) -> dict[str, Any]:
+    x, y, width, height = found.box
+    return {
+        "label": found.label, "mask": mask_path(found.runs, picture.height, picture.width),
+        "x": x, "y": y, "width": max(0.0, width), "height": max(0.0, height),
+        "labelled": found.area >= SMALLEST_LABELLED * picture.height * picture.width,
+        # Inside of the picture, also where a box begins outside.
+        "text_x": max(x, 0.0) + 2 * unit, "text_y": min(max(y, 0.0) + 11 * unit, picture.height - 2 * unit),
+    }  # fmt: skip
 
 
 def mask_path(runs: Sequence[int], height: int, width: int) -> str:
@@ -307,29 +279,15 @@ def _column_parts(runs: Sequence[int], height: int) -> dict[int, list[tuple[int,
     return found
 
 
-def draw_detections(picture: Picture) -> str:
-    """An SVG file of a picture: the truth, then what each method found.
-
-    Raises: MissingExtraError if jinja2 is not installed.
-    """
-    return render("detections.svg", picture=picture, panels=_panels(picture))
-
-
-def detections_markdown(pictures: Sequence[Picture], *, files: bool) -> Iterator[str]:
-    """Lines of a section, with the pictures as image files or in words only."""
+def detections_markdown(pictures: Sequence[Picture]) -> Iterator[str]:
+    """Lines of a section, in words."""
     if not pictures:
         return
     yield from ("## Detections", "", "What the models find in the first evaluation images, beside the truth.", "")
-    for at, picture in enumerate(pictures):
-        title = plain_markdown(picture.title)
-        yield from (f"### {title}", "", *((f"![{title}](figures/{file_name(at)})",) if files else ()), "")
-        for part in picture.predictions:
-            shown = ", ".join(found.label for found in part.shown(len(picture.truth))) or "nothing found"
-            yield f"- {plain_markdown(f'{part.method}, seed {part.seed}: {shown}')}"
+    for picture in pictures:
+        yield from (f"### {plain_markdown(picture.title)}", "")
+        for title in picture.predictions:
+            shown = ", ".join(found.label for found in picture.shown(title)) or "nothing found"
+            yield f"- {plain_markdown(f'{title}: {shown}')}"
         truth = ", ".join(found.label for found in picture.truth) or "no objects"
         yield from (f"- truth: {plain_markdown(truth)}", "")
-
-
-def file_name(at: int) -> str:
-    """Name of the image file of a picture."""
-    return f"detections_{at + 1}.svg"
