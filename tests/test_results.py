@@ -45,9 +45,9 @@ def test_the_records_are_small_and_hold_nothing_that_can_be_rebuilt():
     rebuilt = [
         path for path in files if path.suffix in (".csv", ".jsonl", ".html", ".svg", ".png") or "report" in path.parts
     ]
-    shown = set(re.findall(r"!\[.*?\]\((\S+)\)", (RESULTS / "evidence" / "README.md").read_text("utf-8")))
-    shown |= {Path(name).name for name in re.findall(r"!\[.*?\]\((\S+)\)", (RESULTS / "README.md").read_text("utf-8"))}
-    assert len(shown) <= 6 and {path.name for path in rebuilt} == {"report.md"} | shown
+    pages = [RESULTS / name / "README.md" for name in (".", "evidence", "method")]
+    shown = {Path(name).name for page in pages for name in re.findall(r"!\[.*?\]\((\S+)\)", page.read_text("utf-8"))}
+    assert len(shown) <= 8 and {path.name for path in rebuilt} == {"report.md"} | shown
 
 
 def test_records_make_the_verdicts_on_claims(tmp_path):

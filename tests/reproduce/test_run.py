@@ -121,7 +121,7 @@ def test_committed_records_are_printed():
     code, shown = call("reproduce", "C-T1", "--records", RESULTS, "--json")
     rows = {(row["column"], row["method"]): row for row in json.loads(shown)[0]["rows"]}
     assert code == 0 and rows["ViT-B", "conditioned"]["our gain [95 % interval]"] == "+0.75 [+0.02, +1.48]"
-    assert rows["ViT-B", "conditioned"]["agreement"] == "within"
+    assert rows["ViT-B", "conditioned"]["agreement"] == "below"  # 1.1 % of the error, the paper's 6.1 %
 
 
 def test_rows_of_other_recipes_are_not_paired():
@@ -245,7 +245,21 @@ def test_the_list_shows_every_id():
 
 
 KINDS = [f"C-T{number}" for number in range(1, 14)]
-KINDS += ["C-F3", "S-T6", "S-T7", "S-T10", "S-T12", "S-F3", "S-F17", "A-norm", "A-qknorm", "A-roles", "A-ws"]
+KINDS += [
+    "C-F2",
+    "C-F3",
+    "C-F4",
+    "S-T6",
+    "S-T7",
+    "S-T10",
+    "S-T12",
+    "S-F3",
+    "S-F17",
+    "A-norm",
+    "A-qknorm",
+    "A-roles",
+    "A-ws",
+]
 
 
 def test_every_study_is_run_by_some_of_these():

@@ -31,7 +31,10 @@ from wellcond.lab.reproduce.stored import Collection, StoredStudy, differences_f
 from wellcond.lab.train.run_folder import writing
 
 GLUE_AVERAGE = f"glue:{AVERAGE}"
-GAINS = "Gains are over the first row, paired by seed, positive is better; p by the paired t test, Holm over the table."
+GAINS = (
+    "Gains are over the first row, paired by seed, positive is better; p by the paired t test, Holm over the table; "
+    "they agree if our interval contains the paper's, both as shares of the baseline's error."
+)
 HEADER = (
     "column", "method", "paper", "ours", "n", "ours − paper", "paper's gain", "our gain [95 % interval]", "p",
     "p (Holm)", "agreement",
@@ -54,16 +57,24 @@ class Cell:
     metric: Metric
     difference: PairedDifference | None
     """None for the baseline, or where there are no pairs."""
+    paper_error: float | None = None
+    """What the paper's baseline gets wrong, by which its gain is a share."""
+    error: float | None = None
+    """What our baseline gets wrong, likewise."""
 
     @property
     def agreement(self) -> str:
-        """Whether the interval of our gain contains the paper's: within, below, above, or why that is not known."""
-        if self.paper_gain is None:
+        """Whether the interval of our gain contains the paper's: within, below, above, or why that is not known.
+
+        Both as shares of the baseline's error, since points of other data mean something else.
+        """
+        if self.paper_gain is None or not self.paper_error:
             return "no reference"
-        if self.difference is None or self.difference.interval is None:
+        if self.difference is None or self.difference.interval is None or not self.error:
             return "no runs" if not self.summary.count else "too few seeds"
-        low, high = (end * self.metric.scale for end in self.difference.interval)
-        return "above" if low > self.paper_gain else "below" if high < self.paper_gain else "within"
+        paper = self.paper_gain / self.paper_error
+        low, high = (end * self.metric.scale / self.error for end in self.difference.interval)
+        return "above" if low > paper else "below" if high < paper else "within"
 
 
 def build_cells(entry: Entry, part: Part, records: Collection) -> list[Cell]:
@@ -107,7 +118,14 @@ def _cells(entry: Entry, part: Part, records: Collection) -> Iterator[Cell]:
                 lost=study.lost(row) if study else 0,
                 metric=shown,
                 difference=difference if row_name != entry.baseline and difference.count else None,
+                paper_error=_error(part.mean(entry.baseline, tasks), higher_is_better=not part.lower_is_better),
+                error=_error(Summary(paired).mean * shown.scale, higher_is_better=shown.higher_is_better),
             )
+
+
+def _error(value: float | None, *, higher_is_better: bool) -> float | None:
+    """What a score lacks of 100, or a perplexity, a time or an amount itself."""
+    return None if value is None else 100 - value if higher_is_better else value
 
 
 def averaged_columns(entry: Entry, study: StoredStudy | None) -> tuple[str, ...]:
