@@ -1,0 +1,28 @@
+// Browsers start no worker from a page that was opened from disk. There the search runs in a hidden frame instead.
+if (location.protocol === "file:") {
+  window.Worker = class {
+    constructor(address) {
+      this.frame = document.createElement("iframe");
+      this.frame.hidden = true;
+      document.body.append(this.frame);
+      const inside = this.frame.contentWindow;
+      inside.postMessage = (data) => setTimeout(() => this.onmessage?.(new MessageEvent("message", { data })));
+      this.started = new Promise((resolve, reject) => {
+        const script = inside.document.createElement("script");
+        script.onload = resolve;
+        script.onerror = () => reject(new Error(`cannot load ${address}`));
+        script.src = address;
+        inside.document.head.append(script);
+      });
+      this.started.catch((error) => this.onerror?.(error));
+    }
+
+    postMessage(data) {
+      this.started.then(() => this.frame.contentWindow.onmessage(new MessageEvent("message", { data })), () => {});
+    }
+
+    terminate() {
+      this.frame.remove();
+    }
+  };
+}
