@@ -1,16 +1,17 @@
 """Build the documentation: `python docs/build_site.py [FOLDER]`, by default into site/.
 
 Documents link to results and tests by their paths in the repository, so that the links work on disk too. The generator
-sees a copy of docs/ in which a linked markdown file has become a page, a picture or table a file, and a source file a
-page that shows it, with a heading for each test. In files outside docs/, links to what is not there (pages that are not
-committed) become text. A line `<!-- figure: NAME -->` becomes a figure that `site_figures.py` draws, and pages with
-formulas load KaTeX. The rest is plain markdown and mkdocs.yml, which Zensical and MkDocs both read.
+sees a copy of docs/ in which a linked markdown file or notebook has become a page, a picture or table a file, and a
+source file a page that shows it, with a heading for each test. In files outside docs/, links to what is not there
+(pages that are not committed) become text. A line `<!-- figure: NAME -->` becomes a figure that site_figures.py draws,
+and pages with formulas load KaTeX. The rest is plain markdown and mkdocs.yml, which Zensical and MkDocs both read.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import json
 import os
 import posixpath
 import re
@@ -30,7 +31,7 @@ LINK = re.compile(r"(?P<open>!?\[(?P<text>[^\]]*)\])\((?P<path>[^)\s#:]+)(?P<fra
 MARKER = re.compile(r"^<!-- figure: ([a-z-]+) -->$", re.MULTILINE)
 PLACE = '<div class="wc-figure" id="figure-{}"></div>'
 COPIED = {".png", ".svg", ".csv"}
-SHOWN = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".toml": "toml"}
+SHOWN = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".toml": "toml", ".ipynb": "python"}
 UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
 
 
@@ -74,7 +75,8 @@ def write_sources(folder: Path) -> set[str]:
             place = folder / site_path(target)
             place.parent.mkdir(parents=True, exist_ok=True)
             if target.suffix in SHOWN:
-                place.write_text(source_page(target), encoding="utf-8")
+                page_of = notebook_page if target.suffix == ".ipynb" else source_page
+                place.write_text(page_of(target), encoding="utf-8")
             else:
                 shutil.copy(target, place)
     if unknown := figures - set(FIGURES):
@@ -147,6 +149,28 @@ def source_page(path: Path) -> str:
         code = "\n".join(lines[start:end]).rstrip()
         parts += [*heading, f'~~~~~~ {{.{language} linenums="{start + 1}"}}\n{code}\n~~~~~~\n']
     return "\n".join(parts)
+
+
+def notebook_page(path: Path) -> str:
+    """A notebook as markdown: text, code, and what the code showed."""
+    parts = []
+    for cell in json.loads(path.read_text("utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+            continue
+        parts.append(f"~~~~~~ python\n{source}\n~~~~~~")
+        for output in cell["outputs"]:
+            data = output.get("data", {"text/plain": output.get("text", "")})
+            if "image/png" in data:
+                picture = data["image/png"].strip()
+                parts.append(f'<img alt="The figure that the code draws" src="data:image/png;base64,{picture}">')
+            elif "text/html" in data:
+                table = re.sub(r"<style.*?</style>", "", "".join(data["text/html"]), flags=re.DOTALL)
+                parts.append(table.replace(' border="1" class="dataframe"', ""))
+            else:
+                parts.append(f"~~~~~~ text\n{''.join(data['text/plain']).rstrip()}\n~~~~~~")
+    return "\n\n".join(parts)
 
 
 def _tests(path: Path) -> Iterator[tuple[int, str]]:

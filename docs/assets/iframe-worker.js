@@ -1,12 +1,18 @@
 // Browsers start no worker from a page that was opened from disk. There the search runs in a hidden frame instead.
 if (location.protocol === "file:") {
+  // Later, and a copy: as between a page and a worker.
+  const deliver = (data, receive) => {
+    const event = new MessageEvent("message", { data: structuredClone(data) });
+    setTimeout(() => receive(event));
+  };
+
   window.Worker = class {
     constructor(address) {
       this.frame = document.createElement("iframe");
       this.frame.hidden = true;
       document.body.append(this.frame);
       const inside = this.frame.contentWindow;
-      inside.postMessage = (data) => setTimeout(() => this.onmessage?.(new MessageEvent("message", { data })));
+      inside.postMessage = (data) => deliver(data, (event) => this.onmessage?.(event));
       this.started = new Promise((resolve, reject) => {
         const script = inside.document.createElement("script");
         script.onload = resolve;
@@ -18,7 +24,7 @@ if (location.protocol === "file:") {
     }
 
     postMessage(data) {
-      this.started.then(() => this.frame.contentWindow.onmessage(new MessageEvent("message", { data })), () => {});
+      this.started.then(() => deliver(data, (event) => this.frame.contentWindow?.onmessage(event)), () => {});
     }
 
     terminate() {
