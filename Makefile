@@ -1,4 +1,4 @@
-# Everything runs in a virtual environment that the first command makes. VENV=/elsewhere puts its 6 GB elsewhere.
+# Everything runs in a virtual environment that the first command makes. VENV=/elsewhere puts its 7 GB elsewhere.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -23,7 +23,7 @@ $(VENV)/.demo-$(KEY): EXTRA := demo
 $(VENV)/.installed-$(KEY) $(VENV)/.demo-$(KEY):
 	@$(PYTHON) -c "import sys; sys.exit('wellcond needs Python >= 3.11, found %s; run make PYTHON=python3.11' % sys.version.split()[0]) if sys.version_info < (3, 11) else None"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing wellcond[$(EXTRA)] into $(VENV) (torch is large: a few minutes, GBs) ..."
+	@echo "Installing wellcond[$(EXTRA)] into $(VENV) (torch with CUDA is large: a few minutes, 6 to 7 GB; docs/start.md says how to get the small one) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRA)]'
 	@rm -f $(VENV)/.installed-* $(VENV)/.demo-*
 	@touch $@
@@ -48,7 +48,7 @@ lint: $(STAMP)  ## Style, import order, docstrings, types
 docs: $(STAMP)  ## Build the documentation into site/, figures included (open site/index.html; strict, no network)
 	PYTHONPATH=$(CURDIR)/src $(BIN)/python docs/build_site.py
 
-examples: $(STAMP)  ## Run the five scripts of examples/, each under a minute on one core
+examples: $(STAMP)  ## Run the five scripts of examples/, each under a minute on one core (its notebook: examples/tour.ipynb)
 	@set -e; for script in examples/*.py; do echo "== $$script"; PYTHONPATH=$(CURDIR)/src $(BIN)/python $$script; done
 
 bench: $(STAMP)  ## Times of training steps, initialisation and Jacobians, each against its baselines in one run
