@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import os
 import posixpath
 import re
 import shutil
@@ -181,7 +180,6 @@ def _tests(path: Path) -> Iterator[tuple[int, str]]:
 
 
 if __name__ == "__main__":
-    os.environ["NO_MKDOCS_2_WARNING"] = "1"
     parser = argparse.ArgumentParser(description="Build the documentation.")
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "site", help="where to; replaced if it exists")
     build(parser.parse_args().folder.resolve())
