@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Sequence
 
 DEBUG_VARIABLE = "WELLCOND_DEBUG"
@@ -52,10 +53,10 @@ class MissingExtraError(WellcondError, ImportError):
 class UnknownChoiceError(WellcondError, ValueError):
     """A method or an option that does not exist."""
 
-    def __init__(self, what: str, got: object, choices: Sequence[object]) -> None:
+    def __init__(self, what: str, got: object, choices: Sequence[object], advice: str = "") -> None:
         """List the choices."""
         listed = ", ".join(repr(choice) for choice in choices)
-        super().__init__(f"unknown {what}: got {got!r}, expected one of {listed}.")
+        super().__init__(f"unknown {what}: got {got!r}, expected one of {listed}.{advice}")
 
 
 class WeightError(WellcondError, ValueError):
@@ -85,6 +86,19 @@ class CheckpointWarning(UserWarning):
 def _some(names: Sequence[str], limit: int = 40) -> str:
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return (", ".join(names[:limit]) or "none") + rest
+
+
+VERBS: dict[str, str] = {}
+"""What every registered method is used with: `init_` if it is a start, `condition_` if a correction in every pass."""
+
+
+def check_method(what: str, got: str, choices: Sequence[str]) -> None:
+    """Like `check_choice` for methods; one of the other verb is answered with that verb."""
+    if got not in choices:
+        for verbs in ("init", "conditioning"):  # whose methods are registered when they are first used
+            importlib.import_module(f"wellcond.{verbs}.apply")
+        advice = f" {got!r} belongs to the other verb: use {VERBS[got]}(model, {got!r})." if got in VERBS else ""
+        raise UnknownChoiceError(what, got, choices, advice)
 
 
 def check_choice(what: str, got: object, choices: Sequence[object]) -> None:

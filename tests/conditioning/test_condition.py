@@ -276,6 +276,8 @@ def test_bad_options_list_the_choices():
     model = stack(depth=1)
     with pytest.raises(wc.UnknownChoiceError, match="'balanced', 'identity', 'polar'"):
         wc.condition_(model, "svd")
+    with pytest.raises(wc.UnknownChoiceError, match=r"use init_\(model, 'conditioned'\)"):
+        wc.condition_(model, "conditioned")
     with pytest.raises(wc.UnknownChoiceError, match="expected one of 'lam', 'layout'"):
         wc.condition_(model, "identity", lambda_=1.0)
     with pytest.raises(wc.UnknownChoiceError, match="'joint', 'per_head'"):

@@ -286,6 +286,8 @@ def test_unknown_methods_and_options_list_the_choices():
     model = stack()
     with pytest.raises(wc.UnknownChoiceError, match="'conditioned', 'default', 'gaussian', 'mimetic'"):
         wc.init_(model, "condtioned")
+    with pytest.raises(wc.UnknownChoiceError, match=r"use condition_\(model, 'balanced'\)"):
+        wc.init_(model, "balanced")
     with pytest.raises(wc.UnknownChoiceError, match="expected one of 'orthogonal', 'heads', 'value'"):
         wc.init_(model, "conditioned", values="joint")
     with pytest.raises(wc.UnknownChoiceError, match="'per_head', 'joint', 'orthogonal'"):

@@ -31,7 +31,7 @@ from wellcond.conditioning.attach import Attachment, attach, detach, readers_in
 from wellcond.conditioning.checkpoint import mark, marker_of, restore_mark, settings_of, unmark
 from wellcond.conditioning.corrections import AbstractCorrection, FrozenCorrection, SpectralCorrection
 from wellcond.conditioning.methods import METHODS, Method, per_projection
-from wellcond.errors import ConditioningError, UnknownChoiceError, WeightError, check_choice
+from wellcond.errors import ConditioningError, UnknownChoiceError, WeightError, check_method
 
 
 @torch.inference_mode(False)
@@ -128,7 +128,7 @@ def make_method(method: str, options: dict[str, Any]) -> Method:
 
     Raises: UnknownChoiceError for either.
     """
-    check_choice("conditioning method", method, sorted(METHODS))
+    check_method("conditioning method", method, sorted(METHODS))
     known = list(inspect.signature(METHODS[method]).parameters)
     for name in options:
         if name not in known:

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from wellcond.attention.site import Slot
 from wellcond.conditioning.corrections import IdentityCorrection, IdentityPart, Mixture, SpectralCorrection
-from wellcond.errors import check_choice
+from wellcond.errors import VERBS, check_choice
 
 Layout = Literal["joint", "per_head"]
 PartBuilder = Callable[[list[tuple[str, Slot]]], IdentityCorrection | SpectralCorrection]
@@ -58,6 +58,7 @@ def register_condition(name: str) -> Callable[[Callable[..., Method]], Callable[
 
     def decorate(make: Callable[..., Method]) -> Callable[..., Method]:
         METHODS[name] = make
+        VERBS[name] = "condition_"
         return make
 
     return decorate

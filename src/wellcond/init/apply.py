@@ -20,7 +20,7 @@ import wellcond.init.whole_blocks  # noqa: F401  (each registers its methods)
 from wellcond.attention.checks import check_writable, choose_projections, choose_sites
 from wellcond.attention.distributed import find_ddp, is_distributed, reshard_, unwrap
 from wellcond.attention.site import AttentionSite
-from wellcond.errors import EvidenceWarning, UnknownChoiceError, check_choice
+from wellcond.errors import EvidenceWarning, UnknownChoiceError, check_method
 from wellcond.init.options import check_values
 from wellcond.init.plan import CHECKS, METHODS, InitContext, Write, checked
 
@@ -72,7 +72,7 @@ def init_(
 
     Reference: Saratchandran and Lucey, Conditioned Initialization for Attention, section 3.3.
     """
-    check_choice("initialisation method", method, sorted(METHODS))
+    check_method("initialisation method", method, sorted(METHODS))
     check_options(method, options)
     inner = unwrap(model)
     reshard_(inner)

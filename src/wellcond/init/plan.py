@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from wellcond.attention.distributed import box_of, broadcast_from_rank_zero, is_distributed, local_part
 from wellcond.attention.site import AttentionSite, Share, Slot
-from wellcond.errors import WeightError
+from wellcond.errors import VERBS, WeightError
 
 
 class Write(Protocol):
@@ -122,6 +122,7 @@ def register_init(name: str, *, check: Callable[..., None] | None = None) -> Cal
 
     def decorate(method: Method) -> Method:
         METHODS[name] = method
+        VERBS[name] = "init_"
         if check is not None:
             CHECKS[name] = check
         return method

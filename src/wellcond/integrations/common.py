@@ -16,7 +16,7 @@ from torch import nn
 
 from wellcond.conditioning.apply import condition_, make_method
 from wellcond.conditioning.checkpoint import settings_of
-from wellcond.errors import UnknownChoiceError, check_choice
+from wellcond.errors import UnknownChoiceError, check_method
 from wellcond.init.apply import check_options, init_
 from wellcond.init.plan import METHODS as INITIALISATIONS
 from wellcond.tracking import ConditionTracker
@@ -40,7 +40,7 @@ def check_choices(init: Choice | None, condition: Choice | None) -> None:
     """Raise what `init_` and `condition_` would raise about methods and options, before there is a model."""
     if init is not None:
         method, options = read_choice("init", init)
-        check_choice("initialisation method", method, sorted(INITIALISATIONS))
+        check_method("initialisation method", method, sorted(INITIALISATIONS))
         check_options(method, {key: value for key, value in options.items() if key not in ("sites", "generator")})
     if condition is not None:
         method, options = read_choice("condition", condition)
