@@ -1,9 +1,12 @@
-# Everything runs in a virtual environment that the first command makes. VENV=/elsewhere puts its 6 GB elsewhere.
+# Everything runs in a virtual environment that the first command makes. VENV=/elsewhere puts its 7 GB elsewhere.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 # One environment per content of pyproject.toml: a new dependency always means a new install.
-STAMP  := $(VENV)/.installed-$(shell $(PYTHON) -c "import hashlib;print(hashlib.sha256(open('pyproject.toml','rb').read()).hexdigest()[:16])")
+KEY    := $(shell $(PYTHON) -c "import hashlib;print(hashlib.sha256(open('pyproject.toml','rb').read()).hexdigest()[:16])")
+STAMP  := $(VENV)/.installed-$(KEY)
+# The demo needs less: where everything is not installed yet, it installs its own part into the same environment.
+DEMO   := $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.demo-$(KEY))
 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
@@ -15,15 +18,17 @@ help:  ## Show this list
 
 setup: $(STAMP)  ## Make the virtual environment and install wellcond with all extras
 
-$(STAMP):
+$(VENV)/.installed-$(KEY): EXTRA := dev
+$(VENV)/.demo-$(KEY): EXTRA := demo
+$(VENV)/.installed-$(KEY) $(VENV)/.demo-$(KEY):
 	@$(PYTHON) -c "import sys; sys.exit('wellcond needs Python >= 3.11, found %s; run make PYTHON=python3.11' % sys.version.split()[0]) if sys.version_info < (3, 11) else None"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing wellcond and its dependencies into $(VENV) (torch is large: a few minutes, 6 GB) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
-	@rm -f $(VENV)/.installed-*
-	@touch $(STAMP)
+	@echo "Installing wellcond[$(EXTRA)] into $(VENV) (torch with CUDA is large: a few minutes, 6 to 7 GB; docs/start.md says how to get the small one) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRA)]'
+	@rm -f $(VENV)/.installed-* $(VENV)/.demo-*
+	@touch $@
 
-demo: $(STAMP)  ## Train a small ViT on digits with six starts at tuned rates and five seeds, compare, and write an HTML report
+demo: $(DEMO)  ## Train a small ViT on digits with six starts at tuned rates and five seeds, compare, and write an HTML report
 	$(BIN)/wellcond demo
 
 test: $(STAMP)  ## Run the default tests (a few minutes)
@@ -40,13 +45,13 @@ lint: $(STAMP)  ## Style, import order, docstrings, types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: $(STAMP)  ## Build the documentation into site/ (open site/index.html; strict, no network)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --clean --quiet
+docs: $(STAMP)  ## Build the documentation into site/, figures included (open site/index.html; strict, no network)
+	PYTHONPATH=$(CURDIR)/src $(BIN)/python docs/build_site.py
 
-examples: $(STAMP)  ## Run the five scripts of examples/, each under a minute on one core
+examples: $(STAMP)  ## Run the five scripts of examples/, each under a minute on one core (its notebook: examples/tour.ipynb)
 	@set -e; for script in examples/*.py; do echo "== $$script"; PYTHONPATH=$(CURDIR)/src $(BIN)/python $$script; done
 
-bench: $(STAMP)  ## Times of training steps, initialisation and Jacobians, each against its rivals in one run
+bench: $(STAMP)  ## Times of training steps, initialisation and Jacobians, each against its baselines in one run
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/init_methods.py
 	$(BIN)/python benchmarks/language.py

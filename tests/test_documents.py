@@ -132,6 +132,29 @@ def test_relative_links_lead_somewhere():
                 assert re.search(rf"^def {fragment}\(", target.read_text("utf-8"), re.MULTILINE), f"{link}#{fragment}"
 
 
+def test_every_page_is_in_the_navigation():
+    listed = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    assert {name_of(path) for path in DOCUMENTS[1:]} == {path for path in listed if not path.startswith("results/")}
+
+
+PAPERS = {
+    "C": "[*Conditioned Initialization for Attention*](https://openreview.net/forum?id=cKNOCYPo2W)",
+    "S": "[*Spectral Conditioning of Attention Improves Transformer Performance*](https://arxiv.org/abs/2603.07162)",
+}
+
+
+def test_papers_are_named_and_linked_where_they_are_mentioned_first():
+    pages = 0
+    for path in DOCUMENTS:
+        text = path.read_text("utf-8")
+        for letter, link in PAPERS.items():
+            mention = re.search(rf"\b[Pp]aper {letter}\b", text)
+            if mention is not None:
+                assert mention.start() <= text.find(link) < mention.start() + 200, f"{name_of(path)}: paper {letter}"
+                pages += 1
+    assert pages > 10
+
+
 def test_formulas_within_text_are_left_alone_by_markdown():
     r"""GitHub reads emphasis and escapes before `$...$`: no `\,`, no `}_`, no `|`; a formula ends on its line."""
     formulas = 0

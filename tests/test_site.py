@@ -1,6 +1,5 @@
-"""The documentation builds without a warning and needs no network to be read."""
+"""The documentation builds without a warning and needs no network to be read and searched."""
 
-import os
 import re
 import subprocess
 import sys
@@ -9,17 +8,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-for package in ("mkdocs", "material", "mkdocstrings"):
+for package in ("zensical", "mkdocstrings", "matplotlib"):
     pytest.importorskip(package, reason="the docs extra is not installed", exc_type=ImportError)
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    )
+    command = [sys.executable, str(ROOT / "docs" / "build_site.py"), str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -66,35 +63,74 @@ ORPHANS = """() => [...document.querySelectorAll("span.arithmatex")].filter(form
 }).map(formula => formula.textContent)"""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (375, "light")])
-def test_a_browser_sets_every_formula(site, width, scheme):
+@pytest.fixture
+def browser():
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     chromium = Path("/usr/bin/chromium")
     if not chromium.exists():
         pytest.skip("there is no /usr/bin/chromium")
+    with sync_api.sync_playwright() as driver:
+        found = driver.chromium.launch(executable_path=str(chromium), args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (375, "light")])
+def test_a_browser_sets_every_formula(site, browser, width, scheme):
     addresses = [page for page in sorted(site.rglob("*.html")) if "/katex.min.js" in page.read_text("utf-8")]
     assert {"theory.html", "jacobian.html", "methods.html"} <= {page.name for page in addresses}
     problems = []
-    with sync_api.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=str(chromium), args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
-        # The search of the theme needs a server; from disk its script says so.
-        page.on("pageerror", lambda e: None if "search/search_index.js" in str(e) else problems.append(str(e)))
-        page.on("request", lambda r: None if r.url.startswith(("file:", "data:", "blob:")) else problems.append(r.url))
-        for address in addresses:
-            page.goto(address.as_uri())
-            formulas = page.locator(".arithmatex").count()
-            assert page.locator(".arithmatex .katex").count() == formulas > 0, address
-            assert page.locator(".katex-error").count() == 0, address
-            assert page.evaluate(LEFT_OVER) == [], address
-            assert page.evaluate("document.documentElement.scrollWidth") <= width, address
-            page.evaluate("document.fonts.ready.then(() => null)")
-            assert page.evaluate(ORPHANS) == [], address
-            faces = "[...document.fonts].filter(font => font.status == 'loaded').map(font => font.family)"
-            assert "KaTeX_Math" in page.evaluate(faces), address
-        browser.close()
+    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page.on("pageerror", lambda e: problems.append(str(e)))
+    page.on("request", lambda r: None if r.url.startswith(("file:", "data:", "blob:")) else problems.append(r.url))
+    for address in addresses:
+        page.goto(address.as_uri())
+        formulas = page.locator(".arithmatex").count()
+        assert page.locator(".arithmatex .katex").count() == formulas > 0, address
+        assert page.locator(".katex-error").count() == 0, address
+        assert page.evaluate(LEFT_OVER) == [], address
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, address
+        page.evaluate("document.fonts.ready.then(() => null)")
+        assert page.evaluate(ORPHANS) == [], address
+        faces = "[...document.fonts].filter(font => font.status == 'loaded').map(font => font.family)"
+        assert "KaTeX_Math" in page.evaluate(faces), address
     assert problems == []
+
+
+@pytest.mark.slow
+def test_the_search_works_from_disk(site, browser):
+    page = browser.new_page()
+    problems = []
+    page.on("pageerror", lambda e: problems.append(str(e)))
+    page.on("request", lambda r: None if r.url.startswith(("file:", "data:", "blob:")) else problems.append(r.url))
+    page.goto((site / "index.html").as_uri())
+    page.keyboard.press("/")
+    page.get_by_placeholder("Search").press_sequentially("commutant")
+    found = page.locator("ol li a").first
+    found.wait_for()
+    assert found.get_attribute("href").startswith((site / "theory.html").as_uri())
+    found.click()
+    page.wait_for_url("**/theory.html?*")
+    assert problems == []
+
+
+def test_figures_stand_in_their_pages(site):
+    sources = {path: path.read_text("utf-8") for path in (ROOT / "docs").rglob("*.md")}
+    named = {path: re.findall(r"^<!-- figure: ([a-z-]+) -->$", text, re.MULTILINE) for path, text in sources.items()}
+    assert 5 <= sum(map(len, named.values())) == len({name for names in named.values() for name in names}) <= 8
+    for path, names in named.items():
+        page = (site / path.relative_to(ROOT / "docs").with_suffix(".html")).read_text("utf-8")
+        assert page.count('<figure class="wc-figure"') == len(names)
+        for name in names:
+            start = page.index(f'<figure class="wc-figure" id="figure-{name}">')
+            figure = page[start : page.index("</figure>", start)]
+            assert re.search(r'<svg role="img" aria-label="[^"]{30,}"', figure)
+            assert re.search(r"<figcaption>.{60,}</figcaption>", figure)
+            assert "currentColor" in figure and "#010203" not in figure and len(figure) < 120_000
+        identities = re.findall(r'\bid="([^"]+)"', page)
+        repeated = {identity for identity in identities if identities.count(identity) > 1}
+        assert not {identity for identity in repeated if identity.startswith(tuple(f"{name}-" for name in names))}
 
 
 def test_errata_lead_to_their_tests(site):
