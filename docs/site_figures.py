@@ -172,7 +172,7 @@ def measured_heads(folder: str, method: str) -> tuple[HeadTable, ...]:
 @figure(
     "kappa-ends",
     alt="Condition number of the head Jacobian at the start and at the end of training for three methods, by model",
-    caption="κ(J) of the heads at the start (ring) and at the end of training (dot), at tuned rates: geometric "
+    caption="κ(J) of the heads at the start (ring) and at the end of training (dot), one rate for all: geometric "
     "means over heads and seeds, over the non-zero spectrum.",
 )
 def draw_kappa_ends() -> plt.Figure:
@@ -182,7 +182,7 @@ def draw_kappa_ends() -> plt.Figure:
     for row, folder in enumerate(folders):
         for shift, method in zip((-0.24, 0.0, 0.24), ("default", "conditioned", "identity(lam=10)"), strict=True):
             tables = measured_heads(f"evidence/measured/{folder}", method)
-            means = np.array([table.over_steps("pseudo_condition_number", log=True) for table in tables])
+            means = np.array([table.over_steps("pseudo_condition_number") for table in tables])
             start, end = np.exp(np.log(means[:, [0, -1]]).mean(axis=0))
             colour, place = COLOURS[method], row + shift
             axes.plot([start, end], [place] * 2, lw=1.6, color=colour)
@@ -215,7 +215,7 @@ def draw_kappa_training() -> plt.Figure:
         log = key != "normalised_entropy"
         for method in ("default", "gaussian", "conditioned", "balanced", "identity(lam=10)"):
             tables = measured_heads("vision/vit", method)
-            means = np.array([table.over_steps(key, log=log) for table in tables])
+            means = np.array([table.over_steps(key) for table in tables])
             mean = np.exp(np.log(means).mean(axis=0)) if log else means.mean(axis=0)
             known = np.isfinite(mean)  # the Jacobian is measured more rarely
             panel.plot(

@@ -83,8 +83,8 @@ def test_search_growth_interruption_and_test(run, hold, tmp_path):
         (["--tune", "optimizer.lr=1,2", "--tuning-seeds", "2,5"], "expected seeds that are not tested, found 2"),
         (["--tune", "optimizer.lr=1,2", "--tuning-seeds", "x"], "--tuning-seeds: expected a number"),
         (["--tune", "optimizer.lr=1,2", "--print-jobs"], "--print-jobs"),
-        (["--tuning-seeds", "2"], "--tuning-seeds belongs to --tune"),
-        (["--tune-growth", "2"], "--tune-growth belongs to --tune"),
+        (["--tuning-seeds", "2"], "--tuning-seeds has an effect only with --tune"),
+        (["--tune-growth", "2"], "--tune-growth has an effect only with --tune"),
     ],
 )
 def test_mistakes_are_one_message(run, tmp_path, more, message):

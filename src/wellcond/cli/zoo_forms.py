@@ -32,9 +32,12 @@ STRUCTURED = "structured: "
 
 def forms_of(sites: Iterable[AttentionSite]) -> str:
     """The forms that measure these attentions, one try for each kind among them; shortened for a table."""
-    kinds = {_kind(site): site for site in sites}
-    found = dict.fromkeys(shorten(try_form(site)) for site in kinds.values())
-    return "; ".join(found)
+    return "; ".join(dict.fromkeys(shorten(try_form(site)) for site in one_of_each_kind(sites)))
+
+
+def one_of_each_kind(sites: Iterable[AttentionSite]) -> list[AttentionSite]:
+    """The last attention of every kind."""
+    return list({_kind(site): site for site in sites}.values())
 
 
 def _kind(site: AttentionSite) -> tuple[Any, ...]:
@@ -59,8 +62,8 @@ def is_structured(forms: str) -> bool:
 
 def captured_forms(captured: Iterable[CapturedAttention]) -> str:
     """The same of attentions that were captured in a forward pass of their model."""
-    kinds = {_kind(one.site): one for one in captured if one.call is not None}
-    return "; ".join(dict.fromkeys(shorten(captured_form(one, 0).how) for one in kinds.values()))
+    reached = [one for one in captured if one.call is not None]
+    return "; ".join(dict.fromkeys(shorten(captured_form(one, 0).how) for one in reached))
 
 
 def try_form(site: AttentionSite) -> str:

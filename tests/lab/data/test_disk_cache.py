@@ -90,6 +90,7 @@ def test_a_full_disk_leaves_the_old_file(entry):
 HOLD = """
 import os, sys
 from pathlib import Path
+from wellcond.lab.data.disk import CacheEntry
 entry = CacheEntry("things", {"version": 1, "name": "é"}, root=Path(sys.argv[1]))
 with entry.locked(lambda: None):
     (entry.folder / ".left.1.partial").write_bytes(b"")

@@ -117,7 +117,7 @@ def sign_flip_equality_p(values: Sequence[float], margin: float) -> float:
 
     Example:
         >>> sign_flip_equality_p([0, 0, 1, 0, -1], 3), sign_flip_equality_p([0, 0, 5, 0, 0], 3)
-        (0.03125, 0.1875)
+        (0.03125, 0.0625)
     """
     below = [value - margin for value in values]  # all negative if the differences are below the margin
     above = [-value - margin for value in values]
