@@ -18,7 +18,7 @@ fair() {  # recipe, folder, strong default, rates, settings
 }
 
 beside() {  # folder, recipe, strong default, rates, settings: how a gain depends on something else than the task
-  compare --recipe "$2" --folder "method/$1" --methods "default(library=true),default,$3,$frozen,conditioned${more:-}" --set baseline=default --seeds 8 \
+  compare --recipe "$2" --folder "method/$1" --methods "${library-default(library=true),}default,$3,$frozen${more:-}" --set baseline=default --seeds 6 \
     --tune "optimizer.lr=$4" --tune-growth 1 "${@:5}"
 }
 
@@ -33,7 +33,7 @@ widths() {  # at which width the gain ends: heads of 16, half the epochs of the 
 lengths() {  # small initialisation predicts that gains shrink or turn with longer training
   local steps
   for steps in 75 300; do
-    more=,small beside "lengths/$steps" gpt2-tinystories "tokens(embeddings=3.46, positions=1)" 3e-3,6e-3,1.2e-2 --set "training.length={steps: $steps}" \
+    library= more=,small beside "lengths/$steps" gpt2-tinystories "tokens(embeddings=3.46, positions=1)" 3e-3,6e-3,1.2e-2 --set "training.length={steps: $steps}" \
       --set "schedule.warmup={steps: $((steps / 8))}" --set "evaluation.every={steps: $steps}" --set data.limit_evaluation=100 --set data.limit_test=300
   done
 }
