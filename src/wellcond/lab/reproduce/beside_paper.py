@@ -36,7 +36,7 @@ GAINS = (
     "they agree if our interval contains the paper's, both as shares of the baseline's error."
 )
 HEADER = (
-    "column", "method", "paper", "ours", "n", "ours − paper", "paper's gain", "our gain [95 % interval]", "p",
+    "column", "method", "paper", "ours", "n", "paper's gain", "our gain [95 % interval]", "p",
     "p (Holm)", "agreement",
 )  # fmt: skip
 
@@ -141,7 +141,7 @@ def cells_table(id: str, title: str, cells: list[Cell], notes: Iterable[str]) ->
     known = {cell.metric.label for cell in cells if cell.summary.count}
     name = f" ({known.pop()})" if len(known) == 1 else ""
     rows, values = tuple(map(_shown, cells)), tuple(map(_numbers, cells))
-    return Table(id.lower(), f"{id}: {title}{name}", HEADER, rows, tuple(notes), frozenset({0, 1, 10}), values)
+    return Table(id.lower(), f"{id}: {title}{name}", HEADER, rows, tuple(notes), frozenset({0, 1, 9}), values)
 
 
 def _numbers(cell: Cell) -> Values:
@@ -156,9 +156,6 @@ def _numbers(cell: Cell) -> Values:
 
 def _shown(cell: Cell) -> tuple[str, ...]:
     summary, metric, difference = cell.summary, cell.metric, cell.difference
-    away = MISSING
-    if summary.count and cell.paper_value is not None:
-        away = f"{summary.mean * metric.scale - cell.paper_value:+.2f}"
     gain = MISSING
     if difference is not None:
         interval = "" if difference.interval is None else f" {show_interval(difference.interval, metric)}"
@@ -169,7 +166,6 @@ def _shown(cell: Cell) -> tuple[str, ...]:
         cell.paper or MISSING,
         show_mean(summary.mean, summary.std, metric),
         f"{summary.count}" + (f" + {cell.lost} lost" if cell.lost else ""),
-        away,
         MISSING if cell.paper_gain is None else f"{cell.paper_gain:+g}",
         gain,
         show_p(difference.p if difference else None),
