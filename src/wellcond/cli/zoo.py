@@ -101,7 +101,7 @@ def forms_in_use(model: nn.Module) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            # One of each kind: the maps of all layers of a model of 1,024 pixels are 20 GB in float64.
+            # One of each kind: the maps of all layers of a model of 1,024 pixels have many GB.
             chosen = one_of_each_kind(find_attention(model, strict=False))
             return captured_forms(capture_sites(model, image, chosen, max_samples=1, required=False))
         except Exception:  # a model that takes no image

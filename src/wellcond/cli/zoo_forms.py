@@ -36,8 +36,11 @@ def forms_of(sites: Iterable[AttentionSite]) -> str:
 
 
 def one_of_each_kind(sites: Iterable[AttentionSite]) -> list[AttentionSite]:
-    """The last attention of every kind."""
-    return list({_kind(site): site for site in sites}.values())
+    """The first attention of every kind."""
+    found: dict[tuple[Any, ...], AttentionSite] = {}
+    for site in sites:
+        found.setdefault(_kind(site), site)
+    return list(found.values())
 
 
 def _kind(site: AttentionSite) -> tuple[Any, ...]:

@@ -172,15 +172,35 @@ class Trace:
 
     def slopes(self) -> Tensor:
         """h'_rj, (B, n, m): what a change of a product of queries and keys does to its logit."""
-        (node, at), product = self.softmax.next_functions[0], self.scores.node
-        assert node is not None
+        product = self.scores.node
         shape = self.softmax._saved_result.shape  # type: ignore[attr-defined]
         # Rows of cotangents that sum to zero do not see what is subtracted from a whole row (its maximum).
         cotangent = self.p.new_ones(shape)
         cotangent[..., -1] = 1 - shape[-1]
-        (found,) = torch.autograd.grad(GradientEdge(node, at), GradientEdge(product, 0), cotangent, retain_graph=True)
+        (found,) = torch.autograd.grad(self.logits, GradientEdge(product, 0), cotangent, retain_graph=True)
         found = found.reshape(*self.p.shape[:2], -1)
         return found / cotangent.reshape(self.p.shape)[..., : found.shape[-1]] if shape[-1] > 1 else found
+
+    @property
+    def logits(self) -> GradientEdge:
+        """What the softmax reads."""
+        node, at = self.softmax.next_functions[0]
+        assert node is not None
+        return GradientEdge(node, at)
+
+    def positions_multiply_queries(self) -> bool:
+        """Whether the logits depend on the queries by more than the product of scores."""
+        cotangent = torch.randn(
+            self.softmax._saved_result.shape,  # type: ignore[attr-defined]
+            dtype=self.p.dtype, generator=torch.Generator().manual_seed(0),
+        )  # fmt: skip
+        cotangent = cotangent - cotangent.mean(-1, keepdim=True)
+        edge, product = self.logits, self.scores
+        (of_product,) = torch.autograd.grad(edge, GradientEdge(product.node, 0), cotangent, retain_graph=True)
+        by_product = of_product.reshape(*product.left.shape[:2], -1) @ product.right.detach().mT
+        own = self.cuts[0].pull(product.edges[0], by_product.reshape(product.left.shape))
+        every = self.cuts[0].pull(edge, cotangent)
+        return float((every - own).norm()) > 1e-10 * float(every.norm())
 
 
 def _only(found: list[Product], what: str) -> Product:

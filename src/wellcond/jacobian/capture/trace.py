@@ -3,7 +3,8 @@ r"""The row-wise form of an attention, read off the autograd graph of its own fl
     q_r, k_j, v_j        what the projections put out; here the graph is cut
     qhat_r = f_r(q_r)    left operand of the product of scores: norms, rotations, factors, clamps, in any order
     khat_j = f_j(k_j)    right operand; vhat_j = f_j(v_j) that of the product with the probabilities
-    S_rj = h_rj(qhat_r . khat_j),  P = softmax of the rows of S,  o_r = sum_j P_rj vhat_j,  what W_O reads: g_r(o_r)
+    S_rj = h_rj(qhat_r . khat_j), and q_r . r_rj where positions r_rj multiply the queries
+    P = softmax of the rows of S,  o_r = sum_j P_rj vhat_j,  what W_O reads: g_r(o_r)
 
 Values, the Jacobians of f_r, f_j, g_r and the slopes h'_rj are taken from the graph, so that cos, sin, scales, caps and
 masks are those that the model used. Which token made which row is found by pulling back numbered rows: a row of a
@@ -32,6 +33,7 @@ from wellcond.jacobian.layer import MappedRows
 from wellcond.jacobian.maps import TokenMap
 from wellcond.jacobian.normalised import NormalisedHead, Softmax
 
+MOST_ENTRIES = 2**27  # of a derivative for every row, key and channel: 1 GiB
 NUMBERED = 1e-6  # how far a number that is read off a quotient may be from the rounded one, relative to it
 
 
@@ -195,6 +197,14 @@ def trace_form(generic: GenericHead, *, biases: bool = False) -> AbstractForm:
         slopes.append(all_slopes[picked] * own)
     if any(not torch.equal(of_q.tokens[tokens], of_q.tokens[q_tokens[0]]) for tokens in q_tokens):
         raise NotTracedError("query heads of a group read different tokens")
+    by_query = None
+    if trace.positions_multiply_queries():
+        by_query = torch.cat(
+            [
+                _by_query(trace, memory, tokens, query.rows[number])
+                for number, tokens in zip(group, q_tokens, strict=True)
+            ]
+        )
     real = memory.tokens[: len(memory.tokens) - memory.tokenless]
     y, z = (torch.nn.functional.pad(cut.tokens[real], (0, 0, 0, memory.tokenless)) for cut in (of_k, of_v))
     key_map = _memory_map(of_k, trace.scores.edges[1], khat, memory, key.rows[kv_head])
@@ -217,10 +227,27 @@ def trace_form(generic: GenericHead, *, biases: bool = False) -> AbstractForm:
             TokenMap(*value_map, "numeric"),
             memory.tokenless,
             None if torch.equal(y, z) else z,
+            by_query,
         ),
     )
     maps = output_maps(trace, generic.columns, outputs)
     return form if maps is None else MappedRows(form, maps, generic.output().detach())
+
+
+def _by_query(trace: Trace, memory: MemoryRows, tokens: Tensor, slot_rows: Tensor) -> Tensor:
+    """D_rj = dS_rj / dq_r of one query head, (N, M, d), up to what is the same for all keys of a row."""
+    if trace.p.shape[-1] != trace.scores.right.shape[2] or len(memory.rows) != trace.p.shape[-1]:
+        raise NotTracedError("positions multiply the queries, and not every key of a row is a token")
+    if len(tokens) * len(memory.rows) * len(slot_rows) > MOST_ENTRIES:
+        raise NotTracedError("positions multiply the queries of too many tokens")
+    shape = trace.softmax._saved_result.shape  # type: ignore[attr-defined]
+    found = trace.p.new_zeros(len(tokens), len(memory.rows), len(slot_rows))
+    for at, column in enumerate((memory.rows % shape[-1]).tolist()):
+        cotangent = trace.p.new_zeros(shape)
+        cotangent[..., column] = 1.0
+        cotangent[..., -1] -= 1.0
+        found[:, at] = trace.cuts[0].pull(trace.logits, cotangent)[tokens][:, slot_rows]
+    return found
 
 
 def _memory(trace: Trace, output: Tensor, kv_head: int) -> MemoryRows:
