@@ -66,6 +66,7 @@ def captured_from(family: str) -> tuple[CapturedAttention, ...]:
     return tuple(c for c in found if c.call is not None and not c.is_plain)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # jacrev through unfold
 @pytest.mark.parametrize("family", FAMILIES)
 def test_singular_values_are_those_of_the_module(family):
     """`jacrev` of the module's own copy, float64; layers differ in windows and caps."""
