@@ -155,7 +155,7 @@ def measure(
         layers: only the attentions with these numbers, in the order of `find_attention`.
         heads: only these key/value heads; query heads where each is measured by itself.
         settings: what to compute; the defaults of `MeasureSettings` if None.
-        resume: a file in which every head is noted when it is measured; the same call then goes on from there. Large
+        resume: a file in which every head is noted when it is measured; the same call then resumes there. Large
             models take hours.
         progress: wraps the list of all heads, to show how far it is.
         **options: fields of `MeasureSettings`, which replace those of `settings`: ``measure(model, batch, samples=4)``.
