@@ -302,7 +302,7 @@ def test_zoo_reports_what_became_of_a_model(model_type: str, status: str, capfd:
 @pytest.mark.parametrize(
     ("model_type", "forms"),
     [("bert", "plain softmax"), ("phi", "rotary"), ("qwen3", "rotary, rms norm on queries and keys"),
-     ("sam_vision_model", "generic")],
+     ("sam_vision_model", "query position term")],
 )  # fmt: skip
 def test_zoo_says_which_form_measures_a_model(model_type: str, forms: str):
     """Tried on the attention itself, with random weights and a few tokens; SAM's positions multiply its queries."""

@@ -198,8 +198,9 @@ class Trace:
         edge, product = self.logits, self.scores
         (of_product,) = torch.autograd.grad(edge, GradientEdge(product.node, 0), cotangent, retain_graph=True)
         by_product = of_product.reshape(*product.left.shape[:2], -1) @ product.right.detach().mT
-        own = self.cuts[0].pull(product.edges[0], by_product.reshape(product.left.shape))
-        every = self.cuts[0].pull(edge, cotangent)
+        rows = self.generic.site.by_role("query").rows.flatten()  # a fused projection makes keys and values as well
+        own = self.cuts[0].pull(product.edges[0], by_product.reshape(product.left.shape))[:, rows]
+        every = self.cuts[0].pull(edge, cotangent)[:, rows]
         return float((every - own).norm()) > 1e-10 * float(every.norm())
 
 
