@@ -14,7 +14,7 @@ fair() {  # recipe, folder, strong default, rates, settings
   methods="$baseline,$frozen,${layer_scale-default+set(model.layer_scale=0.1),}t_fixup,small"
   [ -z "$sincos" ] || methods+=",mimetic(position=$sincos)"
   shift 4
-  compare --recipe "$recipe" --folder "$folder" --methods "${only:-$methods}" --set "baseline=$baseline" --seeds 10 --tune "optimizer.lr=$rates" "$@"
+  compare --recipe "$recipe" --folder "$folder" --methods "$methods" --set "baseline=$baseline" --seeds 10 --tune "optimizer.lr=$rates" "$@"
 }
 
 beside() {  # folder, recipe, strong default, rates, settings: how a gain depends on something else than the task

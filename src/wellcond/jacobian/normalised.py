@@ -187,7 +187,8 @@ class NormalisedHead(AbstractForm):
     def table_entries(self) -> int:
         """W_r and t_rj of every row and key, and what they are made of."""
         head = self.head
-        return 2 * head.num_rows * len(head.memory) * (head.head_dim + head.value_dim)
+        by_query = 0 if self._by_query is None else self._by_query.numel()
+        return 2 * head.num_rows * len(head.memory) * (head.head_dim + head.value_dim) + by_query
 
     def output_side(self) -> MappedOutputSide | None:
         """J J^T for iterations; None where the values pass a map."""

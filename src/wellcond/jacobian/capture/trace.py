@@ -199,12 +199,8 @@ def trace_form(generic: GenericHead, *, biases: bool = False) -> AbstractForm:
         raise NotTracedError("query heads of a group read different tokens")
     by_query = None
     if trace.positions_multiply_queries():
-        by_query = torch.cat(
-            [
-                _by_query(trace, memory, tokens, query.rows[number])
-                for number, tokens in zip(group, q_tokens, strict=True)
-            ]
-        )
+        each = zip(group, q_tokens, strict=True)
+        by_query = torch.cat([_by_query(trace, memory, tokens, query.rows[number]) for number, tokens in each])
     real = memory.tokens[: len(memory.tokens) - memory.tokenless]
     y, z = (torch.nn.functional.pad(cut.tokens[real], (0, 0, 0, memory.tokenless)) for cut in (of_k, of_v))
     key_map = _memory_map(of_k, trace.scores.edges[1], khat, memory, key.rows[kv_head])
