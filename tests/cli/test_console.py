@@ -8,11 +8,9 @@ from rich.console import Console
 from report.fake_runs import only_comparison, usual_methods, write_comparison
 from wellcond.cli.console import print_table
 from wellcond.cli.recipes import recipes
-from wellcond.cli.runs import watch
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.table import Table
 from wellcond.lab.report.tables import build_tables
-from wellcond.lab.train.compare import Outcome
 
 
 def terminal(width):
@@ -70,12 +68,3 @@ def test_a_wide_terminal_shows_task_model_and_data_of_recipes(monkeypatch):
     recipes()
     [line] = [line for line in printed(out) if line.strip().startswith("lra-listops") and " tiny " in line]
     assert "sequence_classification" in line and "long_range" in line and line.rstrip().endswith("listops")
-
-
-def test_many_runs_are_announced(capsys):
-    for count, told in (
-        (200, ""),
-        (2000, "2,000 runs. (--seeds 2000 means 2,000 seeds, --seeds 2000,2001 these two.)\n"),
-    ):
-        watch(count, lambda observe: Outcome(), quiet=False)
-        assert capsys.readouterr().err == told

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from wellcond.cli.checks import data_overrides
-from wellcond.cli.own_data import fit_to_data
+from wellcond.cli.runs import fit_to_data
 
 SHORT = ["--methods", "default,gaussian", "--seeds", "1", "--jobs", "1", "--no-report", "--set",
          "training.length={steps: 2}", "--set", "tracking.jacobian_points=0"]  # fmt: skip

@@ -10,10 +10,6 @@ import pytest
 
 from lab.small import SETTINGS, command, record, small_job, train_command
 from patience import PATIENCE
-from wellcond.cli.compare import Request
-from wellcond.cli.comparison import run_compare
-from wellcond.cli.progress import RunsProgress
-from wellcond.lab.train.compare import run_comparison
 from wellcond.lab.train.run import run_job
 from wellcond.lab.train.run_folder import RunError, RunFolder
 
@@ -112,32 +108,3 @@ def test_a_folder_deleted_during_its_run_is_an_error_and_is_not_made_again(tmp_p
     with pytest.raises(RunError, match=r"run or its file `lock` was deleted during the run.*same command"):
         run_job(small_job(tmp_path / "run"), observe)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_run_deleted_during_a_comparison_has_failed(tmp_path):
-    jobs = [small_job(tmp_path / method, method) for method in ("default", "polar")]
-
-    def observe(job, event):
-        if job is jobs[1] and event["event"] == "start":
-            shutil.rmtree(jobs[0].folder)
-
-    outcome = run_comparison(jobs, num_workers=1, observer=observe)
-    assert [kept["method"] for kept in outcome.records] == ["polar"]
-    [(job, problem)] = outcome.failures
-    assert job is jobs[0] and str(jobs[0].folder) in problem and "same command" in problem
-
-
-@pytest.mark.parametrize("deleted", [pytest.param("default", marks=pytest.mark.slow), "."])
-def test_a_comparison_whose_folder_was_deleted_exits_with_an_error(tmp_path, monkeypatch, capsys, deleted):
-    folder = tmp_path / "digits"
-    observe = RunsProgress.observe
-
-    def deleting(self, job, event):
-        observe(self, job, event)
-        if job.method.label == "conditioned" and event["event"] == "end":
-            shutil.rmtree(folder / deleted)
-
-    monkeypatch.setattr(RunsProgress, "observe", deleting)
-    code = run_compare(Request("digits", seeds="1", overrides=tuple(SETTINGS), folder=folder, jobs="1", cpu=True))
-    said = capsys.readouterr().out
-    assert code == 1 and "failed: " in said and "default, seed 0" in said and "was deleted" in said

@@ -289,10 +289,9 @@ def test_recurrent_models_have_no_attention():
     ],
 )
 def test_zoo_reports_what_became_of_a_model(model_type: str, status: str, capfd: pytest.CaptureFixture[str]):
-    from wellcond.cli.zoo_hf import quiet, walk_one
+    from wellcond.cli.zoo import walk_one
 
-    with quiet():
-        row = walk_one(model_type)
+    row = walk_one(model_type)
     assert row.status == status
     assert (row.num_sites > 0) == (status in ("found", "partly"))
     assert bool(row.detail) == (status in ("partly", "refused", "not built"))
@@ -306,11 +305,10 @@ def test_zoo_reports_what_became_of_a_model(model_type: str, status: str, capfd:
 )  # fmt: skip
 def test_zoo_says_which_form_measures_a_model(model_type: str, forms: str):
     """Tried on the attention itself, with random weights and a few tokens; SAM's positions multiply its queries."""
+    from wellcond.cli.zoo import walk_one
     from wellcond.cli.zoo_forms import is_structured
-    from wellcond.cli.zoo_hf import quiet, walk_one
 
-    with quiet():
-        row = walk_one(model_type, forms=True)
+    row = walk_one(model_type)
     assert row.forms == forms
     assert is_structured(row.forms) == (forms != "generic")
 

@@ -339,9 +339,7 @@ def test_zoo_says_what_became_of_a_model(name, status, detail):
 
 
 def test_zoo_tries_attentions_that_act_on_a_change_of_mode():
-    row = inspect_model(
-        "efficientformer", "efficientformer_l1", partial(timm.create_model, "efficientformer_l1"), forms=True
-    )
+    row = inspect_model("efficientformer", "efficientformer_l1", partial(timm.create_model, "efficientformer_l1"))
     assert row.status == "found" and row.forms  # its train() returns nothing
 
 

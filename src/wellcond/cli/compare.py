@@ -131,13 +131,14 @@ def compare(
     from wellcond.lab.tune.grid import FIRST_TUNING_SEED, read_tuned_fields
 
     overrides = [*data_overrides(data, input, label), *(set or [])]
-    read_tuned_fields(tune or ())
     tuning = read_seeds(tuning_seeds or "2", option="--tuning-seeds", first=FIRST_TUNING_SEED)
     ray_options = {"--ray-address": ray_address, "--cpus-per-run": cpus_per_run, "--gpus-per-run": gpus_per_run}
     if not tune:
         _require_with({"--tuning-seeds": tuning_seeds, "--tune-growth": tune_growth}, "--tune")
     elif print_jobs:
         raise OptionError("--print-jobs cannot know the runs of --tune beforehand; leave out one of them")
+    else:
+        read_tuned_fields(tune)
     check_experiment(recipe, scale=scale, overrides=overrides, folder=folder, seeds=seeds, jobs=jobs)
     check_choice("engine", engine, ENGINES)
     if engine == "local":
@@ -145,7 +146,7 @@ def compare(
     elif print_jobs:
         raise OptionError("--print-jobs runs nothing, so it takes no engine; leave out --engine ray")
     if data is not None:
-        from wellcond.cli.own_data import fit_to_data
+        from wellcond.cli.runs import fit_to_data
 
         overrides += fit_to_data(recipe, scale=scale, overrides=overrides, quiet=quiet or json)
     from wellcond.cli.comparison import print_commands, ray_settings, run_compare

@@ -15,11 +15,18 @@ from rich.console import Console
 from rich.markup import escape
 
 from wellcond.cli.checks import OptionError, read_seeds
-from wellcond.cli.cleanup import removing_untrained
 from wellcond.cli.compare import Request
 from wellcond.cli.console import make_console
 from wellcond.cli.report import foresee_power, print_report
-from wellcond.cli.runs import choose_workers, is_first_process, leaving_together, print_json, run_jobs, tell_end
+from wellcond.cli.runs import (
+    choose_workers,
+    is_first_process,
+    leaving_together,
+    print_json,
+    removing_untrained,
+    run_jobs,
+    tell_end,
+)
 from wellcond.diagnosis.phrases import count
 from wellcond.files import to_json
 from wellcond.lab.cluster import RaySettings

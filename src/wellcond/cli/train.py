@@ -34,16 +34,13 @@ def train(
     cli.need_train_extra()
     overrides = [*data_overrides(data, input, label), *(set or [])]
     check_experiment(recipe, scale=scale, overrides=overrides, folder=folder)
-    if data is not None:
-        from wellcond.cli.own_data import fit_to_data
-
-        overrides += fit_to_data(recipe, scale=scale, overrides=overrides, quiet=quiet or json)
     from wellcond.cli import runs
-    from wellcond.cli.cleanup import removing_untrained
     from wellcond.lab.load_recipe import load_recipe
     from wellcond.lab.methods import parse_methods
     from wellcond.lab.train.run import Job
 
+    if data is not None:
+        overrides += runs.fit_to_data(recipe, scale=scale, overrides=overrides, quiet=quiet or json)
     loaded, base = load_recipe(recipe, scale=scale, overrides=overrides)
     asked = [loaded.method] if method is None else parse_methods(method)
     if len(asked) != 1:
@@ -51,7 +48,7 @@ def train(
     chosen = loaded.at_tuned(asked[0])
     place = folder or Path("runs") / f"{loaded.name}-{loaded.scale}" / chosen.slug / f"seed{seed}"
     job = Job(loaded, chosen, seed, place, base=base, cpu=cpu, local_code=trust_local_code)
-    with runs.leaving_together(), removing_untrained(place):
+    with runs.leaving_together(), runs.removing_untrained(place):
         outcome = runs.run_jobs([job], 1, quiet=quiet or json)
     known = bool(outcome.failures) and not outcome.crashed
     if known and not json:

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from wellcond.cli.checks import OptionError
-from wellcond.cli.cleanup import removing_untrained
 from wellcond.cli.compare import Request
 from wellcond.cli.comparison import Comparison
 from wellcond.cli.console import make_console, print_table
-from wellcond.cli.runs import is_first_process, leaving_together, print_json, tell_end
+from wellcond.cli.runs import is_first_process, leaving_together, print_json, removing_untrained, tell_end
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.report.records import Metric
 from wellcond.lab.report.table import Table

@@ -228,6 +228,25 @@ def with_effect(config: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def differences(a: Any, b: Any, path: str = "") -> list[str]:
+    """Where two configurations differ.
+
+    Example:
+        >>> differences({"optimizer": {"lr": 1}}, {"optimizer": {"lr": 2}})
+        ['optimizer.lr: 1 there, 2 here']
+    """
+    if isinstance(a, dict) and isinstance(b, dict):
+        return [line for key in a | b for line in differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)]
+    return [] if a == b else [f"{path}: {a!r} there, {b!r} here"]
+
+
+def list_differences(there: dict[str, Any], here: dict[str, Any], most: int = 12) -> str:
+    """A line for each setting that makes the runs of two configurations differ."""
+    found = differences(with_effect(there), with_effect(here))
+    rest = [f"and {len(found) - most} more"] if len(found) > most else []
+    return "\n".join(f"    {line}" for line in [*found[:most], *rest])
+
+
 def config_hash(config: dict[str, Any]) -> str:
     """16 hexadecimal digits that name what a run computes."""
     return hashlib.sha256(json.dumps(with_effect(config), sort_keys=True).encode()).hexdigest()[:16]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import multiprocessing
 import os
@@ -15,20 +16,21 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from wellcond.errors import AttentionNotFoundError, MissingExtraError, WellcondError
 from wellcond.files import to_json, write_atomically
 from wellcond.lab.cluster import RaySettings
 from wellcond.lab.data.base import DataError
 from wellcond.lab.methods import MethodSettings, check_distinct
-from wellcond.lab.recipe import Recipe, config_hash
+from wellcond.lab.recipe import Recipe, config_hash, list_differences, override_recipe
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.train.differences import what_differs
 from wellcond.lab.train.engine import Event
 from wellcond.lab.train.length import StopFlag
 from wellcond.lab.train.run import Job, UnexpectedRunError, check_local_code, complete_record, run_job
-from wellcond.lab.train.run_folder import RunError, writing
+from wellcond.lab.train.run_folder import RunError, RunFolder, writing
 from wellcond.models import ModelSpecError
-from wellcond.run_records import COMPLETE, SCHEMA, find_change, seal
+from wellcond.run_records import SCHEMA, find_change, seal
 
 # Errors of the recipe or the dataset concern every run: the first one ends the comparison.
 FOR_ALL = (RecipeError, DataError, MissingExtraError, AttentionNotFoundError, ModelSpecError)
@@ -91,10 +93,24 @@ def check_settings(folder: Path, recipe: Recipe) -> None:
     elif (former["recipe"], former["scale"]) != (recipe.name, recipe.scale):
         problem = f"a comparison of {former['recipe']} ({former['scale']}), not of {recipe.name} ({recipe.scale})"
     elif former.get("settings_hash", settings) != settings:
-        problem = f"a comparison of {recipe.name} under other settings{what_differs(folder, former, recipe)}"
+        problem = f"a comparison of {recipe.name} under other settings{_what_differs(folder, former, recipe)}"
     else:
         return
     raise RunError(f"{folder} holds {problem}. Give another folder with --folder")
+
+
+def _what_differs(folder: Path, comparison: dict[str, Any], recipe: Recipe) -> str:
+    """The settings that differ from those of the first run of a comparison; empty if none has a record."""
+    for slug, seed in itertools.product([method["slug"] for method in comparison["methods"]], comparison["seeds"]):
+        record = RunFolder(folder / slug / f"seed{seed}").read_record()
+        if record is not None:
+            try:  # without what was tuned for it there
+                method = recipe.at_tuned(MethodSettings.model_validate(record["method"]))
+            except ValidationError:  # a label of the user's own
+                method = MethodSettings.model_validate(record["config"]["method"])
+            here = override_recipe(recipe, method).config(method, record["seed"])
+            return f":\n{list_differences(record['config'], here)}\n  Their runs cannot be compared"
+    return ""
 
 
 def write_comparison(folder: Path, recipe: Recipe, methods: Sequence[MethodSettings], seeds: Sequence[int]) -> None:
@@ -156,24 +172,13 @@ def run_comparison(
     Raises: RecipeError, DataError or MissingExtraError, which concern every run; other failures are in the outcome.
     """
     at_once = max(1, min(num_workers, len(jobs)))
-    placed = [job if job.at_once == at_once else replace(job, at_once=at_once) for job in jobs]
-    outcome = _run_all(placed, num_workers, observer, ray)
-    for job in jobs if os.environ.get("RANK", "0") == "0" else ():
-        done = [kept for kept in outcome.records if (kept["method"], kept["seed"]) == (job.method.label, job.seed)]
-        if any(kept["status"] in COMPLETE for kept in done) and not (job.folder / "run.json").is_file():
-            outcome.records = [kept for kept in outcome.records if kept not in done]
-            reason = f"{job.folder} was deleted after the run had ended; run the same command to repeat it"
-            outcome.failures.append((job, f"{job.title}: {reason}"))
-    return outcome
-
-
-def _run_all(jobs: Sequence[Job], num_workers: int, observer: JobObserver, ray: RaySettings | None) -> Outcome:
+    jobs = [job if job.at_once == at_once else replace(job, at_once=at_once) for job in jobs]
     if ray is not None:
         from wellcond.lab.cluster.driver import run_on_ray
 
         return run_on_ray(jobs, num_workers=num_workers, observer=observer, settings=ray)
-    if num_workers > 1 and len(jobs) > 1:
-        return run_in_pool(jobs, num_workers=min(num_workers, len(jobs)), observer=observer)
+    if at_once > 1:
+        return run_in_pool(jobs, num_workers=at_once, observer=observer)
     outcome = Outcome()
     with StopFlag().listening() as stop:
         for job in jobs:

@@ -16,10 +16,9 @@ from wellcond.attention.find import find_attention
 from wellcond.errors import DEBUG_VARIABLE, WellcondError
 from wellcond.lab.data.base import fingerprint
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.recipe import Recipe, config_hash, override_recipe
+from wellcond.lab.recipe import Recipe, config_hash, list_differences, override_recipe
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask
-from wellcond.lab.train.differences import list_differences
 from wellcond.lab.train.engine import Engine, Event, Interrupted, Observer
 from wellcond.lab.train.evaluate import find_test_set
 from wellcond.lab.train.length import Diverged, RunClock, StopFlag, synchronizer
