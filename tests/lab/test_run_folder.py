@@ -98,9 +98,9 @@ def test_the_record_reads_back(tmp_path):
     [
         (b'{"kind": ', r"is not JSON .*\n.*delete .* to restart this run"),
         (b"\xff\xfe", "is not JSON"),
-        (b"[]", "expected a run record of schema"),
-        (b'{"kind": "wellcond-run", "schema": 99}', "expected a run record of schema"),
-        (b'{"schema": 1}', "expected a run record"),
+        (b"[]", "expected a record of kind wellcond-run"),
+        (b'{"kind": "wellcond-run", "schema": 99}', "expected a record of kind wellcond-run"),
+        (b'{"schema": 1}', "expected a record of kind wellcond-run"),
     ],
 )
 def test_what_is_no_record_is_refused(tmp_path, content, message):

@@ -5,17 +5,18 @@ import math
 import pytest
 
 from lab.helpers import make_recipe
+from wellcond.cli.checks import OptionError, read_tuned_fields
 from wellcond.lab.methods import MethodSettings, parse_methods
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.compare import Outcome
 from wellcond.lab.train.run_folder import RunError
-from wellcond.lab.tune.grid import extend_grid, read_tuned_field, read_tuned_fields
-from wellcond.lab.tune.search import (
+from wellcond.lab.tune import (
     SEEN,
     MethodSearch,
     Plan,
     at_values,
     check_fields,
+    extend_grid,
     has_field,
     join_former,
     read_tuning,
@@ -170,8 +171,8 @@ def test_options_of_any_part_are_set_by_their_text():
     ],
 )
 def test_what_is_no_grid_is_refused(text, words):
-    with pytest.raises(RecipeError, match=words):
-        read_tuned_field(text)
+    with pytest.raises(OptionError, match=words):
+        read_tuned_fields([text])
 
 
 @pytest.mark.parametrize(
@@ -202,7 +203,7 @@ def test_a_second_search_keeps_what_the_first_one_had(tmp_path):
     first, _ = searched(plan(tmp_path, "optimizer.lr=1e-4,1e-3,1e-2"), "default,gaussian", peak(1e-3))
     write_tuning(first[0].plan, first, ACCURACY, [0, 1])
     joined = join_former(plan(tmp_path, "optimizer.lr=3e-3,1e-2"))
-    assert joined.fields[0].values == (1e-4, 1e-3, 3e-3, 1e-2)
+    assert joined.grid["optimizer.lr"] == (1e-4, 1e-3, 3e-3, 1e-2)
     second, _ = searched(joined, "default", peak(1e-3))
     write_tuning(joined, second, ACCURACY, [0, 1])
     record = read_tuning(tmp_path)

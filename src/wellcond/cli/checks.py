@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import tempfile
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from wellcond.files import write_atomically
 
 FILE_ENDINGS = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-MOST_SEEDS = 10_000
+MOST_SEEDS, FIRST_TUNING_SEED = 10_000, 1000
 
 
 class OutputError(WellcondError, ValueError):
@@ -149,6 +150,33 @@ def read_seeds(text: str, *, option: str = "--seeds", first: int = 0) -> tuple[i
     if min(numbers) < 0 or len(set(numbers)) < len(numbers):
         raise OptionError(f"{option}: expected at least one seed, none twice or below 0, found {text!r}")
     return tuple(numbers)
+
+
+def read_tuned_fields(texts: Sequence[str]) -> dict[str, tuple[float, ...]]:
+    """`optimizer.lr=3e-4,1e-3` and the like as fields with their values in ascending order.
+
+    Example:
+        >>> read_tuned_fields(["optimizer.lr=1e-2,1e-3"])
+        {'optimizer.lr': (0.001, 0.01)}
+    """
+    from wellcond.lab.settings import plain_number, read_yaml
+
+    fields: dict[str, tuple[float, ...]] = {}
+    for text in texts:
+        name, equals, listed = (part.strip() for part in text.partition("="))
+        keys = name.split(".")
+        if not equals or len(keys) < 2 or not all(key.isidentifier() for key in keys):
+            raise OptionError(f"--tune: expected FIELD=VALUE,VALUE,... such as optimizer.lr=1e-3,3e-3, found {text!r}")
+        values = [read_yaml(value, f"--tune {name}") for value in listed.split(",")]
+        for value in values:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise OptionError(f"--tune {name}: expected numbers such as 1e-3,3e-3, found {value!r}")
+        if len(set(values)) < max(2, len(values)):
+            raise OptionError(f"--tune {name}: expected at least two values, none twice, found {listed!r}")
+        if name in fields:
+            raise OptionError(f"--tune: expected every field once, found {name} twice; list all values in one --tune")
+        fields[name] = tuple(sorted(map(plain_number, values)))
+    return fields
 
 
 def read_jobs(text: str) -> int | None:

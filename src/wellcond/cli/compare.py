@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from wellcond.cli import app as cli
-from wellcond.cli.checks import OptionError, check_experiment, data_overrides, read_seeds
+from wellcond.cli.checks import (
+    FIRST_TUNING_SEED,
+    OptionError,
+    check_experiment,
+    data_overrides,
+    read_seeds,
+    read_tuned_fields,
+)
 from wellcond.errors import check_choice
 
 if TYPE_CHECKING:
@@ -128,8 +135,6 @@ def compare(
 ) -> None:
     """Train every method with every seed under one recipe, and show which is better, by how much, and why."""
     cli.need_train_extra()
-    from wellcond.lab.tune.grid import FIRST_TUNING_SEED, read_tuned_fields
-
     overrides = [*data_overrides(data, input, label), *(set or [])]
     tuning = read_seeds(tuning_seeds or "2", option="--tuning-seeds", first=FIRST_TUNING_SEED)
     ray_options = {"--ray-address": ray_address, "--cpus-per-run": cpus_per_run, "--gpus-per-run": gpus_per_run}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from wellcond.cli.checks import OptionError
+from wellcond.cli.checks import OptionError, read_tuned_fields
 from wellcond.cli.compare import Request
 from wellcond.cli.comparison import Comparison
 from wellcond.cli.console import make_console, print_table
@@ -18,8 +18,7 @@ from wellcond.lab.report.values import MISSING
 from wellcond.lab.report.verdicts import smallest_detectable
 from wellcond.lab.train.compare import Outcome, check_settings
 from wellcond.lab.train.run import Job
-from wellcond.lab.tune.grid import read_tuned_fields
-from wellcond.lab.tune.search import (
+from wellcond.lab.tune import (
     FOLDER,
     SEEN,
     MethodSearch,
@@ -39,7 +38,7 @@ def run_tuned_compare(request: Request) -> int:
     recipe, seeds = comparison.recipe, comparison.seeds
     fields = read_tuned_fields(request.tune)
     plan = Plan(recipe, fields, request.tuning_seeds, request.tune_growth, comparison.folder, comparison.options)
-    comparison.methods = tuple(recipe.at_tuned(m, but=[field.name for field in fields]) for m in comparison.methods)
+    comparison.methods = tuple(recipe.at_tuned(m, but=fields) for m in comparison.methods)
     _check(plan, comparison)
     plan = join_former(plan)
     silent = request.silent or not is_first_process()
@@ -87,7 +86,7 @@ def _check(plan: Plan, comparison: Comparison) -> None:
         )
     if any(method.slug == FOLDER for method in comparison.methods):
         raise OptionError(f"--tune: the folder {FOLDER} is that of the search; give the method another label")
-    check_fields(plan.recipe, comparison.methods, plan.fields)
+    check_fields(plan.recipe, comparison.methods, plan.grid)
     check_settings(plan.folder, plan.recipe)
 
 
@@ -102,7 +101,7 @@ def _say(text: str) -> None:
 
 def _tell_plan(plan: Plan, comparison: Comparison) -> None:
     recipe, count = plan.recipe, len(comparison.methods)
-    grids = "; ".join(f"{field.name} {', '.join(f'{value:g}' for value in field.values)}" for field in plan.fields)
+    grids = "; ".join(f"{name} {', '.join(f'{value:g}' for value in values)}" for name, values in plan.grid.items())
     _say(f"{recipe.title or recipe.name} ({recipe.scale}), {count} methods, in {plan.folder}")
     tested = f"then test on {len(comparison.seeds)} fresh seeds"
     _say(f"search on seeds {', '.join(map(str, plan.seeds))}: {grids}; {tested}")

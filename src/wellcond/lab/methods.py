@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from torch import nn
 
 from wellcond.attention.checks import choose_projections
@@ -34,7 +34,7 @@ from wellcond.init.plan import METHODS as INITS
 from wellcond.lab.models.changes import check_factors, scale_tokens_
 from wellcond.lab.models.trained import OPTIONS as TEACHER_OPTIONS
 from wellcond.lab.models.trained import Build, check_teacher, selection_options
-from wellcond.lab.settings import RecipeError, Settings, read_yaml, suggest
+from wellcond.lab.settings import RecipeError, Settings, first_problem, plain_number, read_yaml, suggest
 
 
 class MethodSettings(Settings):
@@ -192,7 +192,7 @@ def _whole(value: Any) -> Any:
         return {key: _whole(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_whole(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
+    return plain_number(value) if isinstance(value, float) else value
 
 
 EXAMPLES = {"tokens": "positions=25", "set": "optimizer.lr=3e-3"}
@@ -240,10 +240,7 @@ def parse_methods(text: str) -> tuple[MethodSettings, ...]:
     try:
         methods = [MethodSettings.model_validate(part) for part in split_methods(text)]
     except ValueError as error:  # a ValidationError is one
-        problem = (
-            error.errors()[0]["msg"].removeprefix("Value error, ") if isinstance(error, ValidationError) else error
-        )
-        raise RecipeError(f"--methods: {problem}") from error
+        raise RecipeError(f"--methods: {first_problem(error)}") from error
     check_distinct(methods)
     return tuple(methods)
 

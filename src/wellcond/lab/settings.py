@@ -86,6 +86,16 @@ class Interval(Settings):
         return max(1, round(self.epochs * steps_per_epoch))
 
 
+def plain_number(value: float) -> float:
+    """25.0 as 25, which fields of whole numbers take too, and which is the same setting."""
+    return int(value) if float(value).is_integer() and abs(value) < 2**53 else value
+
+
+def first_problem(error: ValueError) -> str:
+    """What is wrong first, by a pydantic error or another one."""
+    return error.errors()[0]["msg"].removeprefix("Value error, ") if isinstance(error, ValidationError) else str(error)
+
+
 def explain(error: ValidationError, where: str, data: Any = None) -> RecipeError:
     """A pydantic error as one message: a line for each problem with its path in `data` and the value found."""
     return RecipeError(f"{where} is not a valid recipe:\n" + "\n".join(list_problems(error, data)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import multiprocessing
 import os
 import signal
@@ -19,7 +18,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from wellcond.errors import AttentionNotFoundError, MissingExtraError, WellcondError
-from wellcond.files import to_json, write_atomically
 from wellcond.lab.cluster import RaySettings
 from wellcond.lab.data.base import DataError
 from wellcond.lab.methods import MethodSettings, check_distinct
@@ -28,13 +26,14 @@ from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.engine import Event
 from wellcond.lab.train.length import StopFlag
 from wellcond.lab.train.run import Job, UnexpectedRunError, check_local_code, complete_record, run_job
-from wellcond.lab.train.run_folder import RunError, RunFolder, writing
+from wellcond.lab.train.run_folder import RunError, RunFolder, read_sealed, write_sealed, writing
 from wellcond.models import ModelSpecError
-from wellcond.run_records import SCHEMA, find_change, seal
+from wellcond.run_records import SCHEMA
 
 # Errors of the recipe or the dataset concern every run: the first one ends the comparison.
 FOR_ALL = (RecipeError, DataError, MissingExtraError, AttentionNotFoundError, ModelSpecError)
 JobObserver = Callable[[Job, Event], None]
+KIND = "wellcond-comparison"
 
 
 @dataclass
@@ -114,10 +113,7 @@ def _what_differs(folder: Path, comparison: dict[str, Any], recipe: Recipe) -> s
 
 
 def write_comparison(folder: Path, recipe: Recipe, methods: Sequence[MethodSettings], seeds: Sequence[int]) -> None:
-    """Write comparison.json; methods and seeds of an earlier call stay listed.
-
-    Raises: RunError if the folder holds a comparison of another recipe.
-    """
+    """Write comparison.json; methods and seeds of an earlier call stay listed."""
     check_settings(folder, recipe)
     path = folder / "comparison.json"
     listed = [{"label": method.label, "slug": method.slug} for method in methods]
@@ -128,7 +124,7 @@ def write_comparison(folder: Path, recipe: Recipe, methods: Sequence[MethodSetti
         all_seeds |= set(former["seeds"])
     content = {
         "schema": SCHEMA,
-        "kind": "wellcond-comparison",
+        "kind": KIND,
         "name": recipe.name,
         "title": recipe.title,
         "recipe": recipe.name,
@@ -141,27 +137,13 @@ def write_comparison(folder: Path, recipe: Recipe, methods: Sequence[MethodSetti
     }
     with writing(path):
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, to_json(seal(content), indent=1) + "\n")
+    write_sealed(path, content)
 
 
 def read_comparison(path: Path) -> dict[str, Any]:
-    """comparison.json.
-
-    Raises: RunError if it is not one, or was changed.
-    """
+    """comparison.json; RunError if it is not one, or was changed."""
     advice = "Delete it, then run the same command: it is written again, and the runs are kept"
-    try:
-        content = json.loads(path.read_text("utf-8"))
-        if content["kind"] != "wellcond-comparison" or content["schema"] != SCHEMA:
-            raise ValueError(f"schema {content['schema']}, kind {content['kind']}")
-        lists = [content[key] for key in ("methods", "seeds")]
-        if not all(isinstance(each, list) for each in lists) or not {"recipe", "scale"} <= set(content):
-            raise ValueError("recipe, scale, or the lists of methods and seeds are missing")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RunError(f"{path}: expected a comparison of schema {SCHEMA}: {error}\n  {advice}") from error
-    if changed := find_change(content):
-        raise RunError(f"{path} {changed}\n  {advice}")
-    return content
+    return read_sealed(path, KIND, advice, ("methods", "seeds", "recipe", "scale"))
 
 
 def run_comparison(

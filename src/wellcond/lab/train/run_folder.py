@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 
 from wellcond.errors import WellcondError
 from wellcond.files import to_json, write_atomically
-from wellcond.run_records import CHECKSUM, LOGS, SCHEMA, find_problem, log_mark, seal
+from wellcond.run_records import CHECKSUM, LOGS, SCHEMA, find_change, find_problem, log_mark, seal
 
 
 class RunError(WellcondError, RuntimeError):
@@ -124,8 +124,7 @@ class RunFolder:
     def write_record(self, record: dict[str, Any]) -> None:
         """Replace run.json."""
         self.check_there()
-        with writing(self.path / "run.json"):
-            write_atomically(self.path / "run.json", to_json(seal(record), indent=1) + "\n")
+        write_sealed(self.path / "run.json", record)
 
     def read_record(self) -> dict[str, Any] | None:
         """run.json; None if there is none.
@@ -133,18 +132,33 @@ class RunFolder:
         Raises: RunError if it is not a record, was changed, or has impossible scores.
         """
         path = self.path / "run.json"
-        if not path.exists():
-            return None
-        try:
-            record = json.loads(path.read_text("utf-8"))
-            problem = f"expected a run record of schema {SCHEMA}, found something else"
-            if isinstance(record, dict) and record.get("kind") == "wellcond-run" and record.get("schema") == SCHEMA:
-                problem = find_problem(record)
-        except (ValueError, RecursionError) as error:
-            problem = f"is not JSON ({error})"
-        if problem:
-            raise RunError(f"{path}: {problem}\n  Restore it, or delete {self.path} to restart this run")
-        return {key: value for key, value in record.items() if key != CHECKSUM}
+        advice = f"Restore it, or delete {self.path} to restart this run"
+        return read_sealed(path, "wellcond-run", advice) if path.exists() else None
+
+
+def write_sealed(path: Path, record: dict[str, Any]) -> None:
+    """Replace a record in its folder, with a checksum."""
+    with writing(path):
+        write_atomically(path, to_json(seal(record), indent=1) + "\n")
+
+
+def read_sealed(path: Path, kind: str, advice: str, needed: Iterable[str] = ()) -> dict[str, Any]:
+    """A record of a kind that has the fields needed.
+
+    Raises: RunError with the advice if it is anything else, or was changed.
+    """
+    problem = f"expected a record of kind {kind} and schema {SCHEMA}, found something else"
+    try:
+        record = json.loads(path.read_text("utf-8"))
+        if isinstance(record, dict) and (record.get("kind"), record.get("schema")) == (kind, SCHEMA):
+            missing = ", ".join(sorted(set(needed) - set(record)))
+            changed = find_problem(record) if kind == "wellcond-run" else find_change(record)
+            problem = f"{missing} missing" if missing else changed
+    except (ValueError, RecursionError) as error:
+        problem = f"is not JSON ({error})"
+    if problem:
+        raise RunError(f"{path}: {problem}\n  {advice}")
+    return {key: value for key, value in record.items() if key != CHECKSUM}
 
 
 def check_links(folder: Path) -> None:

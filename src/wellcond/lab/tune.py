@@ -1,10 +1,12 @@
-"""The search: every method at every value of its grid, grown where the best lies at an edge; and its tuning.json."""
+"""Tune, then test: every method searches its own values of some fields before methods are compared.
+
+A method is run at every value of its grid, which grows where the best lies at an edge; tuning.json has the search.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -12,17 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from wellcond.files import to_json, write_atomically
 from wellcond.lab.methods import MethodSettings, parse_method, read_calls, write_call
 from wellcond.lab.recipe import PARTS, Recipe, TrackingSettings, field_value, override_recipe
-from wellcond.lab.settings import RecipeError
+from wellcond.lab.settings import RecipeError, first_problem, plain_number
 from wellcond.lab.train.compare import Outcome, settings_hash
 from wellcond.lab.train.run import Job
-from wellcond.lab.train.run_folder import RunError, writing
-from wellcond.lab.tune.grid import TunedField, extend_grid
-from wellcond.run_records import COMPLETE, SCHEMA, find_change, seal
+from wellcond.lab.train.run_folder import RunError, read_sealed, write_sealed, writing
+from wellcond.run_records import COMPLETE, SCHEMA
 
 FOLDER = "tuning"
 """Below the folder of the comparison."""
@@ -33,12 +31,9 @@ SEEN = (
     "seeds are fresh"
 )
 Values = Mapping[str, float]
-"""By field."""
+"""By field: of the recipe (``optimizer.lr``), or an option of a part of methods (``identity.lam``)."""
 Point = tuple[float, ...]
 """A value for each tuned field of a method."""
-
-
-# Methods at values of the tuned fields: those of the recipe (PARTS), and options of parts of methods.
 
 
 def has_field(method: MethodSettings, name: str) -> bool:
@@ -53,44 +48,36 @@ def at_values(recipe: Recipe, method: MethodSettings, values: Values, label: str
     Raises: RecipeError for a value that its field does not take.
     """
     own = {name: value for name, value in values.items() if name.partition(".")[0] in PARTS}
-    options = {name: value for name, value in values.items() if name not in own}
+    calls = read_calls(method.canonical())
+    for (part, options), path in itertools.product(calls, [path for path in values if path not in own]):
+        owner, _, option = path.partition(".")
+        if part == owner:
+            options[option] = values[path]
     try:
-        fields = _with_options(method, options) if options else method.model_dump()
+        fields = parse_method("+".join(write_call(*call) for call in calls)) if own != values else method.model_dump()
         made = MethodSettings.model_validate(fields | {"label": label or method.label, "set": method.set | own})
-    except (ValidationError, ValueError) as error:
-        found = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        raise RecipeError(f"--tune: {show_values(values)}: {found.removeprefix('Value error, ')}") from error
+    except ValueError as error:
+        raise RecipeError(f"--tune: {show_values(values)}: {first_problem(error)}") from error
     override_recipe(recipe, made)
     return made
 
 
-def _with_options(method: MethodSettings, options: Values) -> dict[str, Any]:
-    """Fields of a method whose parts have other options; through its text."""
-    parts = read_calls(method.canonical())
-    for path, value in options.items():
-        owner, _, option = path.partition(".")
-        for name, written in parts:
-            if name == owner:
-                written[option] = value
-    return parse_method("+".join(write_call(*part) for part in parts))
-
-
-def check_fields(recipe: Recipe, methods: Sequence[MethodSettings], fields: Sequence[TunedField]) -> None:
+def check_fields(recipe: Recipe, methods: Sequence[MethodSettings], grid: Mapping[str, Sequence[float]]) -> None:
     """Raise RecipeError for a field that no method has, or a value that it does not take."""
-    for tuned in fields:
-        if tuned.name.partition(".")[0] in PARTS:
-            now = field_value(recipe, tuned.name)
+    for name, values in grid.items():
+        if name.partition(".")[0] in PARTS:
+            now = field_value(recipe, name)
             if isinstance(now, bool) or not (now is None or isinstance(now, (int, float))):
-                raise RecipeError(f"--tune {tuned.name}: expected a field with a number, found {now!r} in the recipe")
-        concerned = [method for method in methods if has_field(method, tuned.name)]
+                raise RecipeError(f"--tune {name}: expected a field with a number, found {now!r} in the recipe")
+        concerned = [method for method in methods if has_field(method, name)]
         if not concerned:
             raise RecipeError(
-                f"--tune {tuned.name}: expected a field of the recipe that a method may set ({', '.join(PARTS)}), or "
+                f"--tune {name}: expected a field of the recipe that a method may set ({', '.join(PARTS)}), or "
                 f"PART.OPTION of a method such as identity.lam; none of the methods "
                 f"({', '.join(method.label for method in methods)}) has it to tune"
             )
-        for method, value in itertools.product(concerned, tuned.values):
-            at_values(recipe, method, {tuned.name: value})
+        for method, value in itertools.product(concerned, values):
+            at_values(recipe, method, {name: value})
 
 
 def show_values(values: Values) -> str:
@@ -103,13 +90,31 @@ def show_values(values: Values) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
+def extend_grid(values: Sequence[float], *, upwards: bool) -> float | None:
+    """The value beyond one end of a grid, by the mean factor between its values, to three digits.
+
+    None for a grid that ends at zero or below, which cannot grow by a factor.
+
+    Example:
+        >>> extend_grid([0.001, 0.003, 0.01], upwards=True), extend_grid([1, 5, 25], upwards=False)
+        (0.0316, 0.2)
+    """
+    positive = [value for value in values if value > 0]
+    edge = max(values) if upwards else min(values)
+    if len(positive) < 2 or edge <= 0:
+        return None
+    factor = (max(positive) / min(positive)) ** (1 / (len(positive) - 1))
+    return plain_number(float(f"{edge * factor if upwards else edge / factor:.3g}"))
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is searched, and how."""
 
     recipe: Recipe
     """Of the comparison."""
-    fields: tuple[TunedField, ...]
+    grid: Mapping[str, tuple[float, ...]]
+    """The values of every field that each method tries, in ascending order."""
     seeds: tuple[int, ...]
     """Of the search; those of the test are others."""
     growth: int
@@ -131,6 +136,10 @@ class Plan:
         tracking = TrackingSettings(weights_every=None, jacobian_points=0)
         return self.recipe.model_copy(update={"evaluation": evaluation, "tracking": tracking})
 
+    def identity(self) -> dict[str, Any]:
+        """What two searches in one folder must have in common."""
+        return {"settings_hash": settings_hash(self.recipe), "seeds": list(self.seeds), "fields": list(self.grid)}
+
 
 class MethodSearch:
     """Grid and scores of one method."""
@@ -138,7 +147,7 @@ class MethodSearch:
     def __init__(self, plan: Plan, method: MethodSettings) -> None:
         """Nothing is run here; see `search`."""
         self.plan, self.method = plan, method
-        self.grid = {tuned.name: list(tuned.values) for tuned in plan.fields if has_field(method, tuned.name)}
+        self.grid = {name: list(values) for name, values in plan.grid.items() if has_field(method, name)}
         self.fields = list(self.grid)
         self.grown = {name: {"below": 0, "above": 0} for name in self.fields}
         self.scores: dict[Point, dict[int, float]] = {}
@@ -258,13 +267,8 @@ def search(
 ) -> tuple[list[MethodSearch], Outcome | None]:
     """Search all methods at once, stage by stage: first the grid, then where it grows.
 
-    Args:
-        plan: what is searched.
-        methods: each with a grid of its own.
-        run: runs the jobs of a stage, which has a name; complete runs are not repeated.
-        note: told of the searches after every stage.
-
-    Returns: the searches and, if it was interrupted or runs failed, the outcome of that stage.
+    `run` does the jobs of a stage, which has a name; `note` is told of the searches after every stage. Returns the
+    searches and, if it was interrupted or runs failed, the outcome of that stage.
     """
     searches = [MethodSearch(plan, method) for method in methods]
     points = [found.points for found in searches]
@@ -312,40 +316,32 @@ def join_former(plan: Plan) -> Plan:
     former = read_tuning(plan.folder)
     if former is None:
         return plan
-    names = [tuned.name for tuned in plan.fields]
-    ours = {"settings_hash": settings_hash(plan.recipe), "seeds": list(plan.seeds), "fields": names}
-    for key, value in ours.items():
+    for key, value in plan.identity().items():
         if former[key] != value:
             raise RunError(
                 f"{plan.folder} holds a search with other {key} ({former[key]} there, {value} here); give another "
                 "folder"
             )
-    joined = [TunedField(one.name, tuple(sorted({*one.values, *former["grid"][one.name]}))) for one in plan.fields]
-    return dataclasses.replace(plan, fields=tuple(joined))
+    joined = {name: tuple(sorted({*values, *former["grid"][name]})) for name, values in plan.grid.items()}
+    return dataclasses.replace(plan, grid=joined)
 
 
 def write_tuning(plan: Plan, searches: Sequence[MethodSearch], metric: dict[str, Any], seeds: Sequence[int]) -> dict:
-    """Write the record of a search; methods of an earlier call stay listed. Returns it.
-
-    Args:
-        plan: what is searched.
-        searches: with at least one scored run each, or no field to tune.
-        metric: as runs record it.
-        seeds: of the test.
-    """
+    """Write the record of a search that is tested on `seeds`; methods of an earlier call stay listed. Returns it."""
     former = read_tuning(plan.folder) or {"methods": []}
     rows = [found.describe() for found in searches]
     labels = [row["label"] for row in rows]
+    ours = plan.identity()
     content = {
         "schema": SCHEMA,
         "kind": KIND,
         "recipe": plan.recipe.name,
         "scale": plan.recipe.scale,
-        "settings_hash": settings_hash(plan.recipe),
+        "settings_hash": ours["settings_hash"],
         "metric": metric,
-        "fields": [tuned.name for tuned in plan.fields],
-        "grid": {tuned.name: list(tuned.values) for tuned in plan.fields},
-        "seeds": list(plan.seeds),
+        "fields": ours["fields"],
+        "grid": {name: list(values) for name, values in plan.grid.items()},
+        "seeds": ours["seeds"],
         "growth": plan.growth,
         "scored": f"{plan.scored} evaluation on the evaluation split",
         "test_seeds": sorted(seeds),
@@ -354,28 +350,13 @@ def write_tuning(plan: Plan, searches: Sequence[MethodSearch], metric: dict[str,
     }
     with writing(plan.folder / NAME):
         plan.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(plan.folder / NAME, to_json(seal(content), indent=1) + "\n")
+    write_sealed(plan.folder / NAME, content)
     return content
 
 
 def read_tuning(folder: Path) -> dict[str, Any] | None:
-    """tuning.json of a folder; None if there is none.
-
-    Raises: RunError if it is no such record, or was changed.
-    """
+    """tuning.json of a folder; None if there is none, RunError if it is no such record or was changed."""
     path = folder / NAME
-    if not path.exists():
-        return None
     advice = "Delete it, then run the same command: it is written again from the runs"
-    try:
-        content = json.loads(path.read_text("utf-8"))
-        if (content["kind"], content["schema"]) != (KIND, SCHEMA):
-            raise ValueError(f"schema {content['schema']}, kind {content['kind']}")
-        if missing := {"settings_hash", "seeds", "fields", "grid", "methods"} - set(content):
-            raise ValueError(f"{', '.join(sorted(missing))} missing")
-        changed = find_change(content)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RunError(f"{path}: expected a record of a search: {error}\n  {advice}") from error
-    if changed:
-        raise RunError(f"{path} {changed}\n  {advice}")
-    return content
+    needed = ("settings_hash", "seeds", "fields", "grid", "methods")
+    return read_sealed(path, KIND, advice, needed) if path.exists() else None
