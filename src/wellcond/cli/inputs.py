@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from wellcond.attention.watch import run, undisturbed
 from wellcond.cli.checks import InputError, check_input
-from wellcond.errors import MissingExtraError
 from wellcond.jacobian.select import available_bytes
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
@@ -95,39 +94,26 @@ def _pair(size: Any) -> tuple[int, int] | None:
 
 
 def make_batch(model: nn.Module, source: str, *, samples: int, tokens: int = 32, seed: int = 0) -> tuple[Any, str]:
-    """The batch that ``--input`` names, and a description of it.
-
-    Raises: InputError if it does not exist or is not what the model reads.
-    """
+    """The batch that ``--input`` names, and a description of it; InputError if it is not what the model reads."""
     check_input(source, tokens=tokens)
-    reads = what_it_reads(model)
-    path = Path(source)
+    reads, path = what_it_reads(model), Path(source)
     if source == "random":
         values, text = _random(reads, samples, tokens, seed)
     elif source == "digits":
         values, text = _digits(reads, samples)
-    elif path.is_dir():
-        values, text = _folder(reads, path, samples)
     else:
-        values, text = _array(reads, path, samples)
-    return _arguments(model, reads, values, seed, second_draw=source == "random"), text
-
-
-def _arguments(model: nn.Module, reads: Reads, values: Tensor, seed: int, *, second_draw: bool) -> Any:
+        values, text = (_folder if path.is_dir() else _array)(reads, path, samples)
     weight = next((p for p in model.parameters() if p.is_floating_point()), None)
     if weight is not None:
         values = values.to(weight.device, weight.dtype if values.is_floating_point() else None)
     if reads.keyword is None:
-        return values
+        return values, text
     name = "inputs_embeds" if reads.kind == "tokens" and values.is_floating_point() else reads.keyword
     batch = {name: values}
     if reads.decoder:
-        other = values
-        if second_draw:
-            drawn = torch.randint(reads.vocabulary, values.shape, generator=torch.Generator().manual_seed(seed + 1))
-            other = drawn.to(values)
-        batch[{"input_ids": "decoder_input_ids", "inputs_embeds": "decoder_inputs_embeds"}[name]] = other
-    return batch
+        other = _random(reads, samples, tokens, seed + 1)[0].to(values) if source == "random" else values
+        batch[f"decoder_{name}"] = other
+    return batch, text
 
 
 def _image_shape(reads: Reads, source: str) -> tuple[int, int, int]:
@@ -182,11 +168,10 @@ def _digits(reads: Reads, samples: int) -> tuple[Tensor, str]:
 
 
 def _folder(reads: Reads, folder: Path, samples: int) -> tuple[Tensor, str]:
+    from wellcond.lab.data.images import decode_image, import_pil, read_image, to_channels
+
     channels, height, width = _image_shape(reads, str(folder))
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise MissingExtraError("pillow", "vision") from error
+    bilinear = import_pil().Resampling.BILINEAR
     if channels not in (1, 3):
         raise InputError(f"--input {folder}: expected a model of 1 or 3 channels, found {channels}. Use a .npy file")
     files = images_in(folder)
@@ -197,18 +182,12 @@ def _folder(reads: Reads, folder: Path, samples: int) -> tuple[Tensor, str]:
         )
     pictures = []
     for file in files[:samples]:
-        try:
-            with Image.open(file, formats=("PNG", "JPEG")) as opened:
-                picture = opened.convert("L" if channels == 1 else "RGB")
-                resized = picture.resize((width, height), Image.Resampling.BILINEAR)
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise InputError(f"expected an image, found {file}, which cannot be read: {error}") from error
-        pixels = torch.from_numpy(np.array(resized, dtype=np.float32)) / 255
+        where = f"--input: {file}"
+        picture: Any = to_channels(decode_image(read_image(file, where), where), channels, where)
+        pixels = torch.from_numpy(np.array(picture.resize((width, height), bilinear), dtype=np.float32)) / 255
         pictures.append(pixels.view(height, width, channels).permute(2, 0, 1))
     mean, std = (_per_channel(numbers, channels) for numbers in (reads.mean, reads.std))
-    names = ", ".join(str(file.relative_to(folder)) for file in files[: min(samples, 3)]) + (
-        ", ..." if samples > 3 else ""
-    )
+    names = ", ".join([*(str(file.relative_to(folder)) for file in files[: min(samples, 3)]), *["..."] * (samples > 3)])
     text = f"{samples} images of {folder} ({names}) resized to {_times((channels, height, width))}, "
     text += f"mean {mean.flatten().tolist()}, std {std.flatten().tolist()}"
     return (torch.stack(pictures) - mean) / std, text
@@ -242,43 +221,33 @@ def _array(reads: Reads, path: Path, samples: int) -> tuple[Tensor, str]:
     if array.ndim == 0 or len(array) < samples:
         count = 0 if array.ndim == 0 else len(array)
         raise InputError(f"{path}: expected at least {samples} samples along the first axis, found {count}")
-    problem = _does_not_fit(reads, array)
-    if problem:
-        raise InputError(f"{path}: {problem}")
+    whole, kept = array.dtype.kind in "iu", array[:samples]
+    if problem := _does_not_fit(reads, array, whole):
+        raise InputError(f"{path}: {problem}, found {array.dtype} {array.shape}")
+    if not whole and not np.isfinite(kept).all():
+        raise InputError(f"{path}: expected finite numbers, found NaN or infinity")
     text = f"the first {samples} of {path}, {array.dtype} {array.shape}"
-    kept = array[:samples]
-    if array.dtype.kind == "f":
-        if not np.isfinite(kept).all():
-            raise InputError(f"{path}: expected finite numbers, found NaN or infinity")
-        return torch.from_numpy(kept.astype(np.float64)), text
-    return torch.from_numpy(kept.astype(np.int64)), text
+    return torch.from_numpy(kept.astype(np.int64 if whole else np.float64)), text
 
 
-def _does_not_fit(reads: Reads, array: np.ndarray) -> str:
-    """Why an array is not what the model reads; empty if it may be."""
-    found = f"found {array.dtype} {array.shape}"
-    whole = array.dtype.kind in "iu"
+def _does_not_fit(reads: Reads, array: np.ndarray, whole: bool) -> str:
+    """What was expected of an array that is not what the model reads; empty if it may be."""
     if reads.kind == "images":
-        size = ("height", "width") if reads.size is None else reads.size
-        expected = f"expected floats (samples, {reads.channels}, {size[0]}, {size[1]})"
-        if whole:
-            return f"{expected}, {found}. Divide pixels by 255, subtract the mean, divide by the standard deviation"
-        if array.ndim != 4 or array.shape[1] != reads.channels:
-            return f"{expected}, {found}"
-        return f"{expected}, {found}" if reads.size is not None and array.shape[2:] != reads.size else ""
+        shape = (reads.channels, *(reads.size or ("height", "width")))
+        fits = array.ndim == 4 and array.shape[1:] == (shape if reads.size else (reads.channels, *array.shape[2:]))
+        scaled = " of pixels divided by 255, less the mean, divided by the standard deviation" if whole else ""
+        return "" if fits and not whole else f"expected floats (samples, {', '.join(map(str, shape))}){scaled}"
     if reads.kind == "tokens" and whole:
-        if array.ndim != 2 or array.shape[1] < 1:
-            return f"expected token ids (samples, tokens), {found}"
-        if array.min() < 0 or array.max() >= reads.vocabulary:
-            outside = array.min() if array.min() < 0 else array.max()
-            return f"expected token ids from 0 to {reads.vocabulary - 1}, found {outside}"
-        if reads.longest is not None and array.shape[1] > reads.longest:
-            return f"expected at most {reads.longest} tokens, {found}"
-    elif reads.kind == "tokens":
+        if array.ndim != 2 or not 0 < array.shape[1] <= (reads.longest or math.inf):
+            return f"expected token ids (samples, at most {reads.longest} tokens)"
+        lowest, highest = array.min(), array.max()
+        fits = lowest >= 0 and highest < reads.vocabulary
+        return "" if fits else f"expected token ids from 0 to {reads.vocabulary - 1}, found {lowest} to {highest}"
+    if reads.kind == "tokens":
         if reads.keyword is None:
-            return f"expected integer token ids (samples, tokens), {found}"
+            return "expected integer token ids (samples, tokens)"
         if array.ndim != 3 or (reads.width is not None and array.shape[2] != reads.width):
-            return f"expected embeddings (samples, tokens, {reads.width or 'width'}) or integer token ids, {found}"
+            return f"expected embeddings (samples, tokens, {reads.width or 'width'}) or integer token ids"
     return ""
 
 

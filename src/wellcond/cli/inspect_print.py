@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ from wellcond.attention.effective import conditioning_of
 from wellcond.attention.find import scan_attention
 from wellcond.attention.site import FLAGS, AttentionSite
 from wellcond.cli.console import make_console, print_table, show_weight
-from wellcond.cli.fold import load_raw_or_plain
+from wellcond.cli.fold import build_loaded
 from wellcond.errors import AttentionNotFoundError
 from wellcond.files import to_json
 from wellcond.lab.report.table import Table
@@ -67,17 +64,10 @@ def build_to_inspect(spec: str, arguments: dict[str, Any], weights: Path | None,
     """The model of a command; a large one that is only named is built on the meta device.
 
     Its weights would be random, and take memory and minutes, so that it has no condition numbers.
-
-    Raises: WellcondError subclasses.
     """
     has_weights = weights is not None or is_local_code(spec) or Path(spec.partition(":")[2]).is_dir()
-    model = None if has_weights else _large_on_meta(spec, arguments)
-    if model is None:
-        torch.manual_seed(seed)
-        model = build_model(spec, arguments)
-    if weights is not None:
-        load_raw_or_plain(model, weights)
-    return model
+    large = None if has_weights else _large_on_meta(spec, arguments)
+    return build_loaded(spec, arguments, weights, seed) if large is None else large
 
 
 def _large_on_meta(spec: str, arguments: dict[str, Any]) -> nn.Module | None:
@@ -97,10 +87,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def print_model(model: nn.Module, *, as_json: bool = False, title: str = "") -> None:
-    """Print every attention of a model; modules that were refused are listed with the reason.
-
-    Raises: AttentionNotFoundError if there is none.
-    """
+    """Print every attention of a model; modules that were refused are listed with the reason."""
     console = Console(stderr=True)
     scan = scan_attention(model)
     if not scan.sites and not scan.refusals:
@@ -110,19 +97,22 @@ def print_model(model: nn.Module, *, as_json: bool = False, title: str = "") -> 
             describe(site)
             for site in track(scan.sites, "condition numbers", console=console, transient=True, disable=as_json)
         ]
-    without_weights = any(parameter.is_meta for parameter in model.parameters())
-    note = _without_weights(model, scan.sites) if without_weights else ""
-    parameters = count_parameters(model)
+    note, parameters = "", count_parameters(model)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        note = (
+            "Built without weights: a model of this size is not filled with random ones, whose κ would say nothing. "
+            f"Give real ones with --weights FILE or as a folder hf:PATH; they take {num_bytes / 2**30:,.1f} GiB."
+        )
     conditioning = conditioning_of(model)
     if as_json:
-        refused = [str(refusal) for refusal in scan.refusals]
         content = {
             "model": f"{title}: {describe_model(model)}" if title else describe_model(model),
             "version": __version__,
             "conditioning": conditioning,
             "parameters": parameters,
             "sites": rows,
-            "refused": refused,
+            "refused": [str(refusal) for refusal in scan.refusals],
         }
         print(to_json(content | ({"note": note} if note else {}), indent=2))
         return
@@ -134,27 +124,6 @@ def print_model(model: nn.Module, *, as_json: bool = False, title: str = "") -> 
     out.print(f"{told} {len(rows)} attentions, {parameters:,} parameters{of}.", markup=False, soft_wrap=bool(note))
     for refusal in scan.refusals:
         out.print(f"[yellow]not understood:[/] {refusal}")
-
-
-def _without_weights(model: nn.Module, sites: Sequence[AttentionSite]) -> str:
-    """Why there are no condition numbers, and what they would cost."""
-    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    shapes = Counter(tuple(head.shape) for site in sites for role in "qkv" for head in site.slots[role].read().detach())
-    seconds = sum(count * _seconds_of_spectrum(shape) for shape, count in shapes.items())
-    return (
-        f"Built without weights: a model of this size is not filled with random ones, whose κ would say nothing. "
-        f"Give real ones with --weights FILE or as a folder hf:PATH; they take {num_bytes / 2**30:,.1f} GiB, and their "
-        f"{sum(shapes.values()):,} spectra about {max(1, round(seconds)):,} s on this machine."
-    )
-
-
-def _seconds_of_spectrum(shape: tuple[int, ...]) -> float:
-    matrix, times = torch.rand(1, *shape), []
-    for _ in range(3):
-        begin = time.perf_counter()
-        spectra(matrix)
-        times.append(time.perf_counter() - begin)
-    return min(times)
 
 
 def _model_table(rows: list[dict[str, Any]]) -> Table:

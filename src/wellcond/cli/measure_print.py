@@ -8,38 +8,26 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 from torch import nn
 
 from wellcond.attention.find import scan_attention
 from wellcond.cli.checks import write_output
-from wellcond.cli.console import make_console, show_weight
+from wellcond.cli.console import make_console, print_table, show_weight
 from wellcond.cli.inputs import make_batch, try_forward
 from wellcond.cli.measure import MeasureError
 from wellcond.errors import AttentionNotFoundError, WellcondError
 from wellcond.lab.report.measurement_page import render_measurement
+from wellcond.lab.report.table import Table
 from wellcond.measurement import HeadReport, MeasurementReport, measure
 
 
 def measure_and_print(
     model: nn.Module, spec: str, source: str, options: dict[str, Any], *, tokens: int = 32, seed: int = 0
 ) -> MeasurementReport:
-    """Measure a model on an input and print the table.
-
-    Args:
-        model: to measure.
-        spec: how the model is called in the report.
-        source: ``--input``.
-        options: arguments for `measure`.
-        tokens: length of random token ids.
-        seed: of random inputs.
-
-    Raises: WellcondError subclasses that say what was expected, what was found, and what to do.
-    """
+    """Measure a model, called `spec` in the report, on ``--input`` and print the table; `options` are of `measure`."""
     scan = scan_attention(model)
     if not scan.sites:
         raise AttentionNotFoundError(
@@ -98,39 +86,25 @@ def _measure_with_bar(model: nn.Module, batch: Any, names: Sequence[str], option
 def print_report(report: MeasurementReport) -> None:
     """Table of heads, problems and a summary, on standard output."""
     out = make_console()
-    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    explained = any(head.why_not_finite for layer in report.layers for head in layer.heads)
-    pseudo, why = (["pseudo κ"], ["why not finite"]) if explained else ([], [])
-    names = [*("head", "κ(J)"), *pseudo, *("status", "|J_Q|", "|J_K|", "|J_V|", "entropy", "diagonal"),
-             *("κ(W_Q)", "κ(W_K)", "κ(W_V)")]  # fmt: skip
-    table.add_column("layer", no_wrap=True)
-    for name in names:
-        table.add_column(name, justify="left" if name == "status" else "right", no_wrap=True)
-    for name in ["verdict", *why]:
-        table.add_column(name, no_wrap=True)
-    for layer in report.layers:
-        for head in layer.heads:
-            cells = _cells(head, explained)
-            table.add_row(escape(layer.name or "(model)"), *cells, style="red" if head.dead else None)
-    # Never fold a number: a terminal that is too narrow wraps whole lines instead.
-    out.width = max(out.width, table.__rich_measure__(out, out.options.update(max_width=10_000)).maximum)
-    out.print(table)
+    header = ("layer", "head", "κ(J)", "pseudo κ", "status", "verdict", "|J_Q|", "|J_K|", "|J_V|", "entropy",
+              "diagonal", "κ(W_Q)", "κ(W_K)", "κ(W_V)", "why not finite")  # fmt: skip
+    rows = tuple((layer.name or "(model)", *_cells(head)) for layer in report.layers for head in layer.heads)
+    print_table(out, "", Table("heads", "", header, rows, (), frozenset({0, 4, 5, 14})))
     for layer in report.layers:
         if layer.problem:
             out.print(f"[yellow]not measured:[/] {escape(layer.name or '(model)')}: {escape(layer.problem)}")
     out.print(summarise(report), markup=False)
 
 
-def _cells(head: HeadReport, explained: bool) -> list[str]:
+def _cells(head: HeadReport) -> list[str]:
     d = head.diagnosis
     norms = [f"{x:.3g}" for x in (d.norm_q, d.norm_k, d.norm_v)] if d else ["-"] * 3
     maps = [d.attention.entropy, d.attention.diagonal_mass] if d else [math.nan, math.nan]
     shown = ["-" if math.isnan(x) else f"{x:.4f}" for x in maps]
     spectra = [head.weights[role] for role in "qkv"]
     weights = [show_weight(s.condition_number, s.pseudo_condition_number, s.why_not_finite) for s in spectra]
-    pseudo, why = ([head.show_pseudo()], [escape(head.why_not_finite)]) if explained else ([], [])
-    kappas = [f"{head.mean_kappa():.4g}", *pseudo]
-    return [str(head.index), *kappas, head.status, *norms, *shown, *weights, head.verdict, *why]
+    kappas = [f"{head.mean_kappa():.4g}", head.show_pseudo() if head.why_not_finite else ""]
+    return [str(head.index), *kappas, head.status, head.verdict, *norms, *shown, *weights, head.why_not_finite]
 
 
 def summarise(report: MeasurementReport) -> str:
@@ -163,13 +137,8 @@ def summarise(report: MeasurementReport) -> str:
 
 
 def write_report(report: MeasurementReport, output: Path | None, html: Path | None, *, force: bool) -> None:
-    """Write JSON and HTML, each whole or not at all, and only over what was there before with `force`.
-
-    Raises: OutputError.
-    """
-    texts = {output: lambda: report.to_json() + "\n", html: lambda: render_measurement(report.to_dict())}
-    for path, make in texts.items():
-        if path is None:
-            continue
-        write_output(path, make(), force=force)
-        make_console().print(f"wrote {path}", markup=False, soft_wrap=True)
+    """Write JSON and HTML, each whole or not at all, and only over what was there before with `force`."""
+    for path, make in ((output, lambda: report.to_json() + "\n"), (html, lambda: render_measurement(report.to_dict()))):
+        if path is not None:
+            write_output(path, make(), force=force)
+            make_console().print(f"wrote {path}", markup=False, soft_wrap=True)

@@ -39,27 +39,8 @@ def shipped_recipes() -> list[ShippedRecipe]:
     ]
 
 
-@dataclass(frozen=True)
-class RecipeFields:
-    """A recipe as it is written, before its fields are checked."""
-
-    fields: dict[str, Any]
-    where: str
-    """The file, or scale and name, for messages."""
-    base: Path | None = None
-    """Folder that relative paths start from; None for a recipe that ships."""
-
-    def validate(self) -> Recipe:
-        """The recipe.
-
-        Raises: RecipeError.
-        """
-        from wellcond.lab.recipe import Recipe
-
-        try:
-            return Recipe.model_validate(self.fields)
-        except ValidationError as error:
-            raise explain(error, self.where, self.fields) from error
+Fields = dict[str, Any]
+"""A recipe as it is written, before its fields are checked."""
 
 
 def load_recipe(
@@ -74,15 +55,23 @@ def load_recipe(
 
     Raises: RecipeError that names the path, the value and what is allowed.
     """
-    read = read_recipe(name_or_path, scale=scale, overrides=overrides)
-    return read.validate(), read.base
+    fields, where, base = read_recipe(name_or_path, scale=scale, overrides=overrides)
+    return _validate(fields, where), base
 
 
-def read_recipe(name_or_path: str, *, scale: str | None = None, overrides: Sequence[str] = ()) -> RecipeFields:
-    """`load_recipe` as far as it goes without torch: that the recipe is there, and YAML.
+def _validate(fields: Fields, where: str) -> Recipe:
+    from wellcond.lab.recipe import Recipe
 
-    Raises: RecipeError.
-    """
+    try:
+        return Recipe.model_validate(fields)
+    except ValidationError as error:
+        raise explain(error, where, fields) from error
+
+
+def read_recipe(
+    name_or_path: str, *, scale: str | None = None, overrides: Sequence[str] = ()
+) -> tuple[Fields, str, Path | None]:
+    """`load_recipe` as far as it goes without torch: the fields of the recipe, where they are from, and its folder."""
     if name_or_path.endswith((".yaml", ".yml")):
         path = Path(name_or_path)
         if not path.is_file():
@@ -94,7 +83,7 @@ def read_recipe(name_or_path: str, *, scale: str | None = None, overrides: Seque
         fields = _fields(text, str(path), overrides)
         if scale not in (None, fields.get("scale")):
             raise RecipeError(f"{path} is a recipe of scale {fields.get('scale')!r}, not {scale!r}; leave out --scale")
-        return RecipeFields(fields, str(path), path.parent)
+        return fields, str(path), path.parent
     shipped = shipped_recipes()
     named = [recipe for recipe in shipped if recipe.name == name_or_path]
     if not named:
@@ -107,15 +96,12 @@ def read_recipe(name_or_path: str, *, scale: str | None = None, overrides: Seque
         scales = ", ".join(recipe.scale for recipe in named)
         raise RecipeError(f"the recipe {name_or_path!r} exists at scale {scales}, not {scale!r}; correct --scale")
     where = f"{found.scale}/{found.name}"
-    return RecipeFields(_fields(found.text, where, overrides), where)
+    return _fields(found.text, where, overrides), where, None
 
 
 def parse_recipe(text: str, where: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Validate the text of a recipe.
-
-    Raises: RecipeError.
-    """
-    return RecipeFields(_fields(text, where, overrides), where).validate()
+    """Validate the text of a recipe."""
+    return _validate(_fields(text, where, overrides), where)
 
 
 def _fields(text: str, where: str, overrides: Sequence[str] = ()) -> dict[str, Any]:

@@ -233,10 +233,7 @@ def parse_method(text: str) -> dict[str, Any]:
 
 
 def parse_methods(text: str) -> tuple[MethodSettings, ...]:
-    """A comma-separated list of methods.
-
-    Raises: RecipeError.
-    """
+    """A comma-separated list of methods."""
     try:
         methods = [MethodSettings.model_validate(part) for part in split_methods(text)]
     except ValueError as error:  # a ValidationError is one
@@ -276,10 +273,7 @@ _LEAF = re.compile(
 
 
 def _tree(text: str) -> ast.expr:
-    """The text as a tree whose offsets count characters of the text.
-
-    Raises: ValueError.
-    """
+    """The text as a tree whose offsets count characters of the text."""
     if len(text) > MOST_METHOD_CHARACTERS:
         raise ValueError(f"expected a method of at most {MOST_METHOD_CHARACTERS} characters, found {len(text)}")
     masked = re.sub(r"\s", " ", _LEAF.sub(lambda leaf: "_" * len(leaf[0]), text))

@@ -21,10 +21,7 @@ class RaySettings:
     """At most 1, since a run is one process; by default 1 where the cluster has GPUs. 0.5: two runs share one."""
 
     def __post_init__(self) -> None:
-        """Refuse what Ray could not grant.
-
-        Raises: RecipeError.
-        """
+        """Refuse what Ray could not grant."""
         if self.cpus_per_run is not None and not 0 < self.cpus_per_run < math.inf:
             raise RecipeError(f"--cpus-per-run: expected a number above 0, found {self.cpus_per_run:g}")
         if self.gpus_per_run is not None and not 0 <= self.gpus_per_run <= 1:

@@ -25,11 +25,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from wellcond.attention.distributed import box_of, is_distributed, like, local_part, unwrap
-from wellcond.errors import MissingExtraError
 from wellcond.files import to_json, write_atomically
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.run_folder import RunError, RunFolder, writing
@@ -40,14 +40,6 @@ OURS = re.compile(r"step-\d{8,}|\.step-\d{8,}(\.former)?\.partial")
 FILE = re.compile(r"(model|optimizer|average|best)(/shard-\d{5}-model-00001-of-00001)?\.safetensors")
 SEPARATOR = "//"
 Tensors = dict[str, Tensor]
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise MissingExtraError("safetensors", "train") from error
-    return safetensors.torch
 
 
 # Tensors of models and optimisers
@@ -61,11 +53,12 @@ def model_tensors(model: nn.Module) -> Tensors:
     return state
 
 
-def load_model_(model: nn.Module, tensors: dict[str, Any]) -> None:
-    """The reverse of `model_tensors`."""
+def load_model_(model: nn.Module, source: dict[str, Any] | Path, kind: str = "model") -> None:
+    """The reverse of `model_tensors`, from tensors or from those of a kind in a checkpoint."""
     from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
-    set_model_state_dict(model, tensors)
+    stored = read_tensors(source, kind, model_tensors(model).get) if isinstance(source, Path) else source
+    set_model_state_dict(model, stored)
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
@@ -110,16 +103,10 @@ def save_checkpoint(
     *,
     sharded: bool = False,
 ) -> Path:
-    """Write one checkpoint and remove the older ones; every rank must call it if tensors are sharded.
+    """Write one checkpoint, after `step` updates, and remove the older ones; if that fails, they are kept.
 
-    Args:
-        folder: where checkpoints are.
-        step: number of updates done.
-        tensors: of model, optimizer, average and best; or an older checkpoint that has the same.
-        state: plain data.
-        sharded: whether every rank has its own part of the tensors.
-
-    Raises: RunError if it cannot be written; the older ones are then kept.
+    `tensors` are those of model, optimizer, average and best, or an older checkpoint that has the same; `state` is
+    plain data. If tensors are `sharded`, every rank has its own part and must call it.
     """
     place = folder / f"step-{step:08d}"
     partial = folder / f".{place.name}.partial"
@@ -138,7 +125,9 @@ def save_checkpoint(
                 elif values is not None and sharded:
                     sums |= _write_shards(partial / kind, values)
                 elif values is not None:
-                    sums[f"{kind}.safetensors"] = _write_tensors(partial / f"{kind}.safetensors", values)
+                    content = safetensors.torch.save(_untied(values))
+                    _write_synced(partial / f"{kind}.safetensors", content)
+                    sums[f"{kind}.safetensors"] = hashlib.sha256(content).hexdigest()
             if is_main:
                 whole = state | {"step": step, "files": sums}
                 _write_synced(partial / "state.json", to_json(seal(whole)).encode("utf-8"))
@@ -193,13 +182,6 @@ def _write_shards(folder: Path, values: Tensors) -> dict[str, str]:
     mine = folder / f"shard-{_rank() + 1:05d}-model-00001-of-00001.safetensors"
     found = _gather({f"{folder.name}/{mine.name}": _sum(mine)} if mine.exists() else {})
     return {name: value for sums in found for name, value in sums.items()}
-
-
-def _write_tensors(path: Path, values: Tensors) -> str:
-    """Write a file; returns its checksum."""
-    content = _safetensors().save(_untied(values))
-    _write_synced(path, content)
-    return hashlib.sha256(content).hexdigest()
 
 
 def _link_kind(place: Path, partial: Path, kind: str) -> dict[str, str]:
@@ -289,16 +271,11 @@ def _sum(path: Path) -> str:
 def read_tensors(place: Path, kind: str, placed: Callable[[str], Tensor | None] = lambda name: None) -> Tensors:
     """All tensors of one kind in a checkpoint, whether it is sharded or not, on as many ranks or not.
 
-    Args:
-        place: the checkpoint.
-        kind: model, optimizer, average or best.
-        placed: gives, for a name, a tensor; that of the same shape is on the same device, and sharded in the same way.
-
-    Raises: RunError if a file is missing or damaged.
+    `placed` gives, for a name, a tensor; that of the same shape is on the same device, and sharded in the same way.
     """
     with _damage(place):
         if not (place / kind).is_dir():
-            whole = _safetensors().load_file(place / f"{kind}.safetensors")
+            whole = safetensors.torch.load_file(place / f"{kind}.safetensors")
             return {name: _place_like(value, placed(name)) for name, value in whole.items()}
         from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
@@ -339,12 +316,7 @@ def _damage(place: Path) -> Iterator[None]:
 
 
 def read_finished_run(path: Path, field: str, instead: str) -> tuple[dict[str, Any], Path]:
-    """Record and file of weights of the run in a folder.
-
-    Args:
-        path: folder of the run.
-        field: of the recipe that names it, for messages.
-        instead: what else the field may name.
+    """Record and file of weights of the run in a folder; a `field` of the recipe names it, or something `instead`.
 
     Raises: RecipeError if there is no finished run with its weights; RunError if they are damaged.
     """
@@ -373,8 +345,8 @@ def trained_weights(place: Path, record: dict[str, Any]) -> Path:
         if not sharded or not path.exists():
             _check_files(place, {name: value for name, value in state["files"].items() if name.startswith("model")})
         if sharded and not path.exists():
-            write_atomically(path, _safetensors().save(read_tensors(place, "model")))
-        with _safetensors().safe_open(path, framework="pt"):
+            write_atomically(path, safetensors.torch.save(read_tensors(place, "model")))
+        with safetensors.safe_open(path, framework="pt"):
             return path
     except Exception as error:
         raise RunError(

@@ -7,12 +7,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.distributed import is_held_together, unwrap, whole
+from wellcond.attention.distributed import is_held_together, reshard_, unwrap, whole
 from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite
 from wellcond.lab.recipe import Recipe
@@ -32,7 +33,6 @@ from wellcond.lab.train.checkpoint import (
     save_checkpoint,
 )
 from wellcond.lab.train.evaluate import (
-    BestWeights,
     ConditioningLog,
     Evaluator,
     WeightAverage,
@@ -83,6 +83,7 @@ class Engine:
         if accelerator.is_fsdp2 and not task.can_be_sharded:  # its ranks would deadlock
             name = recipe.task.model_dump()["name"]
             raise RecipeError(f"task.name: {name} does not run under FSDP; launch it with DDP (torchrun) or alone")
+        self.is_main = accelerator.is_main_process
         self.share = Share(accelerator.process_index, accelerator.num_processes)
         training = recipe.training
         self.plan = UpdatePlan(
@@ -100,7 +101,9 @@ class Engine:
         self.test: dict[str, Any] | None = None
         self.samples: list[dict[str, Any]] = []
         """Scores on the test split, and outputs of the last weights on samples; set after training."""
-        self.best_weights = BestWeights() if recipe.evaluation.test == "best" else None
+        self.wants_best = recipe.evaluation.test == "best"
+        self.best_weights: dict[str, Tensor] | Path | None = None
+        """Weights and buffers of the best evaluation so far: in memory until a checkpoint holds them, then that one."""
         self.state = TrainState()
         self.budget = TimeBudget(training.hours, clock, accelerator)
         self.log = ConditioningLog(
@@ -117,11 +120,6 @@ class Engine:
         self.sharded = is_held_together(unwrap(self.model))
         self.sites = [] if self.sharded else find_attention(unwrap(self.model), strict=False)
         self._losses: list[Tensor] = []
-
-    @property
-    def is_main(self) -> bool:
-        """True on rank 0, which writes."""
-        return self.accelerator.is_main_process
 
     @property
     def full_updates(self) -> float:
@@ -143,12 +141,11 @@ class Engine:
                 self.folder.cut_logs({})
             return 0
         stored = read_checkpoint(place)
-        load_model_(self.model, read_tensors(place, "model", model_tensors(self.model).get))
+        load_model_(self.model, place)
         load_optimizer_(self.model, self.optimizer.optimizer, place, stored["groups"])
         if self.average is not None:
             self.average.load_(read_tensors(place, "average", self.average.state.get))
-        if self.best_weights is not None:
-            self.best_weights.kept = place
+        self.best_weights = place if self.wants_best else None
         if self.accelerator.scaler is not None and stored["scaler"]:
             self.accelerator.scaler.load_state_dict(stored["scaler"])
         self.state = TrainState(**stored["train"])
@@ -171,7 +168,7 @@ class Engine:
                     "model": model_tensors(self.model),
                     "optimizer": optimizer_tensors(self.model, optimizer),
                     "average": None if self.average is None else self.average.state,
-                    "best": None if self.best_weights is None else self.best_weights.kept,
+                    "best": self.best_weights,
                 }
                 state = {
                     "train": asdict(self.state),
@@ -182,8 +179,8 @@ class Engine:
                 }
                 save_checkpoint(folder, step, tensors, state, sharded=self.sharded)
             self.accelerator.wait_for_everyone()
-            if self.best_weights is not None and self.best_weights.kept is not None:
-                self.best_weights.kept = folder / f"step-{step:08d}"
+            if self.best_weights is not None:
+                self.best_weights = folder / f"step-{step:08d}"
             if self.is_main:
                 self.on_saved()
                 self.observer({"event": "saved", "step": step})
@@ -355,9 +352,10 @@ class Engine:
             name = self.task.metric.name
             if self.state.best is None or self.task.metric.better(row[name], self.state.best[name]):
                 self.state.best = row
-                if self.best_weights is not None:
+                if self.wants_best:
                     with self.evaluator.evaluated_weights():
-                        self.best_weights.take(self.model)
+                        found = model_tensors(self.model).items()
+                        self.best_weights = {name: value.detach().to("cpu", copy=True) for name, value in found}
             self.observer({"event": "evaluation", "row": row})
 
     def _test(self) -> None:
@@ -370,10 +368,12 @@ class Engine:
         with self.clock.spent_on("evaluation"):
             self.observer({"event": "phase", "phase": "testing"})
             samples, weights = self.test_samples, self.recipe.evaluation.test
-            if self.best_weights is None:
+            if not self.wants_best:
                 values = self.evaluator.evaluate(samples)
             else:
-                self.best_weights.put_into_(self.model)
+                assert self.best_weights is not None
+                reshard_(self.model)
+                load_model_(self.model, self.best_weights, "best")
                 values = self.evaluator.score(samples, len(samples))
             tested = self.state.best if weights == "best" else self.state.final
             assert tested is not None

@@ -10,7 +10,6 @@ import contextlib
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
@@ -23,7 +22,7 @@ from wellcond.lab.recipe import Recipe, TrackingSettings
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask, Record, Samples
 from wellcond.lab.train.batches import Share, evaluation_parts, fetch_batches
-from wellcond.lab.train.checkpoint import load_model_, model_tensors, read_tensors
+from wellcond.lab.train.checkpoint import model_tensors
 from wellcond.tracking import ConditionTracker
 
 
@@ -68,36 +67,8 @@ class WeightAverage:
             value.copy_(state[name])
 
 
-class BestWeights:
-    """Weights of the best evaluation so far: in memory until a checkpoint holds them, then only on disk."""
-
-    def __init__(self) -> None:
-        """Nothing yet."""
-        self.kept: dict[str, Tensor] | Path | None = None
-        """Tensors that no checkpoint holds yet, or the checkpoint that holds them."""
-
-    def take(self, model: nn.Module) -> None:
-        """Keep a copy of the weights and buffers that the model has now, of every rank its shards."""
-        self.kept = {name: value.detach().to("cpu", copy=True) for name, value in model_tensors(model).items()}
-
-    def put_into_(self, model: nn.Module) -> None:
-        """Give the model these weights.
-
-        Raises: RunError if their file is missing or damaged.
-        """
-        assert self.kept is not None
-        reshard_(model)
-        if isinstance(self.kept, Path):
-            load_model_(model, read_tensors(self.kept, "best", model_tensors(model).get))
-        else:
-            load_model_(model, self.kept)
-
-
 def find_test_set(recipe: Recipe, task: AbstractTask) -> Samples | None:
-    """What `evaluation.test` asks to score at the end; None if it asks for nothing.
-
-    Raises: RecipeError if there is no such set.
-    """
+    """What `evaluation.test` asks to score at the end; None if it asks for nothing, RecipeError if there is none."""
     wanted = recipe.evaluation.test
     if wanted is None:
         return None

@@ -90,10 +90,7 @@ def prepare_task(recipe: Recipe, *, seed: int, base: Path | None, progress: Prog
 
 @functools.lru_cache(maxsize=1)
 def load_cached_data(data: str, base: Path | None) -> Data:
-    """The data of these settings, in JSON; the runs of a comparison share them.
-
-    Raises: DataError, MissingExtraError.
-    """
+    """The data of these settings, in JSON; the runs of a comparison share them."""
     return load_data(resolve_config(json.loads(data)), base=base)
 
 

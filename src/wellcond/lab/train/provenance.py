@@ -20,14 +20,9 @@ PACKAGES = ("accelerate", "datasets", "numpy", "scikit-learn", "scipy", "timm", 
 def describe_session(
     device: torch.device, *, processes: int, precision: str, step: int, at_once: int = 1
 ) -> dict[str, Any]:
-    """Versions, commit and machine; `alone` says whether its cores, or its GPU, are not shared.
+    """Versions, commit and machine of a session that starts from `step`, with `at_once` runs at the same time.
 
-    Args:
-        device: that it trains on.
-        processes: of this run.
-        precision: of its products.
-        step: that it starts from.
-        at_once: runs of the comparison at the same time.
+    `alone` says whether its cores, or its GPU, are not shared.
     """
     threads = at_once * processes * torch.get_num_threads()
     alone = threads <= num_cores() if device.type == "cpu" else at_once == 1
@@ -56,11 +51,9 @@ def num_cores() -> int:
 
 
 def has_free_cores(load: float | None = None) -> bool:
-    """Whether no more threads want to run on this machine than it has cores.
+    """Whether no more threads want to run on this machine than it has cores: by default in the mean of the last minute.
 
-    Args:
-        load: mean number of threads that want to run; that of the last minute by default. Where the system does not
-            say, the answer is no.
+    Where the system does not say, the answer is no.
     """
     if load is None:
         try:
@@ -83,20 +76,16 @@ def installed_version(package: str) -> str | None:
 
 
 def _commit() -> dict[str, Any]:
-    """Commit of wellcond's own source tree; None when it is an installed package."""
-    root = Path(__file__).parents[3]
-    if not (root / ".git").exists():
-        return {"commit": None, "dirty": None}
-    try:
-        commit = _git(root, "rev-parse", "HEAD")
-        return {"commit": commit, "dirty": bool(_git(root, "status", "--porcelain", "--untracked-files=no"))}
-    except (OSError, subprocess.SubprocessError):
-        return {"commit": None, "dirty": None}
-
-
-def _git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=20)
-    return done.stdout.strip()
+    """Commit of wellcond's own source tree, and whether it was changed; None when it is an installed package."""
+    root = Path(__file__).parents[4]
+    if (root / ".git").exists():
+        asked = "git --no-optional-locks describe --always --dirty --abbrev=40 --exclude=*".split()
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            said = subprocess.run(
+                asked, cwd=root, capture_output=True, text=True, check=True, timeout=20
+            ).stdout.strip()
+            return {"commit": said.removesuffix("-dirty"), "dirty": said.endswith("-dirty")}
+    return {"commit": None, "dirty": None}
 
 
 def reset_peak_memory(device: torch.device) -> None:

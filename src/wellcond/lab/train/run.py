@@ -55,10 +55,7 @@ class Job:
     """Number of concurrent runs of the comparison, including this one."""
 
     def __post_init__(self) -> None:
-        """Apply the overrides of the method.
-
-        Raises: RecipeError.
-        """
+        """Apply the overrides of the method."""
         object.__setattr__(self, "recipe", override_recipe(self.recipe, self.method))
 
     @property
