@@ -144,9 +144,9 @@ def recipe_fields():
     """For every field of every class that a shipped recipe uses: a recipe that has it, and the field's path."""
     found = {}
     for shipped in shipped_recipes():
-        read = read_recipe(shipped.name, scale=shipped.scale)
-        for cls, path in fields_of(Recipe.model_validate(read.fields)):
-            found.setdefault((cls.__name__, path[-1]), (read.fields, path))
+        fields, _, _ = read_recipe(shipped.name, scale=shipped.scale)
+        for cls, path in fields_of(Recipe.model_validate(fields)):
+            found.setdefault((cls.__name__, path[-1]), (fields, path))
     return found
 
 

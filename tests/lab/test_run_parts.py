@@ -12,14 +12,17 @@ import torch
 
 from wellcond.lab.seeding import derive, epoch_order, generator
 from wellcond.lab.train import length as clock_module
-from wellcond.lab.train.length import Diverged, RunClock, StopFlag, TrainState, check_loss, synchronizer
-from wellcond.lab.train.provenance import (
-    describe_session,
-    has_free_cores,
-    num_cores,
+from wellcond.lab.train.length import (
+    Diverged,
+    RunClock,
+    StopFlag,
+    TrainState,
+    check_loss,
     peak_memory,
     reset_peak_memory,
+    synchronizer,
 )
+from wellcond.lab.train.run import describe_session, has_free_cores, num_cores
 
 pytestmark = pytest.mark.processes
 

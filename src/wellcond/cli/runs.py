@@ -28,8 +28,7 @@ from wellcond.lab.tasks.base import TaskContext
 from wellcond.lab.train.compare import JobObserver, Outcome, run_comparison
 from wellcond.lab.train.engine import Event
 from wellcond.lab.train.prepare import load_cached_data, prepare_task
-from wellcond.lab.train.provenance import num_cores
-from wellcond.lab.train.run import Job
+from wellcond.lab.train.run import Job, num_cores
 from wellcond.lab.train.run_folder import FolderInUse, RunFolder
 
 WAITING, STARTING_AGAIN = "waiting, another process is running it", "starting again"

@@ -243,12 +243,10 @@ def parse_methods(text: str) -> tuple[MethodSettings, ...]:
 
 
 def check_distinct(methods: Sequence[MethodSettings]) -> None:
-    """Raise RecipeError if two methods would share a label or a folder, or are the same under two labels."""
-    for field in ("label", "slug"):
-        names = [getattr(method, field) for method in methods]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise RecipeError(f"expected every method once, found {twice[0]!r} twice; give them different labels")
+    """Raise RecipeError if two methods have one label (and folder), or are the same under two labels."""
+    labels = [method.label for method in methods]
+    if twice := [label for label in labels if labels.count(label) > 1]:
+        raise RecipeError(f"expected every method once, found {twice[0]!r} twice; give them different labels")
     for first, second in itertools.combinations(methods, 2):
         if first.model_dump(exclude={"label"}) == second.model_dump(exclude={"label"}):
             raise RecipeError(f"expected every method once, but {first.label!r} and {second.label!r} are the same")

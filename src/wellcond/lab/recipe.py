@@ -199,12 +199,7 @@ class Recipe(Settings):
         return self
 
     def at_tuned(self, method: MethodSettings, *, but: Collection[str] = ()) -> MethodSettings:
-        """The method with what `tuned` has for it, if it sets nothing itself.
-
-        Args:
-            method: looked up by its canonical text, whatever its label is.
-            but: fields to leave out, since they are tuned again.
-        """
+        """The method with what `tuned` has for it, if it sets nothing itself, `but` for fields that are tuned again."""
         found = {} if self.tuned is None or method.set else self.tuned.values.get(method.canonical(), {})
         kept = {field: value for field, value in found.items() if field not in but}
         return MethodSettings.model_validate(method.model_dump() | {"set": kept}) if kept else method

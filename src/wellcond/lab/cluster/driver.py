@@ -24,8 +24,7 @@ from wellcond.lab.models.trained import file_sha256
 from wellcond.lab.train.compare import Dispatch, JobObserver, Outcome
 from wellcond.lab.train.length import StopFlag
 from wellcond.lab.train.prepare import located
-from wellcond.lab.train.provenance import installed_version
-from wellcond.lab.train.run import Job
+from wellcond.lab.train.run import Job, installed_version
 from wellcond.lab.train.run_folder import FolderInUse, RunError, RunFolder, writing
 
 ATTEMPTS = 4
@@ -131,10 +130,7 @@ def _machines(ray: Any) -> list[dict[str, float]]:
 
 
 def choose_share(settings: RaySettings, job: Job, machines: Sequence[Mapping[str, float]]) -> Share:
-    """What each run of a comparison gets: what the user says, or what its recipe needs.
-
-    Raises: WellcondError if no machine has that much.
-    """
+    """What each run of a comparison gets: what the user says, or what its recipe needs."""
     gpus, cpus = settings.gpus_per_run, settings.cpus_per_run
     if gpus is None:
         gpus = 1.0 if not job.cpu and any(machine.get("GPU", 0) >= 1 for machine in machines) else 0.0
@@ -148,24 +144,11 @@ def choose_share(settings: RaySettings, job: Job, machines: Sequence[Mapping[str
     return share
 
 
-def run_on_ray(
-    jobs: Sequence[Job],
-    *,
-    observer: JobObserver,
-    num_workers: int | None = None,
-    settings: RaySettings | None = None,
-) -> Outcome:
+def run_on_ray(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver, settings: RaySettings) -> Outcome:
     """As `run_comparison`, on the machines of a Ray cluster; complete runs need none.
-
-    Args:
-        jobs: what to run.
-        observer: told what happens, as it happens.
-        num_workers: runs at once at most; as many as the cluster takes by default.
-        settings: which cluster, and what each run gets of it.
 
     Raises: MissingExtraError; WellcondError without a cluster that can run the jobs, or for what concerns every run.
     """
-    settings = settings or RaySettings()
     dispatch = Dispatch(jobs, observer, attempts=ATTEMPTS)
     dispatch.leave_out_complete()
     left = list(dispatch.waiting)
@@ -175,7 +158,7 @@ def run_on_ray(
         share = choose_share(settings, left[0], _machines(ray))
         command = Command(str(token), installed_version("wellcond"), _code_of(left))
         try:
-            return _Driver(ray, dispatch, share, num_workers or len(left), command).run(stop)
+            return _Driver(ray, dispatch, share, num_workers, command).run(stop)
         except ray.exceptions.RayError as error:
             raise WellcondError(
                 f"the Ray cluster was lost: {_reason(error)}\n  Run the same command when it is back: it resumes"

@@ -21,8 +21,7 @@ from wellcond.lab.models.trained import file_sha256
 from wellcond.lab.train.checkpoint import OURS
 from wellcond.lab.train.compare import Message, do_job
 from wellcond.lab.train.length import StopFlag
-from wellcond.lab.train.provenance import installed_version
-from wellcond.lab.train.run import Job
+from wellcond.lab.train.run import Job, installed_version
 from wellcond.lab.train.run_folder import RunError, check_links, writing
 
 BEGAN, FILES, NO_FOLDER = "began", "files", "no common folder"
@@ -97,14 +96,9 @@ def _digest(path: str) -> str | None:
 
 
 def run_task(job: Job, number: int, mailbox: Any, files: list[Any] | None, command: Command) -> Message:
-    """Do a run and return its last message; the others go to the mailbox.
+    """Do a run and return its last message; the others go to the mailbox, under a number.
 
-    Args:
-        job: the run.
-        number: under which its messages are kept.
-        mailbox: handle of the actor.
-        files: the run's folder so far, to do the run in a temporary folder and send that back; None to do it in place.
-        command: what it must have in common with this machine.
+    With `files`, the run's folder so far, it is done in a temporary folder that is sent back; otherwise in place.
     """
     import ray
 

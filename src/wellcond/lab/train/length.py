@@ -1,14 +1,17 @@
-"""How far a run is, when it ends, and what its time goes to."""
+"""How far a run is, when it ends, and what time and memory it takes."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
+import platform
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, get_args
 
@@ -206,6 +209,32 @@ class RunClock:
         """Seconds so far, without waiting for the device: what is queued counts once it has been waited for."""
         self.switch(self._activity)
         return {name: round(value, 6) for name, value in self.seconds.items()}
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Forget earlier peaks, where the system can: several runs may share a process."""
+    if device.type != "cpu":
+        gc.collect()  # the model of the run before is in a cycle of references, and a GPU may not hold two
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of the GPU where there is one, of the process otherwise; 0 where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    with contextlib.suppress(ImportError):
+        import resource
+
+        unit = 1 if platform.system() == "Darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return 0
 
 
 class StopFlag:

@@ -57,12 +57,18 @@ class _WarmUp(Settings):
     def curve(self, num_steps: int, steps_per_epoch: int) -> Curve:
         """Learning rate of every update; the peak is reached with update number `warmup`."""
         warmup = _steps(self.warmup, steps_per_epoch)
-        after = self.after_warmup(num_steps, steps_per_epoch, warmup)
-        return lambda t: Point(self.start + (1 - self.start) * t / warmup if t < warmup else after(t))
+        length = max(1, num_steps - warmup)
 
-    def after_warmup(self, num_steps: int, steps_per_epoch: int, warmup: int) -> Callable[[int], float]:
-        """Share of the peak after the warm-up."""
-        return lambda t: 1.0
+        def at(t: int) -> Point:
+            if t < warmup:
+                return Point(self.start + (1 - self.start) * t / warmup)
+            return Point(self.level(min(1.0, (t - warmup) / length)))
+
+        return at
+
+    def level(self, progress: float) -> float:
+        """Share of the peak, from the end of the warm-up (0) to that of the schedule (1)."""
+        return 1.0
 
 
 class Constant(_WarmUp):
@@ -77,10 +83,9 @@ class Linear(_WarmUp):
     name: Literal["linear"] = "linear"
     end: Fraction = 0.0
 
-    def after_warmup(self, num_steps: int, steps_per_epoch: int, warmup: int) -> Callable[[int], float]:
-        """Share of the peak after the warm-up."""
-        length = max(1, num_steps - warmup)
-        return lambda t: self.end + (1 - self.end) * (1 - (t - warmup) / length)
+    def level(self, progress: float) -> float:
+        """Share of the peak."""
+        return self.end + (1 - self.end) * (1 - progress)
 
 
 class Cosine(_WarmUp):
@@ -90,15 +95,13 @@ class Cosine(_WarmUp):
     end: Fraction = 0.0
     cooldown: Interval | None = None
 
-    def after_warmup(self, num_steps: int, steps_per_epoch: int, warmup: int) -> Callable[[int], float]:
-        """Share of the peak after the warm-up."""
-        length = max(1, num_steps - warmup - _steps(self.cooldown, steps_per_epoch))
+    def curve(self, num_steps: int, steps_per_epoch: int) -> Curve:
+        """Learning rate of every update; after the last step of the cosine it stays."""
+        return super().curve(num_steps - _steps(self.cooldown, steps_per_epoch), steps_per_epoch)
 
-        def at(t: int) -> float:
-            progress = min(1.0, (t - warmup) / length)
-            return self.end + (1 - self.end) * 0.5 * (1 + math.cos(math.pi * progress))
-
-        return at
+    def level(self, progress: float) -> float:
+        """Share of the peak."""
+        return self.end + (1 - self.end) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 class Steps(_WarmUp):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
+import platform
+import subprocess
 import time
 import traceback
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +23,10 @@ from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe, config_hash, list_differences, override_recipe
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask
-from wellcond.lab.train.engine import Engine, Event, Interrupted, Observer
+from wellcond.lab.train.engine import Engine, Interrupted, Observer
 from wellcond.lab.train.evaluate import find_test_set
-from wellcond.lab.train.length import Diverged, RunClock, StopFlag, synchronizer
+from wellcond.lab.train.length import Diverged, RunClock, StopFlag, peak_memory, reset_peak_memory, synchronizer
 from wellcond.lab.train.prepare import make_accelerator, prepare_model, prepare_task
-from wellcond.lab.train.provenance import describe_session, has_free_cores, peak_memory, reset_peak_memory
 from wellcond.lab.train.run_folder import FolderInUse, RunError, RunFolder
 from wellcond.models import TRUST_NEEDED, is_local_code
 from wellcond.run_records import COMPLETE, SCHEMA
@@ -69,21 +72,13 @@ class Job:
         return self.recipe.config(self.method, self.seed)
 
 
-def no_observer(event: Event) -> None:
-    """Does nothing."""
-
-
-def run_job(job: Job, observer: Observer = no_observer, *, stop: StopFlag | None = None) -> dict[str, Any]:
+def run_job(job: Job, observer: Observer = lambda event: None, *, stop: StopFlag | None = None) -> dict[str, Any]:
     """Train a run, resume it, or return its record if it is complete.
 
     While another command holds the run's folder, this one waits for it to finish, or resumes the run if it stops early.
 
-    Args:
-        job: the run.
-        observer: called with every event.
-        stop: stop flag of a caller that handles signals; by default, Ctrl-C and SIGTERM set one.
-
-    Returns: the record, with status ``finished``, ``diverged`` or ``interrupted``.
+    Ctrl-C and SIGTERM stop it, unless the caller handles signals and has a stop flag. Returns the record, with status
+    ``finished``, ``diverged`` or ``interrupted``.
 
     Raises: WellcondError if the run fails; its record then has the status ``failed`` and the reason.
     """
@@ -320,3 +315,79 @@ class _Session:
         if self.accelerator.is_main_process:
             self.record |= {"logs": marks} if (marks := self.folder.log_marks()) else {}
             self.folder.write_record(self.record)
+
+
+# What a session was made with: no user, host or path names
+
+PACKAGES = ("accelerate", "datasets", "numpy", "scikit-learn", "scipy", "timm", "torchvision", "transformers")
+
+
+def describe_session(
+    device: torch.device, *, processes: int, precision: str, step: int, at_once: int = 1
+) -> dict[str, Any]:
+    """Versions, commit and machine of a session that starts from `step`, with `at_once` runs at the same time.
+
+    `alone` says whether its cores, or its GPU, are not shared.
+    """
+    threads = at_once * processes * torch.get_num_threads()
+    alone = threads <= num_cores() if device.type == "cpu" else at_once == 1
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "wellcond": installed_version("wellcond"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "packages": {name: version for name in PACKAGES if (version := installed_version(name)) is not None},
+        **_commit(),
+        "device": device.type,
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "processes": processes,
+        "threads": torch.get_num_threads(),
+        "precision": precision,
+        "resumed_at_step": step,
+        "runs_at_once": at_once,
+        "cores": num_cores(),
+        "alone": alone and has_free_cores(),
+    }
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def has_free_cores(load: float | None = None) -> bool:
+    """Whether no more threads want to run on this machine than it has cores: by default in the mean of the last minute.
+
+    Where the system does not say, the answer is no.
+    """
+    if load is None:
+        try:
+            load = os.getloadavg()[0]
+        except (AttributeError, OSError):
+            return False
+    return load <= (os.cpu_count() or 1) + LOAD_OF_OUR_OWN
+
+
+LOAD_OF_OUR_OWN = 0.5
+"""Threads that start and watch the runs, and data on their way."""
+
+
+def installed_version(package: str) -> str | None:
+    """Version of a package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> dict[str, Any]:
+    """Commit of wellcond's own source tree, and whether it was changed; None when it is an installed package."""
+    root = Path(__file__).parents[4]
+    if (root / ".git").exists():
+        asked = "git --no-optional-locks describe --always --dirty --abbrev=40 --exclude=*".split()
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            said = subprocess.run(
+                asked, cwd=root, capture_output=True, text=True, check=True, timeout=20
+            ).stdout.strip()
+            return {"commit": said.removesuffix("-dirty"), "dirty": said.endswith("-dirty")}
+    return {"commit": None, "dirty": None}

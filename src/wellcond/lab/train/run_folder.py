@@ -90,10 +90,7 @@ class RunFolder:
         return {name: log_mark(log.size, log.digest) for name, log in self._logs.items()}
 
     def cut_logs(self, marks: dict[str, Any]) -> None:
-        """Truncate the logs to their lengths at a checkpoint.
-
-        Args:
-            marks: from `log_marks`, as stored in the checkpoint.
+        """Truncate the logs to their lengths at a checkpoint, which stores the marks of `log_marks`.
 
         Raises: RunError if a log does not match its mark; no log is truncated then.
         """
