@@ -115,13 +115,13 @@ def test_averages_are_kept_over_an_interruption(tmp_path):
 
 
 def test_unchanged_best_weights_are_not_written_again(tmp_path, monkeypatch):
-    folder, written, real = tmp_path / "run", [], checkpoint._write_tensors
+    folder, written, real = tmp_path / "run", [], checkpoint._write_synced
 
-    def write(path, values):
+    def write(path, content):
         written.append(path.name)
-        real(path, values)
+        real(path, content)
 
-    monkeypatch.setattr(checkpoint, "_write_tensors", write)
+    monkeypatch.setattr(checkpoint, "_write_synced", write)
     run_job(job_with_test(folder, "checkpoint.every.steps=1"))
     scores = [row["accuracy"] for row in logs(folder)["evaluations"]]
     improved = [at for at in range(1, len(scores)) if scores[at] > max(scores[:at])]

@@ -8,7 +8,7 @@ import itertools
 import multiprocessing
 import os
 import signal
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
@@ -194,7 +194,7 @@ class Dispatch:
         self.outcome = Outcome()
         self.stopping = False
         self._observer, self._attempts = observer, attempts
-        self._lost: dict[str, int] = {}
+        self._lost: Counter[Path] = Counter()
 
     def stop(self) -> None:
         """Empty the queue."""
@@ -217,10 +217,6 @@ class Dispatch:
                 self.outcome.take(record)
         self.waiting = deque(left)
 
-    def times_lost(self, job: Job) -> int:
-        """Number of workers lost on a job."""
-        return self._lost.get(str(job.folder), 0)
-
     def handle(self, job: Job, message: Message) -> bool:
         """Handle the message of a worker; returns True if it is the last one of its job.
 
@@ -242,8 +238,8 @@ class Dispatch:
         """Put the job of a dead worker first in the queue, or fail it after too many attempts."""
         if self.stopping:
             return
-        count = self._lost[str(job.folder)] = self.times_lost(job) + 1
-        if count < self._attempts:
+        self._lost[job.folder] += 1
+        if self._lost[job.folder] < self._attempts:
             self._observer(job, {"event": "lost", "problem": reason})
             self.waiting.appendleft(job)
         else:
