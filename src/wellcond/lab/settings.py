@@ -125,16 +125,6 @@ def _as_written(loc: Sequence[int | str], data: Any) -> list[str]:
     return parts
 
 
-def divide_exactly(total: int, parts: int, what: str) -> int:
-    """Total / parts, or a RecipeError."""
-    if total % parts:
-        raise RecipeError(
-            f"{what}: {total} cannot be divided into {parts} equal parts; "
-            f"expected a multiple of {parts}, for instance {parts * math.ceil(total / parts)}"
-        )
-    return total // parts
-
-
 # YAML as plain data: no code, 1e-3 is a number, a key that appears twice is an error, and there are no aliases, nine
 # lines of which can stand for a billion values.
 

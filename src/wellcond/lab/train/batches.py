@@ -13,7 +13,7 @@ import torch
 from wellcond.errors import WellcondError
 from wellcond.lab.data.base import leave_interrupts_to_parent
 from wellcond.lab.seeding import epoch_order
-from wellcond.lab.settings import RecipeError, divide_exactly
+from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import EVALUATION, Batch, SampleKey, Samples
 
 
@@ -57,12 +57,14 @@ class UpdatePlan:
         return self.num_samples // self.batch_size
 
     def part_size(self, share: Share) -> int:
-        """Samples of one part.
-
-        Raises: RecipeError if an update cannot be divided into equal parts.
-        """
-        pieces = self.accumulate * share.processes
-        return divide_exactly(self.batch_size, pieces, "training.batch_size over processes x training.accumulate")
+        """Samples of one part; RecipeError if an update cannot be divided into equal parts."""
+        total, parts = self.batch_size, self.accumulate * share.processes
+        if total % parts:
+            raise RecipeError(
+                f"training.batch_size over processes x training.accumulate: {total} cannot be divided into {parts} "
+                f"equal parts; expected a multiple of {parts}, for instance {parts * math.ceil(total / parts)}"
+            )
+        return total // parts
 
     def parts(self, share: Share, start: float, stop: int) -> Iterator[list[SampleKey]]:
         """Samples of one process for the updates from `start` to before `stop`, `accumulate` parts for each.

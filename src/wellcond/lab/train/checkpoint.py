@@ -57,7 +57,7 @@ def load_model_(model: nn.Module, source: dict[str, Any] | Path, kind: str = "mo
     """The reverse of `model_tensors`, from tensors or from those of a kind in a checkpoint."""
     from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
-    stored = read_tensors(source, kind, model_tensors(model).get) if isinstance(source, Path) else source
+    stored: Any = read_tensors(source, kind, model_tensors(model).get) if isinstance(source, Path) else source
     set_model_state_dict(model, stored)
 
 
@@ -192,16 +192,11 @@ def _link_kind(place: Path, partial: Path, kind: str) -> dict[str, str]:
         }
     for name in sums:
         (partial / name).parent.mkdir(exist_ok=True)
-        link_or_copy(place / name, partial / name)
+        try:
+            os.link(place / name, partial / name)
+        except OSError:  # a file system without hard links
+            _write_synced(partial / name, (place / name).read_bytes())
     return sums
-
-
-def link_or_copy(source: Path, target: Path) -> None:
-    """The same file under a second name, or a copy where the file system has no such names."""
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        _write_synced(target, source.read_bytes())
 
 
 def _write_synced(path: Path, content: bytes) -> None:

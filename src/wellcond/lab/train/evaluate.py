@@ -166,21 +166,6 @@ def jacobian_steps(num_points: int, num_steps: int) -> frozenset[int]:
     return frozenset({0, num_steps} | {round(math.exp(math.log(num_steps) * k / between)) for k in range(between)})
 
 
-def tracked_steps(settings: TrackingSettings, num_steps: int, steps_per_epoch: int) -> tuple[frozenset, frozenset]:
-    """Steps at which the Jacobian, and at which only weights and attention maps, are measured."""
-    weights: frozenset[int] = frozenset()
-    if settings.weights_every is not None:
-        every = settings.weights_every.in_steps(steps_per_epoch)
-        if num_steps // every > MOST_POINTS:
-            raise RecipeError(
-                f"tracking.weights_every: expected at most {MOST_POINTS} measurements, found one every {every} of "
-                f"{num_steps} steps; give a longer interval"
-            )
-        weights = frozenset({*range(0, num_steps + 1, every), num_steps})
-    jacobian = jacobian_steps(settings.jacobian_points, num_steps)
-    return jacobian, weights - jacobian
-
-
 class ConditioningLog:
     """A `ConditionTracker` on rank 0; on every rank if weights are sharded, which gathers one attention at a time.
 
@@ -199,7 +184,17 @@ class ConditioningLog:
     ) -> None:
         """Make it before Accelerate prepares the model: only then can it be copied."""
         self.settings, self.task, self.accelerator = settings, task, accelerator
-        self.jacobian, self.weights = tracked_steps(settings, num_steps, steps_per_epoch)
+        self.jacobian = jacobian_steps(settings.jacobian_points, num_steps)
+        self.weights: frozenset[int] = frozenset()
+        """Steps at which the Jacobian, and at which only weights and attention maps, are measured."""
+        if settings.weights_every is not None:
+            every = settings.weights_every.in_steps(steps_per_epoch)
+            if num_steps // every > MOST_POINTS:
+                raise RecipeError(
+                    f"tracking.weights_every: expected at most {MOST_POINTS} measurements, found one every {every} of "
+                    f"{num_steps} steps; give a longer interval"
+                )
+            self.weights = frozenset({*range(0, num_steps + 1, every), num_steps}) - self.jacobian
         self.steps = self.jacobian | self.weights
         self._measures = bool(self.steps) and (accelerator.is_main_process or accelerator.is_fsdp2)
         rounded = accelerator.mixed_precision != "no" and not accelerator.is_fsdp2
