@@ -239,7 +239,7 @@ def _does_not_fit(reads: Reads, array: np.ndarray, whole: bool) -> str:
         return "" if fits and not whole else f"expected floats (samples, {', '.join(map(str, shape))}){scaled}"
     if reads.kind == "tokens" and whole:
         if array.ndim != 2 or not 0 < array.shape[1] <= (reads.longest or math.inf):
-            return f"expected token ids (samples, at most {reads.longest} tokens)"
+            return f"expected token ids (samples, {f'at most {reads.longest} ' if reads.longest else ''}tokens)"
         lowest, highest = array.min(), array.max()
         fits = lowest >= 0 and highest < reads.vocabulary
         return "" if fits else f"expected token ids from 0 to {reads.vocabulary - 1}, found {lowest} to {highest}"
