@@ -14,7 +14,7 @@ FORBIDDEN = {
     "eval", "exec", "compile", "os.system", "os.popen", "pickle.load", "pickle.loads", "pickle.Unpickler",
     "yaml.load", "yaml.unsafe_load", "yaml.full_load", "yaml.load_all", "torch.jit.load", "torch.hub.load",
     "joblib.load", "marshal.loads", "shelve.open", "runpy.run_path", "shutil.unpack_archive",
-    "zipfile.ZipFile", "pd.read_pickle", "builtins.eval",
+    "zipfile.ZipFile", "pd.read_pickle", "builtins.eval", "Image.open", "PIL.Image.open",
 }  # fmt: skip
 # Where the source of a library, our own sub-modules, or a file that the user trusts is imported; and git is asked.
 EXCEPTIONS = {
@@ -57,7 +57,6 @@ def test_what_may_run_code_is_where_it_is_known(name):
     [
         ("torch.load", "weights_only", "True"),
         ("np.load", "allow_pickle", "False"),
-        ("Image.open", "formats", None),
         ("pil.open", "formats", None),
     ],
 )
