@@ -125,19 +125,11 @@ def _as_written(loc: Sequence[int | str], data: Any) -> list[str]:
     return parts
 
 
-# YAML as plain data: no code, 1e-3 is a number, a key that appears twice is an error, and there are no aliases, nine
-# lines of which can stand for a billion values.
+# YAML as plain data: no code, 1e-3 is a number, and a key that appears twice is an error.
 
 
 class _Loader(yaml.SafeLoader):
     """A SafeLoader with the constructor and the resolver below."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """As PyYAML does, but for aliases."""
-        if self.check_event(yaml.AliasEvent):
-            problem = "expected values written out, found an alias"
-            raise yaml.composer.ComposerError(None, None, problem, self.peek_event().start_mark)
-        return super().compose_node(parent, index)
 
 
 def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -156,11 +148,37 @@ _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
 MOST_CHARACTERS = 2**20
+MOST_VALUES = 100_000
+"""With aliases written out: nine lines of them can stand for a billion values."""
+
+
+def _count_values(node: yaml.Node, known: dict[int, int]) -> int:
+    """Values in a document with its aliases written out.
+
+    Raises: YAMLError if there are too many, or an alias stands within what it names.
+    """
+    count = known.setdefault(id(node), -1)
+    if count > 0:
+        return count
+    if count == 0:
+        raise yaml.composer.ComposerError(None, None, "an alias stands within what it names", node.start_mark)
+    known[id(node)] = 0
+    inside = node.value if isinstance(node, yaml.CollectionNode) else []
+    parts = [part for pair in inside for part in pair] if isinstance(node, yaml.MappingNode) else inside
+    known[id(node)] = count = 1 + sum(_count_values(part, known) for part in parts)
+    if count > MOST_VALUES:
+        raise yaml.composer.ComposerError(None, None, f"expected at most {MOST_VALUES} values", node.start_mark)
+    return count
 
 
 @functools.lru_cache(maxsize=256)  # parsing takes milliseconds, and many recipes extend the same one
 def _parse(text: str) -> Any:
-    return _Loader(text).get_single_data()
+    loader = _Loader(text)
+    node = loader.get_single_node()
+    if node is None:
+        return None
+    _count_values(node, {})
+    return loader.construct_document(node)
 
 
 def read_yaml(text: str, where: str = "the value") -> Any:
