@@ -240,6 +240,11 @@ class Blocks:
         return torch.linalg.svdvals(self.py)
 
     @cached_property
+    def x_values(self) -> Tensor:
+        """Those of x."""
+        return torch.linalg.svdvals(self.x)
+
+    @cached_property
     def m_values(self) -> Tensor:
         """Those of every M_r."""
         return torch.linalg.svdvals(self.m)
@@ -341,17 +346,29 @@ class SoftmaxSpectrum:
 
 
 def softmax_spectrum(head: Head) -> SoftmaxSpectrum:
-    """Spectrum of every Lambda_i, accurate to a few rounding errors of log p relative to each eigenvalue.
-
-    The rank is structural, the number of unmasked entries less one; no eigenvalue is dropped for being small: under
-    lambda-corrections it is 1e-280 and smaller, which no eigenvalue routine resolves.
+    """`softmax_spectra` of one head.
 
     Example:
         >>> x, w = torch.tensor([[1.0], [2.0]]), torch.ones(1, 1)
         >>> round(10 ** softmax_spectrum(Head(x, w, w, w, 1.0)).log10_kappa, 9)
         1.872609003
     """
-    log_p = head.log_probabilities().flatten(0, 1)
+    return softmax_spectra([head])[0]
+
+
+def softmax_spectra(heads: Sequence[Head]) -> list[SoftmaxSpectrum]:
+    """Spectrum of every Lambda_i, for heads with equally many keys.
+
+    Accurate to a few rounding errors of log p relative to each eigenvalue.
+    The rank is structural, the number of unmasked entries less one; no eigenvalue is dropped for being small: under
+    lambda-corrections it is 1e-280 and smaller, which no eigenvalue routine resolves.
+    """
+    at_once = max(1, SECTION_ENTRIES // (heads[0].num_rows * len(heads[0].memory)))  # few large ones, many small ones
+    return [one for at in range(0, len(heads), at_once) for one in _softmax_spectra(heads[at : at + at_once])]
+
+
+def _softmax_spectra(heads: Sequence[Head]) -> list[SoftmaxSpectrum]:
+    log_p = torch.cat([head.log_probabilities().flatten(0, 1) for head in heads])
     rank = torch.isfinite(log_p).sum(-1) - 1
     inside = rank > 0
     log_max = torch.full_like(log_p[:, 0], -torch.inf)
@@ -362,7 +379,9 @@ def softmax_spectrum(head: Head) -> SoftmaxSpectrum:
         bottom = rows.masked_fill(torch.isneginf(rows), torch.inf).topk(2, -1, largest=False).values
         low, high = torch.cat([top[:, 1], bottom[:, 0]]), torch.cat([top[:, 0], bottom[:, 1]])
         log_max[inside], log_min[inside] = _root(rows.repeat(2, 1), low, high).chunk(2)
-    return SoftmaxSpectrum(rank, log_max, log_min)
+    rows_of = [head.num_rows for head in heads]
+    by_head = zip(*(numbers.split(rows_of) for numbers in (rank, log_max, log_min)), strict=True)
+    return [SoftmaxSpectrum(*numbers) for numbers in by_head]
 
 
 def _root(log_p: Tensor, low: Tensor, high: Tensor) -> Tensor:

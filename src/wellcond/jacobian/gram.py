@@ -129,11 +129,13 @@ def stack_gram(blocks: Blocks) -> Tensor:
 def explicit_jacobian(blocks: Blocks) -> Tensor:
     """J itself (R dv, parameters), for the small and the ill-conditioned: nothing is squared."""
     rows, dv, d = blocks.m.shape
-    j_q = torch.einsum("ra,roc->roac", blocks.x, blocks.m).reshape(rows * dv, -1)
-    j_k = torch.einsum("roa,rc->roac", blocks.b, blocks.q).reshape(rows * dv, -1)
-    eye = torch.eye(dv, dtype=blocks.x.dtype, device=blocks.x.device)
-    j_v = torch.einsum("ra,ok->roak", blocks.py, eye).reshape(rows * dv, -1)
-    return torch.cat([j_q, j_k, j_v], dim=1)
+    widths = (blocks.x.shape[1] * d, blocks.b.shape[2] * d, blocks.py.shape[1] * dv)
+    jacobian = blocks.m.new_empty(rows, dv, sum(widths))
+    j_q, j_k, j_v = jacobian.split(widths, dim=2)
+    torch.mul(blocks.x[:, None, :, None], blocks.m[:, :, None, :], out=j_q.unflatten(2, (-1, d)))
+    torch.mul(blocks.b[:, :, :, None], blocks.q[:, None, None, :], out=j_k.unflatten(2, (-1, d)))
+    j_v.zero_().unflatten(2, (-1, dv)).diagonal(dim1=1, dim2=3).copy_(blocks.py[:, :, None].expand(-1, -1, dv))
+    return jacobian.flatten(0, 1)
 
 
 def pull_back(blocks: Blocks, u: Tensor) -> Tensor:

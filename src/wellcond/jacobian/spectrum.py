@@ -198,20 +198,23 @@ def _certified_ends(task: Task) -> JacobianSpectrum | None:
 def _squaring_loses(gram: Tensor) -> bool:
     """Whether kappa(J) > LARGEST_SQUARED_KAPPA for sure, at a fifth of the price of the eigenvalues of G = J J^T.
 
-    A Cholesky factorisation that breaks down has lambda_min < n eps lambda_max. From one that does not, power steps
-    with G and G^-1 give |G v| <= lambda_max and |G^-1 w| <= 1 / lambda_min for unit vectors v and w.
+    A Cholesky factorisation that breaks down has lambda_min < n eps lambda_max. One that does not has L_ii^2 >=
+    lambda_min, as lambda_max >= G_ii, and power steps with G and G^-1 sharpen both: |G v| <= lambda_max and
+    |G^-1 w| <= 1 / lambda_min for unit vectors v and w.
     """
-    if not bool(gram.any()):
+    largest = float(gram.diagonal().max())
+    if largest == 0:
         return False
     factor, info = torch.linalg.cholesky_ex(gram)
-    if int(info) > 0:
+    if int(info) > 0 or largest > LARGEST_SQUARED_KAPPA**2 * float(factor.diagonal().min()) ** 2:
         return True
     generator = torch.Generator().manual_seed(0)
     v = w = torch.randn(len(gram), 1, generator=generator, dtype=torch.float64)
     for _ in range(POWER_STEPS):
-        v, w = gram @ (v / v.norm()), w / w.norm()
-        w = torch.linalg.solve_triangular(factor.T, torch.linalg.solve_triangular(factor, w, upper=False), upper=True)
-    return float(v.norm() * w.norm()) > LARGEST_SQUARED_KAPPA**2
+        v, w = gram @ (v / v.norm()), torch.cholesky_solve(w / w.norm(), factor)
+        if float(v.norm() * w.norm()) > LARGEST_SQUARED_KAPPA**2:
+            return True
+    return False
 
 
 def _squared_interval(sigma: float, largest: float, side: int) -> tuple[float, float]:
@@ -240,7 +243,7 @@ def _svd(task: Task) -> JacobianSpectrum:
     jacobian = task.form.explicit_jacobian()
     if jacobian.shape[0] < jacobian.shape[1]:
         jacobian = jacobian.T
-    triangle = torch.linalg.qr(jacobian, mode="r").R
+    triangle = torch.geqrf(jacobian)[0][: jacobian.shape[1]].triu()  # as `qr` with fewer copies
     if _only_ends(task, len(triangle)):
         ends = ends_of(task, triangle)
         if ends is not None:
