@@ -41,6 +41,7 @@ from wellcond.linalg.spectrum import row_space
 
 CACHE_BYTES = 4 * 2**20  # rows that are multiplied, scaled and added while they are near the processor
 SCHUR_ROWS = 1024  # of the lower triangle that are updated together
+GAUGE_ROWS = 16
 GAUGE_LIMIT = 1e6
 """Lengths of gauge directions that differ by more have lost the accuracy that Z needs."""
 
@@ -302,12 +303,15 @@ class ParameterSide:
         def pairs(left: Tensor, right: Tensor) -> Tensor:
             return (left[:, None, :] * right[None, :, :]).flatten(0, 1)
 
-        qq = (pairs(p, p) @ sizes @ pairs(v, v).T).view(len(p), len(p), d, d)  # [a a'] x [c c']
-        entries(of_q, of_q).add_(qq.transpose(1, 2))
-        kk = (pairs(r, r) @ sizes.T @ pairs(u, u).T).view(len(r), len(r), d, d)
-        entries(of_k, of_k).add_(kk.transpose(1, 2))
-        kq = (pairs(r, v) @ (pairs(p, u) @ sizes).T).view(len(r), d, len(p), d)  # [a c'] x [a' c]
-        entries(of_k, of_q).sub_(kq.permute(0, 3, 2, 1))
+        of_v, of_u, of_pu = (sizes @ pairs(v, v).T), (sizes.T @ pairs(u, u).T), (pairs(p, u) @ sizes).T
+        for at in range(0, max(len(p), len(r)), GAUGE_ROWS):  # a few rows a at a time: no second matrix
+            some = slice(at, at + GAUGE_ROWS)
+            qq = pairs(p[some], p) @ of_v  # [a a'] x [c c']
+            entries(of_q, of_q)[some].add_(qq.view(len(p[some]), len(p), d, d).transpose(1, 2))
+            kk = pairs(r[some], r) @ of_u
+            entries(of_k, of_k)[some].add_(kk.view(len(r[some]), len(r), d, d).transpose(1, 2))
+            kq = pairs(r[some], v) @ of_pu  # [a c'] x [a' c]
+            entries(of_k, of_q)[some].sub_(kq.view(len(r[some]), d, len(p), d).permute(0, 3, 2, 1))
         return gram
 
     def square(self, rows: Tensor) -> Tensor:
