@@ -352,7 +352,7 @@ def _through_output(captured: CapturedAttention, task: MeasureSettings) -> dict[
     try:
         found = []
         for samples in _together(captured.num_samples, task):
-            heads = [WideForm(captured.stacked_head(i, samples), task.biases) for i in range(site.num_kv_heads)]
+            heads = [WideForm(captured.stacked_head(i, samples).cpu(), task.biases) for i in range(site.num_kv_heads)]
             form = ProjectedHeads(tuple(heads), w_o)
             found.append(form_spectrum(form, method=task.method, memory_limit=task.memory_limit))
     except NUMERICAL as error:

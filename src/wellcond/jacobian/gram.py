@@ -230,7 +230,7 @@ class ParameterSide:
     def gauge(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(W_Q C u_i)_i, (W_K v_j)_j, (C u_i)_i and (v_j)_j as columns; the first two lack 1 / sqrt(a_i + b_j)."""
         d = self.w_q.shape[1]
-        inside = torch.eye(d, dtype=torch.float64)
+        inside = torch.eye(d, dtype=torch.float64, device=self.w_q.device)
         if self.fixed is not None:
             _, sigma, right = torch.linalg.svd(self.fixed)
             inside = right[int((sigma > d * torch.finfo(torch.float64).eps * sigma[0]).sum()) :].T

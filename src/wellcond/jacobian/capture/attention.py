@@ -143,7 +143,7 @@ class CapturedAttention:
         assert self.probabilities is not None
         shape = self.probabilities[0, group].shape
         if self.logit_bias is None:
-            own = [torch.zeros(shape, dtype=torch.float64)] * len(samples)
+            own = [torch.zeros(shape, dtype=torch.float64, device=self.probabilities.device)] * len(samples)
         else:
             own = [self.logit_bias[0 if len(self.logit_bias) == 1 else sample, group] for sample in samples]
         if len(samples) == 1:
