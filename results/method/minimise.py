@@ -27,7 +27,7 @@ LARGEST = 100.0
 
 
 def kappa(task: str, scales: dict[str, float]) -> float:
-    """Mean of log10 kappa(J) over its non-zero spectrum, over layers and two seeds."""
+    """Log10 of the condition number of J over its non-zero spectrum, mean over layers and two seeds."""
     recipe, _ = load_recipe(task, scale="tiny")
     text = ", ".join(f"{name}={value:.6g}" for name, value in scales.items())
     found = []
