@@ -133,8 +133,10 @@ def goals(results: Results) -> Iterable[Sequence[str]]:
                 yield row(f"{size}: >= 50 x faster than {NAMES[what]}", f"{ratio:.1f} x", ratio >= 50)
                 yield row(f"{size}: same numbers to 1e-6", f"{off:.0e}", off <= 1e-6)
     if found := results.get(("ours", LRA)):
-        met = "exact" in found.note and found.seconds <= 7 and found.gigabytes <= 1.3
-        yield row("LRA: exact in 7 s and 1.3 GB", f"{found.seconds:.1f} s, {found.gigabytes:.2f} GB, {found.note}", met)
+        beyond = found.gigabytes - peak_gigabytes()
+        met = "exact" in found.note and found.seconds <= 7 and beyond <= 0.36
+        said = f"{found.seconds:.1f} s, {beyond:.2f} GB, {found.note}"
+        yield row("LRA: exact in 7 s and 0.36 GB beyond imports: half of what it took", said, met)
     if found := results.get(("ours", VIT_B)):
         met = "exact" in found.note and found.gigabytes <= 1.3
         yield row("ViT-B: exact in 1.3 GB", f"{found.gigabytes:.2f} GB, {found.note}", met)

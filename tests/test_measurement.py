@@ -19,6 +19,7 @@ from wellcond.jacobian.generic.head import GenericHead
 from wellcond.jacobian.plain import WideForm, dense_jacobian
 from wellcond.jacobian.spectrum import form_spectrum
 from wellcond.lab.report.measurement_page import ReportDataError, render_measurement
+from wellcond.theory import papers_bound
 
 X = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
@@ -392,6 +393,17 @@ def test_ill_conditioned_heads_skip_the_eigenvalues_and_give_the_same(monkeypatc
     monkeypatch.setattr(spectrum_module, "_squaring_loses", lambda gram: False)
     slow = wc.measure(model, images)
     assert quick == slow and quick.layers[0].heads[0].jacobian.condition_number > 1e6
+
+
+def test_heads_share_their_tokens_and_have_the_papers_bound_of_the_theory():
+    model = vit()
+    heads = capture_attention(model, X[:1])[1].stacked_heads([(0, None), (2, None)])
+    assert heads[0].x.data_ptr() == heads[1].x.data_ptr()
+    report = wc.measure(model, X[:1], layers=[1], heads=[0, 2])
+    for head, found in zip(heads, report.layers[0].heads, strict=True):
+        assert found.papers_bound_log10 == pytest.approx(papers_bound(head).log10, rel=1e-12)
+    alone = wc.measure(model, X[:1], layers=[1], heads=[2]).layers[0].heads[0]
+    assert alone == report.layers[0].heads[1]
 
 
 def test_block_norms_are_those_of_the_blocks_of_the_jacobian():

@@ -38,11 +38,19 @@ lengths() {  # small initialisation predicts that gains shrink or turn with long
   done
 }
 
+minimised() {  # scales that minimise the measured kappa(J) of the start (minimise.py), beside those of the method
+  compare --recipe digits --folder method/minimised/digits --methods "default,calibrated,calibrated(logits=1.3, share=0.00154, positions=2.71)" --set baseline=calibrated \
+    --seeds 6 --tune optimizer.lr=1e-3,3e-3,1e-2 --tune-growth 1
+  compare --recipe gpt2-tinystories --folder method/minimised/gpt2-tinystories --set baseline=calibrated --seeds 6 --tune optimizer.lr=3e-3,6e-3,1.2e-2 --tune-growth 1 \
+    --methods "default,calibrated,calibrated(logits=0.278, share=0.0144, positions=48.4, words=2.66)" --set "training.length={steps: 150}" \
+    --set "schedule.warmup={steps: 20}" --set "evaluation.every={steps: 75}" --set data.limit_evaluation=100 --set data.limit_test=300
+}
+
 tasks=("$@")
-[ ${#tasks[@]} -gt 0 ] || tasks=(vit swin xcit listops text crammed-bert gpt2-wikitext2 widths lengths)
+[ ${#tasks[@]} -gt 0 ] || tasks=(vit swin xcit listops text crammed-bert gpt2-wikitext2 widths lengths minimised)
 for task in "${tasks[@]}"; do
   case $task in
-    widths | lengths)
+    widths | lengths | minimised)
       "$task"
       for folder in "method/$task"/*; do wellcond pack "$folder" -o "$here/$task/$(basename "$folder")"; done
       continue ;;

@@ -20,23 +20,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from wellcond.errors import WeightError
+from wellcond.linalg.spectrum import to_float64
 
 CHUNK_BYTES = 64 * 2**20
 BISECTIONS = 80  # an interval of width 1e3 in log p shrinks below 1e-20
 LARGEST_SECTION, SECTION_ENTRIES = 16, 2**18
+SMALLEST_ON_DEVICE = 1024  # outputs; fewer do not fill a GPU, whose library decomposes small matrices one by one
 TENSORS = ("x", "w_q", "w_k", "w_v", "mask", "y", "b_q", "b_k", "b_v", "p")
 
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """Tokens and weights of one head, held in float64 on the CPU, where LAPACK is; weights are (out, in) as in torch.
+    """Tokens and weights of one head, held in float64; weights are (out, in) as in torch.
+
+    A head with at least `SMALLEST_ON_DEVICE` outputs stays on its device, where that has float64: all that is large is
+    computed there. Others are taken to the CPU.
 
     Args:
         x: tokens, N x D.
@@ -76,9 +81,22 @@ class Head:
     p: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Take to the CPU in float64 and check shapes and values."""
+        """Take to float64, to the CPU if small, and check shapes and values."""
         cast_to_float64(self, TENSORS, unchecked=("mask",))
         _check(self)
+        if self.num_outputs < SMALLEST_ON_DEVICE:
+            move_to_cpu(self, TENSORS)
+
+    def cpu(self) -> Head:
+        """The same on the CPU."""
+        found = replace(self)
+        move_to_cpu(found, TENSORS)
+        return found
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.x.device
 
     @property
     def memory(self) -> Tensor:
@@ -175,7 +193,7 @@ class Head:
 
 
 def cast_to_float64(record: object, names: Sequence[str], unchecked: Sequence[str] = ()) -> None:
-    """Take tensors of a frozen record to the CPU in float64; None stays.
+    """Take tensors of a frozen record to float64, on the CPU where their device has none; None stays.
 
     Raises: WeightError for NaN or infinite entries, except in those that are `unchecked`.
     """
@@ -185,7 +203,14 @@ def cast_to_float64(record: object, names: Sequence[str], unchecked: Sequence[st
             continue
         if name not in unchecked and not bool(torch.isfinite(tensor).all()):
             raise WeightError(f"{name} has NaN or infinite entries: the Jacobian is not defined")
-        object.__setattr__(record, name, tensor.detach().cpu().to(torch.float64))
+        object.__setattr__(record, name, to_float64(tensor))
+
+
+def move_to_cpu(record: object, names: Sequence[str]) -> None:
+    """Take tensors of a frozen record to the CPU; None stays."""
+    for name in names:
+        tensor = getattr(record, name)
+        object.__setattr__(record, name, None if tensor is None else tensor.cpu())
 
 
 def _check(head: Head) -> None:
@@ -238,6 +263,11 @@ class Blocks:
     def py_values(self) -> Tensor:
         """Singular values of py."""
         return torch.linalg.svdvals(self.py)
+
+    @cached_property
+    def x_values(self) -> Tensor:
+        """Those of x."""
+        return torch.linalg.svdvals(self.x)
 
     @cached_property
     def m_values(self) -> Tensor:
@@ -341,17 +371,29 @@ class SoftmaxSpectrum:
 
 
 def softmax_spectrum(head: Head) -> SoftmaxSpectrum:
-    """Spectrum of every Lambda_i, accurate to a few rounding errors of log p relative to each eigenvalue.
-
-    The rank is structural, the number of unmasked entries less one; no eigenvalue is dropped for being small: under
-    lambda-corrections it is 1e-280 and smaller, which no eigenvalue routine resolves.
+    """`softmax_spectra` of one head.
 
     Example:
         >>> x, w = torch.tensor([[1.0], [2.0]]), torch.ones(1, 1)
         >>> round(10 ** softmax_spectrum(Head(x, w, w, w, 1.0)).log10_kappa, 9)
         1.872609003
     """
-    log_p = head.log_probabilities().flatten(0, 1)
+    return softmax_spectra([head])[0]
+
+
+def softmax_spectra(heads: Sequence[Head]) -> list[SoftmaxSpectrum]:
+    """Spectrum of every Lambda_i, for heads with equally many keys.
+
+    Accurate to a few rounding errors of log p relative to each eigenvalue.
+    The rank is structural, the number of unmasked entries less one; no eigenvalue is dropped for being small: under
+    lambda-corrections it is 1e-280 and smaller, which no eigenvalue routine resolves.
+    """
+    at_once = max(1, SECTION_ENTRIES // (heads[0].num_rows * len(heads[0].memory)))  # few large ones, many small ones
+    return [one for at in range(0, len(heads), at_once) for one in _softmax_spectra(heads[at : at + at_once])]
+
+
+def _softmax_spectra(heads: Sequence[Head]) -> list[SoftmaxSpectrum]:
+    log_p = torch.cat([head.log_probabilities().flatten(0, 1) for head in heads])
     rank = torch.isfinite(log_p).sum(-1) - 1
     inside = rank > 0
     log_max = torch.full_like(log_p[:, 0], -torch.inf)
@@ -362,7 +404,9 @@ def softmax_spectrum(head: Head) -> SoftmaxSpectrum:
         bottom = rows.masked_fill(torch.isneginf(rows), torch.inf).topk(2, -1, largest=False).values
         low, high = torch.cat([top[:, 1], bottom[:, 0]]), torch.cat([top[:, 0], bottom[:, 1]])
         log_max[inside], log_min[inside] = _root(rows.repeat(2, 1), low, high).chunk(2)
-    return SoftmaxSpectrum(rank, log_max, log_min)
+    rows_of = [head.num_rows for head in heads]
+    by_head = zip(*(numbers.split(rows_of) for numbers in (rank, log_max, log_min)), strict=True)
+    return [SoftmaxSpectrum(*numbers) for numbers in by_head]
 
 
 def _root(log_p: Tensor, low: Tensor, high: Tensor) -> Tensor:
@@ -374,7 +418,7 @@ def _root(log_p: Tensor, low: Tensor, high: Tensor) -> Tensor:
     # where they are small. Masked entries (log p = -inf) contribute 1 / (1 - inf) = 0, and equal neighbours are their
     # own root.
     parts = max(2, min(LARGEST_SECTION, SECTION_ENTRIES // log_p.numel()))
-    fractions = torch.arange(1, parts, dtype=torch.float64) / parts
+    fractions = torch.arange(1, parts, dtype=torch.float64, device=log_p.device) / parts
     for _ in range(math.ceil(BISECTIONS / math.log2(parts))):
         inner = low[:, None] + (high - low)[:, None] * fractions
         if bool(((inner <= low[:, None]) | (inner >= high[:, None])).all()):

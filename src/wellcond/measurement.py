@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, get_args
 
@@ -17,10 +17,11 @@ from wellcond.attention.effective import conditioning_of
 from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import WellcondError, check_choice
+from wellcond.head import Head, SoftmaxSpectrum, softmax_spectra
 from wellcond.jacobian.capture import capture_sites
 from wellcond.jacobian.capture.attention import CapturedAttention
 from wellcond.jacobian.capture.forms import CapturedForm, captured_form
-from wellcond.jacobian.diagnosis import attention_statistics, diagnose_head, is_collapsed
+from wellcond.jacobian.diagnosis import HeadDiagnosis, attention_statistics, diagnose_head, is_collapsed
 from wellcond.jacobian.generic.head import num_samples
 from wellcond.jacobian.layer import ProjectedHeads
 from wellcond.jacobian.nystrom.form import nystrom_map
@@ -41,7 +42,7 @@ from wellcond.measurement_records import (
 from wellcond.records import Convention, JacobianSpectrum, Spectrum
 from wellcond.run_facts import run_facts
 from wellcond.theory.bounds import log10_kappa_bound
-from wellcond.theory.surrogate import log10_papers_bound
+from wellcond.theory.surrogate import Factors
 
 __all__ = [
     "NUMERICAL",
@@ -183,15 +184,16 @@ def measure(
             kind = "query" if task.grouped == "each" else "key/value"
             raise ValueError(f"heads: no attention that is measured has a {kind} head {head}")
     log = None if resume is None else MeasurementLog.open(resume, model, batch, task)
-    weighed = [_Layer(c, _chosen(of_layer, heads)) for c, of_layer in zip(captured, parts, strict=True)]
-    plan = [(number, part) for number, layer in enumerate(weighed) if layer.captured.call for part in layer.parts]
+    wanted = [_chosen(of_layer, heads) for of_layer in parts]
+    layer_of = lru_cache(maxsize=1)(lambda number: _Layer(captured[number], wanted[number], task))  # only one is kept
+    plan = [(number, part) for number, c in enumerate(captured) if c.call for part in wanted[number]]
     found: dict[int, list[HeadReport]] = {number: [] for number in range(len(captured))}
     problems = {number: c.why_not_plain for number, c in enumerate(captured) if c.call is None}
     for number, part in progress(plan):
         if number in problems:
             continue
         try:
-            report = _measure_head(weighed[number], part, task, log)
+            report = _measure_head(layer_of(number), part, log)
         except ReportError:
             raise
         except NUMERICAL as error:
@@ -240,10 +242,11 @@ def _chosen(parts: list[_Part], heads: Sequence[int] | None) -> list[_Part]:
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """One attention; spectra of the weights of all heads asked for are computed together, when first needed."""
+    """One attention; what is small is computed for all heads asked for together, when first needed."""
 
     captured: CapturedAttention
     parts: list[_Part]
+    task: MeasureSettings
 
     @cached_property
     def weights(self) -> dict[str, dict[_Part, Spectrum]]:
@@ -256,6 +259,20 @@ class _Layer:
         slots = self.captured.site.slots
         return {role: self._worst(slots[role].read_raw()) if slots[role].is_corrected else self.weights[role]
                 for role in "qkv"}  # fmt: skip
+
+    @cached_property
+    def heads(self) -> dict[_Part, Head]:
+        """The heads of a plain attention on the first samples."""
+        if not self.captured.is_plain:
+            return {}
+        samples = _together(self.captured.num_samples, self.task)[0]
+        wanted = [(part.kv_head, part.query_head) for part in self.parts]
+        return dict(zip(self.parts, self.captured.stacked_heads(wanted, samples), strict=True))
+
+    @cached_property
+    def lambdas(self) -> dict[_Part, SoftmaxSpectrum]:
+        """Spectra of the derivatives of their softmax."""
+        return dict(zip(self.heads, softmax_spectra(list(self.heads.values())), strict=True))
 
     @torch.no_grad()
     def _worst(self, rows: Tensor) -> dict[_Part, Spectrum]:
@@ -270,29 +287,27 @@ class _Layer:
         }
 
 
-def _measure_head(layer: _Layer, part: _Part, task: MeasureSettings, log: MeasurementLog | None) -> HeadReport:
+def _measure_head(layer: _Layer, part: _Part, log: MeasurementLog | None) -> HeadReport:
     if log is not None:
-        return log.head(f"{layer.captured.site.name} head {part.index}", lambda: _measure_head(layer, part, task, None))
+        return log.head(f"{layer.captured.site.name} head {part.index}", lambda: _measure_head(layer, part, None))
     group = layer.captured.query_heads(part.kv_head, part.query_head)
-    measured = _jacobian_of if task.jacobian else _attention_of
+    measured = _jacobian_of if layer.task.jacobian else _attention_of
     return HeadReport(
         index=part.index,
         query_heads=tuple(range(group.start, group.stop)),
         weights={role: by_head[part] for role, by_head in layer.weights.items()},
         raw_weights={role: by_head[part] for role, by_head in layer.raw_weights.items()},
-        **measured(layer.captured, part, task),
+        **measured(layer, part),
     )
 
 
-def _attention_of(captured: CapturedAttention, part: _Part, task: MeasureSettings) -> dict[str, Any]:
+def _attention_of(layer: _Layer, part: _Part) -> dict[str, Any]:
     """Fields of a `HeadReport` without a Jacobian."""
     fields: dict[str, Any] = {"how": "weights and attention map only"}
-    if captured.is_plain:
-        samples = None if task.combine == "stack" else [0]
-        head = captured.stacked_head(part.kv_head, samples, query_head=part.query_head)
-        statistics = attention_statistics(head)
-        fields |= {"attention": statistics, "dead": is_collapsed(head, statistics)}
-    return fields | _approximated(captured, part.kv_head)
+    if layer.captured.is_plain:
+        statistics = attention_statistics(layer.heads[part])
+        fields |= {"attention": statistics, "dead": is_collapsed(layer.heads[part], statistics)}
+    return fields | _approximated(layer.captured, part.kv_head)
 
 
 def _approximated(captured: CapturedAttention, index: int) -> dict[str, Any]:
@@ -301,9 +316,10 @@ def _approximated(captured: CapturedAttention, index: int) -> dict[str, Any]:
     return {} if seen is None else {"attention": seen.statistics, "approximation_error": seen.error}
 
 
-def _jacobian_of(captured: CapturedAttention, part: _Part, task: MeasureSettings) -> dict[str, Any]:
+def _jacobian_of(layer: _Layer, part: _Part) -> dict[str, Any]:
     """Fields of a `HeadReport` that are about the Jacobian and what explains it."""
-    forms = _forms(captured, part, task)
+    captured, task = layer.captured, layer.task
+    forms = _forms(layer, part)
     found = [task.spectrum(form) for form in forms]
     both = _both(found)
     fields: dict[str, Any] = {"jacobian": found[0], "samples": both[task.kappa], "both_samples": both}
@@ -313,10 +329,18 @@ def _jacobian_of(captured: CapturedAttention, part: _Part, task: MeasureSettings
     diagnosis = diagnose_head(head, blocks)
     fields |= {"diagnosis": diagnosis, "attention": diagnosis.attention, "dead": diagnosis.dead}
     if head.is_single:
-        fields["papers_bound_log10"] = log10_papers_bound(head)
+        fields["papers_bound_log10"] = _papers_bound(layer, part, diagnosis)
         bound = None if task.biases else log10_kappa_bound(head, blocks, convention=task.convention)
         fields["bound_log10"] = bound
     return fields
+
+
+def _papers_bound(layer: _Layer, part: _Part, diagnosis: HeadDiagnosis) -> float | None:
+    """log10 of the papers' bound on kappa(J) of a plain head, from what is known already."""
+    kappa = {"X": diagnosis.kappa_x}
+    for role in ("query", "key", "value"):
+        kappa[role] = layer.weights[layer.captured.site.roles[role]][part].pseudo_condition_number
+    return Factors(kappa, diagnosis.kappa_p, layer.lambdas[part]).log10
 
 
 def _through_output(captured: CapturedAttention, task: MeasureSettings) -> dict[str, Any]:
@@ -328,7 +352,7 @@ def _through_output(captured: CapturedAttention, task: MeasureSettings) -> dict[
     try:
         found = []
         for samples in _together(captured.num_samples, task):
-            heads = [WideForm(captured.stacked_head(i, samples), task.biases) for i in range(site.num_kv_heads)]
+            heads = [WideForm(captured.stacked_head(i, samples).cpu(), task.biases) for i in range(site.num_kv_heads)]
             form = ProjectedHeads(tuple(heads), w_o)
             found.append(form_spectrum(form, method=task.method, memory_limit=task.memory_limit))
     except NUMERICAL as error:
@@ -340,12 +364,16 @@ def _both(found: Sequence[JacobianSpectrum]) -> dict[Kappa, tuple[float, ...]]:
     return {kind: tuple(s.kappa(kind) for s in found) for kind in get_args(Kappa)}
 
 
-def _forms(captured: CapturedAttention, part: _Part, task: MeasureSettings) -> list[CapturedForm]:
+def _forms(layer: _Layer, part: _Part) -> list[CapturedForm]:
+    captured, task = layer.captured, layer.task
     count = captured.num_samples if captured.is_plain else min(task.samples, num_samples(captured))
     return [
-        captured_form(captured, part.kv_head, samples=s, biases=task.biases, query_head=part.query_head)
-        for s in _together(count, task)
-    ]
+        captured_form(
+            captured, part.kv_head, samples=samples, biases=task.biases, query_head=part.query_head,
+            head=None if number else layer.heads.get(part),
+        )
+        for number, samples in enumerate(_together(count, task))
+    ]  # fmt: skip
 
 
 def _together(count: int, task: MeasureSettings) -> list[list[int]]:

@@ -130,6 +130,19 @@ def test_lambda_spectrum_agrees_with_an_eigenvalue_routine(seed, causal):
     assert found.norm == pytest.approx(float(torch.linalg.svdvals(lambda_hat(h.probabilities()[0]))[0]), rel=1e-11)
 
 
+def test_lambda_spectra_of_several_heads_are_those_of_each(monkeypatch):
+    torch.manual_seed(0)
+    mask = torch.full((5, 5), -torch.inf, dtype=F64).triu(1)
+    x, weights = torch.randn(5, 4, dtype=F64), torch.randn(3, 3, 4, 3, dtype=F64)
+    heads = [head(x, *w, 0.5, m) for w, m in zip(weights, (None, mask, None), strict=True)]
+    for entries in (head_module.SECTION_ENTRIES, 1):  # all at once, and one by one
+        monkeypatch.setattr(head_module, "SECTION_ENTRIES", entries)
+        for found, one in zip(head_module.softmax_spectra(heads), map(softmax_spectrum, heads), strict=True):
+            assert found.rank.tolist() == one.rank.tolist()
+            torch.testing.assert_close(found.log_max, one.log_max, rtol=1e-14, atol=0)
+            torch.testing.assert_close(found.log_min, one.log_min, rtol=1e-14, atol=0)
+
+
 def test_lambda_spectrum_survives_ties_and_underflow():
     uniform = Head(*[torch.eye(3)] * 4, 0.0)
     assert softmax_spectrum(uniform).log10_kappa == pytest.approx(0.0, abs=1e-14)

@@ -30,7 +30,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from wellcond.head import cast_to_float64, compressed, softmax_weights, through_softmax, with_constant
+from wellcond.head import cast_to_float64, compressed, move_to_cpu, softmax_weights, through_softmax, with_constant
 from wellcond.jacobian.form import AbstractForm
 from wellcond.theory.ranks import Structure, rank_and_ones
 
@@ -74,6 +74,7 @@ class ChannelHead(AbstractForm):
     def __post_init__(self) -> None:
         """Cast to float64 and check shapes and values."""
         cast_to_float64(self, TENSORS)
+        move_to_cpu(self, TENSORS)
         for name in ("x", "w_q", "w_k", "w_v"):
             if getattr(self, name).dim() != 2 or getattr(self, name).shape[1] != self.x.shape[-1]:
                 raise ValueError(f"{name}: expected a matrix with {self.x.shape[-1]} columns")

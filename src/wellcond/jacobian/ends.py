@@ -181,13 +181,15 @@ class Least:
 def least_singular_value(side: Side, largest: float, *, max_steps: int = MAX_STEPS) -> Least:
     """See Note [Float32 factor]; `largest` is sigma_max(J) or near it."""
     lower = side.lower_float32(largest)
-    if not factorise_(lower, SHIFT):
+    lower.diagonal().add_(SHIFT)
+    if not factorise_(lower):
         return Least(None, "the float32 factor broke down")
     found = smallest_eigenvalue(
         lambda rows: side.product(rows, largest),
         lambda rows: solve_float32(lower, rows),
         side.side,
         max_steps=max_steps,
+        device=lower.device,
     )
     if not found.converged:
         return Least(None, f"the float32 factor did not lead there in {max_steps} steps", found.num_products)
@@ -199,20 +201,24 @@ def no_eigenvalue_below(side: Side, largest: float, bound: float) -> bool:
     shifted = side.shifted(largest, bound)
     if shifted is None or not bool(torch.isfinite(shifted.diagonal()).all()):
         return False
-    _, info = scipy.linalg.lapack.dpotrf(shifted.numpy().T, lower=0, clean=0, overwrite_a=1)
-    return bool(info == 0)
+    return factorise_(shifted)
 
 
-def factorise_(lower: Tensor, shift: float) -> bool:
-    """Replace the lower triangle of a float32 matrix A by L, L L^T = A + shift I. False if it is not positive definite.
+def factorise_(lower: Tensor) -> bool:
+    """Replace the lower triangle of a symmetric matrix A by L, L L^T = A. False if it is not positive definite.
 
-    Rows of torch are columns of LAPACK, so its upper factor of the transpose is the lower one of this matrix.
+    On the CPU by LAPACK itself, which needs no second matrix: rows of torch are columns of LAPACK, so its upper factor
+    of the transpose is the lower one of this matrix.
     """
-    lower.diagonal().add_(shift)
     if lower.numel() == 0:
         return True
-    factor, info = scipy.linalg.lapack.spotrf(lower.numpy().T, lower=0, clean=0, overwrite_a=1)
-    assert factor.ctypes.data == lower.data_ptr(), "LAPACK must not copy"
+    if lower.device.type != "cpu":
+        factor, failed = torch.linalg.cholesky_ex(lower)
+        lower.copy_(factor)
+        return int(failed) == 0
+    potrf = scipy.linalg.lapack.spotrf if lower.dtype == torch.float32 else scipy.linalg.lapack.dpotrf
+    found, info = potrf(lower.numpy().T, lower=0, clean=0, overwrite_a=1)
+    assert found.ctypes.data == lower.data_ptr(), "LAPACK must not copy"
     return bool(info == 0)
 
 

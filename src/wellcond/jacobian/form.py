@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from wellcond.errors import WellcondError
@@ -75,6 +76,8 @@ class AbstractForm(abc.ABC):
     """Whether `triangle` is known."""
     has_sides: ClassVar[bool] = False
     """Whether `output_side` and `smaller_side` are known."""
+    device: torch.device = torch.device("cpu")
+    """Where J and its Gram matrices are computed."""
     plain_head: Head | None = None
     """The head itself, where it is plain softmax: what can be diagnosed, and bounded by the theory."""
 
@@ -89,7 +92,7 @@ class AbstractForm(abc.ABC):
 
     @abc.abstractmethod
     def product(self, flat: Tensor) -> Tensor:
-        """J J^T times a vector of length n."""
+        """J J^T times a vector of length n, which is given and returned on the CPU."""
 
     @abc.abstractmethod
     def explicit_jacobian(self) -> Tensor:

@@ -41,6 +41,7 @@ from wellcond.linalg.spectrum import row_space
 
 CACHE_BYTES = 4 * 2**20  # rows that are multiplied, scaled and added while they are near the processor
 SCHUR_ROWS = 1024  # of the lower triangle that are updated together
+GAUGE_ROWS = 16
 GAUGE_LIMIT = 1e6
 """Lengths of gauge directions that differ by more have lost the accuracy that Z needs."""
 
@@ -129,11 +130,13 @@ def stack_gram(blocks: Blocks) -> Tensor:
 def explicit_jacobian(blocks: Blocks) -> Tensor:
     """J itself (R dv, parameters), for the small and the ill-conditioned: nothing is squared."""
     rows, dv, d = blocks.m.shape
-    j_q = torch.einsum("ra,roc->roac", blocks.x, blocks.m).reshape(rows * dv, -1)
-    j_k = torch.einsum("roa,rc->roac", blocks.b, blocks.q).reshape(rows * dv, -1)
-    eye = torch.eye(dv, dtype=blocks.x.dtype, device=blocks.x.device)
-    j_v = torch.einsum("ra,ok->roak", blocks.py, eye).reshape(rows * dv, -1)
-    return torch.cat([j_q, j_k, j_v], dim=1)
+    widths = (blocks.x.shape[1] * d, blocks.b.shape[2] * d, blocks.py.shape[1] * dv)
+    jacobian = blocks.m.new_empty(rows, dv, sum(widths))
+    j_q, j_k, j_v = jacobian.split(widths, dim=2)
+    torch.mul(blocks.x[:, None, :, None], blocks.m[:, :, None, :], out=j_q.unflatten(2, (-1, d)))
+    torch.mul(blocks.b[:, :, :, None], blocks.q[:, None, None, :], out=j_k.unflatten(2, (-1, d)))
+    j_v.zero_().unflatten(2, (-1, dv)).diagonal(dim1=1, dim2=3).copy_(blocks.py[:, :, None].expand(-1, -1, dv))
+    return jacobian.flatten(0, 1)
 
 
 def pull_back(blocks: Blocks, u: Tensor) -> Tensor:
@@ -227,7 +230,7 @@ class ParameterSide:
     def gauge(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(W_Q C u_i)_i, (W_K v_j)_j, (C u_i)_i and (v_j)_j as columns; the first two lack 1 / sqrt(a_i + b_j)."""
         d = self.w_q.shape[1]
-        inside = torch.eye(d, dtype=torch.float64)
+        inside = torch.eye(d, dtype=torch.float64, device=self.w_q.device)
         if self.fixed is not None:
             _, sigma, right = torch.linalg.svd(self.fixed)
             inside = right[int((sigma > d * torch.finfo(torch.float64).eps * sigma[0]).sum()) :].T
@@ -300,12 +303,15 @@ class ParameterSide:
         def pairs(left: Tensor, right: Tensor) -> Tensor:
             return (left[:, None, :] * right[None, :, :]).flatten(0, 1)
 
-        qq = (pairs(p, p) @ sizes @ pairs(v, v).T).view(len(p), len(p), d, d)  # [a a'] x [c c']
-        entries(of_q, of_q).add_(qq.transpose(1, 2))
-        kk = (pairs(r, r) @ sizes.T @ pairs(u, u).T).view(len(r), len(r), d, d)
-        entries(of_k, of_k).add_(kk.transpose(1, 2))
-        kq = (pairs(r, v) @ (pairs(p, u) @ sizes).T).view(len(r), d, len(p), d)  # [a c'] x [a' c]
-        entries(of_k, of_q).sub_(kq.permute(0, 3, 2, 1))
+        of_v, of_u, of_pu = (sizes @ pairs(v, v).T), (sizes.T @ pairs(u, u).T), (pairs(p, u) @ sizes).T
+        for at in range(0, max(len(p), len(r)), GAUGE_ROWS):  # a few rows a at a time: no second matrix
+            some = slice(at, at + GAUGE_ROWS)
+            qq = pairs(p[some], p) @ of_v  # [a a'] x [c c']
+            entries(of_q, of_q)[some].add_(qq.view(len(p[some]), len(p), d, d).transpose(1, 2))
+            kk = pairs(r[some], r) @ of_u
+            entries(of_k, of_k)[some].add_(kk.view(len(r[some]), len(r), d, d).transpose(1, 2))
+            kq = pairs(r[some], v) @ of_pu  # [a c'] x [a' c]
+            entries(of_k, of_q)[some].sub_(kq.view(len(r[some]), d, len(p), d).permute(0, 3, 2, 1))
         return gram
 
     def square(self, rows: Tensor) -> Tensor:

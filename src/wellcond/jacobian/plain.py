@@ -44,6 +44,11 @@ class WideForm(AbstractForm):
     has_sides = True
 
     @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """That of the head."""
+        return self.head.device
+
+    @property
     def num_outputs(self) -> int:
         """R dv."""
         return self.head.num_outputs
@@ -122,7 +127,7 @@ class WideForm(AbstractForm):
 
     def product(self, flat: Tensor) -> Tensor:
         """J J^T u."""
-        return self.operator(flat)
+        return self.operator(flat.to(self.device)).cpu()
 
     def certified(self) -> tuple[float, float]:
         """Bounds (L) on sigma_min and (U1) on sigma_max."""
@@ -140,7 +145,12 @@ class WideForm(AbstractForm):
         if py.shape[0] > py.shape[1]:
             return None
         left, sigma, _ = torch.linalg.svd(py, full_matrices=False)
-        u = torch.linalg.lstsq(v, torch.ones_like(v[:, :1]), driver="gelsd").solution[:, 0]
+        # A small problem of any rank, for which a GPU has no driver.
+        u = (
+            torch.linalg.lstsq(v.cpu(), torch.ones(len(v), 1, dtype=v.dtype), driver="gelsd")
+            .solution[:, 0]
+            .to(v.device)
+        )
         if not bool(u.any()) or not bool(torch.isfinite(u).all()):
             return None
         vector = left[:, -1:] * (u / u.norm())
@@ -175,6 +185,11 @@ class StackForm(AbstractForm):
         return build_blocks(self.head)
 
     @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """That of the head."""
+        return self.head.device
+
+    @property
     def num_outputs(self) -> int:
         """D~ d, the rows of the transpose."""
         return self.head.head_dim * min(self.head.x.shape)
@@ -203,11 +218,11 @@ class StackForm(AbstractForm):
 
     def product(self, flat: Tensor) -> Tensor:
         """H w: forward to the outputs of the three blocks, and back."""
-        b, w = self.blocks, flat.view(-1, self.head.head_dim)
+        b, w = self.blocks, flat.to(self.device).view(-1, self.head.head_dim)
         of_q = torch.einsum("roc,rc->ro", b.m, b.x @ w)
         of_k = torch.einsum("roa,ra->ro", b.b, b.q @ w.T)
         back = b.x.T @ torch.einsum("roc,ro->rc", b.m, of_q) + torch.einsum("roa,ro->ra", b.b, of_k).T @ b.q
-        return (back + b.py.T @ (b.py @ w)).flatten()
+        return (back + b.py.T @ (b.py @ w)).flatten().cpu()
 
     def certified(self) -> tuple[float, float]:
         """(U1) holds for the stacked matrix too."""

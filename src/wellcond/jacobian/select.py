@@ -123,7 +123,7 @@ def choose_method(
         MemoryLimitError: the method asked for does not fit; says what would.
     """
     check_choice("Jacobian method", asked, ("auto", *METHODS))
-    limit = available_bytes() if memory_limit is None else memory_limit
+    limit = available_bytes(form.device) if memory_limit is None else memory_limit
     needed = {name: needed_bytes(form, name, structure) for name in METHODS}
     fitting = [name for name in METHODS if needed[name] <= limit]
     n, side = form.num_outputs, form.gram_side
@@ -189,12 +189,14 @@ def needed_bytes(form: AbstractForm, method: str, structure: Structure) -> int:
     return 8 * entries[method]
 
 
-def available_bytes() -> int:
-    """Memory that can be taken without swapping: what psutil calls available, page cache that can be dropped included.
+def available_bytes(device: torch.device | None = None) -> int:
+    """Memory that is free on a GPU; or that can be taken without swapping, page cache that can be dropped included.
 
     From psutil where it is installed, else from the kernel (Linux). Elsewhere half of the memory of the machine is
     assumed to be free, or `FALLBACK_BYTES` where that is not known either; `memory_limit` says it better.
     """
+    if device is not None and device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
     try:
         import psutil
     except ImportError:

@@ -6,14 +6,12 @@ import math
 from collections.abc import Callable
 from typing import Literal, get_args
 
-import numpy as np
-import scipy.linalg
 import torch
 from torch import Tensor
 
 from wellcond.errors import check_choice
 from wellcond.head import Head
-from wellcond.jacobian.ends import ends_of, from_triangle, least_singular_value, no_eigenvalue_below
+from wellcond.jacobian.ends import ends_of, factorise_, from_triangle, least_singular_value, no_eigenvalue_below
 from wellcond.jacobian.form import AbstractForm, NotDefinedError
 from wellcond.jacobian.plain import WideForm
 from wellcond.jacobian.select import (
@@ -85,7 +83,7 @@ def jacobian_spectrum(
     """
     check_choice("convention", convention, get_args(Convention))
     if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask.cpu(), -torch.inf)
+        mask = torch.zeros_like(mask, dtype=torch.float64).masked_fill(~mask, -torch.inf)
     b_q, b_k, b_v = biases or (None, None, None)
     head = Head(
         x, w_q, w_k, w_v, w_k.shape[0] ** -0.5 if scale is None else scale,
@@ -121,7 +119,7 @@ def form_spectrum(
     memory_limit: int | None = None,
 ) -> JacobianSpectrum:
     """Spectrum of any structured form of the Jacobian; arguments as in `jacobian_spectrum`."""
-    limit = available_bytes() if memory_limit is None else memory_limit
+    limit = available_bytes(form.device) if memory_limit is None else memory_limit
     structure = form.structure()
     choice = choose_method(form, structure, asked=method, memory_limit=limit, rtol=rtol)
     shape = (structure.num_outputs, structure.num_parameters)
@@ -174,7 +172,7 @@ def _certified_ends(task: Task) -> JacobianSpectrum | None:
     side = task.form.smaller_side()
     if side is None or side.side - side.num_null != task.structure.max_rank:
         return None
-    top = largest_eigenvalue(lambda u: side.square(u[None])[0], side.side)
+    top = largest_eigenvalue(lambda u: side.square(u.to(task.form.device)[None])[0].cpu(), side.side)
     if top.value <= 0 or not top.converged:
         return None
     largest = math.sqrt(top.value)
@@ -198,20 +196,23 @@ def _certified_ends(task: Task) -> JacobianSpectrum | None:
 def _squaring_loses(gram: Tensor) -> bool:
     """Whether kappa(J) > LARGEST_SQUARED_KAPPA for sure, at a fifth of the price of the eigenvalues of G = J J^T.
 
-    A Cholesky factorisation that breaks down has lambda_min < n eps lambda_max. From one that does not, power steps
-    with G and G^-1 give |G v| <= lambda_max and |G^-1 w| <= 1 / lambda_min for unit vectors v and w.
+    A Cholesky factorisation that breaks down has lambda_min < n eps lambda_max. One that does not has L_ii^2 >=
+    lambda_min, as lambda_max >= G_ii, and power steps with G and G^-1 sharpen both: |G v| <= lambda_max and
+    |G^-1 w| <= 1 / lambda_min for unit vectors v and w.
     """
-    if not bool(gram.any()):
+    largest = float(gram.diagonal().max())
+    if largest == 0:
         return False
     factor, info = torch.linalg.cholesky_ex(gram)
-    if int(info) > 0:
+    if int(info) > 0 or largest > LARGEST_SQUARED_KAPPA**2 * float(factor.diagonal().min()) ** 2:
         return True
     generator = torch.Generator().manual_seed(0)
-    v = w = torch.randn(len(gram), 1, generator=generator, dtype=torch.float64)
+    v = w = torch.randn(len(gram), 1, generator=generator, dtype=torch.float64).to(gram.device)
     for _ in range(POWER_STEPS):
-        v, w = gram @ (v / v.norm()), w / w.norm()
-        w = torch.linalg.solve_triangular(factor.T, torch.linalg.solve_triangular(factor, w, upper=False), upper=True)
-    return float(v.norm() * w.norm()) > LARGEST_SQUARED_KAPPA**2
+        v, w = gram @ (v / v.norm()), torch.cholesky_solve(w / w.norm(), factor)
+        if float(v.norm() * w.norm()) > LARGEST_SQUARED_KAPPA**2:
+            return True
+    return False
 
 
 def _squared_interval(sigma: float, largest: float, side: int) -> tuple[float, float]:
@@ -240,9 +241,9 @@ def _svd(task: Task) -> JacobianSpectrum:
     jacobian = task.form.explicit_jacobian()
     if jacobian.shape[0] < jacobian.shape[1]:
         jacobian = jacobian.T
-    triangle = torch.linalg.qr(jacobian, mode="r").R
+    triangle = torch.geqrf(jacobian)[0][: jacobian.shape[1]].triu()  # as `qr` with fewer copies
     if _only_ends(task, len(triangle)):
-        ends = ends_of(task, triangle)
+        ends = ends_of(task, triangle.cpu())
         if ends is not None:
             return ends
     return from_singular_values(task, torch.linalg.svdvals(triangle), reason="squaring loses the small ones: SVD of J")
@@ -277,10 +278,8 @@ def _cholesky(task: Task) -> JacobianSpectrum:
             )  # fmt: skip
         why = least.reason if least.value is None else f"kappa exceeds {LARGEST_SQUARED_KAPPA:g}"
         reason = f"{why}: float64 factor"
-    gram = task.form.output_gram().cpu().numpy()
-    # A symmetric matrix is its own transpose: LAPACK factorises in place, without a second copy.
-    factor, info = scipy.linalg.lapack.dpotrf(gram.T, lower=1, clean=0, overwrite_a=1)
-    if info > 0:
+    factor = task.form.output_gram()
+    if not factorise_(factor):
         # Rounding made G indefinite, so its least eigenvalue is below n eps |G|.
         return make_record(
             task, largest, 0.0, 0.0, n, "numerically singular", reason="Cholesky broke down",
@@ -289,7 +288,8 @@ def _cholesky(task: Task) -> JacobianSpectrum:
         )  # fmt: skip
 
     def solve(vector: Tensor) -> Tensor:
-        return torch.from_numpy(np.asarray(scipy.linalg.cho_solve((factor, True), vector.numpy(), check_finite=False)))
+        half = torch.linalg.solve_triangular(factor, vector.to(factor.device)[:, None], upper=False)
+        return torch.linalg.solve_triangular(factor.T, half, upper=True)[:, 0].cpu()
 
     bottom = largest_eigenvalue(solve, n)
     smallest = 1 / math.sqrt(bottom.value)

@@ -201,19 +201,20 @@ def smallest_eigenvalue(
     tolerance: float = 1e-8,
     max_steps: int = MAX_STEPS,
     seed: int = 0,
+    device: torch.device | None = None,
 ) -> Estimate:
     """Smallest eigenvalue of a symmetric positive definite operator on R^size, and its vector; Note [Davidson].
 
-    `product` and `precondition` map rows (block, size) to rows: A u, and approximately A^-1 u. The value is a Rayleigh
-    quotient and never below the true one; it is within `tolerance` of it, relatively, where `converged`.
+    `product` and `precondition` map rows (block, size) on `device` to rows: A u, and approximately A^-1 u. The value is
+    a Rayleigh quotient and never below the true one; it is within `tolerance` of it, relatively, where `converged`.
     """
     generator = torch.Generator().manual_seed(seed)
     block = min(BLOCK, size)
     max_steps = min(max_steps, size // block)
-    basis = torch.empty(max_steps * block, size, dtype=torch.float64)  # takes memory only as it is filled
-    images = torch.empty_like(basis)
-    projected = torch.zeros(max_steps * block, max_steps * block, dtype=torch.float64)
-    new = precondition(torch.randn(block, size, generator=generator, dtype=torch.float64))
+    start = torch.randn(block, size, generator=generator, dtype=torch.float64).to(device)
+    basis = start.new_empty(max_steps * block, size)  # takes memory only as it is filled
+    images, projected = torch.empty_like(basis), start.new_zeros(max_steps * block, max_steps * block)
+    new = precondition(start)
     value, agreed, converged = 0.0, 0, False
     for step in range(max_steps):
         old, now = slice(0, step * block), slice(step * block, (step + 1) * block)

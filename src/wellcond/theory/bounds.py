@@ -21,7 +21,7 @@ from torch import Tensor
 
 from wellcond.errors import check_choice
 from wellcond.head import Blocks, Head, build_blocks, softmax_spectrum
-from wellcond.linalg.spectrum import default_rtol, singular_values, spectrum
+from wellcond.linalg.spectrum import default_rtol, resolve_rank, singular_values, spectrum
 from wellcond.records import Convention
 from wellcond.theory.ranks import contains_ones
 from wellcond.theory.statement import Bound, Hypothesis, Relation, all_hold, check_single, ours, settle
@@ -44,7 +44,7 @@ def lower_parts(blocks: Blocks, rank: int, *, less_rounding: bool = False) -> di
     # bd(M_i) bd(M_i)^T >= min_i sigma_dv(M_i)^2, and sigma_dv = 0 for a tall M_i (d < dv).
     tall = blocks.m.shape[2] < blocks.m.shape[1]
     m = 0.0 if tall else float(blocks.m_values[:, -1].min())
-    of_x, of_px = sigma_r(blocks.x, singular_values(blocks.x)), sigma_r(blocks.py, blocks.py_values)
+    of_x, of_px = sigma_r(blocks.x, blocks.x_values), sigma_r(blocks.py, blocks.py_values)
     return {"sigma_r(X)": of_x, "min sigma_min(M_i)": m, "sigma_r(PX)": of_px}
 
 
@@ -52,10 +52,11 @@ def upper_parts(blocks: Blocks) -> dict[str, float]:
     """Factors of (U1)."""
 
     def norm(matrices: Tensor) -> float:
-        return float(torch.linalg.matrix_norm(matrices, 2).max())
+        """The largest of all; squaring loses nothing of a largest singular value."""
+        return math.sqrt(float(torch.linalg.eigvalsh(matrices @ matrices.mT).max().clamp_min(0)))
 
     return {
-        "||X||": norm(blocks.x),
+        "||X||": float(blocks.x_values[0]),
         "max ||M_i||": float(blocks.m_values[:, 0].max()),
         "||Q||": norm(blocks.q),
         "max ||B_i||": norm(blocks.b),
@@ -77,7 +78,7 @@ def upper_square(parts: Mapping[str, float]) -> float:
 
 def log10_kappa_bound(head: Head, blocks: Blocks, *, convention: Convention = "wide") -> float | None:
     """log10 of `kappa_bound`, from blocks that are there already; None where that says nothing."""
-    rank = spectrum(head.x).rank
+    rank = int(resolve_rank(blocks.x_values, tuple(head.x.shape)))
     if rank == 0 or (convention == "wide" and rank < head.num_tokens):
         return None
     lower = lower_square(lower_parts(blocks, rank))

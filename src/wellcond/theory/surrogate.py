@@ -44,8 +44,8 @@ class Surrogate(AbstractStatement):
 
 
 @dataclass(frozen=True, eq=False)
-class _Factors:
-    """Condition numbers of X, Wq, Wk, Wv (in this order) and of P, and the spectra of Lambda_i."""
+class Factors:
+    """What the papers' bound is made of: condition numbers of X, Wq, Wk, Wv (in this order), of P, and Lambda_i."""
 
     kappa: dict[str, float]
     kappa_p: float
@@ -61,15 +61,10 @@ class _Factors:
         return _add(first, x + math.log10(self.kappa_p))
 
 
-def _factors(head: Head) -> _Factors:
+def _factors(head: Head) -> Factors:
     weights = (("X", head.x), ("Wq", head.query_weights[0]), ("Wk", head.w_k), ("Wv", head.w_v))
     kappa = {name: spectrum(matrix).pseudo_condition_number for name, matrix in weights}
-    return _Factors(kappa, spectrum(head.probabilities()[0]).pseudo_condition_number, softmax_spectrum(head))
-
-
-def log10_papers_bound(head: Head) -> float | None:
-    """log10 of `papers_bound`; None where a factor is not defined."""
-    return _factors(head).log10
+    return Factors(kappa, spectrum(head.probabilities()[0]).pseudo_condition_number, softmax_spectrum(head))
 
 
 def papers_bound(head: Head, *, strict: bool = True) -> Surrogate:

@@ -92,34 +92,36 @@ class CapturedAttention:
 
         Raises: as `head`.
         """
-        self._check(kv_head, samples)
+        return self.stacked_heads([(kv_head, query_head)], samples)[0]
+
+    def stacked_heads(
+        self, wanted: Sequence[tuple[int, int | None]], samples: Sequence[int] | None = None
+    ) -> list[Head]:
+        """`stacked_head` of several (key/value head, query head); tokens are shared and weights are read once."""
+        for kv_head, _ in wanted:
+            self._check(kv_head, samples)
+        self.check_weights()
         chosen = list(range(self.num_samples)) if samples is None else list(samples)
         assert self.x is not None and self.scale is not None
-        group = self.query_heads(kv_head, query_head)
-        x, y = to_float64(self.x[chosen]).flatten(0, 1), None
-        if self.memory is not None:
-            y = to_float64(self.memory[chosen]).flatten(0, 1)
-        bias = self._bias(group, chosen)
-        if bias is not None:
-            alive = ~(bias == -torch.inf).all(-1).all(0)
-            if not bool(alive.any()):
-                raise WeightError(f"{self.site.name}: no token of samples {chosen[:8]} may attend to anything")
-            if not bool(alive.all()):
-                x, y, bias = x[alive], (x if y is None else y), bias[:, alive]
-        query, key, value = (self.site.by_role(role) for role in ("query", "key", "value"))
-        b_q, b_k, b_v = (slot.read_bias() for slot in (query, key, value))
-        return Head(
-            x,
-            to_float64(query.read())[group],
-            to_float64(key.read())[kv_head],
-            to_float64(value.read())[kv_head],
-            self.scale,
-            y=y,
-            b_q=None if b_q is None else to_float64(b_q)[group],
-            b_k=None if b_k is None else to_float64(b_k)[kv_head],
-            b_v=None if b_v is None else to_float64(b_v)[kv_head],
-            mask=bias,
-        )
+        x = to_float64(self.x[chosen]).flatten(0, 1)
+        y = None if self.memory is None else to_float64(self.memory[chosen]).flatten(0, 1)
+        slots = [self.site.by_role(role) for role in ("query", "key", "value")]
+        weights, biases = [slot.read() for slot in slots], [slot.read_bias() for slot in slots]
+        heads = []
+        for kv_head, query_head in wanted:
+            group = self.query_heads(kv_head, query_head)
+            rows, keys, bias = x, y, self._bias(group, chosen)
+            if bias is not None:
+                alive = ~(bias == -torch.inf).all(-1).all(0)
+                if not bool(alive.any()):
+                    raise WeightError(f"{self.site.name}: no token of samples {chosen[:8]} may attend to anything")
+                if not bool(alive.all()):
+                    rows, keys, bias = x[alive], (x if y is None else y), bias[:, alive]
+            at: tuple[slice | int, ...] = (group, kv_head, kv_head)
+            w_q, w_k, w_v = (to_float64(weight[index]) for weight, index in zip(weights, at, strict=True))
+            b_q, b_k, b_v = (None if b is None else to_float64(b[index]) for b, index in zip(biases, at, strict=True))
+            heads.append(Head(rows, w_q, w_k, w_v, self.scale, y=keys, b_q=b_q, b_k=b_k, b_v=b_v, mask=bias))
+        return heads
 
     def query_heads(self, kv_head: int, query_head: int | None = None) -> slice:
         """Query heads of one key/value head, or one of them.
@@ -141,7 +143,7 @@ class CapturedAttention:
         assert self.probabilities is not None
         shape = self.probabilities[0, group].shape
         if self.logit_bias is None:
-            own = [torch.zeros(shape, dtype=torch.float64)] * len(samples)
+            own = [torch.zeros(shape, dtype=torch.float64, device=self.probabilities.device)] * len(samples)
         else:
             own = [self.logit_bias[0 if len(self.logit_bias) == 1 else sample, group] for sample in samples]
         if len(samples) == 1:
@@ -164,7 +166,6 @@ class CapturedAttention:
         for sample in samples or ():
             if not 0 <= sample < self.num_samples:
                 raise IndexError(f"{self.site.name}: expected a sample below {self.num_samples}, got {sample}")
-        self.check_weights()
 
     def check_weights(self) -> None:
         """Raise if the weights are not those of the capture."""

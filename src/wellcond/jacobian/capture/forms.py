@@ -13,6 +13,7 @@ from torch import Tensor
 from wellcond.attention.adapters.modifiers import LOCAL_WINDOW
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import WellcondError
+from wellcond.head import Head
 from wellcond.jacobian.capture.attention import CapturedAttention
 from wellcond.jacobian.capture.graph import NotTracedError
 from wellcond.jacobian.capture.trace import trace_form
@@ -39,16 +40,18 @@ def captured_form(
     samples: Sequence[int] = (0,),
     biases: bool = False,
     query_head: int | None = None,
+    head: Head | None = None,
 ) -> CapturedForm:
     """The form of one key/value head of a captured attention on one sample, or on several as one Jacobian.
 
-    Of grouped queries it is of all query heads of the group, or of `query_head` alone.
+    Of grouped queries it is of all query heads of the group, or of `query_head` alone. `head` is the head itself, for a
+    plain attention whose caller has it already.
 
     A structured form that is not plain (channel attention, rotary positions, QK-norm, Nystrom) is believed only if it
     has the output and the derivative of the module's own copy; otherwise derivatives go through the module.
     """
     if captured.is_plain:
-        head = captured.stacked_head(kv_head, samples, query_head=query_head)
+        head = head or captured.stacked_head(kv_head, samples, query_head=query_head)
         stacked = ", samples stacked" if len(samples) > 1 else ""
         return CapturedForm(WideForm(head, biases), f"structured: plain softmax{stacked}")
     if captured.site.kind == "nystrom" and len(samples) == 1:
