@@ -71,11 +71,12 @@ def test_digits_json_and_page(run, file, tmp_path):
     same(output, wc.measure(tiny(), load_digits()[0].inputs[:2], samples=2))
     for word in (
         "layer",
-        "kappa(J)",
+        "κ(J)",
         "status",
         "|J_Q|",
         "entropy",
         "diagonal",
+        "κ(W_V)",
         "verdict",
         "blocks.1.attn",
         "exact",
@@ -95,7 +96,7 @@ def test_digits_json_and_page(run, file, tmp_path):
     said = json.loads(output.read_text())["run"]
     assert said["model"].startswith(f"{file}:vit, seed 0: VisionTransformer, ") and said["version"] == wc.__version__
     assert "scikit-learn's digits" in said["input"] and "float32 (2, 1, 8, 8), sha256 " in said["input"]
-    assert f"model: {said['model']}" in out.replace("\n", " ") and "pseudo" not in out
+    assert f"model: {said['model']}" in out.replace("\n", " ") and "pseudo κ" not in out
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["r.html", "r.json", "tiny.py"]
 
 

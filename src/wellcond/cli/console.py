@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -89,3 +90,17 @@ def _widths(made: ReportTable, width: int | None) -> list[int] | None:
         else:
             break
     return widths
+
+
+def show_weight(kappa: float | None, pseudo: float | None, why: str) -> str:
+    """Condition number of a weight; where it is not finite, why, and the one over the non-zero spectrum.
+
+    Example:
+        >>> show_weight(2.5, 2.5, ""), show_weight(float("inf"), 2.0, "rank 3 of 4"), show_weight(None, None, "")
+        ('2.500', 'inf (rank 3 of 4, pseudo 2.000)', '-')
+    """
+    if kappa is None or pseudo is None:
+        return "-"
+    if not why:
+        return f"{kappa:.3f}" if kappa < 1000 else f"{kappa:.2e}"
+    return f"{kappa} ({why}, pseudo {show_weight(pseudo, pseudo, '')})" if math.isfinite(pseudo) else f"{kappa} ({why})"

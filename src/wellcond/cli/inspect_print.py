@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import nn
 from wellcond.attention.effective import conditioning_of
 from wellcond.attention.find import scan_attention
 from wellcond.attention.site import FLAGS, AttentionSite
-from wellcond.cli.console import make_console, print_table
+from wellcond.cli.console import make_console, print_table, show_weight
 from wellcond.cli.fold import build_loaded
 from wellcond.errors import AttentionNotFoundError
 from wellcond.files import to_json
@@ -141,17 +140,3 @@ def _model_table(rows: list[dict[str, Any]]) -> Table:
         shown.append((row["layer"], row["kind"], heads, dims, row["arrangement"], *kappas, ", ".join(remarks)))
     header = ("layer", "kind", "heads", "dims", "arrangement", *(f"κ(W_{role})" for role in "QKV"), "remarks")
     return Table("attention", "", header, tuple(shown), (), frozenset({0, 1, 2, 3, 4, 8}))
-
-
-def show_weight(kappa: float | None, pseudo: float | None, why: str) -> str:
-    """Condition number of a weight; where it is not finite, why, and the one over the non-zero spectrum.
-
-    Example:
-        >>> show_weight(2.5, 2.5, ""), show_weight(float("inf"), 2.0, "rank 3 of 4"), show_weight(None, None, "")
-        ('2.500', 'inf (rank 3 of 4, pseudo 2.000)', '-')
-    """
-    if kappa is None or pseudo is None:
-        return "-"
-    if not why:
-        return f"{kappa:.3f}" if kappa < 1000 else f"{kappa:.2e}"
-    return f"{kappa} ({why}, pseudo {show_weight(pseudo, pseudo, '')})" if math.isfinite(pseudo) else f"{kappa} ({why})"

@@ -1,24 +1,16 @@
-"""`wellcond measure`: weights, Jacobians and attention of a model on an input."""
+"""`wellcond measure`: its options, checked before a model is built."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from wellcond.cli.app import MODELS, Force, Model, ModelArguments, Seed, Weights, app
-from wellcond.cli.checks import check_input, check_outputs, check_weights, describe_spec, write_output
-from wellcond.errors import AttentionNotFoundError, WellcondError, check_choice
+from wellcond.cli.checks import check_input, check_outputs, check_weights, describe_spec
+from wellcond.errors import WellcondError, check_choice
 from wellcond.models import check_model, parse_values
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from wellcond.measurement import MeasurementReport
 
 CONVENTIONS = ("wide", "stack")
 KAPPAS = ("strict", "pseudo")
@@ -81,20 +73,14 @@ def measure(
     check_model(model, arguments)
     check_weights(weights)
     from wellcond.cli.fold import build_loaded
+    from wellcond.cli.measure_print import measure_and_print, write_report
 
     built = build_loaded(model, arguments, weights, seed)
     options = {"convention": convention, "kappa": kappa, "samples": samples, "combine": combine, "method": method,
                "biases": biases, "resume": resume}  # fmt: skip
     spec = describe_spec(model, model_arg or [], weights, seed)
-    report = _measure_and_print(built, spec, input, numbers | options, tokens=tokens, seed=seed)
-    if output is not None:
-        write_output(output, report.to_json() + "\n", force=force)
-        typer.echo(f"wrote {output}")
-    if html is not None:
-        from wellcond.lab.report.measurement_page import render_measurement
-
-        write_output(html, render_measurement(report.to_dict()), force=force)
-        typer.echo(f"wrote {html}")
+    report = measure_and_print(built, spec, input, numbers | options, tokens=tokens, seed=seed)
+    write_report(report, output, html, force=force)
 
 
 def read_numbers(text: str, option: str) -> list[int] | None:
@@ -115,106 +101,3 @@ def read_numbers(text: str, option: str) -> list[int] | None:
     if len(set(numbers)) < len(numbers):
         raise MeasureError(f"{option}: expected every number once, found {text!r}")
     return numbers
-
-
-def _measure_and_print(
-    model: nn.Module, spec: str, source: str, options: dict[str, Any], *, tokens: int = 32, seed: int = 0
-) -> MeasurementReport:
-    """Measure a model, called `spec` in the report, on ``--input`` and print the table; `options` are of `measure`."""
-    from rich.markup import escape
-
-    from wellcond.attention.find import scan_attention
-    from wellcond.cli.console import make_console
-    from wellcond.cli.inputs import make_batch, try_forward
-
-    scan = scan_attention(model)
-    if not scan.sites:
-        raise AttentionNotFoundError(
-            (type(module).__name__ for module in model.modules()), [str(refusal) for refusal in scan.refusals]
-        )
-    layers = options["layers"]
-    _check_numbers(layers, "--layers", len(scan.sites), "attentions; `wellcond inspect` lists them in order")
-    chosen = scan.sites if layers is None else [scan.sites[layer] for layer in layers]
-    most = max(site.num_kv_heads for site in chosen)
-    _check_numbers(options["heads"], "--heads", most, "key/value heads in the widest attention chosen")
-    batch, described = make_batch(model, source, samples=options["samples"], tokens=tokens, seed=seed)
-    try_forward(model, batch)
-    try:
-        found = _measure_with_bar(model, batch, [site.name or "(model)" for site in chosen], options)
-    except WellcondError:
-        raise
-    except ValueError as error:
-        raise MeasureError(str(error)) from error
-    facts = {"model": f"{spec}: {found.run['model']}", "input": f"{described}: {found.run['input']}"}
-    report = dataclasses.replace(found, run=found.run | facts)
-    print(report.to_table())
-    out = make_console()
-    out.print(summarise(report), markup=False)
-    for refusal in scan.refusals:
-        out.print(f"[yellow]not understood:[/] {escape(str(refusal))}")
-    return report
-
-
-def _check_numbers(numbers: Sequence[int] | None, option: str, count: int, what: str) -> None:
-    """Raise MeasureError for numbers that do not exist."""
-    outside = [number for number in numbers or () if not 0 <= number < count]
-    if outside:
-        raise MeasureError(f"{option}: expected numbers from 0 to {count - 1} ({count} {what}), found {outside[0]}")
-
-
-def _measure_with_bar(model: nn.Module, batch: Any, names: Sequence[str], options: dict[str, Any]) -> MeasurementReport:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    from wellcond.measurement import measure
-
-    text = TextColumn("{task.description}", markup=False)
-    columns = text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("forward pass", total=None)
-
-        def show(plan: Sequence[Any]) -> Iterator[Any]:
-            bar.update(task, total=len(plan))
-            for layer, head in plan:
-                bar.update(task, description=f"{names[layer]} head {head}")
-                yield layer, head
-                bar.advance(task)
-            bar.update(task, description="measured")
-
-        return measure(model, batch, progress=show, **options)
-
-
-def summarise(report: MeasurementReport) -> str:
-    """What to take home: how many heads, the worst, those that are infinite, inexact or dead."""
-    rows = [(layer.name or "(model)", head) for layer in report.layers for head in layer.heads]
-    dead = [f"{name} head {head.index}" for name, head in rows if head.dead]
-    alive = [head.mean_kappa() for _, head in rows if not head.dead]
-    finite = [k for k in alive if math.isfinite(k)]
-    text = "".join(f"{name}: {report.run[name]}\n" for name in ("model", "input") if name in report.run)
-    text += f"{len(rows)} heads of {len(report.layers)} attentions; {report.convention} Jacobian, {report.kappa} κ"
-    if report.conditioning is not None:
-        text += f", conditioned by {report.conditioning.get('method')!r} (effective weights)"
-    if finite:
-        mean = math.exp(sum(map(math.log, finite)) / len(finite))
-        text += f".\nκ(J) of live heads: geometric mean {mean:.4g}, worst {max(finite):.4g}"
-    others = [head.mean_kappa("pseudo") for _, head in rows if not head.dead and not math.isfinite(head.mean_kappa())]
-    known = [k for k in others if math.isfinite(k)]
-    infinite, inexact = len(others), sum(head.status != "exact" for _, head in rows)
-    text += f"; {infinite} not finite" * bool(infinite)
-    if known:
-        mean = math.exp(sum(map(math.log, known)) / len(known))
-        text += f" (over the non-zero spectrum: geometric mean {mean:.4g}, worst {max(known):.4g})"
-    text += f"; {inexact} not exact" * bool(inexact)
-    listed = ", ".join(dead[:12]) + (f" and {len(dead) - 12} more" if len(dead) > 12 else "")
-    said = f"{len(dead)} ({listed}); their κ(J) says nothing good" if dead else "none"
-    unknown = sum(head.diagnosis is None for _, head in rows)
-    if unknown:
-        said += f"; {unknown} heads are not plain softmax attention and could not be diagnosed"
-    return f"{text}.\ndead heads: {said}"
