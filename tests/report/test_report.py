@@ -13,16 +13,15 @@ import pytest
 from report.fake_runs import PERPLEXITY, FakeMethod, page_of, usual_methods, write_comparison, write_run
 from wellcond.errors import MissingExtraError
 from wellcond.lab.report.analysis import analyse
-from wellcond.lab.report.figures import build_figures
+from wellcond.lab.report.figures import COLUMNS, build_figures, write_csv
 from wellcond.lab.report.findings import bottom_line, find_findings
 from wellcond.lab.report.load_runs import load_comparisons
 from wellcond.lab.report.page import build_report, gather, render_markdown, render_page
+from wellcond.lab.report.plots import log_axis
 from wellcond.lab.report.render import environment
-from wellcond.lab.report.series import COLUMNS, write_csv
 from wellcond.lab.report.static_figures import draw_static
 from wellcond.lab.report.table import Table, plain_markdown, table_csv, table_markdown, without_empty_columns
 from wellcond.lab.report.tables import build_tables
-from wellcond.lab.report.values import log_axis
 
 pytest.importorskip("plotly")
 pytest.importorskip("matplotlib")
@@ -304,9 +303,11 @@ def test_bounds_beyond_all_numbers_are_told(tmp_path):
 
 def test_csv_has_the_columns_and_every_row(usual):
     for figure in build_figures(usual):
-        rows = list(csv.reader(io.StringIO(write_csv(figure.rows))))
+        rows = list(csv.reader(io.StringIO(write_csv(figure))))
         assert tuple(rows[0]) == COLUMNS == ("figure", "panel", "series", "seed", "step", "epoch", "value", "scale")
-        assert len(rows) == len(figure.rows) + 1 and {row[-1] for row in rows[1:]} == {"tiny"}
+        assert len(rows) == sum(len(panel.rows) for panel in figure.panels) + 1 and {row[-1] for row in rows[1:]} == {
+            "tiny"
+        }
 
 
 def test_long_logs_are_thinned(tmp_path):
@@ -412,7 +413,7 @@ def test_a_missing_package_names_its_install_line(usual, monkeypatch, package):
     environment.cache_clear()
     with pytest.raises(MissingExtraError, match=rf"{package}.*wellcond\[report\]"):
         if package == "matplotlib":
-            draw_static(usual.comparison, build_figures(usual)[0])
+            draw_static(build_figures(usual)[0])
         else:
             render_page(gather(usual))
 

@@ -104,7 +104,7 @@ def test_a_method_that_diverges_at_its_best_has_no_range(tmp_path):
 def test_rows_have_every_seed_the_mean_and_no_mean_where_a_run_diverged(tmp_path):
     comparison = write(tmp_path, DEFAULT, CONDITIONED)
     figure = tuning_figure(comparison, find_tuning(comparison))
-    [(_, plot)] = plots(comparison, figure)
+    [(_, plot)] = plots(figure)
     line, dots, crosses, _, conditioned = plot["data"]
     assert (crosses["x"], crosses["text"]) == ([0.1], ["seed 1000"])
     assert (0.1, 30.0, "seed 1001") in zip(dots["x"], dots["y"], dots["text"], strict=True)

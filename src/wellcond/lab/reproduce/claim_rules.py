@@ -30,7 +30,7 @@ from wellcond.lab.report.verdicts import (
     smallest_detectable,
 )
 from wellcond.lab.reproduce.catalogue import catalogue
-from wellcond.lab.reproduce.claim_computations import computed
+from wellcond.lab.reproduce.computed import computed
 from wellcond.lab.reproduce.stored import StoredStudy
 from wellcond.lab.settings import Settings
 
@@ -127,21 +127,7 @@ def paper_share(rule: Rule, table: str) -> float | None:
         0.0609
     """
     entry = catalogue().entries.get(table)
-    if entry is None or not rule.row:
-        return None
-    part = entry.parts[0]
-    gain, base = part.gain(rule.row, rule.base_row, rule.column), part.mean(rule.base_row, (rule.column,))
-    if gain is None or base is None:
-        return None
-    return gain / (base if part.lower_is_better else 100 - base)
-
-
-def _error(values: Sequence[float], metric: Metric) -> float:
-    """What a method still gets wrong, in stored units: that by which a gain is a share."""
-    mean = math.fsum(values) / len(values)
-    if not metric.higher_is_better:
-        return mean
-    return 1 - mean if metric.percent else math.nan
+    return entry.parts[0].share(rule.row, rule.base_row, rule.column) if entry is not None and rule.row else None
 
 
 def _gain(rule: Rule, analysis: Analysis, table: str) -> Verdict:
@@ -205,7 +191,7 @@ def _decide(
         lost: diverged runs of the first and the second method.
         claimed: the verdict that agrees with the paper.
     """
-    error = _error(base, metric)
+    error = metric.error(math.fsum(base) / len(base))
     if paper is not None and math.isfinite(error):
         margin = abs(paper) * error / 2
     else:
