@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from wellcond.lab.report.analysis import ROLES, Analysis
+from wellcond.lab.report.analysis import Analysis
 from wellcond.lab.report.match import Matching
+from wellcond.lab.report.packed import ROLES
 from wellcond.lab.report.records import Run
 from wellcond.lab.report.table import csv_text, show_share
 from wellcond.lab.report.values import number, plain_number
@@ -30,7 +31,7 @@ BAND = (
 HEADS = "Geometric means over heads and layers. "
 KAPPA_J = "pseudo_condition_number"
 
-Kind = Literal["lines", "bars", "intervals", "maps", "tuned"]
+Kind = Literal["lines", "bars", "intervals", "maps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,8 @@ class Panel:
     log: bool = False
     span: tuple[float, float] | None = None
     """Fixed range of values, where panels must be comparable."""
+    x_label: str = ""
+    """Of a horizontal axis of its own, which shows the steps of the points as values that were tried."""
 
     def by_series(self) -> dict[str, dict[str, list[Row]]]:
         """Points by series and seed, in the order in which they were made."""
@@ -81,10 +84,6 @@ class Figure:
     """Of the recipe (tiny, small, paper), not of an axis."""
     x_label: str = ""
     """Of the horizontal axis of lines: `epoch` or `step`."""
-
-    def of(self, panel: str) -> dict[str, dict[str, list[Row]]]:
-        """Points of a panel by series and seed."""
-        return next(each.by_series() for each in self.panels if each.name == panel)
 
     def x(self, row: Row) -> float:
         """Horizontal place of a point."""

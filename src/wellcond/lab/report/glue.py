@@ -180,8 +180,10 @@ def _others_table(scores: GlueScores) -> Table:
 
 def _score_rows(scores: GlueScores, columns: Mapping[str, tuple[str, str | None]]) -> list[dict[str, Cell]]:
     return [
-        {"method": method}
-        | {title: show_mean(Summary(scores.values(method, *column)), SHOWN) for title, column in columns.items()}
+        {
+            "method": method,
+            **{title: show_mean(Summary(scores.values(method, *column)), SHOWN) for title, column in columns.items()},
+        }
         for method in scores.methods
     ]
 
@@ -204,8 +206,8 @@ def statistics_table(scores: GlueScores) -> Table:
                     "minus": (d.baseline, {"minus": d.baseline}) if d else (MISSING, {"minus": ""}),
                     "pairs": (str(d.count) if d else MISSING, difference_values(d, SHOWN)),
                     "difference": SHOWN.show(d.mean, sign=True) if d else MISSING,
-                    "95 % interval": show_interval(d and d.interval, SHOWN),
-                    "p": show_p(d and d.p), "p (Holm)": show_p(d and d.p_holm),
+                    "95 % interval": show_interval(d.interval if d else None, SHOWN),
+                    "p": show_p(d.p if d else None), "p (Holm)": show_p(d.p_holm if d else None),
                 })  # fmt: skip
     note = (
         "Differences are paired by seed of pre-training; positive is better. Holm's correction is over all rows of the "

@@ -27,7 +27,7 @@ from wellcond.lab.report.samples import (
 )
 from wellcond.lab.report.static_figures import draw_static
 from wellcond.lab.report.table import Table, plain_markdown, table_csv, table_markdown, without_empty_columns
-from wellcond.lab.report.tables import build_tables, judged_from
+from wellcond.lab.report.tables import build_tables
 from wellcond.lab.report.tuning import find_tuning, tuning_figure, tuning_table
 from wellcond.lab.report.values import show_seeds
 
@@ -88,7 +88,9 @@ def gather(analysis: Analysis, *, figures: bool = True) -> Content:
         analysis,
         [*build_tables(analysis), *([tuning_table(tuning)] if tuning else [])],
         provenance_table(comparison),
-        [*([tuning_figure(comparison, tuning)] if tuning else []), *build_figures(analysis)] if figures else None,
+        [*([tuning_figure(comparison, tuning).drawable()] if tuning else []), *build_figures(analysis)]
+        if figures
+        else None,
         find_samples(comparison),
         find_pictures(comparison),
     )
@@ -149,13 +151,20 @@ def write_report(content: Content) -> Path:
     return home / ("report.md" if figures is None else "report.html")
 
 
+def _judged_from(comparison: Comparison) -> str:
+    """What the name of the result leaves open, to stand behind it."""
+    if not comparison.tested:
+        return ""
+    return f", {comparison.tested_weights}; curves and matching are of the evaluation set"
+
+
 def _facts(comparison: Comparison) -> dict[str, str]:
     metric = comparison.result
     facts = {
         "Recipe": f"{comparison.recipe or 'not recorded'}, scale {comparison.scale or 'not recorded'}",
         "Data": data_of(comparison),
         "Model": str(comparison.runs[0].part("model").get("name") or "not recorded"),
-        "Judged by": f"{metric.name}, {metric.better}{judged_from(comparison)}",
+        "Judged by": f"{metric.name}, {metric.better}{_judged_from(comparison)}",
         "Seeds": f"{', '.join(map(str, comparison.seeds))}; baseline {comparison.baseline}",
     }
     return facts | ({"Notes": comparison.notes} if comparison.notes else {})
@@ -165,7 +174,7 @@ def render_markdown(content: Content) -> str:
     """Markdown of a comparison, to stand beside the folders `figures` and `tables`; without figures, to stand alone."""
     analysis, comparison, metric = content.analysis, content.comparison, content.comparison.result
     recipe = f"Recipe {comparison.recipe or 'not recorded'}, scale {comparison.scale or 'not recorded'}"
-    judged = f"judged by {metric.name} ({metric.better}){judged_from(comparison)}"
+    judged = f"judged by {metric.name} ({metric.better}){_judged_from(comparison)}"
     seeds = f"seeds {', '.join(map(str, comparison.seeds))}; baseline {comparison.baseline}."
     findings = find_findings(analysis)
     lines = [
@@ -238,6 +247,6 @@ def figure_part(figure: Figure, drawings: dict[str, Plot]) -> Part:
         "fold": FOLDED.get(figure.name, ""),
         "caption": figure.caption,
         "boxes": boxes,
-        "legend": [(at, figure.methods[at]) for at in drawn if figure.kind in ("lines", "tuned")],
+        "legend": [(at, figure.methods[at]) for at in drawn if figure.kind == "lines"],
         "layout": "wide" if len(boxes) == 1 else "two" if figure.kind == "maps" else "",
     }

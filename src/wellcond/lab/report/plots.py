@@ -14,7 +14,6 @@ from os.path import commonprefix
 from typing import Any
 
 from wellcond.lab.report.figures import BUDGET, HIGH, HIGH_END, LOW, LOW_END, MEAN, Figure, Panel
-from wellcond.lab.report.tuning import BEST
 from wellcond.lab.report.values import cut
 
 NUM_COLOURS = 10
@@ -30,7 +29,7 @@ Plot = dict[str, Any]
 
 def plots(figure: Figure) -> list[tuple[str, Plot]]:
     """Heading and plot of every panel of a figure."""
-    draw = {"lines": _line_plot, "tuned": _tuned_plot, "maps": _map_plot}.get(figure.kind, _bar_plot)
+    draw = {"lines": _line_plot, "maps": _map_plot}.get(figure.kind, _bar_plot)
     return [(panel.title, draw(figure, panel)) for panel in figure.panels]
 
 
@@ -100,13 +99,14 @@ def _line_plot(figure: Figure, panel: Panel) -> Plot:
     """Means with bands; a method without common steps falls back to its seeds, one line each."""
     bands: list[Plot] = []
     lines: list[Plot] = []
+    x_label = panel.x_label or figure.x_label
     for series, seeds in panel.by_series().items():
         means = [seeds[name] for name in (MEAN, LOW, HIGH)] if MEAN in seeds else []
         count = len(seeds) - 3 if means else 1 if series in figure.methods else 0
         place = figure.place(series)
         colour, dash = _colour(place), _dash(place) if count else "dash"
         if count > 1:
-            low, high = means[1], means[2][::-1]
+            low, high = ([row for row in rows if math.isfinite(row.value)] for rows in (means[1], means[2][::-1]))
             bands.append(
                 {
                     "type": "scatter", "mode": "lines", "x": rounded(figure.x(row) for row in (*low, *high)),
@@ -124,7 +124,7 @@ def _line_plot(figure: Figure, panel: Panel) -> Plot:
                     "name": safe(series), "meta": place,
                     "line": {"color": colour, "width": 2 if count else 1.3, "dash": dash},
                     "marker": {"size": 5 if count else 3, "color": colour},
-                    "hovertemplate": f"<b>{safe(series)}</b><br>{figure.x_label} %{{x}}<br>{safe(panel.y_label)} "
+                    "hovertemplate": f"<b>{safe(series)}</b><br>{safe(x_label)} %{{x}}<br>{safe(panel.y_label)} "
                     f"%{{y:.4~g}}<br>{told}<extra></extra>",
                 }
             )  # fmt: skip
@@ -135,38 +135,16 @@ def _line_plot(figure: Figure, panel: Panel) -> Plot:
     elif panel.span is not None:
         room = 0.03 * (panel.span[1] - panel.span[0])
         look = {"range": [panel.span[0] - room, panel.span[1] + room]}
-    return {"data": [*bands, *lines], "layout": layout(290, axis(figure.x_label), axis(panel.y_label, **look))}
+    return {"data": [*bands, *lines], "layout": layout(290, _x_axis(x_label, panel), axis(panel.y_label, **look))}
 
 
-def _tuned_plot(figure: Figure, panel: Panel) -> Plot:
-    """Score over a tuned value: means as lines, seeds as dots, diverged runs as crosses at the lower edge."""
+def _x_axis(label: str, panel: Panel) -> Plot:
+    """Of time or, logarithmic, of the values that were tried."""
+    if not panel.x_label:
+        return axis(label)
     tried = sorted({row.step for row in panel.rows})
-    traces: list[Plot] = []
-    for series, by_seed in panel.by_series().items():
-        method = figure.place(series)
-        each = [row for seed, rows in by_seed.items() if seed not in (MEAN, BEST) for row in rows]
-        means = {row.step: row.value for row in by_seed.get(MEAN, [])}
-        values = sorted({row.step for row in each})
-        look = {"type": "scatter", "meta": method, "name": safe(series)}
-        told = f"<b>{safe(series)}</b><br>%{{x:.3~g}}: "
-        line = {"color": _colour(method), "width": 2, "dash": _dash(method)}
-        y = rounded(means.get(x, math.nan) for x in values)
-        traces.append(look | {"mode": "lines", "x": values, "y": y, "line": line, "connectgaps": False,
-                              "hovertemplate": f"{told}%{{y:.4~g}}, mean<extra></extra>"})  # fmt: skip
-        dots = [(f"seed {row.seed}", row, 5) for row in each if math.isfinite(row.value)]
-        dots += [("chosen, mean", row, 12) for row in by_seed.get(BEST, [])]
-        crosses = [(f"seed {row.seed}", row, 9) for row in each if math.isnan(row.value)]
-        for marks, symbol, where in ((dots, "circle", {}), (crosses, "x", {"yaxis": "y2"})):
-            heights = [0.04 if where else row.value for _, row, _ in marks]
-            said = f"{told}diverged, %{{text}}" if where else f"{told}%{{y:.4~g}}, %{{text}}"
-            marker = {"color": _colour(method), "size": [size for _, _, size in marks], "symbol": symbol}
-            trace = {"mode": "markers", "x": [row.step for _, row, _ in marks], "y": rounded(heights),
-                     "text": [what for what, _, _ in marks], "marker": marker, **where}  # fmt: skip
-            traces += [look | trace | {"hovertemplate": f"{said}<extra></extra>"}] if marks else []
     shown = {value: f"{value:.3g}" for value in tried[:: math.ceil(len(tried) / MOST_TICKS)]}
-    x = axis(panel.name, shown, **({"type": "log"} if tried[0] > 0 else {}))
-    edge = {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True}
-    return {"data": traces, "layout": layout(380, x, axis(panel.y_label), yaxis2=edge)}
+    return axis(label, shown, **({"type": "log"} if tried[0] > 0 else {}))
 
 
 def _bar_plot(figure: Figure, panel: Panel) -> Plot:

@@ -18,7 +18,7 @@ from wellcond.lab.report.render import asset
 from wellcond.lab.report.values import cut
 
 LINES: dict[str, Any] = dict(zip(DASHES, ("-", ":", "-.", (0, (8, 3))), strict=True)) | {"dash": "--"}
-MARKERS = {"circle": "o", "triangle-right": ">", "triangle-left": "<", "x": "x"}
+MARKERS = {"circle": "o", "triangle-right": ">", "triangle-left": "<"}
 SETTINGS: Any = {
     "svg.hashsalt": "wellcond", "svg.fonttype": "none", "font.family": "DejaVu Sans", "font.size": 9,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e6e9ec",
@@ -49,7 +49,7 @@ def draw_static(figure: Figure) -> bytes:
     left = 0.55 + CHARACTER * max(len(text) for each in layouts for text in each["yaxis"].get("ticktext", ("0.000",)))
     below = 1.2 if any("tickangle" in each["xaxis"] for each in layouts) else 0.65
     width, height = 3.2 if columns > 1 else 5.6, max(each["height"] for each in layouts) / PIXELS - 0.5
-    legend = _legend(figure.methods, drawn, columns * (left + width)) if figure.kind in ("lines", "tuned") else {}
+    legend = _legend(figure.methods, drawn, columns * (left + width)) if figure.kind == "lines" else {}
     foot = 0.1 + 0.2 * math.ceil(len(legend["labels"]) / legend["ncols"]) if legend else 0.0
     size = columns * (left + width) + 0.2, rows * (height + below) + 0.35 * (rows + 1) + foot
     with matplotlib.rc_context(SETTINGS), warnings.catch_warnings():
@@ -149,13 +149,11 @@ def _draw_marks(ax: Any, trace: Plot, x: list[float], y: list[float]) -> None:
     sizes, symbols = (
         value if isinstance(value, list) else [value] * len(x) for value in (mark["size"], mark.get("symbol", "circle"))
     )
-    # What has its own axis stands at the lower edge, in shares of the height.
-    where = {"transform": ax.get_xaxis_transform()} if "yaxis" in trace else {}
     edge = {"edgecolors": "white", "linewidths": 0.5} if "line" in mark else {}
     for symbol in dict.fromkeys(symbols):
         at = [i for i, found in enumerate(symbols) if found == symbol]
         places, areas = ([values[i] for i in at] for values in (x, y)), [(0.65 * sizes[i]) ** 2 for i in at]
-        ax.scatter(*places, s=areas, marker=MARKERS[symbol], color=colour, zorder=4, **edge, **where)
+        ax.scatter(*places, s=areas, marker=MARKERS[symbol], color=colour, zorder=4, **edge)
 
 
 def _set_axis(ax: Any, which: str, settings: Plot) -> None:

@@ -6,9 +6,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from wellcond.lab.report.analysis import ROLES, Analysis, seconds_per_step
-from wellcond.lab.report.load_runs import Comparison
+from wellcond.lab.report.analysis import Analysis, seconds_per_step
 from wellcond.lab.report.match import SMOOTH, show_match
+from wellcond.lab.report.packed import ROLES
 from wellcond.lab.report.records import Metric
 from wellcond.lab.report.statistics import FEWEST_SEEDS, LogSummary, Summary, summarise_logs
 from wellcond.lab.report.table import (
@@ -49,13 +49,6 @@ def build_tables(analysis: Analysis) -> list[Table]:
         conditioning_table(analysis), statistics_table(analysis), seed_table(analysis), cost_table(analysis),
     ]  # fmt: skip
     return [table for table in tables if table.rows]
-
-
-def judged_from(comparison: Comparison) -> str:
-    """What the name of the result leaves open, to stand behind it."""
-    if not comparison.tested:
-        return ""
-    return f", {comparison.tested_weights}; curves and matching are of the evaluation set"
 
 
 def _method(analysis: Analysis, method: str) -> Cell:
@@ -158,13 +151,13 @@ def statistics_table(analysis: Analysis) -> Table:
             "pairs": (str(known.count) if known else MISSING, difference_values(known, metric)),
             f"difference to {comparison.baseline}": metric.show(known.mean, sign=True) if known else MISSING,
             "its std": metric.show(known.std) if known else MISSING,
-            "relative": show_known(known and known.relative, "{:+.1%}"),
-            "95 % interval (t)": show_interval(known and known.interval, metric),
+            "relative": show_known(known.relative if known else None, "{:+.1%}"),
+            "95 % interval (t)": show_interval(known.interval if known else None, metric),
             "95 % interval (bootstrap)": (
                 show_interval(bootstrap, metric), interval_values(bootstrap, metric.scale, "bootstrap_"),
             ),
-            "p": show_p(known and known.p),
-            "p (Holm)": show_p(known and known.p_holm),
+            "p": show_p(known.p if known else None),
+            "p (Holm)": show_p(known.p_holm if known else None),
             "can show": (metric.show(smallest), {"detectable": smallest * metric.scale}),
         })  # fmt: skip
     of_tested = f"{metric.label.capitalize()}, {comparison.tested_weights}, of finished runs"
@@ -209,12 +202,15 @@ def matching_table(analysis: Analysis) -> Table:
             "method": _method(analysis, method),
             "paired by seed": (matching.show(unit), {"unit": unit, "mean": matching.mean(unit)}),
             "never reached": (f"{matching.censored}/{len(by_seed)}" if by_seed else MISSING, {**counted}),
-            f"earlier than {baseline} itself": (gain.show() if gain else MISSING, {"gain": gain and gain.mean}),
+            f"earlier than {baseline} itself": (
+                gain.show() if gain else MISSING, {"gain": gain.mean if gain else None},
+            ),
             "p (exact, Holm)": (
-                show_p(gain and gain.p_holm), {"p": gain and gain.p, "p_holm": gain and gain.p_holm},
+                show_p(gain.p_holm if gain else None),
+                {"p": gain.p if gain else None, "p_holm": gain.p_holm if gain else None},
             ),
             "share of training saved": (show_known(saving, "{:.0%}"), {"saving": saving}),
-            "papers' form": (show_match(papers, unit), {"papers_form": papers and getattr(papers, unit)}),
+            "papers' form": (show_match(papers, unit), {"papers_form": getattr(papers, unit) if papers else None}),
             f"paired, running mean of {SMOOTH}": (
                 smoothed.show(unit), {f"running_mean_{SMOOTH}": smoothed.mean(unit)},
             ),
@@ -248,7 +244,10 @@ def conditioning_table(analysis: Analysis) -> Table:
         first, last = (analysis.attention(method, last=at_end) for at_end in (False, True))
         known = not pseudo.infinite and not analysis.last_jacobian(baseline).infinite and method != baseline
         factor = summarise_logs([kappas[seed] / base[seed] for seed in sorted(set(kappas) & set(base)) if known])
-        ends = {"normalised_entropy_start": first and first.entropy, "normalised_entropy_end": last and last.entropy}
+        ends = {
+            "normalised_entropy_start": first.entropy if first else None,
+            "normalised_entropy_end": last.entropy if last else None,
+        }
         rows.append({
             "method": (method, {"method": method}),
             "κ(J) [95 % interval]": _kappa_cell(_over_seeds(analysis, method, KAPPA_J), "kappa_j", interval=True),
@@ -265,7 +264,9 @@ def conditioning_table(analysis: Analysis) -> Table:
             "entropy / ln N, start to end": (
                 f"{first.entropy:.2f} → {last.entropy:.2f}" if first and last else MISSING, {**ends},
             ),
-            "dead heads at end": (f"{last.dead}/{last.heads}" if last else MISSING, {"dead_heads": last and last.dead}),
+            "dead heads at end": (
+                f"{last.dead}/{last.heads}" if last else MISSING, {"dead_heads": last.dead if last else None},
+            ),
         })  # fmt: skip
     note = (
         "Geometric means over heads and layers at the last measurement of each run, then over seeds; intervals by the "

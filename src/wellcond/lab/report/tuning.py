@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from wellcond.lab.report.figures import MEAN, Figure, Panel, Row
+from wellcond.lab.report.figures import HIGH, LOW, MEAN, Figure, Panel, Row
 from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.records import Metric, RunRecordError, read_json
 from wellcond.lab.report.table import Cell, Table
 from wellcond.lab.report.values import MISSING, number
 
 NAME = "tuning.json"
-BEST = "best"
-"""Seed of the row that marks the best value, beside `mean` and the seeds."""
 SHARE = 0.02
 """Loss that still counts as good: of 1 for percentages, of the best score for others."""
 
@@ -185,27 +183,26 @@ def _point(row: Mapping[str, Any]) -> TunedPoint:
 def tuning_figure(comparison: Comparison, tuning: Tuning) -> Figure:
     """Score over every tuned field, a panel each."""
     label = f"{tuning.metric.label}, evaluation split"
-    panels = (Panel(field, "", label, _rows(tuning, field)) for field in tuning.fields)
+    panels = (Panel(field, "", label, _rows(tuning, field), x_label=field) for field in tuning.fields)
     profile = " Each point is the best over the other fields." if len(tuning.fields) > 1 else ""
     caption = (
-        f"Lines are means over the tuning seeds ({', '.join(tuning.seeds)}), dots are seeds, the large dot is the "
-        f"value that was chosen. A cross at the edge is a run that diverged; a mean needs all seeds.{profile}"
+        f"Lines are means over the tuning seeds ({', '.join(tuning.seeds)}), bands are one standard deviation. A line "
+        f"ends or breaks where a run diverged; the table has the values that were chosen.{profile}"
     )
     over = " and ".join(tuning.fields).replace("optimizer.lr", "learning rate")
-    title, shown = f"{tuning.metric.name.capitalize()} over {over}", tuple(panel for panel in panels if panel.rows)
-    return Figure("tuning", "Tuning", title, caption, "tuned", shown, comparison.methods, comparison.scale)
+    title = f"{tuning.metric.name.capitalize()} over {over}"
+    return Figure("tuning", "Tuning", title, caption, "lines", tuple(panels), comparison.methods, comparison.scale)
 
 
 def _rows(tuning: Tuning, field: str) -> list[Row]:
     rows = []
     for method in tuning.methods:
         for point in method.profile(field) if field in method.best.values else ():
-            shown = dict(point.scores)
-            if not point.lost:
-                shown |= {MEAN: point.mean} | ({BEST: point.mean} if point.values == method.best.values else {})
+            spread = 0.0 if len(point.scores) == 1 else point.std
+            ends = {MEAN: point.mean, LOW: point.mean - spread, HIGH: point.mean + spread}
             rows += [
                 Row(method.label, seed, point.values[field], math.nan, value * tuning.metric.scale)
-                for seed, value in shown.items()
+                for seed, value in (dict(point.scores) | ends).items()
             ]
     return rows
 
@@ -233,7 +230,8 @@ def tuning_table(tuning: Tuning) -> Table:
             ),
             "diverged runs": (str(lost), {"diverged": lost}),
             "within the tolerance": (
-                good.show() if good else MISSING, {"good_low": good and good.low, "good_high": good and good.high},
+                good.show() if good else MISSING,
+                {"good_low": good.low if good else None, "good_high": good.high if good else None},
             ),
         })  # fmt: skip
     share = "" if metric.percent else f", {100 * SHARE:g} % of the best score"

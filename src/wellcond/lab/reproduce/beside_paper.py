@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wellcond.files import write_atomically
-from wellcond.lab.report.analysis import ROLES, Analysis
+from wellcond.lab.report.analysis import Analysis
 from wellcond.lab.report.figures import (
     BUDGET,
     MEAN,
     Curves,
     Figure,
+    Kind,
     Panel,
     curve_panel,
     curves_of,
@@ -23,6 +24,7 @@ from wellcond.lab.report.figures import (
 )
 from wellcond.lab.report.glue import AVERAGE
 from wellcond.lab.report.match import Matching, show_match
+from wellcond.lab.report.packed import ROLES
 from wellcond.lab.report.records import Metric
 from wellcond.lab.report.static_figures import draw_static
 from wellcond.lab.report.statistics import PairedDifference, Summary, compare_paired, holm
@@ -104,8 +106,8 @@ class Number:
             "n": (f"{summary.count}" + (f" + {self.lost} lost" if self.lost else ""), {"lost": self.lost}),
             "paper's gain": (show_known(self.paper_gain, "{:+g}"), {"paper_gain": self.paper_gain}),
             "our gain [95 % interval]": (show_gain(difference, metric), difference_values(difference, metric)),
-            "p": show_p(difference and difference.p),
-            "p (Holm)": show_p(difference and difference.p_holm),
+            "p": show_p(difference.p if difference else None),
+            "p (Holm)": show_p(difference.p_holm if difference else None),
             "agreement": (self.agreement if judged else MISSING, {"agreement": self.agreement}),
         }  # fmt: skip
 
@@ -229,7 +231,7 @@ def build_figures(id: str, entry: Entry, records: Collection) -> Iterator[Figure
         series = dict.fromkeys(row.series for panel in panels for row in panel.rows if row.series != BUDGET)
         name = f"{id}-match" if bars and len(wanted) < len(entry.panels) else id
         title, scale = f"{id}: {entry.title} (scale {first.comparison.scale})", first.comparison.scale
-        kind = "bars" if bars else "lines"
+        kind: Kind = "bars" if bars else "lines"
         figure = Figure(name, "", title, "", kind, panels, tuple(series), scale, first.unit).drawable()
         if figure.panels:
             yield figure
