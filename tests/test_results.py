@@ -53,7 +53,6 @@ def test_the_records_are_small_and_hold_nothing_that_can_be_rebuilt():
 def test_records_make_the_verdicts_on_claims(tmp_path):
     write_claims(judge_claims(RESULTS), tmp_path / "claims.md", tmp_path)
     assert (tmp_path / "claims.md").read_bytes() == (RESULTS / "claims.md").read_bytes(), "run: wellcond claims results"
-    assert "<script" not in (tmp_path / "claims.html").read_text("utf-8")
 
 
 def test_links_of_claims_written_elsewhere_lead_to_the_records(tmp_path):

@@ -69,7 +69,7 @@ def test_a_comparison_is_scored_and_shown(scored):
     assert err.count(": finished, ") == 6
     scores = load_glue(folder)
     assert {task: scores.metric(task) for task in scores.tasks} == {"stsb": "pearson", "cola": "matthews"}
-    assert sum(len(scores.all_records(task)) for task in scores.tasks) == 6
+    assert sum(len(scores.of_task(task)) for task in scores.tasks) == 6
 
 
 def test_the_tables_follow_from_the_records_alone(scored, tmp_path):

@@ -57,6 +57,11 @@ def only_comparison(folder):
     return comparison
 
 
+def points_of(figure, panel):
+    """Points of a panel by series and seed."""
+    return next(each.by_series() for each in figure.panels if each.name == panel)
+
+
 def page_of(comparison):
     return render_page(gather(analyse(comparison)))
 

@@ -126,7 +126,7 @@ def test_what_did_not_finish_is_told_and_in_no_mean(comparison):
     (comparison / "gaussian/seed1/run.json").write_text(json.dumps(record))
     scores = load_glue(comparison)
     assert scores.values("default", "cola") == {1: 0.14, 2: 0.12}
-    assert set(scores.averages("default")) == {1, 2}  # an average of fewer tasks would be no pair
+    assert set(scores.values("default", "average")) == {1, 2}  # an average of fewer tasks would be no pair
     notes = " ".join(scores_table(scores).notes)
     assert "CoLA: of 9 runs 1 diverged; they are in no mean" in notes
     assert "gaussian, seed 1: pre-training is diverged" in notes

@@ -164,7 +164,7 @@ def test_only_singular_heads_are_infinite(tmp_path):
 def test_bands_of_percentages_stay_possible(tmp_path):
     methods = [FakeMethod("default", {0: 1.0, 1: 0.7, 2: 0.999}), FakeMethod("polar", {0: 0.01, 1: 0.3, 2: 0.0})]
     (figure,) = (f for f in build_figures(study(tmp_path, methods)) if f.name == "learning")
-    values = [row.value for row in figure.rows if row.panel == "metric"]
+    values = [row.value for row in figure.panels[0].rows]
     assert min(values) >= 0 and max(values) <= 100
 
 

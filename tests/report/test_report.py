@@ -10,19 +10,18 @@ from html.parser import HTMLParser
 
 import pytest
 
-from report.fake_runs import PERPLEXITY, FakeMethod, page_of, usual_methods, write_comparison, write_run
+from report.fake_runs import PERPLEXITY, FakeMethod, page_of, points_of, usual_methods, write_comparison, write_run
 from wellcond.errors import MissingExtraError
 from wellcond.lab.report.analysis import analyse
-from wellcond.lab.report.figures import build_figures
+from wellcond.lab.report.figures import COLUMNS, build_figures, write_csv
 from wellcond.lab.report.findings import bottom_line, find_findings
 from wellcond.lab.report.load_runs import load_comparisons
 from wellcond.lab.report.page import build_report, gather, render_markdown, render_page
+from wellcond.lab.report.plots import log_axis
 from wellcond.lab.report.render import environment
-from wellcond.lab.report.series import COLUMNS, write_csv
 from wellcond.lab.report.static_figures import draw_static
 from wellcond.lab.report.table import Table, plain_markdown, table_csv, table_markdown, without_empty_columns
 from wellcond.lab.report.tables import build_tables
-from wellcond.lab.report.values import log_axis
 
 pytest.importorskip("plotly")
 pytest.importorskip("matplotlib")
@@ -258,10 +257,10 @@ def test_infinite_and_missing_condition_numbers(tmp_path):
 
 def test_curves_of_means_are_right(usual):
     (figure,) = (f for f in build_figures(usual) if f.name == "learning")
-    seeds = figure.of("metric")["conditioned"]
+    seeds = points_of(figure, "metric")["conditioned"]
     assert seeds["mean"][-1].value == pytest.approx((93 + 94.5 + 95) / 3)
     assert seeds["mean+std"][-1].value - seeds["mean"][-1].value == pytest.approx(1.0408, abs=1e-4)
-    assert "polar, seed 1 (diverged)" in figure.of("metric") and set(figure.of("metric")["polar"]) == {
+    assert "polar, seed 1 (diverged)" in points_of(figure, "metric") and set(points_of(figure, "metric")["polar"]) == {
         "0", "mean", "mean-std", "mean+std",
     }  # fmt: skip
 
@@ -272,9 +271,9 @@ def test_condition_numbers_are_geometric_means(usual):
     assert gaussian[0] == "gaussian" and gaussian[3:5] == ("36/36", "27/36")
     table = usual.tables("default")[0]
     values = table.at("pseudo_condition_number", 0)
-    row = figure.of("kappa")["default"]["0"][0]
+    row = points_of(figure, "kappa")["default"]["0"][0]
     assert row.step == 0 and row.value == pytest.approx(math.exp(sum(map(math.log, values)) / len(values)))
-    papers = figure.of("papers_bound")["default"]["0"][0].value
+    papers = points_of(figure, "papers_bound")["default"]["0"][0].value
     assert papers == pytest.approx(row.value * 10**-0.3)
     assert "is finite in 855 of 900 measurements" in figure.caption
 
@@ -304,9 +303,11 @@ def test_bounds_beyond_all_numbers_are_told(tmp_path):
 
 def test_csv_has_the_columns_and_every_row(usual):
     for figure in build_figures(usual):
-        rows = list(csv.reader(io.StringIO(write_csv(figure.rows))))
+        rows = list(csv.reader(io.StringIO(write_csv(figure))))
         assert tuple(rows[0]) == COLUMNS == ("figure", "panel", "series", "seed", "step", "epoch", "value", "scale")
-        assert len(rows) == len(figure.rows) + 1 and {row[-1] for row in rows[1:]} == {"tiny"}
+        assert len(rows) == sum(len(panel.rows) for panel in figure.panels) + 1 and {row[-1] for row in rows[1:]} == {
+            "tiny"
+        }
 
 
 def test_long_logs_are_thinned(tmp_path):
@@ -314,7 +315,7 @@ def test_long_logs_are_thinned(tmp_path):
     path = tmp_path / "default" / "seed0" / "steps.jsonl"
     path.write_text("".join(json.dumps({"step": s, "epoch": s / 10, "loss": s % 2}) + "\n" for s in range(1, 20001)))
     (figure,) = (f for f in build_figures(analyse(load_comparisons(tmp_path)[0])) if f.name == "learning")
-    points = figure.of("training_loss")["default"]["mean"]
+    points = points_of(figure, "training_loss")["default"]["mean"]
     assert len(points) <= 300 and points[-1].step == 20000
     assert all(point.value == pytest.approx(0.5, abs=0.01) for point in points)
 
@@ -412,7 +413,7 @@ def test_a_missing_package_names_its_install_line(usual, monkeypatch, package):
     environment.cache_clear()
     with pytest.raises(MissingExtraError, match=rf"{package}.*wellcond\[report\]"):
         if package == "matplotlib":
-            draw_static(usual.comparison, build_figures(usual)[0])
+            draw_static(build_figures(usual)[0])
         else:
             render_page(gather(usual))
 

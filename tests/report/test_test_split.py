@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from report.fake_runs import PERPLEXITY, FakeMethod, page_of, usual_methods, write_comparison
+from report.fake_runs import PERPLEXITY, FakeMethod, page_of, points_of, usual_methods, write_comparison
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.figures import build_figures
 from wellcond.lab.report.findings import bottom_line, find_findings
@@ -75,7 +75,7 @@ def test_findings_are_about_the_test_split_and_matching_about_the_curves(analysi
     assert "the best test accuracy here, which is that of gaussian" in "\n".join(find_findings(analysis))
     figures = {figure.name: figure for figure in build_figures(analysis)}
     assert figures["differences"].panels[0].y_label == "gain in test accuracy (points)"
-    assert figures["learning"].of("metric")["gaussian"]["1"][-1].value == pytest.approx(95.0)
+    assert points_of(figures["learning"], "metric")["gaussian"]["1"][-1].value == pytest.approx(95.0)
 
 
 def test_page_markdown_and_csv_say_what_was_tested(tmp_path):

@@ -11,7 +11,6 @@ from scipy import stats
 
 from wellcond.lab.report.statistics import compare_paired, correct
 from wellcond.lab.report.verdicts import (
-    default_margin,
     equality_p,
     judge,
     power_of,
@@ -117,8 +116,7 @@ def test_a_side_that_lost_runs_is_not_called_better():
     assert judge(worse, baseline_diverged=1).kind == judge(none, 2.0, baseline_diverged=2).kind == "undecided"
 
 
-def test_margin_and_spread():
-    assert default_margin([1.0, 2.0, 3.0]) == 1.0 and math.isnan(default_margin([1.0]))
+def test_pooled_spread():
     pooled = typical_std([difference([1.0, 3.0]), difference([0.0, 0.0, 0.0]), difference([0.0, 1.0, 2.0])])
     assert pooled == pytest.approx(math.sqrt((2.0 * 1 + 1.0 * 2) / 3))
     assert math.isnan(typical_std([]))

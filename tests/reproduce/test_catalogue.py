@@ -9,7 +9,6 @@ import pytest
 from wellcond.errors import UnknownChoiceError
 from wellcond.lab.report.records import setting_differences
 from wellcond.lab.reproduce.catalogue import SCALES, catalogue, find_entry
-from wellcond.lab.reproduce.listing import minutes_left, updates_per_run
 from wellcond.lab.reproduce.plan import PlanOptions, make_plan
 from wellcond.lab.reproduce.stored import Collection, StoredStudy, study_name
 from wellcond.lab.tasks.glue.benchmark import NAMES
@@ -50,10 +49,10 @@ def test_every_plan_is_sound(id, scale):
         labels = [method.label for method in study.methods]
         assert study.recipe.baseline in labels and len(labels) == len(set(labels))
         assert len(study.jobs) == len(labels) * len(study.seeds)
-        assert not math.isnan(updates_per_run(study)) or "coco" in study.name
+        assert not math.isnan(study.updates_per_run) or "coco" in study.name
     assert plan.runs == plan.missing
     if scale == "tiny":
-        assert sum(map(minutes_left, plan.studies)) < 120  # on one core; A-match shares the runs of two tables
+        assert plan.minutes_left(1) < 120  # on one core; A-match shares the runs of two tables
         assert plan.gpus == 0
     elif plan.studies:
         assert plan.gpus > 0

@@ -172,7 +172,6 @@ def test_bad_requests_are_explained(arguments, message, tmp_path, monkeypatch):
         (["reproduce", "S-F1", "--folder", "file"], "expected a folder to write, found the file"),
         (["claims", "empty", "--output", "file/claims.md"], "could not be written"),
         (["claims", "empty", "--output", "empty"], "expected a name for the markdown"),
-        (["claims", "empty", "--output", "claims.html"], "expected a name for the markdown"),
     ],
 )
 def test_what_cannot_be_written_is_explained(arguments, message, tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ from wellcond.lab.report.page import build_report, gather, render_markdown, rend
 from wellcond.lab.report.static_figures import draw_static
 from wellcond.lab.report.table import plain_markdown
 from wellcond.lab.reproduce.claim_rules import Verdict
-from wellcond.lab.reproduce.claims import Group, Judged, claims_html, claims_markdown
+from wellcond.lab.reproduce.claims import Group, Judged, claims_markdown
 
 TEXTS = {
     "script": "</script><script>alert(1)</script>",
@@ -140,9 +140,8 @@ def all_texts(value):
 def test_a_figure_in_a_file(tmp_path):
     label = "".join(TEXTS.values()) + "$\\frac{1}{0}$"
     folder = write_comparison(tmp_path, [FakeMethod(label, {0: 0.9, 1: 0.8}, slug="x")], points=2, layers=1, heads=1)
-    comparison = only_comparison(folder)
-    figure = next(figure for figure in gather(analyse(comparison)).figures if figure.kind == "lines")
-    drawn = draw_static(comparison, figure).decode()
+    figure = next(figure for figure in gather(analyse(only_comparison(folder))).figures if figure.kind == "lines")
+    drawn = draw_static(figure).decode()
     found = Elements(drawn)
     assert "script" not in found.names and "img" not in found.names and not found.handlers
 
@@ -155,14 +154,13 @@ def test_the_page_of_a_measurement(text):
     assert_harmless(render_measurement(data))
 
 
-def test_the_page_of_claims(text):
+def test_the_table_of_claims(text):
     verdict = Verdict(word="better", evidence=text, as_claimed=True)
     judged = [
         Judged(paper=paper, claim=text, setup=text, ran=text, table="C-T1", group=group, verdict=verdict, link="")
         for paper in "CS"
         for group in get_args(Group)
     ]
-    assert_harmless(claims_html(judged))
     rows = [line for line in claims_markdown(judged).splitlines() if line.startswith("|")]
     assert_plain_markdown("\n".join(rows))
 

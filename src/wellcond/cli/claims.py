@@ -16,7 +16,7 @@ def claims(
     results: Annotated[Path, typer.Argument(help="Folder of committed records, such as results.")],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Markdown to write, with HTML beside it; by default RESULTS/claims.md."),
+        typer.Option("--output", "-o", help="Markdown to write; by default RESULTS/claims.md."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -24,7 +24,7 @@ def claims(
     need_train_extra()
     check_is_folder(results)
     output = output or results / "claims.md"
-    if output.is_dir() or output.suffix == ".html":
+    if output.is_dir():
         raise OutputError(f"--output: expected a name for the markdown, such as claims.md, found {output}")
     from wellcond.cli.console import print_tables
     from wellcond.files import to_json
@@ -38,4 +38,4 @@ def claims(
     if json:
         print(to_json([one.model_dump(mode="json") for one in judged], indent=1))
         return
-    print_tables([claims_table(judged)], f"written: {output} and {output.with_suffix('.html')}")
+    print_tables([claims_table(judged)], f"written: {output}")

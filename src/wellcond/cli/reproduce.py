@@ -63,8 +63,7 @@ def reproduce(
     from wellcond.cli.runs import is_first_process
     from wellcond.lab.methods import split_methods
     from wellcond.lab.reproduce.beside_paper import outcome_tables, write_outcome
-    from wellcond.lab.reproduce.listing import list_entries, list_table, plan_table
-    from wellcond.lab.reproduce.plan import PlanOptions, make_plan
+    from wellcond.lab.reproduce.plan import PlanOptions, list_entries, list_table, make_plan, plan_table
     from wellcond.lab.reproduce.stored import Collection
 
     images = _use_data(data)
@@ -147,11 +146,11 @@ def _run_study(study: PlannedStudy, jobs: str, *, cpu: bool, silent: bool) -> in
     if first:
         study.describe()
         if not silent:
-            told = f"{study.name}: {len(study.missing)} of {len(study.jobs)} runs to do"
+            told = f"{study.name}: {study.missing} of {len(study.jobs)} runs to do"
             make_console().print(told, markup=False, soft_wrap=True)
     workers = choose_workers(jobs, study.recipe, cpu=cpu)
     outcomes = [watch(len(study.jobs), lambda observe: study.run(workers, observe), quiet=silent)]
-    if study.glue and not outcomes[0].interrupted:
+    if study.glue_folders and not outcomes[0].interrupted:
         count = len(study.glue_folders)
         outcomes.append(watch(count, lambda observe: study.fine_tune(workers, observe), quiet=silent))
         if first and outcomes[1].records:

@@ -1,40 +1,113 @@
-"""`build_figures`: the rows of every figure of a comparison, in the order in which they are shown."""
+"""`build_figures`: the points of every figure of a comparison, in the order in which they are shown.
+
+Points are what the CSV files hold, and all that `plots` draws.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 
-from wellcond.lab.report.analysis import ROLES, Analysis
+from wellcond.lab.report.analysis import Analysis
 from wellcond.lab.report.match import Matching
+from wellcond.lab.report.packed import ROLES
 from wellcond.lab.report.records import Run
-from wellcond.lab.report.series import (
-    BUDGET,
-    HIGH_END,
-    LOW_END,
-    MEAN,
-    Curve,
-    Figure,
-    Panel,
-    Row,
-    curve_rows,
-    thin,
-    with_points,
-)
-from wellcond.lab.report.table import show_share
-from wellcond.lab.report.values import number
+from wellcond.lab.report.table import csv_text, show_share
+from wellcond.lab.report.values import number, plain_number
 
+COLUMNS = ("figure", "panel", "series", "seed", "step", "epoch", "value", "scale")
+MEAN, LOW, HIGH = "mean", "mean-std", "mean+std"
+LOW_END, HIGH_END = "interval-low", "interval-high"
+BUDGET = "(budget)"
+MOST_POINTS = 300
 BAND = (
     "Lines are means over seeds, bands are one standard deviation (cut off where no value can be); dashed lines are "
     "runs that did not finish."
 )
 HEADS = "Geometric means over heads and layers. "
 KAPPA_J = "pseudo_condition_number"
-Curves = dict[str, list[Curve]]
+
+Kind = Literal["lines", "bars", "intervals", "maps"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One point."""
+
+    series: str
+    seed: str
+    """A seed, or `mean`, `mean-std`, `mean+std` over the finished runs, or an end of a 95 % interval of the mean."""
+    step: float
+    epoch: float
+    value: float
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes."""
+
+    name: str
+    title: str
+    y_label: str
+    rows: Sequence[Row]
+    log: bool = False
+    span: tuple[float, float] | None = None
+    """Fixed range of values, where panels must be comparable."""
+    x_label: str = ""
+    """Of a horizontal axis of its own, which shows the steps of the points as values that were tried."""
+
+    def by_series(self) -> dict[str, dict[str, list[Row]]]:
+        """Points by series and seed, in the order in which they were made."""
+        found: dict[str, dict[str, list[Row]]] = {}
+        for row in self.rows:
+            found.setdefault(row.series, {}).setdefault(row.seed, []).append(row)
+        return found
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Panels with a title and a sentence on what to see."""
+
+    name: str
+    section: str
+    title: str
+    caption: str
+    kind: Kind
+    panels: tuple[Panel, ...]
+    methods: tuple[str, ...]
+    """Whose places choose colours."""
+    scale: str
+    """Of the recipe (tiny, small, paper), not of an axis."""
+    x_label: str = ""
+    """Of the horizontal axis of lines: `epoch` or `step`."""
+
+    def x(self, row: Row) -> float:
+        """Horizontal place of a point."""
+        return row.epoch if self.x_label == "epoch" else row.step
+
+    def place(self, series: str) -> int:
+        """Place of the method that a series belongs to; one of a run that did not finish begins with its method."""
+        found = [name for name in self.methods if series == name or series.startswith(f"{name}, seed ")]
+        return self.methods.index(max(found, key=len))
+
+    def drawable(self) -> Figure:
+        """The figure with the panels that have something to draw."""
+        has_points = [panel for panel in self.panels if any(math.isfinite(row.value) for row in panel.rows)]
+        return replace(self, panels=tuple(has_points))
+
+
+def write_csv(figure: Figure) -> str:
+    """All points as CSV, numbers in full."""
+    rows = (
+        (figure.name, panel.name, row.series, row.seed, row.step, row.epoch, row.value, figure.scale)
+        for panel in figure.panels
+        for row in panel.rows
+    )
+    return csv_text(COLUMNS, ([cell if isinstance(cell, str) else plain_number(cell) for cell in row] for row in rows))
 
 
 def build_figures(analysis: Analysis) -> list[Figure]:
@@ -43,7 +116,93 @@ def build_figures(analysis: Analysis) -> list[Figure]:
         _differences(analysis), *_learning_figures(analysis), _matching(analysis), _jacobian(analysis),
         *_weight_figures(analysis), _layers(analysis), _attention(analysis),
     ]  # fmt: skip
-    return [figure for figure in figures if figure.panels and figure.rows]
+    return [figure for figure in map(Figure.drawable, figures) if figure.panels]
+
+
+def _figure(
+    analysis: Analysis, section: str, name: str, title: str, caption: str, kind: Kind, *panels: Panel
+) -> Figure:
+    comparison = analysis.comparison
+    return Figure(name, section, title, caption, kind, panels, comparison.methods, comparison.scale, analysis.unit)
+
+
+Curves = Mapping[str, Sequence[tuple[Run, Sequence[tuple[float, float, float]]]]]
+"""By method: every run with its points (step, epoch, value)."""
+
+
+def curve_panel(
+    name: str, title: str, y_label: str, curves: Curves, *, log: bool = False,
+    limits: tuple[float, float] = (-math.inf, math.inf), span: tuple[float, float] | None = None,
+) -> Panel:  # fmt: skip
+    """A panel of every run, and of mean and band over the finished runs at the steps that all of them have.
+
+    Mean and band of a logarithmic panel are on log10. A run that did not finish is a series of its own, named after its
+    outcome, and is in no mean.
+
+    Args:
+        name: of the panel.
+        title: of the panel.
+        y_label: of its vertical axis.
+        curves: what to draw.
+        log: logarithmic axis.
+        limits: smallest and largest value that can be; a band ends there.
+        span: fixed range of the axis.
+    """
+    rows: list[Row] = []
+    for method, listed in curves.items():
+        for run, points in listed:
+            series = method if run.finished else f"{run.method}, seed {run.seed} ({run.outcome})"
+            rows += [Row(series, str(run.seed), *point) for point in points if not math.isnan(point[2])]
+        for row in _means(method, [points for run, points in listed if run.finished], log):
+            rows.append(replace(row, value=min(max(row.value, limits[0]), limits[1])))
+    return Panel(name, title, y_label, rows, log, span)
+
+
+def _means(method: str, curves: Sequence[Sequence[tuple[float, float, float]]], log: bool) -> Iterator[Row]:
+    tables = [
+        {step: (epoch, value) for step, epoch, value in points if math.isfinite(value) and not (log and value <= 0)}
+        for points in curves
+    ]
+    for step in sorted(set.intersection(*map(set, tables))) if tables else ():
+        values = np.array([table[step][1] for table in tables])
+        values = np.log10(values) if log else values
+        mean, spread = float(values.mean()), float(values.std(ddof=1)) if len(tables) > 1 else 0.0
+        for seed, value in ((MEAN, mean), (LOW, mean - spread), (HIGH, mean + spread)):
+            yield Row(method, seed, step, tables[0][step][0], 10**value if log else value)
+
+
+def curves_of(
+    analysis: Analysis, rows_of: Callable[[Run], list[dict[str, Any]]], key: str, factor: float = 1.0
+) -> Curves:
+    """One key of some rows of every run, long curves thinned."""
+    found: dict[str, list[tuple[Run, list[tuple[float, float, float]]]]] = {}
+    for run in [run for method in analysis.comparison.methods for run in analysis.comparison.of(method)]:
+        rows = [row for row in rows_of(run) if row.get(key) is not None]
+        columns = _thin(*(np.array([number(row.get(name)) for row in rows]) for name in ("step", "epoch", key)))
+        steps, epochs, values = columns[0].tolist(), columns[1].tolist(), (columns[2] * factor).tolist()
+        found.setdefault(run.method, []).append((run, list(zip(steps, epochs, values, strict=True))))
+    return found
+
+
+def _thin(steps: np.ndarray, epochs: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A long curve as means over equal stretches, each placed at its end."""
+    size = math.ceil(len(values) / MOST_POINTS)
+    if size <= 1:
+        return steps, epochs, values
+    ends = np.minimum(np.arange(size, len(values) + size, size), len(values))
+    starts = np.concatenate([[0], ends[:-1]])
+    return steps[ends - 1], epochs[ends - 1], np.add.reduceat(values, starts) / (ends - starts)
+
+
+def measured(analysis: Analysis, key: str) -> Curves:
+    """A quantity of the measured heads over training, mean over heads and layers."""
+    return {
+        method: [
+            (t.run, list(zip(t.steps.tolist(), t.epochs().tolist(), t.over_steps(key).tolist(), strict=True)))
+            for t in tables
+        ]
+        for method, tables in analysis.heads.items()
+    }
 
 
 def _differences(analysis: Analysis) -> Figure:
@@ -54,41 +213,15 @@ def _differences(analysis: Analysis) -> Figure:
             low, high = difference.interval or (math.nan, math.nan)
             points = {str(seed): value for seed, value in difference.values.items()}
             points |= {MEAN: difference.mean, LOW_END: low, HIGH_END: high}
-            rows += [
-                Row("differences", "metric", method, seed, math.nan, math.nan, value * metric.scale, comparison.scale)
-                for seed, value in points.items()
-            ]
+            rows += [Row(method, seed, math.nan, math.nan, value * metric.scale) for seed, value in points.items()]
     unit = f" ({metric.unit.strip()})" if metric.unit else ""
-    panel = Panel("metric", "", f"gain in {metric.name}{unit}")
     caption = (
         f"To the right of the dotted line is better than {comparison.baseline}; a bar is the 95 % interval of the mean "
         "over seeds, small dots are seeds. A bar across the line is no evidence. A triangle at the edge is a method "
         "beyond the axis, with its mean and interval."
     )
-    return Figure("differences", "Summary", "Paired differences", caption, "intervals", (panel,), tuple(rows))
-
-
-def _lines(
-    analysis: Analysis, section: str, name: str, title: str, caption: str, panels: list[tuple[Panel, Curves]]
-) -> Figure:
-    """A figure of curves, each with its band."""
-    rows = [row for panel, curves in panels for row in curve_rows(analysis.comparison.scale, name, panel, curves)]
-    shown = with_points((panel for panel, _ in panels), rows)
-    return Figure(name, section, title, f"{caption} {BAND}", "lines", shown, tuple(rows), x_label=analysis.unit)
-
-
-def curves_of(
-    analysis: Analysis, rows_of: Callable[[Run], list[dict[str, Any]]], key: str, factor: float = 1.0
-) -> Curves:
-    """One key of some rows of every run, by method, long curves thinned."""
-    found: Curves = {}
-    for run in [run for method in analysis.comparison.methods for run in analysis.comparison.of(method)]:
-        rows = [row for row in rows_of(run) if row.get(key) is not None]
-        columns = [np.array([number(row.get(name)) for row in rows]) for name in ("step", "epoch", key)]
-        steps, epochs, values = thin(*columns)
-        curve = Curve(run, steps.tolist(), epochs.tolist(), (values * factor).tolist())
-        found.setdefault(run.method, []).append(curve)
-    return found
+    panel = Panel("metric", "", f"gain in {metric.name}{unit}", rows)
+    return _figure(analysis, "Summary", "differences", "Paired differences", caption, "intervals", panel)
 
 
 def _learning_figures(analysis: Analysis) -> list[Figure]:
@@ -100,72 +233,58 @@ def _learning_figures(analysis: Analysis) -> list[Figure]:
     def trained(key: str) -> Curves:
         return curves_of(analysis, lambda run: run.steps, key)
 
+    shown, limits = evaluated(metric.name, metric.scale), metric.limits or (-math.inf, math.inf)
     return [
-        _lines(
+        _figure(
             analysis, "Learning", "learning", "Learning curves",
             f"{metric.better.capitalize()}; see which method is ahead early and whether the lead lasts. Each point of "
-            "the training loss is a mean over the steps since the last.",
-            [
-                (Panel("metric", f"Evaluation: {metric.name}", metric.label, limits=metric.limits),
-                 evaluated(metric.name, metric.scale)),
-                (Panel("loss", "Evaluation: loss", "loss"), evaluated("loss")),
-                (Panel("training_loss", "Training: loss", "loss"), trained("loss")),
-            ],
+            f"the training loss is a mean over the steps since the last. {BAND}", "lines",
+            curve_panel("metric", f"Evaluation: {metric.name}", metric.label, shown, limits=limits),
+            curve_panel("loss", "Evaluation: loss", "loss", evaluated("loss")),
+            curve_panel("training_loss", "Training: loss", "loss", trained("loss")),
         ),
-        _lines(
+        _figure(
             analysis, "Learning", "gradients", "Gradient norms of the projections",
-            "A method whose W_Q and W_K lie far below its W_V here hardly learns where to attend.",
-            [
-                (Panel(f"grad_norm_{role}", f"Gradient of W_{role.upper()}", "gradient norm", log=True),
-                 trained(f"grad_norm_{role}"))
-                for role in ROLES
-            ],
+            f"A method whose W_Q and W_K lie far below its W_V here hardly learns where to attend. {BAND}", "lines",
+            *(
+                curve_panel(key, f"Gradient of W_{key[-1].upper()}", "gradient norm", trained(key), log=True)
+                for key in (f"grad_norm_{role}" for role in ROLES)
+            ),
         ),
     ]  # fmt: skip
 
 
-def match_rows(name: str, panel: str, scale: str, unit: str, matchings: dict[str, Matching]) -> tuple[Row, ...]:
-    """Rows of bars: epochs or steps to match by seed, infinite where a seed never gets there, and their mean."""
+def match_rows(unit: str, matchings: Mapping[str, Matching]) -> list[Row]:
+    """Bars: epochs or steps to match by seed, infinite where a seed never gets there, and their mean."""
     rows, budgets = [], []
     for method, matching in matchings.items():
         for seed, match in matching.by_seed.items():
             value = number(getattr(match, unit)) if match.reached else math.inf
-            rows.append(Row(name, panel, method, str(seed), number(match.step), number(match.epoch), value, scale))
+            rows.append(Row(method, str(seed), number(match.step), number(match.epoch), value))
             budgets.append(match.total(unit))
         if matching.reached:
-            step, epoch, mean = (matching.mean(key) for key in ("step", "epoch", unit))
-            rows.append(Row(name, panel, method, MEAN, step, epoch, mean, scale))
-    if budgets:
-        rows.append(Row(name, panel, BUDGET, MEAN, math.nan, math.nan, max(budgets), scale))
-    return tuple(rows)
+            rows.append(Row(method, MEAN, *(matching.mean(key) for key in ("step", "epoch", unit))))
+    return rows + ([Row(BUDGET, MEAN, math.nan, math.nan, max(budgets))] if budgets else [])
 
 
 def _matching(analysis: Analysis) -> Figure:
     unit = analysis.unit
-    rows = match_rows("matching", "paired", analysis.comparison.scale, unit, analysis.matchings)
     caption = (
         f"Shorter is better: {unit}s until a method is as good as {analysis.comparison.baseline} is at its end (dotted "
         "line). Paired by seed; dots are seeds, triangles are seeds that never get there and are not in the mean. The "
         "baseline's own bar below the line shows how much of a saving is noise of the curve. The table has the papers' "
         "form, which takes mean curves, and running means."
     )
-    panel, title = Panel("paired", "", f"{unit}s to match"), f"{unit.capitalize()}s to match the baseline"
-    return Figure("matching", "Matching", title, caption, "bars", (panel,), rows)
+    panel = Panel("paired", "", f"{unit}s to match", match_rows(unit, analysis.matchings))
+    title = f"{unit.capitalize()}s to match the baseline"
+    return _figure(analysis, "Matching", "matching", title, caption, "bars", panel)
 
 
-def measured(analysis: Analysis, key: str) -> Curves:
-    """A quantity of the measured heads over training, mean over heads and layers, by method."""
-    return {
-        method: [Curve(t.run, t.steps.tolist(), t.epochs().tolist(), t.over_steps(key).tolist()) for t in tables]
-        for method, tables in analysis.heads.items()
-    }
-
-
-def _singular(analysis: Analysis, *keys: str) -> str:
+def _singular(analysis: Analysis, keys: Iterable[str]) -> str:
     """A sentence on the infinite condition numbers, which are in no mean; empty if there are none."""
-    found = []
+    found, wanted = [], tuple(keys)
     for method, tables in analysis.heads.items():
-        values = np.concatenate([table.columns[key] for table in tables for key in keys] or [np.empty(0)])
+        values = np.concatenate([table.columns[key] for table in tables for key in wanted] or [np.empty(0)])
         if share := float(np.isinf(values).sum() / max(1, (~np.isnan(values)).sum())):
             found.append(f"{method} {show_share(share)}")
     return f" Infinite, and in no mean: {', '.join(found)} of the measured heads." if found else ""
@@ -175,14 +294,16 @@ def _weight_figures(analysis: Analysis) -> list[Figure]:
     """Condition numbers of W + C, as the forward uses it, and under a correction of W, which is trained."""
 
     def figure(name: str, title: str, key: str, which: str) -> Figure:
-        keys = {role: f"{key}_{role}" for role in ROLES}
         caption = f"{HEADS}1 is best; see whether training undoes what a method set up ({which})."
-        panels = [
-            (Panel(key, f"κ of W_{role.upper()}", "condition number", log=True), measured(analysis, key))
-            for role, key in keys.items()
-        ]
-        caption += _singular(analysis, *keys.values())
-        return _lines(analysis, "Conditioning", name, title, caption, panels)
+        caption += f"{_singular(analysis, (f'{key}_{role}' for role in ROLES))} {BAND}"
+        panels = (
+            curve_panel(
+                f"{key}_{role}", f"κ of W_{role.upper()}", "condition number", measured(analysis, f"{key}_{role}"),
+                log=True,
+            )
+            for role in ROLES
+        )  # fmt: skip
+        return _figure(analysis, "Conditioning", name, title, caption, "lines", *panels)
 
     corrected = any(
         not np.array_equal(table.columns[f"kappa_{r}"], table.columns[f"raw_kappa_{r}"], equal_nan=True)
@@ -199,24 +320,28 @@ def _jacobian(analysis: Analysis) -> Figure:
     tables = [table for listed in analysis.heads.values() for table in listed]
     strict = np.concatenate([table.columns["condition_number"] for table in tables] or [np.empty(0)])
     finite, total = int(np.isfinite(strict).sum()), int((~np.isnan(strict)).sum())
+    shown = (
+        ("kappa", "κ(J), measured", KAPPA_J), ("bound", "true upper bound", "bound_log10"),
+        ("papers_bound", "papers' bound (not a bound)", "papers_bound_log10"),
+    )  # fmt: skip
+    panels = [
+        curve_panel(name, title, "condition number", measured(analysis, key), log=True) for name, title, key in shown
+    ]
+    rows = [row for panel in panels for row in panel.rows]
     caption = f"{HEADS}All panels have the same axis. κ(J) is over the non-zero spectrum (pseudo)"
     if finite < total:
         caption += f"; the strict κ(J) is finite in {finite} of {total} measurements of a head"
     if inexact := sum(int(table.columns["inexact"].sum()) for table in tables):
         caption += f"; {inexact} of {total} are not exact (an estimate, or singular as far as float64 can tell)"
-    caption += f".{_singular(analysis, KAPPA_J)}"
-    caption += " What the papers print as a bound is not one: measured values may exceed it."
-    shown = (
-        ("kappa", "κ(J), measured", KAPPA_J), ("bound", "true upper bound", "bound_log10"),
-        ("papers_bound", "papers' bound (not a bound)", "papers_bound_log10"),
-    )  # fmt: skip
-    panels = [(Panel(name, title, "condition number", log=True), measured(analysis, key)) for name, title, key in shown]
-    figure = _lines(analysis, "Conditioning", "jacobian", "Condition number of the Jacobian", caption, panels)
-    if beyond := sorted({row.series for row in figure.rows if row.value == math.inf}):
-        figure = replace(figure, caption=f"{figure.caption} Beyond 10³⁰⁰ and not drawn: {', '.join(beyond)}.")
-    values = [row.value for row in figure.rows if 0 < row.value < math.inf]
+    caption += f".{_singular(analysis, [KAPPA_J])}"
+    caption += f" What the papers print as a bound is not one: measured values may exceed it. {BAND}"
+    if beyond := sorted({row.series for row in rows if row.value == math.inf}):
+        caption += f" Beyond 10³⁰⁰ and not drawn: {', '.join(beyond)}."
+    values = [row.value for row in rows if 0 < row.value < math.inf]
     span = (min(values) / 1.5, max(values) * 1.5) if values else None
-    return replace(figure, panels=tuple(replace(panel, span=span) for panel in figure.panels))
+    alike = (replace(panel, span=span) for panel in panels)
+    title = "Condition number of the Jacobian"
+    return _figure(analysis, "Conditioning", "jacobian", title, caption, "lines", *alike)
 
 
 def _attention(analysis: Analysis) -> Figure:
@@ -226,34 +351,35 @@ def _attention(analysis: Analysis) -> Figure:
         ("dead", "Dead heads", "share of heads"),
     )
     whole = (0.0, 1.0)
-    panels = [
-        (Panel(key, title, label, span=whole, limits=whole), measured(analysis, key)) for key, title, label in shown
-    ]
+    panels = (
+        curve_panel(key, title, label, measured(analysis, key), limits=whole, span=whole) for key, title, label in shown
+    )
     caption = (
         "Means over heads and layers. Entropy 1 is uniform attention, 0 is attention to one token, where the softmax "
-        "is saturated and W_Q and W_K hardly learn; diagonal mass is attention of a token to itself."
+        f"is saturated and W_Q and W_K hardly learn; diagonal mass is attention of a token to itself. {BAND}"
     )
-    return _lines(analysis, "Attention", "attention", "Attention maps", caption, panels)
+    return _figure(analysis, "Attention", "attention", "Attention maps", caption, "lines", *panels)
 
 
 def _layers(analysis: Analysis) -> Figure:
     """Heat maps of layers by methods at the last measurement of each quantity, log10, mean over finished runs."""
     comparison = analysis.comparison
     named = {KAPPA_J: "log₁₀ κ(J)"} | {f"kappa_{role}": f"log₁₀ κ of W_{role.upper()}" for role in ROLES}
-    rows = []
-    for key in named:
+    panels = []
+    for key, title in named.items():
+        rows = []
         for method in comparison.methods:
             found: dict[str, list[float]] = {}
             for table in analysis.tables(method) or analysis.heads[method]:
                 for layer, value in table.layers_at_end(key).items():
                     found.setdefault(layer, []).append(value)
-            for layer, logs in found.items():
-                mean = math.fsum(logs) / len(logs)
-                rows.append(Row("layers", key, layer, method, math.nan, math.nan, mean, comparison.scale))
+            rows += [
+                Row(layer, method, math.nan, math.nan, math.fsum(logs) / len(logs)) for layer, logs in found.items()
+            ]
+        panels.append(Panel(key, title, "layer", rows))
     states = {method: analysis.attention(method, last=True) for method in comparison.methods}
     saturated = [method for method, state in states.items() if state is not None and state.saturated]
     care = f" Attention is saturated in {', '.join(saturated)}: pale says nothing good there." if saturated else ""
     caption = "Which layers of which method are ill conditioned (dark), at the last measurement. Geometric means over "
-    caption += f"heads and seeds.{_singular(analysis, *named)}{care}"
-    panels = with_points((Panel(key, title, "layer") for key, title in named.items()), rows)
-    return Figure("layers", "Layers", "At the end, layer by method", caption, "maps", panels, tuple(rows))
+    caption += f"heads and seeds.{_singular(analysis, named)}{care}"
+    return _figure(analysis, "Layers", "layers", "At the end, layer by method", caption, "maps", *panels)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from wellcond.lab.report.analysis import Analysis
 from wellcond.lab.report.load_runs import Comparison
-from wellcond.lab.report.run_tables import plain_setting
+from wellcond.lab.report.provenance import plain_setting
 from wellcond.lab.report.statistics import FEWEST_SEEDS, PairedDifference, method_kind
 from wellcond.lab.report.table import show_interval, show_kappa, show_share
 from wellcond.lab.report.values import number, show, show_seeds

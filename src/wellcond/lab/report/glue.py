@@ -12,11 +12,10 @@ from typing import Any
 from wellcond.files import write_atomically
 from wellcond.lab.report.load_runs import Comparison, load_comparisons
 from wellcond.lab.report.records import Metric, Run, RunRecordError, read_json, setting_differences
-from wellcond.lab.report.run_tables import NO_METRICS
 from wellcond.lab.report.statistics import PairedDifference, Summary, compare_paired, correct, required_pairs
 from wellcond.lab.report.table import (
+    Cell,
     Table,
-    Values,
     difference_values,
     plain_markdown,
     show_interval,
@@ -26,6 +25,7 @@ from wellcond.lab.report.table import (
     table_csv,
     table_markdown,
 )
+from wellcond.lab.report.tables import NO_METRICS
 from wellcond.lab.report.values import MISSING, finite_mean, number
 
 TITLES = {
@@ -38,74 +38,60 @@ NAMES = {"f1": "F1", "accuracy_mismatched": "accuracy, mismatched", AVERAGE: "me
 SHOWN = Metric("score", higher_is_better=True, percent=True)
 OF_THE_RUN = ("model.encoder", "task.tokenizer.file")
 """Settings that name a pre-trained run, and so differ between runs that may be compared."""
-
-
-@dataclass(frozen=True)
-class ScoredRun:
-    """One pre-trained run, with the records of fine-tuning by task and seed."""
-
-    method: str
-    seed: int
-    records: dict[str, dict[int, dict[str, Any]]]
-
-    def values(self, task: str, metric: str) -> dict[int, float]:
-        """A metric after the last epoch, by seed of fine-tuning; of finished runs."""
-        of_task = self.records.get(task, {})
-        found = {s: number(r["final"].get(metric)) for s, r in of_task.items() if r["status"] == "finished"}
-        return {seed: value for seed, value in found.items() if math.isfinite(value)}
+Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class GlueScores:
-    """All scores of a run or of a comparison."""
+    """All records of fine-tuning of a run or of a comparison."""
 
     folder: Path
     title: str
     scale: str
-    runs: tuple[ScoredRun, ...]
+    records: dict[tuple[str, int], dict[str, dict[int, Record]]]
+    """By method and seed of pre-training; there by task and seed of fine-tuning."""
     comparison: Comparison | None
     """None for a single run."""
 
     @property
     def tasks(self) -> tuple[str, ...]:
         """Tasks that were run, in the order of the table."""
-        return tuple(task for task in TITLES if any(task in run.records for run in self.runs))
+        return tuple(task for task in TITLES if any(task in of_run for of_run in self.records.values()))
 
     @property
     def methods(self) -> tuple[str, ...]:
         """In the order in which they are shown."""
         listed = self.comparison.methods if self.comparison else ()
-        return tuple(dict.fromkeys([*listed, *(run.method for run in self.runs)]))
+        return tuple(dict.fromkeys([*listed, *(method for method, _ in self.records)]))
 
-    def all_records(self, task: str) -> list[dict[str, Any]]:
+    def of_task(self, task: str) -> list[Record]:
         """Records of fine-tuning on a task."""
-        return [record for run in self.runs for record in run.records.get(task, {}).values()]
+        return [record for of_run in self.records.values() for record in of_run.get(task, {}).values()]
 
     def metric(self, task: str) -> str:
         """Name of the metric that a task is judged by."""
-        return next((str(r["metric"]["name"]) for r in self.all_records(task) if r.get("metric")), "")
-
-    def others(self, task: str) -> tuple[str, ...]:
-        """Names of its other metrics."""
-        names = [name for record in self.all_records(task) for name in record.get("final") or ()]
-        return tuple(dict.fromkeys(name for name in names if name not in (*NO_METRICS, self.metric(task))))
+        return next((str(r["metric"]["name"]) for r in self.of_task(task) if r.get("metric")), "")
 
     def values(self, method: str, task: str, metric: str | None = None) -> dict[int, float]:
         """A score of a method: by seed of pre-training or, of a single run, by seed of fine-tuning."""
         if task == AVERAGE:
-            return self.averages(method)
-        metric = metric or self.metric(task)
-        runs = [run for run in self.runs if run.method == method]
+            columns = [self.values(method, each) for each in self.tasks]
+            shared = sorted(set.intersection(*map(set, columns))) if columns else []
+            return {seed: math.fsum(column[seed] for column in columns) / len(columns) for seed in shared}
+        scores = {
+            seed: {
+                tuned: number(record["final"].get(metric or self.metric(task)))
+                for tuned, record in of_run.get(task, {}).items()
+                if record["status"] == "finished"
+            }
+            for (name, seed), of_run in self.records.items()
+            if name == method
+        }
         if self.comparison is None:
-            return runs[0].values(task, metric)
-        means = {run.seed: finite_mean(run.values(task, metric).values()) for run in runs}
-        return {seed: value for seed, value in means.items() if math.isfinite(value)}
-
-    def averages(self, method: str) -> dict[int, float]:
-        """Plain mean of the tasks that were run, of the seeds that have all of them."""
-        columns = [self.values(method, task) for task in self.tasks]
-        shared = sorted(set.intersection(*map(set, columns))) if columns else []
-        return {seed: math.fsum(column[seed] for column in columns) / len(columns) for seed in shared}
+            found = next(iter(scores.values()))
+        else:
+            found = {seed: finite_mean(by_seed.values()) for seed, by_seed in scores.items()}
+        return {seed: value for seed, value in found.items() if math.isfinite(value)}
 
 
 def load_glue(folder: Path) -> GlueScores:
@@ -122,12 +108,12 @@ def load_glue(folder: Path) -> GlueScores:
         record = read_json(folder / "run.json", "wellcond-run")
         runs, scale = (Run(folder, record),), str(record["scale"])
         title = f"{record['recipe']}, {record['method']}, seed {record['seed']}"
-    scored = tuple(scored for run in runs if (scored := ScoredRun(run.method, run.seed, _read(run))).records)
-    if not scored:
+    records = {(run.method, run.seed): found for run in runs if (found := _read(run))}
+    if not records:
         raise RunRecordError(folder, "there is no run of fine-tuning in it", "Make some with wellcond glue first.")
-    scores = GlueScores(folder, title, scale, scored, comparison)
+    scores = GlueScores(folder, title, scale, records, comparison)
     for task in scores.tasks:
-        first, *others = scores.all_records(task)
+        first, *others = scores.of_task(task)
         for other in others:
             if differing := _different_settings(first["config"], other["config"]):
                 raise RunRecordError(
@@ -138,8 +124,8 @@ def load_glue(folder: Path) -> GlueScores:
     return scores
 
 
-def _read(run: Run) -> dict[str, dict[int, dict[str, Any]]]:
-    found: dict[str, dict[int, dict[str, Any]]] = {}
+def _read(run: Run) -> dict[str, dict[int, Record]]:
+    found: dict[str, dict[int, Record]] = {}
     for path, record in run.fine_tuned():
         task = record["config"]["task"].get("task")
         if task not in TITLES or not isinstance(record.get("final") or {}, dict):
@@ -164,7 +150,7 @@ def rebuild_glue(folder: Path) -> Path:
     Raises: RunRecordError if there are no records, or they cannot be put into one table; nothing is then written.
     """
     scores = load_glue(folder)
-    statistics, others = statistics_table(scores), others_table(scores)
+    statistics, others = statistics_table(scores), _others_table(scores)
     parts = [f"# GLUE: {plain_markdown(scores.title)}", table_markdown(scores_table(scores))]
     parts += ["## Each task", table_markdown(statistics)]
     parts += ["## Other metrics", table_markdown(others)] if others.rows else []
@@ -176,61 +162,58 @@ def rebuild_glue(folder: Path) -> Path:
 
 def scores_table(scores: GlueScores) -> Table:
     """A row for each method, a column for each task: mean and standard deviation."""
-    columns = [(column, None) for column in (*scores.tasks, AVERAGE)]
-    header = ("method", *(TITLES.get(column, "Avg.") for column, _ in columns))
-    rows, notes = _score_rows(scores, columns), tuple(find_notes(scores))
-    return Table("glue", f"GLUE: {scores.title}", header, rows, notes)
+    columns = {TITLES.get(column, "Avg."): (column, None) for column in (*scores.tasks, AVERAGE)}
+    return Table.of("glue", f"GLUE: {scores.title}", _score_rows(scores, columns), find_notes(scores))
 
 
-def others_table(scores: GlueScores) -> Table:
+def _others_table(scores: GlueScores) -> Table:
     """The metrics of a task that its column does not show."""
-    columns = [(task, metric) for task in scores.tasks for metric in scores.others(task)]
-    header = ("method", *(f"{TITLES[task]} {_name(metric)}" for task, metric in columns))
-    return Table("glue_others", "Other metrics", header, _score_rows(scores, columns) if columns else ())
+    columns = {
+        f"{TITLES[task]} {_name(metric)}": (task, metric)
+        for task in scores.tasks
+        for record in scores.of_task(task)
+        for metric in record.get("final") or ()
+        if metric not in (*NO_METRICS, scores.metric(task))
+    }
+    return Table.of("glue_others", "Other metrics", _score_rows(scores, columns) if columns else ())
 
 
-def _score_rows(scores: GlueScores, columns: Sequence[tuple[str, str | None]]) -> tuple[tuple[str, ...], ...]:
-    def shown(method: str, task: str, metric: str | None) -> str:
-        summary = Summary(scores.values(method, task, metric))
-        return show_mean(summary.mean, summary.std, SHOWN)
-
-    return tuple((method, *(shown(method, *column) for column in columns)) for method in scores.methods)
+def _score_rows(scores: GlueScores, columns: Mapping[str, tuple[str, str | None]]) -> list[dict[str, Cell]]:
+    return [
+        {
+            "method": method,
+            **{title: show_mean(Summary(scores.values(method, *column)), SHOWN) for title, column in columns.items()},
+        }
+        for method in scores.methods
+    ]
 
 
 def statistics_table(scores: GlueScores) -> Table:
     """A row for each method and task, with differences to the baseline and what else must be compared."""
-    rows = []
+    rows: list[dict[str, Cell]] = []
     differences = find_differences(scores)
     for column in (*scores.tasks, AVERAGE):
         title, metric = TITLES.get(column, "Avg."), _name(AVERAGE if column == AVERAGE else scores.metric(column))
         for method in scores.methods:
             summary = Summary(scores.values(method, column))
             found = [d for (name, _), d in differences.items() if name == column and d.method == method]
-            for difference in found or (None,):
-                own = (str(summary.count), SHOWN.show(summary.mean), SHOWN.show(summary.std))
-                values: Values = {"task": title, "metric": metric, "method": method}
-                values |= summary_values(summary, SHOWN) | {"metric": metric}
-                values |= {"minus": "" if difference is None else difference.baseline}
-                values |= difference_values(difference, SHOWN)
-                rows.append(((title, metric, method, *own, *_difference_cells(difference)), values))
-    header = (
-        "task", "metric", "method", "n", "mean", "std",
-        "minus", "pairs", "difference", "95 % interval", "p", "p (Holm)",
-    )  # fmt: skip
+            for d in found or (None,):
+                rows.append({
+                    "task": (title, {"task": title}), "metric": (metric, {"metric": metric}),
+                    "method": (method, {"method": method}),
+                    "n": (str(summary.count), summary_values(summary, SHOWN) | {"metric": metric}),
+                    "mean": SHOWN.show(summary.mean), "std": SHOWN.show(summary.std),
+                    "minus": (d.baseline, {"minus": d.baseline}) if d else (MISSING, {"minus": ""}),
+                    "pairs": (str(d.count) if d else MISSING, difference_values(d, SHOWN)),
+                    "difference": SHOWN.show(d.mean, sign=True) if d else MISSING,
+                    "95 % interval": show_interval(d.interval if d else None, SHOWN),
+                    "p": show_p(d.p if d else None), "p (Holm)": show_p(d.p_holm if d else None),
+                })  # fmt: skip
     note = (
         "Differences are paired by seed of pre-training; positive is better. Holm's correction is over all rows of the "
         "tasks, and for the mean over its own rows. Below three pairs there is no interval and no p."
     )
-    return Table.of("glue_statistics", "Each task", header, rows, (note,) if differences else (), (0, 1, 2, 6))
-
-
-def _difference_cells(difference: PairedDifference | None) -> tuple[str, ...]:
-    if difference is None:
-        return (MISSING,) * 6
-    return (
-        difference.baseline, str(difference.count), SHOWN.show(difference.mean, sign=True),
-        show_interval(difference.interval, SHOWN), show_p(difference.p), show_p(difference.p_holm),
-    )  # fmt: skip
+    return Table.of("glue_statistics", "Each task", rows, (note,) if differences else (), (0, 1, 2, 6))
 
 
 def find_differences(scores: GlueScores) -> dict[tuple[str, tuple[str, str]], PairedDifference]:
@@ -254,7 +237,7 @@ def find_differences(scores: GlueScores) -> dict[tuple[str, tuple[str, str]], Pa
 
 def find_notes(scores: GlueScores) -> list[str]:
     """What a reader must know to read the table."""
-    records = {task: scores.all_records(task) for task in scores.tasks}
+    records = {task: scores.of_task(task) for task in scores.tasks}
     seeds = sorted({int(record["seed"]) for listed in records.values() for record in listed})
     tuned = f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))} of fine-tuning"
     each = f"seeds of pre-training, each with {tuned}" if scores.comparison else tuned
@@ -295,13 +278,10 @@ def find_notes(scores: GlueScores) -> list[str]:
 def glue_json(scores: GlueScores) -> dict[str, Any]:
     """The rows of glue.csv with what they are about, for programs."""
     return {
-        "kind": "wellcond-glue",
-        "title": scores.title,
-        "scale": scores.scale,
+        "kind": "wellcond-glue", "title": scores.title, "scale": scores.scale,
         "tasks": {task: scores.metric(task) for task in scores.tasks},
-        "rows": list(statistics_table(scores).values),
-        "notes": find_notes(scores),
-    }
+        "rows": list(statistics_table(scores).values), "notes": find_notes(scores),
+    }  # fmt: skip
 
 
 def _name(metric: str) -> str:

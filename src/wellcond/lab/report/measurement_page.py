@@ -1,4 +1,4 @@
-"""`render_measurement`: one self-contained page about one measurement. No script, no network; charts are SVG."""
+"""`render_measurement`: one self-contained page about one measurement. No script, no network."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from typing import Any
 from wellcond.errors import WellcondError
 from wellcond.lab.report.plots import RAMP
 from wellcond.lab.report.render import render
-from wellcond.lab.report.values import INFINITE, MISSING, log10, number, show
+from wellcond.lab.report.values import INFINITE, MISSING, cut, log10, number, show
 
 SCHEMA = 1
-PANEL = 320.0
-TOP, BOTTOM = 12.0, 148.0
-CELL_HEIGHT = 30
+WIDTH, HEIGHT = 300.0, 130.0
+"""Of the plot of a spectrum, in pixels."""
 NUM_COLOURS = 8
 MOST_POINTS = 160
 LONGEST_NAME = 34
-Chart = dict[str, Any]
+Fields = dict[str, Any]
 
 
 class ReportDataError(WellcondError, ValueError):
@@ -43,12 +42,12 @@ def render_measurement(data: dict[str, Any]) -> str:
         True
     """
     _check(data)
-    views = head_views(data)
-    several = any(view.num_samples > 1 for view in views)
-    alive = sorted(view.kappa for view in views if not view.dead and not math.isnan(view.kappa))
-    whole = [view for view in views if view.spectrum]
-    measured = [log10(view.jacobian.get("pseudo_condition_number")) for view in views]
-    bounds = [number(view.row.get("papers_bound_log10")) for view in views]
+    heads = read_heads(data)
+    several = any(len(head.row.get("samples") or ()) > 1 for head in heads)
+    alive = sorted(head.kappa for head in heads if not head.dead and not math.isnan(head.kappa))
+    measured = [log10(head.jacobian.get("pseudo_condition_number")) for head in heads]
+    bounds = [number(head.row.get("papers_bound_log10")) for head in heads]
+    low, high = colour_range(heads)
     return render(
         "measurement.html",
         data=data,
@@ -56,24 +55,36 @@ def render_measurement(data: dict[str, Any]) -> str:
         conditioning=describe_conditioning(data.get("conditioning")),
         median=show(alive[(len(alive) - 1) // 2] if alive else None),
         worst=show(alive[-1] if alive else None),
-        dead=sum(view.dead for view in views),
-        undiagnosed=sum(not view.diagnosis for view in views),
-        infinite=sum(math.isinf(view.kappa) for view in views),
-        problems=[(layer_name(layer), layer["problem"]) for layer in data["layers"] if layer.get("problem")],
-        statuses=[(name, n) for name, n in Counter(view.status for view in views).items() if name != "exact"],
-        verdicts=Counter(str(view.row.get("verdict", "unknown")) for view in views).most_common(),
-        heads=[_head_row(view, "certified, first sample" if several else "certified") for view in views],
-        weights=[_weight_row(view) for view in views],
+        dead=sum(head.dead for head in heads),
+        undiagnosed=sum(not head.diagnosis for head in heads),
+        infinite=sum(math.isinf(head.kappa) for head in heads),
+        problems=[(_layer_name(layer), layer["problem"]) for layer in data["layers"] if layer.get("problem")],
+        statuses=[(name, n) for name, n in Counter(head.status for head in heads).items() if name != "exact"],
+        verdicts=Counter(str(head.row.get("verdict", "unknown")) for head in heads).most_common(),
+        heads=[_head_row(head, "certified, first sample" if several else "certified") for head in heads],
+        weights=[_weight_row(head) for head in heads],
         several=several,
         bounded=sum(map(math.isfinite, bounds)),
         exceeded=sum(math.isfinite(bound) and kappa > bound for kappa, bound in zip(measured, bounds, strict=True)),
-        generic=sum(str(view.row.get("how", "")).startswith("generic") for view in views),
-        heat_map=heat_map(data, views),
-        spectrum_charts=spectrum_charts(data, views),
-        spectrum_heads=sorted({view.index for view in whole}),
-        too_large=len(views) - len(whole),
+        generic=sum(str(head.row.get("how", "")).startswith("generic") for head in heads),
+        indices=sorted({head.index for head in heads}),
+        heat_map=[
+            {
+                "name": _layer_name(layer), "short": cut(_layer_name(layer), LONGEST_NAME),
+                "problem": layer.get("problem"),
+                "cells": {head.index: _cell(head, low, high) for head in heads if head.layer == at},
+            }
+            for at, layer in enumerate(data["layers"])
+        ],
+        low=low,
+        high=high,
+        ramp=RAMP,
+        spectra=_spectra([head for head in heads if head.spectrum]),
+        spectrum_heads=sorted({head.index for head in heads if head.spectrum}),
+        too_large=sum(not head.spectrum for head in heads),
         num_colours=NUM_COLOURS,
-    )
+        size=(WIDTH, HEIGHT),
+    )  # fmt: skip
 
 
 def _check(data: Any) -> None:
@@ -107,16 +118,81 @@ def describe_conditioning(settings: Any) -> str:
     return f"{text} on {len(sites)} attentions; effective weights are measured" if isinstance(sites, list) else text
 
 
-def _head_row(view: HeadView, certified: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Head:
+    """One head of a stored measurement."""
+
+    layer: int
+    layer_name: str
+    row: Fields
+    index: int
+    jacobian: Fields
+    diagnosis: Fields
+    """Empty if there is none."""
+    kappa: float
+    """The condition number asked for; `pseudo` is over the non-zero spectrum. Both are means over samples."""
+    pseudo: float
+    dead: bool
+    """Attention has collapsed."""
+    status: str
+    """How the Jacobian's singular values are known."""
+    spectrum: Sequence[float]
+    """All singular values of the Jacobian, falling; empty where only the extremes are known."""
+    explanation: str
+    """What dominates, in words."""
+
+    @property
+    def label(self) -> str:
+        """Layer, head and, of grouped queries, which."""
+        queries = list(self.row.get("query_heads") or ())
+        group = f" (query heads {queries[0]} to {queries[-1]})" if len(queries) > 1 else ""
+        return f"{self.layer_name}, head {self.index}{group}"
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Certified, of the condition number over the non-zero singular values."""
+        keys = ("sigma_max_bounds", "sigma_rank_bounds")
+        tops, ends = ([number(end) for end in self.jacobian.get(key) or (None, None)] for key in keys)
+        low, high = (
+            math.nan if math.isnan(top + end) else math.inf if end <= 0 else top / end
+            for top, end in zip(tops, reversed(ends), strict=True)
+        )
+        return low if math.isnan(low) else max(low, 1.0), high
+
+
+def read_heads(data: dict[str, Any]) -> list[Head]:
+    """Every head of a stored measurement."""
+    heads = []
+    for at, row in [(at, row) for at, layer in enumerate(data["layers"]) for row in layer["heads"]]:
+        jacobian, diagnosis = row["jacobian"], row.get("diagnosis") or {}
+        unknown = f"not diagnosed, since this is not plain softmax attention ({row.get('how', 'unknown form')})"
+        heads.append(
+            Head(
+                at, _layer_name(data["layers"][at]), row, int(row["index"]), jacobian, diagnosis,
+                kappa=number(row.get("mean_kappa")),
+                pseudo=number(row.get("mean_pseudo_kappa", jacobian.get("pseudo_condition_number"))),
+                dead=bool(row.get("dead")), status=str(jacobian.get("status", "unknown")),
+                spectrum=sorted(map(number, jacobian.get("singular_values") or ()), reverse=True),
+                explanation=str(diagnosis.get("explanation", "")) if diagnosis else unknown,
+            )
+        )  # fmt: skip
+    return heads
+
+
+def _layer_name(layer: Fields) -> str:
+    """Its name; the model itself has none."""
+    return str(layer.get("name") or "(model)")
+
+
+def _head_row(head: Head, certified: str) -> Fields:
     """One head in the table of verdicts, by column; that of the certified interval is named."""
-    low, high = view.interval
-    bound = number(view.row.get("papers_bound_log10"))
-    j, diagnosis, attention = view.jacobian, view.diagnosis, view.attention
+    low, high = head.interval
+    bound, why = number(head.row.get("papers_bound_log10")), str(head.row.get("why_not_finite") or "")
+    j, diagnosis, attention = head.jacobian, head.diagnosis, head.diagnosis.get("attention") or {}
     cells = {
-        "head": str(view.index), "κ(J)": show(view.kappa, 4), "pseudo κ(J)": show(view.pseudo, 4),
-        certified: f"{show(low)} to {show(high)}",
-        "status": f"{view.status}; {view.why_not_finite}" if view.why_not_finite else view.status,
-        "verdict": str(view.row.get("verdict", "unknown")), "which term dominates": view.explanation,
+        "head": str(head.index), "κ(J)": show(head.kappa, 4), "pseudo κ(J)": show(head.pseudo, 4),
+        certified: f"{show(low)} to {show(high)}", "status": f"{head.status}; {why}" if why else head.status,
+        "verdict": str(head.row.get("verdict", "unknown")), "which term dominates": head.explanation,
         **{f"|J_{role.upper()}|": show(diagnosis.get(f"norm_{role}")) for role in "qkv"},
         "κ(P)": show(diagnosis.get("kappa_p")), "κ(X)": show(diagnosis.get("kappa_x")),
         "entropy": show(attention.get("entropy"), 4), "diagonal": show(attention.get("diagonal_mass"), 4),
@@ -124,86 +200,20 @@ def _head_row(view: HeadView, certified: str) -> dict[str, Any]:
         "nullity": f"{j.get('nullity', '')}" + (f" ({j['null_space']})" if j.get("null_space") else ""),
         "method": str(j.get("method", "")), "surrogate*": "" if math.isnan(bound) else f"10^{bound:.1f}",
     }  # fmt: skip
-    return {"layer": view.layer_name, "dead": view.dead, "reason": str(j.get("reason", "")), "cells": cells}
+    return {"layer": head.layer_name, "dead": head.dead, "reason": str(j.get("reason", "")), "cells": cells}
 
 
-def _weight_row(view: HeadView) -> dict[str, Any]:
+def _weight_row(head: Head) -> Fields:
     """One head in the table of weights, by column; of an infinite condition number, also rank and what is left."""
-    cells = {"head": str(view.index)}
+    cells = {"head": str(head.index)}
     for role in "qkv":
-        weight, name = view.row["weights"][role], f"W_{role.upper()}"
+        weight, name = head.row["weights"][role], f"W_{role.upper()}"
         for sign, key in (("σ_max", "sigma_max"), ("σ_min", "sigma_min"), ("κ", "condition_number")):
             cells[f"{sign} {name}"] = show(weight.get(key))
         nullity, rank, pseudo = (number(weight.get(k)) for k in ("nullity", "rank", "pseudo_condition_number"))
         if nullity > 0:
             cells[f"κ {name}"] += f" (rank {rank:.0f} of {rank + nullity:.0f}, pseudo {show(pseudo)})"
-    return {"layer": view.layer_name, "dead": False, "reason": "", "cells": cells}
-
-
-@dataclass(frozen=True)
-class HeadView:
-    """One head of a stored report, with what plots and tables ask of it."""
-
-    layer: int
-    layer_name: str
-    index: int
-    label: str
-    row: dict[str, Any]
-    jacobian: dict[str, Any]
-    diagnosis: dict[str, Any]
-    """Empty if there is none, and so is `attention`, the statistics of its attention map."""
-    attention: dict[str, Any]
-    kappa: float
-    """The condition number asked for; `pseudo` is over the non-zero spectrum. Both are means over samples."""
-    pseudo: float
-    why_not_finite: str
-    num_samples: int
-    dead: bool
-    """Attention has collapsed."""
-    status: str
-    """How the Jacobian's singular values are known."""
-    interval: tuple[float, float]
-    """Certified, of the condition number over the non-zero singular values."""
-    spectrum: Sequence[float]
-    """All singular values of the Jacobian, falling; empty where only the extremes are known."""
-    explanation: str
-    """What dominates, in words."""
-
-
-def head_view(layer: int, name: str, row: dict[str, Any]) -> HeadView:
-    """A head of a stored report."""
-    jacobian, diagnosis, queries = row["jacobian"], row.get("diagnosis") or {}, list(row.get("query_heads") or ())
-    group = f" (query heads {queries[0]} to {queries[-1]})" if len(queries) > 1 else ""
-    unknown = f"not diagnosed, since this is not plain softmax attention ({row.get('how', 'unknown form')})"
-    tops, ends = (
-        [number(end) for end in jacobian.get(key) or (None, None)] for key in ("sigma_max_bounds", "sigma_rank_bounds")
-    )
-    low, high = (
-        math.nan if math.isnan(top + end) else math.inf if end <= 0 else top / end
-        for top, end in zip(tops, reversed(ends), strict=True)
-    )
-    return HeadView(
-        layer=layer, layer_name=name, index=int(row["index"]), label=f"{name}, head {int(row['index'])}{group}",
-        row=row, jacobian=jacobian, diagnosis=diagnosis, attention=diagnosis.get("attention") or {},
-        kappa=number(row.get("mean_kappa")),
-        pseudo=number(row.get("mean_pseudo_kappa", jacobian.get("pseudo_condition_number"))),
-        why_not_finite=str(row.get("why_not_finite") or ""), num_samples=len(row.get("samples") or ()),
-        dead=bool(row.get("dead")), status=str(jacobian.get("status", "unknown")),
-        interval=(low if math.isnan(low) else max(low, 1.0), high),
-        spectrum=sorted(map(number, jacobian.get("singular_values") or ()), reverse=True),
-        explanation=str(diagnosis.get("explanation", "")) if diagnosis else unknown,
-    )  # fmt: skip
-
-
-def layer_name(layer: dict[str, Any]) -> str:
-    """Its name; the model itself has none."""
-    return str(layer.get("name") or "(model)")
-
-
-def head_views(data: dict[str, Any]) -> list[HeadView]:
-    """Every head of a stored report."""
-    layers = enumerate(data["layers"])
-    return [head_view(at, layer_name(layer), row) for at, layer in layers for row in layer["heads"]]
+    return {"layer": head.layer_name, "dead": False, "reason": "", "cells": cells}
 
 
 def ramp_colour(share: float) -> tuple[str, str]:
@@ -223,120 +233,65 @@ def _decades(logarithms: Iterable[float]) -> tuple[int, int]:
     return low, max(high, low + 1)
 
 
-def colour_range(views: Sequence[HeadView]) -> tuple[int, int]:
+def colour_range(heads: Sequence[Head]) -> tuple[int, int]:
     """Decades of the colour scale. A dead head is not on it: its condition number says nothing good."""
-    alive = [view for view in views if not view.dead]
-    return _decades(log10(view.pseudo if math.isinf(view.kappa) else view.kappa) for view in alive)
+    alive = [head for head in heads if not head.dead]
+    return _decades(log10(head.pseudo if math.isinf(head.kappa) else head.kappa) for head in alive)
 
 
-def heat_map(data: dict[str, Any], views: Sequence[HeadView]) -> Chart:
-    """Layers by heads, coloured by the logarithm of the Jacobian's condition number."""
-    layers, indices = data["layers"], sorted({view.index for view in views})
-    left = 14 + 7.2 * max(min(max((len(layer_name(layer)) for layer in layers), default=0), LONGEST_NAME), 5)
-    cell = min(max((985 - left) / max(len(indices), 1), 38.0), 76.0)
-    low, high = colour_range(views)
-    rows = []
-    for at, layer in enumerate(layers):
-        name = layer_name(layer)
-        cells = [
-            {"x": left + indices.index(view.index) * cell, **_cell(view, low, high)}
-            for view in views
-            if view.layer == at
-        ]
-        short = name if len(name) <= LONGEST_NAME else f"{name[:12]}…{name[-21:]}"
-        rows.append({"name": name, "short": short, "problem": layer.get("problem"), "cells": cells,
-                     "y": 26 + at * CELL_HEIGHT})  # fmt: skip
-    kind = "strict" if data.get("kappa") == "strict" else "pseudo"
-    ticks = range(0, high - low + 1, max(1, math.ceil((high - low) / 8)))
-    return {
-        "label": "Heat map of Jacobian condition numbers",
-        "described": f"{len(layers)} layers by {len(indices)} heads; each cell is log10 of the {kind} condition number "
-        "of a head's parameter Jacobian. The same numbers are in the table of verdicts below.",
-        "width": max(left + len(indices) * cell + 8, 360.0), "height": 30 + len(layers) * CELL_HEIGHT,
-        "left": left, "cell": cell, "row_height": CELL_HEIGHT, "rows": rows, "low": low, "high": high,
-        "heads": [(index, left + (at + 0.5) * cell) for at, index in enumerate(indices)],
-        "stops": RAMP,
-        "ticks": [(low + at, 20 + 300 * at / (high - low)) for at in ticks],
-    }  # fmt: skip
-
-
-def _cell(view: HeadView, low: int, high: int) -> Chart:
+def _cell(head: Head, low: int, high: int) -> Fields:
     """Text, colours and description of a head."""
-    logarithm, pseudo = log10(view.kappa), log10(view.pseudo)
-    kind = "finite" if math.isfinite(logarithm) else "infinite"
-    if view.dead:
-        fill, ink, text, kind = "url(#dead)", "#ffffff", "dead", "dead"
+    logarithm, pseudo = log10(head.kappa), log10(head.pseudo)
+    kind, (fill, ink) = "finite" if math.isfinite(logarithm) else "infinite", ("", "")
+    if head.dead:
+        kind, text = "dead", "dead"
     elif logarithm == math.inf and math.isfinite(pseudo):
         (fill, ink), text = ramp_colour((pseudo - low) / (high - low)), f"{pseudo:.1f}*"
-    elif view.status == "numerically singular" or logarithm == math.inf:
-        bound = log10(view.interval[0])
-        known = view.status == "numerically singular" and math.isfinite(bound)
-        fill, ink, text, kind = "url(#infinite)", "#5c0f16", f"≥{bound:.1f}" if known else INFINITE, "infinite"
+    elif head.status == "numerically singular" or logarithm == math.inf:
+        bound = log10(head.interval[0])
+        known = head.status == "numerically singular" and math.isfinite(bound)
+        kind, text = "infinite", f"≥{bound:.1f}" if known else INFINITE
     elif math.isnan(logarithm):
-        fill, ink, text = "none", "currentColor", MISSING
+        text = MISSING
     else:
         fill, ink = ramp_colour((logarithm - low) / (high - low))
-        text = f"{'~' if view.status != 'exact' else ''}{logarithm:.1f}"
-    told = f"{view.label}: condition number {show(view.kappa, 4)}"
-    if view.why_not_finite:
-        told += f" ({view.why_not_finite}), over the non-zero spectrum {show(view.pseudo, 4)}"
-    if view.num_samples > 1:
-        told += f" (geometric mean of {view.num_samples} samples, spread {show(view.row.get('spread'))})"
-    if view.dead:
+        text = f"{'~' if head.status != 'exact' else ''}{logarithm:.1f}"
+    told, samples = f"{head.label}: condition number {show(head.kappa, 4)}", len(head.row.get("samples") or ())
+    if why := head.row.get("why_not_finite"):
+        told += f" ({why}), over the non-zero spectrum {show(head.pseudo, 4)}"
+    if samples > 1:
+        told += f" (geometric mean of {samples} samples, spread {show(head.row.get('spread'))})"
+    if head.dead:
         told += ", DEAD HEAD: attention has collapsed, so this number says nothing good"
-    told += f"; {view.status}; {view.explanation}"
-    return {"head": f"{view.layer}.{view.index}", "kind": kind, "told": told, "fill": fill, "ink": ink, "text": text}
+    told += f"; {head.status}; {head.explanation}"
+    return {"head": f"{head.layer}.{head.index}", "kind": kind, "told": told, "fill": fill, "ink": ink, "text": text}
 
 
-class _LogAxis:
-    """A vertical axis in whole decades."""
+def _spectra(heads: Sequence[Head]) -> list[Fields]:
+    """All singular values of the Jacobians, one plot per layer and one line per head, in whole decades."""
+    zero = [log10(number(head.jacobian.get("rtol")) * number(head.jacobian["sigma_max"])) for head in heads]
+    tops = [log10(head.jacobian["sigma_max"]) for head in heads]
+    low, high = _decades([*zero, *tops])
 
-    def __init__(self, logarithms: Iterable[float]) -> None:
-        self.low, self.high = _decades(logarithms)
-
-    def __call__(self, logarithm: float) -> float:
+    def place(logarithm: float) -> float:
         """Height of a value; what is below the axis (zero) sits on it."""
-        inside = min(max(logarithm, self.low), self.high)
-        return BOTTOM - (inside - self.low) / (self.high - self.low) * (BOTTOM - TOP)
+        return HEIGHT * (high - min(max(logarithm, low), high)) / (high - low)
 
-    @property
-    def ticks(self) -> list[tuple[int, float]]:
-        """Decades with a grid line, and its height."""
-        step = max(1, math.ceil((self.high - self.low) / 6))
-        return [(decade, self(decade)) for decade in range(self.low, self.high + 1, step)]
-
-
-def spectrum_charts(data: dict[str, Any], views: Sequence[HeadView]) -> list[Chart]:
-    """All singular values of the Jacobians, one panel per layer and one line per head, where they were computed."""
-    known = [view for view in views if view.spectrum]
-    zero = {view.label: log10(number(view.jacobian.get("rtol")) * number(view.jacobian["sigma_max"])) for view in known}
-    axis = _LogAxis([*zero.values(), *(log10(view.jacobian["sigma_max"]) for view in known)])
-    left, right, charts = 44.0, PANEL - 8, []
-    for at, layer in enumerate(data["layers"]):
-        inside = [view for view in known if view.layer == at]
-        if not inside:
-            continue
-        longest, curves = max(len(view.spectrum) for view in inside), []
-        for view in inside:
-            sigma = view.spectrum
-            points = " ".join(
-                f"{left + (right - left) * i / max(longest - 1, 1):.1f},{axis(log10(sigma[i])):.1f}"
-                for i in _thin(len(sigma))
-            )
-            told = f"{view.label}: {len(sigma)} singular values from {show(sigma[0])} to {show(sigma[-1])}"
-            told += f", rank {view.jacobian.get('rank')}" + (", DEAD HEAD" if view.dead else "")
-            look = f"curve c{view.index % NUM_COLOURS}" + (" dashed" if view.dead else "")
+    plots = []
+    for layer in dict.fromkeys(head.layer for head in heads):
+        inside = [head for head in heads if head.layer == layer]
+        longest, curves = max(len(head.spectrum) for head in inside), []
+        for head in inside:
+            sigma, right = head.spectrum, WIDTH / max(longest - 1, 1)
+            points = " ".join(f"{right * i:.1f},{place(log10(sigma[i])):.1f}" for i in _thin(len(sigma)))
+            told = f"{head.label}: {len(sigma)} singular values from {show(sigma[0])} to {show(sigma[-1])}"
+            told += f", rank {head.jacobian.get('rank')}" + (", DEAD HEAD" if head.dead else "")
+            look = f"curve c{head.index % NUM_COLOURS}" + (" dashed" if head.dead else "")
             curves.append({"told": told, "points": points, "look": look})
-        charts.append(
-            {
-                "name": layer_name(layer), "label": f"Jacobian spectrum of {layer_name(layer)}",
-                "described": f"{len(inside)} heads; up to {longest} singular values each, falling, on a logarithmic "
-                "axis.",
-                "left": left, "right": right, "width": PANEL, "height": 176, "ticks": axis.ticks, "longest": longest,
-                "zero": axis(max(zero[view.label] for view in inside)), "curves": curves,
-            }
-        )  # fmt: skip
-    return charts
+        floor = place(max(z for z, head in zip(zero, heads, strict=True) if head.layer == layer))
+        plots.append({"name": inside[0].layer_name, "longest": longest, "floor": floor, "low": low, "high": high,
+                      "curves": curves})  # fmt: skip
+    return plots
 
 
 def _thin(count: int) -> list[int]:

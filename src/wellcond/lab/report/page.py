@@ -8,13 +8,13 @@ from typing import Any
 
 from wellcond.files import write_atomically
 from wellcond.lab.report.analysis import Analysis, analyse
-from wellcond.lab.report.figures import build_figures
+from wellcond.lab.report.figures import Figure, build_figures, write_csv
 from wellcond.lab.report.findings import bottom_line, find_findings
 from wellcond.lab.report.load_runs import Comparison, load_comparisons
 from wellcond.lab.report.plots import NUM_COLOURS, Plot, plots
+from wellcond.lab.report.provenance import data_of, provenance_table
 from wellcond.lab.report.records import RunRecordError
 from wellcond.lab.report.render import plotly_source, render
-from wellcond.lab.report.run_tables import data_of, provenance_table
 from wellcond.lab.report.samples import (
     Picture,
     Sample,
@@ -25,10 +25,9 @@ from wellcond.lab.report.samples import (
     sample_heading,
     samples_markdown,
 )
-from wellcond.lab.report.series import Figure, write_csv
 from wellcond.lab.report.static_figures import draw_static
 from wellcond.lab.report.table import Table, plain_markdown, table_csv, table_markdown, without_empty_columns
-from wellcond.lab.report.tables import build_tables, judged_from
+from wellcond.lab.report.tables import build_tables
 from wellcond.lab.report.tuning import find_tuning, tuning_figure, tuning_table
 from wellcond.lab.report.values import show_seeds
 
@@ -89,7 +88,9 @@ def gather(analysis: Analysis, *, figures: bool = True) -> Content:
         analysis,
         [*build_tables(analysis), *([tuning_table(tuning)] if tuning else [])],
         provenance_table(comparison),
-        [*([tuning_figure(comparison, tuning)] if tuning else []), *build_figures(analysis)] if figures else None,
+        [*([tuning_figure(comparison, tuning).drawable()] if tuning else []), *build_figures(analysis)]
+        if figures
+        else None,
         find_samples(comparison),
         find_pictures(comparison),
     )
@@ -126,8 +127,8 @@ def write_report(content: Content) -> Path:
     if figures is not None:
         files["report.html"] = render_page(content)
     for figure in figures or ():
-        files[f"figures/{figure.name}.csv"] = write_csv(figure.rows)
-        images[f"figures/{figure.name}.svg"] = draw_static(comparison, figure)
+        files[f"figures/{figure.name}.csv"] = write_csv(figure)
+        images[f"figures/{figure.name}.svg"] = draw_static(figure)
     home = comparison.folder / "report"
     for place in (home, *(home / part for part in MADE)):
         if not place.resolve().is_relative_to(comparison.folder.resolve()):
@@ -150,13 +151,20 @@ def write_report(content: Content) -> Path:
     return home / ("report.md" if figures is None else "report.html")
 
 
+def _judged_from(comparison: Comparison) -> str:
+    """What the name of the result leaves open, to stand behind it."""
+    if not comparison.tested:
+        return ""
+    return f", {comparison.tested_weights}; curves and matching are of the evaluation set"
+
+
 def _facts(comparison: Comparison) -> dict[str, str]:
     metric = comparison.result
     facts = {
         "Recipe": f"{comparison.recipe or 'not recorded'}, scale {comparison.scale or 'not recorded'}",
         "Data": data_of(comparison),
         "Model": str(comparison.runs[0].part("model").get("name") or "not recorded"),
-        "Judged by": f"{metric.name}, {metric.better}{judged_from(comparison)}",
+        "Judged by": f"{metric.name}, {metric.better}{_judged_from(comparison)}",
         "Seeds": f"{', '.join(map(str, comparison.seeds))}; baseline {comparison.baseline}",
     }
     return facts | ({"Notes": comparison.notes} if comparison.notes else {})
@@ -166,7 +174,7 @@ def render_markdown(content: Content) -> str:
     """Markdown of a comparison, to stand beside the folders `figures` and `tables`; without figures, to stand alone."""
     analysis, comparison, metric = content.analysis, content.comparison, content.comparison.result
     recipe = f"Recipe {comparison.recipe or 'not recorded'}, scale {comparison.scale or 'not recorded'}"
-    judged = f"judged by {metric.name} ({metric.better}){judged_from(comparison)}"
+    judged = f"judged by {metric.name} ({metric.better}){_judged_from(comparison)}"
     seeds = f"seeds {', '.join(map(str, comparison.seeds))}; baseline {comparison.baseline}."
     findings = find_findings(analysis)
     lines = [
@@ -202,7 +210,7 @@ def render_page(content: Content) -> str:
     tabs["Summary"].append({"kind": "bottom line", "text": bottom_line(content.analysis)})
     tabs["Runs"].append({"kind": "facts", "facts": _facts(comparison)})
     for figure in content.figures or ():
-        tabs[figure.section].append(figure_part(comparison, figure, drawings))
+        tabs[figure.section].append(figure_part(figure, drawings))
     for table in content.tables:
         shown = without_empty_columns(table)
         tabs[TABLE_TABS.get(table.name, "Runs")].append({"kind": "table", "table": shown, "title": table.title})
@@ -224,10 +232,10 @@ def render_page(content: Content) -> str:
     )
 
 
-def figure_part(comparison: Comparison, figure: Figure, drawings: dict[str, Plot]) -> Part:
+def figure_part(figure: Figure, drawings: dict[str, Plot]) -> Part:
     """A figure of the page; its plots are added to the drawings."""
     name, boxes = figure.name.replace("_", "-"), []
-    for at, (title, plot) in enumerate(plots(comparison, figure)):
+    for at, (title, plot) in enumerate(plots(figure)):
         drawings[f"{name}-{at}"] = plot
         label = f"{figure.title}: {title}" if title else figure.title
         boxes.append({"id": f"{name}-{at}", "title": title, "label": label})
@@ -239,6 +247,6 @@ def figure_part(comparison: Comparison, figure: Figure, drawings: dict[str, Plot
         "fold": FOLDED.get(figure.name, ""),
         "caption": figure.caption,
         "boxes": boxes,
-        "legend": [(at, comparison.methods[at]) for at in drawn if figure.kind in ("lines", "tuned")],
+        "legend": [(at, figure.methods[at]) for at in drawn if figure.kind == "lines"],
         "layout": "wide" if len(boxes) == 1 else "two" if figure.kind == "maps" else "",
     }

@@ -13,12 +13,11 @@ from collections.abc import Iterable, Sequence
 from os.path import commonprefix
 from typing import Any
 
-from wellcond.lab.report.load_runs import Comparison
-from wellcond.lab.report.series import BUDGET, HIGH, HIGH_END, LOW, LOW_END, MEAN, Figure, Panel, unfinished_name
-from wellcond.lab.report.tuning import BEST
-from wellcond.lab.report.values import cut, log_axis
+from wellcond.lab.report.figures import BUDGET, HIGH, HIGH_END, LOW, LOW_END, MEAN, Figure, Panel
+from wellcond.lab.report.values import cut
 
 NUM_COLOURS = 10
+LARGEST_POWER = 307
 MOST_TICKS = 9
 FAR = 4.0
 """Times the median distance from zero beyond which a method gets a triangle instead of a place on the axis."""
@@ -28,16 +27,10 @@ RAMP = ("#ecf4fa", "#accfe6", "#61a0ce", "#2969a8", "#0b2f62")
 Plot = dict[str, Any]
 
 
-def plots(comparison: Comparison, figure: Figure) -> list[tuple[str, Plot]]:
+def plots(figure: Figure) -> list[tuple[str, Plot]]:
     """Heading and plot of every panel of a figure."""
-    draw = {"lines": _line_plot, "tuned": _tuned_plot, "maps": _map_plot}.get(figure.kind, _bar_plot)
-    return [(panel.title, draw(comparison, figure, panel)) for panel in figure.panels]
-
-
-def _places(comparison: Comparison) -> dict[str, int]:
-    """Place of the method that a series belongs to, unfinished runs included; it chooses the colour."""
-    places = {method: at for at, method in enumerate(comparison.methods)}
-    return {unfinished_name(run): places[run.method] for run in comparison.runs if not run.finished} | places
+    draw = {"lines": _line_plot, "maps": _map_plot}.get(figure.kind, _bar_plot)
+    return [(panel.title, draw(figure, panel)) for panel in figure.panels]
 
 
 def rounded(values: Iterable[float]) -> list[float | None]:
@@ -72,6 +65,29 @@ def layout(height: int, x: Plot, y: Plot, **settings: Any) -> Plot:
     return fixed | settings
 
 
+def log_axis(values: Iterable[float], span: tuple[float, float] | None = None) -> tuple[float, float, dict[float, str]]:
+    """Both ends of a logarithmic axis for some values or a fixed span, and its ticks with their labels.
+
+    The axis covers at least half a decade, since it would zoom into the rounding of flat curves. Labels are plain
+    text: an image takes ten times as long to draw formulas.
+    """
+    usable = [value for value in values if 0 < value < math.inf]
+    low, high = span or (min(usable, default=1.0), max(usable, default=10.0))
+    # In logarithms, since bounds come near the largest float: room at both ends, and never beyond it.
+    bottom, top = math.log10(low), math.log10(high)
+    room = max(0.04 * (top - bottom), 0.25 - (top - bottom) / 2)
+    low, high = 10.0 ** max(bottom - room, -LARGEST_POWER), 10.0 ** min(top + room, LARGEST_POWER)
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    width = math.log10(high) - math.log10(low)
+    wide = width > 1.5
+    factors = (1.0,) if wide else (1.0, 2.0, 5.0) if width > 0.7 else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
+    every = max(1, math.ceil(len(decades) / 6)) if wide else 1
+    ticks = [factor * 10.0**decade for decade in decades[::every] if decade < LARGEST_POWER for factor in factors]
+    raised = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+    shown = {tick: f"10{str(round(math.log10(tick))).translate(raised)}" if wide else f"{tick:g}" for tick in ticks}
+    return low, high, {tick: label for tick, label in shown.items() if low <= tick <= high}
+
+
 def log_range(values: Iterable[float], span: tuple[float, float] | None = None) -> Plot:
     """Settings of a logarithmic axis for some values or a fixed span."""
     low, high, ticks = log_axis(values, span)
@@ -79,18 +95,18 @@ def log_range(values: Iterable[float], span: tuple[float, float] | None = None) 
     return {"type": "log", "range": ends, "tickvals": list(ticks), "ticktext": list(ticks.values())}
 
 
-def _line_plot(comparison: Comparison, figure: Figure, panel: Panel) -> Plot:
+def _line_plot(figure: Figure, panel: Panel) -> Plot:
     """Means with bands; a method without common steps falls back to its seeds, one line each."""
-    places = _places(comparison)
     bands: list[Plot] = []
     lines: list[Plot] = []
-    for series, seeds in figure.of(panel.name).items():
+    x_label = panel.x_label or figure.x_label
+    for series, seeds in panel.by_series().items():
         means = [seeds[name] for name in (MEAN, LOW, HIGH)] if MEAN in seeds else []
-        count = len(seeds) - 3 if means else 1 if series in comparison.methods else 0
-        place = places[series]
+        count = len(seeds) - 3 if means else 1 if series in figure.methods else 0
+        place = figure.place(series)
         colour, dash = _colour(place), _dash(place) if count else "dash"
         if count > 1:
-            low, high = means[1], means[2][::-1]
+            low, high = ([row for row in rows if math.isfinite(row.value)] for rows in (means[1], means[2][::-1]))
             bands.append(
                 {
                     "type": "scatter", "mode": "lines", "x": rounded(figure.x(row) for row in (*low, *high)),
@@ -108,7 +124,7 @@ def _line_plot(comparison: Comparison, figure: Figure, panel: Panel) -> Plot:
                     "name": safe(series), "meta": place,
                     "line": {"color": colour, "width": 2 if count else 1.3, "dash": dash},
                     "marker": {"size": 5 if count else 3, "color": colour},
-                    "hovertemplate": f"<b>{safe(series)}</b><br>{figure.x_label} %{{x}}<br>{safe(panel.y_label)} "
+                    "hovertemplate": f"<b>{safe(series)}</b><br>{safe(x_label)} %{{x}}<br>{safe(panel.y_label)} "
                     f"%{{y:.4~g}}<br>{told}<extra></extra>",
                 }
             )  # fmt: skip
@@ -119,45 +135,23 @@ def _line_plot(comparison: Comparison, figure: Figure, panel: Panel) -> Plot:
     elif panel.span is not None:
         room = 0.03 * (panel.span[1] - panel.span[0])
         look = {"range": [panel.span[0] - room, panel.span[1] + room]}
-    return {"data": [*bands, *lines], "layout": layout(290, axis(figure.x_label), axis(panel.y_label, **look))}
+    return {"data": [*bands, *lines], "layout": layout(290, _x_axis(x_label, panel), axis(panel.y_label, **look))}
 
 
-def _tuned_plot(comparison: Comparison, figure: Figure, panel: Panel) -> Plot:
-    """Score over a tuned value: means as lines, seeds as dots, diverged runs as crosses at the lower edge."""
-    tried = sorted({row.step for row in figure.rows if row.panel == panel.name})
-    traces: list[Plot] = []
-    for series, by_seed in figure.of(panel.name).items():
-        method = _places(comparison)[series]
-        each = [row for seed, rows in by_seed.items() if seed not in (MEAN, BEST) for row in rows]
-        means = {row.step: row.value for row in by_seed.get(MEAN, [])}
-        values = sorted({row.step for row in each})
-        look = {"type": "scatter", "meta": method, "name": safe(series)}
-        told = f"<b>{safe(series)}</b><br>%{{x:.3~g}}: "
-        line = {"color": _colour(method), "width": 2, "dash": _dash(method)}
-        y = rounded(means.get(x, math.nan) for x in values)
-        traces.append(look | {"mode": "lines", "x": values, "y": y, "line": line, "connectgaps": False,
-                              "hovertemplate": f"{told}%{{y:.4~g}}, mean<extra></extra>"})  # fmt: skip
-        dots = [(f"seed {row.seed}", row, 5) for row in each if math.isfinite(row.value)]
-        dots += [("chosen, mean", row, 12) for row in by_seed.get(BEST, [])]
-        crosses = [(f"seed {row.seed}", row, 9) for row in each if math.isnan(row.value)]
-        for marks, symbol, where in ((dots, "circle", {}), (crosses, "x", {"yaxis": "y2"})):
-            heights = [0.04 if where else row.value for _, row, _ in marks]
-            said = f"{told}diverged, %{{text}}" if where else f"{told}%{{y:.4~g}}, %{{text}}"
-            marker = {"color": _colour(method), "size": [size for _, _, size in marks], "symbol": symbol}
-            trace = {"mode": "markers", "x": [row.step for _, row, _ in marks], "y": rounded(heights),
-                     "text": [what for what, _, _ in marks], "marker": marker, **where}  # fmt: skip
-            traces += [look | trace | {"hovertemplate": f"{said}<extra></extra>"}] if marks else []
+def _x_axis(label: str, panel: Panel) -> Plot:
+    """Of time or, logarithmic, of the values that were tried."""
+    if not panel.x_label:
+        return axis(label)
+    tried = sorted({row.step for row in panel.rows})
     shown = {value: f"{value:.3g}" for value in tried[:: math.ceil(len(tried) / MOST_TICKS)]}
-    x = axis(panel.name, shown, **({"type": "log"} if tried[0] > 0 else {}))
-    edge = {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True}
-    return {"data": traces, "layout": layout(380, x, axis(panel.y_label), yaxis2=edge)}
+    return axis(label, shown, **({"type": "log"} if tried[0] > 0 else {}))
 
 
-def _bar_plot(comparison: Comparison, figure: Figure, panel: Panel) -> Plot:
+def _bar_plot(figure: Figure, panel: Panel) -> Plot:
     """A bar, or the interval of a mean, and the seeds of each method; of intervals the best first."""
-    places, interval = _places(comparison), figure.kind == "intervals"
+    interval = figure.kind == "intervals"
     found = {
-        series: {seed: rows[0].value for seed, rows in seeds.items()} for series, seeds in figure.of(panel.name).items()
+        series: {seed: rows[0].value for seed, rows in seeds.items()} for series, seeds in panel.by_series().items()
     }
     budget = found.pop(BUDGET, {}).get(MEAN)
     if interval:
@@ -166,8 +160,9 @@ def _bar_plot(comparison: Comparison, figure: Figure, panel: Panel) -> Plot:
     traces: list[Plot] = []
     for at, (series, seeds) in enumerate(found.items()):
         mean, low, high = (seeds.pop(name, math.nan) for name in (MEAN, LOW_END, HIGH_END))
-        colour, told = _colour(places[series]), f"<b>{safe(series)}</b><br>"
-        common: Plot = {"type": "scatter", "mode": "markers", "y": [at], "meta": places[series]}
+        place = figure.place(series)
+        colour, told = _colour(place), f"<b>{safe(series)}</b><br>"
+        common: Plot = {"type": "scatter", "mode": "markers", "y": [at], "meta": place}
         known = f"[{low:+.4g}, {high:+.4g}]" if math.isfinite(low) else "no interval: too few seeds"
         if span is not None and not span[0] <= mean <= span[1]:
             below, inset = mean < span[0], 0.015 * (span[1] - span[0])
@@ -234,10 +229,10 @@ def _readable_span(bars: list[dict[str, float]]) -> tuple[float, float] | None:
     return low - 0.05 * (high - low), high + 0.05 * (high - low)
 
 
-def _map_plot(comparison: Comparison, figure: Figure, panel: Panel) -> Plot:
+def _map_plot(figure: Figure, panel: Panel) -> Plot:
     """A heat map of layers, in the order of the model, by methods."""
-    by_layer = figure.of(panel.name)
-    layers, methods = list(by_layer), [m for m in comparison.methods if any(m in row for row in by_layer.values())]
+    by_layer = panel.by_series()
+    layers, methods = list(by_layer), [m for m in figure.methods if any(m in row for row in by_layer.values())]
     cells = [[row[m][0].value if m in row else math.nan for m in methods] for row in by_layer.values()]
     narrow = cells and max(map(max, cells)) - min(map(min, cells)) <= 2
     trace = heat_map(cells, "log₁₀ κ") | {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -69,6 +70,10 @@ class Metric:
     def better(self) -> str:
         """Which way is better, in words."""
         return "higher is better" if self.higher_is_better else "lower is better"
+
+    def error(self, mean: float) -> float:
+        """What a score still gets wrong, as stored: that by which a gain is a share; NaN where that is not known."""
+        return (1 - mean if self.percent else math.nan) if self.higher_is_better else mean
 
     def show(self, value: float, *, sign: bool = False) -> str:
         """A value, or with `sign` a difference, as it is printed.

@@ -12,7 +12,10 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
+
+import numpy as np
 
 from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.records import Run, RunRecordError
@@ -249,34 +252,16 @@ def mask_path(runs: Sequence[int], height: int, width: int) -> str:
         'M0 1h2v2h-2z'
     """
     step = -(-width // FINEST)
-    parts: list[str] = []
-    open_at: dict[tuple[int, int], int] = {}
-    columns = _column_parts(runs, height)
-    for left in range(0, width + step, step):
-        here = columns.get(left + step // 2, []) if left < width else []
-        # A part that the columns before have too becomes wider; one that ends here is written.
-        for part in [part for part in open_at if part not in here]:
-            start = open_at.pop(part)
-            wide, tall = min(left, width) - start, part[1] - part[0]
-            parts.append(f"M{start} {part[0]}h{wide}v{tall}h-{wide}z")
-        for part in here:
-            open_at.setdefault(part, left)
+    mask = np.repeat(np.arange(len(runs)) % 2 == 1, runs).reshape(width, height)
+    parts, left = [], 0
+    for column, alike in groupby(mask[step // 2 :: step], key=np.ndarray.tobytes):
+        right = min(left + step * len(list(alike)), width)
+        # Where the object begins and ends, from top to bottom.
+        edges = np.flatnonzero(np.diff(np.frombuffer(column, bool), prepend=False, append=False)).tolist()
+        wide, pairs = right - left, zip(edges[::2], edges[1::2], strict=True)
+        parts += [f"M{left} {top}h{wide}v{end - top}h-{wide}z" for top, end in pairs]
+        left = right
     return "".join(parts)
-
-
-def _column_parts(runs: Sequence[int], height: int) -> dict[int, list[tuple[int, int]]]:
-    """First row and the one behind the last of each part of each column that belongs to the object."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    position = 0
-    for at, run in enumerate(runs):
-        end = position + run
-        while at % 2 and position < end:
-            column, row = divmod(position, height)
-            stop = min(height, row + end - position)
-            found.setdefault(column, []).append((row, stop))
-            position += stop - row
-        position = end
-    return found
 
 
 def detections_markdown(pictures: Sequence[Picture]) -> Iterator[str]:

@@ -12,14 +12,13 @@ from functools import cache
 from typing import Any
 
 from wellcond.errors import MissingExtraError
-from wellcond.lab.report.load_runs import Comparison
+from wellcond.lab.report.figures import Figure
 from wellcond.lab.report.plots import DASHES, Plot, plots
 from wellcond.lab.report.render import asset
-from wellcond.lab.report.series import Figure
 from wellcond.lab.report.values import cut
 
 LINES: dict[str, Any] = dict(zip(DASHES, ("-", ":", "-.", (0, (8, 3))), strict=True)) | {"dash": "--"}
-MARKERS = {"circle": "o", "triangle-right": ">", "triangle-left": "<", "x": "x"}
+MARKERS = {"circle": "o", "triangle-right": ">", "triangle-left": "<"}
 SETTINGS: Any = {
     "svg.hashsalt": "wellcond", "svg.fonttype": "none", "font.family": "DejaVu Sans", "font.size": 9,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e6e9ec",
@@ -31,7 +30,7 @@ CHARACTER = 0.075
 """Width of one in inches."""
 
 
-def draw_static(comparison: Comparison, figure: Figure) -> bytes:
+def draw_static(figure: Figure) -> bytes:
     """A figure as SVG.
 
     Raises: MissingExtraError if matplotlib is not installed.
@@ -42,7 +41,7 @@ def draw_static(comparison: Comparison, figure: Figure) -> bytes:
         from matplotlib.figure import Figure as Canvas
     except ImportError as error:
         raise MissingExtraError("matplotlib", "report") from error
-    drawn = plots(comparison, figure)
+    drawn = plots(figure)
     columns = min(len(drawn), 2 if figure.kind == "maps" else 3)
     rows = math.ceil(len(drawn) / columns)
     layouts = [plot["layout"] for _, plot in drawn]
@@ -50,7 +49,7 @@ def draw_static(comparison: Comparison, figure: Figure) -> bytes:
     left = 0.55 + CHARACTER * max(len(text) for each in layouts for text in each["yaxis"].get("ticktext", ("0.000",)))
     below = 1.2 if any("tickangle" in each["xaxis"] for each in layouts) else 0.65
     width, height = 3.2 if columns > 1 else 5.6, max(each["height"] for each in layouts) / PIXELS - 0.5
-    legend = _legend(comparison, drawn, columns * (left + width)) if figure.kind in ("lines", "tuned") else {}
+    legend = _legend(figure.methods, drawn, columns * (left + width)) if figure.kind == "lines" else {}
     foot = 0.1 + 0.2 * math.ceil(len(legend["labels"]) / legend["ncols"]) if legend else 0.0
     size = columns * (left + width) + 0.2, rows * (height + below) + 0.35 * (rows + 1) + foot
     with matplotlib.rc_context(SETTINGS), warnings.catch_warnings():
@@ -99,14 +98,14 @@ def _colour(name: str) -> tuple[str, float]:
     return _palette()[plain], float(opacity or 1)
 
 
-def _legend(comparison: Comparison, drawn: Sequence[tuple[str, Plot]], width: float) -> dict[str, Any]:
+def _legend(methods: Sequence[str], drawn: Sequence[tuple[str, Plot]], width: float) -> dict[str, Any]:
     """Lines with their labels, and how many fit beside each other."""
     from matplotlib.lines import Line2D
 
     traces = [trace for _, plot in drawn for trace in plot["data"]]
     found = {trace["meta"]: trace["line"] for trace in traces if "dash" in trace.get("line", {})}
     # A leading underscore would hide the entry.
-    labels = [re.sub("^_", " _", _tidy(cut(comparison.methods[at], 40))) for at in sorted(found)]
+    labels = [re.sub("^_", " _", _tidy(cut(methods[at], 40))) for at in sorted(found)]
     looks = [(_colour(found[at]["color"])[0], LINES[found[at]["dash"]]) for at in sorted(found)]
     handles = [Line2D([], [], color=colour, linestyle=dash) for colour, dash in looks]
     fitting = int(width / CHARACTER / (max(map(len, labels), default=0) + 6))
@@ -150,13 +149,11 @@ def _draw_marks(ax: Any, trace: Plot, x: list[float], y: list[float]) -> None:
     sizes, symbols = (
         value if isinstance(value, list) else [value] * len(x) for value in (mark["size"], mark.get("symbol", "circle"))
     )
-    # What has its own axis stands at the lower edge, in shares of the height.
-    where = {"transform": ax.get_xaxis_transform()} if "yaxis" in trace else {}
     edge = {"edgecolors": "white", "linewidths": 0.5} if "line" in mark else {}
     for symbol in dict.fromkeys(symbols):
         at = [i for i, found in enumerate(symbols) if found == symbol]
         places, areas = ([values[i] for i in at] for values in (x, y)), [(0.65 * sizes[i]) ** 2 for i in at]
-        ax.scatter(*places, s=areas, marker=MARKERS[symbol], color=colour, zorder=4, **edge, **where)
+        ax.scatter(*places, s=areas, marker=MARKERS[symbol], color=colour, zorder=4, **edge)
 
 
 def _set_axis(ax: Any, which: str, settings: Plot) -> None:

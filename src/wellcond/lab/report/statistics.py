@@ -29,7 +29,7 @@ class Summary:
 
     @property
     def count(self) -> int:
-        """Number of seeds."""
+        """Number of seeds, or of pairs of them."""
         return len(self.values)
 
     @property
@@ -54,39 +54,35 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class PairedDifference:
+class PairedDifference(Summary):
     """One method minus another over the seeds both finished; positive means that the first is better."""
 
     method: str
     baseline: str
-    values: dict[int, float]
-    mean: float
-    std: float
     relative: float
     """Mean difference over the size of the baseline's mean."""
-    interval: Interval | None
-    """95 % interval of the mean by the t distribution; None below three seeds."""
-    bootstrap: Interval | None
-    """95 % percentile interval of 10,000 draws; None below five seeds."""
-    p: float | None
-    """Two-sided paired t test; None below three seeds, or where all differences are equal."""
     p_holm: float | None = None
     """`p` corrected over its question: all pairs with the same baseline and metric."""
 
     @property
-    def count(self) -> int:
-        """Number of pairs."""
-        return len(self.values)
+    def interval(self) -> Interval | None:
+        """95 % interval of the mean by the t distribution; None below three seeds."""
+        return t_interval(list(self.values.values()))
+
+    @property
+    def bootstrap(self) -> Interval | None:
+        """95 % percentile interval of 10,000 draws; None below five seeds."""
+        return bootstrap_interval(list(self.values.values()))
+
+    @property
+    def p(self) -> float | None:
+        """Two-sided paired t test; None below three seeds, or where all differences are equal."""
+        return paired_p(list(self.values.values()))
 
     @property
     def without_spread(self) -> bool:
         """All differences are equal: the t test has nothing to divide by."""
         return self.count >= FEWEST_SEEDS and self.std == 0
-
-    @property
-    def certain(self) -> bool:
-        """The interval excludes zero, and it has a width."""
-        return self.interval is not None and not self.without_spread and self.interval[0] * self.interval[1] > 0
 
 
 @dataclass(frozen=True)
@@ -94,7 +90,6 @@ class LogSummary:
     """Condition numbers on log10: means are geometric, and what is not finite is counted."""
 
     geometric_mean: float
-    std_log10: float
     interval: Interval | None
     """95 % interval of the geometric mean; None below three finite values."""
     finite: int
@@ -172,25 +167,14 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
 
 
 def compare_paired(
-    method: str,
-    values: Mapping[int, float],
-    baseline: str,
-    baseline_values: Mapping[int, float],
-    *,
-    higher_is_better: bool,
+    method: str, values: Mapping[int, float], baseline: str, base: Mapping[int, float], *, higher_is_better: bool
 ) -> PairedDifference:
     """Difference of two methods over the seeds both have."""
     sign = 1.0 if higher_is_better else -1.0
-    shared = sorted(set(values) & set(baseline_values))
-    differences = {seed: sign * (values[seed] - baseline_values[seed]) for seed in shared}
-    listed = list(differences.values())
-    mean = math.fsum(listed) / len(listed) if listed else math.nan
-    size = abs(math.fsum(baseline_values[seed] for seed in shared)) / len(shared) if shared else math.nan
-    return PairedDifference(
-        method=method, baseline=baseline, values=differences, mean=mean, std=sample_std(listed),
-        relative=mean / size if size else math.nan, interval=t_interval(listed),
-        bootstrap=bootstrap_interval(listed), p=paired_p(listed),
-    )  # fmt: skip
+    shared = sorted(set(values) & set(base))
+    differences = {seed: sign * (values[seed] - base[seed]) for seed in shared}
+    size = abs(Summary({seed: base[seed] for seed in shared}).mean)
+    return PairedDifference(differences, method, baseline, Summary(differences).mean / size if size else math.nan)
 
 
 def correct(differences: Iterable[PairedDifference]) -> list[PairedDifference]:
@@ -286,4 +270,4 @@ def summarise_logs(values: Iterable[float]) -> LogSummary:
     around = t_interval(logs)
     interval = None if around is None else (10 ** around[0], 10 ** around[1])
     infinite = sum(value == math.inf for value in listed)
-    return LogSummary(mean, sample_std(logs), interval, len(logs), len(listed), infinite)
+    return LogSummary(mean, interval, len(logs), len(listed), infinite)

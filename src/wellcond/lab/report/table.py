@@ -18,6 +18,8 @@ from wellcond.lab.report.verdicts import Verdict
 
 Value = str | int | float | None
 Values = dict[str, Value]
+Cell = str | tuple[str, Values]
+"""What is shown, and the numbers behind it, each by its name in a file for programs."""
 PLUS_MINUS = "\N{PLUS-MINUS SIGN}"
 
 
@@ -41,14 +43,16 @@ class Table:
         cls,
         name: str,
         title: str,
-        header: Sequence[str],
-        rows: Sequence[tuple[tuple[str, ...], Values]],
-        notes: Sequence[str] = (),
+        rows: Iterable[Mapping[str, Cell]],
+        notes: Iterable[str] = (),
         words: Iterable[int] = (0,),
     ) -> Table:
-        """A table of rows that are each given as shown and as values."""
-        shown, values = tuple(cells for cells, _ in rows), tuple(numbers for _, numbers in rows)
-        return cls(name, title, tuple(header), shown, tuple(notes), frozenset(words), values)
+        """A table of rows by column: a text, or a text with the numbers behind it by their names for programs."""
+        listed = list(rows)
+        pairs = [[cell if isinstance(cell, tuple) else (cell, {}) for cell in row.values()] for row in listed]
+        values = [{name: value for _, known in row for name, value in known.items()} for row in pairs]
+        header, shown = tuple(listed[0]) if listed else (), tuple(tuple(text for text, _ in row) for row in pairs)
+        return cls(name, title, header, shown, tuple(notes), frozenset(words), tuple(values) if any(values) else ())
 
     def look(self, at: int) -> str:
         """Style of a column: `t` of words, `n` of numbers."""
@@ -163,16 +167,29 @@ def show_p(p: float | None) -> str:
     return "< 0.0001" if p < 1e-4 else f"{p:.4f}" if p < 0.1 else f"{p:.2f}"
 
 
-def show_mean(mean: float, std: float, metric: Metric) -> str:
+def show_mean(summary: Summary, metric: Metric) -> str:
     """Mean and standard deviation, the latter where there is one."""
-    if math.isnan(mean):
+    if math.isnan(summary.mean):
         return MISSING
-    return metric.show(mean) + ("" if math.isnan(std) else f" {PLUS_MINUS} {metric.show(std)}")
+    return metric.show(summary.mean) + ("" if math.isnan(summary.std) else f" {PLUS_MINUS} {metric.show(summary.std)}")
 
 
-def show_relative(share: float) -> str:
-    """A difference as a share of the baseline."""
-    return MISSING if math.isnan(share) else f"{share:+.1%}"
+def show_gain(difference: PairedDifference | None, metric: Metric) -> str:
+    """A mean difference with its interval."""
+    if difference is None or not difference.count:
+        return MISSING
+    interval = "" if difference.interval is None else f" {show_interval(difference.interval, metric)}"
+    return metric.show(difference.mean, sign=True) + interval
+
+
+def show_known(value: float | None, form: str) -> str:
+    """A number in a form of its own, where there is one.
+
+    Example:
+        >>> show_known(0.25, "{:.0%}"), show_known(math.nan, "{:.0%}")
+        ('25%', '–')
+    """
+    return MISSING if value is None or math.isnan(value) else form.format(value)
 
 
 def show_share(share: float) -> str:
@@ -195,14 +212,16 @@ def show_kappa(summary: LogSummary, *, interval: bool = False) -> str:
     return shown + (f" ({INFINITE} in {show_share(summary.infinite_share)})" if summary.infinite else "")
 
 
-def show_verdict(verdict: Verdict | None, metric: Metric) -> str:
+def verdict_cell(verdict: Verdict | None, metric: Metric) -> Cell:
     """One or a few words."""
     if verdict is None:
-        return MISSING
+        return MISSING, {"verdict": ""}
+    shown: str = verdict.kind
     if verdict.kind == "equal":
-        return f"equal: {verdict.reason}" if verdict.reason else f"equal within {metric.show(verdict.margin)}"
-    small = verdict.kind in ("better", "worse") and verdict.within_margin
-    return f"{verdict.kind}, by less than {metric.show(verdict.margin)}" if small else verdict.kind
+        shown = f"equal: {verdict.reason}" if verdict.reason else f"equal within {metric.show(verdict.margin)}"
+    elif verdict.kind in ("better", "worse") and verdict.within_margin:
+        shown += f", by less than {metric.show(verdict.margin)}"
+    return shown, {"verdict": verdict.kind}
 
 
 def interval_values(interval: Interval | None, scale: float = 1.0, prefix: str = "") -> Values:
@@ -225,16 +244,10 @@ def summary_values(summary: Summary, metric: Metric) -> Values:
 def difference_values(difference: PairedDifference | None, metric: Metric) -> Values:
     """A paired difference with its 95 % interval; empty of a method without pairs."""
     if difference is None or not difference.count:
-        return {"pairs": 0, "difference": None, "difference_sd": None, "low": None, "high": None, "relative": None,
-                "p": None, "p_holm": None}  # fmt: skip
-    shown = {"pairs": difference.count, "difference": difference.mean * metric.scale,
-             "difference_sd": difference.std * metric.scale}  # fmt: skip
-    tested = {"relative": difference.relative, "p": difference.p, "p_holm": difference.p_holm}
-    return shown | interval_values(difference.interval, metric.scale) | tested
-
-
-def kappa_values(summary: LogSummary, name: str) -> Values:
-    """A geometric mean with its 95 % interval and the share of infinite values, which are in no mean."""
-    mean = summary.geometric_mean if summary.finite else math.inf if summary.infinite else math.nan
-    return {name: mean, **interval_values(summary.interval, prefix=f"{name}_"),
-            f"{name}_infinite_share": summary.infinite_share}  # fmt: skip
+        names = ("difference", "difference_sd", "low", "high", "relative", "p", "p_holm")
+        return {"pairs": 0, **dict.fromkeys(names)}
+    return {
+        "pairs": difference.count, "difference": difference.mean * metric.scale,
+        "difference_sd": difference.std * metric.scale, **interval_values(difference.interval, metric.scale),
+        "relative": difference.relative, "p": difference.p, "p_holm": difference.p_holm,
+    }  # fmt: skip

@@ -1,37 +1,45 @@
-"""Tables of results: summary, required comparisons, epochs-to-match, statistics."""
+"""`build_tables`: every table of a comparison, column by column: title, what is shown, the numbers for programs."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
-from wellcond.lab.report.analysis import Analysis
-from wellcond.lab.report.load_runs import Comparison
+from wellcond.lab.report.analysis import Analysis, seconds_per_step
 from wellcond.lab.report.match import SMOOTH, show_match
+from wellcond.lab.report.packed import ROLES
 from wellcond.lab.report.records import Metric
-from wellcond.lab.report.run_tables import conditioning_table, cost_table, other_metrics_table, seed_table, time_notes
-from wellcond.lab.report.statistics import FEWEST_SEEDS, PairedDifference
+from wellcond.lab.report.statistics import FEWEST_SEEDS, LogSummary, Summary, summarise_logs
 from wellcond.lab.report.table import (
     PLUS_MINUS,
+    Cell,
     Table,
-    Values,
     difference_values,
     interval_values,
     show_counts,
+    show_gain,
     show_interval,
     show_kappa,
+    show_known,
     show_mean,
     show_p,
-    show_relative,
-    show_verdict,
+    show_share,
     summary_values,
+    verdict_cell,
 )
-from wellcond.lab.report.values import MISSING, show
+from wellcond.lab.report.values import INFINITE, MISSING, finite_mean, number, show
 from wellcond.lab.report.verdicts import smallest_detectable
 
 STATISTICS_NOTE = (
     "std has the divisor n - 1. Intervals and p from three pairs on, the bootstrap (10,000 draws, percentile) from "
     "five on. Can show is the smallest true difference that as many pairs with this spread show with a power of 80 %."
 )
+PARTS = ("training", "evaluation", "measuring", "checkpointing", "setup")
+"""Of the wall time of a run."""
+NO_METRICS = ("step", "epoch", "loss", "train_loss", "seconds", "constant")
+"""Numbers of an evaluation that are no scores."""
+KAPPA_J = "pseudo_condition_number"
 
 
 def build_tables(analysis: Analysis) -> list[Table]:
@@ -40,56 +48,48 @@ def build_tables(analysis: Analysis) -> list[Table]:
         summary_table(analysis), required_table(analysis), other_metrics_table(analysis), matching_table(analysis),
         conditioning_table(analysis), statistics_table(analysis), seed_table(analysis), cost_table(analysis),
     ]  # fmt: skip
-    return [table for table in tables if table is not None]
+    return [table for table in tables if table.rows]
 
 
-def judged_from(comparison: Comparison) -> str:
-    """What the name of the result leaves open, to stand behind it."""
-    if not comparison.tested:
-        return ""
-    return f", {comparison.tested_weights}; curves and matching are of the evaluation set"
+def _method(analysis: Analysis, method: str) -> Cell:
+    return method + (" (baseline)" if method == analysis.comparison.baseline else ""), {"method": method}
 
 
-def _difference_cells(difference: PairedDifference | None, metric: Metric) -> tuple[str, str, str]:
-    """Mean with interval, p, and p after Holm."""
-    if difference is None or not difference.count:
-        return (MISSING,) * 3
-    mean = metric.show(difference.mean, sign=True)
-    interval = "" if difference.interval is None else f" {show_interval(difference.interval, metric)}"
-    return mean + interval, show_p(difference.p), show_p(difference.p_holm)
+def _ratio(ratio: float, name: str) -> Cell:
+    return show_known(ratio, "{:.2f} ×"), {name: ratio}
 
 
 def summary_table(analysis: Analysis) -> Table:
     """One row per method."""
     comparison, metric, unit = analysis.comparison, analysis.comparison.result, analysis.unit
-    header = (
-        "method", "runs", f"{metric.label}, mean {PLUS_MINUS} std",
-        f"difference to {comparison.baseline} [95 % interval]", "p (Holm)", "verdict", f"{unit}s to match",
-        "κ(J) at end", "entropy / ln N at end", "time of a step",
-    )  # fmt: skip
-    rows = []
+    rows: list[dict[str, Cell]] = []
     for method in comparison.methods:
         summary, difference = analysis.summaries[method], analysis.differences.get(method)
         last, matching = analysis.attention(method, last=True), analysis.matchings[method]
-        outcomes, ratio = analysis.outcomes(method), analysis.step_ratio(method)
-        verdict, kappas = analysis.verdicts.get(method), analysis.last_jacobian(method)
-        shown, _, corrected = _difference_cells(difference, metric)
-        cells = (
-            method + (" (baseline)" if method == comparison.baseline else ""), show_counts(outcomes),
-            show_mean(summary.mean, summary.std, metric), shown, corrected, show_verdict(verdict, metric),
-            matching.show(unit), show_kappa(kappas), MISSING if last is None else f"{last.entropy:.2f}",
-            MISSING if math.isnan(ratio) else f"{ratio:.2f} ×",
-        )  # fmt: skip
-        values: Values = {
-            "method": method, **{name: outcomes[name] for name in ("finished", "diverged", "failed", "partial")},
-            **summary_values(summary, metric), **difference_values(difference, metric),
-            "verdict": "" if verdict is None else verdict.kind,
-            f"{unit}s_to_match": matching.mean(unit), "never_reached": matching.censored,
-            "kappa_j": kappas.geometric_mean, "kappa_j_infinite_share": kappas.infinite_share,
-            "normalised_entropy": None if last is None else last.entropy, "step_time_ratio": ratio,
-        }  # fmt: skip
-        rows.append((cells, values))
-    return Table.of("summary", "Summary by method", header, rows, _summary_notes(analysis), (0, 1, 5))
+        outcomes, kappas = analysis.outcomes(method), analysis.last_jacobian(method)
+        counts = {name: outcomes[name] for name in ("finished", "diverged", "failed", "partial")}
+        to_match = {f"{unit}s_to_match": matching.mean(unit), "never_reached": matching.censored}
+        entropy = None if last is None else last.entropy
+        rows.append({
+            "method": _method(analysis, method),
+            "runs": (show_counts(outcomes), {**counts}),
+            f"{metric.label}, mean {PLUS_MINUS} std": (show_mean(summary, metric), summary_values(summary, metric)),
+            f"difference to {comparison.baseline} [95 % interval]": (
+                show_gain(difference, metric), difference_values(difference, metric),
+            ),
+            "p (Holm)": show_p(difference.p_holm if difference else None),
+            "verdict": verdict_cell(analysis.verdicts.get(method), metric),
+            f"{unit}s to match": (matching.show(unit), {**to_match}),
+            "κ(J) at end": (
+                show_kappa(kappas),
+                {"kappa_j": kappas.geometric_mean, "kappa_j_infinite_share": kappas.infinite_share},
+            ),
+            "entropy / ln N at end": (
+                MISSING if last is None else f"{last.entropy:.2f}", {"normalised_entropy": entropy},
+            ),
+            "time of a step": _ratio(analysis.step_ratio(method), "step_time_ratio"),
+        })  # fmt: skip
+    return Table.of("summary", "Summary by method", rows, _summary_notes(analysis), (0, 1, 5))
 
 
 def _summary_notes(analysis: Analysis) -> list[str]:
@@ -130,94 +130,96 @@ def _summary_notes(analysis: Analysis) -> list[str]:
             "κ(J) is the geometric mean over all heads and seeds at the last measurement, over the non-zero spectrum; "
             "infinite ones are in no mean, and their share is shown."
         )
-    return [*notes, *time_notes(analysis)]
+    return [*notes, *_time_notes(analysis)]
 
 
 def statistics_table(analysis: Analysis) -> Table:
     """Everything about the results that the summary leaves out."""
     comparison, metric = analysis.comparison, analysis.comparison.result
-    header = (
-        "method", "n", "mean", "std", "min", "max", "pairs", f"difference to {comparison.baseline}", "its std",
-        "relative", "95 % interval (t)", "95 % interval (bootstrap)", "p", "p (Holm)", "can show",
-    )  # fmt: skip
-    rows = []
+    rows: list[dict[str, Cell]] = []
     for method, summary in analysis.summaries.items():
-        found = analysis.differences.get(method)
-        difference = found if found is not None and found.count else None
-        own = (summary.mean, summary.std, summary.minimum, summary.maximum)
-        cells: tuple[str, ...] = (MISSING,) * 9
-        smallest, bootstrap = math.nan, None
-        if difference is not None:
-            smallest, bootstrap = smallest_detectable(difference.std, difference.count), difference.bootstrap
-            cells = (
-                str(difference.count), metric.show(difference.mean, sign=True), metric.show(difference.std),
-                show_relative(difference.relative), show_interval(difference.interval, metric),
-                show_interval(bootstrap, metric), show_p(difference.p), show_p(difference.p_holm),
-                metric.show(smallest),
-            )  # fmt: skip
-        values: Values = {
-            "method": method, **summary_values(summary, metric), "min": summary.minimum * metric.scale,
-            "max": summary.maximum * metric.scale, **difference_values(difference, metric),
-            **interval_values(bootstrap, metric.scale, "bootstrap_"), "detectable": smallest * metric.scale,
-        }  # fmt: skip
-        rows.append(((method, str(summary.count), *map(metric.show, own), *cells), values))
+        d = analysis.differences.get(method)
+        known = d if d is not None and d.count else None
+        smallest = math.nan if known is None else smallest_detectable(known.std, known.count)
+        bootstrap = None if known is None else known.bootstrap
+        rows.append({
+            "method": (method, {"method": method}),
+            "n": (str(summary.count), summary_values(summary, metric)),
+            "mean": metric.show(summary.mean), "std": metric.show(summary.std),
+            "min": (metric.show(summary.minimum), {"min": summary.minimum * metric.scale}),
+            "max": (metric.show(summary.maximum), {"max": summary.maximum * metric.scale}),
+            "pairs": (str(known.count) if known else MISSING, difference_values(known, metric)),
+            f"difference to {comparison.baseline}": metric.show(known.mean, sign=True) if known else MISSING,
+            "its std": metric.show(known.std) if known else MISSING,
+            "relative": show_known(known.relative if known else None, "{:+.1%}"),
+            "95 % interval (t)": show_interval(known.interval if known else None, metric),
+            "95 % interval (bootstrap)": (
+                show_interval(bootstrap, metric), interval_values(bootstrap, metric.scale, "bootstrap_"),
+            ),
+            "p": show_p(known.p if known else None),
+            "p (Holm)": show_p(known.p_holm if known else None),
+            "can show": (metric.show(smallest), {"detectable": smallest * metric.scale}),
+        })  # fmt: skip
     of_tested = f"{metric.label.capitalize()}, {comparison.tested_weights}, of finished runs"
     note = of_tested if comparison.tested else f"Last {metric.label} of finished runs"
-    return Table.of("statistics", "Statistics in full", header, rows, (f"{note}; {STATISTICS_NOTE}",))
+    return Table.of("statistics", "Statistics in full", rows, (f"{note}; {STATISTICS_NOTE}",))
 
 
-def required_table(analysis: Analysis) -> Table | None:
-    """Comparisons between methods on which the papers' claims rest; None if there is none."""
+def required_table(analysis: Analysis) -> Table:
+    """Comparisons between methods on which the papers' claims rest."""
     metric = analysis.comparison.result
     unit = f" in{metric.unit}" if metric.unit else ""
-    header = ("comparison", "pairs", f"difference{unit} [95 % interval]", "relative", "p", "p (Holm)", "verdict")
-    rows = []
-    for difference in analysis.required:
-        shown, p, corrected = _difference_cells(difference, metric)
-        name = f"{difference.method} − {difference.baseline}"
-        judged = analysis.judge(difference) if difference.count else None
-        relative, verdict = show_relative(difference.relative), show_verdict(judged, metric)
-        values: Values = {"method": difference.method, "baseline": difference.baseline}
-        values |= difference_values(difference, metric) | {"verdict": "" if judged is None else judged.kind}
-        rows.append(((name, str(difference.count), shown, relative, p, corrected, verdict), values))
+    rows: list[dict[str, Cell]] = [
+        {
+            "comparison": (f"{d.method} − {d.baseline}", {"method": d.method, "baseline": d.baseline}),
+            "pairs": (str(d.count), difference_values(d, metric)),
+            f"difference{unit} [95 % interval]": show_gain(d, metric),
+            "relative": show_known(d.relative, "{:+.1%}"),
+            "p": show_p(d.p), "p (Holm)": show_p(d.p_holm),
+            "verdict": verdict_cell(analysis.judge(d) if d.count else None, metric),
+        }
+        for d in analysis.required
+    ]  # fmt: skip
     note = (
         "Positive means that the first method is better. Holm's correction is over all pairs with the same second "
         f"method: a difference to {analysis.comparison.baseline} is that of the summary, with the same p."
     )
-    return Table.of("required", "Comparisons between methods", header, rows, (note,), (0, 6)) if rows else None
+    return Table.of("required", "Comparisons between methods", rows, (note,), (0, 6))
 
 
 def matching_table(analysis: Analysis) -> Table:
     """Epochs-to-match in all forms."""
     unit, baseline = analysis.unit, analysis.comparison.baseline
-    header = (
-        "method", "paired by seed", "never reached", f"earlier than {baseline} itself", "p (exact, Holm)",
-        "share of training saved", "papers' form", f"paired, running mean of {SMOOTH}", "seconds of training",
-        "each seed",
-    )  # fmt: skip
-    rows = []
+    rows: list[dict[str, Cell]] = []
     for method in analysis.comparison.methods:
         matching, smoothed = analysis.matchings[method], analysis.smoothed[method]
         papers, by_seed = matching.of_means, sorted(matching.by_seed.items())
         saving, gain = matching.mean("saving"), analysis.match_gains.get(method)
         alone = all(run.alone for run in analysis.comparison.finished(method).values())
-        cells = (
-            method + (" (baseline)" if method == baseline else ""), matching.show(unit),
-            f"{matching.censored}/{len(by_seed)}" if by_seed else MISSING,
-            MISSING if gain is None else gain.show(), MISSING if gain is None else show_p(gain.p_holm),
-            MISSING if math.isnan(saving) else f"{saving:.0%}", show_match(papers, unit), smoothed.show(unit),
-            show(matching.mean("seconds")) if alone else MISSING,
-            ", ".join(f"{seed}: {show_match(match, unit)}" for seed, match in by_seed) or MISSING,
-        )  # fmt: skip
-        values: Values = {
-            "method": method, "unit": unit, "mean": matching.mean(unit), "never_reached": matching.censored,
-            "seeds": len(by_seed), "gain": math.nan if gain is None else gain.mean,
-            "p": None if gain is None else gain.p, "p_holm": None if gain is None else gain.p_holm,
-            "saving": saving, "papers_form": None if papers is None else getattr(papers, unit),
-            f"running_mean_{SMOOTH}": smoothed.mean(unit), "seconds": matching.mean("seconds") if alone else None,
-            **{f"seed_{seed}": getattr(match, unit) for seed, match in by_seed},
-        }  # fmt: skip
-        rows.append((cells, values))
+        seconds = matching.mean("seconds") if alone else math.nan
+        counted = {"never_reached": matching.censored, "seeds": len(by_seed)}
+        rows.append({
+            "method": _method(analysis, method),
+            "paired by seed": (matching.show(unit), {"unit": unit, "mean": matching.mean(unit)}),
+            "never reached": (f"{matching.censored}/{len(by_seed)}" if by_seed else MISSING, {**counted}),
+            f"earlier than {baseline} itself": (
+                gain.show() if gain else MISSING, {"gain": gain.mean if gain else None},
+            ),
+            "p (exact, Holm)": (
+                show_p(gain.p_holm if gain else None),
+                {"p": gain.p if gain else None, "p_holm": gain.p_holm if gain else None},
+            ),
+            "share of training saved": (show_known(saving, "{:.0%}"), {"saving": saving}),
+            "papers' form": (show_match(papers, unit), {"papers_form": getattr(papers, unit) if papers else None}),
+            f"paired, running mean of {SMOOTH}": (
+                smoothed.show(unit), {f"running_mean_{SMOOTH}": smoothed.mean(unit)},
+            ),
+            "seconds of training": (show(seconds), {"seconds": seconds}),
+            "each seed": (
+                ", ".join(f"{seed}: {show_match(match, unit)}" for seed, match in by_seed) or MISSING,
+                {f"seed_{seed}": getattr(match, unit) for seed, match in by_seed},
+            ),
+        })  # fmt: skip
     notes = (
         f"First evaluation as good as the last one of {baseline} with the same seed, in {unit}s; "
         "no interpolation. Seeds that never get there are counted, not averaged; a diverged run never gets there.",
@@ -227,4 +229,167 @@ def matching_table(analysis: Analysis) -> Table:
         "decide, and is left out. The share of training saved is of the whole run, as the papers count.",
         "Running mean: curve and target are both means of the last evaluations.",
     )
-    return Table.of("matching", f"{unit.capitalize()}s to match the baseline", header, rows, notes, (0, 9))
+    return Table.of("matching", f"{unit.capitalize()}s to match the baseline", rows, notes, (0, 9))
+
+
+def conditioning_table(analysis: Analysis) -> Table:
+    """Conditioning at the end, means and intervals on log10 over seeds: a row per method that was measured."""
+    baseline = analysis.comparison.baseline
+    bounds = {"log₁₀ true bound": "bound_log10", "log₁₀ papers' bound (not a bound)": "papers_bound_log10"}
+    base = _last(analysis, baseline, KAPPA_J)
+    rows: list[dict[str, Cell]] = []
+    for method in [method for method in analysis.comparison.methods if analysis.tables(method)]:
+        kappas = _last(analysis, method, KAPPA_J)
+        pseudo, strict = (analysis.last_jacobian(method, key) for key in (KAPPA_J, "condition_number"))
+        first, last = (analysis.attention(method, last=at_end) for at_end in (False, True))
+        known = not pseudo.infinite and not analysis.last_jacobian(baseline).infinite and method != baseline
+        factor = summarise_logs([kappas[seed] / base[seed] for seed in sorted(set(kappas) & set(base)) if known])
+        ends = {
+            "normalised_entropy_start": first.entropy if first else None,
+            "normalised_entropy_end": last.entropy if last else None,
+        }
+        rows.append({
+            "method": (method, {"method": method}),
+            "κ(J) [95 % interval]": _kappa_cell(_over_seeds(analysis, method, KAPPA_J), "kappa_j", interval=True),
+            f"factor to {baseline} [95 % interval]": _kappa_cell(factor, "factor", interval=True),
+            "κ(J) finite": (f"{pseudo.finite}/{pseudo.total}", {"finite": pseudo.finite}),
+            "strict κ(J) finite": (
+                f"{strict.finite}/{strict.total}", {"strict_finite": strict.finite, "heads_measured": pseudo.total},
+            ),
+            **{title: _bound_cell(analysis, method, key) for title, key in bounds.items()},
+            **{
+                f"κ of W_{role.upper()}": _kappa_cell(_over_seeds(analysis, method, f"kappa_{role}"), f"kappa_{role}")
+                for role in ROLES
+            },
+            "entropy / ln N, start to end": (
+                f"{first.entropy:.2f} → {last.entropy:.2f}" if first and last else MISSING, {**ends},
+            ),
+            "dead heads at end": (
+                f"{last.dead}/{last.heads}" if last else MISSING, {"dead_heads": last.dead if last else None},
+            ),
+        })  # fmt: skip
+    note = (
+        "Geometric means over heads and layers at the last measurement of each run, then over seeds; intervals by the "
+        "t distribution on log₁₀ of the seeds, from three seeds on. κ(J) is over the non-zero spectrum; the strict "
+        "one is infinite where the rank is not full. Infinite values are in no mean: their share is shown, and "
+        "there is no factor. A saturated or dead head can have a small κ(J) and learn nothing."
+    )
+    return Table.of("conditioning", "Conditioning at the end", rows, (note,))
+
+
+def _kappa_cell(summary: LogSummary, name: str, *, interval: bool = False) -> Cell:
+    """A geometric mean, its 95 % interval if wanted, and the share of infinite values, which are in no mean."""
+    mean = summary.geometric_mean if summary.finite else math.inf if summary.infinite else math.nan
+    ends = interval_values(summary.interval, prefix=f"{name}_") if interval else {}
+    share = {f"{name}_infinite_share": summary.infinite_share}
+    return show_kappa(summary, interval=interval), {name: mean, **ends, **share}
+
+
+def _bound_cell(analysis: Analysis, method: str, key: str) -> Cell:
+    mean = finite_mean(finite_mean(table.at_end(key)) for table in analysis.tables(method))
+    heads = analysis.last_jacobian(method, key)
+    share = f" ({INFINITE} in {show_share(heads.infinite_share)})" if heads.infinite else ""
+    shown = f"{mean:.2f}{share}" if not math.isnan(mean) else INFINITE if heads.infinite else MISSING
+    return shown, {f"{key}_mean": mean}
+
+
+def _over_seeds(analysis: Analysis, method: str, key: str) -> LogSummary:
+    """Mean and interval over seeds, with the counts of finite and infinite heads."""
+    heads = analysis.last_jacobian(method, key)
+    summary = summarise_logs(_last(analysis, method, key).values())
+    return replace(summary, finite=heads.finite, infinite=heads.infinite)
+
+
+def _last(analysis: Analysis, method: str, key: str) -> dict[int, float]:
+    """Geometric mean over heads and layers at the last measurement, by seed."""
+    found = {table.run.seed: summarise_logs(table.at_end(key)).geometric_mean for table in analysis.tables(method)}
+    return {seed: value for seed, value in found.items() if math.isfinite(value)}
+
+
+def other_metrics_table(analysis: Analysis) -> Table:
+    """Metrics besides the one that runs are judged by, such as perplexity per word."""
+    comparison = analysis.comparison
+    part = "test" if comparison.tested else "final"
+    known = {*NO_METRICS, "weights", comparison.metric.name}
+    names = list(dict.fromkeys(n for run in comparison.runs if run.finished for n in run.part(part) if n not in known))
+    rows: list[dict[str, Cell]] = []
+    for method in comparison.methods if names else ():
+        row: dict[str, Cell] = {"method": (method, {"method": method})}
+        for name in names:
+            scores = {seed: number(run.part(part).get(name)) for seed, run in comparison.finished(method).items()}
+            summary = Summary({seed: value for seed, value in scores.items() if math.isfinite(value)})
+            found = {f"{name}_mean": summary.mean, f"{name}_sd": summary.std, f"{name}_n": summary.count}
+            row[name.replace("_", " ")] = show_mean(summary, Metric(name, True, percent=False)), {**found}
+        rows.append(row)
+    on = f"On the test split, {comparison.tested_weights}" if comparison.tested else "At the last evaluation"
+    note = f"{on}; mean {PLUS_MINUS} std of finished runs, each number as it was recorded."
+    return Table.of("other_metrics", "Other metrics", rows, (note,))
+
+
+def _time_notes(analysis: Analysis) -> list[str]:
+    """Why times of steps are missing."""
+    finished = [run for run in analysis.comparison.runs if run.finished]
+    runs = [run for run in finished if not run.alone]
+    if not runs:
+        return []
+    named = "" if len(runs) == len(finished) else f": {', '.join(f'{run.method}, seed {run.seed}' for run in runs)}"
+    return [f"Times that were not measured alone on their cores are those of the company, and left out{named}."]
+
+
+def seed_table(analysis: Analysis) -> Table:
+    """One row per run."""
+    comparison, metric, tested = analysis.comparison, analysis.comparison.metric, analysis.comparison.tested
+    rows: list[dict[str, Cell]] = []
+    for run in [run for method in comparison.methods for run in comparison.of(method)]:
+        test, progress, difference = run.part("test"), run.part("progress"), analysis.differences.get(run.method)
+        paired = math.nan if difference is None else difference.values.get(run.seed, math.nan)
+        seconds = sum(x for x in map(number, run.part("seconds").values()) if math.isfinite(x))
+        loss, best = number(run.part("final").get("loss")), number(run.part("best").get(metric.name))
+        last: Cell = metric.show(run.value), {"last": run.value * metric.scale}
+        scored: dict[str, Cell] = {
+            comparison.result.label: (metric.show(run.test_value), {"test": run.test_value * metric.scale}),
+            "tested step": _count("tested_step", test.get("step")),
+        }
+        rows.append({
+            "method": (run.method, {"method": run.method}),
+            "seed": (str(run.seed), {"seed": run.seed}),
+            "status": (run.outcome if run.outcome != "partial" else f"partial ({run.status})",
+                       {"status": run.outcome, "metric": comparison.result.label}),
+            **(scored if tested else {metric.label: last}),
+            "difference": (metric.show(paired, sign=True), {"difference": paired * metric.scale}),
+            **({f"last {metric.label}": last} if tested else {}),
+            "loss": (show(loss, 4), {"loss": loss}),
+            f"best {metric.label}": (metric.show(best), {"best": best * metric.scale}),
+            "step": _count("step", progress.get("step")), "of": _count("num_steps", progress.get("num_steps")),
+            "seconds": (show(seconds), {"seconds": seconds}),
+            "reason": (reason := str(run.record.get("reason") or ""), {"reason": reason}),
+        })  # fmt: skip
+    note = "A run that diverged shows its last value before it did."
+    return Table.of("seeds", "Every run", rows, (note,), (0, 2, len(rows[0]) - 1))
+
+
+def _count(name: str, stored: Any) -> Cell:
+    return show(stored, 9), {name: number(stored)}
+
+
+def cost_table(analysis: Analysis) -> Table:
+    """Time and memory, means over finished runs."""
+    comparison = analysis.comparison
+    rows: list[dict[str, Cell]] = []
+    for method in comparison.methods:
+        runs = list(comparison.finished(method).values())
+        alone = [run for run in runs if run.alone]
+        parts = {part: finite_mean(number(run.part("seconds").get(part)) for run in alone) for part in PARTS}
+        step = finite_mean(map(seconds_per_step, runs))
+        rate = finite_mean(number(run.record.get("samples_per_second")) for run in alone)
+        memory = finite_mean(number(run.record.get("peak_memory_bytes")) / 1e6 for run in runs)
+        rows.append({
+            "method": (method, {"method": method}),
+            "seconds per step": (show(step), {"seconds_per_step": step}),
+            "relative": _ratio(analysis.step_ratio(method), "relative"),
+            "samples per second": (show(rate, 4), {"samples_per_second": rate}),
+            **{f"{part}, s": (show(seconds), {f"{part}_seconds": seconds}) for part, seconds in parts.items()},
+            "peak memory, MB": (show(memory, 4), {"peak_memory_mb": memory}),
+        })  # fmt: skip
+    note = f"Means over finished runs; relative is to {comparison.baseline} of the same seed."
+    return Table.of("cost", "Cost", rows, (note, *_time_notes(analysis)))

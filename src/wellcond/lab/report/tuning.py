@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from wellcond.lab.report.figures import HIGH, LOW, MEAN, Figure, Panel, Row
 from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.records import Metric, RunRecordError, read_json
-from wellcond.lab.report.series import MEAN, Figure, Panel, Row
-from wellcond.lab.report.table import Table, Values
+from wellcond.lab.report.table import Cell, Table
 from wellcond.lab.report.values import MISSING, number
 
 NAME = "tuning.json"
-BEST = "best"
-"""Seed of the row that marks the best value, beside `mean` and the seeds."""
 SHARE = 0.02
 """Loss that still counts as good: of 1 for percentages, of the best score for others."""
 
@@ -56,11 +54,6 @@ class TunedMethod:
     best: TunedPoint
     at_edge: Mapping[str, str]
     higher_is_better: bool
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Fields that it was tuned over."""
-        return tuple(self.best.values)
 
     def profile(self, field: str) -> list[TunedPoint]:
         """The best point at each value of a field, by value; with one field that is every point."""
@@ -152,7 +145,7 @@ class Tuning:
 
 
 def find_tuning(comparison: Comparison) -> Tuning | None:
-    """The search of a comparison; None if there was none.
+    """The search of a comparison; None if there was none, or it found nothing.
 
     Raises: RunRecordError if the record is broken or was changed.
     """
@@ -177,7 +170,7 @@ def find_tuning(comparison: Comparison) -> Tuning | None:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RunRecordError(path, f"is no record of a search ({error!r})", "Run the comparison again.") from error
     methods.sort(key=lambda method: comparison.methods.index(method.label))
-    return Tuning(metric, fields, tuple(methods), seeds, *said)
+    return Tuning(metric, fields, tuple(methods), seeds, *said) if methods else None
 
 
 def _point(row: Mapping[str, Any]) -> TunedPoint:
@@ -189,56 +182,58 @@ def _point(row: Mapping[str, Any]) -> TunedPoint:
 
 def tuning_figure(comparison: Comparison, tuning: Tuning) -> Figure:
     """Score over every tuned field, a panel each."""
-    rows = tuple(_rows(comparison, tuning))
     label = f"{tuning.metric.label}, evaluation split"
-    panels = tuple(Panel(field, "", label) for field in tuning.fields if any(row.panel == field for row in rows))
+    panels = (Panel(field, "", label, _rows(tuning, field), x_label=field) for field in tuning.fields)
     profile = " Each point is the best over the other fields." if len(tuning.fields) > 1 else ""
     caption = (
-        f"Lines are means over the tuning seeds ({', '.join(tuning.seeds)}), dots are seeds, the large dot is the "
-        f"value that was chosen. A cross at the edge is a run that diverged; a mean needs all seeds.{profile}"
+        f"Lines are means over the tuning seeds ({', '.join(tuning.seeds)}), bands are one standard deviation. A line "
+        f"ends or breaks where a run diverged; the table has the values that were chosen.{profile}"
     )
-    title = (
-        f"{tuning.metric.name.capitalize()} over {' and '.join(tuning.fields).replace('optimizer.lr', 'learning rate')}"
-    )
-    return Figure("tuning", "Tuning", title, caption, "tuned", panels, rows)
+    over = " and ".join(tuning.fields).replace("optimizer.lr", "learning rate")
+    title = f"{tuning.metric.name.capitalize()} over {over}"
+    return Figure("tuning", "Tuning", title, caption, "lines", tuple(panels), comparison.methods, comparison.scale)
 
 
-def _rows(comparison: Comparison, tuning: Tuning) -> Iterator[Row]:
-    for field in tuning.fields:
-        for method in tuning.methods:
-            for point in method.profile(field) if field in method.fields else ():
-                shown = dict(point.scores)
-                if not point.lost:
-                    shown |= {MEAN: point.mean} | ({BEST: point.mean} if point.values == method.best.values else {})
-                for seed, value in shown.items():
-                    yield Row(
-                        "tuning", field, method.label, seed, point.values[field], math.nan,
-                        value * tuning.metric.scale, comparison.scale,
-                    )  # fmt: skip
+def _rows(tuning: Tuning, field: str) -> list[Row]:
+    rows = []
+    for method in tuning.methods:
+        for point in method.profile(field) if field in method.best.values else ():
+            spread = 0.0 if len(point.scores) == 1 else point.std
+            ends = {MEAN: point.mean, LOW: point.mean - spread, HIGH: point.mean + spread}
+            rows += [
+                Row(method.label, seed, point.values[field], math.nan, value * tuning.metric.scale)
+                for seed, value in (dict(point.scores) | ends).items()
+            ]
+    return rows
 
 
 def tuning_table(tuning: Tuning) -> Table:
     """Best values and the width of the good range, one row for each method and field."""
     metric = tuning.metric
-    header = ("method", "field", "best value", f"{metric.label}, mean", "std", "values tried", "diverged runs",
-              "within the tolerance")  # fmt: skip
-    rows = []
-    for method, field in [(tuned, field) for tuned in tuning.methods for field in tuned.fields]:
+    rows: list[dict[str, Cell]] = []
+    for method, field in [(tuned, field) for tuned in tuning.methods for field in tuned.best.values]:
         good, best = tuning.good_range(method, field), method.best
         tried = [point.values[field] for point in method.profile(field)]
         lost, edge = sum(point.lost for point in method.points), " (at the edge)" if field in method.at_edge else ""
-        cells = (
-            method.label, field, f"{best.values[field]:.3g}{edge}", metric.show(best.mean), metric.show(best.std),
-            f"{len(tried)}, {tried[0]:.3g} to {tried[-1]:.3g}", str(lost), MISSING if good is None else good.show(),
-        )  # fmt: skip
-        values: Values = {
-            "method": method.label, "field": field, "best": best.values[field],
-            "at_edge": method.at_edge.get(field, ""), "metric": metric.label, "mean": best.mean * metric.scale,
-            "sd": best.std * metric.scale, "values_tried": len(tried), "lowest_tried": tried[0],
-            "highest_tried": tried[-1], "diverged": lost, "good_low": math.nan if good is None else good.low,
-            "good_high": math.nan if good is None else good.high,
-        }  # fmt: skip
-        rows.append((cells, values))
+        rows.append({
+            "method": (method.label, {"method": method.label}),
+            "field": (field, {"field": field}),
+            "best value": (
+                f"{best.values[field]:.3g}{edge}",
+                {"best": best.values[field], "at_edge": method.at_edge.get(field, ""), "metric": metric.label},
+            ),
+            f"{metric.label}, mean": (metric.show(best.mean), {"mean": best.mean * metric.scale}),
+            "std": (metric.show(best.std), {"sd": best.std * metric.scale}),
+            "values tried": (
+                f"{len(tried)}, {tried[0]:.3g} to {tried[-1]:.3g}",
+                {"values_tried": len(tried), "lowest_tried": tried[0], "highest_tried": tried[-1]},
+            ),
+            "diverged runs": (str(lost), {"diverged": lost}),
+            "within the tolerance": (
+                good.show() if good else MISSING,
+                {"good_low": good.low if good else None, "good_high": good.high if good else None},
+            ),
+        })  # fmt: skip
     share = "" if metric.percent else f", {100 * SHARE:g} % of the best score"
     notes = [
         f"Scored by the {tuning.scored}, seeds {', '.join(tuning.seeds)}; the best mean was chosen, the smaller value "
@@ -252,5 +247,4 @@ def tuning_table(tuning: Tuning) -> Table:
         )
     if edges := [method.label for method in tuning.methods if method.at_edge]:
         notes.append(f"Best at the edge of what was tried, so perhaps not the best there is: {', '.join(edges)}.")
-    title = "Best values and how much they matter"
-    return Table.of("tuning", title, header, rows, notes, (0, 1, 5, 7))
+    return Table.of("tuning", "Best values and how much they matter", rows, notes, (0, 1, 5, 7))

@@ -9,7 +9,6 @@ from typing import Any
 MISSING = "\N{EN DASH}"
 INFINITE = "\N{INFINITY}"
 LONGEST_LABEL = 22
-LARGEST_POWER = 307
 
 
 def number(value: Any) -> float:
@@ -78,26 +77,3 @@ def cut(label: str, longest: int = LONGEST_LABEL) -> str:
     """
     half = (longest - 1) // 2
     return label if len(label) <= longest else f"{label[:half]}…{label[-half:]}"
-
-
-def log_axis(values: Iterable[float], span: tuple[float, float] | None = None) -> tuple[float, float, dict[float, str]]:
-    """Both ends of a logarithmic axis for some values or a fixed span, and its ticks with their labels.
-
-    The axis covers at least half a decade, since it would zoom into the rounding of flat curves. Labels are plain
-    text: an image takes ten times as long to draw formulas.
-    """
-    usable = [value for value in values if 0 < value < math.inf]
-    low, high = span or (min(usable, default=1.0), max(usable, default=10.0))
-    # In logarithms, since bounds come near the largest float: room at both ends, and never beyond it.
-    bottom, top = math.log10(low), math.log10(high)
-    room = max(0.04 * (top - bottom), 0.25 - (top - bottom) / 2)
-    low, high = 10.0 ** max(bottom - room, -LARGEST_POWER), 10.0 ** min(top + room, LARGEST_POWER)
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    width = math.log10(high) - math.log10(low)
-    wide = width > 1.5
-    factors = (1.0,) if wide else (1.0, 2.0, 5.0) if width > 0.7 else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
-    every = max(1, math.ceil(len(decades) / 6)) if wide else 1
-    ticks = [factor * 10.0**decade for decade in decades[::every] if decade < LARGEST_POWER for factor in factors]
-    raised = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-    shown = {tick: f"10{str(round(math.log10(tick))).translate(raised)}" if wide else f"{tick:g}" for tick in ticks}
-    return low, high, {tick: label for tick, label in shown.items() if low <= tick <= high}

@@ -165,12 +165,11 @@ def judge(
     """
     values = list(difference.values.values())
     p_equal = equality_p(values, margin)
-    if difference.count < FEWEST_SEEDS:
-        return Verdict("undecided", margin, p_equal, f"fewer than {FEWEST_SEEDS} pairs")
-    significant = difference.p_holm is not None and difference.p_holm < ALPHA
     kind: Kind = "undecided"
     reason = ""
-    if significant:
+    if difference.count < FEWEST_SEEDS:
+        reason = f"fewer than {FEWEST_SEEDS} pairs"
+    elif difference.p_holm is not None and difference.p_holm < ALPHA:
         kind = "better" if difference.mean > 0 else "worse"
     elif not any(values):
         kind, reason = "equal", "tied in every seed"
@@ -179,24 +178,11 @@ def judge(
     elif p_equal is not None and p_equal < ALPHA:
         kind = "equal"
     if diverged and kind in ("better", "equal"):
-        return Verdict("undecided", margin, p_equal, f"{kind} in the runs that survived, but {diverged} diverged")
-    if baseline_diverged and kind in ("worse", "equal"):
-        return Verdict(
-            "undecided",
-            margin,
-            p_equal,
-            f"{kind} where both survived, but {baseline_diverged} of the baseline diverged",
-        )
+        kind, reason = "undecided", f"{kind} in the runs that survived, but {diverged} diverged"
+    elif baseline_diverged and kind in ("worse", "equal"):
+        reason = f"{kind} where both survived, but {baseline_diverged} of the baseline diverged"
+        kind = "undecided"
     return Verdict(kind, margin, p_equal, reason)
-
-
-def default_margin(baseline_values: Sequence[float]) -> float:
-    """One standard deviation of the baseline over seeds: a difference below it is less than another seed makes.
-
-    Half of it could not be shown by ten seeds: their two one-sided tests need a margin of about 0.8 standard
-    deviations where pairing does not help.
-    """
-    return sample_std(baseline_values)
 
 
 def typical_std(differences: Sequence[PairedDifference]) -> float:

@@ -1,32 +1,49 @@
-"""What came out of an id, as data and as files: our numbers beside the paper's, and whether the gains agree."""
+"""What came out of an id, as data and as files: our numbers and figures beside the paper's, and whether they agree."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wellcond.files import write_atomically
+from wellcond.lab.report.analysis import Analysis
+from wellcond.lab.report.figures import (
+    BUDGET,
+    MEAN,
+    Curves,
+    Figure,
+    Kind,
+    Panel,
+    curve_panel,
+    curves_of,
+    match_rows,
+    measured,
+    write_csv,
+)
 from wellcond.lab.report.glue import AVERAGE
+from wellcond.lab.report.match import Matching, show_match
+from wellcond.lab.report.packed import ROLES
 from wellcond.lab.report.records import Metric
-from wellcond.lab.report.series import write_csv
 from wellcond.lab.report.static_figures import draw_static
 from wellcond.lab.report.statistics import PairedDifference, Summary, compare_paired, holm
 from wellcond.lab.report.table import (
+    Cell,
     Table,
     Values,
     difference_values,
-    show_interval,
+    show_gain,
+    show_known,
     show_mean,
     show_p,
     summary_values,
     table_csv,
     table_markdown,
 )
-from wellcond.lab.report.values import MISSING
-from wellcond.lab.reproduce.catalogue import Entry, Part
-from wellcond.lab.reproduce.correction_cost import static_tables
-from wellcond.lab.reproduce.figures import build_figures, figure_table
+from wellcond.lab.report.values import MISSING, show, show_seeds
+from wellcond.lab.reproduce.catalogue import Entry, PanelSettings, Part
+from wellcond.lab.reproduce.computed import static_tables
 from wellcond.lab.reproduce.stored import Collection, StoredStudy, differences_from_paper, may_be_paired
 from wellcond.lab.train.run_folder import writing
 
@@ -35,14 +52,16 @@ GAINS = (
     "Gains are over the first row, paired by seed, positive is better; p by the paired t test, Holm over the table; "
     "they agree if our interval contains the paper's, both as shares of the baseline's error."
 )
-HEADER = (
-    "column", "method", "paper", "ours", "n", "paper's gain", "our gain [95 % interval]", "p",
-    "p (Holm)", "agreement",
-)  # fmt: skip
+BOUND = "papers' bound"
+TOO_LARGE = "> 1e300"  # see `HeadTable.over_steps`
+Y_LABELS = {
+    "jacobian": "condition number of J", "loss": "training loss", "match": "to match the default's end",
+    "sigma_min": "smallest singular value", "sigma_max": "largest singular value", "kappa": "condition number",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Cell:
+class Number:
     """One number of a table."""
 
     column: str
@@ -51,16 +70,16 @@ class Cell:
     """As printed; empty if the paper has none."""
     paper_value: float | None
     paper_gain: float | None
+    paper_share: float | None
+    """The gain as a share of what the paper's baseline gets wrong."""
     summary: Summary
     lost: int
     """Runs that diverged or failed."""
     metric: Metric
     difference: PairedDifference | None
     """None for the baseline, or where there are no pairs."""
-    paper_error: float | None = None
-    """What the paper's baseline gets wrong, by which its gain is a share."""
-    error: float | None = None
-    """What our baseline gets wrong, likewise."""
+    error: float
+    """What our baseline gets wrong."""
 
     @property
     def agreement(self) -> str:
@@ -68,26 +87,42 @@ class Cell:
 
         Both as shares of the baseline's error, since points of other data mean something else.
         """
-        if self.paper_gain is None or not self.paper_error:
+        if self.paper_share is None:
             return "no reference"
-        if self.difference is None or self.difference.interval is None or not self.error:
+        if self.difference is None or self.difference.interval is None or not self.error > 0:
             return "no runs" if not self.summary.count else "too few seeds"
-        paper = self.paper_gain / self.paper_error
-        low, high = (end * self.metric.scale / self.error for end in self.difference.interval)
-        return "above" if low > paper else "below" if high < paper else "within"
+        low, high = (end / self.error for end in self.difference.interval)
+        return "above" if low > self.paper_share else "below" if high < self.paper_share else "within"
+
+    def cells(self) -> dict[str, Cell]:
+        """A row of the table."""
+        summary, metric, difference = self.summary, self.metric, self.difference
+        judged = difference is not None or self.paper_gain is not None
+        return {
+            "column": (self.column, {"column": self.column}),
+            "method": (self.row, {"row": self.row}),
+            "paper": (self.paper or MISSING, {"paper": self.paper_value}),
+            "ours": (show_mean(summary, metric), summary_values(summary, metric)),
+            "n": (f"{summary.count}" + (f" + {self.lost} lost" if self.lost else ""), {"lost": self.lost}),
+            "paper's gain": (show_known(self.paper_gain, "{:+g}"), {"paper_gain": self.paper_gain}),
+            "our gain [95 % interval]": (show_gain(difference, metric), difference_values(difference, metric)),
+            "p": show_p(difference.p if difference else None),
+            "p (Holm)": show_p(difference.p_holm if difference else None),
+            "agreement": (self.agreement if judged else MISSING, {"agreement": self.agreement}),
+        }  # fmt: skip
 
 
-def build_cells(entry: Entry, part: Part, records: Collection) -> list[Cell]:
+def find_numbers(entry: Entry, part: Part, records: Collection) -> list[Number]:
     """Every number of one metric, with Holm's correction over all of them."""
-    cells = list(_cells(entry, part, records))
-    corrected = holm([cell.difference.p if cell.difference else None for cell in cells])
+    found = list(_numbers(entry, part, records))
+    corrected = holm([number.difference.p if number.difference else None for number in found])
     return [
-        cell if cell.difference is None else replace(cell, difference=replace(cell.difference, p_holm=p))
-        for cell, p in zip(cells, corrected, strict=True)
+        number if number.difference is None else replace(number, difference=replace(number.difference, p_holm=p))
+        for number, p in zip(found, corrected, strict=True)
     ]
 
 
-def _cells(entry: Entry, part: Part, records: Collection) -> Iterator[Cell]:
+def _numbers(entry: Entry, part: Part, records: Collection) -> Iterator[Number]:
     base_row = entry.rows[entry.baseline]
     for name, column in entry.columns.items():
         metric = part.metric or column.metric
@@ -106,26 +141,13 @@ def _cells(entry: Entry, part: Part, records: Collection) -> Iterator[Cell]:
             paper, tasks = part.show(row_name, name), [name]
             if column.metric == GLUE_AVERAGE and (some := averaged_columns(entry, study)):
                 tasks = list(some)
-                value = part.mean(row_name, tasks)
-                paper = "" if value is None else f"{value:.1f} (of {', '.join(tasks)})"
-            yield Cell(
-                column=name,
-                row=row_name,
-                paper=paper,
-                paper_value=part.mean(row_name, tasks),
-                paper_gain=part.gain(row_name, entry.baseline, *tasks),
-                summary=Summary(values),
-                lost=study.lost(row) if study else 0,
-                metric=shown,
-                difference=difference if row_name != entry.baseline and difference.count else None,
-                paper_error=_error(part.mean(entry.baseline, tasks), higher_is_better=not part.lower_is_better),
-                error=_error(Summary(paired).mean * shown.scale, higher_is_better=shown.higher_is_better),
-            )
-
-
-def _error(value: float | None, *, higher_is_better: bool) -> float | None:
-    """What a score lacks of 100, or a perplexity, a time or an amount itself."""
-    return None if value is None else 100 - value if higher_is_better else value
+                paper = show_known(part.mean(row_name, tasks), f"{{:.1f}} (of {', '.join(tasks)})")
+            yield Number(
+                name, row_name, paper, part.mean(row_name, tasks), part.gain(row_name, entry.baseline, *tasks),
+                part.share(row_name, entry.baseline, *tasks), Summary(values), study.lost(row) if study else 0, shown,
+                difference if row_name != entry.baseline and difference.count else None,
+                shown.error(Summary(paired).mean),
+            )  # fmt: skip
 
 
 def averaged_columns(entry: Entry, study: StoredStudy | None) -> tuple[str, ...]:
@@ -134,44 +156,6 @@ def averaged_columns(entry: Entry, study: StoredStudy | None) -> tuple[str, ...]
     columns = {name: column.metric for name, column in entry.columns.items() if column.metric != GLUE_AVERAGE}
     run = tuple(name for name, metric in columns.items() if metric in tasks)
     return () if len(run) == len(columns) else run
-
-
-def cells_table(id: str, title: str, cells: list[Cell], notes: Iterable[str]) -> Table:
-    """A row for each number."""
-    known = {cell.metric.label for cell in cells if cell.summary.count}
-    name = f" ({known.pop()})" if len(known) == 1 else ""
-    rows, values = tuple(map(_shown, cells)), tuple(map(_numbers, cells))
-    return Table(id.lower(), f"{id}: {title}{name}", HEADER, rows, tuple(notes), frozenset({0, 1, 9}), values)
-
-
-def _numbers(cell: Cell) -> Values:
-    return (
-        {"column": cell.column, "row": cell.row, "paper": cell.paper_value}
-        | summary_values(cell.summary, cell.metric)
-        | {"lost": cell.lost, "paper_gain": cell.paper_gain}
-        | difference_values(cell.difference, cell.metric)
-        | {"agreement": cell.agreement}
-    )
-
-
-def _shown(cell: Cell) -> tuple[str, ...]:
-    summary, metric, difference = cell.summary, cell.metric, cell.difference
-    gain = MISSING
-    if difference is not None:
-        interval = "" if difference.interval is None else f" {show_interval(difference.interval, metric)}"
-        gain = metric.show(difference.mean, sign=True) + interval
-    return (
-        cell.column,
-        cell.row,
-        cell.paper or MISSING,
-        show_mean(summary.mean, summary.std, metric),
-        f"{summary.count}" + (f" + {cell.lost} lost" if cell.lost else ""),
-        MISSING if cell.paper_gain is None else f"{cell.paper_gain:+g}",
-        gain,
-        show_p(difference.p if difference else None),
-        show_p(difference.p_holm if difference else None),
-        cell.agreement if difference is not None or cell.paper_gain is not None else MISSING,
-    )
 
 
 def outcome_tables(id: str, entry: Entry, scale: str, records: Collection | None) -> list[Table]:
@@ -188,12 +172,15 @@ def outcome_tables(id: str, entry: Entry, scale: str, records: Collection | None
     assert records is not None
     notes = list(_notes(entry, records))
     if entry.kind == "figure":
-        return [figure_table(id, entry, records, notes)]
-    names = (id, *(f"{id}-{number}" for number in range(2, len(entry.parts) + 1)))
-    return [
-        cells_table(name, entry.title, build_cells(entry, part, records), [GAINS, *notes] if name == id else [])
-        for name, part in zip(names, entry.parts, strict=True)
-    ]
+        return [_figure_table(id, entry, records, notes)]
+    tables = []
+    for at, part in enumerate(entry.parts, 1):
+        numbers = find_numbers(entry, part, records)
+        known = {number.metric.label for number in numbers if number.summary.count}
+        name, label = id if at == 1 else f"{id}-{at}", f" ({known.pop()})" if len(known) == 1 else ""
+        rows, told = map(Number.cells, numbers), [GAINS, *notes] if at == 1 else []
+        tables.append(Table.of(name.lower(), f"{name}: {entry.title}{label}", rows, told, (0, 1, 9)))
+    return tables
 
 
 def _notes(entry: Entry, records: Collection) -> Iterator[str]:
@@ -216,10 +203,10 @@ def write_outcome(id: str, entry: Entry, scale: str, records: Collection | None,
     text = [f"# {id}: {entry.title}", ""]
     for table in tables:
         text += [f"## {table.title}", "", table_markdown(table), ""]
-    for figure, series in [] if records is None else build_figures(id, entry, records):
+    for figure in [] if records is None else build_figures(id, entry, records):
         name = figure.name.lower()
-        files[f"{name}-points.csv"] = write_csv(figure.rows)
-        files[f"{name}.svg"] = draw_static(series, figure)
+        files[f"{name}-points.csv"] = write_csv(figure)
+        files[f"{name}.svg"] = draw_static(figure)
         text += [f"![{figure.title}]({name}.svg)", ""]
     files[f"{id}.md"] = "\n".join(text)
     with writing(folder):
@@ -227,3 +214,118 @@ def write_outcome(id: str, entry: Entry, scale: str, records: Collection | None,
         for name, content in files.items():
             write_atomically(folder / name, content)
     return tables
+
+
+def build_figures(id: str, entry: Entry, records: Collection) -> Iterator[Figure]:
+    """The papers' figures from stored runs; none without runs.
+
+    Panels of bars and of lines become figures of their own, and one with logarithmic axes has a second, linear one.
+    """
+    for bars in (False, True):
+        wanted = [panel for panel in entry.panels if (panel.quantity == "match") is bars]
+        found = [(panel, s, s.analysis) for panel in wanted if (s := records.study(panel)) and s.analysis is not None]
+        panels = tuple(_panel(entry, *one) for one in found)
+        if not found:
+            continue
+        first = found[0][2]
+        series = dict.fromkeys(row.series for panel in panels for row in panel.rows if row.series != BUDGET)
+        name = f"{id}-match" if bars and len(wanted) < len(entry.panels) else id
+        title, scale = f"{id}: {entry.title} (scale {first.comparison.scale})", first.comparison.scale
+        kind: Kind = "bars" if bars else "lines"
+        figure = Figure(name, "", title, "", kind, panels, tuple(series), scale, first.unit).drawable()
+        if figure.panels:
+            yield figure
+        if any(panel.log for panel in figure.panels):
+            linear = tuple(replace(panel, log=False) for panel in figure.panels)
+            yield replace(figure, name=f"{name}-linear", panels=linear)
+
+
+def _panel(entry: Entry, settings: PanelSettings, stored: StoredStudy, analysis: Analysis) -> Panel:
+    title, label = settings.title, Y_LABELS[settings.quantity]
+    if settings.quantity == "match":
+        found = {name: one for name, one in _matchings(entry, stored, analysis).items() if one is not None}
+        return Panel(title, title, f"{analysis.unit}s {label}", match_rows(analysis.unit, found))
+    return curve_panel(title, title, label, _curves(entry, settings, stored, analysis), log=settings.quantity != "loss")
+
+
+def _curves(entry: Entry, settings: PanelSettings, stored: StoredStudy, analysis: Analysis) -> Curves:
+    named = {name: stored.label(row) for name, row in entry.rows.items() if stored.label(row) in analysis.heads}
+    if settings.quantity == "loss":
+        losses = curves_of(analysis, lambda run: run.steps, "loss")
+        return {name: losses.get(label, []) for name, label in named.items()}
+    if settings.quantity == "jacobian":
+        own, bounds = (measured(analysis, key) for key in ("pseudo_condition_number", "papers_bound_log10"))
+        pairs = [((name, own[label]), (f"{name}, {BOUND}", bounds[label])) for name, label in named.items()]
+        return dict(pair for both in pairs for pair in both)
+    # The method with the correction is the last row: W is what it trains, W + C what its forward pass uses.
+    label = list(named.values())[-1] if named else ""
+    prefixes = {"raw": ("raw_",), "effective": ("",), "both": ("raw_", "")}[settings.of]
+    return {
+        f"W_{role.upper()}" + ("" if prefix else f" + C_{role.upper()}"): measured(
+            analysis, f"{prefix}{settings.quantity}_{role}"
+        ).get(label, [])
+        for prefix in prefixes
+        for role in ROLES
+    }
+
+
+def _matchings(entry: Entry, stored: StoredStudy, analysis: Analysis) -> dict[str, Matching | None]:
+    """By row; None where there are no runs."""
+    found = {name: analysis.matchings.get(stored.label(row)) for name, row in entry.rows.items()}
+    return {name: matching if matching and matching.by_seed else None for name, matching in found.items()}
+
+
+def _figure_table(id: str, entry: Entry, records: Collection, notes: list[str]) -> Table:
+    """Every curve at its first and last point, geometric mean over seeds; every bar with what it saves."""
+    rows: list[dict[str, Cell]] = []
+    for settings in entry.panels:
+        stored = records.study(settings)
+        if stored is None or stored.analysis is None:
+            rows.append(_figure_row(settings, MISSING, MISSING, MISSING, MISSING, "no runs", MISSING, {"n": 0}))
+        elif settings.quantity == "match":
+            rows += _match_table_rows(entry, settings, stored, stored.analysis)
+        else:
+            rows += _curve_table_rows(settings, _panel(entry, settings, stored, stored.analysis))
+    return Table.of(id.lower(), f"{id}: {entry.title}", rows, notes, (0, 1, 2, 5, 6))
+
+
+def _figure_row(
+    settings: PanelSettings, quantity: str, series: str, start: str, end: str, runs: str, paper: str, numbers: Values
+) -> dict[str, Cell]:
+    return {
+        "panel": (settings.title, {"panel": settings.title}), "quantity": (quantity, {"quantity": quantity}),
+        "series": (series, {"series": series}), "start, or when matched": (start, numbers), "end, or saving": end,
+        "runs": runs, "paper": paper,
+    }  # fmt: skip
+
+
+def _curve_table_rows(settings: PanelSettings, panel: Panel) -> Iterator[dict[str, Cell]]:
+    for name, seeds in panel.by_series().items():
+        means = [row.value for row in seeds.get(MEAN, [])]
+        by_seed = [row.value for seed, rows in seeds.items() if seed.isdigit() for row in rows]
+        count = sum(seed.isdigit() for seed in seeds)
+        start, end = (means[0], means[-1]) if means else (math.nan, math.nan)
+        shown = (show(start), show(end))
+        if not means and by_seed and all(map(math.isinf, by_seed)):
+            start, end, shown = math.inf, math.inf, (TOO_LARGE, TOO_LARGE)
+        numbers: Values = {"n": count, "start": start, "end": end}
+        yield _figure_row(settings, panel.y_label, name, *shown, show_seeds(count), MISSING, numbers)
+
+
+def _match_table_rows(
+    entry: Entry, settings: PanelSettings, stored: StoredStudy, analysis: Analysis
+) -> Iterator[dict[str, Cell]]:
+    unit, part = analysis.unit, entry.parts[0]
+    for name, matching in _matchings(entry, stored, analysis).items():
+        quantity = f"{unit}s to match"
+        if matching is None:
+            yield _figure_row(settings, quantity, name, MISSING, MISSING, "no runs", MISSING, {"n": 0})
+            continue
+        saving, count = matching.mean("saving"), len(matching.by_seed)
+        runs = f"{show_seeds(count)}, mean curve {show_match(matching.of_means, unit)}"
+        numbers: Values = {
+            "n": count, "reached": len(matching.reached), "matched": matching.mean(unit), "saving": saving,
+            "paper": part.value(name, settings.title),
+        }  # fmt: skip
+        shown, paper = show_known(saving, "saves {:.0%}"), part.show(name, settings.title) or MISSING
+        yield _figure_row(settings, quantity, name, matching.show(unit), shown, runs, paper, numbers)

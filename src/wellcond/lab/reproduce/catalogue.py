@@ -148,6 +148,12 @@ class Part(Settings):
             return None
         return round(base - value if self.lower_is_better else value - base, 6)
 
+    def share(self, row: str, baseline: str, *columns: str) -> float | None:
+        """A gain as a share of what the baseline gets wrong: what a score lacks of 100, or a perplexity itself."""
+        gain, base = self.gain(row, baseline, *columns), self.mean(baseline, columns)
+        error = 0.0 if base is None else base if self.lower_is_better else 100 - base
+        return gain / error if gain is not None and error else None
+
     def show(self, row: str, column: str) -> str:
         """A number as it stands in the paper, its standard deviation in brackets; empty where there is none."""
         value, std = self.value(row, column), self._at(self.stds, row, column)

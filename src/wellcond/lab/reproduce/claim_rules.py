@@ -17,20 +17,19 @@ import numpy as np
 
 from wellcond.lab.report.analysis import Analysis
 from wellcond.lab.report.records import Metric
-from wellcond.lab.report.statistics import PairedDifference, compare_paired, correct
+from wellcond.lab.report.statistics import PairedDifference, compare_paired, correct, sample_std
 from wellcond.lab.report.table import show_interval, show_p
 from wellcond.lab.report.values import show_seeds
 from wellcond.lab.report.verdicts import (
     ALPHA,
     Kind,
-    default_margin,
     judge,
     sign_flip_equality_p,
     sign_flip_p,
     smallest_detectable,
 )
 from wellcond.lab.reproduce.catalogue import catalogue
-from wellcond.lab.reproduce.claim_computations import computed
+from wellcond.lab.reproduce.computed import computed
 from wellcond.lab.reproduce.stored import StoredStudy
 from wellcond.lab.settings import Settings
 
@@ -96,10 +95,9 @@ def judge_rule(rule: Rule, table: str, results: Path) -> Verdict:
         return _no_records(f"nothing in {rule.folder}")
     if rule.over == STRONG and analysis.comparison.baseline.startswith("tokens("):
         rule = rule.model_copy(update={"over": analysis.comparison.baseline})
-    if rule.over_folder:
-        return _gain_over_folder(rule, analysis, find_analysis(results / rule.over_folder), table)
     if rule.kind in ("gain", "same"):
-        return _gain(rule, analysis, table)
+        other = find_analysis(results / rule.over_folder) if rule.over_folder else analysis
+        return _gain(rule, analysis, other, table)
     kinds = {"kappa": _kappa, "saving": _saving, "below": _below, "best": _best}
     return kinds[rule.kind](rule, analysis)
 
@@ -127,63 +125,29 @@ def paper_share(rule: Rule, table: str) -> float | None:
         0.0609
     """
     entry = catalogue().entries.get(table)
-    if entry is None or not rule.row:
-        return None
-    part = entry.parts[0]
-    gain, base = part.gain(rule.row, rule.base_row, rule.column), part.mean(rule.base_row, (rule.column,))
-    if gain is None or base is None:
-        return None
-    return gain / (base if part.lower_is_better else 100 - base)
+    return entry.parts[0].share(rule.row, rule.base_row, rule.column) if entry is not None and rule.row else None
 
 
-def _error(values: Sequence[float], metric: Metric) -> float:
-    """What a method still gets wrong, in stored units: that by which a gain is a share."""
-    mean = math.fsum(values) / len(values)
-    if not metric.higher_is_better:
-        return mean
-    return 1 - mean if metric.percent else math.nan
-
-
-def _gain(rule: Rule, analysis: Analysis, table: str) -> Verdict:
-    difference, metric, base = _difference(rule, analysis)
+def _gain(rule: Rule, analysis: Analysis, other: Analysis | None, table: str) -> Verdict:
+    """A gain within a comparison, corrected as in the table of its report, or over another (`other`), not corrected."""
+    metric, base = analysis.comparison.result, _results(other, rule.over)
+    difference, lost = None, (0, 0)
+    if other is analysis:
+        found = analysis.differences.values() if rule.over == analysis.comparison.baseline else analysis.required
+        difference = next((d for d in found if (d.method, d.baseline) == (rule.method, rule.over)), None)
+        lost = (analysis.outcomes(rule.method)["diverged"], analysis.outcomes(rule.over)["diverged"])
     if difference is None:
-        return _no_records(f"no records of {rule.method} and {rule.over}")
-    share = paper_share(rule, table)
-    lost = tuple(analysis.outcomes(name)["diverged"] for name in (rule.method, rule.over))
-    return _decide(difference, metric, base, share, lost=lost, claimed="equal" if rule.kind == "same" else "better")
-
-
-def _gain_over_folder(rule: Rule, analysis: Analysis, other: Analysis | None, table: str) -> Verdict:
-    """A gain between two comparisons, paired by seed; a single comparison, which is not corrected."""
-    first, second = (
-        {} if some is None or name not in some.comparison.methods else some.summaries[name].values
-        for some, name in ((analysis, rule.method), (other, rule.over))
-    )
-    metric = analysis.comparison.result
-    difference = _one(rule.method, first, rule.over, second, higher_is_better=metric.higher_is_better)
+        own, higher = _results(analysis, rule.method), metric.higher_is_better
+        [difference] = correct([compare_paired(rule.method, own, rule.over, base, higher_is_better=higher)])
     if not difference.count:
-        return _no_records(f"no records of {rule.method} in {rule.folder} and {rule.over_folder}")
-    return _decide(difference, metric, list(second.values()), paper_share(rule, table))
+        where = f" in {rule.folder} and {rule.over_folder}" if rule.over_folder else f" and {rule.over}"
+        return _no_records(f"no records of {rule.method}{where}")
+    claimed: Kind = "equal" if rule.kind == "same" else "better"
+    return _decide(difference, metric, list(base.values()), paper_share(rule, table), lost=lost, claimed=claimed)
 
 
-def _one(
-    method: str, values: Mapping[int, float], over: str, base: Mapping[int, float], *, higher_is_better: bool
-) -> PairedDifference:
-    [difference] = correct([compare_paired(method, values, over, base, higher_is_better=higher_is_better)])
-    return difference
-
-
-def _difference(rule: Rule, analysis: Analysis) -> tuple[PairedDifference | None, Metric, list[float]]:
-    """With Holm's correction over the table of the report that has this pair, and the values of `over`."""
-    comparison, summaries = analysis.comparison, analysis.summaries
-    known = {rule.method, rule.over} <= set(comparison.methods)
-    base = summaries[rule.over].values if rule.over in comparison.methods else {}
-    found = analysis.differences.values() if rule.over == comparison.baseline else analysis.required
-    chosen = next((d for d in found if (d.method, d.baseline) == (rule.method, rule.over)), None)
-    if chosen is None and known:
-        higher = comparison.metric.higher_is_better
-        chosen = _one(rule.method, summaries[rule.method].values, rule.over, base, higher_is_better=higher)
-    return (chosen if chosen is not None and chosen.count else None), comparison.result, list(base.values())
+def _results(analysis: Analysis | None, method: str) -> dict[int, float]:
+    return {} if analysis is None or method not in analysis.summaries else analysis.summaries[method].values
 
 
 def _decide(
@@ -205,11 +169,11 @@ def _decide(
         lost: diverged runs of the first and the second method.
         claimed: the verdict that agrees with the paper.
     """
-    error = _error(base, metric)
+    error = metric.error(math.fsum(base) / len(base))
     if paper is not None and math.isfinite(error):
         margin = abs(paper) * error / 2
     else:
-        margin = default_margin(base)
+        margin = sample_std(base)
     verdict = judge(difference, margin, diverged=lost[0], baseline_diverged=lost[1])
     said = [f"{metric.show(difference.mean, sign=True)}{metric.unit or f' {metric.name}'}"]
     if difference.interval is not None and not difference.without_spread:
@@ -297,17 +261,13 @@ def _saving(rule: Rule, analysis: Analysis) -> Verdict:
     if len(differences) < FEWEST_COUNTS:
         least = f"; {show_seeds(len(differences))} cannot have p below {min(1.0, 2 / 2 ** len(differences)):.2g}"
         return Verdict(word=UNDECIDED, evidence=evidence + least)
-    if p is None or p >= ALPHA:
-        equal = sign_flip_equality_p(differences, rule.at_least / 2)
-        evidence += f"; less than half of it: p {show_p(equal)}"
-        return (
-            Verdict(word=UNDECIDED, evidence=evidence)
-            if equal >= ALPHA
-            else Verdict(word=EQUAL, evidence=evidence, as_claimed=False)
-        )
-    if mean < 0:
-        return Verdict(word=WORSE, evidence=evidence, as_claimed=False)
-    return Verdict(word=BETTER, evidence=evidence, as_claimed=mean >= rule.at_least)
+    if p is not None and p < ALPHA:
+        word = BETTER if mean >= 0 else WORSE
+        return Verdict(word=word, evidence=evidence, as_claimed=word == BETTER and mean >= rule.at_least)
+    equal = sign_flip_equality_p(differences, rule.at_least / 2)
+    evidence += f"; less than half of it: p {show_p(equal)}"
+    decided = equal < ALPHA
+    return Verdict(word=EQUAL if decided else UNDECIDED, evidence=evidence, as_claimed=False if decided else None)
 
 
 def _below(rule: Rule, analysis: Analysis) -> Verdict:
@@ -346,15 +306,14 @@ def _best(rule: Rule, analysis: Analysis) -> Verdict:
         for name in known
         if name not in rule.best
     )  # fmt: skip
-    margin = default_margin(list(own.values()))
+    margin = sample_std(list(own.values()))
     kinds = {other.baseline: judge(other, margin).kind for other in others}
     evidence = f"{values}; {show_seeds(len(own))}"
-    losing = [name for name, kind in kinds.items() if kind == WORSE]
-    if losing:
-        return Verdict(word=WORSE, evidence=f"{evidence}; behind {', '.join(losing)}", as_claimed=False)
-    if all(kind == BETTER for kind in kinds.values()):
-        return Verdict(word=BETTER, evidence=evidence, as_claimed=True)
-    if all(kind in (BETTER, EQUAL) for kind in kinds.values()):
+    behind, open_ = ([name for name, kind in kinds.items() if kind == word] for word in (WORSE, UNDECIDED))
+    if behind:
+        return Verdict(word=WORSE, evidence=f"{evidence}; behind {', '.join(behind)}", as_claimed=False)
+    if open_:
+        return Verdict(word=UNDECIDED, evidence=f"{evidence}; not told apart from {', '.join(open_)}")
+    if EQUAL in kinds.values():
         return Verdict(word=EQUAL, evidence=f"{evidence}; margin {metric.show(margin)}", as_claimed=False)
-    open_ = [name for name, kind in kinds.items() if kind == UNDECIDED]
-    return Verdict(word=UNDECIDED, evidence=f"{evidence}; not told apart from {', '.join(open_)}")
+    return Verdict(word=BETTER, evidence=evidence, as_claimed=True)

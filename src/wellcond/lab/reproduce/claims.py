@@ -1,4 +1,4 @@
-"""The papers' claims one by one, decided by rule from stored records; as markdown, HTML, JSON and a table."""
+"""The papers' claims one by one, decided by rule from stored records; as markdown, JSON and a table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal
 
 from wellcond.files import write_atomically
-from wellcond.lab.report.render import render
 from wellcond.lab.report.table import Table, plain_markdown
 from wellcond.lab.reproduce.catalogue import read_paper_file
 from wellcond.lab.reproduce.claim_rules import (
@@ -61,7 +60,7 @@ GROUPS = {
         "These need ImageNet, other large data, or up to billions of parameters.",
     ),
 }
-STYLES = {BETTER: "yes", HOLDS: "yes", WORSE: "no", FAILS: "no", EQUAL: "no"}
+DECIDED = (BETTER, HOLDS, WORSE, FAILS, EQUAL)
 
 Group = Literal["runs", "construction", "needs"]
 
@@ -143,12 +142,11 @@ def _judge(claim: Claim, results: Path) -> Iterator[Judged]:
 
 
 def write_claims(judged: Sequence[Judged], output: Path, results: Path) -> None:
-    """Write the markdown and, beside it, the HTML; links lead from there to the folder `results` of the records."""
+    """Write the markdown; links lead from there to the folder `results` of the records."""
     output.parent.mkdir(parents=True, exist_ok=True)
     way = Path(os.path.relpath(results, output.parent))
     judged = [one.model_copy(update={"link": (way / one.link).as_posix()}) if one.link else one for one in judged]
     write_atomically(output, claims_markdown(judged))
-    write_atomically(output.with_suffix(".html"), claims_html(judged))
 
 
 def count_words(judged: Sequence[Judged]) -> str:
@@ -201,29 +199,10 @@ def claims_markdown(judged: Sequence[Judged]) -> str:
         for one in some:
             cells = {name: plain_markdown(text) for name, text in _cells(one, columns).items()}
             word = one.verdict.word
-            if word in STYLES:
+            if word in DECIDED:
                 cells["verdict"] = cells["verdict"].replace(word, f"**{word}**", 1)
             if "records" in cells:
                 cells["records"] = f"[table]({one.link})" if one.link else ""
             lines.append(f"| {' | '.join(cells.values())} |")
         lines.append("")
     return "\n".join(lines)
-
-
-def claims_html(judged: Sequence[Judged]) -> str:
-    """One page that loads nothing.
-
-    Raises: MissingExtraError if jinja2 is not installed.
-    """
-    counts = Counter(one.verdict.word for one in judged if one.group == "runs")
-    sections = [
-        {
-            "title": title, "text": text, "columns": columns,
-            "rows": [
-                {"cells": _cells(one, columns), "look": STYLES.get(one.verdict.word, "open")} for one in some
-            ],
-        }
-        for title, text, some, columns in _sections(judged)
-    ]  # fmt: skip
-    tiles = [(word, counts[word]) for word in WORDS if counts[word]]
-    return render("claims.html", title=TITLE, lead=LEAD, tiles=tiles, sections=sections)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from wellcond.lab.data.disk import find_in_mirror
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe
-from wellcond.lab.reproduce.catalogue import AtScale, Entry, catalogue
+from wellcond.lab.report.table import Cell, Table
+from wellcond.lab.report.values import MISSING
+from wellcond.lab.reproduce.catalogue import SCALES, AtScale, Entry, catalogue
 from wellcond.lab.reproduce.stored import RUNS, study_name
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.glue.benchmark import HUB_ID, NAMES
@@ -28,7 +31,7 @@ from wellcond.lab.train.compare import (
     write_comparison,
 )
 from wellcond.lab.train.run import Job
-from wellcond.lab.train.run_folder import RunFolder
+from wellcond.lab.train.run_folder import RunError, RunFolder
 from wellcond.run_records import COMPLETE
 
 
@@ -57,33 +60,18 @@ class PlannedStudy:
     seeds: tuple[int, ...]
     folder: Path
     jobs: tuple[Job, ...]
-    glue: bool
+    glue_folders: tuple[Path, ...]
+    """Of every run of fine-tuning that follows."""
 
     @property
-    def missing(self) -> tuple[Job, ...]:
-        """Runs that are not complete."""
-        return tuple(job for job in self.jobs if not is_complete(job.folder))
-
-    @property
-    def glue_folders(self) -> tuple[Path, ...]:
-        """Of every run of fine-tuning."""
-        tasks = NAMES if self.glue else ()
-        return tuple(job.folder / "glue" / task / "seed-0" for job in self.jobs for task in tasks)
+    def missing(self) -> int:
+        """Number of runs that are not complete."""
+        return sum(not is_complete(job.folder) for job in self.jobs)
 
     @property
     def glue_missing(self) -> int:
         """Number of runs of fine-tuning that are not complete."""
         return sum(not is_complete(folder) for folder in self.glue_folders)
-
-    @property
-    def runs(self) -> int:
-        """Number of runs, fine-tuning included."""
-        return len(self.jobs) + len(self.glue_folders)
-
-    @property
-    def left(self) -> int:
-        """Number of those that are not complete."""
-        return len(self.missing) + self.glue_missing
 
     def run(self, num_workers: int, observer: JobObserver) -> Outcome:
         """Run what is missing; what is there is not touched.
@@ -107,6 +95,26 @@ class PlannedStudy:
         plan = plan_glue(self.folder, base=self.jobs[0].base, cpu=self.jobs[0].cpu)
         return run_glue(plan, num_workers=num_workers, observer=observer)
 
+    @property
+    def minutes_left(self) -> float:
+        """Estimated time of what is missing, in one process on a machine like this; NaN where not known."""
+        finished = [RunFolder(job.folder).read_record() or {} for job in self.jobs if is_complete(job.folder)]
+        times = [math.fsum(value for value in (record.get("seconds") or {}).values() if value) for record in finished]
+        seconds = math.fsum(times) / len(times) if times else self.settings.seconds or math.nan
+        return (self.missing * seconds + self.glue_missing * self.settings.glue_seconds) / 60
+
+    @property
+    def updates_per_run(self) -> float:
+        """NaN where the length is in epochs of a set whose size is not known."""
+        training = self.recipe.training
+        if training.length.steps is not None:
+            return float(training.length.steps)
+        assert training.length.epochs is not None
+        samples = self.settings.samples or self.recipe.data.model_dump().get("limit_train")
+        if samples is None and self.recipe.data.source == "digits":
+            samples = 1038  # of 1,297; the others are held out
+        return math.nan if samples is None else training.length.epochs * max(1, samples // training.batch_size)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -122,22 +130,26 @@ class Plan:
     @property
     def runs(self) -> int:
         """Number of runs, fine-tuning included."""
-        return sum(study.runs for study in self.studies)
+        return sum(len(study.jobs) + len(study.glue_folders) for study in self.studies)
 
     @property
     def missing(self) -> int:
         """Number of those that are not complete."""
-        return sum(study.left for study in self.studies)
+        return sum(study.missing + study.glue_missing for study in self.studies)
 
     @property
     def gpus(self) -> int:
         """Most of any study."""
         return 0 if self.scale == "tiny" else max((study.settings.gpus for study in self.studies), default=0)
 
+    def minutes_left(self, num_workers: int) -> float:
+        """Estimated time of what is missing, with as many runs at once; NaN where not known."""
+        return math.fsum(study.minutes_left for study in self.studies) / num_workers
+
     def data(self) -> dict[str, str]:
         """Datasets and tokenisers that the runs read, and where they are; empty if they are not here."""
         found = dict(need for study in self.studies for need in _data_of(study.recipe, study.jobs[0].base))
-        if any(study.glue for study in self.studies):
+        if any(study.glue_folders for study in self.studies):
             found[HUB_ID] = _in_mirror_or_cache(HUB_ID)
         return found
 
@@ -217,9 +229,10 @@ def _with_what_comes_first(
     seeds = (options.seeds if options.seeds is not None else recipe.seeds)[: settings.seeds]
     folder = options.folder / RUNS / name
     check_settings(folder, recipe)
-    jobs = plan_comparison(recipe, methods, seeds, folder, base=options.folder, cpu=options.cpu)
-    glue = catalogue().studies[study].glue
-    yield PlannedStudy(name, settings, recipe, tuple(methods), seeds, folder, tuple(jobs), glue)
+    jobs = tuple(plan_comparison(recipe, methods, seeds, folder, base=options.folder, cpu=options.cpu))
+    tasks = NAMES if catalogue().studies[study].glue else ()
+    tuned = tuple(job.folder / "glue" / task / "seed-0" for job in jobs for task in tasks)
+    yield PlannedStudy(name, settings, recipe, tuple(methods), seeds, folder, jobs, tuned)
 
 
 def _at(study: str, scale: str) -> AtScale:
@@ -275,3 +288,93 @@ def _in_mirror_or_cache(name: str, config: str | None = None) -> str:
     cache = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     folders = [cache / "hub" / f"datasets--{name.replace('/', '--')}", cache / "datasets" / name.replace("/", "___")]
     return "the hub's cache" if any(folder.is_dir() for folder in folders) else ""
+
+
+def list_entries(
+    folder_of: Callable[[str], Path], num_workers: int, scales: Iterable[str] = SCALES
+) -> list[dict[str, Any]]:
+    """Everything about every id, as plain data.
+
+    Args:
+        folder_of: where the runs of a scale are, for what is there already.
+        num_workers: runs at once on a CPU.
+        scales: those to look at.
+    """
+    wanted = tuple(scales)
+    return [
+        {
+            "id": id, "kind": entry.kind, "title": entry.title, "paper_has_numbers": entry.has_numbers,
+            "scales": {scale: _at_scale(id, entry, scale, folder_of(scale), num_workers) for scale in wanted},
+        }
+        for id, entry in catalogue().entries.items()
+    ]  # fmt: skip
+
+
+def _at_scale(id: str, entry: Entry, scale: str, folder: Path, num_workers: int) -> dict[str, Any]:
+    try:
+        plan = make_plan(id, entry, scale, PlanOptions(folder))
+    except (RecipeError, RunError) as error:
+        return {"here": False, "why_not": [str(error).split(". Allowed")[0]], "data": [], "gpus": 0}
+    reasons = plan.why_not_here()
+    return {
+        "here": not reasons, "why_not": reasons, "gpus": plan.gpus,
+        "data": [{"name": name, "found": found} for name, found in plan.data().items()],
+        "minutes_here_estimate": plan.minutes_left(num_workers),
+        "runs": plan.runs, "runs_done": plan.runs - plan.missing, "left_out": list(plan.left_out),
+    }  # fmt: skip
+
+
+def list_table(listed: Iterable[dict[str, Any]], scale: str) -> Table:
+    """`--list`: one row for each id, at one scale."""
+    rows: list[dict[str, Cell]] = []
+    for row in listed:
+        at = row["scales"][scale]
+        needs = [need["name"] + ("" if need["found"] else " (not here)") for need in at["data"]]
+        rows.append({
+            "id": row["id"], "what": row["title"], "data": ", ".join(needs) or "none",
+            "GPUs": str(at["gpus"] or MISSING), "time here": show_minutes(at.get("minutes_here_estimate", math.nan)),
+            "runs done": f"{at.get('runs_done', 0)}/{at.get('runs', 0)}",
+            "can run here": "yes" if at["here"] else "no: " + "; ".join(at["why_not"]),
+        })  # fmt: skip
+    notes = (
+        "Times are estimates, of what is missing.",
+        "Ids share runs: the figures of a paper use those of its tables.",
+    )
+    return Table.of("list", f"Tables, figures and ablations at scale {scale}", rows, notes, (0, 1, 2, 6))
+
+
+def show_minutes(minutes: float) -> str:
+    """A length of time at a glance.
+
+    Example:
+        >>> show_minutes(0.2), show_minutes(12), show_minutes(300), show_minutes(60 * 24 * 8)
+        ('~ 12 s', '~ 12 min', '~ 5 h', '~ 8 days')
+    """
+    if math.isnan(minutes):
+        return MISSING
+    for unit, size in (("days", 60 * 24), ("h", 60), ("min", 1)):
+        if minutes >= 2 * size or (unit == "min" and minutes >= 1):
+            return f"~ {minutes / size:.0f} {unit}"
+    return f"~ {60 * minutes:.0f} s"
+
+
+def plan_table(plan: Plan, num_workers: int) -> Table:
+    """`--dry-run`: what a plan would run."""
+    header = ("study", "recipe", "methods", "seeds", "updates a run", "runs to do", "done", "time here")
+    rows = []
+    for study in plan.studies:
+        left = study.missing + study.glue_missing
+        rows.append((
+            study.name, f"{study.recipe.scale}/{study.settings.recipe}",
+            ", ".join(method.label for method in study.methods), ", ".join(map(str, study.seeds)),
+            f"{study.updates_per_run:.0f}", str(left), str(len(study.jobs) + len(study.glue_folders) - left),
+            show_minutes(study.minutes_left / num_workers),
+        ))  # fmt: skip
+    if len(rows) > 1:
+        done, whole = str(plan.runs - plan.missing), show_minutes(plan.minutes_left(num_workers))
+        rows.append(("all", "", "", "", "", str(plan.missing), done, whole))
+    notes = [f"{plan.id} has no runs: it is computed."] if not plan.studies else []
+    notes += [*plan.left_out, *(f"Cannot run here: {reason}." for reason in plan.why_not_here())]
+    notes.append(f"Times are estimates, for {num_workers} run{'s' * (num_workers > 1)} at once.")
+    title = f"{plan.id} at scale {plan.scale}: {plan.entry.title}"
+    return Table("plan", title, header, tuple(rows), tuple(notes), frozenset({0, 1, 2, 3}))

@@ -1,0 +1,366 @@
+"""What needs no training: the cost of the fixed correction (S-T8, S-T9, S-F1, A-cost), and claims by construction.
+
+Q, K and V of one head, each X W with X of N x D and W of D x d, in the forms that give the same numbers:
+  original    X W                              nothing is added
+  weight      X (W + C)                        D d additions a matrix, and W + C is stored while it is used
+  activation  X W + lam X[:, :d]               N d multiplications and N d additions a matrix
+  folded      X W', W' = W + C made once       as the original
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import FlopCounterMode
+
+from wellcond.attention.find import find_attention
+from wellcond.conditioning.apply import condition_, fold_
+from wellcond.errors import NumericalWarning
+from wellcond.lab.report.table import Cell, Table
+from wellcond.lab.report.values import MISSING
+from wellcond.theory.weights import theorem38_printed
+
+LAM = 10.0
+ROUNDS = 15
+FORMS = ("original", "weight", "activation", "folded")
+ELEMENTWISE = (torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor, torch.ops.aten.sub.Tensor)
+
+
+class Counter(TorchDispatchMode):
+    """Additions, subtractions and multiplications of entries, and bytes of all storages that operations make."""
+
+    def __init__(self) -> None:
+        """Nothing is counted that exists before."""
+        super().__init__()
+        self.elementwise = self.now = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and note what it made."""
+        self._note((args, kwargs or {}), made=False)
+        result = func(*args, **(kwargs or {}))
+        self._note(result, made=True)
+        self.elementwise += result.numel() if func in ELEMENTWISE else 0
+        return result
+
+    def _note(self, values: Any, *, made: bool) -> None:
+        for storage in [value.untyped_storage() for value in tree_iter(values) if isinstance(value, Tensor)]:
+            key, size = storage._cdata, storage.nbytes() if made else 0
+            if key not in self._seen:
+                self._seen.add(key)
+                self.now += size
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
+
+
+@dataclass(frozen=True)
+class HeadSize:
+    """Tokens N, width D, width of a head d."""
+
+    tokens: int
+    width: int
+    head: int
+
+    def __str__(self) -> str:
+        """For a note."""
+        return f"N = {self.tokens}, D = {self.width}, d = {self.head}"
+
+
+SIZES = {"tiny": HeadSize(65, 64, 16), "small": HeadSize(65, 192, 64), "paper": HeadSize(197, 768, 64)}
+"""Of the ViT of each scale."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """One form: FLOPs of the forward pass, the rest of forward and backward."""
+
+    parameters: int
+    gradients: int
+    correction: int
+    """Elements that are stored beside the weights."""
+    activations: int
+    """Elements of Q, K and V."""
+    matmul_flops: int
+    elementwise: int
+    """Additions and multiplications."""
+    peak_bytes: int
+    seconds: float
+    """Fastest of several rounds: whatever else the machine does can only make one slower."""
+    error: float
+    """Largest difference to the weight form, over its largest number."""
+
+
+class Forms:
+    """The projections of one head in every form, with the same numbers."""
+
+    def __init__(self, size: HeadSize) -> None:
+        """Weights of deviation 0.02, layer-normed tokens."""
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randn(size.tokens, size.width, generator=generator)
+        self.size = size
+        self.x = nn.functional.layer_norm(tokens, (size.width,))
+        self.weights = [0.02 * torch.randn(size.width, size.head, generator=generator) for _ in range(3)]
+        self.correction = LAM * torch.eye(size.width, size.head)
+        self.lam = torch.tensor(LAM)
+
+    def project(self, form: str, weights: list[Tensor]) -> list[Tensor]:
+        """From the weights of a form to Q, K and V."""
+        if form == "weight":
+            return [self.x @ (w + self.correction) for w in weights]
+        if form == "activation":
+            return [self.x @ w + self.lam * self.x[:, : self.size.head] for w in weights]
+        return [self.x @ w for w in weights]
+
+    def count(self, form: str) -> Counted:
+        """Everything about one form."""
+        made = [w + self.correction if form == "folded" else w.clone() for w in self.weights]
+        weights = [w.requires_grad_() for w in made]
+        stored = {"weight": self.correction, "activation": self.lam}.get(form)
+
+        def train() -> None:
+            sum(y.sum() for y in self.project(form, weights)).backward()  # type: ignore[union-attr]
+
+        with torch.no_grad(), FlopCounterMode(display=False) as flops, Counter() as forward:
+            outputs = self.project(form, weights)
+        with Counter() as both:
+            train()
+        gradients, times = sum(w.grad.numel() for w in weights if w.grad is not None), []
+        for _ in range(ROUNDS):
+            start = time.perf_counter()
+            train()
+            times.append(time.perf_counter() - start)
+        with torch.no_grad():
+            pairs = zip(outputs, self.project("weight", self.weights), strict=True)
+            error = max(float((y - expected).abs().max() / expected.abs().max()) for y, expected in pairs)
+        return Counted(
+            sum(w.numel() for w in weights), gradients, 0 if stored is None else stored.numel(),
+            sum(y.numel() for y in outputs), flops.get_total_flops(), forward.elementwise, both.peak, min(times), error,
+        )  # fmt: skip
+
+
+def static_tables(kind: str, scale: str) -> Iterator[Table]:
+    """The tables of a static id.
+
+    Args:
+        kind: ``memory`` (S-T8), ``flops`` (S-T9), ``cost`` (both) or ``forms`` (S-F1).
+        scale: whose size of a head is computed.
+    """
+    size = SIZES[scale]
+    forms = Forms(size)
+    counted = {form: forms.count(form) for form in FORMS}
+    note = f"One head with {size}; float32, forward and backward. Time is the fastest of {ROUNDS} rounds."
+    if kind in ("memory", "cost"):
+        yield _memory_table(size, list(counted.values()), note)
+    if kind in ("flops", "cost"):
+        yield _flops_table(size, list(counted.values()), note)
+    if kind == "forms":
+        rows: list[dict[str, Cell]] = [
+            {
+                "form of the layer with C": (form, {"form": form}),
+                "largest difference to X (W + C), relative": (f"{found.error:.1e}", {"error": found.error}),
+            }
+            for form, found in counted.items()
+            if form != "original"
+        ]
+        notes = (note, "The figure is a diagram of a layer with C added; these are the forms it stands for.")
+        yield Table.of("s-f1", "S-F1: the forms of a layer with C are the same", rows, notes)
+
+
+Formula = tuple[str, float | None]
+UNKNOWN: Formula = (MISSING, None)
+
+
+def _line(
+    label: str, plain: Formula, spectral: Formula, found: Sequence[float], digits: str, what: str = "elements"
+) -> dict[str, Cell]:
+    """What is counted in each form beside the paper's formula and number without and with C."""
+    row: dict[str, Cell] = {what: (label, {what: label})}
+    for name, (text, value) in (("original", plain), ("spectral", spectral)):
+        row[f"paper: {name}"] = (text if value is None else f"{text} = {value:{digits}}", {f"paper_{name}": value})
+    return row | {f"counted: {f}": (f"{value:{digits}}", {f: value}) for f, value in zip(FORMS, found, strict=True)}
+
+
+def _memory_table(size: HeadSize, counted: Sequence[Counted], note: str) -> Table:
+    weights, outputs = ("3Dd", 3 * size.width * size.head), ("3Nd", 3 * size.tokens * size.head)
+    rows = [
+        _line("trainable parameters", weights, weights, [form.parameters for form in counted], "d"),
+        _line("gradient storage", weights, weights, [form.gradients for form in counted], "d"),
+        _line("correction matrices", ("-", None), ("one constant", None), [form.correction for form in counted], "d"),
+        _line("activations", outputs, outputs, [form.activations for form in counted], "d"),
+        _line("peak memory of tensors, bytes", UNKNOWN, UNKNOWN, [form.peak_bytes for form in counted], "d"),
+        _line("time, microseconds", UNKNOWN, UNKNOWN, [1e6 * form.seconds for form in counted], ".0f"),
+    ]
+    return Table.of("s-t8", "S-T8: memory of one attention head", rows, (note,))
+
+
+def _flops_table(size: HeadSize, counted: Sequence[Counted], note: str) -> Table:
+    n, d, h = size.tokens, size.width, size.head
+    totals = [form.matmul_flops + form.elementwise for form in counted]
+    shares = [form.elementwise / form.matmul_flops for form in counted]
+    rows = [
+        _line("each of Q, K, V", ("2NDd", 2 * n * d * h), ("2NDd + Nd", 2 * n * d * h + n * h),
+              [total // 3 for total in totals], "d", "FLOPs"),
+        _line("total", ("6NDd", 6 * n * d * h), ("6NDd + 3Nd", 6 * n * d * h + 3 * n * h), totals, "d", "FLOPs"),
+        _line("more than the original", UNKNOWN, ("1 / (2D)", 1 / (2 * d)), shares, ".3%", "FLOPs"),
+    ]  # fmt: skip
+    notes = (
+        note,
+        "The paper counts one operation for each entry of the activation form; it takes a multiplication and an "
+        f"addition, so 6Nd = {6 * n * h} in all, counted here. The weight form adds 3Dd = {3 * d * h}, whatever N is.",
+    )
+    return Table.of("s-t9", "S-T9: forward FLOPs of the projections of one head", rows, notes)
+
+
+WIDTH, HEADS, DEVIATION, TOKENS = 768, 12, 0.02, 16
+ATTENTION = f"an attention of ViT-B's size (width {WIDTH}, {HEADS} heads, weights of deviation {DEVIATION})"
+
+
+def computed(what: str) -> tuple[bool, str]:
+    """Whether a claim holds, and the evidence: weights, theorem35, theorem38, memory, flops or folding.
+
+    It is computed when the page is made, on a real attention.
+    """
+    known = {
+        "weights": _weights, "theorem35": _theorem35, "theorem38": _theorem38, "memory": _memory, "flops": _flops,
+        "folding": _folding,
+    }  # fmt: skip
+    return known[what]()
+
+
+def _attention() -> tuple[nn.MultiheadAttention, Tensor]:
+    """An attention as ViT-B starts, and layer-normed tokens."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng(devices=()):
+        attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    with torch.no_grad():
+        for weight in (attention.in_proj_weight, attention.out_proj.weight):
+            weight.normal_(std=DEVIATION, generator=generator)
+    tokens = torch.randn(1, TOKENS, WIDTH, generator=generator)
+    return attention, nn.functional.layer_norm(tokens, (WIDTH,))
+
+
+def _conditioned(attention: nn.MultiheadAttention, method: str, **options: Any) -> nn.MultiheadAttention:
+    made = copy.deepcopy(attention)
+    with warnings.catch_warnings():  # lambda = 10 saturates the softmax, which is not the question
+        warnings.simplefilter("ignore", NumericalWarning)
+        condition_(made, method, **options)
+    return made
+
+
+@torch.no_grad()
+def _used_weights(attention: nn.MultiheadAttention) -> list[Tensor]:
+    """Every head's Q, K and V, as the forward pass uses them."""
+    [site] = find_attention(attention)
+    return [site.slots[role].read() for role in "qkv"]
+
+
+def _kappas(attention: nn.MultiheadAttention) -> Tensor:
+    return torch.cat([torch.linalg.cond(weight.double()) for weight in _used_weights(attention)])
+
+
+def _run(attention: nn.MultiheadAttention, tokens: Tensor) -> Tensor:
+    output: Tensor = attention(tokens, tokens, tokens, need_weights=False)[0]
+    return output
+
+
+def _weights() -> tuple[bool, str]:
+    attention, _ = _attention()
+    before, after = _kappas(attention), _kappas(_conditioned(attention, "identity", lam=LAM))
+    lower = int((after < before).sum())
+    evidence = (
+        f"condition_ on {ATTENTION}: lower in {lower} of {len(before)} matrices of a head, largest {before.max():.3g} "
+        f"before and {after.max():.3g} after; with sigma_max below lambda it is at most (lambda + sigma_max) / "
+        "(lambda - sigma_max)"
+    )
+    return lower == len(before), evidence
+
+
+def _theorem35() -> tuple[bool, str]:
+    attention, _ = _attention()
+    with torch.no_grad():  # a head without full rank, where the bound is reached
+        attention.in_proj_weight[1] = attention.in_proj_weight[0]
+    after = _kappas(_conditioned(attention, "polar"))
+    above = int((after > 2 * (1 + 1e-5)).sum())
+    evidence = (
+        f"condition_ on {ATTENTION}, one head rank-deficient: {above} of {len(after)} matrices of a head are above 2, "
+        f"the largest has {after.max():.3f}; it is computed at every step, so that training cannot change it"
+    )
+    return above == 0, evidence
+
+
+def _theorem38() -> tuple[bool, str]:
+    """A = diag(-1.9, 0.1) and lambda = 2 meet the printed hypothesis."""
+    a, lam = torch.diag(torch.tensor([-1.9, 0.1], dtype=torch.float64)), 2.0
+    met = theorem38_printed(a, lam, strict=False).applies
+    before, after = (float(torch.linalg.cond(m)) for m in (a, a + lam * torch.eye(2, dtype=torch.float64)))
+    evidence = (
+        f"A = diag(-1.9, 0.1) with lambda = 2 {'meets' if met else 'does not meet'} the hypothesis, and the condition "
+        f"number goes from {before:.3g} to {after:.3g}; it needs lambda > sigma_max (kappa + 1) / (kappa - 1)"
+    )
+    return not (met and after > before), evidence
+
+
+def _memory() -> tuple[bool, str]:
+    attention, tokens = _attention()
+    conditioned = _conditioned(attention, "identity", lam=LAM)
+    counts = []
+    for module in (attention, conditioned):
+        _run(module, tokens).sum().backward()
+        trained = [p for p in module.parameters() if p.requires_grad]
+        counts.append((sum(p.numel() for p in trained), sum(p.grad.numel() for p in trained if p.grad is not None)))
+    pairs = zip(_used_weights(attention), _used_weights(conditioned), strict=True)
+    entries = torch.cat([(after - before).flatten() for before, after in pairs]).unique().tolist()
+    constants = sorted({round(x, 4) for x in entries if abs(x) > 1e-4})
+    evidence = (
+        f"condition_ on {ATTENTION}: {counts[0][0]:,} trainable parameters and {counts[0][1]:,} gradients without, "
+        f"{counts[1][0]:,} and {counts[1][1]:,} with it; the non-zero entries of C have "
+        f"{len(constants)} value{'s' if len(constants) != 1 else ''} ({', '.join(f'{x:g}' for x in constants)})"
+    )
+    return counts[0] == counts[1] and len(constants) == 1, evidence
+
+
+def _flops() -> tuple[bool, str]:
+    size = SIZES["paper"]
+    counted = Forms(size).count("activation")
+    # A multiplication and an addition for each entry; the paper counts them as one.
+    as_one, both = counted.elementwise / 2 / counted.matmul_flops, counted.elementwise / counted.matmul_flops
+    evidence = (
+        f"counted for {size}: {as_one:.3%} with one operation an entry (1 / (2D) = {1 / (2 * size.width):.3%}), "
+        f"{both:.3%} with the multiplication and the addition"
+    )
+    return abs(as_one * 2 * size.width - 1) < 1e-9, evidence
+
+
+@torch.no_grad()
+def _folding() -> tuple[bool, str]:
+    attention, tokens = _attention()
+    conditioned = _conditioned(attention, "identity", lam=LAM)
+    wanted = _run(conditioned, tokens)
+    fold_(conditioned)
+    error = float((_run(conditioned, tokens) - wanted).abs().max() / wanted.abs().max())
+    counts = []
+    for module in (attention, conditioned):
+        with FlopCounterMode(display=False) as flops:
+            _run(module, tokens)
+        counts.append(flops.get_total_flops())
+    plain = type(conditioned) is type(attention) and list(conditioned.state_dict()) == list(attention.state_dict())
+    evidence = (
+        f"fold_ on {ATTENTION}: class and state-dict keys {'are' if plain else 'are not'} those of the plain module, "
+        f"{counts[1]:,} FLOPs against {counts[0]:,}; "
+        f"{'its output is that of the conditioned module' if error < 1e-5 else f'its output differs by {error:.0e}'}"
+    )
+    return plain and counts[0] == counts[1] and error < 1e-5, evidence
