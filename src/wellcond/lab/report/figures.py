@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -59,6 +59,8 @@ class Panel:
     """Fixed range of values, where panels must be comparable."""
     x_label: str = ""
     """Of a horizontal axis of its own, which shows the steps of the points as values that were tried."""
+    chosen: Mapping[str, float] = field(default_factory=dict)
+    """By series, the step whose point is drawn larger."""
 
     def by_series(self) -> dict[str, dict[str, list[Row]]]:
         """Points by series and seed, in the order in which they were made."""

@@ -117,13 +117,19 @@ def _line_plot(figure: Figure, panel: Panel) -> Plot:
         told = {0: "not in any mean", 1: "1 seed"}.get(count, f"mean of {count} seeds")
         for rows in means[:1] or seeds.values():
             shown = [row for row in rows if math.isfinite(figure.x(row))]
+            size = 5 if count else 3
+            sizes = (
+                [2 * size if row.step == panel.chosen[series] else size for row in shown]
+                if series in panel.chosen
+                else size
+            )
             lines.append(
                 {
                     "type": "scatter", "mode": "lines+markers" if len(shown) <= 40 else "lines",
                     "x": rounded(map(figure.x, shown)), "y": rounded(row.value for row in shown),
                     "name": safe(series), "meta": place,
                     "line": {"color": colour, "width": 2 if count else 1.3, "dash": dash},
-                    "marker": {"size": 5 if count else 3, "color": colour},
+                    "marker": {"size": sizes, "color": colour},
                     "hovertemplate": f"<b>{safe(series)}</b><br>{safe(x_label)} %{{x}}<br>{safe(panel.y_label)} "
                     f"%{{y:.4~g}}<br>{told}<extra></extra>",
                 }

@@ -128,10 +128,11 @@ def _draw_trace(canvas: Any, ax: Any, trace: Plot) -> None:
         colour, opacity = _colour(trace["fillcolor"])
         ax.fill(x, y, color=colour, alpha=opacity, linewidth=0)
     elif "lines" in trace["mode"]:
-        line, mark = trace["line"], trace.get("marker")
-        dots = {"marker": "o", "markersize": mark["size"] / 2} if mark and "markers" in trace["mode"] else {}
+        line = trace["line"]
         look = {"linestyle": LINES[line["dash"]], "linewidth": 0.8 * line["width"]}
-        ax.plot(x, y, color=_colour(line["color"])[0], **look, **dots)
+        ax.plot(x, y, color=_colour(line["color"])[0], **look)
+        if "markers" in trace["mode"]:
+            _draw_marks(ax, trace, x, y)
     else:
         _draw_marks(ax, trace, x, y)
 

@@ -183,15 +183,22 @@ def _point(row: Mapping[str, Any]) -> TunedPoint:
 def tuning_figure(comparison: Comparison, tuning: Tuning) -> Figure:
     """Score over every tuned field, a panel each."""
     label = f"{tuning.metric.label}, evaluation split"
-    panels = (Panel(field, "", label, _rows(tuning, field), x_label=field) for field in tuning.fields)
+    panels = (
+        Panel(field, "", label, _rows(tuning, field), x_label=field, chosen=_chosen(tuning, field))
+        for field in tuning.fields
+    )
     profile = " Each point is the best over the other fields." if len(tuning.fields) > 1 else ""
     caption = (
         f"Lines are means over the tuning seeds ({', '.join(tuning.seeds)}), bands are one standard deviation. A line "
-        f"ends or breaks where a run diverged; the table has the values that were chosen.{profile}"
+        f"ends or breaks where a run diverged; large dots are the values that were chosen.{profile}"
     )
     over = " and ".join(tuning.fields).replace("optimizer.lr", "learning rate")
     title = f"{tuning.metric.name.capitalize()} over {over}"
     return Figure("tuning", "Tuning", title, caption, "lines", tuple(panels), comparison.methods, comparison.scale)
+
+
+def _chosen(tuning: Tuning, field: str) -> dict[str, float]:
+    return {method.label: method.best.values[field] for method in tuning.methods if field in method.best.values}
 
 
 def _rows(tuning: Tuning, field: str) -> list[Row]:
