@@ -22,7 +22,7 @@ from wellcond.lab.data import (
     resolve_config,
 )
 from wellcond.lab.data.base import SOURCES
-from wellcond.lab.data.sources.digits import load_digits
+from wellcond.lab.data.digits import load_digits
 
 
 class Recipe(BaseModel):

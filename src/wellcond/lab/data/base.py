@@ -239,7 +239,7 @@ def leave_interrupts_to_parent(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-# Sources by name; a new source is one file in `sources`, or one decorated function anywhere.
+# Sources by name; a new source is one decorated function anywhere.
 
 
 class SourceConfig(Settings):

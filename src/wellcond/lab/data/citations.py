@@ -23,7 +23,7 @@ from wellcond.lab.data.base import (
     register_source,
     report_progress,
 )
-from wellcond.lab.data.disk import find_folder, require_file
+from wellcond.lab.data.disk import find_path, require
 from wellcond.lab.seeding import generator
 
 CLASS_NAMES = ("unrelated", "related")
@@ -73,9 +73,9 @@ class AanPairsConfig(SourceConfig):
 @register_source(AanPairsConfig)
 def load_aan_pairs(config: AanPairsConfig, base: Path) -> Data:
     """Check every row of the three files; `eval` is evaluated on, and `test` is the test split."""
-    folder = find_folder(config.path, base)
+    folder = find_path(config.path, base)
     limits = {"train": config.limit_train, "eval": config.limit_evaluation, "test": config.limit_test}
-    files = {name: require_file(folder / f"new_aan_pairs.{name}.tsv") for name in limits}
+    files = {name: require(folder / f"new_aan_pairs.{name}.tsv") for name in limits}
     train, evaluation, test = (_read_aan(file, config.max_bytes, limits[name]) for name, file in files.items())
     description = (
         f"paper pairs of the Long Range Arena, the first {config.max_bytes} bytes of each text: "
@@ -139,14 +139,12 @@ def load_citation_pairs(config: CitationPairsConfig, base: Path) -> Data:
 
     Papers without text (only blanks) are left out with their pairs, and counted in the description.
     """
-    folder = find_folder(config.path, base)
-    documents = _read_documents(require_file(folder / "docs_first4100B.json"))
+    folder = find_path(config.path, base)
+    documents = _read_documents(require(folder / "docs_first4100B.json"))
     numbers = {paper: number for number, paper in enumerate(documents)}
     texts = [text.encode("utf-8", "replace") for text in documents.values()]
     blank = {numbers[paper] for paper, text in documents.items() if not text.strip()}
-    citing, cocited = (
-        _read_pairs(require_file(folder / f"{name}_pairs.tsv"), numbers) for name in ("citation", "cocited")
-    )
+    citing, cocited = (_read_pairs(require(folder / f"{name}_pairs.tsv"), numbers) for name in ("citation", "cocited"))
     chosen = {"citing": citing, "cocited": cocited, "both": citing + cocited}[config.positives]
     # Of a pair in both directions the first.
     different = {_unordered(pair): pair for pair in reversed(chosen)}

@@ -31,7 +31,7 @@ from wellcond.lab.data.base import (
     register_source,
     report_progress,
 )
-from wellcond.lab.data.disk import find_folder, require_file
+from wellcond.lab.data.disk import find_path, require
 from wellcond.lab.data.generated import Generated, GeneratorOptions, register_generator
 
 OPERATORS = ("MIN", "MAX", "MED", "SM")
@@ -259,8 +259,8 @@ class LraListOpsConfig(SourceConfig):
 @register_source(LraListOpsConfig)
 def load(config: LraListOpsConfig, base: Path) -> Data:
     """The tokens of the generator `listops`; every answer is computed and compared with the one in the file."""
-    folder = find_folder(config.path, base)
-    files = [require_file(folder / f"basic_{name}.tsv") for name in ("train", "val", "test")]
+    folder = find_path(config.path, base)
+    files = [require(folder / f"basic_{name}.tsv") for name in ("train", "val", "test")]
     train, evaluation, test = (_read_file(file, config.max_length) for file in files)
     sizes = f"{describe_sizes(train, evaluation, CLASS_NAMES)}, {len(test)} test examples"
     description = f"ListOps of the Long Range Arena, from its files: {sizes}"

@@ -1,4 +1,4 @@
-"""Tables of `datasets` as data, for the sources `hub` and `files`: which column is what, labels, rows as a dataset."""
+"""Tables of `datasets` as data: which column is what, labels, rows as a dataset."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from wellcond.errors import MissingExtraError
 from wellcond.lab.data.base import (
     Data,
     DataError,
@@ -24,7 +25,6 @@ from wellcond.lab.data.base import (
     draw_subset,
     listed,
 )
-from wellcond.lab.data.disk import import_datasets
 from wellcond.lab.data.images import decode_image, read_image
 
 INPUT_NAMES = ("image", "img", "text", "sentence")
@@ -160,11 +160,32 @@ class TableDataset:
         )
 
 
+def import_datasets() -> Any:
+    """The module `datasets`.
+
+    Raises:
+        MissingExtraError: it is not installed.
+        DataError: it is older than version 4, the first that cannot run a data set's own script.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingExtraError("datasets", "train") from error
+    if int(datasets.__version__.split(".")[0]) < 4:
+        raise DataError(
+            "the datasets library is too old: it may run code that comes with a data set.",
+            expected="datasets>=4.0",
+            found=f"datasets {datasets.__version__}",
+            todo="Run: pip install 'datasets>=4.0'",
+        )
+    return datasets
+
+
 def load_tables(
     name: str,
-    tables: Mapping[str, Table],
-    train: str,
-    evaluation: str,
+    train: Table,
+    evaluation: Table | None,
+    others: Mapping[str, Table],
     config: TableConfig,
     *,
     origin: str,
@@ -173,38 +194,41 @@ def load_tables(
     seed: int = 0,
     limit_test: int | None = None,
 ) -> Data:
-    """Check columns and labels of every table; with `fraction`, that share of the training table is evaluated on.
+    """Check columns and labels of every table; without an evaluation table, a fraction of the training table is taken.
 
     Raises:
         DataError: a column, a label or a text is not as expected, or a table has no rows.
     """
-    for table in tables.values():
+    tables = {"train": train, **({} if evaluation is None else {"evaluation": evaluation})}
+    for table in (*tables.values(), *others.values()):
         if len(table) == 0:
             raise DataError(f"{table.name}: there are no rows.", expected="rows", found="none", todo="Check the file.")
     label = config.label
     if label == "auto":
-        label = next((name for name in LABEL_NAMES if name in tables[train].data.column_names), None)
-    columns = _input_columns(tables[train], config.input, label)
-    kind = _kind(tables[train], columns, kind)
+        label = next((name for name in LABEL_NAMES if name in train.data.column_names), None)
+    columns = _input_columns(train, config.input, label)
+    kind = _kind(train, columns, kind)
     classed = label is not None and config.label_kind == "class"
-    classes = _read_classes(tables[train], label, config.class_names) if classed else None  # type: ignore[arg-type]
-    made, notes = {}, []
-    for split, table in tables.items():
-        data = _input_data(table, columns, kind)
-        labels = _labels(table, label, classes, needed=split in (train, evaluation))
-        made[split] = TableDataset(data, kind, columns, labels)
+    classes = _read_classes(train, label, config.class_names) if classed else None  # type: ignore[arg-type]
+    notes: list[str] = []
+
+    def dataset(split: str, table: Table, *, needed: bool) -> TableDataset:
+        data, labels = _input_data(table, columns, kind), _labels(table, label, classes, needed=needed)
         empty = _count_empty_texts(table, columns) if kind == "text" else 0
-        notes += [f"{empty} empty texts in {split!r}"] if empty else []
-    trained, evaluated = made[train], made[evaluation]
+        notes.extend([f"{empty} empty texts in {split!r}"] if empty else [])
+        return TableDataset(data, kind, columns, labels)
+
+    made = {split: dataset(split, table, needed=True) for split, table in tables.items()}
+    further = {split: dataset(split, table, needed=False) for split, table in others.items()}
+    trained = made["train"]
     if fraction is not None:
-        rows, others = draw_fraction(trained, fraction, seed=seed, what=tables[train].name)
-        trained, evaluated = trained.take(rows), evaluated.take(others)
-    trained, evaluated = trained.limit(config.limit_train), evaluated.limit(config.limit_evaluation)
-    if "test" in made:
-        made["test"] = made["test"].limit(limit_test)
+        rows, aside = draw_fraction(trained, fraction, seed=seed, what=train.name)
+        trained, made["evaluation"] = trained.take(rows), trained.take(aside)
+    trained, evaluated = trained.limit(config.limit_train), made["evaluation"].limit(config.limit_evaluation)
+    if "test" in further:
+        further["test"] = further["test"].limit(limit_test)
     names = None if classes is None else classes.names
     description = "; ".join([f"{name} from {origin}: {describe_sizes(trained, evaluated, names)}", *notes])
-    further = {split: dataset for split, dataset in made.items() if split not in (train, evaluation)}
     return Data(name, kind, trained, evaluated, names, description, further)
 
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, Protocol
 
 import numpy as np
@@ -18,12 +19,11 @@ from pydantic import BeforeValidator, Field, PositiveInt
 
 from wellcond.errors import MissingExtraError
 from wellcond.lab.data.base import DataError, Dataset, report_progress
-from wellcond.lab.data.disk import CacheEntry, canonical_json
+from wellcond.lab.data.disk import cached_folder, canonical_json
 from wellcond.lab.data.tables import TableDataset
 from wellcond.lab.settings import Settings
 
-VERSION = 2
-TOKENS, COUNTS = "tokens.bin", "tokens.json"
+VERSION = 3
 FIRST_ROWS, MOST_ROWS = 256, 16384
 CHARACTERS = 2**21
 """Size that batches aim at: enough for a tokeniser to keep every core busy."""
@@ -298,24 +298,16 @@ def open_token_stream(
         "tokenizer": tokenizer.fingerprint,
         "limit_tokens": limit_tokens,
     }
-    entry = CacheEntry("tokens", made_from)
-    dtype = id_type(tokenizer.vocabulary_size)
 
-    def find() -> Counts | None:
-        about, path = entry.read(COUNTS), entry.find(TOKENS)
-        if about is None or path is None:
-            return None
-        counts = Counts(**json.loads(about))
-        return counts if path.stat().st_size == counts.tokens * dtype.itemsize else None
-
-    def make() -> Counts:
-        with entry.adding(TOKENS) as file:
+    def make(folder: Path) -> None:
+        with open(folder / "tokens.bin", "wb") as file:
             counts = _tokenise(dataset, tokenizer, limit_tokens, file, what)
-        entry.write(COUNTS, canonical_json(asdict(counts)).encode())
-        return counts
+        (folder / "tokens.json").write_text(json.dumps(asdict(counts)))
 
-    counts = entry.find_or_make(find, make, f"tokenising {what}")
-    return TokenStream(np.memmap(entry.folder / TOKENS, dtype, mode="r", shape=(counts.tokens,)), counts)
+    folder = cached_folder("tokens", made_from, make, f"tokenising {what}")
+    counts = Counts(**json.loads((folder / "tokens.json").read_text()))
+    dtype = id_type(tokenizer.vocabulary_size)
+    return TokenStream(np.memmap(folder / "tokens.bin", dtype, mode="r", shape=(counts.tokens,)), counts)
 
 
 def _tokenise(dataset: Dataset, tokenizer: Tokenizer, limit_tokens: int | None, file: BinaryIO, what: str) -> Counts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from wellcond.files import read_regular
-from wellcond.lab.data.base import DataError, Dataset, files_or_folders, listed, report_progress
-from wellcond.lab.data.disk import MIRROR_VARIABLE, CacheEntry, mirror_roots
+from wellcond.lab.data.base import DataError, Dataset, files_or_folders, report_progress
+from wellcond.lab.data.disk import cached_folder, find_path
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tokenizers.base import (
     SPECIAL,
@@ -28,7 +27,7 @@ from wellcond.lab.tokenizers.base import (
 )
 
 TOKENIZER, VOCABULARY, MERGES, WORDS = "tokenizer.json", "vocab.json", "merges.txt", "vocab.txt"
-VERSION = 2
+VERSION = 3
 WORD_PIECE_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 BYTE_PAIR_SPECIAL = ("<|endoftext|>",)
 ALPHABET = 1000
@@ -61,19 +60,7 @@ def chosen_tokenizer(choice: TokenizerFile, base: Path) -> LibraryTokenizer:
         DataError: it is in neither, or cannot be read.
         RecipeError: it is not the one of `sha256`.
     """
-    # A name may not lead out of a mirror.
-    inside = not Path(choice.file).is_absolute() and not {"..", "~"} & set(Path(choice.file).parts)
-    roots = mirror_roots() if inside else []
-    local = (base / Path(os.path.expanduser(choice.file))).absolute()
-    path = next((path for path in (local, *(root / choice.file for root in roots)) if path.exists()), None)
-    if path is None:
-        there = files_or_folders(local.parent.iterdir()) if local.parent.is_dir() else "nothing: no such folder"
-        raise DataError(
-            f"{local}: no such file or folder.",
-            expected=f"the tokeniser that 'task.tokenizer.file' names, or one of that name in {MIRROR_VARIABLE}",
-            found=f"in {local.parent}: {there}; {MIRROR_VARIABLE}: {listed(roots)}",
-            todo="Correct 'task.tokenizer.file'; relative paths start at the recipe's folder.",
-        )
+    path = find_path(choice.file, base, "task.tokenizer.file")
     tokenizer = read_tokenizer(path, lower_case=choice.lower_case)
     if choice.sha256 not in (None, tokenizer.fingerprint):
         raise RecipeError(
@@ -187,14 +174,12 @@ def trained_tokenizer(settings: TrainedTokenizer, dataset: Dataset, what: str) -
         "text": text_fingerprint(dataset),
         "settings": settings.model_dump(mode="json"),
     }
-    entry = CacheEntry("tokenizers", made_from)
 
-    def make() -> bytes:
-        entry.write(TOKENIZER, content := _train(settings, _Texts(dataset, settings.documents, what), what).encode())
-        return content
+    def make(folder: Path) -> None:
+        (folder / TOKENIZER).write_text(_train(settings, _Texts(dataset, settings.documents, what), what))
 
-    content = entry.find_or_make(lambda: entry.read(TOKENIZER), make, f"training a tokeniser on {what}")
-    return LibraryTokenizer(library.Tokenizer.from_str(content.decode()))
+    folder = cached_folder("tokenizers", made_from, make, f"training a tokeniser on {what}")
+    return LibraryTokenizer(library.Tokenizer.from_str((folder / TOKENIZER).read_text()))
 
 
 class _Texts:

@@ -22,7 +22,7 @@ from wellcond.lab.data.base import (
     register_source,
     report_progress,
 )
-from wellcond.lab.data.disk import find_folder, require_file
+from wellcond.lab.data.disk import find_path, require
 from wellcond.lab.data.images import decode_image, to_channels
 from wellcond.lab.data.pathfinder.scenes import CLASS_NAMES
 
@@ -50,9 +50,9 @@ class PathfinderFolderConfig(SourceConfig):
 @register_source(PathfinderFolderConfig)
 def load(config: PathfinderFolderConfig, base: Path) -> Data:
     """Read everything, check it, and split it."""
-    folder = find_folder(config.path, base)
+    folder = find_path(config.path, base)
     file, difficulty = config.file, config.difficulty
-    whole = _read_images(folder / difficulty) if file is None else _read_arrays(require_file(folder / file, "file"))
+    whole = _read_images(folder / difficulty) if file is None else _read_arrays(require(folder / file, field="file"))
     if len(whole) < FEWEST:
         raise DataError(
             f"{folder}: too few images in {file or difficulty}.",

@@ -33,7 +33,7 @@ from wellcond.lab.data.base import (
     listed,
     register_source,
 )
-from wellcond.lab.data.disk import find_folder, require_file, require_folder
+from wellcond.lab.data.disk import find_path, require
 from wellcond.lab.data.images import decode_image, read_image, to_channels
 from wellcond.lab.settings import Settings, list_problems
 from wellcond.run_lengths import read_counts
@@ -331,7 +331,7 @@ class CocoDataset:
 @register_source(CocoConfig)
 def load(config: CocoConfig, base: Path) -> Data:
     """Check all annotations and that every image is there; images are decoded when asked for."""
-    root = find_folder(config.path, base)
+    root = find_path(config.path, base)
     train, evaluation = (
         _open(root, part, field, training=field == "train")
         for field, part in (("train", config.train), ("evaluation", config.evaluation))
@@ -374,8 +374,8 @@ def load(config: CocoConfig, base: Path) -> Data:
 
 
 def _open(root: Path, part: CocoPart, field: str, *, training: bool) -> CocoDataset:
-    folder = require_folder(root / part.images, f"{field}.images")
-    path = require_file(root / part.annotations, f"{field}.annotations")
+    folder = require(root / part.images, "folder", f"{field}.images")
+    path = require(root / part.annotations, field=f"{field}.annotations")
     content = read_coco(path, training=training)
     missing = [image for image in content["images"] if not (folder / image["file_name"]).is_file()]
     if missing:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from wellcond.errors import MissingExtraError
 from wellcond.lab.data.base import DataError, files_or_folders
-from wellcond.lab.data.sources.files import BUILDERS
+from wellcond.lab.data.files import BUILDERS
 from wellcond.lab.load_recipe import set_field
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe

@@ -23,7 +23,7 @@ from wellcond.lab.data.base import (
     listed,
     register_source,
 )
-from wellcond.lab.data.disk import find_folder, require_folder
+from wellcond.lab.data.disk import find_path, require
 from wellcond.lab.data.images import decode_image, import_pil, picture_formats, read_image
 
 EVALUATION_NAMES = ("val", "validation", "test")
@@ -80,7 +80,7 @@ class ImageFiles:
 @register_source(ImageFolderConfig)
 def load(config: ImageFolderConfig, base: Path) -> Data:
     """List the images; classes are sorted by name and must be the same in every split."""
-    root = find_folder(config.path, base)
+    root = find_path(config.path, base)
     splits = [name for name in ("train", *EVALUATION_NAMES) if (root / name).is_dir()]
     train, fraction = config.train or ("train" if splits else "."), config.evaluation_fraction
     usual = [name for name in splits if name not in ("train", train)]
@@ -97,7 +97,7 @@ def load(config: ImageFolderConfig, base: Path) -> Data:
     names = dict.fromkeys([train, evaluation, *usual])
     # Folders are compared before any is searched: a data set of millions of files takes minutes to list.
     classes = {
-        name: _classes(require_folder(root / name, {train: "train", evaluation: "evaluation"}.get(name)))
+        name: _classes(require(root / name, "folder", {train: "train", evaluation: "evaluation"}.get(name)))
         for name in names
     }
     for name in names:
