@@ -19,11 +19,12 @@ from wellcond.lab.data.base import (
     check_index,
     describe_sizes,
     draw_subset,
+    find_path,
     listed,
     register_source,
     report_progress,
+    require,
 )
-from wellcond.lab.data.disk import find_path, require
 from wellcond.lab.seeding import generator
 
 CLASS_NAMES = ("unrelated", "related")

@@ -1,4 +1,4 @@
-"""Data on this machine: files, mirrors of the hub, and a cache of what can be made again.
+"""Files that a recipe names, mirrors of the hub, and a cache of what can be made again.
 
 The root of the cache is WELLCOND_CACHE, else wellcond in XDG_CACHE_HOME, else ~/.cache/wellcond; any folder in it may
 be deleted while nothing runs. Reading needs neither a lock nor write access.
@@ -16,16 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from wellcond.errors import WellcondError
-from wellcond.lab.data.base import DataError, files_or_folders, listed, report_progress
+from wellcond.lab.data.base import MIRROR_VARIABLE, DataError, mirror_roots, report_progress, require, resolve_path
 
-MIRROR_VARIABLE = "WELLCOND_DATA"
 POLL_SECONDS = 0.2
-
-
-def mirror_roots() -> list[Path]:
-    """Folders with local copies of data sets, from the variable."""
-    roots = os.environ.get(MIRROR_VARIABLE, "").split(os.pathsep)
-    return [Path(os.path.expanduser(root)).absolute() for root in roots if root]
 
 
 def find_in_mirror(name: str) -> Path | None:
@@ -44,59 +37,6 @@ def find_in_mirror(name: str) -> Path | None:
                 todo=f"Correct or unset {MIRROR_VARIABLE}.",
             )
     return next((root / name for root in roots if (root / name).is_dir()), None)
-
-
-def searched_mirrors() -> str:
-    """Where a data set was looked for, as an error says it."""
-    roots = mirror_roots()
-    return f"not in the mirror {listed(roots)}" if roots else f"{MIRROR_VARIABLE} is not set"
-
-
-def resolve_path(path: str, base: Path) -> Path:
-    """A path of a recipe, whose relative paths start at its folder."""
-    return (base / Path(os.path.expanduser(path))).absolute()
-
-
-def find_path(path: str, base: Path, field: str = "path") -> Path:
-    """The file or folder that a field of a recipe names: from the recipe's folder, or else by name in a mirror.
-
-    Raises:
-        DataError: it is in neither.
-    """
-    local = resolve_path(path, base)
-    # A name may not lead out of the mirror.
-    within = not Path(path).is_absolute() and not {"..", "~"} & set(Path(path).parts)
-    for found in (local, *(root / path for root in mirror_roots() if within)):
-        if found.exists():
-            return found
-    raise DataError(
-        f"{local}: no such file or folder.",
-        expected=f"what '{field}' names, or an entry of that name in a mirror that {MIRROR_VARIABLE} names",
-        found=f"{contents(local.parent)}; {searched_mirrors()}",
-        todo=f"Correct '{field}'; relative paths start at the recipe's folder.",
-    )
-
-
-def contents(folder: Path) -> str:
-    """What a folder holds, as an error says it."""
-    there = files_or_folders(folder.iterdir()) if folder.is_dir() else "nothing: that folder is missing too"
-    return f"in {folder}: {there}"
-
-
-def require(path: Path, kind: str = "file", field: str | None = None) -> Path:
-    """The path of a file or a folder, if it is there; `field` of the recipe names it.
-
-    Raises:
-        DataError: it is not; lists its folder.
-    """
-    if path.is_file() if kind == "file" else path.is_dir():
-        return path
-    raise DataError(
-        f"{path}: no such {kind}.",
-        expected=f"the {kind} that '{field}' names" if field else f"this {kind} of the data set",
-        found=contents(path.parent),
-        todo=f"Correct '{field}'." if field else "Correct 'path', or copy the whole data set.",
-    )
 
 
 def find_files(patterns: str | list[str], base: Path, field: str) -> list[Path]:

@@ -18,8 +18,17 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from wellcond.lab.data.base import Data, DataError, listed, register_source
-from wellcond.lab.data.disk import MIRROR_VARIABLE, contents, find_files, find_in_mirror, resolve_path, searched_mirrors
+from wellcond.lab.data.base import (
+    MIRROR_VARIABLE,
+    Data,
+    DataError,
+    contents,
+    listed,
+    register_source,
+    resolve_path,
+    searched_mirrors,
+)
+from wellcond.lab.data.disk import find_files, find_in_mirror
 from wellcond.lab.data.tables import Part, Table, TableConfig, import_datasets, load_tables
 
 BUILDERS = {

@@ -20,10 +20,11 @@ from wellcond.lab.data.base import (
     describe_sizes,
     draw_fraction,
     files_or_folders,
+    find_path,
     listed,
     register_source,
+    require,
 )
-from wellcond.lab.data.disk import find_path, require
 from wellcond.lab.data.images import decode_image, import_pil, picture_formats, read_image
 
 EVALUATION_NAMES = ("val", "validation", "test")

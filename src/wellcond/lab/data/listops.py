@@ -27,11 +27,12 @@ from wellcond.lab.data.base import (
     SourceConfig,
     TensorDataset,
     describe_sizes,
+    find_path,
     listed,
     register_source,
     report_progress,
+    require,
 )
-from wellcond.lab.data.disk import find_path, require
 from wellcond.lab.data.generated import Generated, GeneratorOptions, register_generator
 
 OPERATORS = ("MIN", "MAX", "MED", "SM")

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from wellcond.files import read_regular
-from wellcond.lab.data.base import DataError, Dataset, files_or_folders, report_progress
-from wellcond.lab.data.disk import cached_folder, find_path
+from wellcond.lab.data.base import DataError, Dataset, files_or_folders, find_path, report_progress
+from wellcond.lab.data.disk import cached_folder
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tokenizers.base import (
     SPECIAL,

@@ -19,10 +19,11 @@ from wellcond.lab.data.base import (
     describe_sizes,
     draw_subset,
     files_or_folders,
+    find_path,
     register_source,
     report_progress,
+    require,
 )
-from wellcond.lab.data.disk import find_path, require
 from wellcond.lab.data.images import decode_image, to_channels
 from wellcond.lab.data.pathfinder.scenes import CLASS_NAMES
 

@@ -30,10 +30,11 @@ from wellcond.lab.data.base import (
     check_index,
     describe_sizes,
     draw_subset,
+    find_path,
     listed,
     register_source,
+    require,
 )
-from wellcond.lab.data.disk import find_path, require
 from wellcond.lab.data.images import decode_image, read_image, to_channels
 from wellcond.lab.settings import Settings, list_problems
 from wellcond.run_lengths import read_counts
