@@ -12,7 +12,7 @@ from wellcond.lab.reproduce.catalogue import SCALES, catalogue, find_entry
 from wellcond.lab.reproduce.listing import minutes_left, updates_per_run
 from wellcond.lab.reproduce.plan import PlanOptions, make_plan
 from wellcond.lab.reproduce.stored import Collection, StoredStudy, study_name
-from wellcond.lab.tasks.glue.benchmark import NAMES
+from wellcond.lab.tasks.glue.task import NAMES
 
 ABLATIONS = "lambda norm thm partial out vscale cost match scale vlayout gran mimetic roles qknorm ws".split()
 IDS = [

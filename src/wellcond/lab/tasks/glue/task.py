@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -32,12 +33,51 @@ from wellcond.lab.tasks.base import (
     need_kind,
     register_task,
 )
-from wellcond.lab.tasks.glue.benchmark import GlueName, find_task
 from wellcond.lab.tokenizers.base import LibraryTokenizer, Tokenizer, TokenizerChoice, import_tokenizers, text_columns
 from wellcond.lab.tokenizers.make import make_tokenizer
 
 MULTIPLE = 8
 """Batches are padded to a multiple of it, which suits the hardware."""
+HUB_ID = "nyu-mll/glue"
+GlueName = Literal["mnli", "sst2", "stsb", "rte", "qnli", "qqp", "mrpc", "cola"]
+"""The eight tasks that the papers report, in the order of their tables."""
+NAMES: tuple[str, ...] = get_args(GlueName)
+LARGEST_SIMILARITY = 5.0
+"""Labels of stsb are numbers from 0 to it."""
+
+
+@dataclass(frozen=True)
+class GlueTask:
+    """One task, named as its configuration on the hub."""
+
+    columns: tuple[str, ...]
+    """One sentence, or two."""
+    classes: tuple[str, ...] | None
+    """In the order of the labels; None where the label is a number."""
+    metrics: tuple[str, ...] = ("accuracy",)
+    """The first is what its column of the table shows."""
+    evaluation: str = "validation"
+    """Split that is scored: the labels of the test split are not public."""
+    further: str | None = None
+    """A second split to score, if the data have it."""
+
+
+_PAIR = ("sentence1", "sentence2")
+TASKS = {
+    "mnli": GlueTask(
+        ("premise", "hypothesis"),
+        ("entailment", "neutral", "contradiction"),
+        evaluation="validation_matched",
+        further="validation_mismatched",
+    ),
+    "sst2": GlueTask(("sentence",), ("negative", "positive")),
+    "stsb": GlueTask(_PAIR, None, ("pearson", "spearman")),
+    "rte": GlueTask(_PAIR, ("entailment", "not_entailment")),
+    "qnli": GlueTask(("question", "sentence"), ("entailment", "not_entailment")),
+    "qqp": GlueTask(("question1", "question2"), ("not_duplicate", "duplicate"), ("f1", "accuracy")),
+    "mrpc": GlueTask(_PAIR, ("not_equivalent", "equivalent"), ("f1", "accuracy")),
+    "cola": GlueTask(("sentence",), ("unacceptable", "acceptable"), ("matthews", "accuracy")),
+}
 
 
 class GlueSettings(Settings):
@@ -116,16 +156,17 @@ class Glue(AbstractTask):
     def __init__(self, settings: GlueSettings, context: TaskContext) -> None:
         """Encode all splits once."""
         data, self.settings, self.context = context.data, settings, context
-        self.glue = find_task(settings.task)
-        self.metric = Metric(self.glue.metric, higher_is_better=True, percent=True)
+        self.name, self.glue = settings.task, TASKS[settings.task]
+        self.num_labels = len(self.glue.classes or ("a number",))
+        self.metric = Metric(self.glue.metrics[0], higher_is_better=True, percent=True)
         need_kind(data, settings.name, "text")
         classes = self.glue.classes
         if classes is None:
             if data.train.labels is None or data.class_names is not None:
-                raise RecipeError(f"{self.glue.name}: expected labels that are numbers; set data.label_kind: number")
-        elif (found := need_classes(data, f"glue, {self.glue.name},")) != len(classes):
+                raise RecipeError(f"{self.name}: expected labels that are numbers; set data.label_kind: number")
+        elif (found := need_classes(data, f"glue, {self.name},")) != len(classes):
             raise RecipeError(
-                f"{self.glue.name}: expected {len(classes)} classes, {listed(classes)}; {data.name} has {found}"
+                f"{self.name}: expected {len(classes)} classes, {listed(classes)}; {data.name} has {found}"
             )
         what = f"{data.name}, training split"
         self.tokenizer = make_tokenizer(settings.tokenizer, data.train, what, context.base)
@@ -148,23 +189,22 @@ class Glue(AbstractTask):
             )
         for labels in (split.labels for split in splits):
             assert labels is not None
-            low, high = self.glue.limits
             if self.glue.classes is not None:
-                check_labels(labels, self.glue.num_labels, what)
-            elif len(wrong := ((labels < low) | (labels > high)).nonzero()):
+                check_labels(labels, self.num_labels, what)
+            elif len(wrong := ((labels < 0) | (labels > LARGEST_SIMILARITY)).nonzero()):
                 row = int(wrong[0])
                 raise RecipeError(
-                    f"{what}, row {row} (the first is 0): expected a label from {low:g} to {high:g}, found "
+                    f"{what}, row {row} (the first is 0): expected a label from 0 to {LARGEST_SIMILARITY:g}, found "
                     f"{labels[row]:g}"
                 )
-        return Sentences(splits, self.tokenizer, self.settings.length, f"{self.glue.name}, {name} split,")
+        return Sentences(splits, self.tokenizer, self.settings.length, f"{self.name}, {name} split,")
 
     def model_arguments(self, kind: str) -> dict[str, Any]:
         """Vocabulary, outputs, longest sequence and the padding token."""
         length = "length" if kind == "wellcond" else "max_position_embeddings"
         return {
             "vocab_size": self.tokenizer.vocabulary_size,
-            "num_labels": self.glue.num_labels,
+            "num_labels": self.num_labels,
             length: self.settings.length,
             "pad_token_id": self.tokenizer.special.pad,
         }
@@ -206,9 +246,9 @@ class Glue(AbstractTask):
             found = [(label, prediction) for part, label, prediction in records if part == wanted]
             sides.append(tuple(zip(*found, strict=True)) if found else ((), ()))  # type: ignore[arg-type]
         (labels, predictions), further = sides
-        values |= {name: score(name, labels, predictions) for name in (self.glue.metric, *self.glue.others)}
+        values |= {name: score(name, labels, predictions) for name in self.glue.metrics}
         if np.size(further[0]):
-            values[f"{self.glue.metric}_mismatched"] = score(self.glue.metric, *further)
+            values[f"{self.metric.name}_mismatched"] = score(self.metric.name, *further)
         return values | {"constant": float(len(np.unique(predictions)) == 1)}
 
     def probe(self, num_samples: int) -> dict[str, Tensor]:
