@@ -126,8 +126,7 @@ class Data:
 def check_index(index: int, length: int) -> int:
     """The index counted from the front.
 
-    Raises:
-        IndexError: outside of -length .. length - 1.
+    Raises: IndexError if outside of -length .. length - 1.
     """
     if not -length <= index < length:
         raise IndexError(f"index {index} of a split of {length} examples.")
@@ -152,8 +151,7 @@ def draw_subset(length: int, limit: int | None, *, seed: int = 0) -> Tensor | No
 def draw_fraction(dataset: Dataset, fraction: float, *, seed: int, what: str) -> tuple[Tensor, Tensor]:
     """Indices to train on and to evaluate on, drawn with a seed; of every class the same share, at most all but one.
 
-    Raises:
-        DataError: there are too few examples to evaluate on any; the message begins with `what`.
+    Raises: DataError if there are too few examples to evaluate on any; the message begins with `what`.
     """
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
     groups, labels = [order], dataset.labels
@@ -225,8 +223,7 @@ def resolve_path(path: str, base: Path) -> Path:
 def find_path(path: str, base: Path, field: str = "path") -> Path:
     """The file or folder that a field of a recipe names: from the recipe's folder, or else by name in a mirror.
 
-    Raises:
-        DataError: it is in neither.
+    Raises: DataError if it is in neither.
     """
     local = resolve_path(path, base)
     # A name may not lead out of the mirror.
@@ -251,8 +248,7 @@ def contents(folder: Path) -> str:
 def require(path: Path, kind: str = "file", field: str | None = None) -> Path:
     """The path of a file or a folder, if it is there; `field` of the recipe names it.
 
-    Raises:
-        DataError: it is not; lists its folder.
+    Raises: DataError if it is not; lists its folder.
     """
     if path.is_file() if kind == "file" else path.is_dir():
         return path

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from wellcond.errors import WellcondError
+from wellcond.errors import MissingExtraError, WellcondError
 from wellcond.lab.data.base import MIRROR_VARIABLE, DataError, mirror_roots, report_progress, require, resolve_path
 
 POLL_SECONDS = 0.2
@@ -24,8 +24,7 @@ POLL_SECONDS = 0.2
 def find_in_mirror(name: str) -> Path | None:
     """The first folder of this name in a mirror; None if there is none.
 
-    Raises:
-        DataError: the variable names a folder that does not exist.
+    Raises: DataError if the variable names a folder that does not exist.
     """
     roots = mirror_roots()
     for root in roots:
@@ -50,6 +49,27 @@ def find_files(patterns: str | list[str], base: Path, field: str) -> list[Path]:
         found = [path] if path.is_file() else sorted(Path(name) for name in glob.glob(str(path), recursive=True))
         files += [file for file in found if file.is_file()] or [require(path, field=field)]
     return files
+
+
+def import_datasets() -> Any:
+    """The module `datasets`.
+
+    Raises:
+        MissingExtraError: it is not installed.
+        DataError: it is older than version 4, the first that cannot run a data set's own script.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingExtraError("datasets", "train") from error
+    if int(datasets.__version__.split(".")[0]) < 4:
+        raise DataError(
+            "the datasets library is too old: it may run code that comes with a data set.",
+            expected="datasets>=4.0",
+            found=f"datasets {datasets.__version__}",
+            todo="Run: pip install 'datasets>=4.0'",
+        )
+    return datasets
 
 
 # The cache

@@ -28,8 +28,8 @@ from wellcond.lab.data.base import (
     resolve_path,
     searched_mirrors,
 )
-from wellcond.lab.data.disk import find_files, find_in_mirror
-from wellcond.lab.data.tables import Part, Table, TableConfig, import_datasets, load_tables
+from wellcond.lab.data.disk import find_files, find_in_mirror, import_datasets
+from wellcond.lab.data.tables import Part, Table, TableConfig, load_tables
 
 BUILDERS = {
     ".parquet": "parquet",

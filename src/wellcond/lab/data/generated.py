@@ -152,8 +152,7 @@ def load(config: GeneratedConfig, base: Path) -> Data:
 def make_split(config: GeneratedConfig, split: str, count: int) -> Generated:
     """The first `count` samples of a split; chunks come from the cache if they are there.
 
-    Raises:
-        DataError: inputs are to be distinct and hardly any new ones are found.
+    Raises: DataError if inputs are to be distinct and hardly any new ones are found.
     """
     name, entry = config.generator, GENERATORS[config.generator]
     options = entry.options_class.model_validate(config.options)

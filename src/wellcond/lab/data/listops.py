@@ -88,8 +88,7 @@ def listops(count: int, options: ListOpsOptions, generator: torch.Generator) -> 
     A node above `max_depth` (the root has depth 1) is an operator with probability 1/4, with 2 to `max_args` arguments,
     all numbers and operators alike likely; else a digit. Whole trees are drawn until enough have a length asked for.
 
-    Raises:
-        DataError: next to none has.
+    Raises: DataError if next to none has.
     """
     accepted = acceptance(options)
     if accepted < RAREST:
@@ -205,8 +204,7 @@ def _first_arguments(counts: np.ndarray) -> np.ndarray:
 def evaluate(tokens: Iterable[int]) -> int:
     """The answer of an expression.
 
-    Raises:
-        ValueError: the tokens are no expression.
+    Raises: ValueError if the tokens are no expression.
 
     Example:
         >>> evaluate(to_tokens("[SM 4 [MED 3 8 ] 7 ]"))
@@ -234,8 +232,7 @@ def evaluate(tokens: Iterable[int]) -> int:
 def to_tokens(text: str) -> list[int]:
     """Token ids of the symbols of a text; round brackets are ignored.
 
-    Raises:
-        ValueError: a symbol is unknown.
+    Raises: ValueError if a symbol is unknown.
 
     Example:
         >>> to_tokens("( ( ( [MAX 2 ) 9 ) ] )")

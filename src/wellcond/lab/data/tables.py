@@ -13,7 +13,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from wellcond.errors import MissingExtraError
 from wellcond.lab.data.base import (
     Data,
     DataError,
@@ -25,6 +24,7 @@ from wellcond.lab.data.base import (
     draw_subset,
     listed,
 )
+from wellcond.lab.data.disk import import_datasets
 from wellcond.lab.data.images import decode_image, read_image
 
 INPUT_NAMES = ("image", "img", "text", "sentence")
@@ -160,27 +160,6 @@ class TableDataset:
         )
 
 
-def import_datasets() -> Any:
-    """The module `datasets`.
-
-    Raises:
-        MissingExtraError: it is not installed.
-        DataError: it is older than version 4, the first that cannot run a data set's own script.
-    """
-    try:
-        import datasets
-    except ImportError as error:
-        raise MissingExtraError("datasets", "train") from error
-    if int(datasets.__version__.split(".")[0]) < 4:
-        raise DataError(
-            "the datasets library is too old: it may run code that comes with a data set.",
-            expected="datasets>=4.0",
-            found=f"datasets {datasets.__version__}",
-            todo="Run: pip install 'datasets>=4.0'",
-        )
-    return datasets
-
-
 def load_tables(
     name: str,
     train: Table,
@@ -196,8 +175,7 @@ def load_tables(
 ) -> Data:
     """Check columns and labels of every table; without an evaluation table, a fraction of the training table is taken.
 
-    Raises:
-        DataError: a column, a label or a text is not as expected, or a table has no rows.
+    Raises: DataError if a column, a label or a text is not as expected, or a table has no rows.
     """
     tables = {"train": train, **({} if evaluation is None else {"evaluation": evaluation})}
     for table in (*tables.values(), *others.values()):
@@ -364,10 +342,7 @@ def _read_classes(table: Table, column: str, declared: tuple[str, ...] | None) -
 
 
 def _class_labels(table: Table, column: str, classes: Classes) -> Tensor:
-    """Class number of every row, int64.
-
-    Raises: DataError if a label is missing, or not one of the classes.
-    """
+    """Class number of every row, int64; DataError if a label is missing, or not one of the classes."""
     values = _read_labels(table, column)
     known: dict[Any, int] = {name if classes.by_name else row: row for row, name in enumerate(classes.names)}
     for row, value in enumerate(values):
@@ -383,11 +358,7 @@ def _class_labels(table: Table, column: str, classes: Classes) -> Tensor:
 
 
 def _number_labels(table: Table, column: str) -> Tensor:
-    """Label of every row as a number, float64.
-
-    Raises:
-        DataError: a label is missing, not a number, or not finite.
-    """
+    """Label of every row as a number, float64; DataError if one is missing, no number, or not finite."""
     values = table.data[column][:]
     numbers = [float(value) if table.text_labels and NUMBER.fullmatch(value) else value for value in values]
     for row, number in enumerate(numbers):

@@ -19,7 +19,7 @@ from wellcond.lab.data.base import (
     register_source,
     report_progress,
 )
-from wellcond.lab.data.disk import cached_folder, find_files, find_in_mirror
+from wellcond.lab.data.disk import cached_folder, find_files, find_in_mirror, import_datasets
 from wellcond.lab.data.files import (
     NAME,
     builders_of,
@@ -30,7 +30,7 @@ from wellcond.lab.data.files import (
     reading,
     require_split,
 )
-from wellcond.lab.data.tables import Part, Table, TableDataset, import_datasets
+from wellcond.lab.data.tables import Part, Table, TableDataset
 
 VERSION = 3
 ROWS_AT_ONCE = 1000

@@ -49,10 +49,8 @@ class TokenizerFile(Settings):
     """A tokeniser that exists."""
 
     file: str
-    """tokenizer.json, vocab.txt, or a folder with one of them or with vocab.json and merges.txt; from the recipe's
-    folder, or by name in a mirror."""
-    lower_case: bool | None = None
-    """Of vocab.txt: whether texts are written in lower case first; null: if no word of it has a capital."""
+    """tokenizer.json, or a folder with it or with vocab.json and merges.txt; from the recipe's folder, or by name in a
+    mirror."""
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
     """Refuses any tokeniser but that of this fingerprint."""
 

@@ -26,7 +26,7 @@ from wellcond.lab.tokenizers.base import (
     text_fingerprint,
 )
 
-TOKENIZER, VOCABULARY, MERGES, WORDS = "tokenizer.json", "vocab.json", "merges.txt", "vocab.txt"
+TOKENIZER, VOCABULARY, MERGES = "tokenizer.json", "vocab.json", "merges.txt"
 VERSION = 3
 WORD_PIECE_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 BYTE_PAIR_SPECIAL = ("<|endoftext|>",)
@@ -61,7 +61,7 @@ def chosen_tokenizer(choice: TokenizerFile, base: Path) -> LibraryTokenizer:
         RecipeError: it is not the one of `sha256`.
     """
     path = find_path(choice.file, base, "task.tokenizer.file")
-    tokenizer = read_tokenizer(path, lower_case=choice.lower_case)
+    tokenizer = read_tokenizer(path)
     if choice.sha256 not in (None, tokenizer.fingerprint):
         raise RecipeError(
             f"task.tokenizer.sha256: {path} is another tokeniser: expected {choice.sha256}, found "
@@ -70,53 +70,32 @@ def chosen_tokenizer(choice: TokenizerFile, base: Path) -> LibraryTokenizer:
     return tokenizer
 
 
-def read_tokenizer(path: Path, *, lower_case: bool | None = None) -> LibraryTokenizer:
-    """The tokeniser of a file, or of a folder that has tokenizer.json, vocab.json with merges.txt, or vocab.txt.
+def read_tokenizer(path: Path) -> LibraryTokenizer:
+    """The tokeniser of a file, or of a folder that has tokenizer.json, or vocab.json with merges.txt.
 
-    Args:
-        path: File or folder.
-        lower_case: For vocab.txt, whether texts are written in lower case first; by default if no word of it has a
-            capital.
-
-    Raises:
-        DataError: a file is missing or is not what its name says.
+    Raises: DataError if a file is missing or is not what its name says.
     """
     library = import_tokenizers()
     if path.is_dir():
-        path = next((path / name for name in (TOKENIZER, VOCABULARY, MERGES, WORDS) if (path / name).is_file()), path)
+        path = next((path / name for name in (TOKENIZER, VOCABULARY, MERGES) if (path / name).is_file()), path)
     if path.is_dir():
         raise DataError(
             f"{path}: there is no tokeniser.",
-            expected=f"{TOKENIZER}, or {VOCABULARY} with {MERGES}, or {WORDS}",
+            expected=f"{TOKENIZER}, or {VOCABULARY} with {MERGES}",
             found=files_or_folders(path.iterdir()),
             todo="Copy the files of the tokeniser into the folder.",
         )
-    if path.name in (VOCABULARY, MERGES):
-        files = [path.with_name(VOCABULARY), path.with_name(MERGES)]
-        with _named_errors(" and ".join(map(str, files)), "the vocabulary and the merges of one byte-level tokeniser"):
-            for file in files:
-                read_regular(file)  # which refuses a pipe, or names what is missing
-            model = library.models.BPE.from_file(*map(str, files))
-            if missing := set(library.pre_tokenizers.ByteLevel.alphabet()) - set(model_vocabulary(model)):
-                raise ValueError(f"no token for {len(missing)} of the 256 bytes")
-        return byte_pair_tokenizer(model)
-    if path.suffix != ".txt":
+    if path.name not in (VOCABULARY, MERGES):
         with _named_errors(str(path), "a tokenizer.json of the tokenizers library"):
             return LibraryTokenizer(library.Tokenizer.from_str(read_regular(path).decode()))
-    with _named_errors(str(path), "one token a line, each once, [UNK] among them"):
-        words = read_regular(path).decode().rstrip("\n").splitlines()
-        vocabulary = {word: number for number, word in enumerate(words)}
-        if len(vocabulary) < len(words) or "[UNK]" not in vocabulary:
-            unknown = "with" if "[UNK]" in vocabulary else "without"
-            raise ValueError(f"{len(words)} lines, {len(vocabulary)} of them different, {unknown} [UNK]")
-    if lower_case is None:
-        lower_case = not any(word != word.lower() for word in set(words).difference(*SPECIAL.values()))
-    return word_piece_tokenizer(vocabulary, lower_case=lower_case)
-
-
-def model_vocabulary(model: Any) -> dict[str, int]:
-    """Tokens of a model of the library, which tells them only as a part of a tokeniser."""
-    return import_tokenizers().Tokenizer(model).get_vocab()
+    files = [path.with_name(VOCABULARY), path.with_name(MERGES)]
+    with _named_errors(" and ".join(map(str, files)), "the vocabulary and the merges of one byte-level tokeniser"):
+        for file in files:
+            read_regular(file)  # which refuses a pipe, or names what is missing
+        model = library.models.BPE.from_file(*map(str, files))
+        if missing := set(library.pre_tokenizers.ByteLevel.alphabet()) - set(library.Tokenizer(model).get_vocab()):
+            raise ValueError(f"no token for {len(missing)} of the 256 bytes")
+    return byte_pair_tokenizer(model)
 
 
 @contextmanager
