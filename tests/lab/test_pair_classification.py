@@ -26,7 +26,7 @@ def test_loss_and_score_of_pairs():
     task, model = classify_pairs(PAIRS, length=4), MaskedMean(sequences=2)
     batch = everything(task.evaluation)
     logits = model(**{name: batch[name] for name in task.inputs})
-    assert task.num_terms(batch) == 3 and task.auto_class() is None and task.metric.name == "accuracy"
+    assert task.num_terms(batch) == 3 and task.auto_class is None and task.metric.name == "accuracy"
     assert float(task.loss(model, batch)) == pytest.approx(
         float(cross_entropy(logits, batch["label"], reduction="sum")), rel=1e-6
     )

@@ -88,7 +88,7 @@ def test_digits_are_those_of_the_demo():
     assert bundle.train[5]["image"].equal(train.inputs[5]) and bundle.train[0]["image"].shape == (1, 8, 8)
     assert bundle.evaluation.labels.equal(test.labels)
     assert bundle.train[-1]["label"] == int(train.labels[-1])
-    with pytest.raises(IndexError, match="index 1297 of a split of 1297"):
+    with pytest.raises(IndexError):
         bundle.train[1297]
 
 

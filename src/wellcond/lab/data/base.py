@@ -85,7 +85,6 @@ class TensorDataset:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """The example at `index`."""
-        index = check_index(index, len(self))
         values = self.inputs[index]
         example: dict[str, Any] = {self.key: values.long() if self.key == "tokens" else values}
         if self.labels is not None:
@@ -123,16 +122,6 @@ class Data:
         return None if self.class_names is None else len(self.class_names)
 
 
-def check_index(index: int, length: int) -> int:
-    """The index counted from the front.
-
-    Raises: IndexError if outside of -length .. length - 1.
-    """
-    if not -length <= index < length:
-        raise IndexError(f"index {index} of a split of {length} examples.")
-    return int(index) % length
-
-
 def describe_sizes(train: Dataset, evaluation: Dataset, class_names: tuple[str, ...] | None) -> str:
     """The sentence on sizes that ends a description."""
     labels = "unlabelled" if train.labels is None else "labelled with numbers"
@@ -140,11 +129,11 @@ def describe_sizes(train: Dataset, evaluation: Dataset, class_names: tuple[str, 
     return f"{len(train)} training and {len(evaluation)} evaluation examples, {classes}"
 
 
-def draw_subset(length: int, limit: int | None, *, seed: int = 0) -> Tensor | None:
+def draw_subset(length: int, limit: int | None) -> Tensor | None:
     """Indices of `limit` examples drawn with a fixed seed, in their original order; None for all of them."""
     if limit is None or limit >= length:
         return None
-    drawn = torch.randperm(length, generator=torch.Generator().manual_seed(seed))[:limit]
+    drawn = torch.randperm(length, generator=torch.Generator().manual_seed(0))[:limit]
     return drawn.sort().values
 
 

@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 from torch import Tensor
 
 from wellcond.lab.data.base import (
     Data,
     DataError,
     SourceConfig,
-    check_index,
     describe_sizes,
-    draw_subset,
     find_path,
     listed,
     register_source,
@@ -48,13 +46,12 @@ class PairDataset:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Two texts and whether they are related; half a character at the end of a text is left out."""
-        index = check_index(index, len(self))
         text, text_pair = (self.texts[number].decode("utf-8", "ignore") for number in self.pairs[index].tolist())
         return {"text": text, "text_pair": text_pair, "label": int(self.labels[index])}
 
     def content(self, index: int) -> bytes:
         """Both texts."""
-        return b"\0".join(self.texts[number] for number in self.pairs[check_index(index, len(self))].tolist())
+        return b"\0".join(self.texts[number] for number in self.pairs[index].tolist())
 
 
 class AanPairsConfig(SourceConfig):
@@ -65,19 +62,14 @@ class AanPairsConfig(SourceConfig):
     """Folder of new_aan_pairs.train.tsv, .eval.tsv and .test.tsv; from the recipe's folder, or a name in a mirror."""
     max_bytes: PositiveInt = 4100
     """How much of each text to read, without half a character at the end; at least task.length."""
-    limit_train: int | None = Field(None, ge=1)
-    limit_evaluation: int | None = Field(None, ge=1)
-    limit_test: int | None = Field(None, ge=1)
-    """Largest number of examples, drawn with a fixed seed."""
 
 
 @register_source(AanPairsConfig)
 def load_aan_pairs(config: AanPairsConfig, base: Path) -> Data:
     """Check every row of the three files; `eval` is evaluated on, and `test` is the test split."""
     folder = find_path(config.path, base)
-    limits = {"train": config.limit_train, "eval": config.limit_evaluation, "test": config.limit_test}
-    files = {name: require(folder / f"new_aan_pairs.{name}.tsv") for name in limits}
-    train, evaluation, test = (_read_aan(file, config.max_bytes, limits[name]) for name, file in files.items())
+    files = [require(folder / f"new_aan_pairs.{name}.tsv") for name in ("train", "eval", "test")]
+    train, evaluation, test = (_read_aan(file, config.max_bytes) for file in files)
     description = (
         f"paper pairs of the Long Range Arena, the first {config.max_bytes} bytes of each text: "
         f"{describe_sizes(train, evaluation, CLASS_NAMES)}; {len(test)} test examples"
@@ -85,7 +77,7 @@ def load_aan_pairs(config: AanPairsConfig, base: Path) -> Data:
     return Data("aan_pairs", "text", train, evaluation, CLASS_NAMES, description, {"test": test})
 
 
-def _read_aan(file: Path, max_bytes: int, limit: int | None) -> PairDataset:
+def _read_aan(file: Path, max_bytes: int) -> PairDataset:
     """Rows of label, two ids and two texts.
 
     Texts are as they stand in the file, as in the published pipeline: with the b and the quotes of the Python literals
@@ -116,9 +108,7 @@ def _read_aan(file: Path, max_bytes: int, limit: int | None) -> PairDataset:
                 report_progress(f"reading {file.name}", done, size)
     if not pairs:
         raise DataError(f"{file}: there are no rows.", expected="rows", found="an empty file", todo="Check the file.")
-    rows = draw_subset(len(pairs), limit)
-    kept = slice(None) if rows is None else rows
-    return PairDataset(list(texts), torch.tensor(pairs)[kept], torch.tensor(labels)[kept], max_bytes)
+    return PairDataset(list(texts), torch.tensor(pairs), torch.tensor(labels), max_bytes)
 
 
 class CitationPairsConfig(SourceConfig):

@@ -16,7 +16,6 @@ from wellcond.lab.data.base import (
     Data,
     DataError,
     SourceConfig,
-    check_index,
     describe_sizes,
     draw_fraction,
     files_or_folders,
@@ -66,7 +65,6 @@ class ImageFiles:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """The decoded image and its class."""
-        index = check_index(index, len(self))
         return {"image": decode_image(self.content(index), self.files[index]), "label": int(self.labels[index])}
 
     def content(self, index: int) -> bytes:

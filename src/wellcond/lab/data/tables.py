@@ -18,7 +18,6 @@ from wellcond.lab.data.base import (
     DataError,
     Kind,
     SourceConfig,
-    check_index,
     describe_sizes,
     draw_fraction,
     draw_subset,
@@ -140,8 +139,7 @@ class TableDataset:
         return self.take(draw_subset(len(self), count))
 
     def _row(self, index: int) -> int:
-        index = check_index(index, len(self))
-        return index if self.rows is None else int(self.rows[index])
+        return range(len(self))[index] if self.rows is None else int(self.rows[index])
 
     def _encoded_image(self, row: int) -> bytes:
         value, where = self.table.data[row][self.columns[0]], self.table.locate(row)

@@ -29,7 +29,6 @@ from wellcond.lab.tasks.base import (
     Metric,
     SampleKey,
     TaskContext,
-    first_samples,
     logits_of,
     need_kind,
     register_task,
@@ -153,6 +152,7 @@ class MaskedLanguageModelling(AbstractTask):
     """Hidden tokens."""
 
     metric = Metric("perplexity", higher_is_better=False)
+    auto_class = "AutoModelForMaskedLM"
     tokenizer: Tokenizer
 
     def __init__(self, settings: MaskedLanguageModellingSettings, context: TaskContext) -> None:
@@ -177,10 +177,6 @@ class MaskedLanguageModelling(AbstractTask):
         length = "length" if kind == "wellcond" else "max_position_embeddings"
         return {"vocab_size": self.vocabulary, length: self.length, "pad_token_id": self.tokenizer.special.pad}
 
-    def auto_class(self) -> str:
-        """With a head that guesses tokens."""
-        return "AutoModelForMaskedLM"
-
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross entropy in nats, summed over the hidden tokens."""
         return _cross_entropy(masked_logits(model, batch), batch["labels"])
@@ -202,10 +198,6 @@ class MaskedLanguageModelling(AbstractTask):
         """Mean loss of a hidden token, its exponential, and the share of right guesses."""
         loss = sums["loss"] / sums["count"]
         return {"loss": loss, "perplexity": perplexity(loss), "masked_accuracy": sums["correct"] / sums["count"]}
-
-    def probe(self, num_samples: int) -> dict[str, Tensor]:
-        """Evaluation sequences as the model sees them."""
-        return {"input_ids": first_samples(self.evaluation, num_samples)["input_ids"]}
 
 
 def masked_logits(model: nn.Module, batch: Batch) -> Tensor:

@@ -19,8 +19,6 @@ from wellcond.lab.tasks.base import (
     ClassificationTask,
     SampleKey,
     TaskContext,
-    check_labels,
-    first_samples,
     logits_of,
     need_classes,
     need_kind,
@@ -69,7 +67,7 @@ class SequenceClassification(ClassificationTask):
 
     prefixes: ClassVar[tuple[str, ...]] = ("",)
     """Of the sequences of a sample, in the names of a batch."""
-    auto_model: ClassVar[str | None] = "AutoModelForSequenceClassification"
+    auto_class: ClassVar[str | None] = "AutoModelForSequenceClassification"
 
     def __init__(self, settings: SequenceClassificationSettings, context: TaskContext) -> None:
         """Encode all splits once; the test split is the one named so, if it has labels."""
@@ -87,7 +85,6 @@ class SequenceClassification(ClassificationTask):
         for name, split in context.splits.items():
             what = f"{context.data.name}, {name} split"
             assert split.labels is not None  # there are classes
-            check_labels(split.labels, self.num_classes, what)
             read = {"text": self._texts, "tokens": self._tokens, "image": self._pixels}[context.data.kind]
             samples[name] = ArraySamples({**read(split, what), "label": split.labels}, self._batch)
         self.train, self.evaluation, self.test = samples["training"], samples["evaluation"], samples.get("test")
@@ -236,15 +233,6 @@ class SequenceClassification(ClassificationTask):
         arguments = {"vocab_size": self.vocabulary, "num_labels": self.num_classes, "pad_token_id": PADDING}
         return arguments | ({"length": self.width} if kind == "wellcond" else {})
 
-    def auto_class(self) -> str | None:
-        """With a classifier."""
-        return self.auto_model
-
-    def probe(self, num_samples: int) -> dict[str, Tensor]:
-        """Evaluation sequences."""
-        batch = first_samples(self.evaluation, num_samples)
-        return {name: batch[name] for name in self.inputs}
-
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """Logits (batch, classes).
 
@@ -267,4 +255,4 @@ class PairClassification(SequenceClassification):
     """Two texts a label; the model takes `pair_input_ids` and `pair_attention_mask` beside the usual two."""
 
     prefixes = ("", "pair_")
-    auto_model = None  # no model of transformers takes two sequences by themselves
+    auto_class = None  # no model of transformers takes two sequences by themselves

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, Protocol
+from typing import Annotated, Any, BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,28 +84,6 @@ class SpecialTokens:
     def ids(self) -> tuple[int, ...]:
         """All there are, each once, in ascending order."""
         return tuple(sorted({value for value in vars(self).values() if value is not None}))
-
-
-class Tokenizer(Protocol):
-    """Text to numbers and back; no special token is added to a text."""
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Ids are below it."""
-
-    @property
-    def special(self) -> SpecialTokens:
-        """Ids of the special tokens."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Sha256 of everything that decides the ids of a text."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each text, in `id_type(vocabulary_size)`."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens left out."""
 
 
 def id_type(vocabulary_size: int) -> np.dtype[Any]:
@@ -209,6 +187,10 @@ class LibraryTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text, special tokens left out."""
         return self.inner.decode([int(id) for id in ids], skip_special_tokens=True)
+
+
+Tokenizer = ByteTokenizer | LibraryTokenizer
+"""Text to numbers and back; no special token is added to a text. `fingerprint` covers all that decides the ids."""
 
 
 # Datasets as tokens

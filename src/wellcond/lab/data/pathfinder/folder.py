@@ -17,7 +17,6 @@ from wellcond.lab.data.base import (
     SourceConfig,
     TensorDataset,
     describe_sizes,
-    draw_subset,
     files_or_folders,
     find_path,
     register_source,
@@ -42,10 +41,6 @@ class PathfinderFolderConfig(SourceConfig):
     """An .npz file in `path` to read instead, with the arrays image and label, or x and y."""
     seed: int = 0
     """Of the split into 80 % training, 10 % evaluation and 10 % test examples."""
-    limit_train: int | None = Field(None, ge=1)
-    limit_evaluation: int | None = Field(None, ge=1)
-    limit_test: int | None = Field(None, ge=1)
-    """Largest number of examples, drawn with a fixed seed."""
 
 
 @register_source(PathfinderFolderConfig)
@@ -63,14 +58,11 @@ def load(config: PathfinderFolderConfig, base: Path) -> Data:
         )
     order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(config.seed))
     tenth = len(whole) // 10
-    splits = []
-    limits = (config.limit_train, config.limit_evaluation, config.limit_test)
-    for part, limit in zip(order.split([len(whole) - 2 * tenth, tenth, tenth]), limits, strict=True):
-        drawn = draw_subset(len(part), limit)
-        rows = part.sort().values if drawn is None else part.sort().values[drawn]
-        assert whole.labels is not None
-        splits.append(TensorDataset("image", whole.inputs[rows], whole.labels[rows]))
-    train, evaluation, test = splits
+    assert whole.labels is not None
+    train, evaluation, test = (
+        TensorDataset("image", whole.inputs[rows], whole.labels[rows])
+        for rows in (part.sort().values for part in order.split([len(whole) - 2 * tenth, tenth, tenth]))
+    )
     description = (
         f"Pathfinder images of {folder.name}, {file or difficulty}, split with seed {config.seed}: "
         f"{describe_sizes(train, evaluation, CLASS_NAMES)}; {len(test)} test examples"

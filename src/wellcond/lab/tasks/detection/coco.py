@@ -27,7 +27,6 @@ from wellcond.lab.data.base import (
     Data,
     DataError,
     SourceConfig,
-    check_index,
     describe_sizes,
     draw_subset,
     find_path,
@@ -273,7 +272,6 @@ class CocoDataset:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """The decoded image and its objects."""
-        index = check_index(index, len(self))
         image, where = self.images[index], str(self.folder / self.images[index]["file_name"])
         picture: Any = to_channels(decode_image(self._encoded(index), where), 3, where)
         size = (image["height"], image["width"])
@@ -314,7 +312,6 @@ class CocoDataset:
 
     def content(self, index: int) -> bytes:
         """The file's bytes, and the annotations."""
-        index = check_index(index, len(self))
         return self._encoded(index) + b"\0" + json.dumps(self.annotations[index], sort_keys=True).encode()
 
     def select(self, rows: Tensor | None) -> CocoDataset:

@@ -95,10 +95,6 @@ class Detection(AbstractTask):
             )
         return {"num_classes": self.num_classes}
 
-    def auto_class(self) -> None:
-        """Transformers has none for it."""
-        return None
-
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The five losses of Mask R-CNN added up, which are means over the batch, times its images."""
         losses = model(batch["images"], batch["sizes"], targets_of(batch))
@@ -107,10 +103,6 @@ class Detection(AbstractTask):
     def num_terms(self, batch: Batch) -> int:
         """One per image."""
         return len(batch["images"])
-
-    def score(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Losses and number of images."""
-        return self.collect(model, batch)[0]
 
     def collect(self, model: nn.Module, batch: Batch) -> tuple[dict[str, Tensor], list[Record]]:
         """Losses, and the detections of each image in COCO's format of results."""

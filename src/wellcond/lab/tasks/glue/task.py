@@ -26,8 +26,6 @@ from wellcond.lab.tasks.base import (
     SampleKey,
     Samples,
     TaskContext,
-    check_labels,
-    first_samples,
     logits_of,
     need_classes,
     need_kind,
@@ -151,6 +149,8 @@ class Glue(AbstractTask):
     """The label of a sentence or a pair."""
 
     tells_classes_apart: ClassVar[bool] = True
+    auto_class = "AutoModelForSequenceClassification"
+    inputs = ("input_ids", "attention_mask")
     tokenizer: Tokenizer
 
     def __init__(self, settings: GlueSettings, context: TaskContext) -> None:
@@ -189,9 +189,8 @@ class Glue(AbstractTask):
             )
         for labels in (split.labels for split in splits):
             assert labels is not None
-            if self.glue.classes is not None:
-                check_labels(labels, self.num_labels, what)
-            elif len(wrong := ((labels < 0) | (labels > LARGEST_SIMILARITY)).nonzero()):
+            wrong = ((labels < 0) | (labels > LARGEST_SIMILARITY)).nonzero()
+            if self.glue.classes is None and len(wrong):
                 row = int(wrong[0])
                 raise RecipeError(
                     f"{what}, row {row} (the first is 0): expected a label from 0 to {LARGEST_SIMILARITY:g}, found "
@@ -209,10 +208,6 @@ class Glue(AbstractTask):
             "pad_token_id": self.tokenizer.special.pad,
         }
 
-    def auto_class(self) -> str:
-        """With a classifier on the first token."""
-        return "AutoModelForSequenceClassification"
-
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross entropy, or squared error."""
         return self._losses(self._outputs(model, batch), batch).sum()
@@ -220,10 +215,6 @@ class Glue(AbstractTask):
     def num_terms(self, batch: Batch) -> int:
         """One a row."""
         return len(batch["label"])
-
-    def score(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Loss and count of the first part."""
-        return self.collect(model, batch)[0]
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Mean loss."""
@@ -251,13 +242,8 @@ class Glue(AbstractTask):
             values[f"{self.metric.name}_mismatched"] = score(self.metric.name, *further)
         return values | {"constant": float(len(np.unique(predictions)) == 1)}
 
-    def probe(self, num_samples: int) -> dict[str, Tensor]:
-        """Evaluation sentences."""
-        batch = first_samples(self.evaluation, num_samples)
-        return {name: batch[name] for name in ("input_ids", "attention_mask")}
-
     def _outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        names = ["input_ids", "attention_mask"]
+        names = [*self.inputs]
         plain = unwrap(model)
         takes = "token_type_ids" in inspect.signature(type(plain).forward).parameters
         if takes and getattr(getattr(plain, "config", None), "type_vocab_size", 0) > 1:
