@@ -9,10 +9,7 @@ except ImportError as error:
 
 from wellcond.lab.data.base import (
     Data,
-    DataConfig,
     DataError,
-    Dataset,
-    Kind,
     SourceConfig,
     TensorDataset,
     fingerprint,
@@ -36,12 +33,9 @@ from wellcond.lab.data import (  # isort: skip
 
 __all__ = [
     "Data",
-    "DataConfig",
     "DataError",
-    "Dataset",
     "Generated",
     "GeneratorOptions",
-    "Kind",
     "SourceConfig",
     "TensorDataset",
     "as_tensor_images",

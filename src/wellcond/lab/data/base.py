@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
-from pydantic import BeforeValidator, SerializeAsAny
 from torch import Tensor
 
 from wellcond.errors import UnknownChoiceError, WellcondError
@@ -300,15 +299,8 @@ class SourceConfig(Settings):
 ConfigT = TypeVar("ConfigT", bound=SourceConfig)
 
 
-@dataclass(frozen=True)
-class Source:
-    """The settings of a source and the function that loads it."""
-
-    config_class: type[SourceConfig]
-    load: Callable[[Any, Path], Data]
-
-
-SOURCES: dict[str, Source] = {}
+SOURCES: dict[str, tuple[type[SourceConfig], Callable[[Any, Path], Data]]] = {}
+"""The settings of each source and the function that loads it."""
 
 
 def register_source(
@@ -317,7 +309,7 @@ def register_source(
     """Decorate the loader of a source with its settings, whose field `source` has the name as its default."""
 
     def register(load: Callable[[ConfigT, Path], Data]) -> Callable[[ConfigT, Path], Data]:
-        SOURCES[config_class.model_fields["source"].default] = Source(config_class, load)
+        SOURCES[config_class.model_fields["source"].default] = (config_class, load)
         return load
 
     return register
@@ -346,14 +338,10 @@ def resolve_config(raw: object) -> SourceConfig:
         )
     if not isinstance(raw["source"], str) or raw["source"] not in SOURCES:
         raise UnknownChoiceError("data source", raw["source"], sorted(SOURCES))
-    return SOURCES[raw["source"]].config_class.model_validate(raw)
+    return SOURCES[raw["source"]][0].model_validate(raw)
 
 
-DataConfig = Annotated[SourceConfig, BeforeValidator(resolve_config), SerializeAsAny()]
-"""Field type of a recipe: the union of all registered sources, told apart by `source` when a recipe is read."""
-
-
-def load_data(config: DataConfig, *, base: Path | None = None) -> Data:
+def load_data(config: SourceConfig, *, base: Path | None = None) -> Data:
     """Load the data that `config` describes.
 
     Args:
@@ -366,4 +354,4 @@ def load_data(config: DataConfig, *, base: Path | None = None) -> Data:
         DataError: the data are not as described; the message names the file and the row.
         MissingExtraError: a package that the source needs is not installed.
     """
-    return SOURCES[config.source].load(config, Path.cwd() if base is None else Path(base))
+    return SOURCES[config.source][1](config, Path.cwd() if base is None else Path(base))
