@@ -342,13 +342,9 @@ def resolve_config(raw: object) -> SourceConfig:
 
 
 def load_data(config: SourceConfig, *, base: Path | None = None) -> Data:
-    """Load the data that `config` describes.
+    """Load the data that `config` describes; relative paths start at `base`, the current folder by default.
 
-    Args:
-        config: Settings of one source, from `resolve_config` or a recipe.
-        base: Folder that relative paths start from, usually that of the recipe; the current one by default.
-
-    Returns: The splits. Rows and labels are checked here; an image is first decoded when it is asked for.
+    Rows and labels are checked here; an image is first decoded when it is asked for.
 
     Raises:
         DataError: the data are not as described; the message names the file and the row.

@@ -251,11 +251,7 @@ def builders_of(files: list[Path]) -> list[str]:
 def read_table(files: list[Path], root: Path | None) -> Table:
     """One table of all files, each read by itself so that errors can name the file and the row.
 
-    Args:
-        files: of one format and with the same columns.
-        root: where image paths start, and may not lead out of; None: at the file.
-
-    Raises: DataError
+    Image paths start at `root`, or at their file if it is None, and may not lead out of it.
     """
     require_cache()
     builders = builders_of(files)

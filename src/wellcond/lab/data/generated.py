@@ -90,10 +90,7 @@ def register_generator(
 ) -> Callable[[Generate], Generate]:
     """Decorate `generate(count, options, generator)`, a function of a module; all randomness comes from `generator`.
 
-    Args:
-        name: What a recipe calls it.
-        options_class: Its options.
-        chunk: Make a split in chunks of so many samples: in several processes, and kept on disk.
+    With `chunk`, a split is made in chunks of so many samples: in several processes, and kept on disk.
     """
 
     def register(generate: Generate) -> Generate:

@@ -153,14 +153,8 @@ def as_tensor_images(
 ) -> Tensor | None:
     """Decode a split of images once, so that epochs cost no decoding.
 
-    Args:
-        split: Images, of one common size unless `size` is given.
-        channels: 1 or 3; see `to_channels`.
-        size: Shorter side after resizing, then a square is cut from the centre. None keeps the size, and tensors
-            always keep theirs.
-        resampling: PIL's filter, which averages over all the pixels that a smaller one covers.
-        byte_limit: Largest tensor to make.
-        what: Name of the work for `report_progress`, about 100 times.
+    With `size`, the shorter side is resized to it by PIL's filter, which averages over all the pixels that a smaller
+    one covers, and a square is cut from the centre; tensors always keep their size.
 
     Returns: (n, C, H, W), uint8 if the images were decoded, else the dtype of the source's tensors; None when it would
         exceed `byte_limit` or the images differ in size.

@@ -333,13 +333,8 @@ def mix(
 ) -> Batch:
     """Mixed images and their labels as probabilities, smoothed by `augmentation.label_smoothing`.
 
-    Args:
-        batch: images and labels of one part of an update, and of the `repeats` samples that follow it.
-        augmentation: with `mixup` or `cutmix`; with both, each is drawn half of the time.
-        num_classes: length of the mixed labels.
-        seed: of the run.
-        step: number of the update.
-        part: number of the part in the update, over all processes and accumulations.
+    The batch has one part of an update, which `part` numbers over all processes and accumulations, and the `repeats`
+    samples that follow it. With both mixup and CutMix, each is drawn half of the time.
     """
     image, label = batch["image"], batch["label"]
     size = len(label) - augmentation.repeats

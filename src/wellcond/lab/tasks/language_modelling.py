@@ -289,16 +289,9 @@ def generate_text(
 ) -> str:
     """The prompt and what the model writes behind it, up to the end of the document.
 
-    The model is always run `num_tokens` times: where its weights are sharded, processes wait for each other.
-
-    Args:
-        model: Causal language model; its mode and the global random state are as before afterwards.
-        tokenizer: The one it was trained with.
-        prompt: Beginning of the document; with none the model begins one.
-        num_tokens: At most so many are written.
-        temperature: Logits are divided by it; 0 takes the likeliest token each time.
-        seed: Of the generator that draws the tokens, on the CPU, so that every device draws the same.
-        context: Only so many of the last tokens are seen.
+    The model is always run `num_tokens` times: where its weights are sharded, processes wait for each other. It sees
+    the last `context` tokens. Logits are divided by the temperature; 0 takes the likeliest token each time. Tokens are
+    drawn on the CPU, so that every device draws the same; mode and global random state are as before afterwards.
 
     Raises: RecipeError if the model knows fewer tokens than the tokeniser.
     """

@@ -84,15 +84,7 @@ class Masking:
     def __init__(
         self, fraction: float, *, mask_token: int, special: Sequence[int], vocabulary_size: int, seed: int
     ) -> None:
-        """Take over the rules.
-
-        Args:
-            fraction: Of the tokens that are not special, rounded to a whole number, but at least one.
-            mask_token: What hides them.
-            special: Tokens that are neither masked nor drawn as random ones.
-            vocabulary_size: Ids are below it.
-            seed: Of the run.
-        """
+        """A fraction of the tokens that are not special, rounded, but at least one; these are not drawn either."""
         self.fraction, self.mask_token = fraction, mask_token
         self.is_special = np.zeros(vocabulary_size, dtype=bool)
         self.is_special[[mask_token, *special]] = True

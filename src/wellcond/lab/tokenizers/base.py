@@ -260,13 +260,7 @@ class TokenStream:
 def open_token_stream(
     dataset: Dataset, tokenizer: Tokenizer, what: str, *, limit_tokens: int | None = None
 ) -> TokenStream:
-    """The tokens of a dataset, from the cache or made now; a killed process leaves nothing that is taken for them.
-
-    Args:
-        dataset: Texts.
-        tokenizer: What makes tokens of them.
-        what: Name of the dataset in messages.
-        limit_tokens: Stop behind the document in which so many are reached.
+    """The tokens of a dataset, from the cache or made now, up to the document in which `limit_tokens` are reached.
 
     Raises:
         DataError: there is no text in the dataset.

@@ -35,13 +35,7 @@ ALPHABET = 1000
 
 
 def make_tokenizer(choice: TokenizerChoice, train: Dataset, what: str, base: Path | None = None) -> Tokenizer:
-    """The tokeniser that a recipe asks for.
-
-    Args:
-        choice: Field `tokenizer` of a task.
-        train: Texts to train it on, if it is to be trained.
-        what: Name of these texts in messages.
-        base: Folder that relative paths start from; the current one by default.
+    """The tokeniser that the field `tokenizer` of a task asks for, trained on `train` if it is to be trained.
 
     Raises:
         DataError: a file is missing or wrong, or the text does not suffice.

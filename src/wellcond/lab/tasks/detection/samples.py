@@ -183,11 +183,7 @@ def prepare(
 
     Crowd regions are no targets. Objects of which the view leaves less than a pixel, or no pixel of the mask, are left
     out; the boxes of those that a crop cuts are drawn anew around what is left of the mask. A sample may have none.
-
-    Args:
-        example: `image`, `size` and `instances`.
-        settings: How to scale and change it.
-        draw: Where random numbers come from, the same ones giving the same sample; None for evaluation.
+    Evaluation draws no random numbers.
 
     Returns: `image` float32 (3, h, w) in 0..1, `boxes` float32 (n, 4), `labels` int64 (n,), `masks` uint8 (n, h, w).
     """
