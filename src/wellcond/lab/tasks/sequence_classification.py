@@ -134,7 +134,7 @@ class SequenceClassification(ClassificationTask):
                     lengths[prefix][row] = len(encoded)
             done += len(columns[0])
             report_progress("reading text", done, len(split))
-        arrays = {}
+        arrays: dict[str, Tensor] = {}
         for which, prefix in zip(("first", "second"), self.prefixes, strict=False):
             sizes = torch.from_numpy(lengths[prefix])
             self._check_lengths(sizes, what if len(self.prefixes) == 1 else f"{what}, {which} text")
