@@ -139,7 +139,7 @@ def by_hand(kind: str, recipe: Recipe, steps: int) -> float:
     torch.manual_seed(0)
     task = prepare_task(recipe, seed=0, base=None)
     arguments = task.model_arguments(recipe.model.name.partition(":")[0]) | recipe.model.arguments
-    model = build_model(recipe.model.name, arguments, auto_class=task.auto_class(), local_code=False).train()
+    model = build_model(recipe.model.name, arguments, auto_class=task.auto_class, local_code=False).train()
     blocks = task.train if kind == "gpt2" else task.train.blocks
     stream = torch.from_numpy(np.asarray(blocks.stream.tokens).astype(np.int64))
     assert task.tokenizer is not None

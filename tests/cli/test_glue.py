@@ -52,18 +52,19 @@ def compared(tmp_path_factory):
         "baseline": "default",
     }
     (folder / "comparison.json").write_text(json.dumps(described))
-    return folder, write_glue(tmp_path_factory.mktemp("files") / "glue")
+    data = write_glue(tmp_path_factory.mktemp("mirror") / "nyu-mll/glue")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WELLCOND_DATA", str(data.parents[1]))
+        yield folder
 
 
 @pytest.fixture(scope="module")
 def scored(compared):
-    folder, data = compared
-    ended = call("glue", folder, "--tasks", "cola,stsb", "--data", data, "--jobs", 1, "--cpu", *CHANGES)
-    return folder, data, *ended
+    return compared, *call("glue", compared, "--tasks", "cola,stsb", "--jobs", 1, "--cpu", *CHANGES)
 
 
 def test_a_comparison_is_scored_and_shown(scored):
-    folder, _, code, out, err = scored
+    folder, code, out, err = scored
     assert code == 0 and "CoLA" in out and "Avg." in out and "glue.md" in out
     assert "not scored: identity, seed 1: diverged" in out
     assert err.count(": finished, ") == 6
@@ -81,8 +82,8 @@ def test_the_tables_follow_from_the_records_alone(scored, tmp_path):
 
 
 def test_json_is_all_that_is_printed(scored):
-    folder, data, *_ = scored
-    chosen = ["--tasks", "cola", "--seeds", "1", "--data", data, "--json", "--cpu", *CHANGES]
+    folder, *_ = scored
+    chosen = ["--tasks", "cola", "--seeds", "1", "--json", "--cpu", *CHANGES]
     code, out, err = call("glue", folder / "default/seed0", *chosen)
     assert code == 0 and json.loads(out)["kind"] == "wellcond-glue" and err == ""
     assert (folder / "default/seed0/glue/glue.md").is_file()
@@ -93,7 +94,6 @@ def test_json_is_all_that_is_printed(scored):
     [
         (["--tasks", "wnli"], "unknown GLUE task: got 'wnli'"),
         (["--seeds", "a"], "--seeds: expected a number or a list"),
-        (["--data", "nowhere"], "no file of the split 'train'"),
         (["--set", "lr=1"], "unknown field 'lr'"),
     ],
 )
@@ -109,21 +109,20 @@ def test_a_folder_that_is_missing_or_no_run_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_a_pool_of_workers_scores_what_one_process_does(scored, compared, tmp_path):
-    folder, data = compared
+    folder = compared
     copy = shutil.copytree(folder, tmp_path / "copy", ignore=shutil.ignore_patterns("glue", "glue.*"))
-    run(command("glue", copy, "--tasks", "cola,stsb", "--data", data, "--jobs", 2, "--cpu", *CHANGES))
+    run(command("glue", copy, "--tasks", "cola,stsb", "--jobs", 2, "--cpu", *CHANGES))
     assert (copy / "glue.csv").read_bytes() == (folder / "glue.csv").read_bytes()
 
 
 @pytest.mark.slow
 def test_two_processes_score_what_one_does(compared, tmp_path):
-    folder, data = compared
-    found = []
+    folder, found = compared, []
     for processes in (1, 2):
         copy = shutil.copytree(
             folder / "default/seed0", tmp_path / str(processes), ignore=shutil.ignore_patterns("glue")
         )
-        still = ["--set", "model.arguments.dropout=0.0", "--data", data, "--tasks", "stsb,cola", "--cpu", "-q"]
+        still = ["--set", "model.arguments.dropout=0.0", "--tasks", "stsb,cola", "--cpu", "-q"]
         run(command("glue", copy, *still, *CHANGES, processes=processes))
         scores = load_glue(copy)
         found.append({task: scores.values("default", task)[0] for task in scores.tasks})

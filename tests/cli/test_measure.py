@@ -15,7 +15,7 @@ import wellcond as wc
 from wellcond.cli.checks import InputError
 from wellcond.cli.inputs import images_in, make_batch, what_it_reads
 from wellcond.cli.measure import MeasureError, read_numbers
-from wellcond.lab.data.sources.digits import load_digits
+from wellcond.lab.data.digits import load_digits
 
 SOURCE = """
 import torch

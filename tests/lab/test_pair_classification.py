@@ -3,7 +3,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from lab.helpers import ListSplit, bundle, byte_images
-from lab.sequence_helpers import MaskedMean, classify, classify_pairs, everything, pairs, written
+from lab.sequence_helpers import MaskedMean, classify_pairs, everything, pairs, written
 from wellcond.lab.data import load_data, resolve_config
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import EVALUATION
@@ -26,7 +26,7 @@ def test_loss_and_score_of_pairs():
     task, model = classify_pairs(PAIRS, length=4), MaskedMean(sequences=2)
     batch = everything(task.evaluation)
     logits = model(**{name: batch[name] for name in task.inputs})
-    assert task.num_terms(batch) == 3 and task.auto_class() is None and task.metric.name == "accuracy"
+    assert task.num_terms(batch) == 3 and task.auto_class is None and task.metric.name == "accuracy"
     assert float(task.loss(model, batch)) == pytest.approx(
         float(cross_entropy(logits, batch["label"], reduction="sum")), rel=1e-6
     )
@@ -52,10 +52,9 @@ def test_the_order_of_a_pair_matters_to_the_batch_only():
 @pytest.mark.parametrize(
     ("data", "fields", "message"),
     [
-        (written("a", "b"), {"length": 4}, "training split: expected pairs of texts, found single ones"),
+        (written("a", "b"), {"length": 4}, "training split: pair_classification expects 2 texts a sample, found 1"),
         (bundle("image", byte_images(2)), {"length": 4}, "pair_classification needs text data; some has image"),
         (PAIRS, {}, "pair_classification of text: expected task.length, for instance 256"),
-        (PAIRS, {"length": 4, "too_long": "error"}, "training split, first text, row 2 .*at most 4 tokens .*found 6"),
         (bundle("text", pairs(("a", "")), classes=2), {"length": 4}, "training split, second text, row 0 .*found none"),
         (bundle("text", ListSplit([{"text": "a", "text_pair": "b", "label": 2}]), classes=2), {"length": 4}, "found 2"),
     ],
@@ -69,9 +68,8 @@ def test_a_source_that_keeps_less_than_the_task_wants_is_refused():
     split = pairs(("ab", "c"))
     split.max_bytes = 3
     assert classify_pairs(bundle("text", split, classes=2), length=3).length == 3
-    for make in (classify, classify_pairs):
-        with pytest.raises(RecipeError, match=r"up to 4 bytes .*found only their first 3; raise data.max_bytes"):
-            make(bundle("text", split, classes=2), length=4)
+    with pytest.raises(RecipeError, match=r"up to 4 bytes .*found only their first 3; raise data.max_bytes"):
+        classify_pairs(bundle("text", split, classes=2), length=4)
 
 
 def test_texts_longer_than_the_model_takes_are_refused_with_their_shape():

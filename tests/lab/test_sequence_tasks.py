@@ -4,12 +4,11 @@ from pydantic import ValidationError
 from torch import nn
 
 from lab.helpers import bundle, byte_images, make_recipe, texts, tiny_bert
-from lab.sequence_helpers import MaskedMean, classify, everything, ids, make_task, pairs, tokens, written
+from lab.sequence_helpers import MaskedMean, classify, everything, ids, pairs, tokens, written
 from wellcond.lab.data import TensorDataset
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import TASKS
-from wellcond.lab.tasks.sequence_classification import PackedBytes
 from wellcond.lab.train.prepare import prepare_model
 
 # Tokens
@@ -20,8 +19,6 @@ def test_minus_one_at_the_end_of_a_row_is_padding():
     batch = everything(task.evaluation)
     assert batch["input_ids"].tolist() == [[1, 5, 0, 0, 0], [2, 3, 4, 1, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 0]]
-    cut = classify(tokens([0, 4, -1, -1], [1, 2, 3, 0]), length=3, too_long="cut")
-    assert ids(cut.train) == [[1, 5, 0], [2, 3, 4]]
 
 
 @pytest.mark.parametrize(
@@ -43,27 +40,15 @@ def test_all_splits_get_the_longest_length():
 # Lengths
 
 
-@pytest.mark.parametrize(
-    ("data", "row", "length"),
-    [
-        (written("abc", "abcdef"), 1, 6),
-        (written("abc", "ééé"), 1, 6),  # of bytes, not characters
-        (bundle("text", pairs(("ab", "cde")), classes=2), 0, 6),  # joined
-        (tokens([0, 1, -1, -1, -1], [0, 1, 2, 3, 4]), 1, 5),
-    ],
-)
-def test_a_sequence_that_is_too_long_is_cut_or_refused(data, row, length):
-    cut = classify(data, length=4, too_long="cut")
-    assert cut.length == len(ids(cut.train)[0]) == 4
-    assert classify(data, length=length, too_long="error").length == length
-    with pytest.raises(RecipeError, match=rf"training split, row {row} .*at most 4 tokens .*found {length};"):
-        classify(data, length=4, too_long="error")
+def test_text_is_cut_and_tokens_are_refused():
+    assert ids(classify(written("abcdef", "ééé"), length=3).train) == [[98, 99, 100], [196, 170, 196]]
+    with pytest.raises(RecipeError, match="training split, row 1 .*at most 4 tokens .*found 5; raise task.length"):
+        classify(tokens([0, 1, -1, -1, -1], [0, 1, 2, 3, 4]), length=4)
 
 
-def test_text_is_cut_and_tokens_are_refused_by_default():
-    assert classify(written("abcdef"), length=4).length == 4
-    with pytest.raises(RecipeError, match="at most 4 tokens .*found 5; raise task.length"):
-        classify(tokens([0, 1, 2, 3, 4]), length=4)
+def test_pairs_are_refused():
+    with pytest.raises(RecipeError, match="sequence_classification expects 1 texts a sample, found 2; pairs are"):
+        classify(bundle("text", pairs(("ab", "cde")), classes=2), length=4)
 
 
 def test_sequences_are_cut_to_the_length_and_padded_further():
@@ -83,8 +68,6 @@ def test_every_byte_is_a_token():
     encoded = everything_utf8.encode("utf-8", "surrogatepass")
     task = classify(written(everything_utf8), length=len(encoded))
     assert ids(task.train) == [[byte + 1 for byte in encoded]]
-    documents = PackedBytes([bytes(range(256))])
-    assert documents.tokens(0).tolist() == list(range(1, 257))
 
 
 # Empty sequences
@@ -96,31 +79,24 @@ NOTHING = {
         bundle("image", TensorDataset("image", torch.tensor([[[[9]]], [[[0]]]]).byte(), torch.tensor([0, 1]))),
         {},
     ),
-    "joined": (bundle("text", pairs(("a", "b"), ("", "")), classes=2), {"length": 4}),
 }
 
 
 @pytest.mark.parametrize("kind", NOTHING)
-def test_an_empty_sequence_is_kept_and_masked_or_refused(kind):
+def test_an_empty_sequence_is_kept_and_masked(kind):
     data, fields = NOTHING[kind]
     assert everything(classify(data, **fields).train)["attention_mask"][1].sum() == 0
-    with pytest.raises(RecipeError, match=r"row 1 \(the first is 0\): .*found none, as in 1 rows; remove these rows"):
-        classify(data, **fields, empty="error")
 
 
 def test_a_black_image_is_not_empty_where_black_is_seen():
     data, _ = NOTHING["black"]
-    assert everything(classify(data, black="visible", empty="error").train)["attention_mask"].tolist() == [[1], [1]]
+    assert everything(classify(data, black="visible").train)["attention_mask"].tolist() == [[1], [1]]
 
 
 @pytest.mark.parametrize("ask", ["loss", "score"])
-@pytest.mark.parametrize("name", ["sequence_classification", "pair_classification"])
-def test_nan_for_an_empty_sequence_is_an_error_and_never_a_number(ask, name):
-    split = pairs(("ab", "c"), ("", "c"), ("a", ""))
-    data = written("ab", "") if name == "sequence_classification" else bundle("text", split, classes=2)
-    task = make_task(name, data, length=4, empty="keep")
-    sequences = 1 if name == "sequence_classification" else 2
-    safe, unsafe = (MaskedMean(safe=safe, sequences=sequences) for safe in (True, False))
+def test_nan_for_an_empty_sequence_is_an_error_and_never_a_number(ask):
+    task = classify(written("ab", ""), length=4)
+    safe, unsafe = (MaskedMean(safe=safe) for safe in (True, False))
     batch = everything(task.train)
     answer = getattr(task, ask)(safe, batch)
     assert torch.isfinite(answer if ask == "loss" else answer["loss"])

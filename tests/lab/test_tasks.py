@@ -204,8 +204,6 @@ def test_no_token_of_the_data_is_taken_for_padding():
     assert batch["input_ids"].tolist() == [[1, 2, 5, 0], [3, 1, 1, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 0]]
     assert task.model_arguments("hf")["vocab_size"] == 6
-    cut = make_task("sequence_classification", token_data([[0, 1, 4], [2, 0, 0]]), length=2, too_long="cut")
-    assert evaluation_batch(cut)["input_ids"].tolist() == [[1, 2], [3, 1]]
 
 
 def test_generated_tokens_are_all_seen():

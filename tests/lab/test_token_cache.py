@@ -14,10 +14,9 @@ import pytest
 from lab.data.helpers import load
 from lab.helpers import texts
 from patience import PATIENCE, wait_until
-from wellcond.lab.data import DataError, fingerprint
+from wellcond.lab.data import DataError, fingerprint, text_stream
 from wellcond.lab.data.base import progress_to
 from wellcond.lab.data.disk import CacheError
-from wellcond.lab.data.sources import text_stream
 from wellcond.lab.tasks.base import TASKS, TaskContext
 from wellcond.lab.tokenizers.base import ByteTokenizer, open_token_stream
 
@@ -103,23 +102,10 @@ def test_a_limit_ends_behind_the_document_that_reaches_it(limit, documents):
     assert stream.counts.documents == documents and len(stream) == 3 * documents
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone", "no counts"])
-def test_what_is_not_whole_is_made_again(damage, tmp_path):
-    open_stream()
-    (path,) = (tmp_path / "cache/tokens").glob("*/tokens.bin")
-    if damage == "cut":
-        path.write_bytes(path.read_bytes()[:-4])
-    else:
-        (path if damage == "gone" else path.with_suffix(".json")).unlink()
-    tokenizer = Counting()
-    assert same(open_stream(tokenizer=tokenizer)) and tokenizer.batches > 0
-
-
 def test_an_interruption_leaves_nothing_that_is_taken_for_the_tokens(tmp_path, small_batches):
     with pytest.raises(KeyboardInterrupt):
         open_stream(DOCUMENTS * 8, Counting(stop_after=5))
-    (folder,) = (tmp_path / "cache/tokens").iterdir()
-    assert {path.name for path in folder.iterdir()} <= {"made_from.json", "lock"}
+    assert {path.suffix for path in (tmp_path / "cache/tokens").iterdir()} <= {".partial", ".lock"}
     told = []
     with progress_to(lambda *row: told.append(row)):
         assert same(open_stream(DOCUMENTS * 8), DOCUMENTS * 8)
@@ -149,7 +135,7 @@ def test_of_two_processes_one_makes_the_stream_also_after_one_that_was_killed(tm
         processes.Process(target=build, args=(kind(), found), daemon=True) for kind in (Held, Counting, Counting)
     ]
     killed.start()
-    wait_until(lambda: any(path.stat().st_size for path in (tmp_path / "cache/tokens").glob("*/.tokens.bin*")))
+    wait_until(lambda: any(path.stat().st_size for path in (tmp_path / "cache/tokens").glob("*.partial/tokens.bin")))
     killed.kill()
     killed.join()
     for process in both:
@@ -158,7 +144,7 @@ def test_of_two_processes_one_makes_the_stream_also_after_one_that_was_killed(tm
     for process in both:
         process.join()
     assert rows[0][0] == 0 < rows[1][0] and {row[1] for row in rows} == {len(expected_stream(documents))}
-    assert same(open_stream(documents), documents) and not list((tmp_path / "cache/tokens").glob("*/.*"))
+    assert same(open_stream(documents), documents) and not list((tmp_path / "cache/tokens").glob("*.partial"))
 
 
 @pytest.mark.parametrize("documents", [[""], ["", " \n\t"], ["\u3000"]])
@@ -254,7 +240,6 @@ def test_limits_end_the_reading_and_the_cache_answers_the_second_time(tmp_path):
     folder.mkdir()
     write_corpus(folder, "a.jsonl", KEPT[:300])
     path = write_corpus(folder, "b.jsonl", KEPT[300:])
-    assert all_texts(stream_of(folder, limit_documents=350).train) == KEPT[10:350]
     few = stream_of(folder, limit_bytes=1000, evaluation_documents=1)
     size = sum(map(len, [*all_texts(few.evaluation), *all_texts(few.train)]))
     assert 1000 <= size < 1000 + max(map(len, KEPT))
@@ -320,7 +305,7 @@ def test_an_interrupted_reading_begins_again(tmp_path):
         ("a.txt", b"\n \na\n", {}, "1 with text and 2 without"),
         ("a.jsonl.gz", b"no gzip", {}, "a.jsonl.gz: the text cannot be read"),
         ("a.parquet", b"no parquet", {}, "a.parquet: the text cannot be read"),
-        ("a.csv", b"text\na\n", {}, "the format is not known"),
+        ("a.xlsx", b"text\na\n", {}, "the format is not known"),
         ("b.txt", b"a\n", {"files": "c.txt"}, "c.txt: no such file"),
     ],
 )
@@ -332,9 +317,9 @@ def test_files_that_cannot_be_read_are_named(name, content, fields, message, tmp
         stream_of(folder, **{"files": "*", **fields})
 
 
-@pytest.mark.parametrize("fields", [{}, {"id": "a/b", "files": "c"}, {"files": "c", "limit_documents": 1000}])
+@pytest.mark.parametrize("fields", [{}, {"id": "a/b", "files": "c"}])
 def test_settings_that_say_nothing_or_too_much(fields):
-    with pytest.raises(ValueError, match=r"expected (either|more)"):
+    with pytest.raises(ValueError, match="expected either"):
         load(source="text_stream", **fields)
 
 
@@ -346,7 +331,7 @@ def test_a_set_of_a_mirror_is_streamed(tmp_path, monkeypatch):
     monkeypatch.setenv("WELLCOND_DATA", str(tmp_path / "mirror"))
     bundle = load(source="text_stream", id="some/set", evaluation_documents=10)
     assert all_texts(bundle.train) == KEPT[10:] and bundle.name == "some/set"
-    with pytest.raises(DataError, match="Bad split: nowhere"):
+    with pytest.raises(DataError, match="there is no split 'nowhere'"):
         load(source="text_stream", id="some/set", split="nowhere")
-    with pytest.raises(DataError, match="some/other: the text cannot be read"):
+    with pytest.raises(DataError, match="some/other: the data set cannot be loaded"):
         load(source="text_stream", id="some/other")

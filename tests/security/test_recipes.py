@@ -9,7 +9,7 @@ from lab.small import SETTINGS
 from wellcond.errors import WellcondError
 from wellcond.lab.load_recipe import load_recipe, parse_recipe
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.tokenizers.make import read_tokenizer
+from wellcond.lab.tokenizers.make import read_tokenizer, word_piece_tokenizer
 from wellcond.models import ModelSpecError, build_model
 
 RECIPE = """
@@ -230,7 +230,9 @@ def test_code_beside_a_tokeniser_is_not_run(canary, tmp_path):
     folder = hf_folder(tmp_path / "tokeniser", canary.code)
     auto_map = {"AutoTokenizer": ["tokenization_evil.EvilTokenizer", None]}
     (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": auto_map, "trust_remote_code": True}))
-    (folder / "vocab.txt").write_text("[UNK]\n[CLS]\n[SEP]\n[PAD]\na\nb\n")
+    words = ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "a", "b")
+    pieces = word_piece_tokenizer({word: number for number, word in enumerate(words)}, lower_case=False)
+    pieces.inner.save(str(folder / "tokenizer.json"))
     assert read_tokenizer(folder).vocabulary_size == 6
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"type": canary.command}}))
     with pytest.raises(WellcondError, match="the tokeniser cannot be read"):

@@ -20,9 +20,6 @@ def glue(
         str, typer.Option(metavar="SEEDS", help="Seeds of fine-tuning: a number, or a list such as 3,4,7.")
     ] = "1",
     set: Overrides = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Folder with cola/train.tsv and so on; by default the hub or its mirror.")
-    ] = None,
     limit: Annotated[
         int | None,
         typer.Option(
@@ -34,9 +31,6 @@ def glue(
     ] = None,
     jobs: Jobs = "auto",
     cpu: Cpu = False,
-    keep_checkpoints: Annotated[
-        bool, typer.Option("--keep-checkpoints", help="Keep the weights of fine-tuned models.")
-    ] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -45,7 +39,7 @@ def glue(
     Corrections of a conditioned model are folded into its weights first.
     """
     need_train_extra()
-    from wellcond.lab.tasks.glue.benchmark import NAMES
+    from wellcond.lab.tasks.glue.task import NAMES
 
     check_is_folder(run)
     chosen = NAMES if tasks is None else [name.strip() for name in tasks.split(",")]
@@ -60,14 +54,12 @@ def glue(
     from wellcond.cli.console import make_console
     from wellcond.lab.tasks.glue.run import plan_glue, run_glue
 
-    plan = plan_glue(
-        run, tasks=chosen, seeds=numbers, data=data, limit=limit, overrides=set or [], base=base, cpu=cpu
-    )  # fmt: skip
+    plan = plan_glue(run, tasks=chosen, seeds=numbers, limit=limit, overrides=set or [], base=base, cpu=cpu)
     workers = runs.choose_workers(jobs, plan.jobs[0].recipe, cpu=cpu)
     with runs.leaving_together():
         outcome = runs.watch(
             len(plan.jobs),
-            lambda observe: run_glue(plan, num_workers=workers, observer=observe, keep_checkpoints=keep_checkpoints),
+            lambda observe: run_glue(plan, num_workers=workers, observer=observe),
             quiet=quiet or json,
         )
     if runs.is_first_process():

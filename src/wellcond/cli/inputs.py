@@ -157,7 +157,7 @@ def _check_fits(wanted: int, option: str, what: str) -> None:
 
 def _digits(reads: Reads, samples: int) -> tuple[Tensor, str]:
     channels, *size = _image_shape(reads, "digits")
-    from wellcond.lab.data.sources.digits import load_digits
+    from wellcond.lab.data.digits import load_digits
 
     images = load_digits()[0].inputs
     if samples > len(images):

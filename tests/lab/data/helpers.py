@@ -45,7 +45,7 @@ def write_parquet(path, columns):
 def write_features(path, columns, features):
     """Parquet with the types of the hub (class names, images) in its metadata."""
     datasets = pytest.importorskip("datasets")
-    from wellcond.lab.data.disk import quiet_progress
+    from wellcond.lab.data.files import quiet_progress
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with quiet_progress():

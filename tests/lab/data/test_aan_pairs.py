@@ -52,17 +52,6 @@ def test_the_same_text_is_held_once(tmp_path):
     assert train.texts == [FIRST, SECOND] and train.max_bytes == 4100
 
 
-def test_limits_draw_the_same_rows_again(tmp_path):
-    folder = write(
-        tmp_path, **{name: b"".join(row(n, first=b"%d" % n) for n in range(50)) for name in ("train", "test")}
-    )
-    fields = {"source": "aan_pairs", "path": ".", "limit_train": 5, "limit_evaluation": 3, "limit_test": 100}
-    bundle, again = load(folder, **fields), load(folder, **fields)
-    assert [len(split) for split in (bundle.train, bundle.evaluation, bundle.others["test"])] == [5, 3, 50]
-    drawn = [int(bundle.train[index]["text"]) for index in range(5)]
-    assert drawn == sorted(drawn) != list(range(5)) and fingerprint(bundle) == fingerprint(again)
-
-
 def test_a_mirror_is_found_by_name(tmp_path, monkeypatch):
     write(tmp_path / "lra")
     monkeypatch.setenv("WELLCOND_DATA", str(tmp_path))

@@ -65,7 +65,7 @@ def test_a_pattern_reads_its_files_in_order_and_errors_name_the_file(tmp_path):
     assert f"{tmp_path}/part[2].jsonl, row 1 (the first is 0): the label is not a class" in message and "-4" in message
     write_jsonl(tmp_path / "part[2].jsonl", [{"other": 1}])
     message = failure(tmp_path, **fields)
-    assert "part[2].jsonl: the columns are not those of" in message and "other" in message
+    assert "part[2].jsonl: the format or the columns are not those of" in message and "other" in message
 
 
 def test_a_fraction_is_drawn_by_seed_from_every_class(tmp_path):
@@ -220,7 +220,7 @@ def test_missing_unknown_and_mixed_files_are_named(tmp_path):
     message = failure(tmp_path, source="files", train="a.xlsx", evaluation="a.csv")
     assert "the format is not known" in message and ".parquet, .jsonl" in message
     message = failure(tmp_path, source="files", train=["a.csv", "a.jsonl"], evaluation="a.csv")
-    assert "several formats" in message
+    assert "the format or the columns are not those of" in message
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "csv", "txt"])
@@ -308,7 +308,7 @@ def test_labels_of_other_forms(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "source", [{"source": "hub", "id": "a/b"}, {"source": "files", "train": "a", "evaluation": "b"}]
+    "source", [{"source": "hub", "id": "a/b"}, {"source": "files", "train": "file", "evaluation": "b"}]
 )
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch, source):
     (tmp_path / "file").write_text("")

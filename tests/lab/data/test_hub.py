@@ -3,9 +3,9 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from lab.data.helpers import failure, load, write_features, write_parquet
+from lab.data.helpers import failure, load, write_csv, write_features, write_parquet
 from wellcond.lab.data import fingerprint, resolve_config
-from wellcond.lab.data.disk import quiet_progress
+from wellcond.lab.data.files import quiet_progress
 
 datasets = pytest.importorskip("datasets")
 
@@ -56,16 +56,28 @@ def test_mirror_resolves_configurations_pairs_and_hidden_labels(mirror):
 
 def test_hidden_labels_are_an_error_where_labels_are_needed(mirror):
     message = failure(source="hub", id="lab/texts", config="one", evaluation_split="test")
-    assert "lab/texts (one), split 'test', row 0 (the first is 0): the label is not a class" in message
+    assert "one/test-00000-of-00001.parquet, row 0 (the first is 0): the label is not a class" in message
     assert "from 0 to 1" in message and "-1" in message
 
 
-def test_a_card_that_declares_configurations_is_followed(mirror):
-    card = "---\nconfigs:\n- config_name: alpha\n  data_files:\n"
-    card += "".join(f"  - split: {split}\n    path: one/{split}-*\n" for split in ("train", "validation")) + "---\n"
-    (mirror / "lab/texts/README.md").write_text(card)
-    bundle = load(source="hub", id="lab/texts", config="alpha")
-    assert bundle.train[0]["text"] == "one train 0" and not bundle.others
+@pytest.mark.parametrize(
+    ("files", "splits"),
+    [
+        (("train/00.csv", "train/01.csv", "val.csv", "test.csv"), {"train": 2, "evaluation": 1, "test": 1}),
+        (("data/c4-train.00000-of-00002.csv", "data/c4-validation.00000.csv"), {"train": 1, "evaluation": 1}),
+        (("rows.csv", "dev.csv", "test_hard.csv", "notes.md"), {"train": 1, "evaluation": 1, "test_hard": 1}),
+    ],
+)
+def test_paths_name_the_splits_of_a_mirror(files, splits, tmp_path, monkeypatch):
+    for number, name in enumerate(files):
+        path = tmp_path / "lab/set" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_csv(path, ["text", "label"], [[f"row {number}", "0"]])
+    monkeypatch.setenv("WELLCOND_DATA", str(tmp_path))
+    bundle = load(source="hub", id="lab/set")
+    found = {"train": bundle.train, "evaluation": bundle.evaluation, **bundle.others}
+    assert {name: len(split) for name, split in found.items()} == splits
+    assert bundle.train[0]["text"] == "row 0"
 
 
 def test_the_first_mirror_wins_and_mirrors_do_not_mix(mirror, tmp_path, monkeypatch):
@@ -99,7 +111,7 @@ def test_set_outside_of_the_mirror_says_what_to_do(mirror, monkeypatch):
 
 def test_missing_configuration_split_or_column_lists_those_that_exist(mirror):
     message = failure(source="hub", id="lab/texts")
-    assert "has several configurations" in message and "one, two" in message
+    assert "there are several configurations" in message and "one, two" in message
     message = failure(source="hub", id="lab/texts", config="three")
     assert "no configuration 'three'" in message and "one, two" in message
     message = failure(source="hub", id="lab/pictures", evaluation_split="validation")
@@ -118,14 +130,14 @@ def test_missing_configuration_split_or_column_lists_those_that_exist(mirror):
 def test_truncated_file_of_a_mirror_is_named(mirror):
     path = mirror / "lab/pictures/plain/test-00000-of-00001.parquet"
     path.write_bytes(path.read_bytes()[:-30])
-    assert failure(source="hub", id="lab/pictures").startswith(f"{path}: the mirror of lab/pictures cannot be read")
+    assert failure(source="hub", id="lab/pictures").startswith(f"{path}: the file cannot be read as parquet")
 
 
 def test_file_without_rows_of_a_mirror_is_named(mirror):
     pa = pytest.importorskip("pyarrow")
     path = write_split(mirror / "lab/pictures/plain", "test", {"img": pa.array([], pa.binary())})
     message = failure(source="hub", id="lab/pictures")
-    assert message.startswith(f"{path}: the mirror") and "a file without rows" in message
+    assert message.startswith(f"{path}: there are no rows")
 
 
 def test_a_set_with_its_own_script_is_not_run(tmp_path, monkeypatch):
@@ -133,7 +145,7 @@ def test_a_set_with_its_own_script_is_not_run(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     (folder / "script.py").write_text("import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n")
     monkeypatch.setenv("WELLCOND_DATA", str(tmp_path))
-    assert "cannot be read" in failure(source="hub", id="lab/script")
+    assert "there are no data files" in failure(source="hub", id="lab/script")
     assert not (folder / "ran").exists()
 
 

@@ -95,7 +95,7 @@ def test_a_part_of_the_training_split_may_be_set_aside(folder):
 
 def test_missing_folders_are_named(folder):
     message = failure(folder.parent, source="image_folder", path="pest")
-    assert f"{folder.parent}/pest: no such folder" in message and "pets" in message
+    assert f"{folder.parent}/pest: no such file or folder" in message and "pets" in message
     assert "found:    in" in failure(source="image_folder", path=str(folder / "no/where"))
     message = failure(source="image_folder", path=str(folder), train="training")
     assert "training: no such folder" in message and "'train'" in message and "train, val" in message

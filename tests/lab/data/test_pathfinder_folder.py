@@ -63,57 +63,15 @@ def test_the_splits_hold_every_image_once_with_its_label(published, generated):
     assert str(published) not in bundle.description
 
 
-def test_the_seed_decides_the_split_and_limits_shorten_it(published):
+def test_the_seed_decides_the_split(published):
     first, again, other = (load_published(published, seed=seed).train for seed in (0, 0, 1))
     assert first.inputs.equal(again.inputs) and not first.inputs.equal(other.inputs)
-    short = load_published(published, limit_train=5, limit_evaluation=2, limit_test=1)
-    assert [len(short.train), len(short.evaluation), len(short.others["test"])] == [5, 2, 1]
-    assert as_set(short.train) < as_set(first)
 
 
 def test_a_mirror_holds_the_folder(published, tmp_path, monkeypatch):
     monkeypatch.setenv("WELLCOND_DATA", str(published.parents[1]))
     (tmp_path / "recipes").mkdir()
     assert len(load(tmp_path / "recipes", source="pathfinder_folder", path="pathfinder16").train) == 32
-
-
-@pytest.mark.parametrize("names", [("image", "label"), ("x", "y")])
-def test_an_npz_file_is_read_whole(tmp_path, generated, names):
-    images, labels = generated.inputs[:, 0].numpy(), generated.labels.numpy().astype(np.uint8)
-    np.savez(tmp_path / "set.npz", **dict(zip(names, (images, labels), strict=True)))
-    bundle = load(tmp_path, source="pathfinder_folder", path=".", file="set.npz")
-    assert len(bundle.train) == 32 and bundle.train.inputs.shape == (32, 1, 16, 16)
-    assert bundle.train[0]["image"].dtype == torch.uint8 and bundle.train.labels.dtype == torch.int64
-
-
-BAD_ARRAYS = {
-    "object": ({"image": np.array([{}] * 20), "label": np.zeros(20)}, "the arrays cannot be read"),
-    "names": ({"pictures": np.zeros((20, 8, 8), np.uint8)}, "x is not a file in the archive"),
-    "dtype": ({"image": np.zeros((20, 8, 8)), "label": np.zeros(20)}, "image is float64 of shape (20, 8, 8)"),
-    "length": ({"image": np.zeros((20, 8, 8), np.uint8), "label": np.zeros(19)}, "label has the shape (19,)"),
-    "label": ({"image": np.zeros((20, 8, 8), np.uint8), "label": np.arange(20)}, "row 2 (the first is 0)"),
-    "few": ({"image": np.zeros((9, 8, 8), np.uint8), "label": np.zeros(9)}, "at least 10"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_ARRAYS)
-def test_bad_arrays(tmp_path, case):
-    arrays, message = BAD_ARRAYS[case]
-    np.savez(tmp_path / "set.npz", **arrays)
-    assert message in failure(tmp_path, source="pathfinder_folder", path=".", file="set.npz")
-
-
-@pytest.mark.parametrize("content", [b"PK\x03\x04 cut short", b"", b"text", "a single array"])
-def test_an_npz_file_that_is_none(tmp_path, content):
-    file = tmp_path / "set.npz"
-    if isinstance(content, bytes):
-        file.write_bytes(content)
-    else:
-        with file.open("wb") as stream:
-            np.save(stream, np.zeros(3))
-    message = failure(tmp_path, source="pathfinder_folder", path=".", file="set.npz")
-    assert f"{file}: the arrays cannot be read" in message
-    assert isinstance(content, bytes) or content in message
 
 
 BAD_LINES = {

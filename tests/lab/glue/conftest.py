@@ -16,7 +16,12 @@ def own_caches(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def glue_folder(tmp_path_factory):
-    return write_glue(tmp_path_factory.mktemp("files") / "glue")
+    return write_glue(tmp_path_factory.mktemp("mirror") / "nyu-mll/glue")
+
+
+@pytest.fixture(autouse=True)
+def mirror(glue_folder, monkeypatch):
+    monkeypatch.setenv("WELLCOND_DATA", str(glue_folder.parents[1]))
 
 
 @pytest.fixture(scope="session")

@@ -15,9 +15,9 @@ from wellcond.lab.data import DataError
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.tasks.glue.pretrained import read_pretrained
-from wellcond.lab.tasks.glue.run import plan_glue, run_glue
+from wellcond.lab.tasks.glue.run import plan_glue, read_pretrained, run_glue
 from wellcond.lab.train.checkpoint import last_checkpoint
+from wellcond.lab.train.compare import run_comparison
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run_folder import RunError
 from wellcond.weights import load_weights
@@ -27,40 +27,39 @@ def quiet(job, event):
     pass
 
 
-def plan(folder, data, *overrides, **options):
-    return plan_glue(folder, **{"data": data, "overrides": [*FAST, *overrides], "cpu": True} | options)
+def plan(folder, *overrides, **options):
+    return plan_glue(folder, **{"overrides": [*FAST, *overrides], "cpu": True} | options)
 
 
-def score(folder, data, *overrides, keep_checkpoints=False, **options):
-    planned = plan(folder, data, *overrides, **options)
-    outcome = run_glue(planned, num_workers=1, observer=quiet, keep_checkpoints=keep_checkpoints)
+def score(folder, *overrides, **options):
+    outcome = run_glue(plan(folder, *overrides, **options), num_workers=1, observer=quiet)
     assert not outcome.failures
     return outcome
 
 
 @pytest.mark.parametrize("model", ["bert", "crammed"])
-def test_a_pre_trained_run_is_fine_tuned_and_scored(pretrained, glue_folder, model):
+def test_a_pre_trained_run_is_fine_tuned_and_scored(pretrained, model):
     folder = pretrained(model)
-    outcome = score(folder, glue_folder, tasks=["cola", "stsb"], seeds=[0, 1])
+    outcome = score(folder, tasks=["cola", "stsb"], seeds=[0, 1])
     assert [record["status"] for record in outcome.records] == ["finished"] * 4
     assert {record["metric"]["name"] for record in outcome.records} == {"matthews", "pearson"}
     assert (folder / "glue/cola/seed-1/run.json").is_file() and (folder / "glue/stsb/seed-0/steps.jsonl").is_file()
     # Neither weights nor checkpoints stay, and complete runs are not repeated.
     assert not list(folder.glob("glue/*.safetensors")) and not list(folder.glob("glue/*/*/checkpoints"))
     before = {path: path.stat().st_mtime_ns for path in folder.glob("glue/*/*/run.json")}
-    score(folder, glue_folder, tasks=["cola", "stsb"], seeds=[0, 1])
+    score(folder, tasks=["cola", "stsb"], seeds=[0, 1])
     assert {path: path.stat().st_mtime_ns for path in folder.glob("glue/*/*/run.json")} == before
 
 
 @pytest.mark.parametrize("link", ["glue", "glue/cola"])
-def test_nothing_is_written_through_a_link(pretrained, glue_folder, tmp_path, link):
+def test_nothing_is_written_through_a_link(pretrained, tmp_path, link):
     folder = shutil.copytree(pretrained("bert"), tmp_path / "run")
     (tmp_path / "outside").mkdir()
     (folder / link).parent.mkdir(exist_ok=True)
     shutil.rmtree(folder / link, ignore_errors=True)
     (folder / link).symlink_to(tmp_path / "outside")
     with pytest.raises(RunError, match=f"{link} is a link to .*outside"):
-        score(folder, glue_folder, tasks=["cola"])
+        score(folder, tasks=["cola"])
     assert not list((tmp_path / "outside").iterdir())
 
 
@@ -68,10 +67,10 @@ FINE_TUNING = [("paper", 4e-5, 16, 5, None), ("tiny", 1e-3, 32, 3, 3000)]
 
 
 @pytest.mark.parametrize(("scale", "rate", "batch_size", "epochs", "rows"), FINE_TUNING)
-def test_fine_tuning_is_that_of_crammed_bert(pretrained, glue_folder, scale, rate, batch_size, epochs, rows):
+def test_fine_tuning_is_that_of_crammed_bert(pretrained, scale, rate, batch_size, epochs, rows):
     folder = pretrained("crammed")
     edit_record(folder, lambda record: record["config"].update(scale=scale))
-    [job] = plan_glue(folder, tasks=["qqp"], data=glue_folder).jobs
+    [job] = plan_glue(folder, tasks=["qqp"]).jobs
     config = job.recipe.config(job.method, job.seed)
     optimizer = {"name": "adamw", "lr": rate, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.0} | {
         "qk_lr_factor": 1.0
@@ -86,16 +85,14 @@ def test_fine_tuning_is_that_of_crammed_bert(pretrained, glue_folder, scale, rat
     assert config["model"]["arguments"]["dropout"] == 0.1
     assert config["data"]["limit_train"] == config["data"]["limit_evaluation"] == rows
     assert config["task"]["length"] == 24  # as long as pre-training, at most 128
-    changed = plan_glue(
-        folder, tasks=["qqp"], data=glue_folder, limit=0, overrides=["training.length={steps: 30}", "optimizer.lr=1e-3"]
-    )
+    changed = plan_glue(folder, tasks=["qqp"], limit=0, overrides=["training.length={steps: 30}", "optimizer.lr=1e-3"])
     [job] = changed.jobs
     assert job.recipe.schedule.warmup.steps == 3 and job.recipe.optimizer.lr == 1e-3
     assert job.recipe.data.limit_train is None
 
 
-def test_dropout_of_a_model_of_transformers_is_on(pretrained, glue_folder):
-    [job] = plan(pretrained("bert"), glue_folder, tasks=["cola"]).jobs
+def test_dropout_of_a_model_of_transformers_is_on(pretrained):
+    [job] = plan(pretrained("bert"), tasks=["cola"]).jobs
     arguments = job.recipe.model.arguments
     assert arguments["hidden_dropout_prob"] == arguments["attention_probs_dropout_prob"] == 0.1
     assert arguments["max_position_embeddings"] == 24 and arguments["hidden_size"] == 16
@@ -103,16 +100,14 @@ def test_dropout_of_a_model_of_transformers_is_on(pretrained, glue_folder):
 
 @pytest.mark.parametrize("method", ["default", "conditioned", "identity(lam=2)", "conditioned+balanced"])
 @pytest.mark.parametrize("model", ["bert", "crammed"])
-def test_fine_tuning_starts_from_the_function_that_pre_training_found(
-    pretrained_folders, glue_folder, model, method, tmp_path
-):
+def test_fine_tuning_starts_from_the_function_that_pre_training_found(pretrained_folders, model, method, tmp_path):
     folder = shutil.copytree(pretrained_folders(model, method), tmp_path / "run")
     record = json.loads((folder / "run.json").read_text())
     recipe = Recipe.model_validate({k: v for k, v in record["config"].items() if k not in ("method", "seed")})
     task = prepare_task(recipe, seed=0, base=None)
     masked = prepare_model(recipe, MethodSettings.model_validate(method), task, seed=0, base=None)
     load_weights(masked, last_checkpoint(folder / "checkpoints") / "model.safetensors")
-    planned = plan(folder, glue_folder, tasks=["cola"])
+    planned = plan(folder, tasks=["cola"])
     [run], [job] = planned.runs, planned.jobs
     run.write_encoder()
     task = prepare_task(job.recipe, seed=0, base=job.base)
@@ -129,19 +124,19 @@ def test_fine_tuning_starts_from_the_function_that_pre_training_found(
     assert not [name for name in classifier.state_dict() if "wellcond" in name or "parametrizations" in name]
 
 
-def test_an_interrupted_run_resumes_to_the_same_numbers(pretrained, glue_folder, tmp_path):
+def test_an_interrupted_run_resumes_to_the_same_numbers(pretrained, tmp_path):
     folder = pretrained("bert")
     settings = ("training.length={epochs: 8}", "checkpoint.every={steps: 3}", "evaluation.every={epochs: 1}")
-    planned = plan(folder, glue_folder, *settings, tasks=["stsb"])
+    planned = plan(folder, *settings, tasks=["stsb"])
     planned.runs[0].write_encoder()
     [job] = planned.jobs
     assert stop_after(job, 8)["status"] == "interrupted"
     assert (folder / "glue" / planned.runs[0].encoder_file).is_file()
-    score(folder, glue_folder, *settings, tasks=["stsb"], keep_checkpoints=True)
+    run_comparison(planned.jobs, num_workers=1, observer=quiet)
     other = shutil.copytree(
         folder, tmp_path / "whole", ignore=lambda path, names: ["stsb"] if path.endswith("glue") else []
     )
-    score(other, glue_folder, *settings, tasks=["stsb"], keep_checkpoints=True)
+    run_comparison(plan(other, *settings, tasks=["stsb"]).jobs, num_workers=1, observer=quiet)
     assert len(json.loads((folder / "glue/stsb/seed-0/run.json").read_text())["sessions"]) == 2
     assert_same_run(folder / "glue/stsb/seed-0", other / "glue/stsb/seed-0")
 
@@ -149,15 +144,13 @@ def test_an_interrupted_run_resumes_to_the_same_numbers(pretrained, glue_folder,
 def test_both_evaluation_splits_of_mnli_are_scored_from_a_mirror(pretrained, tmp_path, monkeypatch):
     write_glue(tmp_path / "mirror/nyu-mll/glue")
     monkeypatch.setenv("WELLCOND_DATA", str(tmp_path / "mirror"))
-    outcome = score(
-        pretrained("bert"), None, tasks=["mnli", "qqp"], limit=8, overrides=[*FAST, "training.batch_size=4"]
-    )
+    outcome = score(pretrained("bert"), tasks=["mnli", "qqp"], limit=8, overrides=[*FAST, "training.batch_size=4"])
     mnli, qqp = outcome.records
     assert {"accuracy", "accuracy_mismatched"} <= set(mnli["final"]) and "accuracy_mismatched" not in qqp["final"]
     assert mnli["data"]["train"] == 8 and mnli["data"]["evaluation"] == 16
 
 
-def test_the_tokeniser_of_pre_training_is_kept_with_the_scores(pretrained, glue_folder):
+def test_the_tokeniser_of_pre_training_is_kept_with_the_scores(pretrained):
     folder = pretrained("bert")
     run = read_pretrained(folder)
     made = run.tokenizer
@@ -195,18 +188,18 @@ def test_a_tokeniser_of_a_file_needs_no_text_of_pre_training(pretrained, tmp_pat
         ("hidden_size=32", r"\(60, 16\) in the file, \(60, 32\) in the model"),
     ],
 )
-def test_an_encoder_that_does_not_fit_the_classifier_is_refused(pretrained, glue_folder, change, message):
-    planned = plan(pretrained("bert"), glue_folder, f"model.arguments.{change}", tasks=["cola"])
+def test_an_encoder_that_does_not_fit_the_classifier_is_refused(pretrained, change, message):
+    planned = plan(pretrained("bert"), f"model.arguments.{change}", tasks=["cola"])
     [(_, problem)] = run_glue(planned, num_workers=1, observer=quiet).failures
     assert re.search(message, problem) and "encoder-" in problem
 
 
-def test_relative_paths_of_pre_training_start_at_its_recipe(tmp_path, glue_folder):
+def test_relative_paths_of_pre_training_start_at_its_recipe(tmp_path):
     folder = pretrain(tmp_path / "recipes/run")
     edit_record(folder, lambda record: record["config"]["data"].update(train="text.txt"))
     with pytest.raises(DataError, match="text.txt: no such file"):
-        plan(folder, glue_folder, tasks=["cola"])
-    assert plan(folder, glue_folder, tasks=["cola"], base=tmp_path / "recipes").jobs
+        plan(folder, tasks=["cola"])
+    assert plan(folder, tasks=["cola"], base=tmp_path / "recipes").jobs
 
 
 # What cannot be scored
@@ -266,11 +259,11 @@ def changed(*path, to):
         (lambda folder: (folder / "run.json").unlink(), RecipeError, "no run in .*expected run.json"),
     ],
 )
-def test_a_run_that_cannot_be_the_start_is_refused(pretrained, glue_folder, spoil, error, message):
+def test_a_run_that_cannot_be_the_start_is_refused(pretrained, spoil, error, message):
     folder = pretrained("bert")
     spoil(folder)
     with pytest.raises(error, match=message):
-        run_glue(plan(folder, glue_folder, tasks=["cola"]), num_workers=1, observer=quiet)
+        run_glue(plan(folder, tasks=["cola"]), num_workers=1, observer=quiet)
     assert not list(folder.glob("glue/*/seed-0"))
 
 
@@ -284,9 +277,9 @@ def test_a_run_that_cannot_be_the_start_is_refused(pretrained, glue_folder, spoi
         ({"overrides": ["training.length=3"]}, RecipeError, "training.length"),
     ],
 )
-def test_wrong_options_are_refused(pretrained, glue_folder, options, error, message):
+def test_wrong_options_are_refused(pretrained, options, error, message):
     with pytest.raises(error, match=message):
-        plan_glue(pretrained("bert"), **{"tasks": ["cola"], "data": glue_folder} | options)
+        plan_glue(pretrained("bert"), **{"tasks": ["cola"]} | options)
 
 
 def bad_file(header, *rows):
@@ -296,8 +289,8 @@ def bad_file(header, *rows):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda folder: (folder / "cola/train.tsv").unlink(), "no file of the split 'train'.*validation.tsv"),
-        (lambda folder: shutil.rmtree(folder / "cola"), "no such folder"),
+        (lambda folder: (folder / "cola/train.tsv").unlink(), "there is no split 'train'.*splits validation"),
+        (lambda folder: shutil.rmtree(folder / "cola"), "there is no configuration 'cola'"),
         (
             bad_file(["text", "label"], ["the cat", 1]),
             "validation.tsv: there is no column 'sentence'.*columns text, label",
@@ -311,17 +304,18 @@ def bad_file(header, *rows):
         (bad_file(["sentence", "label"]), "there are no rows"),
     ],
 )
-def test_bad_files_are_named(pretrained, tmp_path, spoil, message):
-    data = write_glue(tmp_path / "glue")
+def test_bad_files_are_named(pretrained, tmp_path, monkeypatch, spoil, message):
+    data = write_glue(tmp_path / "mirror/nyu-mll/glue")
     spoil(data)
+    monkeypatch.setenv("WELLCOND_DATA", str(tmp_path / "mirror"))
     with pytest.raises(DataError, match=f"(?s){message}"):
-        score(pretrained("bert"), data, tasks=["cola"])
+        score(pretrained("bert"), tasks=["cola"])
 
 
-def test_scores_under_other_settings_are_not_overwritten(pretrained, glue_folder):
+def test_scores_under_other_settings_are_not_overwritten(pretrained):
     folder = pretrained("bert")
-    score(folder, glue_folder, tasks=["cola"])
-    planned = plan(folder, glue_folder, "optimizer.lr=1e-4", tasks=["cola"])
+    score(folder, tasks=["cola"])
+    planned = plan(folder, "optimizer.lr=1e-4", tasks=["cola"])
     [(_, problem)] = run_glue(planned, num_workers=1, observer=quiet).failures
     assert "optimizer.lr: 0.01 there, 0.0001 here" in problem
 

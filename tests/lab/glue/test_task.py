@@ -87,7 +87,7 @@ def test_one_answer_to_everything_scores_zero_and_is_noted():
         glue = make(
             task, (lambda row: row % 2) if classes else (lambda row: row % 2 / 2), classes=classes, pair=not classes
         )
-        model = Answers(glue.glue.num_labels)
+        model = Answers(glue.num_labels)
         nn.init.zeros_(model.table.weight)
         scores = total(glue, model, range(13))
         assert scores[glue.metric.name] == 0.0 and scores["constant"] == 1.0

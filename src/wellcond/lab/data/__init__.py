@@ -9,10 +9,7 @@ except ImportError as error:
 
 from wellcond.lab.data.base import (
     Data,
-    DataConfig,
     DataError,
-    Dataset,
-    Kind,
     SourceConfig,
     TensorDataset,
     fingerprint,
@@ -23,16 +20,22 @@ from wellcond.lab.data.base import (
 from wellcond.lab.data.generated import Generated, GeneratorOptions, register_generator
 from wellcond.lab.data.images import as_tensor_images, to_channels
 
-from wellcond.lab.data import citations, listops, pathfinder, sources, synthetic  # noqa: F401  isort: skip  (register themselves)
+# These register themselves.
+from wellcond.lab.data import (  # isort: skip
+    citations,  # noqa: F401
+    digits,  # noqa: F401
+    files,  # noqa: F401
+    image_folder,  # noqa: F401
+    listops,  # noqa: F401
+    pathfinder,  # noqa: F401
+    text_stream,  # noqa: F401
+)
 
 __all__ = [
     "Data",
-    "DataConfig",
     "DataError",
-    "Dataset",
     "Generated",
     "GeneratorOptions",
-    "Kind",
     "SourceConfig",
     "TensorDataset",
     "as_tensor_images",

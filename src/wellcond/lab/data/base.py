@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
-from pydantic import BeforeValidator, SerializeAsAny
 from torch import Tensor
 
 from wellcond.errors import UnknownChoiceError, WellcondError
 from wellcond.lab.settings import Settings
 
 Kind = Literal["image", "text", "tokens", "detection"]
+MIRROR_VARIABLE = "WELLCOND_DATA"
 NUM_DIGESTED = 16
 """Inputs of a dataset that its fingerprint covers."""
 
@@ -83,7 +84,6 @@ class TensorDataset:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """The example at `index`."""
-        index = check_index(index, len(self))
         values = self.inputs[index]
         example: dict[str, Any] = {self.key: values.long() if self.key == "tokens" else values}
         if self.labels is not None:
@@ -121,17 +121,6 @@ class Data:
         return None if self.class_names is None else len(self.class_names)
 
 
-def check_index(index: int, length: int) -> int:
-    """The index counted from the front.
-
-    Raises:
-        IndexError: outside of -length .. length - 1.
-    """
-    if not -length <= index < length:
-        raise IndexError(f"index {index} of a split of {length} examples.")
-    return int(index) % length
-
-
 def describe_sizes(train: Dataset, evaluation: Dataset, class_names: tuple[str, ...] | None) -> str:
     """The sentence on sizes that ends a description."""
     labels = "unlabelled" if train.labels is None else "labelled with numbers"
@@ -139,19 +128,18 @@ def describe_sizes(train: Dataset, evaluation: Dataset, class_names: tuple[str, 
     return f"{len(train)} training and {len(evaluation)} evaluation examples, {classes}"
 
 
-def draw_subset(length: int, limit: int | None, *, seed: int = 0) -> Tensor | None:
+def draw_subset(length: int, limit: int | None) -> Tensor | None:
     """Indices of `limit` examples drawn with a fixed seed, in their original order; None for all of them."""
     if limit is None or limit >= length:
         return None
-    drawn = torch.randperm(length, generator=torch.Generator().manual_seed(seed))[:limit]
+    drawn = torch.randperm(length, generator=torch.Generator().manual_seed(0))[:limit]
     return drawn.sort().values
 
 
 def draw_fraction(dataset: Dataset, fraction: float, *, seed: int, what: str) -> tuple[Tensor, Tensor]:
     """Indices to train on and to evaluate on, drawn with a seed; of every class the same share, at most all but one.
 
-    Raises:
-        DataError: there are too few examples to evaluate on any; the message begins with `what`.
+    Raises: DataError if there are too few examples to evaluate on any; the message begins with `what`.
     """
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
     groups, labels = [order], dataset.labels
@@ -200,6 +188,66 @@ def _digest(dataset: Dataset) -> str:
     return digest.hexdigest()
 
 
+# Files
+
+
+def mirror_roots() -> list[Path]:
+    """Folders with local copies of data sets, from the variable."""
+    roots = os.environ.get(MIRROR_VARIABLE, "").split(os.pathsep)
+    return [Path(os.path.expanduser(root)).absolute() for root in roots if root]
+
+
+def searched_mirrors() -> str:
+    """Where a data set was looked for, as an error says it."""
+    roots = mirror_roots()
+    return f"not in the mirror {listed(roots)}" if roots else f"{MIRROR_VARIABLE} is not set"
+
+
+def resolve_path(path: str, base: Path) -> Path:
+    """A path of a recipe, whose relative paths start at its folder."""
+    return (base / Path(os.path.expanduser(path))).absolute()
+
+
+def find_path(path: str, base: Path, field: str = "path") -> Path:
+    """The file or folder that a field of a recipe names: from the recipe's folder, or else by name in a mirror.
+
+    Raises: DataError if it is in neither.
+    """
+    local = resolve_path(path, base)
+    # A name may not lead out of the mirror.
+    within = not Path(path).is_absolute() and not {"..", "~"} & set(Path(path).parts)
+    for found in (local, *(root / path for root in mirror_roots() if within)):
+        if found.exists():
+            return found
+    raise DataError(
+        f"{local}: no such file or folder.",
+        expected=f"what '{field}' names, or an entry of that name in a mirror that {MIRROR_VARIABLE} names",
+        found=f"{contents(local.parent)}; {searched_mirrors()}",
+        todo=f"Correct '{field}'; relative paths start at the recipe's folder.",
+    )
+
+
+def contents(folder: Path) -> str:
+    """What a folder holds, as an error says it."""
+    there = files_or_folders(folder.iterdir()) if folder.is_dir() else "nothing: that folder is missing too"
+    return f"in {folder}: {there}"
+
+
+def require(path: Path, kind: str = "file", field: str | None = None) -> Path:
+    """The path of a file or a folder, if it is there; `field` of the recipe names it.
+
+    Raises: DataError if it is not; lists its folder.
+    """
+    if path.is_file() if kind == "file" else path.is_dir():
+        return path
+    raise DataError(
+        f"{path}: no such {kind}.",
+        expected=f"the {kind} that '{field}' names" if field else f"this {kind} of the data set",
+        found=contents(path.parent),
+        todo=f"Correct '{field}'." if field else "Correct 'path', or copy the whole data set.",
+    )
+
+
 # Progress
 
 Progress = Callable[[str, int, int], None]
@@ -239,7 +287,7 @@ def leave_interrupts_to_parent(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-# Sources by name; a new source is one file in `sources`, or one decorated function anywhere.
+# Sources by name; a new source is one decorated function anywhere.
 
 
 class SourceConfig(Settings):
@@ -251,15 +299,8 @@ class SourceConfig(Settings):
 ConfigT = TypeVar("ConfigT", bound=SourceConfig)
 
 
-@dataclass(frozen=True)
-class Source:
-    """The settings of a source and the function that loads it."""
-
-    config_class: type[SourceConfig]
-    load: Callable[[Any, Path], Data]
-
-
-SOURCES: dict[str, Source] = {}
+SOURCES: dict[str, tuple[type[SourceConfig], Callable[[Any, Path], Data]]] = {}
+"""The settings of each source and the function that loads it."""
 
 
 def register_source(
@@ -268,7 +309,7 @@ def register_source(
     """Decorate the loader of a source with its settings, whose field `source` has the name as its default."""
 
     def register(load: Callable[[ConfigT, Path], Data]) -> Callable[[ConfigT, Path], Data]:
-        SOURCES[config_class.model_fields["source"].default] = Source(config_class, load)
+        SOURCES[config_class.model_fields["source"].default] = (config_class, load)
         return load
 
     return register
@@ -297,24 +338,16 @@ def resolve_config(raw: object) -> SourceConfig:
         )
     if not isinstance(raw["source"], str) or raw["source"] not in SOURCES:
         raise UnknownChoiceError("data source", raw["source"], sorted(SOURCES))
-    return SOURCES[raw["source"]].config_class.model_validate(raw)
+    return SOURCES[raw["source"]][0].model_validate(raw)
 
 
-DataConfig = Annotated[SourceConfig, BeforeValidator(resolve_config), SerializeAsAny()]
-"""Field type of a recipe: the union of all registered sources, told apart by `source` when a recipe is read."""
+def load_data(config: SourceConfig, *, base: Path | None = None) -> Data:
+    """Load the data that `config` describes; relative paths start at `base`, the current folder by default.
 
-
-def load_data(config: DataConfig, *, base: Path | None = None) -> Data:
-    """Load the data that `config` describes.
-
-    Args:
-        config: Settings of one source, from `resolve_config` or a recipe.
-        base: Folder that relative paths start from, usually that of the recipe; the current one by default.
-
-    Returns: The splits. Rows and labels are checked here; an image is first decoded when it is asked for.
+    Rows and labels are checked here; an image is first decoded when it is asked for.
 
     Raises:
         DataError: the data are not as described; the message names the file and the row.
         MissingExtraError: a package that the source needs is not installed.
     """
-    return SOURCES[config.source].load(config, Path.cwd() if base is None else Path(base))
+    return SOURCES[config.source][1](config, Path.cwd() if base is None else Path(base))

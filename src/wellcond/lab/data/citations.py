@@ -9,21 +9,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 from torch import Tensor
 
 from wellcond.lab.data.base import (
     Data,
     DataError,
     SourceConfig,
-    check_index,
     describe_sizes,
-    draw_subset,
+    find_path,
     listed,
     register_source,
     report_progress,
+    require,
 )
-from wellcond.lab.data.disk import find_folder, require_file
 from wellcond.lab.seeding import generator
 
 CLASS_NAMES = ("unrelated", "related")
@@ -47,13 +46,12 @@ class PairDataset:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Two texts and whether they are related; half a character at the end of a text is left out."""
-        index = check_index(index, len(self))
         text, text_pair = (self.texts[number].decode("utf-8", "ignore") for number in self.pairs[index].tolist())
         return {"text": text, "text_pair": text_pair, "label": int(self.labels[index])}
 
     def content(self, index: int) -> bytes:
         """Both texts."""
-        return b"\0".join(self.texts[number] for number in self.pairs[check_index(index, len(self))].tolist())
+        return b"\0".join(self.texts[number] for number in self.pairs[index].tolist())
 
 
 class AanPairsConfig(SourceConfig):
@@ -64,19 +62,14 @@ class AanPairsConfig(SourceConfig):
     """Folder of new_aan_pairs.train.tsv, .eval.tsv and .test.tsv; from the recipe's folder, or a name in a mirror."""
     max_bytes: PositiveInt = 4100
     """How much of each text to read, without half a character at the end; at least task.length."""
-    limit_train: int | None = Field(None, ge=1)
-    limit_evaluation: int | None = Field(None, ge=1)
-    limit_test: int | None = Field(None, ge=1)
-    """Largest number of examples, drawn with a fixed seed."""
 
 
 @register_source(AanPairsConfig)
 def load_aan_pairs(config: AanPairsConfig, base: Path) -> Data:
     """Check every row of the three files; `eval` is evaluated on, and `test` is the test split."""
-    folder = find_folder(config.path, base)
-    limits = {"train": config.limit_train, "eval": config.limit_evaluation, "test": config.limit_test}
-    files = {name: require_file(folder / f"new_aan_pairs.{name}.tsv") for name in limits}
-    train, evaluation, test = (_read_aan(file, config.max_bytes, limits[name]) for name, file in files.items())
+    folder = find_path(config.path, base)
+    files = [require(folder / f"new_aan_pairs.{name}.tsv") for name in ("train", "eval", "test")]
+    train, evaluation, test = (_read_aan(file, config.max_bytes) for file in files)
     description = (
         f"paper pairs of the Long Range Arena, the first {config.max_bytes} bytes of each text: "
         f"{describe_sizes(train, evaluation, CLASS_NAMES)}; {len(test)} test examples"
@@ -84,7 +77,7 @@ def load_aan_pairs(config: AanPairsConfig, base: Path) -> Data:
     return Data("aan_pairs", "text", train, evaluation, CLASS_NAMES, description, {"test": test})
 
 
-def _read_aan(file: Path, max_bytes: int, limit: int | None) -> PairDataset:
+def _read_aan(file: Path, max_bytes: int) -> PairDataset:
     """Rows of label, two ids and two texts.
 
     Texts are as they stand in the file, as in the published pipeline: with the b and the quotes of the Python literals
@@ -115,9 +108,7 @@ def _read_aan(file: Path, max_bytes: int, limit: int | None) -> PairDataset:
                 report_progress(f"reading {file.name}", done, size)
     if not pairs:
         raise DataError(f"{file}: there are no rows.", expected="rows", found="an empty file", todo="Check the file.")
-    rows = draw_subset(len(pairs), limit)
-    kept = slice(None) if rows is None else rows
-    return PairDataset(list(texts), torch.tensor(pairs)[kept], torch.tensor(labels)[kept], max_bytes)
+    return PairDataset(list(texts), torch.tensor(pairs), torch.tensor(labels), max_bytes)
 
 
 class CitationPairsConfig(SourceConfig):
@@ -139,14 +130,12 @@ def load_citation_pairs(config: CitationPairsConfig, base: Path) -> Data:
 
     Papers without text (only blanks) are left out with their pairs, and counted in the description.
     """
-    folder = find_folder(config.path, base)
-    documents = _read_documents(require_file(folder / "docs_first4100B.json"))
+    folder = find_path(config.path, base)
+    documents = _read_documents(require(folder / "docs_first4100B.json"))
     numbers = {paper: number for number, paper in enumerate(documents)}
     texts = [text.encode("utf-8", "replace") for text in documents.values()]
     blank = {numbers[paper] for paper, text in documents.items() if not text.strip()}
-    citing, cocited = (
-        _read_pairs(require_file(folder / f"{name}_pairs.tsv"), numbers) for name in ("citation", "cocited")
-    )
+    citing, cocited = (_read_pairs(require(folder / f"{name}_pairs.tsv"), numbers) for name in ("citation", "cocited"))
     chosen = {"citing": citing, "cocited": cocited, "both": citing + cocited}[config.positives]
     # Of a pair in both directions the first.
     different = {_unordered(pair): pair for pair in reversed(chosen)}

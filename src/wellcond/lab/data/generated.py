@@ -7,17 +7,15 @@ and k. So the samples do not depend on who makes them, and a longer split begins
 from __future__ import annotations
 
 import hashlib
-import io
 import math
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from torch import Tensor
 
 from wellcond.errors import WellcondError, check_choice
@@ -31,7 +29,7 @@ from wellcond.lab.data.base import (
     register_source,
     report_progress,
 )
-from wellcond.lab.data.disk import CacheEntry, CacheError, canonical_json
+from wellcond.lab.data.disk import cache_place, cached_folder, canonical_json
 from wellcond.lab.settings import RecipeError, Settings
 
 MOST_SAMPLES = 10_000_000
@@ -41,8 +39,8 @@ SPLITS = ("evaluation", "test", *["train"] * 6)
 """The split that an input belongs to, by its hash, if no input may occur in two splits."""
 PATIENCE = 16
 """Chunks to draw for each one that would do if nothing were drawn twice."""
-POOL_SECONDS = 6.0
-"""Work that takes longer than this is worth the start of worker processes."""
+FEWEST_CHUNKS = 4
+"""As much work is worth the start of a worker process."""
 
 
 class GeneratorOptions(Settings):
@@ -92,10 +90,7 @@ def register_generator(
 ) -> Callable[[Generate], Generate]:
     """Decorate `generate(count, options, generator)`, a function of a module; all randomness comes from `generator`.
 
-    Args:
-        name: What a recipe calls it.
-        options_class: Its options.
-        chunk: Make a split in chunks of so many samples: in several processes, and kept on disk.
+    With `chunk`, a split is made in chunks of so many samples: in several processes, and kept on disk.
     """
 
     def register(generate: Generate) -> Generate:
@@ -154,8 +149,7 @@ def load(config: GeneratedConfig, base: Path) -> Data:
 def make_split(config: GeneratedConfig, split: str, count: int) -> Generated:
     """The first `count` samples of a split; chunks come from the cache if they are there.
 
-    Raises:
-        DataError: inputs are to be distinct and hardly any new ones are found.
+    Raises: DataError if inputs are to be distinct and hardly any new ones are found.
     """
     name, entry = config.generator, GENERATORS[config.generator]
     options = entry.options_class.model_validate(config.options)
@@ -163,16 +157,14 @@ def make_split(config: GeneratedConfig, split: str, count: int) -> Generated:
         return entry.generate(count, options, _random_stream(f"{name}/{config.seed}/{split}"))
     shown = options.model_dump(mode="json")
     made_from = {"generator": name, "version": VERSION, "options": shown, "seed": config.seed, "split": split}
-    cache = CacheEntry("generated", made_from | {"chunk": entry.chunk})
-    stream, what = canonical_json(made_from), f"making {name}, {split} split, chunks"
     share = SPLITS.count(split) / len(SPLITS) if options.distinct else 1
     wanted = math.ceil(count / (entry.chunk * share))
     limit = PATIENCE * (wanted + 1)
     chunks: list[Generated] = []
     size = 0
     while True:
-        jobs = [ChunkJob(entry, options, split, stream, number) for number in range(len(chunks), wanted)]
-        chunks += _get_chunks(cache, jobs, what)
+        jobs = [ChunkJob(entry, options, made_from, number) for number in range(len(chunks), wanted)]
+        chunks += _get_chunks(jobs, f"making {name}, {split} split, chunks")
         inputs, labels = (torch.cat([getattr(chunk, part) for chunk in chunks]) for part in ("inputs", "labels"))
         made = replace(chunks[0], inputs=inputs, labels=labels)
         if options.distinct:
@@ -195,34 +187,36 @@ def make_split(config: GeneratedConfig, split: str, count: int) -> Generated:
 
 @dataclass(frozen=True)
 class ChunkJob:
-    """All that decides a chunk of a split."""
+    """All that decides a chunk of a split, which is an entry of the cache."""
 
     generator: RegisteredGenerator
     options: GeneratorOptions
-    split: str
-    stream: str
-    """Canonical JSON of what the random numbers follow from, but for the number of the chunk."""
+    made_from: dict[str, Any]
+    """What the random numbers follow from, but for the number of the chunk."""
     number: int
 
     @property
-    def file(self) -> str:
-        """Name in the cache."""
-        return f"chunk-{self.number:06d}.pt"
+    def entry(self) -> dict[str, Any]:
+        """What the chunk in the cache is made from."""
+        return self.made_from | {"chunk": self.generator.chunk, "number": self.number}
 
+    def make(self) -> Path:
+        """Where the chunk is in the cache, made now if it is missing."""
+        name = self.made_from["generator"]
+        return cached_folder("generated", self.entry, self._write, f"making {name}, chunk {self.number}")
 
-def make_chunk(job: ChunkJob) -> bytes:
-    """The file of a chunk."""
-    assert job.generator.chunk is not None
-    made = job.generator.generate(job.generator.chunk, job.options, _random_stream(f"{job.stream}#{job.number}"))
-    if made.kind == "tokens":
-        made = replace(made, inputs=made.inputs.to(_token_type(made.vocabulary_size or 2**31)))
-    if job.options.distinct:
-        # The hash decides alone, so no chunk need know of another, and no size of a split changes another split.
-        digests = enumerate(_digests(made.inputs))
-        made = made.select([row for row, digest in digests if SPLITS[digest[0] % len(SPLITS)] == job.split])
-    file = io.BytesIO()
-    torch.save(vars(made), file)
-    return file.getvalue()
+    def _write(self, folder: Path) -> None:
+        assert self.generator.chunk is not None
+        stream = _random_stream(f"{canonical_json(self.made_from)}#{self.number}")
+        made = self.generator.generate(self.generator.chunk, self.options, stream)
+        if made.kind == "tokens":
+            made = replace(made, inputs=made.inputs.to(_token_type(made.vocabulary_size or 2**31)))
+        if self.options.distinct:
+            # The hash decides alone, so no chunk need know of another, and no size of a split changes another split.
+            digests = enumerate(_digests(made.inputs))
+            split = self.made_from["split"]
+            made = made.select([row for row, digest in digests if SPLITS[digest[0] % len(SPLITS)] == split])
+        torch.save(vars(made), folder / "samples.pt")
 
 
 def _random_stream(name: str) -> torch.Generator:
@@ -241,75 +235,30 @@ def _digests(inputs: Tensor) -> list[bytes]:
     return [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in inputs.numpy()]
 
 
-def _get_chunks(cache: CacheEntry, jobs: Sequence[ChunkJob], what: str) -> list[Generated]:
-    """The chunks of all jobs; what cannot be written to the cache is made in memory."""
-    found: dict[int, Generated] = {}
-    first, total = jobs[0].number, jobs[-1].number + 1
-
-    def look() -> list[ChunkJob]:
-        for job in jobs:
-            if job.number not in found and (content := cache.read(job.file)) is not None:
-                found[job.number] = _read_chunk(content)
-        return [job for job in jobs if job.number not in found]
-
-    def wait_for_another() -> None:
-        report_progress(f"{what} (another process makes them)", min(cache.count(), total), total)
-
-    def make(missing: Sequence[ChunkJob], *, keep: bool) -> None:
-        for job, content in zip(missing, make_chunks(missing), strict=True):
-            found[job.number] = _read_chunk(content)
-            if keep:
-                cache.write(job.file, content)
-            report_progress(what, first + len(found), total)
-
-    if look():
-        try:
-            with cache.locked(wait_for_another):
-                make(look(), keep=True)
-        except CacheError as error:
-            report_progress(f"{what} (not kept: {error})", first + len(found), total)
-        make(look(), keep=False)
-    return [found[job.number] for job in jobs]
+def _get_chunks(jobs: Sequence[ChunkJob], what: str) -> list[Generated]:
+    """The chunks of all jobs; those that are missing are made, many of them in worker processes."""
+    missing = [job for job in jobs if not cache_place("generated", job.entry).is_dir()]
+    workers = min(_num_workers(), len(missing) // FEWEST_CHUNKS)
+    made: Iterable[Any] = map(ChunkJob.make, missing)
+    if workers > 1:
+        made = torch.utils.data.DataLoader(
+            missing,  # type: ignore[arg-type]
+            batch_size=None,
+            collate_fn=_make_or_explain,  # type: ignore[arg-type]
+            num_workers=workers,
+            worker_init_fn=leave_interrupts_to_parent,
+        )
+    total = jobs[-1].number + 1
+    for done, problem in enumerate(made, total - len(missing) + 1):
+        if isinstance(problem, str):
+            raise WellcondError(problem)
+        report_progress(what, done, total)
+    return [Generated(**torch.load(job.make() / "samples.pt", weights_only=True)) for job in jobs]
 
 
-def _read_chunk(content: bytes) -> Generated:
-    return Generated(**torch.load(io.BytesIO(content), weights_only=True))
-
-
-def make_chunks(jobs: Sequence[ChunkJob]) -> Iterator[bytes]:
-    """The file of every chunk, in order; in worker processes once that pays.
-
-    Raises: WellcondError.
-    """
-    workers = _num_workers()
-    for index, job in enumerate(jobs):
-        start = time.perf_counter()
-        content = make_chunk(job)
-        seconds, left = time.perf_counter() - start, jobs[index + 1 :]
-        yield content
-        # The first job also imports libraries and fills tables.
-        if index > 0 and workers > 1 and seconds * len(left) > POOL_SECONDS:
-            yield from _make_in_workers(left, min(workers, len(left)))
-            return
-
-
-def _make_in_workers(jobs: Sequence[ChunkJob], workers: int) -> Iterator[bytes]:
-    loader: Any = torch.utils.data.DataLoader(
-        jobs,  # type: ignore[arg-type]
-        batch_size=None,
-        collate_fn=_make_or_explain,  # type: ignore[arg-type]
-        num_workers=workers,
-        worker_init_fn=leave_interrupts_to_parent,
-    )
-    for content in loader:
-        if isinstance(content, str):
-            raise WellcondError(content)
-        yield content
-
-
-def _make_or_explain(job: ChunkJob) -> bytes | str:
+def _make_or_explain(job: ChunkJob) -> Path | str:
     try:
-        return make_chunk(job)
+        return job.make()
     except WellcondError as error:  # torch would hand on its traceback instead of what it says
         return str(error)
 
@@ -321,3 +270,39 @@ def _num_workers() -> int:
     if not text.isdecimal() or int(text) < 1:
         raise RecipeError(f"WELLCOND_WORKERS: expected a number of processes from 1, found {text!r}")
     return int(text)
+
+
+class AssociativeRecallOptions(GeneratorOptions):
+    """Options of `associative_recall`."""
+
+    num_pairs: int = Field(8, ge=2)
+    num_keys: int = Field(16, ge=2)
+    num_values: int = Field(16, ge=2)
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> AssociativeRecallOptions:
+        if self.num_pairs > self.num_keys:
+            raise ValueError(
+                f"the keys of a sequence differ from each other: expected num_pairs of at most num_keys = "
+                f"{self.num_keys}, got {self.num_pairs}. Raise num_keys."
+            )
+        return self
+
+
+@register_generator("associative_recall", AssociativeRecallOptions)
+def associative_recall(count: int, options: AssociativeRecallOptions, generator: torch.Generator) -> Generated:
+    """Sequences k1 v1 k2 v2 ... kP vP q of token ids; the label is the value that follows q among the pairs.
+
+    Keys are ids 0 .. num_keys - 1, drawn without repetition; values follow them as ids num_keys .. num_keys +
+    num_values - 1, drawn independently, so nothing but a look-up within the sequence finds the answer: a model that
+    only knows which values occur is right in about one of num_pairs cases.
+    """
+    keys = torch.rand(count, options.num_keys, generator=generator, dtype=torch.float64).argsort(dim=1)
+    keys = keys[:, : options.num_pairs]
+    values = torch.randint(options.num_values, (count, options.num_pairs), generator=generator)
+    asked = torch.randint(options.num_pairs, (count, 1), generator=generator)
+    pairs = torch.stack([keys, values + options.num_keys], dim=2).flatten(1)
+    tokens = torch.cat([pairs, keys.gather(1, asked)], dim=1)
+    labels = values.gather(1, asked).squeeze(1)
+    names = tuple(str(value) for value in range(options.num_values))
+    return Generated("tokens", tokens, labels, names, options.num_keys + options.num_values)

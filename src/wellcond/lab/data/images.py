@@ -26,8 +26,7 @@ GREY_WEIGHTS = (0.299, 0.587, 0.114)
 def import_pil() -> Any:
     """The module PIL.Image.
 
-    Raises:
-        MissingExtraError: Pillow is not installed.
+    Raises: MissingExtraError if Pillow is not installed.
     """
     try:
         from PIL import Image
@@ -46,8 +45,7 @@ def picture_formats() -> list[str]:
 def read_image(file: str | Path, where: str, *, within: Path | None = None) -> bytes:
     """Encoded bytes of an image file; errors begin with `where`.
 
-    Raises:
-        DataError: the path, followed to its end, leads out of the folder `within`, or the file cannot be read.
+    Raises: DataError if the path, followed to its end, leads out of the folder `within`, or the file cannot be read.
     """
     if within is not None and not Path(file).resolve().is_relative_to(within.resolve()):
         raise DataError(
@@ -70,8 +68,7 @@ def read_image(file: str | Path, where: str, *, within: Path | None = None) -> b
 def decode_image(encoded: bytes, where: str) -> Image:
     """Decode an image completely and turn it upright if its EXIF data say so.
 
-    Raises:
-        DataError: the bytes are no image, or not a whole one; the message begins with `where`.
+    Raises: DataError if the bytes are no image, or not a whole one; the message begins with `where`.
     """
     pil = import_pil()
     from PIL import ImageOps
@@ -102,8 +99,7 @@ def to_channels(image: Image | Tensor, channels: int, where: str = "an image") -
     Grey becomes RGB by repetition; RGB becomes grey with weights 0.299, 0.587, 0.114; transparency is dropped; 16-bit
     grey keeps its upper 8 bits. A tensor (C, H, W) keeps its dtype. Errors begin with `where`.
 
-    Raises:
-        DataError: another number of channels is asked for or found, or 32-bit pixels, whose range is unknown.
+    Raises: DataError if another number of channels is asked for or found, or 32-bit pixels, whose range is unknown.
     """
     if channels not in (1, 3):
         raise DataError("channels of an image", expected="1 or 3", found=str(channels), todo="Use 1 or 3.")
@@ -157,20 +153,13 @@ def as_tensor_images(
 ) -> Tensor | None:
     """Decode a split of images once, so that epochs cost no decoding.
 
-    Args:
-        split: Images, of one common size unless `size` is given.
-        channels: 1 or 3; see `to_channels`.
-        size: Shorter side after resizing, then a square is cut from the centre. None keeps the size, and tensors
-            always keep theirs.
-        resampling: PIL's filter, which averages over all the pixels that a smaller one covers.
-        byte_limit: Largest tensor to make.
-        what: Name of the work for `report_progress`, about 100 times.
+    With `size`, the shorter side is resized to it by PIL's filter, which averages over all the pixels that a smaller
+    one covers, and a square is cut from the centre; tensors always keep their size.
 
     Returns: (n, C, H, W), uint8 if the images were decoded, else the dtype of the source's tensors; None when it would
         exceed `byte_limit` or the images differ in size.
 
-    Raises:
-        DataError: an image cannot be read or converted.
+    Raises: DataError if an image cannot be read or converted.
     """
     count = len(split)
     first = _pixels(split, 0, size, channels, resampling)

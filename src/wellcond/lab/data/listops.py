@@ -27,11 +27,12 @@ from wellcond.lab.data.base import (
     SourceConfig,
     TensorDataset,
     describe_sizes,
+    find_path,
     listed,
     register_source,
     report_progress,
+    require,
 )
-from wellcond.lab.data.disk import find_folder, require_file
 from wellcond.lab.data.generated import Generated, GeneratorOptions, register_generator
 
 OPERATORS = ("MIN", "MAX", "MED", "SM")
@@ -87,8 +88,7 @@ def listops(count: int, options: ListOpsOptions, generator: torch.Generator) -> 
     A node above `max_depth` (the root has depth 1) is an operator with probability 1/4, with 2 to `max_args` arguments,
     all numbers and operators alike likely; else a digit. Whole trees are drawn until enough have a length asked for.
 
-    Raises:
-        DataError: next to none has.
+    Raises: DataError if next to none has.
     """
     accepted = acceptance(options)
     if accepted < RAREST:
@@ -204,8 +204,7 @@ def _first_arguments(counts: np.ndarray) -> np.ndarray:
 def evaluate(tokens: Iterable[int]) -> int:
     """The answer of an expression.
 
-    Raises:
-        ValueError: the tokens are no expression.
+    Raises: ValueError if the tokens are no expression.
 
     Example:
         >>> evaluate(to_tokens("[SM 4 [MED 3 8 ] 7 ]"))
@@ -233,8 +232,7 @@ def evaluate(tokens: Iterable[int]) -> int:
 def to_tokens(text: str) -> list[int]:
     """Token ids of the symbols of a text; round brackets are ignored.
 
-    Raises:
-        ValueError: a symbol is unknown.
+    Raises: ValueError if a symbol is unknown.
 
     Example:
         >>> to_tokens("( ( ( [MAX 2 ) 9 ) ] )")
@@ -259,8 +257,8 @@ class LraListOpsConfig(SourceConfig):
 @register_source(LraListOpsConfig)
 def load(config: LraListOpsConfig, base: Path) -> Data:
     """The tokens of the generator `listops`; every answer is computed and compared with the one in the file."""
-    folder = find_folder(config.path, base)
-    files = [require_file(folder / f"basic_{name}.tsv") for name in ("train", "val", "test")]
+    folder = find_path(config.path, base)
+    files = [require(folder / f"basic_{name}.tsv") for name in ("train", "val", "test")]
     train, evaluation, test = (_read_file(file, config.max_length) for file in files)
     sizes = f"{describe_sizes(train, evaluation, CLASS_NAMES)}, {len(test)} test examples"
     description = f"ListOps of the Long Range Arena, from its files: {sizes}"

@@ -1,4 +1,4 @@
-"""Tables of `datasets` as data, for the sources `hub` and `files`: which column is what, labels, rows as a dataset."""
+"""Tables of `datasets` as data: which column is what, labels, rows as a dataset."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from wellcond.lab.data.base import (
     DataError,
     Kind,
     SourceConfig,
-    check_index,
     describe_sizes,
     draw_fraction,
     draw_subset,
@@ -140,8 +139,7 @@ class TableDataset:
         return self.take(draw_subset(len(self), count))
 
     def _row(self, index: int) -> int:
-        index = check_index(index, len(self))
-        return index if self.rows is None else int(self.rows[index])
+        return range(len(self))[index] if self.rows is None else int(self.rows[index])
 
     def _encoded_image(self, row: int) -> bytes:
         value, where = self.table.data[row][self.columns[0]], self.table.locate(row)
@@ -162,9 +160,9 @@ class TableDataset:
 
 def load_tables(
     name: str,
-    tables: Mapping[str, Table],
-    train: str,
-    evaluation: str,
+    train: Table,
+    evaluation: Table | None,
+    others: Mapping[str, Table],
     config: TableConfig,
     *,
     origin: str,
@@ -173,38 +171,40 @@ def load_tables(
     seed: int = 0,
     limit_test: int | None = None,
 ) -> Data:
-    """Check columns and labels of every table; with `fraction`, that share of the training table is evaluated on.
+    """Check columns and labels of every table; without an evaluation table, a fraction of the training table is taken.
 
-    Raises:
-        DataError: a column, a label or a text is not as expected, or a table has no rows.
+    Raises: DataError if a column, a label or a text is not as expected, or a table has no rows.
     """
-    for table in tables.values():
+    tables = {"train": train, **({} if evaluation is None else {"evaluation": evaluation})}
+    for table in (*tables.values(), *others.values()):
         if len(table) == 0:
             raise DataError(f"{table.name}: there are no rows.", expected="rows", found="none", todo="Check the file.")
     label = config.label
     if label == "auto":
-        label = next((name for name in LABEL_NAMES if name in tables[train].data.column_names), None)
-    columns = _input_columns(tables[train], config.input, label)
-    kind = _kind(tables[train], columns, kind)
+        label = next((name for name in LABEL_NAMES if name in train.data.column_names), None)
+    columns = _input_columns(train, config.input, label)
+    kind = _kind(train, columns, kind)
     classed = label is not None and config.label_kind == "class"
-    classes = _read_classes(tables[train], label, config.class_names) if classed else None  # type: ignore[arg-type]
-    made, notes = {}, []
-    for split, table in tables.items():
-        data = _input_data(table, columns, kind)
-        labels = _labels(table, label, classes, needed=split in (train, evaluation))
-        made[split] = TableDataset(data, kind, columns, labels)
+    classes = _read_classes(train, label, config.class_names) if classed else None  # type: ignore[arg-type]
+    notes: list[str] = []
+
+    def dataset(split: str, table: Table, *, needed: bool) -> TableDataset:
+        data, labels = _input_data(table, columns, kind), _labels(table, label, classes, needed=needed)
         empty = _count_empty_texts(table, columns) if kind == "text" else 0
-        notes += [f"{empty} empty texts in {split!r}"] if empty else []
-    trained, evaluated = made[train], made[evaluation]
+        notes.extend([f"{empty} empty texts in {split!r}"] if empty else [])
+        return TableDataset(data, kind, columns, labels)
+
+    made = {split: dataset(split, table, needed=True) for split, table in tables.items()}
+    further = {split: dataset(split, table, needed=False) for split, table in others.items()}
+    trained = made["train"]
     if fraction is not None:
-        rows, others = draw_fraction(trained, fraction, seed=seed, what=tables[train].name)
-        trained, evaluated = trained.take(rows), evaluated.take(others)
-    trained, evaluated = trained.limit(config.limit_train), evaluated.limit(config.limit_evaluation)
-    if "test" in made:
-        made["test"] = made["test"].limit(limit_test)
+        rows, aside = draw_fraction(trained, fraction, seed=seed, what=train.name)
+        trained, made["evaluation"] = trained.take(rows), trained.take(aside)
+    trained, evaluated = trained.limit(config.limit_train), made["evaluation"].limit(config.limit_evaluation)
+    if "test" in further:
+        further["test"] = further["test"].limit(limit_test)
     names = None if classes is None else classes.names
     description = "; ".join([f"{name} from {origin}: {describe_sizes(trained, evaluated, names)}", *notes])
-    further = {split: dataset for split, dataset in made.items() if split not in (train, evaluation)}
     return Data(name, kind, trained, evaluated, names, description, further)
 
 
@@ -340,10 +340,7 @@ def _read_classes(table: Table, column: str, declared: tuple[str, ...] | None) -
 
 
 def _class_labels(table: Table, column: str, classes: Classes) -> Tensor:
-    """Class number of every row, int64.
-
-    Raises: DataError if a label is missing, or not one of the classes.
-    """
+    """Class number of every row, int64; DataError if a label is missing, or not one of the classes."""
     values = _read_labels(table, column)
     known: dict[Any, int] = {name if classes.by_name else row: row for row, name in enumerate(classes.names)}
     for row, value in enumerate(values):
@@ -359,11 +356,7 @@ def _class_labels(table: Table, column: str, classes: Classes) -> Tensor:
 
 
 def _number_labels(table: Table, column: str) -> Tensor:
-    """Label of every row as a number, float64.
-
-    Raises:
-        DataError: a label is missing, not a number, or not finite.
-    """
+    """Label of every row as a number, float64; DataError if one is missing, no number, or not finite."""
     values = table.data[column][:]
     numbers = [float(value) if table.text_labels and NUMBER.fullmatch(value) else value for value in values]
     for row, number in enumerate(numbers):

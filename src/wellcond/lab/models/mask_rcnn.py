@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor, distributed, nn
+from torch.distributed.nn.functional import all_reduce
 from torchvision.models.convnext import LayerNorm2d
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
@@ -85,20 +86,6 @@ class MaskRcnnOptions(Settings):
         return self
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over all ranks; its gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(context: Any, values: Tensor) -> Tensor:
-        total = values.clone()
-        distributed.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return _SumOverRanks.apply(gradient.contiguous())
-
-
 class SharedBatchNorm(nn.BatchNorm2d):
     """Batch norm with the mean and variance over all ranks; torch's SyncBatchNorm works on GPUs only."""
 
@@ -110,7 +97,7 @@ class SharedBatchNorm(nn.BatchNorm2d):
         values = input.float()
         count = values.new_tensor([values.numel() / values.shape[1]])
         sums = torch.cat([values.sum((0, 2, 3)), values.square().sum((0, 2, 3)), count])
-        first, second, total = _SumOverRanks.apply(sums).split([self.num_features, self.num_features, 1])
+        first, second, total = all_reduce(sums).split([self.num_features, self.num_features, 1])
         mean = first / total
         variance = (second / total - mean.square()).clamp_min(0)
         with torch.no_grad():

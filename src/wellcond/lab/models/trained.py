@@ -82,11 +82,8 @@ def selection_options(options: dict[str, Any], base: Path | None, build: Build |
 def load_teacher(options: dict[str, Any], base: Path | None, build: Build | None = None) -> nn.Module:
     """The trained model, with plain weights: those of a conditioned one are folded.
 
-    Args:
-        options: see `TeacherOptions`.
-        base: folder that a relative path starts from.
-        build: builds a model from its name and arguments; `build_model` by default. What the student's data ask of a
-            model comes from here: a teacher may only differ from it in what is excluded (the classifier).
+    What the student's data ask of a model comes from `build`: a teacher may only differ from it in what is excluded
+    (the classifier). A relative path starts at `base`.
 
     Raises: RecipeError, WeightError, RunError; each names the file.
     """
@@ -143,13 +140,8 @@ def load_backbone(model: nn.Module, path: Path, method: MethodSettings) -> None:
     """Load the encoder of a classifier, or of a detector, into the backbone of a detector.
 
     Raw weights under a correction stay raw if `method` is about to correct them in the same way; otherwise what was
-    corrected is folded. What only the classifier has is left out, everything else must fit.
-
-    Args:
-        model: with `encoder_prefix`, where the encoder is, and `encoder_left_out`, beginnings of the names of weights
-            that only a classifier has.
-        path: folder of a finished run, whose last weights are taken, or a file of weights.
-        method: applied to the model afterwards.
+    corrected is folded. What only the classifier has (`model.encoder_left_out`) is left out, everything else must fit.
+    `path` is the folder of a finished run, whose last weights are taken, or a file of weights.
 
     Raises: RecipeError, WeightError; the model is then unchanged.
     """

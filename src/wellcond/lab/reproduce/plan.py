@@ -20,8 +20,8 @@ from wellcond.lab.report.values import MISSING
 from wellcond.lab.reproduce.catalogue import SCALES, AtScale, Entry, catalogue
 from wellcond.lab.reproduce.stored import RUNS, study_name
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.tasks.glue.benchmark import HUB_ID, NAMES
 from wellcond.lab.tasks.glue.run import plan_glue, run_glue
+from wellcond.lab.tasks.glue.task import HUB_ID, NAMES
 from wellcond.lab.train.compare import (
     JobObserver,
     Outcome,

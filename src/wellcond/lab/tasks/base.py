@@ -170,6 +170,10 @@ class AbstractTask(ABC):
     """Whether processes call the model equally often, without which shards of its weights cannot be put together."""
     tells_classes_apart: ClassVar[bool] = False
     """Whether training makes sense only with examples of two classes or more."""
+    auto_class: ClassVar[str | None] = None
+    """Class of transformers with the head this task needs; None if there is none."""
+    inputs: Sequence[str] = ("input_ids",)
+    """Parts of a batch that the model takes by name."""
     train: Samples
     evaluation: Samples
     test: Samples | None = None
@@ -187,10 +191,6 @@ class AbstractTask(ABC):
         """What the data ask of a model of this ``kind`` (timm, hf or file): classes, channels, vocabulary."""
 
     @abstractmethod
-    def auto_class(self) -> str | None:
-        """Class of transformers with the head this task needs; None if there is none."""
-
-    @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Sum of the loss over the terms of a batch."""
 
@@ -198,9 +198,9 @@ class AbstractTask(ABC):
     def num_terms(self, batch: Batch) -> Tensor | int:
         """How many terms `loss` adds up; the engine divides by their number over all processes and accumulations."""
 
-    @abstractmethod
     def score(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Sums over a batch from which `metrics` follows."""
+        """Sums over a batch from which `metrics` follows; a task overrides this or `collect`."""
+        return self.collect(model, batch)[0]
 
     @abstractmethod
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
@@ -214,9 +214,10 @@ class AbstractTask(ABC):
         """`metrics`, from sums and records over the first samples of a set, the records in the order of the samples."""
         return self.metrics(sums)
 
-    @abstractmethod
     def probe(self, num_samples: int) -> Any:
         """The first samples of the evaluation set as the model's input, for `measure`."""
+        batch = first_samples(self.evaluation, num_samples)
+        return {name: batch[name] for name in self.inputs}
 
     def training_batch(self, batch: Batch, step: int, part: int) -> Batch:
         """Augmentation across the samples of a step; none by default.
@@ -293,12 +294,19 @@ def need_kind(data: Data, task: str, *kinds: str) -> None:
 
 
 def need_classes(data: Data, task: str, *, least: int = 2) -> int:
-    """Number of classes; RecipeError if there are none, or fewer than `least`."""
+    """Number of classes; RecipeError if there are none, or fewer than `least`, or if a label is none of them."""
     if data.class_names is None:
         raise RecipeError(f"{task} needs labels; {data.name} has none. Name the label column in data.label")
     if len(data.class_names) < least:
         raise _too_few_classes(data, task, data.class_names)
-    return len(data.class_names)
+    count = len(data.class_names)
+    for name, split in (("training", data.train), ("evaluation", data.evaluation), ("test", data.others.get("test"))):
+        labels = torch.empty(0) if split is None or split.labels is None else split.labels
+        for row in ((labels < 0) | (labels >= count)).nonzero().flatten().tolist():
+            raise RecipeError(
+                f"{data.name}, {name} split, row {row}: expected a label from 0 to {count - 1}, found {labels[row]:g}"
+            )
+    return count
 
 
 def need_several_classes_in_training(data: Data, task: str) -> None:
@@ -311,14 +319,6 @@ def need_several_classes_in_training(data: Data, task: str) -> None:
     found = data.train.labels.unique().tolist()
     if len(found) < 2:
         raise _too_few_classes(data, task, [data.class_names[label] for label in found])
-
-
-def check_labels(labels: Tensor, num_classes: int, what: str) -> None:
-    """Raise RecipeError for a label outside the classes; training would fail on it deep inside, or not at all."""
-    outside = ((labels < 0) | (labels >= num_classes)).nonzero()
-    if len(outside):
-        row = int(outside[0])
-        raise RecipeError(f"{what}, row {row}: expected a label from 0 to {num_classes - 1}, found {int(labels[row])}")
 
 
 def _too_few_classes(data: Data, task: str, found: Sequence[str]) -> RecipeError:

@@ -28,7 +28,6 @@ from wellcond.lab.tasks.base import (
     SampleKey,
     Samples,
     TaskContext,
-    check_labels,
     first_samples,
     logits_of,
     need_classes,
@@ -206,6 +205,8 @@ def _posterize(image: Any, bits: int, **options: Any) -> Any:
 class ImageClassification(ClassificationTask):
     """Logits against a label."""
 
+    auto_class = "AutoModelForImageClassification"
+
     def __init__(self, settings: ImageClassificationSettings, context: TaskContext) -> None:
         """Decode the images if they fit, or prepare to do so one by one."""
         data = context.data
@@ -219,9 +220,6 @@ class ImageClassification(ClassificationTask):
             raise RecipeError(f"{data.name}: images are {height} x {width}; set task.image_size to the side wanted")
         self.channels = settings.channels or _channels_of(data.train)
         self.size = settings.image_size or width
-        for name, split in context.splits.items():
-            if split.labels is not None:
-                check_labels(split.labels, self.num_classes, f"{data.name}, {name} split")
         made = self._in_memory() or self._pictures()
         self.train, self.evaluation, self.test = made["training"], made["evaluation"], made.get("test")
         self.following = self.augmentation.repeats if self.augmentation.mixes else 0
@@ -293,10 +291,6 @@ class ImageClassification(ClassificationTask):
             return {"num_classes": self.num_classes, "in_chans": self.channels, "img_size": self.size}
         return {"num_labels": self.num_classes, "num_channels": self.channels, "image_size": self.size}
 
-    def auto_class(self) -> str:
-        """With a classifier."""
-        return "AutoModelForImageClassification"
-
     def training_batch(self, batch: Batch, step: int, part: int) -> Batch:
         """Mixup and cutmix."""
         if not self.augmentation.mixes:
@@ -339,13 +333,8 @@ def mix(
 ) -> Batch:
     """Mixed images and their labels as probabilities, smoothed by `augmentation.label_smoothing`.
 
-    Args:
-        batch: images and labels of one part of an update, and of the `repeats` samples that follow it.
-        augmentation: with `mixup` or `cutmix`; with both, each is drawn half of the time.
-        num_classes: length of the mixed labels.
-        seed: of the run.
-        step: number of the update.
-        part: number of the part in the update, over all processes and accumulations.
+    The batch has one part of an update, which `part` numbers over all processes and accumulations, and the `repeats`
+    samples that follow it. With both mixup and CutMix, each is drawn half of the time.
     """
     image, label = batch["image"], batch["label"]
     size = len(label) - augmentation.repeats

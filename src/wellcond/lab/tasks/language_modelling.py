@@ -166,6 +166,7 @@ class LanguageModelling(AbstractTask):
     """Next token."""
 
     metric = Metric("perplexity", higher_is_better=False)
+    auto_class = "AutoModelForCausalLM"
     tokenizer: Tokenizer
 
     def __init__(self, settings: LanguageModellingSettings, context: TaskContext) -> None:
@@ -202,10 +203,6 @@ class LanguageModelling(AbstractTask):
         ends = {"bos_token_id": end, "eos_token_id": end}
         return {"vocab_size": size, "max_position_embeddings": self.context, **ends}
 
-    def auto_class(self) -> str:
-        """With a language-model head."""
-        return "AutoModelForCausalLM"
-
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross entropy in nats, summed over the tokens predicted."""
         tokens = batch["input_ids"]
@@ -240,10 +237,6 @@ class LanguageModelling(AbstractTask):
             found["perplexity_per_word"] = perplexity(sums["loss"] / sums["words"])
             found["bits_per_byte"] = sums["loss"] / sums["bytes"] / math.log(2)
         return found
-
-    def probe(self, num_samples: int) -> dict[str, Tensor]:
-        """Evaluation blocks."""
-        return {"input_ids": first_samples(self.evaluation, num_samples)["input_ids"]}
 
     def write_samples(self, model: nn.Module) -> list[dict[str, str]]:
         """One that continues the beginning of the evaluation text, and one without a prompt."""
@@ -296,16 +289,9 @@ def generate_text(
 ) -> str:
     """The prompt and what the model writes behind it, up to the end of the document.
 
-    The model is always run `num_tokens` times: where its weights are sharded, processes wait for each other.
-
-    Args:
-        model: Causal language model; its mode and the global random state are as before afterwards.
-        tokenizer: The one it was trained with.
-        prompt: Beginning of the document; with none the model begins one.
-        num_tokens: At most so many are written.
-        temperature: Logits are divided by it; 0 takes the likeliest token each time.
-        seed: Of the generator that draws the tokens, on the CPU, so that every device draws the same.
-        context: Only so many of the last tokens are seen.
+    The model is always run `num_tokens` times: where its weights are sharded, processes wait for each other. It sees
+    the last `context` tokens. Logits are divided by the temperature; 0 takes the likeliest token each time. Tokens are
+    drawn on the CPU, so that every device draws the same; mode and global random state are as before afterwards.
 
     Raises: RecipeError if the model knows fewer tokens than the tokeniser.
     """

@@ -29,7 +29,6 @@ from wellcond.lab.tasks.base import (
     Metric,
     SampleKey,
     TaskContext,
-    first_samples,
     logits_of,
     need_kind,
     register_task,
@@ -85,15 +84,7 @@ class Masking:
     def __init__(
         self, fraction: float, *, mask_token: int, special: Sequence[int], vocabulary_size: int, seed: int
     ) -> None:
-        """Take over the rules.
-
-        Args:
-            fraction: Of the tokens that are not special, rounded to a whole number, but at least one.
-            mask_token: What hides them.
-            special: Tokens that are neither masked nor drawn as random ones.
-            vocabulary_size: Ids are below it.
-            seed: Of the run.
-        """
+        """A fraction of the tokens that are not special, rounded, but at least one; these are not drawn either."""
         self.fraction, self.mask_token = fraction, mask_token
         self.is_special = np.zeros(vocabulary_size, dtype=bool)
         self.is_special[[mask_token, *special]] = True
@@ -153,6 +144,7 @@ class MaskedLanguageModelling(AbstractTask):
     """Hidden tokens."""
 
     metric = Metric("perplexity", higher_is_better=False)
+    auto_class = "AutoModelForMaskedLM"
     tokenizer: Tokenizer
 
     def __init__(self, settings: MaskedLanguageModellingSettings, context: TaskContext) -> None:
@@ -177,10 +169,6 @@ class MaskedLanguageModelling(AbstractTask):
         length = "length" if kind == "wellcond" else "max_position_embeddings"
         return {"vocab_size": self.vocabulary, length: self.length, "pad_token_id": self.tokenizer.special.pad}
 
-    def auto_class(self) -> str:
-        """With a head that guesses tokens."""
-        return "AutoModelForMaskedLM"
-
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross entropy in nats, summed over the hidden tokens."""
         return _cross_entropy(masked_logits(model, batch), batch["labels"])
@@ -202,10 +190,6 @@ class MaskedLanguageModelling(AbstractTask):
         """Mean loss of a hidden token, its exponential, and the share of right guesses."""
         loss = sums["loss"] / sums["count"]
         return {"loss": loss, "perplexity": perplexity(loss), "masked_accuracy": sums["correct"] / sums["count"]}
-
-    def probe(self, num_samples: int) -> dict[str, Tensor]:
-        """Evaluation sequences as the model sees them."""
-        return {"input_ids": first_samples(self.evaluation, num_samples)["input_ids"]}
 
 
 def masked_logits(model: nn.Module, batch: Batch) -> Tensor:

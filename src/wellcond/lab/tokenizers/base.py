@@ -10,7 +10,8 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Annotated, Any, BinaryIO, Literal, Protocol
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +19,11 @@ from pydantic import BeforeValidator, Field, PositiveInt
 
 from wellcond.errors import MissingExtraError
 from wellcond.lab.data.base import DataError, Dataset, report_progress
-from wellcond.lab.data.disk import CacheEntry, canonical_json
+from wellcond.lab.data.disk import cached_folder, canonical_json
 from wellcond.lab.data.tables import TableDataset
 from wellcond.lab.settings import Settings
 
-VERSION = 2
-TOKENS, COUNTS = "tokens.bin", "tokens.json"
+VERSION = 3
 FIRST_ROWS, MOST_ROWS = 256, 16384
 CHARACTERS = 2**21
 """Size that batches aim at: enough for a tokeniser to keep every core busy."""
@@ -49,10 +49,8 @@ class TokenizerFile(Settings):
     """A tokeniser that exists."""
 
     file: str
-    """tokenizer.json, vocab.txt, or a folder with one of them or with vocab.json and merges.txt; from the recipe's
-    folder, or by name in a mirror."""
-    lower_case: bool | None = None
-    """Of vocab.txt: whether texts are written in lower case first; null: if no word of it has a capital."""
+    """tokenizer.json, or a folder with it or with vocab.json and merges.txt; from the recipe's folder, or by name in a
+    mirror."""
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
     """Refuses any tokeniser but that of this fingerprint."""
 
@@ -86,28 +84,6 @@ class SpecialTokens:
     def ids(self) -> tuple[int, ...]:
         """All there are, each once, in ascending order."""
         return tuple(sorted({value for value in vars(self).values() if value is not None}))
-
-
-class Tokenizer(Protocol):
-    """Text to numbers and back; no special token is added to a text."""
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Ids are below it."""
-
-    @property
-    def special(self) -> SpecialTokens:
-        """Ids of the special tokens."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Sha256 of everything that decides the ids of a text."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each text, in `id_type(vocabulary_size)`."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens left out."""
 
 
 def id_type(vocabulary_size: int) -> np.dtype[Any]:
@@ -213,6 +189,10 @@ class LibraryTokenizer:
         return self.inner.decode([int(id) for id in ids], skip_special_tokens=True)
 
 
+Tokenizer = ByteTokenizer | LibraryTokenizer
+"""Text to numbers and back; no special token is added to a text. `fingerprint` covers all that decides the ids."""
+
+
 # Datasets as tokens
 
 
@@ -280,13 +260,7 @@ class TokenStream:
 def open_token_stream(
     dataset: Dataset, tokenizer: Tokenizer, what: str, *, limit_tokens: int | None = None
 ) -> TokenStream:
-    """The tokens of a dataset, from the cache or made now; a killed process leaves nothing that is taken for them.
-
-    Args:
-        dataset: Texts.
-        tokenizer: What makes tokens of them.
-        what: Name of the dataset in messages.
-        limit_tokens: Stop behind the document in which so many are reached.
+    """The tokens of a dataset, from the cache or made now, up to the document in which `limit_tokens` are reached.
 
     Raises:
         DataError: there is no text in the dataset.
@@ -298,24 +272,16 @@ def open_token_stream(
         "tokenizer": tokenizer.fingerprint,
         "limit_tokens": limit_tokens,
     }
-    entry = CacheEntry("tokens", made_from)
-    dtype = id_type(tokenizer.vocabulary_size)
 
-    def find() -> Counts | None:
-        about, path = entry.read(COUNTS), entry.find(TOKENS)
-        if about is None or path is None:
-            return None
-        counts = Counts(**json.loads(about))
-        return counts if path.stat().st_size == counts.tokens * dtype.itemsize else None
-
-    def make() -> Counts:
-        with entry.adding(TOKENS) as file:
+    def make(folder: Path) -> None:
+        with open(folder / "tokens.bin", "wb") as file:
             counts = _tokenise(dataset, tokenizer, limit_tokens, file, what)
-        entry.write(COUNTS, canonical_json(asdict(counts)).encode())
-        return counts
+        (folder / "tokens.json").write_text(json.dumps(asdict(counts)))
 
-    counts = entry.find_or_make(find, make, f"tokenising {what}")
-    return TokenStream(np.memmap(entry.folder / TOKENS, dtype, mode="r", shape=(counts.tokens,)), counts)
+    folder = cached_folder("tokens", made_from, make, f"tokenising {what}")
+    counts = Counts(**json.loads((folder / "tokens.json").read_text()))
+    dtype = id_type(tokenizer.vocabulary_size)
+    return TokenStream(np.memmap(folder / "tokens.bin", dtype, mode="r", shape=(counts.tokens,)), counts)
 
 
 def _tokenise(dataset: Dataset, tokenizer: Tokenizer, limit_tokens: int | None, file: BinaryIO, what: str) -> Counts:

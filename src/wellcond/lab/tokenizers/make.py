@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from wellcond.files import read_regular
-from wellcond.lab.data.base import DataError, Dataset, files_or_folders, listed, report_progress
-from wellcond.lab.data.disk import MIRROR_VARIABLE, CacheEntry, mirror_roots
+from wellcond.lab.data.base import DataError, Dataset, files_or_folders, find_path, report_progress
+from wellcond.lab.data.disk import cached_folder
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tokenizers.base import (
     SPECIAL,
@@ -27,8 +26,8 @@ from wellcond.lab.tokenizers.base import (
     text_fingerprint,
 )
 
-TOKENIZER, VOCABULARY, MERGES, WORDS = "tokenizer.json", "vocab.json", "merges.txt", "vocab.txt"
-VERSION = 2
+TOKENIZER, VOCABULARY, MERGES = "tokenizer.json", "vocab.json", "merges.txt"
+VERSION = 3
 WORD_PIECE_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 BYTE_PAIR_SPECIAL = ("<|endoftext|>",)
 ALPHABET = 1000
@@ -36,13 +35,7 @@ ALPHABET = 1000
 
 
 def make_tokenizer(choice: TokenizerChoice, train: Dataset, what: str, base: Path | None = None) -> Tokenizer:
-    """The tokeniser that a recipe asks for.
-
-    Args:
-        choice: Field `tokenizer` of a task.
-        train: Texts to train it on, if it is to be trained.
-        what: Name of these texts in messages.
-        base: Folder that relative paths start from; the current one by default.
+    """The tokeniser that the field `tokenizer` of a task asks for, trained on `train` if it is to be trained.
 
     Raises:
         DataError: a file is missing or wrong, or the text does not suffice.
@@ -61,20 +54,8 @@ def chosen_tokenizer(choice: TokenizerFile, base: Path) -> LibraryTokenizer:
         DataError: it is in neither, or cannot be read.
         RecipeError: it is not the one of `sha256`.
     """
-    # A name may not lead out of a mirror.
-    inside = not Path(choice.file).is_absolute() and not {"..", "~"} & set(Path(choice.file).parts)
-    roots = mirror_roots() if inside else []
-    local = (base / Path(os.path.expanduser(choice.file))).absolute()
-    path = next((path for path in (local, *(root / choice.file for root in roots)) if path.exists()), None)
-    if path is None:
-        there = files_or_folders(local.parent.iterdir()) if local.parent.is_dir() else "nothing: no such folder"
-        raise DataError(
-            f"{local}: no such file or folder.",
-            expected=f"the tokeniser that 'task.tokenizer.file' names, or one of that name in {MIRROR_VARIABLE}",
-            found=f"in {local.parent}: {there}; {MIRROR_VARIABLE}: {listed(roots)}",
-            todo="Correct 'task.tokenizer.file'; relative paths start at the recipe's folder.",
-        )
-    tokenizer = read_tokenizer(path, lower_case=choice.lower_case)
+    path = find_path(choice.file, base, "task.tokenizer.file")
+    tokenizer = read_tokenizer(path)
     if choice.sha256 not in (None, tokenizer.fingerprint):
         raise RecipeError(
             f"task.tokenizer.sha256: {path} is another tokeniser: expected {choice.sha256}, found "
@@ -83,53 +64,32 @@ def chosen_tokenizer(choice: TokenizerFile, base: Path) -> LibraryTokenizer:
     return tokenizer
 
 
-def read_tokenizer(path: Path, *, lower_case: bool | None = None) -> LibraryTokenizer:
-    """The tokeniser of a file, or of a folder that has tokenizer.json, vocab.json with merges.txt, or vocab.txt.
+def read_tokenizer(path: Path) -> LibraryTokenizer:
+    """The tokeniser of a file, or of a folder that has tokenizer.json, or vocab.json with merges.txt.
 
-    Args:
-        path: File or folder.
-        lower_case: For vocab.txt, whether texts are written in lower case first; by default if no word of it has a
-            capital.
-
-    Raises:
-        DataError: a file is missing or is not what its name says.
+    Raises: DataError if a file is missing or is not what its name says.
     """
     library = import_tokenizers()
     if path.is_dir():
-        path = next((path / name for name in (TOKENIZER, VOCABULARY, MERGES, WORDS) if (path / name).is_file()), path)
+        path = next((path / name for name in (TOKENIZER, VOCABULARY, MERGES) if (path / name).is_file()), path)
     if path.is_dir():
         raise DataError(
             f"{path}: there is no tokeniser.",
-            expected=f"{TOKENIZER}, or {VOCABULARY} with {MERGES}, or {WORDS}",
+            expected=f"{TOKENIZER}, or {VOCABULARY} with {MERGES}",
             found=files_or_folders(path.iterdir()),
             todo="Copy the files of the tokeniser into the folder.",
         )
-    if path.name in (VOCABULARY, MERGES):
-        files = [path.with_name(VOCABULARY), path.with_name(MERGES)]
-        with _named_errors(" and ".join(map(str, files)), "the vocabulary and the merges of one byte-level tokeniser"):
-            for file in files:
-                read_regular(file)  # which refuses a pipe, or names what is missing
-            model = library.models.BPE.from_file(*map(str, files))
-            if missing := set(library.pre_tokenizers.ByteLevel.alphabet()) - set(model_vocabulary(model)):
-                raise ValueError(f"no token for {len(missing)} of the 256 bytes")
-        return byte_pair_tokenizer(model)
-    if path.suffix != ".txt":
+    if path.name not in (VOCABULARY, MERGES):
         with _named_errors(str(path), "a tokenizer.json of the tokenizers library"):
             return LibraryTokenizer(library.Tokenizer.from_str(read_regular(path).decode()))
-    with _named_errors(str(path), "one token a line, each once, [UNK] among them"):
-        words = read_regular(path).decode().rstrip("\n").splitlines()
-        vocabulary = {word: number for number, word in enumerate(words)}
-        if len(vocabulary) < len(words) or "[UNK]" not in vocabulary:
-            unknown = "with" if "[UNK]" in vocabulary else "without"
-            raise ValueError(f"{len(words)} lines, {len(vocabulary)} of them different, {unknown} [UNK]")
-    if lower_case is None:
-        lower_case = not any(word != word.lower() for word in set(words).difference(*SPECIAL.values()))
-    return word_piece_tokenizer(vocabulary, lower_case=lower_case)
-
-
-def model_vocabulary(model: Any) -> dict[str, int]:
-    """Tokens of a model of the library, which tells them only as a part of a tokeniser."""
-    return import_tokenizers().Tokenizer(model).get_vocab()
+    files = [path.with_name(VOCABULARY), path.with_name(MERGES)]
+    with _named_errors(" and ".join(map(str, files)), "the vocabulary and the merges of one byte-level tokeniser"):
+        for file in files:
+            read_regular(file)  # which refuses a pipe, or names what is missing
+        model = library.models.BPE.from_file(*map(str, files))
+        if missing := set(library.pre_tokenizers.ByteLevel.alphabet()) - set(library.Tokenizer(model).get_vocab()):
+            raise ValueError(f"no token for {len(missing)} of the 256 bytes")
+    return byte_pair_tokenizer(model)
 
 
 @contextmanager
@@ -187,14 +147,12 @@ def trained_tokenizer(settings: TrainedTokenizer, dataset: Dataset, what: str) -
         "text": text_fingerprint(dataset),
         "settings": settings.model_dump(mode="json"),
     }
-    entry = CacheEntry("tokenizers", made_from)
 
-    def make() -> bytes:
-        entry.write(TOKENIZER, content := _train(settings, _Texts(dataset, settings.documents, what), what).encode())
-        return content
+    def make(folder: Path) -> None:
+        (folder / TOKENIZER).write_text(_train(settings, _Texts(dataset, settings.documents, what), what))
 
-    content = entry.find_or_make(lambda: entry.read(TOKENIZER), make, f"training a tokeniser on {what}")
-    return LibraryTokenizer(library.Tokenizer.from_str(content.decode()))
+    folder = cached_folder("tokenizers", made_from, make, f"training a tokeniser on {what}")
+    return LibraryTokenizer(library.Tokenizer.from_str((folder / TOKENIZER).read_text()))
 
 
 class _Texts:

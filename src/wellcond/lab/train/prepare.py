@@ -191,7 +191,7 @@ def _build(name: str, given: dict[str, Any], task: AbstractTask, local_code: boo
             raise RecipeError(f"model.arguments.{key}: the data need {needed[key]}, found {given[key]} for {name}")
     arguments = needed | given
     try:
-        return build_model(name, arguments, auto_class=task.auto_class(), local_code=local_code)
+        return build_model(name, arguments, auto_class=task.auto_class, local_code=local_code)
     except ModelSpecError as error:
         # Some of timm's models take images of any size, and no img_size.
         takes_no_size = isinstance(error.__cause__, TypeError) and "img_size" in str(error.__cause__)

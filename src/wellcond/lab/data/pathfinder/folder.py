@@ -1,8 +1,7 @@
-"""Source `pathfinder_folder`: Pathfinder images as the Long Range Arena published them, or in an .npz file."""
+"""Source `pathfinder_folder`: Pathfinder images as the Long Range Arena published them."""
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 from typing import Literal
 
@@ -17,12 +16,11 @@ from wellcond.lab.data.base import (
     SourceConfig,
     TensorDataset,
     describe_sizes,
-    draw_subset,
     files_or_folders,
+    find_path,
     register_source,
     report_progress,
 )
-from wellcond.lab.data.disk import find_folder, require_file
 from wellcond.lab.data.images import decode_image, to_channels
 from wellcond.lab.data.pathfinder.scenes import CLASS_NAMES
 
@@ -37,41 +35,31 @@ class PathfinderFolderConfig(SourceConfig):
     """Folder with one folder per difficulty, such as pathfinder32; from the recipe's folder, or a name in a mirror."""
     difficulty: str = Field("curv_contour_length_14", pattern=r"^\w[\w.-]*$")
     """Also published: curv_contour_length_9 and curv_baseline, of contour length 6."""
-    file: str | None = Field(None, pattern=r"^\w[\w.-]*\.npz$")
-    """An .npz file in `path` to read instead, with the arrays image and label, or x and y."""
     seed: int = 0
     """Of the split into 80 % training, 10 % evaluation and 10 % test examples."""
-    limit_train: int | None = Field(None, ge=1)
-    limit_evaluation: int | None = Field(None, ge=1)
-    limit_test: int | None = Field(None, ge=1)
-    """Largest number of examples, drawn with a fixed seed."""
 
 
 @register_source(PathfinderFolderConfig)
 def load(config: PathfinderFolderConfig, base: Path) -> Data:
     """Read everything, check it, and split it."""
-    folder = find_folder(config.path, base)
-    file, difficulty = config.file, config.difficulty
-    whole = _read_images(folder / difficulty) if file is None else _read_arrays(require_file(folder / file, "file"))
+    folder = find_path(config.path, base)
+    whole = _read_images(folder / config.difficulty)
     if len(whole) < FEWEST:
         raise DataError(
-            f"{folder}: too few images in {file or difficulty}.",
+            f"{folder}: too few images in {config.difficulty}.",
             expected=f"at least {FEWEST}, so that 10 % are one image",
             found=str(len(whole)),
             todo="Copy the whole data set.",
         )
     order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(config.seed))
     tenth = len(whole) // 10
-    splits = []
-    limits = (config.limit_train, config.limit_evaluation, config.limit_test)
-    for part, limit in zip(order.split([len(whole) - 2 * tenth, tenth, tenth]), limits, strict=True):
-        drawn = draw_subset(len(part), limit)
-        rows = part.sort().values if drawn is None else part.sort().values[drawn]
-        assert whole.labels is not None
-        splits.append(TensorDataset("image", whole.inputs[rows], whole.labels[rows]))
-    train, evaluation, test = splits
+    assert whole.labels is not None
+    train, evaluation, test = (
+        TensorDataset("image", whole.inputs[rows], whole.labels[rows])
+        for rows in (part.sort().values for part in order.split([len(whole) - 2 * tenth, tenth, tenth]))
+    )
     description = (
-        f"Pathfinder images of {folder.name}, {file or difficulty}, split with seed {config.seed}: "
+        f"Pathfinder images of {folder.name}, {config.difficulty}, split with seed {config.seed}: "
         f"{describe_sizes(train, evaluation, CLASS_NAMES)}; {len(test)} test examples"
     )
     return Data(folder.name, "image", train, evaluation, CLASS_NAMES, description, {"test": test})
@@ -86,7 +74,7 @@ def _read_images(root: Path) -> TensorDataset:
             f"{root}: there are no metadata.",
             expected="files metadata/0.npy, 1.npy and so on, each beside the folder imgs/0, imgs/1 and so on",
             found=f"in {there}: {files_or_folders(there.iterdir())}",
-            todo="Correct 'path' or 'difficulty', or set 'file' to read an .npz file.",
+            todo="Correct 'path' or 'difficulty'.",
         )
     images: list[np.ndarray] = []
     labels = []
@@ -119,31 +107,3 @@ def _read_images(root: Path) -> TensorDataset:
                 )
     inputs = torch.from_numpy(np.stack(images)[:, None]) if images else torch.empty(0)
     return TensorDataset("image", inputs, torch.tensor(labels))
-
-
-def _read_arrays(file: Path) -> TensorDataset:
-    try:
-        # Opened here: numpy leaves a broken archive open.
-        with file.open("rb") as stream:
-            archive = np.load(stream, allow_pickle=False)
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise ValueError(f"a single array of shape {archive.shape}")
-            names = ("image", "label") if "image" in archive else ("x", "y")
-            images, labels = (archive[name] for name in names)
-        if images.dtype != np.uint8 or images.ndim not in (3, 4) or (images.ndim == 4 and images.shape[1] != 1):
-            raise ValueError(f"{names[0]} is {images.dtype} of shape {images.shape}")
-        if labels.shape != images.shape[:1]:
-            raise ValueError(f"{names[1]} has the shape {labels.shape}")
-        wrong = np.flatnonzero(~np.isin(labels, (0, 1)))
-        if len(wrong):
-            raise ValueError(f"the label {labels[wrong[0]]} in row {wrong[0]} (the first is 0)")
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
-        raise DataError(
-            f"{file}: the arrays cannot be read.",
-            expected="an .npz file with image (or x), uint8 of shape (n, height, width) or (n, 1, height, width), and "
-            "label (or y), 0 or 1 for each image",
-            found=f"{type(error).__name__}: {error}",
-            todo="Correct the arrays, or copy the file again.",
-        ) from error
-    inputs = torch.from_numpy(images.reshape(len(images), 1, *images.shape[-2:]))
-    return TensorDataset("image", inputs, torch.from_numpy(labels.astype(np.int64)))

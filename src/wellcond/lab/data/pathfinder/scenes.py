@@ -42,8 +42,7 @@ FINE_PIXELS = 2**20
 def pathfinder(count: int, options: PathfinderOptions, generator: torch.Generator) -> Generated:
     """Images (n, 1, size, size) of 8 bits; label 1, joined, has one of every two images.
 
-    Raises:
-        DataError: the curves do not fit into the image.
+    Raises: DataError if the curves do not fit into the image.
     """
     scenes = pathfinder_scenes(count, options, generator)
     images = torch.from_numpy(_draw_scenes(scenes, options))

@@ -27,13 +27,13 @@ from wellcond.lab.data.base import (
     Data,
     DataError,
     SourceConfig,
-    check_index,
     describe_sizes,
     draw_subset,
+    find_path,
     listed,
     register_source,
+    require,
 )
-from wellcond.lab.data.disk import find_folder, require_file, require_folder
 from wellcond.lab.data.images import decode_image, read_image, to_channels
 from wellcond.lab.settings import Settings, list_problems
 from wellcond.run_lengths import read_counts
@@ -272,7 +272,6 @@ class CocoDataset:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """The decoded image and its objects."""
-        index = check_index(index, len(self))
         image, where = self.images[index], str(self.folder / self.images[index]["file_name"])
         picture: Any = to_channels(decode_image(self._encoded(index), where), 3, where)
         size = (image["height"], image["width"])
@@ -313,7 +312,6 @@ class CocoDataset:
 
     def content(self, index: int) -> bytes:
         """The file's bytes, and the annotations."""
-        index = check_index(index, len(self))
         return self._encoded(index) + b"\0" + json.dumps(self.annotations[index], sort_keys=True).encode()
 
     def select(self, rows: Tensor | None) -> CocoDataset:
@@ -331,7 +329,7 @@ class CocoDataset:
 @register_source(CocoConfig)
 def load(config: CocoConfig, base: Path) -> Data:
     """Check all annotations and that every image is there; images are decoded when asked for."""
-    root = find_folder(config.path, base)
+    root = find_path(config.path, base)
     train, evaluation = (
         _open(root, part, field, training=field == "train")
         for field, part in (("train", config.train), ("evaluation", config.evaluation))
@@ -374,8 +372,8 @@ def load(config: CocoConfig, base: Path) -> Data:
 
 
 def _open(root: Path, part: CocoPart, field: str, *, training: bool) -> CocoDataset:
-    folder = require_folder(root / part.images, f"{field}.images")
-    path = require_file(root / part.annotations, f"{field}.annotations")
+    folder = require(root / part.images, "folder", f"{field}.images")
+    path = require(root / part.annotations, field=f"{field}.annotations")
     content = read_coco(path, training=training)
     missing = [image for image in content["images"] if not (folder / image["file_name"]).is_file()]
     if missing:

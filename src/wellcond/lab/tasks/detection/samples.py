@@ -183,11 +183,7 @@ def prepare(
 
     Crowd regions are no targets. Objects of which the view leaves less than a pixel, or no pixel of the mask, are left
     out; the boxes of those that a crop cuts are drawn anew around what is left of the mask. A sample may have none.
-
-    Args:
-        example: `image`, `size` and `instances`.
-        settings: How to scale and change it.
-        draw: Where random numbers come from, the same ones giving the same sample; None for evaluation.
+    Evaluation draws no random numbers.
 
     Returns: `image` float32 (3, h, w) in 0..1, `boxes` float32 (n, 4), `labels` int64 (n,), `masks` uint8 (n, h, w).
     """
@@ -200,14 +196,14 @@ def prepare(
     instances, moved, boxes = instances.select(keep), moved[keep], boxes[keep]
     drawn = [view.mask(segmentation, example["size"]) for segmentation in instances.segmentations]
     masks = torch.stack(drawn) if drawn else torch.zeros(0, view.height, view.width, dtype=torch.uint8)
-    cut = (boxes != moved).any(1)
-    boxes = torch.where(cut[:, None], boxes_of_masks(masks), boxes)
     seen = masks.bool().flatten(1).any(1)
+    boxes, moved, masks = boxes[seen], moved[seen], masks[seen]
+    cut = (boxes != moved).any(1)
     return {
         "image": view.look(example["image"]),
-        "boxes": boxes[seen],
+        "boxes": torch.where(cut[:, None], boxes_of_masks(masks), boxes),
         "labels": instances.labels[seen],
-        "masks": masks[seen],
+        "masks": masks,
     }
 
 
@@ -254,23 +250,15 @@ def _integer(draw: torch.Generator, low: int, high: int) -> int:
 
 
 def boxes_of_masks(masks: Tensor) -> Tensor:
-    """The smallest boxes around masks (n, height, width), float32 (n, 4); zeros for an empty mask.
+    """The smallest boxes around masks (n, height, width) none of which is empty, float32 (n, 4).
 
     Example:
         >>> boxes_of_masks(torch.tensor([[[0, 0, 0], [0, 1, 1]]], dtype=torch.uint8)).tolist()
         [[1.0, 1.0, 3.0, 2.0]]
     """
-    left, right = _ends(masks.amax(1) > 0)
-    top, bottom = _ends(masks.amax(2) > 0)
-    return torch.stack([left, top, right, bottom], 1).float()
+    from torchvision.ops import masks_to_boxes  # an extra, which other tasks do without
 
-
-def _ends(occupied: Tensor) -> tuple[Tensor, Tensor]:
-    """First true position and the one behind the last in each row of (n, length); both 0 where there is none."""
-    positions = torch.arange(occupied.shape[1])
-    behind_last = torch.where(occupied, positions + 1, 0).amax(1)
-    first = torch.where(occupied, positions, occupied.shape[1]).amin(1)
-    return torch.where(occupied.any(1), first, 0), behind_last
+    return masks_to_boxes(masks) + torch.tensor([0.0, 0.0, 1.0, 1.0])  # which counts the last pixel, not its end
 
 
 @dataclass

@@ -95,10 +95,6 @@ class Detection(AbstractTask):
             )
         return {"num_classes": self.num_classes}
 
-    def auto_class(self) -> None:
-        """Transformers has none for it."""
-        return None
-
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The five losses of Mask R-CNN added up, which are means over the batch, times its images."""
         losses = model(batch["images"], batch["sizes"], targets_of(batch))
@@ -107,10 +103,6 @@ class Detection(AbstractTask):
     def num_terms(self, batch: Batch) -> int:
         """One per image."""
         return len(batch["images"])
-
-    def score(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Losses and number of images."""
-        return self.collect(model, batch)[0]
 
     def collect(self, model: nn.Module, batch: Batch) -> tuple[dict[str, Tensor], list[Record]]:
         """Losses, and the detections of each image in COCO's format of results."""
@@ -208,13 +200,9 @@ def _jpeg(picture: Any) -> str:
 def to_results(found: Mapping[str, Tensor], image_id: int, category_ids: Sequence[int]) -> list[dict[str, Any]]:
     """Detections in an image, in COCO's format of results.
 
-    A detection whose score or box is not finite, as a diverged model has them, is none and is left out.
-
-    Args:
-        found: `boxes` (n, 4) as x0, y0, x1, y1 in pixels of the original image, `labels` (n,) from 1, `scores` (n,)
-            and, if masks are judged, `masks` (n, 1, h, w) in the original size, which are cut at 0.5.
-        image_id: Of the image.
-        category_ids: COCO's id of each label: the first is that of label 1.
+    A detection whose score or box is not finite, as a diverged model has them, is none and is left out. In pixels of
+    the original image, `boxes` (n, 4) are x0, y0, x1, y1 and `masks`, if they are judged, (n, 1, h, w), cut at 0.5.
+    `labels` are from 1; the first of `category_ids` is COCO's id of label 1.
     """
     boxes, scores = found["boxes"].detach().double().cpu(), found["scores"].detach().double().cpu()
     results = []
@@ -234,12 +222,7 @@ def to_results(found: Mapping[str, Tensor], image_id: int, category_ids: Sequenc
 def evaluate(
     ground_truth: Mapping[str, Any], results: Sequence[Mapping[str, Any]], kinds: Sequence[Kind] = ("bbox", "segm")
 ) -> dict[str, float]:
-    """Average precision of results, as shares of 1.
-
-    Args:
-        ground_truth: Content of a COCO file, such as `CocoDataset.ground_truth`; all of its images are judged.
-        results: From `to_results`, or a file of results.
-        kinds: What to judge: boxes, masks.
+    """Average precision of results, as shares of 1, in all images of the ground truth, the content of a COCO file.
 
     Returns: `box_AP`, `box_AP50`, `box_AP75`, `box_APs`, `box_APm`, `box_APl`, and the same of `mask`. Where there is
         nothing to find, as without small objects, pycocotools says -1; that number is left out.

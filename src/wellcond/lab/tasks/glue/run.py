@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
+from torch import Tensor
 
-from wellcond.errors import MissingExtraError
-from wellcond.lab.data.base import DataError, files_or_folders
-from wellcond.lab.data.sources.files import BUILDERS
+from wellcond.errors import MissingExtraError, check_choice
+from wellcond.files import write_atomically
 from wellcond.lab.load_recipe import set_field
 from wellcond.lab.methods import MethodSettings
+from wellcond.lab.models.changes import remove_norms_
+from wellcond.lab.models.trained import file_sha256, load_folded
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.settings import RecipeError, explain
-from wellcond.lab.tasks.glue.benchmark import HUB_ID, NAMES, GlueTask, find_task
-from wellcond.lab.tasks.glue.pretrained import CLASSIFIERS, Pretrained, read_pretrained
+from wellcond.lab.tasks.glue.task import HUB_ID, NAMES, TASKS
+from wellcond.lab.tasks.masked_language_modelling import MaskedLanguageModellingSettings
+from wellcond.lab.tokenizers.base import LibraryTokenizer, TrainedTokenizer
+from wellcond.lab.tokenizers.make import chosen_tokenizer, read_tokenizer, trained_tokenizer
+from wellcond.lab.train.checkpoint import read_finished_run
 from wellcond.lab.train.compare import JobObserver, Outcome, run_comparison
 from wellcond.lab.train.engine import Event
-from wellcond.lab.train.prepare import located
+from wellcond.lab.train.prepare import load_cached_data, located
 from wellcond.lab.train.run import Job
-from wellcond.lab.train.run_folder import RunError, RunFolder
-from wellcond.models import read_hf_config
+from wellcond.lab.train.run_folder import RunError, RunFolder, check_links, writing
+from wellcond.models import build_model, read_hf_config
 from wellcond.run_records import COMPLETE
+from wellcond.weights import conditioning_in, read_state_dict
 
 AS_PUBLISHED = {"lr": 4e-5, "batch_size": 16, "epochs": 5, "rows": 0}
 TINY = {"lr": 1e-3, "batch_size": 32, "epochs": 3, "rows": 3000}
@@ -37,41 +46,168 @@ WARMUP = 0.1
 """Share of the length."""
 DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout")
 """Names that configurations of transformers have for it."""
+CLASSIFIERS = {"wellcond:crammed_bert": "wellcond:crammed_bert_classifier"}
+"""Models of ours that share the encoder of one that is pre-trained; those of transformers keep their name."""
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A finished run."""
+
+    folder: Path
+    record: dict[str, Any]
+    weights: Path
+    base: Path | None
+    """Folder that the relative paths of its recipe start from."""
+
+    @property
+    def place(self) -> Path:
+        """Where everything about GLUE is written."""
+        return self.folder / "glue"
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """Settings of the model."""
+        return dict(self.record["config"]["model"])
+
+    @cached_property
+    def task(self) -> MaskedLanguageModellingSettings:
+        """Settings of the task."""
+        return MaskedLanguageModellingSettings.model_validate(self.record["config"]["task"])
+
+    @cached_property
+    def encoder_file(self) -> str:
+        """Name of the file of the encoder in `place`, which tells these weights from others."""
+        return f"encoder-{file_sha256(self.weights)[:16]}.safetensors"
+
+    @property
+    def tokenizer_file(self) -> str:
+        """Name of the file of the tokeniser, in `place`."""
+        return self.encoder_file.replace("encoder", "tokenizer").replace("safetensors", "json")
+
+    @cached_property
+    def tokenizer(self) -> LibraryTokenizer:
+        """The tokeniser of pre-training, from its file in `place`, which is made if it is missing.
+
+        Raises: RunError if it has no file (bytes), or is not the one in the record of the run: the text that it was
+            trained on, or its file, has changed.
+        """
+        path = self.place / self.tokenizer_file
+        if not path.is_file():
+            content = self._make_tokenizer().inner.to_str()
+            with writing(path):
+                path.parent.mkdir(exist_ok=True)
+                write_atomically(path, content)
+        found = read_tokenizer(path)
+        recorded = self.record["tokenizer"]["fingerprint"]
+        if recorded != found.fingerprint:
+            raise RunError(
+                f"{path} is not the tokeniser of pre-training: expected fingerprint {recorded}, found "
+                f"{found.fingerprint}. Delete the file to have it made again, or restore what it is made from"
+            )
+        return found
+
+    def _make_tokenizer(self) -> LibraryTokenizer:
+        choice = self.task.tokenizer
+        if choice == "bytes":
+            raise RunError(
+                f"{self.folder} was pre-trained on bytes, which have no tokens [CLS] and [SEP]; GLUE needs a run with "
+                "task.tokenizer: {train: wordpiece, vocabulary: 4096} or the like"
+            )
+        if isinstance(choice, TrainedTokenizer):
+            text = load_cached_data(json.dumps(self.record["config"]["data"]), self.base).train
+            return trained_tokenizer(choice, text, "the text of pre-training")
+        return chosen_tokenizer(choice, self.base or Path.cwd())
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the model, what its task asked for among them."""
+        special, size = self.tokenizer.special, self.tokenizer.vocabulary_size
+        length = "length" if self.model["name"].startswith("wellcond:") else "max_position_embeddings"
+        needed = {"vocab_size": size + (special.mask is None), length: self.task.length, "pad_token_id": special.pad}
+        return needed | self.model["arguments"]
+
+    def write_encoder(self) -> None:
+        """Write the encoder into `place`, with corrections folded into its weights.
+
+        Raises: WeightError if the checkpoint does not fit the model that its run names.
+        """
+        path = self.place / self.encoder_file
+        if path.is_file():
+            return
+        from safetensors.torch import save  # as the checkpoint itself
+
+        encoder = self._read_encoder()
+        with writing(path):
+            path.parent.mkdir(exist_ok=True)
+            write_atomically(path, save(encoder))
+
+    def _read_encoder(self) -> dict[str, Tensor]:
+        name = located(self.model["name"], self.base)
+        with torch.random.fork_rng(devices=[]):
+            model = build_model(name, self.arguments(), auto_class="AutoModelForMaskedLM", local_code=False)
+        remove_norms_(model, self.model.get("norms", "keep"), lambda: model(input_ids=torch.zeros(1, 8).long()))
+        state = read_state_dict(self.weights)
+        load_folded(model, state, conditioning_in(state), str(self.weights))
+        # Tied weights share memory, which the file format does not know.
+        prefix = f"{getattr(model, 'base_model_prefix', 'encoder')}."  # what all heads of a family share
+        return {name: value.clone() for name, value in model.state_dict().items() if name.startswith(prefix)}
+
+
+def read_pretrained(folder: Path, base: Path | None = None) -> Pretrained:
+    """The run in a folder.
+
+    Raises: RecipeError if it is no finished run of masked language modelling whose model has a classifier; RunError if
+        its weights are damaged, or a link leads out of its folder, into which scores are written.
+    """
+    check_links(folder)
+    record, weights = read_finished_run(folder, "glue", "comparison.json")
+    task, model = record["config"]["task"]["name"], record["config"]["model"]["name"]
+    if task != MaskedLanguageModellingSettings.model_fields["name"].default:
+        raise RecipeError(f"{folder}: GLUE starts from a run of masked_language_modelling, found one of {task}")
+    if not model.startswith("hf:") and model not in CLASSIFIERS:
+        raise RecipeError(f"{folder}: expected a model hf:TYPE or {', '.join(CLASSIFIERS)}, found {model}")
+    return Pretrained(folder, record, weights, base)
 
 
 def glue_recipe(
-    pretrained: Pretrained,
-    task: GlueTask,
-    *,
-    data: Path | None = None,
-    limit: int | None = None,
-    overrides: Sequence[str] = (),
+    pretrained: Pretrained, name: str, *, limit: int | None = None, overrides: Sequence[str] = ()
 ) -> Recipe:
     """Fine-tuning as in Crammed BERT; models of scale tiny learn faster and from fewer rows.
 
     Args:
         pretrained: where weights, tokeniser, scale and number formats come from.
-        task: what to learn.
-        data: folder with one folder for each task; the hub or its mirror by default.
+        name: of the task to learn.
         limit: rows of a split at most; None: 3,000 at scale tiny, all at others; 0: all.
         overrides: ``path.to.field=value``. Unless the warm-up is set, it is a tenth of the length.
 
     Raises: RecipeError, DataError.
     """
-    config = pretrained.record["config"]
+    config, task = pretrained.record["config"], TASKS[name]
     size = TINY if config["scale"] == "tiny" else AS_PUBLISHED
     rows = (size["rows"] if limit is None else limit) or None
     fields: dict[str, Any] = {
-        "name": f"glue-{task.name}",
+        "name": f"glue-{name}",
         "scale": config["scale"],
         "task": {
             "name": "glue",
-            "task": task.name,
+            "task": name,
             "tokenizer": {"file": pretrained.tokenizer_file, "sha256": pretrained.tokenizer.fingerprint},
             "length": min(LENGTH, pretrained.task.length),
             "limit_further": rows,
         },
-        "data": _data(task, data) | {"limit_train": rows, "limit_evaluation": rows},
+        "data": {
+            "source": "hub",
+            "id": HUB_ID,
+            "config": name,
+            "evaluation_split": task.evaluation,
+            "limit_train": rows,
+            "limit_evaluation": rows,
+            # Every column and class is named, so that other data are an error.
+            "input": task.columns[0] if len(task.columns) == 1 else list(task.columns),
+            "label": "label",
+            "label_kind": "number" if task.classes is None else "class",
+            "class_names": None if task.classes is None else list(task.classes),
+        },
         "model": _model(pretrained),
         "seeds": [0],
         "optimizer": {"name": "adamw", "lr": size["lr"], "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.0},
@@ -97,7 +233,7 @@ def glue_recipe(
     try:
         return Recipe.model_validate(fields)
     except ValidationError as error:
-        raise explain(error, f"fine-tuning on {task.name}", fields) from error
+        raise explain(error, f"fine-tuning on {name}", fields) from error
 
 
 def _model(pretrained: Pretrained) -> dict[str, Any]:
@@ -122,37 +258,6 @@ def _model(pretrained: Pretrained) -> dict[str, Any]:
     }
 
 
-def _data(task: GlueTask, folder: Path | None) -> dict[str, Any]:
-    """Settings of the source; every column and class is named, so that other data are an error."""
-    named: dict[str, Any] = {
-        "input": task.columns[0] if len(task.columns) == 1 else list(task.columns),
-        "label": "label",
-        "label_kind": "number" if task.classes is None else "class",
-        "class_names": None if task.classes is None else list(task.classes),
-    }
-    if folder is None:
-        return {"source": "hub", "id": HUB_ID, "config": task.name, "evaluation_split": task.evaluation} | named
-    files = {split: _find_files(folder / task.name, split) for split in ("train", task.evaluation)}
-    return {"source": "files", "train": files["train"], "evaluation": files[task.evaluation], "kind": "text"} | named
-
-
-def _find_files(folder: Path, split: str) -> list[str]:
-    """Files of a split, such as train.tsv, or train-00000-of-00002.parquet and its sequel."""
-    inside = sorted(folder.iterdir()) if folder.is_dir() else []
-    named = [
-        path for path in inside if path.suffix.lower() in BUILDERS and path.name.split(".")[0].split("-")[0] == split
-    ]
-    if not named:
-        there = files_or_folders(inside) if folder.is_dir() else "no such folder"
-        raise DataError(
-            f"{folder}: there is no file of the split {split!r}.",
-            expected=f"{split}.tsv, {split}.jsonl, {split}.parquet or {split}-00000-of-00001.parquet",
-            found=there,
-            todo="Give the folder that has one folder for each task, such as cola and sst2, in --data.",
-        )
-    return [str(path.resolve()) for path in named]
-
-
 @dataclass(frozen=True)
 class GluePlan:
     """What is to be run."""
@@ -168,7 +273,6 @@ def plan_glue(
     *,
     tasks: Sequence[str] = NAMES,
     seeds: Sequence[int] = (0,),
-    data: Path | None = None,
     limit: int | None = None,
     overrides: Sequence[str] = (),
     base: Path | None = None,
@@ -177,25 +281,26 @@ def plan_glue(
     """All fine-tuning runs of a pre-trained run, or of every finished run of a comparison.
 
     Seeds are those of fine-tuning; `base` is the folder of the recipe of pre-training, where its relative paths start;
-    for `data`, `limit` and `overrides` see `glue_recipe`.
+    for `limit` and `overrides` see `glue_recipe`.
 
     Raises: RunError, RecipeError, DataError, WeightError; before anything is trained.
     """
-    chosen = [find_task(name) for name in tasks]
-    if not chosen or len(set(tasks)) < len(tasks):
+    for name in tasks:
+        check_choice("GLUE task", name, NAMES)
+    if not tasks or len(set(tasks)) < len(tasks):
         raise RecipeError(f"--tasks: expected at least one task, and none twice, found {', '.join(tasks) or 'none'}")
     runs, left_out = find_runs(folder, base)
     jobs = [
         Job(
-            glue_recipe(run, task, data=data, limit=limit, overrides=overrides),
-            MethodSettings(label=f"{run.record['method']} (seed {run.record['seed']}) on {task.name}"),
+            glue_recipe(run, name, limit=limit, overrides=overrides),
+            MethodSettings(label=f"{run.record['method']} (seed {run.record['seed']}) on {name}"),
             seed,
-            run.place / task.name / f"seed-{seed}",
+            run.place / name / f"seed-{seed}",
             base=run.place,
             cpu=cpu,
         )
         for seed in seeds
-        for task in chosen
+        for name in tasks
         for run in runs
     ]
     return GluePlan(runs, tuple(jobs), left_out)
@@ -221,8 +326,8 @@ def find_runs(folder: Path, base: Path | None = None) -> tuple[tuple[Pretrained,
     return tuple(found), tuple(left_out)
 
 
-def run_glue(plan: GluePlan, *, num_workers: int, observer: JobObserver, keep_checkpoints: bool = False) -> Outcome:
-    """Run what is missing. Checkpoints of complete runs are removed unless they are to be kept.
+def run_glue(plan: GluePlan, *, num_workers: int, observer: JobObserver) -> Outcome:
+    """Run what is missing. Checkpoints of complete runs are removed.
 
     Raises: as `run_comparison`.
     """
@@ -234,11 +339,11 @@ def run_glue(plan: GluePlan, *, num_workers: int, observer: JobObserver, keep_ch
 
     def observe(job: Job, event: Event) -> None:
         observer(job, event)
-        if event["event"] == "end" and event["record"]["status"] in COMPLETE and is_first and not keep_checkpoints:
+        if event["event"] == "end" and event["record"]["status"] in COMPLETE and is_first:
             shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
 
     outcome = run_comparison(plan.jobs, num_workers=num_workers, observer=observe)
-    if is_first and not keep_checkpoints and all(map(_is_complete, plan.jobs)):
+    if is_first and all(map(_is_complete, plan.jobs)):
         for run in plan.runs:
             (run.place / run.encoder_file).unlink(missing_ok=True)
     return outcome

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
@@ -25,19 +26,56 @@ from wellcond.lab.tasks.base import (
     SampleKey,
     Samples,
     TaskContext,
-    check_labels,
-    first_samples,
     logits_of,
     need_classes,
     need_kind,
     register_task,
 )
-from wellcond.lab.tasks.glue.benchmark import GlueName, find_task
 from wellcond.lab.tokenizers.base import LibraryTokenizer, Tokenizer, TokenizerChoice, import_tokenizers, text_columns
 from wellcond.lab.tokenizers.make import make_tokenizer
 
 MULTIPLE = 8
 """Batches are padded to a multiple of it, which suits the hardware."""
+HUB_ID = "nyu-mll/glue"
+GlueName = Literal["mnli", "sst2", "stsb", "rte", "qnli", "qqp", "mrpc", "cola"]
+"""The eight tasks that the papers report, in the order of their tables."""
+NAMES: tuple[str, ...] = get_args(GlueName)
+LARGEST_SIMILARITY = 5.0
+"""Labels of stsb are numbers from 0 to it."""
+
+
+@dataclass(frozen=True)
+class GlueTask:
+    """One task, named as its configuration on the hub."""
+
+    columns: tuple[str, ...]
+    """One sentence, or two."""
+    classes: tuple[str, ...] | None
+    """In the order of the labels; None where the label is a number."""
+    metrics: tuple[str, ...] = ("accuracy",)
+    """The first is what its column of the table shows."""
+    evaluation: str = "validation"
+    """Split that is scored: the labels of the test split are not public."""
+    further: str | None = None
+    """A second split to score, if the data have it."""
+
+
+_PAIR = ("sentence1", "sentence2")
+TASKS = {
+    "mnli": GlueTask(
+        ("premise", "hypothesis"),
+        ("entailment", "neutral", "contradiction"),
+        evaluation="validation_matched",
+        further="validation_mismatched",
+    ),
+    "sst2": GlueTask(("sentence",), ("negative", "positive")),
+    "stsb": GlueTask(_PAIR, None, ("pearson", "spearman")),
+    "rte": GlueTask(_PAIR, ("entailment", "not_entailment")),
+    "qnli": GlueTask(("question", "sentence"), ("entailment", "not_entailment")),
+    "qqp": GlueTask(("question1", "question2"), ("not_duplicate", "duplicate"), ("f1", "accuracy")),
+    "mrpc": GlueTask(_PAIR, ("not_equivalent", "equivalent"), ("f1", "accuracy")),
+    "cola": GlueTask(("sentence",), ("unacceptable", "acceptable"), ("matthews", "accuracy")),
+}
 
 
 class GlueSettings(Settings):
@@ -111,21 +149,24 @@ class Glue(AbstractTask):
     """The label of a sentence or a pair."""
 
     tells_classes_apart: ClassVar[bool] = True
+    auto_class = "AutoModelForSequenceClassification"
+    inputs = ("input_ids", "attention_mask")
     tokenizer: Tokenizer
 
     def __init__(self, settings: GlueSettings, context: TaskContext) -> None:
         """Encode all splits once."""
         data, self.settings, self.context = context.data, settings, context
-        self.glue = find_task(settings.task)
-        self.metric = Metric(self.glue.metric, higher_is_better=True, percent=True)
+        self.name, self.glue = settings.task, TASKS[settings.task]
+        self.num_labels = len(self.glue.classes or ("a number",))
+        self.metric = Metric(self.glue.metrics[0], higher_is_better=True, percent=True)
         need_kind(data, settings.name, "text")
         classes = self.glue.classes
         if classes is None:
             if data.train.labels is None or data.class_names is not None:
-                raise RecipeError(f"{self.glue.name}: expected labels that are numbers; set data.label_kind: number")
-        elif (found := need_classes(data, f"glue, {self.glue.name},")) != len(classes):
+                raise RecipeError(f"{self.name}: expected labels that are numbers; set data.label_kind: number")
+        elif (found := need_classes(data, f"glue, {self.name},")) != len(classes):
             raise RecipeError(
-                f"{self.glue.name}: expected {len(classes)} classes, {listed(classes)}; {data.name} has {found}"
+                f"{self.name}: expected {len(classes)} classes, {listed(classes)}; {data.name} has {found}"
             )
         what = f"{data.name}, training split"
         self.tokenizer = make_tokenizer(settings.tokenizer, data.train, what, context.base)
@@ -148,30 +189,24 @@ class Glue(AbstractTask):
             )
         for labels in (split.labels for split in splits):
             assert labels is not None
-            low, high = self.glue.limits
-            if self.glue.classes is not None:
-                check_labels(labels, self.glue.num_labels, what)
-            elif len(wrong := ((labels < low) | (labels > high)).nonzero()):
+            wrong = ((labels < 0) | (labels > LARGEST_SIMILARITY)).nonzero()
+            if self.glue.classes is None and len(wrong):
                 row = int(wrong[0])
                 raise RecipeError(
-                    f"{what}, row {row} (the first is 0): expected a label from {low:g} to {high:g}, found "
+                    f"{what}, row {row} (the first is 0): expected a label from 0 to {LARGEST_SIMILARITY:g}, found "
                     f"{labels[row]:g}"
                 )
-        return Sentences(splits, self.tokenizer, self.settings.length, f"{self.glue.name}, {name} split,")
+        return Sentences(splits, self.tokenizer, self.settings.length, f"{self.name}, {name} split,")
 
     def model_arguments(self, kind: str) -> dict[str, Any]:
         """Vocabulary, outputs, longest sequence and the padding token."""
         length = "length" if kind == "wellcond" else "max_position_embeddings"
         return {
             "vocab_size": self.tokenizer.vocabulary_size,
-            "num_labels": self.glue.num_labels,
+            "num_labels": self.num_labels,
             length: self.settings.length,
             "pad_token_id": self.tokenizer.special.pad,
         }
-
-    def auto_class(self) -> str:
-        """With a classifier on the first token."""
-        return "AutoModelForSequenceClassification"
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross entropy, or squared error."""
@@ -180,10 +215,6 @@ class Glue(AbstractTask):
     def num_terms(self, batch: Batch) -> int:
         """One a row."""
         return len(batch["label"])
-
-    def score(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Loss and count of the first part."""
-        return self.collect(model, batch)[0]
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Mean loss."""
@@ -206,18 +237,13 @@ class Glue(AbstractTask):
             found = [(label, prediction) for part, label, prediction in records if part == wanted]
             sides.append(tuple(zip(*found, strict=True)) if found else ((), ()))  # type: ignore[arg-type]
         (labels, predictions), further = sides
-        values |= {name: score(name, labels, predictions) for name in (self.glue.metric, *self.glue.others)}
+        values |= {name: score(name, labels, predictions) for name in self.glue.metrics}
         if np.size(further[0]):
-            values[f"{self.glue.metric}_mismatched"] = score(self.glue.metric, *further)
+            values[f"{self.metric.name}_mismatched"] = score(self.metric.name, *further)
         return values | {"constant": float(len(np.unique(predictions)) == 1)}
 
-    def probe(self, num_samples: int) -> dict[str, Tensor]:
-        """Evaluation sentences."""
-        batch = first_samples(self.evaluation, num_samples)
-        return {name: batch[name] for name in ("input_ids", "attention_mask")}
-
     def _outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        names = ["input_ids", "attention_mask"]
+        names = [*self.inputs]
         plain = unwrap(model)
         takes = "token_type_ids" in inspect.signature(type(plain).forward).parameters
         if takes and getattr(getattr(plain, "config", None), "type_vocab_size", 0) > 1:

@@ -16,14 +16,14 @@ from wellcond.lab.data.base import (
     Data,
     DataError,
     SourceConfig,
-    check_index,
     describe_sizes,
     draw_fraction,
     files_or_folders,
+    find_path,
     listed,
     register_source,
+    require,
 )
-from wellcond.lab.data.disk import find_folder, require_folder
 from wellcond.lab.data.images import decode_image, import_pil, picture_formats, read_image
 
 EVALUATION_NAMES = ("val", "validation", "test")
@@ -65,7 +65,6 @@ class ImageFiles:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """The decoded image and its class."""
-        index = check_index(index, len(self))
         return {"image": decode_image(self.content(index), self.files[index]), "label": int(self.labels[index])}
 
     def content(self, index: int) -> bytes:
@@ -80,7 +79,7 @@ class ImageFiles:
 @register_source(ImageFolderConfig)
 def load(config: ImageFolderConfig, base: Path) -> Data:
     """List the images; classes are sorted by name and must be the same in every split."""
-    root = find_folder(config.path, base)
+    root = find_path(config.path, base)
     splits = [name for name in ("train", *EVALUATION_NAMES) if (root / name).is_dir()]
     train, fraction = config.train or ("train" if splits else "."), config.evaluation_fraction
     usual = [name for name in splits if name not in ("train", train)]
@@ -95,17 +94,14 @@ def load(config: ImageFolderConfig, base: Path) -> Data:
             todo="Make one of these folders, name yours in 'evaluation', or set 'evaluation_fraction', such as 0.1.",
         )
     names = dict.fromkeys([train, evaluation, *usual])
+    fields = {train: "train", evaluation: "evaluation"}
+    folders = {name: require(root / name, "folder", fields.get(name)) for name in names}
     # Folders are compared before any is searched: a data set of millions of files takes minutes to list.
-    classes = {
-        name: _classes(require_folder(root / name, {train: "train", evaluation: "evaluation"}.get(name)))
-        for name in names
-    }
-    for name in names:
-        _require_classes(root / name, classes[name], classes[train])
-    made, ignored = {}, 0
-    for name in names:
-        made[name], passed_over = _list_images(root / name, classes[name])
-        ignored += passed_over
+    classes = _classes(folders[train])
+    for folder in folders.values():
+        _classes(folder, expected=classes)
+    listings = {name: _list_images(folder, classes) for name, folder in folders.items()}
+    made, ignored = {name: images for name, (images, _) in listings.items()}, sum(n for _, n in listings.values())
     trained, evaluated = made[train], made[evaluation]
     told = f"evaluated on {evaluation!r}"
     if fraction:
@@ -113,7 +109,7 @@ def load(config: ImageFolderConfig, base: Path) -> Data:
         trained, evaluated = trained.take(rows), evaluated.take(others)
         told = f"evaluated on {fraction:g} of the images of every class, set aside by seed {config.seed}"
     note = f", {ignored} other files ignored" if ignored else ""
-    class_names = tuple(classes[train])
+    class_names = tuple(classes)
     sizes = describe_sizes(trained, evaluated, class_names)
     description = f"image folder {root.name!r}, {told}: {sizes}{note}"
     rest = {name: made[name] for name in usual if name != evaluation}
@@ -126,12 +122,15 @@ def _suffixes() -> set[str]:
     return {suffix for suffix, name in import_pil().registered_extensions().items() if name in formats}
 
 
-def _classes(folder: Path) -> list[str]:
-    """Names of the folders of classes, sorted."""
+def _is_image(name: str, suffixes: set[str]) -> bool:
+    return os.path.splitext(name)[1].lower() in suffixes
+
+
+def _classes(folder: Path, expected: list[str] | None = None) -> list[str]:
+    """Names of the folders of classes, sorted, which must be those expected."""
     entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
-    classes = sorted(entry.name for entry in entries if entry.is_dir())
-    suffixes = _suffixes()
-    loose = sorted(e.name for e in entries if e.is_file() and os.path.splitext(e.name)[1].lower() in suffixes)
+    classes, suffixes = sorted(entry.name for entry in entries if entry.is_dir()), _suffixes()
+    loose = sorted(entry.name for entry in entries if entry.is_file() and _is_image(entry.name, suffixes))
     if loose or not classes:
         raise DataError(
             f"{folder}: the images are not sorted into classes." if loose else f"{folder}: there are no images.",
@@ -139,18 +138,15 @@ def _classes(folder: Path) -> list[str]:
             found=f"{len(loose)} images outside of a class, such as {loose[0]}" if loose else "no folder",
             todo="Move the images into folders named after their classes.",
         )
-    return classes
-
-
-def _require_classes(folder: Path, found: list[str], expected: list[str]) -> None:
-    missing, unknown = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
-    if missing or unknown:
+    if expected is not None and classes != expected:
+        missing, unknown = sorted(set(expected) - set(classes)), sorted(set(classes) - set(expected))
         raise DataError(
             f"{folder}: the classes are not those of the training split.",
             expected=f"the folders {listed(expected)}",
             found=f"missing: {listed(missing)}; not in training: {listed(unknown)}",
             todo="Give both splits the same class folders.",
         )
+    return classes
 
 
 def _list_images(folder: Path, classes: Sequence[str]) -> tuple[ImageFiles, int]:
@@ -158,10 +154,9 @@ def _list_images(folder: Path, classes: Sequence[str]) -> tuple[ImageFiles, int]
     suffixes, images, counts = _suffixes(), [], []
     ignored = sum(not entry.is_dir() for entry in os.scandir(folder) if not entry.name.startswith("."))
     for name in classes:
-        files = [
-            os.path.join(top, file) for top, _, found in os.walk(folder / name) for file in found if file[0] != "."
-        ]
-        chosen = sorted(file for file in files if os.path.splitext(file)[1].lower() in suffixes)
+        walked = os.walk(folder / name)
+        files = [os.path.join(top, file) for top, _, found in walked for file in found if file[0] != "."]
+        chosen = sorted(file for file in files if _is_image(file, suffixes))
         if not chosen:
             raise DataError(
                 f"{folder / name}: this class has no images.",
