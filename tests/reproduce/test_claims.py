@@ -23,7 +23,7 @@ from wellcond.lab.reproduce.claim_rules import (
     WORSE,
     Rule,
     _decide,
-    judge_rule,
+    judge_rules,
     paper_share,
 )
 from wellcond.lab.reproduce.claims import claims_markdown, judge_claims, read_claims
@@ -73,7 +73,8 @@ def test_the_papers_gain_is_carried_over_as_a_share_of_the_error_not_in_points()
 
 def judge_fake(tmp_path, methods, rule, table="C-T1", **options):
     write_comparison(tmp_path / "study", methods, **options)
-    return judge_rule(rule.model_copy(update={"folder": "study"}), table, tmp_path)
+    [verdict] = judge_rules([rule.model_copy(update={"folder": "study"})], table, tmp_path)
+    return verdict
 
 
 def test_diverged_runs_cannot_win(tmp_path):
@@ -97,9 +98,20 @@ def test_savings_of_epochs_have_an_exact_test(tmp_path, seeds, word):
     rule = Rule(kind="saving", method="conditioned", at_least=0.25)
     verdict = judge_fake(tmp_path, methods, rule, epochs=4)
     assert verdict.word == word and "+75% of the epochs" in verdict.evidence
-    assert judge_rule(rule.model_copy(update={"folder": "study", "at_least": 0.9}), "", tmp_path).as_claimed is (
-        None if word == UNDECIDED else False
-    )
+    [more] = judge_rules([rule.model_copy(update={"folder": "study", "at_least": 0.9})], "", tmp_path)
+    assert more.as_claimed is (None if word == UNDECIDED else False)
+
+
+def test_the_rows_of_a_claim_are_one_question(tmp_path):
+    finals = {seed: 0.5 + 0.001 * seed for seed in range(6)}
+    spread = dict(enumerate((0.022, 0.002, 0.014, 0.004, 0.018, 0.006)))  # p about 0.02
+    own = {seed: value + spread[seed] for seed, value in finals.items()}
+    for name in ("one", "two", "three"):
+        write_comparison(tmp_path / name, [FakeMethod("default", finals), FakeMethod("conditioned", own)])
+    rule = Rule(kind="gain", method="conditioned", over="default")
+    rules = [rule.model_copy(update={"folder": name}) for name in ("one", "two", "three")]
+    assert [verdict.word for verdict in judge_rules(rules[:1], "", tmp_path)] == [BETTER]
+    assert BETTER not in [verdict.word for verdict in judge_rules(rules, "", tmp_path)]
 
 
 @pytest.mark.parametrize(("at_least", "word"), [(0.8, EQUAL), (0.1, UNDECIDED)])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from wellcond.lab.report.analysis import Analysis
 from wellcond.lab.report.records import Metric
-from wellcond.lab.report.statistics import PairedDifference, compare_paired, correct, sample_std
+from wellcond.lab.report.statistics import PairedDifference, compare_paired, correct, holm, sample_std
 from wellcond.lab.report.table import show_interval, show_p
 from wellcond.lab.report.values import show_seeds
 from wellcond.lab.report.verdicts import (
@@ -77,14 +78,32 @@ class Verdict(Settings):
     """None while nothing is decided."""
 
 
-def judge_rule(rule: Rule, table: str, results: Path) -> Verdict:
-    """Decide a claim.
+def judge_rules(rules: Sequence[Rule], table: str, results: Path) -> list[Verdict]:
+    """Decide a claim for each of its columns, which are one question: Holm's correction is over them.
 
     Args:
-        rule: of the claim, for one folder of records.
+        rules: of the claim, for one folder of records each.
         table: id whose numbers the paper gives.
         results: folder of committed records.
     """
+    corrected = holm([_p_of(rule, results) for rule in rules])
+    return [_judge_rule(rule, table, results, p) for rule, p in zip(rules, corrected, strict=True)]
+
+
+def _p_of(rule: Rule, results: Path) -> float | None:
+    """Before any correction; None where there is nothing to test."""
+    analysis = find_analysis(results / rule.folder) if rule.folder else None
+    if analysis is None:
+        return None
+    if rule.kind == "saving":
+        differences = _savings(rule, analysis)
+        return sign_flip_p(differences) if differences else None
+    if rule.kind in ("gain", "same"):
+        return _gained(rule, analysis, results)[0].p
+    return _kappa_difference(rule, analysis).p if rule.kind == "kappa" else None
+
+
+def _judge_rule(rule: Rule, table: str, results: Path, p: float | None) -> Verdict:
     if rule.kind == "needs":
         return Verdict(word=NEEDS, evidence=rule.why)
     if rule.kind == "computed":
@@ -93,13 +112,14 @@ def judge_rule(rule: Rule, table: str, results: Path) -> Verdict:
     analysis = find_analysis(results / rule.folder)
     if analysis is None:
         return _no_records(f"nothing in {rule.folder}")
-    if rule.over == STRONG and analysis.comparison.baseline.startswith("tokens("):
-        rule = rule.model_copy(update={"over": analysis.comparison.baseline})
     if rule.kind in ("gain", "same"):
-        other = find_analysis(results / rule.over_folder) if rule.over_folder else analysis
-        return _gain(rule, analysis, other, table)
-    kinds = {"kappa": _kappa, "saving": _saving, "below": _below, "best": _best}
-    return kinds[rule.kind](rule, analysis)
+        difference, base = _gained(rule, analysis, results)
+        return _gain(rule, analysis, replace(difference, p_holm=p), base, table)
+    if rule.kind == "kappa":
+        return _kappa(rule, analysis, replace(_kappa_difference(rule, analysis), p_holm=p))
+    if rule.kind == "saving":
+        return _saving(rule, analysis, p)
+    return (_below if rule.kind == "below" else _best)(rule, analysis)
 
 
 @functools.lru_cache(maxsize=64)
@@ -128,22 +148,26 @@ def paper_share(rule: Rule, table: str) -> float | None:
     return entry.parts[0].share(rule.row, rule.base_row, rule.column) if entry is not None and rule.row else None
 
 
-def _gain(rule: Rule, analysis: Analysis, other: Analysis | None, table: str) -> Verdict:
-    """A gain within a comparison, corrected as in the table of its report, or over another (`other`), not corrected."""
-    metric, base = analysis.comparison.result, _results(other, rule.over)
-    difference, lost = None, (0, 0)
-    if other is analysis:
-        found = analysis.differences.values() if rule.over == analysis.comparison.baseline else analysis.required
-        difference = next((d for d in found if (d.method, d.baseline) == (rule.method, rule.over)), None)
-        lost = (analysis.outcomes(rule.method)["diverged"], analysis.outcomes(rule.over)["diverged"])
-    if difference is None:
-        own, higher = _results(analysis, rule.method), metric.higher_is_better
-        [difference] = correct([compare_paired(rule.method, own, rule.over, base, higher_is_better=higher)])
+def _gained(rule: Rule, analysis: Analysis, results: Path) -> tuple[PairedDifference, list[float]]:
+    """A gain within a comparison, or over a method of another one; and what it is over."""
+    strong = rule.over == STRONG and analysis.comparison.baseline.startswith("tokens(")
+    over = analysis.comparison.baseline if strong else rule.over
+    other = find_analysis(results / rule.over_folder) if rule.over_folder else analysis
+    own, base = _results(analysis, rule.method), _results(other, over)
+    better = analysis.comparison.result.higher_is_better
+    return compare_paired(rule.method, own, over, base, higher_is_better=better), list(base.values())
+
+
+def _gain(rule: Rule, analysis: Analysis, difference: PairedDifference, base: Sequence[float], table: str) -> Verdict:
     if not difference.count:
         where = f" in {rule.folder} and {rule.over_folder}" if rule.over_folder else f" and {rule.over}"
         return _no_records(f"no records of {rule.method}{where}")
+    lost = (0, 0)
+    if not rule.over_folder:
+        lost = (analysis.outcomes(rule.method)["diverged"], analysis.outcomes(difference.baseline)["diverged"])
     claimed: Kind = "equal" if rule.kind == "same" else "better"
-    return _decide(difference, metric, list(base.values()), paper_share(rule, table), lost=lost, claimed=claimed)
+    metric = analysis.comparison.result
+    return _decide(difference, metric, base, paper_share(rule, table), lost=lost, claimed=claimed)
 
 
 def _results(analysis: Analysis | None, method: str) -> dict[int, float]:
@@ -196,20 +220,17 @@ def _decide(
 ORDERS = Metric("orders of magnitude", higher_is_better=False, percent=False)
 
 
-def _kappa(rule: Rule, analysis: Analysis) -> Verdict:
-    """On log10, paired by seed; positive is lower. Corrected over the methods of the comparison."""
-    heads = {method: _measured(analysis, method, rule) for method in analysis.comparison.methods}
-    logs = {method: _mean_logs(found) for method, found in heads.items()}
-    base = logs.get(rule.over, {})
-    differences = correct(
-        compare_paired(method, logs[method], rule.over, base, higher_is_better=False)
-        for method in logs
-        if method != rule.over and logs[method]
-    )
-    difference = next((d for d in differences if d.method == rule.method), None)
-    if difference is None or not difference.count:
+def _kappa_difference(rule: Rule, analysis: Analysis) -> PairedDifference:
+    """On log10, paired by seed; positive is lower."""
+    own, base = (_mean_logs(_measured(analysis, method, rule)) for method in (rule.method, rule.over))
+    return compare_paired(rule.method, own, rule.over, base, higher_is_better=False)
+
+
+def _kappa(rule: Rule, analysis: Analysis, difference: PairedDifference) -> Verdict:
+    if not difference.count:
         return _no_records(f"no measurements of {rule.method} and {rule.over}")
-    verdict = _decide(difference, ORDERS, list(base.values()), None)
+    heads = {method: _measured(analysis, method, rule) for method in (rule.method, rule.over)}
+    verdict = _decide(difference, ORDERS, list(_mean_logs(heads[rule.over]).values()), None)
     factor = 10**difference.mean
     said = [f"lower by a factor of {factor:.3g}" if factor >= 1 else f"higher by a factor of {1 / factor:.3g}"]
     pair = [heads[rule.method], heads[rule.over]]
@@ -242,20 +263,22 @@ def _mean_logs(heads: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> dict[int, 
     return {seed: float(np.log10(values).mean()) for seed, values in usable.items() if len(values)}
 
 
-def _saving(rule: Rule, analysis: Analysis) -> Verdict:
-    """Share of epochs saved beyond the baseline's own, by the exact test for counts.
-
-    A seed that never gets there saves nothing.
-    """
+def _savings(rule: Rule, analysis: Analysis) -> list[float]:
+    """Share of epochs saved beyond the baseline's own, by seed; a seed that never gets there saves nothing."""
     matchings = [analysis.matchings.get(name) for name in (analysis.comparison.baseline, rule.method)]
     base, values = (
         {} if matching is None else {seed: match.saving or 0.0 for seed, match in matching.by_seed.items()}
         for matching in matchings
     )
-    differences = [values[seed] - base[seed] for seed in sorted(set(base) & set(values))]
+    return [values[seed] - base[seed] for seed in sorted(set(base) & set(values))]
+
+
+def _saving(rule: Rule, analysis: Analysis, p: float | None) -> Verdict:
+    """By the exact test for counts."""
+    differences = _savings(rule, analysis)
     if not differences:
         return _no_records(f"no records of {rule.method}")
-    mean, p = math.fsum(differences) / len(differences), sign_flip_p(differences)
+    mean = math.fsum(differences) / len(differences)
     shown = "tied in every seed" if p is None else f"exact p {show_p(p)}"
     evidence = f"{mean:+.0%} of the epochs, {show_seeds(len(differences))}, {shown}; the paper has {rule.at_least:.0%}"
     if len(differences) < FEWEST_COUNTS:

@@ -24,7 +24,7 @@ from wellcond.lab.reproduce.claim_rules import (
     Rule,
     Verdict,
     find_analysis,
-    judge_rule,
+    judge_rules,
 )
 from wellcond.lab.reproduce.stored import what_ran
 from wellcond.lab.settings import Settings
@@ -40,7 +40,7 @@ LEAD = (
     "A row says what ran; the set-up of the paper, which is a hundred to a thousand times as large, has a column of "
     "its own. A claim that fails here may hold there, and one that holds here is not confirmed there.",
     "Verdicts are on the first method against the second: better or worse (p < 0.05, paired t test by seed, Holm's "
-    "correction over the methods of the comparison where the second is its baseline), equal (both one-sided tests at "
+    "correction over the rows of one claim, which are one question), equal (both one-sided tests at "
     "5 % against a margin), or undecided. The margin is half of the paper's gain, carried over as a share of the "
     "baseline's error, since points of other data mean something else; without a number of the paper it is one "
     "standard deviation of the baseline over seeds. Epochs are counts and have an exact test (all flips of sign, "
@@ -122,9 +122,10 @@ def judge_claims(results: Path) -> list[Judged]:
 
 
 def _judge(claim: Claim, results: Path) -> Iterator[Judged]:
-    for column, folder in (claim.each or {claim.rule.column: claim.rule.folder}).items():
-        rule = claim.rule.model_copy(update={"column": column, "folder": folder})
-        verdict = judge_rule(rule, claim.table, results)
+    columns = claim.each or {claim.rule.column: claim.rule.folder}
+    rules = [claim.rule.model_copy(update={"column": name, "folder": folder}) for name, folder in columns.items()]
+    verdicts = judge_rules(rules, claim.table, results)
+    for (column, folder), verdict in zip(columns.items(), verdicts, strict=True):
         if claim.optional and verdict.word == NO_RECORDS:
             continue
         analysis = find_analysis(results / folder) if folder else None

@@ -226,7 +226,8 @@ def _with_what_comes_first(
     if options.images is not None and _classifies_images(study, scale):
         changes.append(f"data={{source: image_folder, path: {str(options.images.resolve())!r}}}")
     recipe, _ = load_recipe(settings.recipe, scale=scale, overrides=changes)
-    seeds = (options.seeds if options.seeds is not None else recipe.seeds)[: settings.seeds]
+    of_study = recipe.seeds if settings.seeds is None else tuple(range(settings.seeds))
+    seeds = of_study if options.seeds is None else options.seeds[: settings.seeds]
     folder = options.folder / RUNS / name
     check_settings(folder, recipe)
     jobs = tuple(plan_comparison(recipe, methods, seeds, folder, base=options.folder, cpu=options.cpu))
