@@ -108,26 +108,31 @@ lra-retrieval() { gaussian= decide lra-retrieval 1e-3,3e-3 --tune-growth 1 --set
 lra-image() { gaussian= decide lra-image 1e-3,3e-3 --tune-growth 1 --set "training.length={steps: 200}" --set "evaluation.every={steps: 100}" --set task.image_size=12 --set model.arguments.landmarks=18; }
 lra-pathfinder() { gaussian= decide lra-pathfinder 1e-3,3e-3 --tune-growth 1 --set "training.length={steps: 250}" --set "evaluation.every={steps: 125}"; }
 
-again() {  # recipe, methods, seeds, settings: what ten seeds left open, once more, at the rates that were found, on as many fresh seeds as it takes
+again() {  # recipe, methods, seeds, settings: what ten seeds left open, once more, at the rates that were found, on fresh seeds; larger test splits
+  # where most of the noise is that of the split
   compare --recipe "$1" --folder "again/${name:-$1}" --methods "$2" --set "baseline=${2%%,*}" --seeds "$(seq -s, 100 $((99 + $3)))" "${@:4}"
 }
-again-epochs() {  # as `measured-vision`, without the Jacobian
-  local family
-  for family in deit vit-patch8 xcit davit; do
-    name="epochs-$family" again "$family" default,conditioned 24 --set optimizer.lr=1e-3 --set "training.length={epochs: 3}" --set "evaluation.every={epochs: 0.25}" \
-      --set data.limit_train=3000 --set evaluation.test=null
-  done
-}
-again-output() { name=output again vit-patch8 "conditioned,conditioned(output=orthogonal)" 24 --set optimizer.lr=2.2e-3 --set "evaluation.every={epochs: 4}"; }
 again-digits() { again digits default,conditioned 30; }
 again-gpt2-tinystories() {
   again gpt2-tinystories default,conditioned 32 --set "training.length={steps: 150}" --set "schedule.warmup={steps: 20}" --set "evaluation.every={steps: 75}" \
     --set data.limit_evaluation=100 --set data.limit_test=300
 }
 again-listops() {
-  again lra-listops "default,mimetic,conditioned,identity(lam=10)" 40 --set "data.options={min_length: 5, max_length: 64, max_depth: 4, max_args: 5}" --set task.length=64 \
-    --set "training.length={steps: 200}" --set "evaluation.every={steps: 100}"
+  again lra-listops "default,mimetic,conditioned,identity(lam=10)" 14 --set "data.options={min_length: 5, max_length: 64, max_depth: 4, max_args: 5}" --set task.length=64 \
+    --set "training.length={steps: 200}" --set "evaluation.every={steps: 100}" --set data.num_test=10000
 }
+again-text() {
+  again lra-text "default,mimetic,conditioned,identity(lam=10)" 12 --set task.length=128 --set model.arguments.landmarks=16 --set "training.length={steps: 300}" \
+    --set "evaluation.every={steps: 150}" --set data.limit_evaluation=500 --set data.limit_test=10000
+}
+again-epochs() {  # as `measured-vision`, without the Jacobian
+  local family
+  for family in deit xcit vit-patch8 davit; do
+    name="epochs-$family" again "$family" default,conditioned 24 --set optimizer.lr=1e-3 --set "training.length={epochs: 3}" --set "evaluation.every={epochs: 0.25}" \
+      --set data.limit_train=3000 --set evaluation.test=null
+  done
+}
+again-output() { name=output again vit-patch8 "conditioned,conditioned(output=orthogonal)" 16 --set optimizer.lr=2.2e-3 --set "evaluation.every={epochs: 4}"; }
 
 measured() {  # recipe, rate, settings: the condition number of the Jacobian at both ends, and how many epochs are saved
   wellcond compare --scale tiny --no-report --recipe "$1" --folder "measured/$1" --methods "default,conditioned,identity(lam=10)" --seeds 8 \
@@ -195,7 +200,7 @@ weight-selection() {  # a teacher of twice the width for each start, then the st
 
 tasks=("$@")
 [ ${#tasks[@]} -gt 0 ] || tasks=(digits gpt2-tinystories causal gpt2-wikitext2 vit listops crammed-bert xcit swin text
-  again-digits again-gpt2-tinystories again-listops again-epochs again-output deit davit lra-retrieval lra-image lra-pathfinder measured-vision measured-lra measured-causal
+  again-digits again-gpt2-tinystories again-listops again-text again-epochs again-output deit davit lra-retrieval lra-image lra-pathfinder measured-vision measured-lra measured-causal
   ablations-vision ablations-language ablations-lra weight-selection)
 for task in "${tasks[@]}"; do
   "$task"
