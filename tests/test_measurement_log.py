@@ -40,10 +40,10 @@ def test_an_interrupted_measurement_resumes_to_the_same_report(tmp_path, monkeyp
 
     measured, own = [], wc.measurement._measure_head
 
-    def note(layer, part, task, log):
+    def note(layer, part, log):
         if log is None:
             measured.append((layer.captured.site.name, part.kv_head))
-        return own(layer, part, task, log)
+        return own(layer, part, log)
 
     monkeypatch.setattr(wc.measurement, "_measure_head", note)
     assert repr_of(wc.measure(model, X, resume=file, **SETTINGS)) == repr_of(expected)

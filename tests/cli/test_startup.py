@@ -31,6 +31,8 @@ print(json.dumps(told))
 """
 COMMANDS = ("inspect", "doctor", "init", "fold", "measure", "train", "compare", "demo", "report", "recipes", "glue",
             "reproduce", "claims")  # fmt: skip
+from wellcond.lab.report.glue import TITLES
+from wellcond.lab.tasks.glue.task import NAMES
 
 
 def told_by(*calls):
@@ -112,6 +114,7 @@ def test_choices_are_those_of_the_library():
     assert measure.KAPPAS == get_args(Kappa)
     assert measure.COMBINES == get_args(Combine)
     assert measure.METHODS == ("auto", *METHODS)
+    assert tuple(TITLES) == NAMES  # of GLUE's tasks
 
 
 def test_importing_wellcond_loads_nothing_and_gives_everything():

@@ -285,7 +285,7 @@ def test_images_that_change_after_loading_are_named(tmp_path):
         ({"train": {"images": "photos", "annotations": "annotations/instances_train2017.json"}}, "'train.images'"),
         ({"train": {"images": "train2017", "annotations": "annotations/a.json"}}, "'train.annotations'"),
         ({"evaluation": {"images": "val2017", "annotations": "labels/a.json"}}, "'evaluation.annotations'"),
-        ({"path": "elsewhere"}, "elsewhere: no such folder"),
+        ({"path": "elsewhere"}, "elsewhere: no such file or folder"),
     ],
 )
 def test_missing_folders_and_files(tmp_path, options, found):

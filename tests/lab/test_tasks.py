@@ -192,10 +192,10 @@ def test_an_empty_document_gives_finite_numbers():
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
 
-def test_a_pair_of_texts_is_joined():
+def test_a_pair_of_texts_is_another_task():
     split = ListSplit([{"text": "a", "text_pair": "bc", "label": 0}, {"text": "d", "text_pair": "", "label": 1}])
-    task = make_task("sequence_classification", bundle("text", split, classes=2), length=5)
-    assert evaluation_batch(task)["input_ids"].tolist() == [[98, 0, 99, 100, 0], [101, 0, 0, 0, 0]]
+    with pytest.raises(RecipeError, match="task.name: pair_classification"):
+        make_task("sequence_classification", bundle("text", split, classes=2), length=5)
 
 
 def test_no_token_of_the_data_is_taken_for_padding():

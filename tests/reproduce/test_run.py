@@ -114,7 +114,7 @@ def test_a_plan_costs_nothing(tmp_path):
     [plan] = json.loads(shown)
     assert code == 0 and not (tmp_path / "new").exists()
     assert [row["study"] for row in plan["rows"]] == ["vit", "deit", "swin", "xcit", "davit", "all"]
-    assert plan["rows"][-1]["runs to do"] == "60"
+    assert plan["rows"][-1]["runs to do"] == "200"  # five models, four methods, ten seeds: as the records
 
 
 def test_committed_records_are_printed():

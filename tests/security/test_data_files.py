@@ -67,7 +67,7 @@ def test_a_decompression_bomb_is_an_error_that_names_the_file(tmp_path, run):
         split[at]
     small = ["--model-arg", "depth=1", "--model-arg", "embed_dim=24", "--model-arg", "num_heads=3"]
     code, _ = run("measure", "timm:vit_tiny_patch16_224", *small, "--input", root / "train" / "a")
-    assert "bomb.png, which cannot be read" in str(code)
+    assert "bomb.png: the image cannot be read" in str(code)
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_postscript_is_not_run_as_an_input(ghostscript, tmp_path, run):
     (tmp_path / "evil.png").write_bytes(POSTSCRIPT)
     small = ["--model-arg", "depth=1", "--model-arg", "embed_dim=24", "--model-arg", "num_heads=3"]
     code, _ = run("measure", "timm:vit_tiny_patch16_224", *small, "--input", tmp_path)
-    assert "evil.png, which cannot be read" in str(code)
+    assert "evil.png: the image cannot be read" in str(code)
 
 
 @pytest.mark.parametrize("script", ["set.py", "evil.py"])

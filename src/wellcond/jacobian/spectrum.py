@@ -31,7 +31,7 @@ from wellcond.jacobian.select import (
     from_singular_values,
     make_record,
 )
-from wellcond.linalg.spectrum import default_rtol, largest_eigenvalue, singular_values
+from wellcond.linalg.spectrum import default_rtol, largest_eigenvalue, singular_values, to_float64
 from wellcond.records import Convention, JacobianSpectrum, Status
 
 
@@ -83,7 +83,7 @@ def jacobian_spectrum(
     """
     check_choice("convention", convention, get_args(Convention))
     if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=torch.float64).masked_fill(~mask, -torch.inf)
+        mask = to_float64(mask).log()
     b_q, b_k, b_v = biases or (None, None, None)
     head = Head(
         x, w_q, w_k, w_v, w_k.shape[0] ** -0.5 if scale is None else scale,
