@@ -18,6 +18,8 @@ from wellcond.records import Convention
 PROGRAM = """
 import contextlib, io, json, sys
 from wellcond.cli.main import main
+from wellcond.lab.report.glue import TITLES
+from wellcond.lab.tasks.glue.task import NAMES
 told = []
 for arguments in json.loads(sys.argv[1]):
     sys.argv = ["wellcond", *arguments]
@@ -31,8 +33,6 @@ print(json.dumps(told))
 """
 COMMANDS = ("inspect", "doctor", "init", "fold", "measure", "train", "compare", "demo", "report", "recipes", "glue",
             "reproduce", "claims")  # fmt: skip
-from wellcond.lab.report.glue import TITLES
-from wellcond.lab.tasks.glue.task import NAMES
 
 
 def told_by(*calls):
