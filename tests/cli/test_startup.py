@@ -20,6 +20,8 @@ import contextlib, io, json, sys
 from wellcond.cli.main import main
 from wellcond.lab.report.glue import TITLES
 from wellcond.lab.tasks.glue.task import NAMES
+from wellcond.lab.report.glue import TITLES
+from wellcond.lab.tasks.glue.task import NAMES
 told = []
 for arguments in json.loads(sys.argv[1]):
     sys.argv = ["wellcond", *arguments]
