@@ -12,16 +12,14 @@ import pytest
 import wellcond
 from wellcond.cli import measure
 from wellcond.jacobian.select import METHODS
+from wellcond.lab.report.glue import TITLES
+from wellcond.lab.tasks.glue.task import NAMES
 from wellcond.measurement import Combine, Kappa
 from wellcond.records import Convention
 
 PROGRAM = """
 import contextlib, io, json, sys
 from wellcond.cli.main import main
-from wellcond.lab.report.glue import TITLES
-from wellcond.lab.tasks.glue.task import NAMES
-from wellcond.lab.report.glue import TITLES
-from wellcond.lab.tasks.glue.task import NAMES
 told = []
 for arguments in json.loads(sys.argv[1]):
     sys.argv = ["wellcond", *arguments]
