@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from patience import PATIENCE
+
 ROOT = Path(__file__).parents[1]
 for package in ("zensical", "mkdocstrings", "matplotlib"):
     pytest.importorskip(package, reason="the docs extra is not installed", exc_type=ImportError)
@@ -82,6 +84,7 @@ def test_a_browser_sets_every_formula(site, browser, width, scheme):
     assert {"theory.html", "jacobian.html", "methods.html"} <= {page.name for page in addresses}
     problems = []
     page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page.set_default_timeout(1000 * PATIENCE)
     page.on("pageerror", lambda e: problems.append(str(e)))
     page.on("request", lambda r: None if r.url.startswith(("file:", "data:", "blob:")) else problems.append(r.url))
     for address in addresses:
@@ -101,6 +104,7 @@ def test_a_browser_sets_every_formula(site, browser, width, scheme):
 @pytest.mark.slow
 def test_the_search_works_from_disk(site, browser):
     page = browser.new_page()
+    page.set_default_timeout(1000 * PATIENCE)
     problems = []
     page.on("pageerror", lambda e: problems.append(str(e)))
     page.on("request", lambda r: None if r.url.startswith(("file:", "data:", "blob:")) else problems.append(r.url))

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from detection.coco_sets import compressed, disc
+from patience import PATIENCE
 from report.fake_runs import FakeMethod, only_comparison, page_of, write_with_samples
 from wellcond.lab.report.page import build_report
 from wellcond.lab.report.records import RunRecordError
@@ -233,6 +234,7 @@ def test_a_browser_shows_the_pictures(tmp_path, width):
     with sync_api.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=str(chromium), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": width, "height": 800})
+        page.set_default_timeout(1000 * PATIENCE)
         page.on("console", lambda m: problems.append(m.text) if m.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.goto(file.as_uri())

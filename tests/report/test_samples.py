@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import PATIENCE
 from report.fake_runs import (
     PERPLEXITY,
     FakeMethod,
@@ -227,6 +228,7 @@ def open_page():
 
         def visit(path, width):
             page = browser.new_page(viewport={"width": width, "height": 800})
+            page.set_default_timeout(1000 * PATIENCE)
             page.on("console", lambda m: problems.append(m.text) if m.type in ("error", "warning") else None)
             page.on("pageerror", lambda error: problems.append(str(error)))
             page.goto(path.as_uri())
