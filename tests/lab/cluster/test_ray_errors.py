@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from PIL import Image
 
 from lab.cluster.two_machines import Cluster, compare_command, finish, start
 from lab.small import small_job
@@ -168,7 +169,9 @@ def test_a_worker_needs_the_code_and_the_data_that_a_recipe_names(machine, tmp_p
     code, _, errors = compare(tmp_path / "runs", address, "--trust-local-code", changes=local)
     assert code == 2 and f"does not see {script}" in errors and "at the same path on every machine" in errors
     images = tmp_path / "hidden" / "images"
-    (images / "train").mkdir(parents=True)
+    for folder in (images / split / label for split in ("train", "val") for label in "ab"):
+        folder.mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(folder / "0.png")
     code, _, errors = compare(tmp_path / "hidden" / "runs", address, "--data", images)
     assert code == 2 and str(images) in errors and "which does not see this machine's files" in errors
 
