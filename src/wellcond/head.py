@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from wellcond.errors import WeightError
-from wellcond.linalg.spectrum import to_float64
+from wellcond.linalg.spectrum import cast_to_float64, move_to_cpu
 
 CHUNK_BYTES = 64 * 2**20
 BISECTIONS = 80  # an interval of width 1e3 in log p shrinks below 1e-20
@@ -40,8 +40,7 @@ TENSORS = ("x", "w_q", "w_k", "w_v", "mask", "y", "b_q", "b_k", "b_v", "p")
 class Head:
     """Tokens and weights of one head, held in float64; weights are (out, in) as in torch.
 
-    A head with at least `SMALLEST_ON_DEVICE` outputs stays on its device, where that has float64: all that is large is
-    computed there. Others are taken to the CPU.
+    With at least `SMALLEST_ON_DEVICE` outputs it stays on its device, if that has float64; else it goes to the CPU.
 
     Args:
         x: tokens, N x D.
@@ -89,14 +88,7 @@ class Head:
 
     def cpu(self) -> Head:
         """The same on the CPU."""
-        found = replace(self)
-        move_to_cpu(found, TENSORS)
-        return found
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors are."""
-        return self.x.device
+        return replace(self, **{name: t.cpu() for name in TENSORS if (t := getattr(self, name)) is not None})
 
     @property
     def memory(self) -> Tensor:
@@ -190,27 +182,6 @@ class Head:
     def output(self) -> Tensor:
         """P V, (g, N, dv)."""
         return self.probabilities() @ self.values()
-
-
-def cast_to_float64(record: object, names: Sequence[str], unchecked: Sequence[str] = ()) -> None:
-    """Take tensors of a frozen record to float64, on the CPU where their device has none; None stays.
-
-    Raises: WeightError for NaN or infinite entries, except in those that are `unchecked`.
-    """
-    for name in names:
-        tensor = getattr(record, name)
-        if tensor is None:
-            continue
-        if name not in unchecked and not bool(torch.isfinite(tensor).all()):
-            raise WeightError(f"{name} has NaN or infinite entries: the Jacobian is not defined")
-        object.__setattr__(record, name, to_float64(tensor))
-
-
-def move_to_cpu(record: object, names: Sequence[str]) -> None:
-    """Take tensors of a frozen record to the CPU; None stays."""
-    for name in names:
-        tensor = getattr(record, name)
-        object.__setattr__(record, name, None if tensor is None else tensor.cpu())
 
 
 def _check(head: Head) -> None:
@@ -404,9 +375,9 @@ def _softmax_spectra(heads: Sequence[Head]) -> list[SoftmaxSpectrum]:
         bottom = rows.masked_fill(torch.isneginf(rows), torch.inf).topk(2, -1, largest=False).values
         low, high = torch.cat([top[:, 1], bottom[:, 0]]), torch.cat([top[:, 0], bottom[:, 1]])
         log_max[inside], log_min[inside] = _root(rows.repeat(2, 1), low, high).chunk(2)
-    rows_of = [head.num_rows for head in heads]
-    by_head = zip(*(numbers.split(rows_of) for numbers in (rank, log_max, log_min)), strict=True)
-    return [SoftmaxSpectrum(*numbers) for numbers in by_head]
+    sizes = [head.num_rows for head in heads]
+    parts = (numbers.split(sizes) for numbers in (rank, log_max, log_min))
+    return [SoftmaxSpectrum(*of_head) for of_head in zip(*parts, strict=True)]
 
 
 def _root(log_p: Tensor, low: Tensor, high: Tensor) -> Tensor:

@@ -30,8 +30,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from wellcond.head import cast_to_float64, compressed, move_to_cpu, softmax_weights, through_softmax, with_constant
+from wellcond.head import compressed, softmax_weights, through_softmax, with_constant
 from wellcond.jacobian.form import AbstractForm
+from wellcond.linalg.spectrum import cast_to_float64, move_to_cpu
 from wellcond.theory.ranks import Structure, rank_and_ones
 
 TENSORS = ("x", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v")

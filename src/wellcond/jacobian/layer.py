@@ -29,9 +29,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from wellcond.head import cast_to_float64, compressed, move_to_cpu, with_constant
+from wellcond.head import compressed, with_constant
 from wellcond.jacobian.form import AbstractForm
-from wellcond.linalg.spectrum import numerical_rank
+from wellcond.linalg.spectrum import cast_to_float64, move_to_cpu, numerical_rank
 from wellcond.records import JacobianSpectrum
 from wellcond.theory.ranks import Structure
 

@@ -46,7 +46,7 @@ class WideForm(AbstractForm):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """That of the head."""
-        return self.head.device
+        return self.head.x.device
 
     @property
     def num_outputs(self) -> int:
@@ -187,7 +187,7 @@ class StackForm(AbstractForm):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """That of the head."""
-        return self.head.device
+        return self.head.x.device
 
     @property
     def num_outputs(self) -> int:

@@ -26,7 +26,7 @@ which the tests compare with the error itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +54,27 @@ def to_float64(tensor: Tensor) -> Tensor:
     """The same numbers in float64 without a gradient, on the CPU where the device has none."""
     tensor = tensor.detach()
     return (tensor if has_float64(tensor.device) else tensor.cpu()).to(torch.float64)
+
+
+def cast_to_float64(record: object, names: Sequence[str], unchecked: Sequence[str] = ()) -> None:
+    """Take tensors of a frozen record to float64, on the CPU where their device has none; None stays.
+
+    Raises: WeightError for NaN or infinite entries, except in those that are `unchecked`.
+    """
+    for name in names:
+        tensor = getattr(record, name)
+        if tensor is None:
+            continue
+        if name not in unchecked and not bool(torch.isfinite(tensor).all()):
+            raise WeightError(f"{name} has NaN or infinite entries: the Jacobian is not defined")
+        object.__setattr__(record, name, to_float64(tensor))
+
+
+def move_to_cpu(record: object, names: Sequence[str]) -> None:
+    """Take tensors of a frozen record to the CPU; None stays."""
+    for name in names:
+        tensor = getattr(record, name)
+        object.__setattr__(record, name, None if tensor is None else tensor.cpu())
 
 
 def singular_values(matrix: Tensor) -> Tensor:
