@@ -19,28 +19,27 @@ so it depends on the tokens of the keys only through Gram matrices: Y may be rep
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from wellcond.errors import WeightError
-from wellcond.linalg.spectrum import cast_to_float64, move_to_cpu
+from wellcond.linalg.spectrum import cast_to_float64, singular_values
 
 CHUNK_BYTES = 64 * 2**20
-BISECTIONS = 80  # an interval of width 1e3 in log p shrinks below 1e-20
-LARGEST_SECTION, SECTION_ENTRIES = 16, 2**18
-SMALLEST_ON_DEVICE = 1024  # outputs; fewer do not fill a GPU, whose library decomposes small matrices one by one
 TENSORS = ("x", "w_q", "w_k", "w_v", "mask", "y", "b_q", "b_k", "b_v", "p")
+GROUPED = {"w_q": 3, "b_q": 2, "mask": 3, "p": 3}  # dimensions with the axis of a group of query heads, which may lack
 
 
 @dataclass(frozen=True, eq=False)
 class Head:
     """Tokens and weights of one head, held in float64; weights are (out, in) as in torch.
 
-    With at least `SMALLEST_ON_DEVICE` outputs it stays on its device, if that has float64; else it goes to the CPU.
+    It stays on its device, if that has float64.
 
     Args:
         x: tokens, N x D.
@@ -80,11 +79,9 @@ class Head:
     p: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Take to float64, to the CPU if small, and check shapes and values."""
+        """Take to float64 and check shapes and values."""
         cast_to_float64(self, TENSORS, unchecked=("mask",))
         _check(self)
-        if self.num_outputs < SMALLEST_ON_DEVICE:
-            move_to_cpu(self, TENSORS)
 
     def cpu(self) -> Head:
         """The same on the CPU."""
@@ -108,17 +105,17 @@ class Head:
     @property
     def num_query_heads(self) -> int:
         """Query heads g of the group."""
-        return self.query_weights.shape[0]
+        return self.query_weights.shape[-3]
 
     @property
     def num_tokens(self) -> int:
         """Query tokens N."""
-        return self.x.shape[0]
+        return self.x.shape[-2]
 
     @property
     def width(self) -> int:
         """D."""
-        return self.x.shape[1]
+        return self.x.shape[-1]
 
     @property
     def num_rows(self) -> int:
@@ -128,12 +125,12 @@ class Head:
     @property
     def head_dim(self) -> int:
         """d, of queries and keys."""
-        return self.w_k.shape[0]
+        return self.w_k.shape[-2]
 
     @property
     def value_dim(self) -> int:
         """dv, of values."""
-        return self.w_v.shape[0]
+        return self.w_v.shape[-2]
 
     @property
     def num_outputs(self) -> int:
@@ -147,28 +144,28 @@ class Head:
 
     def queries(self) -> Tensor:
         """Q, (g, N, d)."""
-        q = torch.einsum("nc,gdc->gnd", self.x, self.query_weights)
-        return q if self.query_biases is None else q + self.query_biases[:, None, :]
+        q = self.x[..., None, :, :] @ self.query_weights.mT
+        return q if self.query_biases is None else q + self.query_biases[..., None, :]
 
     def keys(self) -> Tensor:
         """K, (M, d)."""
-        k = self.memory @ self.w_k.T
-        return k if self.b_k is None else k + self.b_k
+        k = self.memory @ self.w_k.mT
+        return k if self.b_k is None else k + self.b_k[..., None, :]
 
     def values(self) -> Tensor:
         """V, (M, dv)."""
-        v = self.memory @ self.w_v.T
-        return v if self.b_v is None else v + self.b_v
+        v = self.memory @ self.w_v.mT
+        return v if self.b_v is None else v + self.b_v[..., None, :]
 
     def logits(self) -> Tensor:
         """Logits s Q K^T + mask, (g, N, M)."""
-        logits = self.scale * self.queries() @ self.keys().T
+        logits = self.scale * self.queries() @ self.keys()[..., None, :, :].mT
         return logits if self.mask is None else logits + self.mask
 
     def probabilities(self) -> Tensor:
         """P, (g, N, M)."""
         if self.p is not None:
-            return self.p.expand(self.num_query_heads, -1, -1)
+            return self.p.expand(*self.query_weights.shape[:-2], -1, -1)
         return self._softmax
 
     @cached_property
@@ -181,7 +178,7 @@ class Head:
 
     def output(self) -> Tensor:
         """P V, (g, N, dv)."""
-        return self.probabilities() @ self.values()
+        return self.probabilities() @ self.values()[..., None, :, :]
 
 
 def _check(head: Head) -> None:
@@ -213,6 +210,47 @@ def _check(head: Head) -> None:
 
 
 @dataclass(frozen=True, eq=False)
+class HeadStack(Head):
+    """Heads of one shape: tensors have one axis more in front, masks and probabilities always that of a group too."""
+
+    def __post_init__(self) -> None:
+        """The heads were checked."""
+
+    @property
+    def query_weights(self) -> Tensor:
+        """(heads, g, d, D)."""
+        return self.w_q
+
+    @property
+    def query_biases(self) -> Tensor | None:
+        """(heads, g, d)."""
+        return self.b_q
+
+
+def can_stack(heads: Sequence[Head]) -> bool:
+    """Whether heads have one shape, one scale and one device."""
+
+    def form(head: Head) -> tuple[object, ...]:
+        return head.scale, head.x.device, *(getattr(getattr(head, name), "shape", None) for name in TENSORS)
+
+    return all(form(head) == form(heads[0]) for head in heads)
+
+
+def stack_heads(heads: Sequence[Head]) -> HeadStack:
+    """Heads that `can_stack`. What all of them share, tokens most of all, is not copied."""
+
+    def together(name: str) -> Any:
+        first, *others = found = [getattr(head, name) for head in heads]
+        if first is None:
+            return None
+        same = all(t.data_ptr() == first.data_ptr() and t.stride() == first.stride() for t in others)
+        stacked = first.expand(len(found), *first.shape) if same else torch.stack(found)
+        return stacked if first.dim() == GROUPED.get(name, first.dim()) else stacked[:, None]
+
+    return HeadStack(scale=heads[0].scale, **{name: together(name) for name in TENSORS})
+
+
+@dataclass(frozen=True, eq=False)
 class Blocks:
     """What every form of the Jacobian is assembled from; see the legend of this file.
 
@@ -229,21 +267,58 @@ class Blocks:
     p: Tensor
     k: Tensor = field(repr=False)
     v: Tensor = field(repr=False)
+    built_with: tuple[BlockStack, int] | None = field(default=None, repr=False)
+    """The blocks that were built together with these, and the place of these among them."""
 
-    @cached_property
+    def together(self, name: str, compute: Callable[[BlockStack], Tensor]) -> Tensor:
+        """What `compute` has for this head, on the CPU; it runs once for all heads that were built together."""
+        stack, index = self.built_with or (stack_blocks([self]), 0)
+        if name not in stack.known:
+            stack.known[name] = compute(stack).cpu()
+        return stack.known[name][index]
+
+    @property
     def py_values(self) -> Tensor:
         """Singular values of py."""
-        return torch.linalg.svdvals(self.py)
+        return self.together("py_values", lambda stack: once(singular_values, stack.py))
 
-    @cached_property
+    @property
     def x_values(self) -> Tensor:
         """Those of x."""
-        return torch.linalg.svdvals(self.x)
+        return self.together("x_values", lambda stack: once(singular_values, stack.x))
 
-    @cached_property
+    @property
     def m_values(self) -> Tensor:
         """Those of every M_r."""
-        return torch.linalg.svdvals(self.m)
+        return self.together("m_values", lambda stack: once(singular_values, stack.m))
+
+
+@dataclass(frozen=True, eq=False)
+class BlockStack(Blocks):
+    """Blocks of heads of one shape: tensors have one axis more in front. `known` keeps what `together` computed."""
+
+    known: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+
+def once(function: Callable[[Tensor], Tensor], stacked: Tensor) -> Tensor:
+    """`function` of every entry of a stack; of one alone where `stack_heads` found that all are the same."""
+    found = function(stacked if stacked.stride(0) else stacked[:1])
+    return found.expand(len(stacked), *found.shape[1:])
+
+
+def stack_blocks(blocks: Sequence[Blocks]) -> BlockStack:
+    """Blocks of one shape together; without a copy where all that were built together are asked for, in that order."""
+    built = [one.built_with for one in blocks]
+    if built[0] is not None and len(blocks) == len(built[0][0].m):
+        stack = built[0][0]
+        if all(place is not None and place[0] is stack and place[1] == at for at, place in enumerate(built)):
+            return stack
+
+    def together(name: str) -> Any:
+        tensors = [getattr(one, name) for one in blocks]
+        return tensors[0][None] if len(tensors) == 1 else torch.stack(tensors)
+
+    return BlockStack(**{name: together(name) for name in ("x", "q", "py", "m", "b", "p", "k", "v")})
 
 
 def build_blocks(head: Head, *, biases: bool = False, compress: bool = True) -> Blocks:
@@ -254,27 +329,39 @@ def build_blocks(head: Head, *, biases: bool = False, compress: bool = True) -> 
         biases: biases count as parameters.
         compress: replace Y by an equivalent L with at most as many columns as tokens; singular values are unchanged.
     """
-    g = head.num_query_heads
-    p, k, v = head.probabilities().flatten(0, 1), head.keys(), head.values()
-    y = compressed(head.memory) if compress else head.memory
-    x = y if head.y is None else compressed(head.x) if compress else head.x
-    x = with_constant(x, biases and head.b_q is not None)
-    rows = torch.block_diag(*[x] * g) if g > 1 else x
-    py = with_constant(p @ y, biases and head.b_v is not None)
-    m, b = weighted_covariances(p, k, v, y, head.scale)
-    return Blocks(x=rows, q=head.queries().flatten(0, 1), py=py, m=m, b=b, p=p, k=k, v=v)
+    return build_all_blocks([head], biases=biases, compress=compress)[0]
+
+
+def build_all_blocks(heads: Sequence[Head], *, biases: bool = False, compress: bool = True) -> list[Blocks]:
+    """`build_blocks` of heads that `can_stack`, computed together."""
+    stack = stack_heads(heads)
+    g = stack.num_query_heads
+    p, k, v = stack.probabilities().flatten(1, 2), stack.keys(), stack.values()
+    y = once(compressed, stack.memory) if compress else stack.memory
+    x = y if stack.y is None else once(compressed, stack.x) if compress else stack.x
+    x = with_constant(x, biases and stack.b_q is not None)
+    if g > 1:  # each query head of a group has its own columns
+        eye = torch.eye(g, dtype=x.dtype, device=x.device)
+        x = torch.einsum("gf,hna->hgnfa", eye, x).flatten(3).flatten(1, 2)
+    py = with_constant(p @ y, biases and stack.b_v is not None)
+    m, b = weighted_covariances(p, k, v, y, stack.scale)
+    built = BlockStack(x=x, q=stack.queries().flatten(1, 2), py=py, m=m, b=b, p=p, k=k, v=v)
+    return [
+        Blocks(x[at], built.q[at], py[at], m[at], b[at], p[at], k[at], v[at], built_with=(built, at))
+        for at in range(len(heads))
+    ]
 
 
 def compressed(tokens: Tensor) -> Tensor:
     """L with L L^T = T T^T and min(N, D) columns: the R factor of T^T, transposed."""
-    if tokens.shape[0] >= tokens.shape[1]:
+    if tokens.shape[-2] >= tokens.shape[-1]:
         return tokens
-    return torch.linalg.qr(tokens.T).R.T
+    return torch.linalg.qr(tokens.mT).R.mT
 
 
 def with_constant(tokens: Tensor, constant: bool) -> Tensor:
     """The inputs of a projection: tokens, and the constant input of its bias if that is a parameter."""
-    return torch.cat([tokens, torch.ones_like(tokens[:, :1])], 1) if constant else tokens
+    return torch.cat([tokens, torch.ones_like(tokens[..., :1])], -1) if constant else tokens
 
 
 def weighted_covariances(p: Tensor, k: Tensor, v: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -282,16 +369,17 @@ def weighted_covariances(p: Tensor, k: Tensor, v: Tensor, y: Tensor, scale: floa
 
     V^T Lambda_r Z = sum_j p_rj (v_j - o_r) (z_j - Z^T p_r)^T
     """
-    rows, dv = len(p), v.shape[1]
-    m, b = p.new_empty(rows, dv, k.shape[1]), p.new_empty(rows, dv, y.shape[1])
-    widest = max(dv, k.shape[1], y.shape[1])
-    size = max(1, CHUNK_BYTES // (8 * v.shape[0] * widest))
+    (*front, rows, keys), dv = p.shape, v.shape[-1]
+    m, b = p.new_empty(*front, rows, dv, k.shape[-1]), p.new_empty(*front, rows, dv, y.shape[-1])
+    widest = max(dv, k.shape[-1], y.shape[-1])
+    size = max(1, CHUNK_BYTES // (8 * math.prod(front) * keys * widest))
+    k, v, y = k[..., None, :, :], v[..., None, :, :], y[..., None, :, :]
     for at in range(0, rows, size):
         some = slice(at, at + size)
-        part = p[some]
-        weighted_v = scale * part[:, :, None] * (v - (part @ v)[:, None, :])
-        m[some] = weighted_v.mT @ (k - (part @ k)[:, None, :])
-        b[some] = weighted_v.mT @ (y - (part @ y)[:, None, :])
+        part = p[..., some, None, :]
+        weighted_v = scale * part.mT * (v - part @ v)
+        m[..., some, :, :] = weighted_v.mT @ (k - part @ k)
+        b[..., some, :, :] = weighted_v.mT @ (y - part @ y)
     return m, b
 
 
@@ -310,91 +398,3 @@ def softmax_weights(p: Tensor, v: Tensor) -> Tensor:
     top = p.argmax(-1)[:, None, None].expand(-1, v.shape[1], 1)
     w.scatter_(2, top, 0.0)
     return w.scatter_(2, top, -w.sum(-1, keepdim=True))
-
-
-@dataclass(frozen=True, eq=False)
-class SoftmaxSpectrum:
-    """Per row i: the rank of Lambda_i and the natural logarithms of its extreme non-zero eigenvalues.
-
-    A row with a single unmasked entry has Lambda_i = 0, rank 0, and both logarithms -inf.
-    """
-
-    rank: Tensor
-    log_max: Tensor
-    log_min: Tensor
-
-    @property
-    def norm(self) -> float:
-        """Lmax = max_i ||Lambda_i||, at most 1/2."""
-        return math.exp(float(self.log_max.max()))
-
-    @property
-    def log10_kappa(self) -> float:
-        r"""log10 of kappa(Lambda) = max_i lambda_max(Lambda_i) / min_i lambda_min,nonzero(Lambda_i).
-
-        Lambda_i 1 = 0, so kappa(Lambda) is infinite if read literally; this is the pseudo reading. Rows of rank 0 are
-        skipped; NaN if there is no other.
-        """
-        rows = self.rank > 0
-        if not bool(rows.any()):
-            return math.nan
-        return float(self.log_max[rows].max() - self.log_min[rows].min()) / math.log(10)
-
-
-def softmax_spectrum(head: Head) -> SoftmaxSpectrum:
-    """`softmax_spectra` of one head.
-
-    Example:
-        >>> x, w = torch.tensor([[1.0], [2.0]]), torch.ones(1, 1)
-        >>> round(10 ** softmax_spectrum(Head(x, w, w, w, 1.0)).log10_kappa, 9)
-        1.872609003
-    """
-    return softmax_spectra([head])[0]
-
-
-def softmax_spectra(heads: Sequence[Head]) -> list[SoftmaxSpectrum]:
-    """Spectrum of every Lambda_i, for heads with equally many keys.
-
-    Accurate to a few rounding errors of log p relative to each eigenvalue.
-    The rank is structural, the number of unmasked entries less one; no eigenvalue is dropped for being small: under
-    lambda-corrections it is 1e-280 and smaller, which no eigenvalue routine resolves.
-    """
-    at_once = max(1, SECTION_ENTRIES // (heads[0].num_rows * len(heads[0].memory)))  # few large ones, many small ones
-    return [one for at in range(0, len(heads), at_once) for one in _softmax_spectra(heads[at : at + at_once])]
-
-
-def _softmax_spectra(heads: Sequence[Head]) -> list[SoftmaxSpectrum]:
-    log_p = torch.cat([head.log_probabilities().flatten(0, 1) for head in heads])
-    rank = torch.isfinite(log_p).sum(-1) - 1
-    inside = rank > 0
-    log_max = torch.full_like(log_p[:, 0], -torch.inf)
-    log_min = log_max.clone()
-    if bool(inside.any()):
-        rows = log_p[inside]
-        top = rows.topk(2, -1).values
-        bottom = rows.masked_fill(torch.isneginf(rows), torch.inf).topk(2, -1, largest=False).values
-        low, high = torch.cat([top[:, 1], bottom[:, 0]]), torch.cat([top[:, 0], bottom[:, 1]])
-        log_max[inside], log_min[inside] = _root(rows.repeat(2, 1), low, high).chunk(2)
-    sizes = [head.num_rows for head in heads]
-    parts = (numbers.split(sizes) for numbers in (rank, log_max, log_min))
-    return [SoftmaxSpectrum(*of_head) for of_head in zip(*parts, strict=True)]
-
-
-def _root(log_p: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    # diag(p) - p p^T is a rank-one update of a diagonal matrix: mu is an eigenvalue between two neighbouring p_j iff
-    #     1 = sum_j p_j^2 / (p_j - mu) = sum_j p_j + mu sum_j p_j / (p_j - mu).
-    # With sum_j p_j = 1 and mu != 0 this is
-    #     f(mu) = sum_j p_j / (p_j - mu) = sum_j 1 / (1 - e^(log mu - log p_j)) = 0,
-    # which increases from -inf to +inf between neighbours: one root, found by sections of log mu, more than two at once
-    # where they are small. Masked entries (log p = -inf) contribute 1 / (1 - inf) = 0, and equal neighbours are their
-    # own root.
-    parts = max(2, min(LARGEST_SECTION, SECTION_ENTRIES // log_p.numel()))
-    fractions = torch.arange(1, parts, dtype=torch.float64, device=log_p.device) / parts
-    for _ in range(math.ceil(BISECTIONS / math.log2(parts))):
-        inner = low[:, None] + (high - low)[:, None] * fractions
-        if bool(((inner <= low[:, None]) | (inner >= high[:, None])).all()):
-            break  # no number lies between
-        left = (-torch.expm1(inner[:, :, None] - log_p[:, None, :])).reciprocal().sum(-1) <= 0
-        ends, at = torch.cat([low[:, None], inner, high[:, None]], 1), left.sum(-1, keepdim=True)
-        low, high = ends.gather(1, at)[:, 0], ends.gather(1, at + 1)[:, 0]
-    return (low + high) / 2

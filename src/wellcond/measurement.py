@@ -17,18 +17,17 @@ from wellcond.attention.effective import conditioning_of
 from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import WellcondError, check_choice
-from wellcond.head import Head, SoftmaxSpectrum, softmax_spectra
+from wellcond.head import Head, can_stack
 from wellcond.jacobian.capture import capture_sites
 from wellcond.jacobian.capture.attention import CapturedAttention
-from wellcond.jacobian.capture.forms import CapturedForm, captured_form
-from wellcond.jacobian.diagnosis import HeadDiagnosis, attention_statistics, diagnose_head, is_collapsed
-from wellcond.jacobian.generic.head import num_samples
+from wellcond.jacobian.capture.forms import CapturedForm, Part, captured_form, parts_of, samples_of
+from wellcond.jacobian.diagnosis import AttentionStatistics, all_attention_statistics, diagnose_head, is_collapsed
 from wellcond.jacobian.layer import ProjectedHeads
 from wellcond.jacobian.nystrom.form import nystrom_map
-from wellcond.jacobian.plain import WideForm
+from wellcond.jacobian.plain import WideForm, wide_forms
 from wellcond.jacobian.select import METHODS
-from wellcond.jacobian.spectrum import form_spectrum
-from wellcond.linalg.spectrum import spectra
+from wellcond.jacobian.spectrum import form_spectra, form_spectrum
+from wellcond.linalg.spectrum import SMALLEST_ON_DEVICE, SoftmaxSpectrum, spectra
 from wellcond.measurement_log import MeasurementLog
 from wellcond.measurement_records import (
     Combine,
@@ -42,7 +41,7 @@ from wellcond.measurement_records import (
 from wellcond.records import Convention, JacobianSpectrum, Spectrum
 from wellcond.run_facts import run_facts
 from wellcond.theory.bounds import log10_kappa_bound
-from wellcond.theory.surrogate import Factors
+from wellcond.theory.surrogate import Factors, softmax_spectra
 
 __all__ = [
     "NUMERICAL",
@@ -57,6 +56,7 @@ __all__ = [
 
 # What a measurement may end in when numbers are NaN, infinite or too large to be squared.
 NUMERICAL = (WellcondError, ArithmeticError, torch.linalg.LinAlgError)
+GROUP_BYTES = 256 * 2**20  # of the Jacobians of small heads that are decomposed together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +111,10 @@ class MeasureSettings:
         if self.output and not self.jacobian:
             raise ValueError("output=True is about the Jacobian, and jacobian=False leaves it out")
 
-    def spectrum(self, chosen: CapturedForm) -> JacobianSpectrum:
-        """Spectrum of one form."""
-        form = chosen.form if self.convention == "wide" else chosen.form.stacked()
-        return form_spectrum(form, convention=self.convention, method=self.method, memory_limit=self.memory_limit)
+    def spectra(self, chosen: Sequence[CapturedForm]) -> list[JacobianSpectrum]:
+        """Spectra of forms of one class and shape."""
+        forms = [one.form if self.convention == "wide" else one.form.stacked() for one in chosen]
+        return form_spectra(forms, convention=self.convention, method=self.method, memory_limit=self.memory_limit)
 
 
 class MeasureOptions(TypedDict, total=False):
@@ -178,13 +178,13 @@ def measure(
         chosen = [chosen[layer] for layer in layers]
     asked = sites is not None or layers is not None
     captured = capture_sites(model, batch, chosen, max_samples=task.samples, required=asked)
-    parts = [_parts(c, task) for c in captured]
+    parts = [parts_of(c, task.grouped) for c in captured]
     for head in heads or ():
         if not any(head < len(of_layer) and head >= 0 for of_layer in parts):
             kind = "query" if task.grouped == "each" else "key/value"
             raise ValueError(f"heads: no attention that is measured has a {kind} head {head}")
     log = None if resume is None else MeasurementLog.open(resume, model, batch, task)
-    wanted = [_chosen(of_layer, heads) for of_layer in parts]
+    wanted = [p if heads is None else [p[head] for head in heads if 0 <= head < len(p)] for p in parts]
     layer_of = lru_cache(maxsize=1)(lambda number: _Layer(captured[number], wanted[number], task))  # only one is kept
     plan = [(number, part) for number, c in enumerate(captured) if c.call for part in wanted[number]]
     found: dict[int, list[HeadReport]] = {number: [] for number in range(len(captured))}
@@ -219,63 +219,62 @@ def check_options(**options: Unpack[MeasureOptions]) -> None:
     MeasureSettings(**options)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """What one row of the report is about: a key/value head, with all its query heads or one of them."""
-
-    index: int
-    kv_head: int
-    query_head: int | None = None
-
-
-def _parts(captured: CapturedAttention, task: MeasureSettings) -> list[_Part]:
-    site = captured.site
-    if task.grouped == "joint" or site.num_heads == site.num_kv_heads:
-        return [_Part(head, head) for head in range(site.num_kv_heads)]
-    group = site.num_heads // site.num_kv_heads
-    return [_Part(head, head // group, head) for head in range(site.num_heads)]
-
-
-def _chosen(parts: list[_Part], heads: Sequence[int] | None) -> list[_Part]:
-    return parts if heads is None else [parts[head] for head in heads if 0 <= head < len(parts)]
-
-
 @dataclass(frozen=True, eq=False)
 class _Layer:
     """One attention; what is small is computed for all heads asked for together, when first needed."""
 
     captured: CapturedAttention
-    parts: list[_Part]
+    parts: list[Part]
     task: MeasureSettings
 
     @cached_property
-    def weights(self) -> dict[str, dict[_Part, Spectrum]]:
+    def weights(self) -> dict[str, dict[Part, Spectrum]]:
         """Effective weights, by role and head."""
         return {role: self._worst(self.captured.site.slots[role].read()) for role in "qkv"}
 
     @cached_property
-    def raw_weights(self) -> dict[str, dict[_Part, Spectrum]]:
+    def raw_weights(self) -> dict[str, dict[Part, Spectrum]]:
         """Stored weights likewise."""
         slots = self.captured.site.slots
         return {role: self._worst(slots[role].read_raw()) if slots[role].is_corrected else self.weights[role]
                 for role in "qkv"}  # fmt: skip
 
     @cached_property
-    def heads(self) -> dict[_Part, Head]:
-        """The heads of a plain attention on the first samples."""
-        if not self.captured.is_plain:
-            return {}
-        samples = _together(self.captured.num_samples, self.task)[0]
-        wanted = [(part.kv_head, part.query_head) for part in self.parts]
-        return dict(zip(self.parts, self.captured.stacked_heads(wanted, samples), strict=True))
+    def samples(self) -> list[list[int]]:
+        """Samples that make one Jacobian, for each that is asked for."""
+        return samples_of(self.captured, self.task.samples, self.task.combine)
 
     @cached_property
-    def lambdas(self) -> dict[_Part, SoftmaxSpectrum]:
-        """Spectra of the derivatives of their softmax."""
-        return dict(zip(self.heads, softmax_spectra(list(self.heads.values())), strict=True))
+    def heads(self) -> list[dict[Part, Head]]:
+        """The heads of a plain attention, for each of the samples."""
+        if not self.captured.is_plain:
+            return []
+        wanted = [(part.kv_head, part.query_head) for part in self.parts]
+        used = self.samples if self.task.jacobian else self.samples[:1]
+        found = (self.captured.stacked_heads(wanted, samples) for samples in used)
+        return [dict(zip(self.parts, heads, strict=True)) for heads in found]
+
+    @cached_property
+    def heads_at_once(self) -> int:
+        """Small heads of one shape are measured together, as many as `GROUP_BYTES` allow; every other by itself."""
+        if not self.heads or not all(can_stack(list(of_sample.values())) for of_sample in self.heads):
+            return 1
+        num_outputs = self.heads[0][self.parts[0]].num_outputs
+        # J has about three times as many columns, and a decomposition holds it twice.
+        return 1 if num_outputs >= SMALLEST_ON_DEVICE else max(1, GROUP_BYTES // (48 * num_outputs**2))
+
+    def place_of(self, part: Part) -> tuple[_Group, int]:
+        """The group of a head, and its place there."""
+        group, at = divmod(self.parts.index(part), self.heads_at_once)
+        return self._group(group), at
+
+    @cached_property
+    def _group(self) -> Callable[[int], _Group]:
+        step = self.heads_at_once
+        return lru_cache(maxsize=1)(lambda number: _Group(self, self.parts[number * step : (number + 1) * step]))
 
     @torch.no_grad()
-    def _worst(self, rows: Tensor) -> dict[_Part, Spectrum]:
+    def _worst(self, rows: Tensor) -> dict[Part, Spectrum]:
         """Of each head, the worst of its (query) heads."""
         of_queries = len(rows) != self.captured.site.num_kv_heads
         at = [range(len(rows))[self.captured.query_heads(part.kv_head, part.query_head)] if of_queries else
@@ -287,26 +286,67 @@ class _Layer:
         }
 
 
-def _measure_head(layer: _Layer, part: _Part, log: MeasurementLog | None) -> HeadReport:
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Heads of a layer that are measured together; what is computed is computed for all of them, when first needed."""
+
+    layer: _Layer
+    parts: list[Part]
+
+    @cached_property
+    def heads(self) -> list[Head]:
+        """Of a plain attention, on the first samples."""
+        return [self.layer.heads[0][part] for part in self.parts] if self.layer.heads else []
+
+    @cached_property
+    def lambdas(self) -> list[SoftmaxSpectrum]:
+        """Spectra of the derivatives of their softmax."""
+        return softmax_spectra(self.heads)
+
+    @cached_property
+    def statistics(self) -> list[AttentionStatistics]:
+        """Of their attention maps."""
+        return all_attention_statistics(self.heads)
+
+    @cached_property
+    def forms(self) -> list[list[CapturedForm]]:
+        """Of the Jacobian, for each of the samples."""
+        layer, found = self.layer, []
+        for number, samples in enumerate(layer.samples):
+            plain: Sequence[WideForm | None] = [None] * len(self.parts)
+            if layer.heads:
+                plain = wide_forms([layer.heads[number][part] for part in self.parts], layer.task.biases)
+            found.append([captured_form(layer.captured, part.kv_head, samples=samples, biases=layer.task.biases,
+                                        query_head=part.query_head, plain=form)
+                          for part, form in zip(self.parts, plain, strict=True)])  # fmt: skip
+        return found
+
+    @cached_property
+    def spectra(self) -> list[list[JacobianSpectrum]]:
+        """Of each form."""
+        return [self.layer.task.spectra(forms) for forms in self.forms]
+
+
+def _measure_head(layer: _Layer, part: Part, log: MeasurementLog | None) -> HeadReport:
     if log is not None:
         return log.head(f"{layer.captured.site.name} head {part.index}", lambda: _measure_head(layer, part, None))
-    group = layer.captured.query_heads(part.kv_head, part.query_head)
+    queries = layer.captured.query_heads(part.kv_head, part.query_head)
     measured = _jacobian_of if layer.task.jacobian else _attention_of
     return HeadReport(
         index=part.index,
-        query_heads=tuple(range(group.start, group.stop)),
+        query_heads=tuple(range(queries.start, queries.stop)),
         weights={role: by_head[part] for role, by_head in layer.weights.items()},
         raw_weights={role: by_head[part] for role, by_head in layer.raw_weights.items()},
         **measured(layer, part),
     )
 
 
-def _attention_of(layer: _Layer, part: _Part) -> dict[str, Any]:
+def _attention_of(layer: _Layer, part: Part) -> dict[str, Any]:
     """Fields of a `HeadReport` without a Jacobian."""
     fields: dict[str, Any] = {"how": "weights and attention map only"}
-    if layer.captured.is_plain:
-        statistics = attention_statistics(layer.heads[part])
-        fields |= {"attention": statistics, "dead": is_collapsed(layer.heads[part], statistics)}
+    group, at = layer.place_of(part)
+    if group.heads:
+        fields |= {"attention": group.statistics[at], "dead": is_collapsed(group.heads[at], group.statistics[at])}
     return fields | _approximated(layer.captured, part.kv_head)
 
 
@@ -316,31 +356,26 @@ def _approximated(captured: CapturedAttention, index: int) -> dict[str, Any]:
     return {} if seen is None else {"attention": seen.statistics, "approximation_error": seen.error}
 
 
-def _jacobian_of(layer: _Layer, part: _Part) -> dict[str, Any]:
+def _jacobian_of(layer: _Layer, part: Part) -> dict[str, Any]:
     """Fields of a `HeadReport` that are about the Jacobian and what explains it."""
     captured, task = layer.captured, layer.task
-    forms = _forms(layer, part)
-    found = [task.spectrum(form) for form in forms]
+    group, at = layer.place_of(part)
+    found, first = [of_samples[at] for of_samples in group.spectra], group.forms[0][at]
     both = _both(found)
     fields: dict[str, Any] = {"jacobian": found[0], "samples": both[task.kappa], "both_samples": both}
-    fields["how"], head, blocks = forms[0].how, forms[0].form.plain_head, forms[0].form.plain_blocks()
+    fields["how"], head, blocks = first.how, first.form.plain_head, first.form.plain_blocks()
     if head is None or blocks is None:
         return fields | _approximated(captured, part.kv_head)
-    diagnosis = diagnose_head(head, blocks)
+    diagnosis = diagnose_head(head, blocks, group.statistics[at])
     fields |= {"diagnosis": diagnosis, "attention": diagnosis.attention, "dead": diagnosis.dead}
     if head.is_single:
-        fields["papers_bound_log10"] = _papers_bound(layer, part, diagnosis)
+        kappa = {"X": diagnosis.kappa_x}
+        for role in ("query", "key", "value"):
+            kappa[role] = layer.weights[captured.site.roles[role]][part].pseudo_condition_number
+        fields["papers_bound_log10"] = Factors(kappa, diagnosis.kappa_p, group.lambdas[at]).log10
         bound = None if task.biases else log10_kappa_bound(head, blocks, convention=task.convention)
         fields["bound_log10"] = bound
     return fields
-
-
-def _papers_bound(layer: _Layer, part: _Part, diagnosis: HeadDiagnosis) -> float | None:
-    """log10 of the papers' bound on kappa(J) of a plain head, from what is known already."""
-    kappa = {"X": diagnosis.kappa_x}
-    for role in ("query", "key", "value"):
-        kappa[role] = layer.weights[layer.captured.site.roles[role]][part].pseudo_condition_number
-    return Factors(kappa, diagnosis.kappa_p, layer.lambdas[part]).log10
 
 
 def _through_output(captured: CapturedAttention, task: MeasureSettings) -> dict[str, Any]:
@@ -351,9 +386,9 @@ def _through_output(captured: CapturedAttention, task: MeasureSettings) -> dict[
     w_o = site.o.read().detach().cpu().double().transpose(0, 1).flatten(1)  # (out, heads dv) from (heads, out, dv)
     try:
         found = []
-        for samples in _together(captured.num_samples, task):
-            heads = [WideForm(captured.stacked_head(i, samples).cpu(), task.biases) for i in range(site.num_kv_heads)]
-            form = ProjectedHeads(tuple(heads), w_o)
+        for samples in samples_of(captured, task.samples, task.combine):
+            stacked = captured.stacked_heads([(i, None) for i in range(site.num_kv_heads)], samples)
+            form = ProjectedHeads(tuple(WideForm(head.cpu(), task.biases) for head in stacked), w_o)
             found.append(form_spectrum(form, method=task.method, memory_limit=task.memory_limit))
     except NUMERICAL as error:
         return nothing | {"output_problem": str(error).splitlines()[0]}
@@ -362,20 +397,3 @@ def _through_output(captured: CapturedAttention, task: MeasureSettings) -> dict[
 
 def _both(found: Sequence[JacobianSpectrum]) -> dict[Kappa, tuple[float, ...]]:
     return {kind: tuple(s.kappa(kind) for s in found) for kind in get_args(Kappa)}
-
-
-def _forms(layer: _Layer, part: _Part) -> list[CapturedForm]:
-    captured, task = layer.captured, layer.task
-    count = captured.num_samples if captured.is_plain else min(task.samples, num_samples(captured))
-    return [
-        captured_form(
-            captured, part.kv_head, samples=samples, biases=task.biases, query_head=part.query_head,
-            head=None if number else layer.heads.get(part),
-        )
-        for number, samples in enumerate(_together(count, task))
-    ]  # fmt: skip
-
-
-def _together(count: int, task: MeasureSettings) -> list[list[int]]:
-    """Samples that make one Jacobian."""
-    return [list(range(count))] if task.combine == "stack" else [[sample] for sample in range(count)]

@@ -1,16 +1,17 @@
-"""A large head is measured on its device, and nothing is mixed with the CPU; a small one on the CPU."""
+"""Heads are measured on their device, those of one shape together; only small decompositions run on the CPU."""
 
 import pytest
 import torch
 
-import wellcond.head as head_module
 from far_device import FAR, Far, FarDevice
-from wellcond.head import Head, softmax_spectrum
+from wellcond.head import Head
 from wellcond.jacobian import select
-from wellcond.jacobian.diagnosis import diagnose_head
-from wellcond.jacobian.plain import StackForm, WideForm
-from wellcond.jacobian.spectrum import form_spectrum, jacobian_spectrum
-from wellcond.theory import kappa_bound, papers_bound
+from wellcond.jacobian.diagnosis import all_attention_statistics, diagnose_head
+from wellcond.jacobian.plain import StackForm, WideForm, wide_forms
+from wellcond.jacobian.spectrum import form_spectra, form_spectrum, jacobian_spectrum
+from wellcond.theory import kappa_bound, papers_bound, softmax_spectrum
+from wellcond.theory.bounds import log10_kappa_bound
+from wellcond.theory.surrogate import softmax_spectra
 
 F64 = torch.float64
 
@@ -44,7 +45,7 @@ def test_the_harness_refuses_what_cuda_refuses(far):
 
 @pytest.fixture
 def everything_is_large(monkeypatch):
-    monkeypatch.setattr(head_module, "SMALLEST_ON_DEVICE", 1)
+    monkeypatch.setattr("wellcond.linalg.spectrum.SMALLEST_ON_DEVICE", 1)
 
 
 def agrees(found, expected):
@@ -99,7 +100,60 @@ def test_what_explains_a_condition_number_and_the_theory(everything_is_large, fa
         assert statement(head).value == pytest.approx(statement(near).value)
 
 
-def test_a_small_head_is_taken_to_the_cpu(far):
-    assert far_head(8, 12, 4).x.device.type == "cpu"
-    assert far_head(head_module.SMALLEST_ON_DEVICE, 12, 1).x.device == FAR
-    assert far_head(head_module.SMALLEST_ON_DEVICE, 12, 1).cpu().x.device.type == "cpu"
+def layer(count, std=1.0, far=True, **kwargs):
+    """Heads on the same tokens."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 8, generator=generator, dtype=F64)
+    w = torch.randn(count, 3, 4, 8, generator=generator, dtype=F64) * std
+    if far:
+        x, w = x.as_subclass(Far), w.as_subclass(Far)
+    return [Head(x, *w[at], 0.5, **kwargs) for at in range(count)]
+
+
+def measured(heads, method="auto", stacked=False):
+    """Everything that `measure` computes of the heads of a layer."""
+    forms = wide_forms(heads)
+    chosen = [form.stacked() for form in forms] if stacked else forms
+    spectra = form_spectra(chosen, convention="stack" if stacked else "wide", method=method, memory_limit=2**30)
+    statistics, lambdas = all_attention_statistics(heads), softmax_spectra(heads)
+    numbers = []
+    for head, form, seen, softmax in zip(heads, forms, statistics, lambdas, strict=True):
+        found = diagnose_head(head, form.blocks, seen)
+        numbers.append([found.norm_q, found.norm_k, found.norm_v, found.kappa_p, found.kappa_x, seen.entropy,
+                        softmax.log10_kappa, log10_kappa_bound(head, form.blocks)])  # fmt: skip
+    return spectra, numbers
+
+
+@pytest.mark.parametrize("std", [1.0, 1e-6], ids=["usual", "squaring loses"])
+@pytest.mark.parametrize("stacked", [False, True], ids=["wide", "stack"])
+def test_heads_of_a_layer_have_the_numbers_of_each_by_itself(std, stacked, far):
+    spectra, numbers = measured(layer(3, std), stacked=stacked)
+    for at, head in enumerate(layer(3, std, far=False)):
+        [alone], [expected] = measured([head], stacked=stacked)
+        agrees(spectra[at], alone)
+        assert numbers[at] == pytest.approx(expected, rel=1e-9)
+
+
+def count_steps(count, std, monkeypatch):
+    """Calls on the device, by name; those of Lanczos depend on the heads only through the slowest of them."""
+    monkeypatch.setattr("wellcond.jacobian.diagnosis.block_norms", lambda blocks: (1.0, 1.0, 1.0))
+    heads = layer(count, std)
+    with FarDevice() as mode:
+        measured(heads)
+    moved = {"__getitem__", "stack", "unbind", "cpu", "detach", "data_ptr", "stride", "size", "dim", "__len__"}
+    return {name: calls for name, calls in mode.calls.items() if name not in moved and not name.startswith("__get")}
+
+
+@pytest.mark.parametrize("std", [1.0, 1e-6], ids=["usual", "squaring loses"])
+def test_twice_as_many_heads_take_no_more_steps_on_the_device(std, monkeypatch):
+    """A GPU gets the same number of kernels for a layer, however many heads it has."""
+    few, many = (count_steps(count, std, monkeypatch) for count in (3, 6))
+    assert few == many and few["matmul"] > 10
+
+
+def test_small_matrices_are_decomposed_on_the_cpu_and_large_ones_where_they_are(far, monkeypatch):
+    form_spectrum(WideForm(far_head(10, 12, 4)), method="gram", memory_limit=2**30)
+    assert not far.calls["linalg_eigvalsh"] and not far.calls["linalg_svdvals"]
+    monkeypatch.setattr("wellcond.linalg.spectrum.SMALLEST_ON_DEVICE", 40)
+    form_spectrum(WideForm(far_head(10, 12, 4)), method="gram", memory_limit=2**30)
+    assert far.calls["linalg_eigvalsh"] + far.calls["linalg_svdvals"] == 1

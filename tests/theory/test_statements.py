@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import wellcond.head as head_module
+import wellcond.theory.surrogate as surrogate
 from theory import cases
 from theory.reference import F64, head, lambda_hat, softmax_jacobian, tensor
 from wellcond.errors import UnknownChoiceError, WeightError, WellcondError
@@ -134,10 +135,10 @@ def test_lambda_spectra_of_several_heads_are_those_of_each(monkeypatch):
     torch.manual_seed(0)
     mask = torch.full((5, 5), -torch.inf, dtype=F64).triu(1)
     x, weights = torch.randn(5, 4, dtype=F64), torch.randn(3, 3, 4, 3, dtype=F64)
-    heads = [head(x, *w, 0.5, m) for w, m in zip(weights, (None, mask, None), strict=True)]
-    for entries in (head_module.SECTION_ENTRIES, 1):  # all at once, and one by one
-        monkeypatch.setattr(head_module, "SECTION_ENTRIES", entries)
-        for found, one in zip(head_module.softmax_spectra(heads), map(softmax_spectrum, heads), strict=True):
+    heads = [head(x, *w, 0.5, m) for w, m in zip(weights, (mask, mask.T, torch.zeros_like(mask)), strict=True)]
+    for entries in (surrogate.SECTION_ENTRIES, 1):  # all at once, and one by one
+        monkeypatch.setattr(surrogate, "SECTION_ENTRIES", entries)
+        for found, one in zip(surrogate.softmax_spectra(heads), map(softmax_spectrum, heads), strict=True):
             assert found.rank.tolist() == one.rank.tolist()
             torch.testing.assert_close(found.log_max, one.log_max, rtol=1e-14, atol=0)
             torch.testing.assert_close(found.log_min, one.log_min, rtol=1e-14, atol=0)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from wellcond.head import Blocks, Head, build_blocks
-from wellcond.linalg.spectrum import largest_eigenvalue, spectrum
+from wellcond.head import Blocks, BlockStack, Head, build_blocks, stack_heads
+from wellcond.linalg.spectrum import largest_eigenvalues, singular_values, spectrum, spectrum_of_values
 
 Verdict = Literal["dead head", "P", "X", "norms", "balanced"]
 
@@ -56,21 +57,33 @@ class HeadDiagnosis:
 
 def attention_statistics(head: Head) -> AttentionStatistics:
     """Entropy, diagonal mass and largest probability of a head's attention map."""
-    p = head.probabilities()
+    return all_attention_statistics([head])[0]
+
+
+def all_attention_statistics(heads: Sequence[Head]) -> list[AttentionStatistics]:
+    """`attention_statistics` of heads that `can_stack`, computed together."""
+    stack = stack_heads(heads)
+    p = stack.probabilities()
     visible = torch.full(p.shape[:-1], float(p.shape[-1]), dtype=p.dtype, device=p.device)
-    if head.mask is not None:
-        visible = (head.mask > -torch.inf).sum(-1).to(p).expand(p.shape[:-1])
-    square = head.y is None and p.shape[-1] == p.shape[-2]
-    return map_statistics(p, visible, p.diagonal(dim1=-2, dim2=-1) if square else None)
+    if stack.mask is not None:
+        visible = (stack.mask > -torch.inf).sum(-1).to(p).expand(p.shape[:-1])
+    square = stack.y is None and p.shape[-1] == p.shape[-2]
+    own = p.diagonal(dim1=-2, dim2=-1).flatten(1) if square else None
+    return _statistics(p.flatten(1, 2), visible.flatten(1), own)
 
 
 def map_statistics(p: Tensor, visible: Tensor, own: Tensor | None) -> AttentionStatistics:
     """Of probabilities (..., keys), with how many keys each row may see and the probability of its own token."""
-    entropy = -torch.xlogy(p, p).sum(-1)
-    several = visible > 1
-    normalised = (entropy[several] / visible[several].log()).mean() if bool(several.any()) else math.nan
-    diagonal = math.nan if own is None else float(own.mean())
-    return AttentionStatistics(float(entropy.mean()), float(normalised), diagonal, float(p.amax(-1).mean()))
+    return _statistics(p.flatten(0, -2)[None], visible.flatten()[None], None if own is None else own.flatten()[None])[0]
+
+
+def _statistics(p: Tensor, visible: Tensor, own: Tensor | None) -> list[AttentionStatistics]:
+    """Of each map (heads, rows, keys)."""
+    entropy, several = -torch.xlogy(p, p).sum(-1), visible > 1
+    normalised = torch.where(several, entropy / visible.clamp_min(2).log(), 0.0).sum(-1) / several.sum(-1)
+    diagonal = torch.full_like(normalised, math.nan) if own is None else own.mean(-1)
+    numbers = torch.stack([entropy.mean(-1), normalised, diagonal, p.amax(-1).mean(-1)], dim=-1)
+    return [AttentionStatistics(*row) for row in numbers.tolist()]
 
 
 def is_collapsed(head: Head, statistics: AttentionStatistics) -> bool:
@@ -80,30 +93,38 @@ def is_collapsed(head: Head, statistics: AttentionStatistics) -> bool:
 
 def block_norms(blocks: Blocks) -> tuple[float, float, float]:
     """Spectral norms of J_Q, J_K and J_V."""
-    norm_q, norm_k = _product_norm(blocks.m, blocks.x), _product_norm(blocks.b, blocks.q)
+    norm_q, norm_k = blocks.together("norms", _query_and_key_norms).tolist()
     return norm_q, norm_k, float(blocks.py_values[0])
 
 
-def _product_norm(covariances: Tensor, factors: Tensor) -> float:
-    """Norm of the matrix with rows (r, o) -> C_r[o, :] (x) t_r: J_Q from M and X, J_K from B and Q."""
-    largest = float(covariances.abs().max())
-    if largest == 0:
-        return 0.0
+def _query_and_key_norms(stack: BlockStack) -> Tensor:
+    """Norms of J_Q and J_K of each head, (heads, 2), by one run of Lanczos."""
+    heads, rows, dv, _ = stack.m.shape
     # Scaled to one, so that the squares of a nearly dead head do not underflow.
-    scaled = covariances / largest
-    rows, dv, _ = scaled.shape
-    gram = factors @ factors.T
+    largest = torch.stack([t.abs().amax((-3, -2, -1)) for t in (stack.m, stack.b)], dim=-1)
+    m, b = (
+        t / size.clamp_min(1e-300)[:, None, None, None]
+        for t, size in ((stack.m, largest[:, 0]), (stack.b, largest[:, 1]))
+    )
+    x_gram, q_gram = stack.x @ stack.x.mT, stack.q @ stack.q.mT
 
     def product(flat: Tensor) -> Tensor:
-        """C (T T^T (C^T u))."""
-        pulled = (flat.to(scaled.device).view(rows, 1, dv) @ scaled)[:, 0]
-        return (scaled @ (gram @ pulled)[:, :, None]).flatten().cpu()
+        """C_r (T T^T (C_r^T u)) of the matrices with rows (r, o) -> C_r[o, :] (x) t_r: M and X, then B and Q."""
+        of_q, of_k = flat.view(2, heads, rows, 1, dv)
+        found = [scaled @ (gram @ (u @ scaled)[:, :, 0])[..., None]
+                 for u, scaled, gram in ((of_q, m, x_gram), (of_k, b, q_gram))]  # fmt: skip
+        return torch.cat(found).flatten(1)
 
     # Ritz values that agree to 1e-6 three times in a row are right to about 1e-10.
-    return largest * math.sqrt(largest_eigenvalue(product, rows * dv, tolerance=1e-6).value)
+    found = largest_eigenvalues(product, 2 * heads, rows * dv, tolerance=1e-6, device=m.device)
+    return (
+        largest.cpu() * torch.tensor([top.value for top in found], dtype=m.dtype).clamp_min(0).sqrt().view(2, heads).T
+    )
 
 
-def diagnose_head(head: Head, blocks: Blocks | None = None) -> HeadDiagnosis:
+def diagnose_head(
+    head: Head, blocks: Blocks | None = None, statistics: AttentionStatistics | None = None
+) -> HeadDiagnosis:
     """Measure and name what dominates the conditioning of a head's Jacobian.
 
     The verdict is the largest of three ratios: kappa(P), kappa of the tokens, and the spread of the norms of J_Q, J_K
@@ -111,9 +132,11 @@ def diagnose_head(head: Head, blocks: Blocks | None = None) -> HeadDiagnosis:
     """
     blocks = build_blocks(head) if blocks is None else blocks
     norm_q, norm_k, norm_v = block_norms(blocks)
-    kappa_p = spectrum(blocks.p).pseudo_condition_number
-    kappa_x = spectrum(head.memory).pseudo_condition_number
-    statistics = attention_statistics(head)
+    p_values = blocks.together("p_values", lambda stack: singular_values(stack.p))
+    kappa_p = spectrum_of_values(p_values, blocks.p.shape).pseudo_condition_number
+    tokens = spectrum_of_values(blocks.x_values, head.x.shape) if head.is_single else spectrum(head.memory)
+    kappa_x = tokens.pseudo_condition_number
+    statistics = statistics or attention_statistics(head)
     moving = max(norm_q, norm_k)
     nearly = head.memory.shape[0] > 1 and statistics.max_probability >= DEAD_MASS
     dead = is_collapsed(head, statistics) or (nearly and moving <= DEAD_RATIO * norm_v)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import abc
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -116,6 +117,21 @@ class AbstractForm(abc.ABC):
         """J J^T, or J^T J where that is smaller and known."""
         return self.output_gram()
 
+    @classmethod
+    def structures(cls, forms: Sequence[Self]) -> list[Structure]:
+        """`structure` of each."""
+        return [form.structure() for form in forms]
+
+    @classmethod
+    def smaller_grams(cls, forms: Sequence[Self]) -> Tensor:
+        """`smaller_gram` of forms of one shape, stacked."""
+        return _stacked([form.smaller_gram() for form in forms])
+
+    @classmethod
+    def explicit_jacobians(cls, forms: Sequence[Self]) -> Tensor:
+        """`explicit_jacobian` of forms of one shape, stacked."""
+        return _stacked([form.explicit_jacobian() for form in forms])
+
     def reference_jacobian(self) -> Tensor:
         """J as method ``dense`` takes it, for tests of everything else: not compressed where that is possible."""
         return self.explicit_jacobian()
@@ -127,6 +143,10 @@ class AbstractForm(abc.ABC):
     def closed_minimum(self) -> tuple[float, float] | None:
         """An interval that surely contains sigma_min, from a closed form; None where there is none."""
         return None
+
+    def sure_condition_number(self) -> float:
+        """A number that kappa(J) surely exceeds, at next to no price; 0 where none is known."""
+        return 0.0
 
     def triangle(self, tolerance: float) -> Triangle:
         """An upper triangular matrix with the singular values of J, made without squaring J."""
@@ -157,6 +177,10 @@ class AbstractForm(abc.ABC):
     def table_entries(self) -> int:
         """Entries of further tables that the smaller Gram matrix is assembled from."""
         return 0
+
+
+def _stacked(matrices: list[Tensor]) -> Tensor:
+    return matrices[0][None] if len(matrices) == 1 else torch.stack(matrices)
 
 
 class ExplicitGram(AbstractForm):

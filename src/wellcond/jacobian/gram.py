@@ -1,4 +1,6 @@
-r"""J J^T and J^T J of one head from its blocks, without ever forming J: as matrices, and as products for iterations.
+r"""J J^T and J^T J of a head from its blocks, without ever forming J: as matrices, and as products for iterations.
+
+Matrices are also those of several heads at once, from a `BlockStack`.
 
 Outputs (theory.md, section 3.3), n x n with n = R dv, rows ordered (r, o):
 
@@ -30,6 +32,7 @@ of the complement of b, hence W_Q C for W_Q, and -W_K F^T C^T.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -48,60 +51,65 @@ GAUGE_LIMIT = 1e6
 
 def output_gram(blocks: Blocks, *, lower: bool = False) -> Tensor:
     """J J^T of the wide Jacobian, (R dv, R dv); if `lower`, what is above the diagonal is left undefined."""
-    rows, dv, _ = blocks.m.shape
+    *front, rows, dv, _ = blocks.m.shape
     n = rows * dv
-    m, b = blocks.m.reshape(n, -1), blocks.b.reshape(n, -1)
-    x_gram, q_gram = blocks.x @ blocks.x.T, blocks.q @ blocks.q.T
-    py_gram = blocks.py @ blocks.py.T
-    gram = m.new_empty(n, n)
-    size = max(1, (CACHE_BYTES if lower else CHUNK_BYTES) // (m.element_size() * n * dv))
+    m, b = blocks.m.flatten(-3, -2), blocks.b.flatten(-3, -2)
+    x_gram, q_gram = blocks.x @ blocks.x.mT, blocks.q @ blocks.q.mT
+    py_gram = blocks.py @ blocks.py.mT
+    gram = m.new_empty(*front, n, n)
+    size = max(1, (CACHE_BYTES if lower else CHUNK_BYTES) // (m.element_size() * math.prod(front) * n * dv))
     for at in range(0, rows, size):
         end = min(at + size, rows)
         some, lines = slice(at, end), slice(at * dv, end * dv)
         stop = end if lower else rows
-        part = gram[lines, : stop * dv]
-        torch.matmul(m[lines], m[: stop * dv].T, out=part)
-        blockwise = part.view(end - at, dv, stop, dv)
-        blockwise.mul_(x_gram[some, None, :stop, None])
-        of_keys = (b[lines] @ b[: stop * dv].T).view_as(blockwise)
-        blockwise.addcmul_(of_keys, q_gram[some, None, :stop, None])
-        blockwise.diagonal(dim1=1, dim2=3).add_(py_gram[some, :stop, None])
+        part = gram[..., lines, : stop * dv]
+        torch.matmul(m[..., lines, :], m[..., : stop * dv, :].mT, out=part)
+        blockwise = part.unflatten(-1, (stop, dv)).unflatten(-3, (end - at, dv))
+        blockwise.mul_(x_gram[..., some, None, :stop, None])
+        of_keys = (b[..., lines, :] @ b[..., : stop * dv, :].mT).view_as(blockwise)
+        blockwise.addcmul_(of_keys, q_gram[..., some, None, :stop, None])
+        blockwise.diagonal(dim1=-3, dim2=-1).add_(py_gram[..., some, :stop, None])
     return gram
 
 
 def parameter_gram(blocks: Blocks, *, values: bool = True) -> Tensor:
     """J^T J of the wide Jacobian, in the (compressed) parameters; unless `values`, those of Q and K alone."""
     x, q, py, m, b = blocks.x, blocks.q, blocks.py, blocks.m, blocks.b
-    rows, dv, d = m.shape
-    Dx, Dy, Dv = x.shape[1], b.shape[2], py.shape[1]
+    *front, _, dv, d = m.shape
+    Dx, Dy, Dv = x.shape[-1], b.shape[-1], py.shape[-1]
     nq, nk, nv = Dx * d, Dy * d, Dv * dv if values else 0
-    gram = x.new_empty(nq + nk + nv, nq + nk + nv)
+    gram = x.new_empty(*front, nq + nk + nv, nq + nk + nv)
     to_q, to_k, to_v = slice(0, nq), slice(nq, nq + nk), slice(nq + nk, None)
 
     def put(first: slice, second: slice, block: Tensor) -> None:
         """Entries (i, j, i', j') of a block with rows (i, j) and columns (i', j')."""
-        i, j, k, m = block.shape
-        gram[first, second].unflatten(1, (k, m)).unflatten(0, (i, j)).copy_(block)
+        rows, columns = block.shape[-4:-2], block.shape[-2:]
+        gram[..., first, second].unflatten(-1, columns).unflatten(-3, rows).copy_(block)
         if first != second:
-            gram[second, first].unflatten(1, (i, j)).unflatten(0, (k, m)).copy_(block.permute(2, 3, 0, 1))
+            turned = block.movedim((-2, -1), (-4, -3))
+            gram[..., second, first].unflatten(-1, rows).unflatten(-3, columns).copy_(turned)
+
+    def product(left: Tensor, right: Tensor, sizes: tuple[int, int, int, int]) -> Tensor:
+        """sum_r left_r right_r, of tables with the given axes."""
+        return (left.mT @ right).view(*front, *sizes)
 
     # Q^T Q: [a a'] x [c c'] -> (a c) x (a' c')
-    put(to_q, to_q, (table(x, x).T @ (m.mT @ m).flatten(1)).view(Dx, Dx, d, d).permute(0, 2, 1, 3))
-    put(to_k, to_k, ((b.mT @ b).flatten(1).T @ table(q, q)).view(Dy, Dy, d, d).permute(0, 2, 1, 3))
+    put(to_q, to_q, product(table(x, x), (m.mT @ m).flatten(-2), (Dx, Dx, d, d)).transpose(-3, -2))
+    put(to_k, to_k, product((b.mT @ b).flatten(-2), table(q, q), (Dy, Dy, d, d)).transpose(-3, -2))
     # [a c'] x [c a']
-    put(to_q, to_k, (table(x, q).T @ (m.mT @ b).flatten(1)).view(Dx, d, d, Dy).permute(0, 2, 3, 1))
+    put(to_q, to_k, product(table(x, q), (m.mT @ b).flatten(-2), (Dx, d, d, Dy)).movedim(-3, -1))
     if values:
         eye = torch.eye(dv, dtype=x.dtype, device=x.device)
-        put(to_v, to_v, (py.T @ py)[:, None, :, None] * eye[:, None, :])
+        put(to_v, to_v, (py.mT @ py)[..., :, None, :, None] * eye[:, None, :])
         # [a a'] x [o c], [c a'] x [o a]
-        put(to_q, to_v, (table(x, py).T @ m.flatten(1)).view(Dx, Dv, dv, d).permute(0, 3, 1, 2))
-        put(to_k, to_v, (table(q, py).T @ b.flatten(1)).view(d, Dv, dv, Dy).permute(3, 0, 1, 2))
+        put(to_q, to_v, product(table(x, py), m.flatten(-2), (Dx, Dv, dv, d)).movedim(-1, -3))
+        put(to_k, to_v, product(table(q, py), b.flatten(-2), (d, Dv, dv, Dy)).movedim(-1, -4))
     return gram
 
 
 def table(left: Tensor, right: Tensor) -> Tensor:
     """Rows (r) of all products left_r[i] right_r[j]."""
-    return (left[:, :, None] * right[:, None, :]).flatten(1)
+    return (left[..., :, None] * right[..., None, :]).flatten(-2)
 
 
 def stack_gram(blocks: Blocks) -> Tensor:
@@ -110,33 +118,34 @@ def stack_gram(blocks: Blocks) -> Tensor:
     It needs one identification of the three parameter spaces: equal widths, and the same order (a, c) in all of them.
     """
     x, q, py, m, b = blocks.x, blocks.q, blocks.py, blocks.m, blocks.b
-    rows, dv, d = m.shape
-    D = x.shape[1]
-    if not (dv == d and b.shape[2] == py.shape[1] == D):
+    *front, rows, dv, d = m.shape
+    D = x.shape[-1]
+    if not (dv == d and b.shape[-1] == py.shape[-1] == D):
         raise ValueError("the stacked convention needs query, key and value parameters of one shape, without biases")
-    gram = x.new_empty(D, d, D, d)
-    mm = (m.mT @ m).flatten(1)
-    qq = (q[:, :, None] * q[:, None, :]).flatten(1)
-    size = max(1, CHUNK_BYTES // (8 * D * (d * d + rows)))
+    gram = x.new_empty(*front, D, d, D, d)
+    mm, qq = (m.mT @ m).flatten(-2), table(q, q)
+    size = max(1, CHUNK_BYTES // (8 * math.prod(front) * D * (d * d + rows)))
     for at in range(0, D, size):
         some = slice(at, min(at + size, D))
-        part = gram[some]  # (a c) x (a' c') from [a a'] x [c c']
-        part.copy_(((x[:, some, None] * x[:, None, :]).flatten(1).T @ mm).view(-1, D, d, d).transpose(1, 2))
-        part.add_(((b[:, :, some].mT @ b).flatten(1).T @ qq).view(-1, D, d, d).transpose(1, 2))
-    gram.diagonal(dim1=1, dim2=3).add_((py.T @ py)[:, :, None])
-    return gram.view(D * d, D * d)
+        part = gram[..., some, :, :, :]  # (a c) x (a' c') from [a a'] x [c c']
+        shape = (*front, -1, D, d, d)
+        part.copy_((table(x[..., some], x).mT @ mm).view(shape).transpose(-3, -2))
+        part.add_(((b[..., some].mT @ b).flatten(-2).mT @ qq).view(shape).transpose(-3, -2))
+    gram.diagonal(dim1=-3, dim2=-1).add_((py.mT @ py)[..., None])
+    return gram.flatten(-2).flatten(-3, -2)
 
 
 def explicit_jacobian(blocks: Blocks) -> Tensor:
     """J itself (R dv, parameters), for the small and the ill-conditioned: nothing is squared."""
-    rows, dv, d = blocks.m.shape
-    widths = (blocks.x.shape[1] * d, blocks.b.shape[2] * d, blocks.py.shape[1] * dv)
-    jacobian = blocks.m.new_empty(rows, dv, sum(widths))
-    j_q, j_k, j_v = jacobian.split(widths, dim=2)
-    torch.mul(blocks.x[:, None, :, None], blocks.m[:, :, None, :], out=j_q.unflatten(2, (-1, d)))
-    torch.mul(blocks.b[:, :, :, None], blocks.q[:, None, None, :], out=j_k.unflatten(2, (-1, d)))
-    j_v.zero_().unflatten(2, (-1, dv)).diagonal(dim1=1, dim2=3).copy_(blocks.py[:, :, None].expand(-1, -1, dv))
-    return jacobian.flatten(0, 1)
+    *front, rows, dv, d = blocks.m.shape
+    widths = (blocks.x.shape[-1] * d, blocks.b.shape[-1] * d, blocks.py.shape[-1] * dv)
+    jacobian = blocks.m.new_empty(*front, rows, dv, sum(widths))
+    j_q, j_k, j_v = jacobian.split(widths, dim=-1)
+    torch.mul(blocks.x[..., None, :, None], blocks.m[..., None, :], out=j_q.unflatten(-1, (-1, d)))
+    torch.mul(blocks.b[..., None], blocks.q[..., None, None, :], out=j_k.unflatten(-1, (-1, d)))
+    on_diagonal = j_v.zero_().unflatten(-1, (-1, dv)).diagonal(dim1=-3, dim2=-1)
+    on_diagonal.copy_(blocks.py[..., None].expand_as(on_diagonal))
+    return jacobian.flatten(-3, -2)
 
 
 def pull_back(blocks: Blocks, u: Tensor) -> Tensor:
@@ -169,6 +178,7 @@ def in_float32(blocks: Blocks, largest: float) -> Blocks:
         q=(blocks.q * (b_size / largest)).float(),
         b=(blocks.b / b_size).float(),
         py=(blocks.py / largest).float(),
+        built_with=None,
     )
 
 

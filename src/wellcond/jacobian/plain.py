@@ -13,13 +13,15 @@ Ranks and null directions: `wellcond.theory.ranks`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from wellcond.head import Blocks, Head, build_blocks, through_softmax
+from wellcond.head import Blocks, BlockStack, Head, build_all_blocks, build_blocks, stack_blocks, through_softmax
 from wellcond.jacobian.form import AbstractForm, NotDefinedError
 from wellcond.jacobian.gram import (
     OutputSide,
@@ -28,9 +30,9 @@ from wellcond.jacobian.gram import (
     output_gram,
     parameter_gram,
     parameter_side,
-    pull_back,
     stack_gram,
 )
+from wellcond.linalg.spectrum import where_decomposed
 from wellcond.theory.bounds import lower_parts, lower_square, upper_parts, upper_square
 from wellcond.theory.ranks import Structure, stack_structure, wide_structure
 
@@ -41,6 +43,8 @@ class WideForm(AbstractForm):
 
     head: Head
     biases: bool = False
+    built: Blocks | None = None
+    """Its blocks, where they were built together with those of other heads."""
     has_sides = True
 
     @property
@@ -66,7 +70,7 @@ class WideForm(AbstractForm):
     @cached_property
     def blocks(self) -> Blocks:
         """Built once, when first needed."""
-        return build_blocks(self.head, biases=self.biases)
+        return self.built or build_blocks(self.head, biases=self.biases)
 
     @property
     def plain_head(self) -> Head:  # type: ignore[override]
@@ -83,7 +87,7 @@ class WideForm(AbstractForm):
 
     def stacked(self) -> StackForm:
         """The papers' matrix of this head."""
-        return StackForm(self.head)
+        return StackForm(self.head, None if self.biases else self.built)
 
     def reference_jacobian(self) -> Tensor:
         """By automatic differentiation."""
@@ -96,7 +100,13 @@ class WideForm(AbstractForm):
 
     def structure(self) -> Structure:
         """See `wide_structure`."""
-        return wide_structure(self.head, biases=self.biases)
+        return self.structures([self])[0]
+
+    @classmethod
+    def structures(cls, forms: Sequence[WideForm]) -> list[Structure]:
+        """Ranks of tokens that heads share are computed once."""
+        known: dict[Any, tuple[int, bool]] = {}
+        return [wide_structure(form.head, biases=form.biases, known=known) for form in forms]
 
     @property
     def gram_side(self) -> int:
@@ -125,6 +135,17 @@ class WideForm(AbstractForm):
         """The compressed J."""
         return explicit_jacobian(self.blocks)
 
+    @classmethod
+    def smaller_grams(cls, forms: Sequence[WideForm]) -> Tensor:
+        """All at once."""
+        build = output_gram if forms[0].num_outputs <= forms[0].gram_side else parameter_gram
+        return build(stack_blocks([form.blocks for form in forms]))
+
+    @classmethod
+    def explicit_jacobians(cls, forms: Sequence[WideForm]) -> Tensor:
+        """All at once."""
+        return explicit_jacobian(stack_blocks([form.blocks for form in forms]))
+
     def product(self, flat: Tensor) -> Tensor:
         """J J^T u."""
         return self.operator(flat.to(self.device)).cpu()
@@ -141,20 +162,36 @@ class WideForm(AbstractForm):
         singular vector of P Y the lower bound sigma_R(PY) of (L) is attained. The upper end is |J^T v| of that very
         vector, whatever the residual of V u = 1, so the interval is sure. None if P Y has more rows than columns.
         """
-        py, v = self.blocks.py, self.blocks.v
-        if py.shape[0] > py.shape[1]:
+        if self.blocks.py.shape[0] > self.blocks.py.shape[1]:
             return None
-        left, sigma, _ = torch.linalg.svd(py, full_matrices=False)
-        # A small problem of any rank, for which a GPU has no driver.
-        u = (
-            torch.linalg.lstsq(v.cpu(), torch.ones(len(v), 1, dtype=v.dtype), driver="gelsd")
-            .solution[:, 0]
-            .to(v.device)
-        )
-        if not bool(u.any()) or not bool(torch.isfinite(u).all()):
-            return None
-        vector = left[:, -1:] * (u / u.norm())
-        return float(sigma[-1]), float(pull_back(self.blocks, vector.flatten()[None]).norm())
+        low, high = self.blocks.together("closed minimum", _closed_minima).tolist()
+        return (low, high) if math.isfinite(high) else None
+
+    def sure_condition_number(self) -> float:
+        """sigma_max is at least |PY|, and sigma_min at most the upper end of `closed_minimum`."""
+        interval = self.closed_minimum()
+        return 0.0 if interval is None or interval[1] == 0 else float(self.blocks.py_values[0]) / interval[1]
+
+
+def _closed_minima(stack: BlockStack) -> Tensor:
+    """sigma_R(PY) and |J^T (w (x) u)| of each head, (heads, 2); NaN where no u comes near V u = 1."""
+    left, sigma, _ = torch.linalg.svd(where_decomposed(stack.py), full_matrices=False)
+    v = stack.v.cpu()  # a small problem of any rank, for which a GPU has no driver
+    u = torch.linalg.lstsq(v, v.new_ones(*v.shape[:-1], 1), driver="gelsd").solution
+    u = (u / torch.linalg.vector_norm(u, dim=-2, keepdim=True))[:, None].to(stack.m.device)  # (heads, 1, dv, 1)
+    w = left[..., -1:].to(stack.m.device)
+    to_q = stack.x.mT @ (w * (stack.m.mT @ u)[..., 0])
+    to_k = stack.q.mT @ (w * (stack.b.mT @ u)[..., 0])
+    lengths = [torch.linalg.vector_norm(part, dim=(-2, -1)) for part in (to_q, to_k, stack.py.mT @ w)]
+    return torch.stack([sigma[..., -1], torch.linalg.vector_norm(torch.stack(lengths), dim=0).to(sigma.device)], -1)
+
+
+def wide_forms(heads: Sequence[Head], biases: bool = False) -> list[WideForm]:
+    """Forms of heads that `can_stack`, with blocks built together; one head builds its own when they are needed."""
+    if len(heads) == 1:
+        return [WideForm(heads[0], biases)]
+    built = build_all_blocks(heads, biases=biases)
+    return [WideForm(head, biases, blocks) for head, blocks in zip(heads, built, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,6 +203,7 @@ class StackForm(AbstractForm):
     """
 
     head: Head
+    built: Blocks | None = None
 
     def __post_init__(self) -> None:
         """Refuse heads on which it is not defined."""
@@ -182,7 +220,7 @@ class StackForm(AbstractForm):
     @cached_property
     def blocks(self) -> Blocks:
         """Queries and keys read the same tokens, compressed alike: the three parameter spaces keep one basis."""
-        return build_blocks(self.head)
+        return self.built or build_blocks(self.head)
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -214,7 +252,18 @@ class StackForm(AbstractForm):
 
     def explicit_jacobian(self) -> Tensor:
         """The three blocks side by side, transposed: (D~ d, 3 R dv)."""
-        return torch.cat([block.T for block in explicit_jacobian(self.blocks).tensor_split(3, dim=1)], dim=1)
+        return self.explicit_jacobians([self])[0]
+
+    @classmethod
+    def smaller_grams(cls, forms: Sequence[StackForm]) -> Tensor:
+        """All at once."""
+        return stack_gram(stack_blocks([form.blocks for form in forms]))
+
+    @classmethod
+    def explicit_jacobians(cls, forms: Sequence[StackForm]) -> Tensor:
+        """All at once."""
+        jacobian = explicit_jacobian(stack_blocks([form.blocks for form in forms]))
+        return torch.cat([block.mT for block in jacobian.tensor_split(3, dim=-1)], dim=-1)
 
     def product(self, flat: Tensor) -> Tensor:
         """H w: forward to the outputs of the three blocks, and back."""

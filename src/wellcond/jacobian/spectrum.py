@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -31,7 +31,7 @@ from wellcond.jacobian.select import (
     from_singular_values,
     make_record,
 )
-from wellcond.linalg.spectrum import default_rtol, largest_eigenvalue, singular_values, to_float64
+from wellcond.linalg.spectrum import default_rtol, largest_eigenvalue, singular_values, to_float64, where_decomposed
 from wellcond.records import Convention, JacobianSpectrum, Status
 
 
@@ -119,12 +119,30 @@ def form_spectrum(
     memory_limit: int | None = None,
 ) -> JacobianSpectrum:
     """Spectrum of any structured form of the Jacobian; arguments as in `jacobian_spectrum`."""
-    limit = available_bytes(form.device) if memory_limit is None else memory_limit
-    structure = form.structure()
-    choice = choose_method(form, structure, asked=method, memory_limit=limit, rtol=rtol)
-    shape = (structure.num_outputs, structure.num_parameters)
-    task = Task(form, structure, choice, convention, default_rtol(shape) if rtol is None else rtol, limit)
-    return ROUTES[choice.route](task)
+    return form_spectra([form], convention=convention, method=method, rtol=rtol, memory_limit=memory_limit)[0]
+
+
+def form_spectra(
+    forms: Sequence[AbstractForm],
+    *,
+    convention: Convention = "wide",
+    method: str = "auto",
+    rtol: float | None = None,
+    memory_limit: int | None = None,
+) -> list[JacobianSpectrum]:
+    """Spectra of forms of one class and shape; all that take the route ``gram`` are decomposed together."""
+    limit = available_bytes(forms[0].device) if memory_limit is None else memory_limit
+    tasks = []
+    for form, structure in zip(forms, type(forms[0]).structures(forms), strict=True):
+        choice = choose_method(form, structure, asked=method, memory_limit=limit, rtol=rtol)
+        shape = (structure.num_outputs, structure.num_parameters)
+        used = default_rtol(shape) if rtol is None else rtol
+        tasks.append(Task(form, structure, choice, convention, used, limit))
+    found: dict[Task, JacobianSpectrum] = {}
+    for route in {task.choice.route for task in tasks}:
+        together = [task for task in tasks if task.choice.route == route]
+        found |= zip(together, ROUTES[route](together), strict=True)
+    return [found[task] for task in tasks]
 
 
 def _closed_form(task: Task) -> JacobianSpectrum:
@@ -141,13 +159,35 @@ def _dense(task: Task) -> JacobianSpectrum:
     return from_singular_values(task, singular_values(task.form.reference_jacobian()))
 
 
-def _gram(task: Task) -> JacobianSpectrum:
-    gram = task.form.smaller_gram()
-    rank = min(task.structure.max_rank, len(gram))
-    if rank == len(gram) and _svd_fits(task) and _squaring_loses(gram):
-        return _svd(task)
-    squares = torch.linalg.eigvalsh(gram).flip(0).clamp_min(0)
-    sigma = squares.sqrt()
+def _gram(tasks: Sequence[Task]) -> list[JacobianSpectrum]:
+    """Eigenvalues of the smaller Gram matrices, all at once; SVD of those J whose squares lose too much."""
+    found: dict[Task, JacobianSpectrum] = {}
+    squared = [task for task in tasks if not _surely_lost(task)]
+    if squared:
+        grams = type(squared[0].form).smaller_grams([task.form for task in squared])
+        full = [task.structure.max_rank >= grams.shape[-1] and _svd_fits(task) for task in squared]
+        lost = _squaring_loses(grams) if any(full) else full
+        kept = [at for at, losses in enumerate(zip(full, lost, strict=True)) if not all(losses)]
+        squares = torch.linalg.eigvalsh(where_decomposed(grams if len(kept) == len(grams) else grams[kept]))
+        del grams
+        for at, values in zip(kept, squares.flip(-1).clamp_min(0), strict=True):
+            if (record := _from_squares(squared[at], values)) is not None:
+                found[squared[at]] = record
+    left = [task for task in tasks if task not in found]
+    found |= zip(left, _svd(left) if left else [], strict=True)
+    return [found[task] for task in tasks]
+
+
+def _surely_lost(task: Task) -> bool:
+    """Whether squaring loses too much of a J whose SVD fits: a form may know that without any square."""
+    full = task.structure.max_rank >= task.form.gram_side
+    return full and _svd_fits(task) and task.form.sure_condition_number() > LARGEST_SQUARED_KAPPA
+
+
+def _from_squares(task: Task, squares: Tensor) -> JacobianSpectrum | None:
+    """Record of eigenvalues of the smaller Gram matrix; None if they lose too much and the SVD of J fits."""
+    sigma, side = squares.sqrt(), len(squares)
+    rank = min(task.structure.max_rank, side)
     largest, smallest = float(sigma[0]), float(sigma[rank - 1])
     if largest == 0:
         return from_singular_values(task, sigma)
@@ -156,15 +196,15 @@ def _gram(task: Task) -> JacobianSpectrum:
         values[:rank] = sigma[:rank]
         return make_record(
             task, largest, float(values[-1]), smallest, rank, "exact", values=values,
-            max_bounds=_squared_interval(largest, largest, len(squares)),
-            rank_bounds=_squared_interval(smallest, largest, len(squares)),
+            max_bounds=_squared_interval(largest, largest, side),
+            rank_bounds=_squared_interval(smallest, largest, side),
         )  # fmt: skip
-    return _svd(task) if _svd_fits(task) else _too_large(task, largest, len(squares))
+    return None if _svd_fits(task) else _too_large(task, largest, side)
 
 
 def _proved_ends(task: Task) -> JacobianSpectrum:
     """Both ends; all eigenvalues where float32 does not suffice, or the proof fails."""
-    return _certified_ends(task) or _gram(task)
+    return _certified_ends(task) or _gram([task])[0]
 
 
 def _certified_ends(task: Task) -> JacobianSpectrum | None:
@@ -193,26 +233,28 @@ def _certified_ends(task: Task) -> JacobianSpectrum | None:
     )  # fmt: skip
 
 
-def _squaring_loses(gram: Tensor) -> bool:
+def _squaring_loses(grams: Tensor) -> list[bool]:
     """Whether kappa(J) > LARGEST_SQUARED_KAPPA for sure, at a fifth of the price of the eigenvalues of G = J J^T.
 
     A Cholesky factorisation that breaks down has lambda_min < n eps lambda_max. One that does not has L_ii^2 >=
     lambda_min, as lambda_max >= G_ii, and power steps with G and G^-1 sharpen both: |G v| <= lambda_max and
     |G^-1 w| <= 1 / lambda_min for unit vectors v and w.
     """
-    largest = float(gram.diagonal().max())
-    if largest == 0:
-        return False
-    factor, info = torch.linalg.cholesky_ex(gram)
-    if int(info) > 0 or largest > LARGEST_SQUARED_KAPPA**2 * float(factor.diagonal().min()) ** 2:
-        return True
+    factor, info = torch.linalg.cholesky_ex(grams)
+    largest, least = grams.diagonal(dim1=-2, dim2=-1).amax(-1), factor.diagonal(dim1=-2, dim2=-1).amin(-1)
+    lost = (info > 0) | (largest > LARGEST_SQUARED_KAPPA**2 * least**2)
     generator = torch.Generator().manual_seed(0)
-    v = w = torch.randn(len(gram), 1, generator=generator, dtype=torch.float64).to(gram.device)
+    v = w = torch.randn(grams.shape[-1], 1, generator=generator, dtype=torch.float64).to(grams.device)
     for _ in range(POWER_STEPS):
-        v, w = gram @ (v / v.norm()), torch.cholesky_solve(w / w.norm(), factor)
-        if float(v.norm() * w.norm()) > LARGEST_SQUARED_KAPPA**2:
-            return True
-    return False
+        if bool(lost.all()):
+            break
+        v, w = grams @ (v / _length(v)), torch.cholesky_solve(w / _length(w), factor)
+        lost = lost | ((_length(v) * _length(w))[..., 0, 0] > LARGEST_SQUARED_KAPPA**2)
+    return (lost & (largest > 0)).tolist()
+
+
+def _length(columns: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(columns, dim=-2, keepdim=True)
 
 
 def _squared_interval(sigma: float, largest: float, side: int) -> tuple[float, float]:
@@ -236,17 +278,24 @@ def _too_large(task: Task, largest: float, side: int) -> JacobianSpectrum:
     )  # fmt: skip
 
 
-def _svd(task: Task) -> JacobianSpectrum:
-    """The SVD of J itself, where squaring loses the small singular values."""
-    jacobian = task.form.explicit_jacobian()
-    if jacobian.shape[0] < jacobian.shape[1]:
-        jacobian = jacobian.T
-    triangle = torch.geqrf(jacobian)[0][: jacobian.shape[1]].triu()  # as `qr` with fewer copies
-    if _only_ends(task, len(triangle)):
-        ends = ends_of(task, triangle.cpu())
-        if ends is not None:
-            return ends
-    return from_singular_values(task, torch.linalg.svdvals(triangle), reason="squaring loses the small ones: SVD of J")
+def _svd(tasks: Sequence[Task]) -> list[JacobianSpectrum]:
+    """The SVDs of J themselves, where squaring loses the small singular values."""
+    if len(tasks) > 1 and tasks[0].form.device.type == "cpu":
+        return [record for task in tasks for record in _svd([task])]  # LAPACK takes one by one, and one fits the cache
+    jacobians = type(tasks[0].form).explicit_jacobians([task.form for task in tasks])
+    if jacobians.shape[-2] < jacobians.shape[-1]:
+        jacobians = jacobians.mT
+    # As `qr` with fewer copies; LAPACK's matrices lie column by column.
+    triangles = torch.geqrf(jacobians)[0][:, : jacobians.shape[-1]].mT.tril().mT
+    del jacobians
+    if _only_ends(tasks[0], triangles.shape[-1]):
+        ends = [ends_of(task, triangle.cpu()) for task, triangle in zip(tasks, triangles, strict=True)]
+        known = [record for record in ends if record is not None]
+        if len(known) == len(tasks):
+            return known
+    values = torch.linalg.svdvals(where_decomposed(triangles))
+    reason = "squaring loses the small ones: SVD of J"
+    return [from_singular_values(task, sigma, reason=reason) for task, sigma in zip(tasks, values, strict=True)]
 
 
 def _only_ends(task: Task, side: int) -> bool:
@@ -334,13 +383,17 @@ def _implicit(task: Task) -> JacobianSpectrum:
     )  # fmt: skip
 
 
-ROUTES: dict[Route, Callable[[Task], JacobianSpectrum]] = {
-    "dense": _dense,
-    "closed form": _closed_form,
-    "triangle": from_triangle,
-    "proved ends": _proved_ends,
+def _each(run: Callable[[Task], JacobianSpectrum]) -> Callable[[Sequence[Task]], list[JacobianSpectrum]]:
+    return lambda tasks: [run(task) for task in tasks]
+
+
+ROUTES: dict[Route, Callable[[Sequence[Task]], list[JacobianSpectrum]]] = {
+    "dense": _each(_dense),
+    "closed form": _each(_closed_form),
+    "triangle": _each(from_triangle),
+    "proved ends": _each(_proved_ends),
     "gram": _gram,
-    "cholesky": _cholesky,
-    "exhaustive products": _implicit,
-    "products": _implicit,
+    "cholesky": _each(_cholesky),
+    "exhaustive products": _each(_implicit),
+    "products": _each(_implicit),
 }

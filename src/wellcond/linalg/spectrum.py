@@ -42,6 +42,10 @@ Product = Callable[[Tensor], Tensor]
 BLOCK = 16
 """Vectors that Davidson's method takes at a time."""
 MAX_STEPS = 50
+SMALLEST_ON_DEVICE = 1024
+"""Rows below which a matrix is decomposed on the CPU: CUDA decomposes smaller ones one by one, in many small steps."""
+BISECTIONS = 80  # an interval of width 1e3 in log p shrinks below 1e-20
+LARGEST_SECTION, SECTION_ENTRIES = 16, 2**18
 AGREEMENT = 1e-10  # of successive values, where more eigenvalues than the block holds are equal and there is no gap
 
 
@@ -77,6 +81,11 @@ def move_to_cpu(record: object, names: Sequence[str]) -> None:
         object.__setattr__(record, name, None if tensor is None else tensor.cpu())
 
 
+def where_decomposed(matrices: Tensor) -> Tensor:
+    """Matrices where their decomposition is fast: small ones go to the CPU, all of a batch together."""
+    return matrices.cpu() if matrices.shape[-1] < SMALLEST_ON_DEVICE else matrices
+
+
 def singular_values(matrix: Tensor) -> Tensor:
     """Singular values in float64, largest first; batched over leading axes. On the CPU where the device has no float64.
 
@@ -84,7 +93,7 @@ def singular_values(matrix: Tensor) -> Tensor:
     """
     if not bool(torch.isfinite(matrix).all()):
         raise WeightError("expected finite entries, found NaN or infinity: singular values are not defined")
-    return torch.linalg.svdvals(to_float64(matrix))
+    return torch.linalg.svdvals(where_decomposed(to_float64(matrix)))
 
 
 def default_rtol(shape: tuple[int, ...]) -> float:
@@ -134,20 +143,20 @@ def spectrum(matrix: Tensor, *, rtol: float | None = None) -> Spectrum:
 
 def spectra(matrices: Tensor, *, rtol: float | None = None) -> list[Spectrum]:
     """`spectrum` of each matrix of a batch (count, m, n)."""
-    sigma = singular_values(matrices)
-    ranks = resolve_rank(sigma, tuple(matrices.shape), rtol=rtol).tolist()
-    used = default_rtol(tuple(matrices.shape)) if rtol is None else rtol
-    return [
-        Spectrum(
-            sigma_max=float(s[0]),
-            sigma_min=float(s[-1]),
-            sigma_rank=float(s[rank - 1]) if rank else 0.0,
-            rank=rank,
-            nullity=len(s) - rank,
-            rtol=used,
-        )
-        for s, rank in zip(sigma.cpu(), ranks, strict=True)
-    ]
+    return [spectrum_of_values(sigma, tuple(matrices.shape), rtol=rtol) for sigma in singular_values(matrices).cpu()]
+
+
+def spectrum_of_values(sigma: Tensor, shape: tuple[int, ...], *, rtol: float | None = None) -> Spectrum:
+    """`spectrum` of a matrix of the given shape whose singular values are known."""
+    rank = int(resolve_rank(sigma, shape, rtol=rtol))
+    return Spectrum(
+        sigma_max=float(sigma[0]),
+        sigma_min=float(sigma[-1]),
+        sigma_rank=float(sigma[rank - 1]) if rank else 0.0,
+        rank=rank,
+        nullity=len(sigma) - rank,
+        rtol=default_rtol(shape) if rtol is None else rtol,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,41 +173,77 @@ class Estimate:
 def largest_eigenvalue(
     product: Product, size: int, *, tolerance: float = 1e-10, max_steps: int = 300, seed: int = 0
 ) -> Estimate:
-    """Largest eigenvalue of a symmetric positive semi-definite operator on R^size, float64.
+    """Largest eigenvalue of a symmetric positive semi-definite operator on R^size, float64, on the CPU."""
+    found = largest_eigenvalues(
+        lambda rows: product(rows[0])[None], 1, size, tolerance=tolerance, max_steps=max_steps, seed=seed
+    )
+    return found[0]
 
-    Stops when two successive Ritz values agree to `tolerance`, when the Krylov space is exhausted (then the value is
-    exact), or after `max_steps`. The Ritz test and not the residual: eigenvalues of attention's Gram matrices come in
-    clusters of about d, where the value converges long before the vector (theory.md, section 7.2).
+
+def largest_eigenvalues(
+    product: Product,
+    count: int,
+    size: int,
+    *,
+    tolerance: float = 1e-10,
+    max_steps: int = 300,
+    seed: int = 0,
+    device: torch.device | None = None,
+) -> list[Estimate]:
+    """Largest eigenvalue of each of `count` operators at once; `product` maps rows (count, size) on `device` to rows.
+
+    Each stops when two successive Ritz values agree to `tolerance`, when its Krylov space is exhausted (then the value
+    is exact), or after `max_steps`. The Ritz test and not the residual: eigenvalues of attention's Gram matrices come
+    in clusters of about d, where the value converges long before the vector (theory.md, section 7.2).
     """
     generator = torch.Generator().manual_seed(seed)
-    start = torch.randn(size, generator=generator, dtype=torch.float64)
+    start = torch.randn(size, generator=generator, dtype=torch.float64).to(device)
     max_steps = min(max_steps, size)
-    basis = np.empty((max_steps, size))  # takes memory only as it is filled; a call of numpy costs less than of torch
-    basis[0] = start / start.norm()
-    diagonal: list[float] = []
-    off: list[float] = []
-    value, agreed, converged = 0.0, 0, False
+    basis = start.new_empty(count, max_steps, size)  # takes memory only as it is filled
+    basis[:, 0] = start / start.norm()
+    runs = [_Tridiagonal(tolerance, max_steps) for _ in range(count)]
     for step in range(max_steps):
-        w, known = product(torch.from_numpy(basis[step])).numpy(), basis[: step + 1]
+        w, known = product(basis[:, step])[:, :, None], basis[:, : step + 1]
         inner = known @ w
-        diagonal.append(float(inner[-1]))
-        w = w - inner @ known
-        w -= (known @ w) @ known  # again: the new direction may nearly lie in the old ones
-        norm = math.sqrt(w @ w)
-        previous, (value, vector) = value, _largest_of_tridiagonal(diagonal, off)
-        agreed = agreed + 1 if abs(value - previous) <= tolerance * abs(value) else 0
-        exhausted = norm <= 1e-13 * max(abs(value), 1e-300) or step == size - 1
-        if agreed >= 3 or exhausted:
-            converged = True
+        w = w - known.mT @ inner
+        w -= known.mT @ (known @ w)  # again: the new direction may nearly lie in the old ones
+        norm = torch.linalg.vector_norm(w, dim=1)
+        for run, entries in zip(runs, torch.cat([inner[:, -1], norm], 1).tolist(), strict=True):
+            run.add(*entries)
+        if step + 1 == max_steps or all(run.ended for run in runs):
             break
-        if step + 1 == max_steps:
-            break
-        off.append(norm)
-        np.divide(w, norm, out=basis[step + 1])
-    weights = vector()
-    # A basis = basis T + w e_last^T, so that the residual of basis weights is w times the last weight.
-    found = torch.from_numpy(weights @ basis[: len(weights)])
-    return Estimate(value, converged, norm * abs(float(weights[-1])), len(diagonal), found)
+        torch.div(w[:, :, 0], norm.clamp_min(1e-300), out=basis[:, step + 1])
+    return [run.estimate(known) for run, known in zip(runs, basis, strict=True)]
+
+
+class _Tridiagonal:
+    """The matrix of one Lanczos run as it grows, and its largest Ritz value."""
+
+    def __init__(self, tolerance: float, max_steps: int) -> None:
+        self.tolerance, self.max_steps = tolerance, max_steps
+        self.diagonal: list[float] = []
+        self.off: list[float] = []
+        self.value, self.agreed, self.converged, self.ended = 0.0, 0, False, False
+
+    def add(self, diagonal: float, norm: float) -> None:
+        """One step: an entry of the diagonal, and the norm of what is left for the next vector."""
+        if self.ended:
+            return
+        self.diagonal.append(diagonal)
+        previous, (self.value, self.weights) = self.value, _largest_of_tridiagonal(self.diagonal, self.off)
+        self.off.append(norm)
+        self.agreed = self.agreed + 1 if abs(self.value - previous) <= self.tolerance * abs(self.value) else 0
+        exhausted = norm <= 1e-13 * max(abs(self.value), 1e-300)
+        self.converged = self.agreed >= 3 or exhausted
+        self.ended = self.converged or len(self.diagonal) == self.max_steps
+
+    def estimate(self, basis: Tensor) -> Estimate:
+        """The Ritz pair."""
+        weights, steps = self.weights(), len(self.diagonal)
+        # A basis = basis T + w e_last^T, so that the residual of basis weights is w times the last weight.
+        found = torch.from_numpy(weights).to(basis.device) @ basis[:steps]
+        converged = self.converged or steps == basis.shape[1]
+        return Estimate(self.value, converged, self.off[-1] * abs(float(weights[-1])), steps, found)
 
 
 def _largest_of_tridiagonal(diagonal: list[float], off: list[float]) -> tuple[float, Callable[[], np.ndarray]]:
@@ -266,3 +311,72 @@ def _orthonormal(rows: Tensor, known: Tensor) -> Tensor:
         rows = rows - (rows @ known.T) @ known
         rows = torch.linalg.qr(rows.T).Q.T
     return rows
+
+
+@dataclass(frozen=True, eq=False)
+class SoftmaxSpectrum:
+    """Per row i: the rank of Lambda_i and the natural logarithms of its extreme non-zero eigenvalues.
+
+    A row with a single unmasked entry has Lambda_i = 0, rank 0, and both logarithms -inf.
+    """
+
+    rank: Tensor
+    log_max: Tensor
+    log_min: Tensor
+
+    @property
+    def norm(self) -> float:
+        """Lmax = max_i ||Lambda_i||, at most 1/2."""
+        return math.exp(float(self.log_max.max()))
+
+    @property
+    def log10_kappa(self) -> float:
+        r"""log10 of kappa(Lambda) = max_i lambda_max(Lambda_i) / min_i lambda_min,nonzero(Lambda_i).
+
+        Lambda_i 1 = 0, so kappa(Lambda) is infinite if read literally; this is the pseudo reading. Rows of rank 0 are
+        skipped; NaN if there is no other.
+        """
+        rows = self.rank > 0
+        if not bool(rows.any()):
+            return math.nan
+        return float(self.log_max[rows].max() - self.log_min[rows].min()) / math.log(10)
+
+
+def softmax_eigenvalues(log_p: Tensor) -> SoftmaxSpectrum:
+    """Spectrum of every Lambda_i from rows log p_i, -inf where masked.
+
+    Accurate to a few rounding errors of log p relative to each eigenvalue.
+    The rank is structural, the number of unmasked entries less one; no eigenvalue is dropped for being small: under
+    lambda-corrections it is 1e-280 and smaller, which no eigenvalue routine resolves.
+    """
+    rank = torch.isfinite(log_p).sum(-1) - 1
+    inside = rank > 0
+    log_max = torch.full_like(log_p[:, 0], -torch.inf)
+    log_min = log_max.clone()
+    if bool(inside.any()):
+        rows = log_p[inside]
+        top = rows.topk(2, -1).values
+        bottom = rows.masked_fill(torch.isneginf(rows), torch.inf).topk(2, -1, largest=False).values
+        low, high = torch.cat([top[:, 1], bottom[:, 0]]), torch.cat([top[:, 0], bottom[:, 1]])
+        log_max[inside], log_min[inside] = _root(rows.repeat(2, 1), low, high).chunk(2)
+    return SoftmaxSpectrum(rank, log_max, log_min)
+
+
+def _root(log_p: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    # diag(p) - p p^T is a rank-one update of a diagonal matrix: mu is an eigenvalue between two neighbouring p_j iff
+    #     1 = sum_j p_j^2 / (p_j - mu) = sum_j p_j + mu sum_j p_j / (p_j - mu).
+    # With sum_j p_j = 1 and mu != 0 this is
+    #     f(mu) = sum_j p_j / (p_j - mu) = sum_j 1 / (1 - e^(log mu - log p_j)) = 0,
+    # which increases from -inf to +inf between neighbours: one root, found by sections of log mu, more than two at once
+    # where they are small. Masked entries (log p = -inf) contribute 1 / (1 - inf) = 0, and equal neighbours are their
+    # own root.
+    parts = max(2, min(LARGEST_SECTION, SECTION_ENTRIES // log_p.numel()))
+    fractions = torch.arange(1, parts, dtype=torch.float64, device=log_p.device) / parts
+    for _ in range(math.ceil(BISECTIONS / math.log2(parts))):
+        inner = low[:, None] + (high - low)[:, None] * fractions
+        if bool(((inner <= low[:, None]) | (inner >= high[:, None])).all()):
+            break  # no number lies between
+        left = (-torch.expm1(inner[:, :, None] - log_p[:, None, :])).reciprocal().sum(-1) <= 0
+        ends, at = torch.cat([low[:, None], inner, high[:, None]], 1), left.sum(-1, keepdim=True)
+        low, high = ends.gather(1, at)[:, 0], ends.gather(1, at + 1)[:, 0]
+    return (low + high) / 2

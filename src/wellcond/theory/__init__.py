@@ -5,7 +5,8 @@ record with value None. Statements that the papers print and that are false keep
 labelled a surrogate, so that their counterexamples are tests.
 """
 
-from wellcond.head import Head, SoftmaxSpectrum, softmax_spectrum
+from wellcond.head import Head
+from wellcond.linalg.spectrum import SoftmaxSpectrum
 from wellcond.theory.bounds import (
     exact_case,
     kappa_bound,
@@ -27,7 +28,13 @@ from wellcond.theory.ranks import (
     structural_ranks,
 )
 from wellcond.theory.statement import Bound, Hypothesis, HypothesisError, Reference
-from wellcond.theory.surrogate import Surrogate, papers_bound, papers_second_term, proposition32_printed
+from wellcond.theory.surrogate import (
+    Surrogate,
+    papers_bound,
+    papers_second_term,
+    proposition32_printed,
+    softmax_spectrum,
+)
 from wellcond.theory.weights import PolarTheorem, theorem35, theorem38, theorem38_applies, theorem38_printed
 
 __all__ = [

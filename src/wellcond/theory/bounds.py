@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from wellcond.errors import check_choice
-from wellcond.head import Blocks, Head, build_blocks, softmax_spectrum
-from wellcond.linalg.spectrum import default_rtol, resolve_rank, singular_values, spectrum
+from wellcond.head import Blocks, Head, build_blocks
+from wellcond.linalg.spectrum import default_rtol, resolve_rank, singular_values, spectrum, where_decomposed
 from wellcond.records import Convention
 from wellcond.theory.ranks import contains_ones
 from wellcond.theory.statement import Bound, Hypothesis, Relation, all_hold, check_single, ours, settle
+from wellcond.theory.surrogate import softmax_spectrum
 
 LambdaNorm = Literal["actual", "half"]
 
@@ -50,18 +51,18 @@ def lower_parts(blocks: Blocks, rank: int, *, less_rounding: bool = False) -> di
 
 def upper_parts(blocks: Blocks) -> dict[str, float]:
     """Factors of (U1)."""
-
-    def norm(matrices: Tensor) -> float:
-        """The largest of all; squaring loses nothing of a largest singular value."""
-        return math.sqrt(float(torch.linalg.eigvalsh(matrices @ matrices.mT).max().clamp_min(0)))
-
     return {
         "||X||": float(blocks.x_values[0]),
         "max ||M_i||": float(blocks.m_values[:, 0].max()),
-        "||Q||": norm(blocks.q),
-        "max ||B_i||": norm(blocks.b),
+        "||Q||": float(blocks.together("||Q||", lambda stack: _norms(stack.q))),
+        "max ||B_i||": float(blocks.together("||B_i||", lambda stack: _norms(stack.b)).max()),
         "||PX||": float(blocks.py_values[0]),
     }
+
+
+def _norms(matrices: Tensor) -> Tensor:
+    """Of each matrix; squaring loses nothing of a largest singular value."""
+    return torch.linalg.eigvalsh(where_decomposed(matrices @ matrices.mT))[..., -1].clamp_min(0).sqrt()
 
 
 def lower_square(parts: Mapping[str, float]) -> float:

@@ -35,6 +35,7 @@ For dv = d <= r and 1 not in range(X), J_wide has full row rank iff N <= 3r - d,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,12 +148,22 @@ def wide_rank(
     return value_dim * filled + min((rows - filled) * min(value_dim, key), by_logits)
 
 
-def wide_structure(head: Head, *, biases: bool = False) -> Structure:
-    """Sizes and rank of J_wide, R dv x parameters, for a head or a group of heads; `biases` are parameters."""
+def wide_structure(head: Head, *, biases: bool = False, known: dict[Any, tuple[int, bool]] | None = None) -> Structure:
+    """Sizes and rank of J_wide, R dv x parameters, for a head or a group of heads; `biases` are parameters.
+
+    `known` keeps the ranks of tokens for the next head, which has the same ones in most layers.
+    """
+    known = {} if known is None else known
+
+    def rank_of(tokens: Tensor) -> tuple[int, bool]:
+        place = tokens.data_ptr(), tokens.shape, tokens.stride()
+        known[place] = found = known.get(place) or rank_and_ones(tokens)
+        return found
+
     d, dv, g = head.head_dim, head.value_dim, head.num_query_heads
     with_q, with_k, with_v = (biases and bias is not None for bias in (head.b_q, head.b_k, head.b_v))
-    rx, ones_x = rank_and_ones(head.x)
-    ry, ones_y = (rx, ones_x) if head.y is None else rank_and_ones(head.memory)
+    rx, ones_x = rank_of(head.x)
+    ry, ones_y = (rx, ones_x) if head.y is None else rank_of(head.memory)
     query, key, value = rx + (with_q and not ones_x), ry - ones_y, ry + (with_v and not ones_y)
     fixed = 0 if head.query_biases is None or with_q or ones_x else numerical_rank(head.query_biases)
     rank = wide_rank(head.num_rows, query, key, value, head_dim=d, value_dim=dv, groups=g, fixed=fixed)

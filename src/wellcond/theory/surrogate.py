@@ -7,16 +7,40 @@ non-zero eigenvalues (`softmax_spectrum`). P is the actual one, with scale and m
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from wellcond.head import Head, SoftmaxSpectrum, softmax_spectrum
-from wellcond.linalg.spectrum import spectrum
+from wellcond.head import Head, stack_heads
+from wellcond.linalg.spectrum import SECTION_ENTRIES, SoftmaxSpectrum, softmax_eigenvalues, spectrum
 from wellcond.theory.ranks import structural_ranks
 from wellcond.theory.statement import AbstractStatement, Bound, Hypothesis, all_hold, check_single, paper_c, settle
 
 PRINTED_IN = "Theorem 3.1, eq 8 (Spectral Conditioning of Attention: Theorem 3.4, eq 10)"
+
+
+def softmax_spectrum(head: Head) -> SoftmaxSpectrum:
+    """Spectrum of every Lambda_i of one head.
+
+    Example:
+        >>> x, w = torch.tensor([[1.0], [2.0]]), torch.ones(1, 1)
+        >>> round(10 ** softmax_spectrum(Head(x, w, w, w, 1.0)).log10_kappa, 9)
+        1.872609003
+    """
+    return softmax_spectra([head])[0]
+
+
+def softmax_spectra(heads: Sequence[Head]) -> list[SoftmaxSpectrum]:
+    """`softmax_spectrum` of heads that `can_stack`, together as far as they are small."""
+    at_once = max(1, SECTION_ENTRIES // (heads[0].num_rows * len(heads[0].memory)))
+    found = []
+    for at in range(0, len(heads), at_once):
+        some = heads[at : at + at_once]
+        of_all = softmax_eigenvalues(stack_heads(some).log_probabilities().flatten(0, 2))
+        parts = (numbers.cpu().chunk(len(some)) for numbers in (of_all.rank, of_all.log_max, of_all.log_min))
+        found += [SoftmaxSpectrum(*of_head) for of_head in zip(*parts, strict=True)]
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,13 +13,12 @@ from torch import Tensor
 from wellcond.attention.adapters.modifiers import LOCAL_WINDOW
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import WellcondError
-from wellcond.head import Head
 from wellcond.jacobian.capture.attention import CapturedAttention
 from wellcond.jacobian.capture.graph import NotTracedError
 from wellcond.jacobian.capture.trace import trace_form
 from wellcond.jacobian.channel import ChannelHead
 from wellcond.jacobian.form import AbstractForm
-from wellcond.jacobian.generic.head import GenericHead
+from wellcond.jacobian.generic.head import GenericHead, num_samples
 from wellcond.jacobian.nystrom.form import nystrom_form
 from wellcond.jacobian.plain import WideForm
 from wellcond.jacobian.select import AGREEMENT_OF_OUTPUT, AGREEMENT_OF_PRODUCT
@@ -33,6 +32,30 @@ class CapturedForm:
     how: str
 
 
+@dataclass(frozen=True)
+class Part:
+    """What one row of a report is about: a key/value head, with all its query heads or one of them."""
+
+    index: int
+    kv_head: int
+    query_head: int | None = None
+
+
+def parts_of(captured: CapturedAttention, grouped: str) -> list[Part]:
+    """Of an attention whose grouped query heads are measured ``joint`` or ``each`` by itself."""
+    site = captured.site
+    if grouped == "joint" or site.num_heads == site.num_kv_heads:
+        return [Part(head, head) for head in range(site.num_kv_heads)]
+    group = site.num_heads // site.num_kv_heads
+    return [Part(head, head // group, head) for head in range(site.num_heads)]
+
+
+def samples_of(captured: CapturedAttention, asked: int, combine: str) -> list[list[int]]:
+    """Samples that make one Jacobian: all of them (``stack``), or each (``mean``)."""
+    count = captured.num_samples if captured.is_plain else min(asked, num_samples(captured))
+    return [list(range(count))] if combine == "stack" else [[sample] for sample in range(count)]
+
+
 def captured_form(
     captured: CapturedAttention,
     kv_head: int,
@@ -40,20 +63,20 @@ def captured_form(
     samples: Sequence[int] = (0,),
     biases: bool = False,
     query_head: int | None = None,
-    head: Head | None = None,
+    plain: WideForm | None = None,
 ) -> CapturedForm:
     """The form of one key/value head of a captured attention on one sample, or on several as one Jacobian.
 
-    Of grouped queries it is of all query heads of the group, or of `query_head` alone. `head` is the head itself, for a
-    plain attention whose caller has it already.
+    Of grouped queries it is of all query heads of the group, or of `query_head` alone. `plain` is the form of a plain
+    attention whose caller has it already.
 
     A structured form that is not plain (channel attention, rotary positions, QK-norm, Nystrom) is believed only if it
     has the output and the derivative of the module's own copy; otherwise derivatives go through the module.
     """
     if captured.is_plain:
-        head = head or captured.stacked_head(kv_head, samples, query_head=query_head)
+        plain = plain or WideForm(captured.stacked_head(kv_head, samples, query_head=query_head), biases)
         stacked = ", samples stacked" if len(samples) > 1 else ""
-        return CapturedForm(WideForm(head, biases), f"structured: plain softmax{stacked}")
+        return CapturedForm(plain, f"structured: plain softmax{stacked}")
     if captured.site.kind == "nystrom" and len(samples) == 1:
         return _nystrom(captured, kv_head, samples[0], biases)
     generic = GenericHead(captured, kv_head, samples=samples, query_head=query_head)

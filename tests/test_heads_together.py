@@ -1,0 +1,133 @@
+"""Small heads of a layer are measured together, and have the numbers of each by itself."""
+
+import gc
+import weakref
+
+import pytest
+import timm
+import torch
+from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
+
+import wellcond as wc
+import wellcond.measurement as measurement
+from wellcond.head import Blocks, BlockStack, Head, build_all_blocks, build_blocks, can_stack, stack_blocks
+from wellcond.jacobian.plain import WideForm, wide_forms
+from wellcond.jacobian.spectrum import form_spectra, form_spectrum
+
+F64 = torch.float64
+
+
+def vit():
+    return timm.models.VisionTransformer(img_size=16, patch_size=8, embed_dim=24, depth=2, num_heads=4, num_classes=5)
+
+
+def gpt2():
+    return GPT2Model(GPT2Config(n_embd=24, n_layer=2, n_head=4, vocab_size=32, n_positions=16))
+
+
+def llama():
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaModel(LlamaConfig(**sizes, intermediate_size=32, vocab_size=32))
+
+
+IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+TOKENS = torch.arange(18).view(2, 9) % 32
+
+
+@pytest.mark.parametrize("build, batch", [(vit, IMAGES), (gpt2, TOKENS), (llama, TOKENS)])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"samples": 2}, {"samples": 2, "combine": "stack"}, {"biases": True}, {"jacobian": False}, {"heads": [1, 0]}],
+    ids=str,
+)
+def test_a_report_is_that_of_heads_measured_one_by_one(build, batch, options, monkeypatch):
+    torch.manual_seed(0)
+    model = build()
+    together = wc.measure(model, batch, **options).to_dict()
+    monkeypatch.setattr(measurement, "GROUP_BYTES", 0)
+    assert_same(together, wc.measure(model, batch, **options).to_dict())
+
+
+def assert_same(found, expected, where=""):
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key in expected:
+            assert_same(found[key], expected[key], f"{where}.{key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), where
+        for at, value in enumerate(expected):
+            assert_same(found[at], value, f"{where}[{at}]")
+    elif isinstance(expected, float):  # zeros of a singular matrix are rounding
+        assert found == pytest.approx(expected, rel=1e-6, abs=1e-12, nan_ok=True), where
+    elif "explanation" not in where:
+        assert found == expected, where
+
+
+def heads_of(stds, tokens=6, **kwargs):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, 8, generator=generator, dtype=F64)
+    return [Head(x, *torch.randn(3, 4, 8, generator=generator, dtype=F64) * std, 0.5, **kwargs) for std in stds]
+
+
+def test_only_those_whose_squares_lose_are_decomposed_without_them():
+    heads = heads_of([0.3, 1e-7, 0.5, 1e-7])
+    found = form_spectra(wide_forms(heads))
+    assert ["SVD" in one.reason for one in found] == [False, True, False, True]
+    for one, head in zip(found, heads, strict=True):
+        alone = form_spectrum(WideForm(head))
+        assert (one.reason, one.rank, one.status) == (alone.reason, alone.rank, alone.status)
+        assert one.condition_number == pytest.approx(alone.condition_number, rel=1e-6)
+
+
+def test_a_condition_number_that_is_sure_is_one():
+    for head in heads_of([1.0, 0.3, 1e-3, 1e-7]):
+        form = WideForm(head)
+        sigma = torch.linalg.svdvals(form.explicit_jacobian())
+        assert 0 < form.sure_condition_number() <= float(sigma[0] / sigma[-1]) * (1 + 1e-9)
+
+
+def test_heads_that_differ_do_not_stack():
+    first, second = heads_of([1.0, 1.0])
+    assert can_stack([first, second])
+    assert not can_stack([first, heads_of([1.0], tokens=5)[0]])
+    assert not can_stack([first, heads_of([1.0], mask=torch.zeros(6, 6))[0]])
+
+
+def test_blocks_that_were_built_together_are_not_copied_and_any_selection_is():
+    blocks = build_all_blocks(heads_of([1.0, 0.5, 0.2]))
+    stack = stack_blocks(blocks)
+    assert stack.m.data_ptr() == blocks[0].m.data_ptr() and isinstance(stack, BlockStack)
+    for chosen in ([2, 0], [0, 1], [1]):
+        some = stack_blocks([blocks[at] for at in chosen])
+        assert all(torch.equal(some.b[at], blocks[one].b) for at, one in enumerate(chosen))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_blocks_are_those_of_each_head(groups):
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(count, 8, generator=generator, dtype=F64) for count in (5, 7))
+    weights = torch.randn(3, groups, 4, 8, generator=generator, dtype=F64)
+    bias = torch.randn(3, groups, 4, generator=generator, dtype=F64)
+    heads = [Head(x, w, w[0] + 1, w[0] - 1, 0.5, y=y, b_q=b, b_v=b[0]) for w, b in zip(weights, bias, strict=True)]
+    for together, head in zip(build_all_blocks(heads, biases=True), heads, strict=True):
+        alone = build_blocks(head, biases=True)
+        for name in ("x", "q", "py", "m", "b", "p", "k", "v"):
+            torch.testing.assert_close(getattr(together, name), getattr(alone, name), rtol=1e-12, atol=1e-12)
+
+
+def test_large_heads_are_measured_one_after_the_other_and_forgotten(monkeypatch):
+    """Blocks of a large head take most of the memory of its measurement."""
+    monkeypatch.setattr(measurement, "SMALLEST_ON_DEVICE", 1)
+    alive, most = weakref.WeakSet(), []
+    build = Blocks.__init__
+
+    def watched(self, *args, **kwargs):
+        build(self, *args, **kwargs)
+        alive.add(self)
+        gc.collect()
+        most.append(sum(type(one) is Blocks for one in alive))
+
+    monkeypatch.setattr(Blocks, "__init__", watched)
+    torch.manual_seed(0)
+    wc.measure(vit(), IMAGES[:1])
+    assert max(most) <= 2
