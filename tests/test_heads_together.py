@@ -1,5 +1,6 @@
 """Small heads of a layer are measured together, and have the numbers of each by itself."""
 
+import dataclasses
 import gc
 import weakref
 
@@ -10,8 +11,12 @@ from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
 import wellcond as wc
 import wellcond.measurement as measurement
-from wellcond.head import Blocks, BlockStack, Head, build_all_blocks, build_blocks, can_stack, stack_blocks
-from wellcond.jacobian.plain import WideForm, wide_forms
+from wellcond.head import Blocks, BlockStack, Head, build_all_blocks, build_blocks, can_stack, stack_blocks, stack_heads
+from wellcond.jacobian.capture import capture_attention
+from wellcond.jacobian.capture.forms import parts_of
+from wellcond.jacobian.diagnosis import block_norms
+from wellcond.jacobian.gram import in_float32, parameter_side
+from wellcond.jacobian.plain import WideForm, stack_size, wide_forms
 from wellcond.jacobian.spectrum import form_spectra, form_spectrum
 
 F64 = torch.float64
@@ -79,6 +84,23 @@ def test_only_those_whose_squares_lose_are_decomposed_without_them():
         assert one.condition_number == pytest.approx(alone.condition_number, rel=1e-6)
 
 
+def test_heads_that_surely_lose_are_not_squared_at_all(monkeypatch):
+    monkeypatch.setattr("wellcond.jacobian.plain.output_gram", None)
+    assert all("SVD" in one.reason for one in form_spectra(wide_forms(heads_of([1e-7, 1e-7]))))
+    with pytest.raises(TypeError):
+        form_spectra(wide_forms(heads_of([0.3, 1e-7])))
+
+
+def test_the_upper_end_of_a_closed_minimum_is_the_length_of_one_vector():
+    for head in heads_of([1.0, 0.3, 1e-3]):
+        blocks = build_blocks(head)
+        w = torch.linalg.svd(blocks.py).U[:, -1]
+        u = torch.linalg.pinv(blocks.v) @ torch.ones(6, dtype=F64)
+        vector = torch.outer(w, u / u.norm()).flatten()
+        expected = float((vector @ WideForm(head).reference_jacobian()).norm())
+        assert WideForm(head).closed_minimum()[1] == pytest.approx(expected, rel=1e-9)
+
+
 def test_a_condition_number_that_is_sure_is_one():
     for head in heads_of([1.0, 0.3, 1e-3, 1e-7]):
         form = WideForm(head)
@@ -91,6 +113,64 @@ def test_heads_that_differ_do_not_stack():
     assert can_stack([first, second])
     assert not can_stack([first, heads_of([1.0], tokens=5)[0]])
     assert not can_stack([first, heads_of([1.0], mask=torch.zeros(6, 6))[0]])
+    assert not can_stack([first, dataclasses.replace(second, scale=0.25)])
+
+
+def test_tokens_that_heads_share_are_not_copied():
+    stack = stack_heads(heads_of([1.0, 0.5]))
+    assert stack.x.stride(0) == 0 and stack.w_q.stride(0) > 0
+
+
+def test_as_many_heads_as_there_is_room_for():
+    heads = heads_of([1.0] * 4)
+    one = next(room for room in range(10**6) if stack_size(heads, room) == 2) // 2
+    assert [stack_size(heads, factor * one + factor) for factor in (0, 1, 3)] == [1, 1, 3]
+    form = WideForm(heads[0])
+    assert one > 16 * form.num_outputs * form.explicit_jacobian().shape[1]
+    few, many = (
+        Head(h.x[:2], h.w_q, h.w_k, h.w_v, 0.5, y=torch.randn(keys, 8))
+        for h, keys in zip(heads[:2], (4, 400), strict=True)
+    )
+    assert stack_size([few], 10**7) > 10 * stack_size([many], 10**7)
+
+
+def test_blocks_that_were_changed_forget_with_which_they_were_built():
+    heads = [
+        Head(torch.randn(40, 3, dtype=F64) @ torch.randn(3, 6, dtype=F64), *torch.randn(3, 2, 6), 0.5) for _ in range(2)
+    ]
+    blocks = build_all_blocks(heads)
+    assert in_float32(blocks[0], 2.0).built_with is None
+    assert len(parameter_side(heads[0], blocks[0]).blocks.x_values) == 3
+
+
+def test_heads_that_see_different_tokens_are_measured_one_by_one():
+    torch.manual_seed(0)
+    captured = capture_attention(vit().double(), IMAGES[:1].double())[0]
+    bias = torch.zeros(1, 4, 5, 5, dtype=F64)
+    bias[0, 1, 2] = -torch.inf  # the second head leaves out a token
+    captured = dataclasses.replace(captured, logit_bias=bias)
+    layer = measurement._Layer(captured, parts_of(captured, "joint"), measurement.MeasureSettings())
+    assert layer.heads_at_once == 1
+    rows = [measurement._measure_head(layer, part, None).jacobian.shape[0] for part in layer.parts]
+    assert rows == [30, 24, 30, 30]
+
+
+def test_a_head_that_fails_takes_no_other_with_it():
+    torch.manual_seed(0)
+    model = vit().double()
+    weight = model.blocks[1].attn.qkv.weight.data.view(3, 4, 6, 24)
+    weight[0, 2] *= 1e100
+    weight[1, 2] *= 1e-100
+    first, second = wc.measure(model, IMAGES[:1].double()).layers
+    assert [head.index for head in first.heads] == [0, 1, 2, 3] and not first.problem
+    assert [head.index for head in second.heads] == [0, 1] and second.problem
+
+
+def test_norms_of_a_nearly_dead_head_do_not_underflow():
+    head = heads_of([0.5])[0]
+    small = dataclasses.replace(head, w_v=head.w_v * 2.0**-1030)
+    norms, expected = block_norms(build_blocks(small)), block_norms(build_blocks(head))
+    assert norms[0] == pytest.approx(expected[0] * 2.0**-1030, rel=1e-2)
 
 
 def test_blocks_that_were_built_together_are_not_copied_and_any_selection_is():
@@ -117,7 +197,7 @@ def test_blocks_are_those_of_each_head(groups):
 
 def test_large_heads_are_measured_one_after_the_other_and_forgotten(monkeypatch):
     """Blocks of a large head take most of the memory of its measurement."""
-    monkeypatch.setattr(measurement, "SMALLEST_ON_DEVICE", 1)
+    monkeypatch.setattr("wellcond.jacobian.plain.SMALLEST_ON_DEVICE", 1)
     alive, most = weakref.WeakSet(), []
     build = Blocks.__init__
 

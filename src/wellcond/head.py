@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from wellcond.errors import WeightError
-from wellcond.linalg.spectrum import cast_to_float64, singular_values
+from wellcond.linalg.spectrum import cast_to_float64, move_to, singular_values
 
 CHUNK_BYTES = 64 * 2**20
 TENSORS = ("x", "w_q", "w_k", "w_v", "mask", "y", "b_q", "b_k", "b_v", "p")
@@ -39,7 +39,7 @@ GROUPED = {"w_q": 3, "b_q": 2, "mask": 3, "p": 3}  # dimensions with the axis of
 class Head:
     """Tokens and weights of one head, held in float64; weights are (out, in) as in torch.
 
-    It stays on its device, if that has float64.
+    It is on the device of its tokens, if that has float64.
 
     Args:
         x: tokens, N x D.
@@ -79,8 +79,9 @@ class Head:
     p: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Take to float64 and check shapes and values."""
+        """Take to float64, to the device of the tokens, and check shapes and values."""
         cast_to_float64(self, TENSORS, unchecked=("mask",))
+        move_to(self.x.device, self, TENSORS)
         _check(self)
 
     def cpu(self) -> Head:
@@ -211,20 +212,13 @@ def _check(head: Head) -> None:
 
 @dataclass(frozen=True, eq=False)
 class HeadStack(Head):
-    """Heads of one shape: tensors have one axis more in front, masks and probabilities always that of a group too."""
+    """Heads of one shape: tensors have one axis more in front, masks and P always that of a group too."""
 
     def __post_init__(self) -> None:
         """The heads were checked."""
 
-    @property
-    def query_weights(self) -> Tensor:
-        """(heads, g, d, D)."""
-        return self.w_q
-
-    @property
-    def query_biases(self) -> Tensor | None:
-        """(heads, g, d)."""
-        return self.b_q
+    query_weights = property(lambda self: self.w_q)  # type: ignore[assignment]
+    query_biases = property(lambda self: self.b_q)  # type: ignore[assignment]
 
 
 def can_stack(heads: Sequence[Head]) -> bool:

@@ -17,17 +17,16 @@ from wellcond.attention.effective import conditioning_of
 from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import WellcondError, check_choice
-from wellcond.head import Head, can_stack
+from wellcond.head import Blocks, Head, build_all_blocks
 from wellcond.jacobian.capture import capture_sites
 from wellcond.jacobian.capture.attention import CapturedAttention
-from wellcond.jacobian.capture.forms import CapturedForm, Part, captured_form, parts_of, samples_of
+from wellcond.jacobian.capture.forms import CapturedForm, Part, captured_form, output_form, parts_of, samples_of
 from wellcond.jacobian.diagnosis import AttentionStatistics, all_attention_statistics, diagnose_head, is_collapsed
-from wellcond.jacobian.layer import ProjectedHeads
 from wellcond.jacobian.nystrom.form import nystrom_map
-from wellcond.jacobian.plain import WideForm, wide_forms
+from wellcond.jacobian.plain import WideForm, stack_size, wide_forms
 from wellcond.jacobian.select import METHODS
 from wellcond.jacobian.spectrum import form_spectra, form_spectrum
-from wellcond.linalg.spectrum import SMALLEST_ON_DEVICE, SoftmaxSpectrum, spectra
+from wellcond.linalg.spectrum import SoftmaxSpectrum, spectra
 from wellcond.measurement_log import MeasurementLog
 from wellcond.measurement_records import (
     Combine,
@@ -202,6 +201,7 @@ def measure(
             problems[number] = str(error).splitlines()[0]
             continue
         found[number].append(report)
+    layer_of.cache_clear()
     rows = tuple(
         LayerReport(
             c.site.name, c.site.kind, c.site.num_heads, c.site.num_kv_heads, c.site.head_dim,
@@ -212,11 +212,6 @@ def measure(
     )  # fmt: skip
     facts = run_facts(model, batch)
     return MeasurementReport(rows, task.convention, task.kappa, task.combine, conditioning_of(model), run=facts)
-
-
-def check_options(**options: Unpack[MeasureOptions]) -> None:
-    """Raise for options of `measure` that do not exist or exclude each other, before anything runs."""
-    MeasureSettings(**options)
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,12 +251,9 @@ class _Layer:
 
     @cached_property
     def heads_at_once(self) -> int:
-        """Small heads of one shape are measured together, as many as `GROUP_BYTES` allow; every other by itself."""
-        if not self.heads or not all(can_stack(list(of_sample.values())) for of_sample in self.heads):
-            return 1
-        num_outputs = self.heads[0][self.parts[0]].num_outputs
-        # J has about three times as many columns, and a decomposition holds it twice.
-        return 1 if num_outputs >= SMALLEST_ON_DEVICE else max(1, GROUP_BYTES // (48 * num_outputs**2))
+        """How many are measured together."""
+        room = GROUP_BYTES if self.task.memory_limit is None else min(GROUP_BYTES, self.task.memory_limit)
+        return min((stack_size(list(of_sample.values()), room) for of_sample in self.heads), default=1)
 
     def place_of(self, part: Part) -> tuple[_Group, int]:
         """The group of a head, and its place there."""
@@ -309,22 +301,30 @@ class _Group:
         return all_attention_statistics(self.heads)
 
     @cached_property
-    def forms(self) -> list[list[CapturedForm]]:
-        """Of the Jacobian, for each of the samples."""
-        layer, found = self.layer, []
-        for number, samples in enumerate(layer.samples):
-            plain: Sequence[WideForm | None] = [None] * len(self.parts)
-            if layer.heads:
-                plain = wide_forms([layer.heads[number][part] for part in self.parts], layer.task.biases)
-            found.append([captured_form(layer.captured, part.kv_head, samples=samples, biases=layer.task.biases,
-                                        query_head=part.query_head, plain=form)
-                          for part, form in zip(self.parts, plain, strict=True)])  # fmt: skip
-        return found
+    def forms(self) -> list[CapturedForm]:
+        """Of the Jacobian on the first samples."""
+        return self._forms(0)
+
+    @cached_property
+    def blocks(self) -> list[Blocks | None]:
+        """Of plain heads, with respect to their weights alone."""
+        if self.layer.task.biases and self.heads:
+            return list(build_all_blocks(self.heads))
+        return [one.form.plain_blocks() for one in self.forms]
 
     @cached_property
     def spectra(self) -> list[list[JacobianSpectrum]]:
-        """Of each form."""
-        return [self.layer.task.spectra(forms) for forms in self.forms]
+        """For each of the samples."""
+        task, count = self.layer.task, len(self.layer.samples)
+        return [task.spectra(self._forms(number) if number else self.forms) for number in range(count)]
+
+    def _forms(self, number: int) -> list[CapturedForm]:
+        layer, plain = self.layer, list[WideForm | None]([None] * len(self.parts))
+        if layer.heads:
+            plain = list(wide_forms([layer.heads[number][part] for part in self.parts], layer.task.biases))
+        return [captured_form(layer.captured, part.kv_head, samples=layer.samples[number], biases=layer.task.biases,
+                              query_head=part.query_head, plain=form)
+                for part, form in zip(self.parts, plain, strict=True)]  # fmt: skip
 
 
 def _measure_head(layer: _Layer, part: Part, log: MeasurementLog | None) -> HeadReport:
@@ -332,22 +332,28 @@ def _measure_head(layer: _Layer, part: Part, log: MeasurementLog | None) -> Head
         return log.head(f"{layer.captured.site.name} head {part.index}", lambda: _measure_head(layer, part, None))
     queries = layer.captured.query_heads(part.kv_head, part.query_head)
     measured = _jacobian_of if layer.task.jacobian else _attention_of
+    group, at = layer.place_of(part)
+    try:
+        fields = measured(group, at)
+    except NUMERICAL:
+        if len(group.parts) == 1:
+            raise
+        fields = measured(_Group(layer, [part]), 0)  # another head of the group may be the one that fails
     return HeadReport(
         index=part.index,
         query_heads=tuple(range(queries.start, queries.stop)),
         weights={role: by_head[part] for role, by_head in layer.weights.items()},
         raw_weights={role: by_head[part] for role, by_head in layer.raw_weights.items()},
-        **measured(layer, part),
+        **fields,
     )
 
 
-def _attention_of(layer: _Layer, part: Part) -> dict[str, Any]:
+def _attention_of(group: _Group, at: int) -> dict[str, Any]:
     """Fields of a `HeadReport` without a Jacobian."""
     fields: dict[str, Any] = {"how": "weights and attention map only"}
-    group, at = layer.place_of(part)
     if group.heads:
         fields |= {"attention": group.statistics[at], "dead": is_collapsed(group.heads[at], group.statistics[at])}
-    return fields | _approximated(layer.captured, part.kv_head)
+    return fields | _approximated(group.layer.captured, group.parts[at].kv_head)
 
 
 def _approximated(captured: CapturedAttention, index: int) -> dict[str, Any]:
@@ -356,14 +362,13 @@ def _approximated(captured: CapturedAttention, index: int) -> dict[str, Any]:
     return {} if seen is None else {"attention": seen.statistics, "approximation_error": seen.error}
 
 
-def _jacobian_of(layer: _Layer, part: Part) -> dict[str, Any]:
+def _jacobian_of(group: _Group, at: int) -> dict[str, Any]:
     """Fields of a `HeadReport` that are about the Jacobian and what explains it."""
-    captured, task = layer.captured, layer.task
-    group, at = layer.place_of(part)
-    found, first = [of_samples[at] for of_samples in group.spectra], group.forms[0][at]
+    captured, task, part = group.layer.captured, group.layer.task, group.parts[at]
+    found, first = [of_samples[at] for of_samples in group.spectra], group.forms[at]
     both = _both(found)
     fields: dict[str, Any] = {"jacobian": found[0], "samples": both[task.kappa], "both_samples": both}
-    fields["how"], head, blocks = first.how, first.form.plain_head, first.form.plain_blocks()
+    fields["how"], head, blocks = first.how, first.form.plain_head, group.blocks[at]
     if head is None or blocks is None:
         return fields | _approximated(captured, part.kv_head)
     diagnosis = diagnose_head(head, blocks, group.statistics[at])
@@ -371,7 +376,7 @@ def _jacobian_of(layer: _Layer, part: Part) -> dict[str, Any]:
     if head.is_single:
         kappa = {"X": diagnosis.kappa_x}
         for role in ("query", "key", "value"):
-            kappa[role] = layer.weights[captured.site.roles[role]][part].pseudo_condition_number
+            kappa[role] = group.layer.weights[captured.site.roles[role]][part].pseudo_condition_number
         fields["papers_bound_log10"] = Factors(kappa, diagnosis.kappa_p, group.lambdas[at]).log10
         bound = None if task.biases else log10_kappa_bound(head, blocks, convention=task.convention)
         fields["bound_log10"] = bound
@@ -383,13 +388,9 @@ def _through_output(captured: CapturedAttention, task: MeasureSettings) -> dict[
     site, nothing = captured.site, {"output_samples": _both([])}
     if not task.output or captured.call is None or not captured.is_plain or site.o is None or task.convention != "wide":
         return nothing
-    w_o = site.o.read().detach().cpu().double().transpose(0, 1).flatten(1)  # (out, heads dv) from (heads, out, dv)
     try:
-        found = []
-        for samples in samples_of(captured, task.samples, task.combine):
-            stacked = captured.stacked_heads([(i, None) for i in range(site.num_kv_heads)], samples)
-            form = ProjectedHeads(tuple(WideForm(head.cpu(), task.biases) for head in stacked), w_o)
-            found.append(form_spectrum(form, method=task.method, memory_limit=task.memory_limit))
+        forms = (output_form(captured, some, task.biases) for some in samples_of(captured, task.samples, task.combine))
+        found = [form_spectrum(form, method=task.method, memory_limit=task.memory_limit) for form in forms]
     except NUMERICAL as error:
         return nothing | {"output_problem": str(error).splitlines()[0]}
     return {"with_output": found[0], "output_samples": _both(found)}

@@ -22,7 +22,7 @@ from wellcond.attention.site import AttentionSite, Slot
 from wellcond.attention.watch import Arguments, copy_argument, run, undisturbed
 from wellcond.conditioning.attach import conditioned_class
 from wellcond.errors import UnsupportedLayoutError, WellcondError
-from wellcond.measurement import NUMERICAL, check_options, measure
+from wellcond.measurement import NUMERICAL, MeasureSettings, measure
 from wellcond.measurement_records import LayerReport, MeasurementReport
 from wellcond.run_facts import run_facts
 
@@ -37,7 +37,7 @@ def measure_sharded(
 
     Raises: as `measure`, on every process.
     """
-    check_options(**options)
+    MeasureSettings(**options)
     calls = _record_calls(model, batch, sites)
     rows: list[LayerReport] = []
     settings: dict[str, Any] = {}

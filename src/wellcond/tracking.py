@@ -19,7 +19,7 @@ from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite
 from wellcond.errors import WellcondError
 from wellcond.frames import make_frame
-from wellcond.measurement import NUMERICAL, HeadReport, Kappa, MeasurementReport, check_options, measure
+from wellcond.measurement import NUMERICAL, HeadReport, Kappa, MeasurementReport, MeasureSettings, measure
 from wellcond.plots import curves_of, plot_curves
 from wellcond.records import Convention
 from wellcond.run_facts import run_facts
@@ -130,7 +130,7 @@ class ConditionTracker:
         if first_step < 0:
             raise ValueError(f"first_step: expected the number of steps trained before, got {first_step!r}")
         self.options = {"convention": convention, "kappa": kappa, "method": method, "samples": samples}
-        check_options(**self.options)  # type: ignore[arg-type]
+        MeasureSettings(**self.options)  # type: ignore[arg-type]
         self.model = unwrap(model)
         self.every, self.weights_every, self.batch, self.clock = every, weights_every, batch, clock
         chosen = find_attention(self.model, strict=False) if sites is None else choose_sites(self.model, sites)

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from far_device import FAR, Far, FarDevice
-from wellcond.head import Head
+from wellcond.head import Head, can_stack
 from wellcond.jacobian import select
 from wellcond.jacobian.diagnosis import all_attention_statistics, diagnose_head
 from wellcond.jacobian.plain import StackForm, WideForm, wide_forms
 from wellcond.jacobian.spectrum import form_spectra, form_spectrum, jacobian_spectrum
+from wellcond.linalg.spectrum import where_decomposed
 from wellcond.theory import kappa_bound, papers_bound, softmax_spectrum
 from wellcond.theory.bounds import log10_kappa_bound
 from wellcond.theory.surrogate import softmax_spectra
@@ -107,7 +108,7 @@ def layer(count, std=1.0, far=True, **kwargs):
     w = torch.randn(count, 3, 4, 8, generator=generator, dtype=F64) * std
     if far:
         x, w = x.as_subclass(Far), w.as_subclass(Far)
-    return [Head(x, *w[at], 0.5, **kwargs) for at in range(count)]
+    return [Head(x, *w[at % 3], 0.5, **kwargs) for at in range(count)]
 
 
 def measured(heads, method="auto", stacked=False):
@@ -134,21 +135,32 @@ def test_heads_of_a_layer_have_the_numbers_of_each_by_itself(std, stacked, far):
         assert numbers[at] == pytest.approx(expected, rel=1e-9)
 
 
-def count_steps(count, std, monkeypatch):
-    """Calls on the device, by name; those of Lanczos depend on the heads only through the slowest of them."""
-    monkeypatch.setattr("wellcond.jacobian.diagnosis.block_norms", lambda blocks: (1.0, 1.0, 1.0))
+def count_steps(count, std, **options):
+    """Calls on the device, by name."""
     heads = layer(count, std)
     with FarDevice() as mode:
-        measured(heads)
+        measured(heads, **options)
     moved = {"__getitem__", "stack", "unbind", "cpu", "detach", "data_ptr", "stride", "size", "dim", "__len__"}
     return {name: calls for name, calls in mode.calls.items() if name not in moved and not name.startswith("__get")}
 
 
 @pytest.mark.parametrize("std", [1.0, 1e-6], ids=["usual", "squaring loses"])
-def test_twice_as_many_heads_take_no_more_steps_on_the_device(std, monkeypatch):
-    """A GPU gets the same number of kernels for a layer, however many heads it has."""
-    few, many = (count_steps(count, std, monkeypatch) for count in (3, 6))
+@pytest.mark.parametrize("stacked", [False, True], ids=["wide", "stack"])
+def test_twice_as_many_heads_take_no_more_steps_on_the_device(std, stacked):
+    """A GPU gets the same number of kernels for a layer, however many heads it has; the heads repeat each other."""
+    few, many = (count_steps(count, std, stacked=stacked) for count in (3, 6))
     assert few == many and few["matmul"] > 10
+
+
+def test_heads_on_two_devices_do_not_stack(far):
+    assert can_stack(layer(2)) and not can_stack([*layer(1), *layer(1, far=False)])
+
+
+@pytest.mark.parametrize("near", range(4))
+def test_every_tensor_goes_to_the_device_of_the_tokens(near, far):
+    given = [t if at == near else t.as_subclass(Far) for at, t in enumerate(tensors(8, 12, 4))]
+    mask = torch.zeros(8, 8, dtype=F64)
+    agrees(jacobian_spectrum(*given, mask=mask, memory_limit=2**30), jacobian_spectrum(*tensors(8, 12, 4), mask=mask))
 
 
 def test_small_matrices_are_decomposed_on_the_cpu_and_large_ones_where_they_are(far, monkeypatch):
@@ -157,3 +169,5 @@ def test_small_matrices_are_decomposed_on_the_cpu_and_large_ones_where_they_are(
     monkeypatch.setattr("wellcond.linalg.spectrum.SMALLEST_ON_DEVICE", 40)
     form_spectrum(WideForm(far_head(10, 12, 4)), method="gram", memory_limit=2**30)
     assert far.calls["linalg_eigvalsh"] + far.calls["linalg_svdvals"] == 1
+    tall, wide = (torch.ones(shape, dtype=F64).as_subclass(Far) for shape in ((50, 39), (39, 50)))
+    assert {where_decomposed(matrix).device.type for matrix in (tall, wide)} == {"cpu"}

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from wellcond.head import compressed, softmax_weights, through_softmax, with_constant
 from wellcond.jacobian.form import AbstractForm
-from wellcond.linalg.spectrum import cast_to_float64, move_to_cpu
+from wellcond.linalg.spectrum import cast_to_float64, move_to
 from wellcond.theory.ranks import Structure, rank_and_ones
 
 TENSORS = ("x", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v")
@@ -75,7 +75,7 @@ class ChannelHead(AbstractForm):
     def __post_init__(self) -> None:
         """Cast to float64 and check shapes and values."""
         cast_to_float64(self, TENSORS)
-        move_to_cpu(self, TENSORS)
+        move_to(torch.device("cpu"), self, TENSORS)
         for name in ("x", "w_q", "w_k", "w_v"):
             if getattr(self, name).dim() != 2 or getattr(self, name).shape[1] != self.x.shape[-1]:
                 raise ValueError(f"{name}: expected a matrix with {self.x.shape[-1]} columns")

@@ -101,11 +101,9 @@ def _query_and_key_norms(stack: BlockStack) -> Tensor:
     """Norms of J_Q and J_K of each head, (heads, 2), by one run of Lanczos."""
     heads, rows, dv, _ = stack.m.shape
     # Scaled to one, so that the squares of a nearly dead head do not underflow.
-    largest = torch.stack([t.abs().amax((-3, -2, -1)) for t in (stack.m, stack.b)], dim=-1)
-    m, b = (
-        t / size.clamp_min(1e-300)[:, None, None, None]
-        for t, size in ((stack.m, largest[:, 0]), (stack.b, largest[:, 1]))
-    )
+    largest = torch.stack([t.abs().amax((-3, -2, -1)) for t in (stack.m, stack.b)])
+    m, b = (t / torch.where(size == 0, 1.0, size)[:, None, None, None]
+            for t, size in zip((stack.m, stack.b), largest, strict=True))  # fmt: skip
     x_gram, q_gram = stack.x @ stack.x.mT, stack.q @ stack.q.mT
 
     def product(flat: Tensor) -> Tensor:
@@ -117,9 +115,8 @@ def _query_and_key_norms(stack: BlockStack) -> Tensor:
 
     # Ritz values that agree to 1e-6 three times in a row are right to about 1e-10.
     found = largest_eigenvalues(product, 2 * heads, rows * dv, tolerance=1e-6, device=m.device)
-    return (
-        largest.cpu() * torch.tensor([top.value for top in found], dtype=m.dtype).clamp_min(0).sqrt().view(2, heads).T
-    )
+    squares = torch.tensor([top.value for top in found], dtype=m.dtype).clamp_min(0)
+    return (largest.cpu() * squares.sqrt().view(2, heads)).T
 
 
 def diagnose_head(

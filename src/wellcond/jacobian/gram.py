@@ -359,6 +359,7 @@ def parameter_side(head: Head, blocks: Blocks) -> ParameterSide | None:
         x=blocks.x @ (torch.block_diag(*[span_x] * g) if g > 1 else span_x),
         b=blocks.b @ span_y,
         py=blocks.py @ span_y,
+        built_with=None,
     )
     fixed = head.query_biases
     of_weights = blocks.q if fixed is None else blocks.q - fixed.repeat_interleave(head.num_tokens, 0)

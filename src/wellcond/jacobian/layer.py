@@ -31,7 +31,7 @@ from torch import Tensor
 
 from wellcond.head import compressed, with_constant
 from wellcond.jacobian.form import AbstractForm
-from wellcond.linalg.spectrum import cast_to_float64, move_to_cpu, numerical_rank
+from wellcond.linalg.spectrum import cast_to_float64, move_to, numerical_rank
 from wellcond.records import JacobianSpectrum
 from wellcond.theory.ranks import Structure
 
@@ -178,7 +178,7 @@ class ProjectedHeads(AbstractForm):
         """Cast to float64 and check shapes and values."""
         object.__setattr__(self, "forms", tuple(self.forms))
         cast_to_float64(self, ("w_o", "b_o"))
-        move_to_cpu(self, ("w_o", "b_o"))
+        move_to(torch.device("cpu"), self, ("w_o", "b_o"))
         if self.w_o.dim() != 2 or self.w_o.shape[1] != self.concatenated.shape[1]:
             raise ValueError(f"w_o: expected {self.concatenated.shape[1]} columns, got shape {tuple(self.w_o.shape)}")
 

@@ -21,7 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wellcond.head import Blocks, BlockStack, Head, build_all_blocks, build_blocks, stack_blocks, through_softmax
+from wellcond.head import (
+    Blocks,
+    BlockStack,
+    Head,
+    build_all_blocks,
+    build_blocks,
+    can_stack,
+    stack_blocks,
+    through_softmax,
+)
 from wellcond.jacobian.form import AbstractForm, NotDefinedError
 from wellcond.jacobian.gram import (
     OutputSide,
@@ -32,7 +41,7 @@ from wellcond.jacobian.gram import (
     parameter_side,
     stack_gram,
 )
-from wellcond.linalg.spectrum import where_decomposed
+from wellcond.linalg.spectrum import SMALLEST_ON_DEVICE, where_decomposed
 from wellcond.theory.bounds import lower_parts, lower_square, upper_parts, upper_square
 from wellcond.theory.ranks import Structure, stack_structure, wide_structure
 
@@ -109,11 +118,15 @@ class WideForm(AbstractForm):
         return [wide_structure(form.head, biases=form.biases, known=known) for form in forms]
 
     @property
+    def num_columns(self) -> int:
+        """Of J with respect to the weights, compressed."""
+        g, d, dv = self.head.num_query_heads, self.head.head_dim, self.head.value_dim
+        return g * d * min(self.head.x.shape) + (d + dv) * min(self.head.memory.shape)
+
+    @property
     def gram_side(self) -> int:
         """Side of the smaller of the two Gram matrices."""
-        g, d, dv = self.head.num_query_heads, self.head.head_dim, self.head.value_dim
-        columns = g * d * min(self.head.x.shape) + (d + dv) * min(self.head.memory.shape)
-        return min(self.num_outputs, columns)
+        return min(self.num_outputs, self.num_columns)
 
     @property
     def table_entries(self) -> int:
@@ -125,7 +138,7 @@ class WideForm(AbstractForm):
 
     def smaller_gram(self) -> Tensor:
         """J J^T, or J^T J where that is smaller."""
-        return output_gram(self.blocks) if self.num_outputs <= self.gram_side else parameter_gram(self.blocks)
+        return self.smaller_grams([self])[0]
 
     def output_gram(self) -> Tensor:
         """J J^T."""
@@ -186,6 +199,17 @@ def _closed_minima(stack: BlockStack) -> Tensor:
     return torch.stack([sigma[..., -1], torch.linalg.vector_norm(torch.stack(lengths), dim=0).to(sigma.device)], -1)
 
 
+def stack_size(heads: Sequence[Head], room: int) -> int:
+    """How many heads of a layer are measured together: small ones of one shape, as many as fit into `room` bytes."""
+    head, form = heads[0], WideForm(heads[0])
+    if form.num_outputs >= SMALLEST_ON_DEVICE or not can_stack(heads):
+        return 1
+    keys, width = len(head.memory), min(head.memory.shape) + head.head_dim + head.value_dim
+    # J and a copy, its blocks and one row of their making, and P.
+    entries = form.num_outputs * (2 * form.num_columns + width) + (2 * width + head.num_rows) * keys
+    return max(1, room // (8 * entries))
+
+
 def wide_forms(heads: Sequence[Head], biases: bool = False) -> list[WideForm]:
     """Forms of heads that `can_stack`, with blocks built together; one head builds its own when they are needed."""
     if len(heads) == 1:
@@ -235,6 +259,12 @@ class StackForm(AbstractForm):
     def structure(self) -> Structure:
         """See `stack_structure`."""
         return stack_structure(self.head)
+
+    @classmethod
+    def structures(cls, forms: Sequence[StackForm]) -> list[Structure]:
+        """Ranks of tokens that heads share are computed once."""
+        known: dict[Any, tuple[int, bool]] = {}
+        return [stack_structure(form.head, known=known) for form in forms]
 
     @property
     def block_rows(self) -> int:

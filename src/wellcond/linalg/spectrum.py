@@ -43,7 +43,7 @@ BLOCK = 16
 """Vectors that Davidson's method takes at a time."""
 MAX_STEPS = 50
 SMALLEST_ON_DEVICE = 1024
-"""Rows below which a matrix is decomposed on the CPU: CUDA decomposes smaller ones one by one, in many small steps."""
+"""Smaller side below which a matrix is decomposed on the CPU: CUDA takes such matrices one by one, in small steps."""
 BISECTIONS = 80  # an interval of width 1e3 in log p shrinks below 1e-20
 LARGEST_SECTION, SECTION_ENTRIES = 16, 2**18
 AGREEMENT = 1e-10  # of successive values, where more eigenvalues than the block holds are equal and there is no gap
@@ -74,16 +74,16 @@ def cast_to_float64(record: object, names: Sequence[str], unchecked: Sequence[st
         object.__setattr__(record, name, to_float64(tensor))
 
 
-def move_to_cpu(record: object, names: Sequence[str]) -> None:
-    """Take tensors of a frozen record to the CPU; None stays."""
+def move_to(device: torch.device, record: object, names: Sequence[str]) -> None:
+    """Take tensors of a frozen record to a device; None stays."""
     for name in names:
         tensor = getattr(record, name)
-        object.__setattr__(record, name, None if tensor is None else tensor.cpu())
+        object.__setattr__(record, name, None if tensor is None else tensor.to(device))
 
 
 def where_decomposed(matrices: Tensor) -> Tensor:
     """Matrices where their decomposition is fast: small ones go to the CPU, all of a batch together."""
-    return matrices.cpu() if matrices.shape[-1] < SMALLEST_ON_DEVICE else matrices
+    return matrices.cpu() if min(matrices.shape[-2:]) < SMALLEST_ON_DEVICE else matrices
 
 
 def singular_values(matrix: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ def largest_eigenvalues(
     max_steps = min(max_steps, size)
     basis = start.new_empty(count, max_steps, size)  # takes memory only as it is filled
     basis[:, 0] = start / start.norm()
-    runs = [_Tridiagonal(tolerance, max_steps) for _ in range(count)]
+    runs = [_Tridiagonal(tolerance, max_steps, size) for _ in range(count)]
     for step in range(max_steps):
         w, known = product(basis[:, step])[:, :, None], basis[:, : step + 1]
         inner = known @ w
@@ -213,14 +213,23 @@ def largest_eigenvalues(
         if step + 1 == max_steps or all(run.ended for run in runs):
             break
         torch.div(w[:, :, 0], norm.clamp_min(1e-300), out=basis[:, step + 1])
-    return [run.estimate(known) for run, known in zip(runs, basis, strict=True)]
+    weights = np.zeros((count, 1, step + 1))
+    for of_run, run in zip(weights, runs, strict=True):
+        of_run[0, : len(run.diagonal)] = run.weights()
+    vectors = (torch.from_numpy(weights).to(device) @ basis[:, : step + 1])[:, 0]
+    # A basis = basis T + w e_last^T, so that the residual of basis weights is w times the last weight.
+    last = [abs(float(of_run[0, len(run.diagonal) - 1])) for of_run, run in zip(weights, runs, strict=True)]
+    return [
+        Estimate(run.value, run.converged, run.off[-1] * weight, len(run.diagonal), vector)
+        for run, weight, vector in zip(runs, last, vectors, strict=True)
+    ]
 
 
 class _Tridiagonal:
     """The matrix of one Lanczos run as it grows, and its largest Ritz value."""
 
-    def __init__(self, tolerance: float, max_steps: int) -> None:
-        self.tolerance, self.max_steps = tolerance, max_steps
+    def __init__(self, tolerance: float, max_steps: int, size: int) -> None:
+        self.tolerance, self.max_steps, self.size = tolerance, max_steps, size
         self.diagonal: list[float] = []
         self.off: list[float] = []
         self.value, self.agreed, self.converged, self.ended = 0.0, 0, False, False
@@ -234,16 +243,8 @@ class _Tridiagonal:
         self.off.append(norm)
         self.agreed = self.agreed + 1 if abs(self.value - previous) <= self.tolerance * abs(self.value) else 0
         exhausted = norm <= 1e-13 * max(abs(self.value), 1e-300)
-        self.converged = self.agreed >= 3 or exhausted
+        self.converged = self.agreed >= 3 or exhausted or len(self.diagonal) == self.size
         self.ended = self.converged or len(self.diagonal) == self.max_steps
-
-    def estimate(self, basis: Tensor) -> Estimate:
-        """The Ritz pair."""
-        weights, steps = self.weights(), len(self.diagonal)
-        # A basis = basis T + w e_last^T, so that the residual of basis weights is w times the last weight.
-        found = torch.from_numpy(weights).to(basis.device) @ basis[:steps]
-        converged = self.converged or steps == basis.shape[1]
-        return Estimate(self.value, converged, self.off[-1] * abs(float(weights[-1])), steps, found)
 
 
 def _largest_of_tridiagonal(diagonal: list[float], off: list[float]) -> tuple[float, Callable[[], np.ndarray]]:

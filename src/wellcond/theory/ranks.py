@@ -153,17 +153,10 @@ def wide_structure(head: Head, *, biases: bool = False, known: dict[Any, tuple[i
 
     `known` keeps the ranks of tokens for the next head, which has the same ones in most layers.
     """
-    known = {} if known is None else known
-
-    def rank_of(tokens: Tensor) -> tuple[int, bool]:
-        place = tokens.data_ptr(), tokens.shape, tokens.stride()
-        known[place] = found = known.get(place) or rank_and_ones(tokens)
-        return found
-
     d, dv, g = head.head_dim, head.value_dim, head.num_query_heads
     with_q, with_k, with_v = (biases and bias is not None for bias in (head.b_q, head.b_k, head.b_v))
-    rx, ones_x = rank_of(head.x)
-    ry, ones_y = (rx, ones_x) if head.y is None else rank_of(head.memory)
+    rx, ones_x = _rank_of(head.x, known)
+    ry, ones_y = (rx, ones_x) if head.y is None else _rank_of(head.memory, known)
     query, key, value = rx + (with_q and not ones_x), ry - ones_y, ry + (with_v and not ones_y)
     fixed = 0 if head.query_biases is None or with_q or ones_x else numerical_rank(head.query_biases)
     rank = wide_rank(head.num_rows, query, key, value, head_dim=d, value_dim=dv, groups=g, fixed=fixed)
@@ -181,9 +174,19 @@ def wide_structure(head: Head, *, biases: bool = False, known: dict[Any, tuple[i
     return Structure(head.num_outputs, parameters, rx, ry, rank, "; ".join(names))
 
 
-def stack_structure(head: Head) -> Structure:
-    """Sizes and rank of the papers' stacked matrix, 3 R dv x Dd."""
-    d, r, width = head.head_dim, numerical_rank(head.x), head.x.shape[1]
+def _rank_of(tokens: Tensor, known: dict[Any, tuple[int, bool]] | None) -> tuple[int, bool]:
+    place = tokens.data_ptr(), tokens.shape, tokens.stride()
+    found = None if known is None else known.get(place)
+    if found is None:
+        found = rank_and_ones(tokens)
+        if known is not None:
+            known[place] = found
+    return found
+
+
+def stack_structure(head: Head, *, known: dict[Any, tuple[int, bool]] | None = None) -> Structure:
+    """Sizes and rank of the papers' stacked matrix, 3 R dv x Dd; `known` as in `wide_structure`."""
+    d, (r, _), width = head.head_dim, _rank_of(head.x, known), head.x.shape[1]
     names = f"outside the span of the tokens: {d * (width - r)}" if r < width else ""
     return Structure(3 * head.num_outputs, d * width, r, r, d * r, names)
 

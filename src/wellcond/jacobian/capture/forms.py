@@ -19,6 +19,7 @@ from wellcond.jacobian.capture.trace import trace_form
 from wellcond.jacobian.channel import ChannelHead
 from wellcond.jacobian.form import AbstractForm
 from wellcond.jacobian.generic.head import GenericHead, num_samples
+from wellcond.jacobian.layer import ProjectedHeads
 from wellcond.jacobian.nystrom.form import nystrom_form
 from wellcond.jacobian.plain import WideForm
 from wellcond.jacobian.select import AGREEMENT_OF_OUTPUT, AGREEMENT_OF_PRODUCT
@@ -86,6 +87,15 @@ def captured_form(
         if structured is not None and _agree(structured.form, generic):
             return (build(True) or structured) if biases else structured
     return _generic(captured, generic, biases)
+
+
+def output_form(captured: CapturedAttention, samples: Sequence[int], biases: bool) -> ProjectedHeads:
+    """Of the output of a plain attention through W_O, with respect to the weights of all its heads."""
+    site = captured.site
+    assert site.o is not None
+    w_o = site.o.read().detach().cpu().double().transpose(0, 1).flatten(1)  # (out, heads dv) from (heads, out, dv)
+    heads = captured.stacked_heads([(head, None) for head in range(site.num_kv_heads)], samples)
+    return ProjectedHeads(tuple(WideForm(head.cpu(), biases) for head in heads), w_o)
 
 
 def _generic(captured: CapturedAttention, generic: GenericHead, biases: bool) -> CapturedForm:
