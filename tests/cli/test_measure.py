@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import wellcond as wc
-from wellcond.cli.checks import InputError
+from wellcond.cli.app import InputError
 from wellcond.cli.inputs import images_in, make_batch, what_it_reads
 from wellcond.cli.measure import MeasureError, read_numbers
 from wellcond.lab.data.digits import load_digits

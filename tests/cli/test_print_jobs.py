@@ -13,9 +13,8 @@ import typer
 from lab.held_runs import HELD
 from lab.small import SETTINGS, assert_same_run, logs, record, run
 from patience import PATIENCE
-from wellcond.cli.checks import OptionError
-from wellcond.cli.compare import compare
-from wellcond.cli.comparison import job_command
+from wellcond.cli.app import OptionError
+from wellcond.cli.compare import compare, job_command
 from wellcond.cli.main import main
 from wellcond.cli.report import report
 from wellcond.cli.train import train

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from lab.helpers import make_recipe
-from wellcond.cli.checks import OptionError, read_tuned_fields
+from wellcond.cli.app import OptionError, read_tuned_fields
 from wellcond.lab.methods import MethodSettings, parse_methods
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.compare import Outcome

@@ -8,8 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from wellcond.cli.app import MODELS, Force, Model, ModelArguments, Seed, Weights, app
-from wellcond.cli.checks import check_outputs, check_weights, describe_spec, write_output
+from wellcond.cli.app import (
+    MODELS,
+    Force,
+    Model,
+    ModelArguments,
+    Seed,
+    Weights,
+    app,
+    check_outputs,
+    check_weights,
+    describe_spec,
+    write_output,
+)
 from wellcond.models import check_model, parse_values
 
 if TYPE_CHECKING:
@@ -42,14 +53,14 @@ def doctor(
     force: Force = False,
 ) -> None:
     """Say what is wrong with the attention of MODEL, and which line of code mends it; seconds."""
-    from wellcond.cli.checks import check_input
+    from wellcond.cli.app import check_input
 
     check_input(input, tokens=tokens)
     check_outputs([path for path in (output, html) if path is not None], force=force)
     arguments = parse_values(model_arg or [])
     check_model(model, arguments)
     check_weights(weights)
-    from wellcond.cli.fold import build_loaded
+    from wellcond.cli.checkpoints import build_loaded
     from wellcond.cli.inputs import make_batch, try_forward
     from wellcond.diagnosis.diagnose import diagnose
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.watch import run, undisturbed
-from wellcond.cli.checks import InputError, check_input
+from wellcond.cli.app import InputError, check_input
 from wellcond.jacobian.select import available_bytes
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")

@@ -8,8 +8,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from wellcond.cli.app import PAPERS, Cpu, Jobs, Json, Overrides, Quiet, Seeds, app, need_train_extra
-from wellcond.cli.checks import check_folder, check_is_folder, read_jobs, read_seeds
+from wellcond.cli.app import (
+    PAPERS,
+    Cpu,
+    Jobs,
+    Json,
+    Overrides,
+    Quiet,
+    Seeds,
+    app,
+    check_folder,
+    check_is_folder,
+    need_train_extra,
+    read_jobs,
+    read_seeds,
+)
 from wellcond.errors import WellcondError, check_choice
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as TimeLeft
 
-from wellcond.cli.checks import OptionError, read_jobs
+from wellcond.cli.app import OptionError, read_jobs
 from wellcond.cli.console import make_console
 from wellcond.errors import WellcondError
 from wellcond.files import to_json, write_atomically

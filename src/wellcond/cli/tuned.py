@@ -6,12 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from wellcond.cli.checks import OptionError, read_tuned_fields
-from wellcond.cli.compare import Request
-from wellcond.cli.comparison import Comparison
+from wellcond.cli.app import OptionError
+from wellcond.cli.compare import Comparison
 from wellcond.cli.console import make_console, print_table
 from wellcond.cli.runs import is_first_process, leaving_together, print_json, removing_untrained, tell_end
-from wellcond.lab.methods import MethodSettings
 from wellcond.lab.report.records import Metric
 from wellcond.lab.report.table import Table
 from wellcond.lab.report.values import MISSING
@@ -32,16 +30,16 @@ from wellcond.lab.tune import (
 )
 
 
-def run_tuned_compare(request: Request) -> int:
+def tune_and_compare(
+    comparison: Comparison, fields: dict[str, tuple[float, ...]], tuning_seeds: tuple[int, ...], growth: int
+) -> int:
     """A search, a comparison at what it found, and their report; returns the exit code."""
-    comparison = Comparison(request, suffix="-tuned")
     recipe, seeds = comparison.recipe, comparison.seeds
-    fields = read_tuned_fields(request.tune)
-    plan = Plan(recipe, fields, request.tuning_seeds, request.tune_growth, comparison.folder, comparison.options)
+    plan = Plan(recipe, fields, tuning_seeds, growth, comparison.folder, comparison.options)
     comparison.methods = tuple(recipe.at_tuned(m, but=fields) for m in comparison.methods)
     _check(plan, comparison)
     plan = join_former(plan)
-    silent = request.silent or not is_first_process()
+    silent = comparison.silent or not is_first_process()
     if not silent:
         _tell_plan(plan, comparison)
     known: dict[str, Any] = {}
@@ -64,15 +62,11 @@ def run_tuned_compare(request: Request) -> int:
         if stopped is None:
             if not silent:
                 _tell_best(searches, recipe.baseline, len(seeds))
-            best: list[MethodSettings] = [
-                found.tuned(found.best()) if found.fields else found.method for found in searches
-            ]
+            best = [found.tuned(found.best()) if found.fields else found.method for found in searches]
             outcome = run(comparison.plan(best), "test")
     if stopped is not None:
-        return print_json(stopped) if request.as_json else tell_end(stopped, num_jobs)
-    code = print_json(outcome, {"tuning": known}) if request.as_json else tell_end(outcome, num_jobs)
-    comparison.report(outcome)
-    return code
+        return print_json(stopped) if comparison.as_json else tell_end(stopped, num_jobs)
+    return comparison.end(outcome, num_jobs, {"tuning": known})
 
 
 def _check(plan: Plan, comparison: Comparison) -> None:
