@@ -18,6 +18,7 @@ import typer
 import wellcond
 from wellcond.errors import DEBUG_VARIABLE, MissingExtraError, WeightError, WellcondError
 from wellcond.files import write_atomically
+from wellcond.models import check_model, parse_values
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -45,6 +46,12 @@ ModelArguments = Annotated[
     list[str] | None,
     typer.Option("--model-arg", metavar="KEY=VALUE", help="Argument for building MODEL, such as depth=4; repeatable."),
 ]
+Input = Annotated[
+    str, typer.Option("--input", metavar="INPUT", help="digits, random, a FOLDER of images (png, jpg), or FILE.npy")
+]
+Tokens = Annotated[int, typer.Option(metavar="N", help="Length of random token ids.")]
+JsonFile = Annotated[Path | None, typer.Option("--output", "-o", help="JSON to write.")]
+HtmlFile = Annotated[Path | None, typer.Option("--html", help="HTML page to write.")]
 Weights = Annotated[Path | None, typer.Option(help="Checkpoint to load (.safetensors, or .pt with tensors only).")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Checkpoint to write (.safetensors).")]
 Force = Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")]
@@ -158,11 +165,14 @@ def write_output(path: Path, text: str, *, force: bool) -> None:
         raise OutputError(f"{path} could not be written: {error}") from error
 
 
-def check_weights(*paths: Path | None) -> None:
-    """Raise WeightError unless every file that is given is there."""
-    for path in paths:
+def read_model(model: str, arguments: Sequence[str] | None, *weights: Path | None) -> dict[str, Any]:
+    """Arguments of MODEL; raises ModelSpecError or WeightError for what can be known to be wrong before it is built."""
+    values = parse_values(arguments or [])
+    check_model(model, values)
+    for path in weights:
         if path is not None and not path.is_file():
             raise WeightError(f"no such weights file: {path}")
+    return values
 
 
 def check_is_folder(folder: Path, option: str = "") -> None:
@@ -172,7 +182,7 @@ def check_is_folder(folder: Path, option: str = "") -> None:
         raise WellcondError(found)
 
 
-def describe_spec(model: str, arguments: Sequence[str], weights: Path | None, seed: int) -> str:
+def describe_spec(model: str, arguments: Sequence[str] | None, weights: Path | None, seed: int) -> str:
     """Which model a command is about: its name, arguments, and weights, or the seed of random ones.
 
     Example:
@@ -180,7 +190,7 @@ def describe_spec(model: str, arguments: Sequence[str], weights: Path | None, se
         'timm:vit_tiny_patch16_224 depth=1, seed 0'
     """
     source = f"seed {seed}" if weights is None else f"weights {weights.name}"
-    return f"{' '.join([model, *arguments])}, {source}"
+    return f"{' '.join([model, *(arguments or ())])}, {source}"
 
 
 def check_input(source: str, *, tokens: int = 1) -> None:

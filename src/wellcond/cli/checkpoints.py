@@ -7,19 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wellcond.cli.app import (
-    MODELS,
-    Force,
-    Model,
-    ModelArguments,
-    Output,
-    Seed,
-    Weights,
-    app,
-    check_input,
-    check_outputs,
-    check_weights,
-)
+from wellcond.cli import app as cli
 from wellcond.errors import WeightError, WellcondError
 from wellcond.models import build_model, check_model, parse_values
 
@@ -33,10 +21,10 @@ class MethodError(WellcondError, ValueError):
     """An initialisation that cannot be done with the options given."""
 
 
-@app.command("init", rich_help_panel=MODELS)
+@cli.app.command("init", rich_help_panel=cli.MODELS)
 def init(
-    model: Model,
-    output: Output,
+    model: cli.Model,
+    output: cli.Output,
     method: Annotated[
         str,
         typer.Option(
@@ -45,7 +33,7 @@ def init(
             "or default.",
         ),
     ] = "conditioned",
-    weights: Weights = None,
+    weights: cli.Weights = None,
     option: Annotated[
         list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="Option of the method; repeatable.")
     ] = None,
@@ -53,19 +41,15 @@ def init(
     teacher_weights: Annotated[Path | None, typer.Option(help="Checkpoint of the teacher.")] = None,
     input: Annotated[
         str | None,
-        typer.Option(
-            "--input", metavar="INPUT", help="Data for calibrated: digits, random, a FOLDER of images, or FILE.npy."
-        ),
+        typer.Option(metavar="INPUT", help="Data for calibrated: digits, random, a FOLDER of images, or FILE.npy."),
     ] = None,
-    model_arg: ModelArguments = None,
-    seed: Seed = 0,
-    force: Force = False,
+    model_arg: cli.ModelArguments = None,
+    seed: cli.Seed = 0,
+    force: cli.Force = False,
 ) -> None:
     """Initialise the attention of MODEL and write a plain checkpoint."""
-    arguments, options = parse_values(model_arg or []), parse_values(option or [])
-    check_model(model, arguments)
-    check_outputs([output], force=force, suffix=".safetensors")
-    check_weights(weights, teacher_weights)
+    arguments, options = cli.read_model(model, model_arg, weights, teacher_weights), parse_values(option or [])
+    cli.check_outputs([output], force=force, suffix=".safetensors")
     if teacher is not None:
         check_model(teacher, {})
     if (teacher is None) == (method == "weight_selection"):
@@ -75,11 +59,11 @@ def init(
     if (input is None) == (method == "calibrated"):
         raise typer.BadParameter("--input is for --method calibrated, which needs it; give both or neither")
     if input is not None:
-        check_input(input)
+        cli.check_input(input)
     import torch
 
     from wellcond.attention.find import find_attention
-    from wellcond.cli.inputs import make_batch, try_forward
+    from wellcond.cli.inputs import make_batch
     from wellcond.init.apply import init_
     from wellcond.weights import load_weights, save_weights
 
@@ -94,7 +78,6 @@ def init(
             load_weights(given["teacher"], teacher_weights)
     if input is not None:
         given["batch"], _ = make_batch(built, input, samples=CALIBRATION_SAMPLES, seed=seed)
-        try_forward(built, given["batch"])
     try:
         init_(built, method, generator=torch.Generator().manual_seed(seed), **options, **given)
     except (WellcondError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
@@ -106,22 +89,20 @@ def init(
     typer.echo(f"wrote {output}: {len(find_attention(built))} attentions initialised as {method!r}")
 
 
-@app.command("fold", rich_help_panel=MODELS)
+@cli.app.command("fold", rich_help_panel=cli.MODELS)
 def fold(
-    model: Model,
-    output: Output,
+    model: cli.Model,
+    output: cli.Output,
     weights: Annotated[Path, typer.Option(help="Checkpoint of a conditioned model.")],
     ema: Annotated[
         bool, typer.Option("--ema", help="Take the EMA weights of a checkpoint of timm's train script.")
     ] = False,
-    model_arg: ModelArguments = None,
-    force: Force = False,
+    model_arg: cli.ModelArguments = None,
+    force: cli.Force = False,
 ) -> None:
     """Fold the correction of a conditioned checkpoint into its weights, and write a plain checkpoint."""
-    arguments = parse_values(model_arg or [])
-    check_model(model, arguments)
-    check_outputs([output], force=force, suffix=".safetensors")
-    check_weights(weights)
+    arguments = cli.read_model(model, model_arg, weights)
+    cli.check_outputs([output], force=force, suffix=".safetensors")
     from wellcond.conditioning.apply import fold_
     from wellcond.weights import save_weights
 

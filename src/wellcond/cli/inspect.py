@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wellcond.cli.app import MODEL_HELP, MODELS, ModelArguments, Seed, Weights, app, check_weights, describe_spec
+from wellcond.cli import app as cli
 from wellcond.errors import AttentionNotFoundError, check_choice
 from wellcond.files import to_json
-from wellcond.models import ModelSpecError, build_model, check_model, is_local_code, parse_values
+from wellcond.models import ModelSpecError, build_model, is_local_code
 from wellcond.version import __version__
 
 if TYPE_CHECKING:
@@ -27,12 +27,12 @@ MOST_RANDOM = 500_000_000
 """Parameters of a model that is built with random weights if it is only named: 2 GB, and seconds to draw."""
 
 
-@app.command("inspect", rich_help_panel=MODELS)
+@cli.app.command("inspect", rich_help_panel=cli.MODELS)
 def inspect(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
-    weights: Weights = None,
-    model_arg: ModelArguments = None,
-    seed: Seed = 0,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=cli.MODEL_HELP)] = None,
+    weights: cli.Weights = None,
+    model_arg: cli.ModelArguments = None,
+    seed: cli.Seed = 0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     zoo: Annotated[
         str | None, typer.Option(metavar="NAME", help="Instead of one model, all of a library: timm or hf.")
@@ -45,11 +45,8 @@ def inspect(
         check_choice("zoo", zoo, ("timm", "hf"))
         print_zoo(str(zoo), as_json=json)
         return
-    arguments = parse_values(model_arg or [])
-    check_model(model, arguments)
-    check_weights(weights)
-    built = _build(model, arguments, weights, seed)
-    print_model(built, as_json=json, title=describe_spec(model, model_arg or [], weights, seed))
+    built = _build(model, cli.read_model(model, model_arg, weights), weights, seed)
+    print_model(built, as_json=json, title=cli.describe_spec(model, model_arg, weights, seed))
 
 
 def _build(spec: str, arguments: dict[str, Any], weights: Path | None, seed: int) -> nn.Module:

@@ -10,22 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from wellcond.cli.app import (
-    MODELS,
-    Force,
-    Model,
-    ModelArguments,
-    Seed,
-    Weights,
-    app,
-    check_input,
-    check_outputs,
-    check_weights,
-    describe_spec,
-    write_output,
-)
+from wellcond.cli import app as cli
 from wellcond.errors import AttentionNotFoundError, WellcondError, check_choice
-from wellcond.models import check_model, parse_values
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,13 +28,10 @@ class MeasureError(WellcondError, ValueError):
     """Options that do not fit the model or each other."""
 
 
-@app.command("measure", rich_help_panel=MODELS)
+@cli.app.command("measure", rich_help_panel=cli.MODELS)
 def measure(
-    model: Model,
-    input: Annotated[
-        str,
-        typer.Option("--input", metavar="INPUT", help="digits, random, a FOLDER of images (png, jpg), or FILE.npy"),
-    ] = "random",
+    model: cli.Model,
+    input: cli.Input = "random",
     layers: Annotated[
         str, typer.Option(metavar="LIST", help="all, or numbers such as 0,5,11, as inspect lists them.")
     ] = "all",
@@ -65,17 +48,17 @@ def measure(
     ] = "mean",
     method: Annotated[str, typer.Option(metavar="NAME", help="auto, dense, gram, cholesky or implicit.")] = "auto",
     biases: Annotated[bool, typer.Option("--biases", help="Count biases as parameters.")] = False,
-    tokens: Annotated[int, typer.Option(metavar="N", help="Length of random token ids.")] = 32,
-    weights: Weights = None,
-    model_arg: ModelArguments = None,
-    seed: Seed = 0,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON report to write.")] = None,
-    html: Annotated[Path | None, typer.Option(help="HTML page to write.")] = None,
+    tokens: cli.Tokens = 32,
+    weights: cli.Weights = None,
+    model_arg: cli.ModelArguments = None,
+    seed: cli.Seed = 0,
+    output: cli.JsonFile = None,
+    html: cli.HtmlFile = None,
     resume: Annotated[
         Path | None,
         typer.Option(help="File in which every measured head is recorded; the same command resumes from it."),
     ] = None,
-    force: Force = False,
+    force: cli.Force = False,
 ) -> None:
     """Measure every head on an input: condition numbers of weights and Jacobian, attention entropy, a verdict."""
     check_choice("convention", convention, CONVENTIONS)
@@ -87,11 +70,9 @@ def measure(
     if convention == "stack" and biases:
         raise MeasureError("--convention stack is defined without biases. Leave out --biases, or use --convention wide")
     numbers = {"layers": read_numbers(layers, "--layers"), "heads": read_numbers(heads, "--heads")}
-    check_input(input, tokens=tokens)
-    check_outputs([path for path in (output, html) if path is not None], force=force)
-    arguments = parse_values(model_arg or [])
-    check_model(model, arguments)
-    check_weights(weights)
+    cli.check_input(input, tokens=tokens)
+    cli.check_outputs([path for path in (output, html) if path is not None], force=force)
+    arguments = cli.read_model(model, model_arg, weights)
     from wellcond.cli.checkpoints import build_loaded
     from wellcond.cli.console import make_console
     from wellcond.lab.report.measurement_page import render_measurement
@@ -99,11 +80,11 @@ def measure(
     built = build_loaded(model, arguments, weights, seed)
     options = {"convention": convention, "kappa": kappa, "samples": samples, "combine": combine, "method": method,
                "biases": biases, "resume": resume}  # fmt: skip
-    spec = describe_spec(model, model_arg or [], weights, seed)
+    spec = cli.describe_spec(model, model_arg, weights, seed)
     report = _measure_and_print(built, spec, input, numbers | options, tokens=tokens, seed=seed)
     for path, make in ((output, lambda: report.to_json() + "\n"), (html, lambda: render_measurement(report.to_dict()))):
         if path is not None:
-            write_output(path, make(), force=force)
+            cli.write_output(path, make(), force=force)
             make_console().print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
@@ -135,7 +116,7 @@ def _measure_and_print(
 
     from wellcond.attention.find import scan_attention
     from wellcond.cli.console import make_console
-    from wellcond.cli.inputs import make_batch, try_forward
+    from wellcond.cli.inputs import make_batch
 
     scan = scan_attention(model)
     if not scan.sites:
@@ -148,7 +129,6 @@ def _measure_and_print(
     most = max(site.num_kv_heads for site in chosen)
     _check_numbers(options["heads"], "--heads", most, "key/value heads in the widest attention chosen")
     batch, described = make_batch(model, source, samples=options["samples"], tokens=tokens, seed=seed)
-    try_forward(model, batch)
     try:
         found = _measure_with_bar(model, batch, [site.name or "(model)" for site in chosen], options)
     except WellcondError:

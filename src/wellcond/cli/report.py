@@ -8,17 +8,17 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from wellcond.cli.app import EXPERIMENTS, PAPERS, Json, OutputError, app, check_is_folder, need_train_extra
+from wellcond.cli import app as cli
 from wellcond.files import to_json
 
 
-@app.command("report", rich_help_panel=EXPERIMENTS)
+@cli.app.command("report", rich_help_panel=cli.EXPERIMENTS)
 def report(
     folder: Annotated[Path, typer.Argument(help="A comparison, or a folder with several.")],
     pictures: Annotated[bool, typer.Option("--pictures/--no-pictures", help="Draw figures and build the page.")] = True,
 ) -> None:
     """Rebuild tables, figures and the page of a comparison from its records."""
-    check_is_folder(folder)
+    cli.check_is_folder(folder)
     print_report(folder, pictures=pictures)
 
 
@@ -64,21 +64,21 @@ def foresee_power(folder: Path, seeds: int) -> list[str]:
     return told
 
 
-@app.command("claims", rich_help_panel=PAPERS)
+@cli.app.command("claims", rich_help_panel=cli.PAPERS)
 def claims(
     results: Annotated[Path, typer.Argument(help="Folder of committed records, such as results.")],
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Markdown to write; by default RESULTS/claims.md."),
     ] = None,
-    json: Json = False,
+    json: cli.Json = False,
 ) -> None:
     """Judge each claim of the papers by committed records: better, worse, equal within a margin, or undecided."""
-    need_train_extra()
-    check_is_folder(results)
+    cli.need_train_extra()
+    cli.check_is_folder(results)
     output = output or results / "claims.md"
     if output.is_dir():
-        raise OutputError(f"--output: expected a name for the markdown, such as claims.md, found {output}")
+        raise cli.OutputError(f"--output: expected a name for the markdown, such as claims.md, found {output}")
     from wellcond.cli.console import print_tables
     from wellcond.lab.reproduce.claims import claims_table, judge_claims, write_claims
 
@@ -86,14 +86,14 @@ def claims(
     try:
         write_claims(judged, output, results)
     except OSError as error:
-        raise OutputError(f"--output: {output} could not be written: {error.strerror or error}") from error
+        raise cli.OutputError(f"--output: {output} could not be written: {error.strerror or error}") from error
     if json:
         print(to_json([one.model_dump(mode="json") for one in judged], indent=1))
         return
     print_tables([claims_table(judged)], f"written: {output}")
 
 
-@app.command("pack", rich_help_panel=PAPERS)
+@cli.app.command("pack", rich_help_panel=cli.PAPERS)
 def pack(
     folder: Annotated[
         Path, typer.Argument(help="Full runs of wellcond compare or train, at any depth; they are kept.")
@@ -104,7 +104,7 @@ def pack(
 
     `wellcond report`, `claims` and `reproduce --records` read both forms. A packed comparison in OUTPUT is replaced.
     """
-    check_is_folder(folder)
+    cli.check_is_folder(folder)
     from wellcond.cli.console import make_console
     from wellcond.lab.report.pack import pack as pack_runs
 

@@ -8,21 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from wellcond.cli.app import (
-    PAPERS,
-    Cpu,
-    Jobs,
-    Json,
-    Overrides,
-    Quiet,
-    Seeds,
-    app,
-    check_folder,
-    check_is_folder,
-    need_train_extra,
-    read_jobs,
-    read_seeds,
-)
+from wellcond.cli import app as cli
 from wellcond.errors import WellcondError, check_choice
 
 if TYPE_CHECKING:
@@ -30,7 +16,7 @@ if TYPE_CHECKING:
     from wellcond.lab.reproduce.plan import Plan, PlannedStudy
 
 
-@app.command("reproduce", rich_help_panel=PAPERS)
+@cli.app.command("reproduce", rich_help_panel=cli.PAPERS)
 def reproduce(
     id: Annotated[
         str | None, typer.Argument(metavar="[ID]", help="Table, figure or ablation: C-T1, S-F2, A-scale.")
@@ -46,33 +32,33 @@ def reproduce(
         Path | None, typer.Option(help="Print from committed records, such as results; run nothing.")
     ] = None,
     methods: Annotated[str | None, typer.Option(metavar="LIST", help="Only these methods, and default.")] = None,
-    seeds: Seeds = None,
-    set: Overrides = None,
+    seeds: cli.Seeds = None,
+    set: cli.Overrides = None,
     data: Annotated[
         Path | None, typer.Option(help="Mirror of datasets (as WELLCOND_DATA), or images in train/ and val/.")
     ] = None,
     folder: Annotated[
         Path | None, typer.Option("--folder", "-o", help="Where to write; reproduce/SCALE by default.")
     ] = None,
-    jobs: Jobs = "auto",
-    cpu: Cpu = False,
-    json: Json = False,
-    quiet: Quiet = False,
+    jobs: cli.Jobs = "auto",
+    cpu: cli.Cpu = False,
+    json: cli.Json = False,
+    quiet: cli.Quiet = False,
 ) -> None:
     """Run what is missing for a table or figure of the papers, and print the paper's numbers beside ours."""
     if list_all == (id is not None):
         raise typer.BadParameter("give either an ID or --list")
-    need_train_extra()
+    cli.need_train_extra()
     from wellcond.lab.reproduce.catalogue import SCALES, find_entry
 
     check_choice("scale", scale, SCALES)
     known, entry = find_entry(id) if id is not None else ("", None)
     for name, place in (("--records", records), ("--data", data)):
         if place is not None:
-            check_is_folder(place, name)
-    numbers = None if seeds is None else read_seeds(seeds)
-    read_jobs(jobs)
-    check_folder(folder)
+            cli.check_is_folder(place, name)
+    numbers = None if seeds is None else cli.read_seeds(seeds)
+    cli.read_jobs(jobs)
+    cli.check_folder(folder)
     from wellcond.cli.runs import is_first_process
     from wellcond.lab.methods import split_methods
     from wellcond.lab.reproduce.beside_paper import outcome_tables, write_outcome
