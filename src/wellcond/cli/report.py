@@ -68,8 +68,7 @@ def foresee_power(folder: Path, seeds: int) -> list[str]:
 def claims(
     results: Annotated[Path, typer.Argument(help="Folder of committed records, such as results.")],
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Markdown to write; by default RESULTS/claims.md."),
+        Path | None, typer.Option("--output", "-o", help="Markdown to write; by default RESULTS/claims.md.")
     ] = None,
     json: cli.Json = False,
 ) -> None:

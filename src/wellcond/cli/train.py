@@ -104,9 +104,7 @@ def glue(
     workers = runs.choose_workers(jobs, plan.jobs[0].recipe, cpu=cpu)
     with runs.leaving_together():
         outcome = runs.watch(
-            len(plan.jobs),
-            lambda observe: run_glue(plan, num_workers=workers, observer=observe),
-            quiet=quiet or json,
+            len(plan.jobs), lambda observe: run_glue(plan, num_workers=workers, observer=observe), quiet=quiet or json
         )
     if runs.is_first_process():
         if outcome.records:

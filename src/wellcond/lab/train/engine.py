@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from wellcond.attention.distributed import is_held_together, reshard_, unwrap, whole
 from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite
-from wellcond.lab.recipe import Recipe
 from wellcond.lab.seeding import derive, seed_device
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask, Batch
@@ -32,25 +31,21 @@ from wellcond.lab.train.checkpoint import (
     read_tensors,
     save_checkpoint,
 )
-from wellcond.lab.train.evaluate import (
-    ConditioningLog,
-    Evaluator,
-    WeightAverage,
-    find_test_set,
-    layer_numbers,
-)
+from wellcond.lab.train.evaluate import ConditioningLog, Evaluator, WeightAverage, find_test_set, layer_numbers
 from wellcond.lab.train.length import (
     BatchRamp,
     Diverged,
     Lengths,
-    RunClock,
     StopFlag,
     TimeBudget,
     TrainState,
     check_loss,
 )
 from wellcond.lab.train.optimizers import set_point
-from wellcond.lab.train.run_folder import RunFolder, check_links
+from wellcond.lab.train.run_folder import check_links
+
+if TYPE_CHECKING:
+    from wellcond.lab.train.run import Session
 
 Event = dict[str, Any]
 Observer = Callable[[Event], None]
@@ -64,36 +59,21 @@ class Interrupted(Exception):
 class Engine:
     """Trains one model. Only rank 0 writes to the folder, but for shards of checkpoints."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        task: AbstractTask,
-        model: nn.Module,
-        accelerator: Any,
-        folder: RunFolder,
-        *,
-        seed: int,
-        clock: RunClock,
-        observer: Observer,
-        on_saved: Callable[[], None],
-    ) -> None:
+    def __init__(self, session: Session, task: AbstractTask, model: nn.Module) -> None:
         """Prepare a freshly built and conditioned model for this machine."""
-        self.recipe, self.task, self.accelerator, self.folder = recipe, task, accelerator, folder
-        self.clock, self.observer, self.on_saved, self.seed = clock, observer, on_saved, seed
+        self.session, self.task = session, task
+        self.recipe = recipe = session.job.recipe
+        self.accelerator = accelerator = session.accelerator
+        self.seed, self.folder = session.job.seed, session.folder
+        self.clock, self.observer = session.clock, session.observer
         if accelerator.is_fsdp2 and not task.can_be_sharded:  # its ranks would deadlock
             name = recipe.task.model_dump()["name"]
             raise RecipeError(f"task.name: {name} does not run under FSDP; launch it with DDP (torchrun) or alone")
         self.is_main = accelerator.is_main_process
         self.share = Share(accelerator.process_index, accelerator.num_processes)
         training = recipe.training
-        self.plan = UpdatePlan(
-            len(task.train),
-            training.batch_size,
-            training.accumulate,
-            seed,
-            recipe.augmentation.repeats,
-            following=task.following,
-        )
+        size, repeats = training.batch_size, recipe.augmentation.repeats
+        self.plan = UpdatePlan(len(task.train), size, training.accumulate, self.seed, repeats, task.following)
         self.plan.part_size(self.share)  # raises now, not after the first measurement
         self.lengths = lengths = Lengths.of(recipe, self.plan.steps_per_epoch)
         self.ramp = BatchRamp(training.batch_ramp, training.accumulate, lengths.num_steps)
@@ -105,10 +85,8 @@ class Engine:
         self.best_weights: dict[str, Tensor] | Path | None = None
         """Weights and buffers of the best evaluation so far: in memory until a checkpoint holds them, then that one."""
         self.state = TrainState()
-        self.budget = TimeBudget(training.hours, clock, accelerator)
-        self.log = ConditioningLog(
-            recipe.tracking, task, model, accelerator, lengths.num_steps, lengths.steps_per_epoch
-        )
+        self.budget = TimeBudget(training.hours, self.clock, accelerator)
+        self.log = ConditioningLog(recipe.tracking, task, model, accelerator, lengths)
         self.model, self.optimizer = accelerator.prepare(model, recipe.optimizer.build(model))
         averaging = training.averaging
         self.average = WeightAverage(unwrap(self.model), averaging.decay) if averaging else None
@@ -182,7 +160,7 @@ class Engine:
             if self.best_weights is not None:
                 self.best_weights = folder / f"step-{step:08d}"
             if self.is_main:
-                self.on_saved()
+                self.session.write()
                 self.observer({"event": "saved", "step": step})
 
     # Training
@@ -226,7 +204,8 @@ class Engine:
                 told = now
             self._at_boundaries(stop)
         self.clock.switch("evaluation")
-        self.samples = self.evaluator.write_samples()
+        with self.evaluator.evaluated_weights():
+            self.samples = self.task.write_samples(unwrap(self.model))
         self._test()
 
     def update(self, step: int, batches: Sequence[Batch], *, want_norms: bool) -> tuple[Tensor, dict[str, float]]:
