@@ -33,13 +33,13 @@ from wellcond.lab.train.checkpoint import (
 )
 from wellcond.lab.train.evaluate import ConditioningLog, Evaluator, WeightAverage, find_test_set, layer_numbers
 from wellcond.lab.train.length import (
-    BatchRamp,
     Diverged,
     Lengths,
     StopFlag,
     TimeBudget,
     TrainState,
     check_loss,
+    ramped_parts,
 )
 from wellcond.lab.train.optimizers import set_point
 from wellcond.lab.train.run_folder import check_links
@@ -76,7 +76,6 @@ class Engine:
         self.plan = UpdatePlan(len(task.train), size, training.accumulate, self.seed, repeats, task.following)
         self.plan.part_size(self.share)  # raises now, not after the first measurement
         self.lengths = lengths = Lengths.of(recipe, self.plan.steps_per_epoch)
-        self.ramp = BatchRamp(training.batch_ramp, training.accumulate, lengths.num_steps)
         self.test_samples = find_test_set(recipe, task)
         self.test: dict[str, Any] | None = None
         self.samples: list[dict[str, Any]] = []
@@ -92,8 +91,8 @@ class Engine:
         self.average = WeightAverage(unwrap(self.model), averaging.decay) if averaging else None
         evaluated = self.average if averaging and averaging.evaluate else None
         self.evaluator = Evaluator(recipe, task, self.model, accelerator, share=self.share, average=evaluated)
-        curve = recipe.schedule.curve(lengths.num_steps, lengths.steps_per_epoch)
-        self.curve, self.learning_rate = self.budget.squeezed(curve, lengths.num_steps), 0.0
+        self.planned_steps, self.learning_rate = lengths.num_steps, 0.0
+        self.curve = recipe.schedule.curve(lengths.num_steps, lengths.steps_per_epoch)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.sharded = is_held_together(unwrap(self.model))
         self.sites = [] if self.sharded else find_attention(unwrap(self.model), strict=False)
@@ -172,7 +171,7 @@ class Engine:
             Diverged: the loss is not finite or exceeds `training.diverged_above` times the first.
             Interrupted: the stop flag is set; the last step has a checkpoint.
         """
-        state = self.state
+        state, training = self.state, self.recipe.training
         with self.clock.spent_on("measuring"):
             self.observer({"event": "phase", "phase": "measuring"})
             self._write_conditioning(self.log.begin(self.model, state.step))
@@ -181,17 +180,16 @@ class Engine:
         told = time.perf_counter()
         self._end_if_time_is_up()
         parts = self.plan.parts(self.share, self.full_updates, self.lengths.num_steps)
-        batches = fetch_batches(
-            self.task.train, parts, workers=self.recipe.training.workers, device=self.accelerator.device
-        )
+        batches = fetch_batches(self.task.train, parts, workers=training.workers, device=self.accelerator.device)
         self.model.train()
         self.clock.switch("training")
         while (step := state.step) < self.lengths.num_steps:
-            number = self.ramp.parts_of(self.budget.point(step, self.ramp.num_steps))
+            point = self.budget.point(step, self.planned_steps)
+            number = ramped_parts(training.batch_ramp, training.accumulate, point, self.planned_steps)
             mine = [next(batches) for _ in range(number)]
-            state.parts_spared += self.ramp.parts - number
+            state.parts_spared += training.accumulate - number
             done = step + 1
-            logged = done % self.recipe.training.log_every == 0 or done == self.lengths.num_steps
+            logged = done % training.log_every == 0 or done == self.lengths.num_steps
             loss, norms = self.update(step, mine, want_norms=logged)
             self._losses.append(loss)
             state.step = done
@@ -224,7 +222,8 @@ class Engine:
             counted = torch.as_tensor(num_terms, dtype=torch.float64, device=accelerator.device)
             num_terms = accelerator.reduce(counted, reduction="sum").item()
         share = accelerator.num_processes / num_terms
-        self.learning_rate = set_point(self.optimizer, self.curve(step), self.recipe.optimizer.lr)
+        point = self.curve(self.budget.point(step, self.planned_steps))
+        self.learning_rate = set_point(self.optimizer, point, self.recipe.optimizer.lr)
         losses = []
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1
@@ -247,7 +246,7 @@ class Engine:
 
     def _end_if_time_is_up(self) -> None:
         self.budget.look()
-        if self.budget.is_used and self.state.step < self.lengths.num_steps:
+        if self.budget.used >= 1 and self.state.step < self.lengths.num_steps:
             self.lengths = replace(self.lengths, num_steps=self.state.step)
             self.log.end_at(self.state.step)
 
