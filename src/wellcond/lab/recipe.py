@@ -321,17 +321,3 @@ def _adapter(recipe: type[Recipe], part: str) -> TypeAdapter:
 def _kinds(recipe: Recipe, part: str) -> dict[str, type[Settings]]:
     """Classes among which `name` chooses, where there are several."""
     return {kind.model_fields["name"].default: kind for kind in get_args(type(recipe).model_fields[part].annotation)}
-
-
-def field_value(recipe: Recipe, field: str) -> Any:
-    """Value of a dotted field in a recipe.
-
-    Raises: RecipeError if there is no such field.
-    """
-    found: Any = recipe
-    for key in field.split("."):
-        names = list(found) if isinstance(found, dict) else list(getattr(type(found), "model_fields", ()))
-        if key not in names:
-            raise RecipeError(f"{field}: no field {key!r} there{suggest(key, names)}")
-        found = found[key] if isinstance(found, dict) else getattr(found, key)
-    return found

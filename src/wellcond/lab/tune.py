@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from wellcond.lab.methods import MethodSettings, parse_method, read_calls, write_call
-from wellcond.lab.recipe import PARTS, Recipe, TrackingSettings, field_value, override_recipe
+from wellcond.lab.recipe import PARTS, Recipe, TrackingSettings, override_recipe
 from wellcond.lab.settings import RecipeError, first_problem, plain_number
 from wellcond.lab.train.compare import Outcome, settings_hash
 from wellcond.lab.train.run import Job
@@ -65,10 +65,6 @@ def at_values(recipe: Recipe, method: MethodSettings, values: Values, label: str
 def check_fields(recipe: Recipe, methods: Sequence[MethodSettings], grid: Mapping[str, Sequence[float]]) -> None:
     """Raise RecipeError for a field that no method has, or a value that it does not take."""
     for name, values in grid.items():
-        if name.partition(".")[0] in PARTS:
-            now = field_value(recipe, name)
-            if isinstance(now, bool) or not (now is None or isinstance(now, (int, float))):
-                raise RecipeError(f"--tune {name}: expected a field with a number, found {now!r} in the recipe")
         concerned = [method for method in methods if has_field(method, name)]
         if not concerned:
             raise RecipeError(
