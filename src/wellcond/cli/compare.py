@@ -125,22 +125,12 @@ def compare(
         from wellcond.cli.runs import fit_to_data
 
         overrides += fit_to_data(recipe, scale=scale, overrides=overrides, quiet=quiet or json)
+    ray = _ray_settings(ray_address, cpus_per_run, gpus_per_run) if engine == "ray" else None
     comparison = Comparison(
-        recipe,
-        scale=scale,
-        overrides=overrides,
-        methods=methods,
-        seeds=seeds,
-        folder=folder,
-        suffix="-tuned" if tune else "",
-        jobs=jobs,
-        cpu=cpu,
-        local_code=trust_local_code,
-        ray=_ray_settings(ray_address, cpus_per_run, gpus_per_run) if engine == "ray" else None,
-        as_json=json,
-        quiet=quiet,
-        report=report,
-    )
+        recipe, scale=scale, overrides=overrides, methods=methods, seeds=seeds, folder=folder,
+        suffix="-tuned" if tune else "", jobs=jobs, cpu=cpu, local_code=trust_local_code, ray=ray, as_json=json,
+        quiet=quiet, report=report,
+    )  # fmt: skip
     if print_jobs:
         comparison.print_commands()
         return

@@ -107,17 +107,15 @@ def _tell_best(searches: Sequence[MethodSearch], baseline: str, num_seeds: int) 
     """The best values, and how far the tuning seeds let paired differences spread there."""
     stored = metric_of(searches)
     metric = Metric(stored["name"], stored["higher_is_better"], bool(stored.get("percent")))
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for found in searches:
         if not found.fields:
             rows.append((found.method.label, "nothing to tune", MISSING, MISSING, ""))
             continue
-        best = found.best()
+        best = found.describe_point(found.best())
+        scores = [metric.show(math.nan if best[name] is None else best[name]) for name in ("mean", "std")]
         edges = ", ".join(f"{name}: still at the edge" for name in found.edges())
-        rows.append(
-            (found.method.label, show_values(found.values(best)), metric.show(found.mean(best)),
-             metric.show(found.std(best)), edges)
-        )  # fmt: skip
+        rows.append((found.method.label, show_values(best["values"]), *scores, edges))
     header = ("method", "best", f"{metric.label}, mean over tuning seeds", "std", "")
     print_table(make_console(), "Search", Table("search", "Search", header, tuple(rows), (), frozenset({0, 1, 4})))
     spread = paired_spread(searches, baseline)
