@@ -33,12 +33,6 @@ SEARCH, CLUSTER, OUTPUT = "Tuning", "On a Ray cluster", "Output"
 """Groups of options."""
 
 
-def _check_seed(seed: int) -> int:
-    if not 0 <= seed < 2**32:
-        raise typer.BadParameter(f"expected a number from 0 to {2**32 - 1}, found {seed}")
-    return seed
-
-
 # Of commands on a model
 MODEL_HELP = "timm:NAME, hf:CONFIG_TYPE_OR_LOCAL_PATH, wellcond:NAME, or path/to/file.py:callable"
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
@@ -55,7 +49,7 @@ HtmlFile = Annotated[Path | None, typer.Option("--html", help="HTML page to writ
 Weights = Annotated[Path | None, typer.Option(help="Checkpoint to load (.safetensors, or .pt with tensors only).")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="Checkpoint to write (.safetensors).")]
 Force = Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")]
-Seed = Annotated[int, typer.Option(metavar="N", callback=_check_seed, help="Seed of everything random.")]
+Seed = Annotated[int, typer.Option(metavar="N", min=0, max=2**32 - 1, help="Seed of everything random.")]
 
 # Of commands that train
 SEEDS_HELP = "Number of seeds (3 means 0, 1, 2), or a list such as 3,4,7."

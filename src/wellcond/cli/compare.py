@@ -301,17 +301,17 @@ def job_command(job: Job, recipe_name: str, *, scale: str | None, overrides: Seq
         scale: as `load_recipe` takes it.
         overrides: as `load_recipe` takes them.
 
-    Raises: OptionError if a path cannot stand on one line.
+    Raises: OptionError if an option or a path cannot stand on one line.
     """
     words = [*_program(), "train", recipe_name]
     words += [] if scale is None else ["--scale", scale]
     for override in overrides:
-        words += ["--set", _on_one_line(override)]
+        words += ["--set", override]
     words += [*_method_words(job.method), "--seed", str(job.seed), "--folder", str(job.folder.absolute())]
     words += ["--cpu"] * job.cpu + ["--trust-local-code"] * job.local_code
     line = f"cd {shlex.quote(os.getcwd())} && {shlex.join(words)}"
     if len(line.splitlines()) > 1:
-        raise cli.OptionError(f"--print-jobs prints one line per run, but a path has several: {line!r}")
+        raise cli.OptionError(f"--print-jobs prints one line per run, but an option or a path has several: {line!r}")
     return line
 
 
@@ -334,12 +334,3 @@ def _method_words(method: MethodSettings) -> list[str]:
         is_text = False
     fields = method.model_dump(mode="json")
     return ["--method", method.label] if is_text else ["--set", f"method={to_text.dumps(fields)}"]
-
-
-def _on_one_line(override: str) -> str:
-    if len(override.splitlines()) <= 1:
-        return override
-    from wellcond.lab.settings import read_yaml
-
-    path, _, text = override.partition("=")
-    return f"{path}={to_text.dumps(read_yaml(text))}"
