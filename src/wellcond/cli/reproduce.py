@@ -10,6 +10,7 @@ import typer
 
 from wellcond.cli import app as cli
 from wellcond.errors import WellcondError, check_choice
+from wellcond.files import to_json
 
 if TYPE_CHECKING:
     from wellcond.lab.report.table import Table
@@ -59,7 +60,7 @@ def reproduce(
     numbers = None if seeds is None else cli.read_seeds(seeds)
     cli.read_jobs(jobs)
     cli.check_folder(folder)
-    from wellcond.cli.runs import is_first_process
+    from wellcond.cli.runs import is_first_process, leaving_together
     from wellcond.lab.methods import split_methods
     from wellcond.lab.reproduce.beside_paper import outcome_tables, write_outcome
     from wellcond.lab.reproduce.plan import PlanOptions, list_entries, list_table, make_plan, plan_table
@@ -71,7 +72,7 @@ def reproduce(
         rows = list_entries(
             lambda scale: folder or Path("reproduce") / scale, _cpu_workers(jobs), SCALES if json else (scale,)
         )
-        _print_json(rows) if json else _show([list_table(rows, scale)])
+        print(to_json(rows, indent=1)) if json else _show([list_table(rows, scale)])
         return
     if records is not None:
         _show(outcome_tables(known, entry, scale, Collection(records, committed=True)), as_json=json, quiet=quiet)
@@ -82,7 +83,11 @@ def reproduce(
         _show([plan_table(plan, _cpu_workers(jobs))], as_json=json, quiet=quiet)
         return
     _check_can_run(plan, cpu=cpu)
-    code = _run(plan, jobs, cpu=cpu, silent=quiet or json)
+    code = 0
+    with leaving_together():
+        for study in plan.studies:
+            if code != 130 and (study.missing or study.glue_missing):
+                code = max(code, _run_study(study, jobs, cpu=cpu, silent=quiet or json))
     if is_first_process():
         collection = None if entry.kind == "static" else Collection(home)
         tables = write_outcome(known, plan.entry, scale, collection, home / known)
@@ -123,19 +128,6 @@ def _check_can_run(plan: Plan, *, cpu: bool) -> None:
     )
 
 
-def _run(plan: Plan, jobs: str, *, cpu: bool, silent: bool) -> int:
-    from wellcond.cli.runs import leaving_together
-
-    code = 0
-    with leaving_together():
-        for study in plan.studies:
-            if study.missing or study.glue_missing:
-                code = max(code, _run_study(study, jobs, cpu=cpu, silent=silent))
-            if code == 130:
-                break
-    return code
-
-
 def _run_study(study: PlannedStudy, jobs: str, *, cpu: bool, silent: bool) -> int:
     from wellcond.cli.console import make_console
     from wellcond.cli.runs import choose_workers, exit_code, is_first_process, tell_end, watch
@@ -164,18 +156,8 @@ def _show(tables: list[Table], *, as_json: bool = False, quiet: bool = False, en
     from wellcond.cli.console import print_tables
 
     if as_json:
-        _print_json(
-            [
-                {"title": table.title, "rows": [dict(zip(table.header, row, strict=True)) for row in table.rows],
-                 "notes": list(table.notes)}
-                for table in tables
-            ]
-        )  # fmt: skip
+        rows = [[dict(zip(table.header, row, strict=True)) for row in table.rows] for table in tables]
+        parts = zip(tables, rows, strict=True)
+        print(to_json([{"title": t.title, "rows": shown, "notes": list(t.notes)} for t, shown in parts], indent=1))
     elif not quiet:
         print_tables(tables, end)
-
-
-def _print_json(content: object) -> None:
-    from wellcond.files import to_json
-
-    print(to_json(content, indent=1))

@@ -97,7 +97,8 @@ def glue(
     from rich.markup import escape
 
     from wellcond.cli import runs
-    from wellcond.cli.console import make_console
+    from wellcond.cli.console import make_console, print_tables
+    from wellcond.lab.report.glue import glue_json, load_glue, rebuild_glue, scores_table
     from wellcond.lab.tasks.glue.run import plan_glue, run_glue
 
     plan = plan_glue(run, tasks=chosen, seeds=numbers, limit=limit, overrides=set or [], base=base, cpu=cpu)
@@ -108,24 +109,16 @@ def glue(
         )
     if runs.is_first_process():
         if outcome.records:
-            print_scores(run, as_json=json, quiet=quiet)
+            page = rebuild_glue(run)
+            if json:
+                print(to_json(glue_json(load_glue(run)), indent=1))
+            elif not quiet:
+                print_tables([scores_table(load_glue(run))], f"tables: {page}")
         out = Console(stderr=True) if json else make_console()
         for name in plan.left_out:
             out.print(f"[yellow]not scored:[/] {escape(name)}", soft_wrap=True)
         runs.tell_end(outcome, len(plan.jobs), out)
     raise typer.Exit(runs.exit_code(outcome))
-
-
-def print_scores(folder: Path, *, as_json: bool, quiet: bool) -> None:
-    """Write the tables of a folder that was scored, and print the first."""
-    from wellcond.cli.console import print_tables
-    from wellcond.lab.report.glue import glue_json, load_glue, rebuild_glue, scores_table
-
-    page = rebuild_glue(folder)
-    if as_json:
-        print(to_json(glue_json(load_glue(folder)), indent=1))
-    elif not quiet:
-        print_tables([scores_table(load_glue(folder))], f"tables: {page}")
 
 
 @cli.app.command("recipes", rich_help_panel=cli.EXPERIMENTS)

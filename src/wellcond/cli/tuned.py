@@ -23,6 +23,7 @@ from wellcond.lab.tune import (
     Plan,
     check_fields,
     join_former,
+    metric_of,
     paired_spread,
     search,
     show_values,
@@ -54,7 +55,7 @@ def tune_and_compare(
 
     def note(searches: list[MethodSearch]) -> None:
         if is_first_process():
-            known.update(write_tuning(plan, searches, metric_of(searches), seeds))
+            known.update(write_tuning(plan, searches, seeds))
 
     with leaving_together(), removing_untrained(comparison.folder):
         comparison.describe()
@@ -82,11 +83,6 @@ def _check(plan: Plan, comparison: Comparison) -> None:
         raise OptionError(f"--tune: the folder {FOLDER} is that of the search; give the method another label")
     check_fields(plan.recipe, comparison.methods, plan.grid)
     check_settings(plan.folder, plan.recipe)
-
-
-def metric_of(searches: Sequence[MethodSearch]) -> dict[str, Any]:
-    """What runs are scored by, as they record it."""
-    return next((found.metric for found in searches if found.metric), {})
 
 
 def _say(text: str) -> None:

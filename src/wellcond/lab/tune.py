@@ -310,7 +310,12 @@ def join_former(plan: Plan) -> Plan:
     return dataclasses.replace(plan, grid=joined)
 
 
-def write_tuning(plan: Plan, searches: Sequence[MethodSearch], metric: dict[str, Any], seeds: Sequence[int]) -> dict:
+def metric_of(searches: Sequence[MethodSearch]) -> dict[str, Any]:
+    """What runs are scored by, as they record it."""
+    return next((found.metric for found in searches if found.metric), {})
+
+
+def write_tuning(plan: Plan, searches: Sequence[MethodSearch], seeds: Sequence[int]) -> dict[str, Any]:
     """Write the record of a search that is tested on `seeds`; methods of an earlier call stay listed. Returns it."""
     former = read_tuning(plan.folder) or {"methods": []}
     rows = [found.describe() for found in searches]
@@ -322,7 +327,7 @@ def write_tuning(plan: Plan, searches: Sequence[MethodSearch], metric: dict[str,
         "recipe": plan.recipe.name,
         "scale": plan.recipe.scale,
         "settings_hash": ours["settings_hash"],
-        "metric": metric,
+        "metric": metric_of(searches),
         "fields": ours["fields"],
         "grid": {name: list(values) for name, values in plan.grid.items()},
         "seeds": ours["seeds"],

@@ -90,7 +90,7 @@ class Engine:
         averaging = training.averaging
         self.average = WeightAverage(unwrap(self.model), averaging.decay) if averaging else None
         evaluated = self.average if averaging and averaging.evaluate else None
-        self.evaluator = Evaluator(recipe, task, self.model, accelerator, share=self.share, average=evaluated)
+        self.evaluator = Evaluator(recipe, task, self.model, accelerator, evaluated)
         self.planned_steps, self.learning_rate = lengths.num_steps, 0.0
         self.curve = recipe.schedule.curve(lengths.num_steps, lengths.steps_per_epoch)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]

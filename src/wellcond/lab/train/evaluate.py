@@ -91,13 +91,11 @@ class Evaluator:
         task: AbstractTask,
         model: nn.Module,
         accelerator: Any,
-        *,
-        share: Share,
-        average: WeightAverage | None,
+        average: WeightAverage | None = None,
     ) -> None:
         """`average` is what is evaluated instead of the weights, where there is one."""
-        self.task, self.model, self.accelerator, self.share = task, model, accelerator, share
-        self.average = average
+        self.task, self.model, self.accelerator, self.average = task, model, accelerator, average
+        self.share = Share(accelerator.process_index, accelerator.num_processes)
         self.batch_size, self.workers = recipe.evaluation.batch_size, recipe.training.workers
 
     def evaluate(self, samples: Samples, at_most: int | None = None) -> dict[str, float]:

@@ -217,9 +217,7 @@ def peak_memory(device: torch.device) -> int:
 class StopFlag:
     """Set by Ctrl-C or SIGTERM: the run finishes its step, writes a checkpoint and stops."""
 
-    def __init__(self) -> None:
-        """Not set."""
-        self.requested = False
+    requested = False
 
     def any_rank(self, accelerator: Any) -> bool:
         """True if any rank has been asked to stop; every rank must call it."""

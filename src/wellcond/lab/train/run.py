@@ -350,17 +350,12 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def has_free_cores(load: float | None = None) -> bool:
-    """Whether no more threads want to run on this machine than it has cores: by default in the mean of the last minute.
-
-    Where the system does not say, the answer is no.
-    """
-    if load is None:
-        try:
-            load = os.getloadavg()[0]
-        except (AttributeError, OSError):
-            return False
-    return load <= (os.cpu_count() or 1) + LOAD_OF_OUR_OWN
+def has_free_cores() -> bool:
+    """Whether no more threads wanted to run in the last minute than this machine has cores; no if it does not say."""
+    try:
+        return os.getloadavg()[0] <= (os.cpu_count() or 1) + LOAD_OF_OUR_OWN
+    except (AttributeError, OSError):
+        return False
 
 
 LOAD_OF_OUR_OWN = 0.5
