@@ -127,7 +127,7 @@ class InputError(WellcondError, ValueError):
 
 
 class OptionError(WellcondError, ValueError):
-    """An option of a training command that has no meaning."""
+    """An option that has no meaning, or does not fit the model or another option."""
 
 
 def check_outputs(paths: Sequence[Path], *, force: bool, suffix: str = "") -> None:

@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 CALIBRATION_SAMPLES = 32
 
 
-class MethodError(WellcondError, ValueError):
-    """An initialisation that cannot be done with the options given."""
-
-
 @cli.app.command("init", rich_help_panel=cli.MODELS)
 def init(
     model: cli.Model,
@@ -84,7 +80,9 @@ def init(
         if not options:
             raise
         shown = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        raise MethodError(f"--method {method} with {shown}: {error}\n  Correct --option, or leave it out.") from error
+        raise cli.OptionError(
+            f"--method {method} with {shown}: {error}\n  Correct --option, or leave it out."
+        ) from error
     save_weights(built, output, overwrite=force)
     typer.echo(f"wrote {output}: {len(find_attention(built))} attentions initialised as {method!r}")
 

@@ -216,19 +216,13 @@ class Comparison:
         """Whether nothing is printed for people while it runs."""
 
     def plan(self, methods: Sequence[MethodSettings] | None = None) -> list[Job]:
-        """Every run.
-
-        Raises: RecipeError.
-        """
+        """Every run; raises RecipeError."""
         from wellcond.lab.train.compare import plan_comparison
 
         return plan_comparison(self.recipe, methods or self.methods, self.seeds, self.folder, **self.options)
 
     def describe(self) -> None:
-        """Write comparison.json.
-
-        Raises: RunError if the folder holds another comparison.
-        """
+        """Write comparison.json; raises RunError if the folder holds another comparison."""
         from wellcond.cli.runs import is_first_process
         from wellcond.lab.train.compare import write_comparison
 
@@ -293,13 +287,7 @@ class Comparison:
 
 
 def job_command(job: Job, recipe_name: str, *, scale: str | None, overrides: Sequence[str]) -> str:
-    """One line for a shell that does exactly this job, in its folder, wherever the shell is.
-
-    Args:
-        job: what to run.
-        recipe_name: as `load_recipe` takes it.
-        scale: as `load_recipe` takes it.
-        overrides: as `load_recipe` takes them.
+    """One line for a shell that does exactly this job of a recipe with overrides, wherever the shell is.
 
     Raises: OptionError if an option or a path cannot stand on one line.
     """

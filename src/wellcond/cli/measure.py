@@ -24,10 +24,6 @@ COMBINES = ("mean", "stack")
 METHODS = ("auto", "dense", "gram", "cholesky", "implicit")
 
 
-class MeasureError(WellcondError, ValueError):
-    """Options that do not fit the model or each other."""
-
-
 @cli.app.command("measure", rich_help_panel=cli.MODELS)
 def measure(
     model: cli.Model,
@@ -66,9 +62,11 @@ def measure(
     check_choice("combine", combine, COMBINES)
     check_choice("Jacobian method", method, METHODS)
     if samples < 1:
-        raise MeasureError(f"--samples: expected at least 1, found {samples}")
+        raise cli.OptionError(f"--samples: expected at least 1, found {samples}")
     if convention == "stack" and biases:
-        raise MeasureError("--convention stack is defined without biases. Leave out --biases, or use --convention wide")
+        raise cli.OptionError(
+            "--convention stack is defined without biases. Leave out --biases, or use --convention wide"
+        )
     numbers = {"layers": read_numbers(layers, "--layers"), "heads": read_numbers(heads, "--heads")}
     cli.check_input(input, tokens=tokens)
     cli.check_outputs([path for path in (output, html) if path is not None], force=force)
@@ -91,7 +89,7 @@ def measure(
 def read_numbers(text: str, option: str) -> list[int] | None:
     """Numbers such as ``0,5,11``; None for ``all``.
 
-    Raises: MeasureError for anything else, and for numbers that are given twice.
+    Raises: OptionError for anything else, and for numbers that are given twice.
 
     Example:
         >>> read_numbers("0, 5", "--layers"), read_numbers("all", "--layers")
@@ -102,9 +100,9 @@ def read_numbers(text: str, option: str) -> list[int] | None:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise MeasureError(f"{option}: expected 'all' or numbers such as 0,5,11, found {text!r}") from error
+        raise cli.OptionError(f"{option}: expected 'all' or numbers such as 0,5,11, found {text!r}") from error
     if len(set(numbers)) < len(numbers):
-        raise MeasureError(f"{option}: expected every number once, found {text!r}")
+        raise cli.OptionError(f"{option}: expected every number once, found {text!r}")
     return numbers
 
 
@@ -134,7 +132,7 @@ def _measure_and_print(
     except WellcondError:
         raise
     except ValueError as error:
-        raise MeasureError(str(error)) from error
+        raise cli.OptionError(str(error)) from error
     facts = {"model": f"{spec}: {found.run['model']}", "input": f"{described}: {found.run['input']}"}
     report = dataclasses.replace(found, run=found.run | facts)
     _print_report(report)
@@ -144,10 +142,10 @@ def _measure_and_print(
 
 
 def _check_numbers(numbers: Sequence[int] | None, option: str, count: int, what: str) -> None:
-    """Raise MeasureError for numbers that do not exist."""
+    """Raise OptionError for numbers that do not exist."""
     outside = [number for number in numbers or () if not 0 <= number < count]
     if outside:
-        raise MeasureError(f"{option}: expected numbers from 0 to {count - 1} ({count} {what}), found {outside[0]}")
+        raise cli.OptionError(f"{option}: expected numbers from 0 to {count - 1} ({count} {what}), found {outside[0]}")
 
 
 def _measure_with_bar(model: nn.Module, batch: Any, names: Sequence[str], options: dict[str, Any]) -> MeasurementReport:

@@ -276,10 +276,7 @@ class Engine:
         return self.state.window[-1] if self.state.window else None
 
     def _take_losses(self) -> None:
-        """Move the losses of recent updates to the state, averaged over ranks.
-
-        Raises: Diverged if one is not finite.
-        """
+        """Move the losses of recent updates to the state, averaged over ranks; raises Diverged if one is not finite."""
         if not self._losses:
             return
         losses = torch.stack(self._losses).double()

@@ -245,10 +245,7 @@ class Session:
         return engine
 
     def _describe_task(self, task: AbstractTask) -> None:
-        """Metric, data and tokeniser.
-
-        Raises: RunError if an earlier session had another tokeniser.
-        """
+        """Metric, data and tokeniser; raises RunError if an earlier session had another tokeniser."""
         if task.tokenizer is not None:
             found = task.tokenizer.fingerprint
             former = self.record.get("tokenizer", {}).get("fingerprint", found)
