@@ -19,28 +19,10 @@ from wellcond.attention.site import AttentionSite
 from wellcond.lab.seeding import derive, seed_device
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask, Batch
+from wellcond.lab.train import checkpoint
 from wellcond.lab.train.batches import Share, UpdatePlan, fetch_batches
-from wellcond.lab.train.checkpoint import (
-    group_options,
-    last_checkpoint,
-    load_model_,
-    load_optimizer_,
-    model_tensors,
-    optimizer_tensors,
-    read_checkpoint,
-    read_tensors,
-    save_checkpoint,
-)
 from wellcond.lab.train.evaluate import ConditioningLog, Evaluator, WeightAverage, find_test_set, layer_numbers
-from wellcond.lab.train.length import (
-    Diverged,
-    Lengths,
-    StopFlag,
-    TimeBudget,
-    TrainState,
-    check_loss,
-    ramped_parts,
-)
+from wellcond.lab.train.length import Diverged, Lengths, StopFlag, TimeBudget, TrainState, check_loss, ramped_parts
 from wellcond.lab.train.optimizers import set_point
 from wellcond.lab.train.run_folder import check_links
 
@@ -112,16 +94,16 @@ class Engine:
 
     def resume(self) -> int:
         """Resume from the last checkpoint, if there is one; returns its step."""
-        place = last_checkpoint(self.folder.path / "checkpoints")
+        place = checkpoint.last_checkpoint(self.folder.path / "checkpoints")
         if place is None:
             if self.is_main:
                 self.folder.cut_logs({})
             return 0
-        stored = read_checkpoint(place)
-        load_model_(self.model, place)
-        load_optimizer_(self.model, self.optimizer.optimizer, place, stored["groups"])
+        stored = checkpoint.read_checkpoint(place)
+        checkpoint.load_model_(self.model, place)
+        checkpoint.load_optimizer_(self.model, self.optimizer.optimizer, place, stored["groups"])
         if self.average is not None:
-            self.average.load_(read_tensors(place, "average", self.average.state.get))
+            self.average.load_(checkpoint.read_tensors(place, "average", self.average.state.get))
         self.best_weights = place if self.wants_best else None
         if self.accelerator.scaler is not None and stored["scaler"]:
             self.accelerator.scaler.load_state_dict(stored["scaler"])
@@ -142,19 +124,19 @@ class Engine:
                 check_links(self.folder.path)  # one may have been created since the run began
             if self.is_main or self.sharded:
                 tensors = {
-                    "model": model_tensors(self.model),
-                    "optimizer": optimizer_tensors(self.model, optimizer),
+                    "model": checkpoint.model_tensors(self.model),
+                    "optimizer": checkpoint.optimizer_tensors(self.model, optimizer),
                     "average": None if self.average is None else self.average.state,
                     "best": self.best_weights,
                 }
                 state = {
                     "train": asdict(self.state),
-                    "groups": group_options(optimizer),
+                    "groups": checkpoint.group_options(optimizer),
                     "seconds": self.clock.now(),
                     "logs": self.folder.log_marks(),
                     "scaler": None if scaler is None else scaler.state_dict(),
                 }
-                save_checkpoint(folder, step, tensors, state, sharded=self.sharded)
+                checkpoint.save_checkpoint(folder, step, tensors, state, sharded=self.sharded)
             self.accelerator.wait_for_everyone()
             if self.best_weights is not None:
                 self.best_weights = folder / f"step-{step:08d}"
@@ -329,7 +311,7 @@ class Engine:
                 self.state.best = row
                 if self.wants_best:
                     with self.evaluator.evaluated_weights():
-                        found = model_tensors(self.model).items()
+                        found = checkpoint.model_tensors(self.model).items()
                         self.best_weights = {name: value.detach().to("cpu", copy=True) for name, value in found}
             self.observer({"event": "evaluation", "row": row})
 
@@ -348,7 +330,7 @@ class Engine:
             else:
                 assert self.best_weights is not None
                 reshard_(self.model)
-                load_model_(self.model, self.best_weights, "best")
+                checkpoint.load_model_(self.model, self.best_weights, "best")
                 values = self.evaluator.score(samples, len(samples))
             tested = self.state.best if weights == "best" else self.state.final
             assert tested is not None
