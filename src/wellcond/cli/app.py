@@ -106,6 +106,11 @@ def _root(
         os.environ[DEBUG_VARIABLE] = "1"
 
 
+def is_first_process() -> bool:
+    """Whether this process may print; `torchrun` and `accelerate launch` start several."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def need_train_extra() -> None:
     """Say what to install before anything is imported that needs it; importing accelerate would load torch."""
     for package, name in (("accelerate", "accelerate"), ("pydantic", "pydantic"), ("yaml", "pyyaml")):

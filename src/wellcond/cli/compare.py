@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json as to_text
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import resources
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -223,10 +223,9 @@ class Comparison:
 
     def describe(self) -> None:
         """Write comparison.json; raises RunError if the folder holds another comparison."""
-        from wellcond.cli.runs import is_first_process
         from wellcond.lab.train.compare import write_comparison
 
-        if is_first_process():
+        if cli.is_first_process():
             write_comparison(self.folder, self.recipe, self.methods, self.seeds)
 
     def run(self, jobs: list[Job]) -> Outcome:
@@ -239,12 +238,12 @@ class Comparison:
 
     def run_all(self) -> int:
         """Every run and the report; returns the exit code."""
-        from wellcond.cli.runs import is_first_process, leaving_together, removing_untrained
+        from wellcond.cli.runs import leaving_together, removing_untrained
 
         planned = self.plan()
         with leaving_together(), removing_untrained(self.folder):
             self.describe()
-            if is_first_process() and not self.silent:
+            if cli.is_first_process() and not self.silent:
                 self._print_plan()
             outcome = self.run(planned)
         return self.end(outcome, len(planned))
@@ -258,21 +257,19 @@ class Comparison:
 
         out = make_console()
         out.print(f"[bold]{escape(self.recipe.title or self.recipe.name)}[/] ({self.recipe.scale})")
-        told = (
-            f"{count(len(self.methods), 'method')} x {count(len(self.seeds), 'seed')}; runs with the same seed share "
-        )
-        told += f"data order and all other weights. Folder: {self.folder}"
-        power = foresee_power(self.folder, len(self.seeds))
-        for line in [told, *(f"From the runs that are there: {line}" for line in power)]:
-            out.print(line, markup=False, soft_wrap=True)
+        methods, seeds = count(len(self.methods), "method"), count(len(self.seeds), "seed")
+        shared = "runs with the same seed share data order and all other weights"
+        out.print(f"{methods} x {seeds}; {shared}. Folder: {self.folder}", markup=False, soft_wrap=True)
+        for line in foresee_power(self.folder, len(self.seeds)):
+            out.print(f"From the runs that are there: {line}", markup=False, soft_wrap=True)
 
     def end(self, outcome: Outcome, num_jobs: int, more: Mapping[str, Any] | None = None) -> int:
         """Say what became of the runs; build and print the report, if it is wanted; returns the exit code."""
         from wellcond.cli.report import print_report
-        from wellcond.cli.runs import is_first_process, print_json, tell_end
+        from wellcond.cli.runs import print_json, tell_end
 
         code = print_json(outcome, more) if self.as_json else tell_end(outcome, num_jobs)
-        if self.report and is_first_process() and any(record["final"] for record in outcome.records):
+        if self.report and cli.is_first_process() and any(record["final"] for record in outcome.records):
             print_report(self.folder, quiet=self.silent)
         return code
 
@@ -321,4 +318,4 @@ def _method_words(method: MethodSettings) -> list[str]:
     except ValidationError:
         is_text = False
     fields = method.model_dump(mode="json")
-    return ["--method", method.label] if is_text else ["--set", f"method={to_text.dumps(fields)}"]
+    return ["--method", method.label] if is_text else ["--set", f"method={dumps(fields)}"]

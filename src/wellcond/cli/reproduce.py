@@ -60,7 +60,7 @@ def reproduce(
     numbers = None if seeds is None else cli.read_seeds(seeds)
     cli.read_jobs(jobs)
     cli.check_folder(folder)
-    from wellcond.cli.runs import is_first_process, leaving_together
+    from wellcond.cli.runs import leaving_together
     from wellcond.lab.methods import split_methods
     from wellcond.lab.reproduce.beside_paper import outcome_tables, write_outcome
     from wellcond.lab.reproduce.plan import PlanOptions, list_entries, list_table, make_plan, plan_table
@@ -88,7 +88,7 @@ def reproduce(
         for study in plan.studies:
             if code != 130 and (study.missing or study.glue_missing):
                 code = max(code, _run_study(study, jobs, cpu=cpu, silent=quiet or json))
-    if is_first_process():
+    if cli.is_first_process():
         collection = None if entry.kind == "static" else Collection(home)
         tables = write_outcome(known, plan.entry, scale, collection, home / known)
         _show(tables, as_json=json, quiet=quiet, end=f"written: {home / known / f'{known}.md'}")
@@ -130,10 +130,10 @@ def _check_can_run(plan: Plan, *, cpu: bool) -> None:
 
 def _run_study(study: PlannedStudy, jobs: str, *, cpu: bool, silent: bool) -> int:
     from wellcond.cli.console import make_console
-    from wellcond.cli.runs import choose_workers, exit_code, is_first_process, tell_end, watch
+    from wellcond.cli.runs import choose_workers, exit_code, tell_end, watch
     from wellcond.lab.report.glue import rebuild_glue
 
-    first = is_first_process()
+    first = cli.is_first_process()
     if first:
         study.describe()
         if not silent:

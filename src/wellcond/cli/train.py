@@ -107,7 +107,7 @@ def glue(
         outcome = runs.watch(
             len(plan.jobs), lambda observe: run_glue(plan, num_workers=workers, observer=observe), quiet=quiet or json
         )
-    if runs.is_first_process():
+    if cli.is_first_process():
         if outcome.records:
             page = rebuild_glue(run)
             if json:

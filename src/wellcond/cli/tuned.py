@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from wellcond.cli.app import OptionError
+from wellcond.cli.app import OptionError, is_first_process
 from wellcond.cli.compare import Comparison
 from wellcond.cli.console import make_console, print_table
-from wellcond.cli.runs import is_first_process, leaving_together, print_json, removing_untrained, tell_end
+from wellcond.cli.runs import leaving_together, print_json, removing_untrained, tell_end
 from wellcond.lab import tune
 from wellcond.lab.report.records import Metric
 from wellcond.lab.report.table import Table
