@@ -42,6 +42,7 @@ ALLOWED = {
     "memory_guard": BASE | {"jacobian"},
     "weights": BASE | {"attention", "conditioning"},
     "models": BASE | {"memory_guard", "weights"},
+    "zoo": BASE | {"attention", "jacobian", "models"},
     "integrations": BASE | {"attention", "init", "conditioning", "tracking", "weights"},
     "lab": BASE
     | {

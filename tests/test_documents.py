@@ -13,7 +13,7 @@ import yaml
 
 import wellcond
 import wellcond.theory
-from wellcond.cli.commands import app
+from wellcond.cli.main import load_app
 from wellcond.conditioning.methods import METHODS as CONDITIONS
 from wellcond.init.plan import METHODS as INITIALISATIONS
 from wellcond.lab.load_recipe import load_recipe, parse_recipe
@@ -77,7 +77,7 @@ def test_bash_blocks_run(path, tmp_path, monkeypatch):
         assert len(commands) == len(block.strip().splitlines()), "lines that are not run belong into a plain block"
         for arguments in commands:
             with pytest.raises(SystemExit) as end:
-                app(arguments)
+                load_app()(arguments)
             assert not end.value.code, arguments
 
 
@@ -91,7 +91,7 @@ def test_scripts_of_other_systems_are_shell(path):
 
 @pytest.mark.parametrize("path", with_blocks(""))
 def test_listed_commands_exist(path):
-    group = typer.main.get_command(app)
+    group = typer.main.get_command(load_app())
     for arguments in [arguments for block in blocks_of(path, "") for arguments in commands_in(block)]:
         with group.make_context("wellcond", list(arguments[:1]), resilient_parsing=True) as context:
             name, command, _ = group.resolve_command(context, list(arguments))

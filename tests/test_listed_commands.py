@@ -14,7 +14,7 @@ from safetensors.torch import save_model
 import wellcond as wc
 from detection.coco_sets import ROOT as DATA
 from test_documents import ROOT, blocks_of, commands_in, with_blocks
-from wellcond.cli.commands import app
+from wellcond.cli.main import load_app
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import split_methods
 from wellcond.models import build_model
@@ -108,7 +108,7 @@ def test_listed_commands_run(path, desk):
     for arguments in map(cut_short, commands):
         make_weights(arguments)
         with pytest.raises(SystemExit) as end:
-            app(arguments)
+            load_app()(arguments)
         assert not end.value.code, arguments
 
 

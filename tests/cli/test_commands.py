@@ -49,7 +49,7 @@ def test_large_models_that_are_only_named_are_not_filled_with_random_weights(run
 
 def test_the_limit_of_random_weights_changes_no_small_model(run, monkeypatch):
     _, small = run("inspect", VIT, *SMALL_VIT, "--json")
-    monkeypatch.setattr("wellcond.cli.inspect_print.MOST_RANDOM", 10**4)
+    monkeypatch.setattr("wellcond.cli.inspect.MOST_RANDOM", 10**4)
     _, large = run("inspect", VIT, *SMALL_VIT, "--json")
     torch.manual_seed(0)
     kappa = max(s.condition_number for s in spectra(wc.find_attention(small_vit())[0].q.read().detach()))

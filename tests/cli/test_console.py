@@ -7,7 +7,7 @@ from rich.console import Console
 
 from report.fake_runs import only_comparison, usual_methods, write_comparison
 from wellcond.cli.console import print_table
-from wellcond.cli.recipes import recipes
+from wellcond.cli.train import recipes
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.table import Table
 from wellcond.lab.report.tables import build_tables

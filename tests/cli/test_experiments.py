@@ -13,7 +13,7 @@ from lab.held_runs import HELD
 from lab.small import SETTINGS, command, record, run
 from patience import PATIENCE
 from report.fake_runs import FakeMethod, write_comparison
-from wellcond.cli.checks import OptionError, data_overrides, read_seeds
+from wellcond.cli.app import OptionError, data_overrides, read_seeds
 from wellcond.cli.main import main
 from wellcond.cli.report import foresee_power
 from wellcond.cli.runs import choose_workers

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import wellcond as wc
-from wellcond.cli.checks import InputError
+from wellcond.cli.app import InputError, OptionError
 from wellcond.cli.inputs import images_in, make_batch, what_it_reads
-from wellcond.cli.measure import MeasureError, read_numbers
+from wellcond.cli.measure import read_numbers
 from wellcond.lab.data.digits import load_digits
 
 SOURCE = """
@@ -313,7 +313,7 @@ def test_bad_options_say_what_to_do(run, file):
     assert "'nowhere', which does not exist" in run(model, "--input", "nowhere")[0]
     assert "expected 'digits', 'random'" in run(model, "--input", file)[0]
     assert "no attention was found" in run("timm:test_convnext")[0]
-    with pytest.raises(MeasureError):
+    with pytest.raises(OptionError):
         read_numbers("", "--layers")
 
 

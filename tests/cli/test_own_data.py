@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from wellcond.cli.checks import data_overrides
+from wellcond.cli.app import data_overrides
 from wellcond.cli.runs import fit_to_data
 
 SHORT = ["--methods", "default,gaussian", "--seeds", "1", "--jobs", "1", "--no-report", "--set",

@@ -13,9 +13,8 @@ import typer
 from lab.held_runs import HELD
 from lab.small import SETTINGS, assert_same_run, logs, record, run
 from patience import PATIENCE
-from wellcond.cli.checks import OptionError
-from wellcond.cli.compare import compare
-from wellcond.cli.comparison import job_command
+from wellcond.cli.app import OptionError
+from wellcond.cli.compare import compare, job_command
 from wellcond.cli.main import main
 from wellcond.cli.report import report
 from wellcond.cli.train import train
@@ -114,8 +113,7 @@ def test_a_method_of_any_label_arrives_as_it_is(tmp_path, monkeypatch, fields):
     recipe, base = load_recipe("digits", overrides=SETTINGS)
     method = recipe.at_tuned(MethodSettings.model_validate(fields))
     job = Job(recipe, method, 5, tmp_path / "run", base=base, cpu=True, local_code=True)
-    overrides = [*SETTINGS, "title=|\n  two\n  lines"]
-    words = shlex.split(job_command(job, "digits", scale=None, overrides=overrides).partition(" && ")[2])
+    words = shlex.split(job_command(job, "digits", scale=None, overrides=SETTINGS).partition(" && ")[2])
     words = words[words.index("train") + 1 :]
     assert words[0] == "digits" and words[-2:] == ["--cpu", "--trust-local-code"]
     changes = [words[number + 1] for number, word in enumerate(words) if word == "--set"]
@@ -125,9 +123,7 @@ def test_a_method_of_any_label_arrives_as_it_is(tmp_path, monkeypatch, fields):
     with pytest.raises(typer.Exit):
         train("digits", given, 5, set=changes, folder=tmp_path / "run", cpu=True, trust_local_code=True, quiet=True)
     [made] = found
-    assert made.method == method and made.recipe.config(method, 5) == job.recipe.model_copy(
-        update={"title": "two\nlines"}
-    ).config(method, 5)
+    assert made.method == method and made.recipe.config(method, 5) == job.recipe.config(method, 5)
 
 
 class _Nothing:

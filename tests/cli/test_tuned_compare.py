@@ -75,7 +75,7 @@ def test_search_growth_interruption_and_test(run, hold, tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--tune", "optimizer.speed=1,2"], "optimizer.speed: no field 'speed'"),
+        (["--tune", "optimizer.speed=1,2"], "optimizer.speed: unknown field 'speed'"),
         (["--tune", "optimizer.lr=1e-3"], "expected at least two values"),
         (["--tune", "optimizer.lr=1e-3,fast"], "expected numbers such as 1e-3,3e-3, found 'fast'"),
         (["--tune", "optimizer.lr=0,1"], "greater than 0"),

@@ -16,8 +16,7 @@ import wellcond as wc
 from lab.small import SETTINGS
 from report.fake_runs import usual_methods, write_comparison
 from wellcond.cli import runs
-from wellcond.cli.commands import app
-from wellcond.cli.main import main
+from wellcond.cli.main import load_app, main
 from wellcond.lab.load_recipe import read_recipe, shipped_recipes
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.settings import Settings, explain
@@ -54,7 +53,7 @@ ALL = ("", " ", "abc", "inf", "0", "1.5", "1e300", "1000000000", "é" * 300, ","
        "/proc/x", "file", "a\nb", "²", "../..")  # fmt: skip
 
 
-COMMANDS = typer.main.get_command(app).commands
+COMMANDS = typer.main.get_command(load_app()).commands
 PARAMETERS = [
     (name, parameter.name)
     for name, command in COMMANDS.items()

@@ -21,8 +21,8 @@ from contracts.harness import randomise_
 from wellcond.attention.builders import head_rows
 from wellcond.attention.find import find_attention, scan_attention
 from wellcond.attention.site import AttentionSite, Slot
-from wellcond.cli.zoo import inspect_model
 from wellcond.errors import UnsupportedLayoutError
+from wellcond.zoo.walk import inspect_model
 
 
 class Seen:

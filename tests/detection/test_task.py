@@ -20,7 +20,6 @@ from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import EVALUATION
 from wellcond.lab.tasks.detection.samples import targets_of
 from wellcond.lab.tasks.detection.task import evaluate
-from wellcond.lab.train.batches import Share
 from wellcond.lab.train.evaluate import Evaluator
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import run_job
@@ -98,7 +97,7 @@ def test_the_loss_of_an_update_is_the_mean_over_its_images(root):
 
 
 class Alone:
-    device, num_processes = torch.device("cpu"), 1
+    device, num_processes, process_index = torch.device("cpu"), 1, 0
 
 
 def test_scores_are_coco_s_and_do_not_depend_on_the_batches(root):
@@ -106,7 +105,7 @@ def test_scores_are_coco_s_and_do_not_depend_on_the_batches(root):
     rows = []
     for size in (1, 3, 4):
         chosen = recipe(root, evaluation={"batch_size": size})
-        evaluator = Evaluator(chosen, task, model, Alone(), share=Share(), average=None)
+        evaluator = Evaluator(chosen, task, model, Alone())
         rows.append(evaluator.evaluate_all(None))
     for row in rows[1:]:
         assert row.keys() == rows[0].keys()
@@ -216,7 +215,7 @@ def test_images_without_objects_cannot_be_scored(root):
     task.evaluation.split, whole = only_empty, task.evaluation.split
     try:
         with pytest.raises(RecipeError, match="found none in the first 1 images"):
-            Evaluator(chosen, task, model, Alone(), share=Share(), average=None).evaluate(task.evaluation)
+            Evaluator(chosen, task, model, Alone()).evaluate(task.evaluation)
     finally:
         task.evaluation.split = whole
 

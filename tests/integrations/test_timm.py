@@ -16,7 +16,7 @@ from timm.scheduler import create_scheduler_v2
 from timm.utils import CheckpointSaver, ModelEmaV3, random_seed
 
 import wellcond as wc
-from wellcond.cli.commands import app
+from wellcond.cli.main import load_app
 from wellcond.weights import read_state_dict
 
 # timm leaves the image files that it reads to the garbage collector.
@@ -147,7 +147,7 @@ def test_the_command_folds_a_file_of_the_train_script(images, tmp_path):
     for flags, model in (([], run.model), (["--ema"], run.ema)):
         output = tmp_path / f"plain{len(flags)}.safetensors"
         with pytest.raises(SystemExit) as end:
-            app(["fold", f"timm:{NAME}", *arguments, "--weights", run.last, *flags, "-o", str(output)])
+            load_app()(["fold", f"timm:{NAME}", *arguments, "--weights", run.last, *flags, "-o", str(output)])
         assert not end.value.code
         loaded = timm.create_model(NAME, checkpoint_path=str(output), **SMALL).eval()
         torch.testing.assert_close(loaded(X), model(X), rtol=0, atol=1e-5)

@@ -7,7 +7,7 @@ import pytest
 from wellcond.lab.load_recipe import load_recipe, shipped_recipes
 from wellcond.lab.settings import Interval
 from wellcond.lab.tokenizers.base import TokenizerFile, TrainedTokenizer
-from wellcond.lab.train.length import BatchRamp
+from wellcond.lab.train.length import ramped_parts
 from wellcond.lab.train.optimizers import Constant, Cosine, Triangular
 
 TINYSTORIES = {"source": "hub", "id": "roneneldan/TinyStories", "config": None, "evaluation_split": "validation"}
@@ -122,18 +122,19 @@ def test_a_quarter_of_the_tokens_is_guessed(name):
     assert recipe.task.name == "masked_language_modelling" and recipe.task.mask_fraction == 0.25
 
 
+def all_parts(training):
+    steps = training.length.steps
+    return sum(ramped_parts(training.batch_ramp, training.accumulate, step, steps) for step in range(steps))
+
+
 def test_the_limit_of_updates_is_the_releases():
-    training = load_recipe("crammed-bert", scale="paper")[0].training
-    ramp = BatchRamp(training.batch_ramp, training.accumulate, training.length.steps)
-    assert sum(map(ramp.parts_of, range(training.length.steps))) == pytest.approx(900_000, abs=64)
+    assert all_parts(load_recipe("crammed-bert", scale="paper")[0].training) == pytest.approx(900_000, abs=64)
 
 
 def test_the_text_suffices_for_the_fixed_number_of_updates():
     recipe, _ = load_recipe("crammed-bert-steps", scale="paper")
     training = recipe.training
-    ramp = BatchRamp(training.batch_ramp, training.accumulate, training.length.steps)
-    parts = sum(map(ramp.parts_of, range(training.length.steps)))
-    tokens = parts * training.batch_size // training.accumulate * recipe.task.length
+    tokens = all_parts(training) * training.batch_size // training.accumulate * recipe.task.length
     assert tokens < recipe.data.limit_bytes / 6  # word pieces of English have fewer bytes than 6
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.watch import run, undisturbed
-from wellcond.cli.checks import InputError, check_input
+from wellcond.cli.app import InputError, check_input
 from wellcond.jacobian.select import available_bytes
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
@@ -106,13 +106,14 @@ def make_batch(model: nn.Module, source: str, *, samples: int, tokens: int = 32,
     weight = next((p for p in model.parameters() if p.is_floating_point()), None)
     if weight is not None:
         values = values.to(weight.device, weight.dtype if values.is_floating_point() else None)
-    if reads.keyword is None:
-        return values, text
-    name = "inputs_embeds" if reads.kind == "tokens" and values.is_floating_point() else reads.keyword
-    batch = {name: values}
-    if reads.decoder:
-        other = _random(reads, samples, tokens, seed + 1)[0].to(values) if source == "random" else values
-        batch[f"decoder_{name}"] = other
+    batch: Any = values
+    if reads.keyword is not None:
+        name = "inputs_embeds" if reads.kind == "tokens" and values.is_floating_point() else reads.keyword
+        batch = {name: values}
+        if reads.decoder:
+            other = _random(reads, samples, tokens, seed + 1)[0].to(values) if source == "random" else values
+            batch[f"decoder_{name}"] = other
+    _try_forward(model, batch)
     return batch, text
 
 
@@ -255,7 +256,7 @@ def _times(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape))
 
 
-def try_forward(model: nn.Module, batch: Any) -> None:
+def _try_forward(model: nn.Module, batch: Any) -> None:
     """Run the model once, so that a wrong batch is told from a failure to measure."""
     tensors = batch.values() if isinstance(batch, dict) else [batch]
     shapes = ", ".join(str(tuple(t.shape)) for t in tensors)

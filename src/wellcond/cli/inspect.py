@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import warnings
+from collections import Counter
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wellcond.cli.app import MODEL_HELP, MODELS, ModelArguments, Seed, Weights, app
-from wellcond.cli.checks import check_weights, describe_spec
-from wellcond.errors import check_choice
-from wellcond.models import check_model, parse_values
+from wellcond.cli import app as cli
+from wellcond.errors import AttentionNotFoundError, check_choice
+from wellcond.files import to_json
+from wellcond.models import ModelSpecError, build_model, is_local_code
+from wellcond.version import __version__
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from wellcond.attention.site import AttentionSite
+    from wellcond.lab.report.table import Table
+
+MOST_RANDOM = 500_000_000
+"""Parameters of a model that is built with random weights if it is only named: 2 GB, and seconds to draw."""
 
 
-@app.command("inspect", rich_help_panel=MODELS)
+@cli.app.command("inspect", rich_help_panel=cli.MODELS)
 def inspect(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
-    weights: Weights = None,
-    model_arg: ModelArguments = None,
-    seed: Seed = 0,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=cli.MODEL_HELP)] = None,
+    weights: cli.Weights = None,
+    model_arg: cli.ModelArguments = None,
+    seed: cli.Seed = 0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     zoo: Annotated[
         str | None, typer.Option(metavar="NAME", help="Instead of one model, all of a library: timm or hf.")
@@ -28,14 +43,163 @@ def inspect(
         raise typer.BadParameter("give either a MODEL or --zoo timm|hf")
     if model is None:
         check_choice("zoo", zoo, ("timm", "hf"))
-        from wellcond.cli.zoo import print_zoo
-
         print_zoo(str(zoo), as_json=json)
         return
-    arguments = parse_values(model_arg or [])
-    check_model(model, arguments)
-    check_weights(weights)
-    from wellcond.cli.inspect_print import build_to_inspect, print_model
+    built = _build(model, cli.read_model(model, model_arg, weights), weights, seed)
+    print_model(built, as_json=json, title=cli.describe_spec(model, model_arg, weights, seed))
 
-    built = build_to_inspect(model, arguments, weights, seed)
-    print_model(built, as_json=json, title=describe_spec(model, model_arg or [], weights, seed))
+
+def _build(spec: str, arguments: dict[str, Any], weights: Path | None, seed: int) -> nn.Module:
+    """The model; a large one that is only named is built on the meta device.
+
+    Its weights would be random, and take memory and minutes, so that it has no condition numbers.
+    """
+    import torch
+
+    from wellcond.cli.checkpoints import build_loaded
+
+    if weights is None and not is_local_code(spec) and not Path(spec.partition(":")[2]).is_dir():
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # constructors warn of copies to the meta device
+            try:
+                model = build_model(spec, arguments, on_meta=True)
+            except ModelSpecError:  # a mistake, or a constructor that needs values: building it for real tells
+                model = None
+        if model is not None and _count_parameters(model) > MOST_RANDOM:
+            return model
+    return build_loaded(spec, arguments, weights, seed)
+
+
+def _count_parameters(model: nn.Module) -> int:
+    """Numbers in the parameters of a model; those that are tied count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def print_model(model: nn.Module, *, as_json: bool, title: str) -> None:
+    """Print every attention of a model; modules that were refused are listed with the reason."""
+    import torch
+    from rich.console import Console
+    from rich.progress import track
+
+    from wellcond.attention.effective import conditioning_of
+    from wellcond.attention.find import scan_attention
+    from wellcond.cli.console import make_console, print_table
+    from wellcond.run_facts import describe_model
+
+    scan = scan_attention(model)
+    if not scan.sites and not scan.refusals:
+        raise AttentionNotFoundError((type(m).__name__ for m in model.modules()), [])
+    sites = track(scan.sites, "condition numbers", console=Console(stderr=True), transient=True, disable=as_json)
+    with torch.no_grad():
+        rows = [_describe(site) for site in sites]
+    note, parameters = "", _count_parameters(model)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        note = (
+            "Built without weights: a model of this size is not filled with random ones, whose κ would say nothing. "
+            f"Give real ones with --weights FILE or as a folder hf:PATH; they take {num_bytes / 2**30:,.1f} GiB."
+        )
+    conditioning = conditioning_of(model)
+    if as_json:
+        content = {
+            "model": f"{title}: {describe_model(model)}",
+            "version": __version__,
+            "conditioning": conditioning,
+            "parameters": parameters,
+            "sites": rows,
+            "refused": [str(refusal) for refusal in scan.refusals],
+        }
+        print(to_json(content | ({"note": note} if note else {}), indent=2))
+        return
+    out = make_console()
+    print_table(out, "", _model_table(rows))
+    stored = "W" if conditioning is None else f"W + C ({conditioning['method']})"
+    told = note or f"κ: worst over heads of σ_max/σ_min of each head's {stored}."
+    told += f" {len(rows)} attentions, {parameters:,} parameters in {title}."
+    out.print(told, markup=False, soft_wrap=bool(note))
+    for refusal in scan.refusals:
+        out.print(f"[yellow]not understood:[/] {refusal}")
+
+
+def _describe(site: AttentionSite) -> dict[str, Any]:
+    """One row: where, what, and the worst condition number over heads of each projection (effective weights)."""
+    from wellcond.attention.site import FLAGS
+    from wellcond.linalg.spectrum import spectra
+
+    row: dict[str, Any] = {
+        "layer": site.name or "(model)",
+        "class": type(site.module).__name__.removeprefix("Conditioned"),
+        "kind": site.kind,
+        "num_heads": site.num_heads,
+        "num_kv_heads": site.num_kv_heads,
+        "head_dim": site.head_dim,
+        "in_features": site.in_features,
+        "arrangement": site.arrangement,
+        "scale": site.scale,
+        "qk_norm": site.qk_norm,
+        "flags": [flag for flag in FLAGS if getattr(site, flag)],
+        "evidence": site.evidence,
+    }
+    for role in "qkv":
+        heads = site.slots[role].read().detach()
+        found = [] if heads.is_meta else spectra(heads)
+        # A head that is zero is worse than all.
+        worst = max(found, key=lambda s: (s.rank == 0, s.condition_number, s.pseudo_condition_number), default=None)
+        row[f"kappa_{role}"] = None if worst is None else worst.condition_number
+        row[f"pseudo_kappa_{role}"] = None if worst is None else worst.pseudo_condition_number
+        row[f"why_not_finite_{role}"] = "" if worst is None else worst.why_not_finite
+    return row
+
+
+def _model_table(rows: list[dict[str, Any]]) -> Table:
+    from wellcond.cli.console import show_weight
+    from wellcond.lab.report.table import Table
+
+    shown = []
+    for row in rows:
+        grouped = row["num_kv_heads"] != row["num_heads"]
+        heads = f"{row['num_heads']}/{row['num_kv_heads']}" if grouped else str(row["num_heads"])
+        remarks = [flag.replace("_", " ") for flag in row["flags"]]
+        remarks += [f"{row['qk_norm']} qk-norm"] if row["qk_norm"] else []
+        remarks += ["by structure only"] if row["evidence"] == "structure" else []
+        names = ("kappa", "pseudo_kappa", "why_not_finite")
+        kappas = [show_weight(*(row[f"{name}_{role}"] for name in names)) for role in "qkv"]
+        dims = f"{row['head_dim']} x {row['in_features']}"
+        shown.append((row["layer"], row["kind"], heads, dims, row["arrangement"], *kappas, ", ".join(remarks)))
+    header = ("layer", "kind", "heads", "dims", "arrangement", *(f"κ(W_{role})" for role in "QKV"), "remarks")
+    return Table("attention", "", header, tuple(shown), (), frozenset({0, 1, 2, 3, 4, 8}))
+
+
+def print_zoo(library: str, *, as_json: bool = False) -> None:
+    """Walk every architecture of timm or hf, as installed, and print how much of it is understood."""
+    from rich.console import Console
+    from rich.progress import track
+
+    from wellcond.cli.console import make_console, print_table
+    from wellcond.lab.report.table import Table
+    from wellcond.zoo.forms import is_structured
+    from wellcond.zoo.walk import walk_hf, walk_timm
+
+    console, walk = Console(stderr=True), walk_timm if library == "timm" else walk_hf
+    rows = walk(progress=lambda names: track(names, f"walking {library}", console=console, disable=as_json))
+    if as_json:
+        package = "transformers" if library == "hf" else library
+        facts = {"version": __version__, "library": f"{library} {metadata.version(package)}"}
+        print(to_json([asdict(row) | facts for row in rows], indent=2))
+        return
+    header = ("family", "model", "status", "sites", "kinds", "form of the Jacobian", "remark")
+    shown = tuple(
+        (row.family, row.model, row.status, str(row.num_sites), row.kinds, row.forms, row.detail) for row in rows
+    )
+    out = make_console()
+    print_table(out, "", Table("zoo", "", header, shown, (), frozenset({0, 1, 2, 4, 5, 6})))
+    counts = Counter(row.status for row in rows)
+    out.print(", ".join(f"{status}: {count}" for status, count in counts.most_common()))
+    with_attention = len(rows) - counts["no attention"] - counts["not built"]
+    if with_attention:
+        share = counts["found"] / with_attention
+        out.print(f"coverage: {counts['found']} of {with_attention} architectures with attention ({share:.0%})")
+    described = [row for row in rows if row.status == "found"]
+    if described:
+        structured = sum(is_structured(row.forms) for row in described)
+        out.print(f"structured Jacobians: {structured} of {len(described)} ({structured / len(described):.0%})")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from wellcond.errors import DEBUG_VARIABLE, MissingExtraError, WellcondError
+
+if TYPE_CHECKING:
+    from typer import Typer
 
 MISTAKE, BUG = 2, 1
 """Exit codes: of what the user can mend, as of a wrong option, and of what only wellcond can."""
@@ -20,10 +23,8 @@ def main() -> None:
         import typer  # noqa: F401
     except ImportError as error:
         sys.exit(str(MissingExtraError("typer and rich", "cli")) + f" ({error})")
-    from wellcond.cli.commands import app
-
     try:
-        app()
+        load_app()()
     except WellcondError as error:
         _end(error, str(error), MISTAKE)
     except MemoryError as error:
@@ -34,6 +35,15 @@ def main() -> None:
         _end(error, f"{error.filename}: {error.strerror}; give a path that can be read and written", MISTAKE)
     except Exception as error:  # the last resort: nobody should have to read a traceback
         _end(error, _report(error), BUG)
+
+
+def load_app() -> Typer:
+    """The command line with all its commands; what they do is imported when it is needed, since torch takes seconds."""
+    # In the order of the help.
+    from wellcond.cli import doctor, inspect, checkpoints, measure, compare, train, reproduce, report  # noqa: F401, I001
+    from wellcond.cli.app import app
+
+    return app
 
 
 def _report(error: Exception) -> str:

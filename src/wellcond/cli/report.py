@@ -1,4 +1,4 @@
-"""`wellcond report`: from records to tables and pages, without torch."""
+"""`wellcond report`, `claims` and `pack`: what is made of records of runs, without torch."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from wellcond.cli.app import EXPERIMENTS, app
-from wellcond.cli.checks import check_is_folder
+from wellcond.cli import app as cli
+from wellcond.files import to_json
 
 
-@app.command("report", rich_help_panel=EXPERIMENTS)
+@cli.app.command("report", rich_help_panel=cli.EXPERIMENTS)
 def report(
     folder: Annotated[Path, typer.Argument(help="A comparison, or a folder with several.")],
     pictures: Annotated[bool, typer.Option("--pictures/--no-pictures", help="Draw figures and build the page.")] = True,
 ) -> None:
     """Rebuild tables, figures and the page of a comparison from its records."""
-    check_is_folder(folder)
+    cli.check_is_folder(folder)
     print_report(folder, pictures=pictures)
 
 
@@ -62,3 +62,51 @@ def foresee_power(folder: Path, seeds: int) -> list[str]:
         summaries = {method: Summary(comparison.results(method)) for method in comparison.methods}
         told += describe_power(comparison, differences_to_baseline(comparison, summaries), seeds)
     return told
+
+
+@cli.app.command("claims", rich_help_panel=cli.PAPERS)
+def claims(
+    results: Annotated[Path, typer.Argument(help="Folder of committed records, such as results.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Markdown to write; by default RESULTS/claims.md.")
+    ] = None,
+    json: cli.Json = False,
+) -> None:
+    """Judge each claim of the papers by committed records: better, worse, equal within a margin, or undecided."""
+    cli.need_train_extra()
+    cli.check_is_folder(results)
+    output = output or results / "claims.md"
+    if output.is_dir():
+        raise cli.OutputError(f"--output: expected a name for the markdown, such as claims.md, found {output}")
+    from wellcond.cli.console import print_tables
+    from wellcond.lab.reproduce.claims import claims_table, judge_claims, write_claims
+
+    judged = judge_claims(results)
+    try:
+        write_claims(judged, output, results)
+    except OSError as error:
+        raise cli.OutputError(f"--output: {output} could not be written: {error.strerror or error}") from error
+    if json:
+        print(to_json([one.model_dump(mode="json") for one in judged], indent=1))
+        return
+    print_tables([claims_table(judged)], f"written: {output}")
+
+
+@cli.app.command("pack", rich_help_panel=cli.PAPERS)
+def pack(
+    folder: Annotated[
+        Path, typer.Argument(help="Full runs of wellcond compare or train, at any depth; they are kept.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write to, laid out in the same way.")],
+) -> None:
+    """Pack runs into one small file each, with a report without figures; all tables stay the same.
+
+    `wellcond report`, `claims` and `reproduce --records` read both forms. A packed comparison in OUTPUT is replaced.
+    """
+    cli.check_is_folder(folder)
+    from wellcond.cli.console import make_console
+    from wellcond.lab.report.pack import pack as pack_runs
+
+    for home in pack_runs(folder, output):
+        size = sum(path.stat().st_size for path in home.rglob("*") if path.is_file())
+        make_console().print(f"packed: {home}, {size / 1000:.0f} kB", markup=False, soft_wrap=True)

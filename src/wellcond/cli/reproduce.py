@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from wellcond.cli.app import PAPERS, Cpu, Jobs, Json, Overrides, Quiet, Seeds, app, need_train_extra
-from wellcond.cli.checks import check_folder, check_is_folder, read_jobs, read_seeds
+from wellcond.cli import app as cli
 from wellcond.errors import WellcondError, check_choice
+from wellcond.files import to_json
 
 if TYPE_CHECKING:
     from wellcond.lab.report.table import Table
     from wellcond.lab.reproduce.plan import Plan, PlannedStudy
 
 
-@app.command("reproduce", rich_help_panel=PAPERS)
+@cli.app.command("reproduce", rich_help_panel=cli.PAPERS)
 def reproduce(
     id: Annotated[
         str | None, typer.Argument(metavar="[ID]", help="Table, figure or ablation: C-T1, S-F2, A-scale.")
@@ -33,34 +33,34 @@ def reproduce(
         Path | None, typer.Option(help="Print from committed records, such as results; run nothing.")
     ] = None,
     methods: Annotated[str | None, typer.Option(metavar="LIST", help="Only these methods, and default.")] = None,
-    seeds: Seeds = None,
-    set: Overrides = None,
+    seeds: cli.Seeds = None,
+    set: cli.Overrides = None,
     data: Annotated[
         Path | None, typer.Option(help="Mirror of datasets (as WELLCOND_DATA), or images in train/ and val/.")
     ] = None,
     folder: Annotated[
         Path | None, typer.Option("--folder", "-o", help="Where to write; reproduce/SCALE by default.")
     ] = None,
-    jobs: Jobs = "auto",
-    cpu: Cpu = False,
-    json: Json = False,
-    quiet: Quiet = False,
+    jobs: cli.Jobs = "auto",
+    cpu: cli.Cpu = False,
+    json: cli.Json = False,
+    quiet: cli.Quiet = False,
 ) -> None:
     """Run what is missing for a table or figure of the papers, and print the paper's numbers beside ours."""
     if list_all == (id is not None):
         raise typer.BadParameter("give either an ID or --list")
-    need_train_extra()
+    cli.need_train_extra()
     from wellcond.lab.reproduce.catalogue import SCALES, find_entry
 
     check_choice("scale", scale, SCALES)
     known, entry = find_entry(id) if id is not None else ("", None)
     for name, place in (("--records", records), ("--data", data)):
         if place is not None:
-            check_is_folder(place, name)
-    numbers = None if seeds is None else read_seeds(seeds)
-    read_jobs(jobs)
-    check_folder(folder)
-    from wellcond.cli.runs import is_first_process
+            cli.check_is_folder(place, name)
+    numbers = None if seeds is None else cli.read_seeds(seeds)
+    cli.read_jobs(jobs)
+    cli.check_folder(folder)
+    from wellcond.cli.runs import leaving_together
     from wellcond.lab.methods import split_methods
     from wellcond.lab.reproduce.beside_paper import outcome_tables, write_outcome
     from wellcond.lab.reproduce.plan import PlanOptions, list_entries, list_table, make_plan, plan_table
@@ -72,7 +72,7 @@ def reproduce(
         rows = list_entries(
             lambda scale: folder or Path("reproduce") / scale, _cpu_workers(jobs), SCALES if json else (scale,)
         )
-        _print_json(rows) if json else _show([list_table(rows, scale)])
+        print(to_json(rows, indent=1)) if json else _show([list_table(rows, scale)])
         return
     if records is not None:
         _show(outcome_tables(known, entry, scale, Collection(records, committed=True)), as_json=json, quiet=quiet)
@@ -83,8 +83,12 @@ def reproduce(
         _show([plan_table(plan, _cpu_workers(jobs))], as_json=json, quiet=quiet)
         return
     _check_can_run(plan, cpu=cpu)
-    code = _run(plan, jobs, cpu=cpu, silent=quiet or json)
-    if is_first_process():
+    code = 0
+    with leaving_together():
+        for study in plan.studies:
+            if code != 130 and (study.missing or study.glue_missing):
+                code = max(code, _run_study(study, jobs, cpu=cpu, silent=quiet or json))
+    if cli.is_first_process():
         collection = None if entry.kind == "static" else Collection(home)
         tables = write_outcome(known, plan.entry, scale, collection, home / known)
         _show(tables, as_json=json, quiet=quiet, end=f"written: {home / known / f'{known}.md'}")
@@ -124,25 +128,12 @@ def _check_can_run(plan: Plan, *, cpu: bool) -> None:
     )
 
 
-def _run(plan: Plan, jobs: str, *, cpu: bool, silent: bool) -> int:
-    from wellcond.cli.runs import leaving_together
-
-    code = 0
-    with leaving_together():
-        for study in plan.studies:
-            if study.missing or study.glue_missing:
-                code = max(code, _run_study(study, jobs, cpu=cpu, silent=silent))
-            if code == 130:
-                break
-    return code
-
-
 def _run_study(study: PlannedStudy, jobs: str, *, cpu: bool, silent: bool) -> int:
     from wellcond.cli.console import make_console
-    from wellcond.cli.runs import choose_workers, exit_code, is_first_process, tell_end, watch
+    from wellcond.cli.runs import choose_workers, exit_code, tell_end, watch
     from wellcond.lab.report.glue import rebuild_glue
 
-    first = is_first_process()
+    first = cli.is_first_process()
     if first:
         study.describe()
         if not silent:
@@ -165,18 +156,8 @@ def _show(tables: list[Table], *, as_json: bool = False, quiet: bool = False, en
     from wellcond.cli.console import print_tables
 
     if as_json:
-        _print_json(
-            [
-                {"title": table.title, "rows": [dict(zip(table.header, row, strict=True)) for row in table.rows],
-                 "notes": list(table.notes)}
-                for table in tables
-            ]
-        )  # fmt: skip
+        rows = [[dict(zip(table.header, row, strict=True)) for row in table.rows] for table in tables]
+        parts = zip(tables, rows, strict=True)
+        print(to_json([{"title": t.title, "rows": shown, "notes": list(t.notes)} for t, shown in parts], indent=1))
     elif not quiet:
         print_tables(tables, end)
-
-
-def _print_json(content: object) -> None:
-    from wellcond.files import to_json
-
-    print(to_json(content, indent=1))

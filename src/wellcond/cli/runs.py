@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as TimeLeft
 
-from wellcond.cli.checks import OptionError, read_jobs
+from wellcond.cli.app import OptionError, is_first_process, read_jobs
 from wellcond.cli.console import make_console
 from wellcond.errors import WellcondError
 from wellcond.files import to_json, write_atomically
@@ -34,11 +34,6 @@ from wellcond.lab.train.run_folder import FolderInUse, RunFolder
 WAITING, STARTING_AGAIN = "waiting, another process is running it", "starting again"
 LISTS = ("comparison.json", "tuning.json")
 """Files of a comparison that list its runs."""
-
-
-def is_first_process() -> bool:
-    """Whether this process may print; `torchrun` and `accelerate launch` start several."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 # Before the runs

@@ -1,4 +1,4 @@
-"""`wellcond train`: one run."""
+"""`wellcond train`, one run; `wellcond glue`, which fine-tunes and scores runs; and the recipes that ship."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from wellcond.cli import app as cli
-from wellcond.cli.checks import OptionError, check_experiment, data_overrides
-from wellcond.errors import WellcondError
+from wellcond.errors import WellcondError, check_choice
+from wellcond.files import to_json
 
 
 @cli.app.command("train", rich_help_panel=cli.EXPERIMENTS)
@@ -32,8 +32,8 @@ def train(
 ) -> None:
     """Train one model with one method and one seed; the same command resumes an interrupted run."""
     cli.need_train_extra()
-    overrides = [*data_overrides(data, input, label), *(set or [])]
-    check_experiment(recipe, scale=scale, overrides=overrides, folder=folder)
+    overrides = [*cli.data_overrides(data, input, label), *(set or [])]
+    cli.check_experiment(recipe, scale=scale, overrides=overrides, folder=folder)
     from wellcond.cli import runs
     from wellcond.lab.load_recipe import load_recipe
     from wellcond.lab.methods import parse_methods
@@ -44,7 +44,7 @@ def train(
     loaded, base = load_recipe(recipe, scale=scale, overrides=overrides)
     asked = [loaded.method] if method is None else parse_methods(method)
     if len(asked) != 1:
-        raise OptionError(f"--method: expected one method, found {len(asked)}; `wellcond compare` takes several")
+        raise cli.OptionError(f"--method: expected one method, found {len(asked)}; `wellcond compare` takes several")
     chosen = loaded.at_tuned(asked[0])
     place = folder or Path("runs") / f"{loaded.name}-{loaded.scale}" / chosen.slug / f"seed{seed}"
     job = Job(loaded, chosen, seed, place, base=base, cpu=cpu, local_code=trust_local_code)
@@ -56,3 +56,92 @@ def train(
     code = runs.print_json(outcome) if json else runs.tell_end(outcome, 1)
     # A comparison that continues with other runs has the exit code 1, whatever error a run ends with.
     raise typer.Exit(2 if known else code)
+
+
+@cli.app.command("glue", rich_help_panel=cli.EXPERIMENTS)
+def glue(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run of masked language modelling, or a comparison.")],
+    tasks: Annotated[str | None, typer.Option(metavar="LIST", help="Such as cola,sst2; all eight by default.")] = None,
+    seeds: Annotated[
+        str, typer.Option(metavar="SEEDS", help="Seeds of fine-tuning: a number, or a list such as 3,4,7.")
+    ] = "1",
+    set: cli.Overrides = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=0, help="Rows of each split; 0 means all. By default 3000 at scale tiny, else all."
+        ),
+    ] = None,
+    base: Annotated[
+        Path | None, typer.Option(help="Folder that relative paths in the pre-training recipe start from.")
+    ] = None,
+    jobs: cli.Jobs = "auto",
+    cpu: cli.Cpu = False,
+    json: cli.Json = False,
+    quiet: cli.Quiet = False,
+) -> None:
+    """Fine-tune a pre-trained model on GLUE and score it; the same command resumes.
+
+    Corrections of a conditioned model are folded into its weights first.
+    """
+    cli.need_train_extra()
+    from wellcond.lab.report.glue import TITLES  # without torch, as long as there may be a mistake
+
+    cli.check_is_folder(run)
+    chosen = list(TITLES) if tasks is None else [name.strip() for name in tasks.split(",")]
+    for name in chosen:
+        check_choice("GLUE task", name, list(TITLES))
+    numbers = cli.read_seeds(seeds)
+    cli.read_jobs(jobs)
+    from rich.console import Console
+    from rich.markup import escape
+
+    from wellcond.cli import runs
+    from wellcond.cli.console import make_console, print_tables
+    from wellcond.lab.report.glue import glue_json, load_glue, rebuild_glue, scores_table
+    from wellcond.lab.tasks.glue.run import plan_glue, run_glue
+
+    plan = plan_glue(run, tasks=chosen, seeds=numbers, limit=limit, overrides=set or [], base=base, cpu=cpu)
+    workers = runs.choose_workers(jobs, plan.jobs[0].recipe, cpu=cpu)
+    with runs.leaving_together():
+        outcome = runs.watch(
+            len(plan.jobs), lambda observe: run_glue(plan, num_workers=workers, observer=observe), quiet=quiet or json
+        )
+    if cli.is_first_process():
+        if outcome.records:
+            page = rebuild_glue(run)
+            if json:
+                print(to_json(glue_json(load_glue(run)), indent=1))
+            elif not quiet:
+                print_tables([scores_table(load_glue(run))], f"tables: {page}")
+        out = Console(stderr=True) if json else make_console()
+        for name in plan.left_out:
+            out.print(f"[yellow]not scored:[/] {escape(name)}", soft_wrap=True)
+        runs.tell_end(outcome, len(plan.jobs), out)
+    raise typer.Exit(runs.exit_code(outcome))
+
+
+@cli.app.command("recipes", rich_help_panel=cli.EXPERIMENTS)
+def recipes(json: cli.Json = False) -> None:
+    """List the recipes that ship with wellcond."""
+    cli.need_train_extra()
+    from wellcond.cli.console import fits, make_console, print_table
+    from wellcond.lab.load_recipe import parse_recipe, shipped_recipes
+    from wellcond.lab.report.table import Table
+
+    listed = [parse_recipe(shipped.text, f"{shipped.scale}/{shipped.name}") for shipped in shipped_recipes()]
+    if json:
+        print(to_json([recipe.model_dump(mode="json") for recipe in listed], indent=1))
+        return
+    rows = []
+    for recipe in listed:
+        length, hours, data = recipe.training.length, recipe.training.hours, recipe.data.model_dump()
+        amount = f"{length.epochs:g} epochs" if length.epochs else f"{length.steps} steps"
+        read = next((str(data[key]) for key in ("id", "generator", "path", "train") if data.get(key)), data["source"])
+        model = recipe.model.name.partition(":")[2]
+        shown = (recipe.name, recipe.scale, amount if hours is None else f"{hours:g} hours", recipe.title)
+        rows.append((*shown, recipe.task.model_dump()["name"], model, read))
+    header = ("recipe", "scale", "length", "what", "task", "model", "data")
+    table = Table("recipes", "Recipes", header, tuple(rows), (), frozenset(range(len(header))))
+    out = make_console()
+    print_table(out, table.title, table if fits(out, table) else table.only(range(4)))

@@ -295,7 +295,8 @@ def _override_part(recipe: Recipe, part: str, values: Mapping[str, Any], label: 
     if hasattr(former, "name"):
         data["name"] = former.name
     if values.get("name", data.get("name")) != data.get("name"):  # of another kind: what that one has stays
-        known = _kinds(recipe, part).get(values["name"])
+        kinds = get_args(type(recipe).model_fields[part].annotation)
+        known = next((kind for kind in kinds if kind.model_fields["name"].default == values["name"]), None)
         data = {key: value for key, value in data.items() if known is None or key in known.model_fields}
     for path, value in values.items():
         *above, last = path.split(".")
@@ -316,22 +317,3 @@ def _adapter(recipe: type[Recipe], part: str) -> TypeAdapter:
     field = recipe.model_fields[part]
     kind: Any = Annotated[field.annotation, field]
     return TypeAdapter(kind)
-
-
-def _kinds(recipe: Recipe, part: str) -> dict[str, type[Settings]]:
-    """Classes among which `name` chooses, where there are several."""
-    return {kind.model_fields["name"].default: kind for kind in get_args(type(recipe).model_fields[part].annotation)}
-
-
-def field_value(recipe: Recipe, field: str) -> Any:
-    """Value of a dotted field in a recipe.
-
-    Raises: RecipeError if there is no such field.
-    """
-    found: Any = recipe
-    for key in field.split("."):
-        names = list(found) if isinstance(found, dict) else list(getattr(type(found), "model_fields", ()))
-        if key not in names:
-            raise RecipeError(f"{field}: no field {key!r} there{suggest(key, names)}")
-        found = found[key] if isinstance(found, dict) else getattr(found, key)
-    return found

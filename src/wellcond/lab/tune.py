@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from wellcond.lab.methods import MethodSettings, parse_method, read_calls, write_call
-from wellcond.lab.recipe import PARTS, Recipe, TrackingSettings, field_value, override_recipe
+from wellcond.lab.recipe import PARTS, Recipe, TrackingSettings, override_recipe
 from wellcond.lab.settings import RecipeError, first_problem, plain_number
 from wellcond.lab.train.compare import Outcome, settings_hash
 from wellcond.lab.train.run import Job
@@ -65,10 +65,6 @@ def at_values(recipe: Recipe, method: MethodSettings, values: Values, label: str
 def check_fields(recipe: Recipe, methods: Sequence[MethodSettings], grid: Mapping[str, Sequence[float]]) -> None:
     """Raise RecipeError for a field that no method has, or a value that it does not take."""
     for name, values in grid.items():
-        if name.partition(".")[0] in PARTS:
-            now = field_value(recipe, name)
-            if isinstance(now, bool) or not (now is None or isinstance(now, (int, float))):
-                raise RecipeError(f"--tune {name}: expected a field with a number, found {now!r} in the recipe")
         concerned = [method for method in methods if has_field(method, name)]
         if not concerned:
             raise RecipeError(
@@ -188,27 +184,25 @@ class MethodSearch:
         score = float(value) if record["status"] == "finished" and isinstance(value, (int, float)) else math.nan
         self.scores.setdefault(point, {})[record["seed"]] = score if math.isfinite(score) else math.nan
 
-    def known(self, point: Point) -> list[float]:
-        """Scores of the seeds that did not diverge."""
-        return [score for score in self.scores[point].values() if not math.isnan(score)]
-
-    def mean(self, point: Point) -> float:
-        """Mean score over the seeds that did not diverge; NaN if all did."""
-        known = self.known(point)
-        return math.fsum(known) / len(known) if known else math.nan
-
-    def std(self, point: Point) -> float:
-        """Standard deviation over the seeds that did not diverge; NaN for fewer than two."""
-        known = self.known(point)
-        return statistics.stdev(known) if len(known) > 1 else math.nan
+    def describe_point(self, point: Point) -> dict[str, Any]:
+        """A point and its scores, with mean and standard deviation over the seeds that did not diverge."""
+        scores = sorted(self.scores[point].items())
+        known = [score for _, score in scores if not math.isnan(score)]
+        return {
+            "values": self.values(point),
+            "scores": {str(seed): None if math.isnan(score) else score for seed, score in scores},
+            "diverged": [seed for seed, score in scores if math.isnan(score)],
+            "mean": math.fsum(known) / len(known) if known else None,
+            "std": statistics.stdev(known) if len(known) > 1 else None,
+        }
 
     def best(self) -> Point:
         """The point with the best mean, the smaller values of equals; one with a diverged seed after all others."""
 
         def rank(point: Point) -> tuple[int, float, Point]:
-            mean = self.mean(point)
-            lost = len(self.scores[point]) - len(self.known(point))
-            return lost, 0.0 if math.isnan(mean) else -mean if self.metric["higher_is_better"] else mean, point
+            found = self.describe_point(point)
+            mean = found["mean"] or 0.0
+            return len(found["diverged"]), -mean if self.metric["higher_is_better"] else mean, point
 
         return min(self.scores, key=rank)
 
@@ -243,19 +237,9 @@ class MethodSearch:
             "fields": self.fields,
             "grid": self.grid,
             "grown": self.grown,
-            "points": [self._describe_point(point) for point in sorted(self.scores)],
-            "best": self._describe_point(self.best()) if self.fields else None,
+            "points": [self.describe_point(point) for point in sorted(self.scores)],
+            "best": self.describe_point(self.best()) if self.fields else None,
             "at_edge": self.edges(),
-        }
-
-    def _describe_point(self, point: Point) -> dict[str, Any]:
-        scores, mean, std = sorted(self.scores[point].items()), self.mean(point), self.std(point)
-        return {
-            "values": self.values(point),
-            "scores": {str(seed): None if math.isnan(score) else score for seed, score in scores},
-            "diverged": [seed for seed, score in scores if math.isnan(score)],
-            "mean": None if math.isnan(mean) else mean,
-            "std": None if math.isnan(std) else std,
         }
 
 
@@ -326,7 +310,12 @@ def join_former(plan: Plan) -> Plan:
     return dataclasses.replace(plan, grid=joined)
 
 
-def write_tuning(plan: Plan, searches: Sequence[MethodSearch], metric: dict[str, Any], seeds: Sequence[int]) -> dict:
+def metric_of(searches: Sequence[MethodSearch]) -> dict[str, Any]:
+    """What runs are scored by, as they record it."""
+    return next((found.metric for found in searches if found.metric), {})
+
+
+def write_tuning(plan: Plan, searches: Sequence[MethodSearch], seeds: Sequence[int]) -> dict[str, Any]:
     """Write the record of a search that is tested on `seeds`; methods of an earlier call stay listed. Returns it."""
     former = read_tuning(plan.folder) or {"methods": []}
     rows = [found.describe() for found in searches]
@@ -338,7 +327,7 @@ def write_tuning(plan: Plan, searches: Sequence[MethodSearch], metric: dict[str,
         "recipe": plan.recipe.name,
         "scale": plan.recipe.scale,
         "settings_hash": ours["settings_hash"],
-        "metric": metric,
+        "metric": metric_of(searches),
         "fields": ours["fields"],
         "grid": {name: list(values) for name, values in plan.grid.items()},
         "seeds": ours["seeds"],

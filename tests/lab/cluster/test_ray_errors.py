@@ -11,7 +11,7 @@ from PIL import Image
 
 from lab.cluster.two_machines import Cluster, compare_command, finish, start
 from lab.small import small_job
-from wellcond.cli.checks import OptionError
+from wellcond.cli.app import OptionError
 from wellcond.cli.compare import compare as compare_command_line
 from wellcond.errors import MissingExtraError, WellcondError
 from wellcond.lab.cluster import RaySettings

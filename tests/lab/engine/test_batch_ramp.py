@@ -4,7 +4,7 @@ import pytest
 
 from lab.small import assert_same_run, record, small_job, small_recipe, stop_after
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.train.length import BatchRamp
+from wellcond.lab.train.length import ramped_parts
 from wellcond.lab.train.run import run_job
 
 OPTIONS = ("training.length={steps: 20}", "training.accumulate=4", "training.batch_size=48", "training.batch_ramp=0.5")
@@ -15,8 +15,7 @@ PARTS = [1, 1, 2, 2, 2, 3, 3, 4, 4, 4] + [4] * 10
 @pytest.mark.parametrize("share", [0.1, 0.6, 1.0])
 @pytest.mark.parametrize("parts", [1, 3, 64])
 def test_the_batch_grows_in_a_straight_line(share, parts):
-    ramp = BatchRamp(share, parts, 1000)
-    found = [ramp.parts_of(step) for step in range(1000)]
+    found = [ramped_parts(share, parts, step, 1000) for step in range(1000)]
     assert found == sorted(found) and found[0] == 1 and found[-1] == parts
     full = found.index(parts)
     assert full + 1 == pytest.approx(share * 1000 * (parts - 1) / parts, abs=2)

@@ -8,7 +8,7 @@ import pytest
 
 from lab.small import command, record, run, small_job, small_recipe, stop_after, train_command
 from wellcond.lab.train.length import RunClock, TimeBudget
-from wellcond.lab.train.optimizers import Point, Triangular
+from wellcond.lab.train.optimizers import Triangular
 from wellcond.lab.train.run import run_job
 from wellcond.run_records import seal
 
@@ -57,12 +57,11 @@ def ticking(monkeypatch):
 def test_schedule_follows_the_time_or_the_updates_whichever_is_further():
     clock = SlowClock()
     budget = TimeBudget(2.0, clock, Alone())
-    curve = budget.squeezed(lambda t: Point(t), 100)
     found = []
     for hours, step in ((0, 0), (0, 30), (0.5, 30), (1, 30), (1.999, 30), (2, 30), (3, 99)):
         clock.training = hours * 3600
         budget.look()
-        found.append((curve(step).factor, budget.is_used))
+        found.append((budget.point(step, 100), budget.used >= 1))
     assert found == [(0, False), (30, False), (30, False), (50, False), (99, False), (99, True), (99, True)]
     clock.training = 1800
     budget.look()

@@ -150,7 +150,6 @@ def run_on_ray(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver, 
     Raises: MissingExtraError; WellcondError without a cluster that can run the jobs, or for what concerns every run.
     """
     dispatch = Dispatch(jobs, observer, attempts=ATTEMPTS)
-    dispatch.leave_out_complete()
     left = list(dispatch.waiting)
     if not left:
         return dispatch.outcome

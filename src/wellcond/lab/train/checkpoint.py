@@ -236,10 +236,7 @@ def read_checkpoint(place: Path) -> dict[str, Any]:
 
 
 def _read_state(place: Path) -> dict[str, Any]:
-    """state.json.
-
-    Raises: OSError, ValueError, KeyError if it is missing, damaged or of another step.
-    """
+    """state.json; raises OSError, ValueError, KeyError if it is missing, damaged or of another step."""
     state: dict[str, Any] = json.loads((place / "state.json").read_text("utf-8"))
     if changed := find_change(state):
         raise ValueError(f"state.json {changed}")

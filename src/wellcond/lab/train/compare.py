@@ -189,33 +189,28 @@ class Dispatch:
     """Queue and outcome of the jobs of a comparison."""
 
     def __init__(self, jobs: Sequence[Job], observer: JobObserver, *, attempts: int) -> None:
-        """A job fails when its worker has been lost `attempts` times."""
-        self.waiting = deque(jobs)
+        """Complete runs are not repeated; a job fails when its worker has been lost `attempts` times."""
+        self.waiting: deque[Job] = deque()
         self.outcome = Outcome()
         self.stopping = False
         self._observer, self._attempts = observer, attempts
         self._lost: Counter[Path] = Counter()
+        for job in jobs:
+            try:
+                record = complete_record(job)
+            except WellcondError as error:
+                self.outcome.fail(job, str(error), observer)
+                continue
+            if record is None:
+                self.waiting.append(job)
+            else:
+                observer(job, {"event": "end", "record": record, "repeated": True})
+                self.outcome.take(record)
 
     def stop(self) -> None:
         """Empty the queue."""
         self.stopping = self.outcome.interrupted = True
         self.waiting.clear()
-
-    def leave_out_complete(self) -> None:
-        """Remove complete runs from the queue and add their records to the outcome."""
-        left = []
-        for job in self.waiting:
-            try:
-                record = complete_record(job)
-            except WellcondError as error:
-                self.outcome.fail(job, str(error), self._observer)
-                continue
-            if record is None:
-                left.append(job)
-            else:
-                self._observer(job, {"event": "end", "record": record, "repeated": True})
-                self.outcome.take(record)
-        self.waiting = deque(left)
 
     def handle(self, job: Job, message: Message) -> bool:
         """Handle the message of a worker; returns True if it is the last one of its job.
@@ -266,68 +261,52 @@ ATTEMPTS = 2
 """A run whose worker is killed resumes in another one; killed twice, it has failed."""
 
 
-@dataclass
-class _Worker:
-    process: Any
-    connection: Connection
-    job: Job | None = None
-
-
 def run_in_pool(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver) -> Outcome:
     """As `run_comparison`; a worker that dies is replaced and its run resumes."""
     dispatch = Dispatch(jobs, observer, attempts=ATTEMPTS)
-    dispatch.leave_out_complete()
-    if not dispatch.waiting:
-        return dispatch.outcome
-    workers: list[_Worker] = []
+    context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
+    workers: dict[Connection, Any] = {}
+    """Processes, each by the connection to it."""
+    running: dict[Connection, Job] = {}
+
+    def start() -> Connection:
+        ours, theirs = context.Pipe()
+        workers[ours] = process = context.Process(target=_work, args=(theirs,))  # a daemon may not start DataLoaders
+        process.start()
+        theirs.close()
+        return ours
+
     try:
         with StopFlag().listening() as stop:
-            workers += [_start() for _ in range(min(num_workers, len(dispatch.waiting)))]
-            while True:
+            while dispatch.waiting or running:
                 if stop.requested and not dispatch.stopping:
                     dispatch.stop()
-                    for worker in workers:
-                        if worker.job is not None:
-                            os.kill(worker.process.pid, signal.SIGTERM)
-                for number, worker in enumerate(workers):
-                    if worker.job is None and dispatch.waiting:
-                        workers[number] = _give(worker, dispatch.waiting.popleft())
-                busy = [worker for worker in workers if worker.job is not None]
-                if not busy:
-                    return dispatch.outcome
-                for ready in wait([worker.connection for worker in busy], timeout=0.2):
-                    _listen(next(worker for worker in workers if worker.connection is ready), dispatch)
+                    for connection in running:
+                        os.kill(workers[connection].pid, signal.SIGTERM)
+                for _ in range(min(len(dispatch.waiting), num_workers - len(running))):
+                    idle = next((connection for connection in workers if connection not in running), None) or start()
+                    try:
+                        idle.send(dispatch.waiting[0])
+                        running[idle] = dispatch.waiting.popleft()
+                    except OSError:  # it died while idle
+                        workers.pop(idle)
+                for connection in set(running).intersection(wait(list(running), timeout=0.2)):
+                    try:
+                        message = connection.recv()
+                    except (EOFError, ConnectionError):
+                        process = workers.pop(connection)
+                        process.join(10)
+                        dispatch.lose(running.pop(connection), f"its process {describe_exit(process.exitcode)}")
+                    else:
+                        if dispatch.handle(running[connection], message):
+                            del running[connection]
+        return dispatch.outcome
     finally:
-        for worker in workers:
-            worker.connection.close()
-            worker.process.terminate()  # idle workers end at once; a run ends after its step
-        for worker in workers:
-            worker.process.join(10)
-
-
-def _give(worker: _Worker, job: Job) -> _Worker:
-    try:
-        worker.connection.send(job)
-    except OSError:  # it died while idle
-        worker.connection.close()
-        worker = _start()
-        worker.connection.send(job)
-    worker.job = job
-    return worker
-
-
-def _listen(worker: _Worker, dispatch: Dispatch) -> None:
-    job = worker.job
-    assert job is not None
-    try:
-        message = worker.connection.recv()
-    except (EOFError, ConnectionError):
-        worker.process.join(10)
-        worker.job = None
-        dispatch.lose(job, f"its process {describe_exit(worker.process.exitcode)}")
-        return
-    if dispatch.handle(job, message):
-        worker.job = None
+        for connection, process in workers.items():
+            connection.close()
+            process.terminate()  # idle workers end at once; a run ends after its step
+        for process in workers.values():
+            process.join(10)
 
 
 def describe_exit(code: int | None) -> str:
@@ -341,15 +320,6 @@ def describe_exit(code: int | None) -> str:
         return f"ended with code {code}"
     killed = code == -signal.SIGKILL
     return f"was ended by {signal.Signals(-code).name}{'; out of memory?' if killed else ''}"
-
-
-def _start() -> _Worker:
-    context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(theirs,))  # not a daemon: daemons may not start DataLoader workers
-    process.start()
-    theirs.close()
-    return _Worker(process, ours)
 
 
 def _work(connection: Connection) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,41 +16,18 @@ from torch import Tensor, nn
 from wellcond.attention.distributed import is_held_together, reshard_, unwrap, whole
 from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite
-from wellcond.lab.recipe import Recipe
 from wellcond.lab.seeding import derive, seed_device
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask, Batch
+from wellcond.lab.train import checkpoint
 from wellcond.lab.train.batches import Share, UpdatePlan, fetch_batches
-from wellcond.lab.train.checkpoint import (
-    group_options,
-    last_checkpoint,
-    load_model_,
-    load_optimizer_,
-    model_tensors,
-    optimizer_tensors,
-    read_checkpoint,
-    read_tensors,
-    save_checkpoint,
-)
-from wellcond.lab.train.evaluate import (
-    ConditioningLog,
-    Evaluator,
-    WeightAverage,
-    find_test_set,
-    layer_numbers,
-)
-from wellcond.lab.train.length import (
-    BatchRamp,
-    Diverged,
-    Lengths,
-    RunClock,
-    StopFlag,
-    TimeBudget,
-    TrainState,
-    check_loss,
-)
+from wellcond.lab.train.evaluate import ConditioningLog, Evaluator, WeightAverage, find_test_set, layer_numbers
+from wellcond.lab.train.length import Diverged, Lengths, StopFlag, TimeBudget, TrainState, check_loss, ramped_parts
 from wellcond.lab.train.optimizers import set_point
-from wellcond.lab.train.run_folder import RunFolder, check_links
+from wellcond.lab.train.run_folder import check_links
+
+if TYPE_CHECKING:
+    from wellcond.lab.train.run import Session
 
 Event = dict[str, Any]
 Observer = Callable[[Event], None]
@@ -64,39 +41,23 @@ class Interrupted(Exception):
 class Engine:
     """Trains one model. Only rank 0 writes to the folder, but for shards of checkpoints."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        task: AbstractTask,
-        model: nn.Module,
-        accelerator: Any,
-        folder: RunFolder,
-        *,
-        seed: int,
-        clock: RunClock,
-        observer: Observer,
-        on_saved: Callable[[], None],
-    ) -> None:
+    def __init__(self, session: Session, task: AbstractTask, model: nn.Module) -> None:
         """Prepare a freshly built and conditioned model for this machine."""
-        self.recipe, self.task, self.accelerator, self.folder = recipe, task, accelerator, folder
-        self.clock, self.observer, self.on_saved, self.seed = clock, observer, on_saved, seed
+        self.session, self.task = session, task
+        self.recipe = recipe = session.job.recipe
+        self.accelerator = accelerator = session.accelerator
+        self.seed, self.folder = session.job.seed, session.folder
+        self.clock, self.observer = session.clock, session.observer
         if accelerator.is_fsdp2 and not task.can_be_sharded:  # its ranks would deadlock
             name = recipe.task.model_dump()["name"]
             raise RecipeError(f"task.name: {name} does not run under FSDP; launch it with DDP (torchrun) or alone")
         self.is_main = accelerator.is_main_process
         self.share = Share(accelerator.process_index, accelerator.num_processes)
         training = recipe.training
-        self.plan = UpdatePlan(
-            len(task.train),
-            training.batch_size,
-            training.accumulate,
-            seed,
-            recipe.augmentation.repeats,
-            following=task.following,
-        )
+        size, repeats = training.batch_size, recipe.augmentation.repeats
+        self.plan = UpdatePlan(len(task.train), size, training.accumulate, self.seed, repeats, task.following)
         self.plan.part_size(self.share)  # raises now, not after the first measurement
         self.lengths = lengths = Lengths.of(recipe, self.plan.steps_per_epoch)
-        self.ramp = BatchRamp(training.batch_ramp, training.accumulate, lengths.num_steps)
         self.test_samples = find_test_set(recipe, task)
         self.test: dict[str, Any] | None = None
         self.samples: list[dict[str, Any]] = []
@@ -105,17 +66,15 @@ class Engine:
         self.best_weights: dict[str, Tensor] | Path | None = None
         """Weights and buffers of the best evaluation so far: in memory until a checkpoint holds them, then that one."""
         self.state = TrainState()
-        self.budget = TimeBudget(training.hours, clock, accelerator)
-        self.log = ConditioningLog(
-            recipe.tracking, task, model, accelerator, lengths.num_steps, lengths.steps_per_epoch
-        )
+        self.budget = TimeBudget(training.hours, self.clock, accelerator)
+        self.log = ConditioningLog(recipe.tracking, task, model, accelerator, lengths)
         self.model, self.optimizer = accelerator.prepare(model, recipe.optimizer.build(model))
         averaging = training.averaging
         self.average = WeightAverage(unwrap(self.model), averaging.decay) if averaging else None
         evaluated = self.average if averaging and averaging.evaluate else None
-        self.evaluator = Evaluator(recipe, task, self.model, accelerator, share=self.share, average=evaluated)
-        curve = recipe.schedule.curve(lengths.num_steps, lengths.steps_per_epoch)
-        self.curve, self.learning_rate = self.budget.squeezed(curve, lengths.num_steps), 0.0
+        self.evaluator = Evaluator(recipe, task, self.model, accelerator, evaluated)
+        self.planned_steps, self.learning_rate = lengths.num_steps, 0.0
+        self.curve = recipe.schedule.curve(lengths.num_steps, lengths.steps_per_epoch)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.sharded = is_held_together(unwrap(self.model))
         self.sites = [] if self.sharded else find_attention(unwrap(self.model), strict=False)
@@ -135,16 +94,16 @@ class Engine:
 
     def resume(self) -> int:
         """Resume from the last checkpoint, if there is one; returns its step."""
-        place = last_checkpoint(self.folder.path / "checkpoints")
+        place = checkpoint.last_checkpoint(self.folder.path / "checkpoints")
         if place is None:
             if self.is_main:
                 self.folder.cut_logs({})
             return 0
-        stored = read_checkpoint(place)
-        load_model_(self.model, place)
-        load_optimizer_(self.model, self.optimizer.optimizer, place, stored["groups"])
+        stored = checkpoint.read_checkpoint(place)
+        checkpoint.load_model_(self.model, place)
+        checkpoint.load_optimizer_(self.model, self.optimizer.optimizer, place, stored["groups"])
         if self.average is not None:
-            self.average.load_(read_tensors(place, "average", self.average.state.get))
+            self.average.load_(checkpoint.read_tensors(place, "average", self.average.state.get))
         self.best_weights = place if self.wants_best else None
         if self.accelerator.scaler is not None and stored["scaler"]:
             self.accelerator.scaler.load_state_dict(stored["scaler"])
@@ -165,24 +124,24 @@ class Engine:
                 check_links(self.folder.path)  # one may have been created since the run began
             if self.is_main or self.sharded:
                 tensors = {
-                    "model": model_tensors(self.model),
-                    "optimizer": optimizer_tensors(self.model, optimizer),
+                    "model": checkpoint.model_tensors(self.model),
+                    "optimizer": checkpoint.optimizer_tensors(self.model, optimizer),
                     "average": None if self.average is None else self.average.state,
                     "best": self.best_weights,
                 }
                 state = {
                     "train": asdict(self.state),
-                    "groups": group_options(optimizer),
+                    "groups": checkpoint.group_options(optimizer),
                     "seconds": self.clock.now(),
                     "logs": self.folder.log_marks(),
                     "scaler": None if scaler is None else scaler.state_dict(),
                 }
-                save_checkpoint(folder, step, tensors, state, sharded=self.sharded)
+                checkpoint.save_checkpoint(folder, step, tensors, state, sharded=self.sharded)
             self.accelerator.wait_for_everyone()
             if self.best_weights is not None:
                 self.best_weights = folder / f"step-{step:08d}"
             if self.is_main:
-                self.on_saved()
+                self.session.write()
                 self.observer({"event": "saved", "step": step})
 
     # Training
@@ -194,7 +153,7 @@ class Engine:
             Diverged: the loss is not finite or exceeds `training.diverged_above` times the first.
             Interrupted: the stop flag is set; the last step has a checkpoint.
         """
-        state = self.state
+        state, training = self.state, self.recipe.training
         with self.clock.spent_on("measuring"):
             self.observer({"event": "phase", "phase": "measuring"})
             self._write_conditioning(self.log.begin(self.model, state.step))
@@ -203,17 +162,16 @@ class Engine:
         told = time.perf_counter()
         self._end_if_time_is_up()
         parts = self.plan.parts(self.share, self.full_updates, self.lengths.num_steps)
-        batches = fetch_batches(
-            self.task.train, parts, workers=self.recipe.training.workers, device=self.accelerator.device
-        )
+        batches = fetch_batches(self.task.train, parts, workers=training.workers, device=self.accelerator.device)
         self.model.train()
         self.clock.switch("training")
         while (step := state.step) < self.lengths.num_steps:
-            number = self.ramp.parts_of(self.budget.point(step, self.ramp.num_steps))
+            point = self.budget.point(step, self.planned_steps)
+            number = ramped_parts(training.batch_ramp, training.accumulate, point, self.planned_steps)
             mine = [next(batches) for _ in range(number)]
-            state.parts_spared += self.ramp.parts - number
+            state.parts_spared += training.accumulate - number
             done = step + 1
-            logged = done % self.recipe.training.log_every == 0 or done == self.lengths.num_steps
+            logged = done % training.log_every == 0 or done == self.lengths.num_steps
             loss, norms = self.update(step, mine, want_norms=logged)
             self._losses.append(loss)
             state.step = done
@@ -226,7 +184,8 @@ class Engine:
                 told = now
             self._at_boundaries(stop)
         self.clock.switch("evaluation")
-        self.samples = self.evaluator.write_samples()
+        with self.evaluator.evaluated_weights():
+            self.samples = self.task.write_samples(unwrap(self.model))
         self._test()
 
     def update(self, step: int, batches: Sequence[Batch], *, want_norms: bool) -> tuple[Tensor, dict[str, float]]:
@@ -245,7 +204,8 @@ class Engine:
             counted = torch.as_tensor(num_terms, dtype=torch.float64, device=accelerator.device)
             num_terms = accelerator.reduce(counted, reduction="sum").item()
         share = accelerator.num_processes / num_terms
-        self.learning_rate = set_point(self.optimizer, self.curve(step), self.recipe.optimizer.lr)
+        point = self.curve(self.budget.point(step, self.planned_steps))
+        self.learning_rate = set_point(self.optimizer, point, self.recipe.optimizer.lr)
         losses = []
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1
@@ -268,7 +228,7 @@ class Engine:
 
     def _end_if_time_is_up(self) -> None:
         self.budget.look()
-        if self.budget.is_used and self.state.step < self.lengths.num_steps:
+        if self.budget.used >= 1 and self.state.step < self.lengths.num_steps:
             self.lengths = replace(self.lengths, num_steps=self.state.step)
             self.log.end_at(self.state.step)
 
@@ -298,10 +258,7 @@ class Engine:
         return self.state.window[-1] if self.state.window else None
 
     def _take_losses(self) -> None:
-        """Move the losses of recent updates to the state, averaged over ranks.
-
-        Raises: Diverged if one is not finite.
-        """
+        """Move the losses of recent updates to the state, averaged over ranks; raises Diverged if one is not finite."""
         if not self._losses:
             return
         losses = torch.stack(self._losses).double()
@@ -354,7 +311,7 @@ class Engine:
                 self.state.best = row
                 if self.wants_best:
                     with self.evaluator.evaluated_weights():
-                        found = model_tensors(self.model).items()
+                        found = checkpoint.model_tensors(self.model).items()
                         self.best_weights = {name: value.detach().to("cpu", copy=True) for name, value in found}
             self.observer({"event": "evaluation", "row": row})
 
@@ -373,7 +330,7 @@ class Engine:
             else:
                 assert self.best_weights is not None
                 reshard_(self.model)
-                load_model_(self.model, self.best_weights, "best")
+                checkpoint.load_model_(self.model, self.best_weights, "best")
                 values = self.evaluator.score(samples, len(samples))
             tested = self.state.best if weights == "best" else self.state.final
             assert tested is not None

@@ -23,6 +23,7 @@ from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask, Record, Samples
 from wellcond.lab.train.batches import Share, evaluation_parts, fetch_batches
 from wellcond.lab.train.checkpoint import model_tensors
+from wellcond.lab.train.length import Lengths
 from wellcond.tracking import ConditionTracker
 
 
@@ -90,13 +91,11 @@ class Evaluator:
         task: AbstractTask,
         model: nn.Module,
         accelerator: Any,
-        *,
-        share: Share,
-        average: WeightAverage | None,
+        average: WeightAverage | None = None,
     ) -> None:
         """`average` is what is evaluated instead of the weights, where there is one."""
-        self.task, self.model, self.accelerator, self.share = task, model, accelerator, share
-        self.average = average
+        self.task, self.model, self.accelerator, self.average = task, model, accelerator, average
+        self.share = Share(accelerator.process_index, accelerator.num_processes)
         self.batch_size, self.workers = recipe.evaluation.batch_size, recipe.training.workers
 
     def evaluate(self, samples: Samples, at_most: int | None = None) -> dict[str, float]:
@@ -138,11 +137,6 @@ class Evaluator:
         in_order = [record for _, record in sorted(records, key=lambda numbered: numbered[0])]
         return self.task.summarise(samples, sums, in_order)
 
-    def write_samples(self) -> list[dict[str, Any]]:
-        """Outputs on samples of the weights that are to be evaluated, the same on every rank; each must call it."""
-        with self.evaluated_weights():
-            return self.task.write_samples(unwrap(self.model))
-
     def evaluated_weights(self) -> contextlib.AbstractContextManager[None]:
         """The model has the average for a while, if that is what is evaluated."""
         return self.average.in_place() if self.average is not None else contextlib.nullcontext()
@@ -174,21 +168,16 @@ class ConditioningLog:
     """
 
     def __init__(
-        self,
-        settings: TrackingSettings,
-        task: AbstractTask,
-        plain: nn.Module,
-        accelerator: Any,
-        num_steps: int,
-        steps_per_epoch: int,
+        self, settings: TrackingSettings, task: AbstractTask, plain: nn.Module, accelerator: Any, lengths: Lengths
     ) -> None:
         """Make it before Accelerate prepares the model: only then can it be copied."""
+        num_steps = lengths.num_steps
         self.settings, self.task, self.accelerator = settings, task, accelerator
         self.jacobian = jacobian_steps(settings.jacobian_points, num_steps)
         self.weights: frozenset[int] = frozenset()
         """Steps at which the Jacobian, and at which only weights and attention maps, are measured."""
         if settings.weights_every is not None:
-            every = settings.weights_every.in_steps(steps_per_epoch)
+            every = settings.weights_every.in_steps(lengths.steps_per_epoch)
             if num_steps // every > MOST_POINTS:
                 raise RecipeError(
                     f"tracking.weights_every: expected at most {MOST_POINTS} measurements, found one every {every} of "

@@ -18,7 +18,6 @@ from typing import Any, Literal, get_args
 import torch
 
 from wellcond.lab.recipe import Recipe
-from wellcond.lab.train.optimizers import Curve
 
 
 @dataclass(frozen=True)
@@ -42,30 +41,17 @@ class Lengths:
         return round(step / self.steps_per_epoch, 6)
 
 
-@dataclass(frozen=True)
-class BatchRamp:
-    """A batch that grows during training, as in Crammed BERT, where it is full after 60 % of the time.
+def ramped_parts(share: float | None, parts: int, point: int, num_steps: int) -> int:
+    """Parts of the update at a point of a schedule, as in Crammed BERT, whose batch is full after 60 % of the time.
 
-    The first updates have fewer parts, so that there are more updates in a given time.
+    The first updates have fewer parts, so that there are more updates in a given time. `share` is that of the schedule
+    after which the batch has all its parts; None for a full batch from the start.
+
+    Example:
+        >>> [ramped_parts(0.5, 4, step, 16) for step in range(10)]
+        [1, 1, 2, 2, 3, 3, 4, 4, 4, 4]
     """
-
-    share: float | None
-    """Of the length, after which the batch is full; None for a full batch from the start."""
-    parts: int
-    """Of a full batch."""
-    num_steps: int
-
-    def parts_of(self, point: int) -> int:
-        """Parts of the update at a point of the schedule.
-
-        Example:
-            >>> ramp = BatchRamp(share=0.5, parts=4, num_steps=16)
-            >>> [ramp.parts_of(step) for step in range(10)]
-            [1, 1, 2, 2, 3, 3, 4, 4, 4, 4]
-        """
-        if self.share is None:
-            return self.parts
-        return min(self.parts, math.ceil(self.parts * (point + 1) / (self.share * self.num_steps)))
+    return parts if share is None else min(parts, math.ceil(parts * (point + 1) / (share * num_steps)))
 
 
 class TimeBudget:
@@ -78,7 +64,7 @@ class TimeBudget:
         """None for no limit; the clock of a resumed run counts earlier sessions."""
         self.hours, self.clock, self.accelerator = hours, clock, accelerator
         self.used = 0.0
-        """Share of the time when it was last looked at; 1 is all of it."""
+        """Share of the time when it was last looked at; training ends at 1."""
 
     def look(self) -> None:
         """Read the clock of rank 0; every rank must call it, and all see the same."""
@@ -90,11 +76,6 @@ class TimeBudget:
 
             self.used = float(broadcast(torch.tensor(self.used, device=self.accelerator.device)))
 
-    @property
-    def is_used(self) -> bool:
-        """Whether training must end."""
-        return self.used >= 1
-
     def steps_expected(self, step: int, num_steps: int) -> int:
         """Number of updates at the present pace, at most `num_steps`."""
         return num_steps if self.used * num_steps <= step else max(step, round(step / self.used))
@@ -102,10 +83,6 @@ class TimeBudget:
     def point(self, step: int, num_steps: int) -> int:
         """Where a schedule of `num_steps` updates is: as far as the time, or as the updates if they are done sooner."""
         return max(step, min(num_steps - 1, int(self.used * num_steps)))
-
-    def squeezed(self, curve: Curve, num_steps: int) -> Curve:
-        """A schedule of `num_steps` updates within the time."""
-        return lambda step: curve(self.point(step, num_steps))
 
 
 class Diverged(Exception):
@@ -240,9 +217,7 @@ def peak_memory(device: torch.device) -> int:
 class StopFlag:
     """Set by Ctrl-C or SIGTERM: the run finishes its step, writes a checkpoint and stops."""
 
-    def __init__(self) -> None:
-        """Not set."""
-        self.requested = False
+    requested = False
 
     def any_rank(self, accelerator: Any) -> bool:
         """True if any rank has been asked to stop; every rank must call it."""

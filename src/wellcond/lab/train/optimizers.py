@@ -218,10 +218,7 @@ class Muon(Settings):
     """As for AdamW."""
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Over the parameters of a model.
-
-        Raises: RecipeError if it has no transformer blocks.
-        """
+        """Over the parameters of a model; raises RecipeError if it has no transformer blocks."""
         try:
             found = block_matrices(model, find_attention(model, strict=False))
             matrices = {id(m.parameter) for m in found if m.parameter.dim() == 2 and m.parameter.requires_grad}

@@ -107,7 +107,12 @@ def prepare_model(
     settings, proxy = recipe.model, None if method.library else recipe.proxy
     name = located(settings.name, base)
     if proxy is not None:
-        _check_proxy(name, method)
+        check_untrained(name)
+        if method.init == "default" and method.init_options and method.init_options.get("rule") != "torch":
+            raise RecipeError(
+                f"proxy: {method.label} draws the attention again at the scale of the library; expected default, which "
+                "is scale-true, or default(library=true)"
+            )
 
     def check() -> None:
         _check_takes(model, task, settings.name)
@@ -144,16 +149,6 @@ def prepare_model(
         task.loss(model, batch)
 
     return method.apply_(model, seed=derive(seed, "method"), base=base, build=build_teacher, forward=forward)
-
-
-def _check_proxy(name: str, method: MethodSettings) -> None:
-    """Raise RecipeError for a model or a method whose start would not be that of the larger model."""
-    check_untrained(name)
-    if method.init == "default" and method.init_options and method.init_options.get("rule") != "torch":
-        raise RecipeError(
-            f"proxy: {method.label} draws the attention again at the scale of the library; expected default, which is "
-            "scale-true, or default(library=true)"
-        )
 
 
 def located(name: str, base: Path | None) -> str:

@@ -89,12 +89,12 @@ def run_job(job: Job, observer: Observer = lambda event: None, *, stop: StopFlag
         flag = held.enter_context(StopFlag().listening()) if stop is None else stop
         while _is_in_use(folder, accelerator, held):
             if flag.any_rank(accelerator):
-                return _Session(job, folder, accelerator, observer).give_up()
+                return Session(job, folder, accelerator, observer).give_up()
             observer({"event": "waiting"})
             time.sleep(SECONDS_BETWEEN_TRIES)
         complete = complete_record(job)
         if complete is None:
-            return _Session(job, folder, accelerator, observer).run(flag)
+            return Session(job, folder, accelerator, observer).run(flag)
         accelerator.wait_for_everyone()
         observer({"event": "end", "record": complete, "repeated": True})
         return complete
@@ -140,10 +140,11 @@ def complete_record(job: Job) -> dict[str, Any] | None:
     return record if record is not None and record["status"] in COMPLETE else None
 
 
-class _Session:
+class Session:
     """One process's session of one run."""
 
     def __init__(self, job: Job, folder: RunFolder, accelerator: Any, observer: Observer) -> None:
+        """Begin the record and the clock."""
         self.job, self.folder, self.accelerator, self.observer = job, folder, accelerator, observer
         self.clock = RunClock(synchronizer(accelerator.device))
         self.engine: Engine | None = None
@@ -176,6 +177,10 @@ class _Session:
         return self.record
 
     def run(self, stop: StopFlag) -> dict[str, Any]:
+        """Train until the end or until it is stopped; returns the record.
+
+        Raises: WellcondError if the run fails.
+        """
         former = self.folder.read_record() or {}
         self.record |= {name: former[name] for name in KEPT if name in former}  # until this session replaces it
         try:
@@ -221,17 +226,7 @@ class _Session:
             "parameters": sum(p.numel() for p in model.parameters()),
             "attentions": len(find_attention(model, strict=False)),
         }
-        self.engine = engine = Engine(
-            recipe,
-            task,
-            model,
-            self.accelerator,
-            self.folder,
-            seed=job.seed,
-            clock=self.clock,
-            observer=observer,
-            on_saved=self._write,
-        )
+        self.engine = engine = Engine(self, task, model)
         step = engine.resume()
         session = describe_session(
             self.accelerator.device,
@@ -241,7 +236,7 @@ class _Session:
             at_once=job.at_once,
         )
         self.record["sessions"] = [*self.record["sessions"], session]
-        self._write()
+        self.write()
         if recipe.logging.trackers:
             values = {"method": job.method.label, "seed": job.seed, "recipe": recipe.name}
             self.accelerator.init_trackers(recipe.logging.project, config=values)
@@ -250,10 +245,7 @@ class _Session:
         return engine
 
     def _describe_task(self, task: AbstractTask) -> None:
-        """Metric, data and tokeniser.
-
-        Raises: RunError if an earlier session had another tokeniser.
-        """
+        """Metric, data and tokeniser; raises RunError if an earlier session had another tokeniser."""
         if task.tokenizer is not None:
             found = task.tokenizer.fingerprint
             former = self.record.get("tokenizer", {}).get("fingerprint", found)
@@ -277,7 +269,7 @@ class _Session:
 
     def _close(self, status: str, reason: str = "") -> dict[str, Any]:
         self.record |= {"status": status, "reason": reason}
-        self._write()
+        self.write()
         for tracker in self.accelerator.trackers:
             tracker.finish()
         self.observer({"event": "end", "record": self.record, "repeated": False})
@@ -286,9 +278,9 @@ class _Session:
     def _fail(self, reason: str) -> None:
         self.record |= {"status": "failed", "reason": reason}
         with contextlib.suppress(RunError):  # on a full disk the record cannot be written either
-            self._write()
+            self.write()
 
-    def _write(self) -> None:
+    def write(self) -> None:
         """Update the record and write it on rank 0."""
         engine, seconds = self.engine, self.clock.now()
         if engine is not None:
@@ -355,17 +347,12 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def has_free_cores(load: float | None = None) -> bool:
-    """Whether no more threads want to run on this machine than it has cores: by default in the mean of the last minute.
-
-    Where the system does not say, the answer is no.
-    """
-    if load is None:
-        try:
-            load = os.getloadavg()[0]
-        except (AttributeError, OSError):
-            return False
-    return load <= (os.cpu_count() or 1) + LOAD_OF_OUR_OWN
+def has_free_cores() -> bool:
+    """Whether no more threads wanted to run in the last minute than this machine has cores; no if it does not say."""
+    try:
+        return os.getloadavg()[0] <= (os.cpu_count() or 1) + LOAD_OF_OUR_OWN
+    except (AttributeError, OSError):
+        return False
 
 
 LOAD_OF_OUR_OWN = 0.5

@@ -1,4 +1,4 @@
-"""`wellcond inspect --zoo`: which attention of a library is described, by one small model of each architecture.
+"""Which attention of a library is described, by one small model of each architecture.
 
 Models are built from their default configs on the meta device: nothing is downloaded, and no memory is spent.
 """
@@ -11,27 +11,19 @@ import io
 import logging
 import re
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from importlib import metadata
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import nn
 
 from wellcond.attention.find import Scan, find_adapter, find_attention, scan_attention
-from wellcond.cli.console import make_console, print_table
-from wellcond.cli.zoo_forms import DESCRIBED, captured_forms, forms_of, is_structured, one_of_each_kind
 from wellcond.errors import MissingExtraError
-from wellcond.files import to_json
 from wellcond.jacobian.capture import capture_sites
-from wellcond.lab.report.table import Table
 from wellcond.models import LAYER_COUNTS
-from wellcond.version import __version__
+from wellcond.zoo.forms import DESCRIBED, captured_forms, forms_of, is_structured, one_of_each_kind
 
 # From the smallest up: the first word that a model's name contains decides; names with none of them come last.
 SMALL_WORDS = (
@@ -298,30 +290,3 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(previous)
-
-
-def print_zoo(library: str, *, as_json: bool = False) -> None:
-    """Walk every architecture of timm or hf, as installed, and print how much of it is understood."""
-    console, walk = Console(stderr=True), walk_timm if library == "timm" else walk_hf
-    rows = walk(progress=lambda names: track(names, f"walking {library}", console=console, disable=as_json))
-    if as_json:
-        package = "transformers" if library == "hf" else library
-        facts = {"version": __version__, "library": f"{library} {metadata.version(package)}"}
-        print(to_json([asdict(row) | facts for row in rows], indent=2))
-        return
-    header = ("family", "model", "status", "sites", "kinds", "form of the Jacobian", "remark")
-    shown = tuple(
-        (row.family, row.model, row.status, str(row.num_sites), row.kinds, row.forms, row.detail) for row in rows
-    )
-    out = make_console()
-    print_table(out, "", Table("zoo", "", header, shown, (), frozenset({0, 1, 2, 4, 5, 6})))
-    counts = Counter(row.status for row in rows)
-    out.print(", ".join(f"{status}: {count}" for status, count in counts.most_common()))
-    with_attention = len(rows) - counts["no attention"] - counts["not built"]
-    if with_attention:
-        share = counts["found"] / with_attention
-        out.print(f"coverage: {counts['found']} of {with_attention} architectures with attention ({share:.0%})")
-    described = [row for row in rows if row.status == "found"]
-    if described:
-        structured = sum(is_structured(row.forms) for row in described)
-        out.print(f"structured Jacobians: {structured} of {len(described)} ({structured / len(described):.0%})")

@@ -1,0 +1,148 @@
+"""`wellcond init` and `wellcond fold`: a model, or a checkpoint of it, in; a plain checkpoint out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from wellcond.cli import app as cli
+from wellcond.errors import WeightError, WellcondError
+from wellcond.models import build_model, check_model, parse_values
+
+if TYPE_CHECKING:
+    from torch import nn
+
+CALIBRATION_SAMPLES = 32
+
+
+@cli.app.command("init", rich_help_panel=cli.MODELS)
+def init(
+    model: cli.Model,
+    output: cli.Output,
+    method: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="conditioned, calibrated, orthogonal, gaussian, mimetic, nanochat, small, t_fixup, weight_selection "
+            "or default.",
+        ),
+    ] = "conditioned",
+    weights: cli.Weights = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="Option of the method; repeatable.")
+    ] = None,
+    teacher: Annotated[str | None, typer.Option(help="Larger MODEL, for weight_selection.")] = None,
+    teacher_weights: Annotated[Path | None, typer.Option(help="Checkpoint of the teacher.")] = None,
+    input: Annotated[
+        str | None,
+        typer.Option(metavar="INPUT", help="Data for calibrated: digits, random, a FOLDER of images, or FILE.npy."),
+    ] = None,
+    model_arg: cli.ModelArguments = None,
+    seed: cli.Seed = 0,
+    force: cli.Force = False,
+) -> None:
+    """Initialise the attention of MODEL and write a plain checkpoint."""
+    arguments, options = cli.read_model(model, model_arg, weights, teacher_weights), parse_values(option or [])
+    cli.check_outputs([output], force=force, suffix=".safetensors")
+    if teacher is not None:
+        check_model(teacher, {})
+    if (teacher is None) == (method == "weight_selection"):
+        raise typer.BadParameter("--teacher is for --method weight_selection, which needs it; give both or neither")
+    if teacher is None and teacher_weights is not None:
+        raise typer.BadParameter("--teacher-weights needs --teacher MODEL; give both")
+    if (input is None) == (method == "calibrated"):
+        raise typer.BadParameter("--input is for --method calibrated, which needs it; give both or neither")
+    if input is not None:
+        cli.check_input(input)
+    import torch
+
+    from wellcond.attention.find import find_attention
+    from wellcond.cli.inputs import make_batch
+    from wellcond.init.apply import init_
+    from wellcond.weights import load_weights, save_weights
+
+    torch.manual_seed(seed)
+    built = build_model(model, arguments)
+    if weights is not None:
+        load_weights(built, weights)
+    given: dict[str, Any] = {}
+    if teacher is not None:
+        given["teacher"] = build_model(teacher)
+        if teacher_weights is not None:
+            load_weights(given["teacher"], teacher_weights)
+    if input is not None:
+        given["batch"], _ = make_batch(built, input, samples=CALIBRATION_SAMPLES, seed=seed)
+    try:
+        init_(built, method, generator=torch.Generator().manual_seed(seed), **options, **given)
+    except (WellcondError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+        if not options:
+            raise
+        shown = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        raise cli.OptionError(
+            f"--method {method} with {shown}: {error}\n  Correct --option, or leave it out."
+        ) from error
+    save_weights(built, output, overwrite=force)
+    typer.echo(f"wrote {output}: {len(find_attention(built))} attentions initialised as {method!r}")
+
+
+@cli.app.command("fold", rich_help_panel=cli.MODELS)
+def fold(
+    model: cli.Model,
+    output: cli.Output,
+    weights: Annotated[Path, typer.Option(help="Checkpoint of a conditioned model.")],
+    ema: Annotated[
+        bool, typer.Option("--ema", help="Take the EMA weights of a checkpoint of timm's train script.")
+    ] = False,
+    model_arg: cli.ModelArguments = None,
+    force: cli.Force = False,
+) -> None:
+    """Fold the correction of a conditioned checkpoint into its weights, and write a plain checkpoint."""
+    arguments = cli.read_model(model, model_arg, weights)
+    cli.check_outputs([output], force=force, suffix=".safetensors")
+    from wellcond.conditioning.apply import fold_
+    from wellcond.weights import save_weights
+
+    built = build_model(model, arguments)
+    settings = load_raw_or_plain(built, weights, averaged=ema)
+    if settings is None:
+        raise WeightError(f"{weights} is a plain checkpoint already: it names no correction to fold")
+    fold_(built)
+    save_weights(built, output, overwrite=force)
+    typer.echo(f"wrote {output}: folded {settings['method']!r} into {len(settings['sites'])} attentions")
+
+
+def build_loaded(spec: str, arguments: dict[str, Any], weights: Path | None, seed: int) -> nn.Module:
+    """Build the model of a command, with the weights of a checkpoint if one is given."""
+    import torch
+
+    torch.manual_seed(seed)
+    model = build_model(spec, arguments)
+    if weights is not None:
+        load_raw_or_plain(model, weights)
+    return model
+
+
+def load_raw_or_plain(model: nn.Module, path: Path, *, averaged: bool = False) -> dict[str, Any] | None:
+    """Load a checkpoint; if it holds raw weights, condition the model as it says first.
+
+    Returns: the settings of its conditioning; None of a plain checkpoint.
+    """
+    from wellcond.conditioning.apply import recondition_
+    from wellcond.weights import conditioning_in, load_state, read_state_dict
+
+    state = read_state_dict(path, averaged=averaged)
+    settings = conditioning_in(state)
+    if settings is not None:
+        try:
+            recondition_(model, settings)
+        except WellcondError:
+            raise
+        except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+            raise WeightError(
+                f"{path}: the checkpoint's wellcond marker is damaged: {settings} cannot be applied ({error}). "
+                "Write the checkpoint again"
+            ) from error
+    load_state(model, state, str(path))
+    return settings

@@ -1,0 +1,1 @@
+"""Which attention of a library is described, and which form of the Jacobian measures it."""
