@@ -23,7 +23,7 @@ from wellcond.lab.models.changes import remove_norms_
 from wellcond.lab.models.trained import file_sha256, load_folded
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.settings import RecipeError, explain
-from wellcond.lab.tasks.glue.task import HUB_ID, NAMES, TASKS
+from wellcond.lab.tasks.glue import HUB_ID, NAMES, TASKS
 from wellcond.lab.tasks.masked_language_modelling import MaskedLanguageModellingSettings
 from wellcond.lab.tokenizers.base import LibraryTokenizer, TrainedTokenizer
 from wellcond.lab.tokenizers.make import chosen_tokenizer, read_tokenizer, trained_tokenizer
