@@ -25,7 +25,6 @@ from wellcond.lab.data import (  # isort: skip
     citations,  # noqa: F401
     digits,  # noqa: F401
     files,  # noqa: F401
-    image_folder,  # noqa: F401
     listops,  # noqa: F401
     pathfinder,  # noqa: F401
     text_stream,  # noqa: F401

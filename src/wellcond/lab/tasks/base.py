@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from wellcond.lab.data.base import Data, Dataset
 from wellcond.lab.models.changes import Norms
 from wellcond.lab.settings import Fraction, RecipeError, Settings
-from wellcond.lab.tokenizers.base import Tokenizer
+from wellcond.lab.tokenizers import Tokenizer
 
 Batch = dict[str, Tensor]
 SampleKey = tuple[int, int]

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from wellcond.attention.distributed import unwrap
 from wellcond.lab.data.base import Dataset, listed, report_progress
 from wellcond.lab.data.tables import TableDataset
+from wellcond.lab.data.tokens import text_columns
 from wellcond.lab.settings import RecipeError, SequenceLength, Settings
 from wellcond.lab.tasks.base import (
     AbstractTask,
@@ -31,8 +32,7 @@ from wellcond.lab.tasks.base import (
     need_kind,
     register_task,
 )
-from wellcond.lab.tokenizers.base import LibraryTokenizer, Tokenizer, TokenizerChoice, import_tokenizers, text_columns
-from wellcond.lab.tokenizers.make import make_tokenizer
+from wellcond.lab.tokenizers import LibraryTokenizer, Tokenizer, TokenizerChoice, import_tokenizers, make_tokenizer
 
 MULTIPLE = 8
 """Batches are padded to a multiple of it, which suits the hardware."""

@@ -19,6 +19,7 @@ from wellcond.attention.distributed import is_held_together
 from wellcond.attention.effective import is_conditioned
 from wellcond.conditioning.apply import folded
 from wellcond.lab.data.base import Dataset
+from wellcond.lab.data.tokens import TokenStream, open_token_stream, text_columns
 from wellcond.lab.settings import RecipeError, SequenceLength, Settings
 from wellcond.lab.tasks.base import (
     AbstractTask,
@@ -32,16 +33,7 @@ from wellcond.lab.tasks.base import (
     need_kind,
     register_task,
 )
-from wellcond.lab.tokenizers.base import (
-    Counts,
-    Tokenizer,
-    TokenizerChoice,
-    TokenStream,
-    document_end,
-    open_token_stream,
-    text_columns,
-)
-from wellcond.lab.tokenizers.make import make_tokenizer
+from wellcond.lab.tokenizers import Tokenizer, TokenizerChoice, make_tokenizer
 
 IGNORED = -100
 """Target that is not scored, as in `cross_entropy`."""
@@ -156,8 +148,8 @@ class ScoredWindows:
         return {
             "input_ids": seen,
             "targets": following.masked_fill(~scored, IGNORED),
-            "words": share * counts.words,
-            "bytes": share * counts.bytes,
+            "words": share * counts["words"],
+            "bytes": share * counts["bytes"],
         }
 
 
@@ -195,11 +187,11 @@ class LanguageModelling(AbstractTask):
         stream = np.concatenate([part for batch in batches for ids in batch for part in (ids, end)])
         if not stream.any():
             raise RecipeError(f"{what}: expected text, found none in {len(split)} documents")
-        return TokenStream(stream, Counts(tokens=len(stream)))
+        return TokenStream(stream, {})
 
     def model_arguments(self, kind: str) -> dict[str, Any]:
         """Vocabulary, context, and the token that ends a document."""
-        end, size = document_end(self.tokenizer), self.tokenizer.vocabulary_size
+        end, size = self.tokenizer.document_end, self.tokenizer.vocabulary_size
         ends = {"bos_token_id": end, "eos_token_id": end}
         return {"vocab_size": size, "max_position_embeddings": self.context, **ends}
 
@@ -245,7 +237,7 @@ class LanguageModelling(AbstractTask):
     def _opening(self) -> str:
         """The first tokens of the first document in the evaluation text that is not blank."""
         tokens = first_samples(self.evaluation, 1)["input_ids"][0].tolist()
-        end = document_end(self.tokenizer)
+        end = self.tokenizer.document_end
         for _, document in itertools.groupby(tokens, key=lambda token: token != end):
             text = self.tokenizer.decode(list(document)[:PROMPT_TOKENS])
             if text.strip():
@@ -295,7 +287,7 @@ def generate_text(
 
     Raises: RecipeError if the model knows fewer tokens than the tokeniser.
     """
-    end = document_end(tokenizer)
+    end = tokenizer.document_end
     given = [end, *(int(id) for id in tokenizer.encode_batch([prompt])[0])]
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from wellcond.attention.distributed import unwrap
+from wellcond.lab.data.tokens import open_token_stream
 from wellcond.lab.seeding import derive
 from wellcond.lab.settings import SequenceLength, Settings
 from wellcond.lab.tasks.base import (
@@ -34,8 +35,7 @@ from wellcond.lab.tasks.base import (
     register_task,
 )
 from wellcond.lab.tasks.language_modelling import IGNORED, TokenBlocks, perplexity
-from wellcond.lab.tokenizers.base import Tokenizer, TokenizerChoice, open_token_stream
-from wellcond.lab.tokenizers.make import make_tokenizer
+from wellcond.lab.tokenizers import Tokenizer, TokenizerChoice, make_tokenizer
 
 Words = NDArray[np.uint64]
 HIDDEN, RANDOM = 0.8, 0.1

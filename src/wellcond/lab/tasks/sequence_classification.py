@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from wellcond.lab.data.base import Dataset, TensorDataset, report_progress
 from wellcond.lab.data.images import BYTE_LIMIT, as_tensor_images
+from wellcond.lab.data.tokens import text_columns
 from wellcond.lab.settings import ImageSide, RecipeError, SequenceLength, Settings
 from wellcond.lab.tasks.base import (
     ArraySamples,
@@ -24,7 +25,6 @@ from wellcond.lab.tasks.base import (
     need_kind,
     register_task,
 )
-from wellcond.lab.tokenizers.base import text_columns
 
 PADDING = 0
 """Models neither attend to it nor embed it; every other token is shifted by one to make room for it."""

@@ -25,8 +25,7 @@ from wellcond.lab.recipe import Recipe
 from wellcond.lab.settings import RecipeError, explain
 from wellcond.lab.tasks.glue import HUB_ID, NAMES, TASKS
 from wellcond.lab.tasks.masked_language_modelling import MaskedLanguageModellingSettings
-from wellcond.lab.tokenizers.base import LibraryTokenizer, TrainedTokenizer
-from wellcond.lab.tokenizers.make import chosen_tokenizer, read_tokenizer, trained_tokenizer
+from wellcond.lab.tokenizers import LibraryTokenizer, TrainedTokenizer, make_tokenizer, read_tokenizer
 from wellcond.lab.train.checkpoint import read_finished_run
 from wellcond.lab.train.compare import JobObserver, Outcome, run_comparison
 from wellcond.lab.train.engine import Event
@@ -114,10 +113,12 @@ class Pretrained:
                 f"{self.folder} was pre-trained on bytes, which have no tokens [CLS] and [SEP]; GLUE needs a run with "
                 "task.tokenizer: {train: wordpiece, vocabulary: 4096} or the like"
             )
+        text = None
         if isinstance(choice, TrainedTokenizer):
             text = load_cached_data(json.dumps(self.record["config"]["data"]), self.base).train
-            return trained_tokenizer(choice, text, "the text of pre-training")
-        return chosen_tokenizer(choice, self.base or Path.cwd())
+        made = make_tokenizer(choice, text, "the text of pre-training", self.base)
+        assert isinstance(made, LibraryTokenizer)
+        return made
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of the model, what its task asked for among them."""

@@ -1,30 +1,26 @@
-"""Tokenisers from files, of which only data are read, and tokenisers trained on the text at hand."""
+"""Tokenisers: what tasks ask of one, those of bytes, of files (of which only data are read) and trained on a text."""
 
 from __future__ import annotations
 
 import contextvars
+import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import numpy as np
+from pydantic import BeforeValidator, Field, PositiveInt
+
+from wellcond.errors import MissingExtraError
 from wellcond.files import read_regular
 from wellcond.lab.data.base import DataError, Dataset, files_or_folders, find_path, report_progress
 from wellcond.lab.data.disk import cached_folder
-from wellcond.lab.settings import RecipeError
-from wellcond.lab.tokenizers.base import (
-    SPECIAL,
-    ByteTokenizer,
-    LibraryTokenizer,
-    Tokenizer,
-    TokenizerChoice,
-    TokenizerFile,
-    TrainedTokenizer,
-    import_tokenizers,
-    text_columns,
-    text_fingerprint,
-)
+from wellcond.lab.data.tokens import Ids, id_type, text_columns, text_fingerprint
+from wellcond.lab.settings import RecipeError, Settings
 
 TOKENIZER, VOCABULARY, MERGES = "tokenizer.json", "vocab.json", "merges.txt"
 VERSION = 3
@@ -34,27 +30,175 @@ ALPHABET = 1000
 """Characters that word pieces are made of; those that are rarer are unknown."""
 
 
-def make_tokenizer(choice: TokenizerChoice, train: Dataset, what: str, base: Path | None = None) -> Tokenizer:
+class TrainedTokenizer(Settings):
+    """A tokeniser trained on the training split."""
+
+    train: Literal["wordpiece", "bpe"]
+    """Word pieces as in BERT, or byte pairs as in GPT-2."""
+    vocabulary: Annotated[int, Field(ge=2, le=10_000_000)]
+    """Number of tokens, special ones and single characters among them."""
+    lower_case: bool = False
+    """Whether texts are written in lower case first; word pieces then lose their accents as well."""
+    min_frequency: PositiveInt = 2
+    """How often a pair must occur to become a token."""
+    documents: PositiveInt | None = None
+    """Only the first so many documents are looked at; null: all."""
+
+
+class TokenizerFile(Settings):
+    """A tokeniser that exists."""
+
+    file: str
+    """tokenizer.json, or a folder with it or with vocab.json and merges.txt; from the recipe's folder, or by name in a
+    mirror."""
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+    """Refuses any tokeniser but that of this fingerprint."""
+
+
+def _choose(raw: Any) -> Any:
+    if isinstance(raw, dict) and ("train" in raw) != ("file" in raw):
+        return (TrainedTokenizer if "train" in raw else TokenizerFile).model_validate(raw)
+    if raw == "bytes" or isinstance(raw, (TrainedTokenizer, TokenizerFile)):
+        return raw
+    raise ValueError("expected bytes, {train: wordpiece or bpe, vocabulary: 4096} or {file: PATH}")
+
+
+TokenizerChoice = Annotated[Literal["bytes"] | TrainedTokenizer | TokenizerFile, BeforeValidator(_choose)]
+"""Field type of a task."""
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Ids of the tokens that stand for no text; None where a tokeniser has none."""
+
+    pad: int | None = None
+    unknown: int | None = None
+    classify: int | None = None
+    """[CLS]"""
+    separator: int | None = None
+    """[SEP]"""
+    mask: int | None = None
+    end_of_text: int | None = None
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All there are, each once, in ascending order."""
+        return tuple(sorted({value for value in vars(self).values() if value is not None}))
+
+
+class ByteTokenizer:
+    """Byte b is token b + 1, and 0 is padding and the end of a document: no text is without tokens, none is unknown.
+
+    Example:
+        >>> ByteTokenizer().encode_batch(["é", ""])
+        [array([196, 170], dtype=uint16), array([], dtype=uint16)]
+        >>> ByteTokenizer().decode([196, 170, 0])
+        'é'
+    """
+
+    vocabulary_size = 257
+    special = SpecialTokens(pad=0, end_of_text=0)
+    document_end = 0
+    fingerprint = hashlib.sha256(b"bytes, shifted by one").hexdigest()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids from 1 to 256; half a surrogate pair, which UTF-8 does not know, as its three bytes."""
+        return [np.add(np.frombuffer(text.encode("utf-8", "surrogatepass"), "u1"), 1, dtype="<u2") for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Bytes that are not UTF-8 become U+FFFD."""
+        return bytes(int(id) - 1 for id in ids if id > 0).decode("utf-8", "replace")
+
+
+SPECIAL = {
+    "pad": ("[PAD]", "<pad>"),
+    "unknown": ("[UNK]", "<unk>"),
+    "classify": ("[CLS]", "<s>"),
+    "separator": ("[SEP]", "</s>"),
+    "mask": ("[MASK]", "<mask>"),
+    "end_of_text": ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>"),
+}
+"""How vocabularies spell the special tokens; the first that is there counts."""
+
+
+def import_tokenizers() -> Any:
+    """The module `tokenizers`.
+
+    Raises: MissingExtraError if it is not installed.
+    """
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise MissingExtraError("tokenizers", "text") from error
+    return tokenizers
+
+
+class LibraryTokenizer:
+    """A `tokenizers.Tokenizer` that neither cuts nor pads; a text that spells a special token has that token."""
+
+    def __init__(self, inner: Any) -> None:
+        """Take over a tokeniser of the library."""
+        inner.no_truncation()
+        inner.no_padding()
+        self.inner = inner
+        vocabulary = inner.get_vocab(with_added_tokens=True)
+        self.vocabulary_size = 1 + max(vocabulary.values(), default=-1)
+        found = {kind: [vocabulary[name] for name in names if name in vocabulary] for kind, names in SPECIAL.items()}
+        self.special = SpecialTokens(**{kind: ids[0] if ids else None for kind, ids in found.items()})
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Sha256 of the tokeniser as the library writes it."""
+        return hashlib.sha256(self.inner.to_str().encode()).hexdigest()
+
+    @property
+    def document_end(self) -> int:
+        """The token that ends a document in a stream: end of text, or [SEP].
+
+        Raises: DataError if there is neither.
+        """
+        ends = [end for end in (self.special.end_of_text, self.special.separator) if end is not None]
+        if ends:
+            return ends[0]
+        raise DataError(
+            "the tokeniser has no token that could end a document.",
+            expected=f"one of {', '.join(SPECIAL['end_of_text'] + SPECIAL['separator'][:1])} in its vocabulary",
+            found=f"{self.vocabulary_size} tokens without any of these",
+            todo="Add such a token to the tokeniser's file, or train a tokeniser: {train: bpe, vocabulary: 4096}.",
+        )
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text, in parallel; half a surrogate pair, which the library refuses, is a question mark."""
+        ids = id_type(self.vocabulary_size)
+        valid = [text.encode("utf-8", "replace").decode() for text in texts]
+        encoded = self.inner.encode_batch_fast(valid, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=ids) for encoding in encoded]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text, special tokens left out."""
+        return self.inner.decode([int(id) for id in ids], skip_special_tokens=True)
+
+
+Tokenizer = ByteTokenizer | LibraryTokenizer
+"""Text to numbers and back; no special token is added to a text. `fingerprint` covers all that decides the ids."""
+
+
+def make_tokenizer(choice: TokenizerChoice, train: Dataset | None, what: str, base: Path | None = None) -> Tokenizer:
     """The tokeniser that the field `tokenizer` of a task asks for, trained on `train` if it is to be trained.
+
+    A relative path of a file starts at `base`, the recipe's folder; else it is a name in a mirror.
 
     Raises:
         DataError: a file is missing or wrong, or the text does not suffice.
         RecipeError: the file holds another tokeniser than the recipe says.
         MissingExtraError: the tokenizers library is not installed.
     """
+    if choice == "bytes":
+        return ByteTokenizer()
     if isinstance(choice, TrainedTokenizer):
+        assert train is not None
         return trained_tokenizer(choice, train, what)
-    return ByteTokenizer() if choice == "bytes" else chosen_tokenizer(choice, base or Path.cwd())
-
-
-def chosen_tokenizer(choice: TokenizerFile, base: Path) -> LibraryTokenizer:
-    """The tokeniser of a file or folder: from the recipe's folder, or else by name in a mirror.
-
-    Raises:
-        DataError: it is in neither, or cannot be read.
-        RecipeError: it is not the one of `sha256`.
-    """
-    path = find_path(choice.file, base, "task.tokenizer.file")
+    path = find_path(choice.file, base or Path.cwd(), "task.tokenizer.file")
     tokenizer = read_tokenizer(path)
     if choice.sha256 not in (None, tokenizer.fingerprint):
         raise RecipeError(
