@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -97,6 +97,10 @@ class TensorDataset:
             values = (values.double() * 256).round()
         return values.to(torch.int64).contiguous().numpy().astype("<i8").tobytes()
 
+    def take(self, rows: Tensor | slice) -> TensorDataset:
+        """Some of the examples."""
+        return replace(self, inputs=self.inputs[rows], labels=None if self.labels is None else self.labels[rows])
+
 
 @dataclass(frozen=True, eq=False)
 class Data:
@@ -108,24 +112,28 @@ class Data:
     evaluation: Dataset
     class_names: tuple[str, ...] | None
     """In the order of the labels; None when unlabelled, or when labels are numbers."""
-    description: str
-    """Sizes and origin in words; holds no path of this machine."""
+    origin: str
+    """In words, without a path of this machine."""
     others: Mapping[str, Dataset] = field(default_factory=dict)
     """Further splits of the source by name, such as a test split beside the validation split."""
     vocabulary_size: int | None = None
     """Number of token ids; only for tokens."""
+    notes: Sequence[str] = ()
+    """What a reader of the record should know, such as rows that were left out."""
+
+    @property
+    def description(self) -> str:
+        """Origin, sizes and notes in words."""
+        labels = "unlabelled" if self.train.labels is None else "labelled with numbers"
+        classes = labels if self.class_names is None else f"{len(self.class_names)} classes"
+        sizes = f"{len(self.train)} training and {len(self.evaluation)} evaluation examples, {classes}"
+        test = f", {len(self.others['test'])} test examples" if "test" in self.others else ""
+        return "; ".join([f"{self.origin}: {sizes}{test}", *self.notes])
 
     @property
     def num_classes(self) -> int | None:
         """Number of classes; None when there are none."""
         return None if self.class_names is None else len(self.class_names)
-
-
-def describe_sizes(train: Dataset, evaluation: Dataset, class_names: tuple[str, ...] | None) -> str:
-    """The sentence on sizes that ends a description."""
-    labels = "unlabelled" if train.labels is None else "labelled with numbers"
-    classes = labels if class_names is None else f"{len(class_names)} classes"
-    return f"{len(train)} training and {len(evaluation)} evaluation examples, {classes}"
 
 
 def draw_subset(length: int, limit: int | None) -> Tensor | None:

@@ -16,7 +16,6 @@ from wellcond.lab.data.base import (
     Data,
     DataError,
     SourceConfig,
-    describe_sizes,
     find_path,
     listed,
     register_source,
@@ -70,11 +69,8 @@ def load_aan_pairs(config: AanPairsConfig, base: Path) -> Data:
     folder = find_path(config.path, base)
     files = [require(folder / f"new_aan_pairs.{name}.tsv") for name in ("train", "eval", "test")]
     train, evaluation, test = (_read_aan(file, config.max_bytes) for file in files)
-    description = (
-        f"paper pairs of the Long Range Arena, the first {config.max_bytes} bytes of each text: "
-        f"{describe_sizes(train, evaluation, CLASS_NAMES)}; {len(test)} test examples"
-    )
-    return Data("aan_pairs", "text", train, evaluation, CLASS_NAMES, description, {"test": test})
+    origin = f"paper pairs of the Long Range Arena, the first {config.max_bytes} bytes of each text"
+    return Data("aan_pairs", "text", train, evaluation, CLASS_NAMES, origin, {"test": test})
 
 
 def _read_aan(file: Path, max_bytes: int) -> PairDataset:
@@ -153,11 +149,9 @@ def load_citation_pairs(config: CitationPairsConfig, base: Path) -> Data:
             )
         splits[name] = PairDataset(texts, *_balance(part, taken, config.seed, name, folder))
     train, evaluation, test = (splits[name] for name in ("train", "evaluation", "test"))
-    description = (
-        f"paper pairs ({config.positives}) of {folder.name}: {describe_sizes(train, evaluation, CLASS_NAMES)}; "
-        f"divided by pairs; {len(test)} test examples"
-    ) + (f"; {len(blank)} papers without text left out" if blank else "")
-    return Data(folder.name, "text", train, evaluation, CLASS_NAMES, description, {"test": test})
+    notes = ["divided by pairs", *([f"{len(blank)} papers without text left out"] if blank else [])]
+    origin = f"paper pairs ({config.positives}) of {folder.name}"
+    return Data(folder.name, "text", train, evaluation, CLASS_NAMES, origin, {"test": test}, notes=notes)
 
 
 def _read_documents(file: Path) -> dict[str, str]:

@@ -24,7 +24,6 @@ from wellcond.lab.data.base import (
     DataError,
     SourceConfig,
     TensorDataset,
-    describe_sizes,
     leave_interrupts_to_parent,
     register_source,
     report_progress,
@@ -132,18 +131,8 @@ def load(config: GeneratedConfig, base: Path) -> Data:
     made = {split: make_split(config, split, count) for split, count in counts.items() if count > 0}
     splits = {name: TensorDataset(data.kind, data.inputs, data.labels) for name, data in made.items()}
     train, evaluation, first = splits.pop("train"), splits.pop("evaluation"), made["train"]
-    sizes = describe_sizes(train, evaluation, first.class_names)
-    sizes += f", {config.num_test} test examples" if splits else ""
-    return Data(
-        config.generator,
-        first.kind,
-        train,
-        evaluation,
-        first.class_names,
-        f"{config.generator} generated from seed {config.seed}: {sizes}",
-        others=splits,
-        vocabulary_size=first.vocabulary_size,
-    )
+    name, origin = config.generator, f"{config.generator} generated from seed {config.seed}"
+    return Data(name, first.kind, train, evaluation, first.class_names, origin, splits, first.vocabulary_size)
 
 
 def make_split(config: GeneratedConfig, split: str, count: int) -> Generated:

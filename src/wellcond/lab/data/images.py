@@ -22,7 +22,6 @@ from wellcond.lab.data.base import (
     DataError,
     Dataset,
     SourceConfig,
-    describe_sizes,
     draw_fraction,
     files_or_folders,
     find_path,
@@ -298,12 +297,10 @@ def load(config: ImageFolderConfig, base: Path) -> Data:
         rows, others = draw_fraction(trained, fraction, seed=config.seed, what=str(root / train))
         trained, evaluated = trained.take(rows), evaluated.take(others)
         told = f"evaluated on {fraction:g} of the images of every class, set aside by seed {config.seed}"
-    note = f", {ignored} other files ignored" if ignored else ""
-    class_names = tuple(classes)
-    sizes = describe_sizes(trained, evaluated, class_names)
-    description = f"image folder {root.name!r}, {told}: {sizes}{note}"
     rest = {name: made[name] for name in usual if name != evaluation}
-    return Data(root.name, "image", trained, evaluated, class_names, description, rest)
+    notes = [f"{ignored} other files ignored"] if ignored else []
+    origin = f"image folder {root.name!r}, {told}"
+    return Data(root.name, "image", trained, evaluated, tuple(classes), origin, rest, notes=notes)
 
 
 def _suffixes() -> set[str]:

@@ -22,7 +22,6 @@ from wellcond.lab.data.base import (
     DataError,
     SourceConfig,
     TensorDataset,
-    describe_sizes,
     files_or_folders,
     find_path,
     register_source,
@@ -326,16 +325,10 @@ def load_folder(config: PathfinderFolderConfig, base: Path) -> Data:
         )
     order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(config.seed))
     tenth = len(whole) // 10
-    assert whole.labels is not None
-    train, evaluation, test = (
-        TensorDataset("image", whole.inputs[rows], whole.labels[rows])
-        for rows in (part.sort().values for part in order.split([len(whole) - 2 * tenth, tenth, tenth]))
-    )
-    description = (
-        f"Pathfinder images of {folder.name}, {config.difficulty}, split with seed {config.seed}: "
-        f"{describe_sizes(train, evaluation, CLASS_NAMES)}; {len(test)} test examples"
-    )
-    return Data(folder.name, "image", train, evaluation, CLASS_NAMES, description, {"test": test})
+    parts = order.split([len(whole) - 2 * tenth, tenth, tenth])
+    train, evaluation, test = (whole.take(part.sort().values) for part in parts)
+    origin = f"Pathfinder images of {folder.name}, {config.difficulty}, split with seed {config.seed}"
+    return Data(folder.name, "image", train, evaluation, CLASS_NAMES, origin, {"test": test})
 
 
 def _read_images(root: Path) -> TensorDataset:

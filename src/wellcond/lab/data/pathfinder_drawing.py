@@ -1,8 +1,8 @@
 """What Pathfinder images are made of, and how they are drawn: options, curves of paddles, and strokes.
 
-Strokes are everything about one paddle, tabulated by its direction. Paddles begin on pixels and point in one of finitely
-many directions: whole degrees for the first paddle of a curve, and towards one of the pixels on a small circle for the
-others. So a paddle's pixels, its margin, and where the curve goes from there are looked up, not computed.
+Strokes are everything about one paddle, tabulated by its direction. Paddles begin on pixels and point in one of
+finitely many directions: whole degrees for the first paddle of a curve, and towards one of the pixels on a small circle
+for the others. So a paddle's pixels, its margin, and where the curve goes from there are looked up, not computed.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from wellcond.lab.data.base import (
     DataError,
     Kind,
     SourceConfig,
-    describe_sizes,
     draw_fraction,
     draw_subset,
     listed,
@@ -204,8 +203,7 @@ def load_tables(
     if "test" in further:
         further["test"] = further["test"].limit(limit_test)
     names = None if classes is None else classes.names
-    description = "; ".join([f"{name} from {origin}: {describe_sizes(trained, evaluated, names)}", *notes])
-    return Data(name, kind, trained, evaluated, names, description, further)
+    return Data(name, kind, trained, evaluated, names, f"{name} from {origin}", further, notes=notes)
 
 
 def _input_data(table: Table, columns: tuple[str, ...], kind: Kind) -> Table:

@@ -14,7 +14,6 @@ from wellcond.lab.data.base import (
     Data,
     DataError,
     SourceConfig,
-    describe_sizes,
     listed,
     register_source,
     report_progress,
@@ -92,9 +91,8 @@ def load(config: TextStreamConfig, base: Path) -> Data:
         TableDataset(Table(stored.select(range(a, b)), [Part(str(name), b - a)]), "text", ("text",), None)
         for a, b in zip(bounds, bounds[1:], strict=False)
     )
-    note = f"; {counts['empty']} empty texts left out" if counts["empty"] else ""
-    sizes = f"{describe_sizes(train, evaluation, None)}, {counts['bytes']} bytes"
-    return Data(str(name), "text", train, evaluation, None, f"{name}, read as a stream: {sizes}{note}")
+    notes = [f"{counts['bytes']} bytes", f"{counts['empty']} empty texts left out"][: 1 + (counts["empty"] > 0)]
+    return Data(str(name), "text", train, evaluation, None, f"{name}, read as a stream", notes=notes)
 
 
 def _store(folder: Path, config: TextStreamConfig, name: str, files: list[Path] | None) -> None:

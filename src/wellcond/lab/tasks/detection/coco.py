@@ -27,7 +27,6 @@ from wellcond.lab.data.base import (
     Data,
     DataError,
     SourceConfig,
-    describe_sizes,
     draw_subset,
     find_path,
     listed,
@@ -365,10 +364,9 @@ def load(config: CocoConfig, base: Path) -> Data:
                 todo="Check the file; with a limit on images, raise it.",
             )
     names = tuple(str(category["name"]) for category in train.categories)
-    notes = ", ".join(f"{count} {what}" for what, count in sorted(left_out.items()) if count)
-    sizes = describe_sizes(train, evaluation, names)
-    left = f"; left out of training: {notes}" if notes else ""
-    return Data(root.name, "detection", train, evaluation, names, f"COCO format, {root.name}: {sizes}{left}")
+    missing = ", ".join(f"{count} {what}" for what, count in sorted(left_out.items()) if count)
+    notes = [f"left out of training: {missing}"] if missing else []
+    return Data(root.name, "detection", train, evaluation, names, f"COCO format, {root.name}", notes=notes)
 
 
 def _open(root: Path, part: CocoPart, field: str, *, training: bool) -> CocoDataset:
