@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from wellcond.errors import MissingExtraError
@@ -123,9 +123,9 @@ def to_channels(image: Image | Tensor, channels: int, where: str = "an image") -
         raise DataError("channels of an image", expected="1 or 3", found=str(channels), todo="Use 1 or 3.")
     if isinstance(image, Tensor):
         return _convert_tensor(image, channels, where)
+    mode = "L" if channels == 1 else "RGB"
     if image.mode.startswith("I;16"):
-        eight_bits: Image = import_pil().fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
-        return eight_bits.convert("L" if channels == 1 else "RGB")
+        image = import_pil().fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise DataError(
             f"{where} has 32-bit pixels, whose range is unknown.",
@@ -134,9 +134,7 @@ def to_channels(image: Image | Tensor, channels: int, where: str = "an image") -
             todo="Save the images with 8 bits per channel.",
         )
     if image.mode == "P" and "transparency" in image.info:
-        # PIL warns of transparency stored as bytes unless it is first applied.
-        return image.convert("RGBA").convert("L" if channels == 1 else "RGB")
-    mode = "L" if channels == 1 else "RGB"
+        image = image.convert("RGBA")  # PIL warns of transparency stored as bytes unless it is first applied
     return image if image.mode == mode else image.convert(mode)
 
 
@@ -224,21 +222,12 @@ class ImageFolderConfig(SourceConfig):
 
     source: Literal["image_folder"] = "image_folder"
     path: str
-    """From the recipe's folder, or a name in a mirror."""
-    train: str | None = None
-    """Folder of the training split, within `path`; by default train, or `path` itself if there are no splits."""
-    evaluation: str | None = None
-    """Folder of the evaluation split, within `path`; by default the first of val, validation, test that exists."""
+    """From the recipe's folder, or a name in a mirror. With the folder train in it, the first of val, validation and
+    test is evaluated on; without any of these, it has the folders of the classes."""
     evaluation_fraction: float | None = Field(None, gt=0, lt=1)
     """Part of the training images to evaluate on instead, of every class alike; 0.1 if there are no splits."""
     seed: int = 0
     """Of the images that `evaluation_fraction` draws."""
-
-    @model_validator(mode="after")
-    def _check_evaluation(self) -> ImageFolderConfig:
-        if self.evaluation is not None and self.evaluation_fraction is not None:
-            raise ValueError("expected either 'evaluation' (a folder) or 'evaluation_fraction', got both.")
-        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,58 +255,49 @@ class ImageFiles:
 
 
 @register_source(ImageFolderConfig)
-def load(config: ImageFolderConfig, base: Path) -> Data:
+def load_folder(config: ImageFolderConfig, base: Path) -> Data:
     """List the images; classes are sorted by name and must be the same in every split."""
     root = find_path(config.path, base)
-    splits = [name for name in ("train", *EVALUATION_NAMES) if (root / name).is_dir()]
-    train, fraction = config.train or ("train" if splits else "."), config.evaluation_fraction
-    usual = [name for name in splits if name not in ("train", train)]
-    if train == "." and config.evaluation is None:
-        fraction = fraction or DEFAULT_FRACTION
-    evaluation = train if fraction else config.evaluation or (usual[0] if usual else None)
-    if evaluation is None:
+    others = [name for name in EVALUATION_NAMES if (root / name).is_dir()]
+    train = "train" if others or (root / "train").is_dir() else "."
+    fraction = config.evaluation_fraction or (DEFAULT_FRACTION if train == "." else None)
+    if not fraction and not others:
         raise DataError(
             f"{root}: there is no split to evaluate on.",
             expected=f"one of the folders {listed(EVALUATION_NAMES)}",
             found=files_or_folders(root.iterdir()),
-            todo="Make one of these folders, name yours in 'evaluation', or set 'evaluation_fraction', such as 0.1.",
+            todo="Make one of these folders, or set 'evaluation_fraction', such as 0.1.",
         )
-    names = dict.fromkeys([train, evaluation, *usual])
-    fields = {train: "train", evaluation: "evaluation"}
-    folders = {name: require(root / name, "folder", fields.get(name)) for name in names}
     # Folders are compared before any is searched: a data set of millions of files takes minutes to list.
+    folders = {name: require(root / name, "folder") for name in (train, *others)}
     classes = _classes(folders[train])
     for folder in folders.values():
         _classes(folder, expected=classes)
     listings = {name: _list_images(folder, classes) for name, folder in folders.items()}
     made, ignored = {name: images for name, (images, _) in listings.items()}, sum(n for _, n in listings.values())
-    trained, evaluated = made[train], made[evaluation]
-    told = f"evaluated on {evaluation!r}"
+    trained = made.pop(train)
     if fraction:
-        rows, others = draw_fraction(trained, fraction, seed=config.seed, what=str(root / train))
-        trained, evaluated = trained.take(rows), evaluated.take(others)
-        told = f"evaluated on {fraction:g} of the images of every class, set aside by seed {config.seed}"
-    rest = {name: made[name] for name in usual if name != evaluation}
+        rows, aside = draw_fraction(trained, fraction, seed=config.seed, what=str(folders[train]))
+        trained, evaluated = trained.take(rows), trained.take(aside)
+        told = f"{fraction:g} of the images of every class, set aside by seed {config.seed}"
+    else:
+        evaluated, told = made.pop(others[0]), repr(others[0])
     notes = [f"{ignored} other files ignored"] if ignored else []
-    origin = f"image folder {root.name!r}, {told}"
-    return Data(root.name, "image", trained, evaluated, tuple(classes), origin, rest, notes=notes)
+    origin = f"image folder {root.name!r}, evaluated on {told}"
+    return Data(root.name, "image", trained, evaluated, tuple(classes), origin, made, notes=notes)
 
 
-def _suffixes() -> set[str]:
+def _suffixes() -> tuple[str, ...]:
     # The table of extensions also names formats that PIL only writes.
     formats = picture_formats()
-    return {suffix for suffix, name in import_pil().registered_extensions().items() if name in formats}
-
-
-def _is_image(name: str, suffixes: set[str]) -> bool:
-    return os.path.splitext(name)[1].lower() in suffixes
+    return tuple(sorted(suffix for suffix, name in import_pil().registered_extensions().items() if name in formats))
 
 
 def _classes(folder: Path, expected: list[str] | None = None) -> list[str]:
     """Names of the folders of classes, sorted, which must be those expected."""
     entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
     classes, suffixes = sorted(entry.name for entry in entries if entry.is_dir()), _suffixes()
-    loose = sorted(entry.name for entry in entries if entry.is_file() and _is_image(entry.name, suffixes))
+    loose = sorted(entry.name for entry in entries if entry.is_file() and entry.name.lower().endswith(suffixes))
     if loose or not classes:
         raise DataError(
             f"{folder}: the images are not sorted into classes." if loose else f"{folder}: there are no images.",
@@ -338,20 +318,20 @@ def _classes(folder: Path, expected: list[str] | None = None) -> list[str]:
 
 def _list_images(folder: Path, classes: Sequence[str]) -> tuple[ImageFiles, int]:
     """Image files by class, sorted, and how many other files were passed over."""
-    suffixes, images, counts = _suffixes(), [], []
+    suffixes, images, labels = _suffixes(), [], []
     ignored = sum(not entry.is_dir() for entry in os.scandir(folder) if not entry.name.startswith("."))
-    for name in classes:
+    for label, name in enumerate(classes):
         walked = os.walk(folder / name)
         files = [os.path.join(top, file) for top, _, found in walked for file in found if file[0] != "."]
-        chosen = sorted(file for file in files if _is_image(file, suffixes))
+        chosen = sorted(file for file in files if file.lower().endswith(suffixes))
         if not chosen:
             raise DataError(
                 f"{folder / name}: this class has no images.",
-                expected=f"at least one image ({listed(sorted(suffixes), most=8)})",
+                expected=f"at least one image ({listed(suffixes, most=8)})",
                 found=f"{len(files)} other files",
                 todo="Add images, or remove the folder.",
             )
         images += chosen
-        counts.append(len(chosen))
+        labels += [label] * len(chosen)
         ignored += len(files) - len(chosen)
-    return ImageFiles(images, torch.arange(len(classes)).repeat_interleave(torch.tensor(counts))), ignored
+    return ImageFiles(images, torch.tensor(labels)), ignored
