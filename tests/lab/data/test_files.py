@@ -308,13 +308,13 @@ def test_labels_of_other_forms(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "source", [{"source": "hub", "id": "a/b"}, {"source": "files", "train": "file", "evaluation": "b"}]
+    "source", [{"source": "hub", "id": "a/b"}, {"source": "files", "train": "file.txt", "evaluation": "b"}]
 )
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch, source):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "file/cache"))
+    (tmp_path / "file.txt").write_text("one")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "file.txt/cache"))
     message = failure(tmp_path, **source)
-    assert f"{tmp_path}/file/cache: the cache of the datasets library cannot be written" in message
+    assert f"{tmp_path}/file.txt/cache: the cache of the datasets library cannot be written" in message
     assert "NotADirectoryError" in message and "Set HF_DATASETS_CACHE" in message
 
 

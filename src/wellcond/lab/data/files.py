@@ -128,7 +128,6 @@ def load_hub(config: HubConfig, base: Path) -> Data:
         splits = {split: read_table(files, mirror) for split, files in find_splits(mirror, config.config).items()}
     else:
         with reading(config.id, **not_loaded(config.id)):
-            require_cache()
             found = load_dataset(config.id, name=config.config, revision=config.revision)
         splits = {split: Table(data, [Part(f"{name}, split {split!r}", len(data))]) for split, data in found.items()}
     joined = [require_split(split, splits, name, "train_split") for split in config.train_split.split("+")]
@@ -253,7 +252,6 @@ def read_table(files: list[Path], root: Path | None) -> Table:
 
     Image paths start at `root`, or at their file if it is None, and may not lead out of it.
     """
-    require_cache()
     builders = builders_of(files)
     tables = [_read_file(file, builder) for file, builder in zip(files, builders, strict=True)]
     for file, table, builder in zip(files, tables, builders, strict=True):
@@ -319,21 +317,17 @@ def reading(place: str, *, problem: str, expected: str, todo: str) -> Iterator[N
     """Name the place where reading fails, of which the library tells in many classes; and show no bars of it."""
     import pyarrow
 
-    datasets, network = import_datasets(), ()
-    try:
-        import httpx
-
-        # huggingface_hub talks through httpx since version 1; through requests before, whose errors are OSErrors.
-        network = (httpx.HTTPError,)  # type: ignore[assignment]
-    except ImportError:
-        pass
+    libraries = ("datasets", "httpx", "huggingface_hub")
     found = (OSError, csv.Error, ValueError, TypeError, RuntimeError, pyarrow.ArrowException)
     try:
         with quiet_progress():
             yield
     except DataError:
         raise
-    except (*found, datasets.exceptions.DatasetsError, *network) as error:
+    except Exception as error:
+        # huggingface_hub talks through httpx since version 1; through requests before, whose errors are OSErrors.
+        if not isinstance(error, found) and type(error).__module__.partition(".")[0] not in libraries:
+            raise
         raise DataError(f"{place}: {problem}.", expected=expected, found=root_cause(error), todo=todo) from error
 
 
@@ -352,10 +346,13 @@ def quiet_progress() -> Iterator[None]:
         datasets.enable_progress_bars()
 
 
-def require_cache() -> None:
-    """Raise `DataError` unless the folder that `datasets` writes to exists or can be made, and can be written to."""
-    folder = Path(os.environ.get("HF_DATASETS_CACHE") or import_datasets().config.HF_DATASETS_CACHE)
-    problem = "no permission to write"
+def load_dataset(path: str, **arguments: Any) -> Any:
+    """`datasets.load_dataset` with the cache in HF_DATASETS_CACHE as it is now.
+
+    Raises: DataError unless that folder exists or can be made, and can be written to.
+    """
+    datasets, problem = import_datasets(), "no permission to write"
+    folder = Path(os.environ.get("HF_DATASETS_CACHE") or datasets.config.HF_DATASETS_CACHE)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -367,12 +364,7 @@ def require_cache() -> None:
             found=problem,
             todo="Set HF_DATASETS_CACHE to a folder of yours with room for a copy of the data.",
         )
-
-
-def load_dataset(path: str, **arguments: Any) -> Any:
-    """`datasets.load_dataset` with the cache in HF_DATASETS_CACHE as it is now."""
-    cache = os.environ.get("HF_DATASETS_CACHE") or None
-    return import_datasets().load_dataset(path, cache_dir=cache, **arguments)
+    return datasets.load_dataset(path, cache_dir=str(folder), **arguments)
 
 
 def root_cause(error: BaseException) -> str:
