@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor
 
 from wellcond.errors import MissingExtraError, check_choice
 from wellcond.files import write_atomically
@@ -91,12 +90,19 @@ class Pretrained:
         Raises: RunError if it has no file (bytes), or is not the one in the record of the run: the text that it was
             trained on, or its file, has changed.
         """
-        path = self.place / self.tokenizer_file
+        path, choice = self.place / self.tokenizer_file, self.task.tokenizer
+        if choice == "bytes":
+            raise RunError(
+                f"{self.folder} was pre-trained on bytes, which have no tokens [CLS] and [SEP]; GLUE needs a run with "
+                "task.tokenizer: {train: wordpiece, vocabulary: 4096} or the like"
+            )
         if not path.is_file():
-            content = self._make_tokenizer().inner.to_str()
-            with writing(path):
-                path.parent.mkdir(exist_ok=True)
-                write_atomically(path, content)
+            text = None
+            if isinstance(choice, TrainedTokenizer):
+                text = load_cached_data(json.dumps(self.record["config"]["data"]), self.base).train
+            made = make_tokenizer(choice, text, "the text of pre-training", self.base)
+            assert isinstance(made, LibraryTokenizer)
+            self._write(path, made.inner.to_str())
         found = read_tokenizer(path)
         recorded = self.record["tokenizer"]["fingerprint"]
         if recorded != found.fingerprint:
@@ -106,19 +112,10 @@ class Pretrained:
             )
         return found
 
-    def _make_tokenizer(self) -> LibraryTokenizer:
-        choice = self.task.tokenizer
-        if choice == "bytes":
-            raise RunError(
-                f"{self.folder} was pre-trained on bytes, which have no tokens [CLS] and [SEP]; GLUE needs a run with "
-                "task.tokenizer: {train: wordpiece, vocabulary: 4096} or the like"
-            )
-        text = None
-        if isinstance(choice, TrainedTokenizer):
-            text = load_cached_data(json.dumps(self.record["config"]["data"]), self.base).train
-        made = make_tokenizer(choice, text, "the text of pre-training", self.base)
-        assert isinstance(made, LibraryTokenizer)
-        return made
+    def _write(self, path: Path, content: str | bytes) -> None:
+        with writing(path):
+            path.parent.mkdir(exist_ok=True)
+            write_atomically(path, content)
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of the model, what its task asked for among them."""
@@ -137,12 +134,6 @@ class Pretrained:
             return
         from safetensors.torch import save  # as the checkpoint itself
 
-        encoder = self._read_encoder()
-        with writing(path):
-            path.parent.mkdir(exist_ok=True)
-            write_atomically(path, save(encoder))
-
-    def _read_encoder(self) -> dict[str, Tensor]:
         name = located(self.model["name"], self.base)
         with torch.random.fork_rng(devices=[]):
             model = build_model(name, self.arguments(), auto_class="AutoModelForMaskedLM", local_code=False)
@@ -151,7 +142,8 @@ class Pretrained:
         load_folded(model, state, conditioning_in(state), str(self.weights))
         # Tied weights share memory, which the file format does not know.
         prefix = f"{getattr(model, 'base_model_prefix', 'encoder')}."  # what all heads of a family share
-        return {name: value.clone() for name, value in model.state_dict().items() if name.startswith(prefix)}
+        kept = {name: value.clone() for name, value in model.state_dict().items() if name.startswith(prefix)}
+        self._write(path, save(kept))
 
 
 def read_pretrained(folder: Path, base: Path | None = None) -> Pretrained:
