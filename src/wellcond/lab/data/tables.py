@@ -13,15 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from wellcond.lab.data.base import (
-    Data,
-    DataError,
-    Kind,
-    SourceConfig,
-    draw_fraction,
-    draw_subset,
-    listed,
-)
+from wellcond.lab.data.base import Data, DataError, Kind, SourceConfig, draw_fraction, draw_subset, listed
 from wellcond.lab.data.disk import import_datasets
 from wellcond.lab.data.images import decode_image, read_image
 

@@ -10,14 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from wellcond.lab.data.base import (
-    Data,
-    DataError,
-    SourceConfig,
-    listed,
-    register_source,
-    report_progress,
-)
+from wellcond.lab.data.base import Data, DataError, SourceConfig, listed, register_source, report_progress
 from wellcond.lab.data.disk import cached_folder, find_files, find_in_mirror, import_datasets
 from wellcond.lab.data.files import (
     NAME,

@@ -10,16 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import (
-    AfterValidator,
-    Discriminator,
-    Field,
-    FiniteFloat,
-    PositiveInt,
-    Tag,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import AfterValidator, Discriminator, Field, FiniteFloat, PositiveInt, Tag, TypeAdapter, ValidationError
 from torch import Tensor
 from typing_extensions import TypedDict
 
