@@ -17,8 +17,8 @@ from pydantic import BeforeValidator, Field, PositiveInt
 
 from wellcond.errors import MissingExtraError
 from wellcond.files import read_regular
-from wellcond.lab.data.base import DataError, Dataset, files_or_folders, find_path, report_progress
-from wellcond.lab.data.disk import cached_folder
+from wellcond.lab.data.base import DataError, Dataset, report_progress
+from wellcond.lab.data.disk import cached_folder, contents, find_path
 from wellcond.lab.data.tokens import Ids, id_type, text_columns, text_fingerprint
 from wellcond.lab.settings import RecipeError, Settings
 
@@ -220,7 +220,7 @@ def read_tokenizer(path: Path) -> LibraryTokenizer:
         raise DataError(
             f"{path}: there is no tokeniser.",
             expected=f"{TOKENIZER}, or {VOCABULARY} with {MERGES}",
-            found=files_or_folders(path.iterdir()),
+            found=contents(path),
             todo="Copy the files of the tokeniser into the folder.",
         )
     if path.name not in (VOCABULARY, MERGES):

@@ -106,7 +106,7 @@ def test_set_outside_of_the_mirror_says_what_to_do(mirror, monkeypatch):
     monkeypatch.delenv("WELLCOND_DATA")
     assert "WELLCOND_DATA is not set" in failure(source="hub", id="lab/nothing")
     monkeypatch.setenv("WELLCOND_DATA", str(mirror / "gone"))
-    assert f"{mirror}/gone: this folder of the variable WELLCOND_DATA is missing" in failure(source="hub", id="a/b")
+    assert f"{mirror}/gone (no such folder)" in failure(source="hub", id="a/b")
 
 
 def test_missing_configuration_split_or_column_lists_those_that_exist(mirror):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ from wellcond.errors import UnknownChoiceError, WellcondError
 from wellcond.lab.settings import Settings
 
 Kind = Literal["image", "text", "tokens", "detection"]
-MIRROR_VARIABLE = "WELLCOND_DATA"
 NUM_DIGESTED = 16
 """Inputs of a dataset that its fingerprint covers."""
 
@@ -40,11 +38,6 @@ def listed(names: Iterable[object], *, most: int = 12) -> str:
         return "none"
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return ", ".join(items[:most]) + more
-
-
-def files_or_folders(paths: Iterable[Path]) -> str:
-    """Sorted names of the entries of a folder, hidden ones left out."""
-    return listed(sorted(path.name for path in paths if not path.name.startswith(".")))
 
 
 class Dataset(Protocol):
@@ -194,66 +187,6 @@ def _digest(dataset: Dataset) -> str:
         digest.update(len(content).to_bytes(8, "little"))
         digest.update(content)
     return digest.hexdigest()
-
-
-# Files
-
-
-def mirror_roots() -> list[Path]:
-    """Folders with local copies of data sets, from the variable."""
-    roots = os.environ.get(MIRROR_VARIABLE, "").split(os.pathsep)
-    return [Path(os.path.expanduser(root)).absolute() for root in roots if root]
-
-
-def searched_mirrors() -> str:
-    """Where a data set was looked for, as an error says it."""
-    roots = mirror_roots()
-    return f"not in the mirror {listed(roots)}" if roots else f"{MIRROR_VARIABLE} is not set"
-
-
-def resolve_path(path: str, base: Path) -> Path:
-    """A path of a recipe, whose relative paths start at its folder."""
-    return (base / Path(os.path.expanduser(path))).absolute()
-
-
-def find_path(path: str, base: Path, field: str = "path") -> Path:
-    """The file or folder that a field of a recipe names: from the recipe's folder, or else by name in a mirror.
-
-    Raises: DataError if it is in neither.
-    """
-    local = resolve_path(path, base)
-    # A name may not lead out of the mirror.
-    within = not Path(path).is_absolute() and not {"..", "~"} & set(Path(path).parts)
-    for found in (local, *(root / path for root in mirror_roots() if within)):
-        if found.exists():
-            return found
-    raise DataError(
-        f"{local}: no such file or folder.",
-        expected=f"what '{field}' names, or an entry of that name in a mirror that {MIRROR_VARIABLE} names",
-        found=f"{contents(local.parent)}; {searched_mirrors()}",
-        todo=f"Correct '{field}'; relative paths start at the recipe's folder.",
-    )
-
-
-def contents(folder: Path) -> str:
-    """What a folder holds, as an error says it."""
-    there = files_or_folders(folder.iterdir()) if folder.is_dir() else "nothing: that folder is missing too"
-    return f"in {folder}: {there}"
-
-
-def require(path: Path, kind: str = "file", field: str | None = None) -> Path:
-    """The path of a file or a folder, if it is there; `field` of the recipe names it.
-
-    Raises: DataError if it is not; lists its folder.
-    """
-    if path.is_file() if kind == "file" else path.is_dir():
-        return path
-    raise DataError(
-        f"{path}: no such {kind}.",
-        expected=f"the {kind} that '{field}' names" if field else f"this {kind} of the data set",
-        found=contents(path.parent),
-        todo=f"Correct '{field}'." if field else "Correct 'path', or copy the whole data set.",
-    )
 
 
 # Progress

@@ -12,16 +12,8 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor
 
-from wellcond.lab.data.base import (
-    Data,
-    DataError,
-    SourceConfig,
-    find_path,
-    listed,
-    register_source,
-    report_progress,
-    require,
-)
+from wellcond.lab.data.base import Data, DataError, SourceConfig, listed, register_source, report_progress
+from wellcond.lab.data.disk import find_path, require
 from wellcond.lab.seeding import generator
 
 CLASS_NAMES = ("unrelated", "related")

@@ -18,17 +18,16 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from wellcond.lab.data.base import (
+from wellcond.lab.data.base import Data, DataError, listed, register_source
+from wellcond.lab.data.disk import (
     MIRROR_VARIABLE,
-    Data,
-    DataError,
     contents,
-    listed,
-    register_source,
+    find_files,
+    find_in_mirror,
+    import_datasets,
     resolve_path,
     searched_mirrors,
 )
-from wellcond.lab.data.disk import find_files, find_in_mirror, import_datasets
 from wellcond.lab.data.tables import Part, Table, TableConfig, load_tables
 
 BUILDERS = {

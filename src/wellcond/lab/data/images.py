@@ -8,7 +8,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -23,13 +23,11 @@ from wellcond.lab.data.base import (
     Dataset,
     SourceConfig,
     draw_fraction,
-    files_or_folders,
-    find_path,
     listed,
     register_source,
     report_progress,
-    require,
 )
+from wellcond.lab.data.disk import contents, find_path, require
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -125,7 +123,7 @@ def to_channels(image: Image | Tensor, channels: int, where: str = "an image") -
         return _convert_tensor(image, channels, where)
     mode = "L" if channels == 1 else "RGB"
     if image.mode.startswith("I;16"):
-        image = import_pil().fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
+        image = cast("Image", import_pil().fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)))
     if image.mode in ("I", "F"):
         raise DataError(
             f"{where} has 32-bit pixels, whose range is unknown.",
@@ -265,7 +263,7 @@ def load_folder(config: ImageFolderConfig, base: Path) -> Data:
         raise DataError(
             f"{root}: there is no split to evaluate on.",
             expected=f"one of the folders {listed(EVALUATION_NAMES)}",
-            found=files_or_folders(root.iterdir()),
+            found=contents(root),
             todo="Make one of these folders, or set 'evaluation_fraction', such as 0.1.",
         )
     # Folders are compared before any is searched: a data set of millions of files takes minutes to list.

@@ -26,12 +26,11 @@ from wellcond.lab.data.base import (
     DataError,
     SourceConfig,
     TensorDataset,
-    find_path,
     listed,
     register_source,
     report_progress,
-    require,
 )
+from wellcond.lab.data.disk import find_path, require
 from wellcond.lab.data.generated import Generated, GeneratorOptions, register_generator
 
 OPERATORS = ("MIN", "MAX", "MED", "SM")

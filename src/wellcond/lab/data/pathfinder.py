@@ -17,16 +17,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from wellcond.files import read_regular
-from wellcond.lab.data.base import (
-    Data,
-    DataError,
-    SourceConfig,
-    TensorDataset,
-    files_or_folders,
-    find_path,
-    register_source,
-    report_progress,
-)
+from wellcond.lab.data.base import Data, DataError, SourceConfig, TensorDataset, register_source, report_progress
+from wellcond.lab.data.disk import contents, find_path
 from wellcond.lab.data.generated import Generated, register_generator
 from wellcond.lab.data.images import decode_image, to_channels
 from wellcond.lab.data.pathfinder_drawing import (
@@ -335,11 +327,10 @@ def _read_images(root: Path) -> TensorDataset:
     """The images that the files in `metadata` name, which in spite of their own names hold lines of text."""
     metadata = sorted((root / "metadata").glob("*.npy"), key=lambda file: (len(file.stem), file.stem))
     if not metadata:
-        there = root if root.is_dir() else root.parent
         raise DataError(
             f"{root}: there are no metadata.",
             expected="files metadata/0.npy, 1.npy and so on, each beside the folder imgs/0, imgs/1 and so on",
-            found=f"in {there}: {files_or_folders(there.iterdir())}",
+            found=contents(root if root.is_dir() else root.parent),
             todo="Correct 'path' or 'difficulty'.",
         )
     images: list[np.ndarray] = []

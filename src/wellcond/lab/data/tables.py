@@ -182,8 +182,9 @@ def load_tables(
 
     def dataset(split: str, table: Table, *, needed: bool) -> TableDataset:
         data, labels = _input_data(table, columns, kind), None
-        hidden = label is None or label not in table.data.column_names or set(table.data[label][:]) == {-1}
-        if label is not None and (needed or not hidden):  # the hub marks labels that are not published by -1
+        # The hub marks labels that are not published by -1.
+        published = label in table.data.column_names and any(value != -1 for value in table.data[label][:])
+        if label is not None and (needed or published):
             _require_column(table, label, "label")
             labels = _number_labels(table, label) if classes is None else _class_labels(table, label, classes)
         empty = _count_empty_texts(table, columns) if kind == "text" else 0

@@ -15,18 +15,7 @@ from torch import Tensor, nn
 from wellcond.lab.data.images import import_pil
 from wellcond.lab.seeding import derive
 from wellcond.lab.settings import RecipeError, Settings
-from wellcond.lab.tasks.base import (
-    EVALUATION,
-    AbstractTask,
-    Batch,
-    Metric,
-    Record,
-    TaskContext,
-    first_samples,
-    need_classes,
-    need_kind,
-    register_task,
-)
+from wellcond.lab.tasks.base import EVALUATION, AbstractTask, Batch, Metric, Record, TaskContext, register_task
 from wellcond.lab.tasks.detection.samples import (
     DetectionAugmentation,
     DetectionSamples,
@@ -72,8 +61,8 @@ class Detection(AbstractTask):
 
     def __init__(self, settings: DetectionSettings, context: TaskContext) -> None:
         """Prepare to decode images one by one."""
-        need_kind(context.data, settings.name, "detection")
-        self.num_classes = need_classes(context.data, settings.name, least=1)
+        context.need_kind(settings.name, "detection")
+        self.num_classes = context.need_classes(settings.name, least=1)
         self.settings, self.seed = settings, context.seed
         given = {} if context.augmentation is None else context.augmentation.model_dump(exclude_defaults=True)
         for name in [name for name in given if name != "repeats"]:
@@ -142,7 +131,7 @@ class Detection(AbstractTask):
 
     def probe(self, num_samples: int) -> Tensor:
         """Evaluation images, all of the size of the largest."""
-        return first_samples(self.evaluation, num_samples)["images"]
+        return self.first_samples(num_samples)["images"]
 
     @torch.no_grad()
     def write_samples(self, model: nn.Module) -> list[dict[str, Any]]:

@@ -14,16 +14,8 @@ from pydantic import AfterValidator, Discriminator, Field, FiniteFloat, Positive
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from wellcond.lab.data.base import (
-    Data,
-    DataError,
-    SourceConfig,
-    draw_subset,
-    find_path,
-    listed,
-    register_source,
-    require,
-)
+from wellcond.lab.data.base import Data, DataError, SourceConfig, draw_subset, listed, register_source
+from wellcond.lab.data.disk import find_path, require
 from wellcond.lab.data.images import decode_image, read_image, to_channels
 from wellcond.lab.settings import Settings, list_problems
 from wellcond.run_lengths import read_counts
