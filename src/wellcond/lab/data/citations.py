@@ -130,8 +130,11 @@ def load_citation_pairs(config: CitationPairsConfig, base: Path) -> Data:
     positives = [pair for pair in reversed(different.values()) if not blank & set(pair)]
     # No unrelated pair may be one of these, nor one that another split has drawn.
     taken = set(map(_unordered, citing + cocited))
-    splits = {}
-    for name, part in _divide(positives, config.seed).items():
+    splits, tenth = {}, round(0.1 * len(positives))
+    order = torch.randperm(len(positives), generator=generator(config.seed, "citations, division by pairs"))
+    parts = order.split([tenth, tenth, len(positives) - 2 * tenth])
+    for name, numbers_of in zip(("evaluation", "test", "train"), parts, strict=True):
+        part = [positives[number] for number in numbers_of.sort().values.tolist()]
         if not part:
             raise DataError(
                 f"{folder}: the {name} split has no related pairs.",
@@ -174,16 +177,6 @@ def _read_pairs(file: Path, numbers: dict[str, int]) -> list[Pair]:
             )
         pairs.append((numbers[first], numbers[second]))
     return pairs
-
-
-def _divide(positives: Sequence[Pair], seed: int) -> dict[str, list[Pair]]:
-    """Related pairs of each split, in their order."""
-    count = len(positives)
-    order = torch.randperm(count, generator=generator(seed, "citations, division by pairs"))
-    tenth = round(0.1 * count)
-    parts = order.split([tenth, tenth, count - 2 * tenth])
-    names = ("evaluation", "test", "train")
-    return {name: [positives[i] for i in part.sort().values.tolist()] for name, part in zip(names, parts, strict=True)}
 
 
 def _balance(positives: Sequence[Pair], taken: set[Pair], seed: int, split: str, folder: Path) -> tuple[Tensor, Tensor]:

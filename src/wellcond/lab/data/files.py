@@ -327,7 +327,11 @@ def reading(place: str, *, problem: str, expected: str, todo: str) -> Iterator[N
         # huggingface_hub talks through httpx since version 1; through requests before, whose errors are OSErrors.
         if not isinstance(error, found) and type(error).__module__.partition(".")[0] not in libraries:
             raise
-        raise DataError(f"{place}: {problem}.", expected=expected, found=root_cause(error), todo=todo) from error
+        first: BaseException = error
+        while first.__cause__ is not None:
+            first = first.__cause__
+        shown = f"{type(first).__name__}: {str(first).strip().partition(chr(10))[0][:300]}"
+        raise DataError(f"{place}: {problem}.", expected=expected, found=shown, todo=todo) from error
 
 
 @contextmanager
@@ -364,11 +368,3 @@ def load_dataset(path: str, **arguments: Any) -> Any:
             todo="Set HF_DATASETS_CACHE to a folder of yours with room for a copy of the data.",
         )
     return datasets.load_dataset(path, cache_dir=str(folder), **arguments)
-
-
-def root_cause(error: BaseException) -> str:
-    """The error that the others were raised from, in one line."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}"

@@ -198,8 +198,9 @@ class ChunkJob:
         assert self.generator.chunk is not None
         stream = _random_stream(f"{canonical_json(self.made_from)}#{self.number}")
         made = self.generator.generate(self.generator.chunk, self.options, stream)
-        if made.kind == "tokens":
-            made = replace(made, inputs=made.inputs.to(_token_type(made.vocabulary_size or 2**31)))
+        if made.kind == "tokens":  # in the smallest type for the ids and -1
+            largest, types = (made.vocabulary_size or 2**31) - 1, (torch.int8, torch.int16, torch.int32, torch.int64)
+            made = replace(made, inputs=made.inputs.to(next(t for t in types if largest <= torch.iinfo(t).max)))
         if self.options.distinct:
             # The hash decides alone, so no chunk need know of another, and no size of a split changes another split.
             digests = enumerate(_digests(made.inputs))
@@ -211,12 +212,6 @@ class ChunkJob:
 def _random_stream(name: str) -> torch.Generator:
     # Hashed: with seed and seed + 1 the evaluation split of one seed would be the training split of the next.
     return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little"))
-
-
-def _token_type(vocabulary_size: int) -> torch.dtype:
-    """The smallest type for ids below `vocabulary_size` and -1."""
-    types = (torch.int8, torch.int16, torch.int32)
-    return next((dtype for dtype in types if vocabulary_size - 1 <= torch.iinfo(dtype).max), torch.int64)
 
 
 def _digests(inputs: Tensor) -> list[bytes]:

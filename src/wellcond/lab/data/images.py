@@ -196,20 +196,15 @@ def _pixels(split: Dataset, index: int, size: int | None, channels: int, resampl
     if isinstance(image, Tensor):
         return image
     if size is not None and image.size != (size, size):
-        image = _resize_and_crop(image, size, resampling)
+        scale = size / min(image.size)
+        # max: rounding must not make the shorter side smaller than the square.
+        width, height = (max(size, round(side * scale)) for side in image.size)
+        image = image.resize((width, height), import_pil().Resampling[resampling.upper()])
+        left, top = (width - size) // 2, (height - size) // 2
+        image = image.crop((left, top, left + size, top + size))
     # A copy, since torch wants a writable array.
     pixels = torch.from_numpy(np.array(image))
     return pixels[None] if channels == 1 else pixels.permute(2, 0, 1)
-
-
-def _resize_and_crop(image: Image, size: int, resampling: str) -> Image:
-    width, height = image.size
-    scale = size / min(width, height)
-    # max: rounding must not make the shorter side smaller than the square.
-    width, height = max(size, round(width * scale)), max(size, round(height * scale))
-    image = image.resize((width, height), import_pil().Resampling[resampling.upper()])
-    left, top = (width - size) // 2, (height - size) // 2
-    return image.crop((left, top, left + size, top + size))
 
 
 # Source `image_folder`: one folder per class, with its images; below one folder per split, or without splits

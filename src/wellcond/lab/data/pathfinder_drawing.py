@@ -130,7 +130,10 @@ def make_strokes(options: PathfinderOptions) -> Strokes:
     """The tables for these options."""
     length, gap, scale = options.paddle_length, options.paddle_margin, options.antialias_scale
     reach = options.stroke_reach
-    circle = _circle_pixels(length + gap)
+    # The pixels that a circle passes through, sampled at every pixel of its length.
+    around = np.arange(0, 2 * np.pi, 1 / (length + gap))
+    samples = (length + gap) * np.stack([np.sin(around), np.cos(around)], axis=-1)
+    circle = np.unique(np.floor(samples).astype(np.int64), axis=0)
     outward = np.arctan2(circle[:, 0], circle[:, 1])
     angles = np.concatenate([np.deg2rad(np.arange(-180, 180)), outward, outward + np.pi])
     turns = np.abs((angles[:, None] - outward + np.pi) % (2 * np.pi) - np.pi)
@@ -172,13 +175,6 @@ def move(pixels: Ints, offsets: Floats) -> Ints:
     these images from the published ones with an accuracy of 66 % instead of 52 %.
     """
     return np.ceil(pixels + offsets).astype(np.int64)
-
-
-def _circle_pixels(radius: int) -> Ints:
-    """Pixels that a circle passes through, sampled at every pixel of its length."""
-    angles = np.arange(0, 2 * np.pi, 1 / radius)
-    samples = radius * np.stack([np.sin(angles), np.cos(angles)], axis=-1)
-    return np.unique(np.floor(samples).astype(np.int64), axis=0)
 
 
 def _digital_line(end: Ints, reach: int, width: int) -> Flags:

@@ -181,7 +181,13 @@ def load_tables(
     notes: list[str] = []
 
     def dataset(split: str, table: Table, *, needed: bool) -> TableDataset:
-        data, labels = _input_data(table, columns, kind), None
+        labels = None
+        for column in columns:
+            _require_column(table, column, "input")
+        _kind(table, columns, kind)
+        data = table.data.select_columns(list(columns))
+        if type(data.features[columns[0]]).__name__ == "Image":
+            data = data.cast_column(columns[0], import_datasets().Image(decode=False))
         # The hub marks labels that are not published by -1.
         published = label in table.data.column_names and any(value != -1 for value in table.data[label][:])
         if label is not None and (needed or published):
@@ -189,7 +195,7 @@ def load_tables(
             labels = _number_labels(table, label) if classes is None else _class_labels(table, label, classes)
         empty = _count_empty_texts(table, columns) if kind == "text" else 0
         notes.extend([f"{empty} empty texts in {split!r}"] if empty else [])
-        return TableDataset(data, kind, columns, labels)
+        return TableDataset(Table(data, table.parts), kind, columns, labels)
 
     made = {split: dataset(split, table, needed=True) for split, table in tables.items()}
     further = {split: dataset(split, table, needed=False) for split, table in others.items()}
@@ -201,17 +207,6 @@ def load_tables(
     if "test" in further:
         further["test"] = further["test"].limit(limit_test)
     return Data(name, kind, trained, evaluated, names, f"{name} from {origin}", further, notes=notes)
-
-
-def _input_data(table: Table, columns: tuple[str, ...], kind: Kind) -> Table:
-    """The table with only its input columns, images left encoded."""
-    for name in columns:
-        _require_column(table, name, "input")
-    _kind(table, columns, kind)
-    data = table.data.select_columns(list(columns))
-    if type(data.features[columns[0]]).__name__ == "Image":
-        data = data.cast_column(columns[0], import_datasets().Image(decode=False))
-    return Table(data, table.parts, table.text_labels)
 
 
 def _input_columns(table: Table, wanted: str | list[str], label: str | None) -> tuple[str, ...]:

@@ -282,7 +282,15 @@ def plan_glue(
         check_choice("GLUE task", name, NAMES)
     if not tasks or len(set(tasks)) < len(tasks):
         raise RecipeError(f"--tasks: expected at least one task, and none twice, found {', '.join(tasks) or 'none'}")
-    runs, left_out = find_runs(folder, base)
+    runs, left_out = [folder], []
+    if (folder / "comparison.json").is_file():
+        records = {run: RunFolder(run).read_record() or {} for run in sorted(folder.glob("*/seed*"))}
+        runs = [run for run, record in records.items() if record.get("status") == "finished"]
+        others = (record for run, record in records.items() if record and run not in runs)
+        left_out = [f"{record['method']}, seed {record['seed']}: {record['status']}" for record in others]
+        if not runs:
+            raise RunError(f"{folder}: expected finished runs, found {'; '.join(left_out) or 'none'}")
+    found = [read_pretrained(run, base) for run in runs]
     jobs = [
         Job(
             glue_recipe(run, name, limit=limit, overrides=overrides),
@@ -294,29 +302,9 @@ def plan_glue(
         )
         for seed in seeds
         for name in tasks
-        for run in runs
+        for run in found
     ]
-    return GluePlan(runs, tuple(jobs), left_out)
-
-
-def find_runs(folder: Path, base: Path | None = None) -> tuple[tuple[Pretrained, ...], tuple[str, ...]]:
-    """Pre-trained runs of a folder, and the names of those that did not finish.
-
-    Raises: RunError if there is none that finished.
-    """
-    if not (folder / "comparison.json").is_file():
-        return (read_pretrained(folder, base),), ()
-    found, left_out = [], []
-    for path in sorted(folder.glob("*/seed*/run.json")):
-        record = RunFolder(path.parent).read_record()
-        assert record is not None
-        if record["status"] == "finished":
-            found.append(read_pretrained(path.parent, base))
-        else:
-            left_out.append(f"{record['method']}, seed {record['seed']}: {record['status']}")
-    if not found:
-        raise RunError(f"{folder}: expected finished runs, found {'; '.join(left_out) or 'none'}")
-    return tuple(found), tuple(left_out)
+    return GluePlan(tuple(found), tuple(jobs), tuple(left_out))
 
 
 def run_glue(plan: GluePlan, *, num_workers: int, observer: JobObserver) -> Outcome:
