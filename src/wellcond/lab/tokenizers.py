@@ -293,7 +293,20 @@ def trained_tokenizer(settings: TrainedTokenizer, dataset: Dataset, what: str) -
     }
 
     def make(folder: Path) -> None:
-        (folder / TOKENIZER).write_text(_train(settings, _Texts(dataset, settings.documents, what), what))
+        train = _word_pieces if settings.train == "wordpiece" else _byte_pairs
+        tokenizer, smallest = train(settings, _Texts(dataset, settings.documents, what))
+        found, wanted = tokenizer.get_vocab_size(), settings.vocabulary
+        if found != wanted:
+            small = wanted < smallest
+            parts = f"text with {wanted} parts of words that occur at least {settings.min_frequency} times"
+            least = f"a vocabulary of at least {smallest}: special tokens and single characters"
+            raise DataError(
+                f"{what}: the text does not give a {settings.train} tokeniser of {wanted} tokens.",
+                expected=least if small else parts,
+                found=f"a vocabulary of {wanted}" if small else f"{found}",
+                todo=f"{'Raise' if small else 'Train on more text, or lower'} task.tokenizer.vocabulary.",
+            )
+        (folder / TOKENIZER).write_text(tokenizer.to_str())
 
     folder = cached_folder("tokenizers", made_from, make, f"training a tokeniser on {what}")
     return LibraryTokenizer(library.Tokenizer.from_str((folder / TOKENIZER).read_text()))
@@ -315,22 +328,6 @@ class _Texts:
             self.listening.run(report_progress, f"training a tokeniser on {self.what}, documents", done, self.count)
             if done == self.count:
                 return
-
-
-def _train(settings: TrainedTokenizer, texts: Iterable[str], what: str) -> str:
-    """The content of tokenizer.json."""
-    tokenizer, smallest = (_word_pieces if settings.train == "wordpiece" else _byte_pairs)(settings, texts)
-    found = tokenizer.get_vocab_size()
-    if found != settings.vocabulary:
-        small = settings.vocabulary < smallest
-        parts = f"text with {settings.vocabulary} parts of words that occur at least {settings.min_frequency} times"
-        raise DataError(
-            f"{what}: the text does not give a {settings.train} tokeniser of {settings.vocabulary} tokens.",
-            expected=f"a vocabulary of at least {smallest}: special tokens and single characters" if small else parts,
-            found=f"a vocabulary of {settings.vocabulary}" if small else f"{found}",
-            todo=f"{'Raise' if small else 'Train on more text, or lower'} task.tokenizer.vocabulary.",
-        )
-    return tokenizer.to_str()
 
 
 def _byte_pairs(settings: TrainedTokenizer, texts: Iterable[str]) -> tuple[Any, int]:

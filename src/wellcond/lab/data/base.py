@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -237,19 +237,15 @@ class SourceConfig(Settings):
     source: str
 
 
-ConfigT = TypeVar("ConfigT", bound=SourceConfig)
-
-
-SOURCES: dict[str, tuple[type[SourceConfig], Callable[[Any, Path], Data]]] = {}
+Load = Callable[[Any, Path], Data]
+SOURCES: dict[str, tuple[type[SourceConfig], Load]] = {}
 """The settings of each source and the function that loads it."""
 
 
-def register_source(
-    config_class: type[ConfigT],
-) -> Callable[[Callable[[ConfigT, Path], Data]], Callable[[ConfigT, Path], Data]]:
+def register_source(config_class: type[SourceConfig]) -> Callable[[Load], Load]:
     """Decorate the loader of a source with its settings, whose field `source` has the name as its default."""
 
-    def register(load: Callable[[ConfigT, Path], Data]) -> Callable[[ConfigT, Path], Data]:
+    def register(load: Load) -> Load:
         SOURCES[config_class.model_fields["source"].default] = (config_class, load)
         return load
 

@@ -170,12 +170,7 @@ class SequenceClassification(ClassificationTask):
                 "task.image_size, by which tensors are not resized"
             )
         if images.is_floating_point():
-            if not (images.min() >= 0 and images.max() <= 1):
-                raise RecipeError(
-                    f"{what}: expected bytes or floats from 0 to 1, which are pixels, found normalised images from "
-                    f"{float(images.min()):.3g} to {float(images.max()):.3g}"
-                )
-            images = (images * (LEVELS - 1)).round().to(torch.uint8)
+            raise RecipeError(f"{what}: expected images of bytes, whose values are tokens, found floats")
         pixels = images.flatten(1)
         if self.settings.black == "masked":
             self._check_lengths((pixels != PADDING).sum(1), what)

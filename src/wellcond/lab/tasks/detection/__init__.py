@@ -216,33 +216,27 @@ def evaluate(
     Returns: `box_AP`, `box_AP50`, `box_AP75`, `box_APs`, `box_APm`, `box_APl`, and the same of `mask`. Where there is
         nothing to find, as without small objects, pycocotools says -1; that number is left out.
     """
+    library = import_pycocotools()
     metrics: dict[str, float] = {}
     for kind in kinds:
         prefix, key = KINDS[kind]
         # The other key would decide by its own area whether a detection is small, medium or large.
         judged = [{name: result[name] for name in ("image_id", "category_id", key, "score")} for result in results]
-        values = zip(METRICS, _statistics(ground_truth, judged, kind), strict=False)
-        metrics |= {f"{prefix}_{name}": float(value) for name, value in values if value != -1}
+        with contextlib.redirect_stdout(io.StringIO()):
+            truth, found = library.coco.COCO(), library.coco.COCO()
+            # pycocotools writes into annotations. It takes a match with id 0 for none, so they are counted from 1.
+            numbered = [{**annotation, "id": row} for row, annotation in enumerate(ground_truth["annotations"], 1)]
+            truth.dataset = {**ground_truth, "annotations": numbered}
+            truth.createIndex()
+            if judged:
+                found = truth.loadRes(judged)
+            else:  # which `loadRes` does not take
+                found.dataset = {**truth.dataset, "annotations": []}
+                found.createIndex()
+            evaluation = library.cocoeval.COCOeval(truth, found, kind)
+            evaluation.evaluate()
+            evaluation.accumulate()
+            evaluation.summarize()
+        values = zip(METRICS, evaluation.stats.tolist(), strict=False)
+        metrics |= {f"{prefix}_{name}": value for name, value in values if value != -1}
     return metrics
-
-
-def _statistics(ground_truth: Mapping[str, Any], results: list[dict[str, Any]], kind: Kind) -> list[float]:
-    """The numbers that pycocotools prints."""
-    library = import_pycocotools()
-    with contextlib.redirect_stdout(io.StringIO()):
-        truth, found = library.coco.COCO(), library.coco.COCO()
-        # pycocotools writes into annotations. It takes a match with id 0 for none, so they are counted from 1.
-        numbered = [{**annotation, "id": row} for row, annotation in enumerate(ground_truth["annotations"], 1)]
-        truth.dataset = {**ground_truth, "annotations": numbered}
-        truth.createIndex()
-        if results:
-            found = truth.loadRes(results)
-        else:  # which `loadRes` does not take
-            found.dataset = {**truth.dataset, "annotations": []}
-            found.createIndex()
-        evaluation = library.cocoeval.COCOeval(truth, found, kind)
-        evaluation.evaluate()
-        evaluation.accumulate()
-        evaluation.summarize()
-    statistics: list[float] = evaluation.stats.tolist()
-    return statistics
