@@ -14,10 +14,11 @@ import pytest
 from lab.data.helpers import load
 from lab.helpers import texts
 from patience import PATIENCE, wait_until
-from wellcond.lab.data import DataError, fingerprint, text_stream
+from wellcond.lab.data import DataError, fingerprint
+from wellcond.lab.data import text as text_data
 from wellcond.lab.data.base import progress_to
 from wellcond.lab.data.disk import CacheError
-from wellcond.lab.data.tokens import open_token_stream
+from wellcond.lab.data.text import open_token_stream
 from wellcond.lab.tasks.base import TASKS, TaskContext
 from wellcond.lab.tokenizers import ByteTokenizer
 
@@ -33,7 +34,7 @@ def own_cache(monkeypatch, tmp_path):
 
 @pytest.fixture
 def small_batches(monkeypatch):
-    monkeypatch.setattr("wellcond.lab.data.tokens.MOST_ROWS", 512)
+    monkeypatch.setattr("wellcond.lab.data.text.MOST_ROWS", 512)
 
 
 class Counting(ByteTokenizer):
@@ -263,8 +264,8 @@ def test_a_corpus_is_read_once_for_tokeniser_and_tokens(tmp_path, monkeypatch):
             rows.extend(found)
             yield found
 
-    read = text_stream._read
-    monkeypatch.setattr(text_stream, "_read", counted)
+    read = text_data._read
+    monkeypatch.setattr(text_data, "_read", counted)
     settings, make = TASKS["language_modelling"]
     fields = {"context": 8, "tokenizer": {"train": "bpe", "vocabulary": 270}}
     first, again = (make(settings(**fields), TaskContext(stream_of(folder), 0)) for _ in range(2))
@@ -274,7 +275,7 @@ def test_a_corpus_is_read_once_for_tokeniser_and_tokens(tmp_path, monkeypatch):
     def unreadable(*_):
         raise AssertionError("the text is read again")
 
-    monkeypatch.setattr("wellcond.lab.data.tokens.text_columns", unreadable)  # nor is the copy in the cache
+    monkeypatch.setattr("wellcond.lab.data.text.text_columns", unreadable)  # nor is the copy in the cache
     assert len(make(settings(**fields), TaskContext(stream_of(folder), 0)).train) == len(first.train)
 
 

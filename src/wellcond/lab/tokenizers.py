@@ -19,7 +19,7 @@ from wellcond.errors import MissingExtraError
 from wellcond.files import read_regular
 from wellcond.lab.data.base import DataError, Dataset, report_progress
 from wellcond.lab.data.disk import cached_folder, contents, find_path
-from wellcond.lab.data.tokens import Ids, id_type, text_columns, text_fingerprint
+from wellcond.lab.data.text import Ids, id_type, text_columns, text_fingerprint
 from wellcond.lab.settings import RecipeError, Settings
 
 TOKENIZER, VOCABULARY, MERGES = "tokenizer.json", "vocab.json", "merges.txt"

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from wellcond.attention.distributed import unwrap
 from wellcond.lab.data.base import Dataset, listed, report_progress
 from wellcond.lab.data.tables import TableDataset
-from wellcond.lab.data.tokens import text_columns
+from wellcond.lab.data.text import text_columns
 from wellcond.lab.settings import RecipeError, SequenceLength, Settings
 from wellcond.lab.tasks.base import AbstractTask, Batch, Keys, Metric, Record, TaskContext, logits_of, register_task
 from wellcond.lab.tokenizers import LibraryTokenizer, Tokenizer, TokenizerChoice, import_tokenizers, make_tokenizer

@@ -19,7 +19,7 @@ from wellcond.attention.distributed import is_held_together
 from wellcond.attention.effective import is_conditioned
 from wellcond.conditioning.apply import folded
 from wellcond.lab.data.base import Dataset
-from wellcond.lab.data.tokens import TokenStream, open_token_stream, text_columns
+from wellcond.lab.data.text import TokenStream, open_token_stream, text_columns
 from wellcond.lab.settings import RecipeError, SequenceLength, Settings
 from wellcond.lab.tasks.base import AbstractTask, Batch, Keys, Metric, Samples, TaskContext, logits_of, register_task
 from wellcond.lab.tokenizers import Tokenizer, TokenizerChoice, make_tokenizer

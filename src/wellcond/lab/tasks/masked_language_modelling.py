@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from wellcond.attention.distributed import unwrap
-from wellcond.lab.data.tokens import open_token_stream
+from wellcond.lab.data.text import open_token_stream
 from wellcond.lab.seeding import derive
 from wellcond.lab.settings import SequenceLength, Settings
 from wellcond.lab.tasks.base import EVALUATION, AbstractTask, Batch, Keys, Metric, TaskContext, logits_of, register_task

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from wellcond.lab.data.base import Dataset, TensorDataset, report_progress
 from wellcond.lab.data.images import BYTE_LIMIT, as_tensor_images
-from wellcond.lab.data.tokens import text_columns
+from wellcond.lab.data.text import text_columns
 from wellcond.lab.settings import ImageSide, RecipeError, SequenceLength, Settings
 from wellcond.lab.tasks.base import ArraySamples, Batch, ClassificationTask, Keys, TaskContext, logits_of, register_task
 
