@@ -231,7 +231,7 @@ def test_every_format_gives_the_same_documents(name, tmp_path):
     write_corpus(folder, name, DOCUMENTS)
     bundle = stream_of(folder, name)
     assert all_texts(bundle.evaluation) == KEPT[:10] and all_texts(bundle.train) == KEPT[10:]
-    assert bundle.kind == "text" and bundle.num_classes is None and str(tmp_path) not in bundle.description
+    assert bundle.kind == "text" and bundle.class_names is None and str(tmp_path) not in bundle.description
     assert fingerprint(bundle) == fingerprint(pickle.loads(pickle.dumps(bundle)))
     stream = open_token_stream(bundle.train, ByteTokenizer(), "train")
     assert same(stream, KEPT[10:])

@@ -140,7 +140,7 @@ def test_through_the_source(tmp_path, monkeypatch):
     monkeypatch.setenv("WELLCOND_CACHE", str(tmp_path))
     options = {"contour_length": 6}
     bundle = load(source="generated", generator="pathfinder", options=options, num_train=20, num_evaluation=10)
-    assert bundle.kind == "image" and bundle.num_classes == 2
+    assert bundle.kind == "image" and len(bundle.class_names) == 2
     assert bundle.train.labels.bincount().tolist() == [10, 10]
     options = {"image_size": 16, "contour_length": 30}
     message = failure(source="generated", generator="pathfinder", options=options, num_train=2, num_evaluation=2)

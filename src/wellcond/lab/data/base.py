@@ -27,7 +27,6 @@ class DataError(WellcondError, ValueError):
 
     def __init__(self, problem: str, *, expected: str, found: str, todo: str) -> None:
         """Put the four parts on four lines."""
-        self.problem = problem
         super().__init__(f"{problem}\n  expected: {expected}\n  found:    {found}\n  {todo}")
 
 
@@ -122,11 +121,6 @@ class Data:
         sizes = f"{len(self.train)} training and {len(self.evaluation)} evaluation examples, {classes}"
         test = f", {len(self.others['test'])} test examples" if "test" in self.others else ""
         return "; ".join([f"{self.origin}: {sizes}{test}", *self.notes])
-
-    @property
-    def num_classes(self) -> int | None:
-        """Number of classes; None when there are none."""
-        return None if self.class_names is None else len(self.class_names)
 
 
 def draw_subset(length: int, limit: int | None) -> Tensor | None:

@@ -7,9 +7,8 @@ at once, paddle by paddle, without one paddle running over another, and are draw
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -71,8 +70,7 @@ def pathfinder_scenes(count: int, options: PathfinderOptions, generator: torch.G
     return Scenes(curves, distractors, shown, np.stack([first, last], 1))
 
 
-@dataclass(frozen=True, eq=False)
-class Tips:
+class Tips(NamedTuple):
     """Where one curve per row stands: its newest paddle, which is not yet part of the canvas."""
 
     start: Ints
@@ -86,7 +84,7 @@ class Tips:
 
     def select(self, which: NDArray[np.generic]) -> Tips:
         """The rows that `which` names."""
-        return Tips(self.start[which], self.stroke[which], self.pivot[which], self.heading[which])
+        return Tips(*(values[which] for values in self))
 
 
 class Canvas:
@@ -284,8 +282,7 @@ def _seed_distractor(canvas: Canvas, rows: Ints, random: np.random.Generator) ->
         places.append(rows[fits])
         tips.append(new.select(fits))
         rows = rows[~fits]
-    joined = (np.concatenate([getattr(one, field.name) for one in tips]) for field in fields(Tips))
-    return np.concatenate(places), Tips(*joined)
+    return np.concatenate(places), Tips(*map(np.concatenate, zip(*tips, strict=True)))
 
 
 # Published images
