@@ -6,7 +6,6 @@ import contextvars
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -223,27 +222,21 @@ def read_tokenizer(path: Path) -> LibraryTokenizer:
             found=contents(path),
             todo="Copy the files of the tokeniser into the folder.",
         )
-    if path.name not in (VOCABULARY, MERGES):
-        with _named_errors(str(path), "a tokenizer.json of the tokenizers library"):
-            return LibraryTokenizer(library.Tokenizer.from_str(read_regular(path).decode()))
-    files = [path.with_name(VOCABULARY), path.with_name(MERGES)]
-    with _named_errors(" and ".join(map(str, files)), "the vocabulary and the merges of one byte-level tokeniser"):
-        for file in files:
-            read_regular(file)  # which refuses a pipe, or names what is missing
+    pair = path.name in (VOCABULARY, MERGES)
+    files = [path.with_name(VOCABULARY), path.with_name(MERGES)] if pair else [path]
+    try:
+        content = [read_regular(file) for file in files]  # which refuses a pipe, or names what is missing
+        if not pair:
+            return LibraryTokenizer(library.Tokenizer.from_str(content[0].decode()))
         model = library.models.BPE.from_file(*map(str, files))
         if missing := set(library.pre_tokenizers.ByteLevel.alphabet()) - set(library.Tokenizer(model).get_vocab()):
             raise ValueError(f"no token for {len(missing)} of the 256 bytes")
-    return byte_pair_tokenizer(model)
-
-
-@contextmanager
-def _named_errors(files: str, expected: str) -> Iterator[None]:
-    try:
-        yield
+        return byte_pair_tokenizer(model)
     except Exception as error:  # the library has no class of its own for errors
+        of_pair = "the vocabulary and the merges of one byte-level tokeniser"
         raise DataError(
-            f"{files}: the tokeniser cannot be read.",
-            expected=expected,
+            f"{' and '.join(map(str, files))}: the tokeniser cannot be read.",
+            expected=of_pair if pair else "a tokenizer.json of the tokenizers library",
             found=f"{type(error).__name__}: {error}"[:300],
             todo="Correct 'task.tokenizer.file', or copy the files again, all from the same tokeniser.",
         ) from error
