@@ -13,7 +13,7 @@ import wellcond
 from wellcond.cli import measure
 from wellcond.jacobian.select import METHODS
 from wellcond.lab.report.glue import TITLES
-from wellcond.lab.tasks.glue.task import NAMES
+from wellcond.lab.tasks.glue import NAMES
 from wellcond.measurement import Combine, Kappa
 from wellcond.records import Convention
 

@@ -329,7 +329,7 @@ def test_no_masks_have_no_boxes():
 def test_the_mini_set(monkeypatch):
     monkeypatch.setenv("WELLCOND_DATA", str(MINI.parent))
     bundle = load_set("coco2017-mini")
-    assert (len(bundle.train), len(bundle.evaluation), bundle.num_classes) == (188, 164, 80)
+    assert (len(bundle.train), len(bundle.evaluation), len(bundle.class_names)) == (188, 164, 80)
     assert bundle.class_names[0] == "person" and bundle.train.category_ids[-1] == 90
     assert "left out of training: 4 degenerate boxes, 2 images without objects" in bundle.description
     expected = annotated_masks(json.loads((MINI / "annotations/instances_val2017.json").read_text()))

@@ -10,7 +10,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from detection.coco_sets import MINI, annotation, coco, load_set, masks_of, rectangle, write_set
-from wellcond.lab.tasks.detection.task import evaluate, to_results
+from wellcond.lab.tasks.detection import evaluate, to_results
 
 needs_mini = pytest.mark.skipif(not MINI.is_dir(), reason="coco2017-mini is not at hand")
 NAMES = ("AP", "AP50", "AP75", "APs", "APm", "APl")

@@ -18,8 +18,8 @@ from lab.small import assert_same_run, command, last_weights, logs, record, run,
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import EVALUATION
+from wellcond.lab.tasks.detection import evaluate
 from wellcond.lab.tasks.detection.samples import targets_of
-from wellcond.lab.tasks.detection.task import evaluate
 from wellcond.lab.train.evaluate import Evaluator
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import run_job

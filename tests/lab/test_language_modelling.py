@@ -130,7 +130,7 @@ def test_perplexity_per_word_and_bits_per_byte():
 def test_the_test_split_is_scored_as_the_evaluation_is():
     data = prose(STORY, others={"test": texts("a dog"), "more": texts("x")})
     task = make_task("language_modelling", data, context=4, tokenizer=BPE)
-    assert task.test.stream.counts.words == 2
+    assert task.test.stream.counts["words"] == 2
     plain = make_task("language_modelling", data, context=4)
     assert len(plain.test) == 1 and make_task("language_modelling", prose(STORY), context=4).test is None
 

@@ -15,7 +15,7 @@ from lab.small import Killed, kill_at_write, record, run, train_command
 from lab.test_tasks import make_task
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.tasks.language_modelling import SAMPLE_TOKENS, TEMPERATURE, generate_text
-from wellcond.lab.tokenizers.base import ByteTokenizer
+from wellcond.lab.tokenizers import ByteTokenizer
 from wellcond.lab.train import engine
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import Job, run_job

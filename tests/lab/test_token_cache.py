@@ -14,11 +14,13 @@ import pytest
 from lab.data.helpers import load
 from lab.helpers import texts
 from patience import PATIENCE, wait_until
-from wellcond.lab.data import DataError, fingerprint, text_stream
+from wellcond.lab.data import DataError, fingerprint
+from wellcond.lab.data import text as text_data
 from wellcond.lab.data.base import progress_to
 from wellcond.lab.data.disk import CacheError
+from wellcond.lab.data.text import open_token_stream
 from wellcond.lab.tasks.base import TASKS, TaskContext
-from wellcond.lab.tokenizers.base import ByteTokenizer, open_token_stream
+from wellcond.lab.tokenizers import ByteTokenizer
 
 DOCUMENTS = [f"document number {number} " * (number % 5) for number in range(700)]  # every fifth is empty
 
@@ -32,7 +34,7 @@ def own_cache(monkeypatch, tmp_path):
 
 @pytest.fixture
 def small_batches(monkeypatch):
-    monkeypatch.setattr("wellcond.lab.tokenizers.base.MOST_ROWS", 512)
+    monkeypatch.setattr("wellcond.lab.data.text.MOST_ROWS", 512)
 
 
 class Counting(ByteTokenizer):
@@ -74,7 +76,7 @@ def test_a_stream_holds_all_documents_with_their_ends():
     assert stream.tokens.tolist() == [98, 99, 0, 100, 33, 101, 0]
     assert stream.tokens.dtype == np.uint16 and isinstance(stream.tokens, np.memmap) and len(stream) == 7
     counts = stream.counts
-    assert (counts.documents, counts.skipped, counts.tokens, counts.words, counts.bytes) == (2, 2, 7, 3, 5)
+    assert counts == {"documents": 2, "skipped": 2, "tokens": 7, "words": 3, "bytes": 5}
     with pytest.raises(ValueError, match="read-only"):
         stream.tokens[0] = 1
 
@@ -99,7 +101,7 @@ def test_a_stream_is_made_once_and_depends_on_text_tokeniser_and_limit(small_bat
 @pytest.mark.parametrize(("limit", "documents"), [(1, 1), (3, 1), (4, 2), (10**6, 3)])
 def test_a_limit_ends_behind_the_document_that_reaches_it(limit, documents):
     stream = open_stream(["ab", "cd", "ef"], limit_tokens=limit)
-    assert stream.counts.documents == documents and len(stream) == 3 * documents
+    assert stream.counts["documents"] == documents and len(stream) == 3 * documents
 
 
 def test_an_interruption_leaves_nothing_that_is_taken_for_the_tokens(tmp_path, small_batches):
@@ -123,7 +125,7 @@ class Held(Counting):
 
 def build(tokenizer, found):
     stream = open_token_stream(texts(*DOCUMENTS * 8), tokenizer, "some text")
-    found.put((tokenizer.batches, stream.counts.tokens))
+    found.put((tokenizer.batches, stream.counts["tokens"]))
 
 
 @pytest.mark.processes
@@ -229,7 +231,7 @@ def test_every_format_gives_the_same_documents(name, tmp_path):
     write_corpus(folder, name, DOCUMENTS)
     bundle = stream_of(folder, name)
     assert all_texts(bundle.evaluation) == KEPT[:10] and all_texts(bundle.train) == KEPT[10:]
-    assert bundle.kind == "text" and bundle.num_classes is None and str(tmp_path) not in bundle.description
+    assert bundle.kind == "text" and bundle.class_names is None and str(tmp_path) not in bundle.description
     assert fingerprint(bundle) == fingerprint(pickle.loads(pickle.dumps(bundle)))
     stream = open_token_stream(bundle.train, ByteTokenizer(), "train")
     assert same(stream, KEPT[10:])
@@ -262,8 +264,8 @@ def test_a_corpus_is_read_once_for_tokeniser_and_tokens(tmp_path, monkeypatch):
             rows.extend(found)
             yield found
 
-    read = text_stream._read
-    monkeypatch.setattr(text_stream, "_read", counted)
+    read = text_data._read
+    monkeypatch.setattr(text_data, "_read", counted)
     settings, make = TASKS["language_modelling"]
     fields = {"context": 8, "tokenizer": {"train": "bpe", "vocabulary": 270}}
     first, again = (make(settings(**fields), TaskContext(stream_of(folder), 0)) for _ in range(2))
@@ -273,7 +275,7 @@ def test_a_corpus_is_read_once_for_tokeniser_and_tokens(tmp_path, monkeypatch):
     def unreadable(*_):
         raise AssertionError("the text is read again")
 
-    monkeypatch.setattr("wellcond.lab.tokenizers.base.text_columns", unreadable)  # nor is the copy in the cache
+    monkeypatch.setattr("wellcond.lab.data.text.text_columns", unreadable)  # nor is the copy in the cache
     assert len(make(settings(**fields), TaskContext(stream_of(folder), 0)).train) == len(first.train)
 
 

@@ -15,8 +15,14 @@ from lab.helpers import texts, tiny_gpt2
 from wellcond.lab.data import DataError
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.language_modelling import generate_text
-from wellcond.lab.tokenizers.base import ByteTokenizer, SpecialTokens, TokenizerChoice, document_end
-from wellcond.lab.tokenizers.make import make_tokenizer, read_tokenizer, word_piece_tokenizer
+from wellcond.lab.tokenizers import (
+    ByteTokenizer,
+    SpecialTokens,
+    TokenizerChoice,
+    make_tokenizer,
+    read_tokenizer,
+    word_piece_tokenizer,
+)
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -67,14 +73,14 @@ def test_byte_pairs_are_fewer_than_bytes_and_end_with_their_own_token():
     tokenizer = bpe()
     (ids,) = tokenizer.encode_batch(["little girl"])
     assert len(ids) < len("little girl") and tokenizer.vocabulary_size == 300
-    assert tokenizer.special == SpecialTokens(end_of_text=0) and document_end(tokenizer) == 0
+    assert tokenizer.special == SpecialTokens(end_of_text=0) and tokenizer.document_end == 0
     assert tokenizer.decode([*ids, 0]) == "little girl"
 
 
 def test_word_pieces_are_those_of_bert():
     tokenizer = word_pieces(lower_case=True)
     assert tokenizer.special == SpecialTokens(pad=0, unknown=1, classify=2, separator=3, mask=4)
-    assert tokenizer.special.ids == (0, 1, 2, 3, 4) and document_end(tokenizer) == 3
+    assert tokenizer.special.ids == (0, 1, 2, 3, 4) and tokenizer.document_end == 3
     ids = tokenizer.encode_batch(["Lily CAFÉ", "lily cafe", "Ω", "  "])
     assert ids[0].tolist() == ids[1].tolist() and tokenizer.decode(ids[0]) == "lily cafe"
     assert ids[2].tolist() == [1] and len(ids[3]) == 0
@@ -184,7 +190,7 @@ def test_large_vocabularies_need_wider_numbers():
     (ids,) = large.encode_batch(["w69999"])
     assert ids.tolist() == [70_000] and ids.dtype == np.uint32
     with pytest.raises(DataError, match="no token that could end a document"):
-        document_end(large)
+        assert large.document_end is None
 
 
 @pytest.mark.parametrize(
@@ -231,7 +237,7 @@ def test_the_files_of_gpt2():
     known = {"Hello world": [15496, 995], " the": [262], "<|endoftext|>": [50256], "don't": [9099, 470]}
     assert [ids.tolist() for ids in tokenizer.encode_batch(list(known))] == list(known.values())
     assert [tokenizer.decode(ids) for ids in tokenizer.encode_batch(ODD)] == ODD
-    assert tokenizer.vocabulary_size == 50257 and document_end(tokenizer) == 50256
+    assert tokenizer.vocabulary_size == 50257 and tokenizer.document_end == 50256
 
 
 # Generated text

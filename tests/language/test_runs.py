@@ -10,8 +10,7 @@ from lab.data.helpers import write_jsonl, write_parquet
 from lab.helpers import texts
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.tokenizers.base import TrainedTokenizer
-from wellcond.lab.tokenizers.make import make_tokenizer
+from wellcond.lab.tokenizers import TrainedTokenizer, make_tokenizer
 from wellcond.lab.train.run import Job, run_job
 
 for library in ("transformers", "tokenizers", "datasets"):

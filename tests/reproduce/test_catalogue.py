@@ -11,7 +11,7 @@ from wellcond.lab.report.records import setting_differences
 from wellcond.lab.reproduce.catalogue import SCALES, catalogue, find_entry
 from wellcond.lab.reproduce.plan import PlanOptions, make_plan
 from wellcond.lab.reproduce.stored import Collection, StoredStudy, study_name
-from wellcond.lab.tasks.glue.task import NAMES
+from wellcond.lab.tasks.glue import NAMES
 
 ABLATIONS = "lambda norm thm partial out vscale cost match scale vlayout gran mimetic roles qknorm ws".split()
 IDS = [

@@ -20,7 +20,7 @@ from wellcond.errors import WellcondError
 from wellcond.lab.data.base import DataError
 from wellcond.lab.data.images import decode_image
 from wellcond.lab.report.page import build_report
-from wellcond.lab.tokenizers.make import read_tokenizer
+from wellcond.lab.tokenizers import read_tokenizer
 from wellcond.lab.train.run_folder import RunFolder
 
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n(x) (w) file closefile\n%%EOF\n"

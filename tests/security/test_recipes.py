@@ -9,7 +9,7 @@ from lab.small import SETTINGS
 from wellcond.errors import WellcondError
 from wellcond.lab.load_recipe import load_recipe, parse_recipe
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.tokenizers.make import read_tokenizer, word_piece_tokenizer
+from wellcond.lab.tokenizers import read_tokenizer, word_piece_tokenizer
 from wellcond.models import ModelSpecError, build_model
 
 RECIPE = """

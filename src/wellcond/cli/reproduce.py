@@ -97,7 +97,7 @@ def reproduce(
 
 def _use_data(data: Path | None) -> Path | None:
     """The user's data, if they are images in train/ and val/; a mirror is put in front of those that are known."""
-    from wellcond.lab.data.base import MIRROR_VARIABLE
+    from wellcond.lab.data.disk import MIRROR_VARIABLE
 
     if data is None or (data / "train").is_dir():
         return data

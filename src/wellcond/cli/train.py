@@ -99,7 +99,7 @@ def glue(
     from wellcond.cli import runs
     from wellcond.cli.console import make_console, print_tables
     from wellcond.lab.report.glue import glue_json, load_glue, rebuild_glue, scores_table
-    from wellcond.lab.tasks.glue.run import plan_glue, run_glue
+    from wellcond.lab.train.glue import plan_glue, run_glue
 
     plan = plan_glue(run, tasks=chosen, seeds=numbers, limit=limit, overrides=set or [], base=base, cpu=cpu)
     workers = runs.choose_workers(jobs, plan.jobs[0].recipe, cpu=cpu)

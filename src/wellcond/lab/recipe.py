@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 import wellcond.lab.data  # noqa: F401  (registers the sources)
-import wellcond.lab.tasks.register  # noqa: F401  (registers the tasks)
+import wellcond.lab.tasks  # noqa: F401  (registers the tasks)
 from wellcond.errors import WellcondError
 from wellcond.lab.data.base import SourceConfig, resolve_config
 from wellcond.lab.methods import MethodSettings, check_distinct

@@ -90,7 +90,7 @@ def test_limits_draw_a_fixed_subset(tmp_path):
     bundle = load(tmp_path, limit_train=20, limit_evaluation=500, **fields)
     texts = [int(bundle.train[i]["text"]) for i in range(20)]
     assert len(bundle.train) == 20 and len(bundle.evaluation) == 100 and texts == sorted(texts) and max(texts) >= 50
-    assert bundle.train.labels.tolist() == [text // 50 for text in texts] and bundle.num_classes == 2
+    assert bundle.train.labels.tolist() == [text // 50 for text in texts] and len(bundle.class_names) == 2
     assert fingerprint(load(tmp_path, limit_train=20, **fields))["splits"] == fingerprint(bundle)["splits"]
     both = load(tmp_path, source="files", train="a.jsonl", evaluation_fraction=0.5, limit_train=7)
     assert len(both.train) == 7 and both.train[3]["label"] == int(both.train[3]["text"]) // 50
@@ -101,7 +101,7 @@ def test_text_files_give_lines(tmp_path):
     (tmp_path / "b.txt").write_text("four\nfive\n")
     lines = load(tmp_path, source="files", train="a.txt", evaluation="b.txt")
     assert [lines.train[i] for i in range(4)] == [{"text": t} for t in ("one", "", "  two\u2028same line", "three")]
-    assert lines.class_names is None and lines.num_classes is None and lines.train.labels is None
+    assert lines.class_names is None and lines.train.labels is None
     assert "1 empty texts in 'train'" in lines.description and "unlabelled" in lines.description
 
 
@@ -308,13 +308,13 @@ def test_labels_of_other_forms(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "source", [{"source": "hub", "id": "a/b"}, {"source": "files", "train": "file", "evaluation": "b"}]
+    "source", [{"source": "hub", "id": "a/b"}, {"source": "files", "train": "file.txt", "evaluation": "b"}]
 )
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch, source):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "file/cache"))
+    (tmp_path / "file.txt").write_text("one")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "file.txt/cache"))
     message = failure(tmp_path, **source)
-    assert f"{tmp_path}/file/cache: the cache of the datasets library cannot be written" in message
+    assert f"{tmp_path}/file.txt/cache: the cache of the datasets library cannot be written" in message
     assert "NotADirectoryError" in message and "Set HF_DATASETS_CACHE" in message
 
 

@@ -29,7 +29,7 @@ def test_generated_data_leave_the_global_seed_alone():
 def test_associative_recall_labels_follow_from_a_look_up():
     options = {"num_pairs": 5, "num_keys": 7, "num_values": 3}
     bundle = load(source="generated", generator="associative_recall", options=options, num_train=200)
-    assert bundle.kind == "tokens" and bundle.vocabulary_size == 10 and bundle.num_classes == 3
+    assert bundle.kind == "tokens" and bundle.vocabulary_size == 10 and len(bundle.class_names) == 3
     for index in range(200):
         example = bundle.train[index]
         *pairs, query = example["tokens"].tolist()

@@ -94,7 +94,7 @@ def test_the_first_mirror_wins_and_mirrors_do_not_mix(mirror, tmp_path, monkeypa
 
 def test_limits_apply_after_classes_are_known(mirror):
     bundle = load(source="hub", id="lab/pictures", limit_train=1, limit_evaluation=3)
-    assert (len(bundle.train), len(bundle.evaluation), bundle.num_classes) == (1, 3, 2)
+    assert (len(bundle.train), len(bundle.evaluation), len(bundle.class_names)) == (1, 3, 2)
 
 
 def test_set_outside_of_the_mirror_says_what_to_do(mirror, monkeypatch):
@@ -106,7 +106,7 @@ def test_set_outside_of_the_mirror_says_what_to_do(mirror, monkeypatch):
     monkeypatch.delenv("WELLCOND_DATA")
     assert "WELLCOND_DATA is not set" in failure(source="hub", id="lab/nothing")
     monkeypatch.setenv("WELLCOND_DATA", str(mirror / "gone"))
-    assert f"{mirror}/gone: this folder of the variable WELLCOND_DATA is missing" in failure(source="hub", id="a/b")
+    assert f"{mirror}/gone (no such folder)" in failure(source="hub", id="a/b")
 
 
 def test_missing_configuration_split_or_column_lists_those_that_exist(mirror):

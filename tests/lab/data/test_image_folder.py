@@ -1,7 +1,6 @@
 import pickle
 
 import pytest
-from pydantic import ValidationError
 
 from lab.data.helpers import failure, load
 from wellcond.lab.data import DataError, fingerprint
@@ -43,15 +42,10 @@ def test_image_folder_reads_any_format_nested_and_ignores_others(folder, png):
     assert {example["image"].mode for example in (bundle.train[i] for i in range(5))} == {"RGB", "L"}
 
 
-def test_image_folder_names_are_configurable_and_other_splits_kept(folder):
+def test_image_folder_without_validation_evaluates_on_the_test_split(folder):
     (folder / "val").rename(folder / "test")
-    assert "evaluated on 'test'" in load(source="image_folder", path=str(folder)).description
-    (folder / "train").rename(folder / "val")
-    bundle = load(source="image_folder", path=str(folder), train="val")
-    assert len(bundle.train) == 9 and len(bundle.evaluation) == 6
-    (folder / "val").rename(folder / "a")
-    (folder / "test").rename(folder / "b")
-    assert len(load(source="image_folder", path=str(folder), train="a", evaluation="b").evaluation) == 6
+    bundle = load(source="image_folder", path=str(folder))
+    assert "evaluated on 'test'" in bundle.description and len(bundle.evaluation) == 6 and not bundle.others
 
 
 def test_image_folder_keeps_the_test_split_beside_validation(folder, png):
@@ -89,18 +83,12 @@ def test_a_folder_of_classes_is_split_by_itself(folder):
 def test_a_part_of_the_training_split_may_be_set_aside(folder):
     bundle = load(source="image_folder", path=str(folder), evaluation_fraction=0.34)
     assert (len(bundle.train), len(bundle.evaluation)) == (6, 3) and list(bundle.others) == ["val"]
-    with pytest.raises(ValidationError, match="either 'evaluation' .* got both"):
-        load(source="image_folder", path=str(folder), evaluation_fraction=0.34, evaluation="val")
 
 
 def test_missing_folders_are_named(folder):
     message = failure(folder.parent, source="image_folder", path="pest")
     assert f"{folder.parent}/pest: no such file or folder" in message and "pets" in message
     assert "found:    in" in failure(source="image_folder", path=str(folder / "no/where"))
-    message = failure(source="image_folder", path=str(folder), train="training")
-    assert "training: no such folder" in message and "'train'" in message and "train, val" in message
-    message = failure(source="image_folder", path=str(folder), evaluation="dev")
-    assert "dev: no such folder" in message and "'evaluation'" in message
     (folder / "val").rename(folder / "other")
     message = failure(source="image_folder", path=str(folder))
     assert "there is no split to evaluate on" in message and "val, validation, test" in message

@@ -57,7 +57,7 @@ def test_generated_data_survive_the_original_format(generated, tmp_path):
     assert (
         bundle.train.inputs.equal(generated.train.inputs) and bundle.train.inputs.dtype == generated.train.inputs.dtype
     )
-    assert bundle.vocabulary_size == 15 and bundle.num_classes == 10
+    assert bundle.vocabulary_size == 15 and len(bundle.class_names) == 10
     assert "600 training and 20 evaluation examples, 10 classes, 30 test examples" in bundle.description
 
 

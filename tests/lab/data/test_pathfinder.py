@@ -12,8 +12,8 @@ from scipy.spatial.distance import cdist
 
 from lab.data.helpers import failure, load
 from wellcond.lab.data import DataError
-from wellcond.lab.data.pathfinder.scenes import pathfinder, pathfinder_scenes
-from wellcond.lab.data.pathfinder.strokes import PathfinderOptions, make_strokes
+from wellcond.lab.data.pathfinder import pathfinder, pathfinder_scenes
+from wellcond.lab.data.pathfinder_drawing import PathfinderOptions, make_strokes
 
 MIRROR = Path(os.environ.get("WELLCOND_DATA") or Path(__file__).parents[3] / "../shared/data")
 SMALL = {"image_size": 16, "contour_length": 4}
@@ -29,7 +29,8 @@ def scenes_of(count=100, seed=0, **fields):
 
 def ends_of_paddles(paddles, options):
     """(..., 2, 2): both ends of every paddle, in pixels."""
-    offset = make_strokes(options).fine_end[paddles.stroke] / options.antialias_scale
+    scale = options.antialias_scale
+    offset = np.ceil(scale * make_strokes(options).head[paddles.stroke] - 1e-9) / scale
     return np.stack([paddles.start, paddles.start + offset], -2)
 
 
@@ -139,7 +140,7 @@ def test_through_the_source(tmp_path, monkeypatch):
     monkeypatch.setenv("WELLCOND_CACHE", str(tmp_path))
     options = {"contour_length": 6}
     bundle = load(source="generated", generator="pathfinder", options=options, num_train=20, num_evaluation=10)
-    assert bundle.kind == "image" and bundle.num_classes == 2
+    assert bundle.kind == "image" and len(bundle.class_names) == 2
     assert bundle.train.labels.bincount().tolist() == [10, 10]
     options = {"image_size": 16, "contour_length": 30}
     message = failure(source="generated", generator="pathfinder", options=options, num_train=2, num_evaluation=2)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lab.data.helpers import failure, load
-from wellcond.lab.data.pathfinder.scenes import pathfinder
-from wellcond.lab.data.pathfinder.strokes import PathfinderOptions
+from wellcond.lab.data.pathfinder import pathfinder
+from wellcond.lab.data.pathfinder_drawing import PathfinderOptions
 
 DIFFICULTY = "curv_contour_length_14"
 

@@ -69,7 +69,7 @@ def test_a_source_registered_later_is_part_of_the_union():
             return Data("ones", "image", split, split, None, "ones")
 
         bundle = load_data(make_recipe(data={"source": "ones", "count": 4}).data)
-        assert len(bundle.train) == 4 and bundle.num_classes is None and bundle.train[0].keys() == {"image"}
+        assert len(bundle.train) == 4 and bundle.class_names is None and bundle.train[0].keys() == {"image"}
     finally:
         SOURCES.pop("ones", None)
 
@@ -81,7 +81,7 @@ def test_settings_are_frozen():
 
 def test_digits_are_those_of_the_demo():
     bundle, (train, test) = load(source="digits"), load_digits()
-    assert (len(bundle.train), len(bundle.evaluation), bundle.num_classes) == (1297, 500, 10)
+    assert (len(bundle.train), len(bundle.evaluation), len(bundle.class_names)) == (1297, 500, 10)
     assert bundle.train[5]["image"].equal(train.inputs[5]) and bundle.train[0]["image"].shape == (1, 8, 8)
     assert bundle.evaluation.labels.equal(test.labels)
     assert bundle.train[-1]["label"] == int(train.labels[-1])

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from wellcond.lab.tasks.glue.task import score
+from wellcond.lab.tasks.glue import score
 
 
 def cases():

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lab.glue.helpers import FAST
-from wellcond.lab.tasks.glue.run import plan_glue, run_glue
-from wellcond.lab.tasks.glue.task import NAMES
+from wellcond.lab.tasks.glue import NAMES
+from wellcond.lab.train.glue import plan_glue, run_glue
 from wellcond.lab.train.prepare import prepare_task
 
 ROOT = os.environ.get("WELLCOND_DATA") or str(Path(__file__).parents[3] / "../shared/data")

@@ -15,9 +15,9 @@ from wellcond.lab.data import DataError
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.tasks.glue.run import plan_glue, read_pretrained, run_glue
 from wellcond.lab.train.checkpoint import last_checkpoint
 from wellcond.lab.train.compare import run_comparison
+from wellcond.lab.train.glue import plan_glue, read_pretrained, run_glue
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run_folder import RunError
 from wellcond.weights import load_weights

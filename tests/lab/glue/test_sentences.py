@@ -7,9 +7,8 @@ from lab.glue.helpers import WORDS
 from lab.helpers import ListSplit
 from wellcond.lab.data.base import progress_to
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.tasks.glue.task import Sentences
-from wellcond.lab.tokenizers.base import ByteTokenizer
-from wellcond.lab.tokenizers.make import word_piece_tokenizer
+from wellcond.lab.tasks.glue import Sentences
+from wellcond.lab.tokenizers import ByteTokenizer, word_piece_tokenizer
 
 VOCABULARY = {name: number for number, name in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS])}
 

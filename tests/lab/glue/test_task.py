@@ -9,7 +9,7 @@ from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import EVALUATION, TASKS, TaskContext
-from wellcond.lab.tasks.glue.task import score
+from wellcond.lab.tasks.glue import score
 from wellcond.lab.train.run import Job, run_job
 
 TOKENIZER = {"train": "wordpiece", "vocabulary": 60, "min_frequency": 1}

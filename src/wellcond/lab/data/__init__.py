@@ -21,15 +21,7 @@ from wellcond.lab.data.generated import Generated, GeneratorOptions, register_ge
 from wellcond.lab.data.images import as_tensor_images, to_channels
 
 # These register themselves.
-from wellcond.lab.data import (  # isort: skip
-    citations,  # noqa: F401
-    digits,  # noqa: F401
-    files,  # noqa: F401
-    image_folder,  # noqa: F401
-    listops,  # noqa: F401
-    pathfinder,  # noqa: F401
-    text_stream,  # noqa: F401
-)
+from wellcond.lab.data import citations, digits, files, listops, pathfinder, text  # noqa: F401  # isort: skip
 
 __all__ = [
     "Data",

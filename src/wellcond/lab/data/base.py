@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from wellcond.errors import UnknownChoiceError, WellcondError
 from wellcond.lab.settings import Settings
 
 Kind = Literal["image", "text", "tokens", "detection"]
-MIRROR_VARIABLE = "WELLCOND_DATA"
 NUM_DIGESTED = 16
 """Inputs of a dataset that its fingerprint covers."""
 
@@ -29,7 +27,6 @@ class DataError(WellcondError, ValueError):
 
     def __init__(self, problem: str, *, expected: str, found: str, todo: str) -> None:
         """Put the four parts on four lines."""
-        self.problem = problem
         super().__init__(f"{problem}\n  expected: {expected}\n  found:    {found}\n  {todo}")
 
 
@@ -40,11 +37,6 @@ def listed(names: Iterable[object], *, most: int = 12) -> str:
         return "none"
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return ", ".join(items[:most]) + more
-
-
-def files_or_folders(paths: Iterable[Path]) -> str:
-    """Sorted names of the entries of a folder, hidden ones left out."""
-    return listed(sorted(path.name for path in paths if not path.name.startswith(".")))
 
 
 class Dataset(Protocol):
@@ -97,6 +89,10 @@ class TensorDataset:
             values = (values.double() * 256).round()
         return values.to(torch.int64).contiguous().numpy().astype("<i8").tobytes()
 
+    def take(self, rows: Tensor | slice) -> TensorDataset:
+        """Some of the examples."""
+        return replace(self, inputs=self.inputs[rows], labels=None if self.labels is None else self.labels[rows])
+
 
 @dataclass(frozen=True, eq=False)
 class Data:
@@ -108,24 +104,23 @@ class Data:
     evaluation: Dataset
     class_names: tuple[str, ...] | None
     """In the order of the labels; None when unlabelled, or when labels are numbers."""
-    description: str
-    """Sizes and origin in words; holds no path of this machine."""
+    origin: str
+    """In words, without a path of this machine."""
     others: Mapping[str, Dataset] = field(default_factory=dict)
     """Further splits of the source by name, such as a test split beside the validation split."""
     vocabulary_size: int | None = None
     """Number of token ids; only for tokens."""
+    notes: Sequence[str] = ()
+    """What a reader of the record should know, such as rows that were left out."""
 
     @property
-    def num_classes(self) -> int | None:
-        """Number of classes; None when there are none."""
-        return None if self.class_names is None else len(self.class_names)
-
-
-def describe_sizes(train: Dataset, evaluation: Dataset, class_names: tuple[str, ...] | None) -> str:
-    """The sentence on sizes that ends a description."""
-    labels = "unlabelled" if train.labels is None else "labelled with numbers"
-    classes = labels if class_names is None else f"{len(class_names)} classes"
-    return f"{len(train)} training and {len(evaluation)} evaluation examples, {classes}"
+    def description(self) -> str:
+        """Origin, sizes and notes in words."""
+        labels = "unlabelled" if self.train.labels is None else "labelled with numbers"
+        classes = labels if self.class_names is None else f"{len(self.class_names)} classes"
+        sizes = f"{len(self.train)} training and {len(self.evaluation)} evaluation examples, {classes}"
+        test = f", {len(self.others['test'])} test examples" if "test" in self.others else ""
+        return "; ".join([f"{self.origin}: {sizes}{test}", *self.notes])
 
 
 def draw_subset(length: int, limit: int | None) -> Tensor | None:
@@ -188,66 +183,6 @@ def _digest(dataset: Dataset) -> str:
     return digest.hexdigest()
 
 
-# Files
-
-
-def mirror_roots() -> list[Path]:
-    """Folders with local copies of data sets, from the variable."""
-    roots = os.environ.get(MIRROR_VARIABLE, "").split(os.pathsep)
-    return [Path(os.path.expanduser(root)).absolute() for root in roots if root]
-
-
-def searched_mirrors() -> str:
-    """Where a data set was looked for, as an error says it."""
-    roots = mirror_roots()
-    return f"not in the mirror {listed(roots)}" if roots else f"{MIRROR_VARIABLE} is not set"
-
-
-def resolve_path(path: str, base: Path) -> Path:
-    """A path of a recipe, whose relative paths start at its folder."""
-    return (base / Path(os.path.expanduser(path))).absolute()
-
-
-def find_path(path: str, base: Path, field: str = "path") -> Path:
-    """The file or folder that a field of a recipe names: from the recipe's folder, or else by name in a mirror.
-
-    Raises: DataError if it is in neither.
-    """
-    local = resolve_path(path, base)
-    # A name may not lead out of the mirror.
-    within = not Path(path).is_absolute() and not {"..", "~"} & set(Path(path).parts)
-    for found in (local, *(root / path for root in mirror_roots() if within)):
-        if found.exists():
-            return found
-    raise DataError(
-        f"{local}: no such file or folder.",
-        expected=f"what '{field}' names, or an entry of that name in a mirror that {MIRROR_VARIABLE} names",
-        found=f"{contents(local.parent)}; {searched_mirrors()}",
-        todo=f"Correct '{field}'; relative paths start at the recipe's folder.",
-    )
-
-
-def contents(folder: Path) -> str:
-    """What a folder holds, as an error says it."""
-    there = files_or_folders(folder.iterdir()) if folder.is_dir() else "nothing: that folder is missing too"
-    return f"in {folder}: {there}"
-
-
-def require(path: Path, kind: str = "file", field: str | None = None) -> Path:
-    """The path of a file or a folder, if it is there; `field` of the recipe names it.
-
-    Raises: DataError if it is not; lists its folder.
-    """
-    if path.is_file() if kind == "file" else path.is_dir():
-        return path
-    raise DataError(
-        f"{path}: no such {kind}.",
-        expected=f"the {kind} that '{field}' names" if field else f"this {kind} of the data set",
-        found=contents(path.parent),
-        todo=f"Correct '{field}'." if field else "Correct 'path', or copy the whole data set.",
-    )
-
-
 # Progress
 
 Progress = Callable[[str, int, int], None]
@@ -296,19 +231,15 @@ class SourceConfig(Settings):
     source: str
 
 
-ConfigT = TypeVar("ConfigT", bound=SourceConfig)
-
-
-SOURCES: dict[str, tuple[type[SourceConfig], Callable[[Any, Path], Data]]] = {}
+Load = Callable[[Any, Path], Data]
+SOURCES: dict[str, tuple[type[SourceConfig], Load]] = {}
 """The settings of each source and the function that loads it."""
 
 
-def register_source(
-    config_class: type[ConfigT],
-) -> Callable[[Callable[[ConfigT, Path], Data]], Callable[[ConfigT, Path], Data]]:
+def register_source(config_class: type[SourceConfig]) -> Callable[[Load], Load]:
     """Decorate the loader of a source with its settings, whose field `source` has the name as its default."""
 
-    def register(load: Callable[[ConfigT, Path], Data]) -> Callable[[ConfigT, Path], Data]:
+    def register(load: Load) -> Load:
         SOURCES[config_class.model_fields["source"].default] = (config_class, load)
         return load
 

@@ -12,17 +12,8 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor
 
-from wellcond.lab.data.base import (
-    Data,
-    DataError,
-    SourceConfig,
-    describe_sizes,
-    find_path,
-    listed,
-    register_source,
-    report_progress,
-    require,
-)
+from wellcond.lab.data.base import Data, DataError, SourceConfig, listed, register_source, report_progress
+from wellcond.lab.data.disk import find_path, require
 from wellcond.lab.seeding import generator
 
 CLASS_NAMES = ("unrelated", "related")
@@ -70,11 +61,8 @@ def load_aan_pairs(config: AanPairsConfig, base: Path) -> Data:
     folder = find_path(config.path, base)
     files = [require(folder / f"new_aan_pairs.{name}.tsv") for name in ("train", "eval", "test")]
     train, evaluation, test = (_read_aan(file, config.max_bytes) for file in files)
-    description = (
-        f"paper pairs of the Long Range Arena, the first {config.max_bytes} bytes of each text: "
-        f"{describe_sizes(train, evaluation, CLASS_NAMES)}; {len(test)} test examples"
-    )
-    return Data("aan_pairs", "text", train, evaluation, CLASS_NAMES, description, {"test": test})
+    origin = f"paper pairs of the Long Range Arena, the first {config.max_bytes} bytes of each text"
+    return Data("aan_pairs", "text", train, evaluation, CLASS_NAMES, origin, {"test": test})
 
 
 def _read_aan(file: Path, max_bytes: int) -> PairDataset:
@@ -142,8 +130,11 @@ def load_citation_pairs(config: CitationPairsConfig, base: Path) -> Data:
     positives = [pair for pair in reversed(different.values()) if not blank & set(pair)]
     # No unrelated pair may be one of these, nor one that another split has drawn.
     taken = set(map(_unordered, citing + cocited))
-    splits = {}
-    for name, part in _divide(positives, config.seed).items():
+    splits, tenth = {}, round(0.1 * len(positives))
+    order = torch.randperm(len(positives), generator=generator(config.seed, "citations, division by pairs"))
+    parts = order.split([tenth, tenth, len(positives) - 2 * tenth])
+    for name, numbers_of in zip(("evaluation", "test", "train"), parts, strict=True):
+        part = [positives[number] for number in numbers_of.sort().values.tolist()]
         if not part:
             raise DataError(
                 f"{folder}: the {name} split has no related pairs.",
@@ -153,11 +144,9 @@ def load_citation_pairs(config: CitationPairsConfig, base: Path) -> Data:
             )
         splits[name] = PairDataset(texts, *_balance(part, taken, config.seed, name, folder))
     train, evaluation, test = (splits[name] for name in ("train", "evaluation", "test"))
-    description = (
-        f"paper pairs ({config.positives}) of {folder.name}: {describe_sizes(train, evaluation, CLASS_NAMES)}; "
-        f"divided by pairs; {len(test)} test examples"
-    ) + (f"; {len(blank)} papers without text left out" if blank else "")
-    return Data(folder.name, "text", train, evaluation, CLASS_NAMES, description, {"test": test})
+    notes = ["divided by pairs", *([f"{len(blank)} papers without text left out"] if blank else [])]
+    origin = f"paper pairs ({config.positives}) of {folder.name}"
+    return Data(folder.name, "text", train, evaluation, CLASS_NAMES, origin, {"test": test}, notes=notes)
 
 
 def _read_documents(file: Path) -> dict[str, str]:
@@ -188,16 +177,6 @@ def _read_pairs(file: Path, numbers: dict[str, int]) -> list[Pair]:
             )
         pairs.append((numbers[first], numbers[second]))
     return pairs
-
-
-def _divide(positives: Sequence[Pair], seed: int) -> dict[str, list[Pair]]:
-    """Related pairs of each split, in their order."""
-    count = len(positives)
-    order = torch.randperm(count, generator=generator(seed, "citations, division by pairs"))
-    tenth = round(0.1 * count)
-    parts = order.split([tenth, tenth, count - 2 * tenth])
-    names = ("evaluation", "test", "train")
-    return {name: [positives[i] for i in part.sort().values.tolist()] for name, part in zip(names, parts, strict=True)}
 
 
 def _balance(positives: Sequence[Pair], taken: set[Pair], seed: int, split: str, folder: Path) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 
 from wellcond.errors import MissingExtraError
-from wellcond.lab.data.base import Data, Dataset, SourceConfig, TensorDataset, describe_sizes, register_source
+from wellcond.lab.data.base import Data, Dataset, SourceConfig, TensorDataset, register_source
 
 NUM_TRAIN = 1297
 
@@ -33,7 +33,7 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
     images = torch.tensor(data.images, dtype=torch.float32)[order, None]
     images = (images - images[:NUM_TRAIN].mean()) / images[:NUM_TRAIN].std()
     whole = TensorDataset("image", images, torch.tensor(data.target)[order])
-    return _part(whole, slice(NUM_TRAIN)), _part(whole, slice(NUM_TRAIN, None))
+    return whole.take(slice(NUM_TRAIN)), whole.take(slice(NUM_TRAIN, None))
 
 
 @register_source(DigitsConfig)
@@ -44,12 +44,6 @@ def load(config: DigitsConfig, base: Path) -> Data:
     if config.held_out is not None:
         others["test"] = evaluation
         kept = len(train) - max(1, round(config.held_out * len(train)))  # in random order as they are
-        train, evaluation = _part(train, slice(kept)), _part(train, slice(kept, None))
+        train, evaluation = train.take(slice(kept)), train.take(slice(kept, None))
     names = tuple(str(digit) for digit in range(10))
-    description = f"scikit-learn's digits, grey, 8 x 8, normalised: {describe_sizes(train, evaluation, names)}"
-    return Data("digits", "image", train, evaluation, names, description, others)
-
-
-def _part(images: TensorDataset, rows: slice) -> TensorDataset:
-    assert images.labels is not None
-    return TensorDataset("image", images.inputs[rows], images.labels[rows])
+    return Data("digits", "image", train, evaluation, names, "scikit-learn's digits, grey, 8 x 8, normalised", others)

@@ -16,26 +16,73 @@ from pathlib import Path
 from typing import Any
 
 from wellcond.errors import MissingExtraError, WellcondError
-from wellcond.lab.data.base import MIRROR_VARIABLE, DataError, mirror_roots, report_progress, require, resolve_path
+from wellcond.lab.data.base import DataError, listed, report_progress
 
+MIRROR_VARIABLE = "WELLCOND_DATA"
 POLL_SECONDS = 0.2
 
 
-def find_in_mirror(name: str) -> Path | None:
-    """The first folder of this name in a mirror; None if there is none.
+def mirror_roots() -> list[Path]:
+    """Folders with local copies of data sets, from the variable."""
+    roots = os.environ.get(MIRROR_VARIABLE, "").split(os.pathsep)
+    return [Path(os.path.expanduser(root)).absolute() for root in roots if root]
 
-    Raises: DataError if the variable names a folder that does not exist.
+
+def searched_mirrors() -> str:
+    """Where a data set was looked for, as an error says it."""
+    roots = [str(root) if root.is_dir() else f"{root} (no such folder)" for root in mirror_roots()]
+    return f"not in the mirror {listed(roots)}" if roots else f"{MIRROR_VARIABLE} is not set"
+
+
+def resolve_path(path: str, base: Path) -> Path:
+    """A path of a recipe, whose relative paths start at its folder."""
+    return (base / Path(os.path.expanduser(path))).absolute()
+
+
+def find_path(path: str, base: Path, field: str = "path") -> Path:
+    """The file or folder that a field of a recipe names: from the recipe's folder, or else by name in a mirror.
+
+    Raises: DataError if it is in neither.
     """
-    roots = mirror_roots()
-    for root in roots:
-        if not root.is_dir():
-            raise DataError(
-                f"{root}: this folder of the variable {MIRROR_VARIABLE} is missing.",
-                expected=f"folders of data sets, separated by {os.pathsep!r}",
-                found="no such folder",
-                todo=f"Correct or unset {MIRROR_VARIABLE}.",
-            )
-    return next((root / name for root in roots if (root / name).is_dir()), None)
+    local = resolve_path(path, base)
+    # A name may not lead out of the mirror.
+    within = not Path(path).is_absolute() and not {"..", "~"} & set(Path(path).parts)
+    for found in (local, *(root / path for root in mirror_roots() if within)):
+        if found.exists():
+            return found
+    raise DataError(
+        f"{local}: no such file or folder.",
+        expected=f"what '{field}' names, or an entry of that name in a mirror that {MIRROR_VARIABLE} names",
+        found=f"{contents(local.parent)}; {searched_mirrors()}",
+        todo=f"Correct '{field}'; relative paths start at the recipe's folder.",
+    )
+
+
+def contents(folder: Path) -> str:
+    """What a folder holds but for hidden files, as an error says it."""
+    if not folder.is_dir():
+        return f"in {folder}: nothing: that folder is missing too"
+    return f"in {folder}: {listed(sorted(path.name for path in folder.iterdir() if path.name[0] != '.'))}"
+
+
+def require(path: Path, kind: str = "file", field: str | None = None) -> Path:
+    """The path of a file or a folder, if it is there; `field` of the recipe names it.
+
+    Raises: DataError if it is not; lists its folder.
+    """
+    if path.is_file() if kind == "file" else path.is_dir():
+        return path
+    raise DataError(
+        f"{path}: no such {kind}.",
+        expected=f"the {kind} that '{field}' names" if field else f"this {kind} of the data set",
+        found=contents(path.parent),
+        todo=f"Correct '{field}'." if field else "Correct 'path', or copy the whole data set.",
+    )
+
+
+def find_in_mirror(name: str) -> Path | None:
+    """The first folder of this name in a mirror; None if there is none."""
+    return next((root / name for root in mirror_roots() if (root / name).is_dir()), None)
 
 
 def find_files(patterns: str | list[str], base: Path, field: str) -> list[Path]:

@@ -18,17 +18,16 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from wellcond.lab.data.base import (
+from wellcond.lab.data.base import Data, DataError, listed, register_source
+from wellcond.lab.data.disk import (
     MIRROR_VARIABLE,
-    Data,
-    DataError,
     contents,
-    listed,
-    register_source,
+    find_files,
+    find_in_mirror,
+    import_datasets,
     resolve_path,
     searched_mirrors,
 )
-from wellcond.lab.data.disk import find_files, find_in_mirror, import_datasets
 from wellcond.lab.data.tables import Part, Table, TableConfig, load_tables
 
 BUILDERS = {
@@ -128,7 +127,6 @@ def load_hub(config: HubConfig, base: Path) -> Data:
         splits = {split: read_table(files, mirror) for split, files in find_splits(mirror, config.config).items()}
     else:
         with reading(config.id, **not_loaded(config.id)):
-            require_cache()
             found = load_dataset(config.id, name=config.config, revision=config.revision)
         splits = {split: Table(data, [Part(f"{name}, split {split!r}", len(data))]) for split, data in found.items()}
     joined = [require_split(split, splits, name, "train_split") for split in config.train_split.split("+")]
@@ -253,7 +251,6 @@ def read_table(files: list[Path], root: Path | None) -> Table:
 
     Image paths start at `root`, or at their file if it is None, and may not lead out of it.
     """
-    require_cache()
     builders = builders_of(files)
     tables = [_read_file(file, builder) for file, builder in zip(files, builders, strict=True)]
     for file, table, builder in zip(files, tables, builders, strict=True):
@@ -319,22 +316,22 @@ def reading(place: str, *, problem: str, expected: str, todo: str) -> Iterator[N
     """Name the place where reading fails, of which the library tells in many classes; and show no bars of it."""
     import pyarrow
 
-    datasets, network = import_datasets(), ()
-    try:
-        import httpx
-
-        # huggingface_hub talks through httpx since version 1; through requests before, whose errors are OSErrors.
-        network = (httpx.HTTPError,)  # type: ignore[assignment]
-    except ImportError:
-        pass
+    libraries = ("datasets", "httpx", "huggingface_hub")
     found = (OSError, csv.Error, ValueError, TypeError, RuntimeError, pyarrow.ArrowException)
     try:
         with quiet_progress():
             yield
     except DataError:
         raise
-    except (*found, datasets.exceptions.DatasetsError, *network) as error:
-        raise DataError(f"{place}: {problem}.", expected=expected, found=root_cause(error), todo=todo) from error
+    except Exception as error:
+        # huggingface_hub talks through httpx since version 1; through requests before, whose errors are OSErrors.
+        if not isinstance(error, found) and type(error).__module__.partition(".")[0] not in libraries:
+            raise
+        first: BaseException = error
+        while first.__cause__ is not None:
+            first = first.__cause__
+        shown = f"{type(first).__name__}: {str(first).strip().partition(chr(10))[0][:300]}"
+        raise DataError(f"{place}: {problem}.", expected=expected, found=shown, todo=todo) from error
 
 
 @contextmanager
@@ -352,10 +349,13 @@ def quiet_progress() -> Iterator[None]:
         datasets.enable_progress_bars()
 
 
-def require_cache() -> None:
-    """Raise `DataError` unless the folder that `datasets` writes to exists or can be made, and can be written to."""
-    folder = Path(os.environ.get("HF_DATASETS_CACHE") or import_datasets().config.HF_DATASETS_CACHE)
-    problem = "no permission to write"
+def load_dataset(path: str, **arguments: Any) -> Any:
+    """`datasets.load_dataset` with the cache in HF_DATASETS_CACHE as it is now.
+
+    Raises: DataError unless that folder exists or can be made, and can be written to.
+    """
+    datasets, problem = import_datasets(), "no permission to write"
+    folder = Path(os.environ.get("HF_DATASETS_CACHE") or datasets.config.HF_DATASETS_CACHE)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -367,17 +367,4 @@ def require_cache() -> None:
             found=problem,
             todo="Set HF_DATASETS_CACHE to a folder of yours with room for a copy of the data.",
         )
-
-
-def load_dataset(path: str, **arguments: Any) -> Any:
-    """`datasets.load_dataset` with the cache in HF_DATASETS_CACHE as it is now."""
-    cache = os.environ.get("HF_DATASETS_CACHE") or None
-    return import_datasets().load_dataset(path, cache_dir=cache, **arguments)
-
-
-def root_cause(error: BaseException) -> str:
-    """The error that the others were raised from, in one line."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}"
+    return datasets.load_dataset(path, cache_dir=str(folder), **arguments)

@@ -24,7 +24,6 @@ from wellcond.lab.data.base import (
     DataError,
     SourceConfig,
     TensorDataset,
-    describe_sizes,
     leave_interrupts_to_parent,
     register_source,
     report_progress,
@@ -132,18 +131,8 @@ def load(config: GeneratedConfig, base: Path) -> Data:
     made = {split: make_split(config, split, count) for split, count in counts.items() if count > 0}
     splits = {name: TensorDataset(data.kind, data.inputs, data.labels) for name, data in made.items()}
     train, evaluation, first = splits.pop("train"), splits.pop("evaluation"), made["train"]
-    sizes = describe_sizes(train, evaluation, first.class_names)
-    sizes += f", {config.num_test} test examples" if splits else ""
-    return Data(
-        config.generator,
-        first.kind,
-        train,
-        evaluation,
-        first.class_names,
-        f"{config.generator} generated from seed {config.seed}: {sizes}",
-        others=splits,
-        vocabulary_size=first.vocabulary_size,
-    )
+    name, origin = config.generator, f"{config.generator} generated from seed {config.seed}"
+    return Data(name, first.kind, train, evaluation, first.class_names, origin, splits, first.vocabulary_size)
 
 
 def make_split(config: GeneratedConfig, split: str, count: int) -> Generated:
@@ -209,8 +198,9 @@ class ChunkJob:
         assert self.generator.chunk is not None
         stream = _random_stream(f"{canonical_json(self.made_from)}#{self.number}")
         made = self.generator.generate(self.generator.chunk, self.options, stream)
-        if made.kind == "tokens":
-            made = replace(made, inputs=made.inputs.to(_token_type(made.vocabulary_size or 2**31)))
+        if made.kind == "tokens":  # in the smallest type for the ids and -1
+            largest, types = (made.vocabulary_size or 2**31) - 1, (torch.int8, torch.int16, torch.int32, torch.int64)
+            made = replace(made, inputs=made.inputs.to(next(t for t in types if largest <= torch.iinfo(t).max)))
         if self.options.distinct:
             # The hash decides alone, so no chunk need know of another, and no size of a split changes another split.
             digests = enumerate(_digests(made.inputs))
@@ -222,12 +212,6 @@ class ChunkJob:
 def _random_stream(name: str) -> torch.Generator:
     # Hashed: with seed and seed + 1 the evaluation split of one seed would be the training split of the next.
     return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little"))
-
-
-def _token_type(vocabulary_size: int) -> torch.dtype:
-    """The smallest type for ids below `vocabulary_size` and -1."""
-    types = (torch.int8, torch.int16, torch.int32)
-    return next((dtype for dtype in types if vocabulary_size - 1 <= torch.iinfo(dtype).max), torch.int64)
 
 
 def _digests(inputs: Tensor) -> list[bytes]:

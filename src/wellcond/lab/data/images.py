@@ -1,19 +1,33 @@
-"""Images: decoding one, converting its channels, and decoding a whole split into one tensor."""
+"""Images: reading and decoding them, their channels, a whole split as one tensor, and folders of them by class."""
 
 from __future__ import annotations
 
 import io
+import os
 import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from wellcond.errors import MissingExtraError
 from wellcond.files import read_regular
-from wellcond.lab.data.base import DataError, Dataset, report_progress
+from wellcond.lab.data.base import (
+    Data,
+    DataError,
+    Dataset,
+    SourceConfig,
+    draw_fraction,
+    listed,
+    register_source,
+    report_progress,
+)
+from wellcond.lab.data.disk import contents, find_path, require
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -21,6 +35,8 @@ if TYPE_CHECKING:
 BYTE_LIMIT = 2**30
 GREY_WEIGHTS = (0.299, 0.587, 0.114)
 """Red, green and blue in a grey value (ITU-R 601), as PIL converts RGB to L."""
+EVALUATION_NAMES = ("val", "validation", "test")
+DEFAULT_FRACTION = 0.1
 
 
 def import_pil() -> Any:
@@ -105,9 +121,9 @@ def to_channels(image: Image | Tensor, channels: int, where: str = "an image") -
         raise DataError("channels of an image", expected="1 or 3", found=str(channels), todo="Use 1 or 3.")
     if isinstance(image, Tensor):
         return _convert_tensor(image, channels, where)
+    mode = "L" if channels == 1 else "RGB"
     if image.mode.startswith("I;16"):
-        eight_bits: Image = import_pil().fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
-        return eight_bits.convert("L" if channels == 1 else "RGB")
+        image = cast("Image", import_pil().fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)))
     if image.mode in ("I", "F"):
         raise DataError(
             f"{where} has 32-bit pixels, whose range is unknown.",
@@ -116,9 +132,7 @@ def to_channels(image: Image | Tensor, channels: int, where: str = "an image") -
             todo="Save the images with 8 bits per channel.",
         )
     if image.mode == "P" and "transparency" in image.info:
-        # PIL warns of transparency stored as bytes unless it is first applied.
-        return image.convert("RGBA").convert("L" if channels == 1 else "RGB")
-    mode = "L" if channels == 1 else "RGB"
+        image = image.convert("RGBA")  # PIL warns of transparency stored as bytes unless it is first applied
     return image if image.mode == mode else image.convert(mode)
 
 
@@ -182,17 +196,135 @@ def _pixels(split: Dataset, index: int, size: int | None, channels: int, resampl
     if isinstance(image, Tensor):
         return image
     if size is not None and image.size != (size, size):
-        image = _resize_and_crop(image, size, resampling)
+        scale = size / min(image.size)
+        # max: rounding must not make the shorter side smaller than the square.
+        width, height = (max(size, round(side * scale)) for side in image.size)
+        image = image.resize((width, height), import_pil().Resampling[resampling.upper()])
+        left, top = (width - size) // 2, (height - size) // 2
+        image = image.crop((left, top, left + size, top + size))
     # A copy, since torch wants a writable array.
     pixels = torch.from_numpy(np.array(image))
     return pixels[None] if channels == 1 else pixels.permute(2, 0, 1)
 
 
-def _resize_and_crop(image: Image, size: int, resampling: str) -> Image:
-    width, height = image.size
-    scale = size / min(width, height)
-    # max: rounding must not make the shorter side smaller than the square.
-    width, height = max(size, round(width * scale)), max(size, round(height * scale))
-    image = image.resize((width, height), import_pil().Resampling[resampling.upper()])
-    left, top = (width - size) // 2, (height - size) // 2
-    return image.crop((left, top, left + size, top + size))
+# Source `image_folder`: one folder per class, with its images; below one folder per split, or without splits
+
+
+class ImageFolderConfig(SourceConfig):
+    """Settings of `image_folder`."""
+
+    source: Literal["image_folder"] = "image_folder"
+    path: str
+    """From the recipe's folder, or a name in a mirror. With the folder train in it, the first of val, validation and
+    test is evaluated on; without any of these, it has the folders of the classes."""
+    evaluation_fraction: float | None = Field(None, gt=0, lt=1)
+    """Part of the training images to evaluate on instead, of every class alike; 0.1 if there are no splits."""
+    seed: int = 0
+    """Of the images that `evaluation_fraction` draws."""
+
+
+@dataclass(frozen=True, eq=False)
+class ImageFiles:
+    """Image files, opened when asked for."""
+
+    files: Sequence[str]
+    labels: Tensor
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """The decoded image and its class."""
+        return {"image": decode_image(self.content(index), self.files[index]), "label": int(self.labels[index])}
+
+    def content(self, index: int) -> bytes:
+        """The file's bytes."""
+        return read_image(self.files[index], self.files[index])
+
+    def take(self, rows: Tensor) -> ImageFiles:
+        """Some of the images."""
+        return ImageFiles([self.files[row] for row in rows.tolist()], self.labels[rows])
+
+
+@register_source(ImageFolderConfig)
+def load_folder(config: ImageFolderConfig, base: Path) -> Data:
+    """List the images; classes are sorted by name and must be the same in every split."""
+    root = find_path(config.path, base)
+    others = [name for name in EVALUATION_NAMES if (root / name).is_dir()]
+    train = "train" if others or (root / "train").is_dir() else "."
+    fraction = config.evaluation_fraction or (DEFAULT_FRACTION if train == "." else None)
+    if not fraction and not others:
+        raise DataError(
+            f"{root}: there is no split to evaluate on.",
+            expected=f"one of the folders {listed(EVALUATION_NAMES)}",
+            found=contents(root),
+            todo="Make one of these folders, or set 'evaluation_fraction', such as 0.1.",
+        )
+    # Folders are compared before any is searched: a data set of millions of files takes minutes to list.
+    folders = {name: require(root / name, "folder") for name in (train, *others)}
+    classes = _classes(folders[train])
+    for folder in folders.values():
+        _classes(folder, expected=classes)
+    listings = {name: _list_images(folder, classes) for name, folder in folders.items()}
+    made, ignored = {name: images for name, (images, _) in listings.items()}, sum(n for _, n in listings.values())
+    trained = made.pop(train)
+    if fraction:
+        rows, aside = draw_fraction(trained, fraction, seed=config.seed, what=str(folders[train]))
+        trained, evaluated = trained.take(rows), trained.take(aside)
+        told = f"{fraction:g} of the images of every class, set aside by seed {config.seed}"
+    else:
+        evaluated, told = made.pop(others[0]), repr(others[0])
+    notes = [f"{ignored} other files ignored"] if ignored else []
+    origin = f"image folder {root.name!r}, evaluated on {told}"
+    return Data(root.name, "image", trained, evaluated, tuple(classes), origin, made, notes=notes)
+
+
+def _suffixes() -> tuple[str, ...]:
+    # The table of extensions also names formats that PIL only writes.
+    formats = picture_formats()
+    return tuple(sorted(suffix for suffix, name in import_pil().registered_extensions().items() if name in formats))
+
+
+def _classes(folder: Path, expected: list[str] | None = None) -> list[str]:
+    """Names of the folders of classes, sorted, which must be those expected."""
+    entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
+    classes, suffixes = sorted(entry.name for entry in entries if entry.is_dir()), _suffixes()
+    loose = sorted(entry.name for entry in entries if entry.is_file() and entry.name.lower().endswith(suffixes))
+    if loose or not classes:
+        raise DataError(
+            f"{folder}: the images are not sorted into classes." if loose else f"{folder}: there are no images.",
+            expected="one folder per class, with the images of that class in it",
+            found=f"{len(loose)} images outside of a class, such as {loose[0]}" if loose else "no folder",
+            todo="Move the images into folders named after their classes.",
+        )
+    if expected is not None and classes != expected:
+        missing, unknown = sorted(set(expected) - set(classes)), sorted(set(classes) - set(expected))
+        raise DataError(
+            f"{folder}: the classes are not those of the training split.",
+            expected=f"the folders {listed(expected)}",
+            found=f"missing: {listed(missing)}; not in training: {listed(unknown)}",
+            todo="Give both splits the same class folders.",
+        )
+    return classes
+
+
+def _list_images(folder: Path, classes: Sequence[str]) -> tuple[ImageFiles, int]:
+    """Image files by class, sorted, and how many other files were passed over."""
+    suffixes, images, labels = _suffixes(), [], []
+    ignored = sum(not entry.is_dir() for entry in os.scandir(folder) if not entry.name.startswith("."))
+    for label, name in enumerate(classes):
+        walked = os.walk(folder / name)
+        files = [os.path.join(top, file) for top, _, found in walked for file in found if file[0] != "."]
+        chosen = sorted(file for file in files if file.lower().endswith(suffixes))
+        if not chosen:
+            raise DataError(
+                f"{folder / name}: this class has no images.",
+                expected=f"at least one image ({listed(suffixes, most=8)})",
+                found=f"{len(files)} other files",
+                todo="Add images, or remove the folder.",
+            )
+        images += chosen
+        labels += [label] * len(chosen)
+        ignored += len(files) - len(chosen)
+    return ImageFiles(images, torch.tensor(labels)), ignored

@@ -26,13 +26,11 @@ from wellcond.lab.data.base import (
     DataError,
     SourceConfig,
     TensorDataset,
-    describe_sizes,
-    find_path,
     listed,
     register_source,
     report_progress,
-    require,
 )
+from wellcond.lab.data.disk import find_path, require
 from wellcond.lab.data.generated import Generated, GeneratorOptions, register_generator
 
 OPERATORS = ("MIN", "MAX", "MED", "SM")
@@ -260,10 +258,8 @@ def load(config: LraListOpsConfig, base: Path) -> Data:
     folder = find_path(config.path, base)
     files = [require(folder / f"basic_{name}.tsv") for name in ("train", "val", "test")]
     train, evaluation, test = (_read_file(file, config.max_length) for file in files)
-    sizes = f"{describe_sizes(train, evaluation, CLASS_NAMES)}, {len(test)} test examples"
-    description = f"ListOps of the Long Range Arena, from its files: {sizes}"
-    others = {"test": test}
-    return Data("lra_listops", "tokens", train, evaluation, CLASS_NAMES, description, others, len(SYMBOLS))
+    origin = "ListOps of the Long Range Arena, from its files"
+    return Data("lra_listops", "tokens", train, evaluation, CLASS_NAMES, origin, {"test": test}, len(SYMBOLS))
 
 
 def _read_file(path: Path, width: int) -> TensorDataset:

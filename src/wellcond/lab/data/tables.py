@@ -7,22 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from wellcond.lab.data.base import (
-    Data,
-    DataError,
-    Kind,
-    SourceConfig,
-    describe_sizes,
-    draw_fraction,
-    draw_subset,
-    listed,
-)
+from wellcond.lab.data.base import Data, DataError, Kind, SourceConfig, draw_fraction, draw_subset, listed
 from wellcond.lab.data.disk import import_datasets
 from wellcond.lab.data.images import decode_image, read_image
 
@@ -184,15 +175,27 @@ def load_tables(
         label = next((name for name in LABEL_NAMES if name in train.data.column_names), None)
     columns = _input_columns(train, config.input, label)
     kind = _kind(train, columns, kind)
-    classed = label is not None and config.label_kind == "class"
-    classes = _read_classes(train, label, config.class_names) if classed else None  # type: ignore[arg-type]
+    names, classes = None, None
+    if label is not None and config.label_kind == "class":
+        names, classes = _read_classes(train, label, config.class_names)
     notes: list[str] = []
 
     def dataset(split: str, table: Table, *, needed: bool) -> TableDataset:
-        data, labels = _input_data(table, columns, kind), _labels(table, label, classes, needed=needed)
+        labels = None
+        for column in columns:
+            _require_column(table, column, "input")
+        _kind(table, columns, kind)
+        data = table.data.select_columns(list(columns))
+        if type(data.features[columns[0]]).__name__ == "Image":
+            data = data.cast_column(columns[0], import_datasets().Image(decode=False))
+        # The hub marks labels that are not published by -1.
+        published = label in table.data.column_names and any(value != -1 for value in table.data[label][:])
+        if label is not None and (needed or published):
+            _require_column(table, label, "label")
+            labels = _number_labels(table, label) if classes is None else _class_labels(table, label, classes)
         empty = _count_empty_texts(table, columns) if kind == "text" else 0
         notes.extend([f"{empty} empty texts in {split!r}"] if empty else [])
-        return TableDataset(data, kind, columns, labels)
+        return TableDataset(Table(data, table.parts), kind, columns, labels)
 
     made = {split: dataset(split, table, needed=True) for split, table in tables.items()}
     further = {split: dataset(split, table, needed=False) for split, table in others.items()}
@@ -203,20 +206,7 @@ def load_tables(
     trained, evaluated = trained.limit(config.limit_train), made["evaluation"].limit(config.limit_evaluation)
     if "test" in further:
         further["test"] = further["test"].limit(limit_test)
-    names = None if classes is None else classes.names
-    description = "; ".join([f"{name} from {origin}: {describe_sizes(trained, evaluated, names)}", *notes])
-    return Data(name, kind, trained, evaluated, names, description, further)
-
-
-def _input_data(table: Table, columns: tuple[str, ...], kind: Kind) -> Table:
-    """The table with only its input columns, images left encoded."""
-    for name in columns:
-        _require_column(table, name, "input")
-    _kind(table, columns, kind)
-    data = table.data.select_columns(list(columns))
-    if type(data.features[columns[0]]).__name__ == "Image":
-        data = data.cast_column(columns[0], import_datasets().Image(decode=False))
-    return Table(data, table.parts, table.text_labels)
+    return Data(name, kind, trained, evaluated, names, f"{name} from {origin}", further, notes=notes)
 
 
 def _input_columns(table: Table, wanted: str | list[str], label: str | None) -> tuple[str, ...]:
@@ -299,25 +289,12 @@ def _count_empty_texts(table: Table, columns: tuple[str, ...]) -> int:
 # Labels: class numbers, or the numbers of a regression
 
 
-class Classes(NamedTuple):
-    """Names of the classes, and whether the labels are these names or their numbers."""
+def _read_classes(
+    table: Table, column: str, declared: tuple[str, ...] | None
+) -> tuple[tuple[str, ...], dict[Any, int]]:
+    """Names of the classes of a training split, and the number of each by how labels are written, names or numbers.
 
-    names: tuple[str, ...]
-    by_name: bool
-
-
-def _labels(table: Table, label: str | None, classes: Classes | None, *, needed: bool) -> Tensor | None:
-    """Labels of a table; None where they are neither needed nor published (the hub marks such labels by -1)."""
-    if label is None:
-        return None
-    if not needed and (label not in table.data.column_names or all(value == -1 for value in table.data[label][:])):
-        return None
-    _require_column(table, label, "label")
-    return _number_labels(table, label) if classes is None else _class_labels(table, label, classes)
-
-
-def _read_classes(table: Table, column: str, declared: tuple[str, ...] | None) -> Classes:
-    """Classes of a training split: names that the file or the recipe declares, else those of the labels, sorted.
+    Names are those that the file or the recipe declares, else the labels themselves, sorted.
 
     Raises: DataError if a label is missing or of a wrong type, or numbers leave a gap between 0 and the largest.
     """
@@ -336,23 +313,22 @@ def _read_classes(table: Table, column: str, declared: tuple[str, ...] | None) -
                 found=f"labels {listed(sorted(values))}",
                 todo="Count the classes from 0, or name all of them in the field 'class_names'.",
             )
-    return Classes(tuple(names), by_name)
+    return tuple(names), {name if by_name else number: number for number, name in enumerate(names)}
 
 
-def _class_labels(table: Table, column: str, classes: Classes) -> Tensor:
+def _class_labels(table: Table, column: str, classes: dict[Any, int]) -> Tensor:
     """Class number of every row, int64; DataError if a label is missing, or not one of the classes."""
     values = _read_labels(table, column)
-    known: dict[Any, int] = {name if classes.by_name else row: row for row, name in enumerate(classes.names)}
     for row, value in enumerate(values):
-        if value not in known:
-            among = listed(classes.names) if classes.by_name else f"the integers from 0 to {len(classes.names) - 1}"
+        if value not in classes:
+            among = f"the integers from 0 to {len(classes) - 1}" if 0 in classes else listed(classes)
             raise DataError(
                 f"{table.locate(row)}: the label is not a class of the training split.",
                 expected=f"one of {among} in column {column!r}",
                 found=repr(value),
                 todo="Correct the label, or add examples of this class to training; write labels alike in all splits.",
             )
-    return torch.tensor([known[value] for value in values])
+    return torch.tensor([classes[value] for value in values])
 
 
 def _number_labels(table: Table, column: str) -> Tensor:

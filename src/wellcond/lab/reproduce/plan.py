@@ -20,8 +20,7 @@ from wellcond.lab.report.values import MISSING
 from wellcond.lab.reproduce.catalogue import SCALES, AtScale, Entry, catalogue
 from wellcond.lab.reproduce.stored import RUNS, study_name
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.tasks.glue.run import plan_glue, run_glue
-from wellcond.lab.tasks.glue.task import HUB_ID, NAMES
+from wellcond.lab.tasks.glue import HUB_ID, NAMES
 from wellcond.lab.train.compare import (
     JobObserver,
     Outcome,
@@ -30,6 +29,7 @@ from wellcond.lab.train.compare import (
     run_comparison,
     write_comparison,
 )
+from wellcond.lab.train.glue import plan_glue, run_glue
 from wellcond.lab.train.run import Job
 from wellcond.lab.train.run_folder import RunError, RunFolder
 from wellcond.run_records import COMPLETE

@@ -17,12 +17,13 @@ from torch.nn.functional import cross_entropy
 from wellcond.lab.data.base import Data, Dataset
 from wellcond.lab.models.changes import Norms
 from wellcond.lab.settings import Fraction, RecipeError, Settings
-from wellcond.lab.tokenizers.base import Tokenizer
+from wellcond.lab.tokenizers import Tokenizer
 
 Batch = dict[str, Tensor]
 SampleKey = tuple[int, int]
 """Number of a sample, and the draw of random numbers that fixes its augmentation: the epoch or, where an epoch shows a
 sample `repeats` times, epoch * repeats + repeat; -1 is evaluation."""
+Keys = Sequence[SampleKey]
 EVALUATION = -1
 Record = tuple[int, Any]
 """Number of a sample, and what a task wants to know of it in the end; can be pickled."""
@@ -54,7 +55,7 @@ class Samples(Protocol):
         """Number of samples."""
         ...
 
-    def fetch(self, keys: Sequence[SampleKey]) -> Batch:
+    def fetch(self, keys: Keys) -> Batch:
         """One batch; the same keys give the same batch, in any process."""
         ...
 
@@ -65,7 +66,7 @@ class ArraySamples:
 
     arrays: Mapping[str, Tensor]
     """All of one length."""
-    transform: Callable[[Batch, Sequence[SampleKey]], Batch] | None = None
+    transform: Callable[[Batch, Keys], Batch] | None = None
     """Applied to the rows of a batch; by `SampleKey`, not by the place in the batch, if it draws random numbers."""
     in_memory: ClassVar[bool] = True
 
@@ -73,16 +74,11 @@ class ArraySamples:
         """Number of samples."""
         return len(next(iter(self.arrays.values())))
 
-    def fetch(self, keys: Sequence[SampleKey]) -> Batch:
+    def fetch(self, keys: Keys) -> Batch:
         """The rows, transformed."""
         rows = torch.tensor([index for index, _ in keys])
         batch = {name: array[rows] for name, array in self.arrays.items()}
         return batch if self.transform is None else self.transform(batch, keys)
-
-
-def first_samples(samples: Samples, count: int) -> Batch:
-    """The first samples as they are evaluated; all if there are fewer."""
-    return samples.fetch([(index, EVALUATION) for index in range(min(count, len(samples)))])
 
 
 class ModelSettings(Settings):
@@ -161,6 +157,28 @@ class TaskContext:
         splits = {"training": self.data.train, "evaluation": self.data.evaluation}
         return splits if self.test is None else splits | {"test": self.test}
 
+    def need_kind(self, task: str, *kinds: str) -> None:
+        """Raise RecipeError unless the data are of a kind the task can use."""
+        if self.data.kind not in kinds:
+            raise RecipeError(f"{task} needs {' or '.join(kinds)} data; {self.data.name} has {self.data.kind}")
+
+    def need_classes(self, task: str, *, least: int = 2) -> int:
+        """Number of classes; RecipeError if there are none, or fewer than `least`, or if a label is none of them."""
+        data, names = self.data, self.data.class_names
+        if names is None:
+            raise RecipeError(f"{task} needs labels; {data.name} has none. Name the label column in data.label")
+        if len(names) < least:
+            raise _too_few_classes(data, task, names)
+        splits = {"training": data.train, "evaluation": data.evaluation, "test": data.others.get("test")}
+        for name, split in splits.items():
+            labels = torch.empty(0) if split is None or split.labels is None else split.labels
+            for row in ((labels < 0) | (labels >= len(names))).nonzero().flatten().tolist():
+                raise RecipeError(
+                    f"{data.name}, {name} split, row {row}: expected a label from 0 to {len(names) - 1}, found "
+                    f"{labels[row]:g}"
+                )
+        return len(names)
+
 
 class AbstractTask(ABC):
     """Samples, loss and score of one kind of problem."""
@@ -216,8 +234,12 @@ class AbstractTask(ABC):
 
     def probe(self, num_samples: int) -> Any:
         """The first samples of the evaluation set as the model's input, for `measure`."""
-        batch = first_samples(self.evaluation, num_samples)
+        batch = self.first_samples(num_samples)
         return {name: batch[name] for name in self.inputs}
+
+    def first_samples(self, count: int) -> Batch:
+        """The first samples of the evaluation set; all if there are fewer."""
+        return self.evaluation.fetch([(index, EVALUATION) for index in range(min(count, len(self.evaluation)))])
 
     def training_batch(self, batch: Batch, step: int, part: int) -> Batch:
         """Augmentation across the samples of a step; none by default.
@@ -285,28 +307,6 @@ def register_task(settings: type[Settings]) -> Callable[[type[AbstractTask]], ty
         return task
 
     return decorate
-
-
-def need_kind(data: Data, task: str, *kinds: str) -> None:
-    """Raise RecipeError unless the data are of a kind the task can use."""
-    if data.kind not in kinds:
-        raise RecipeError(f"{task} needs {' or '.join(kinds)} data; {data.name} has {data.kind}")
-
-
-def need_classes(data: Data, task: str, *, least: int = 2) -> int:
-    """Number of classes; RecipeError if there are none, or fewer than `least`, or if a label is none of them."""
-    if data.class_names is None:
-        raise RecipeError(f"{task} needs labels; {data.name} has none. Name the label column in data.label")
-    if len(data.class_names) < least:
-        raise _too_few_classes(data, task, data.class_names)
-    count = len(data.class_names)
-    for name, split in (("training", data.train), ("evaluation", data.evaluation), ("test", data.others.get("test"))):
-        labels = torch.empty(0) if split is None or split.labels is None else split.labels
-        for row in ((labels < 0) | (labels >= count)).nonzero().flatten().tolist():
-            raise RecipeError(
-                f"{data.name}, {name} split, row {row}: expected a label from 0 to {count - 1}, found {labels[row]:g}"
-            )
-    return count
 
 
 def need_several_classes_in_training(data: Data, task: str) -> None:

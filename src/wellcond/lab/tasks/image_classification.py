@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -25,13 +25,10 @@ from wellcond.lab.tasks.base import (
     AugmentationSettings,
     Batch,
     ClassificationTask,
-    SampleKey,
+    Keys,
     Samples,
     TaskContext,
-    first_samples,
     logits_of,
-    need_classes,
-    need_kind,
     register_task,
 )
 
@@ -80,7 +77,7 @@ class BatchTransform:
             self.scale, self.shift = unit / std, -mean / std
         self._drawn: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, batch: Batch, keys: Sequence[SampleKey]) -> Batch:
+    def __call__(self, batch: Batch, keys: Keys) -> Batch:
         """Normalised floats and labels."""
         images = batch["image"]
         if keys[0][1] != EVALUATION and (self.augmentation.flip or self.augmentation.crop_padding):
@@ -88,7 +85,7 @@ class BatchTransform:
         images = images.float() if self.scale.ndim == 0 and float(self.scale) == 1.0 else images * self.scale
         return batch | {"image": images if self.shift is None else images + self.shift}
 
-    def _augment(self, images: Tensor, keys: Sequence[SampleKey]) -> Tensor:
+    def _augment(self, images: Tensor, keys: Keys) -> Tensor:
         rows, draws = torch.tensor(keys).unbind(1)
         flips, offsets = torch.empty(len(keys), dtype=torch.bool), torch.empty(len(keys), 2, dtype=torch.int64)
         for draw in sorted(set(draws.tolist())):
@@ -132,7 +129,7 @@ class Pictures:
         """Number of images."""
         return len(self.split)
 
-    def fetch(self, keys: Sequence[SampleKey]) -> Batch:
+    def fetch(self, keys: Keys) -> Batch:
         """Transformed images and labels."""
         images, labels = zip(*(self._sample(index, draw) for index, draw in keys), strict=True)
         return {"image": torch.stack(images), "label": torch.tensor(labels)}
@@ -210,8 +207,8 @@ class ImageClassification(ClassificationTask):
     def __init__(self, settings: ImageClassificationSettings, context: TaskContext) -> None:
         """Decode the images if they fit, or prepare to do so one by one."""
         data = context.data
-        need_kind(data, settings.name, "image")
-        self.num_classes = need_classes(data, settings.name)
+        context.need_kind(settings.name, "image")
+        self.num_classes = context.need_classes(settings.name)
         self.settings, self.context = settings, context
         self.augmentation: AugmentationSettings = context.augmentation or AugmentationSettings()
         first = data.train[0]["image"]
@@ -308,7 +305,7 @@ class ImageClassification(ClassificationTask):
 
     def probe(self, num_samples: int) -> Tensor:
         """Evaluation images."""
-        return first_samples(self.evaluation, num_samples)["image"]
+        return self.first_samples(num_samples)["image"]
 
 
 def _channels_of(split: Dataset) -> Literal[1, 3]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -19,29 +19,10 @@ from wellcond.attention.distributed import is_held_together
 from wellcond.attention.effective import is_conditioned
 from wellcond.conditioning.apply import folded
 from wellcond.lab.data.base import Dataset
+from wellcond.lab.data.text import TokenStream, open_token_stream, text_columns
 from wellcond.lab.settings import RecipeError, SequenceLength, Settings
-from wellcond.lab.tasks.base import (
-    AbstractTask,
-    Batch,
-    Metric,
-    SampleKey,
-    Samples,
-    TaskContext,
-    first_samples,
-    logits_of,
-    need_kind,
-    register_task,
-)
-from wellcond.lab.tokenizers.base import (
-    Counts,
-    Tokenizer,
-    TokenizerChoice,
-    TokenStream,
-    document_end,
-    open_token_stream,
-    text_columns,
-)
-from wellcond.lab.tokenizers.make import make_tokenizer
+from wellcond.lab.tasks.base import AbstractTask, Batch, Keys, Metric, Samples, TaskContext, logits_of, register_task
+from wellcond.lab.tokenizers import Tokenizer, TokenizerChoice, make_tokenizer
 
 IGNORED = -100
 """Target that is not scored, as in `cross_entropy`."""
@@ -104,12 +85,12 @@ class TokenBlocks:
         """Number of blocks."""
         return max(0, len(self.stream) - self.overlap) // self.length
 
-    def tokens(self, keys: Sequence[SampleKey]) -> Tensor:
+    def tokens(self, keys: Keys) -> Tensor:
         """Tokens of blocks, int64 of shape (blocks, length + overlap)."""
         places = np.array([index for index, _ in keys])[:, None] * self.length + np.arange(self.length + self.overlap)
         return torch.from_numpy(self.stream.tokens[places].astype(np.int64))
 
-    def fetch(self, keys: Sequence[SampleKey]) -> Batch:
+    def fetch(self, keys: Keys) -> Batch:
         """Tokens; with an overlap, those that are seen and those to predict from them."""
         tokens = self.tokens(keys)
         if not self.overlap:
@@ -136,7 +117,7 @@ class ScoredWindows:
         """Number of windows."""
         return 1 + max(0, -(-(len(self.stream) - 1 - self.context) // self.stride))
 
-    def fetch(self, keys: Sequence[SampleKey]) -> Batch:
+    def fetch(self, keys: Keys) -> Batch:
         """Tokens, targets, and the share of each window in the words and bytes of the text.
 
         Shares are by the number of tokens that a window scores, so that their sum over all windows is the text's.
@@ -156,8 +137,8 @@ class ScoredWindows:
         return {
             "input_ids": seen,
             "targets": following.masked_fill(~scored, IGNORED),
-            "words": share * counts.words,
-            "bytes": share * counts.bytes,
+            "words": share * counts["words"],
+            "bytes": share * counts["bytes"],
         }
 
 
@@ -171,7 +152,7 @@ class LanguageModelling(AbstractTask):
 
     def __init__(self, settings: LanguageModellingSettings, context: TaskContext) -> None:
         """Join the documents of each split into one stream."""
-        need_kind(context.data, settings.name, "text")
+        context.need_kind(settings.name, "text")
         self.settings, self.context = settings, settings.context
         what = f"{context.data.name}, training split"
         self.tokenizer = make_tokenizer(settings.tokenizer, context.data.train, what, context.base)
@@ -195,11 +176,11 @@ class LanguageModelling(AbstractTask):
         stream = np.concatenate([part for batch in batches for ids in batch for part in (ids, end)])
         if not stream.any():
             raise RecipeError(f"{what}: expected text, found none in {len(split)} documents")
-        return TokenStream(stream, Counts(tokens=len(stream)))
+        return TokenStream(stream, {})
 
     def model_arguments(self, kind: str) -> dict[str, Any]:
         """Vocabulary, context, and the token that ends a document."""
-        end, size = document_end(self.tokenizer), self.tokenizer.vocabulary_size
+        end, size = self.tokenizer.document_end, self.tokenizer.vocabulary_size
         ends = {"bos_token_id": end, "eos_token_id": end}
         return {"vocab_size": size, "max_position_embeddings": self.context, **ends}
 
@@ -244,8 +225,8 @@ class LanguageModelling(AbstractTask):
 
     def _opening(self) -> str:
         """The first tokens of the first document in the evaluation text that is not blank."""
-        tokens = first_samples(self.evaluation, 1)["input_ids"][0].tolist()
-        end = document_end(self.tokenizer)
+        tokens = self.first_samples(1)["input_ids"][0].tolist()
+        end = self.tokenizer.document_end
         for _, document in itertools.groupby(tokens, key=lambda token: token != end):
             text = self.tokenizer.decode(list(document)[:PROMPT_TOKENS])
             if text.strip():
@@ -295,7 +276,7 @@ def generate_text(
 
     Raises: RecipeError if the model knows fewer tokens than the tokeniser.
     """
-    end = document_end(tokenizer)
+    end = tokenizer.document_end
     given = [end, *(int(id) for id in tokenizer.encode_batch([prompt])[0])]
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)

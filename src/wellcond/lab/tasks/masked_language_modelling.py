@@ -20,22 +20,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from wellcond.attention.distributed import unwrap
+from wellcond.lab.data.text import open_token_stream
 from wellcond.lab.seeding import derive
 from wellcond.lab.settings import SequenceLength, Settings
-from wellcond.lab.tasks.base import (
-    EVALUATION,
-    AbstractTask,
-    Batch,
-    Metric,
-    SampleKey,
-    TaskContext,
-    logits_of,
-    need_kind,
-    register_task,
-)
+from wellcond.lab.tasks.base import EVALUATION, AbstractTask, Batch, Keys, Metric, TaskContext, logits_of, register_task
 from wellcond.lab.tasks.language_modelling import IGNORED, TokenBlocks, perplexity
-from wellcond.lab.tokenizers.base import Tokenizer, TokenizerChoice, open_token_stream
-from wellcond.lab.tokenizers.make import make_tokenizer
+from wellcond.lab.tokenizers import Tokenizer, TokenizerChoice, make_tokenizer
 
 Words = NDArray[np.uint64]
 HIDDEN, RANDOM = 0.8, 0.1
@@ -65,7 +55,7 @@ def _mix(words: Words) -> Words:
     return words ^ (words >> np.uint64(31))
 
 
-def random_words(seed: int, keys: Sequence[SampleKey], count: int) -> Words:
+def random_words(seed: int, keys: Keys, count: int) -> Words:
     """`count` random 64-bit numbers for each key, (keys, count), the same whatever other keys there are.
 
     Example:
@@ -92,7 +82,7 @@ class Masking:
         # Every seed is evaluated on the same masked tokens.
         self.seeds = derive(seed, "masking"), derive(0, "masking for evaluation")
 
-    def apply(self, tokens: NDArray[np.int64], keys: Sequence[SampleKey]) -> Batch:
+    def apply(self, tokens: NDArray[np.int64], keys: Keys) -> Batch:
         """Mask sequences of one length.
 
         Returns: `input_ids` (sequences, length) with masked tokens; `positions` (sequences, most that are masked) of
@@ -134,7 +124,7 @@ class MaskedBlocks:
         """Number of sequences."""
         return len(self.blocks)
 
-    def fetch(self, keys: Sequence[SampleKey]) -> Batch:
+    def fetch(self, keys: Keys) -> Batch:
         """What the model sees, where it is to guess, and what stood there."""
         return self.masking.apply(self.blocks.tokens(keys).numpy(), keys)
 
@@ -150,7 +140,7 @@ class MaskedLanguageModelling(AbstractTask):
     def __init__(self, settings: MaskedLanguageModellingSettings, context: TaskContext) -> None:
         """Tokenise every split once; a tokeniser without a mask gets one behind its vocabulary."""
         data, self.length = context.data, settings.length
-        need_kind(data, settings.name, "text")
+        context.need_kind(settings.name, "text")
         samples = {}
         what = f"{data.name}, training split"
         self.tokenizer = make_tokenizer(settings.tokenizer, data.train, what, context.base)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -12,19 +11,9 @@ from torch import Tensor, nn
 
 from wellcond.lab.data.base import Dataset, TensorDataset, report_progress
 from wellcond.lab.data.images import BYTE_LIMIT, as_tensor_images
+from wellcond.lab.data.text import text_columns
 from wellcond.lab.settings import ImageSide, RecipeError, SequenceLength, Settings
-from wellcond.lab.tasks.base import (
-    ArraySamples,
-    Batch,
-    ClassificationTask,
-    SampleKey,
-    TaskContext,
-    logits_of,
-    need_classes,
-    need_kind,
-    register_task,
-)
-from wellcond.lab.tokenizers.base import text_columns
+from wellcond.lab.tasks.base import ArraySamples, Batch, ClassificationTask, Keys, TaskContext, logits_of, register_task
 
 PADDING = 0
 """Models neither attend to it nor embed it; every other token is shifted by one to make room for it."""
@@ -72,7 +61,7 @@ class SequenceClassification(ClassificationTask):
     def __init__(self, settings: SequenceClassificationSettings, context: TaskContext) -> None:
         """Encode all splits once; the test split is the one named so, if it has labels."""
         self.settings, self.context = settings, context
-        self.num_classes = need_classes(context.data, settings.name)
+        self.num_classes = context.need_classes(settings.name)
         self.inputs = [f"{prefix}{name}" for prefix in self.prefixes for name in ("input_ids", "attention_mask")]
         self.has_empty = False
         self.vocabulary, self.length = self._sizes()
@@ -92,7 +81,7 @@ class SequenceClassification(ClassificationTask):
     def _sizes(self) -> tuple[int, int]:
         """Tokens that there are, and the most in a sequence."""
         data, settings = self.context.data, self.settings
-        need_kind(data, settings.name, *(("text", "tokens", "image") if len(self.prefixes) == 1 else ("text",)))
+        self.context.need_kind(settings.name, *(("text", "tokens", "image") if len(self.prefixes) == 1 else ("text",)))
         if data.kind != "image" and settings.image_size is not None:
             raise RecipeError(f"task.image_size is for images; {data.name} has {data.kind}")
         if data.kind == "text":
@@ -181,12 +170,7 @@ class SequenceClassification(ClassificationTask):
                 "task.image_size, by which tensors are not resized"
             )
         if images.is_floating_point():
-            if not (images.min() >= 0 and images.max() <= 1):
-                raise RecipeError(
-                    f"{what}: expected bytes or floats from 0 to 1, which are pixels, found normalised images from "
-                    f"{float(images.min()):.3g} to {float(images.max()):.3g}"
-                )
-            images = (images * (LEVELS - 1)).round().to(torch.uint8)
+            raise RecipeError(f"{what}: expected images of bytes, whose values are tokens, found floats")
         pixels = images.flatten(1)
         if self.settings.black == "masked":
             self._check_lengths((pixels != PADDING).sum(1), what)
@@ -214,7 +198,7 @@ class SequenceClassification(ClassificationTask):
             )
         self.has_empty = self.has_empty or bool(len(empty))
 
-    def _batch(self, arrays: Batch, _: Sequence[SampleKey]) -> Batch:
+    def _batch(self, arrays: Batch, _: Keys) -> Batch:
         """Tokens, masks and labels; texts are padded here, so that they take one byte a token in memory."""
         batch: Batch = {}
         for prefix in self.prefixes:

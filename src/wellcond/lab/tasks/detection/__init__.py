@@ -1,1 +1,242 @@
-"""Detection: COCO's files, their augmentation, Mask R-CNN's losses, and COCO's official evaluation."""
+"""Detection: boxes and masks of the things in an image, scored as COCO does."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import NonNegativeInt
+from torch import Tensor, nn
+
+from wellcond.lab.data.images import import_pil
+from wellcond.lab.seeding import derive
+from wellcond.lab.settings import RecipeError, Settings
+from wellcond.lab.tasks.base import EVALUATION, AbstractTask, Batch, Metric, Record, TaskContext, register_task
+from wellcond.lab.tasks.detection.samples import (
+    DetectionAugmentation,
+    DetectionSamples,
+    as_text,
+    from_mask,
+    import_pycocotools,
+    targets_of,
+    to_rle,
+)
+
+Kind = Literal["bbox", "segm"]
+KINDS: dict[Kind, tuple[str, str]] = {"bbox": ("box", "bbox"), "segm": ("mask", "segmentation")}
+"""How the metrics of a kind begin, and where a result has what is judged."""
+METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
+"""In the order of pycocotools: over all overlaps, at 0.5, at 0.75; of small, medium and large objects."""
+LONGEST, QUALITY = 256, 80
+"""Longer side in pixels and quality of the JPEG in a record."""
+MOST, LEAST_SCORE = 20, 0.05
+"""Predictions of an image that are recorded: so many at most, of this score at least."""
+
+
+class DetectionSettings(Settings):
+    """Options of the task."""
+
+    name: Literal["detection"] = "detection"
+    images: DetectionAugmentation = DetectionAugmentation()
+    """Sizes of the images, and their augmentation in training."""
+    score_train: NonNegativeInt = 0
+    """Score so many training images too at every evaluation, without augmentation: train_box_AP, AP50 and AP75, and the
+    same of masks."""
+    samples: NonNegativeInt = 4
+    """Evaluation images whose detections a run records."""
+
+
+@register_task(DetectionSettings)
+class Detection(AbstractTask):
+    """Mask R-CNN's losses, and the average precision of boxes and masks."""
+
+    metric = Metric("box_AP", higher_is_better=True, percent=True)
+    can_be_sharded: ClassVar[bool] = False  # evaluation computes image by image, and one process may have one more
+    train: DetectionSamples
+    evaluation: DetectionSamples
+
+    def __init__(self, settings: DetectionSettings, context: TaskContext) -> None:
+        """Prepare to decode images one by one."""
+        context.need_kind(settings.name, "detection")
+        self.num_classes = context.need_classes(settings.name, least=1)
+        self.settings, self.seed = settings, context.seed
+        given = {} if context.augmentation is None else context.augmentation.model_dump(exclude_defaults=True)
+        for name in [name for name in given if name != "repeats"]:
+            raise RecipeError(f"augmentation.{name}: it moves no boxes; the augmentation of detection is task.images")
+        data, images = context.data, settings.images
+        self.class_names, self.category_ids = data.class_names or (), data.train.category_ids  # type: ignore[attr-defined]
+        self.train, self.evaluation = (
+            DetectionSamples(split, images, context.seed)  # type: ignore[arg-type]
+            for split in (data.train, data.evaluation)
+        )
+        if settings.score_train:
+            self.further = {"train": DetectionSamples(self.train.split, images, context.seed, settings.score_train)}
+
+    def model_arguments(self, kind: str) -> dict[str, Any]:
+        """Classes."""
+        if kind != "wellcond":
+            raise RecipeError(
+                f"model.name: detection needs wellcond:mask_rcnn, on a backbone of timm; found a {kind} model"
+            )
+        return {"num_classes": self.num_classes}
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The five losses of Mask R-CNN added up, which are means over the batch, times its images."""
+        losses = model(batch["images"], batch["sizes"], targets_of(batch))
+        return torch.stack(list(losses.values())).sum() * self.num_terms(batch)
+
+    def num_terms(self, batch: Batch) -> int:
+        """One per image."""
+        return len(batch["images"])
+
+    def collect(self, model: nn.Module, batch: Batch) -> tuple[dict[str, Tensor], list[Record]]:
+        """Losses, and the detections of each image in COCO's format of results."""
+        positions = batch["positions"].tolist()
+        # The regions that a loss is computed on are drawn; the same in every evaluation of a run.
+        seeds = [derive(self.seed, "regions", position) for position in positions]
+        found, losses = model(
+            batch["images"], batch["sizes"], targets_of(batch), original_sizes=batch["original_sizes"], seeds=seeds
+        )
+        sums = {name: torch.stack([loss[name] for loss in losses]).sum().double() for name in losses[0]}
+        sums["count"] = torch.tensor(float(len(losses)), dtype=torch.float64, device=batch["images"].device)
+        records = [
+            (position, to_results(detections, image, self.category_ids))
+            for position, detections, image in zip(positions, found, batch["image_ids"].tolist(), strict=True)
+        ]
+        return sums, records
+
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Mean losses."""
+        means = {name: value / sums["count"] for name, value in sums.items() if name != "count"}
+        return {"loss": sum(means.values()), **means}
+
+    def summarise(self, samples: Any, sums: Mapping[str, float], records: Sequence[Any]) -> dict[str, float]:
+        """Mean losses; AP, AP50, AP75 and AP by size, of boxes and masks."""
+        scored = samples.split.select(torch.arange(len(records)))
+        results = [result for record in records for result in record]
+        losses = self.metrics(sums)
+        values = {"loss": losses["loss"], **evaluate(scored.ground_truth, results), **losses}
+        if self.metric.name not in values:
+            raise RecipeError(
+                f"evaluation.samples: expected at least one object, found none in the first {len(records)} images; "
+                "score more of them"
+            )
+        if samples.count is not None:  # of the training images, what tells whether they are learnt
+            return {name: value for name, value in values.items() if name.endswith(("AP", "AP50", "AP75"))}
+        return values
+
+    def probe(self, num_samples: int) -> Tensor:
+        """Evaluation images, all of the size of the largest."""
+        return self.first_samples(num_samples)["images"]
+
+    @torch.no_grad()
+    def write_samples(self, model: nn.Module) -> list[dict[str, Any]]:
+        """What a model finds in the first evaluation images, beside the truth, as plain data to draw a report from.
+
+        Returns: Of each image `image_id`, `file_name`, `size`, `jpeg` in base 64, `truth` and `predictions`. Both are
+            lists of `bbox` [x, y, width, height] in pixels of `size` (height, width), `category` and `segmentation` as
+            compressed run lengths; predictions also have a `score`, the best first.
+        """
+        was_training = model.training
+        model.eval()
+        try:
+            count = min(self.settings.samples, len(self.evaluation))
+            return [self._describe(model, index) for index in range(count)]
+        finally:
+            model.train(was_training)
+
+    def _describe(self, model: nn.Module, index: int) -> dict[str, Any]:
+        split, example = self.evaluation.split, self.evaluation.split[index]
+        batch = self.evaluation.fetch([(index, EVALUATION)])
+        images = batch["images"].to(next(model.parameters()).device)
+        [found] = model(images, batch["sizes"], original_sizes=batch["original_sizes"])
+        results = to_results(found, example["image_id"], self.category_ids)
+        best = sorted((row for row in results if row["score"] >= LEAST_SCORE), key=lambda row: -row["score"])[:MOST]
+        names = dict(zip(self.category_ids, self.class_names, strict=True))
+        truth = [row for row in split.annotations[index] if not row["iscrowd"]]
+        return {
+            "image_id": example["image_id"],
+            "file_name": split.images[index]["file_name"],
+            "size": list(example["size"]),
+            "jpeg": _jpeg(example["image"]),
+            "truth": [_shown(row, names, as_text(to_rle(row["segmentation"], *example["size"]))) for row in truth],
+            "predictions": [
+                _shown(row, names, row["segmentation"]) | {"score": round(row["score"], 4)} for row in best
+            ],
+        }
+
+
+def _shown(row: Mapping[str, Any], names: Mapping[int, str], segmentation: dict[str, Any]) -> dict[str, Any]:
+    box = [round(float(number), 2) for number in row["bbox"]]
+    return {"bbox": box, "category": names[row["category_id"]], "segmentation": segmentation}
+
+
+def _jpeg(picture: Any) -> str:
+    small = picture.copy()
+    small.thumbnail((LONGEST, LONGEST), import_pil().Resampling.BILINEAR)
+    file = io.BytesIO()
+    small.save(file, "JPEG", quality=QUALITY)
+    return base64.b64encode(file.getvalue()).decode("ascii")
+
+
+# COCO's official evaluation, by pycocotools
+
+
+def to_results(found: Mapping[str, Tensor], image_id: int, category_ids: Sequence[int]) -> list[dict[str, Any]]:
+    """Detections in an image, in COCO's format of results.
+
+    A detection whose score or box is not finite, as a diverged model has them, is none and is left out. In pixels of
+    the original image, `boxes` (n, 4) are x0, y0, x1, y1 and `masks`, if they are judged, (n, 1, h, w), cut at 0.5.
+    `labels` are from 1; the first of `category_ids` is COCO's id of label 1.
+    """
+    boxes, scores = found["boxes"].detach().double().cpu(), found["scores"].detach().double().cpu()
+    results = []
+    for row in (boxes.isfinite().all(1) & scores.isfinite()).nonzero().flatten().tolist():
+        left, top, right, bottom = boxes[row].tolist()
+        result = {
+            "image_id": image_id,
+            "category_id": category_ids[int(found["labels"][row]) - 1],
+            "bbox": [left, top, right - left, bottom - top],
+            "score": float(scores[row]),
+        }
+        masks = {"segmentation": from_mask(found["masks"][row, 0] >= 0.5)} if "masks" in found else {}
+        results.append(result | masks)
+    return results
+
+
+def evaluate(
+    ground_truth: Mapping[str, Any], results: Sequence[Mapping[str, Any]], kinds: Sequence[Kind] = ("bbox", "segm")
+) -> dict[str, float]:
+    """Average precision of results, as shares of 1, in all images of the ground truth, the content of a COCO file.
+
+    Returns: `box_AP`, `box_AP50`, `box_AP75`, `box_APs`, `box_APm`, `box_APl`, and the same of `mask`. Where there is
+        nothing to find, as without small objects, pycocotools says -1; that number is left out.
+    """
+    library = import_pycocotools()
+    metrics: dict[str, float] = {}
+    for kind in kinds:
+        prefix, key = KINDS[kind]
+        # The other key would decide by its own area whether a detection is small, medium or large.
+        judged = [{name: result[name] for name in ("image_id", "category_id", key, "score")} for result in results]
+        with contextlib.redirect_stdout(io.StringIO()):
+            truth, found = library.coco.COCO(), library.coco.COCO()
+            # pycocotools writes into annotations. It takes a match with id 0 for none, so they are counted from 1.
+            numbered = [{**annotation, "id": row} for row, annotation in enumerate(ground_truth["annotations"], 1)]
+            truth.dataset = {**ground_truth, "annotations": numbered}
+            truth.createIndex()
+            if judged:
+                found = truth.loadRes(judged)
+            else:  # which `loadRes` does not take
+                found.dataset = {**truth.dataset, "annotations": []}
+                found.createIndex()
+            evaluation = library.cocoeval.COCOeval(truth, found, kind)
+            evaluation.evaluate()
+            evaluation.accumulate()
+            evaluation.summarize()
+        values = zip(METRICS, evaluation.stats.tolist(), strict=False)
+        metrics |= {f"{prefix}_{name}": value for name, value in values if value != -1}
+    return metrics

@@ -10,30 +10,12 @@ from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import (
-    AfterValidator,
-    Discriminator,
-    Field,
-    FiniteFloat,
-    PositiveInt,
-    Tag,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import AfterValidator, Discriminator, Field, FiniteFloat, PositiveInt, Tag, TypeAdapter, ValidationError
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from wellcond.lab.data.base import (
-    Data,
-    DataError,
-    SourceConfig,
-    describe_sizes,
-    draw_subset,
-    find_path,
-    listed,
-    register_source,
-    require,
-)
+from wellcond.lab.data.base import Data, DataError, SourceConfig, draw_subset, listed, register_source
+from wellcond.lab.data.disk import find_path, require
 from wellcond.lab.data.images import decode_image, read_image, to_channels
 from wellcond.lab.settings import Settings, list_problems
 from wellcond.run_lengths import read_counts
@@ -365,10 +347,9 @@ def load(config: CocoConfig, base: Path) -> Data:
                 todo="Check the file; with a limit on images, raise it.",
             )
     names = tuple(str(category["name"]) for category in train.categories)
-    notes = ", ".join(f"{count} {what}" for what, count in sorted(left_out.items()) if count)
-    sizes = describe_sizes(train, evaluation, names)
-    left = f"; left out of training: {notes}" if notes else ""
-    return Data(root.name, "detection", train, evaluation, names, f"COCO format, {root.name}: {sizes}{left}")
+    missing = ", ".join(f"{count} {what}" for what, count in sorted(left_out.items()) if count)
+    notes = [f"left out of training: {missing}"] if missing else []
+    return Data(root.name, "detection", train, evaluation, names, f"COCO format, {root.name}", notes=notes)
 
 
 def _open(root: Path, part: CocoPart, field: str, *, training: bool) -> CocoDataset:

@@ -6,7 +6,7 @@ polygons are moved and then drawn.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from wellcond.errors import MissingExtraError
 from wellcond.lab.data.images import import_pil
 from wellcond.lab.seeding import generator
 from wellcond.lab.settings import Fraction, ImageSide, Settings
-from wellcond.lab.tasks.base import EVALUATION, Batch, SampleKey
+from wellcond.lab.tasks.base import EVALUATION, Batch, Keys
 from wellcond.lab.tasks.detection.coco import CocoDataset, Instances, Segmentation, clip_boxes, thin_boxes
 from wellcond.run_lengths import read_counts
 
@@ -279,7 +279,7 @@ class DetectionSamples:
         """Number of images."""
         return len(self.split) if self.count is None else min(self.count, len(self.split))
 
-    def fetch(self, keys: Sequence[SampleKey]) -> Batch:
+    def fetch(self, keys: Keys) -> Batch:
         """Samples of different sizes as one batch.
 
         Returns: `images` (batch, 3, height, width), zero at the bottom and on the right where an image is smaller;

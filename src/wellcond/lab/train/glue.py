@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor
 
 from wellcond.errors import MissingExtraError, check_choice
 from wellcond.files import write_atomically
@@ -23,10 +22,9 @@ from wellcond.lab.models.changes import remove_norms_
 from wellcond.lab.models.trained import file_sha256, load_folded
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.settings import RecipeError, explain
-from wellcond.lab.tasks.glue.task import HUB_ID, NAMES, TASKS
+from wellcond.lab.tasks.glue import HUB_ID, NAMES, TASKS
 from wellcond.lab.tasks.masked_language_modelling import MaskedLanguageModellingSettings
-from wellcond.lab.tokenizers.base import LibraryTokenizer, TrainedTokenizer
-from wellcond.lab.tokenizers.make import chosen_tokenizer, read_tokenizer, trained_tokenizer
+from wellcond.lab.tokenizers import LibraryTokenizer, TrainedTokenizer, make_tokenizer, read_tokenizer
 from wellcond.lab.train.checkpoint import read_finished_run
 from wellcond.lab.train.compare import JobObserver, Outcome, run_comparison
 from wellcond.lab.train.engine import Event
@@ -92,12 +90,19 @@ class Pretrained:
         Raises: RunError if it has no file (bytes), or is not the one in the record of the run: the text that it was
             trained on, or its file, has changed.
         """
-        path = self.place / self.tokenizer_file
+        path, choice = self.place / self.tokenizer_file, self.task.tokenizer
+        if choice == "bytes":
+            raise RunError(
+                f"{self.folder} was pre-trained on bytes, which have no tokens [CLS] and [SEP]; GLUE needs a run with "
+                "task.tokenizer: {train: wordpiece, vocabulary: 4096} or the like"
+            )
         if not path.is_file():
-            content = self._make_tokenizer().inner.to_str()
-            with writing(path):
-                path.parent.mkdir(exist_ok=True)
-                write_atomically(path, content)
+            text = None
+            if isinstance(choice, TrainedTokenizer):
+                text = load_cached_data(json.dumps(self.record["config"]["data"]), self.base).train
+            made = make_tokenizer(choice, text, "the text of pre-training", self.base)
+            assert isinstance(made, LibraryTokenizer)
+            self._write(path, made.inner.to_str())
         found = read_tokenizer(path)
         recorded = self.record["tokenizer"]["fingerprint"]
         if recorded != found.fingerprint:
@@ -107,17 +112,10 @@ class Pretrained:
             )
         return found
 
-    def _make_tokenizer(self) -> LibraryTokenizer:
-        choice = self.task.tokenizer
-        if choice == "bytes":
-            raise RunError(
-                f"{self.folder} was pre-trained on bytes, which have no tokens [CLS] and [SEP]; GLUE needs a run with "
-                "task.tokenizer: {train: wordpiece, vocabulary: 4096} or the like"
-            )
-        if isinstance(choice, TrainedTokenizer):
-            text = load_cached_data(json.dumps(self.record["config"]["data"]), self.base).train
-            return trained_tokenizer(choice, text, "the text of pre-training")
-        return chosen_tokenizer(choice, self.base or Path.cwd())
+    def _write(self, path: Path, content: str | bytes) -> None:
+        with writing(path):
+            path.parent.mkdir(exist_ok=True)
+            write_atomically(path, content)
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of the model, what its task asked for among them."""
@@ -136,12 +134,6 @@ class Pretrained:
             return
         from safetensors.torch import save  # as the checkpoint itself
 
-        encoder = self._read_encoder()
-        with writing(path):
-            path.parent.mkdir(exist_ok=True)
-            write_atomically(path, save(encoder))
-
-    def _read_encoder(self) -> dict[str, Tensor]:
         name = located(self.model["name"], self.base)
         with torch.random.fork_rng(devices=[]):
             model = build_model(name, self.arguments(), auto_class="AutoModelForMaskedLM", local_code=False)
@@ -150,7 +142,8 @@ class Pretrained:
         load_folded(model, state, conditioning_in(state), str(self.weights))
         # Tied weights share memory, which the file format does not know.
         prefix = f"{getattr(model, 'base_model_prefix', 'encoder')}."  # what all heads of a family share
-        return {name: value.clone() for name, value in model.state_dict().items() if name.startswith(prefix)}
+        kept = {name: value.clone() for name, value in model.state_dict().items() if name.startswith(prefix)}
+        self._write(path, save(kept))
 
 
 def read_pretrained(folder: Path, base: Path | None = None) -> Pretrained:
@@ -289,7 +282,15 @@ def plan_glue(
         check_choice("GLUE task", name, NAMES)
     if not tasks or len(set(tasks)) < len(tasks):
         raise RecipeError(f"--tasks: expected at least one task, and none twice, found {', '.join(tasks) or 'none'}")
-    runs, left_out = find_runs(folder, base)
+    runs, left_out = [folder], []
+    if (folder / "comparison.json").is_file():
+        records = {run: RunFolder(run).read_record() or {} for run in sorted(folder.glob("*/seed*"))}
+        runs = [run for run, record in records.items() if record.get("status") == "finished"]
+        others = (record for run, record in records.items() if record and run not in runs)
+        left_out = [f"{record['method']}, seed {record['seed']}: {record['status']}" for record in others]
+        if not runs:
+            raise RunError(f"{folder}: expected finished runs, found {'; '.join(left_out) or 'none'}")
+    found = [read_pretrained(run, base) for run in runs]
     jobs = [
         Job(
             glue_recipe(run, name, limit=limit, overrides=overrides),
@@ -301,29 +302,9 @@ def plan_glue(
         )
         for seed in seeds
         for name in tasks
-        for run in runs
+        for run in found
     ]
-    return GluePlan(runs, tuple(jobs), left_out)
-
-
-def find_runs(folder: Path, base: Path | None = None) -> tuple[tuple[Pretrained, ...], tuple[str, ...]]:
-    """Pre-trained runs of a folder, and the names of those that did not finish.
-
-    Raises: RunError if there is none that finished.
-    """
-    if not (folder / "comparison.json").is_file():
-        return (read_pretrained(folder, base),), ()
-    found, left_out = [], []
-    for path in sorted(folder.glob("*/seed*/run.json")):
-        record = RunFolder(path.parent).read_record()
-        assert record is not None
-        if record["status"] == "finished":
-            found.append(read_pretrained(path.parent, base))
-        else:
-            left_out.append(f"{record['method']}, seed {record['seed']}: {record['status']}")
-    if not found:
-        raise RunError(f"{folder}: expected finished runs, found {'; '.join(left_out) or 'none'}")
-    return tuple(found), tuple(left_out)
+    return GluePlan(tuple(found), tuple(jobs), tuple(left_out))
 
 
 def run_glue(plan: GluePlan, *, num_workers: int, observer: JobObserver) -> Outcome:

@@ -17,22 +17,10 @@ from torch.nn.functional import cross_entropy, mse_loss
 from wellcond.attention.distributed import unwrap
 from wellcond.lab.data.base import Dataset, listed, report_progress
 from wellcond.lab.data.tables import TableDataset
+from wellcond.lab.data.text import text_columns
 from wellcond.lab.settings import RecipeError, SequenceLength, Settings
-from wellcond.lab.tasks.base import (
-    AbstractTask,
-    Batch,
-    Metric,
-    Record,
-    SampleKey,
-    Samples,
-    TaskContext,
-    logits_of,
-    need_classes,
-    need_kind,
-    register_task,
-)
-from wellcond.lab.tokenizers.base import LibraryTokenizer, Tokenizer, TokenizerChoice, import_tokenizers, text_columns
-from wellcond.lab.tokenizers.make import make_tokenizer
+from wellcond.lab.tasks.base import AbstractTask, Batch, Keys, Metric, Record, TaskContext, logits_of, register_task
+from wellcond.lab.tokenizers import LibraryTokenizer, Tokenizer, TokenizerChoice, import_tokenizers, make_tokenizer
 
 MULTIPLE = 8
 """Batches are padded to a multiple of it, which suits the hardware."""
@@ -128,7 +116,7 @@ class Sentences:
         """Number of sequences."""
         return len(self._tokens)
 
-    def fetch(self, keys: Sequence[SampleKey]) -> Batch:
+    def fetch(self, keys: Keys) -> Batch:
         """Tokens, mask, which sentence each token is of, label, number of the row, and part it comes from."""
         rows = torch.tensor([index for index, _ in keys])
         longest = max(len(self._tokens[index]) for index in rows.tolist())
@@ -159,12 +147,12 @@ class Glue(AbstractTask):
         self.name, self.glue = settings.task, TASKS[settings.task]
         self.num_labels = len(self.glue.classes or ("a number",))
         self.metric = Metric(self.glue.metrics[0], higher_is_better=True, percent=True)
-        need_kind(data, settings.name, "text")
+        context.need_kind(settings.name, "text")
         classes = self.glue.classes
         if classes is None:
             if data.train.labels is None or data.class_names is not None:
                 raise RecipeError(f"{self.name}: expected labels that are numbers; set data.label_kind: number")
-        elif (found := need_classes(data, f"glue, {self.name},")) != len(classes):
+        elif (found := context.need_classes(f"glue, {self.name},")) != len(classes):
             raise RecipeError(
                 f"{self.name}: expected {len(classes)} classes, {listed(classes)}; {data.name} has {found}"
             )
@@ -229,7 +217,7 @@ class Glue(AbstractTask):
         columns = (batch["row"], batch["part"], batch["label"], predictions)
         return sums, [(row, found) for row, *found in zip(*(column.tolist() for column in columns), strict=True)]
 
-    def summarise(self, samples: Samples, sums: Mapping[str, float], records: Sequence[Any]) -> dict[str, float]:
+    def summarise(self, samples: Any, sums: Mapping[str, float], records: Sequence[Any]) -> dict[str, float]:
         """The task's metric first, then the others; `constant` is 1 if all predictions are equal, else 0."""
         values = self.metrics(sums)
         sides: list[tuple[ArrayLike, ArrayLike]] = []

@@ -1,25 +1,25 @@
-"""Source `text_stream`: the beginning of a corpus of any size, read once from end to end and kept in the cache."""
+"""Text: the source `text_stream`, and what tasks read of any text: batches, its fingerprint, and its tokens.
+
+`text_stream` is the beginning of a corpus of any size, read once from end to end and kept in the cache. Tokens are one
+flat file of ids, mapped into memory: made once, and found again without reading the text.
+"""
 
 from __future__ import annotations
 
 import glob
+import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, PositiveInt, model_validator
 
-from wellcond.lab.data.base import (
-    Data,
-    DataError,
-    SourceConfig,
-    describe_sizes,
-    listed,
-    register_source,
-    report_progress,
-)
-from wellcond.lab.data.disk import cached_folder, find_files, find_in_mirror, import_datasets
+from wellcond.lab.data.base import Data, DataError, Dataset, SourceConfig, listed, register_source, report_progress
+from wellcond.lab.data.disk import cached_folder, canonical_json, find_files, find_in_mirror, import_datasets
 from wellcond.lab.data.files import (
     NAME,
     builders_of,
@@ -32,8 +32,16 @@ from wellcond.lab.data.files import (
 )
 from wellcond.lab.data.tables import Part, Table, TableDataset
 
+if TYPE_CHECKING:
+    from wellcond.lab.tokenizers import Tokenizer
+
 VERSION = 3
+"""Of what is in the cache, texts and tokens."""
 ROWS_AT_ONCE = 1000
+FIRST_ROWS, MOST_ROWS = 256, 16384
+CHARACTERS = 2**21
+"""Size that batches aim at: enough for a tokeniser to keep every core busy."""
+Ids = NDArray[np.unsignedinteger[Any]]
 
 
 class TextStreamConfig(SourceConfig):
@@ -63,7 +71,7 @@ class TextStreamConfig(SourceConfig):
 
 
 @register_source(TextStreamConfig)
-def load(config: TextStreamConfig, base: Path) -> Data:
+def load_text_stream(config: TextStreamConfig, base: Path) -> Data:
     """Read the corpus unless it is in the cache."""
     name = config.id if config.config is None else f"{config.id} ({config.config})"
     files: list[Path] | None = None
@@ -92,9 +100,8 @@ def load(config: TextStreamConfig, base: Path) -> Data:
         TableDataset(Table(stored.select(range(a, b)), [Part(str(name), b - a)]), "text", ("text",), None)
         for a, b in zip(bounds, bounds[1:], strict=False)
     )
-    note = f"; {counts['empty']} empty texts left out" if counts["empty"] else ""
-    sizes = f"{describe_sizes(train, evaluation, None)}, {counts['bytes']} bytes"
-    return Data(str(name), "text", train, evaluation, None, f"{name}, read as a stream: {sizes}{note}")
+    notes = [f"{counts['bytes']} bytes", f"{counts['empty']} empty texts left out"][: 1 + (counts["empty"] > 0)]
+    return Data(str(name), "text", train, evaluation, None, f"{name}, read as a stream", notes=notes)
 
 
 def _store(folder: Path, config: TextStreamConfig, name: str, files: list[Path] | None) -> None:
@@ -159,3 +166,119 @@ def _read_rows(place: str, column: str, rows: Any) -> Iterator[list[str]]:
             )
         yield texts
         done += len(texts)
+
+
+# Text of any dataset
+
+
+def text_columns(dataset: Dataset) -> Iterator[list[list[str]]]:
+    """Batches of rows, by column: the texts and, of pairs, the second texts; a table is read many rows at once."""
+    start, size = 0, FIRST_ROWS
+    while start < len(dataset):
+        stop = min(start + size, len(dataset))
+        if isinstance(dataset, TableDataset):
+            rows = range(start, stop) if dataset.rows is None else dataset.rows[start:stop].tolist()
+            values = dataset.table.data[rows]
+            columns = [values[name] for name in dataset.columns]
+        else:
+            examples = [dataset[row] for row in range(start, stop)]
+            columns = [[example[key] for example in examples] for key in ("text", "text_pair") if key in examples[0]]
+        yield columns
+        mean = sum(map(len, columns[0])) / (stop - start)
+        start, size = stop, min(max(1, int(CHARACTERS / (mean + 1))), MOST_ROWS)
+
+
+def text_fingerprint(dataset: Dataset) -> str:
+    """What tells this text from another, on this machine.
+
+    Of a table it follows from the fingerprint that `datasets` makes of the paths and times of its files and of what was
+    done to them, so that nothing is read; other datasets are in memory, and every text counts.
+    """
+    if isinstance(dataset, TableDataset):
+        rows = b"" if dataset.rows is None else dataset.rows.numpy().tobytes()
+        about = [dataset.table.data._fingerprint, dataset.columns, hashlib.sha256(rows).hexdigest()]
+        return hashlib.sha256(canonical_json(about).encode()).hexdigest()
+    digest = hashlib.sha256()
+    for texts, *_ in text_columns(dataset):
+        digest.update(json.dumps(texts).encode())
+    return digest.hexdigest()
+
+
+def id_type(vocabulary_size: int) -> np.dtype[Any]:
+    """The smaller of two unsigned types that holds every id.
+
+    Example:
+        >>> id_type(50257), id_type(65537)
+        (dtype('uint16'), dtype('uint32'))
+    """
+    return np.dtype("<u2" if vocabulary_size <= 2**16 else "<u4")
+
+
+@dataclass(frozen=True, eq=False)
+class TokenStream:
+    """Documents one after the other, each ended by the same token; read from disk as they are asked for."""
+
+    tokens: Ids
+    counts: dict[str, int]
+    """`documents` with text and those `skipped`, and of the text its `words`, separated by white space, and `bytes`."""
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens)
+
+
+def open_token_stream(
+    dataset: Dataset, tokenizer: Tokenizer, what: str, *, limit_tokens: int | None = None
+) -> TokenStream:
+    """The tokens of a dataset, from the cache or made now, up to the document in which `limit_tokens` are reached.
+
+    Raises:
+        DataError: there is no text in the dataset.
+        CacheError: the cache cannot be written.
+    """
+    made_from = {
+        "version": VERSION,
+        "text": text_fingerprint(dataset),
+        "tokenizer": tokenizer.fingerprint,
+        "limit_tokens": limit_tokens,
+    }
+
+    def make(folder: Path) -> None:
+        with open(folder / "tokens.bin", "wb") as file:
+            counts = _tokenise(dataset, tokenizer, limit_tokens, file, what)
+        (folder / "tokens.json").write_text(json.dumps(counts))
+
+    folder = cached_folder("tokens", made_from, make, f"tokenising {what}")
+    counts = json.loads((folder / "tokens.json").read_text())
+    return TokenStream(np.memmap(folder / "tokens.bin", id_type(tokenizer.vocabulary_size), mode="r"), counts)
+
+
+def _tokenise(
+    dataset: Dataset, tokenizer: Tokenizer, limit_tokens: int | None, file: BinaryIO, what: str
+) -> dict[str, int]:
+    """Write the tokens of all documents up to the limit; those without a word or a token are skipped."""
+    end = np.array([tokenizer.document_end], id_type(tokenizer.vocabulary_size)).tobytes()
+    counts = {"documents": 0, "skipped": 0, "tokens": 0, "words": 0, "bytes": 0}
+    done = 0
+    for texts, *_ in text_columns(dataset):
+        for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+            if limit_tokens is not None and counts["tokens"] >= limit_tokens:
+                return counts
+            words = len(text.split())
+            if not words or not len(ids):
+                counts["skipped"] += 1
+                continue
+            file.write(ids.tobytes() + end)
+            size = len(text.encode("utf-8", "surrogatepass"))
+            for name, more in (("documents", 1), ("tokens", len(ids) + 1), ("words", words), ("bytes", size)):
+                counts[name] += more
+        done += len(texts)
+        report_progress(f"tokenising {what}, documents", done, len(dataset))
+    if counts["documents"] == 0:
+        raise DataError(
+            f"{what}: there is no text.",
+            expected="at least one document that is not empty",
+            found=f"{counts['skipped']} documents without text",
+            todo="Check the data, or name another column in 'input'.",
+        )
+    return counts

@@ -1,29 +1,39 @@
-"""Generator `pathfinder`: two long curves, distractors, and two markers on ends of one or of both curves.
+"""Pathfinder: do two markers lie on the ends of one dashed curve? Published images, and new ones.
 
-Many images grow at once, paddle by paddle, without one paddle running over another, and are drawn when they are whole.
+Generator `pathfinder`: two long curves, distractors, and two markers on ends of one or of both curves. Many images grow
+at once, paddle by paddle, without one paddle running over another, and are drawn when they are whole. Source
+`pathfinder_folder`: images as the Long Range Arena published them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 
-from wellcond.lab.data.base import DataError
+from wellcond.files import read_regular
+from wellcond.lab.data.base import Data, DataError, SourceConfig, TensorDataset, register_source, report_progress
+from wellcond.lab.data.disk import contents, find_path
 from wellcond.lab.data.generated import Generated, register_generator
-from wellcond.lab.data.pathfinder.strokes import (
+from wellcond.lab.data.images import decode_image, to_channels
+from wellcond.lab.data.pathfinder_drawing import (
     NUM_DEGREES,
     Flags,
-    Floats,
     Ints,
+    Paddles,
     PathfinderOptions,
+    Scenes,
+    draw_scenes,
     make_strokes,
     move,
-    reduce_image,
 )
 
+FEWEST = 10
+"""Published images, so that a tenth of them is one."""
 CLASS_NAMES = ("apart", "joined")
 COLLISION = 1.8
 """Margins may overlap softly; a pixel where they sum to this is a collision. Published value."""
@@ -34,8 +44,6 @@ WAVE_IMAGES, WAVE_PIXELS = 1024, 2**22
 """Images begun at once, and their pixels; most of them fail and are dropped."""
 PATIENCE = 20_000
 """Images begun per image found before the options are called impossible."""
-FINE_PIXELS = 2**20
-"""Of markers drawn at once."""
 
 
 @register_generator("pathfinder", PathfinderOptions, chunk=500)
@@ -45,46 +53,8 @@ def pathfinder(count: int, options: PathfinderOptions, generator: torch.Generato
     Raises: DataError if the curves do not fit into the image.
     """
     scenes = pathfinder_scenes(count, options, generator)
-    images = torch.from_numpy(_draw_scenes(scenes, options))
+    images = torch.from_numpy(draw_scenes(scenes, options))
     return Generated("image", images[:, None], torch.from_numpy(scenes.labels), CLASS_NAMES)
-
-
-@dataclass(frozen=True, eq=False)
-class Paddles:
-    """Paddles by the pixel they start at, (..., 2), and the direction they are drawn in, (...)."""
-
-    start: Ints
-    stroke: Ints
-
-    @classmethod
-    def empty(cls, *shape: int) -> Paddles:
-        """Paddles to be filled in."""
-        return cls(np.zeros((*shape, 2), np.int64), np.zeros(shape, np.int64))
-
-
-@dataclass(frozen=True, eq=False)
-class Scenes:
-    """What is in n images."""
-
-    curves: Paddles
-    """(n, 2, contour_length): the first paddle starts at the first end of its curve, the last at the other end."""
-    distractors: Paddles
-    """(n, num_distractors, distractor_length)."""
-    shown: Flags
-    """(n, num_distractors): which distractors found room."""
-    marked_curve: Ints
-    """(n, 2): curve whose first end, and curve whose last end, has a marker."""
-
-    @property
-    def labels(self) -> Ints:
-        """(n,): 1 where both markers lie on the same curve."""
-        return (self.marked_curve[:, 0] == self.marked_curve[:, 1]).astype(np.int64)
-
-    @property
-    def markers(self) -> Ints:
-        """(n, 2, 2): pixels of the two markers, (row, column)."""
-        each = np.arange(len(self.marked_curve))[:, None]
-        return self.curves.start[each, self.marked_curve, [0, -1]]
 
 
 def pathfinder_scenes(count: int, options: PathfinderOptions, generator: torch.Generator) -> Scenes:
@@ -100,8 +70,7 @@ def pathfinder_scenes(count: int, options: PathfinderOptions, generator: torch.G
     return Scenes(curves, distractors, shown, np.stack([first, last], 1))
 
 
-@dataclass(frozen=True, eq=False)
-class Tips:
+class Tips(NamedTuple):
     """Where one curve per row stands: its newest paddle, which is not yet part of the canvas."""
 
     start: Ints
@@ -115,7 +84,7 @@ class Tips:
 
     def select(self, which: NDArray[np.generic]) -> Tips:
         """The rows that `which` names."""
-        return Tips(self.start[which], self.stroke[which], self.pivot[which], self.heading[which])
+        return Tips(*(values[which] for values in self))
 
 
 class Canvas:
@@ -313,50 +282,82 @@ def _seed_distractor(canvas: Canvas, rows: Ints, random: np.random.Generator) ->
         places.append(rows[fits])
         tips.append(new.select(fits))
         rows = rows[~fits]
-    joined = (np.concatenate([getattr(one, field.name) for one in tips]) for field in fields(Tips))
-    return np.concatenate(places), Tips(*joined)
+    return np.concatenate(places), Tips(*map(np.concatenate, zip(*tips, strict=True)))
 
 
-def _draw_scenes(scenes: Scenes, options: PathfinderOptions) -> NDArray[np.uint8]:
-    """Images (n, size, size): the brightest of what lies on a pixel, each image scaled to 0 to 255."""
-    strokes = make_strokes(options)
-    count, size, reach = len(scenes.labels), options.image_size, strokes.reach
-    side = size + 2 * reach
-    # Single precision decides halves between two grey values as published.
-    canvas = np.zeros((count, side * side), np.float32)
-    grid = np.arange(-reach, reach + 1)
-    window = (grid[:, None] * side + grid).ravel()
-    every = np.ones((count, 2), bool)
-    for paddles, shown, contrast in (
-        (scenes.curves, every, options.curve_contrast),
-        (scenes.distractors, scenes.shown, options.distractor_contrast),
-    ):
-        for curve, number in np.ndindex(*paddles.stroke.shape[1:]):
-            rows = np.flatnonzero(shown[:, curve])
-            start, stroke = paddles.start[rows, curve, number], paddles.stroke[rows, curve, number]
-            pixels = ((start[:, 0] + reach) * side + start[:, 1] + reach)[:, None] + window
-            brightness = np.maximum(canvas[rows[:, None], pixels], contrast * strokes.line[stroke])
-            canvas[rows[:, None], pixels] = brightness
-    inner = slice(reach, reach + size)
-    images = np.maximum(canvas.reshape(count, side, side)[:, inner, inner], _draw_markers(scenes.markers, options))
-    peak = images.max((1, 2), keepdims=True)
-    return np.floor(images * (255 / peak) + 0.5).astype(np.uint8)
+# Published images
 
 
-def _draw_markers(markers: Ints, options: PathfinderOptions) -> Floats:
-    """Two discs per image, brightness 0 to 1."""
-    scale, size = options.antialias_scale, options.image_size
-    fine_size, radius = size * scale, options.marker_radius * scale
-    grid = np.arange(-int(radius), int(radius) + 1)
-    disc = np.argwhere(grid[:, None] ** 2 + grid**2 <= radius**2) - int(radius)
-    places, which = np.unique(markers.reshape(-1, 2), axis=0, return_inverse=True)
-    discs = np.empty((len(places), size, size), np.uint8)
-    block = max(1, FINE_PIXELS // fine_size**2)
-    for first in range(0, len(places), block):
-        pixels = scale * places[first : first + block, None] + disc
-        inside = ((pixels >= 0) & (pixels < fine_size)).all(-1)
-        index = np.broadcast_to(np.arange(len(pixels))[:, None], inside.shape)
-        fine = np.zeros((len(pixels), fine_size, fine_size), bool)
-        fine[index[inside], pixels[inside][:, 0], pixels[inside][:, 1]] = True
-        discs[first : first + block] = reduce_image(fine, size)
-    return discs[which.reshape(-1, 2)].max(1) / 255
+class PathfinderFolderConfig(SourceConfig):
+    """Settings of `pathfinder_folder`."""
+
+    source: Literal["pathfinder_folder"] = "pathfinder_folder"
+    path: str
+    """Folder with one folder per difficulty, such as pathfinder32; from the recipe's folder, or a name in a mirror."""
+    difficulty: str = Field("curv_contour_length_14", pattern=r"^\w[\w.-]*$")
+    """Also published: curv_contour_length_9 and curv_baseline, of contour length 6."""
+    seed: int = 0
+    """Of the split into 80 % training, 10 % evaluation and 10 % test examples."""
+
+
+@register_source(PathfinderFolderConfig)
+def load_folder(config: PathfinderFolderConfig, base: Path) -> Data:
+    """Read everything, check it, and split it."""
+    folder = find_path(config.path, base)
+    whole = _read_images(folder / config.difficulty)
+    if len(whole) < FEWEST:
+        raise DataError(
+            f"{folder}: too few images in {config.difficulty}.",
+            expected=f"at least {FEWEST}, so that 10 % are one image",
+            found=str(len(whole)),
+            todo="Copy the whole data set.",
+        )
+    order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(config.seed))
+    tenth = len(whole) // 10
+    parts = order.split([len(whole) - 2 * tenth, tenth, tenth])
+    train, evaluation, test = (whole.take(part.sort().values) for part in parts)
+    origin = f"Pathfinder images of {folder.name}, {config.difficulty}, split with seed {config.seed}"
+    return Data(folder.name, "image", train, evaluation, CLASS_NAMES, origin, {"test": test})
+
+
+def _read_images(root: Path) -> TensorDataset:
+    """The images that the files in `metadata` name, which in spite of their own names hold lines of text."""
+    metadata = sorted((root / "metadata").glob("*.npy"), key=lambda file: (len(file.stem), file.stem))
+    if not metadata:
+        raise DataError(
+            f"{root}: there are no metadata.",
+            expected="files metadata/0.npy, 1.npy and so on, each beside the folder imgs/0, imgs/1 and so on",
+            found=contents(root if root.is_dir() else root.parent),
+            todo="Correct 'path' or 'difficulty'.",
+        )
+    images: list[np.ndarray] = []
+    labels = []
+    for number, file in enumerate(metadata):
+        report_progress(f"reading {root.name}, folders", number, len(metadata))
+        for line, row in enumerate(file.read_text("utf-8", "replace").splitlines()):
+            where = f"{file}, row {line} (the first is 0)"
+            try:
+                folder, name, _, label, *_ = row.split()  # then follows how the image was made
+                labels.append({"0": 0, "1": 1}[label])
+                path = root / folder / name
+                if not path.resolve().is_relative_to(root.resolve()):  # a link may lead anywhere
+                    raise ValueError("the path leads out of its data set")
+                encoded = read_regular(path)
+            except (OSError, ValueError, KeyError) as error:
+                raise DataError(
+                    f"{where}: the row cannot be used.",
+                    expected=f"text: folder, image file, number, label 0 or 1, ...; the file in {root}",
+                    found=f"{row[:80]!r}; {type(error).__name__}: {error}",
+                    todo="Correct or remove the row, or copy the data set again.",
+                ) from error
+            image = to_channels(decode_image(encoded, f"{where}: {path}"), 1, where)
+            images.append(np.array(image))
+            if images[0].shape != images[-1].shape:
+                raise DataError(
+                    f"{where}: the image {path} has another size than the first.",
+                    expected="{1} x {0} pixels".format(*images[0].shape),
+                    found="{1} x {0}".format(*images[-1].shape),
+                    todo="Replace the image, or keep sets of different sizes apart.",
+                )
+    inputs = torch.from_numpy(np.stack(images)[:, None]) if images else torch.empty(0)
+    return TensorDataset("image", inputs, torch.tensor(labels))

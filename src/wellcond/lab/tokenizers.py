@@ -1,0 +1,374 @@
+"""Tokenisers: what tasks ask of one, those of bytes, of files (of which only data are read) and trained on a text."""
+
+from __future__ import annotations
+
+import contextvars
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BeforeValidator, Field, PositiveInt
+
+from wellcond.errors import MissingExtraError
+from wellcond.files import read_regular
+from wellcond.lab.data.base import DataError, Dataset, report_progress
+from wellcond.lab.data.disk import cached_folder, contents, find_path
+from wellcond.lab.data.text import Ids, id_type, text_columns, text_fingerprint
+from wellcond.lab.settings import RecipeError, Settings
+
+TOKENIZER, VOCABULARY, MERGES = "tokenizer.json", "vocab.json", "merges.txt"
+VERSION = 3
+WORD_PIECE_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+BYTE_PAIR_SPECIAL = ("<|endoftext|>",)
+ALPHABET = 1000
+"""Characters that word pieces are made of; those that are rarer are unknown."""
+
+
+class TrainedTokenizer(Settings):
+    """A tokeniser trained on the training split."""
+
+    train: Literal["wordpiece", "bpe"]
+    """Word pieces as in BERT, or byte pairs as in GPT-2."""
+    vocabulary: Annotated[int, Field(ge=2, le=10_000_000)]
+    """Number of tokens, special ones and single characters among them."""
+    lower_case: bool = False
+    """Whether texts are written in lower case first; word pieces then lose their accents as well."""
+    min_frequency: PositiveInt = 2
+    """How often a pair must occur to become a token."""
+    documents: PositiveInt | None = None
+    """Only the first so many documents are looked at; null: all."""
+
+
+class TokenizerFile(Settings):
+    """A tokeniser that exists."""
+
+    file: str
+    """tokenizer.json, or a folder with it or with vocab.json and merges.txt; from the recipe's folder, or by name in a
+    mirror."""
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+    """Refuses any tokeniser but that of this fingerprint."""
+
+
+def _choose(raw: Any) -> Any:
+    if isinstance(raw, dict) and ("train" in raw) != ("file" in raw):
+        return (TrainedTokenizer if "train" in raw else TokenizerFile).model_validate(raw)
+    if raw == "bytes" or isinstance(raw, (TrainedTokenizer, TokenizerFile)):
+        return raw
+    raise ValueError("expected bytes, {train: wordpiece or bpe, vocabulary: 4096} or {file: PATH}")
+
+
+TokenizerChoice = Annotated[Literal["bytes"] | TrainedTokenizer | TokenizerFile, BeforeValidator(_choose)]
+"""Field type of a task."""
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Ids of the tokens that stand for no text; None where a tokeniser has none."""
+
+    pad: int | None = None
+    unknown: int | None = None
+    classify: int | None = None
+    """[CLS]"""
+    separator: int | None = None
+    """[SEP]"""
+    mask: int | None = None
+    end_of_text: int | None = None
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All there are, each once, in ascending order."""
+        return tuple(sorted({value for value in vars(self).values() if value is not None}))
+
+
+class ByteTokenizer:
+    """Byte b is token b + 1, and 0 is padding and the end of a document: no text is without tokens, none is unknown.
+
+    Example:
+        >>> ByteTokenizer().encode_batch(["é", ""])
+        [array([196, 170], dtype=uint16), array([], dtype=uint16)]
+        >>> ByteTokenizer().decode([196, 170, 0])
+        'é'
+    """
+
+    vocabulary_size = 257
+    special = SpecialTokens(pad=0, end_of_text=0)
+    document_end = 0
+    fingerprint = hashlib.sha256(b"bytes, shifted by one").hexdigest()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids from 1 to 256; half a surrogate pair, which UTF-8 does not know, as its three bytes."""
+        return [np.add(np.frombuffer(text.encode("utf-8", "surrogatepass"), "u1"), 1, dtype="<u2") for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Bytes that are not UTF-8 become U+FFFD."""
+        return bytes(int(id) - 1 for id in ids if id > 0).decode("utf-8", "replace")
+
+
+SPECIAL = {
+    "pad": ("[PAD]", "<pad>"),
+    "unknown": ("[UNK]", "<unk>"),
+    "classify": ("[CLS]", "<s>"),
+    "separator": ("[SEP]", "</s>"),
+    "mask": ("[MASK]", "<mask>"),
+    "end_of_text": ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>"),
+}
+"""How vocabularies spell the special tokens; the first that is there counts."""
+
+
+def import_tokenizers() -> Any:
+    """The module `tokenizers`.
+
+    Raises: MissingExtraError if it is not installed.
+    """
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise MissingExtraError("tokenizers", "text") from error
+    return tokenizers
+
+
+class LibraryTokenizer:
+    """A `tokenizers.Tokenizer` that neither cuts nor pads; a text that spells a special token has that token."""
+
+    def __init__(self, inner: Any) -> None:
+        """Take over a tokeniser of the library."""
+        inner.no_truncation()
+        inner.no_padding()
+        self.inner = inner
+        vocabulary = inner.get_vocab(with_added_tokens=True)
+        self.vocabulary_size = 1 + max(vocabulary.values(), default=-1)
+        found = {kind: [vocabulary[name] for name in names if name in vocabulary] for kind, names in SPECIAL.items()}
+        self.special = SpecialTokens(**{kind: ids[0] if ids else None for kind, ids in found.items()})
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Sha256 of the tokeniser as the library writes it."""
+        return hashlib.sha256(self.inner.to_str().encode()).hexdigest()
+
+    @property
+    def document_end(self) -> int:
+        """The token that ends a document in a stream: end of text, or [SEP].
+
+        Raises: DataError if there is neither.
+        """
+        ends = [end for end in (self.special.end_of_text, self.special.separator) if end is not None]
+        if ends:
+            return ends[0]
+        raise DataError(
+            "the tokeniser has no token that could end a document.",
+            expected=f"one of {', '.join(SPECIAL['end_of_text'] + SPECIAL['separator'][:1])} in its vocabulary",
+            found=f"{self.vocabulary_size} tokens without any of these",
+            todo="Add such a token to the tokeniser's file, or train a tokeniser: {train: bpe, vocabulary: 4096}.",
+        )
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text, in parallel; half a surrogate pair, which the library refuses, is a question mark."""
+        ids = id_type(self.vocabulary_size)
+        valid = [text.encode("utf-8", "replace").decode() for text in texts]
+        encoded = self.inner.encode_batch_fast(valid, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=ids) for encoding in encoded]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text, special tokens left out."""
+        return self.inner.decode([int(id) for id in ids], skip_special_tokens=True)
+
+
+Tokenizer = ByteTokenizer | LibraryTokenizer
+"""Text to numbers and back; no special token is added to a text. `fingerprint` covers all that decides the ids."""
+
+
+def make_tokenizer(choice: TokenizerChoice, train: Dataset | None, what: str, base: Path | None = None) -> Tokenizer:
+    """The tokeniser that the field `tokenizer` of a task asks for, trained on `train` if it is to be trained.
+
+    A relative path of a file starts at `base`, the recipe's folder; else it is a name in a mirror.
+
+    Raises:
+        DataError: a file is missing or wrong, or the text does not suffice.
+        RecipeError: the file holds another tokeniser than the recipe says.
+        MissingExtraError: the tokenizers library is not installed.
+    """
+    if choice == "bytes":
+        return ByteTokenizer()
+    if isinstance(choice, TrainedTokenizer):
+        assert train is not None
+        return trained_tokenizer(choice, train, what)
+    path = find_path(choice.file, base or Path.cwd(), "task.tokenizer.file")
+    tokenizer = read_tokenizer(path)
+    if choice.sha256 not in (None, tokenizer.fingerprint):
+        raise RecipeError(
+            f"task.tokenizer.sha256: {path} is another tokeniser: expected {choice.sha256}, found "
+            f"{tokenizer.fingerprint}"
+        )
+    return tokenizer
+
+
+def read_tokenizer(path: Path) -> LibraryTokenizer:
+    """The tokeniser of a file, or of a folder that has tokenizer.json, or vocab.json with merges.txt.
+
+    Raises: DataError if a file is missing or is not what its name says.
+    """
+    library = import_tokenizers()
+    if path.is_dir():
+        path = next((path / name for name in (TOKENIZER, VOCABULARY, MERGES) if (path / name).is_file()), path)
+    if path.is_dir():
+        raise DataError(
+            f"{path}: there is no tokeniser.",
+            expected=f"{TOKENIZER}, or {VOCABULARY} with {MERGES}",
+            found=contents(path),
+            todo="Copy the files of the tokeniser into the folder.",
+        )
+    pair = path.name in (VOCABULARY, MERGES)
+    files = [path.with_name(VOCABULARY), path.with_name(MERGES)] if pair else [path]
+    try:
+        content = [read_regular(file) for file in files]  # which refuses a pipe, or names what is missing
+        if not pair:
+            return LibraryTokenizer(library.Tokenizer.from_str(content[0].decode()))
+        model = library.models.BPE.from_file(*map(str, files))
+        if missing := set(library.pre_tokenizers.ByteLevel.alphabet()) - set(library.Tokenizer(model).get_vocab()):
+            raise ValueError(f"no token for {len(missing)} of the 256 bytes")
+        return byte_pair_tokenizer(model)
+    except Exception as error:  # the library has no class of its own for errors
+        of_pair = "the vocabulary and the merges of one byte-level tokeniser"
+        raise DataError(
+            f"{' and '.join(map(str, files))}: the tokeniser cannot be read.",
+            expected=of_pair if pair else "a tokenizer.json of the tokenizers library",
+            found=f"{type(error).__name__}: {error}"[:300],
+            todo="Correct 'task.tokenizer.file', or copy the files again, all from the same tokeniser.",
+        ) from error
+
+
+def byte_pair_tokenizer(model: Any, *, lower_case: bool = False) -> LibraryTokenizer:
+    """A model of byte pairs with what goes in front of it and behind it in GPT-2."""
+    library = import_tokenizers()
+    tokenizer = library.Tokenizer(model)
+    if lower_case:
+        tokenizer.normalizer = library.normalizers.Lowercase()
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    return _with_special_tokens(tokenizer)
+
+
+def word_piece_tokenizer(vocabulary: dict[str, int], *, lower_case: bool) -> LibraryTokenizer:
+    """A vocabulary of word pieces with what goes in front of it and behind it in BERT."""
+    library = import_tokenizers()
+    tokenizer = library.Tokenizer(library.models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = library.normalizers.BertNormalizer(lowercase=lower_case)
+    tokenizer.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = library.decoders.WordPiece()
+    return _with_special_tokens(tokenizer)
+
+
+def _with_special_tokens(tokenizer: Any) -> LibraryTokenizer:
+    vocabulary = tokenizer.get_vocab()
+    special = dict.fromkeys(name for names in SPECIAL.values() for name in names if name in vocabulary)
+    tokenizer.add_special_tokens(sorted(special, key=vocabulary.__getitem__))
+    return LibraryTokenizer(tokenizer)
+
+
+def trained_tokenizer(settings: TrainedTokenizer, dataset: Dataset, what: str) -> LibraryTokenizer:
+    """The tokeniser of a dataset, from the cache or trained now; the same text gives the same tokeniser.
+
+    Raises:
+        DataError: the text is too small for the vocabulary, or the vocabulary for the text.
+        CacheError: the cache cannot be written.
+    """
+    library = import_tokenizers()
+    made_from = {
+        "version": VERSION,
+        "library": library.__version__,
+        "text": text_fingerprint(dataset),
+        "settings": settings.model_dump(mode="json"),
+    }
+
+    def make(folder: Path) -> None:
+        train = _word_pieces if settings.train == "wordpiece" else _byte_pairs
+        tokenizer, smallest = train(settings, _Texts(dataset, settings.documents, what))
+        found, wanted = tokenizer.get_vocab_size(), settings.vocabulary
+        if found != wanted:
+            small = wanted < smallest
+            parts = f"text with {wanted} parts of words that occur at least {settings.min_frequency} times"
+            least = f"a vocabulary of at least {smallest}: special tokens and single characters"
+            raise DataError(
+                f"{what}: the text does not give a {settings.train} tokeniser of {wanted} tokens.",
+                expected=least if small else parts,
+                found=f"a vocabulary of {wanted}" if small else f"{found}",
+                todo=f"{'Raise' if small else 'Train on more text, or lower'} task.tokenizer.vocabulary.",
+            )
+        (folder / TOKENIZER).write_text(tokenizer.to_str())
+
+    folder = cached_folder("tokenizers", made_from, make, f"training a tokeniser on {what}")
+    return LibraryTokenizer(library.Tokenizer.from_str((folder / TOKENIZER).read_text()))
+
+
+class _Texts:
+    """The first documents that are not blank, again and again."""
+
+    def __init__(self, dataset: Dataset, documents: int | None, what: str) -> None:
+        self.dataset, self.what = dataset, what
+        self.count = min(documents or len(dataset), len(dataset))
+        self.listening = contextvars.copy_context()  # the library reads in a thread of its own, where nobody listens
+
+    def __iter__(self) -> Iterator[str]:
+        done = 0
+        for texts, *_ in text_columns(self.dataset):
+            yield from (text for text in texts[: self.count - done] if text.strip())
+            done = min(done + len(texts), self.count)
+            self.listening.run(report_progress, f"training a tokeniser on {self.what}, documents", done, self.count)
+            if done == self.count:
+                return
+
+
+def _byte_pairs(settings: TrainedTokenizer, texts: Iterable[str]) -> tuple[Any, int]:
+    """The tokeniser, and the size of the smallest one."""
+    library = import_tokenizers()
+    tokenizer = byte_pair_tokenizer(library.models.BPE(), lower_case=settings.lower_case).inner
+    alphabet = library.pre_tokenizers.ByteLevel.alphabet()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=settings.vocabulary,
+        min_frequency=settings.min_frequency,
+        special_tokens=list(BYTE_PAIR_SPECIAL),
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(iter(texts), trainer)
+    return tokenizer, len(alphabet) + len(BYTE_PAIR_SPECIAL)
+
+
+def _word_pieces(settings: TrainedTokenizer, texts: Iterable[str]) -> tuple[Any, int]:
+    """The tokeniser, and the size of the smallest one.
+
+    The library numbers continued characters (##e) in the order of a hash table, another one in every process, and
+    decides between pairs that are equally frequent by these numbers. So the characters are found in a first pass and
+    given to the second one in order, as if they were special tokens, which the library numbers first.
+    """
+    library = import_tokenizers()
+    vocabulary = {name: number for number, name in enumerate(WORD_PIECE_SPECIAL)}
+    normalizer = word_piece_tokenizer(vocabulary, lower_case=settings.lower_case).inner.normalizer
+    seen: Counter[str] = Counter()
+    for text in texts:
+        seen.update(normalizer.normalize_str(text))
+    common = sorted(seen, key=lambda character: (-seen[character], character))
+    alphabet = sorted([character for character in common if not character.isspace()][:ALPHABET])
+
+    def run(first: list[str], size: int) -> dict[str, int]:
+        pieces = word_piece_tokenizer(vocabulary, lower_case=settings.lower_case).inner
+        trainer = library.trainers.WordPieceTrainer(
+            vocab_size=size,
+            min_frequency=settings.min_frequency,
+            special_tokens=first,
+            initial_alphabet=alphabet,
+            limit_alphabet=len(alphabet),
+            show_progress=False,
+        )
+        pieces.train_from_iterator(iter(texts), trainer)
+        return pieces.get_vocab(with_added_tokens=False)
+
+    characters = sorted(set(run(list(WORD_PIECE_SPECIAL), 0)) - set(WORD_PIECE_SPECIAL))
+    ordered = [*WORD_PIECE_SPECIAL, *characters]
+    trained = run(ordered, settings.vocabulary)
+    return word_piece_tokenizer(trained, lower_case=settings.lower_case).inner, len(ordered)
