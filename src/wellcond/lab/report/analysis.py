@@ -13,8 +13,7 @@ import numpy as np
 
 from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.match import SMOOTH, MatchGain, Matching, match_gains, match_method, match_unit
-from wellcond.lab.report.packed import ARITHMETIC, MEASURED
-from wellcond.lab.report.records import Run
+from wellcond.lab.report.records import ARITHMETIC, MEASURED, Run
 from wellcond.lab.report.statistics import (
     LogSummary,
     PairedDifference,
@@ -23,7 +22,7 @@ from wellcond.lab.report.statistics import (
     required_differences,
     summarise_logs,
 )
-from wellcond.lab.report.values import finite_mean, number
+from wellcond.lab.report.table import finite_mean, number
 from wellcond.lab.report.verdicts import Verdict, judge
 
 KEYS = tuple(key for key in MEASURED if key not in ("layer", "head", "status"))

@@ -14,10 +14,8 @@ import numpy as np
 
 from wellcond.lab.report.analysis import Analysis
 from wellcond.lab.report.match import Matching
-from wellcond.lab.report.packed import ROLES
-from wellcond.lab.report.records import Run
-from wellcond.lab.report.table import csv_text, show_share
-from wellcond.lab.report.values import number, plain_number
+from wellcond.lab.report.records import ROLES, Run
+from wellcond.lab.report.table import csv_text, number, show_share
 
 COLUMNS = ("figure", "panel", "series", "seed", "step", "epoch", "value", "scale")
 MEAN, LOW, HIGH = "mean", "mean-std", "mean+std"
@@ -109,14 +107,14 @@ def write_csv(figure: Figure) -> str:
         for panel in figure.panels
         for row in panel.rows
     )
-    return csv_text(COLUMNS, ([cell if isinstance(cell, str) else plain_number(cell) for cell in row] for row in rows))
+    return csv_text(COLUMNS, rows)
 
 
 def build_figures(analysis: Analysis) -> list[Figure]:
     """Figures with at least one point."""
     figures = [
         _differences(analysis), *_learning_figures(analysis), _matching(analysis), _jacobian(analysis),
-        *_weight_figures(analysis), _layers(analysis), _attention(analysis),
+        _weights(analysis), _layers(analysis), _attention(analysis),
     ]  # fmt: skip
     return [figure for figure in map(Figure.drawable, figures) if figure.panels]
 
@@ -235,7 +233,7 @@ def _learning_figures(analysis: Analysis) -> list[Figure]:
     def trained(key: str) -> Curves:
         return curves_of(analysis, lambda run: run.steps, key)
 
-    shown, limits = evaluated(metric.name, metric.scale), metric.limits or (-math.inf, math.inf)
+    shown, limits = evaluated(metric.name, metric.scale), metric.limits
     return [
         _figure(
             analysis, "Learning", "learning", "Learning curves",
@@ -292,30 +290,16 @@ def _singular(analysis: Analysis, keys: Iterable[str]) -> str:
     return f" Infinite, and in no mean: {', '.join(found)} of the measured heads." if found else ""
 
 
-def _weight_figures(analysis: Analysis) -> list[Figure]:
-    """Condition numbers of W + C, as the forward uses it, and under a correction of W, which is trained."""
-
-    def figure(name: str, title: str, key: str, which: str) -> Figure:
-        caption = f"{HEADS}1 is best; see whether training undoes what a method set up ({which})."
-        caption += f"{_singular(analysis, (f'{key}_{role}' for role in ROLES))} {BAND}"
-        panels = (
-            curve_panel(
-                f"{key}_{role}", f"κ of W_{role.upper()}", "condition number", measured(analysis, f"{key}_{role}"),
-                log=True,
-            )
-            for role in ROLES
-        )  # fmt: skip
-        return _figure(analysis, "Conditioning", name, title, caption, "lines", *panels)
-
-    corrected = any(
-        not np.array_equal(table.columns[f"kappa_{r}"], table.columns[f"raw_kappa_{r}"], equal_nan=True)
-        for tables in analysis.heads.values()
-        for table in tables
-        for r in ROLES
+def _weights(analysis: Analysis) -> Figure:
+    keys = {role: f"kappa_{role}" for role in ROLES}
+    caption = f"{HEADS}1 is best; see whether training undoes what a method set up (as the forward uses them)."
+    caption += f"{_singular(analysis, keys.values())} {BAND}"
+    panels = (
+        curve_panel(key, f"κ of W_{role.upper()}", "condition number", measured(analysis, key), log=True)
+        for role, key in keys.items()
     )
-    own = figure("weights", "Condition numbers of the weights, W + C", "kappa", "as the forward uses them")
-    raw = figure("weights_raw", "Condition numbers of the trained weights, W", "raw_kappa", "without C")
-    return [own, raw] if corrected else [own]
+    title = "Condition numbers of the weights, W + C"
+    return _figure(analysis, "Conditioning", "weights", title, caption, "lines", *panels)
 
 
 def _jacobian(analysis: Analysis) -> Figure:

@@ -8,10 +8,8 @@ from collections.abc import Mapping
 
 from wellcond.lab.report.analysis import Analysis
 from wellcond.lab.report.load_runs import Comparison
-from wellcond.lab.report.provenance import plain_setting
-from wellcond.lab.report.statistics import FEWEST_SEEDS, PairedDifference, method_kind
-from wellcond.lab.report.table import show_interval, show_kappa, show_share
-from wellcond.lab.report.values import number, show, show_seeds
+from wellcond.lab.report.statistics import FEWEST_SEEDS, PairedDifference, method_kind, show_interval
+from wellcond.lab.report.table import number, plain_setting, show, show_seeds, show_share
 from wellcond.lab.report.verdicts import ALPHA, POWER, Kind, smallest_detectable, typical_std
 
 SMALL_GRADIENT = 0.01
@@ -162,7 +160,7 @@ def _conditioning(analysis: Analysis) -> list[str]:
     low, high = min(known, key=lambda m: known[m].rank), max(known, key=lambda m: known[m].rank)
     said = (
         f"κ(J) at the end (geometric mean, non-zero spectrum; singular heads rank last) is smallest for {low} "
-        f"({show_kappa(known[low])}) and largest for {high} ({show_kappa(known[high])})"
+        f"({known[low].show()}) and largest for {high} ({known[high].show()})"
     )
     state = analysis.attention(low, last=True)
     if state is not None and state.saturated:
@@ -178,7 +176,7 @@ def _conditioning(analysis: Analysis) -> list[str]:
         return [f"{said}."]
     if low in best:
         return [f"{said}; the method with the smallest κ(J) also has the best {result.name} here."]
-    whose = ", ".join(f"{method} ({show_kappa(known[method])})" for method in best)
+    whose = ", ".join(f"{method} ({known[method].show()})" for method in best)
     return [f"{said}; the smallest κ(J) does not go with the best {result.name} here, which is that of {whose}."]
 
 

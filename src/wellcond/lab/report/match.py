@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.records import Run
 from wellcond.lab.report.statistics import holm
-from wellcond.lab.report.values import MISSING, number, show
+from wellcond.lab.report.table import MISSING, number, show
 from wellcond.lab.report.verdicts import sign_flip_p
 
 SMOOTH = 3

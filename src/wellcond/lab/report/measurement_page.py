@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from wellcond.errors import WellcondError
+from wellcond.lab.report.page import render
 from wellcond.lab.report.plots import RAMP
-from wellcond.lab.report.render import render
-from wellcond.lab.report.values import INFINITE, MISSING, cut, log10, number, show
+from wellcond.lab.report.table import INFINITE, MISSING, cut, log10, number, show
 
 SCHEMA = 1
 WIDTH, HEIGHT = 300.0, 130.0

@@ -19,8 +19,7 @@ import numpy as np
 
 from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.records import Run, RunRecordError
-from wellcond.lab.report.render import visible
-from wellcond.lab.report.table import plain_markdown
+from wellcond.lab.report.table import plain_markdown, visible
 from wellcond.run_lengths import read_counts
 
 WIDTH = 100

@@ -12,8 +12,7 @@ from typing import Any
 from wellcond.lab.report.figures import HIGH, LOW, MEAN, Figure, Panel, Row
 from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.records import Metric, RunRecordError, read_json
-from wellcond.lab.report.table import Cell, Table
-from wellcond.lab.report.values import MISSING, number
+from wellcond.lab.report.table import MISSING, Cell, Table, number
 
 NAME = "tuning.json"
 SHARE = 0.02

@@ -24,24 +24,20 @@ from wellcond.lab.report.figures import (
 )
 from wellcond.lab.report.glue import AVERAGE
 from wellcond.lab.report.match import Matching, show_match
-from wellcond.lab.report.packed import ROLES
-from wellcond.lab.report.records import Metric
-from wellcond.lab.report.static_figures import draw_static
-from wellcond.lab.report.statistics import PairedDifference, Summary, compare_paired, holm
+from wellcond.lab.report.plots import draw_static
+from wellcond.lab.report.records import ROLES, Metric
+from wellcond.lab.report.statistics import NO_PAIRS, PairedDifference, Summary, compare_paired, correct, show_p
 from wellcond.lab.report.table import (
+    MISSING,
     Cell,
     Table,
     Values,
-    difference_values,
-    show_gain,
+    show,
     show_known,
-    show_mean,
-    show_p,
-    summary_values,
+    show_seeds,
     table_csv,
     table_markdown,
 )
-from wellcond.lab.report.values import MISSING, show, show_seeds
 from wellcond.lab.reproduce.catalogue import Entry, PanelSettings, Part
 from wellcond.lab.reproduce.computed import static_tables
 from wellcond.lab.reproduce.stored import Collection, StoredStudy, differences_from_paper, may_be_paired
@@ -62,68 +58,57 @@ Y_LABELS = {
 
 @dataclass(frozen=True)
 class Number:
-    """One number of a table."""
+    """One number of a table: the paper's, as printed, as a number and as a gain, and ours."""
 
     column: str
     row: str
-    paper: str
-    """As printed; empty if the paper has none."""
-    paper_value: float | None
-    paper_gain: float | None
-    paper_share: float | None
-    """The gain as a share of what the paper's baseline gets wrong."""
+    part: Part
+    baseline: str
+    tasks: tuple[str, ...]
+    """Columns that the paper's number is the mean of: one, but for an average of some tasks."""
     summary: Summary
     lost: int
     """Runs that diverged or failed."""
     metric: Metric
-    difference: PairedDifference | None
-    """None for the baseline, or where there are no pairs."""
     error: float
     """What our baseline gets wrong."""
 
-    @property
-    def agreement(self) -> str:
+    def agreement(self, difference: PairedDifference) -> str:
         """Whether the interval of our gain contains the paper's: within, below, above, or why that is not known.
 
         Both as shares of the baseline's error, since points of other data mean something else.
         """
-        if self.paper_share is None:
+        share = self.part.share(self.row, self.baseline, *self.tasks)
+        if share is None:
             return "no reference"
-        if self.difference is None or self.difference.interval is None or not self.error > 0:
+        if difference.interval is None or not self.error > 0:
             return "no runs" if not self.summary.count else "too few seeds"
-        low, high = (end / self.error for end in self.difference.interval)
-        return "above" if low > self.paper_share else "below" if high < self.paper_share else "within"
+        low, high = (end / self.error for end in difference.interval)
+        return "above" if low > share else "below" if high < share else "within"
 
-    def cells(self) -> dict[str, Cell]:
-        """A row of the table."""
-        summary, metric, difference = self.summary, self.metric, self.difference
-        judged = difference is not None or self.paper_gain is not None
+    def cells(self, difference: PairedDifference) -> dict[str, Cell]:
+        """A row of the table, with our gain."""
+        summary, metric, agreement = self.summary, self.metric, self.agreement(difference)
+        value, gain = self.part.mean(self.row, self.tasks), self.part.gain(self.row, self.baseline, *self.tasks)
+        paper = self.part.show(self.row, self.column) or MISSING
+        if self.tasks != (self.column,):
+            paper = show_known(value, f"{{:.1f}} (of {', '.join(self.tasks)})")
+        judged = difference.count or gain is not None
         return {
-            "column": (self.column, {"column": self.column}),
-            "method": (self.row, {"row": self.row}),
-            "paper": (self.paper or MISSING, {"paper": self.paper_value}),
-            "ours": (show_mean(summary, metric), summary_values(summary, metric)),
+            "column": (self.column, {"column": self.column}), "method": (self.row, {"row": self.row}),
+            "paper": (paper, {"paper": value}), "ours": (summary.show(metric), summary.columns(metric)),
             "n": (f"{summary.count}" + (f" + {self.lost} lost" if self.lost else ""), {"lost": self.lost}),
-            "paper's gain": (show_known(self.paper_gain, "{:+g}"), {"paper_gain": self.paper_gain}),
-            "our gain [95 % interval]": (show_gain(difference, metric), difference_values(difference, metric)),
-            "p": show_p(difference.p if difference else None),
-            "p (Holm)": show_p(difference.p_holm if difference else None),
-            "agreement": (self.agreement if judged else MISSING, {"agreement": self.agreement}),
+            "paper's gain": (show_known(gain, "{:+g}"), {"paper_gain": gain}),
+            "our gain [95 % interval]": (difference.show(metric), difference.columns(metric)),
+            "p": show_p(difference.p), "p (Holm)": show_p(difference.p_holm),
+            "agreement": (agreement if judged else MISSING, {"agreement": agreement}),
         }  # fmt: skip
 
 
-def find_numbers(entry: Entry, part: Part, records: Collection) -> list[Number]:
-    """Every number of one metric, with Holm's correction over all of them."""
-    found = list(_numbers(entry, part, records))
-    corrected = holm([number.difference.p if number.difference else None for number in found])
-    return [
-        number if number.difference is None else replace(number, difference=replace(number.difference, p_holm=p))
-        for number, p in zip(found, corrected, strict=True)
-    ]
-
-
-def _numbers(entry: Entry, part: Part, records: Collection) -> Iterator[Number]:
+def find_numbers(entry: Entry, part: Part, records: Collection) -> list[tuple[Number, PairedDifference]]:
+    """Every number of one metric with our gain, which is empty for the baseline; Holm's correction over all of them."""
     base_row = entry.rows[entry.baseline]
+    numbers, gains = [], []
     for name, column in entry.columns.items():
         metric = part.metric or column.metric
         base_study = records.study(column, base_row.variant)
@@ -135,19 +120,14 @@ def _numbers(entry: Entry, part: Part, records: Collection) -> Iterator[Number]:
             values = {} if study is None else study.values(row, metric)
             shown = study.metric(metric) if study else Metric(metric, True, False)
             paired = base if may_be_paired(study, base_study, (row.variant, base_row.variant)) else {}
-            difference = compare_paired(
-                row_name, values, entry.baseline, paired, higher_is_better=shown.higher_is_better
-            )
-            paper, tasks = part.show(row_name, name), [name]
-            if column.metric == GLUE_AVERAGE and (some := averaged_columns(entry, study)):
-                tasks = list(some)
-                paper = show_known(part.mean(row_name, tasks), f"{{:.1f}} (of {', '.join(tasks)})")
-            yield Number(
-                name, row_name, paper, part.mean(row_name, tasks), part.gain(row_name, entry.baseline, *tasks),
-                part.share(row_name, entry.baseline, *tasks), Summary(values), study.lost(row) if study else 0, shown,
-                difference if row_name != entry.baseline and difference.count else None,
-                shown.error(Summary(paired).mean),
-            )  # fmt: skip
+            better = shown.higher_is_better
+            gain = compare_paired(row_name, values, entry.baseline, paired, higher_is_better=better)
+            gains.append(gain if row_name != entry.baseline else NO_PAIRS)
+            tasks = averaged_columns(entry, study) if column.metric == GLUE_AVERAGE else ()
+            lost, error = study.lost(row) if study else 0, shown.error(Summary(paired).mean)
+            number = Number(name, row_name, part, entry.baseline, tasks or (name,), Summary(values), lost, shown, error)
+            numbers.append(number)
+    return list(zip(numbers, correct(gains), strict=True))
 
 
 def averaged_columns(entry: Entry, study: StoredStudy | None) -> tuple[str, ...]:
@@ -176,9 +156,9 @@ def outcome_tables(id: str, entry: Entry, scale: str, records: Collection | None
     tables = []
     for at, part in enumerate(entry.parts, 1):
         numbers = find_numbers(entry, part, records)
-        known = {number.metric.label for number in numbers if number.summary.count}
+        known = {number.metric.label for number, _ in numbers if number.summary.count}
         name, label = id if at == 1 else f"{id}-{at}", f" ({known.pop()})" if len(known) == 1 else ""
-        rows, told = map(Number.cells, numbers), [GAINS, *notes] if at == 1 else []
+        rows, told = [number.cells(gain) for number, gain in numbers], [GAINS, *notes] if at == 1 else []
         tables.append(Table.of(name.lower(), f"{name}: {entry.title}{label}", rows, told, (0, 1, 9)))
     return tables
 

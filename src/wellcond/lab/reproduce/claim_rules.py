@@ -18,9 +18,16 @@ import numpy as np
 
 from wellcond.lab.report.analysis import Analysis
 from wellcond.lab.report.records import Metric
-from wellcond.lab.report.statistics import PairedDifference, compare_paired, correct, holm, sample_std
-from wellcond.lab.report.table import show_interval, show_p
-from wellcond.lab.report.values import show_seeds
+from wellcond.lab.report.statistics import (
+    PairedDifference,
+    compare_paired,
+    correct,
+    holm,
+    sample_std,
+    show_interval,
+    show_p,
+)
+from wellcond.lab.report.table import show_seeds
 from wellcond.lab.report.verdicts import (
     ALPHA,
     Kind,

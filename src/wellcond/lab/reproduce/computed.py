@@ -26,8 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from wellcond.attention.find import find_attention
 from wellcond.conditioning.apply import condition_, fold_
 from wellcond.errors import NumericalWarning
-from wellcond.lab.report.table import Cell, Table
-from wellcond.lab.report.values import MISSING
+from wellcond.lab.report.table import MISSING, Cell, Table
 from wellcond.theory.weights import theorem38_printed
 
 LAM = 10.0

@@ -15,8 +15,7 @@ from wellcond.lab.data.disk import find_in_mirror
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe
-from wellcond.lab.report.table import Cell, Table
-from wellcond.lab.report.values import MISSING
+from wellcond.lab.report.table import MISSING, Cell, Table
 from wellcond.lab.reproduce.catalogue import SCALES, AtScale, Entry, catalogue
 from wellcond.lab.reproduce.stored import RUNS, study_name
 from wellcond.lab.settings import RecipeError

@@ -13,7 +13,7 @@ from wellcond.lab.report.analysis import Analysis, analyse, step_ratios
 from wellcond.lab.report.glue import SHOWN, GlueScores, load_glue
 from wellcond.lab.report.load_runs import Comparison, load_comparisons
 from wellcond.lab.report.records import Metric, RunRecordError, setting_differences
-from wellcond.lab.report.values import number, show_seeds
+from wellcond.lab.report.table import number, show_seeds
 from wellcond.lab.reproduce.catalogue import Entry, Row, Source, catalogue
 
 RUNS = "runs"
