@@ -40,6 +40,8 @@ SETTINGS: Any = {
 }  # fmt: skip
 PIXELS = 88.0
 """Of the page's plots, to the inch; of an image, for text of the same size."""
+CHARACTER = 0.075
+"""Width of one in inches."""
 Plot = dict[str, Any]
 
 
@@ -270,13 +272,25 @@ def draw_static(figure: Figure) -> bytes:
         raise MissingExtraError("matplotlib", "report") from error
     drawn = plots(figure)
     columns = min(len(drawn), 2 if figure.kind == "maps" else 3)
-    rows, height = math.ceil(len(drawn) / columns), max(plot["layout"]["height"] for _, plot in drawn) / PIXELS
+    rows, layouts = math.ceil(len(drawn) / columns), [plot["layout"] for _, plot in drawn]
     legend = {t["meta"]: t["line"] for _, plot in drawn for t in plot["data"] if "dash" in t.get("line", {})}
+    # A leading underscore would hide the entry.
+    labels = [re.sub("^_", " _", _tidy(cut(figure.methods[at], 40))) for at in sorted(legend)]
+    # Rooms in inches; matplotlib's own layout engines measure every text, which takes longer than drawing it.
+    left = 0.55 + CHARACTER * max(len(text) for each in layouts for text in each["yaxis"].get("ticktext", ("0.000",)))
+    below = 1.2 if any("tickangle" in each["xaxis"] for each in layouts) else 0.65
+    width, height = 3.2 if columns > 1 else 5.6, max(each["height"] for each in layouts) / PIXELS - 0.5
+    beside = max(1, int(columns * (left + width) / CHARACTER / (max(map(len, labels), default=0) + 6)))
+    foot = 0.1 + 0.2 * math.ceil(len(labels) / beside) if labels else 0.0
+    size = columns * (left + width) + 0.2, rows * (height + below) + 0.35 * (rows + 1) + foot
     with matplotlib.rc_context(SETTINGS), warnings.catch_warnings():
         # Labels may hold any character; one that the font lacks is drawn as a box.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        size = (4.1 * columns if columns > 1 else 6.6, height * rows + 0.4 + 0.07 * len(legend))
-        canvas = Canvas(figsize=size, dpi=110, layout="constrained")
+        canvas = Canvas(figsize=size, dpi=110)
+        canvas.subplots_adjust(
+            left=left / size[0], right=1 - 0.2 / size[0], wspace=left / width, top=1 - 0.7 / size[1],
+            bottom=(below + foot) / size[1], hspace=(below + 0.35) / height,
+        )  # fmt: skip
         for at, (title, plot) in enumerate(drawn):
             ax = canvas.add_subplot(rows, columns, at + 1, title=_tidy(cut(title, 44)))
             for trace in plot["data"]:
@@ -285,17 +299,15 @@ def draw_static(figure: Figure) -> bytes:
                 ax.axvline(line["x0"], color=_paint(line["line"]["color"])[0], linewidth=1, linestyle=":")
             for which in "xy":
                 _set_axis(ax, which, plot["layout"][f"{which}axis"])
-        canvas.suptitle(_tidy(figure.title), fontsize=11, fontweight="bold")
+        canvas.text(0.5, 1 - 0.08 / size[1], _tidy(figure.title), fontsize=11, fontweight="bold", ha="center", va="top")
         if legend:
             from matplotlib.lines import Line2D
 
             looks = [(_paint(legend[at]["color"])[0], LINES[legend[at]["dash"]]) for at in sorted(legend)]
             handles = [Line2D([], [], color=colour, linestyle=dash) for colour, dash in looks]
-            # A leading underscore would hide the entry.
-            labels = [re.sub("^_", " _", _tidy(cut(figure.methods[at], 40))) for at in sorted(legend)]
-            fitting = max(1, int(size[0] / 0.075 / (max(map(len, labels)) + 6)))
-            canvas.legend(handles, labels, loc="outside lower center", ncols=fitting, frameon=False)
+            canvas.legend(handles, labels, loc="lower center", ncols=min(beside, len(labels)), frameon=False)
         written = io.BytesIO()
+        # Not by `savefig`, which would draw everything once more to find a size that is known.
         FigureCanvasSVG(canvas).print_svg(written, metadata={"Date": None, "Creator": None})
         return written.getvalue()
 
