@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 
@@ -82,9 +81,8 @@ class HeadTable:
         return self.at(key, self.last_step(key))
 
     def last_step(self, key: str) -> float:
-        """Last step at which a quantity was measured, infinite included; NaN if it never was."""
-        known = self.columns["step"][~np.isnan(self.columns[key])]
-        return float(known.max()) if len(known) else math.nan
+        """Last step at which a quantity was measured, infinite included; -1 if it never was."""
+        return float(self.columns["step"][~np.isnan(self.columns[key])].max(initial=-1.0))
 
 
 def read_heads(run: Run) -> HeadTable | None:
@@ -92,22 +90,18 @@ def read_heads(run: Run) -> HeadTable | None:
     rows = run.conditioning
     if not rows:
         return None
-    names = [str(row["layer"]) for row in rows]
-    layers = tuple(dict.fromkeys(names))
-    columns = _columns(rows)
-    columns["inexact"] = np.array([row.get("status") not in (None, "", "exact") for row in rows], dtype=float)
-    place = {name: at for at, name in enumerate(layers)}
-    return HeadTable(run, layers, np.array([place[name] for name in names]), columns)
-
-
-def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     try:  # numpy reads None, "inf" and "nan", many times faster than one by one
-        return dict(zip(KEYS, np.array(list(map(itemgetter(*KEYS), rows)), dtype=float).T, strict=True))
+        columns = dict(zip(KEYS, np.array(list(map(itemgetter(*KEYS), rows)), dtype=float).T, strict=True))
     except (KeyError, TypeError, ValueError):
-        return {key: np.array([number(row.get(key)) for row in rows]) for key in KEYS}
+        columns = {key: np.array([number(row.get(key)) for row in rows]) for key in KEYS}
+    columns["inexact"] = np.array([row.get("status") not in (None, "", "exact") for row in rows], dtype=float)
+    layers = tuple(dict.fromkeys(str(row["layer"]) for row in rows))
+    place = {name: at for at, name in enumerate(layers)}
+    return HeadTable(run, layers, np.array([place[str(row["layer"])] for row in rows]), columns)
 
 
 def _grouped(values: np.ndarray, index: np.ndarray, count: int, log: bool) -> np.ndarray:
+    """Mean of the usable values of each group; geometric with `log`."""
     usable = np.isfinite(values) & (values > 0) if log else np.isfinite(values)
     numbers = np.log10(values[usable]) if log else values[usable]
     sums = np.bincount(index[usable], weights=numbers, minlength=count)
@@ -177,18 +171,11 @@ class Analysis:
 
     def attention(self, method: str, *, last: bool) -> AttentionState | None:
         """Attention maps at the first or the last measurement; None if none is known."""
-        entropy: list[float] = []
-        diagonal: list[float] = []
-        dead: list[float] = []
-        at = math.nan
-        for table in self.tables(method) or self.heads[method]:
-            at = float(table.steps[-1 if last else 0])
-            entropy += table.at("normalised_entropy", at)
-            diagonal += table.at("diagonal_mass", at)
-            dead += table.at("dead", at)
+        steps = [(t, float(t.steps[-1 if last else 0])) for t in self.tables(method) or self.heads[method]]
+        entropy, diagonal, dead = ([value for t, at in steps for value in t.at(key, at)] for key in ARITHMETIC)
         if not entropy and not diagonal:
             return None
-        return AttentionState(at, finite_mean(entropy), finite_mean(diagonal), int(sum(dead)), len(dead))
+        return AttentionState(steps[-1][1], finite_mean(entropy), finite_mean(diagonal), int(sum(dead)), len(dead))
 
     def step_ratio(self, method: str) -> float:
         """Seconds per step over the baseline's of the same seed, mean over seeds."""
@@ -219,17 +206,12 @@ def analyse(comparison: Comparison, *, margin: float | None = None) -> Analysis:
     """
     methods, unit = comparison.methods, match_unit(comparison)
     summaries = {method: Summary(comparison.results(method)) for method in methods}
-    matchings = {method: match_method(comparison, method) for method in methods}
-    differences = differences_to_baseline(comparison, summaries)
-    return Analysis(
-        comparison=comparison,
-        unit=unit,
-        summaries=summaries,
-        differences=differences,
-        required=required_differences(comparison, summaries, differences),
-        margin=summaries[comparison.baseline].std if margin is None else margin,
-        matchings=matchings,
-        smoothed={method: match_method(comparison, method, smooth=SMOOTH) for method in methods},
-        match_gains=match_gains(comparison.baseline, matchings, unit),
-        heads={method: [table for run in comparison.of(method) if (table := read_heads(run))] for method in methods},
+    matchings, smoothed = (
+        {method: match_method(comparison, method, smooth=smooth) for method in methods} for smooth in (1, SMOOTH)
     )
+    differences = differences_to_baseline(comparison, summaries)
+    required = required_differences(comparison, summaries, differences)
+    margin = summaries[comparison.baseline].std if margin is None else margin
+    gains = match_gains(comparison.baseline, matchings, unit)
+    heads = {method: [table for run in comparison.of(method) if (table := read_heads(run))] for method in methods}
+    return Analysis(comparison, unit, summaries, differences, required, margin, matchings, smoothed, gains, heads)

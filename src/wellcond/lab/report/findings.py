@@ -97,15 +97,12 @@ def _scale_control(analysis: Analysis) -> list[str]:
             f"conditioning, differs from {gain.baseline} by {metric.show(control.mean, sign=True)}{metric.unit}, "
             f"{difference.method} by {metric.show(gain.mean, sign=True)}{metric.unit}"
         )
+        why = ": these runs do not show that the gain is due to conditioning rather than to the scale of the weights."
         if analysis.judge(difference).kind == "better":
-            told += ": scale alone does not explain the gain."
+            why = ": scale alone does not explain the gain."
         elif difference.interval is None:
-            told += "; too few seeds to say whether scale explains the gain."
-        else:
-            told += (
-                ": these runs do not show that the gain is due to conditioning rather than to the scale of the weights."
-            )
-        found.append(told)
+            why = "; too few seeds to say whether scale explains the gain."
+        found.append(told + why)
     return found
 
 
@@ -133,10 +130,9 @@ def _gradient_evidence(analysis: Analysis, method: str) -> str:
     own, base = (_early_gradient(analysis, name) for name in (method, analysis.comparison.baseline))
     if own is None or base is None:
         return ", and a saturated softmax passes almost no gradient to W_Q and W_K (gradients were not recorded)"
-    said = f"gradient norm of W_Q and W_K {show(own, 2)} against {show(base, 2)} in {analysis.comparison.baseline}"
-    if own < SMALL_GRADIENT * base:
-        return f", W_Q and W_K receive almost no gradient ({said})"
-    return f", though W_Q and W_K still receive a gradient ({said})"
+    small = "W_Q and W_K receive almost no" if own < SMALL_GRADIENT * base else "though W_Q and W_K still receive a"
+    norms = f"{show(own, 2)} against {show(base, 2)} in {analysis.comparison.baseline}"
+    return f", {small} gradient (gradient norm of W_Q and W_K {norms})"
 
 
 def _early_gradient(analysis: Analysis, method: str) -> float | None:

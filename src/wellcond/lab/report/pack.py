@@ -181,9 +181,8 @@ def share(records: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[
     """What most of some records have in common, and of each record the rest; `merge` puts them together again.
 
     Example:
-        >>> shared, (first, second) = share([{"lr": 1, "name": "a"}, {"lr": 1, "name": "b"}])
-        >>> shared, first, merge(shared, second)
-        ({'lr': 1}, {'name': 'a'}, {'lr': 1, 'name': 'b'})
+        >>> share([{"lr": 1, "name": "a"}, {"lr": 1, "name": "b"}])
+        ({'lr': 1}, [{'name': 'a'}, {'name': 'b'}])
     """
     flat = [dict(leaves_of(record)) for record in records]
     shared: dict[Keys, Any] = {}

@@ -26,7 +26,6 @@ from wellcond.lab.report.samples import (
     detections_markdown,
     find_pictures,
     find_samples,
-    sample_heading,
     samples_markdown,
 )
 from wellcond.lab.report.table import (
@@ -249,7 +248,8 @@ def render_page(content: Content) -> str:
     if findings := find_findings(content.analysis):
         tabs["Summary"].append({"kind": "list", "fold": "What else the numbers say", "lines": findings})
     for prompt, samples in content.samples.items():
-        tabs["Samples"].append({"kind": "samples", "title": sample_heading(prompt), "samples": samples})
+        title = "With a beginning" if prompt else "Without a beginning"
+        tabs["Samples"].append({"kind": "samples", "title": title, "samples": samples})
     tabs["Detections"] += detection_parts(content.pictures)
     tabs["Runs"].append({"kind": "table", "fold": content.provenance.title, "table": content.provenance})
     return render(
