@@ -12,9 +12,8 @@ import pytest
 
 from report.fake_runs import PERPLEXITY, FakeMethod, page_of, points_of, usual_methods, write_comparison, write_run
 from wellcond.errors import MissingExtraError
-from wellcond.lab.report.analysis import analyse
+from wellcond.lab.report.analysis import analyse, bottom_line, find_findings
 from wellcond.lab.report.figures import COLUMNS, build_figures, write_csv
-from wellcond.lab.report.findings import bottom_line, find_findings
 from wellcond.lab.report.load_runs import load_comparisons
 from wellcond.lab.report.page import build_report, environment, gather, render_markdown, render_page
 from wellcond.lab.report.plots import draw_static, log_axis

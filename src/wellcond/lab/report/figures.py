@@ -136,17 +136,8 @@ def curve_panel(
 ) -> Panel:  # fmt: skip
     """A panel of every run, and of mean and band over the finished runs at the steps that all of them have.
 
-    Mean and band of a logarithmic panel are on log10. A run that did not finish is a series of its own, named after its
-    outcome, and is in no mean.
-
-    Args:
-        name: of the panel.
-        title: of the panel.
-        y_label: of its vertical axis.
-        curves: what to draw.
-        log: logarithmic axis.
-        limits: smallest and largest value that can be; a band ends there.
-        span: fixed range of the axis.
+    Mean and band of a logarithmic panel are on log10; bands end at the limits, beyond which no value can be. A run that
+    did not finish is a series of its own, named after its outcome, and is in no mean.
     """
     rows: list[Row] = []
     for method, listed in curves.items():

@@ -93,10 +93,8 @@ class GlueScores:
             for (name, seed), of_run in self.records.items()
             if name == method
         }
-        if self.comparison is None:
-            found = next(iter(scores.values()))
-        else:
-            found = {seed: finite_mean(by_seed.values()) for seed, by_seed in scores.items()}
+        means = {seed: finite_mean(by_seed.values()) for seed, by_seed in scores.items()}
+        found = next(iter(scores.values())) if self.comparison is None else means
         return {seed: value for seed, value in found.items() if math.isfinite(value)}
 
 
@@ -114,7 +112,13 @@ def load_glue(folder: Path) -> GlueScores:
         record = read_json(folder / "run.json", "wellcond-run")
         runs, scale = (Run(folder, record),), str(record["scale"])
         title = f"{record['recipe']}, {record['method']}, seed {record['seed']}"
-    records = {(run.method, run.seed): found for run in runs if (found := _read(run))}
+    records: dict[tuple[str, int], dict[str, dict[int, Record]]] = {}
+    for run, path, record in [(one, *found) for one in runs for found in one.fine_tuned()]:
+        task = record["config"]["task"].get("task")
+        if task not in TITLES or not isinstance(record.get("final") or {}, dict):
+            raise RunRecordError(path, f"expected a run on one of {', '.join(TITLES)}", "It was not written by glue.")
+        of_task = records.setdefault((run.method, run.seed), {}).setdefault(task, {})
+        of_task[int(record["seed"])] = record
     if not records:
         raise RunRecordError(folder, "there is no run of fine-tuning in it", "Make some with wellcond glue first.")
     scores = GlueScores(folder, title, scale, records, comparison)
@@ -128,16 +132,6 @@ def load_glue(folder: Path) -> GlueScores:
                     "They cannot be compared: score all runs with the same options, in folders without older scores.",
                 )
     return scores
-
-
-def _read(run: Run) -> dict[str, dict[int, Record]]:
-    found: dict[str, dict[int, Record]] = {}
-    for path, record in run.fine_tuned():
-        task = record["config"]["task"].get("task")
-        if task not in TITLES or not isinstance(record.get("final") or {}, dict):
-            raise RunRecordError(path, f"expected a run on one of {', '.join(TITLES)}", "It was not written by glue.")
-        found.setdefault(task, {})[int(record["seed"])] = record
-    return {task: dict(sorted(records.items())) for task, records in found.items()}
 
 
 def _different_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from wellcond.errors import MissingExtraError
 from wellcond.files import write_atomically
-from wellcond.lab.report.analysis import Analysis, analyse
+from wellcond.lab.report.analysis import Analysis, analyse, bottom_line, find_findings
 from wellcond.lab.report.figures import Figure, build_figures, write_csv
-from wellcond.lab.report.findings import bottom_line, find_findings
 from wellcond.lab.report.load_runs import Comparison, load_comparisons
 from wellcond.lab.report.plots import NUM_COLOURS, Plot, asset, draw_static, plots
 from wellcond.lab.report.records import RunRecordError, leaves_of
@@ -281,11 +280,7 @@ def _figure_part(figure: Figure, drawings: dict[str, Plot]) -> Part:
 
 
 def render(template: str, **context: Any) -> str:
-    """Text of a page.
-
-    Args:
-        template: name of a file in `templates`.
-        context: what the template shows. Texts and attributes are escaped.
+    """Text of a page from one of the `templates`, which escapes all that it shows.
 
     Raises: MissingExtraError if jinja2 is not installed.
     """
@@ -294,10 +289,7 @@ def render(template: str, **context: Any) -> str:
 
 @cache
 def environment() -> Environment:
-    """Where templates are found and how they are read.
-
-    Raises: MissingExtraError if jinja2 is not installed.
-    """
+    """Where templates are found and how they are read."""
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
         from markupsafe import Markup

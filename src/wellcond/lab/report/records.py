@@ -311,12 +311,7 @@ def nested(leaves: Mapping[Keys, Any]) -> dict[str, Any]:
 
 
 def read_packed(path: Path, shared: Mapping[str, Any], mark: str) -> Run:
-    """A packed run.
-
-    Args:
-        path: its file.
-        shared: what all runs of its comparison share.
-        mark: checksum of `shared`, which the file must have been packed with.
+    """A packed run, from its file and what all runs of its comparison share, with the checksum of that.
 
     Raises: RunRecordError if it was changed, or packed with another comparison, or holds scores that cannot be.
     """

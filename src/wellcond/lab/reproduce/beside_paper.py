@@ -139,14 +139,7 @@ def averaged_columns(entry: Entry, study: StoredStudy | None) -> tuple[str, ...]
 
 
 def outcome_tables(id: str, entry: Entry, scale: str, records: Collection | None) -> list[Table]:
-    """The tables of an id.
-
-    Args:
-        id: of the entry.
-        entry: what to show.
-        scale: of what is computed without runs.
-        records: where the runs are; not needed for what is computed.
-    """
+    """The tables of an id: from records, or for what is computed without runs at a scale."""
     if entry.kind == "static":
         return list(static_tables(entry.static, scale))
     assert records is not None
