@@ -330,25 +330,20 @@ def _saturation(analysis: Analysis) -> list[str]:
 
 
 def _gradient_evidence(analysis: Analysis, method: str) -> str:
-    """How small the gradients of W_Q and W_K are, if that was recorded."""
-    own, base = (_early_gradient(analysis, name) for name in (method, analysis.comparison.baseline))
-    if own is None or base is None:
+    """How small the gradients of W_Q and W_K are over the first tenth of training, if that was recorded."""
+    means = []
+    for name in (method, analysis.comparison.baseline):
+        runs = analysis.comparison.of(name)
+        early = [row for run in runs for row in run.steps[: max(1, len(run.steps) // 10)]]
+        values = [number(row.get(key)) for row in early for key in ("grad_norm_q", "grad_norm_k")]
+        mean = summarise_logs(values).geometric_mean
+        means.append(0.0 if math.isnan(mean) and 0 in values else mean)
+    own, base = means
+    if math.isnan(own + base):
         return ", and a saturated softmax passes almost no gradient to W_Q and W_K (gradients were not recorded)"
     small = "W_Q and W_K receive almost no" if own < SMALL_GRADIENT * base else "though W_Q and W_K still receive a"
     norms = f"{show(own, 2)} against {show(base, 2)} in {analysis.comparison.baseline}"
     return f", {small} gradient (gradient norm of W_Q and W_K {norms})"
-
-
-def _early_gradient(analysis: Analysis, method: str) -> float | None:
-    """Geometric mean of the gradient norms of W_Q and W_K over the first tenth of training; None if not recorded."""
-    values = [
-        number(row.get(key))
-        for run in analysis.comparison.of(method)
-        for row in run.steps[: max(1, len(run.steps) // 10)]
-        for key in ("grad_norm_q", "grad_norm_k")
-    ]
-    logs = [math.log10(value) for value in values if 0 < value < math.inf]
-    return 10 ** (math.fsum(logs) / len(logs)) if logs else 0.0 if 0 in values else None
 
 
 def _conditioning(analysis: Analysis) -> list[str]:

@@ -250,55 +250,44 @@ def _matchings(entry: Entry, stored: StoredStudy, analysis: Analysis) -> dict[st
 
 def _figure_table(id: str, entry: Entry, records: Collection, notes: list[str]) -> Table:
     """Every curve at its first and last point, geometric mean over seeds; every bar with what it saves."""
-    rows: list[dict[str, Cell]] = []
-    for settings in entry.panels:
-        stored = records.study(settings)
-        if stored is None or stored.analysis is None:
-            rows.append(_figure_row(settings, MISSING, MISSING, MISSING, MISSING, "no runs", MISSING, {"n": 0}))
-        elif settings.quantity == "match":
-            rows += _match_table_rows(entry, settings, stored, stored.analysis)
-        else:
-            rows += _curve_table_rows(settings, _panel(entry, settings, stored, stored.analysis))
+    rows: list[dict[str, Cell]] = [
+        {
+            "panel": (panel.title, {"panel": panel.title}), "quantity": (quantity, {"quantity": quantity}),
+            "series": (series, {"series": series}), "start, or when matched": (start, numbers), "end, or saving": end,
+            "runs": runs, "paper": paper,
+        }
+        for panel in entry.panels
+        for quantity, series, start, end, runs, paper, numbers in _figure_rows(entry, panel, records.study(panel))
+    ]  # fmt: skip
     return Table.of(id.lower(), f"{id}: {entry.title}", rows, notes, (0, 1, 2, 5, 6))
 
 
-def _figure_row(
-    settings: PanelSettings, quantity: str, series: str, start: str, end: str, runs: str, paper: str, numbers: Values
-) -> dict[str, Cell]:
-    return {
-        "panel": (settings.title, {"panel": settings.title}), "quantity": (quantity, {"quantity": quantity}),
-        "series": (series, {"series": series}), "start, or when matched": (start, numbers), "end, or saving": end,
-        "runs": runs, "paper": paper,
-    }  # fmt: skip
-
-
-def _curve_table_rows(settings: PanelSettings, panel: Panel) -> Iterator[dict[str, Cell]]:
-    for name, seeds in panel.by_series().items():
-        means = [row.value for row in seeds.get(MEAN, [])]
-        by_seed = [row.value for seed, rows in seeds.items() if seed.isdigit() for row in rows]
-        count = sum(seed.isdigit() for seed in seeds)
-        start, end = (means[0], means[-1]) if means else (math.nan, math.nan)
-        shown = (show(start), show(end))
-        if not means and by_seed and all(map(math.isinf, by_seed)):
-            start, end, shown = math.inf, math.inf, (TOO_LARGE, TOO_LARGE)
-        numbers: Values = {"n": count, "start": start, "end": end}
-        yield _figure_row(settings, panel.y_label, name, *shown, show_seeds(count), MISSING, numbers)
-
-
-def _match_table_rows(
-    entry: Entry, settings: PanelSettings, stored: StoredStudy, analysis: Analysis
-) -> Iterator[dict[str, Cell]]:
-    unit, part = analysis.unit, entry.parts[0]
-    for name, matching in _matchings(entry, stored, analysis).items():
-        quantity = f"{unit}s to match"
-        if matching is None:
-            yield _figure_row(settings, quantity, name, MISSING, MISSING, "no runs", MISSING, {"n": 0})
-            continue
-        saving, count = matching.mean("saving"), len(matching.by_seed)
-        runs = f"{show_seeds(count)}, mean curve {show_match(matching.of_means, unit)}"
-        numbers: Values = {
-            "n": count, "reached": len(matching.reached), "matched": matching.mean(unit), "saving": saving,
-            "paper": part.value(name, settings.title),
-        }  # fmt: skip
-        shown, paper = show_known(saving, "saves {:.0%}"), part.show(name, settings.title) or MISSING
-        yield _figure_row(settings, quantity, name, matching.show(unit), shown, runs, paper, numbers)
+def _figure_rows(
+    entry: Entry, settings: PanelSettings, stored: StoredStudy | None
+) -> Iterator[tuple[str, str, str, str, str, str, Values]]:
+    if stored is None or stored.analysis is None:
+        yield MISSING, MISSING, MISSING, MISSING, "no runs", MISSING, {"n": 0}
+    elif settings.quantity == "match":
+        unit, part = stored.analysis.unit, entry.parts[0]
+        for name, matching in _matchings(entry, stored, stored.analysis).items():
+            if matching is None:
+                yield f"{unit}s to match", name, MISSING, MISSING, "no runs", MISSING, {"n": 0}
+                continue
+            saving, count = matching.mean("saving"), len(matching.by_seed)
+            runs = f"{show_seeds(count)}, mean curve {show_match(matching.of_means, unit)}"
+            numbers: Values = {
+                "n": count, "reached": len(matching.reached), "matched": matching.mean(unit), "saving": saving,
+                "paper": part.value(name, settings.title),
+            }  # fmt: skip
+            shown, paper = show_known(saving, "saves {:.0%}"), part.show(name, settings.title) or MISSING
+            yield f"{unit}s to match", name, matching.show(unit), shown, runs, paper, numbers
+    else:
+        panel = _panel(entry, settings, stored, stored.analysis)
+        for name, seeds in panel.by_series().items():
+            by_seed = {seed: [row.value for row in rows] for seed, rows in seeds.items()}
+            means, own = by_seed.get(MEAN, []), [values for seed, values in by_seed.items() if seed.isdigit()]
+            infinite = not means and any(own) and all(math.isinf(value) for values in own for value in values)
+            start, end = (means[0], means[-1]) if means else (math.inf, math.inf) if infinite else (math.nan, math.nan)
+            first, last = (TOO_LARGE if infinite else show(value) for value in (start, end))
+            numbers = {"n": len(own), "start": start, "end": end}
+            yield panel.y_label, name, first, last, show_seeds(len(own)), MISSING, numbers

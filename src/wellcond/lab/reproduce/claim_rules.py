@@ -121,13 +121,9 @@ def _settled(verdict: Verdict) -> Test:
 
 
 @functools.lru_cache(maxsize=64)
-def _study(folder: Path) -> StoredStudy:
-    return StoredStudy(folder)
-
-
 def find_analysis(folder: Path) -> Analysis | None:
     """Statistics of committed records; None if there are none."""
-    return _study(folder).analysis if folder.is_dir() else None
+    return StoredStudy(folder).analysis
 
 
 def paper_share(rule: Rule, table: str) -> float | None:
