@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wellcond.files import write_atomically
-from wellcond.lab.report.analysis import Analysis
 from wellcond.lab.report.figures import (
     BUDGET,
     MEAN,
@@ -22,7 +21,7 @@ from wellcond.lab.report.figures import (
     measured,
     write_csv,
 )
-from wellcond.lab.report.glue import AVERAGE
+from wellcond.lab.report.glue import AVERAGE, SHOWN
 from wellcond.lab.report.match import Matching, show_match
 from wellcond.lab.report.plots import draw_static
 from wellcond.lab.report.records import ROLES, Metric
@@ -40,7 +39,7 @@ from wellcond.lab.report.table import (
 )
 from wellcond.lab.reproduce.catalogue import Entry, PanelSettings, Part
 from wellcond.lab.reproduce.computed import static_tables
-from wellcond.lab.reproduce.stored import Collection, StoredStudy, differences_from_paper, may_be_paired
+from wellcond.lab.reproduce.stored import OWN_METRICS, Collection, StoredStudy, differences_from_paper, may_be_paired
 from wellcond.lab.train.run_folder import writing
 
 GLUE_AVERAGE = f"glue:{AVERAGE}"
@@ -118,7 +117,7 @@ def find_numbers(entry: Entry, part: Part, records: Collection) -> list[tuple[Nu
                 continue
             study = records.study(column, row.variant)
             values = {} if study is None else study.values(row, metric)
-            shown = study.metric(metric) if study else Metric(metric, True, False)
+            shown = study.metric(metric) if study else OWN_METRICS.get(metric, SHOWN)
             paired = base if may_be_paired(study, base_study, (row.variant, base_row.variant)) else {}
             better = shown.higher_is_better
             gain = compare_paired(row_name, values, entry.baseline, paired, higher_is_better=better)
@@ -196,11 +195,11 @@ def build_figures(id: str, entry: Entry, records: Collection) -> Iterator[Figure
     """
     for bars in (False, True):
         wanted = [panel for panel in entry.panels if (panel.quantity == "match") is bars]
-        found = [(panel, s, s.analysis) for panel in wanted if (s := records.study(panel)) and s.analysis is not None]
+        found = [(panel, study) for panel in wanted if (study := records.study(panel)) is not None]
         panels = tuple(_panel(entry, *one) for one in found)
         if not found:
             continue
-        first = found[0][2]
+        first = found[0][1].analysis
         series = dict.fromkeys(row.series for panel in panels for row in panel.rows if row.series != BUDGET)
         name = f"{id}-match" if bars and len(wanted) < len(entry.panels) else id
         title, scale = f"{id}: {entry.title} (scale {first.comparison.scale})", first.comparison.scale
@@ -213,15 +212,16 @@ def build_figures(id: str, entry: Entry, records: Collection) -> Iterator[Figure
             yield replace(figure, name=f"{name}-linear", panels=linear)
 
 
-def _panel(entry: Entry, settings: PanelSettings, stored: StoredStudy, analysis: Analysis) -> Panel:
-    title, label = settings.title, Y_LABELS[settings.quantity]
+def _panel(entry: Entry, settings: PanelSettings, stored: StoredStudy) -> Panel:
+    title, label, unit = settings.title, Y_LABELS[settings.quantity], stored.analysis.unit
     if settings.quantity == "match":
-        found = {name: one for name, one in _matchings(entry, stored, analysis).items() if one is not None}
-        return Panel(title, title, f"{analysis.unit}s {label}", match_rows(analysis.unit, found))
-    return curve_panel(title, title, label, _curves(entry, settings, stored, analysis), log=settings.quantity != "loss")
+        found = {name: one for name, one in _matchings(entry, stored).items() if one is not None}
+        return Panel(title, title, f"{unit}s {label}", match_rows(unit, found))
+    return curve_panel(title, title, label, _curves(entry, settings, stored), log=settings.quantity != "loss")
 
 
-def _curves(entry: Entry, settings: PanelSettings, stored: StoredStudy, analysis: Analysis) -> Curves:
+def _curves(entry: Entry, settings: PanelSettings, stored: StoredStudy) -> Curves:
+    analysis = stored.analysis
     named = {name: stored.label(row) for name, row in entry.rows.items() if stored.label(row) in analysis.heads}
     if settings.quantity == "loss":
         losses = curves_of(analysis, lambda run: run.steps, "loss")
@@ -242,9 +242,9 @@ def _curves(entry: Entry, settings: PanelSettings, stored: StoredStudy, analysis
     }
 
 
-def _matchings(entry: Entry, stored: StoredStudy, analysis: Analysis) -> dict[str, Matching | None]:
+def _matchings(entry: Entry, stored: StoredStudy) -> dict[str, Matching | None]:
     """By row; None where there are no runs."""
-    found = {name: analysis.matchings.get(stored.label(row)) for name, row in entry.rows.items()}
+    found = {name: stored.analysis.matchings.get(stored.label(row)) for name, row in entry.rows.items()}
     return {name: matching if matching and matching.by_seed else None for name, matching in found.items()}
 
 
@@ -265,11 +265,11 @@ def _figure_table(id: str, entry: Entry, records: Collection, notes: list[str]) 
 def _figure_rows(
     entry: Entry, settings: PanelSettings, stored: StoredStudy | None
 ) -> Iterator[tuple[str, str, str, str, str, str, Values]]:
-    if stored is None or stored.analysis is None:
+    if stored is None:
         yield MISSING, MISSING, MISSING, MISSING, "no runs", MISSING, {"n": 0}
     elif settings.quantity == "match":
         unit, part = stored.analysis.unit, entry.parts[0]
-        for name, matching in _matchings(entry, stored, stored.analysis).items():
+        for name, matching in _matchings(entry, stored).items():
             if matching is None:
                 yield f"{unit}s to match", name, MISSING, MISSING, "no runs", MISSING, {"n": 0}
                 continue
@@ -282,7 +282,7 @@ def _figure_rows(
             shown, paper = show_known(saving, "saves {:.0%}"), part.show(name, settings.title) or MISSING
             yield f"{unit}s to match", name, matching.show(unit), shown, runs, paper, numbers
     else:
-        panel = _panel(entry, settings, stored, stored.analysis)
+        panel = _panel(entry, settings, stored)
         for name, seeds in panel.by_series().items():
             by_seed = {seed: [row.value for row in rows] for seed, rows in seeds.items()}
             means, own = by_seed.get(MEAN, []), [values for seed, values in by_seed.items() if seed.isdigit()]

@@ -38,7 +38,7 @@ from wellcond.lab.report.verdicts import (
 )
 from wellcond.lab.reproduce.catalogue import catalogue
 from wellcond.lab.reproduce.computed import COMPUTED
-from wellcond.lab.reproduce.stored import StoredStudy
+from wellcond.lab.reproduce.stored import find_study
 from wellcond.lab.settings import Settings
 
 BETTER, WORSE, EQUAL, UNDECIDED = "better", "worse", "equal", "undecided"
@@ -123,7 +123,8 @@ def _settled(verdict: Verdict) -> Test:
 @functools.lru_cache(maxsize=64)
 def find_analysis(folder: Path) -> Analysis | None:
     """Statistics of committed records; None if there are none."""
-    return StoredStudy(folder).analysis
+    study = find_study(folder)
+    return None if study is None else study.analysis
 
 
 def paper_share(rule: Rule, table: str) -> float | None:
