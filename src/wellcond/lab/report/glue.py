@@ -126,11 +126,11 @@ def load_glue(folder: Path) -> GlueScores:
         first, *others = scores.of_task(task)
         for other in others:
             if differing := _different_settings(first["config"], other["config"]):
-                raise RunRecordError(
-                    folder,
-                    f"runs on {task} were made under different settings: {'; '.join(differing[:4])}",
-                    "They cannot be compared: score all runs with the same options, in folders without older scores.",
+                said = f"runs on {task} were made under different settings: {'; '.join(differing[:4])}"
+                advice = (
+                    "They cannot be compared: score all runs with the same options, in folders without older scores."
                 )
+                raise RunRecordError(folder, said, advice)
     return scores
 
 

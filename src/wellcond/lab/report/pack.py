@@ -22,7 +22,7 @@ import numpy as np
 from wellcond.files import to_json, write_atomically
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.glue import rebuild_glue
-from wellcond.lab.report.load_runs import Comparison, load_comparisons, shared_mark
+from wellcond.lab.report.load_runs import MARK, Comparison, load_comparisons
 from wellcond.lab.report.page import gather, render_markdown
 from wellcond.lab.report.records import (
     ARITHMETIC,
@@ -45,7 +45,7 @@ from wellcond.lab.report.records import (
 )
 from wellcond.lab.report.table import number, table_markdown
 from wellcond.lab.report.tuning import NAME as TUNING_FILE
-from wellcond.run_records import SCHEMA, seal
+from wellcond.run_records import SCHEMA, checksum, seal
 
 LEFT_OUT = ("logs", "samples", "sessions")
 SCORES = frozenset({"final", "best", "test"})
@@ -130,7 +130,7 @@ def _files(comparison: Comparison) -> Iterator[tuple[str, str]]:
     written = [run for run in runs if run.finished and run.record.get("samples")]
     shown = {run.method: run for run in reversed(written)}
     shared, rests = share([_whole(run, with_samples=run is shown.get(run.method)) for run in runs])
-    mark = shared_mark(shared)
+    mark = checksum(shared)[:MARK]
     for run, rest in zip(runs, rests, strict=True):
         record = rest | {"schema": SCHEMA, "kind": PACKED, "shared": mark}
         yield f"{_slug(run)}/seed{run.seed}.json", to_json(seal(record), compact=True) + "\n"

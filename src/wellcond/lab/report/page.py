@@ -44,24 +44,18 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 MADE = {"figures": (".png", ".svg", ".csv"), "tables": (".csv",)}
-TABS = {
-    "Summary": "",
+TABS = (
+    "Summary", "Tuning", "Learning", "Matching", "Conditioning", "Layers", "Attention", "Cost", "Samples", "Detections",
+    "Runs",
+)  # fmt: skip
+OPTIONAL = {
     "Tuning": "How the score depends on what was tuned, for each method, and what was chosen before the test.",
-    "Learning": "",
-    "Matching": "",
-    "Conditioning": "",
-    "Layers": "",
-    "Attention": "",
-    "Cost": "",
     "Samples": "What the models write after training, from the same random numbers. Words in bold were given.",
     "Detections": "What the models find in the first evaluation images after training, beside the truth. A colour is a "
     "category, the same in all pictures of an image; of the predictions the best are drawn, as many as there are "
     "objects but at least five, each with its score. Point at a box to read its label.",
-    "Runs": "",
 }
-"""What stands above the parts of each."""
-OPTIONAL = ("Tuning", "Samples", "Detections")
-"""Tabs that are only there if they have something to show."""
+"""Tabs that are only there if they have something to show, and what stands above it."""
 TABLE_TABS = {
     "summary": "Summary", "required": "Summary", "other_metrics": "Summary", "tuning": "Tuning",
     "matching": "Matching", "conditioning": "Conditioning", "cost": "Cost",
@@ -147,11 +141,9 @@ def write_report(content: Content) -> Path:
                 if path.suffix in endings and f"{part}/{path.name}" not in files:
                     path.unlink()
     except OSError as error:
-        raise RunRecordError(
-            Path(error.filename or home),
-            f"cannot be written: {error.strerror}",
-            "Give yourself the right to write there, make room, or copy the runs elsewhere and report those.",
-        ) from error
+        advice = "Give yourself the right to write there, make room, or copy the runs elsewhere and report those."
+        said = f"cannot be written: {error.strerror}"
+        raise RunRecordError(Path(error.filename or home), said, advice) from error
     return home / ("report.md" if figures is None else "report.html")
 
 
@@ -256,7 +248,7 @@ def render_page(content: Content) -> str:
         title=comparison.title,
         lead=f"Judged by {metric.name}, {metric.better}; {show_seeds(len(comparison.seeds))}; baseline "
         f"{comparison.baseline}; scale {comparison.scale or 'not recorded'}.",
-        tabs=[(title, TABS[title], parts) for title, parts in tabs.items() if parts or title not in OPTIONAL],
+        tabs=[(title, OPTIONAL.get(title), parts) for title, parts in tabs.items() if parts or title not in OPTIONAL],
         measured=any(content.analysis.heads.values()),
         num_colours=NUM_COLOURS,
         drawings=drawings,

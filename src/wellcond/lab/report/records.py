@@ -193,12 +193,9 @@ class Run:
         """Rows of evaluation."""
         rows, name = self._rows("evaluations", ("step",), required=True), self.metric.name
         if self.status == "finished" and rows and rows[-1].get(name) != self.record["final"][name]:
-            raise RunRecordError(
-                self.file,
-                f"has {name} {self.value} at the end, but the last row of evaluations.jsonl has "
-                f"{rows[-1].get(name)}: one of them was changed",
-                REPEAT.format(self.folder),
-            )
+            other = f"the last row of evaluations.jsonl has {rows[-1].get(name)}: one of them was changed"
+            said = f"has {name} {self.value} at the end, but {other}"
+            raise RunRecordError(self.file, said, REPEAT.format(self.folder))
         return rows
 
     @property

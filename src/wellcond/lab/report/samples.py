@@ -152,12 +152,9 @@ def find_pictures(comparison: Comparison) -> list[Picture]:
                 found = [_read_detection(entry, picture, scored=True) for entry in row["predictions"]]
                 shared = pictures.setdefault(int(row["image_id"]), picture)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise RunRecordError(
-                    run.folder / "run.json",
-                    "expected 'samples' to be images with image_id, file_name, size, jpeg, truth and predictions; "
-                    f"entry {at} is not ({type(error).__name__}: {error})",
-                    "Repeat the run.",
-                ) from error
+                said = "expected 'samples' to be images with image_id, file_name, size, jpeg, truth and predictions; "
+                said += f"entry {at} is not ({type(error).__name__}: {error})"
+                raise RunRecordError(run.folder / "run.json", said, "Repeat the run.") from error
             shared.predictions[f"{run.method}, seed {run.seed}"] = found
     return list(pictures.values())
 

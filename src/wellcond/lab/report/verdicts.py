@@ -132,24 +132,19 @@ def sign_flip_equality_p(values: Sequence[float], margin: float) -> float:
         >>> sign_flip_equality_p([0, 0, 1, 0, -1], 3), sign_flip_equality_p([0, 0, 5, 0, 0], 3)
         (0.03125, 0.0625)
     """
-    below = [value - margin for value in values]  # all negative if the differences are below the margin
-    above = [-value - margin for value in values]
-    return max(_one_sided_p(below), _one_sided_p(above))
-
-
-def _one_sided_p(values: Sequence[float]) -> float:
-    """Share of the flips whose sum is as small as what was seen."""
-    if not any(values):
-        return 1.0
-    sums, shares = _flipped_sums(values)
-    return float(shares[sums <= math.fsum(values) + _CLOSE * max(map(abs, values))].sum())
+    tails = []
+    for sign in (1, -1):
+        shifted = [sign * value - margin for value in values]  # all negative if the differences are below the margin
+        sums, shares = _flipped_sums(shifted)
+        tails.append(float(shares[sums <= math.fsum(shifted) + _CLOSE * max(map(abs, shifted))].sum()))
+    return max(tails)
 
 
 def _flipped_sums(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     """Every sum that flips of sign can give, and the share of the flips that gives it."""
     sizes = np.abs(np.asarray(values, dtype=float))
     sizes = sizes[sizes > 0]
-    unit = float(sizes.max())
+    unit = float(sizes.max(initial=0.0)) or 1.0
     sums: np.ndarray = np.zeros(1)
     counts: np.ndarray = np.ones(1)
     for size in sizes / unit:

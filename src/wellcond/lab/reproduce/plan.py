@@ -73,10 +73,7 @@ class PlannedStudy:
         return sum(not is_complete(folder) for folder in self.glue_folders)
 
     def run(self, num_workers: int, observer: JobObserver) -> Outcome:
-        """Run what is missing; what is there is not touched.
-
-        Raises: as `run_comparison`.
-        """
+        """Run what is missing; what is there is not touched."""
         return run_comparison(self.jobs, num_workers=num_workers, observer=observer)
 
     def describe(self) -> None:
@@ -87,10 +84,7 @@ class PlannedStudy:
         write_comparison(self.folder, self.recipe, self.methods, self.seeds)
 
     def fine_tune(self, num_workers: int, observer: JobObserver) -> Outcome:
-        """Fine-tune the finished runs on GLUE, as far as that is missing.
-
-        Raises: as `run_glue`.
-        """
+        """Fine-tune the finished runs on GLUE, as far as that is missing."""
         plan = plan_glue(self.folder, base=self.jobs[0].base, cpu=self.jobs[0].cpu)
         return run_glue(plan, num_workers=num_workers, observer=observer)
 
