@@ -6,7 +6,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from wellcond.errors import WellcondError
@@ -44,37 +43,27 @@ def render_measurement(data: dict[str, Any]) -> str:
     measured = [log10(head.jacobian.get("pseudo_condition_number")) for head in heads]
     bounds = [number(head.row.get("papers_bound_log10")) for head in heads]
     low, high = colour_range(heads)
+    statuses = Counter(head.status for head in heads)
+    heat_map = [
+        {
+            "name": _layer_name(layer), "short": cut(_layer_name(layer), LONGEST_NAME), "problem": layer.get("problem"),
+            "cells": {head.index: _cell(head, low, high) for head in heads if head.layer == at},
+        }
+        for at, layer in enumerate(data["layers"])
+    ]  # fmt: skip
     return render(
-        "measurement.html",
-        data=data,
-        run=data.get("run") or {},
-        conditioning=describe_conditioning(data.get("conditioning")),
-        median=show(alive[(len(alive) - 1) // 2] if alive else None),
-        worst=show(alive[-1] if alive else None),
-        dead=sum(head.dead for head in heads),
-        undiagnosed=sum(not head.diagnosis for head in heads),
-        infinite=sum(math.isinf(head.kappa) for head in heads),
+        "measurement.html", data=data, run=data.get("run") or {}, low=low, high=high, ramp=RAMP, heat_map=heat_map,
+        conditioning=describe_conditioning(data.get("conditioning")), several=several,
+        median=show(alive[(len(alive) - 1) // 2] if alive else None), worst=show(alive[-1] if alive else None),
+        dead=sum(head.dead for head in heads), undiagnosed=sum(not head.diagnosis for head in heads),
+        infinite=sum(math.isinf(head.kappa) for head in heads), indices=sorted({head.index for head in heads}),
         problems=[(_layer_name(layer), layer["problem"]) for layer in data["layers"] if layer.get("problem")],
-        statuses=[(name, n) for name, n in Counter(head.status for head in heads).items() if name != "exact"],
+        statuses=[(name, count) for name, count in statuses.items() if name != "exact"],
         verdicts=Counter(str(head.row.get("verdict", "unknown")) for head in heads).most_common(),
         heads=[_head_row(head, "certified, first sample" if several else "certified") for head in heads],
-        weights=[_weight_row(head) for head in heads],
-        several=several,
-        bounded=sum(map(math.isfinite, bounds)),
+        weights=[_weight_row(head) for head in heads], bounded=sum(map(math.isfinite, bounds)),
         exceeded=sum(math.isfinite(bound) and kappa > bound for kappa, bound in zip(measured, bounds, strict=True)),
         generic=sum(str(head.row.get("how", "")).startswith("generic") for head in heads),
-        indices=sorted({head.index for head in heads}),
-        heat_map=[
-            {
-                "name": _layer_name(layer), "short": cut(_layer_name(layer), LONGEST_NAME),
-                "problem": layer.get("problem"),
-                "cells": {head.index: _cell(head, low, high) for head in heads if head.layer == at},
-            }
-            for at, layer in enumerate(data["layers"])
-        ],
-        low=low,
-        high=high,
-        ramp=RAMP,
     )  # fmt: skip
 
 
@@ -107,26 +96,20 @@ def describe_conditioning(settings: Any) -> str:
     return f"{text} on {len(sites)} attentions; effective weights are measured" if isinstance(sites, list) else text
 
 
-@dataclass(frozen=True)
 class Head:
     """One head of a stored measurement."""
 
-    layer: int
-    layer_name: str
-    row: Fields
-    index: int
-    jacobian: Fields
-    diagnosis: Fields
-    """Empty if there is none."""
-    kappa: float
-    """The condition number asked for; `pseudo` is over the non-zero spectrum. Both are means over samples."""
-    pseudo: float
-    dead: bool
-    """Attention has collapsed."""
-    status: str
-    """How the Jacobian's singular values are known."""
-    explanation: str
-    """What dominates, in words."""
+    def __init__(self, at: int, layer: Fields, row: Fields) -> None:
+        """Read what is there; a head that was not diagnosed says so."""
+        self.layer, self.layer_name, self.row, self.index = at, _layer_name(layer), row, int(row["index"])
+        self.jacobian: Fields = row["jacobian"]
+        self.diagnosis: Fields = row.get("diagnosis") or {}
+        # The condition number asked for, and that over the non-zero spectrum; both are means over samples.
+        self.kappa = number(row.get("mean_kappa"))
+        self.pseudo = number(row.get("mean_pseudo_kappa", self.jacobian.get("pseudo_condition_number")))
+        self.dead, self.status = bool(row.get("dead")), str(self.jacobian.get("status", "unknown"))
+        unknown = f"not diagnosed, since this is not plain softmax attention ({row.get('how', 'unknown form')})"
+        self.explanation = str(self.diagnosis.get("explanation", "")) if self.diagnosis else unknown
 
     @property
     def label(self) -> str:
@@ -149,20 +132,7 @@ class Head:
 
 def read_heads(data: dict[str, Any]) -> list[Head]:
     """Every head of a stored measurement."""
-    heads = []
-    for at, row in [(at, row) for at, layer in enumerate(data["layers"]) for row in layer["heads"]]:
-        jacobian, diagnosis = row["jacobian"], row.get("diagnosis") or {}
-        unknown = f"not diagnosed, since this is not plain softmax attention ({row.get('how', 'unknown form')})"
-        heads.append(
-            Head(
-                at, _layer_name(data["layers"][at]), row, int(row["index"]), jacobian, diagnosis,
-                kappa=number(row.get("mean_kappa")),
-                pseudo=number(row.get("mean_pseudo_kappa", jacobian.get("pseudo_condition_number"))),
-                dead=bool(row.get("dead")), status=str(jacobian.get("status", "unknown")),
-                explanation=str(diagnosis.get("explanation", "")) if diagnosis else unknown,
-            )
-        )  # fmt: skip
-    return heads
+    return [Head(at, layer, row) for at, layer in enumerate(data["layers"]) for row in layer["heads"]]
 
 
 def _layer_name(layer: Fields) -> str:
