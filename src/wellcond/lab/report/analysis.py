@@ -16,6 +16,7 @@ from wellcond.lab.report.match import SMOOTH, MatchGain, Matching, match_gains, 
 from wellcond.lab.report.records import ARITHMETIC, MEASURED, Run
 from wellcond.lab.report.statistics import (
     FEWEST_SEEDS,
+    NO_PAIRS,
     LogSummary,
     PairedDifference,
     Summary,
@@ -177,13 +178,12 @@ class Analysis:
         """Condition numbers of all heads at the last measurement of every finished run."""
         return summarise_logs(value for table in self.tables(method) for value in table.at_end(key))
 
-    def attention(self, method: str, *, last: bool) -> AttentionState | None:
-        """Attention maps at the first or the last measurement; None if none is known."""
+    def attention(self, method: str, *, last: bool) -> AttentionState:
+        """Attention maps at the first or the last measurement; without heads if none is known."""
         steps = [(t, float(t.steps[-1 if last else 0])) for t in self.tables(method) or self.heads[method]]
         entropy, diagonal, dead = ([value for t, at in steps for value in t.at(key, at)] for key in ARITHMETIC)
-        if not entropy and not diagonal:
-            return None
-        return AttentionState(steps[-1][1], finite_mean(entropy), finite_mean(diagonal), int(sum(dead)), len(dead))
+        at = steps[-1][1] if steps else math.nan
+        return AttentionState(at, finite_mean(entropy), finite_mean(diagonal), int(sum(dead)), len(dead))
 
     def step_ratio(self, method: str) -> float:
         """Seconds per step over the baseline's of the same seed, mean over seeds."""
@@ -291,10 +291,9 @@ def _scale_control(analysis: Analysis) -> list[str]:
     kinds = {run.method: method_kind(run.record.get("method_spec"), run.method) for run in analysis.comparison.runs}
     found, metric = [], analysis.comparison.result
     for difference in analysis.required:
-        gain, control = (analysis.differences.get(name) for name in (difference.method, difference.baseline))
-        if kinds.get(difference.baseline) != ("gaussian", "") or gain is None or control is None:
-            continue
-        if not difference.count or not gain.count or not control.count or gain.mean <= 0:
+        pair = (difference.method, difference.baseline)
+        gain, control = (analysis.differences.get(name, NO_PAIRS) for name in pair)
+        if kinds.get(pair[1]) != ("gaussian", "") or not difference.count or not control.count or not gain.mean > 0:
             continue
         told = (
             f"Scale control: {difference.baseline}, which has the scale of {difference.method} but not its "
@@ -313,11 +312,11 @@ def _scale_control(analysis: Analysis) -> list[str]:
 def _saturation(analysis: Analysis) -> list[str]:
     found, metric = [], analysis.comparison.result
     for method in analysis.comparison.methods:
-        state, difference = analysis.attention(method, last=False), analysis.differences.get(method)
-        if state is None or not state.saturated:
+        state, difference = analysis.attention(method, last=False), analysis.differences.get(method, NO_PAIRS)
+        if not state.saturated:
             continue
         start = f"{method}: "
-        if difference is not None and difference.count and difference.mean < 0:
+        if difference.mean < 0:
             start += f"{metric.show(-difference.mean)}{metric.unit} worse than {difference.baseline}; "
         facts = [f"entropy {state.entropy:.2f} of ln N"] if not math.isnan(state.entropy) else []
         facts += [f"diagonal mass {state.diagonal_mass:.2f}"] if state.diagonal_mass > 0.95 else []
@@ -357,8 +356,7 @@ def _conditioning(analysis: Analysis) -> list[str]:
         f"κ(J) at the end (geometric mean, non-zero spectrum; singular heads rank last) is smallest for {low} "
         f"({known[low].show()}) and largest for {high} ({known[high].show()})"
     )
-    state = analysis.attention(low, last=True)
-    if state is not None and state.saturated:
+    if analysis.attention(low, last=True).saturated:
         said += f" (the attention of {low} is saturated, where a small κ(J) says nothing good)"
     result = analysis.comparison.result
     # A method that lost runs has the mean of its luckier seeds.

@@ -6,9 +6,9 @@ Points are what the CSV files hold, and all that `plots` draws.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -162,13 +162,11 @@ def _means(method: str, curves: Sequence[Sequence[tuple[float, float, float]]], 
             yield Row(method, seed, step, tables[0][step][0], 10**value if log else value)
 
 
-def curves_of(
-    analysis: Analysis, rows_of: Callable[[Run], list[dict[str, Any]]], key: str, factor: float = 1.0
-) -> Curves:
-    """One key of some rows of every run, long curves thinned."""
+def curves_of(analysis: Analysis, rows_of: Literal["steps", "evaluations"], key: str, factor: float = 1.0) -> Curves:
+    """One key of the rows of every run, long curves thinned."""
     found: dict[str, list[tuple[Run, list[tuple[float, float, float]]]]] = {}
     for run in [run for method in analysis.comparison.methods for run in analysis.comparison.of(method)]:
-        rows = [row for row in rows_of(run) if row.get(key) is not None]
+        rows = [row for row in getattr(run, rows_of) if row.get(key) is not None]
         columns = _thin(*(np.array([number(row.get(name)) for row in rows]) for name in ("step", "epoch", key)))
         steps, epochs, values = columns[0].tolist(), columns[1].tolist(), (columns[2] * factor).tolist()
         found.setdefault(run.method, []).append((run, list(zip(steps, epochs, values, strict=True))))
@@ -217,29 +215,24 @@ def _differences(analysis: Analysis) -> Figure:
 
 def _learning_figures(analysis: Analysis) -> list[Figure]:
     metric = analysis.comparison.metric
-
-    def evaluated(key: str, factor: float = 1.0) -> Curves:
-        return curves_of(analysis, lambda run: run.evaluations, key, factor)
-
-    def trained(key: str) -> Curves:
-        return curves_of(analysis, lambda run: run.steps, key)
-
-    shown, limits = evaluated(metric.name, metric.scale), metric.limits
+    shown = curves_of(analysis, "evaluations", metric.name, metric.scale)
+    losses, trained = curves_of(analysis, "evaluations", "loss"), curves_of(analysis, "steps", "loss")
+    gradients = {role: curves_of(analysis, "steps", f"grad_norm_{role}") for role in ROLES}
     return [
         _figure(
             analysis, "Learning", "learning", "Learning curves",
             f"{metric.better.capitalize()}; see which method is ahead early and whether the lead lasts. Each point of "
             f"the training loss is a mean over the steps since the last. {BAND}", "lines",
-            curve_panel("metric", f"Evaluation: {metric.name}", metric.label, shown, limits=limits),
-            curve_panel("loss", "Evaluation: loss", "loss", evaluated("loss")),
-            curve_panel("training_loss", "Training: loss", "loss", trained("loss")),
+            curve_panel("metric", f"Evaluation: {metric.name}", metric.label, shown, limits=metric.limits),
+            curve_panel("loss", "Evaluation: loss", "loss", losses),
+            curve_panel("training_loss", "Training: loss", "loss", trained),
         ),
         _figure(
             analysis, "Learning", "gradients", "Gradient norms of the projections",
             f"A method whose W_Q and W_K lie far below its W_V here hardly learns where to attend. {BAND}", "lines",
             *(
-                curve_panel(key, f"Gradient of W_{key[-1].upper()}", "gradient norm", trained(key), log=True)
-                for key in (f"grad_norm_{role}" for role in ROLES)
+                curve_panel(f"grad_norm_{role}", f"Gradient of W_{role.upper()}", "gradient norm", curves, log=True)
+                for role, curves in gradients.items()
             ),
         ),
     ]  # fmt: skip
@@ -354,8 +347,7 @@ def _layers(analysis: Analysis) -> Figure:
                 Row(layer, method, math.nan, math.nan, math.fsum(logs) / len(logs)) for layer, logs in found.items()
             ]
         panels.append(Panel(key, title, "layer", rows))
-    states = {method: analysis.attention(method, last=True) for method in comparison.methods}
-    saturated = [method for method, state in states.items() if state is not None and state.saturated]
+    saturated = [method for method in comparison.methods if analysis.attention(method, last=True).saturated]
     care = f" Attention is saturated in {', '.join(saturated)}: pale says nothing good there." if saturated else ""
     caption = "Which layers of which method are ill conditioned (dark), at the last measurement. Geometric means over "
     caption += f"heads and seeds.{_singular(analysis, named)}{care}"

@@ -96,6 +96,9 @@ class MatchGain:
         return MISSING if math.isnan(self.mean) else f"{self.mean:+.3g}" if self.mean else "0"
 
 
+NO_GAIN = MatchGain({}, 0, None, None)
+
+
 def match_gains(baseline: str, matchings: Mapping[str, Matching], unit: str) -> dict[str, MatchGain]:
     """Gains of all methods but the baseline over the count of the baseline itself, which a noisy curve makes early."""
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from wellcond.lab.report.analysis import Analysis, seconds_per_step
-from wellcond.lab.report.match import SMOOTH, show_match
+from wellcond.lab.report.match import NO_GAIN, SMOOTH, show_match
 from wellcond.lab.report.records import ROLES, Metric
 from wellcond.lab.report.statistics import (
     FEWEST_SEEDS,
@@ -97,9 +97,7 @@ def summary_table(analysis: Analysis) -> Table:
             "κ(J) at end": (
                 kappas.show(), {"kappa_j": kappas.geometric_mean, "kappa_j_infinite_share": kappas.infinite_share},
             ),
-            "entropy / ln N at end": (
-                f"{last.entropy:.2f}" if last else MISSING, {"normalised_entropy": last.entropy if last else None},
-            ),
+            "entropy / ln N at end": _known("normalised_entropy", last.entropy, "{:.2f}"),
             "time of a step": _known("step_time_ratio", analysis.step_ratio(method), "{:.2f} ×"),
         })  # fmt: skip
     return Table.of("summary", "Summary by method", rows, _summary_notes(analysis), (0, 1, 5))
@@ -209,7 +207,8 @@ def matching_table(analysis: Analysis) -> Table:
     rows: list[Row] = []
     for method in analysis.comparison.methods:
         matching, smoothed = analysis.matchings[method], analysis.smoothed[method]
-        papers, by_seed, gain = matching.of_means, sorted(matching.by_seed.items()), analysis.match_gains.get(method)
+        papers, by_seed = matching.of_means, sorted(matching.by_seed.items())
+        gain = analysis.match_gains.get(method, NO_GAIN)
         alone = all(run.alone for run in analysis.comparison.finished(method).values())
         rows.append({
             "method": _method(analysis, method),
@@ -218,13 +217,8 @@ def matching_table(analysis: Analysis) -> Table:
                 f"{matching.censored}/{len(by_seed)}" if by_seed else MISSING,
                 {"never_reached": matching.censored, "seeds": len(by_seed)},
             ),
-            f"earlier than {baseline} itself": (
-                gain.show() if gain else MISSING, {"gain": gain.mean if gain else None},
-            ),
-            "p (exact, Holm)": (
-                show_p(gain.p_holm if gain else None),
-                {"p": gain.p if gain else None, "p_holm": gain.p_holm if gain else None},
-            ),
+            f"earlier than {baseline} itself": (gain.show(), {"gain": gain.mean}),
+            "p (exact, Holm)": (show_p(gain.p_holm), {"p": gain.p, "p_holm": gain.p_holm}),
             "share of training saved": _known("saving", matching.mean("saving"), "{:.0%}"),
             "papers' form": (show_match(papers, unit), {"papers_form": getattr(papers, unit) if papers else None}),
             f"paired, running mean of {SMOOTH}": (
@@ -274,12 +268,12 @@ def conditioning_table(analysis: Analysis) -> Table:
                 for role in ROLES
             },
             "entropy / ln N, start to end": (
-                f"{first.entropy:.2f} → {last.entropy:.2f}" if first and last else MISSING,
-                {"normalised_entropy_start": first.entropy if first else None,
-                 "normalised_entropy_end": last.entropy if last else None},
+                MISSING if math.isnan(first.entropy + last.entropy) else f"{first.entropy:.2f} → {last.entropy:.2f}",
+                {"normalised_entropy_start": first.entropy, "normalised_entropy_end": last.entropy},
             ),
             "dead heads at end": (
-                f"{last.dead}/{last.heads}" if last else MISSING, {"dead_heads": last.dead if last else None},
+                f"{last.dead}/{last.heads}" if last.heads else MISSING,
+                {"dead_heads": last.dead if last.heads else None},
             ),
         })  # fmt: skip
     note = (

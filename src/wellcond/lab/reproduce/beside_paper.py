@@ -224,7 +224,7 @@ def _curves(entry: Entry, settings: PanelSettings, stored: StoredStudy) -> Curve
     analysis = stored.analysis
     named = {name: stored.label(row) for name, row in entry.rows.items() if stored.label(row) in analysis.heads}
     if settings.quantity == "loss":
-        losses = curves_of(analysis, lambda run: run.steps, "loss")
+        losses = curves_of(analysis, "steps", "loss")
         return {name: losses.get(label, []) for name, label in named.items()}
     if settings.quantity == "jacobian":
         own, bounds = (measured(analysis, key) for key in ("pseudo_condition_number", "papers_bound_log10"))
