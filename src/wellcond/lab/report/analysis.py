@@ -182,6 +182,7 @@ class Analysis:
         """Attention maps at the first or the last measurement; without heads if none is known."""
         steps = [(t, float(t.steps[-1 if last else 0])) for t in self.tables(method) or self.heads[method]]
         entropy, diagonal, dead = ([value for t, at in steps for value in t.at(key, at)] for key in ARITHMETIC)
+        dead = dead if entropy or diagonal else []  # without maps nothing is known of them
         at = steps[-1][1] if steps else math.nan
         return AttentionState(at, finite_mean(entropy), finite_mean(diagonal), int(sum(dead)), len(dead))
 
