@@ -44,6 +44,8 @@ from wellcond.lab.settings import Settings
 BETTER, WORSE, EQUAL, UNDECIDED = "better", "worse", "equal", "undecided"
 HOLDS, FAILS = "holds", "fails"
 NEEDS, NO_RECORDS = "not run here", "no records"
+WORDS = (BETTER, WORSE, EQUAL, UNDECIDED, HOLDS, FAILS, NO_RECORDS, NEEDS)
+"""In the order in which they are counted."""
 FEWEST_COUNTS = 6
 """Seeds from which the exact test on counts can come below 0.05."""
 STRONG = "strong default"

@@ -12,20 +12,7 @@ from typing import Literal
 from wellcond.files import write_atomically
 from wellcond.lab.report.table import Table, plain_markdown
 from wellcond.lab.reproduce.catalogue import read_paper_file
-from wellcond.lab.reproduce.claim_rules import (
-    BETTER,
-    EQUAL,
-    FAILS,
-    HOLDS,
-    NEEDS,
-    NO_RECORDS,
-    UNDECIDED,
-    WORSE,
-    Rule,
-    Verdict,
-    find_analysis,
-    judge_rules,
-)
+from wellcond.lab.reproduce.claim_rules import NO_RECORDS, WORDS, Rule, Verdict, find_analysis, judge_rules
 from wellcond.lab.reproduce.stored import what_ran
 from wellcond.lab.settings import Settings
 
@@ -33,7 +20,6 @@ PAPERS = {
     "C": "Paper C: Conditioned Initialization for Attention",
     "S": "Paper S: Spectral Conditioning of Attention Improves Transformer Performance",
 }
-WORDS = (BETTER, WORSE, EQUAL, UNDECIDED, HOLDS, FAILS, NO_RECORDS, NEEDS)
 TITLE = "The papers' claims at CPU size"
 LEAD = (
     "Made by `wellcond claims results` from the committed records; no verdict is written by hand.",
@@ -60,7 +46,6 @@ GROUPS = {
         "These need ImageNet, other large data, or up to billions of parameters.",
     ),
 }
-DECIDED = (BETTER, HOLDS, WORSE, FAILS, EQUAL)
 
 Group = Literal["runs", "construction", "needs"]
 
@@ -187,6 +172,6 @@ def _cells(one: Judged) -> dict[str, str]:
         "verdict": describe(one), "evidence": one.verdict.evidence,
     }  # fmt: skip
     cells = {name: plain_markdown(text) for name, text in known.items()}
-    if one.verdict.word in DECIDED:
+    if one.verdict.as_claimed is not None:
         cells["verdict"] = cells["verdict"].replace(one.verdict.word, f"**{one.verdict.word}**", 1)
     return cells | {"records": f"[table]({one.link})" if one.link else ""}
