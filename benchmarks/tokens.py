@@ -44,9 +44,9 @@ def main() -> None:
     from pydantic import TypeAdapter
 
     from wellcond.lab.data import load_data, resolve_config
+    from wellcond.lab.data.text import open_token_stream
     from wellcond.lab.tasks.language_modelling import TokenBlocks
-    from wellcond.lab.tokenizers.base import TokenizerChoice, open_token_stream
-    from wellcond.lab.tokenizers.make import make_tokenizer
+    from wellcond.lab.tokenizers import TokenizerChoice, make_tokenizer
 
     corpus = Path(sys.argv[1]).absolute() if len(sys.argv) > 1 else random_corpus(folder)
     choice = {"file": str(Path(sys.argv[2]).absolute())} if len(sys.argv) > 2 else {"train": "bpe", "vocabulary": 4096}

@@ -91,9 +91,9 @@ def test_every_tab_has_an_address(visit):
     assert shown(page) == ["cost"] and page.url.endswith("#cost")
     page.go_back()
     assert shown(page) == ["conditioning"]
-    page = visit(part="#figure-weights-raw")
+    page = visit(part="#figure-weights")
     assert shown(page) == ["conditioning"]
-    assert page.locator("#weights-raw-0 svg.main-svg").first.is_visible()  # its fold is open
+    assert page.locator("#weights-0 svg.main-svg").first.is_visible()
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -19,10 +20,9 @@ from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.figures import build_figures
 from wellcond.lab.report.load_runs import load_comparisons
-from wellcond.lab.report.pack import pack
-from wellcond.lab.report.packed import MOST_POINTS, merge, pack_steps, share, to_rows
+from wellcond.lab.report.pack import MOST_POINTS, pack, pack_steps, share
 from wellcond.lab.report.page import gather, render_markdown
-from wellcond.lab.report.records import RunRecordError
+from wellcond.lab.report.records import Run, RunRecordError, merge
 from wellcond.lab.report.tuning import find_tuning
 from wellcond.lab.train.compare import write_comparison as write_run_list
 from wellcond.lab.train.run_folder import RunError
@@ -61,7 +61,7 @@ def test_curves_are_close_enough_to_plot(tmp_path):
     full = write_comparison(tmp_path / "full", complete(usual_methods()))
     [home] = pack(full, tmp_path / "packed")
     before, after = (build_figures(analyse(load_comparisons(folder)[0])) for folder in (full, home))
-    assert [figure.name for figure in before] == [figure.name for figure in after] and len(before) == 9
+    assert [figure.name for figure in before] == [figure.name for figure in after] and len(before) == 8
     panels = [[panel for figure in figures for panel in figure.panels] for figures in (before, after)]
     for one, other in zip(*panels, strict=True):
         assert one.name == other.name
@@ -74,7 +74,7 @@ def test_curves_are_close_enough_to_plot(tmp_path):
 
 def test_many_steps_are_thinned_to_means():
     rows = [{"step": at, "epoch": at / 10, "loss": float(at)} for at in range(1, 1001)]
-    packed = to_rows(pack_steps(rows))
+    packed = Run(Path("."), {"status": "finished"}, {"steps": pack_steps(rows)}).steps
     assert len(packed) <= MOST_POINTS and packed[-1]["step"] == 1000
     assert packed[0]["loss"] == pytest.approx(sum(range(1, packed[0]["step"] + 1)) / packed[0]["step"])
 

@@ -12,14 +12,11 @@ import pytest
 
 from report.fake_runs import PERPLEXITY, FakeMethod, page_of, points_of, usual_methods, write_comparison, write_run
 from wellcond.errors import MissingExtraError
-from wellcond.lab.report.analysis import analyse
+from wellcond.lab.report.analysis import analyse, bottom_line, find_findings
 from wellcond.lab.report.figures import COLUMNS, build_figures, write_csv
-from wellcond.lab.report.findings import bottom_line, find_findings
 from wellcond.lab.report.load_runs import load_comparisons
-from wellcond.lab.report.page import build_report, gather, render_markdown, render_page
-from wellcond.lab.report.plots import log_axis
-from wellcond.lab.report.render import environment
-from wellcond.lab.report.static_figures import draw_static
+from wellcond.lab.report.page import build_report, environment, gather, render_markdown, render_page
+from wellcond.lab.report.plots import draw_static, log_axis
 from wellcond.lab.report.table import Table, plain_markdown, table_csv, table_markdown, without_empty_columns
 from wellcond.lab.report.tables import build_tables
 
@@ -452,12 +449,6 @@ def test_an_eleventh_method_repeats_a_colour_with_another_dash(tmp_path):
     plots = plot_data(page_of(study(tmp_path, methods, conditioning=False).comparison))
     lines = [trace["line"] for trace in plots["learning-0"]["data"]]
     assert lines[0]["color"] == lines[10]["color"] == "@c0" and lines[0]["dash"] != lines[10]["dash"]
-
-
-def test_trained_weights_have_a_figure_of_their_own_only_under_a_correction(usual, tmp_path):
-    assert "weights_raw" in [figure.name for figure in build_figures(usual)]
-    plain = study(tmp_path, usual_methods()[:2])
-    assert "weights_raw" not in [figure.name for figure in build_figures(plain)]
 
 
 def test_a_logarithmic_axis_may_come_near_the_largest_number():

@@ -20,7 +20,8 @@ from report.fake_runs import (
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.page import build_report, gather, render_markdown
 from wellcond.lab.report.records import RunRecordError
-from wellcond.lab.report.samples import find_samples, visible
+from wellcond.lab.report.samples import find_samples
+from wellcond.lab.report.table import visible
 from wellcond.lab.report.tables import build_tables
 
 pytest.importorskip("plotly")

@@ -6,9 +6,8 @@ import json
 import pytest
 
 from report.fake_runs import PERPLEXITY, FakeMethod, page_of, points_of, usual_methods, write_comparison
-from wellcond.lab.report.analysis import analyse
+from wellcond.lab.report.analysis import analyse, bottom_line, find_findings
 from wellcond.lab.report.figures import build_figures
-from wellcond.lab.report.findings import bottom_line, find_findings
 from wellcond.lab.report.load_runs import load_comparisons
 from wellcond.lab.report.page import build_report, gather, render_markdown
 from wellcond.lab.report.records import RunRecordError

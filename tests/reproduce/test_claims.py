@@ -196,17 +196,17 @@ def test_without_records_only_what_is_computed_is_decided(tmp_path):
 
 @pytest.mark.slow
 def test_what_is_true_by_construction_is_computed_and_can_fail(monkeypatch):
-    assert all(computations.computed(what)[0] for what in ("weights", "theorem35", "memory", "flops", "folding"))
-    assert not computations.computed("theorem38")[0]
+    assert all(computations.COMPUTED[what]()[0] for what in ("weights", "theorem35", "memory", "flops", "folding"))
+    assert not computations.COMPUTED["theorem38"]()[0]
     monkeypatch.setattr(computations, "fold_", lambda model: model)
-    assert not computations.computed("folding")[0]  # a module that nobody folds is not plain
+    assert not computations.COMPUTED["folding"]()[0]  # a module that nobody folds is not plain
     monkeypatch.setattr(computations, "LAM", 0.3)
-    assert not computations.computed("weights")[0]  # below the largest singular value nothing is guaranteed
+    assert not computations.COMPUTED["weights"]()[0]  # below the largest singular value nothing is guaranteed
     plain = computations._conditioned
     monkeypatch.setattr(computations, "_conditioned", lambda attention, method, **_: plain(attention, "polar"))
-    assert not computations.computed("memory")[0]  # C of another method is not one constant
+    assert not computations.COMPUTED["memory"]()[0]  # C of another method is not one constant
     monkeypatch.setattr(computations, "_conditioned", lambda attention, *_, **__: plain(attention, "identity", lam=0.2))
-    assert not computations.computed("theorem35")[0]
+    assert not computations.COMPUTED["theorem35"]()[0]
 
 
 def test_the_stored_constant_of_a_form_is_counted():

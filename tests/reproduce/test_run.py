@@ -15,7 +15,7 @@ from wellcond.lab.reproduce import plan as planning
 from wellcond.lab.reproduce.beside_paper import outcome_tables, write_outcome
 from wellcond.lab.reproduce.catalogue import Entry, Source, catalogue
 from wellcond.lab.reproduce.plan import PlanOptions, make_plan
-from wellcond.lab.reproduce.stored import Collection, StoredStudy, may_be_paired
+from wellcond.lab.reproduce.stored import Collection, find_study, may_be_paired
 from wellcond.lab.train.run_folder import RunError
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -138,8 +138,8 @@ def test_rows_of_other_recipes_are_not_paired():
 
 
 def test_rows_under_other_settings_are_not_paired():
-    short, long = (StoredStudy(RESULTS / name) for name in ("lra/analysis/lambda", "lra/text"))
-    without = StoredStudy(RESULTS / "lra/analysis/without-norm")
+    short, long = (find_study(RESULTS / name) for name in ("lra/analysis/lambda", "lra/text"))
+    without = find_study(RESULTS / "lra/analysis/without-norm")
     assert may_be_paired(short, without, ("without-norm", ""))
     assert not may_be_paired(short, without, ())  # the norms themselves differ
     assert not may_be_paired(long, without, ("without-norm", ""))  # 256 bytes and 128

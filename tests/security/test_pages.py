@@ -19,7 +19,7 @@ from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.glue import rebuild_glue
 from wellcond.lab.report.measurement_page import render_measurement
 from wellcond.lab.report.page import build_report, gather, render_markdown, render_page
-from wellcond.lab.report.static_figures import draw_static
+from wellcond.lab.report.plots import draw_static
 from wellcond.lab.report.table import plain_markdown
 from wellcond.lab.reproduce.claim_rules import Verdict
 from wellcond.lab.reproduce.claims import Group, Judged, claims_markdown

@@ -25,8 +25,7 @@ def report(
 def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False) -> None:
     """Build the report of a folder, print its summary and where it is."""
     from wellcond.cli.console import make_console, print_table
-    from wellcond.lab.report.analysis import analyse
-    from wellcond.lab.report.findings import bottom_line, find_findings
+    from wellcond.lab.report.analysis import analyse, bottom_line, find_findings
     from wellcond.lab.report.load_runs import load_comparisons
     from wellcond.lab.report.page import gather, write_report
 
@@ -48,7 +47,7 @@ def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False) ->
 
 def foresee_power(folder: Path, seeds: int) -> list[str]:
     """Which difference as many seeds can show, as far as earlier runs in a folder tell; nothing otherwise."""
-    from wellcond.lab.report.findings import describe_power
+    from wellcond.lab.report.analysis import describe_power
     from wellcond.lab.report.load_runs import load_comparisons
     from wellcond.lab.report.records import RunRecordError
     from wellcond.lab.report.statistics import Summary, differences_to_baseline

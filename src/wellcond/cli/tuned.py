@@ -12,8 +12,7 @@ from wellcond.cli.console import make_console, print_table
 from wellcond.cli.runs import leaving_together, print_json, removing_untrained, tell_end
 from wellcond.lab import tune
 from wellcond.lab.report.records import Metric
-from wellcond.lab.report.table import Table
-from wellcond.lab.report.values import MISSING
+from wellcond.lab.report.table import MISSING, Table
 from wellcond.lab.report.verdicts import smallest_detectable
 from wellcond.lab.train.compare import Outcome, check_settings
 from wellcond.lab.train.run import Job

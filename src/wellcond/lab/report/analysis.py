@@ -1,31 +1,38 @@
-"""`analyse`: everything that tables, figures and findings share, computed once per comparison."""
+"""`analyse`: what tables and figures share, computed once per comparison; `bottom_line`: what it says, and no more."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 
 from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.match import SMOOTH, MatchGain, Matching, match_gains, match_method, match_unit
-from wellcond.lab.report.packed import ARITHMETIC, MEASURED
-from wellcond.lab.report.records import Run
+from wellcond.lab.report.records import ARITHMETIC, MEASURED, Run
 from wellcond.lab.report.statistics import (
+    FEWEST_SEEDS,
+    NO_PAIRS,
     LogSummary,
     PairedDifference,
     Summary,
     differences_to_baseline,
+    method_kind,
     required_differences,
+    show_interval,
     summarise_logs,
 )
-from wellcond.lab.report.values import finite_mean, number
-from wellcond.lab.report.verdicts import Verdict, judge
+from wellcond.lab.report.table import finite_mean, number, plain_setting, show, show_seeds, show_share
+from wellcond.lab.report.verdicts import ALPHA, POWER, Kind, Verdict, judge, smallest_detectable, typical_std
 
+SMALL_GRADIENT = 0.01
+WORDS: dict[Kind, str] = {
+    "better": "better", "worse": "worse", "equal": "equal within the margin", "undecided": "undecided",
+}  # fmt: skip
 KEYS = tuple(key for key in MEASURED if key not in ("layer", "head", "status"))
 """What the report reads of every row; the rows themselves are not kept, since there can be hundreds of thousands."""
 
@@ -83,9 +90,8 @@ class HeadTable:
         return self.at(key, self.last_step(key))
 
     def last_step(self, key: str) -> float:
-        """Last step at which a quantity was measured, infinite included; NaN if it never was."""
-        known = self.columns["step"][~np.isnan(self.columns[key])]
-        return float(known.max()) if len(known) else math.nan
+        """Last step at which a quantity was measured, infinite included; -1 if it never was."""
+        return float(self.columns["step"][~np.isnan(self.columns[key])].max(initial=-1.0))
 
 
 def read_heads(run: Run) -> HeadTable | None:
@@ -93,22 +99,18 @@ def read_heads(run: Run) -> HeadTable | None:
     rows = run.conditioning
     if not rows:
         return None
-    names = [str(row["layer"]) for row in rows]
-    layers = tuple(dict.fromkeys(names))
-    columns = _columns(rows)
-    columns["inexact"] = np.array([row.get("status") not in (None, "", "exact") for row in rows], dtype=float)
-    place = {name: at for at, name in enumerate(layers)}
-    return HeadTable(run, layers, np.array([place[name] for name in names]), columns)
-
-
-def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     try:  # numpy reads None, "inf" and "nan", many times faster than one by one
-        return dict(zip(KEYS, np.array(list(map(itemgetter(*KEYS), rows)), dtype=float).T, strict=True))
+        columns = dict(zip(KEYS, np.array(list(map(itemgetter(*KEYS), rows)), dtype=float).T, strict=True))
     except (KeyError, TypeError, ValueError):
-        return {key: np.array([number(row.get(key)) for row in rows]) for key in KEYS}
+        columns = {key: np.array([number(row.get(key)) for row in rows]) for key in KEYS}
+    columns["inexact"] = np.array([row.get("status") not in (None, "", "exact") for row in rows], dtype=float)
+    layers = tuple(dict.fromkeys(str(row["layer"]) for row in rows))
+    place = {name: at for at, name in enumerate(layers)}
+    return HeadTable(run, layers, np.array([place[str(row["layer"])] for row in rows]), columns)
 
 
 def _grouped(values: np.ndarray, index: np.ndarray, count: int, log: bool) -> np.ndarray:
+    """Mean of the usable values of each group; geometric with `log`."""
     usable = np.isfinite(values) & (values > 0) if log else np.isfinite(values)
     numbers = np.log10(values[usable]) if log else values[usable]
     sums = np.bincount(index[usable], weights=numbers, minlength=count)
@@ -176,19 +178,12 @@ class Analysis:
         """Condition numbers of all heads at the last measurement of every finished run."""
         return summarise_logs(value for table in self.tables(method) for value in table.at_end(key))
 
-    def attention(self, method: str, *, last: bool) -> AttentionState | None:
-        """Attention maps at the first or the last measurement; None if none is known."""
-        entropy: list[float] = []
-        diagonal: list[float] = []
-        dead: list[float] = []
-        at = math.nan
-        for table in self.tables(method) or self.heads[method]:
-            at = float(table.steps[-1 if last else 0])
-            entropy += table.at("normalised_entropy", at)
-            diagonal += table.at("diagonal_mass", at)
-            dead += table.at("dead", at)
-        if not entropy and not diagonal:
-            return None
+    def attention(self, method: str, *, last: bool) -> AttentionState:
+        """Attention maps at the first or the last measurement; without heads if none is known."""
+        steps = [(t, float(t.steps[-1 if last else 0])) for t in self.tables(method) or self.heads[method]]
+        entropy, diagonal, dead = ([value for t, at in steps for value in t.at(key, at)] for key in ARITHMETIC)
+        dead = dead if entropy or diagonal else []  # without maps nothing is known of them
+        at = steps[-1][1] if steps else math.nan
         return AttentionState(at, finite_mean(entropy), finite_mean(diagonal), int(sum(dead)), len(dead))
 
     def step_ratio(self, method: str) -> float:
@@ -220,17 +215,171 @@ def analyse(comparison: Comparison, *, margin: float | None = None) -> Analysis:
     """
     methods, unit = comparison.methods, match_unit(comparison)
     summaries = {method: Summary(comparison.results(method)) for method in methods}
-    matchings = {method: match_method(comparison, method) for method in methods}
-    differences = differences_to_baseline(comparison, summaries)
-    return Analysis(
-        comparison=comparison,
-        unit=unit,
-        summaries=summaries,
-        differences=differences,
-        required=required_differences(comparison, summaries, differences),
-        margin=summaries[comparison.baseline].std if margin is None else margin,
-        matchings=matchings,
-        smoothed={method: match_method(comparison, method, smooth=SMOOTH) for method in methods},
-        match_gains=match_gains(comparison.baseline, matchings, unit),
-        heads={method: [table for run in comparison.of(method) if (table := read_heads(run))] for method in methods},
+    matchings, smoothed = (
+        {method: match_method(comparison, method, smooth=smooth) for method in methods} for smooth in (1, SMOOTH)
     )
+    differences = differences_to_baseline(comparison, summaries)
+    required = required_differences(comparison, summaries, differences)
+    margin = summaries[comparison.baseline].std if margin is None else margin
+    gains = match_gains(comparison.baseline, matchings, unit)
+    heads = {method: [table for run in comparison.of(method) if (table := read_heads(run))] for method in methods}
+    return Analysis(comparison, unit, summaries, differences, required, margin, matchings, smoothed, gains, heads)
+
+
+def bottom_line(analysis: Analysis) -> str:
+    """How many methods are better, worse, equal or undecided against the baseline, and the largest difference."""
+    comparison, metric = analysis.comparison, analysis.comparison.result
+    finished = [method for method, summary in analysis.summaries.items() if summary.count]
+    compared = [difference for difference in analysis.differences.values() if difference.count]
+    if not finished:
+        runs = "; ".join(f"{run.method}, seed {run.seed}: {run.outcome}" for run in comparison.runs)
+        return f"No run is finished, so there is nothing to compare yet ({runs})."
+    if not compared:
+        return f"Only {', '.join(finished)} has finished runs, so there is nothing to compare."
+    top = max(compared, key=lambda difference: difference.mean)
+    size = "largest gain" if top.mean > 0 else "smallest loss"
+    led = f"the {size} is {metric.show(top.mean, sign=True)}{metric.unit}, of {top.method}"
+    seeds = max(difference.count for difference in compared)
+    if seeds < FEWEST_SEEDS:
+        few = "only one seed" if seeds == 1 else f"only {seeds} seeds"
+        return f"Against {comparison.baseline}, {led}; with {few} no difference can be told from the luck of a seed."
+    counts = Counter(analysis.judge(difference).kind for difference in compared)
+    told = [f"{counts[kind]} {_are(counts[kind])} {word}" for kind, word in WORDS.items() if counts[kind]]
+    facts = [f"95 % interval {show_interval(top.interval, metric)}"] if top.interval is not None else []
+    facts += [show_seeds(top.count), WORDS[analysis.judge(top).kind]]
+    return (
+        f"Of {len(compared)} {'method' if len(compared) == 1 else 'methods'} against {comparison.baseline}, "
+        f"{', '.join(told)}; {led} ({', '.join(facts)})."
+    )
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
+def find_findings(analysis: Analysis) -> list[str]:
+    """Sentences on what the table of methods does not say."""
+    return [
+        *describe_power(analysis.comparison, analysis.differences),
+        *_scale_control(analysis),
+        *_saturation(analysis),
+        *_conditioning(analysis),
+        *_machines(analysis),
+    ]
+
+
+def describe_power(
+    comparison: Comparison, differences: Mapping[str, PairedDifference], seeds: int | None = None
+) -> list[str]:
+    """Which difference as many seeds can show, from the spread of the runs that are there; nothing without spread.
+
+    By default as many seeds as there are pairs; a comparison that is to come may have others.
+    """
+    pairs = max((difference.count for difference in differences.values()), default=0)
+    std, count = typical_std(list(differences.values())), pairs if seeds is None else seeds
+    smallest = smallest_detectable(std, count)
+    if math.isnan(smallest):
+        return []
+    metric = comparison.result
+    return [
+        f"{show_seeds(count)} can show a true difference of {metric.show(smallest)}{metric.unit} (power "
+        f"{show_share(POWER)}, level {ALPHA}, one comparison; paired differences here have a standard deviation of "
+        f"{metric.show(std)}{metric.unit} over {show_seeds(pairs)})."
+    ]
+
+
+def _scale_control(analysis: Analysis) -> list[str]:
+    kinds = {run.method: method_kind(run.record.get("method_spec"), run.method) for run in analysis.comparison.runs}
+    found, metric = [], analysis.comparison.result
+    for difference in analysis.required:
+        pair = (difference.method, difference.baseline)
+        gain, control = (analysis.differences.get(name, NO_PAIRS) for name in pair)
+        if kinds.get(pair[1]) != ("gaussian", "") or not difference.count or not control.count or not gain.mean > 0:
+            continue
+        told = (
+            f"Scale control: {difference.baseline}, which has the scale of {difference.method} but not its "
+            f"conditioning, differs from {gain.baseline} by {metric.show(control.mean, sign=True)}{metric.unit}, "
+            f"{difference.method} by {metric.show(gain.mean, sign=True)}{metric.unit}"
+        )
+        why = ": these runs do not show that the gain is due to conditioning rather than to the scale of the weights."
+        if analysis.judge(difference).kind == "better":
+            why = ": scale alone does not explain the gain."
+        elif difference.interval is None:
+            why = "; too few seeds to say whether scale explains the gain."
+        found.append(told + why)
+    return found
+
+
+def _saturation(analysis: Analysis) -> list[str]:
+    found, metric = [], analysis.comparison.result
+    for method in analysis.comparison.methods:
+        state, difference = analysis.attention(method, last=False), analysis.differences.get(method, NO_PAIRS)
+        if not state.saturated:
+            continue
+        start = f"{method}: "
+        if difference.mean < 0:
+            start += f"{metric.show(-difference.mean)}{metric.unit} worse than {difference.baseline}; "
+        facts = [f"entropy {state.entropy:.2f} of ln N"] if not math.isnan(state.entropy) else []
+        facts += [f"diagonal mass {state.diagonal_mass:.2f}"] if state.diagonal_mass > 0.95 else []
+        dead = f" and {state.dead} of {state.heads} heads {_are(state.dead)} dead" if state.dead else ""
+        found.append(
+            f"{start}its attention has {', '.join(facts)} at step {show(state.step, 9)}{dead}: the softmax is "
+            f"saturated{_gradient_evidence(analysis, method)}."
+        )
+    return found
+
+
+def _gradient_evidence(analysis: Analysis, method: str) -> str:
+    """How small the gradients of W_Q and W_K are over the first tenth of training, if that was recorded."""
+    means = []
+    for name in (method, analysis.comparison.baseline):
+        runs = analysis.comparison.of(name)
+        early = [row for run in runs for row in run.steps[: max(1, len(run.steps) // 10)]]
+        values = [number(row.get(key)) for row in early for key in ("grad_norm_q", "grad_norm_k")]
+        mean = summarise_logs(values).geometric_mean
+        means.append(0.0 if math.isnan(mean) and 0 in values else mean)
+    own, base = means
+    if math.isnan(own + base):
+        return ", and a saturated softmax passes almost no gradient to W_Q and W_K (gradients were not recorded)"
+    small = "W_Q and W_K receive almost no" if own < SMALL_GRADIENT * base else "though W_Q and W_K still receive a"
+    norms = f"{show(own, 2)} against {show(base, 2)} in {analysis.comparison.baseline}"
+    return f", {small} gradient (gradient norm of W_Q and W_K {norms})"
+
+
+def _conditioning(analysis: Analysis) -> list[str]:
+    """Whether the smallest condition number goes with the best result."""
+    summaries = {method: analysis.last_jacobian(method) for method in analysis.comparison.methods}
+    known = {method: summary for method, summary in summaries.items() if summary.finite or summary.infinite}
+    if len({summary.rank for summary in known.values()}) < 2:
+        return []
+    low, high = min(known, key=lambda m: known[m].rank), max(known, key=lambda m: known[m].rank)
+    said = (
+        f"κ(J) at the end (geometric mean, non-zero spectrum; singular heads rank last) is smallest for {low} "
+        f"({known[low].show()}) and largest for {high} ({known[high].show()})"
+    )
+    if analysis.attention(low, last=True).saturated:
+        said += f" (the attention of {low} is saturated, where a small κ(J) says nothing good)"
+    result = analysis.comparison.result
+    # A method that lost runs has the mean of its luckier seeds.
+    sign = 1.0 if result.higher_is_better else -1.0
+    means = {
+        m: sign * s.mean for m, s in analysis.summaries.items() if s.count and not analysis.outcomes(m)["diverged"]
+    }
+    best = [m for m in means if m in known and math.isclose(means[m], max(means.values()), rel_tol=1e-12)]
+    if not best or len(best) == len(known):
+        return [f"{said}."]
+    if low in best:
+        return [f"{said}; the method with the smallest κ(J) also has the best {result.name} here."]
+    whose = ", ".join(f"{method} ({known[method].show()})" for method in best)
+    return [f"{said}; the smallest κ(J) does not go with the best {result.name} here, which is that of {whose}."]
+
+
+def _machines(analysis: Analysis) -> list[str]:
+    """Facts about machine or versions that are not the same in all runs."""
+    found = []
+    for key in ("device", "device_name", "threads", "processes", "precision", "torch", "wellcond"):
+        values = {plain_setting(session.get(key)) for run in analysis.comparison.runs for session in run.sessions}
+        found += [f"{key} ({', '.join(sorted(values))})"] if len(values) > 1 else []
+    if not found:
+        return []
+    return [f"Not all runs were made alike: {'; '.join(found)}. Times, and perhaps more, are not comparable."]

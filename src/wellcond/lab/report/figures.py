@@ -6,18 +6,16 @@ Points are what the CSV files hold, and all that `plots` draws.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from wellcond.lab.report.analysis import Analysis
 from wellcond.lab.report.match import Matching
-from wellcond.lab.report.packed import ROLES
-from wellcond.lab.report.records import Run
-from wellcond.lab.report.table import csv_text, show_share
-from wellcond.lab.report.values import number, plain_number
+from wellcond.lab.report.records import ROLES, Run
+from wellcond.lab.report.table import csv_text, number, show_share
 
 COLUMNS = ("figure", "panel", "series", "seed", "step", "epoch", "value", "scale")
 MEAN, LOW, HIGH = "mean", "mean-std", "mean+std"
@@ -109,14 +107,14 @@ def write_csv(figure: Figure) -> str:
         for panel in figure.panels
         for row in panel.rows
     )
-    return csv_text(COLUMNS, ([cell if isinstance(cell, str) else plain_number(cell) for cell in row] for row in rows))
+    return csv_text(COLUMNS, rows)
 
 
 def build_figures(analysis: Analysis) -> list[Figure]:
     """Figures with at least one point."""
     figures = [
         _differences(analysis), *_learning_figures(analysis), _matching(analysis), _jacobian(analysis),
-        *_weight_figures(analysis), _layers(analysis), _attention(analysis),
+        _weights(analysis), _layers(analysis), _attention(analysis),
     ]  # fmt: skip
     return [figure for figure in map(Figure.drawable, figures) if figure.panels]
 
@@ -138,17 +136,8 @@ def curve_panel(
 ) -> Panel:  # fmt: skip
     """A panel of every run, and of mean and band over the finished runs at the steps that all of them have.
 
-    Mean and band of a logarithmic panel are on log10. A run that did not finish is a series of its own, named after its
-    outcome, and is in no mean.
-
-    Args:
-        name: of the panel.
-        title: of the panel.
-        y_label: of its vertical axis.
-        curves: what to draw.
-        log: logarithmic axis.
-        limits: smallest and largest value that can be; a band ends there.
-        span: fixed range of the axis.
+    Mean and band of a logarithmic panel are on log10; bands end at the limits, beyond which no value can be. A run that
+    did not finish is a series of its own, named after its outcome, and is in no mean.
     """
     rows: list[Row] = []
     for method, listed in curves.items():
@@ -173,13 +162,11 @@ def _means(method: str, curves: Sequence[Sequence[tuple[float, float, float]]], 
             yield Row(method, seed, step, tables[0][step][0], 10**value if log else value)
 
 
-def curves_of(
-    analysis: Analysis, rows_of: Callable[[Run], list[dict[str, Any]]], key: str, factor: float = 1.0
-) -> Curves:
-    """One key of some rows of every run, long curves thinned."""
+def curves_of(analysis: Analysis, rows_of: Literal["steps", "evaluations"], key: str, factor: float = 1.0) -> Curves:
+    """One key of the rows of every run, long curves thinned."""
     found: dict[str, list[tuple[Run, list[tuple[float, float, float]]]]] = {}
     for run in [run for method in analysis.comparison.methods for run in analysis.comparison.of(method)]:
-        rows = [row for row in rows_of(run) if row.get(key) is not None]
+        rows = [row for row in getattr(run, rows_of) if row.get(key) is not None]
         columns = _thin(*(np.array([number(row.get(name)) for row in rows]) for name in ("step", "epoch", key)))
         steps, epochs, values = columns[0].tolist(), columns[1].tolist(), (columns[2] * factor).tolist()
         found.setdefault(run.method, []).append((run, list(zip(steps, epochs, values, strict=True))))
@@ -228,29 +215,24 @@ def _differences(analysis: Analysis) -> Figure:
 
 def _learning_figures(analysis: Analysis) -> list[Figure]:
     metric = analysis.comparison.metric
-
-    def evaluated(key: str, factor: float = 1.0) -> Curves:
-        return curves_of(analysis, lambda run: run.evaluations, key, factor)
-
-    def trained(key: str) -> Curves:
-        return curves_of(analysis, lambda run: run.steps, key)
-
-    shown, limits = evaluated(metric.name, metric.scale), metric.limits or (-math.inf, math.inf)
+    shown = curves_of(analysis, "evaluations", metric.name, metric.scale)
+    losses, trained = curves_of(analysis, "evaluations", "loss"), curves_of(analysis, "steps", "loss")
+    gradients = {role: curves_of(analysis, "steps", f"grad_norm_{role}") for role in ROLES}
     return [
         _figure(
             analysis, "Learning", "learning", "Learning curves",
             f"{metric.better.capitalize()}; see which method is ahead early and whether the lead lasts. Each point of "
             f"the training loss is a mean over the steps since the last. {BAND}", "lines",
-            curve_panel("metric", f"Evaluation: {metric.name}", metric.label, shown, limits=limits),
-            curve_panel("loss", "Evaluation: loss", "loss", evaluated("loss")),
-            curve_panel("training_loss", "Training: loss", "loss", trained("loss")),
+            curve_panel("metric", f"Evaluation: {metric.name}", metric.label, shown, limits=metric.limits),
+            curve_panel("loss", "Evaluation: loss", "loss", losses),
+            curve_panel("training_loss", "Training: loss", "loss", trained),
         ),
         _figure(
             analysis, "Learning", "gradients", "Gradient norms of the projections",
             f"A method whose W_Q and W_K lie far below its W_V here hardly learns where to attend. {BAND}", "lines",
             *(
-                curve_panel(key, f"Gradient of W_{key[-1].upper()}", "gradient norm", trained(key), log=True)
-                for key in (f"grad_norm_{role}" for role in ROLES)
+                curve_panel(f"grad_norm_{role}", f"Gradient of W_{role.upper()}", "gradient norm", curves, log=True)
+                for role, curves in gradients.items()
             ),
         ),
     ]  # fmt: skip
@@ -263,7 +245,7 @@ def match_rows(unit: str, matchings: Mapping[str, Matching]) -> list[Row]:
         for seed, match in matching.by_seed.items():
             value = number(getattr(match, unit)) if match.reached else math.inf
             rows.append(Row(method, str(seed), number(match.step), number(match.epoch), value))
-            budgets.append(match.total(unit))
+            budgets.append(match.total[unit])
         if matching.reached:
             rows.append(Row(method, MEAN, *(matching.mean(key) for key in ("step", "epoch", unit))))
     return rows + ([Row(BUDGET, MEAN, math.nan, math.nan, max(budgets))] if budgets else [])
@@ -292,30 +274,16 @@ def _singular(analysis: Analysis, keys: Iterable[str]) -> str:
     return f" Infinite, and in no mean: {', '.join(found)} of the measured heads." if found else ""
 
 
-def _weight_figures(analysis: Analysis) -> list[Figure]:
-    """Condition numbers of W + C, as the forward uses it, and under a correction of W, which is trained."""
-
-    def figure(name: str, title: str, key: str, which: str) -> Figure:
-        caption = f"{HEADS}1 is best; see whether training undoes what a method set up ({which})."
-        caption += f"{_singular(analysis, (f'{key}_{role}' for role in ROLES))} {BAND}"
-        panels = (
-            curve_panel(
-                f"{key}_{role}", f"κ of W_{role.upper()}", "condition number", measured(analysis, f"{key}_{role}"),
-                log=True,
-            )
-            for role in ROLES
-        )  # fmt: skip
-        return _figure(analysis, "Conditioning", name, title, caption, "lines", *panels)
-
-    corrected = any(
-        not np.array_equal(table.columns[f"kappa_{r}"], table.columns[f"raw_kappa_{r}"], equal_nan=True)
-        for tables in analysis.heads.values()
-        for table in tables
-        for r in ROLES
+def _weights(analysis: Analysis) -> Figure:
+    keys = {role: f"kappa_{role}" for role in ROLES}
+    caption = f"{HEADS}1 is best; see whether training undoes what a method set up (as the forward uses them)."
+    caption += f"{_singular(analysis, keys.values())} {BAND}"
+    panels = (
+        curve_panel(key, f"κ of W_{role.upper()}", "condition number", measured(analysis, key), log=True)
+        for role, key in keys.items()
     )
-    own = figure("weights", "Condition numbers of the weights, W + C", "kappa", "as the forward uses them")
-    raw = figure("weights_raw", "Condition numbers of the trained weights, W", "raw_kappa", "without C")
-    return [own, raw] if corrected else [own]
+    title = "Condition numbers of the weights, W + C"
+    return _figure(analysis, "Conditioning", "weights", title, caption, "lines", *panels)
 
 
 def _jacobian(analysis: Analysis) -> Figure:
@@ -379,8 +347,7 @@ def _layers(analysis: Analysis) -> Figure:
                 Row(layer, method, math.nan, math.nan, math.fsum(logs) / len(logs)) for layer, logs in found.items()
             ]
         panels.append(Panel(key, title, "layer", rows))
-    states = {method: analysis.attention(method, last=True) for method in comparison.methods}
-    saturated = [method for method, state in states.items() if state is not None and state.saturated]
+    saturated = [method for method in comparison.methods if analysis.attention(method, last=True).saturated]
     care = f" Attention is saturated in {', '.join(saturated)}: pale says nothing good there." if saturated else ""
     caption = "Which layers of which method are ill conditioned (dark), at the last measurement. Geometric means over "
     caption += f"heads and seeds.{_singular(analysis, named)}{care}"

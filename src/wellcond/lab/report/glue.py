@@ -12,21 +12,27 @@ from typing import Any
 from wellcond.files import write_atomically
 from wellcond.lab.report.load_runs import Comparison, load_comparisons
 from wellcond.lab.report.records import Metric, Run, RunRecordError, read_json, setting_differences
-from wellcond.lab.report.statistics import PairedDifference, Summary, compare_paired, correct, required_pairs
+from wellcond.lab.report.statistics import (
+    NO_PAIRS,
+    PairedDifference,
+    Summary,
+    compare_paired,
+    correct,
+    required_pairs,
+    show_interval,
+    show_p,
+)
 from wellcond.lab.report.table import (
+    MISSING,
     Cell,
     Table,
-    difference_values,
+    finite_mean,
+    number,
     plain_markdown,
-    show_interval,
-    show_mean,
-    show_p,
-    summary_values,
     table_csv,
     table_markdown,
 )
 from wellcond.lab.report.tables import NO_METRICS
-from wellcond.lab.report.values import MISSING, finite_mean, number
 
 TITLES = {
     "mnli": "MNLI", "sst2": "SST-2", "stsb": "STS-B", "rte": "RTE",
@@ -87,10 +93,8 @@ class GlueScores:
             for (name, seed), of_run in self.records.items()
             if name == method
         }
-        if self.comparison is None:
-            found = next(iter(scores.values()))
-        else:
-            found = {seed: finite_mean(by_seed.values()) for seed, by_seed in scores.items()}
+        means = {seed: finite_mean(by_seed.values()) for seed, by_seed in scores.items()}
+        found = next(iter(scores.values())) if self.comparison is None else means
         return {seed: value for seed, value in found.items() if math.isfinite(value)}
 
 
@@ -108,7 +112,13 @@ def load_glue(folder: Path) -> GlueScores:
         record = read_json(folder / "run.json", "wellcond-run")
         runs, scale = (Run(folder, record),), str(record["scale"])
         title = f"{record['recipe']}, {record['method']}, seed {record['seed']}"
-    records = {(run.method, run.seed): found for run in runs if (found := _read(run))}
+    records: dict[tuple[str, int], dict[str, dict[int, Record]]] = {}
+    for run, path, record in [(one, *found) for one in runs for found in one.fine_tuned()]:
+        task = record["config"]["task"].get("task")
+        if task not in TITLES or not isinstance(record.get("final") or {}, dict):
+            raise RunRecordError(path, f"expected a run on one of {', '.join(TITLES)}", "It was not written by glue.")
+        of_task = records.setdefault((run.method, run.seed), {}).setdefault(task, {})
+        of_task[int(record["seed"])] = record
     if not records:
         raise RunRecordError(folder, "there is no run of fine-tuning in it", "Make some with wellcond glue first.")
     scores = GlueScores(folder, title, scale, records, comparison)
@@ -116,22 +126,12 @@ def load_glue(folder: Path) -> GlueScores:
         first, *others = scores.of_task(task)
         for other in others:
             if differing := _different_settings(first["config"], other["config"]):
-                raise RunRecordError(
-                    folder,
-                    f"runs on {task} were made under different settings: {'; '.join(differing[:4])}",
-                    "They cannot be compared: score all runs with the same options, in folders without older scores.",
+                said = f"runs on {task} were made under different settings: {'; '.join(differing[:4])}"
+                advice = (
+                    "They cannot be compared: score all runs with the same options, in folders without older scores."
                 )
+                raise RunRecordError(folder, said, advice)
     return scores
-
-
-def _read(run: Run) -> dict[str, dict[int, Record]]:
-    found: dict[str, dict[int, Record]] = {}
-    for path, record in run.fine_tuned():
-        task = record["config"]["task"].get("task")
-        if task not in TITLES or not isinstance(record.get("final") or {}, dict):
-            raise RunRecordError(path, f"expected a run on one of {', '.join(TITLES)}", "It was not written by glue.")
-        found.setdefault(task, {})[int(record["seed"])] = record
-    return {task: dict(sorted(records.items())) for task, records in found.items()}
 
 
 def _different_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
@@ -182,7 +182,7 @@ def _score_rows(scores: GlueScores, columns: Mapping[str, tuple[str, str | None]
     return [
         {
             "method": method,
-            **{title: show_mean(Summary(scores.values(method, *column)), SHOWN) for title, column in columns.items()},
+            **{title: Summary(scores.values(method, *column)).show(SHOWN) for title, column in columns.items()},
         }
         for method in scores.methods
     ]
@@ -197,17 +197,16 @@ def statistics_table(scores: GlueScores) -> Table:
         for method in scores.methods:
             summary = Summary(scores.values(method, column))
             found = [d for (name, _), d in differences.items() if name == column and d.method == method]
-            for d in found or (None,):
+            for d in found or (NO_PAIRS,):
                 rows.append({
                     "task": (title, {"task": title}), "metric": (metric, {"metric": metric}),
                     "method": (method, {"method": method}),
-                    "n": (str(summary.count), summary_values(summary, SHOWN) | {"metric": metric}),
+                    "n": (str(summary.count), summary.columns(SHOWN) | {"metric": metric}),
                     "mean": SHOWN.show(summary.mean), "std": SHOWN.show(summary.std),
-                    "minus": (d.baseline, {"minus": d.baseline}) if d else (MISSING, {"minus": ""}),
-                    "pairs": (str(d.count) if d else MISSING, difference_values(d, SHOWN)),
-                    "difference": SHOWN.show(d.mean, sign=True) if d else MISSING,
-                    "95 % interval": show_interval(d.interval if d else None, SHOWN),
-                    "p": show_p(d.p if d else None), "p (Holm)": show_p(d.p_holm if d else None),
+                    "minus": (d.baseline or MISSING, {"minus": d.baseline}),
+                    "pairs": (str(d.count) if d.baseline else MISSING, d.columns(SHOWN)),
+                    "difference": SHOWN.show(d.mean, sign=True), "95 % interval": show_interval(d.interval, SHOWN),
+                    "p": show_p(d.p), "p (Holm)": show_p(d.p_holm),
                 })  # fmt: skip
     note = (
         "Differences are paired by seed of pre-training; positive is better. Holm's correction is over all rows of the "

@@ -10,6 +10,9 @@ from typing import Any
 from wellcond.lab.report.records import Metric, Run, RunRecordError, read_json, read_packed, setting_differences
 from wellcond.run_records import checksum
 
+MARK = 16
+"""Characters of the checksum by which packed runs name what their comparison stores for all of them."""
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -63,14 +66,9 @@ class Comparison:
 
     def results(self, method: str) -> dict[int, float]:
         """What the runs of a method that count in means are judged by, by seed."""
-        if not self.tested:
-            return self.last_values(method)
-        values = {seed: run.test_value for seed, run in self.finished(method).items()}
+        runs, tested = self.finished(method), self.tested
+        values = {seed: run.test_value if tested else run.value for seed, run in runs.items()}
         return {seed: value for seed, value in values.items() if math.isfinite(value)}
-
-    def last_values(self, method: str) -> dict[int, float]:
-        """Metric at the last evaluation of the runs of a method that count in means, by seed."""
-        return {seed: run.value for seed, run in self.finished(method).items()}
 
 
 def load_comparisons(folder: Path) -> list[Comparison]:
@@ -106,18 +104,13 @@ def load_comparisons(folder: Path) -> list[Comparison]:
     return [_assemble(home, runs, described.get(home, {})) for home, runs in sorted(grouped.items()) if runs]
 
 
-def shared_mark(shared: dict[str, Any]) -> str:
-    """By which packed runs name what their comparison stores for all of them."""
-    return checksum(shared)[:16]
-
-
 def _packed_runs(home: Path, stored: dict[str, Any]) -> list[Run]:
     shared = stored.get("shared")
     if shared is None:
         return []
     if not isinstance(shared, dict):
         raise RunRecordError(home / "comparison.json", "expected 'shared' to be a mapping", "Pack the runs again.")
-    mark = shared_mark(shared)
+    mark = checksum(shared)[:MARK]
     return [read_packed(path, shared, mark) for path in sorted(home.glob("*/seed*.json"))]
 
 
@@ -134,24 +127,17 @@ def _check_comparable(home: Path, runs: list[Run]) -> None:
         run.record["metric"] = run.record.get("metric") or known
         recipe, other = run.record.get("recipe"), seen.setdefault((run.method, run.seed), run)
         if other is not run:
-            raise RunRecordError(
-                run.file,
-                f"is a second run of {run.method!r} with seed {run.seed}; the first is {other.file}",
-                "Keep one of them, or report their folders one by one.",
-            )
+            said = f"is a second run of {run.method!r} with seed {run.seed}; the first is {other.file}"
+            raise RunRecordError(run.file, said, "Keep one of them, or report their folders one by one.")
         if (recipe, run.metric) != (first.record.get("recipe"), first.metric):
-            raise RunRecordError(
-                run.file,
-                f"has recipe {recipe!r} and metric {run.metric.name!r}, unlike {first.file} in the same comparison",
-                "Runs of different recipes cannot be compared: report their folders one by one.",
-            )
+            said = f"has recipe {recipe!r} and metric {run.metric.name!r}, unlike {first.file} in the same comparison"
+            advice = "Runs of different recipes cannot be compared: report their folders one by one."
+            raise RunRecordError(run.file, said, advice)
         for like in (first, first_of_method.setdefault(run.method, run)):
             if differing := setting_differences(like.record.get("config"), run.record.get("config")):
-                raise RunRecordError(
-                    run.file,
-                    f"was made with other settings than {like.file}: {'; '.join(differing[:4])}",
-                    "Runs under different settings cannot be compared: put them into different folders.",
-                )
+                said = f"was made with other settings than {like.file}: {'; '.join(differing[:4])}"
+                advice = "Runs under different settings cannot be compared: put them into different folders."
+                raise RunRecordError(run.file, said, advice)
 
 
 def _assemble(home: Path, runs: list[Run], stored: dict[str, Any]) -> Comparison:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.records import Run
 from wellcond.lab.report.statistics import holm
-from wellcond.lab.report.values import MISSING, number, show
+from wellcond.lab.report.table import MISSING, finite_mean, number, show
 from wellcond.lab.report.verdicts import sign_flip_p
 
 SMOOTH = 3
@@ -25,8 +25,8 @@ class Match:
     step: int | None
     seconds: float | None
     """Time of training until then."""
-    total_epochs: float
-    total_steps: int
+    total: Mapping[str, float]
+    """Epochs and steps of the baseline's whole training."""
 
     @property
     def reached(self) -> bool:
@@ -36,18 +36,13 @@ class Match:
     @property
     def saving(self) -> float | None:
         """1 - e / E; None if censored."""
-        return None if self.step is None or not self.total_steps else 1.0 - self.step / self.total_steps
-
-    def total(self, unit: str) -> float:
-        """Epochs or steps of the baseline's whole training."""
-        return self.total_epochs if unit == "epoch" else self.total_steps
+        return None if self.step is None or not self.total["step"] else 1.0 - self.step / self.total["step"]
 
 
 @dataclass(frozen=True)
 class Matching:
     """Epochs-to-match of one method, paired by seed and in the papers' form."""
 
-    method: str
     by_seed: dict[int, Match]
     """Target: the baseline's last metric of the same seed."""
     of_means: Match | None
@@ -92,7 +87,7 @@ class MatchGain:
     @property
     def mean(self) -> float:
         """Over the seeds; NaN where one never gets there, or there are none."""
-        return math.nan if self.never or not self.values else math.fsum(self.values.values()) / len(self.values)
+        return math.nan if self.never else finite_mean(self.values.values())
 
     def show(self) -> str:
         """The mean, or how many seeds never get there."""
@@ -101,11 +96,14 @@ class MatchGain:
         return MISSING if math.isnan(self.mean) else f"{self.mean:+.3g}" if self.mean else "0"
 
 
+NO_GAIN = MatchGain({}, 0, None, None)
+
+
 def match_gains(baseline: str, matchings: Mapping[str, Matching], unit: str) -> dict[str, MatchGain]:
     """Gains of all methods but the baseline over the count of the baseline itself, which a noisy curve makes early."""
 
     def count(match: Match) -> float:
-        return float(getattr(match, unit)) if match.reached else match.total(unit) + 1
+        return float(getattr(match, unit)) if match.reached else match.total[unit] + 1
 
     own = matchings[baseline].by_seed
     values = {
@@ -124,7 +122,7 @@ def show_match(match: Match | None, unit: str) -> str:
     """One match in words: its epoch or step, or "> E" if censored."""
     if match is None:
         return MISSING
-    return show(getattr(match, unit), 6) if match.reached else f"> {show(match.total(unit), 6)}"
+    return show(getattr(match, unit), 6) if match.reached else f"> {show(match.total[unit], 6)}"
 
 
 def match_unit(comparison: Comparison) -> str:
@@ -147,8 +145,7 @@ def match_method(comparison: Comparison, method: str, *, smooth: int = 1) -> Mat
             match = _first_match([run] if run.finished else [], [baseline[run.seed]], smooth)
             by_seed |= {} if match is None else {run.seed: match}
     shared = sorted(set(runs) & set(baseline))
-    of_means = _first_match([runs[seed] for seed in shared], [baseline[seed] for seed in shared], smooth)
-    return Matching(method, by_seed, of_means)
+    return Matching(by_seed, _first_match([runs[seed] for seed in shared], [baseline[seed] for seed in shared], smooth))
 
 
 def _first_match(runs: Sequence[Run], baseline: Sequence[Run], smooth: int) -> Match | None:
@@ -159,8 +156,8 @@ def _first_match(runs: Sequence[Run], baseline: Sequence[Run], smooth: int) -> M
     end, higher = target[-1], baseline[0].metric.higher_is_better
     for row in rows:
         if row["value"] >= end["value"] if higher else row["value"] <= end["value"]:
-            return Match(row["epoch"], int(row["step"]), row["seconds"], end["epoch"], int(end["step"]))
-    return Match(None, None, None, end["epoch"], int(end["step"]))
+            return Match(row["epoch"], int(row["step"]), row["seconds"], end)
+    return Match(None, None, None, end)
 
 
 def _mean_rows(runs: Sequence[Run], smooth: int) -> list[dict[str, float]]:
@@ -173,10 +170,8 @@ def _mean_rows(runs: Sequence[Run], smooth: int) -> list[dict[str, float]]:
 
     values = [mean(step, runs[0].metric.name) for step in shared]
     width = min(smooth, max(len(values), 1))
-    running = [
-        math.fsum(values[at + 1 - width : at + 1]) / width if at + 1 >= width else math.nan for at in range(len(values))
-    ]
-    return [
-        {"step": step, "epoch": mean(step, "epoch"), "seconds": mean(step, "seconds"), "value": value}
-        for step, value in zip(shared, running, strict=True)
-    ]
+    rows = []
+    for at, step in enumerate(shared, 1):
+        running = math.fsum(values[at - width : at]) / width if at >= width else math.nan
+        rows.append({"step": step, "epoch": mean(step, "epoch"), "seconds": mean(step, "seconds"), "value": running})
+    return rows

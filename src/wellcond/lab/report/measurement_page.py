@@ -5,20 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 from wellcond.errors import WellcondError
+from wellcond.lab.report.page import render
 from wellcond.lab.report.plots import RAMP
-from wellcond.lab.report.render import render
-from wellcond.lab.report.values import INFINITE, MISSING, cut, log10, number, show
+from wellcond.lab.report.table import INFINITE, MISSING, cut, log10, number, show
 
 SCHEMA = 1
-WIDTH, HEIGHT = 300.0, 130.0
-"""Of the plot of a spectrum, in pixels."""
-NUM_COLOURS = 8
-MOST_POINTS = 160
 LONGEST_NAME = 34
 Fields = dict[str, Any]
 
@@ -28,7 +23,7 @@ class ReportDataError(WellcondError, ValueError):
 
 
 def render_measurement(data: dict[str, Any]) -> str:
-    """HTML of a measurement: facts, heat map, verdicts, weights, spectra and what to be careful about.
+    """HTML of a measurement: facts, heat map, verdicts, weights and what to be careful about.
 
     Args:
         data: `MeasurementReport.to_dict()`, or the JSON of it read back. ``data["run"]`` names ``model``, ``input``,
@@ -48,42 +43,27 @@ def render_measurement(data: dict[str, Any]) -> str:
     measured = [log10(head.jacobian.get("pseudo_condition_number")) for head in heads]
     bounds = [number(head.row.get("papers_bound_log10")) for head in heads]
     low, high = colour_range(heads)
+    statuses = Counter(head.status for head in heads)
+    heat_map = [
+        {
+            "name": _layer_name(layer), "short": cut(_layer_name(layer), LONGEST_NAME), "problem": layer.get("problem"),
+            "cells": {head.index: _cell(head, low, high) for head in heads if head.layer == at},
+        }
+        for at, layer in enumerate(data["layers"])
+    ]  # fmt: skip
     return render(
-        "measurement.html",
-        data=data,
-        run=data.get("run") or {},
-        conditioning=describe_conditioning(data.get("conditioning")),
-        median=show(alive[(len(alive) - 1) // 2] if alive else None),
-        worst=show(alive[-1] if alive else None),
-        dead=sum(head.dead for head in heads),
-        undiagnosed=sum(not head.diagnosis for head in heads),
-        infinite=sum(math.isinf(head.kappa) for head in heads),
+        "measurement.html", data=data, run=data.get("run") or {}, low=low, high=high, ramp=RAMP, heat_map=heat_map,
+        conditioning=describe_conditioning(data.get("conditioning")), several=several,
+        median=show(alive[(len(alive) - 1) // 2] if alive else None), worst=show(alive[-1] if alive else None),
+        dead=sum(head.dead for head in heads), undiagnosed=sum(not head.diagnosis for head in heads),
+        infinite=sum(math.isinf(head.kappa) for head in heads), indices=sorted({head.index for head in heads}),
         problems=[(_layer_name(layer), layer["problem"]) for layer in data["layers"] if layer.get("problem")],
-        statuses=[(name, n) for name, n in Counter(head.status for head in heads).items() if name != "exact"],
+        statuses=[(name, count) for name, count in statuses.items() if name != "exact"],
         verdicts=Counter(str(head.row.get("verdict", "unknown")) for head in heads).most_common(),
         heads=[_head_row(head, "certified, first sample" if several else "certified") for head in heads],
-        weights=[_weight_row(head) for head in heads],
-        several=several,
-        bounded=sum(map(math.isfinite, bounds)),
+        weights=[_weight_row(head) for head in heads], bounded=sum(map(math.isfinite, bounds)),
         exceeded=sum(math.isfinite(bound) and kappa > bound for kappa, bound in zip(measured, bounds, strict=True)),
         generic=sum(str(head.row.get("how", "")).startswith("generic") for head in heads),
-        indices=sorted({head.index for head in heads}),
-        heat_map=[
-            {
-                "name": _layer_name(layer), "short": cut(_layer_name(layer), LONGEST_NAME),
-                "problem": layer.get("problem"),
-                "cells": {head.index: _cell(head, low, high) for head in heads if head.layer == at},
-            }
-            for at, layer in enumerate(data["layers"])
-        ],
-        low=low,
-        high=high,
-        ramp=RAMP,
-        spectra=_spectra([head for head in heads if head.spectrum]),
-        spectrum_heads=sorted({head.index for head in heads if head.spectrum}),
-        too_large=sum(not head.spectrum for head in heads),
-        num_colours=NUM_COLOURS,
-        size=(WIDTH, HEIGHT),
     )  # fmt: skip
 
 
@@ -108,38 +88,28 @@ def _check(data: Any) -> None:
 
 def describe_conditioning(settings: Any) -> str:
     """Correction of a model in words."""
-    if not settings:
-        return "none: plain weights"
-    if not isinstance(settings, dict):
-        return str(settings)
+    if not settings or not isinstance(settings, dict):
+        return str(settings) if settings else "none: plain weights"
     others = {key: value for key, value in settings.items() if key not in ("method", "sites", "version", "schema")}
     options = ", ".join(f"{key}={json.dumps(value, default=str)}" for key, value in others.items())
     text, sites = f"{settings.get('method', 'unnamed')}" + (f" ({options})" if options else ""), settings.get("sites")
     return f"{text} on {len(sites)} attentions; effective weights are measured" if isinstance(sites, list) else text
 
 
-@dataclass(frozen=True)
 class Head:
     """One head of a stored measurement."""
 
-    layer: int
-    layer_name: str
-    row: Fields
-    index: int
-    jacobian: Fields
-    diagnosis: Fields
-    """Empty if there is none."""
-    kappa: float
-    """The condition number asked for; `pseudo` is over the non-zero spectrum. Both are means over samples."""
-    pseudo: float
-    dead: bool
-    """Attention has collapsed."""
-    status: str
-    """How the Jacobian's singular values are known."""
-    spectrum: Sequence[float]
-    """All singular values of the Jacobian, falling; empty where only the extremes are known."""
-    explanation: str
-    """What dominates, in words."""
+    def __init__(self, at: int, layer: Fields, row: Fields) -> None:
+        """Read what is there; a head that was not diagnosed says so."""
+        self.layer, self.layer_name, self.row, self.index = at, _layer_name(layer), row, int(row["index"])
+        self.jacobian: Fields = row["jacobian"]
+        self.diagnosis: Fields = row.get("diagnosis") or {}
+        # The condition number asked for, and that over the non-zero spectrum; both are means over samples.
+        self.kappa = number(row.get("mean_kappa"))
+        self.pseudo = number(row.get("mean_pseudo_kappa", self.jacobian.get("pseudo_condition_number")))
+        self.dead, self.status = bool(row.get("dead")), str(self.jacobian.get("status", "unknown"))
+        unknown = f"not diagnosed, since this is not plain softmax attention ({row.get('how', 'unknown form')})"
+        self.explanation = str(self.diagnosis.get("explanation", "")) if self.diagnosis else unknown
 
     @property
     def label(self) -> str:
@@ -162,21 +132,7 @@ class Head:
 
 def read_heads(data: dict[str, Any]) -> list[Head]:
     """Every head of a stored measurement."""
-    heads = []
-    for at, row in [(at, row) for at, layer in enumerate(data["layers"]) for row in layer["heads"]]:
-        jacobian, diagnosis = row["jacobian"], row.get("diagnosis") or {}
-        unknown = f"not diagnosed, since this is not plain softmax attention ({row.get('how', 'unknown form')})"
-        heads.append(
-            Head(
-                at, _layer_name(data["layers"][at]), row, int(row["index"]), jacobian, diagnosis,
-                kappa=number(row.get("mean_kappa")),
-                pseudo=number(row.get("mean_pseudo_kappa", jacobian.get("pseudo_condition_number"))),
-                dead=bool(row.get("dead")), status=str(jacobian.get("status", "unknown")),
-                spectrum=sorted(map(number, jacobian.get("singular_values") or ()), reverse=True),
-                explanation=str(diagnosis.get("explanation", "")) if diagnosis else unknown,
-            )
-        )  # fmt: skip
-    return heads
+    return [Head(at, layer, row) for at, layer in enumerate(data["layers"]) for row in layer["heads"]]
 
 
 def _layer_name(layer: Fields) -> str:
@@ -226,17 +182,12 @@ def ramp_colour(share: float) -> tuple[str, str]:
     return "#{:02x}{:02x}{:02x}".format(*rgb), "#10202e" if bright else "#ffffff"
 
 
-def _decades(logarithms: Iterable[float]) -> tuple[int, int]:
-    """Whole decades around what is finite."""
-    finite = [x for x in logarithms if math.isfinite(x)]
+def colour_range(heads: Iterable[Head]) -> tuple[int, int]:
+    """Whole decades of the colour scale. A dead head is not on it: its condition number says nothing good."""
+    alive = [log10(head.pseudo if math.isinf(head.kappa) else head.kappa) for head in heads if not head.dead]
+    finite = [x for x in alive if math.isfinite(x)]
     low, high = math.floor(min(finite, default=0.0)), math.ceil(max(finite, default=1.0))
     return low, max(high, low + 1)
-
-
-def colour_range(heads: Sequence[Head]) -> tuple[int, int]:
-    """Decades of the colour scale. A dead head is not on it: its condition number says nothing good."""
-    alive = [head for head in heads if not head.dead]
-    return _decades(log10(head.pseudo if math.isinf(head.kappa) else head.kappa) for head in alive)
 
 
 def _cell(head: Head, low: int, high: int) -> Fields:
@@ -265,38 +216,3 @@ def _cell(head: Head, low: int, high: int) -> Fields:
         told += ", DEAD HEAD: attention has collapsed, so this number says nothing good"
     told += f"; {head.status}; {head.explanation}"
     return {"head": f"{head.layer}.{head.index}", "kind": kind, "told": told, "fill": fill, "ink": ink, "text": text}
-
-
-def _spectra(heads: Sequence[Head]) -> list[Fields]:
-    """All singular values of the Jacobians, one plot per layer and one line per head, in whole decades."""
-    zero = [log10(number(head.jacobian.get("rtol")) * number(head.jacobian["sigma_max"])) for head in heads]
-    tops = [log10(head.jacobian["sigma_max"]) for head in heads]
-    low, high = _decades([*zero, *tops])
-
-    def place(logarithm: float) -> float:
-        """Height of a value; what is below the axis (zero) sits on it."""
-        return HEIGHT * (high - min(max(logarithm, low), high)) / (high - low)
-
-    plots = []
-    for layer in dict.fromkeys(head.layer for head in heads):
-        inside = [head for head in heads if head.layer == layer]
-        longest, curves = max(len(head.spectrum) for head in inside), []
-        for head in inside:
-            sigma, right = head.spectrum, WIDTH / max(longest - 1, 1)
-            points = " ".join(f"{right * i:.1f},{place(log10(sigma[i])):.1f}" for i in _thin(len(sigma)))
-            told = f"{head.label}: {len(sigma)} singular values from {show(sigma[0])} to {show(sigma[-1])}"
-            told += f", rank {head.jacobian.get('rank')}" + (", DEAD HEAD" if head.dead else "")
-            look = f"curve c{head.index % NUM_COLOURS}" + (" dashed" if head.dead else "")
-            curves.append({"told": told, "points": points, "look": look})
-        floor = place(max(z for z, head in zip(zero, heads, strict=True) if head.layer == layer))
-        plots.append({"name": inside[0].layer_name, "longest": longest, "floor": floor, "low": low, "high": high,
-                      "curves": curves})  # fmt: skip
-    return plots
-
-
-def _thin(count: int) -> list[int]:
-    """Indices to draw: all of a short list, else evenly spaced ones and, at both ends, where it bends, every one."""
-    if count <= MOST_POINTS:
-        return list(range(count))
-    ends = set(range(20)) | set(range(count - 20, count))
-    return sorted(ends | {round(i * (count - 1) / (MOST_POINTS - 40)) for i in range(MOST_POINTS - 39)})

@@ -1,25 +1,60 @@
-"""`pack`: comparisons as one small file for each run, from which every table comes out the same."""
+"""`pack`: comparisons as one small file for each run, from which every table comes out the same.
+
+What runs share is stored once for their comparison; rows are columns, rounded as they are plotted. What a table prints
+is kept as it is: scores in full, and the first and the last measurement of every head with enough digits. Between them,
+the weights and attention maps of all heads are one mean, since that is what figures show; the Jacobian of each head
+stays. `records` reads it.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from wellcond.files import to_json, write_atomically
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.glue import rebuild_glue
-from wellcond.lab.report.load_runs import Comparison, load_comparisons, shared_mark
-from wellcond.lab.report.packed import PACKED, pack_evaluations, pack_heads, pack_steps, share
+from wellcond.lab.report.load_runs import MARK, Comparison, load_comparisons
 from wellcond.lab.report.page import gather, render_markdown
-from wellcond.lab.report.records import Run, RunRecordError, read_json
-from wellcond.lab.report.table import table_markdown
+from wellcond.lab.report.records import (
+    ARITHMETIC,
+    COPIES,
+    JACOBIAN,
+    KAPPAS,
+    LARGEST,
+    MEASURED,
+    PACKED,
+    ROLES,
+    SMALLEST,
+    Keys,
+    Rows,
+    Run,
+    RunRecordError,
+    leaves_of,
+    nested,
+    read_json,
+    spread_column,
+)
+from wellcond.lab.report.table import number, table_markdown
 from wellcond.lab.report.tuning import NAME as TUNING_FILE
-from wellcond.run_records import SCHEMA, seal
+from wellcond.run_records import SCHEMA, checksum, seal
 
 LEFT_OUT = ("logs", "samples", "sessions")
+SCORES = frozenset({"final", "best", "test"})
+OWN = SCORES | {"schema", "kind", "method", "seed", "status", "samples"}
+"""Fields of a record that are never shared: what a run is and what came out."""
+MOST_POINTS = 60
+PLOTTED, PRINTED = 4, 7
+"""Significant digits of what is plotted, and of what tables print means of."""
+STEPS = ("step", "epoch", "loss", *(f"grad_norm_{role}" for role in ROLES))
 
 
 def pack(folder: Path, output: Path) -> list[Path]:
@@ -39,17 +74,13 @@ def pack(folder: Path, output: Path) -> list[Path]:
     folder, output = Path(folder), Path(output)
     if output.resolve().is_relative_to(folder.resolve()) or folder.resolve().is_relative_to(output.resolve()):
         raise RunRecordError(output, f"is {folder}, or in it, or above it", "Give another folder to write to.")
-    return [_pack_one(comparison, output / comparison.folder.relative_to(folder)) for comparison in _complete(folder)]
-
-
-def _complete(folder: Path) -> list[Comparison]:
     found = load_comparisons(folder)
     for run in [run for comparison in found for run in comparison.runs]:
         if run.packed is not None:
             raise RunRecordError(run.file, "is packed already", "Give the folder of the full runs.")
         if run.outcome == "partial":
             raise RunRecordError(run.file, f"is of a run that is {run.status}", "Finish it, or delete its folder.")
-    return found
+    return [_pack_one(comparison, output / comparison.folder.relative_to(folder)) for comparison in found]
 
 
 def _pack_one(comparison: Comparison, home: Path) -> Path:
@@ -60,11 +91,21 @@ def _pack_one(comparison: Comparison, home: Path) -> Path:
             (made / name).parent.mkdir(parents=True, exist_ok=True)
             write_atomically(made / name, content)
         [packed] = load_comparisons(made)
-        _check_same_tables(comparison, packed)
+        before, after = (gather(analyse(some), figures=False) for some in (comparison, packed))
+        pairs = zip(before.tables, after.tables, strict=True)
+        if changed := [old.name for old, new in pairs if table_markdown(old) != table_markdown(new)]:
+            said = f"packed, these tables would change: {', '.join(changed)}"
+            raise RunRecordError(comparison.folder, said, "This is a bug in wellcond.")
         (made / "report").mkdir()
-        write_atomically(made / "report" / "report.md", render_markdown(gather(analyse(packed), figures=False)))
+        write_atomically(made / "report" / "report.md", render_markdown(after))
         if any(True for run in packed.runs for _ in run.fine_tuned()):
-            _pack_glue(comparison.folder, made)
+            page = rebuild_glue(made)
+            stored = comparison.folder / page.name
+            if stored.is_file() and stored.read_bytes() != page.read_bytes():
+                raise RunRecordError(
+                    stored, "is not what its records make of it", "Run wellcond glue again, then pack."
+                )
+            page.with_suffix(".csv").unlink()
         _replace(home, made)
     return home
 
@@ -83,30 +124,13 @@ def _replace(home: Path, made: Path) -> None:
             path.unlink()
 
 
-def _check_same_tables(comparison: Comparison, packed: Comparison) -> None:
-    before, after = (gather(analyse(some), figures=False).tables for some in (comparison, packed))
-    changed = [old.name for old, new in zip(before, after, strict=True) if table_markdown(old) != table_markdown(new)]
-    if changed:
-        raise RunRecordError(
-            comparison.folder, f"packed, these tables would change: {', '.join(changed)}", "This is a bug in wellcond."
-        )
-
-
-def _pack_glue(folder: Path, made: Path) -> None:
-    page = rebuild_glue(made)
-    stored = folder / page.name
-    if stored.is_file() and stored.read_bytes() != page.read_bytes():
-        raise RunRecordError(stored, "is not what its records make of it", "Run wellcond glue again, then pack.")
-    page.with_suffix(".csv").unlink()
-
-
 def _files(comparison: Comparison) -> Iterator[tuple[str, str]]:
     """Name below the folder, and content."""
     runs = comparison.runs
     written = [run for run in runs if run.finished and run.record.get("samples")]
     shown = {run.method: run for run in reversed(written)}
     shared, rests = share([_whole(run, with_samples=run is shown.get(run.method)) for run in runs])
-    mark = shared_mark(shared)
+    mark = checksum(shared)[:MARK]
     for run, rest in zip(runs, rests, strict=True):
         record = rest | {"schema": SCHEMA, "kind": PACKED, "shared": mark}
         yield f"{_slug(run)}/seed{run.seed}.json", to_json(seal(record), compact=True) + "\n"
@@ -151,3 +175,137 @@ def _without_logs(record: dict[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in record.items() if key not in LEFT_OUT}
     sessions = record.get("sessions") or ()
     return kept | {"sessions": {str(at): session for at, session in enumerate(sessions)}}
+
+
+def share(records: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What most of some records have in common, and of each record the rest; `merge` puts them together again.
+
+    Example:
+        >>> share([{"lr": 1, "name": "a"}, {"lr": 1, "name": "b"}])
+        ({'lr': 1}, [{'name': 'a'}, {'name': 'b'}])
+    """
+    flat = [dict(leaves_of(record)) for record in records]
+    shared: dict[Keys, Any] = {}
+    for path in dict.fromkeys(path for leaves in flat for path in leaves):
+        if path[0] in OWN or SCORES.intersection(path):
+            continue
+        texts = Counter(json.dumps(leaves[path], sort_keys=True) for leaves in flat if path in leaves)
+        text, count = texts.most_common(1)[0]
+        if count > 1 and 2 * count > len(records):
+            shared[path] = json.loads(text)
+    rests = []
+    for leaves in flat:
+        absent = [list(path) for path in shared if path not in leaves]
+        own = {path: leaf for path, leaf in leaves.items() if path not in shared or shared[path] != leaf}
+        rests.append(nested(own) | ({"absent": absent} if absent else {}))
+    return nested(shared), rests
+
+
+def to_columns(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
+    """Rows as a list for each key, a single value if all are equal; keys that no row has a value for are left out."""
+    columns: dict[str, Any] = {}
+    for key in keys:
+        values = [row.get(key) for row in rows]
+        if any(value is not None for value in values):
+            alike = len(rows) > 1 and all(value == values[0] and type(value) is type(values[0]) for value in values)
+            columns[key] = values[0] if alike else values
+    return {"rows": len(rows), **columns} if columns else {}
+
+
+def pack_steps(rows: Rows) -> dict[str, Any]:
+    """Training rows; many of them as means over equal stretches, each placed at its end."""
+    size = max(math.ceil(len(rows) / MOST_POINTS), 1)
+    parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+    early = max(len(parts) // 10, 1)  # whose gradient norms a finding prints
+    kept = []
+    for at, part in enumerate(parts):
+        means = {key: _mean([number(row.get(key)) for row in part]) for key in STEPS[2:]}
+        digits = PRINTED if at < early else PLOTTED
+        kept.append({"step": part[-1]["step"], "epoch": part[-1].get("epoch"), **_rounded(means, digits)})
+    return to_columns(kept, STEPS)
+
+
+def pack_evaluations(rows: Rows, metric: str) -> dict[str, Any]:
+    """Evaluations: the metric in full, since matching compares it; the others as plotted or printed."""
+    kept = [
+        {"step": row["step"], "epoch": row.get("epoch"), metric: row.get(metric)}
+        | _rounded({"loss": row.get("loss")}, PLOTTED)
+        | _rounded({"seconds": row.get("seconds")}, PRINTED)
+        for row in rows
+    ]
+    return to_columns(kept, tuple(dict.fromkeys(("step", "epoch", metric, "loss", "seconds"))))
+
+
+def pack_heads(rows: Rows) -> dict[str, Any]:
+    """Measured heads: all of them where a quantity is first or last measured; the Jacobian everywhere; else means."""
+    ends: set[Any] = set()
+    for key in (*JACOBIAN[:4], *ARITHMETIC, *KAPPAS):
+        steps = [row["step"] for row in rows if row.get(key) is not None]
+        ends |= {min(steps, key=number), max(steps, key=number)} if steps else set()
+    by_step: dict[Any, Rows] = {}
+    for row in rows:
+        by_step.setdefault(row["step"], []).append(row)
+    kept = []
+    for step, heads in by_step.items():
+        if step in ends:
+            kept += [
+                _rounded({key: row.get(key) for key in MEASURED}, PRINTED)
+                | _rounded({key: row.get(key) for key in (*LARGEST, *SMALLEST)}, PLOTTED)
+                for row in heads
+            ]
+            continue
+        measured = [row for row in heads if any(row.get(key) is not None for key in JACOBIAN[:4])] or heads[:1]
+        listed = [
+            {key: row.get(key) for key in MEASURED[:4]} | _rounded({key: row.get(key) for key in JACOBIAN}, PLOTTED)
+            for row in measured
+        ]
+        listed[0] |= _rounded(_means(heads), PLOTTED)
+        kept += listed
+    return _without_copies(to_columns(kept, MEASURED))
+
+
+def _means(heads: Rows) -> dict[str, Any]:
+    """Over heads and layers, geometric or arithmetic, of finite values; infinite if all are."""
+    means: dict[str, Any] = {}
+    for key in (*KAPPAS, *LARGEST, *SMALLEST, *ARITHMETIC):
+        values = [number(row.get(key)) for row in heads if row.get(key) is not None]
+        usable = [x for x in values if math.isfinite(x) and (x > 0 or key in ARITHMETIC)]
+        if usable:
+            means[key] = _mean(usable) if key in ARITHMETIC else 10 ** _mean([math.log10(x) for x in usable])
+        elif math.inf in values:
+            means[key] = math.inf
+    return means
+
+
+def _without_copies(columns: dict[str, Any]) -> dict[str, Any]:
+    """Without what follows from other columns: copies, and sigma_min, which is sigma_max / kappa."""
+    kept = dict(columns)
+    for names in zip(KAPPAS, LARGEST, SMALLEST, strict=True):
+        if set(names) <= columns.keys():
+            spread = [spread_column(columns[key], columns["rows"]) for key in names]
+            kappas, tops, ends = (np.array(list(map(number, values))) for values in spread)
+            known = ~(np.isnan(kappas) | np.isnan(tops))
+            with np.errstate(divide="ignore", invalid="ignore"):
+                close = np.isclose(tops / kappas, ends, rtol=2e-3, atol=0, equal_nan=True)
+            if np.all(close[known]) and np.all(np.isnan(ends[~known])):
+                del kept[names[2]]
+    copies = [key for key, source in COPIES.items() if key in columns and columns[key] == columns.get(source)]
+    for key in copies:
+        del kept[key]
+    return kept | ({"copies": copies} if copies else {})
+
+
+def _mean(values: Sequence[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return math.fsum(known) / len(known) if known else math.nan
+
+
+def _rounded(values: Mapping[str, Any], digits: int) -> dict[str, Any]:
+    """Numbers with so many significant digits; NaN is no value."""
+    made: dict[str, Any] = {}
+    for key, value in values.items():
+        x = value
+        if isinstance(value, float):
+            x = None if math.isnan(value) else float(f"{value:.{digits}g}") if math.isfinite(value) else str(value)
+        made[key] = int(x) if isinstance(x, float) and x == int(x) and abs(x) < 1e15 else x
+    return made

@@ -1,20 +1,23 @@
-"""`build_report`: page, markdown, figures and tables of every comparison below a folder. No network."""
+"""`build_report`: page, markdown, figures and tables of every comparison below a folder. No network.
+
+Pages come from the jinja2 templates of this package, which escape every text.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from wellcond.errors import MissingExtraError
 from wellcond.files import write_atomically
-from wellcond.lab.report.analysis import Analysis, analyse
+from wellcond.lab.report.analysis import Analysis, analyse, bottom_line, find_findings
 from wellcond.lab.report.figures import Figure, build_figures, write_csv
-from wellcond.lab.report.findings import bottom_line, find_findings
 from wellcond.lab.report.load_runs import Comparison, load_comparisons
-from wellcond.lab.report.plots import NUM_COLOURS, Plot, plots
-from wellcond.lab.report.provenance import data_of, provenance_table
-from wellcond.lab.report.records import RunRecordError
-from wellcond.lab.report.render import plotly_source, render
+from wellcond.lab.report.plots import NUM_COLOURS, Plot, asset, draw_static, plots
+from wellcond.lab.report.records import RunRecordError, leaves_of
 from wellcond.lab.report.samples import (
     Picture,
     Sample,
@@ -22,41 +25,44 @@ from wellcond.lab.report.samples import (
     detections_markdown,
     find_pictures,
     find_samples,
-    sample_heading,
     samples_markdown,
 )
-from wellcond.lab.report.static_figures import draw_static
-from wellcond.lab.report.table import Table, plain_markdown, table_csv, table_markdown, without_empty_columns
+from wellcond.lab.report.table import (
+    Table,
+    plain_markdown,
+    plain_setting,
+    show_seeds,
+    table_csv,
+    table_markdown,
+    visible,
+    without_empty_columns,
+)
 from wellcond.lab.report.tables import build_tables
 from wellcond.lab.report.tuning import find_tuning, tuning_figure, tuning_table
-from wellcond.lab.report.values import show_seeds
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 MADE = {"figures": (".png", ".svg", ".csv"), "tables": (".csv",)}
-TABS = {
-    "Summary": "",
+TABS = (
+    "Summary", "Tuning", "Learning", "Matching", "Conditioning", "Layers", "Attention", "Cost", "Samples", "Detections",
+    "Runs",
+)  # fmt: skip
+OPTIONAL = {
     "Tuning": "How the score depends on what was tuned, for each method, and what was chosen before the test.",
-    "Learning": "",
-    "Matching": "",
-    "Conditioning": "",
-    "Layers": "",
-    "Attention": "",
-    "Cost": "",
     "Samples": "What the models write after training, from the same random numbers. Words in bold were given.",
     "Detections": "What the models find in the first evaluation images after training, beside the truth. A colour is a "
     "category, the same in all pictures of an image; of the predictions the best are drawn, as many as there are "
     "objects but at least five, each with its score. Point at a box to read its label.",
-    "Runs": "",
 }
-"""What stands above the parts of each."""
-OPTIONAL = ("Tuning", "Samples", "Detections")
-"""Tabs that are only there if they have something to show."""
+"""Tabs that are only there if they have something to show, and what stands above it."""
 TABLE_TABS = {
     "summary": "Summary", "required": "Summary", "other_metrics": "Summary", "tuning": "Tuning",
     "matching": "Matching", "conditioning": "Conditioning", "cost": "Cost",
 }  # fmt: skip
 """All other tables are among the runs."""
-FOLDED = {"weights_raw": "The weights without their corrections"}
-"""Figures that a reader opens when a question leads there."""
+MOST_SHOWN = 4
+"""Values of a setting that differs between runs."""
 Part = dict[str, Any]
 
 
@@ -72,28 +78,19 @@ class Content:
     samples: dict[str, list[Sample]]
     pictures: list[Picture]
 
-    @property
-    def comparison(self) -> Comparison:
-        """The runs."""
-        return self.analysis.comparison
-
 
 def gather(analysis: Analysis, *, figures: bool = True) -> Content:
     """Tables, figures and samples of a comparison, computed once.
 
     Raises: RunRecordError on broken records.
     """
-    comparison, tuning = analysis.comparison, find_tuning(analysis.comparison)
+    comparison, tables, drawn = analysis.comparison, build_tables(analysis), build_figures(analysis) if figures else []
+    if tuning := find_tuning(comparison):
+        tables, drawn = [*tables, tuning_table(tuning)], [tuning_figure(comparison, tuning).drawable(), *drawn]
     return Content(
-        analysis,
-        [*build_tables(analysis), *([tuning_table(tuning)] if tuning else [])],
-        provenance_table(comparison),
-        [*([tuning_figure(comparison, tuning).drawable()] if tuning else []), *build_figures(analysis)]
-        if figures
-        else None,
-        find_samples(comparison),
+        analysis, tables, provenance_table(comparison), drawn if figures else None, find_samples(comparison),
         find_pictures(comparison),
-    )
+    )  # fmt: skip
 
 
 def build_report(folder: Path, *, pictures: bool = True) -> list[Path]:
@@ -120,66 +117,93 @@ def write_report(content: Content) -> Path:
     Raises: RunRecordError on broken records, MissingExtraError without plotly or matplotlib; in both cases before
         anything is written.
     """
-    comparison, figures = content.comparison, content.figures
-    files = {f"tables/{table.name}.csv": table_csv(table) for table in (*content.tables, content.provenance)}
+    folder, figures = content.analysis.comparison.folder, content.figures
+    files: dict[str, str | bytes] = {
+        f"tables/{table.name}.csv": table_csv(table) for table in (*content.tables, content.provenance)
+    }
     files["report.md"] = render_markdown(content)
-    images: dict[str, bytes] = {}
     if figures is not None:
         files["report.html"] = render_page(content)
     for figure in figures or ():
         files[f"figures/{figure.name}.csv"] = write_csv(figure)
-        images[f"figures/{figure.name}.svg"] = draw_static(figure)
-    home = comparison.folder / "report"
+        files[f"figures/{figure.name}.svg"] = draw_static(figure)
+    home = folder / "report"
     for place in (home, *(home / part for part in MADE)):
-        if not place.resolve().is_relative_to(comparison.folder.resolve()):
-            said = f"is a link that leads out of {comparison.folder}, to {place.resolve()}"
+        if not place.resolve().is_relative_to(folder.resolve()):
+            said = f"is a link that leads out of {folder}, to {place.resolve()}"
             raise RunRecordError(place, said, "Remove it.")
     try:
-        for name, made in (files | images).items():
+        for name, made in files.items():
             (home / name).parent.mkdir(parents=True, exist_ok=True)
             write_atomically(home / name, made)
         for part, endings in MADE.items():
             for path in sorted((home / part).glob("*")) if figures is not None else ():
-                if path.suffix in endings and f"{part}/{path.name}" not in files | images:
+                if path.suffix in endings and f"{part}/{path.name}" not in files:
                     path.unlink()
     except OSError as error:
-        raise RunRecordError(
-            Path(error.filename or home),
-            f"cannot be written: {error.strerror}",
-            "Give yourself the right to write there, make room, or copy the runs elsewhere and report those.",
-        ) from error
+        advice = "Give yourself the right to write there, make room, or copy the runs elsewhere and report those."
+        said = f"cannot be written: {error.strerror}"
+        raise RunRecordError(Path(error.filename or home), said, advice) from error
     return home / ("report.md" if figures is None else "report.html")
 
 
-def _judged_from(comparison: Comparison) -> str:
+def _judged_on(comparison: Comparison) -> str:
     """What the name of the result leaves open, to stand behind it."""
-    if not comparison.tested:
-        return ""
-    return f", {comparison.tested_weights}; curves and matching are of the evaluation set"
+    tested = f", {comparison.tested_weights}; curves and matching are of the evaluation set"
+    return tested if comparison.tested else ""
 
 
 def _facts(comparison: Comparison) -> dict[str, str]:
-    metric = comparison.result
+    """What ran, and what it is judged by."""
+    metric, data = comparison.result, next((run.part("data") for run in comparison.runs if run.part("data")), {})
     facts = {
         "Recipe": f"{comparison.recipe or 'not recorded'}, scale {comparison.scale or 'not recorded'}",
-        "Data": data_of(comparison),
+        "Data": str(data.get("description") or data.get("name") or "not recorded"),
         "Model": str(comparison.runs[0].part("model").get("name") or "not recorded"),
-        "Judged by": f"{metric.name}, {metric.better}{_judged_from(comparison)}",
+        "Judged by": f"{metric.name}, {metric.better}{_judged_on(comparison)}",
         "Seeds": f"{', '.join(map(str, comparison.seeds))}; baseline {comparison.baseline}",
     }
     return facts | ({"Notes": comparison.notes} if comparison.notes else {})
 
 
+def provenance_table(comparison: Comparison) -> Table:
+    """With which versions, on what, and with which settings the runs were made: what they share, where they differ."""
+    runs = comparison.runs
+    rows = [
+        (f"{part}: {key}", plain_setting(value))
+        for part in ("data", "model")
+        for key, value in sorted(runs[0].part(part).items())
+    ]
+    sessions = _shared([session for run in runs for session in run.sessions])
+    rows += [(f"session: {key}", text) for key, text in sessions if key not in ("started", "resumed_at_step")]
+    if resumed := sum(len(run.sessions) > 1 for run in runs):
+        rows.append(("resumed runs", str(resumed)))
+    rows += [(f"recipe: {key}", text) for key, text in _shared([run.part("config") for run in runs])]
+    return Table("provenance", "Versions, machine and settings", ("item", "value"), tuple(rows), (), frozenset({0, 1}))
+
+
+def _shared(mappings: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Settings of several runs with dotted names, and which of their values differ."""
+    flat = [{".".join(path): plain_setting(value) for path, value in leaves_of(mapping)} for mapping in mappings]
+    found = []
+    for key in sorted({key for settings in flat for key in settings}):
+        values = list(dict.fromkeys(settings.get(key, "not set") for settings in flat))
+        more = f" and {len(values) - MOST_SHOWN} more" if len(values) > MOST_SHOWN else ""
+        differing = f"differs between runs: {'; '.join(values[:MOST_SHOWN])}{more}"
+        found.append((key, values[0] if len(values) == 1 else differing))
+    return found
+
+
 def render_markdown(content: Content) -> str:
     """Markdown of a comparison, to stand beside the folders `figures` and `tables`; without figures, to stand alone."""
-    analysis, comparison, metric = content.analysis, content.comparison, content.comparison.result
-    recipe = f"Recipe {comparison.recipe or 'not recorded'}, scale {comparison.scale or 'not recorded'}"
-    judged = f"judged by {metric.name} ({metric.better}){_judged_from(comparison)}"
-    seeds = f"seeds {', '.join(map(str, comparison.seeds))}; baseline {comparison.baseline}."
-    findings = find_findings(analysis)
+    analysis, comparison = content.analysis, content.analysis.comparison
+    facts, findings = _facts(comparison), find_findings(analysis)
+    judged = f"{comparison.result.name} ({comparison.result.better}){_judged_on(comparison)}"
     lines = [
         f"# {plain_markdown(comparison.title)}", "", f"**{plain_markdown(bottom_line(analysis))}**", "",
-        plain_markdown(f"{recipe}; data: {data_of(comparison)}; {judged}; {seeds}"), "",
+        plain_markdown(
+            f"Recipe {facts['Recipe']}; data: {facts['Data']}; judged by {judged}; seeds {facts['Seeds']}."
+        ), "",
         *(("With plots to point at: [report.html](report.html).", "") if content.figures else ()),
         *((plain_markdown(comparison.notes), "") if comparison.notes else ()),
         *(("## Findings", "", *(f"- {plain_markdown(finding)}" for finding in findings), "") if findings else ()),
@@ -187,8 +211,7 @@ def render_markdown(content: Content) -> str:
     for table in content.tables:
         link = [f"[CSV](tables/{table.name}.csv)", ""] if content.figures else []
         lines += [f"## {table.title}", "", table_markdown(table), "", *link]
-    lines += samples_markdown(content.samples)
-    lines += detections_markdown(content.pictures)
+    lines += [*samples_markdown(content.samples), *detections_markdown(content.pictures)]
     lines += ["## Figures", ""] if content.figures else []
     for figure in content.figures or ():
         title = plain_markdown(figure.title)
@@ -203,21 +226,21 @@ def render_page(content: Content) -> str:
 
     Raises: MissingExtraError if plotly or jinja2 is not installed.
     """
-    plotly_source()
-    comparison, metric = content.comparison, content.comparison.result
+    comparison, metric = content.analysis.comparison, content.analysis.comparison.result
     tabs: dict[str, list[Part]] = {title: [] for title in TABS}
     drawings: dict[str, Plot] = {}
     tabs["Summary"].append({"kind": "bottom line", "text": bottom_line(content.analysis)})
     tabs["Runs"].append({"kind": "facts", "facts": _facts(comparison)})
     for figure in content.figures or ():
-        tabs[figure.section].append(figure_part(figure, drawings))
+        tabs[figure.section].append(_figure_part(figure, drawings))
     for table in content.tables:
         shown = without_empty_columns(table)
         tabs[TABLE_TABS.get(table.name, "Runs")].append({"kind": "table", "table": shown, "title": table.title})
     if findings := find_findings(content.analysis):
         tabs["Summary"].append({"kind": "list", "fold": "What else the numbers say", "lines": findings})
     for prompt, samples in content.samples.items():
-        tabs["Samples"].append({"kind": "samples", "title": sample_heading(prompt), "samples": samples})
+        title = "With a beginning" if prompt else "Without a beginning"
+        tabs["Samples"].append({"kind": "samples", "title": title, "samples": samples})
     tabs["Detections"] += detection_parts(content.pictures)
     tabs["Runs"].append({"kind": "table", "fold": content.provenance.title, "table": content.provenance})
     return render(
@@ -225,28 +248,62 @@ def render_page(content: Content) -> str:
         title=comparison.title,
         lead=f"Judged by {metric.name}, {metric.better}; {show_seeds(len(comparison.seeds))}; baseline "
         f"{comparison.baseline}; scale {comparison.scale or 'not recorded'}.",
-        tabs=[(title, TABS[title], parts) for title, parts in tabs.items() if parts or title not in OPTIONAL],
+        tabs=[(title, OPTIONAL.get(title), parts) for title, parts in tabs.items() if parts or title not in OPTIONAL],
         measured=any(content.analysis.heads.values()),
         num_colours=NUM_COLOURS,
         drawings=drawings,
+        plotly=_plotly_source(),
     )
 
 
-def figure_part(figure: Figure, drawings: dict[str, Plot]) -> Part:
+def _figure_part(figure: Figure, drawings: dict[str, Plot]) -> Part:
     """A figure of the page; its plots are added to the drawings."""
-    name, boxes = figure.name.replace("_", "-"), []
+    name, boxes, drawn = figure.name.replace("_", "-"), [], set()
     for at, (title, plot) in enumerate(plots(figure)):
         drawings[f"{name}-{at}"] = plot
+        drawn |= {trace["meta"] for trace in plot["data"] if "meta" in trace}
         label = f"{figure.title}: {title}" if title else figure.title
         boxes.append({"id": f"{name}-{at}", "title": title, "label": label})
-    drawn = sorted({trace["meta"] for box in boxes for trace in drawings[box["id"]]["data"] if "meta" in trace})
     return {
-        "kind": "figure",
-        "id": f"figure-{name}",
-        "title": figure.title,
-        "fold": FOLDED.get(figure.name, ""),
-        "caption": figure.caption,
-        "boxes": boxes,
-        "legend": [(at, figure.methods[at]) for at in drawn if figure.kind == "lines"],
+        "kind": "figure", "id": f"figure-{name}", "title": figure.title, "caption": figure.caption, "boxes": boxes,
+        "legend": [(at, figure.methods[at]) for at in sorted(drawn) if figure.kind == "lines"],
         "layout": "wide" if len(boxes) == 1 else "two" if figure.kind == "maps" else "",
-    }
+    }  # fmt: skip
+
+
+def render(template: str, **context: Any) -> str:
+    """Text of a page from one of the `templates`, which escapes all that it shows.
+
+    Raises: MissingExtraError if jinja2 is not installed.
+    """
+    return environment().get_template(template).render(**context)
+
+
+@cache
+def environment() -> Environment:
+    """Where templates are found and how they are read."""
+    try:
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+        from markupsafe import Markup
+    except ImportError as error:
+        raise MissingExtraError("jinja2", "report") from error
+    made = Environment(
+        loader=PackageLoader("wellcond.lab.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    made.globals["asset"] = lambda name: Markup(asset(name))
+    made.filters["visible"] = visible
+    made.filters["px"] = lambda value: f"{value:.6g}"
+    made.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return made
+
+
+def _plotly_source() -> str:
+    """The plotting library, to be part of the page."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise MissingExtraError("plotly", "report") from error
+    source: str = get_plotlyjs()
+    assert "</script" not in source.lower(), "plotly's own text would end the script element"
+    return source

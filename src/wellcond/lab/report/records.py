@@ -1,4 +1,7 @@
-"""One stored run: its record and its rows, from files that may be damaged or hostile. Nothing in them is executed."""
+"""One stored run: its record and its rows, from files that may be damaged or hostile. Nothing in them is executed.
+
+A packed run (`wellcond pack`) is one file: what runs share is stored once for their comparison, and rows are columns.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,28 @@ from pathlib import Path
 from typing import Any
 
 from wellcond.errors import WellcondError
-from wellcond.lab.report.packed import PACKED, merge, to_rows, unpack_heads
-from wellcond.lab.report.values import MISSING, number, show
+from wellcond.lab.report.table import MISSING, number, show
 from wellcond.run_records import CHECKSUM, COMPLETE, CORRELATIONS, SCHEMA, find_change, find_problem, matches
+
+Rows = list[dict[str, Any]]
+Keys = tuple[str, ...]
 
 REPEAT = "Restore it, or delete {} and repeat the run."
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters that a terminal would obey; tabs and line ends are not among them."""
 NOT_COMPARED = frozenset({"method", "seed", "title", "description", "checkpoint", "logging", "workers"})
 """Settings that differ between the runs of a comparison, or change no number."""
+PACKED = "wellcond-packed-run"
+ROLES = ("q", "k", "v")
+JACOBIAN = ("condition_number", "pseudo_condition_number", "papers_bound_log10", "bound_log10", "status")
+KAPPAS, LARGEST, SMALLEST = (
+    tuple(f"{prefix}{what}_{role}" for prefix in ("", "raw_") for role in ROLES)
+    for what in ("kappa", "sigma_max", "sigma_min")
+)
+ARITHMETIC = ("normalised_entropy", "diagonal_mass", "dead")
+MEASURED = ("step", "epoch", "layer", "head", *JACOBIAN, *ARITHMETIC, *KAPPAS, *LARGEST, *SMALLEST)
+COPIES = {"condition_number": "pseudo_condition_number", **{f"raw_{key}": key for key in (*KAPPAS[:3], *LARGEST[:3])}}
+"""Columns that are often equal to another, and then stored once."""
 
 
 class RunRecordError(WellcondError, ValueError):
@@ -52,9 +68,11 @@ class Metric:
         return 100.0 if self.percent else 1.0
 
     @property
-    def limits(self) -> tuple[float, float] | None:
-        """Smallest and largest number that can be shown; None where there is no largest."""
-        return (-self.scale if self.name in CORRELATIONS else 0.0, self.scale) if self.percent else None
+    def limits(self) -> tuple[float, float]:
+        """Smallest and largest number that can be shown, as far as that is known."""
+        if not self.percent:
+            return -math.inf, math.inf
+        return -self.scale if self.name in CORRELATIONS else 0.0, self.scale
 
     @property
     def unit(self) -> str:
@@ -85,7 +103,7 @@ class Metric:
             '-0.5'
         """
         shown = show(value * self.scale, 4)
-        if shown == MISSING or abs(value) == float("inf"):
+        if shown == MISSING or abs(value) == math.inf:
             return shown
         if self.percent:
             shown = f"{value * self.scale:.2f}"
@@ -99,7 +117,7 @@ class Run:
     folder: Path
     record: dict[str, Any]
     packed: Mapping[str, Any] | None = None
-    """Columns of a packed run, which has no other files; see `packed`."""
+    """Columns of a packed run, which has no other files."""
 
     @property
     def file(self) -> Path:
@@ -152,7 +170,7 @@ class Run:
         A finished run whose metric is not finite has diverged. `running` in a record that is only read means killed.
         """
         if self.status == "finished":
-            return "finished" if abs(self.value) < float("inf") else "diverged"
+            return "finished" if abs(self.value) < math.inf else "diverged"
         return self.status if self.status in ("diverged", "failed") else "partial"
 
     @property
@@ -166,25 +184,22 @@ class Run:
         return bool(self.sessions) and all(session.get("alone") is True for session in self.sessions)
 
     @cached_property
-    def steps(self) -> list[dict[str, Any]]:
+    def steps(self) -> Rows:
         """Rows of training."""
         return self._rows("steps", ("step",), required=True)
 
     @cached_property
-    def evaluations(self) -> list[dict[str, Any]]:
+    def evaluations(self) -> Rows:
         """Rows of evaluation."""
         rows, name = self._rows("evaluations", ("step",), required=True), self.metric.name
         if self.status == "finished" and rows and rows[-1].get(name) != self.record["final"][name]:
-            raise RunRecordError(
-                self.file,
-                f"has {name} {self.value} at the end, but the last row of evaluations.jsonl has "
-                f"{rows[-1].get(name)}: one of them was changed",
-                REPEAT.format(self.folder),
-            )
+            other = f"the last row of evaluations.jsonl has {rows[-1].get(name)}: one of them was changed"
+            said = f"has {name} {self.value} at the end, but {other}"
+            raise RunRecordError(self.file, said, REPEAT.format(self.folder))
         return rows
 
     @property
-    def conditioning(self) -> list[dict[str, Any]]:
+    def conditioning(self) -> Rows:
         """Rows of measured heads; empty if nothing was measured. Read anew each time, since there can be very many."""
         return self._rows("conditioning", ("step", "layer", "head"), required=False)
 
@@ -197,15 +212,13 @@ class Run:
             for _, record in sorted(self.packed.get("fine_tuned", {}).items()):
                 yield self.file, record | {"sessions": list(record.get("sessions", {}).values())}
 
-    def _rows(self, name: str, keys: tuple[str, ...], *, required: bool) -> list[dict[str, Any]]:
+    def _rows(self, name: str, keys: Keys, *, required: bool) -> Rows:
         if self.packed is not None:
-            columns = self.packed.get(name) or {}
             try:
-                return unpack_heads(columns) if name == "conditioning" else to_rows(columns)
+                return _unpack_rows(self.packed.get(name) or {})
             except (ValueError, TypeError, AttributeError, KeyError) as error:
-                raise RunRecordError(
-                    self.file, f"its {name} cannot be read: {error}", "Pack the runs again."
-                ) from error
+                said = f"its {name} cannot be read: {error}"
+                raise RunRecordError(self.file, said, "Pack the runs again.") from error
         path, advice, complete = self.folder / f"{name}.jsonl", REPEAT.format(self.folder), self.status in COMPLETE
         mark = self.record.get("logs", {}).get(path.name)
         if not path.is_file():
@@ -238,13 +251,64 @@ def _parsed_one_by_one(path: Path, lines: list[str], complete: bool, advice: str
             raise RunRecordError(path, f"row {at + 1} of {len(lines)} is not JSON ({error})", advice) from error
 
 
-def read_packed(path: Path, shared: Mapping[str, Any], mark: str) -> Run:
-    """A packed run.
+def _unpack_rows(columns: Mapping[str, Any]) -> Rows:
+    """Rows from packed columns; of heads, with the columns that follow from others.
 
-    Args:
-        path: its file.
-        shared: what all runs of its comparison share.
-        mark: checksum of `shared`, which the file must have been packed with.
+    Raises: ValueError if columns are not of one length.
+    """
+    copies = {key: columns[COPIES[key]] for key in columns.get("copies", ())}
+    stored = {key: value for key, value in columns.items() if key not in ("rows", "copies")} | copies
+    spread = [spread_column(value, columns.get("rows", 0)) for value in stored.values()]
+    rows = [dict(zip(stored, values, strict=True)) for values in zip(*spread, strict=True)]
+    for kappa, largest, smallest in zip(KAPPAS, LARGEST, SMALLEST, strict=True):
+        if smallest in stored or kappa not in stored or largest not in stored:
+            continue
+        for row in rows:
+            if row[kappa] is not None and row[largest] is not None:
+                row[smallest] = number(row[largest]) / number(row[kappa])
+    return rows
+
+
+def spread_column(value: Any, count: int) -> list[Any]:
+    """Values of a packed column, as many as there are rows.
+
+    Raises: ValueError if there are more or fewer.
+    """
+    values = value if isinstance(value, list) else [value] * count
+    if len(values) != count:
+        raise ValueError(f"expected {count} rows in each column")
+    return values
+
+
+def merge(shared: Mapping[str, Any], rest: Mapping[str, Any]) -> dict[str, Any]:
+    """A record from what all share and what is its own."""
+    absent = {tuple(path) for path in rest.get("absent", ())}
+    leaves = {path: leaf for path, leaf in leaves_of(shared) if path not in absent}
+    return nested(leaves | dict(leaves_of({key: value for key, value in rest.items() if key != "absent"})))
+
+
+def leaves_of(value: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """Everything that is no mapping, by its keys; empty mappings too."""
+    if isinstance(value, Mapping) and (value or not path):
+        for key, inner in value.items():
+            yield from leaves_of(inner, (*path, str(key)))
+    else:
+        yield path, value
+
+
+def nested(leaves: Mapping[Keys, Any]) -> dict[str, Any]:
+    """Mappings of mappings from `leaves_of`."""
+    made: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        place = made
+        for key in path[:-1]:
+            place = place.setdefault(key, {})
+        place[path[-1]] = leaf
+    return made
+
+
+def read_packed(path: Path, shared: Mapping[str, Any], mark: str) -> Run:
+    """A packed run, from its file and what all runs of its comparison share, with the checksum of that.
 
     Raises: RunRecordError if it was changed, or packed with another comparison, or holds scores that cannot be.
     """

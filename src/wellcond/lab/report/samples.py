@@ -12,15 +12,14 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import Any
+from itertools import cycle, groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.records import Run, RunRecordError
-from wellcond.lab.report.render import visible
-from wellcond.lab.report.table import plain_markdown
+from wellcond.lab.report.table import plain_markdown, visible
 from wellcond.run_lengths import read_counts
 
 WIDTH = 100
@@ -48,27 +47,17 @@ def _shown_runs(comparison: Comparison, *, images: bool) -> Iterator[Run]:
                 break
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """One text of one run."""
 
     title: str
     """Which run wrote it."""
-    prompt: str
-    text: str
-    """Begins with the prompt, as far as the tokeniser gives it back unchanged."""
-    problem: str = ""
+    given: str
+    """The prompt, where the tokeniser gives it back unchanged."""
+    continued: str
+    """What the model wrote."""
+    problem: str
     """Why there is no text."""
-
-    @property
-    def given(self) -> str:
-        """The prompt, where the text begins with it."""
-        return self.prompt if self.text.startswith(self.prompt) else ""
-
-    @property
-    def continued(self) -> str:
-        """What the model wrote."""
-        return self.text[len(self.given) :]
 
 
 def find_samples(comparison: Comparison) -> dict[str, list[Sample]]:
@@ -80,20 +69,17 @@ def find_samples(comparison: Comparison) -> dict[str, list[Sample]]:
     for run in _shown_runs(comparison, images=False):
         try:
             for row in run.record["samples"]:
-                title, problem = f"{run.method}, seed {run.seed}", row.get("problem", "")
-                sample = Sample(title, row["prompt"], "" if problem else row["text"], problem)
-                if not all(isinstance(said, str) for said in (sample.prompt, sample.text, sample.problem)):
+                prompt, problem = row["prompt"], row.get("problem", "")
+                text = "" if problem else row["text"]
+                if not all(isinstance(said, str) for said in (prompt, text, problem)):
                     raise TypeError
-                found.setdefault(sample.prompt, []).append(sample)
+                given = prompt if text.startswith(prompt) else ""
+                sample = Sample(f"{run.method}, seed {run.seed}", given, text.removeprefix(given), problem)
+                found.setdefault(prompt, []).append(sample)
         except (TypeError, KeyError, AttributeError) as error:
             said = "expected 'samples' to be a list of {prompt, text}"
             raise RunRecordError(run.folder / "run.json", said, "Repeat the run.") from error
     return found
-
-
-def sample_heading(prompt: str) -> str:
-    """Heading of the texts with a prompt."""
-    return "With a beginning" if prompt else "Without a beginning"
 
 
 def samples_markdown(samples: dict[str, list[Sample]]) -> Iterator[str]:
@@ -102,17 +88,18 @@ def samples_markdown(samples: dict[str, list[Sample]]) -> Iterator[str]:
         return
     yield from ("## Samples", "", "What the models write after training, from the same random numbers.", "")
     for prompt, of_prompt in samples.items():
-        shown = f": {plain_markdown(visible(prompt))}" if prompt else ""
-        yield from (f"### {sample_heading(prompt)}{shown}", "")
+        shown = f"With a beginning: {plain_markdown(visible(prompt))}" if prompt else "Without a beginning"
+        yield from (f"### {shown}", "")
         for sample in of_prompt:
             title = plain_markdown(sample.title)
             if sample.problem:
                 yield from (f"{title}: nothing was written ({plain_markdown(visible(sample.problem))})", "")
                 continue
-            lines = [line.expandtabs(4) for line in visible(sample.text).split("\n")]
+            text = sample.given + sample.continued
+            lines = [line.expandtabs(4) for line in visible(text).split("\n")]
             wrapped = [textwrap.wrap(x, WIDTH, drop_whitespace=False, replace_whitespace=False) or [""] for x in lines]
             # Fences longer than any in the text.
-            fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", sample.text)), 0)
+            fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 0)
             yield from (f"{title}:", "", f"{fence}text", *(part for parts in wrapped for part in parts), fence, "")
 
 
@@ -165,12 +152,9 @@ def find_pictures(comparison: Comparison) -> list[Picture]:
                 found = [_read_detection(entry, picture, scored=True) for entry in row["predictions"]]
                 shared = pictures.setdefault(int(row["image_id"]), picture)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise RunRecordError(
-                    run.folder / "run.json",
-                    "expected 'samples' to be images with image_id, file_name, size, jpeg, truth and predictions; "
-                    f"entry {at} is not ({type(error).__name__}: {error})",
-                    "Repeat the run.",
-                ) from error
+                said = "expected 'samples' to be images with image_id, file_name, size, jpeg, truth and predictions; "
+                said += f"entry {at} is not ({type(error).__name__}: {error})"
+                raise RunRecordError(run.folder / "run.json", said, "Repeat the run.") from error
             shared.predictions[f"{run.method}, seed {run.seed}"] = found
     return list(pictures.values())
 
@@ -215,7 +199,7 @@ def detection_parts(pictures: Sequence[Picture]) -> Iterator[dict[str, Any]]:
             listed.append((title, note, shown))
         # Categories of the truth first; colours come round again after eight.
         categories = dict.fromkeys(found.category for _, _, objects in listed for found in objects)
-        colours = {category: COLOURS[place % len(COLOURS)] for place, category in enumerate(categories)}
+        colours = dict(zip(categories, cycle(COLOURS), strict=False))
         panels = [
             {
                 "title": title, "note": note, "words": ", ".join(found.label for found in objects) or note,

@@ -11,12 +11,21 @@ import numpy as np
 from scipy.special import stdtr, stdtrit  # scipy.stats takes seconds to import
 
 from wellcond.lab.report.load_runs import Comparison
+from wellcond.lab.report.records import Metric
+from wellcond.lab.report.table import INFINITE, MISSING, PLUS_MINUS, Values, show, show_share
 
 LEVEL = 0.95
 FEWEST_SEEDS = 3
 FEWEST_FOR_BOOTSTRAP = 5
 NUM_DRAWS = 10_000
 BOOTSTRAP_SEED = 0
+REQUIRED = (
+    (("conditioned", ""), ("mimetic", "")),
+    (("conditioned", ""), ("gaussian", "")),
+    (("default", "identity"), ("default", "")),
+    (("default", "polar"), ("default", "identity")),
+)
+"""First minus second, each as (init, condition): what the papers' claims rest on."""
 
 Interval = tuple[float, float]
 
@@ -42,15 +51,14 @@ class Summary:
         """Sample standard deviation, divisor n - 1; NaN below two values."""
         return sample_std(list(self.values.values()))
 
-    @property
-    def minimum(self) -> float:
-        """Smallest value."""
-        return min(self.values.values(), default=math.nan)
+    def show(self, metric: Metric) -> str:
+        """Mean and standard deviation, the latter where there is one."""
+        return metric.show(self.mean) + ("" if math.isnan(self.std) else f" {PLUS_MINUS} {metric.show(self.std)}")
 
-    @property
-    def maximum(self) -> float:
-        """Largest value."""
-        return max(self.values.values(), default=math.nan)
+    def columns(self, metric: Metric) -> Values:
+        """The numbers for programs."""
+        scale = metric.scale
+        return {"metric": metric.label, "n": self.count, "mean": self.mean * scale, "sd": self.std * scale}
 
 
 @dataclass(frozen=True)
@@ -71,18 +79,42 @@ class PairedDifference(Summary):
 
     @property
     def bootstrap(self) -> Interval | None:
-        """95 % percentile interval of 10,000 draws; None below five seeds."""
-        return bootstrap_interval(list(self.values.values()))
+        """95 % percentile interval of the mean over 10,000 draws with a fixed seed; None below five seeds."""
+        if self.count < FEWEST_FOR_BOOTSTRAP:
+            return None
+        chosen = np.random.default_rng(BOOTSTRAP_SEED).integers(0, self.count, (NUM_DRAWS, self.count))
+        draws = np.array(list(self.values.values()))[chosen].mean(1)
+        low, high = np.quantile(draws, [0.5 - LEVEL / 2, 0.5 + LEVEL / 2])
+        return float(low), float(high)
 
     @property
     def p(self) -> float | None:
         """Two-sided paired t test; None below three seeds, or where all differences are equal."""
-        return paired_p(list(self.values.values()))
+        if self.count < FEWEST_SEEDS or self.without_spread:
+            return None
+        mean = float(np.mean(list(self.values.values())))
+        return float(2 * stdtr(self.count - 1, -abs(mean) / self.std * math.sqrt(self.count)))
 
     @property
     def without_spread(self) -> bool:
         """All differences are equal: the t test has nothing to divide by."""
         return self.count >= FEWEST_SEEDS and self.std == 0
+
+    def show(self, metric: Metric) -> str:
+        """Mean and interval, the latter where there is one."""
+        return metric.show(self.mean, sign=True) + (f" {show_interval(self.interval, metric)}" if self.interval else "")
+
+    def columns(self, metric: Metric) -> Values:
+        """The numbers for programs; empty without pairs."""
+        found: Values = {
+            "difference": self.mean * metric.scale, "difference_sd": self.std * metric.scale,
+            **interval_values(self.interval, metric.scale), "relative": self.relative, "p": self.p,
+            "p_holm": self.p_holm,
+        }  # fmt: skip
+        return {"pairs": self.count} | (found if self.count else dict.fromkeys(found))
+
+
+NO_PAIRS = PairedDifference({}, "", "", math.nan)
 
 
 @dataclass(frozen=True)
@@ -106,6 +138,14 @@ class LogSummary:
         """Smaller is better conditioned: fewer infinite values first, then the mean of the finite ones."""
         return self.infinite_share, self.geometric_mean if self.finite else math.inf
 
+    def show(self, *, interval: bool = False) -> str:
+        """The mean, and the share of infinite values, which are in no mean."""
+        if not self.finite:
+            return INFINITE if self.infinite else MISSING
+        ends = f" [{show(self.interval[0])}, {show(self.interval[1])}]" if interval and self.interval else ""
+        share = f" ({INFINITE} in {show_share(self.infinite_share)})" if self.infinite else ""
+        return f"{show(self.geometric_mean)}{ends}{share}"
+
 
 def sample_std(values: Sequence[float]) -> float:
     """Sample standard deviation; exactly zero where values differ by rounding only.
@@ -128,26 +168,6 @@ def t_interval(values: Sequence[float]) -> Interval | None:
     mean, half = float(np.mean(values)), sample_std(values) / math.sqrt(len(values))
     half *= float(stdtrit(len(values) - 1, 0.5 + LEVEL / 2))
     return mean - half, mean + half
-
-
-def bootstrap_interval(values: Sequence[float]) -> Interval | None:
-    """95 % percentile interval of the mean over 10,000 draws with a fixed seed; None below five values."""
-    if len(values) < FEWEST_FOR_BOOTSTRAP:
-        return None
-    generator = np.random.default_rng(BOOTSTRAP_SEED)
-    draws = np.asarray(values, dtype=float)[generator.integers(0, len(values), (NUM_DRAWS, len(values)))].mean(1)
-    low, high = np.quantile(draws, [0.5 - LEVEL / 2, 0.5 + LEVEL / 2])
-    return float(low), float(high)
-
-
-def paired_p(values: Sequence[float]) -> float | None:
-    """Two-sided p of a paired t test on differences; see `PairedDifference.p`."""
-    if len(values) < FEWEST_SEEDS:
-        return None
-    std, mean = sample_std(values), float(np.mean(values))
-    if std == 0:
-        return None
-    return float(2 * stdtr(len(values) - 1, -abs(mean) / std * math.sqrt(len(values))))
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
@@ -183,12 +203,6 @@ def correct(differences: Iterable[PairedDifference]) -> list[PairedDifference]:
     return [replace(d, p_holm=p) for d, p in zip(listed, holm([d.p for d in listed]), strict=True)]
 
 
-def differences_to_baseline(comparison: Comparison, summaries: Mapping[str, Summary]) -> dict[str, PairedDifference]:
-    """Every method minus the baseline, corrected over the methods."""
-    pairs = [(method, comparison.baseline) for method in comparison.methods if method != comparison.baseline]
-    return {difference.method: difference for difference in differences_of(comparison, summaries, pairs)}
-
-
 def differences_of(
     comparison: Comparison, summaries: Mapping[str, Summary], pairs: Sequence[tuple[str, str]]
 ) -> list[PairedDifference]:
@@ -197,6 +211,12 @@ def differences_of(
     return correct(
         compare_paired(a, summaries[a].values, b, summaries[b].values, higher_is_better=better) for a, b in pairs
     )
+
+
+def differences_to_baseline(comparison: Comparison, summaries: Mapping[str, Summary]) -> dict[str, PairedDifference]:
+    """Every method minus the baseline, corrected over the methods."""
+    pairs = [(method, comparison.baseline) for method in comparison.methods if method != comparison.baseline]
+    return {difference.method: difference for difference in differences_of(comparison, summaries, pairs)}
 
 
 def required_differences(
@@ -212,15 +232,6 @@ def required_differences(
         same = [pair for pair in pairs if pair[1] == second]
         found |= dict(zip(same, differences_of(comparison, summaries, same), strict=True))
     return [found[pair] for pair in pairs]
-
-
-# First minus second, each as (init, condition): what the papers' claims rest on.
-REQUIRED = (
-    (("conditioned", ""), ("mimetic", "")),
-    (("conditioned", ""), ("gaussian", "")),
-    (("default", "identity"), ("default", "")),
-    (("default", "polar"), ("default", "identity")),
-)
 
 
 def required_pairs(comparison: Comparison) -> list[tuple[str, str]]:
@@ -269,5 +280,27 @@ def summarise_logs(values: Iterable[float]) -> LogSummary:
     mean = 10 ** (math.fsum(logs) / len(logs)) if logs else math.nan
     around = t_interval(logs)
     interval = None if around is None else (10 ** around[0], 10 ** around[1])
-    infinite = sum(value == math.inf for value in listed)
-    return LogSummary(mean, interval, len(logs), len(listed), infinite)
+    return LogSummary(mean, interval, len(logs), len(listed), sum(value == math.inf for value in listed))
+
+
+def show_interval(interval: Interval | None, metric: Metric) -> str:
+    """An interval of a difference."""
+    return MISSING if interval is None else f"[{', '.join(metric.show(end, sign=True) for end in interval)}]"
+
+
+def show_p(p: float | None) -> str:
+    """A p value; never zero."""
+    if p is None:
+        return MISSING
+    return "< 0.0001" if p < 1e-4 else f"{p:.4f}" if p < 0.1 else f"{p:.2f}"
+
+
+def interval_values(interval: Interval | None, scale: float = 1.0, prefix: str = "") -> Values:
+    """Both ends of an interval.
+
+    Example:
+        >>> interval_values((0.01, 0.02), 100)
+        {'low': 1.0, 'high': 2.0}
+    """
+    low, high = interval or (math.nan, math.nan)
+    return {f"{prefix}low": low * scale, f"{prefix}high": high * scale}

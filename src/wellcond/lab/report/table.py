@@ -1,26 +1,31 @@
-"""Tables as data, as markdown and as CSV (as HTML: the template `table.html`), and how statistics look in them."""
+"""Tables as data, as markdown and as CSV (as HTML: the template `table.html`), and how numbers look in them.
+
+Numbers of stored records may be text ("inf", "nan"), since JSON has neither.
+"""
 
 from __future__ import annotations
 
 import csv
 import html
 import io
+import json
 import math
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-
-from wellcond.lab.report.records import Metric
-from wellcond.lab.report.statistics import Interval, LogSummary, PairedDifference, Summary
-from wellcond.lab.report.values import INFINITE, MISSING, plain_number, show
-from wellcond.lab.report.verdicts import Verdict
+from typing import Any
 
 Value = str | int | float | None
 Values = dict[str, Value]
 Cell = str | tuple[str, Values]
 """What is shown, and the numbers behind it, each by its name in a file for programs."""
+MISSING = "\N{EN DASH}"
+INFINITE = "\N{INFINITY}"
 PLUS_MINUS = "\N{PLUS-MINUS SIGN}"
+FORMULA = re.compile(r"[=@\t\r]|[+-][A-Za-z(]")
+"""How a text begins that a spreadsheet would compute; +1.5 and -0.3 are numbers."""
 
 
 @dataclass(frozen=True)
@@ -88,15 +93,10 @@ def table_markdown(table: Table) -> str:
         |:---|---:|
         | x\|y | 1 |
     """
+    lines = ["| " + " | ".join(map(plain_markdown, row)) + " |" for row in (table.header, *table.rows)]
     rules = [":---" if at in table.text_columns else "---:" for at in range(len(table.header))]
-    lines = [
-        "| " + " | ".join(map(plain_markdown, table.header)) + " |",
-        "|" + "|".join(rules) + "|",
-        *("| " + " | ".join(map(plain_markdown, row)) + " |" for row in table.rows),
-    ]
-    if table.notes:
-        lines += ["", *(f"- {plain_markdown(note)}" for note in table.notes)]
-    return "\n".join(lines)
+    notes = ["", *(f"- {plain_markdown(note)}" for note in table.notes)] if table.notes else []
+    return "\n".join([lines[0], "|" + "|".join(rules) + "|", *lines[1:], *notes])
 
 
 def plain_markdown(text: str) -> str:
@@ -115,71 +115,67 @@ def table_csv(table: Table) -> str:
     if not table.values:
         return csv_text(table.header, table.rows)
     columns = list(dict.fromkeys(name for row in table.values for name in row))
-    return csv_text(columns, ([_cell(row.get(name)) for name in columns] for row in table.values))
+    return csv_text(columns, ([row.get(name) for name in columns] for row in table.values))
 
 
-def _cell(value: Value) -> str:
-    return value if isinstance(value, str) else "" if value is None else plain_number(float(value))
-
-
-FORMULA = re.compile(r"[=@\t\r]|[+-][A-Za-z(]")
-"""How a text begins that a spreadsheet would compute; +1.5 and -0.3 are numbers."""
-
-
-def csv_text(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    r"""CSV of texts; one that a spreadsheet would take for a formula begins with an apostrophe.
+def csv_text(header: Iterable[str], rows: Iterable[Iterable[Value]]) -> str:
+    r"""CSV; a text that a spreadsheet would take for a formula begins with an apostrophe.
 
     Example:
-        >>> csv_text(["method", "gain"], [["=HYPERLINK(x)", "-0.3"]])
+        >>> csv_text(["method", "gain"], [["=HYPERLINK(x)", -0.3]])
         "method,gain\n'=HYPERLINK(x),-0.3\n"
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(header)
-    writer.writerows([f"'{cell}" if FORMULA.match(cell) else cell for cell in row] for row in rows)
+    shown = ([cell if isinstance(cell, str) else plain_number(number(cell)) for cell in row] for row in rows)
+    writer.writerows([f"'{cell}" if FORMULA.match(cell) else cell for cell in row] for row in shown)
     return text.getvalue()
 
 
-def show_counts(outcomes: Counter[str]) -> str:
-    """Runs in means, and the others by name, with the share of runs that diverged among those that ended.
+def number(value: Any) -> float:
+    """A stored number; NaN where there is none.
 
     Example:
-        >>> show_counts(Counter({"finished": 2, "diverged": 1}))
-        '2 + 1 diverged (33 %)'
+        >>> number("inf"), number(2), number(None)
+        (inf, 2.0, nan)
     """
-    others = [f"{outcomes[name]} {name}" for name in ("diverged", "failed", "partial") if outcomes[name]]
-    if outcomes["diverged"]:
-        others[0] += f" ({show_share(outcomes['diverged'] / (outcomes['finished'] + outcomes['diverged']))})"
-    return " + ".join([str(outcomes["finished"]), *others])
+    try:
+        return math.nan if value is None else float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
-def show_interval(interval: Interval | None, metric: Metric) -> str:
-    """An interval of a difference."""
-    if interval is None:
-        return MISSING
-    return f"[{metric.show(interval[0], sign=True)}, {metric.show(interval[1], sign=True)}]"
+def finite_mean(values: Iterable[float]) -> float:
+    """Mean of the finite values; NaN if there is none."""
+    known = [value for value in values if math.isfinite(value)]
+    return math.fsum(known) / len(known) if known else math.nan
 
 
-def show_p(p: float | None) -> str:
-    """A p value; never zero."""
-    if p is None:
-        return MISSING
-    return "< 0.0001" if p < 1e-4 else f"{p:.4f}" if p < 0.1 else f"{p:.2f}"
+def log10(value: Any) -> float:
+    """Decimal logarithm; -inf of zero, NaN of what has none."""
+    x = number(value)
+    if math.isnan(x) or x < 0:
+        return math.nan
+    return -math.inf if x == 0 else math.log10(x)
 
 
-def show_mean(summary: Summary, metric: Metric) -> str:
-    """Mean and standard deviation, the latter where there is one."""
-    if math.isnan(summary.mean):
-        return MISSING
-    return metric.show(summary.mean) + ("" if math.isnan(summary.std) else f" {PLUS_MINUS} {metric.show(summary.std)}")
+def plain_number(value: float) -> str:
+    """Shortest text that reads back as the same number; empty where there is none.
+
+    Example:
+        >>> plain_number(2.0), plain_number(0.1), plain_number(math.nan)
+        ('2', '0.1', '')
+    """
+    if math.isnan(value):
+        return ""
+    return str(int(value)) if math.isfinite(value) and value == int(value) and abs(value) < 1e15 else repr(float(value))
 
 
-def show_gain(difference: PairedDifference | None, metric: Metric) -> str:
-    """A mean difference with its interval."""
-    if difference is None or not difference.count:
-        return MISSING
-    interval = "" if difference.interval is None else f" {show_interval(difference.interval, metric)}"
-    return metric.show(difference.mean, sign=True) + interval
+def show(value: Any, digits: int = 3) -> str:
+    """A number at a glance."""
+    x = number(value)
+    return MISSING if math.isnan(x) else f"{x:.{digits}g}".replace("inf", INFINITE)
 
 
 def show_known(value: float | None, form: str) -> str:
@@ -202,52 +198,51 @@ def show_share(share: float) -> str:
     return "< 1 %" if 0 < share < 0.005 else f"{100 * share:.0f} %"
 
 
-def show_kappa(summary: LogSummary, *, interval: bool = False) -> str:
-    """A mean of condition numbers, and the share of infinite ones, which are in no mean."""
-    if not summary.finite:
-        return INFINITE if summary.infinite else MISSING
-    shown = show(summary.geometric_mean)
-    if interval and summary.interval is not None:
-        shown += f" [{show(summary.interval[0])}, {show(summary.interval[1])}]"
-    return shown + (f" ({INFINITE} in {show_share(summary.infinite_share)})" if summary.infinite else "")
+def show_seeds(count: int) -> str:
+    """How many seeds there are."""
+    return "1 seed" if count == 1 else f"{count} seeds"
 
 
-def verdict_cell(verdict: Verdict | None, metric: Metric) -> Cell:
-    """One or a few words."""
-    if verdict is None:
-        return MISSING, {"verdict": ""}
-    shown: str = verdict.kind
-    if verdict.kind == "equal":
-        shown = f"equal: {verdict.reason}" if verdict.reason else f"equal within {metric.show(verdict.margin)}"
-    elif verdict.kind in ("better", "worse") and verdict.within_margin:
-        shown += f", by less than {metric.show(verdict.margin)}"
-    return shown, {"verdict": verdict.kind}
-
-
-def interval_values(interval: Interval | None, scale: float = 1.0, prefix: str = "") -> Values:
-    """Both ends of an interval.
+def show_counts(outcomes: Counter[str]) -> str:
+    """Runs in means, and the others by name, with the share of runs that diverged among those that ended.
 
     Example:
-        >>> interval_values((0.01, 0.02), 100)
-        {'low': 1.0, 'high': 2.0}
+        >>> show_counts(Counter({"finished": 2, "diverged": 1}))
+        '2 + 1 diverged (33 %)'
     """
-    low, high = interval or (math.nan, math.nan)
-    return {f"{prefix}low": low * scale, f"{prefix}high": high * scale}
+    others = [f"{outcomes[name]} {name}" for name in ("diverged", "failed", "partial") if outcomes[name]]
+    if outcomes["diverged"]:
+        others[0] += f" ({show_share(outcomes['diverged'] / (outcomes['finished'] + outcomes['diverged']))})"
+    return " + ".join([str(outcomes["finished"]), *others])
 
 
-def summary_values(summary: Summary, metric: Metric) -> Values:
-    """Mean and standard deviation over seeds."""
-    return {"metric": metric.label, "n": summary.count, "mean": summary.mean * metric.scale,
-            "sd": summary.std * metric.scale}  # fmt: skip
+def cut(label: str, longest: int = 22) -> str:
+    """A label short enough for an axis; the middle goes, since methods often differ at their ends only.
+
+    Example:
+        >>> cut("conditioned+identity(lam=10)", 18)
+        'conditio…(lam=10)'
+    """
+    half = (longest - 1) // 2
+    return label if len(label) <= longest else f"{label[:half]}…{label[-half:]}"
 
 
-def difference_values(difference: PairedDifference | None, metric: Metric) -> Values:
-    """A paired difference with its 95 % interval; empty of a method without pairs."""
-    if difference is None or not difference.count:
-        names = ("difference", "difference_sd", "low", "high", "relative", "p", "p_holm")
-        return {"pairs": 0, **dict.fromkeys(names)}
-    return {
-        "pairs": difference.count, "difference": difference.mean * metric.scale,
-        "difference_sd": difference.std * metric.scale, **interval_values(difference.interval, metric.scale),
-        "relative": difference.relative, "p": difference.p, "p_holm": difference.p_holm,
-    }  # fmt: skip
+def visible(text: str) -> str:
+    r"""The text with every character that has no picture, or turns others around, as its number; lines and tabs stay.
+
+    Example:
+        >>> visible("a" + chr(0) + "b" + chr(0x202E) + chr(10))
+        'a<U+0000>b<U+202E>\n'
+    """
+    # Control, format, surrogate, private and unassigned characters; separators of lines and paragraphs.
+    hidden = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+    return "".join(c if c in "\n\t" or unicodedata.category(c) not in hidden else f"<U+{ord(c):04X}>" for c in text)
+
+
+def plain_setting(value: Any) -> str:
+    """Text of a value; of a path only its last part, since where things lay is nobody's business."""
+    if not isinstance(value, str):
+        return json.dumps(value, sort_keys=True)
+    if re.match(r"(/|~|[A-Za-z]:[\\/]).*[^/\\]$", value):
+        return "…/" + re.split(r"[/\\]", value)[-1]
+    return value

@@ -7,29 +7,32 @@ from dataclasses import replace
 from typing import Any
 
 from wellcond.lab.report.analysis import Analysis, seconds_per_step
-from wellcond.lab.report.match import SMOOTH, show_match
-from wellcond.lab.report.packed import ROLES
-from wellcond.lab.report.records import Metric
-from wellcond.lab.report.statistics import FEWEST_SEEDS, LogSummary, Summary, summarise_logs
+from wellcond.lab.report.match import NO_GAIN, SMOOTH, show_match
+from wellcond.lab.report.records import ROLES, Metric
+from wellcond.lab.report.statistics import (
+    FEWEST_SEEDS,
+    NO_PAIRS,
+    LogSummary,
+    Summary,
+    interval_values,
+    show_interval,
+    show_p,
+    summarise_logs,
+)
 from wellcond.lab.report.table import (
+    INFINITE,
+    MISSING,
     PLUS_MINUS,
     Cell,
     Table,
-    difference_values,
-    interval_values,
+    finite_mean,
+    number,
+    show,
     show_counts,
-    show_gain,
-    show_interval,
-    show_kappa,
     show_known,
-    show_mean,
-    show_p,
     show_share,
-    summary_values,
-    verdict_cell,
 )
-from wellcond.lab.report.values import INFINITE, MISSING, finite_mean, number, show
-from wellcond.lab.report.verdicts import smallest_detectable
+from wellcond.lab.report.verdicts import NO_VERDICT, smallest_detectable
 
 STATISTICS_NOTE = (
     "std has the divisor n - 1. Intervals and p from three pairs on, the bootstrap (10,000 draws, percentile) from "
@@ -40,6 +43,7 @@ PARTS = ("training", "evaluation", "measuring", "checkpointing", "setup")
 NO_METRICS = ("step", "epoch", "loss", "train_loss", "seconds", "constant")
 """Numbers of an evaluation that are no scores."""
 KAPPA_J = "pseudo_condition_number"
+Row = dict[str, Cell]
 
 
 def build_tables(analysis: Analysis) -> list[Table]:
@@ -55,39 +59,46 @@ def _method(analysis: Analysis, method: str) -> Cell:
     return method + (" (baseline)" if method == analysis.comparison.baseline else ""), {"method": method}
 
 
-def _ratio(ratio: float, name: str) -> Cell:
-    return show_known(ratio, "{:.2f} ×"), {name: ratio}
+def _number(name: str, value: Any, digits: int = 3) -> Cell:
+    return show(value, digits), {name: number(value)}
+
+
+def _known(name: str, value: float, form: str) -> Cell:
+    return show_known(value, form), {name: value}
+
+
+def _scaled(name: str, value: float, metric: Metric, *, sign: bool = False) -> Cell:
+    return metric.show(value, sign=sign), {name: value * metric.scale}
 
 
 def summary_table(analysis: Analysis) -> Table:
     """One row per method."""
     comparison, metric, unit = analysis.comparison, analysis.comparison.result, analysis.unit
-    rows: list[dict[str, Cell]] = []
+    rows: list[Row] = []
     for method in comparison.methods:
-        summary, difference = analysis.summaries[method], analysis.differences.get(method)
+        summary, difference = analysis.summaries[method], analysis.differences.get(method, NO_PAIRS)
         last, matching = analysis.attention(method, last=True), analysis.matchings[method]
         outcomes, kappas = analysis.outcomes(method), analysis.last_jacobian(method)
-        counts = {name: outcomes[name] for name in ("finished", "diverged", "failed", "partial")}
-        to_match = {f"{unit}s_to_match": matching.mean(unit), "never_reached": matching.censored}
-        entropy = None if last is None else last.entropy
+        verdict = analysis.verdicts.get(method)
         rows.append({
             "method": _method(analysis, method),
-            "runs": (show_counts(outcomes), {**counts}),
-            f"{metric.label}, mean {PLUS_MINUS} std": (show_mean(summary, metric), summary_values(summary, metric)),
+            "runs": (show_counts(outcomes),
+                     {name: outcomes[name] for name in ("finished", "diverged", "failed", "partial")}),
+            f"{metric.label}, mean {PLUS_MINUS} std": (summary.show(metric), summary.columns(metric)),
             f"difference to {comparison.baseline} [95 % interval]": (
-                show_gain(difference, metric), difference_values(difference, metric),
+                difference.show(metric), difference.columns(metric),
             ),
-            "p (Holm)": show_p(difference.p_holm if difference else None),
-            "verdict": verdict_cell(analysis.verdicts.get(method), metric),
-            f"{unit}s to match": (matching.show(unit), {**to_match}),
+            "p (Holm)": show_p(difference.p_holm),
+            "verdict": verdict.cell(metric) if verdict else NO_VERDICT,
+            f"{unit}s to match": (
+                matching.show(unit),
+                {f"{unit}s_to_match": matching.mean(unit), "never_reached": matching.censored},
+            ),
             "κ(J) at end": (
-                show_kappa(kappas),
-                {"kappa_j": kappas.geometric_mean, "kappa_j_infinite_share": kappas.infinite_share},
+                kappas.show(), {"kappa_j": kappas.geometric_mean, "kappa_j_infinite_share": kappas.infinite_share},
             ),
-            "entropy / ln N at end": (
-                MISSING if last is None else f"{last.entropy:.2f}", {"normalised_entropy": entropy},
-            ),
-            "time of a step": _ratio(analysis.step_ratio(method), "step_time_ratio"),
+            "entropy / ln N at end": _known("normalised_entropy", last.entropy, "{:.2f}"),
+            "time of a step": _known("step_time_ratio", analysis.step_ratio(method), "{:.2f} ×"),
         })  # fmt: skip
     return Table.of("summary", "Summary by method", rows, _summary_notes(analysis), (0, 1, 5))
 
@@ -111,13 +122,11 @@ def _summary_notes(analysis: Analysis) -> list[str]:
         )
         untested = [run for run in comparison.runs if run.finished and not math.isfinite(run.test_value)]
         notes += [f"{run.method}, seed {run.seed} has no finite test score and is in no mean." for run in untested]
-    lost = sorted(
-        (run.method, run.seed, run.outcome) for run in comparison.runs if run.outcome in ("diverged", "failed")
-    )
+    lost = (run for run in comparison.runs if run.outcome in ("diverged", "failed"))
     notes += [
         f"{method}, seed {seed} {outcome}: it is counted under runs, but its last value is in no mean and its paired "
         "difference is left out, so the means of this method are of the runs that survived."
-        for method, seed, outcome in lost
+        for method, seed, outcome in sorted((run.method, run.seed, run.outcome) for run in lost)
     ]
     if partial := sum(run.outcome == "partial" for run in comparison.runs):
         notes.append(f"{partial} unfinished (partial) {'run is' if partial == 1 else 'runs are'} in no mean.")
@@ -133,32 +142,39 @@ def _summary_notes(analysis: Analysis) -> list[str]:
     return [*notes, *_time_notes(analysis)]
 
 
+def _time_notes(analysis: Analysis) -> list[str]:
+    """Why times of steps are missing."""
+    finished = [run for run in analysis.comparison.runs if run.finished]
+    runs = [run for run in finished if not run.alone]
+    if not runs:
+        return []
+    named = "" if len(runs) == len(finished) else f": {', '.join(f'{run.method}, seed {run.seed}' for run in runs)}"
+    return [f"Times that were not measured alone on their cores are those of the company, and left out{named}."]
+
+
 def statistics_table(analysis: Analysis) -> Table:
     """Everything about the results that the summary leaves out."""
     comparison, metric = analysis.comparison, analysis.comparison.result
-    rows: list[dict[str, Cell]] = []
+    rows: list[Row] = []
     for method, summary in analysis.summaries.items():
-        d = analysis.differences.get(method)
-        known = d if d is not None and d.count else None
-        smallest = math.nan if known is None else smallest_detectable(known.std, known.count)
-        bootstrap = None if known is None else known.bootstrap
+        d = analysis.differences.get(method, NO_PAIRS)
+        values, bootstrap = summary.values.values(), d.bootstrap
         rows.append({
             "method": (method, {"method": method}),
-            "n": (str(summary.count), summary_values(summary, metric)),
+            "n": (str(summary.count), summary.columns(metric)),
             "mean": metric.show(summary.mean), "std": metric.show(summary.std),
-            "min": (metric.show(summary.minimum), {"min": summary.minimum * metric.scale}),
-            "max": (metric.show(summary.maximum), {"max": summary.maximum * metric.scale}),
-            "pairs": (str(known.count) if known else MISSING, difference_values(known, metric)),
-            f"difference to {comparison.baseline}": metric.show(known.mean, sign=True) if known else MISSING,
-            "its std": metric.show(known.std) if known else MISSING,
-            "relative": show_known(known.relative if known else None, "{:+.1%}"),
-            "95 % interval (t)": show_interval(known.interval if known else None, metric),
+            "min": _scaled("min", min(values, default=math.nan), metric),
+            "max": _scaled("max", max(values, default=math.nan), metric),
+            "pairs": (str(d.count or MISSING), d.columns(metric)),
+            f"difference to {comparison.baseline}": metric.show(d.mean, sign=True),
+            "its std": metric.show(d.std),
+            "relative": show_known(d.relative, "{:+.1%}"),
+            "95 % interval (t)": show_interval(d.interval, metric),
             "95 % interval (bootstrap)": (
                 show_interval(bootstrap, metric), interval_values(bootstrap, metric.scale, "bootstrap_"),
             ),
-            "p": show_p(known.p if known else None),
-            "p (Holm)": show_p(known.p_holm if known else None),
-            "can show": (metric.show(smallest), {"detectable": smallest * metric.scale}),
+            "p": show_p(d.p), "p (Holm)": show_p(d.p_holm),
+            "can show": _scaled("detectable", smallest_detectable(d.std, d.count), metric),
         })  # fmt: skip
     of_tested = f"{metric.label.capitalize()}, {comparison.tested_weights}, of finished runs"
     note = of_tested if comparison.tested else f"Last {metric.label} of finished runs"
@@ -169,14 +185,12 @@ def required_table(analysis: Analysis) -> Table:
     """Comparisons between methods on which the papers' claims rest."""
     metric = analysis.comparison.result
     unit = f" in{metric.unit}" if metric.unit else ""
-    rows: list[dict[str, Cell]] = [
+    rows: list[Row] = [
         {
             "comparison": (f"{d.method} − {d.baseline}", {"method": d.method, "baseline": d.baseline}),
-            "pairs": (str(d.count), difference_values(d, metric)),
-            f"difference{unit} [95 % interval]": show_gain(d, metric),
-            "relative": show_known(d.relative, "{:+.1%}"),
-            "p": show_p(d.p), "p (Holm)": show_p(d.p_holm),
-            "verdict": verdict_cell(analysis.judge(d) if d.count else None, metric),
+            "pairs": (str(d.count), d.columns(metric)), f"difference{unit} [95 % interval]": d.show(metric),
+            "relative": show_known(d.relative, "{:+.1%}"), "p": show_p(d.p), "p (Holm)": show_p(d.p_holm),
+            "verdict": analysis.judge(d).cell(metric) if d.count else NO_VERDICT,
         }
         for d in analysis.required
     ]  # fmt: skip
@@ -190,31 +204,27 @@ def required_table(analysis: Analysis) -> Table:
 def matching_table(analysis: Analysis) -> Table:
     """Epochs-to-match in all forms."""
     unit, baseline = analysis.unit, analysis.comparison.baseline
-    rows: list[dict[str, Cell]] = []
+    rows: list[Row] = []
     for method in analysis.comparison.methods:
         matching, smoothed = analysis.matchings[method], analysis.smoothed[method]
         papers, by_seed = matching.of_means, sorted(matching.by_seed.items())
-        saving, gain = matching.mean("saving"), analysis.match_gains.get(method)
+        gain = analysis.match_gains.get(method, NO_GAIN)
         alone = all(run.alone for run in analysis.comparison.finished(method).values())
-        seconds = matching.mean("seconds") if alone else math.nan
-        counted = {"never_reached": matching.censored, "seeds": len(by_seed)}
         rows.append({
             "method": _method(analysis, method),
             "paired by seed": (matching.show(unit), {"unit": unit, "mean": matching.mean(unit)}),
-            "never reached": (f"{matching.censored}/{len(by_seed)}" if by_seed else MISSING, {**counted}),
-            f"earlier than {baseline} itself": (
-                gain.show() if gain else MISSING, {"gain": gain.mean if gain else None},
+            "never reached": (
+                f"{matching.censored}/{len(by_seed)}" if by_seed else MISSING,
+                {"never_reached": matching.censored, "seeds": len(by_seed)},
             ),
-            "p (exact, Holm)": (
-                show_p(gain.p_holm if gain else None),
-                {"p": gain.p if gain else None, "p_holm": gain.p_holm if gain else None},
-            ),
-            "share of training saved": (show_known(saving, "{:.0%}"), {"saving": saving}),
+            f"earlier than {baseline} itself": (gain.show(), {"gain": gain.mean}),
+            "p (exact, Holm)": (show_p(gain.p_holm), {"p": gain.p, "p_holm": gain.p_holm}),
+            "share of training saved": _known("saving", matching.mean("saving"), "{:.0%}"),
             "papers' form": (show_match(papers, unit), {"papers_form": getattr(papers, unit) if papers else None}),
             f"paired, running mean of {SMOOTH}": (
                 smoothed.show(unit), {f"running_mean_{SMOOTH}": smoothed.mean(unit)},
             ),
-            "seconds of training": (show(seconds), {"seconds": seconds}),
+            "seconds of training": _number("seconds", matching.mean("seconds") if alone else None),
             "each seed": (
                 ", ".join(f"{seed}: {show_match(match, unit)}" for seed, match in by_seed) or MISSING,
                 {f"seed_{seed}": getattr(match, unit) for seed, match in by_seed},
@@ -237,17 +247,13 @@ def conditioning_table(analysis: Analysis) -> Table:
     baseline = analysis.comparison.baseline
     bounds = {"log₁₀ true bound": "bound_log10", "log₁₀ papers' bound (not a bound)": "papers_bound_log10"}
     base = _last(analysis, baseline, KAPPA_J)
-    rows: list[dict[str, Cell]] = []
+    rows: list[Row] = []
     for method in [method for method in analysis.comparison.methods if analysis.tables(method)]:
         kappas = _last(analysis, method, KAPPA_J)
         pseudo, strict = (analysis.last_jacobian(method, key) for key in (KAPPA_J, "condition_number"))
         first, last = (analysis.attention(method, last=at_end) for at_end in (False, True))
         known = not pseudo.infinite and not analysis.last_jacobian(baseline).infinite and method != baseline
         factor = summarise_logs([kappas[seed] / base[seed] for seed in sorted(set(kappas) & set(base)) if known])
-        ends = {
-            "normalised_entropy_start": first.entropy if first else None,
-            "normalised_entropy_end": last.entropy if last else None,
-        }
         rows.append({
             "method": (method, {"method": method}),
             "κ(J) [95 % interval]": _kappa_cell(_over_seeds(analysis, method, KAPPA_J), "kappa_j", interval=True),
@@ -262,10 +268,12 @@ def conditioning_table(analysis: Analysis) -> Table:
                 for role in ROLES
             },
             "entropy / ln N, start to end": (
-                f"{first.entropy:.2f} → {last.entropy:.2f}" if first and last else MISSING, {**ends},
+                MISSING if math.isnan(first.entropy + last.entropy) else f"{first.entropy:.2f} → {last.entropy:.2f}",
+                {"normalised_entropy_start": first.entropy, "normalised_entropy_end": last.entropy},
             ),
             "dead heads at end": (
-                f"{last.dead}/{last.heads}" if last else MISSING, {"dead_heads": last.dead if last else None},
+                f"{last.dead}/{last.heads}" if last.heads else MISSING,
+                {"dead_heads": last.dead if last.heads else None},
             ),
         })  # fmt: skip
     note = (
@@ -281,8 +289,7 @@ def _kappa_cell(summary: LogSummary, name: str, *, interval: bool = False) -> Ce
     """A geometric mean, its 95 % interval if wanted, and the share of infinite values, which are in no mean."""
     mean = summary.geometric_mean if summary.finite else math.inf if summary.infinite else math.nan
     ends = interval_values(summary.interval, prefix=f"{name}_") if interval else {}
-    share = {f"{name}_infinite_share": summary.infinite_share}
-    return show_kappa(summary, interval=interval), {name: mean, **ends, **share}
+    return summary.show(interval=interval), {name: mean, **ends, f"{name}_infinite_share": summary.infinite_share}
 
 
 def _bound_cell(analysis: Analysis, method: str, key: str) -> Cell:
@@ -312,43 +319,33 @@ def other_metrics_table(analysis: Analysis) -> Table:
     part = "test" if comparison.tested else "final"
     known = {*NO_METRICS, "weights", comparison.metric.name}
     names = list(dict.fromkeys(n for run in comparison.runs if run.finished for n in run.part(part) if n not in known))
-    rows: list[dict[str, Cell]] = []
+    rows: list[Row] = []
     for method in comparison.methods if names else ():
-        row: dict[str, Cell] = {"method": (method, {"method": method})}
+        row: Row = {"method": (method, {"method": method})}
         for name in names:
             scores = {seed: number(run.part(part).get(name)) for seed, run in comparison.finished(method).items()}
             summary = Summary({seed: value for seed, value in scores.items() if math.isfinite(value)})
-            found = {f"{name}_mean": summary.mean, f"{name}_sd": summary.std, f"{name}_n": summary.count}
-            row[name.replace("_", " ")] = show_mean(summary, Metric(name, True, percent=False)), {**found}
+            row[name.replace("_", " ")] = (
+                summary.show(Metric(name, True, percent=False)),
+                {f"{name}_mean": summary.mean, f"{name}_sd": summary.std, f"{name}_n": summary.count},
+            )
         rows.append(row)
     on = f"On the test split, {comparison.tested_weights}" if comparison.tested else "At the last evaluation"
     note = f"{on}; mean {PLUS_MINUS} std of finished runs, each number as it was recorded."
     return Table.of("other_metrics", "Other metrics", rows, (note,))
 
 
-def _time_notes(analysis: Analysis) -> list[str]:
-    """Why times of steps are missing."""
-    finished = [run for run in analysis.comparison.runs if run.finished]
-    runs = [run for run in finished if not run.alone]
-    if not runs:
-        return []
-    named = "" if len(runs) == len(finished) else f": {', '.join(f'{run.method}, seed {run.seed}' for run in runs)}"
-    return [f"Times that were not measured alone on their cores are those of the company, and left out{named}."]
-
-
 def seed_table(analysis: Analysis) -> Table:
     """One row per run."""
     comparison, metric, tested = analysis.comparison, analysis.comparison.metric, analysis.comparison.tested
-    rows: list[dict[str, Cell]] = []
+    rows: list[Row] = []
     for run in [run for method in comparison.methods for run in comparison.of(method)]:
-        test, progress, difference = run.part("test"), run.part("progress"), analysis.differences.get(run.method)
-        paired = math.nan if difference is None else difference.values.get(run.seed, math.nan)
+        test, progress, pairs = run.part("test"), run.part("progress"), analysis.differences.get(run.method, NO_PAIRS)
         seconds = sum(x for x in map(number, run.part("seconds").values()) if math.isfinite(x))
-        loss, best = number(run.part("final").get("loss")), number(run.part("best").get(metric.name))
-        last: Cell = metric.show(run.value), {"last": run.value * metric.scale}
-        scored: dict[str, Cell] = {
-            comparison.result.label: (metric.show(run.test_value), {"test": run.test_value * metric.scale}),
-            "tested step": _count("tested_step", test.get("step")),
+        last = _scaled("last", run.value, metric)
+        scored: Row = {
+            comparison.result.label: _scaled("test", run.test_value, metric),
+            "tested step": _number("tested_step", test.get("step"), 9),
         }
         rows.append({
             "method": (run.method, {"method": run.method}),
@@ -356,40 +353,39 @@ def seed_table(analysis: Analysis) -> Table:
             "status": (run.outcome if run.outcome != "partial" else f"partial ({run.status})",
                        {"status": run.outcome, "metric": comparison.result.label}),
             **(scored if tested else {metric.label: last}),
-            "difference": (metric.show(paired, sign=True), {"difference": paired * metric.scale}),
+            "difference": _scaled("difference", pairs.values.get(run.seed, math.nan), metric, sign=True),
             **({f"last {metric.label}": last} if tested else {}),
-            "loss": (show(loss, 4), {"loss": loss}),
-            f"best {metric.label}": (metric.show(best), {"best": best * metric.scale}),
-            "step": _count("step", progress.get("step")), "of": _count("num_steps", progress.get("num_steps")),
-            "seconds": (show(seconds), {"seconds": seconds}),
+            "loss": _number("loss", run.part("final").get("loss"), 4),
+            f"best {metric.label}": _scaled("best", number(run.part("best").get(metric.name)), metric),
+            "step": _number("step", progress.get("step"), 9), "of": _number("num_steps", progress.get("num_steps"), 9),
+            "seconds": _number("seconds", seconds),
             "reason": (reason := str(run.record.get("reason") or ""), {"reason": reason}),
         })  # fmt: skip
     note = "A run that diverged shows its last value before it did."
     return Table.of("seeds", "Every run", rows, (note,), (0, 2, len(rows[0]) - 1))
 
 
-def _count(name: str, stored: Any) -> Cell:
-    return show(stored, 9), {name: number(stored)}
-
-
 def cost_table(analysis: Analysis) -> Table:
     """Time and memory, means over finished runs."""
     comparison = analysis.comparison
-    rows: list[dict[str, Cell]] = []
+    rows: list[Row] = []
     for method in comparison.methods:
         runs = list(comparison.finished(method).values())
         alone = [run for run in runs if run.alone]
-        parts = {part: finite_mean(number(run.part("seconds").get(part)) for run in alone) for part in PARTS}
-        step = finite_mean(map(seconds_per_step, runs))
         rate = finite_mean(number(run.record.get("samples_per_second")) for run in alone)
         memory = finite_mean(number(run.record.get("peak_memory_bytes")) / 1e6 for run in runs)
         rows.append({
             "method": (method, {"method": method}),
-            "seconds per step": (show(step), {"seconds_per_step": step}),
-            "relative": _ratio(analysis.step_ratio(method), "relative"),
-            "samples per second": (show(rate, 4), {"samples_per_second": rate}),
-            **{f"{part}, s": (show(seconds), {f"{part}_seconds": seconds}) for part, seconds in parts.items()},
-            "peak memory, MB": (show(memory, 4), {"peak_memory_mb": memory}),
+            "seconds per step": _number("seconds_per_step", finite_mean(map(seconds_per_step, runs))),
+            "relative": _known("relative", analysis.step_ratio(method), "{:.2f} ×"),
+            "samples per second": _number("samples_per_second", rate, 4),
+            **{
+                f"{part}, s": _number(
+                    f"{part}_seconds", finite_mean(number(run.part("seconds").get(part)) for run in alone)
+                )
+                for part in PARTS
+            },
+            "peak memory, MB": _number("peak_memory_mb", memory, 4),
         })  # fmt: skip
     note = f"Means over finished runs; relative is to {comparison.baseline} of the same seed."
     return Table.of("cost", "Cost", rows, (note, *_time_notes(analysis)))

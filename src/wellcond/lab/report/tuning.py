@@ -7,13 +7,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from wellcond.lab.report.figures import HIGH, LOW, MEAN, Figure, Panel, Row
 from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.records import Metric, RunRecordError, read_json
-from wellcond.lab.report.table import Cell, Table
-from wellcond.lab.report.values import MISSING, number
+from wellcond.lab.report.table import MISSING, Cell, Table, number
 
 NAME = "tuning.json"
 SHARE = 0.02
@@ -27,6 +26,14 @@ class TunedPoint:
     values: Mapping[str, float]
     scores: Mapping[str, float]
     """By seed; NaN for a run that diverged."""
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> TunedPoint:
+        """A point of the record."""
+        if not row["scores"]:
+            raise ValueError("a point without scores")
+        scores = {str(seed): number(score) for seed, score in row["scores"].items()}
+        return cls({str(field): float(value) for field, value in row["values"].items()}, scores)
 
     @property
     def lost(self) -> int:
@@ -58,13 +65,10 @@ class TunedMethod:
     def profile(self, field: str) -> list[TunedPoint]:
         """The best point at each value of a field, by value; with one field that is every point."""
         found: dict[float, TunedPoint] = {}
-        for point in sorted(self.points, key=self._rank):
+        sign = -1 if self.higher_is_better else 1
+        for point in sorted(self.points, key=lambda point: (point.lost, 0.0 if point.lost else sign * point.mean)):
             found.setdefault(point.values[field], point)
         return [found[value] for value in sorted(found)]
-
-    def _rank(self, point: TunedPoint) -> tuple[int, float]:
-        mean = 0.0 if point.lost else point.mean
-        return point.lost, -mean if self.higher_is_better else mean
 
     def loss(self, point: TunedPoint) -> float:
         """How much worse than the best a point is; infinite where a run diverged."""
@@ -73,21 +77,20 @@ class TunedMethod:
         return self.best.mean - point.mean if self.higher_is_better else point.mean - self.best.mean
 
 
-@dataclass(frozen=True)
-class GoodRange:
+class GoodRange(NamedTuple):
     """Values of a field around the best at which a method loses no more than the tolerance."""
 
     low: float
-    high: float
     open_below: bool
     """Whether it reaches the end of what was tried."""
+    high: float
     open_above: bool
 
     def show(self) -> str:
         """Both ends, and how wide that is.
 
         Example:
-            >>> GoodRange(0.001, 0.009, False, True).show()
+            >>> GoodRange(0.001, False, 0.009, True).show()
             '0.001 to 0.009 or more (at least 9.0x wide)'
         """
         ends = f"{self.low:.3g}{' or less' if self.open_below else ''} to {self.high:.3g}"
@@ -128,10 +131,7 @@ class Tuning:
             return None
         points = method.profile(field)
         at = [point.values[field] for point in points].index(method.best.values[field])
-        (low, open_below), (high, open_above) = (
-            self._end(method, field, outwards) for outwards in (points[at::-1], points[at:])
-        )
-        return GoodRange(low, high, open_below, open_above)
+        return GoodRange(*self._end(method, field, points[at::-1]), *self._end(method, field, points[at:]))
 
     def _end(self, method: TunedMethod, field: str, points: Sequence[TunedPoint]) -> tuple[float, bool]:
         """Where the range ends among points from the best outwards, and whether it is the last that was tried."""
@@ -155,13 +155,13 @@ def find_tuning(comparison: Comparison) -> Tuning | None:
     record = read_json(path, "wellcond-tuning")
     try:
         metric = Metric.of(record["metric"])
-        rows = [row for row in record["methods"] if row["best"] is not None and row["label"] in comparison.methods]
         methods = [
             TunedMethod(
-                str(row["label"]), tuple(map(_point, row["points"])), _point(row["best"]), dict(row["at_edge"]),
-                metric.higher_is_better,
+                str(row["label"]), tuple(map(TunedPoint.of, row["points"])), TunedPoint.of(row["best"]),
+                dict(row["at_edge"]), metric.higher_is_better,
             )
-            for row in rows
+            for row in record["methods"]
+            if row["best"] is not None and row["label"] in comparison.methods
         ]  # fmt: skip
         fields, seeds = (tuple(map(str, record[key])) for key in ("fields", "seeds"))
         said = str(record["scored"]), str(record["test_data"])
@@ -173,20 +173,20 @@ def find_tuning(comparison: Comparison) -> Tuning | None:
     return Tuning(metric, fields, tuple(methods), seeds, *said) if methods else None
 
 
-def _point(row: Mapping[str, Any]) -> TunedPoint:
-    if not row["scores"]:
-        raise ValueError("a point without scores")
-    scores = {str(seed): number(score) for seed, score in row["scores"].items()}
-    return TunedPoint({str(field): float(value) for field, value in row["values"].items()}, scores)
-
-
 def tuning_figure(comparison: Comparison, tuning: Tuning) -> Figure:
     """Score over every tuned field, a panel each."""
-    label = f"{tuning.metric.label}, evaluation split"
-    panels = (
-        Panel(field, "", label, _rows(tuning, field), x_label=field, chosen=_chosen(tuning, field))
-        for field in tuning.fields
-    )
+    label, panels = f"{tuning.metric.label}, evaluation split", []
+    for field in tuning.fields:
+        rows, tuned = [], [method for method in tuning.methods if field in method.best.values]
+        for method, point in [(one, point) for one in tuned for point in one.profile(field)]:
+            spread = 0.0 if len(point.scores) == 1 else point.std
+            ends = {MEAN: point.mean, LOW: point.mean - spread, HIGH: point.mean + spread}
+            rows += [
+                Row(method.label, seed, point.values[field], math.nan, value * tuning.metric.scale)
+                for seed, value in (dict(point.scores) | ends).items()
+            ]
+        chosen = {method.label: method.best.values[field] for method in tuned}
+        panels.append(Panel(field, "", label, rows, x_label=field, chosen=chosen))
     profile = " Each point is the best over the other fields." if len(tuning.fields) > 1 else ""
     caption = (
         f"Lines are means over the tuning seeds ({', '.join(tuning.seeds)}), bands are one standard deviation. A line "
@@ -195,23 +195,6 @@ def tuning_figure(comparison: Comparison, tuning: Tuning) -> Figure:
     over = " and ".join(tuning.fields).replace("optimizer.lr", "learning rate")
     title = f"{tuning.metric.name.capitalize()} over {over}"
     return Figure("tuning", "Tuning", title, caption, "lines", tuple(panels), comparison.methods, comparison.scale)
-
-
-def _chosen(tuning: Tuning, field: str) -> dict[str, float]:
-    return {method.label: method.best.values[field] for method in tuning.methods if field in method.best.values}
-
-
-def _rows(tuning: Tuning, field: str) -> list[Row]:
-    rows = []
-    for method in tuning.methods:
-        for point in method.profile(field) if field in method.best.values else ():
-            spread = 0.0 if len(point.scores) == 1 else point.std
-            ends = {MEAN: point.mean, LOW: point.mean - spread, HIGH: point.mean + spread}
-            rows += [
-                Row(method.label, seed, point.values[field], math.nan, value * tuning.metric.scale)
-                for seed, value in (dict(point.scores) | ends).items()
-            ]
-    return rows
 
 
 def tuning_table(tuning: Tuning) -> Table:

@@ -13,7 +13,9 @@ from typing import Literal
 import numpy as np
 from scipy.special import nctdtr, stdtr, stdtrit  # scipy.stats takes seconds to import
 
+from wellcond.lab.report.records import Metric
 from wellcond.lab.report.statistics import FEWEST_SEEDS, PairedDifference, sample_std
+from wellcond.lab.report.table import MISSING, Cell
 
 ALPHA = 0.05
 POWER = 0.8
@@ -41,18 +43,21 @@ class Verdict:
         """Both one-sided tests say that the difference is smaller than the margin."""
         return self.p_equal is not None and self.p_equal < ALPHA
 
+    def cell(self, metric: Metric) -> Cell:
+        """One or a few words."""
+        shown: str = self.kind
+        if self.kind == "equal":
+            shown = f"equal: {self.reason}" if self.reason else f"equal within {metric.show(self.margin)}"
+        elif self.kind in ("better", "worse") and self.within_margin:
+            shown += f", by less than {metric.show(self.margin)}"
+        return shown, {"verdict": self.kind}
 
-def power_of(difference: float, std: float, n: int, *, level: float = ALPHA) -> float:
-    """Probability that a two-sided paired t test with `n` pairs finds a true difference (exact, noncentral t)."""
-    df, effect = n - 1, abs(difference) / std * math.sqrt(n)
-    critical = float(stdtrit(df, 1 - level / 2))
-    # nctdtr is inaccurate far below its centre, where the probability of the wrong sign is nothing anyway.
-    wrong_sign = float(nctdtr(df, effect, -critical)) if effect < 5 else 0.0
-    return 1.0 - float(nctdtr(df, effect, critical)) + wrong_sign
+
+NO_VERDICT: Cell = (MISSING, {"verdict": ""})
 
 
 def smallest_detectable(std: float, n: int, power: float = POWER, *, level: float = ALPHA) -> float:
-    """The smallest true paired difference that `n` seeds show at a level with a power.
+    """The smallest true paired difference that `n` seeds show at a level with a power (exact, noncentral t).
 
     Args:
         std: standard deviation of the paired differences.
@@ -68,12 +73,20 @@ def smallest_detectable(std: float, n: int, power: float = POWER, *, level: floa
     """
     if n < FEWEST_SEEDS or not 0 < std < math.inf:
         return math.nan
+    df, critical = n - 1, float(stdtrit(n - 1, 1 - level / 2))
+
+    def found(difference: float) -> float:
+        effect = difference * math.sqrt(n)
+        # nctdtr is inaccurate far below its centre, where the probability of the wrong sign is nothing anyway.
+        wrong_sign = float(nctdtr(df, effect, -critical)) if effect < 5 else 0.0
+        return 1.0 - float(nctdtr(df, effect, critical)) + wrong_sign
+
     low, high = 0.0, 1.0
-    while power_of(high, 1.0, n, level=level) < power:
+    while found(high) < power:
         low, high = high, 2 * high
     while high - low > 1e-9 * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if power_of(middle, 1.0, n, level=level) < power else (low, middle)
+        low, high = (middle, high) if found(middle) < power else (low, middle)
     return high * std
 
 
@@ -119,24 +132,19 @@ def sign_flip_equality_p(values: Sequence[float], margin: float) -> float:
         >>> sign_flip_equality_p([0, 0, 1, 0, -1], 3), sign_flip_equality_p([0, 0, 5, 0, 0], 3)
         (0.03125, 0.0625)
     """
-    below = [value - margin for value in values]  # all negative if the differences are below the margin
-    above = [-value - margin for value in values]
-    return max(_one_sided_p(below), _one_sided_p(above))
-
-
-def _one_sided_p(values: Sequence[float]) -> float:
-    """Share of the flips whose sum is as small as what was seen."""
-    if not any(values):
-        return 1.0
-    sums, shares = _flipped_sums(values)
-    return float(shares[sums <= math.fsum(values) + _CLOSE * max(map(abs, values))].sum())
+    tails = []
+    for sign in (1, -1):
+        shifted = [sign * value - margin for value in values]  # all negative if the differences are below the margin
+        sums, shares = _flipped_sums(shifted)
+        tails.append(float(shares[sums <= math.fsum(shifted) + _CLOSE * max(map(abs, shifted))].sum()))
+    return max(tails)
 
 
 def _flipped_sums(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     """Every sum that flips of sign can give, and the share of the flips that gives it."""
     sizes = np.abs(np.asarray(values, dtype=float))
     sizes = sizes[sizes > 0]
-    unit = float(sizes.max())
+    unit = float(sizes.max(initial=0.0)) or 1.0
     sums: np.ndarray = np.zeros(1)
     counts: np.ndarray = np.ones(1)
     for size in sizes / unit:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wellcond.files import write_atomically
-from wellcond.lab.report.analysis import Analysis
 from wellcond.lab.report.figures import (
     BUDGET,
     MEAN,
@@ -22,29 +21,25 @@ from wellcond.lab.report.figures import (
     measured,
     write_csv,
 )
-from wellcond.lab.report.glue import AVERAGE
+from wellcond.lab.report.glue import AVERAGE, SHOWN
 from wellcond.lab.report.match import Matching, show_match
-from wellcond.lab.report.packed import ROLES
-from wellcond.lab.report.records import Metric
-from wellcond.lab.report.static_figures import draw_static
-from wellcond.lab.report.statistics import PairedDifference, Summary, compare_paired, holm
+from wellcond.lab.report.plots import draw_static
+from wellcond.lab.report.records import ROLES, Metric
+from wellcond.lab.report.statistics import NO_PAIRS, PairedDifference, Summary, compare_paired, correct, show_p
 from wellcond.lab.report.table import (
+    MISSING,
     Cell,
     Table,
     Values,
-    difference_values,
-    show_gain,
+    show,
     show_known,
-    show_mean,
-    show_p,
-    summary_values,
+    show_seeds,
     table_csv,
     table_markdown,
 )
-from wellcond.lab.report.values import MISSING, show, show_seeds
 from wellcond.lab.reproduce.catalogue import Entry, PanelSettings, Part
 from wellcond.lab.reproduce.computed import static_tables
-from wellcond.lab.reproduce.stored import Collection, StoredStudy, differences_from_paper, may_be_paired
+from wellcond.lab.reproduce.stored import OWN_METRICS, Collection, StoredStudy, differences_from_paper, may_be_paired
 from wellcond.lab.train.run_folder import writing
 
 GLUE_AVERAGE = f"glue:{AVERAGE}"
@@ -62,68 +57,57 @@ Y_LABELS = {
 
 @dataclass(frozen=True)
 class Number:
-    """One number of a table."""
+    """One number of a table: the paper's, as printed, as a number and as a gain, and ours."""
 
     column: str
     row: str
-    paper: str
-    """As printed; empty if the paper has none."""
-    paper_value: float | None
-    paper_gain: float | None
-    paper_share: float | None
-    """The gain as a share of what the paper's baseline gets wrong."""
+    part: Part
+    baseline: str
+    tasks: tuple[str, ...]
+    """Columns that the paper's number is the mean of: one, but for an average of some tasks."""
     summary: Summary
     lost: int
     """Runs that diverged or failed."""
     metric: Metric
-    difference: PairedDifference | None
-    """None for the baseline, or where there are no pairs."""
     error: float
     """What our baseline gets wrong."""
 
-    @property
-    def agreement(self) -> str:
+    def agreement(self, difference: PairedDifference) -> str:
         """Whether the interval of our gain contains the paper's: within, below, above, or why that is not known.
 
         Both as shares of the baseline's error, since points of other data mean something else.
         """
-        if self.paper_share is None:
+        share = self.part.share(self.row, self.baseline, *self.tasks)
+        if share is None:
             return "no reference"
-        if self.difference is None or self.difference.interval is None or not self.error > 0:
+        if difference.interval is None or not self.error > 0:
             return "no runs" if not self.summary.count else "too few seeds"
-        low, high = (end / self.error for end in self.difference.interval)
-        return "above" if low > self.paper_share else "below" if high < self.paper_share else "within"
+        low, high = (end / self.error for end in difference.interval)
+        return "above" if low > share else "below" if high < share else "within"
 
-    def cells(self) -> dict[str, Cell]:
-        """A row of the table."""
-        summary, metric, difference = self.summary, self.metric, self.difference
-        judged = difference is not None or self.paper_gain is not None
+    def cells(self, difference: PairedDifference) -> dict[str, Cell]:
+        """A row of the table, with our gain."""
+        summary, metric, agreement = self.summary, self.metric, self.agreement(difference)
+        value, gain = self.part.mean(self.row, self.tasks), self.part.gain(self.row, self.baseline, *self.tasks)
+        paper = self.part.show(self.row, self.column) or MISSING
+        if self.tasks != (self.column,):
+            paper = show_known(value, f"{{:.1f}} (of {', '.join(self.tasks)})")
+        judged = difference.count or gain is not None
         return {
-            "column": (self.column, {"column": self.column}),
-            "method": (self.row, {"row": self.row}),
-            "paper": (self.paper or MISSING, {"paper": self.paper_value}),
-            "ours": (show_mean(summary, metric), summary_values(summary, metric)),
+            "column": (self.column, {"column": self.column}), "method": (self.row, {"row": self.row}),
+            "paper": (paper, {"paper": value}), "ours": (summary.show(metric), summary.columns(metric)),
             "n": (f"{summary.count}" + (f" + {self.lost} lost" if self.lost else ""), {"lost": self.lost}),
-            "paper's gain": (show_known(self.paper_gain, "{:+g}"), {"paper_gain": self.paper_gain}),
-            "our gain [95 % interval]": (show_gain(difference, metric), difference_values(difference, metric)),
-            "p": show_p(difference.p if difference else None),
-            "p (Holm)": show_p(difference.p_holm if difference else None),
-            "agreement": (self.agreement if judged else MISSING, {"agreement": self.agreement}),
+            "paper's gain": (show_known(gain, "{:+g}"), {"paper_gain": gain}),
+            "our gain [95 % interval]": (difference.show(metric), difference.columns(metric)),
+            "p": show_p(difference.p), "p (Holm)": show_p(difference.p_holm),
+            "agreement": (agreement if judged else MISSING, {"agreement": agreement}),
         }  # fmt: skip
 
 
-def find_numbers(entry: Entry, part: Part, records: Collection) -> list[Number]:
-    """Every number of one metric, with Holm's correction over all of them."""
-    found = list(_numbers(entry, part, records))
-    corrected = holm([number.difference.p if number.difference else None for number in found])
-    return [
-        number if number.difference is None else replace(number, difference=replace(number.difference, p_holm=p))
-        for number, p in zip(found, corrected, strict=True)
-    ]
-
-
-def _numbers(entry: Entry, part: Part, records: Collection) -> Iterator[Number]:
+def find_numbers(entry: Entry, part: Part, records: Collection) -> list[tuple[Number, PairedDifference]]:
+    """Every number of one metric with our gain, which is empty for the baseline; Holm's correction over all of them."""
     base_row = entry.rows[entry.baseline]
+    numbers, gains = [], []
     for name, column in entry.columns.items():
         metric = part.metric or column.metric
         base_study = records.study(column, base_row.variant)
@@ -133,21 +117,16 @@ def _numbers(entry: Entry, part: Part, records: Collection) -> Iterator[Number]:
                 continue
             study = records.study(column, row.variant)
             values = {} if study is None else study.values(row, metric)
-            shown = study.metric(metric) if study else Metric(metric, True, False)
+            shown = study.metric(metric) if study else OWN_METRICS.get(metric, SHOWN)
             paired = base if may_be_paired(study, base_study, (row.variant, base_row.variant)) else {}
-            difference = compare_paired(
-                row_name, values, entry.baseline, paired, higher_is_better=shown.higher_is_better
-            )
-            paper, tasks = part.show(row_name, name), [name]
-            if column.metric == GLUE_AVERAGE and (some := averaged_columns(entry, study)):
-                tasks = list(some)
-                paper = show_known(part.mean(row_name, tasks), f"{{:.1f}} (of {', '.join(tasks)})")
-            yield Number(
-                name, row_name, paper, part.mean(row_name, tasks), part.gain(row_name, entry.baseline, *tasks),
-                part.share(row_name, entry.baseline, *tasks), Summary(values), study.lost(row) if study else 0, shown,
-                difference if row_name != entry.baseline and difference.count else None,
-                shown.error(Summary(paired).mean),
-            )  # fmt: skip
+            better = shown.higher_is_better
+            gain = compare_paired(row_name, values, entry.baseline, paired, higher_is_better=better)
+            gains.append(gain if row_name != entry.baseline else NO_PAIRS)
+            tasks = averaged_columns(entry, study) if column.metric == GLUE_AVERAGE else ()
+            lost, error = study.lost(row) if study else 0, shown.error(Summary(paired).mean)
+            number = Number(name, row_name, part, entry.baseline, tasks or (name,), Summary(values), lost, shown, error)
+            numbers.append(number)
+    return list(zip(numbers, correct(gains), strict=True))
 
 
 def averaged_columns(entry: Entry, study: StoredStudy | None) -> tuple[str, ...]:
@@ -159,14 +138,7 @@ def averaged_columns(entry: Entry, study: StoredStudy | None) -> tuple[str, ...]
 
 
 def outcome_tables(id: str, entry: Entry, scale: str, records: Collection | None) -> list[Table]:
-    """The tables of an id.
-
-    Args:
-        id: of the entry.
-        entry: what to show.
-        scale: of what is computed without runs.
-        records: where the runs are; not needed for what is computed.
-    """
+    """The tables of an id: from records, or for what is computed without runs at a scale."""
     if entry.kind == "static":
         return list(static_tables(entry.static, scale))
     assert records is not None
@@ -176,9 +148,9 @@ def outcome_tables(id: str, entry: Entry, scale: str, records: Collection | None
     tables = []
     for at, part in enumerate(entry.parts, 1):
         numbers = find_numbers(entry, part, records)
-        known = {number.metric.label for number in numbers if number.summary.count}
+        known = {number.metric.label for number, _ in numbers if number.summary.count}
         name, label = id if at == 1 else f"{id}-{at}", f" ({known.pop()})" if len(known) == 1 else ""
-        rows, told = map(Number.cells, numbers), [GAINS, *notes] if at == 1 else []
+        rows, told = [number.cells(gain) for number, gain in numbers], [GAINS, *notes] if at == 1 else []
         tables.append(Table.of(name.lower(), f"{name}: {entry.title}{label}", rows, told, (0, 1, 9)))
     return tables
 
@@ -223,11 +195,11 @@ def build_figures(id: str, entry: Entry, records: Collection) -> Iterator[Figure
     """
     for bars in (False, True):
         wanted = [panel for panel in entry.panels if (panel.quantity == "match") is bars]
-        found = [(panel, s, s.analysis) for panel in wanted if (s := records.study(panel)) and s.analysis is not None]
+        found = [(panel, study) for panel in wanted if (study := records.study(panel)) is not None]
         panels = tuple(_panel(entry, *one) for one in found)
         if not found:
             continue
-        first = found[0][2]
+        first = found[0][1].analysis
         series = dict.fromkeys(row.series for panel in panels for row in panel.rows if row.series != BUDGET)
         name = f"{id}-match" if bars and len(wanted) < len(entry.panels) else id
         title, scale = f"{id}: {entry.title} (scale {first.comparison.scale})", first.comparison.scale
@@ -240,18 +212,19 @@ def build_figures(id: str, entry: Entry, records: Collection) -> Iterator[Figure
             yield replace(figure, name=f"{name}-linear", panels=linear)
 
 
-def _panel(entry: Entry, settings: PanelSettings, stored: StoredStudy, analysis: Analysis) -> Panel:
-    title, label = settings.title, Y_LABELS[settings.quantity]
+def _panel(entry: Entry, settings: PanelSettings, stored: StoredStudy) -> Panel:
+    title, label, unit = settings.title, Y_LABELS[settings.quantity], stored.analysis.unit
     if settings.quantity == "match":
-        found = {name: one for name, one in _matchings(entry, stored, analysis).items() if one is not None}
-        return Panel(title, title, f"{analysis.unit}s {label}", match_rows(analysis.unit, found))
-    return curve_panel(title, title, label, _curves(entry, settings, stored, analysis), log=settings.quantity != "loss")
+        found = {name: one for name, one in _matchings(entry, stored).items() if one is not None}
+        return Panel(title, title, f"{unit}s {label}", match_rows(unit, found))
+    return curve_panel(title, title, label, _curves(entry, settings, stored), log=settings.quantity != "loss")
 
 
-def _curves(entry: Entry, settings: PanelSettings, stored: StoredStudy, analysis: Analysis) -> Curves:
+def _curves(entry: Entry, settings: PanelSettings, stored: StoredStudy) -> Curves:
+    analysis = stored.analysis
     named = {name: stored.label(row) for name, row in entry.rows.items() if stored.label(row) in analysis.heads}
     if settings.quantity == "loss":
-        losses = curves_of(analysis, lambda run: run.steps, "loss")
+        losses = curves_of(analysis, "steps", "loss")
         return {name: losses.get(label, []) for name, label in named.items()}
     if settings.quantity == "jacobian":
         own, bounds = (measured(analysis, key) for key in ("pseudo_condition_number", "papers_bound_log10"))
@@ -269,63 +242,52 @@ def _curves(entry: Entry, settings: PanelSettings, stored: StoredStudy, analysis
     }
 
 
-def _matchings(entry: Entry, stored: StoredStudy, analysis: Analysis) -> dict[str, Matching | None]:
+def _matchings(entry: Entry, stored: StoredStudy) -> dict[str, Matching | None]:
     """By row; None where there are no runs."""
-    found = {name: analysis.matchings.get(stored.label(row)) for name, row in entry.rows.items()}
+    found = {name: stored.analysis.matchings.get(stored.label(row)) for name, row in entry.rows.items()}
     return {name: matching if matching and matching.by_seed else None for name, matching in found.items()}
 
 
 def _figure_table(id: str, entry: Entry, records: Collection, notes: list[str]) -> Table:
     """Every curve at its first and last point, geometric mean over seeds; every bar with what it saves."""
-    rows: list[dict[str, Cell]] = []
-    for settings in entry.panels:
-        stored = records.study(settings)
-        if stored is None or stored.analysis is None:
-            rows.append(_figure_row(settings, MISSING, MISSING, MISSING, MISSING, "no runs", MISSING, {"n": 0}))
-        elif settings.quantity == "match":
-            rows += _match_table_rows(entry, settings, stored, stored.analysis)
-        else:
-            rows += _curve_table_rows(settings, _panel(entry, settings, stored, stored.analysis))
+    rows: list[dict[str, Cell]] = [
+        {
+            "panel": (panel.title, {"panel": panel.title}), "quantity": (quantity, {"quantity": quantity}),
+            "series": (series, {"series": series}), "start, or when matched": (start, numbers), "end, or saving": end,
+            "runs": runs, "paper": paper,
+        }
+        for panel in entry.panels
+        for quantity, series, start, end, runs, paper, numbers in _figure_rows(entry, panel, records.study(panel))
+    ]  # fmt: skip
     return Table.of(id.lower(), f"{id}: {entry.title}", rows, notes, (0, 1, 2, 5, 6))
 
 
-def _figure_row(
-    settings: PanelSettings, quantity: str, series: str, start: str, end: str, runs: str, paper: str, numbers: Values
-) -> dict[str, Cell]:
-    return {
-        "panel": (settings.title, {"panel": settings.title}), "quantity": (quantity, {"quantity": quantity}),
-        "series": (series, {"series": series}), "start, or when matched": (start, numbers), "end, or saving": end,
-        "runs": runs, "paper": paper,
-    }  # fmt: skip
-
-
-def _curve_table_rows(settings: PanelSettings, panel: Panel) -> Iterator[dict[str, Cell]]:
-    for name, seeds in panel.by_series().items():
-        means = [row.value for row in seeds.get(MEAN, [])]
-        by_seed = [row.value for seed, rows in seeds.items() if seed.isdigit() for row in rows]
-        count = sum(seed.isdigit() for seed in seeds)
-        start, end = (means[0], means[-1]) if means else (math.nan, math.nan)
-        shown = (show(start), show(end))
-        if not means and by_seed and all(map(math.isinf, by_seed)):
-            start, end, shown = math.inf, math.inf, (TOO_LARGE, TOO_LARGE)
-        numbers: Values = {"n": count, "start": start, "end": end}
-        yield _figure_row(settings, panel.y_label, name, *shown, show_seeds(count), MISSING, numbers)
-
-
-def _match_table_rows(
-    entry: Entry, settings: PanelSettings, stored: StoredStudy, analysis: Analysis
-) -> Iterator[dict[str, Cell]]:
-    unit, part = analysis.unit, entry.parts[0]
-    for name, matching in _matchings(entry, stored, analysis).items():
-        quantity = f"{unit}s to match"
-        if matching is None:
-            yield _figure_row(settings, quantity, name, MISSING, MISSING, "no runs", MISSING, {"n": 0})
-            continue
-        saving, count = matching.mean("saving"), len(matching.by_seed)
-        runs = f"{show_seeds(count)}, mean curve {show_match(matching.of_means, unit)}"
-        numbers: Values = {
-            "n": count, "reached": len(matching.reached), "matched": matching.mean(unit), "saving": saving,
-            "paper": part.value(name, settings.title),
-        }  # fmt: skip
-        shown, paper = show_known(saving, "saves {:.0%}"), part.show(name, settings.title) or MISSING
-        yield _figure_row(settings, quantity, name, matching.show(unit), shown, runs, paper, numbers)
+def _figure_rows(
+    entry: Entry, settings: PanelSettings, stored: StoredStudy | None
+) -> Iterator[tuple[str, str, str, str, str, str, Values]]:
+    if stored is None:
+        yield MISSING, MISSING, MISSING, MISSING, "no runs", MISSING, {"n": 0}
+    elif settings.quantity == "match":
+        unit, part = stored.analysis.unit, entry.parts[0]
+        for name, matching in _matchings(entry, stored).items():
+            if matching is None:
+                yield f"{unit}s to match", name, MISSING, MISSING, "no runs", MISSING, {"n": 0}
+                continue
+            saving, count = matching.mean("saving"), len(matching.by_seed)
+            runs = f"{show_seeds(count)}, mean curve {show_match(matching.of_means, unit)}"
+            numbers: Values = {
+                "n": count, "reached": len(matching.reached), "matched": matching.mean(unit), "saving": saving,
+                "paper": part.value(name, settings.title),
+            }  # fmt: skip
+            shown, paper = show_known(saving, "saves {:.0%}"), part.show(name, settings.title) or MISSING
+            yield f"{unit}s to match", name, matching.show(unit), shown, runs, paper, numbers
+    else:
+        panel = _panel(entry, settings, stored)
+        for name, seeds in panel.by_series().items():
+            by_seed = {seed: [row.value for row in rows] for seed, rows in seeds.items()}
+            means, own = by_seed.get(MEAN, []), [values for seed, values in by_seed.items() if seed.isdigit()]
+            infinite = not means and any(own) and all(math.isinf(value) for values in own for value in values)
+            start, end = (means[0], means[-1]) if means else (math.inf, math.inf) if infinite else (math.nan, math.nan)
+            first, last = (TOO_LARGE if infinite else show(value) for value in (start, end))
+            numbers = {"n": len(own), "start": start, "end": end}
+            yield panel.y_label, name, first, last, show_seeds(len(own)), MISSING, numbers

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from importlib import resources
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
@@ -109,6 +109,10 @@ class Source(_FromText):
     records: str = ""
     """Folder of committed records, where it is another than the study's."""
 
+    def at(self, scale: str) -> Source:
+        """What is run at a scale."""
+        return self.model_copy(update={"study": self.tiny}) if scale == "tiny" and self.tiny else self
+
 
 class PanelSettings(Source):
     """One panel of a figure."""
@@ -165,9 +169,6 @@ class Part(Settings):
         return rows[row][self.columns.index(column)] if row in rows and column in self.columns else None
 
 
-SourceT = TypeVar("SourceT", bound=Source)
-
-
 class Entry(Settings):
     """What an id stands for."""
 
@@ -218,14 +219,8 @@ class Entry(Settings):
 
     def at(self, scale: str) -> Entry:
         """What is run at a scale: at tiny, what the records ran."""
-        if scale != "tiny":
-            return self
-
-        def swap(source: SourceT) -> SourceT:
-            return source.model_copy(update={"study": source.tiny or source.study})
-
-        columns = {name: swap(column) for name, column in self.columns.items()}
-        return self.model_copy(update={"columns": columns, "panels": tuple(map(swap, self.panels))})
+        columns = {name: column.at(scale) for name, column in self.columns.items()}
+        return self.model_copy(update={"columns": columns, "panels": tuple(panel.at(scale) for panel in self.panels)})
 
 
 class Catalogue(Settings):

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,9 +18,16 @@ import numpy as np
 
 from wellcond.lab.report.analysis import Analysis
 from wellcond.lab.report.records import Metric
-from wellcond.lab.report.statistics import PairedDifference, compare_paired, correct, holm, sample_std
-from wellcond.lab.report.table import show_interval, show_p
-from wellcond.lab.report.values import show_seeds
+from wellcond.lab.report.statistics import (
+    PairedDifference,
+    compare_paired,
+    correct,
+    holm,
+    sample_std,
+    show_interval,
+    show_p,
+)
+from wellcond.lab.report.table import show_seeds
 from wellcond.lab.report.verdicts import (
     ALPHA,
     Kind,
@@ -30,13 +37,15 @@ from wellcond.lab.report.verdicts import (
     smallest_detectable,
 )
 from wellcond.lab.reproduce.catalogue import catalogue
-from wellcond.lab.reproduce.computed import computed
-from wellcond.lab.reproduce.stored import StoredStudy
+from wellcond.lab.reproduce.computed import COMPUTED
+from wellcond.lab.reproduce.stored import find_study
 from wellcond.lab.settings import Settings
 
 BETTER, WORSE, EQUAL, UNDECIDED = "better", "worse", "equal", "undecided"
 HOLDS, FAILS = "holds", "fails"
 NEEDS, NO_RECORDS = "not run here", "no records"
+WORDS = (BETTER, WORSE, EQUAL, UNDECIDED, HOLDS, FAILS, NO_RECORDS, NEEDS)
+"""In the order in which they are counted."""
 FEWEST_COUNTS = 6
 """Seeds from which the exact test on counts can come below 0.05."""
 STRONG = "strong default"
@@ -69,7 +78,8 @@ class Rule(Settings):
     why: str = ""
 
 
-class Verdict(Settings):
+@dataclass(frozen=True)
+class Verdict:
     """What became of a claim, and why."""
 
     word: str
@@ -78,62 +88,45 @@ class Verdict(Settings):
     """None while nothing is decided."""
 
 
+Test = tuple[float | None, Callable[[float | None], Verdict]]
+"""The p of a rule before correction, None where there is nothing to test, and the verdict from the corrected one."""
+
+
 def judge_rules(rules: Sequence[Rule], table: str, results: Path) -> list[Verdict]:
     """Decide a claim for each of its columns, which are one question: Holm's correction is over them.
 
-    Args:
-        rules: of the claim, for one folder of records each.
-        table: id whose numbers the paper gives.
-        results: folder of committed records.
+    Each rule has a folder of its own below that of the committed records; the paper's numbers are those of the table.
     """
-    corrected = holm([_p_of(rule, results) for rule in rules])
-    return [_judge_rule(rule, table, results, p) for rule, p in zip(rules, corrected, strict=True)]
+    tests = [_test(rule, table, results) for rule in rules]
+    corrected = holm([p for p, _ in tests])
+    return [decide(p) for (_, decide), p in zip(tests, corrected, strict=True)]
 
 
-def _p_of(rule: Rule, results: Path) -> float | None:
-    """Before any correction; None where there is nothing to test."""
-    analysis = find_analysis(results / rule.folder) if rule.folder else None
-    if analysis is None:
-        return None
-    if rule.kind == "saving":
-        differences = _savings(rule, analysis)
-        return sign_flip_p(differences) if differences else None
-    if rule.kind in ("gain", "same"):
-        return _gained(rule, analysis, results)[0].p
-    return _kappa_difference(rule, analysis).p if rule.kind == "kappa" else None
-
-
-def _judge_rule(rule: Rule, table: str, results: Path, p: float | None) -> Verdict:
+def _test(rule: Rule, table: str, results: Path) -> Test:
     if rule.kind == "needs":
-        return Verdict(word=NEEDS, evidence=rule.why)
+        return _settled(Verdict(NEEDS, rule.why))
     if rule.kind == "computed":
-        holds, evidence = computed(rule.what)
-        return Verdict(word=HOLDS if holds else FAILS, evidence=evidence, as_claimed=holds)
+        holds, evidence = COMPUTED[rule.what]()
+        return _settled(Verdict(HOLDS if holds else FAILS, evidence, holds))
     analysis = find_analysis(results / rule.folder)
     if analysis is None:
-        return _no_records(f"nothing in {rule.folder}")
+        return _settled(Verdict(NO_RECORDS, f"nothing in {rule.folder}"))
     if rule.kind in ("gain", "same"):
-        difference, base = _gained(rule, analysis, results)
-        return _gain(rule, analysis, replace(difference, p_holm=p), base, table)
-    if rule.kind == "kappa":
-        return _kappa(rule, analysis, replace(_kappa_difference(rule, analysis), p_holm=p))
-    if rule.kind == "saving":
-        return _saving(rule, analysis, p)
-    return (_below if rule.kind == "below" else _best)(rule, analysis)
+        return _gain(rule, analysis, results, table)
+    if rule.kind in ("kappa", "saving"):
+        return (_kappa if rule.kind == "kappa" else _saving)(rule, analysis)
+    return _settled((_below if rule.kind == "below" else _best)(rule, analysis))
+
+
+def _settled(verdict: Verdict) -> Test:
+    return None, lambda _: verdict
 
 
 @functools.lru_cache(maxsize=64)
-def _study(folder: Path) -> StoredStudy:
-    return StoredStudy(folder)
-
-
 def find_analysis(folder: Path) -> Analysis | None:
     """Statistics of committed records; None if there are none."""
-    return _study(folder).analysis if folder.is_dir() else None
-
-
-def _no_records(what: str) -> Verdict:
-    return Verdict(word=NO_RECORDS, evidence=what)
+    study = find_study(folder)
+    return None if study is None else study.analysis
 
 
 def paper_share(rule: Rule, table: str) -> float | None:
@@ -148,56 +141,39 @@ def paper_share(rule: Rule, table: str) -> float | None:
     return entry.parts[0].share(rule.row, rule.base_row, rule.column) if entry is not None and rule.row else None
 
 
-def _gained(rule: Rule, analysis: Analysis, results: Path) -> tuple[PairedDifference, list[float]]:
-    """A gain within a comparison, or over a method of another one; and what it is over."""
-    strong = rule.over == STRONG and analysis.comparison.baseline.startswith("tokens(")
-    over = analysis.comparison.baseline if strong else rule.over
+def _gain(rule: Rule, analysis: Analysis, results: Path, table: str) -> Test:
+    """A gain within a comparison, or over a method of another one."""
+    metric, baseline = analysis.comparison.result, analysis.comparison.baseline
+    over = baseline if rule.over == STRONG and baseline.startswith("tokens(") else rule.over
     other = find_analysis(results / rule.over_folder) if rule.over_folder else analysis
-    own, base = _results(analysis, rule.method), _results(other, over)
-    better = analysis.comparison.result.higher_is_better
-    return compare_paired(rule.method, own, over, base, higher_is_better=better), list(base.values())
-
-
-def _gain(rule: Rule, analysis: Analysis, difference: PairedDifference, base: Sequence[float], table: str) -> Verdict:
+    own, base = (
+        found.summaries[name].values if found is not None and name in found.summaries else {}
+        for found, name in ((analysis, rule.method), (other, over))
+    )
+    difference = compare_paired(rule.method, own, over, base, higher_is_better=metric.higher_is_better)
     if not difference.count:
         where = f" in {rule.folder} and {rule.over_folder}" if rule.over_folder else f" and {rule.over}"
-        return _no_records(f"no records of {rule.method}{where}")
+        return _settled(Verdict(NO_RECORDS, f"no records of {rule.method}{where}"))
     lost = (0, 0)
     if not rule.over_folder:
-        lost = (analysis.outcomes(rule.method)["diverged"], analysis.outcomes(difference.baseline)["diverged"])
+        lost = (analysis.outcomes(rule.method)["diverged"], analysis.outcomes(over)["diverged"])
     claimed: Kind = "equal" if rule.kind == "same" else "better"
-    metric = analysis.comparison.result
-    return _decide(difference, metric, base, paper_share(rule, table), lost=lost, claimed=claimed)
-
-
-def _results(analysis: Analysis | None, method: str) -> dict[int, float]:
-    return {} if analysis is None or method not in analysis.summaries else analysis.summaries[method].values
+    values, paper = list(base.values()), paper_share(rule, table)
+    return difference.p, lambda p: _decide(
+        replace(difference, p_holm=p), metric, values, paper, lost=lost, claimed=claimed
+    )
 
 
 def _decide(
-    difference: PairedDifference,
-    metric: Metric,
-    base: Sequence[float],
-    paper: float | None,
-    *,
-    lost: tuple[int, ...] = (0, 0),
-    claimed: Kind = "better",
-) -> Verdict:
-    """Judge one difference.
+    difference: PairedDifference, metric: Metric, base: Sequence[float], paper: float | None, *,
+    lost: tuple[int, ...] = (0, 0), claimed: Kind = "better",
+) -> Verdict:  # fmt: skip
+    """Judge a corrected difference, given the values of the second method and diverged runs of both.
 
-    Args:
-        difference: corrected.
-        metric: of it.
-        base: values of the second method.
-        paper: the paper's gain as a share of its baseline's error; None if it has no number.
-        lost: diverged runs of the first and the second method.
-        claimed: the verdict that agrees with the paper.
+    The paper's gain is a share of its baseline's error, None if it has no number; `claimed` agrees with the paper.
     """
     error = metric.error(math.fsum(base) / len(base))
-    if paper is not None and math.isfinite(error):
-        margin = abs(paper) * error / 2
-    else:
-        margin = sample_std(base)
+    margin = abs(paper) * error / 2 if paper is not None and math.isfinite(error) else sample_std(base)
     verdict = judge(difference, margin, diverged=lost[0], baseline_diverged=lost[1])
     said = [f"{metric.show(difference.mean, sign=True)}{metric.unit or f' {metric.name}'}"]
     if difference.interval is not None and not difference.without_spread:
@@ -214,34 +190,35 @@ def _decide(
         least = smallest_detectable(difference.std, difference.count)
         said += [f"so many seeds show {metric.show(least)}"] if math.isfinite(least) else []
     as_claimed = None if verdict.kind == UNDECIDED else verdict.kind == claimed
-    return Verdict(word=verdict.kind, evidence="; ".join(said), as_claimed=as_claimed)
+    return Verdict(verdict.kind, "; ".join(said), as_claimed)
 
 
 ORDERS = Metric("orders of magnitude", higher_is_better=False, percent=False)
 
 
-def _kappa_difference(rule: Rule, analysis: Analysis) -> PairedDifference:
+def _kappa(rule: Rule, analysis: Analysis) -> Test:
     """On log10, paired by seed; positive is lower."""
-    own, base = (_mean_logs(_measured(analysis, method, rule)) for method in (rule.method, rule.over))
-    return compare_paired(rule.method, own, rule.over, base, higher_is_better=False)
-
-
-def _kappa(rule: Rule, analysis: Analysis, difference: PairedDifference) -> Verdict:
+    heads = [_measured(analysis, method, rule) for method in (rule.method, rule.over)]
+    own, base = map(_mean_logs, heads)
+    difference = compare_paired(rule.method, own, rule.over, base, higher_is_better=False)
     if not difference.count:
-        return _no_records(f"no measurements of {rule.method} and {rule.over}")
-    heads = {method: _measured(analysis, method, rule) for method in (rule.method, rule.over)}
-    verdict = _decide(difference, ORDERS, list(_mean_logs(heads[rule.over]).values()), None)
+        return _settled(Verdict(NO_RECORDS, f"no measurements of {rule.method} and {rule.over}"))
     factor = 10**difference.mean
     said = [f"lower by a factor of {factor:.3g}" if factor >= 1 else f"higher by a factor of {1 / factor:.3g}"]
-    pair = [heads[rule.method], heads[rule.over]]
-    values, inexact = (np.concatenate([found[seed][at] for found in pair for seed in found]) for at in (0, 1))
+    values, inexact = (np.concatenate([found[seed][at] for found in heads for seed in found]) for at in (0, 1))
     said += [f"{inexact.sum():.0f} of {len(values)} values are not exact"] if inexact.any() else []
-    singular = [sum(int(np.isinf(values).sum()) for values, _ in found.values()) for found in pair]
+    singular = [sum(int(np.isinf(values).sum()) for values, _ in found.values()) for found in heads]
     if any(singular):
         said.append(f"infinite and in no mean: {singular[0]} of {rule.method}, {singular[1]} of {rule.over}")
-    if singular[0] > singular[1] and verdict.word == BETTER or singular[0] < singular[1] and verdict.word == WORSE:
-        verdict = Verdict(word=UNDECIDED, evidence=verdict.evidence)
-    return verdict.model_copy(update={"evidence": f"{'; '.join(said)}: {verdict.evidence}"})
+
+    def decide(p: float | None) -> Verdict:
+        verdict = _decide(replace(difference, p_holm=p), ORDERS, list(base.values()), None)
+        evidence = f"{'; '.join(said)}: {verdict.evidence}"
+        if singular[0] > singular[1] and verdict.word == BETTER or singular[0] < singular[1] and verdict.word == WORSE:
+            return Verdict(UNDECIDED, evidence)
+        return replace(verdict, evidence=evidence)
+
+    return difference.p, decide
 
 
 def _measured(analysis: Analysis, method: str, rule: Rule) -> dict[int, tuple[np.ndarray, np.ndarray]]:
@@ -263,52 +240,53 @@ def _mean_logs(heads: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> dict[int, 
     return {seed: float(np.log10(values).mean()) for seed, values in usable.items() if len(values)}
 
 
-def _savings(rule: Rule, analysis: Analysis) -> list[float]:
-    """Share of epochs saved beyond the baseline's own, by seed; a seed that never gets there saves nothing."""
+def _saving(rule: Rule, analysis: Analysis) -> Test:
+    """Share of epochs saved beyond the baseline's own, by the exact test for counts.
+
+    A seed that never gets there saves nothing.
+    """
     matchings = [analysis.matchings.get(name) for name in (analysis.comparison.baseline, rule.method)]
     base, values = (
         {} if matching is None else {seed: match.saving or 0.0 for seed, match in matching.by_seed.items()}
         for matching in matchings
     )
-    return [values[seed] - base[seed] for seed in sorted(set(base) & set(values))]
-
-
-def _saving(rule: Rule, analysis: Analysis, p: float | None) -> Verdict:
-    """By the exact test for counts."""
-    differences = _savings(rule, analysis)
+    differences = [values[seed] - base[seed] for seed in sorted(set(base) & set(values))]
     if not differences:
-        return _no_records(f"no records of {rule.method}")
-    mean = math.fsum(differences) / len(differences)
-    shown = "tied in every seed" if p is None else f"exact p {show_p(p)}"
-    evidence = f"{mean:+.0%} of the epochs, {show_seeds(len(differences))}, {shown}; the paper has {rule.at_least:.0%}"
-    if len(differences) < FEWEST_COUNTS:
-        least = f"; {show_seeds(len(differences))} cannot have p below {min(1.0, 2 / 2 ** len(differences)):.2g}"
-        return Verdict(word=UNDECIDED, evidence=evidence + least)
-    if p is not None and p < ALPHA:
-        word = BETTER if mean >= 0 else WORSE
-        return Verdict(word=word, evidence=evidence, as_claimed=word == BETTER and mean >= rule.at_least)
-    equal = sign_flip_equality_p(differences, rule.at_least / 2)
-    evidence += f"; less than half of it: p {show_p(equal)}"
-    decided = equal < ALPHA
-    return Verdict(word=EQUAL if decided else UNDECIDED, evidence=evidence, as_claimed=False if decided else None)
+        return _settled(Verdict(NO_RECORDS, f"no records of {rule.method}"))
+
+    def decide(p: float | None) -> Verdict:
+        mean, seeds = math.fsum(differences) / len(differences), show_seeds(len(differences))
+        shown = "tied in every seed" if p is None else f"exact p {show_p(p)}"
+        evidence = f"{mean:+.0%} of the epochs, {seeds}, {shown}; the paper has {rule.at_least:.0%}"
+        if len(differences) < FEWEST_COUNTS:
+            least = min(1.0, 2 / 2 ** len(differences))
+            return Verdict(UNDECIDED, f"{evidence}; {seeds} cannot have p below {least:.2g}")
+        if p is not None and p < ALPHA:
+            word = BETTER if mean >= 0 else WORSE
+            return Verdict(word, evidence, word == BETTER and mean >= rule.at_least)
+        equal = sign_flip_equality_p(differences, rule.at_least / 2)
+        evidence += f"; less than half of it: p {show_p(equal)}"
+        return Verdict(EQUAL, evidence, False) if equal < ALPHA else Verdict(UNDECIDED, evidence)
+
+    return sign_flip_p(differences), decide
 
 
 def _below(rule: Rule, analysis: Analysis) -> Verdict:
     """Every measurement of a head against a column that holds the log10 of a limit."""
     tables = [table for name, some in analysis.heads.items() for table in some if rule.method in ("", name)]
     if not tables:
-        return _no_records("no measurements")
+        return Verdict(NO_RECORDS, "no measurements")
     with np.errstate(divide="ignore"):
         every = np.concatenate([t.columns[rule.limit] - np.log10(t.columns[rule.quantity]) for t in tables])
     known, finite = every[~np.isnan(every)], every[np.isfinite(every)]
     if not len(known):
-        return _no_records("no measurements")
+        return Verdict(NO_RECORDS, "no measurements")
     above, total, least, most = int((known < 0).sum()), len(known), finite.min(), finite.max()
     evidence = (
         f"{above} of {total} measurements of a head are above it; it is 10^{least:.0f} to 10^{most:.0f} times as large "
         "as what is measured, so that this says little, and it is no bound in general (erratum E4)"
     )
-    return Verdict(word=FAILS if above else HOLDS, evidence=evidence, as_claimed=not above)
+    return Verdict(FAILS if above else HOLDS, evidence, not above)
 
 
 def _best(rule: Rule, analysis: Analysis) -> Verdict:
@@ -317,7 +295,7 @@ def _best(rule: Rule, analysis: Analysis) -> Verdict:
     known = [name for name in rule.among if name in comparison.methods and analysis.summaries[name].count]
     winners = [name for name in known if name in rule.best]
     if not winners or len(known) == len(winners):
-        return _no_records("no records of the sweep")
+        return Verdict(NO_RECORDS, "no records of the sweep")
     sign = 1 if metric.higher_is_better else -1
     top = max(winners, key=lambda name: sign * analysis.summaries[name].mean)
     values = ", ".join(f"{name} {metric.show(analysis.summaries[name].mean)}" for name in known)
@@ -334,9 +312,9 @@ def _best(rule: Rule, analysis: Analysis) -> Verdict:
     evidence = f"{values}; {show_seeds(len(own))}"
     behind, open_ = ([name for name, kind in kinds.items() if kind == word] for word in (WORSE, UNDECIDED))
     if behind:
-        return Verdict(word=WORSE, evidence=f"{evidence}; behind {', '.join(behind)}", as_claimed=False)
+        return Verdict(WORSE, f"{evidence}; behind {', '.join(behind)}", False)
     if open_:
-        return Verdict(word=UNDECIDED, evidence=f"{evidence}; not told apart from {', '.join(open_)}")
+        return Verdict(UNDECIDED, f"{evidence}; not told apart from {', '.join(open_)}")
     if EQUAL in kinds.values():
-        return Verdict(word=EQUAL, evidence=f"{evidence}; margin {metric.show(margin)}", as_claimed=False)
-    return Verdict(word=BETTER, evidence=evidence, as_claimed=True)
+        return Verdict(EQUAL, f"{evidence}; margin {metric.show(margin)}", False)
+    return Verdict(BETTER, evidence, True)

@@ -12,20 +12,7 @@ from typing import Literal
 from wellcond.files import write_atomically
 from wellcond.lab.report.table import Table, plain_markdown
 from wellcond.lab.reproduce.catalogue import read_paper_file
-from wellcond.lab.reproduce.claim_rules import (
-    BETTER,
-    EQUAL,
-    FAILS,
-    HOLDS,
-    NEEDS,
-    NO_RECORDS,
-    UNDECIDED,
-    WORSE,
-    Rule,
-    Verdict,
-    find_analysis,
-    judge_rules,
-)
+from wellcond.lab.reproduce.claim_rules import NO_RECORDS, WORDS, Rule, Verdict, find_analysis, judge_rules
 from wellcond.lab.reproduce.stored import what_ran
 from wellcond.lab.settings import Settings
 
@@ -33,7 +20,6 @@ PAPERS = {
     "C": "Paper C: Conditioned Initialization for Attention",
     "S": "Paper S: Spectral Conditioning of Attention Improves Transformer Performance",
 }
-WORDS = (BETTER, WORSE, EQUAL, UNDECIDED, HOLDS, FAILS, NO_RECORDS, NEEDS)
 TITLE = "The papers' claims at CPU size"
 LEAD = (
     "Made by `wellcond claims results` from the committed records; no verdict is written by hand.",
@@ -48,8 +34,8 @@ LEAD = (
     "default itself saves. What so many seeds show is "
     "a difference that they find with a power of 80 %.",
 )
-COLUMNS = ("claim", "the paper's set-up", "what ran", "where", "verdict", "evidence", "records")
-SHORT = ("claim", "the paper's set-up", "where", "verdict", "evidence")
+ONLY_OF_RUNS = ("what ran", "records")
+"""Columns that the other tables do not have."""
 GROUPS = {
     "construction": (
         "True by construction",
@@ -60,7 +46,6 @@ GROUPS = {
         "These need ImageNet, other large data, or up to billions of parameters.",
     ),
 }
-DECIDED = (BETTER, HOLDS, WORSE, FAILS, EQUAL)
 
 Group = Literal["runs", "construction", "needs"]
 
@@ -79,11 +64,6 @@ class Claim(Settings):
     """Folder of records by column."""
     optional: bool = False
     """Left out while there are no records."""
-
-    @property
-    def group(self) -> Group:
-        """Which table it belongs to."""
-        return {"computed": "construction", "needs": "needs"}.get(self.rule.kind, "runs")  # type: ignore[return-value]
 
 
 class Judged(Settings):
@@ -113,16 +93,13 @@ def read_claims() -> tuple[Claim, ...]:
 
 
 def judge_claims(results: Path) -> list[Judged]:
-    """Every claim with its verdict; the same records give the same verdicts.
-
-    Args:
-        results: folder of committed records, laid out as results/.
-    """
+    """Every claim with its verdict, by the committed records of a folder; the same records give the same verdicts."""
     return [judged for claim in read_claims() for judged in _judge(claim, results)]
 
 
 def _judge(claim: Claim, results: Path) -> Iterator[Judged]:
     columns = claim.each or {claim.rule.column: claim.rule.folder}
+    kinds: dict[str, Group] = {"computed": "construction", "needs": "needs"}
     rules = [claim.rule.model_copy(update={"column": name, "folder": folder}) for name, folder in columns.items()]
     verdicts = judge_rules(rules, claim.table, results)
     for (column, folder), verdict in zip(columns.items(), verdicts, strict=True):
@@ -131,15 +108,11 @@ def _judge(claim: Claim, results: Path) -> Iterator[Judged]:
         analysis = find_analysis(results / folder) if folder else None
         report = f"{folder}/report/report.md"
         yield Judged(
-            paper=claim.paper,
-            claim=claim.claim,
-            setup=claim.setup.replace("{column}", column),
-            ran="" if analysis is None else what_ran(analysis.comparison),
-            table=claim.table,
-            group=claim.group,
-            verdict=verdict,
+            paper=claim.paper, claim=claim.claim, setup=claim.setup.replace("{column}", column),
+            ran="" if analysis is None else what_ran(analysis.comparison), table=claim.table,
+            group=kinds.get(claim.rule.kind, "runs"), verdict=verdict,
             link=report if folder and (results / report).is_file() else "",
-        )
+        )  # fmt: skip
 
 
 def write_claims(judged: Sequence[Judged], output: Path, results: Path) -> None:
@@ -175,35 +148,30 @@ def _counted(judged: Sequence[Judged]) -> str:
     return f"{len(by_runs)} claims by runs: {count_words(by_runs)}; {agreed} as claimed"
 
 
-def _sections(judged: Sequence[Judged]) -> Iterator[tuple[str, str, Sequence[Judged], tuple[str, ...]]]:
-    """Title, text, claims and columns of each table."""
-    for paper, title in PAPERS.items():
-        some = [one for one in judged if one.paper == paper and one.group == "runs"]
-        yield title, f"{count_words(some)}.", some, COLUMNS
-    for group, (title, text) in GROUPS.items():
-        yield title, text, [one for one in judged if one.group == group], SHORT
-
-
-def _cells(one: Judged, columns: Sequence[str]) -> dict[str, str]:
-    known = {
-        "claim": one.claim, "the paper's set-up": one.setup, "what ran": one.ran, "where": one.table,
-        "verdict": describe(one), "evidence": one.verdict.evidence, "records": one.link,
-    }  # fmt: skip
-    return {name: known[name] for name in columns}
-
-
 def claims_markdown(judged: Sequence[Judged]) -> str:
     """Claims that runs decide, by paper; what is true by construction; what cannot be run here."""
     lines = [f"# {TITLE}", "", *(part for text in LEAD for part in (text, "")), f"**{_counted(judged)}.**", ""]
-    for title, text, some, columns in _sections(judged):
-        lines += [f"## {title}", "", text, "", f"| {' | '.join(columns)} |", "|:---" * len(columns) + "|"]
-        for one in some:
-            cells = {name: plain_markdown(text) for name, text in _cells(one, columns).items()}
-            word = one.verdict.word
-            if word in DECIDED:
-                cells["verdict"] = cells["verdict"].replace(word, f"**{word}**", 1)
-            if "records" in cells:
-                cells["records"] = f"[table]({one.link})" if one.link else ""
-            lines.append(f"| {' | '.join(cells.values())} |")
-        lines.append("")
+    for paper, title in PAPERS.items():
+        some = [one for one in judged if one.paper == paper and one.group == "runs"]
+        lines += _section(title, f"{count_words(some)}.", list(map(_cells, some)))
+    for group, (title, text) in GROUPS.items():
+        rows = [_cells(one) for one in judged if one.group == group]
+        lines += _section(title, text, [{k: cell for k, cell in row.items() if k not in ONLY_OF_RUNS} for row in rows])
     return "\n".join(lines)
+
+
+def _section(title: str, text: str, rows: Sequence[dict[str, str]]) -> list[str]:
+    table = [f"| {' | '.join(row)} |" for row in (*rows[:1], *(row.values() for row in rows))]
+    rule = ["|:---" * len(row) + "|" for row in rows[:1]]
+    return [f"## {title}", "", text, "", *table[:1], *rule, *table[1:], ""]
+
+
+def _cells(one: Judged) -> dict[str, str]:
+    known = {
+        "claim": one.claim, "the paper's set-up": one.setup, "what ran": one.ran, "where": one.table,
+        "verdict": describe(one), "evidence": one.verdict.evidence,
+    }  # fmt: skip
+    cells = {name: plain_markdown(text) for name, text in known.items()}
+    if one.verdict.as_claimed is not None:
+        cells["verdict"] = cells["verdict"].replace(one.verdict.word, f"**{one.verdict.word}**", 1)
+    return cells | {"records": f"[table]({one.link})" if one.link else ""}

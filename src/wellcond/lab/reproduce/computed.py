@@ -14,8 +14,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from wellcond.attention.find import find_attention
 from wellcond.conditioning.apply import condition_, fold_
 from wellcond.errors import NumericalWarning
-from wellcond.lab.report.table import Cell, Table
-from wellcond.lab.report.values import MISSING
+from wellcond.lab.report.table import MISSING, Cell, Table
 from wellcond.theory.weights import theorem38_printed
 
 LAM = 10.0
@@ -42,8 +40,8 @@ class Counter(TorchDispatchMode):
     def __init__(self) -> None:
         """Nothing is counted that exists before."""
         super().__init__()
-        self.elementwise = self.now = self.peak = 0
-        self._seen: set[int] = set()
+        self.elementwise = self.peak = 0
+        self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and note what it made."""
@@ -55,20 +53,13 @@ class Counter(TorchDispatchMode):
 
     def _note(self, values: Any, *, made: bool) -> None:
         for storage in [value.untyped_storage() for value in tree_iter(values) if isinstance(value, Tensor)]:
-            key, size = storage._cdata, storage.nbytes() if made else 0
-            if key not in self._seen:
-                self._seen.add(key)
-                self.now += size
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._forget, key, size)
-
-    def _forget(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.now -= size
+            if storage._cdata not in self._sizes:
+                self._sizes[storage._cdata] = storage.nbytes() if made else 0
+                self.peak = max(self.peak, sum(self._sizes.values()))
+                weakref.finalize(storage, self._sizes.pop, storage._cdata)
 
 
-@dataclass(frozen=True)
-class HeadSize:
+class HeadSize(NamedTuple):
     """Tokens N, width D, width of a head d."""
 
     tokens: int
@@ -84,8 +75,7 @@ SIZES = {"tiny": HeadSize(65, 64, 16), "small": HeadSize(65, 192, 64), "paper": 
 """Of the ViT of each scale."""
 
 
-@dataclass(frozen=True)
-class Counted:
+class Counted(NamedTuple):
     """One form: FLOPs of the forward pass, the rest of forward and backward."""
 
     parameters: int
@@ -153,28 +143,21 @@ class Forms:
 
 
 def static_tables(kind: str, scale: str) -> Iterator[Table]:
-    """The tables of a static id.
-
-    Args:
-        kind: ``memory`` (S-T8), ``flops`` (S-T9), ``cost`` (both) or ``forms`` (S-F1).
-        scale: whose size of a head is computed.
-    """
+    """The tables of ``memory`` (S-T8), ``flops`` (S-T9), ``cost`` (both) or ``forms`` (S-F1), at the scale's size."""
     size = SIZES[scale]
-    forms = Forms(size)
-    counted = {form: forms.count(form) for form in FORMS}
+    counted = list(map(Forms(size).count, FORMS))
     note = f"One head with {size}; float32, forward and backward. Time is the fastest of {ROUNDS} rounds."
     if kind in ("memory", "cost"):
-        yield _memory_table(size, list(counted.values()), note)
+        yield _memory_table(size, counted, note)
     if kind in ("flops", "cost"):
-        yield _flops_table(size, list(counted.values()), note)
+        yield _flops_table(size, counted, note)
     if kind == "forms":
         rows: list[dict[str, Cell]] = [
             {
                 "form of the layer with C": (form, {"form": form}),
                 "largest difference to X (W + C), relative": (f"{found.error:.1e}", {"error": found.error}),
             }
-            for form, found in counted.items()
-            if form != "original"
+            for form, found in zip(FORMS[1:], counted[1:], strict=True)
         ]
         notes = (note, "The figure is a diagram of a layer with C added; these are the forms it stands for.")
         yield Table.of("s-f1", "S-F1: the forms of a layer with C are the same", rows, notes)
@@ -227,18 +210,6 @@ def _flops_table(size: HeadSize, counted: Sequence[Counted], note: str) -> Table
 
 WIDTH, HEADS, DEVIATION, TOKENS = 768, 12, 0.02, 16
 ATTENTION = f"an attention of ViT-B's size (width {WIDTH}, {HEADS} heads, weights of deviation {DEVIATION})"
-
-
-def computed(what: str) -> tuple[bool, str]:
-    """Whether a claim holds, and the evidence: weights, theorem35, theorem38, memory, flops or folding.
-
-    It is computed when the page is made, on a real attention.
-    """
-    known = {
-        "weights": _weights, "theorem35": _theorem35, "theorem38": _theorem38, "memory": _memory, "flops": _flops,
-        "folding": _folding,
-    }  # fmt: skip
-    return known[what]()
 
 
 def _attention() -> tuple[nn.MultiheadAttention, Tensor]:
@@ -364,3 +335,10 @@ def _folding() -> tuple[bool, str]:
         f"{'its output is that of the conditioned module' if error < 1e-5 else f'its output differs by {error:.0e}'}"
     )
     return plain and counts[0] == counts[1] and error < 1e-5, evidence
+
+
+COMPUTED = {
+    "weights": _weights, "theorem35": _theorem35, "theorem38": _theorem38, "memory": _memory, "flops": _flops,
+    "folding": _folding,
+}  # fmt: skip
+"""Whether a claim holds, and the evidence: computed when the page is made, on a real attention."""

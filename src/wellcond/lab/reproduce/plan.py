@@ -15,8 +15,7 @@ from wellcond.lab.data.disk import find_in_mirror
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe
-from wellcond.lab.report.table import Cell, Table
-from wellcond.lab.report.values import MISSING
+from wellcond.lab.report.table import MISSING, Cell, Table
 from wellcond.lab.reproduce.catalogue import SCALES, AtScale, Entry, catalogue
 from wellcond.lab.reproduce.stored import RUNS, study_name
 from wellcond.lab.settings import RecipeError
@@ -74,10 +73,7 @@ class PlannedStudy:
         return sum(not is_complete(folder) for folder in self.glue_folders)
 
     def run(self, num_workers: int, observer: JobObserver) -> Outcome:
-        """Run what is missing; what is there is not touched.
-
-        Raises: as `run_comparison`.
-        """
+        """Run what is missing; what is there is not touched."""
         return run_comparison(self.jobs, num_workers=num_workers, observer=observer)
 
     def describe(self) -> None:
@@ -88,10 +84,7 @@ class PlannedStudy:
         write_comparison(self.folder, self.recipe, self.methods, self.seeds)
 
     def fine_tune(self, num_workers: int, observer: JobObserver) -> Outcome:
-        """Fine-tune the finished runs on GLUE, as far as that is missing.
-
-        Raises: as `run_glue`.
-        """
+        """Fine-tune the finished runs on GLUE, as far as that is missing."""
         plan = plan_glue(self.folder, base=self.jobs[0].base, cpu=self.jobs[0].cpu)
         return run_glue(plan, num_workers=num_workers, observer=observer)
 
@@ -180,7 +173,9 @@ def make_plan(id: str, entry: Entry, scale: str, options: PlanOptions) -> Plan:
 
     Raises: RecipeError for a method or setting that does not exist.
     """
-    _check_methods(entry, options.methods or ())
+    known = list(dict.fromkeys(row.method for row in entry.all_rows.values()))
+    if unknown := [method for method in options.methods or () if method not in known]:
+        raise RecipeError(f"--methods: expected some of {', '.join(known)}, found {unknown[0]!r}")
     entry = entry.at(scale)
     default = MethodSettings.model_validate("default")
     asked: dict[tuple[str, str], list[MethodSettings]] = {}
@@ -197,20 +192,19 @@ def make_plan(id: str, entry: Entry, scale: str, options: PlanOptions) -> Plan:
             made = MethodSettings.model_validate(row.method)
             if made not in methods:
                 methods.append(made)
-    if options.images is not None:
-        _check_images(id, [study for study, _ in asked], scale)
+    if options.images is not None:  # one folder of images must be able to stand for the data of the id
+        classifying = [study for study, _ in asked if _classifies_images(study, scale)]
+        if not classifying:
+            said = "trains on no folder of images; give a mirror of its data sets, which has no folder train/"
+            raise RecipeError(f"--data: {id} {said}")
+        if any(study.startswith("sets-") for study in classifying) and len(classifying) > 1:
+            said = "compares several sets of images; give a mirror that has them by their names"
+            raise RecipeError(f"--data: {id} {said}")
     planned: dict[str, PlannedStudy] = {}
     for (study, variant), methods in asked.items():
         for made_study in _with_what_comes_first(study, variant, methods, scale, options):
             planned.setdefault(made_study.name, made_study)
     return Plan(id, entry, scale, tuple(planned.values()), tuple(dict.fromkeys(left_out)))
-
-
-def _check_methods(entry: Entry, methods: Sequence[str]) -> None:
-    known = list(dict.fromkeys(row.method for row in entry.all_rows.values()))
-    unknown = [method for method in methods if method not in known]
-    if unknown:
-        raise RecipeError(f"--methods: expected some of {', '.join(known)}, found {unknown[0]!r}")
 
 
 def _with_what_comes_first(
@@ -245,17 +239,6 @@ def _at(study: str, scale: str) -> AtScale:
 def _classifies_images(study: str, scale: str) -> bool:
     recipe, _ = load_recipe(_at(study, scale).recipe, scale=scale)
     return getattr(recipe.task, "name", "") == "image_classification"
-
-
-def _check_images(id: str, named: Sequence[str], scale: str) -> None:
-    """Raise RecipeError if one folder of images cannot stand for the data of an id."""
-    classifying = [study for study in named if _classifies_images(study, scale)]
-    if not classifying:
-        raise RecipeError(
-            f"--data: {id} trains on no folder of images; give a mirror of its data sets, which has no folder train/"
-        )
-    if any(study.startswith("sets-") for study in classifying) and len(classifying) > 1:
-        raise RecipeError(f"--data: {id} compares several sets of images; give a mirror that has them by their names")
 
 
 def _data_of(recipe: Recipe, base: Path | None) -> Iterator[tuple[str, str]]:
@@ -294,35 +277,29 @@ def _in_mirror_or_cache(name: str, config: str | None = None) -> str:
 def list_entries(
     folder_of: Callable[[str], Path], num_workers: int, scales: Iterable[str] = SCALES
 ) -> list[dict[str, Any]]:
-    """Everything about every id, as plain data.
+    """Everything about every id at some scales, as plain data; runs of a scale that are there already are counted."""
 
-    Args:
-        folder_of: where the runs of a scale are, for what is there already.
-        num_workers: runs at once on a CPU.
-        scales: those to look at.
-    """
+    def at(id: str, entry: Entry, scale: str) -> dict[str, Any]:
+        try:
+            plan = make_plan(id, entry, scale, PlanOptions(folder_of(scale)))
+        except (RecipeError, RunError) as error:
+            return {"here": False, "why_not": [str(error).split(". Allowed")[0]], "data": [], "gpus": 0}
+        reasons = plan.why_not_here()
+        return {
+            "here": not reasons, "why_not": reasons, "gpus": plan.gpus,
+            "data": [{"name": name, "found": found} for name, found in plan.data().items()],
+            "minutes_here_estimate": plan.minutes_left(num_workers),
+            "runs": plan.runs, "runs_done": plan.runs - plan.missing, "left_out": list(plan.left_out),
+        }  # fmt: skip
+
     wanted = tuple(scales)
     return [
         {
             "id": id, "kind": entry.kind, "title": entry.title, "paper_has_numbers": entry.has_numbers,
-            "scales": {scale: _at_scale(id, entry, scale, folder_of(scale), num_workers) for scale in wanted},
+            "scales": {scale: at(id, entry, scale) for scale in wanted},
         }
         for id, entry in catalogue().entries.items()
     ]  # fmt: skip
-
-
-def _at_scale(id: str, entry: Entry, scale: str, folder: Path, num_workers: int) -> dict[str, Any]:
-    try:
-        plan = make_plan(id, entry, scale, PlanOptions(folder))
-    except (RecipeError, RunError) as error:
-        return {"here": False, "why_not": [str(error).split(". Allowed")[0]], "data": [], "gpus": 0}
-    reasons = plan.why_not_here()
-    return {
-        "here": not reasons, "why_not": reasons, "gpus": plan.gpus,
-        "data": [{"name": name, "found": found} for name, found in plan.data().items()],
-        "minutes_here_estimate": plan.minutes_left(num_workers),
-        "runs": plan.runs, "runs_done": plan.runs - plan.missing, "left_out": list(plan.left_out),
-    }  # fmt: skip
 
 
 def list_table(listed: Iterable[dict[str, Any]], scale: str) -> Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ from wellcond.lab.report.analysis import Analysis, analyse, step_ratios
 from wellcond.lab.report.glue import SHOWN, GlueScores, load_glue
 from wellcond.lab.report.load_runs import Comparison, load_comparisons
 from wellcond.lab.report.records import Metric, RunRecordError, setting_differences
-from wellcond.lab.report.values import number, show_seeds
+from wellcond.lab.report.table import number, show_seeds
 from wellcond.lab.reproduce.catalogue import Entry, Row, Source, catalogue
 
 RUNS = "runs"
@@ -26,43 +26,36 @@ OWN_METRICS = {
 
 @dataclass(frozen=True)
 class StoredStudy:
-    """The runs of one study, as far as there are any."""
+    """The runs of one study."""
 
-    folder: Path
-    renamed: tuple[tuple[str, str], ...] = ()
+    comparison: Comparison
+    renamed: Mapping[str, str] = field(default_factory=dict)
     """Parts of a method's text, and what stands there in the labels of these records."""
 
     @cached_property
-    def comparison(self) -> Comparison | None:
-        """None if there are no runs."""
-        if not any(any(self.folder.glob(pattern)) for pattern in ("*/*/run.json", "*/seed*.json")):
-            return None
-        return next((c for c in load_comparisons(self.folder) if c.folder == self.folder), None)
-
-    @cached_property
-    def analysis(self) -> Analysis | None:
+    def analysis(self) -> Analysis:
         """Its statistics."""
-        return None if self.comparison is None else analyse(self.comparison)
+        return analyse(self.comparison)
 
     @cached_property
     def glue(self) -> GlueScores | None:
         """Scores of fine-tuning; None if there are none."""
         try:
-            return None if self.comparison is None else load_glue(self.folder)
+            return load_glue(self.comparison.folder)
         except RunRecordError:
             return None
 
     def label(self, row: Row) -> str:
         """Of a method, in these records."""
         label = row.method
-        for part, other in self.renamed:
+        for part, other in self.renamed.items():
             label = label.replace(part, other)
         return label
 
     def values(self, row: Row, metric: str) -> dict[int, float]:
         """A number of the finished runs of a method, by seed; empty if there are none."""
         comparison, method = self.comparison, self.label(row)
-        if comparison is None or method not in comparison.methods:
+        if method not in comparison.methods:
             return {}
         if metric.startswith("glue:"):
             return {} if self.glue is None else self.glue.values(method, metric.removeprefix("glue:"))
@@ -79,17 +72,21 @@ class StoredStudy:
 
     def metric(self, name: str) -> Metric:
         """How a number is shown."""
-        if name in OWN_METRICS:
-            return OWN_METRICS[name]
-        if name.startswith("glue:") or self.comparison is None:
-            return SHOWN
+        if name in OWN_METRICS or name.startswith("glue:"):
+            return OWN_METRICS.get(name, SHOWN)
         return self.comparison.result if name == "" else replace(self.comparison.metric, name=name)
 
     def lost(self, row: Row) -> int:
         """Runs of a method that diverged or failed."""
-        if self.comparison is None:
-            return 0
         return sum(run.outcome in ("diverged", "failed") for run in self.comparison.of(self.label(row)))
+
+
+def find_study(folder: Path, renamed: Mapping[str, str] | None = None) -> StoredStudy | None:
+    """The study of a folder; None if there are no runs."""
+    if not any(any(folder.glob(pattern)) for pattern in ("*/*/run.json", "*/seed*.json")):
+        return None
+    found = (StoredStudy(each, renamed or {}) for each in load_comparisons(folder) if each.folder == folder)
+    return next(found, None)
 
 
 @dataclass(frozen=True)
@@ -99,21 +96,21 @@ class Collection:
     folder: Path
     committed: bool = False
     """Whether the folder is laid out like results/, not like what `reproduce` writes."""
-    _kept: dict[Path, StoredStudy] = field(default_factory=dict)
+    _kept: dict[Path, StoredStudy | None] = field(default_factory=dict)
 
     def study(self, source: Source, variant: str = "") -> StoredStudy | None:
-        """None if committed records have no such study."""
+        """None if there are no runs."""
         study = catalogue().studies[source.study]
-        if not self.committed:
-            folder = self.folder / RUNS / study_name(source.study, variant)
-        else:
+        place: str | None = f"{RUNS}/{study_name(source.study, variant)}"
+        if self.committed:
             usual = source.records or study.records
             place = catalogue().variants[variant].records.get(source.study) if variant else usual
-            if place is None:
-                return None
-            folder = self.folder / place
-        renamed = tuple(study.in_records.items()) if self.committed else ()
-        return self._kept.setdefault(folder, StoredStudy(folder, renamed))
+        if place is None:
+            return None
+        folder = self.folder / place
+        if folder not in self._kept:
+            self._kept[folder] = find_study(folder, study.in_records if self.committed else None)
+        return self._kept[folder]
 
 
 def study_name(study: str, variant: str) -> str:
@@ -131,7 +128,7 @@ def may_be_paired(one: StoredStudy | None, other: StoredStudy | None, variants_u
 
     Committed records of a variant may be of another recipe than the study's, or of the same one under other settings.
     """
-    found = [s.comparison for s in (one, other) if s is not None and s.comparison is not None]
+    found = [study.comparison for study in (one, other) if study is not None]
     if len({(c.recipe, c.scale) for c in found}) != 1:
         return False
     variants = [catalogue().variants[name] for name in variants_used if name]
@@ -147,11 +144,10 @@ def differences_from_paper(entry: Entry, records: Collection) -> Iterator[str]:
         name, source = by_study[study]
         for variant in dict.fromkeys(row.variant for row in entry.all_rows.values() if row.is_in(name)):
             stored, plain = records.study(source, variant), records.study(source)
-            if stored is None or stored.comparison is None:
+            if stored is None:
                 continue
             apart = ""
-            has_plain = plain is not None and plain.comparison is not None and plain is not stored
-            if has_plain and not may_be_paired(plain, stored, (variant,)):
+            if plain is not None and plain is not stored and not may_be_paired(plain, stored, (variant,)):
                 apart = "; another recipe or other settings than the rows above, so that there is no gain over them"
             title = catalogue().studies[study].title + (f", {variant}," if variant else "")
             yield f"{title} ran as: {'; '.join(_facts(study, stored.comparison))}{apart}."
