@@ -81,6 +81,8 @@ def test_the_page_is_whole_and_loads_nothing(data):
     assert page.startswith("<!DOCTYPE html>") and '<html lang="en">' in page and "prefers-color-scheme:dark" in page
     assert not found.loads and not found.handlers and "script" not in found.names
     assert "http://" not in page and "https://" not in page and "@import" not in page and "nan" not in page
+    pictures = re.findall(r"<svg .*?>", page)
+    assert pictures and all('role="img"' in p or 'aria-hidden="true"' in p for p in pictures)
 
 
 def test_every_layer_and_head_is_in_heat_map_and_table(data):
@@ -90,6 +92,7 @@ def test_every_layer_and_head_is_in_heat_map_and_table(data):
             assert f"{layer['name']}, head {head['index']}" in cell(page, at, head["index"])
             assert f"{head['mean_kappa']:.4g}" in page and head["diagnosis"]["explanation"] in page
     assert page.count('<th scope="row">') == 2 * 2 * 2  # verdicts and weights
+    assert page.count("curve c0") == 2 + 1  # one line per layer, and the legend
 
 
 def test_the_page_says_which_model_which_input_and_which_version(data):
@@ -119,6 +122,7 @@ def test_dead_heads_are_marked_and_off_the_scale(data):
     assert not re.search(coloured, dead) and re.search(coloured, alive)
     assert page.count('<tr class="dead">') == 1 and '<span class="tag alarm">dead head</span>' in page
     assert re.search(r'<div class="tile alarm"><b>1</b><span>dead head</span>', page)
+    assert "curve c0 dashed" in page
     # neither the colour scale nor the median is drawn towards its good-looking number
     assert colour_range(read_heads(data))[0] > 0.5
     assert not re.search(r"<b>1\.5</b>", page)
@@ -175,12 +179,14 @@ def test_hostile_strings_are_escaped(data):
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
 
 
-def test_heads_without_diagnosis(data):
+def test_heads_without_diagnosis_or_spectrum(data):
     for layer in data["layers"]:
         for head in layer["heads"]:
             head.update(diagnosis=None, verdict="unknown", how="generic derivatives: rotary", papers_bound_log10=None)
+            head["jacobian"]["singular_values"] = None
     page = render_measurement(data)
     check(page)
+    assert "4 of 4 heads are too large for a full spectrum" in page
     assert "4 heads are not plain softmax attention" in page and "generic derivatives: rotary" in page
     assert "surrogate is the expression" not in page and "dead heads, 4 not diagnosed" in page
 
@@ -193,6 +199,14 @@ def test_layers_that_were_not_measured_are_listed(data):
     data["layers"][1].update(heads=[], problem="so is this")
     assert "No head was measured" in render_measurement(data)
     assert "No head was measured" in render_measurement(data | {"layers": []})
+
+
+def test_long_spectra_are_thinned_and_keep_their_ends(data):
+    head = data["layers"][0]["heads"][0]
+    head["jacobian"]["singular_values"] = [10.0 ** (-10 * i / 4999) for i in range(5000)]
+    page = render_measurement(data)
+    points = max(re.findall(r'points="([^"]*)"', page), key=len).split()
+    assert len(points) <= 200 and "5000 singular values from 1 to 1e-10" in page
 
 
 def test_grouped_heads_name_their_queries(data):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from wellcond.errors import WellcondError
@@ -14,6 +14,10 @@ from wellcond.lab.report.plots import RAMP
 from wellcond.lab.report.table import INFINITE, MISSING, cut, log10, number, show
 
 SCHEMA = 1
+WIDTH, HEIGHT = 300.0, 130.0
+"""Of the plot of a spectrum, in pixels."""
+NUM_COLOURS = 8
+MOST_POINTS = 160
 LONGEST_NAME = 34
 Fields = dict[str, Any]
 
@@ -23,7 +27,7 @@ class ReportDataError(WellcondError, ValueError):
 
 
 def render_measurement(data: dict[str, Any]) -> str:
-    """HTML of a measurement: facts, heat map, verdicts, weights and what to be careful about.
+    """HTML of a measurement: facts, heat map, verdicts, weights, spectra and what to be careful about.
 
     Args:
         data: `MeasurementReport.to_dict()`, or the JSON of it read back. ``data["run"]`` names ``model``, ``input``,
@@ -64,6 +68,9 @@ def render_measurement(data: dict[str, Any]) -> str:
         weights=[_weight_row(head) for head in heads], bounded=sum(map(math.isfinite, bounds)),
         exceeded=sum(math.isfinite(bound) and kappa > bound for kappa, bound in zip(measured, bounds, strict=True)),
         generic=sum(str(head.row.get("how", "")).startswith("generic") for head in heads),
+        spectra=_spectra([head for head in heads if head.spectrum]), num_colours=NUM_COLOURS, size=(WIDTH, HEIGHT),
+        spectrum_heads=sorted({head.index for head in heads if head.spectrum}),
+        too_large=sum(not head.spectrum for head in heads),
     )  # fmt: skip
 
 
@@ -108,6 +115,8 @@ class Head:
         self.kappa = number(row.get("mean_kappa"))
         self.pseudo = number(row.get("mean_pseudo_kappa", self.jacobian.get("pseudo_condition_number")))
         self.dead, self.status = bool(row.get("dead")), str(self.jacobian.get("status", "unknown"))
+        # All singular values, falling; none where only the extremes are known.
+        self.spectrum = sorted(map(number, self.jacobian.get("singular_values") or ()), reverse=True)
         unknown = f"not diagnosed, since this is not plain softmax attention ({row.get('how', 'unknown form')})"
         self.explanation = str(self.diagnosis.get("explanation", "")) if self.diagnosis else unknown
 
@@ -183,9 +192,13 @@ def ramp_colour(share: float) -> tuple[str, str]:
 
 
 def colour_range(heads: Iterable[Head]) -> tuple[int, int]:
-    """Whole decades of the colour scale. A dead head is not on it: its condition number says nothing good."""
-    alive = [log10(head.pseudo if math.isinf(head.kappa) else head.kappa) for head in heads if not head.dead]
-    finite = [x for x in alive if math.isfinite(x)]
+    """Decades of the colour scale. A dead head is not on it: its condition number says nothing good."""
+    return _decades(log10(head.pseudo if math.isinf(head.kappa) else head.kappa) for head in heads if not head.dead)
+
+
+def _decades(logarithms: Iterable[float]) -> tuple[int, int]:
+    """Whole decades around what is finite."""
+    finite = [x for x in logarithms if math.isfinite(x)]
     low, high = math.floor(min(finite, default=0.0)), math.ceil(max(finite, default=1.0))
     return low, max(high, low + 1)
 
@@ -216,3 +229,38 @@ def _cell(head: Head, low: int, high: int) -> Fields:
         told += ", DEAD HEAD: attention has collapsed, so this number says nothing good"
     told += f"; {head.status}; {head.explanation}"
     return {"head": f"{head.layer}.{head.index}", "kind": kind, "told": told, "fill": fill, "ink": ink, "text": text}
+
+
+def _spectra(heads: Sequence[Head]) -> list[Fields]:
+    """All singular values of the Jacobians, one plot per layer and one line per head, in whole decades."""
+    zero = [log10(number(head.jacobian.get("rtol")) * number(head.jacobian["sigma_max"])) for head in heads]
+    tops = [log10(head.jacobian["sigma_max"]) for head in heads]
+    low, high = _decades([*zero, *tops])
+
+    def place(logarithm: float) -> float:
+        """Height of a value; what is below the axis (zero) sits on it."""
+        return HEIGHT * (high - min(max(logarithm, low), high)) / (high - low)
+
+    plots = []
+    for layer in dict.fromkeys(head.layer for head in heads):
+        inside = [head for head in heads if head.layer == layer]
+        longest, curves = max(len(head.spectrum) for head in inside), []
+        for head in inside:
+            sigma, right = head.spectrum, WIDTH / max(longest - 1, 1)
+            points = " ".join(f"{right * i:.1f},{place(log10(sigma[i])):.1f}" for i in _thin(len(sigma)))
+            told = f"{head.label}: {len(sigma)} singular values from {show(sigma[0])} to {show(sigma[-1])}"
+            told += f", rank {head.jacobian.get('rank')}" + (", DEAD HEAD" if head.dead else "")
+            look = f"curve c{head.index % NUM_COLOURS}" + (" dashed" if head.dead else "")
+            curves.append({"told": told, "points": points, "look": look})
+        floor = place(max(z for z, head in zip(zero, heads, strict=True) if head.layer == layer))
+        plots.append({"name": inside[0].layer_name, "longest": longest, "floor": floor, "low": low, "high": high,
+                      "curves": curves})  # fmt: skip
+    return plots
+
+
+def _thin(count: int) -> list[int]:
+    """Indices to draw: all of a short list, else evenly spaced ones and, at both ends, where it bends, every one."""
+    if count <= MOST_POINTS:
+        return list(range(count))
+    ends = set(range(20)) | set(range(count - 20, count))
+    return sorted(ends | {round(i * (count - 1) / (MOST_POINTS - 40)) for i in range(MOST_POINTS - 39)})
