@@ -14,9 +14,8 @@ from lab.helpers import bundle, make_recipe, texts, tiny_gpt2
 from lab.small import Killed, kill_at_write, record, run, train_command
 from lab.test_tasks import make_task
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.tasks.language_modelling import SAMPLE_TOKENS, TEMPERATURE, generate_text
+from wellcond.lab.tasks.language_modelling import SAMPLE_TOKENS, TEMPERATURE, LanguageModelling, generate_text
 from wellcond.lab.tokenizers import ByteTokenizer
-from wellcond.lab.train import engine
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import Job, run_job
 from wellcond.lab.train.run_folder import RunError
@@ -118,12 +117,12 @@ def test_a_run_that_was_killed_writes_the_same(tmp_path, text, monkeypatch, mome
 
 
 def test_a_run_killed_while_it_writes_writes_again(tmp_path, text, monkeypatch):
-    def die(self):
+    def die(self, model):
         raise Killed
 
     whole = run_job(job(tmp_path / "whole", text))
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(engine.Evaluator, "write_samples", die)
+        patch.setattr(LanguageModelling, "write_samples", die)
         run_job(job(tmp_path / "run", text))
     assert "samples" not in record(tmp_path / "run")
     assert run_job(job(tmp_path / "run", text))["samples"] == whole["samples"]

@@ -24,6 +24,7 @@ def softmax_spectrum(head: Head) -> SoftmaxSpectrum:
     """Spectrum of every Lambda_i of one head.
 
     Example:
+        >>> import torch
         >>> x, w = torch.tensor([[1.0], [2.0]]), torch.ones(1, 1)
         >>> round(10 ** softmax_spectrum(Head(x, w, w, w, 1.0)).log10_kappa, 9)
         1.872609003
