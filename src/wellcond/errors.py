@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 DEBUG_VARIABLE = "WELLCOND_DEBUG"
 """Environment variable that shows the traceback of every error, as --debug does; worker processes inherit it."""
@@ -68,6 +69,18 @@ class MissingExtraError(WellcondError, ImportError):
     def __init__(self, package: str, extra: str) -> None:
         """Name the package and the install line."""
         super().__init__(f"this needs {package}, which is not installed. Run: pip install 'wellcond[{extra}]'")
+
+
+@contextlib.contextmanager
+def needs_extra(package: str, extra: str) -> Iterator[None]:
+    """Around imports of an optional dependency: without it, the error names the install line.
+
+    Raises: MissingExtraError.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtraError(package, extra) from error
 
 
 class UnknownChoiceError(WellcondError, ValueError):

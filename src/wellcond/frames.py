@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wellcond.errors import MissingExtraError
+from wellcond.errors import needs_extra
 
 WHOLE = ("step", "head", "rank", "nullity", "num_tokens")
 """Columns of integers, which may be missing."""
@@ -16,10 +16,8 @@ def make_frame(rows: Sequence[Mapping[str, Any]], attrs: Mapping[str, Any]) -> A
 
     Raises: MissingExtraError if pandas is not installed.
     """
-    try:
+    with needs_extra("pandas", "train"):  # which has it through datasets
         import pandas
-    except ImportError as error:
-        raise MissingExtraError("pandas", "train") from error  # which has it through datasets
     frame = pandas.DataFrame(rows)
     frame = frame.astype({name: "Int64" for name in WHOLE if name in frame})
     frame.attrs |= attrs

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wellcond.errors import MissingExtraError, WellcondError
+from wellcond.errors import WellcondError, needs_extra
 
 if TYPE_CHECKING:
     from torch import nn
@@ -231,20 +231,16 @@ def _loading_tensors_only() -> Iterator[None]:
 
 
 def _build_timm(name: str, arguments: dict[str, Any]) -> nn.Module:
-    try:
+    with needs_extra("timm", "vision"):
         import timm
-    except ImportError as error:
-        raise MissingExtraError("timm", "vision") from error
     if not timm.is_model(name):
         raise ModelSpecError(f"timm has no model {name!r}. Similar names: {similar(name, timm.list_models())}")
     return timm.create_model(name, pretrained=False, **arguments)
 
 
 def _build_hf(name: str, arguments: dict[str, Any], auto_class: str | None, on_meta: bool) -> nn.Module:
-    try:
+    with needs_extra("transformers", "text"):
         import transformers
-    except ImportError as error:
-        raise MissingExtraError("transformers", "text") from error
     path = Path(name)
     if path.is_dir():
         config = read_hf_config(path, arguments)

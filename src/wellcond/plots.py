@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from wellcond.errors import MissingExtraError
+from wellcond.errors import needs_extra
 
 BLUE, RED, GREY, GRID = "#2969a8", "#b3261e", "#5b6570", "#e6e9ec"
 COLOURS = ("#2969a8", "#c2571a", "#2e8056", "#9a3b86", "#8a6d0b", "#147f91", "#b3261e", "#6a5acd")
@@ -131,10 +131,8 @@ def plot_curves(curves: Sequence[Curve], *, quantity: str, title: str = "", ax: 
 
 
 def _axes(ax: Any, *, width: float) -> Any:
-    try:
+    with needs_extra("matplotlib", "report"):
         from matplotlib import pyplot
-    except ImportError as error:
-        raise MissingExtraError("matplotlib", "report") from error
     if ax is None:
         _, ax = pyplot.subplots(figsize=(width, 4.2), dpi=110, layout="constrained")
     return ax

@@ -16,14 +16,12 @@ from torch import Tensor, nn
 
 from wellcond.attention.distributed import any_distributed, gather_model
 from wellcond.conditioning.checkpoint import RESUME, find_markers, read_settings
-from wellcond.errors import MissingExtraError, WeightError
+from wellcond.errors import WeightError, needs_extra
 
 
 def _safetensors():
-    try:
+    with needs_extra("safetensors", "cli"):
         import safetensors.torch
-    except ImportError as error:
-        raise MissingExtraError("safetensors", "cli") from error
     return safetensors.torch
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from wellcond.diagnosis.records import SEVERITIES, Diagnosis, LayerFacts
 from wellcond.diagnosis.text import COLUMNS, heading, legend, mark, show_number
-from wellcond.errors import MissingExtraError
+from wellcond.errors import needs_extra
 
 ABOUT = {
     "projection-scale": ("scale_q", "scale_k", "scale_v"),
@@ -24,10 +24,8 @@ def render_diagnosis(diagnosis: Diagnosis) -> str:
 
     Raises: MissingExtraError if jinja2 is not installed.
     """
-    try:
+    with needs_extra("jinja2", "report"):
         import jinja2
-    except ImportError as error:
-        raise MissingExtraError("jinja2", "report") from error
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined

@@ -17,7 +17,7 @@ from wellcond.attention.distributed import is_held_together, reshard_, unwrap
 from wellcond.attention.effective import is_conditioned
 from wellcond.conditioning.apply import folded
 from wellcond.conditioning.effective_state import split_state
-from wellcond.errors import CheckpointMismatchError, MissingExtraError
+from wellcond.errors import CheckpointMismatchError, needs_extra
 from wellcond.integrations.common import (
     Choice,
     apply_choices,
@@ -35,10 +35,8 @@ from wellcond.weights import save_weights
 try:
     import lightning.pytorch as pl
 except ImportError:
-    try:
+    with needs_extra("lightning", "lightning"):
         import pytorch_lightning as pl  # type: ignore[no-redef]
-    except ImportError as error:
-        raise MissingExtraError("lightning", "lightning") from error
 
 KEY = "wellcond"  # our entry in a checkpoint
 PREPARED = "_wellcond_prepared"

@@ -22,7 +22,7 @@ from wellcond.attention.distributed import gather_model, is_held_together, resha
 from wellcond.attention.effective import is_conditioned
 from wellcond.conditioning.apply import folded
 from wellcond.conditioning.effective_state import save_pretrained
-from wellcond.errors import CheckpointMismatchError, MissingExtraError
+from wellcond.errors import CheckpointMismatchError, needs_extra
 from wellcond.integrations.common import (
     Choice,
     apply_choices,
@@ -35,10 +35,8 @@ from wellcond.integrations.common import (
 from wellcond.integrations.watch import Watch
 from wellcond.tracking import TrackPoint
 
-try:
+with needs_extra("transformers", "text"):
     from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainerCallback
-except ImportError as error:
-    raise MissingExtraError("transformers", "text") from error
 
 STATE = "wellcond"  # our entry in trainer_state.json
 CONSOLE = tuple(

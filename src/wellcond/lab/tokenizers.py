@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BeforeValidator, Field, PositiveInt
 
-from wellcond.errors import MissingExtraError
+from wellcond.errors import needs_extra
 from wellcond.files import read_regular
 from wellcond.lab.data.base import DataError, Dataset, report_progress
 from wellcond.lab.data.disk import cached_folder, contents, find_path
@@ -125,10 +125,8 @@ def import_tokenizers() -> Any:
 
     Raises: MissingExtraError if it is not installed.
     """
-    try:
+    with needs_extra("tokenizers", "text"):
         import tokenizers
-    except ImportError as error:
-        raise MissingExtraError("tokenizers", "text") from error
     return tokenizers
 
 

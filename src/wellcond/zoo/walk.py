@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from wellcond.attention.find import Scan, find_adapter, find_attention, scan_attention
-from wellcond.errors import MissingExtraError
+from wellcond.errors import needs_extra
 from wellcond.jacobian.capture import capture_sites
 from wellcond.models import LAYER_COUNTS
 from wellcond.zoo.forms import DESCRIBED, captured_forms, forms_of, is_structured, one_of_each_kind
@@ -104,10 +104,8 @@ def walk_timm(progress: Progress = iter) -> list[ZooRow]:
     The smallest model that has any attention stands for its file (FastViT's smallest are convolutional); "no
     attention" means that no model of the file has any.
     """
-    try:
+    with needs_extra("timm", "vision"):
         import timm
-    except ImportError as error:
-        raise MissingExtraError("timm", "vision") from error
 
     return [
         _first_with_attention(family, timm.list_models(module=family), timm.create_model)
@@ -185,10 +183,8 @@ def _holds_projection(module: nn.Module) -> bool:
 
 def walk_hf(progress: Progress = iter) -> list[ZooRow]:
     """One row for every config type, in the order of transformers' own table."""
-    try:
+    with needs_extra("transformers", "text"):
         from transformers import CONFIG_MAPPING
-    except ImportError as error:
-        raise MissingExtraError("transformers", "text") from error
     return [walk_one(model_type) for model_type in progress(list(CONFIG_MAPPING.keys()))]
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from wellcond.errors import MissingExtraError, WellcondError
+from wellcond.errors import WellcondError, needs_extra
 from wellcond.lab.cluster import RaySettings
 from wellcond.lab.cluster.worker import BEGAN, FILES, NO_FOLDER, Command, Mailbox, pack, receive, run_task
 from wellcond.lab.models.trained import file_sha256
@@ -63,10 +63,8 @@ def connected(address: str | None) -> Iterator[Any]:
 
     Raises: MissingExtraError; WellcondError if there is no cluster to connect to.
     """
-    try:
+    with needs_extra("ray", "ray"):
         import ray
-    except ImportError as error:
-        raise MissingExtraError("ray", "ray") from error
     if ray.is_initialized():  # by the program that calls us: it is theirs to end
         yield ray
         return

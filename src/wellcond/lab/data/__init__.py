@@ -1,11 +1,9 @@
 """Data of an experiment: what a recipe names under `data`, as splits with random access."""
 
-from wellcond.errors import MissingExtraError
+from wellcond.errors import needs_extra
 
-try:
+with needs_extra("pydantic", "train"):
     import pydantic  # noqa: F401  (every file of this package needs it)
-except ImportError as error:
-    raise MissingExtraError("pydantic", "train") from error
 
 from wellcond.lab.data.base import (
     Data,

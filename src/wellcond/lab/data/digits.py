@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from wellcond.errors import MissingExtraError
+from wellcond.errors import needs_extra
 from wellcond.lab.data.base import Data, Dataset, SourceConfig, TensorDataset, register_source
 
 NUM_TRAIN = 1297
@@ -24,10 +24,8 @@ class DigitsConfig(SourceConfig):
 
 def load_digits() -> tuple[TensorDataset, TensorDataset]:
     """Images (1, 8, 8), normalised, in one fixed random order: the first 1297 to train on, the other 500 to test on."""
-    try:
+    with needs_extra("scikit-learn", "train"):
         from sklearn.datasets import load_digits as load
-    except ImportError as error:
-        raise MissingExtraError("scikit-learn", "train") from error
     data = load()
     order = torch.randperm(len(data.images), generator=torch.Generator().manual_seed(0))
     images = torch.tensor(data.images, dtype=torch.float32)[order, None]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from wellcond.errors import MissingExtraError, WellcondError
+from wellcond.errors import WellcondError, needs_extra
 from wellcond.lab.data.base import DataError, listed, report_progress
 
 MIRROR_VARIABLE = "WELLCOND_DATA"
@@ -105,10 +105,8 @@ def import_datasets() -> Any:
         MissingExtraError: it is not installed.
         DataError: it is older than version 4, the first that cannot run a data set's own script.
     """
-    try:
+    with needs_extra("datasets", "train"):
         import datasets
-    except ImportError as error:
-        raise MissingExtraError("datasets", "train") from error
     if int(datasets.__version__.split(".")[0]) < 4:
         raise DataError(
             "the datasets library is too old: it may run code that comes with a data set.",

@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from wellcond.errors import MissingExtraError
+from wellcond.errors import needs_extra
 from wellcond.files import read_regular
 from wellcond.lab.data.base import (
     Data,
@@ -44,10 +44,8 @@ def import_pil() -> Any:
 
     Raises: MissingExtraError if Pillow is not installed.
     """
-    try:
+    with needs_extra("pillow", "vision"):
         from PIL import Image
-    except ImportError as error:
-        raise MissingExtraError("pillow", "vision") from error
     return Image
 
 

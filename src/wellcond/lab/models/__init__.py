@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from wellcond.errors import MissingExtraError, check_choice
+from wellcond.errors import MissingExtraError, check_choice, needs_extra
 from wellcond.models import ModelSpecError
 
 ARCHITECTURES = {
@@ -29,10 +29,8 @@ def build_architecture(name: str, arguments: dict[str, Any]) -> nn.Module:
     """
     check_choice("architecture", name, sorted(ARCHITECTURES))
     module, class_name, extra = ARCHITECTURES[name]
-    try:
+    with needs_extra("pydantic", "train"):
         import pydantic
-    except ImportError as error:
-        raise MissingExtraError("pydantic", "train") from error
     try:
         model = getattr(importlib.import_module(f"wellcond.lab.models.{module}"), class_name)
     except ImportError as error:

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wellcond.errors import MissingExtraError
+from wellcond.errors import needs_extra
 from wellcond.files import write_atomically
 from wellcond.lab.report.analysis import Analysis, analyse, bottom_line, find_findings
 from wellcond.lab.report.figures import Figure, build_figures, write_csv
@@ -282,11 +282,9 @@ def render(template: str, **context: Any) -> str:
 @cache
 def environment() -> Environment:
     """Where templates are found and how they are read."""
-    try:
+    with needs_extra("jinja2", "report"):
         from jinja2 import Environment, PackageLoader, StrictUndefined
         from markupsafe import Markup
-    except ImportError as error:
-        raise MissingExtraError("jinja2", "report") from error
     made = Environment(
         loader=PackageLoader("wellcond.lab.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True, keep_trailing_newline=True,
@@ -300,10 +298,8 @@ def environment() -> Environment:
 
 def _plotly_source() -> str:
     """The plotting library, to be part of the page."""
-    try:
+    with needs_extra("plotly", "report"):
         from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise MissingExtraError("plotly", "report") from error
     source: str = get_plotlyjs()
     assert "</script" not in source.lower(), "plotly's own text would end the script element"
     return source

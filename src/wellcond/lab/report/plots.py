@@ -17,7 +17,7 @@ from importlib import resources
 from os.path import commonprefix
 from typing import Any
 
-from wellcond.errors import MissingExtraError
+from wellcond.errors import needs_extra
 from wellcond.lab.report.figures import BUDGET, HIGH, HIGH_END, LOW, LOW_END, MEAN, Figure, Panel
 from wellcond.lab.report.table import cut
 
@@ -264,12 +264,10 @@ def draw_static(figure: Figure) -> bytes:
 
     Raises: MissingExtraError if matplotlib is not installed.
     """
-    try:
+    with needs_extra("matplotlib", "report"):
         import matplotlib
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure as Canvas
-    except ImportError as error:
-        raise MissingExtraError("matplotlib", "report") from error
     drawn = plots(figure)
     columns = min(len(drawn), 2 if figure.kind == "maps" else 3)
     rows, layouts = math.ceil(len(drawn) / columns), [plot["layout"] for _, plot in drawn]

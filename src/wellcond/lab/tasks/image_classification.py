@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
-from wellcond.errors import MissingExtraError
+from wellcond.errors import needs_extra
 from wellcond.lab.data.base import Dataset
 from wellcond.lab.data.images import as_tensor_images, place_of, to_channels
 from wellcond.lab.seeding import derive, generator
@@ -164,10 +164,8 @@ def picture_transform(
     std: tuple[float, ...],
 ) -> Callable[[Any], Tensor]:
     """Timm's transform for training (with augmentation) or evaluation (None)."""
-    try:
+    with needs_extra("timm and torchvision", "vision"):
         from timm.data import create_transform
-    except ImportError as error:
-        raise MissingExtraError("timm and torchvision", "vision") from error
     if augmentation is None:
         return create_transform(size, is_training=False, crop_pct=crop, mean=mean, std=std, interpolation="bicubic")
     transform = create_transform(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from wellcond.errors import MissingExtraError, check_choice
+from wellcond.errors import check_choice, needs_extra
 from wellcond.files import write_atomically
 from wellcond.lab.load_recipe import set_field
 from wellcond.lab.methods import MethodSettings
@@ -235,10 +235,8 @@ def _model(pretrained: Pretrained) -> dict[str, Any]:
     name = located(settings["name"], pretrained.base)
     names: tuple[str, ...] = ("dropout",)
     if name not in CLASSIFIERS:
-        try:
+        with needs_extra("transformers", "text"):
             from transformers import AutoConfig
-        except ImportError as error:
-            raise MissingExtraError("transformers", "text") from error
         folder = Path(name.removeprefix("hf:"))
         hf_config = read_hf_config(folder) if folder.is_dir() else AutoConfig.for_model(str(folder))
         names = tuple(field for field in DROPOUTS if hasattr(hf_config, field))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wellcond.errors import MissingExtraError
+from wellcond.errors import needs_extra
 from wellcond.lab.data.base import Data, Progress, load_data, progress_to, resolve_config
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.models.changes import add_layer_scale_, add_qk_norm_, check_untrained, remove_norms_, scale_true_
@@ -29,12 +29,10 @@ CALIBRATION_SAMPLES = 64
 
 def make_accelerator(recipe: Recipe, folder: Path, *, cpu: bool = False) -> Any:
     """An `accelerate.Accelerator` for one run: one process, DDP or FSDP2, by how the program was launched."""
-    try:
+    with needs_extra("accelerate", "train"):
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-    except ImportError as error:
-        raise MissingExtraError("accelerate", "train") from error
     AcceleratorState._reset_state()  # the precision of an earlier run of this process must not persist
     trackers, installed = list(recipe.logging.trackers), [str(name) for name in get_available_trackers()]
     for name in trackers:  # Accelerate skips what is not installed, at most with a warning

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn.functional import pad
 
-from wellcond.errors import MissingExtraError
+from wellcond.errors import needs_extra
 from wellcond.lab.data.images import import_pil
 from wellcond.lab.seeding import generator
 from wellcond.lab.settings import Fraction, ImageSide, Settings
@@ -69,12 +69,10 @@ class DetectionAugmentation(Settings):
 
 def import_pycocotools() -> Any:
     """The package, with its modules coco, cocoeval and mask, or a MissingExtraError."""
-    try:
+    with needs_extra("pycocotools", "detection"):
         import pycocotools.coco
         import pycocotools.cocoeval
         import pycocotools.mask
-    except ImportError as error:
-        raise MissingExtraError("pycocotools", "detection") from error
     return pycocotools
 
 
