@@ -6,7 +6,6 @@ import signal
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from lab.data.helpers import write_parquet
@@ -16,6 +15,7 @@ from lab.test_tasks import make_task
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.tasks.language_modelling import SAMPLE_TOKENS, TEMPERATURE, LanguageModelling, generate_text
 from wellcond.lab.tokenizers import ByteTokenizer
+from wellcond.lab.train.checkpoint import last_checkpoint, read_tensors
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import Job, run_job
 from wellcond.lab.train.run_folder import RunError
@@ -58,12 +58,12 @@ def job(folder, text, tokenizer="bytes", method="default", **changes):
     return Job(recipe, MethodSettings.model_validate(method), 0, folder, cpu=True)
 
 
-def written_again(job, file="model"):
+def written_again(job, kind="model"):
     """Samples of the weights in the last checkpoint."""
     task = prepare_task(job.recipe, seed=0, base=None)
     model = prepare_model(job.recipe, job.method, task, seed=1, base=None)
-    [path] = (job.folder / "checkpoints").glob(f"step-*/{file}.safetensors")
-    missing = model.load_state_dict(load_file(path), strict=False).missing_keys
+    tensors = read_tensors(last_checkpoint(job.folder / "checkpoints"), kind)
+    missing = model.load_state_dict(tensors, strict=False).missing_keys
     assert not [name for name in missing if name in dict(model.named_parameters())]
     return task.write_samples(model)
 

@@ -77,7 +77,10 @@ def reproduce(
     if records is not None:
         _show(outcome_tables(known, entry, scale, Collection(records, committed=True)), as_json=json, quiet=quiet)
         return
-    asked = None if methods is None else tuple(split_methods(methods))
+    try:
+        asked = None if methods is None else tuple(split_methods(methods))
+    except ValueError as error:
+        raise cli.OptionError(f"--methods: {error}") from error
     plan = make_plan(known, entry, scale, PlanOptions(home, numbers, asked, tuple(set or ()), images, cpu))
     if dry_run:
         _show([plan_table(plan, _cpu_workers(jobs))], as_json=json, quiet=quiet)

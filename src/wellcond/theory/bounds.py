@@ -39,12 +39,15 @@ def lower_parts(blocks: Blocks, rank: int, *, less_rounding: bool = False) -> di
     def sigma_r(matrix: Tensor, sigma: Tensor) -> float:
         if rank > len(sigma):
             return 0.0
-        rounding = default_rtol(tuple(matrix.shape)) * float(sigma[0]) if less_rounding else 0.0
-        return max(0.0, float(sigma[rank - 1]) - rounding)
+        return max(0.0, float(sigma[rank - 1]) - rounding(matrix) * float(sigma[0]))
+
+    def rounding(matrix: Tensor) -> float:
+        return default_rtol(tuple(matrix.shape)) if less_rounding else 0.0
 
     # bd(M_i) bd(M_i)^T >= min_i sigma_dv(M_i)^2, and sigma_dv = 0 for a tall M_i (d < dv).
     tall = blocks.m.shape[2] < blocks.m.shape[1]
-    m = 0.0 if tall else float(blocks.m_values[:, -1].min())
+    of_m = blocks.m_values
+    m = 0.0 if tall else max(0.0, float((of_m[:, -1] - rounding(blocks.m) * of_m[:, 0]).min()))
     of_x, of_px = sigma_r(blocks.x, blocks.x_values), sigma_r(blocks.py, blocks.py_values)
     return {"sigma_r(X)": of_x, "min sigma_min(M_i)": m, "sigma_r(PX)": of_px}
 
@@ -78,11 +81,11 @@ def upper_square(parts: Mapping[str, float]) -> float:
 
 
 def log10_kappa_bound(head: Head, blocks: Blocks, *, convention: Convention = "wide") -> float | None:
-    """log10 of `kappa_bound`, from blocks that are there already; None where that says nothing."""
+    """log10 of `kappa_bound`, from blocks that are there already; None where that says nothing but rounding."""
     rank = int(resolve_rank(blocks.x_values, tuple(head.x.shape)))
     if rank == 0 or (convention == "wide" and rank < head.num_tokens):
         return None
-    lower = lower_square(lower_parts(blocks, rank))
+    lower = lower_square(lower_parts(blocks, rank, less_rounding=True))
     return None if lower == 0 else (math.log10(upper_square(upper_parts(blocks))) - math.log10(lower)) / 2
 
 
