@@ -39,9 +39,17 @@ def cut_short(arguments):
         recipe = arguments[arguments.index("--recipe") + 1] if verb == "compare" else arguments[1]
         arguments = [SMALL_FORM.get(word, word) for word in arguments]
         recipe = SMALL_FORM.get(recipe, recipe)
-        for number, word in enumerate(arguments):
-            if word.startswith("model.encoder="):  # the two models have other sizes than each other at scale tiny
-                del arguments[number - 1 : number + 1]
+        for setting in (
+            "model.encoder=",
+            "proxy=null",
+        ):  # the two models have other sizes than each other at scale tiny
+            for word in [word for word in arguments if word.startswith(setting)]:
+                at = arguments.index(word)
+                del arguments[at - 1 : at + 1]
+        if (
+            "--data" in arguments and "--folder" not in arguments
+        ):  # one scale here, several there
+            arguments += ["--folder", f"runs/{recipe}-own"]
         if verb == "compare":
             methods = "default,conditioned"
             if "--methods" in arguments:
@@ -72,7 +80,8 @@ def desk(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WELLCOND_DATA", str(DATA.resolve()))
     shutil.copytree(ROOT / "results", "results")
-    shutil.copy(ROOT / "src/wellcond/lab/recipes/tiny/digits.yaml", "recipe.yaml")
+    shipped = (ROOT / "src/wellcond/lab/recipes/tiny/digits.yaml").read_text("utf-8")
+    (tmp_path / "recipe.yaml").write_text(shipped.replace("name: digits", "name: own", 1), "utf-8")
     rows = {"review": [f"a {word} film" for word in ("fine", "dull") * 60], "positive": [1, 0] * 60}
     Dataset.from_dict(rows).to_parquet("reviews.parquet")
     for number in range(24):
@@ -96,7 +105,8 @@ def make_weights(arguments):
     if file.endswith(".safetensors"):
         save_model(model, file)
     else:
-        torch.save({"state_dict": model.state_dict()}, file)
+        averaged = {"state_dict_ema": model.state_dict()} if "--ema" in arguments else {}
+        torch.save({"state_dict": model.state_dict()} | averaged, file)
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ decide() {  # recipe, rates, settings: what the papers claim, on the further mod
 
 deit() { decide deit 1e-3,2.2e-3,5e-3,1.1e-2 --set "evaluation.every={epochs: 2}"; }
 davit() { decide davit 1e-3,2.2e-3,5e-3,1.1e-2 --set "training.length={epochs: 2}" --set "schedule.warmup={epochs: 0.2}" --set training.batch_size=64 --set "evaluation.every={epochs: 2}"; }
-lra-retrieval() { gaussian= decide lra-retrieval 1e-3,3e-3 --tune-growth 1 --set "training.length={steps: 250}" --set "evaluation.every={steps: 125}" --set task.length=64 --set data.limit_evaluation=500; }
+lra-retrieval() { gaussian= decide lra-retrieval 1e-3,3e-3 --tune-growth 1 --set "training.length={steps: 250}" --set "evaluation.every={steps: 125}" --set task.length=64; }
 lra-image() { gaussian= decide lra-image 1e-3,3e-3 --tune-growth 1 --set "training.length={steps: 200}" --set "evaluation.every={steps: 100}" --set task.image_size=12 --set model.arguments.landmarks=18; }
 lra-pathfinder() { gaussian= decide lra-pathfinder 1e-3,3e-3 --tune-growth 1 --set "training.length={steps: 250}" --set "evaluation.every={steps: 125}"; }
 
