@@ -108,7 +108,6 @@ def test_one_difference_has_one_p(tmp_path):
     assert shared is analysis.differences[shared.method]
     corrected = column(table(analysis, "required"), "p (Holm)")[f"{shared.method} − default"]
     assert corrected == column(summary_table(analysis), "p (Holm)")[shared.method]
-    assert corrected == column(table(analysis, "statistics"), "p (Holm)")[shared.method]
 
 
 def test_a_method_that_lost_runs_is_not_the_best(tmp_path):
@@ -150,7 +149,6 @@ def test_singular_heads_are_shown_and_ranked(tmp_path):
     assert "smallest for gaussian" in said and "largest for conditioned (" in said and "∞ in 25 %" in said
     captions = {figure.name: figure.caption for figure in build_figures(analysis)}
     assert "conditioned 25 %" in captions["jacobian"] and "conditioned 8 %" in captions["weights"]
-    assert "Infinite, and in no mean: conditioned" in captions["layers"]
 
 
 def test_only_singular_heads_are_infinite(tmp_path):
@@ -218,7 +216,6 @@ def test_power_and_verdict_are_in_page_table_and_markdown(tmp_path):
     [power] = [line for line in find_findings(analysis) if line.startswith("3 seeds can show a true difference")]
     assert "points (power 80 %" in power
     assert power in render_markdown(gather(analysis, figures=False)) and power in render_page(gather(analysis))
-    assert column(table(analysis, "statistics"), "can show")["conditioned"] != "–"
 
 
 def test_equal_within_the_margin(tmp_path):
@@ -229,4 +226,3 @@ def test_equal_within_the_margin(tmp_path):
     assert analysis.verdicts["polar"].kind == "equal" and analysis.margin == pytest.approx(0.0178885, abs=1e-6)
     assert column(summary_table(analysis), "verdict")["polar"] == "equal within 1.79"
     assert "1 is equal within the margin" in bottom_line(analysis)
-    assert analyse(analysis.comparison, margin=1e-4).verdicts["polar"].kind == "undecided"

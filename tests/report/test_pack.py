@@ -61,7 +61,7 @@ def test_curves_are_close_enough_to_plot(tmp_path):
     full = write_comparison(tmp_path / "full", complete(usual_methods()))
     [home] = pack(full, tmp_path / "packed")
     before, after = (build_figures(analyse(load_comparisons(folder)[0])) for folder in (full, home))
-    assert [figure.name for figure in before] == [figure.name for figure in after] and len(before) == 8
+    assert [figure.name for figure in before] == [figure.name for figure in after] and len(before) == 6
     panels = [[panel for figure in figures for panel in figure.panels] for figures in (before, after)]
     for one, other in zip(*panels, strict=True):
         assert one.name == other.name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.records import Run
@@ -12,21 +12,21 @@ from wellcond.lab.report.statistics import holm
 from wellcond.lab.report.table import MISSING, finite_mean, number, show
 from wellcond.lab.report.verdicts import sign_flip_p
 
-SMOOTH = 3
 FEWEST_FOR_EXACT = 6
 """With five differences the smallest p of all flips of sign is 2 / 2^5 = 0.0625."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """First evaluation at which a curve reaches a target; censored (None) if it never does."""
+    """First evaluation at which a curve reaches a target, with the time of training until then; None if it never does.
 
-    epoch: float | None
-    step: int | None
-    seconds: float | None
-    """Time of training until then."""
+    `total` has the epochs and steps of the baseline's whole training.
+    """
+
     total: Mapping[str, float]
-    """Epochs and steps of the baseline's whole training."""
+    epoch: float | None = None
+    step: int | None = None
+    seconds: float | None = None
 
     @property
     def reached(self) -> bool:
@@ -75,13 +75,13 @@ class Matching:
 class MatchGain:
     """How much earlier than the baseline itself a method is as good as the baseline is at its end."""
 
-    values: dict[int, float]
+    values: dict[int, float] = field(default_factory=dict)
     """By seed, positive is earlier; a seed that never gets there counts as one unit later than the end."""
-    never: int
+    never: int = 0
     """Number of seeds that never get there."""
-    p: float | None
+    p: float | None = None
     """Exact test over all flips of sign; None below six seeds, where it cannot decide, or without a difference."""
-    p_holm: float | None
+    p_holm: float | None = None
     """Corrected over the methods."""
 
     @property
@@ -94,9 +94,6 @@ class MatchGain:
         if self.never:
             return f"{MISSING} ({self.never} of {len(self.values)} never)"
         return MISSING if math.isnan(self.mean) else f"{self.mean:+.3g}" if self.mean else "0"
-
-
-NO_GAIN = MatchGain({}, 0, None, None)
 
 
 def match_gains(baseline: str, matchings: Mapping[str, Matching], unit: str) -> dict[str, MatchGain]:
@@ -112,10 +109,8 @@ def match_gains(baseline: str, matchings: Mapping[str, Matching], unit: str) -> 
         if method != baseline
     }
     tests = [sign_flip_p(list(v.values())) if len(v) >= FEWEST_FOR_EXACT else None for v in values.values()]
-    return {
-        method: MatchGain(values[method], matchings[method].censored, p, p_holm)
-        for method, p, p_holm in zip(values, tests, holm(tests), strict=True)
-    }
+    found = zip(values.items(), tests, holm(tests), strict=True)
+    return {method: MatchGain(by_seed, matchings[method].censored, p, p_holm) for (method, by_seed), p, p_holm in found}
 
 
 def show_match(match: Match | None, unit: str) -> str:
@@ -127,51 +122,43 @@ def show_match(match: Match | None, unit: str) -> str:
 
 def match_unit(comparison: Comparison) -> str:
     """`epoch` where runs have at least two of them, else `step`."""
-    totals = [number(run.part("progress").get("num_epochs")) for run in comparison.runs]
-    return "epoch" if any(total >= 2 for total in totals) else "step"
+    return "epoch" if any(number(run.part("progress").get("num_epochs")) >= 2 for run in comparison.runs) else "step"
 
 
-def match_method(comparison: Comparison, method: str, *, smooth: int = 1) -> Matching:
+def match_method(comparison: Comparison, method: str) -> Matching:
     """Epochs-to-match of a method against the baseline of its comparison.
 
-    The baseline itself is allowed, and on noisy curves it reaches its own last value early. With `smooth` above one,
-    curve and target are both running means: against an unsmoothed target the lag of a running mean would count as
-    slowness. A diverged run is censored, even if it reached the target before; unfinished runs are left out.
+    The baseline itself is allowed, and on noisy curves it reaches its own last value early. A diverged run is censored,
+    even if it reached the target before; unfinished runs are left out.
     """
     runs, baseline = comparison.finished(method), comparison.finished(comparison.baseline)
     by_seed: dict[int, Match] = {}
     for run in comparison.of(method):
         if run.outcome in ("finished", "diverged") and run.seed in baseline:
-            match = _first_match([run] if run.finished else [], [baseline[run.seed]], smooth)
+            match = _first_match([run] if run.finished else [], [baseline[run.seed]])
             by_seed |= {} if match is None else {run.seed: match}
     shared = sorted(set(runs) & set(baseline))
-    return Matching(by_seed, _first_match([runs[seed] for seed in shared], [baseline[seed] for seed in shared], smooth))
+    return Matching(by_seed, _first_match([runs[seed] for seed in shared], [baseline[seed] for seed in shared]))
 
 
-def _first_match(runs: Sequence[Run], baseline: Sequence[Run], smooth: int) -> Match | None:
+def _first_match(runs: Sequence[Run], baseline: Sequence[Run]) -> Match | None:
     """First evaluation of the mean curve of some runs as good as the last of the baseline; no interpolation."""
-    rows, target = _mean_rows(runs, smooth), _mean_rows(baseline, smooth)
+    rows, target = _mean_rows(runs), _mean_rows(baseline)
     if not target or (runs and not rows):
         return None
-    end, higher = target[-1], baseline[0].metric.higher_is_better
+    end, sign = target[-1], 1 if baseline[0].metric.higher_is_better else -1
     for row in rows:
-        if row["value"] >= end["value"] if higher else row["value"] <= end["value"]:
-            return Match(row["epoch"], int(row["step"]), row["seconds"], end)
-    return Match(None, None, None, end)
+        if sign * row["value"] >= sign * end["value"]:
+            return Match(end, row["epoch"], int(row["step"]), row["seconds"])
+    return Match(end)
 
 
-def _mean_rows(runs: Sequence[Run], smooth: int) -> list[dict[str, float]]:
-    """Evaluations averaged over runs at the steps that all of them have, the metric as a running mean."""
+def _mean_rows(runs: Sequence[Run]) -> list[dict[str, float]]:
+    """Evaluations averaged over runs at the steps that all of them have."""
     tables = [{int(row["step"]): row for row in run.evaluations} for run in runs]
-    shared = sorted(set.intersection(*(set(table) for table in tables))) if tables else []
-
-    def mean(step: int, key: str) -> float:
-        return math.fsum(number(table[step].get(key)) for table in tables) / len(tables)
-
-    values = [mean(step, runs[0].metric.name) for step in shared]
-    width = min(smooth, max(len(values), 1))
-    rows = []
-    for at, step in enumerate(shared, 1):
-        running = math.fsum(values[at - width : at]) / width if at >= width else math.nan
-        rows.append({"step": step, "epoch": mean(step, "epoch"), "seconds": mean(step, "seconds"), "value": running})
-    return rows
+    shared = sorted(set.intersection(*map(set, tables))) if tables else []
+    keys = {"step": "step", "epoch": "epoch", "seconds": "seconds", "value": runs[0].metric.name if runs else ""}
+    return [
+        {name: math.fsum(number(table[step].get(key)) for table in tables) / len(tables) for name, key in keys.items()}
+        for step in shared
+    ]

@@ -36,7 +36,7 @@ KAPPAS, LARGEST, SMALLEST = (
 ARITHMETIC = ("normalised_entropy", "diagonal_mass", "dead")
 MEASURED = ("step", "epoch", "layer", "head", *JACOBIAN, *ARITHMETIC, *KAPPAS, *LARGEST, *SMALLEST)
 COPIES = {"condition_number": "pseudo_condition_number", **{f"raw_{key}": key for key in (*KAPPAS[:3], *LARGEST[:3])}}
-"""Columns that are often equal to another, and then stored once."""
+"""Columns that were often equal to another, and then stored once."""
 
 
 class RunRecordError(WellcondError, ValueError):
@@ -94,14 +94,7 @@ class Metric:
         return (1 - mean if self.percent else math.nan) if self.higher_is_better else mean
 
     def show(self, value: float, *, sign: bool = False) -> str:
-        """A value, or with `sign` a difference, as it is printed.
-
-        Example:
-            >>> Metric("accuracy", True, True).show(0.9123)
-            '91.23'
-            >>> Metric("perplexity", False, False).show(-0.5, sign=True)
-            '-0.5'
-        """
+        """A value, or with `sign` a difference, as it is printed."""
         shown = show(value * self.scale, 4)
         if shown == MISSING or abs(value) == math.inf:
             return shown
@@ -228,27 +221,19 @@ class Run:
         content = path.read_bytes()
         if mark and not matches(mark, content, complete=complete):
             raise RunRecordError(path, "was changed after it was written, or is not of the run in run.json", advice)
-        lines = [line for line in content.decode("utf-8", errors="replace").split("\n") if line.strip()]
-        try:
-            rows = json.loads(f"[{','.join(lines)}]")
-        except (ValueError, RecursionError):
-            rows = list(_parsed_one_by_one(path, lines, complete, advice))
+        rows, lines = [], [line for line in content.decode("utf-8", errors="replace").split("\n") if line.strip()]
+        for at, line in enumerate(lines, 1):
+            try:
+                rows.append(json.loads(line))
+            except (ValueError, RecursionError) as error:
+                if at < len(lines) or complete:  # half a last line is what a killed run leaves
+                    raise RunRecordError(path, f"row {at} of {len(lines)} is not JSON ({error})", advice) from error
         try:
             # A run that was killed and resumed may have written a step twice; the later row is the one that counts.
             latest = {tuple([row[key] for key in keys]): row for row in rows}
         except (TypeError, KeyError) as error:
             raise RunRecordError(path, f"every row should have the keys {', '.join(keys)}", advice) from error
         return sorted(latest.values(), key=lambda row: number(row["step"]))
-
-
-def _parsed_one_by_one(path: Path, lines: list[str], complete: bool, advice: str) -> Iterator[Any]:
-    for at, line in enumerate(lines):
-        try:
-            yield json.loads(line)
-        except (ValueError, RecursionError) as error:
-            if at == len(lines) - 1 and not complete:  # half a last line is what a killed run leaves
-                return
-            raise RunRecordError(path, f"row {at + 1} of {len(lines)} is not JSON ({error})", advice) from error
 
 
 def _unpack_rows(columns: Mapping[str, Any]) -> Rows:
@@ -258,26 +243,14 @@ def _unpack_rows(columns: Mapping[str, Any]) -> Rows:
     """
     copies = {key: columns[COPIES[key]] for key in columns.get("copies", ())}
     stored = {key: value for key, value in columns.items() if key not in ("rows", "copies")} | copies
-    spread = [spread_column(value, columns.get("rows", 0)) for value in stored.values()]
+    spread = [value if isinstance(value, list) else [value] * columns.get("rows", 0) for value in stored.values()]
     rows = [dict(zip(stored, values, strict=True)) for values in zip(*spread, strict=True)]
     for kappa, largest, smallest in zip(KAPPAS, LARGEST, SMALLEST, strict=True):
-        if smallest in stored or kappa not in stored or largest not in stored:
-            continue
-        for row in rows:
-            if row[kappa] is not None and row[largest] is not None:
-                row[smallest] = number(row[largest]) / number(row[kappa])
+        if smallest not in stored and kappa in stored and largest in stored:
+            for row in rows:
+                if row[kappa] is not None and row[largest] is not None:
+                    row[smallest] = number(row[largest]) / number(row[kappa])
     return rows
-
-
-def spread_column(value: Any, count: int) -> list[Any]:
-    """Values of a packed column, as many as there are rows.
-
-    Raises: ValueError if there are more or fewer.
-    """
-    values = value if isinstance(value, list) else [value] * count
-    if len(values) != count:
-        raise ValueError(f"expected {count} rows in each column")
-    return values
 
 
 def merge(shared: Mapping[str, Any], rest: Mapping[str, Any]) -> dict[str, Any]:

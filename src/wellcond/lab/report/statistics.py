@@ -16,9 +16,6 @@ from wellcond.lab.report.table import INFINITE, MISSING, PLUS_MINUS, Values, sho
 
 LEVEL = 0.95
 FEWEST_SEEDS = 3
-FEWEST_FOR_BOOTSTRAP = 5
-NUM_DRAWS = 10_000
-BOOTSTRAP_SEED = 0
 REQUIRED = (
     (("conditioned", ""), ("mimetic", "")),
     (("conditioned", ""), ("gaussian", "")),
@@ -78,16 +75,6 @@ class PairedDifference(Summary):
         return t_interval(list(self.values.values()))
 
     @property
-    def bootstrap(self) -> Interval | None:
-        """95 % percentile interval of the mean over 10,000 draws with a fixed seed; None below five seeds."""
-        if self.count < FEWEST_FOR_BOOTSTRAP:
-            return None
-        chosen = np.random.default_rng(BOOTSTRAP_SEED).integers(0, self.count, (NUM_DRAWS, self.count))
-        draws = np.array(list(self.values.values()))[chosen].mean(1)
-        low, high = np.quantile(draws, [0.5 - LEVEL / 2, 0.5 + LEVEL / 2])
-        return float(low), float(high)
-
-    @property
     def p(self) -> float | None:
         """Two-sided paired t test; None below three seeds, or where all differences are equal."""
         if self.count < FEWEST_SEEDS or self.without_spread:
@@ -133,11 +120,6 @@ class LogSummary:
         """Share of the known values that are infinite; 0 of nothing."""
         return self.infinite / (self.finite + self.infinite) if self.infinite else 0.0
 
-    @property
-    def rank(self) -> tuple[float, float]:
-        """Smaller is better conditioned: fewer infinite values first, then the mean of the finite ones."""
-        return self.infinite_share, self.geometric_mean if self.finite else math.inf
-
     def show(self, *, interval: bool = False) -> str:
         """The mean, and the share of infinite values, which are in no mean."""
         if not self.finite:
@@ -148,12 +130,7 @@ class LogSummary:
 
 
 def sample_std(values: Sequence[float]) -> float:
-    """Sample standard deviation; exactly zero where values differ by rounding only.
-
-    Example:
-        >>> sample_std([1.0, 2.0, 3.0])
-        1.0
-    """
+    """Sample standard deviation; exactly zero where values differ by rounding only."""
     if len(values) < 2:
         return math.nan
     spread = float(np.std(np.asarray(values, dtype=float), ddof=1))
@@ -222,9 +199,9 @@ def differences_to_baseline(comparison: Comparison, summaries: Mapping[str, Summ
 def required_differences(
     comparison: Comparison, summaries: Mapping[str, Summary], to_baseline: Mapping[str, PairedDifference]
 ) -> list[PairedDifference]:
-    """Differences of the required pairs; those to the comparison's baseline are the ones that are there already.
+    """Differences of the required pairs, corrected over the pairs with the same second method.
 
-    The others are corrected over the pairs with the same second method.
+    Those to the comparison's baseline are the ones that are there already.
     """
     pairs = required_pairs(comparison)
     found = {(method, comparison.baseline): difference for method, difference in to_baseline.items()}
@@ -254,12 +231,7 @@ def _surroundings(spec: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 def method_kind(spec: object, label: str) -> tuple[str, str]:
-    """Initialisation and correction of a method; from its label where the record does not say.
-
-    Example:
-        >>> method_kind(None, "identity(lam=10)"), method_kind({"init": "mimetic", "condition": None}, "x")
-        (('default', 'identity'), ('mimetic', ''))
-    """
+    """Initialisation and correction of a method; from its label where the record does not say."""
     if isinstance(spec, dict):
         return str(spec.get("init") or "default"), str(spec.get("condition") or "")
     words = [part.split("(")[0].split("-")[0].strip() for part in label.split("+")]
@@ -269,12 +241,7 @@ def method_kind(spec: object, label: str) -> tuple[str, str]:
 
 
 def summarise_logs(values: Iterable[float]) -> LogSummary:
-    """Geometric mean of the finite values among some condition numbers.
-
-    Example:
-        >>> summarise_logs([10.0, 1000.0, float("inf")]).geometric_mean
-        100.0
-    """
+    """Geometric mean of the finite values among some condition numbers."""
     listed = list(values)
     logs = [math.log10(value) for value in listed if math.isfinite(value) and value > 0]
     mean = 10 ** (math.fsum(logs) / len(logs)) if logs else math.nan
@@ -296,11 +263,6 @@ def show_p(p: float | None) -> str:
 
 
 def interval_values(interval: Interval | None, scale: float = 1.0, prefix: str = "") -> Values:
-    """Both ends of an interval.
-
-    Example:
-        >>> interval_values((0.01, 0.02), 100)
-        {'low': 1.0, 'high': 2.0}
-    """
+    """Both ends of an interval, for programs."""
     low, high = interval or (math.nan, math.nan)
     return {f"{prefix}low": low * scale, f"{prefix}high": high * scale}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from wellcond.lab.report.analysis import Analysis, seconds_per_step
-from wellcond.lab.report.match import NO_GAIN, SMOOTH, show_match
+from wellcond.lab.report.match import MatchGain, show_match
 from wellcond.lab.report.records import ROLES, Metric
 from wellcond.lab.report.statistics import (
     FEWEST_SEEDS,
@@ -15,7 +15,6 @@ from wellcond.lab.report.statistics import (
     LogSummary,
     Summary,
     interval_values,
-    show_interval,
     show_p,
     summarise_logs,
 )
@@ -32,12 +31,8 @@ from wellcond.lab.report.table import (
     show_known,
     show_share,
 )
-from wellcond.lab.report.verdicts import NO_VERDICT, smallest_detectable
+from wellcond.lab.report.verdicts import NO_VERDICT
 
-STATISTICS_NOTE = (
-    "std has the divisor n - 1. Intervals and p from three pairs on, the bootstrap (10,000 draws, percentile) from "
-    "five on. Can show is the smallest true difference that as many pairs with this spread show with a power of 80 %."
-)
 PARTS = ("training", "evaluation", "measuring", "checkpointing", "setup")
 """Of the wall time of a run."""
 NO_METRICS = ("step", "epoch", "loss", "train_loss", "seconds", "constant")
@@ -50,7 +45,7 @@ def build_tables(analysis: Analysis) -> list[Table]:
     """Every table of numbers, in the order in which they are read."""
     tables = [
         summary_table(analysis), required_table(analysis), other_metrics_table(analysis), matching_table(analysis),
-        conditioning_table(analysis), statistics_table(analysis), seed_table(analysis), cost_table(analysis),
+        conditioning_table(analysis), seed_table(analysis), cost_table(analysis),
     ]  # fmt: skip
     return [table for table in tables if table.rows]
 
@@ -109,8 +104,7 @@ def _summary_notes(analysis: Analysis) -> list[str]:
     margin = "" if math.isnan(analysis.margin) else f", here {metric.show(analysis.margin)}{metric.unit}"
     notes = [
         f"Differences are paired by seed, {comparison.baseline} subtracted, positive is better{negated}; intervals and "
-        "p by the paired t distribution, p corrected by Holm's method over this table; uncorrected p and all other "
-        "statistics are in the table of statistics.",
+        "p by the paired t distribution, p corrected by Holm's method over this table.",
         "Verdicts: better and worse have p below 0.05 after Holm's correction; equal has both one-sided tests at 5 % "
         f"against the margin (by default one standard deviation of the baseline over seeds{margin}); all else is "
         "undecided, and so is better or equal of a method that lost runs.",
@@ -152,35 +146,6 @@ def _time_notes(analysis: Analysis) -> list[str]:
     return [f"Times that were not measured alone on their cores are those of the company, and left out{named}."]
 
 
-def statistics_table(analysis: Analysis) -> Table:
-    """Everything about the results that the summary leaves out."""
-    comparison, metric = analysis.comparison, analysis.comparison.result
-    rows: list[Row] = []
-    for method, summary in analysis.summaries.items():
-        d = analysis.differences.get(method, NO_PAIRS)
-        values, bootstrap = summary.values.values(), d.bootstrap
-        rows.append({
-            "method": (method, {"method": method}),
-            "n": (str(summary.count), summary.columns(metric)),
-            "mean": metric.show(summary.mean), "std": metric.show(summary.std),
-            "min": _scaled("min", min(values, default=math.nan), metric),
-            "max": _scaled("max", max(values, default=math.nan), metric),
-            "pairs": (str(d.count or MISSING), d.columns(metric)),
-            f"difference to {comparison.baseline}": metric.show(d.mean, sign=True),
-            "its std": metric.show(d.std),
-            "relative": show_known(d.relative, "{:+.1%}"),
-            "95 % interval (t)": show_interval(d.interval, metric),
-            "95 % interval (bootstrap)": (
-                show_interval(bootstrap, metric), interval_values(bootstrap, metric.scale, "bootstrap_"),
-            ),
-            "p": show_p(d.p), "p (Holm)": show_p(d.p_holm),
-            "can show": _scaled("detectable", smallest_detectable(d.std, d.count), metric),
-        })  # fmt: skip
-    of_tested = f"{metric.label.capitalize()}, {comparison.tested_weights}, of finished runs"
-    note = of_tested if comparison.tested else f"Last {metric.label} of finished runs"
-    return Table.of("statistics", "Statistics in full", rows, (f"{note}; {STATISTICS_NOTE}",))
-
-
 def required_table(analysis: Analysis) -> Table:
     """Comparisons between methods on which the papers' claims rest."""
     metric = analysis.comparison.result
@@ -206,9 +171,9 @@ def matching_table(analysis: Analysis) -> Table:
     unit, baseline = analysis.unit, analysis.comparison.baseline
     rows: list[Row] = []
     for method in analysis.comparison.methods:
-        matching, smoothed = analysis.matchings[method], analysis.smoothed[method]
+        matching = analysis.matchings[method]
         papers, by_seed = matching.of_means, sorted(matching.by_seed.items())
-        gain = analysis.match_gains.get(method, NO_GAIN)
+        gain = analysis.match_gains.get(method, MatchGain())
         alone = all(run.alone for run in analysis.comparison.finished(method).values())
         rows.append({
             "method": _method(analysis, method),
@@ -221,9 +186,6 @@ def matching_table(analysis: Analysis) -> Table:
             "p (exact, Holm)": (show_p(gain.p_holm), {"p": gain.p, "p_holm": gain.p_holm}),
             "share of training saved": _known("saving", matching.mean("saving"), "{:.0%}"),
             "papers' form": (show_match(papers, unit), {"papers_form": getattr(papers, unit) if papers else None}),
-            f"paired, running mean of {SMOOTH}": (
-                smoothed.show(unit), {f"running_mean_{SMOOTH}": smoothed.mean(unit)},
-            ),
             "seconds of training": _number("seconds", matching.mean("seconds") if alone else None),
             "each seed": (
                 ", ".join(f"{seed}: {show_match(match, unit)}" for seed, match in by_seed) or MISSING,
@@ -237,9 +199,8 @@ def matching_table(analysis: Analysis) -> Table:
         f"is how much earlier than that a method gets there (negative: later); p is of the exact test over all flips "
         f"of sign, in which a seed that never gets there is one {unit} later than the end; below six seeds it cannot "
         "decide, and is left out. The share of training saved is of the whole run, as the papers count.",
-        "Running mean: curve and target are both means of the last evaluations.",
     )
-    return Table.of("matching", f"{unit.capitalize()}s to match the baseline", rows, notes, (0, 9))
+    return Table.of("matching", f"{unit.capitalize()}s to match the baseline", rows, notes, (0, 8))
 
 
 def conditioning_table(analysis: Analysis) -> Table:
