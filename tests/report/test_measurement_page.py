@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import wellcond as wc
-from wellcond.lab.report.measurement_page import ReportDataError, describe_conditioning, render_measurement
+from wellcond.lab.report.measurement_page import ReportDataError, render_measurement
 
 VOID = {"meta", "br"}
 
@@ -200,12 +200,6 @@ def test_long_spectra_are_thinned(data):
 def test_grouped_heads_name_their_queries(data):
     data["layers"][0]["heads"][0]["query_heads"] = [0, 1, 2, 3]
     assert "head 0 (query heads 0 to 3)" in render_measurement(data)
-
-
-def test_conditioning_in_words():
-    assert describe_conditioning(None) == "none: plain weights"
-    said = describe_conditioning({"method": "balanced", "target": 1.5, "sites": ["a", "b"]})
-    assert said.startswith("balanced (target=1.5) on 2 attentions")
 
 
 @pytest.mark.parametrize("bad", [[], {}, {"schema": 1, "layers": 3}, {"schema": 1, "layers": [{}]}, None])

@@ -12,7 +12,7 @@ from operator import itemgetter
 import numpy as np
 
 from wellcond.lab.report.load_runs import Comparison
-from wellcond.lab.report.match import MatchGain, Matching, match_gains, match_method, match_unit
+from wellcond.lab.report.match import Matching, match_method, match_unit
 from wellcond.lab.report.records import ARITHMETIC, MEASURED, Run
 from wellcond.lab.report.statistics import (
     FEWEST_SEEDS,
@@ -21,7 +21,6 @@ from wellcond.lab.report.statistics import (
     PairedDifference,
     Summary,
     differences_to_baseline,
-    method_kind,
     required_differences,
     show_interval,
     summarise_logs,
@@ -29,7 +28,6 @@ from wellcond.lab.report.statistics import (
 from wellcond.lab.report.table import finite_mean, number, plain_setting, show, show_seeds, show_share
 from wellcond.lab.report.verdicts import ALPHA, POWER, Kind, Verdict, judge, smallest_detectable, typical_std
 
-SMALL_GRADIENT = 0.01
 WORDS: dict[Kind, str] = {
     "better": "better", "worse": "worse", "equal": "equal within the margin", "undecided": "undecided",
 }  # fmt: skip
@@ -124,7 +122,6 @@ class Analysis:
     margin: float
     """A difference of results below it counts as none; NaN where the baseline has fewer than two results."""
     matchings: dict[str, Matching]
-    match_gains: dict[str, MatchGain]
     heads: dict[str, list[HeadTable]]
     """Tables of all runs that have conditioning rows."""
 
@@ -188,9 +185,8 @@ def analyse(comparison: Comparison) -> Analysis:
     differences = differences_to_baseline(comparison, summaries)
     required = required_differences(comparison, summaries, differences)
     margin = summaries[comparison.baseline].std
-    gains = match_gains(comparison.baseline, matchings, unit)
     heads = {method: [table for run in comparison.of(method) if (table := read_heads(run))] for method in methods}
-    return Analysis(comparison, unit, summaries, differences, required, margin, matchings, gains, heads)
+    return Analysis(comparison, unit, summaries, differences, required, margin, matchings, heads)
 
 
 def bottom_line(analysis: Analysis) -> str:
@@ -228,7 +224,6 @@ def find_findings(analysis: Analysis) -> list[str]:
     """Sentences on what the table of methods does not say."""
     return [
         *describe_power(analysis.comparison, analysis.differences),
-        *_scale_control(analysis),
         *_saturation(analysis),
         *_conditioning(analysis),
         *_machines(analysis),
@@ -255,28 +250,6 @@ def describe_power(
     ]
 
 
-def _scale_control(analysis: Analysis) -> list[str]:
-    kinds = {run.method: method_kind(run.record.get("method_spec"), run.method) for run in analysis.comparison.runs}
-    found, metric = [], analysis.comparison.result
-    for difference in analysis.required:
-        pair = (difference.method, difference.baseline)
-        gain, control = (analysis.differences.get(name, NO_PAIRS) for name in pair)
-        if kinds.get(pair[1]) != ("gaussian", "") or not difference.count or not control.count or not gain.mean > 0:
-            continue
-        told = (
-            f"Scale control: {difference.baseline}, which has the scale of {difference.method} but not its "
-            f"conditioning, differs from {gain.baseline} by {metric.show(control.mean, sign=True)}{metric.unit}, "
-            f"{difference.method} by {metric.show(gain.mean, sign=True)}{metric.unit}"
-        )
-        why = ": these runs do not show that the gain is due to conditioning rather than to the scale of the weights."
-        if analysis.judge(difference).kind == "better":
-            why = ": scale alone does not explain the gain."
-        elif difference.interval is None:
-            why = "; too few seeds to say whether scale explains the gain."
-        found.append(told + why)
-    return found
-
-
 def _saturation(analysis: Analysis) -> list[str]:
     found, metric = [], analysis.comparison.result
     for method in analysis.comparison.methods:
@@ -291,26 +264,9 @@ def _saturation(analysis: Analysis) -> list[str]:
         dead = f" and {state.dead} of {state.heads} heads {_are(state.dead)} dead" if state.dead else ""
         found.append(
             f"{start}its attention has {', '.join(facts)} at step {show(state.step, 9)}{dead}: the softmax is "
-            f"saturated{_gradient_evidence(analysis, method)}."
+            "saturated."
         )
     return found
-
-
-def _gradient_evidence(analysis: Analysis, method: str) -> str:
-    """How small the gradients of W_Q and W_K are over the first tenth of training, if that was recorded."""
-    means = []
-    for name in (method, analysis.comparison.baseline):
-        runs = analysis.comparison.of(name)
-        early = [row for run in runs for row in run.steps[: max(1, len(run.steps) // 10)]]
-        values = [number(row.get(key)) for row in early for key in ("grad_norm_q", "grad_norm_k")]
-        mean = summarise_logs(values).geometric_mean
-        means.append(0.0 if math.isnan(mean) and 0 in values else mean)
-    own, base = means
-    if math.isnan(own + base):
-        return ", and a saturated softmax passes almost no gradient to W_Q and W_K (gradients were not recorded)"
-    small = "W_Q and W_K receive almost no" if own < SMALL_GRADIENT * base else "though W_Q and W_K still receive a"
-    norms = f"{show(own, 2)} against {show(base, 2)} in {analysis.comparison.baseline}"
-    return f", {small} gradient (gradient norm of W_Q and W_K {norms})"
 
 
 def _conditioning(analysis: Analysis) -> list[str]:

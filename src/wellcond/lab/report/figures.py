@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -22,10 +22,7 @@ MEAN, LOW, HIGH = "mean", "mean-std", "mean+std"
 LOW_END, HIGH_END = "interval-low", "interval-high"
 BUDGET = "(budget)"
 MOST_POINTS = 300
-BAND = (
-    "Lines are means over seeds, bands are one standard deviation (cut off where no value can be); dashed lines are "
-    "runs that did not finish."
-)
+BAND = "Lines are means over seeds, bands are one standard deviation; dashed lines are runs that did not finish."
 HEADS = "Geometric means over heads and layers. "
 
 Kind = Literal["lines", "bars", "intervals"]
@@ -56,8 +53,6 @@ class Panel:
     """Fixed range of values, where panels must be comparable."""
     x_label: str = ""
     """Of a horizontal axis of its own, which shows the steps of the points as values that were tried."""
-    chosen: Mapping[str, float] = field(default_factory=dict)
-    """By series, the step whose point is drawn larger."""
 
     def by_series(self) -> dict[str, dict[str, list[Row]]]:
         """Points by series and seed, in the order in which they were made."""
@@ -113,23 +108,19 @@ Curves = Mapping[str, Sequence[tuple[Run, Sequence[tuple[float, float, float]]]]
 """By method: every run with its points (step, epoch, value)."""
 
 
-def curve_panel(
-    name: str, title: str, y_label: str, curves: Curves, *, log: bool = False,
-    limits: tuple[float, float] = (-math.inf, math.inf), span: tuple[float, float] | None = None,
-) -> Panel:  # fmt: skip
+def curve_panel(name: str, title: str, y_label: str, curves: Curves, *, log: bool = False) -> Panel:
     """A panel of every run, and of mean and band over the finished runs at the steps that all of them have.
 
-    Mean and band of a logarithmic panel are on log10; bands end at the limits, beyond which no value can be. A run that
-    did not finish is a series of its own, named after its outcome, and is in no mean.
+    Mean and band of a logarithmic panel are on log10. A run that did not finish is a series of its own, named after its
+    outcome, and is in no mean.
     """
     rows: list[Row] = []
     for method, listed in curves.items():
         for run, points in listed:
             series = method if run.finished else f"{run.method}, seed {run.seed} ({run.outcome})"
             rows += [Row(series, str(run.seed), *point) for point in points if not math.isnan(point[2])]
-        for row in _means(method, [points for run, points in listed if run.finished], log):
-            rows.append(replace(row, value=min(max(row.value, limits[0]), limits[1])))
-    return Panel(name, title, y_label, rows, log, span)
+        rows += _means(method, [points for run, points in listed if run.finished], log)
+    return Panel(name, title, y_label, rows, log)
 
 
 def _means(method: str, curves: Sequence[Sequence[tuple[float, float, float]]], log: bool) -> Iterator[Row]:
@@ -197,7 +188,7 @@ def build_figures(analysis: Analysis) -> list[Figure]:
         "Learning", "learning", "Learning curves",
         f"{metric.better.capitalize()}; see which method is ahead early and whether the lead lasts. {BAND}",
         curve_panel("metric", f"Evaluation: {metric.name}", metric.label,
-                    curves_of(analysis, "evaluations", metric.name, metric.scale), limits=metric.limits),
+                    curves_of(analysis, "evaluations", metric.name, metric.scale)),
         curve_panel("loss", "Evaluation: loss", "loss", curves_of(analysis, "evaluations", "loss")),
         curve_panel("training_loss", "Training: loss", "loss", curves_of(analysis, "steps", "loss")),
     )  # fmt: skip
@@ -237,7 +228,7 @@ def build_figures(analysis: Analysis) -> list[Figure]:
         "Means over heads and layers. Entropy 1 is uniform attention, 0 is attention to one token, where the softmax "
         f"is saturated and W_Q and W_K hardly learn; diagonal mass is attention of a token to itself. {BAND}",
         *(
-            curve_panel(key, title, label, measured(analysis, key), limits=(0.0, 1.0), span=(0.0, 1.0))
+            curve_panel(key, title, label, measured(analysis, key))
             for key, title, label in shares
         ),
     )  # fmt: skip

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.records import Run
-from wellcond.lab.report.statistics import holm
 from wellcond.lab.report.table import MISSING, finite_mean, number, show
-from wellcond.lab.report.verdicts import sign_flip_p
-
-FEWEST_FOR_EXACT = 6
-"""With five differences the smallest p of all flips of sign is 2 / 2^5 = 0.0625."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +55,7 @@ class Matching:
 
     def mean(self, what: str) -> float:
         """Mean of `epoch`, `step`, `seconds` or `saving` over the seeds that reached their target; NaN of none."""
-        values = [number(getattr(match, what)) for match in self.reached]
-        return math.fsum(values) / len(values) if values else math.nan
+        return finite_mean(number(getattr(match, what)) for match in self.reached)
 
     def show(self, unit: str) -> str:
         """Mean `epoch` or `step` over the seeds that reached the target, and how many did not."""
@@ -69,48 +63,6 @@ class Matching:
             return show_match(next(iter(self.by_seed.values()), None), unit)
         mean = show(self.mean(unit), 3 if unit == "epoch" else 6)
         return mean + (f" ({self.censored} of {len(self.by_seed)} never)" if self.censored else "")
-
-
-@dataclass(frozen=True)
-class MatchGain:
-    """How much earlier than the baseline itself a method is as good as the baseline is at its end."""
-
-    values: dict[int, float] = field(default_factory=dict)
-    """By seed, positive is earlier; a seed that never gets there counts as one unit later than the end."""
-    never: int = 0
-    """Number of seeds that never get there."""
-    p: float | None = None
-    """Exact test over all flips of sign; None below six seeds, where it cannot decide, or without a difference."""
-    p_holm: float | None = None
-    """Corrected over the methods."""
-
-    @property
-    def mean(self) -> float:
-        """Over the seeds; NaN where one never gets there, or there are none."""
-        return math.nan if self.never else finite_mean(self.values.values())
-
-    def show(self) -> str:
-        """The mean, or how many seeds never get there."""
-        if self.never:
-            return f"{MISSING} ({self.never} of {len(self.values)} never)"
-        return MISSING if math.isnan(self.mean) else f"{self.mean:+.3g}" if self.mean else "0"
-
-
-def match_gains(baseline: str, matchings: Mapping[str, Matching], unit: str) -> dict[str, MatchGain]:
-    """Gains of all methods but the baseline over the count of the baseline itself, which a noisy curve makes early."""
-
-    def count(match: Match) -> float:
-        return float(getattr(match, unit)) if match.reached else match.total[unit] + 1
-
-    own = matchings[baseline].by_seed
-    values = {
-        method: {seed: count(own[seed]) - count(match) for seed, match in matching.by_seed.items() if seed in own}
-        for method, matching in matchings.items()
-        if method != baseline
-    }
-    tests = [sign_flip_p(list(v.values())) if len(v) >= FEWEST_FOR_EXACT else None for v in values.values()]
-    found = zip(values.items(), tests, holm(tests), strict=True)
-    return {method: MatchGain(by_seed, matchings[method].censored, p, p_holm) for (method, by_seed), p, p_holm in found}
 
 
 def show_match(match: Match | None, unit: str) -> str:

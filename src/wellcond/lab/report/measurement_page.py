@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from typing import Any
@@ -49,7 +48,6 @@ def render_measurement(data: dict[str, Any]) -> str:
     drawn = [head for head in heads if head["spectrum"]]
     return render(
         "measurement.html", data=data, run=data.get("run") or {}, heads=heads,
-        conditioning=describe_conditioning(data.get("conditioning")),
         table=Table.of("heads", "Heads. * The papers' surrogate is not a bound; see the notes.",
                        [head["cells"] for head in heads], (), (0, 4, 5, 6, 16)),
         weights=Table.of("weights", "Extreme singular values of the weights; of grouped queries, the worst",
@@ -59,16 +57,6 @@ def render_measurement(data: dict[str, Any]) -> str:
         spectra=[_spectra(layer, [head for head in drawn if head["layer"] == layer])
                  for layer in dict.fromkeys(head["layer"] for head in drawn)],
     )  # fmt: skip
-
-
-def describe_conditioning(settings: Any) -> str:
-    """Correction of a model in words."""
-    if not settings or not isinstance(settings, dict):
-        return str(settings) if settings else "none: plain weights"
-    others = {key: value for key, value in settings.items() if key not in ("method", "sites", "version", "schema")}
-    options = ", ".join(f"{key}={json.dumps(value, default=str)}" for key, value in others.items())
-    text, sites = f"{settings.get('method', 'unnamed')}" + (f" ({options})" if options else ""), settings.get("sites")
-    return f"{text} on {len(sites)} attentions; effective weights are measured" if isinstance(sites, list) else text
 
 
 def _head(layer: Fields, row: Fields) -> Fields:
@@ -97,8 +85,8 @@ def _head(layer: Fields, row: Fields) -> Fields:
     return {
         "row": row, "cells": cells, "layer": str(layer.get("name") or "(model)"), "status": status, "dead": dead,
         "kappa": pseudo if math.isinf(kappa) else kappa, "style": DEAD if dead else "",
-        "spectrum": sorted(map(number, spectrum), reverse=True), "exceeds": math.log10(pseudo) > bound if pseudo > 0
-        and not math.isnan(bound) else None,
+        "spectrum": sorted(map(number, spectrum), reverse=True),
+        "exceeds": None if math.isnan(bound) else bool(pseudo > 10 ** min(bound, 300.0)),
     }  # fmt: skip
 
 

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from wellcond.lab.report.records import (
     PACKED,
     ROLES,
     SMALLEST,
-    Keys,
     Rows,
     Run,
     RunRecordError,
@@ -54,16 +52,10 @@ STEPS = ("step", "epoch", "loss", *(f"grad_norm_{role}" for role in ROLES))
 
 
 def pack(folder: Path, output: Path) -> list[Path]:
-    """Write every comparison below a folder in packed form, with `report/report.md` made from it.
+    """Write every comparison below a folder in packed form into another one, with `report/report.md` made from it.
 
     Each is written beside its place and read again; only if all tables come out with the same bytes does it take the
-    place of what was there.
-
-    Args:
-        folder: full runs of `wellcond compare`, at any depth; they stay as they are.
-        output: where the packed form goes, laid out like `folder`; another folder.
-
-    Returns: the folder of every packed comparison.
+    place of what was there. The full runs stay as they are.
 
     Raises: RunRecordError if runs are broken, not complete, or packed already, or a table would change.
     """
@@ -168,27 +160,17 @@ def _without_logs(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def share(records: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What most of some records have in common, and of each record the rest; `merge` puts them together again.
-
-    Example:
-        >>> share([{"lr": 1, "name": "a"}, {"lr": 1, "name": "b"}])
-        ({'lr': 1}, [{'name': 'a'}, {'name': 'b'}])
-    """
+    """What all records have in common, and of each record the rest; `merge` puts them together again."""
     flat = [dict(leaves_of(record)) for record in records]
-    shared: dict[Keys, Any] = {}
-    for path in dict.fromkeys(path for leaves in flat for path in leaves):
-        if path[0] in OWN or SCORES.intersection(path):
-            continue
-        texts = Counter(json.dumps(leaves[path], sort_keys=True) for leaves in flat if path in leaves)
-        text, count = texts.most_common(1)[0]
-        if count > 1 and 2 * count > len(records):
-            shared[path] = json.loads(text)
-    rests = []
-    for leaves in flat:
-        absent = [list(path) for path in shared if path not in leaves]
-        own = {path: leaf for path, leaf in leaves.items() if path not in shared or shared[path] != leaf}
-        rests.append(nested(own) | ({"absent": absent} if absent else {}))
-    return nested(shared), rests
+    texts = [{path: json.dumps(leaf, sort_keys=True) for path, leaf in leaves.items()} for leaves in flat]
+    shared = {
+        path: leaf
+        for path, leaf in flat[0].items()
+        if path[0] not in OWN
+        and not SCORES.intersection(path)
+        and all(leaves.get(path) == texts[0][path] for leaves in texts)
+    }
+    return nested(shared), [nested({path: leaf for path, leaf in own.items() if path not in shared}) for own in flat]
 
 
 def to_columns(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[str, Any]:

@@ -59,10 +59,7 @@ class Content:
 
 
 def gather(analysis: Analysis, *, figures: bool = True) -> Content:
-    """Tables, figures and samples of a comparison, computed once.
-
-    Raises: RunRecordError on broken records.
-    """
+    """Tables, figures and samples of a comparison, computed once."""
     comparison, tables, drawn = analysis.comparison, build_tables(analysis), build_figures(analysis) if figures else []
     if tuning := find_tuning(comparison):
         tables, drawn = [*tables, tuning_table(tuning)], [tuning_figure(comparison, tuning).drawable(), *drawn]
@@ -75,26 +72,17 @@ def gather(analysis: Analysis, *, figures: bool = True) -> Content:
 def build_report(folder: Path, *, pictures: bool = True) -> list[Path]:
     """Write `report/` into the folder of every comparison found; the same records give the same files.
 
-    Args:
-        folder: any folder above `run.json` files.
-        pictures: also draw figures and make the page; without, only `report.md` and the tables are written.
-
-    Returns: path of every `report.html`, or `report.md` without pictures.
-
-    Raises: as `write_report`.
+    Returns: path of every `report.html`; without pictures only `report.md` and the tables are written.
     """
     found = load_comparisons(folder)
     return [write_report(gather(analyse(comparison), figures=pictures)) for comparison in found]
 
 
 def write_report(content: Content) -> Path:
-    """Write the report of a comparison; without figures, no page.
+    """Write the report of a comparison; without figures, no page. Nothing is written if a record is broken.
 
     Each file is replaced as a whole, so that a reader never sees half of one. Figures and tables of an older report
     that no longer exist are removed.
-
-    Raises: RunRecordError on broken records, MissingExtraError without plotly or matplotlib; in both cases before
-        anything is written.
     """
     folder, figures = content.analysis.comparison.folder, content.figures
     files: dict[str, str | bytes] = {
@@ -195,10 +183,7 @@ def render_markdown(content: Content) -> str:
 
 
 def render_page(content: Content) -> str:
-    """HTML of a comparison as one self-contained file; the same records give the same bytes.
-
-    Raises: MissingExtraError if plotly or jinja2 is not installed.
-    """
+    """HTML of a comparison as one self-contained file; the same records give the same bytes."""
     with needs_extra("plotly", "report"):
         from plotly.offline import get_plotlyjs
     source = get_plotlyjs()
@@ -220,10 +205,7 @@ def render_page(content: Content) -> str:
 
 
 def render(template: str, **context: Any) -> str:
-    """Text of a page from one of the `templates`, which escapes all that it shows.
-
-    Raises: MissingExtraError if jinja2 is not installed.
-    """
+    """Text of a page from one of the `templates`, which escapes all that it shows."""
     return environment().get_template(template).render(**context)
 
 

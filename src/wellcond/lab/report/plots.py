@@ -118,16 +118,10 @@ def _line_plot(figure: Figure, panel: Panel) -> Plot:
                 "line": {"color": colour, "width": 2 if count else 1.3, "dash": dash if count else "dash"},
                 "marker": {"size": 5 if count else 3, "color": colour, "symbol": "circle"},
             })  # fmt: skip
-        for row in [row for row in seeds.get(MEAN, ()) if row.step == panel.chosen.get(series)]:
-            point = {"x": _rounded([row.step]), "y": _rounded([row.value]), "mode": "markers"}
-            lines.append(common | point | {"marker": {"size": 10, "color": colour, "symbol": "circle"}})
     look: Plot = {}
     if panel.log:
         ends = log_range((y for t in (*bands, *lines) for y in t["y"] if y is not None), panel.span)
         look = {"type": "log", "range": [round(end, 4) for end in ends], "exponentformat": "power"}
-    elif panel.span is not None:
-        room = 0.03 * (panel.span[1] - panel.span[0])
-        look = {"range": [panel.span[0] - room, panel.span[1] + room]}
     x = _axis(x_label)
     if panel.x_label:  # the values that were tried
         tried = sorted({row.step for row in panel.rows})
@@ -157,13 +151,9 @@ def _bar_plot(figure: Figure, panel: Panel) -> Plot:
         known = f"[{low:+.4g}, {high:+.4g}]" if math.isfinite(low) else "no interval: too few seeds"
         text = f"{mean:+.4g} {known}" if interval else f"mean {mean:.4g}"
         if span is not None and not span[0] <= mean <= span[1]:
-            below, inset = mean < span[0], 0.015 * (span[1] - span[0])
-            symbol = "triangle-left" if below else "triangle-right"
-            traces.append(common | {
-                "mode": "markers+text", "x": _rounded([span[0] + inset if below else span[1] - inset]),
-                "text": [text], "textposition": f"middle {'right' if below else 'left'}",
-                "textfont": {"color": "@ink"}, "marker": {"size": 12, "color": colour, "symbol": symbol},
-            })  # fmt: skip
+            end, symbol = (span[0], "triangle-left") if mean < span[0] else (span[1], "triangle-right")
+            mark = {"size": 12, "color": colour, "symbol": symbol}
+            traces.append(common | {"x": _rounded([end]), "text": [text], "marker": mark})
             continue
         ends, width = ([low, high], 2) if interval else ([0.0, mean], 18)
         line = {"color": colour if interval else f"{colour}/0.55", "width": width, "dash": "solid"}
@@ -202,10 +192,7 @@ def _readable_span(bars: list[dict[str, float]]) -> tuple[float, float] | None:
 
 
 def draw_static(figure: Figure) -> bytes:
-    """A figure as SVG; the same rows give the same bytes.
-
-    Raises: MissingExtraError if matplotlib is not installed.
-    """
+    """A figure as SVG; the same rows give the same bytes."""
     with needs_extra("matplotlib", "report"):
         import matplotlib
         from matplotlib.figure import Figure as Canvas
@@ -269,10 +256,6 @@ def _draw_trace(ax: Any, trace: Plot) -> None:
     if "markers" in mode:
         look |= {"marker": MARKERS[mark["symbol"]], "markersize": 0.65 * mark["size"]}
     ax.plot(x, y, solid_capstyle="butt", **look)
-    if "text" in mode:
-        right = trace["textposition"].endswith("right")
-        ax.annotate(_tidy(trace["text"][0]), (x[0], y[0]), (7 if right else -7, 0), textcoords="offset points",
-                    ha="left" if right else "right", va="center", fontsize=8)  # fmt: skip
 
 
 def _set_axis(ax: Any, which: str, settings: Plot) -> None:

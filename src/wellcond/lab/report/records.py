@@ -16,7 +16,7 @@ from typing import Any
 
 from wellcond.errors import WellcondError
 from wellcond.lab.report.table import MISSING, number, show
-from wellcond.run_records import CHECKSUM, COMPLETE, CORRELATIONS, SCHEMA, find_change, find_problem, matches
+from wellcond.run_records import CHECKSUM, COMPLETE, SCHEMA, find_change, find_problem, matches
 
 Rows = list[dict[str, Any]]
 Keys = tuple[str, ...]
@@ -68,13 +68,6 @@ class Metric:
         return 100.0 if self.percent else 1.0
 
     @property
-    def limits(self) -> tuple[float, float]:
-        """Smallest and largest number that can be shown, as far as that is known."""
-        if not self.percent:
-            return -math.inf, math.inf
-        return -self.scale if self.name in CORRELATIONS else 0.0, self.scale
-
-    @property
     def unit(self) -> str:
         """Unit of a difference, with its space; empty if there is none."""
         return " points" if self.percent else ""
@@ -103,34 +96,20 @@ class Metric:
         return f"+{shown}" if sign and value > 0 else shown
 
 
-@dataclass(frozen=True)
 class Run:
-    """One training run: its record, and its rows, which are read when they are first asked for."""
+    """One training run: its record, and its rows, which are read when they are first asked for.
 
-    folder: Path
-    record: dict[str, Any]
-    packed: Mapping[str, Any] | None = None
-    """Columns of a packed run, which has no other files."""
+    `file` holds the record, `sessions` has versions and machine for each time it was started or resumed, and `alone`
+    says whether it had its cores to itself from beginning to end, so that its times are those of its method.
+    """
 
-    @property
-    def file(self) -> Path:
-        """The file of its record."""
-        return self.folder / "run.json" if self.packed is None else self.folder.with_suffix(".json")
-
-    @property
-    def method(self) -> str:
-        """Label of the method."""
-        return str(self.record["method"])
-
-    @property
-    def seed(self) -> int:
-        """Its seed, by which runs are paired."""
-        return int(self.record["seed"])
-
-    @property
-    def status(self) -> str:
-        """Status as stored."""
-        return str(self.record["status"])
+    def __init__(self, folder: Path, record: dict[str, Any], packed: Mapping[str, Any] | None = None) -> None:
+        """A run of a folder or, with the columns of its rows, a packed one, which has no other files."""
+        self.folder, self.record, self.packed = folder, record, packed
+        self.file = folder / "run.json" if packed is None else folder.with_suffix(".json")
+        self.method, self.seed, self.status = str(record["method"]), int(record["seed"]), str(record.get("status"))
+        self.sessions: Rows = list(record.get("sessions") or ())
+        self.alone = bool(self.sessions) and all(session.get("alone") is True for session in self.sessions)
 
     @property
     def metric(self) -> Metric:
@@ -139,12 +118,8 @@ class Run:
 
     def part(self, name: str) -> dict[str, Any]:
         """A mapping of its record, such as `final`, `best`, `test`, `seconds` or `data`; empty if there is none."""
-        return self.record.get(name) or {}
-
-    @property
-    def sessions(self) -> list[dict[str, Any]]:
-        """One entry for each time the run was started or resumed: versions and machine."""
-        return list(self.record.get("sessions") or ())
+        found = self.record.get(name)
+        return found if isinstance(found, dict) else {}
 
     @property
     def value(self) -> float:
@@ -170,11 +145,6 @@ class Run:
     def finished(self) -> bool:
         """Whether it counts in means."""
         return self.outcome == "finished"
-
-    @property
-    def alone(self) -> bool:
-        """Whether it had its cores to itself from beginning to end, so that its times are those of its method."""
-        return bool(self.sessions) and all(session.get("alone") is True for session in self.sessions)
 
     @cached_property
     def steps(self) -> Rows:

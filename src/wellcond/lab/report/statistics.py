@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from scipy.special import stdtr, stdtrit  # scipy.stats takes seconds to import
@@ -148,12 +147,7 @@ def t_interval(values: Sequence[float]) -> Interval | None:
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """Holm's step-down correction; None stays None and does not count as a test.
-
-    Example:
-        >>> holm([0.01, None, 0.04, 0.03])
-        [0.03, None, 0.06, 0.06]
-    """
+    """Holm's step-down correction; None stays None and does not count as a test."""
     order = sorted((p, at) for at, p in enumerate(p_values) if p is not None)
     corrected: list[float | None] = [None] * len(p_values)
     highest = 0.0
@@ -212,32 +206,22 @@ def required_differences(
 
 
 def required_pairs(comparison: Comparison) -> list[tuple[str, str]]:
-    """The comparisons that must be printed whenever both methods are there; keys made for a mask against plain ones."""
-    found = {run.method: run.record.get("method_spec") for run in comparison.runs}
-    specs = {method: spec if isinstance(spec, dict) else {} for method, spec in found.items()}
-    kinds = {method: method_kind(spec, method) for method, spec in found.items()}
-    around = {method: _surroundings(spec) for method, spec in specs.items()}
-    tied = [method for method in specs if "keys" in (specs[method].get("init_options") or {})]
+    """The comparisons that must be printed whenever both methods are there; keys made for a mask against plain ones.
+
+    Around the attention both must be the same: tokens, the start of the rest, and set fields but for the rate.
+    """
+    kinds, around, tied = {}, {}, set()
+    for run in comparison.runs:
+        spec = run.part("method_spec")
+        options, fields = spec.get("init_options") or {}, spec.get("set") or {}
+        kinds[run.method] = str(spec.get("init") or "default"), str(spec.get("condition") or "")
+        rest = {field: value for field, value in fields.items() if field != "optimizer.lr"}
+        around[run.method] = spec.get("tokens") or {}, "library" in options, rest
+        tied |= {run.method} if "keys" in options else set()
     present = [method for method in comparison.methods if method in kinds]
     alike = [(a, b) for a in present for b in present if around[a] == around[b]]
     claims = [pair for wanted in REQUIRED for pair in alike if (kinds[pair[0]], kinds[pair[1]]) == wanted]
     return claims + [(a, b) for a, b in alike if a in tied and b not in tied and kinds[a] == kinds[b]]
-
-
-def _surroundings(spec: Mapping[str, Any]) -> tuple[object, ...]:
-    """What must be the same around two attention starts: tokens, the start of the rest, fields other than the rate."""
-    fields = {field: value for field, value in (spec.get("set") or {}).items() if field != "optimizer.lr"}
-    return spec.get("tokens") or {}, "library" in (spec.get("init_options") or {}), fields
-
-
-def method_kind(spec: object, label: str) -> tuple[str, str]:
-    """Initialisation and correction of a method; from its label where the record does not say."""
-    if isinstance(spec, dict):
-        return str(spec.get("init") or "default"), str(spec.get("condition") or "")
-    words = [part.split("(")[0].split("-")[0].strip() for part in label.split("+")]
-    corrections = [word for word in words if word in ("identity", "polar", "balanced")]
-    others = [word for word in words if word not in corrections]
-    return (others or ["default"])[0], (corrections or [""])[0]
 
 
 def summarise_logs(values: Iterable[float]) -> LogSummary:

@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from wellcond.lab.report.analysis import Analysis, seconds_per_step
-from wellcond.lab.report.match import MatchGain, show_match
+from wellcond.lab.report.match import show_match
 from wellcond.lab.report.records import ROLES, Metric
 from wellcond.lab.report.statistics import (
-    FEWEST_SEEDS,
     NO_PAIRS,
     LogSummary,
     Summary,
@@ -124,15 +123,8 @@ def _summary_notes(analysis: Analysis) -> list[str]:
     ]
     if partial := sum(run.outcome == "partial" for run in comparison.runs):
         notes.append(f"{partial} unfinished (partial) {'run is' if partial == 1 else 'runs are'} in no mean.")
-    if short := [m for m, d in analysis.differences.items() if 0 < d.count < FEWEST_SEEDS]:
-        notes.append(f"Fewer than {FEWEST_SEEDS} pairs, so no interval and no p: {', '.join(short)}.")
     if flat := [m for m, d in analysis.differences.items() if d.without_spread]:
         notes.append(f"All differences are equal: the interval has no width, t is not defined: {', '.join(flat)}.")
-    if any(analysis.heads.values()):
-        notes.append(
-            "κ(J) is the geometric mean over all heads and seeds at the last measurement, over the non-zero spectrum; "
-            "infinite ones are in no mean, and their share is shown."
-        )
     return [*notes, *_time_notes(analysis)]
 
 
@@ -173,7 +165,6 @@ def matching_table(analysis: Analysis) -> Table:
     for method in analysis.comparison.methods:
         matching = analysis.matchings[method]
         papers, by_seed = matching.of_means, sorted(matching.by_seed.items())
-        gain = analysis.match_gains.get(method, MatchGain())
         alone = all(run.alone for run in analysis.comparison.finished(method).values())
         rows.append({
             "method": _method(analysis, method),
@@ -182,8 +173,6 @@ def matching_table(analysis: Analysis) -> Table:
                 f"{matching.censored}/{len(by_seed)}" if by_seed else MISSING,
                 {"never_reached": matching.censored, "seeds": len(by_seed)},
             ),
-            f"earlier than {baseline} itself": (gain.show(), {"gain": gain.mean}),
-            "p (exact, Holm)": (show_p(gain.p_holm), {"p": gain.p, "p_holm": gain.p_holm}),
             "share of training saved": _known("saving", matching.mean("saving"), "{:.0%}"),
             "papers' form": (show_match(papers, unit), {"papers_form": getattr(papers, unit) if papers else None}),
             "seconds of training": _number("seconds", matching.mean("seconds") if alone else None),
@@ -195,12 +184,10 @@ def matching_table(analysis: Analysis) -> Table:
     notes = (
         f"First evaluation as good as the last one of {baseline} with the same seed, in {unit}s; "
         "no interpolation. Seeds that never get there are counted, not averaged; a diverged run never gets there.",
-        f"On a noisy curve {baseline} itself reaches its last value before the end, so what counts "
-        f"is how much earlier than that a method gets there (negative: later); p is of the exact test over all flips "
-        f"of sign, in which a seed that never gets there is one {unit} later than the end; below six seeds it cannot "
-        "decide, and is left out. The share of training saved is of the whole run, as the papers count.",
+        f"On a noisy curve {baseline} itself reaches its last value before the end, so what counts is how much earlier "
+        "than that a method gets there. The share of training saved is of the whole run, as the papers count.",
     )
-    return Table.of("matching", f"{unit.capitalize()}s to match the baseline", rows, notes, (0, 8))
+    return Table.of("matching", f"{unit.capitalize()}s to match the baseline", rows, notes, (0, 6))
 
 
 def conditioning_table(analysis: Analysis) -> Table:

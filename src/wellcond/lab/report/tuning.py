@@ -127,12 +127,11 @@ def tuning_figure(comparison: Comparison, tuning: Tuning) -> Figure:
                 Row(method.label, seed, point.values[field], math.nan, value * tuning.metric.scale)
                 for seed, value in (dict(point.scores) | ends).items()
             ]
-        chosen = {method.label: method.best.values[field] for method in tuned}
-        panels.append(Panel(field, "", label, rows, x_label=field, chosen=chosen))
+        panels.append(Panel(field, "", label, rows, x_label=field))
     profile = " Each point is the best over the other fields." if len(tuning.fields) > 1 else ""
     caption = (
         f"Lines are means over the tuning seeds ({', '.join(tuning.seeds)}), bands are one standard deviation. A line "
-        f"ends or breaks where a run diverged; large dots are the values that were chosen.{profile}"
+        f"ends or breaks where a run diverged.{profile}"
     )
     over = " and ".join(tuning.fields).replace("optimizer.lr", "learning rate")
     title = f"{tuning.metric.name.capitalize()} over {over}"
