@@ -129,14 +129,16 @@ def _weights(head: Fields) -> dict[str, str]:
 def _spectra(layer: str, heads: list[Fields]) -> Fields:
     """All singular values of the Jacobians of a layer over their largest, one falling line per head, in decades."""
     longest, curves = max(len(head["spectrum"]) for head in heads), []
-    for head in heads:
-        sigma, every = head["spectrum"], math.ceil(len(head["spectrum"]) / MOST_POINTS)
-        places = [*range(0, len(sigma) - 1, every), len(sigma) - 1]
-        # Sixteen decades, all that float64 resolves; what is below sits on the axis.
-        down = [-math.log10(max(sigma[i] / sigma[0], 1e-16)) / 16 if sigma[0] > 0 else 1.0 for i in places]
-        right = WIDTH / max(longest - 1, 1)
-        points = " ".join(f"{right * i:.1f},{HEIGHT * y:.1f}" for i, y in zip(places, down, strict=True))
+    # At most sixteen decades, all that float64 resolves; what is below sits on the axis.
+    falls = [
+        [-math.log10(max(x / max(head["spectrum"]), 1e-16)) if x > 0 else 16.0 for x in head["spectrum"]]
+        for head in heads
+    ]
+    decades = math.ceil(max(1.0, *(x for fall in falls for x in fall)))
+    for head, fall in zip(heads, falls, strict=True):
+        sigma, every, right = head["spectrum"], math.ceil(len(fall) / MOST_POINTS), WIDTH / max(longest - 1, 1)
+        points = [f"{right * i:.1f},{HEIGHT * fall[i] / decades:.1f}" for i in range(0, len(fall), every)]
         told = f"{head['cells']['head']}: {len(sigma)} singular values from {show(sigma[0])} to {show(sigma[-1])}"
         look = f"curve c{int(head['row']['index']) % 8}" + (" dashed" if head["dead"] else "")
-        curves.append({"told": told, "points": points, "look": look})
-    return {"name": layer, "longest": longest, "curves": curves}
+        curves.append({"told": told, "points": " ".join(points), "look": look})
+    return {"name": layer, "longest": longest, "decades": decades, "curves": curves}

@@ -151,9 +151,10 @@ def _bar_plot(figure: Figure, panel: Panel) -> Plot:
         known = f"[{low:+.4g}, {high:+.4g}]" if math.isfinite(low) else "no interval: too few seeds"
         text = f"{mean:+.4g} {known}" if interval else f"mean {mean:.4g}"
         if span is not None and not span[0] <= mean <= span[1]:
-            end, symbol = (span[0], "triangle-left") if mean < span[0] else (span[1], "triangle-right")
-            mark = {"size": 12, "color": colour, "symbol": symbol}
-            traces.append(common | {"x": _rounded([end]), "text": [text], "marker": mark})
+            below, inset = mean < span[0], 0.01 * (span[1] - span[0])
+            mark = {"size": 12, "color": colour, "symbol": "triangle-left" if below else "triangle-right"}
+            edge = span[0] + inset if below else span[1] - inset
+            traces.append(common | {"x": _rounded([edge]), "text": [text], "marker": mark})
             continue
         ends, width = ([low, high], 2) if interval else ([0.0, mean], 18)
         line = {"color": colour if interval else f"{colour}/0.55", "width": width, "dash": "solid"}

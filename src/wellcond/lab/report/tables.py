@@ -32,8 +32,6 @@ from wellcond.lab.report.table import (
 )
 from wellcond.lab.report.verdicts import NO_VERDICT
 
-PARTS = ("training", "evaluation", "measuring", "checkpointing", "setup")
-"""Of the wall time of a run."""
 NO_METRICS = ("step", "epoch", "loss", "train_loss", "seconds", "constant")
 """Numbers of an evaluation that are no scores."""
 KAPPA_J = "pseudo_condition_number"
@@ -168,10 +166,9 @@ def matching_table(analysis: Analysis) -> Table:
         alone = all(run.alone for run in analysis.comparison.finished(method).values())
         rows.append({
             "method": _method(analysis, method),
-            "paired by seed": (matching.show(unit), {"unit": unit, "mean": matching.mean(unit)}),
-            "never reached": (
-                f"{matching.censored}/{len(by_seed)}" if by_seed else MISSING,
-                {"never_reached": matching.censored, "seeds": len(by_seed)},
+            "paired by seed": (
+                matching.show(unit),
+                {"unit": unit, "mean": matching.mean(unit), "never_reached": matching.censored, "seeds": len(by_seed)},
             ),
             "share of training saved": _known("saving", matching.mean("saving"), "{:.0%}"),
             "papers' form": (show_match(papers, unit), {"papers_form": getattr(papers, unit) if papers else None}),
@@ -187,7 +184,7 @@ def matching_table(analysis: Analysis) -> Table:
         f"On a noisy curve {baseline} itself reaches its last value before the end, so what counts is how much earlier "
         "than that a method gets there. The share of training saved is of the whole run, as the papers count.",
     )
-    return Table.of("matching", f"{unit.capitalize()}s to match the baseline", rows, notes, (0, 6))
+    return Table.of("matching", f"{unit.capitalize()}s to match the baseline", rows, notes, (0, 5))
 
 
 def conditioning_table(analysis: Analysis) -> Table:
@@ -319,20 +316,13 @@ def cost_table(analysis: Analysis) -> Table:
     rows: list[Row] = []
     for method in comparison.methods:
         runs = list(comparison.finished(method).values())
-        alone = [run for run in runs if run.alone]
-        rate = finite_mean(number(run.record.get("samples_per_second")) for run in alone)
+        rate = finite_mean(number(run.record.get("samples_per_second")) for run in runs if run.alone)
         memory = finite_mean(number(run.record.get("peak_memory_bytes")) / 1e6 for run in runs)
         rows.append({
             "method": (method, {"method": method}),
             "seconds per step": _number("seconds_per_step", finite_mean(map(seconds_per_step, runs))),
             "relative": _known("relative", analysis.step_ratio(method), "{:.2f} ×"),
             "samples per second": _number("samples_per_second", rate, 4),
-            **{
-                f"{part}, s": _number(
-                    f"{part}_seconds", finite_mean(number(run.part("seconds").get(part)) for run in alone)
-                )
-                for part in PARTS
-            },
             "peak memory, MB": _number("peak_memory_mb", memory, 4),
         })  # fmt: skip
     note = f"Means over finished runs; relative is to {comparison.baseline} of the same seed."
