@@ -21,11 +21,12 @@ COLUMNS = ("figure", "panel", "series", "seed", "step", "epoch", "value", "scale
 MEAN, LOW, HIGH = "mean", "mean-std", "mean+std"
 LOW_END, HIGH_END = "interval-low", "interval-high"
 BUDGET = "(budget)"
+"""Series of a bar figure whose mean is the line to compare with."""
 MOST_POINTS = 300
 BAND = "Lines are means over seeds, bands are one standard deviation; dashed lines are runs that did not finish."
 HEADS = "Geometric means over heads and layers. "
 
-Kind = Literal["lines", "bars", "intervals"]
+Kind = Literal["lines", "bars"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +183,7 @@ def build_figures(analysis: Analysis) -> list[Figure]:
         "Summary", "differences", "Paired differences",
         f"To the right of the dotted line is better than {baseline}; a bar is the 95 % interval of the mean, small "
         "dots are seeds. A bar across the line is no evidence. A triangle at the edge is a method beyond the axis.",
-        _difference_panel(analysis), kind="intervals",
+        _difference_panel(analysis), kind="bars",
     )  # fmt: skip
     add(
         "Learning", "learning", "Learning curves",
@@ -236,13 +237,14 @@ def build_figures(analysis: Analysis) -> list[Figure]:
 
 
 def _difference_panel(analysis: Analysis) -> Panel:
-    metric, rows = analysis.comparison.result, []
-    for method, difference in analysis.differences.items():
-        if difference.count:
-            low, high = difference.interval or (math.nan, math.nan)
-            points = {str(seed): value for seed, value in difference.values.items()}
-            points |= {MEAN: difference.mean, LOW_END: low, HIGH_END: high}
-            rows += [Row(method, seed, math.nan, math.nan, value * metric.scale) for seed, value in points.items()]
+    """The best first, beside the line of no difference."""
+    metric, known = analysis.comparison.result, [d for d in analysis.differences.values() if d.count]
+    rows = [Row(BUDGET, MEAN, math.nan, math.nan, 0.0)] if known else []
+    for difference in sorted(known, key=lambda difference: -difference.mean):
+        low, high = difference.interval or (math.nan, math.nan)
+        points = {str(seed): value for seed, value in difference.values.items()}
+        points |= {MEAN: difference.mean, LOW_END: low, HIGH_END: high}
+        rows += [Row(difference.method, seed, math.nan, math.nan, x * metric.scale) for seed, x in points.items()]
     unit = f" ({metric.unit.strip()})" if metric.unit else ""
     return Panel("metric", "", f"gain in {metric.name}{unit}", rows)
 

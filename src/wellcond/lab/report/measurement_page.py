@@ -41,8 +41,8 @@ def render_measurement(data: dict[str, Any]) -> str:
         heads = [_head(layer, row) for layer in data["layers"] for row in layer["heads"]]
     except (KeyError, TypeError, AttributeError) as error:
         raise ReportDataError(
-            f"expected 'heads' with their Jacobians in every layer of a measurement, found none ({error!r}); "
-            "measure with jacobian=True"
+            f"expected 'heads' in every layer, each with its Jacobian, found a layer without heads or no Jacobians "
+            f"({error!r}); measure with jacobian=True"
         ) from error
     _colour([head for head in heads if not head["dead"]])
     drawn = [head for head in heads if head["spectrum"]]

@@ -131,15 +131,12 @@ def _line_plot(figure: Figure, panel: Panel) -> Plot:
 
 
 def _bar_plot(figure: Figure, panel: Panel) -> Plot:
-    """A bar, or the interval of a mean, and the seeds of each method; of intervals the best first."""
-    interval = figure.kind == "intervals"
+    """The mean of each method, with its interval if it has one, and its seeds, beside the dotted line of a target."""
     found = {
         series: {seed: rows[0].value for seed, rows in seeds.items()} for series, seeds in panel.by_series().items()
     }
-    target = found.pop(BUDGET, {}).get(MEAN, math.nan) if not interval else 0.0
-    if interval:
-        found = dict(sorted(found.items(), key=lambda item: -item[1][MEAN]))
-    span = _readable_span(list(found.values())) if interval else None
+    target = found.pop(BUDGET, {}).get(MEAN, math.nan)
+    span = _readable_span(list(found.values())) if target == 0 else None
     dotted = {"color": "@soft", "width": 1, "dash": "dot"}
     upright = {"mode": "lines", "x": _rounded([target] * 2), "y": [-0.5, len(found) - 0.5], "line": dotted}
     traces: list[Plot] = [{"type": "scatter", "hoverinfo": "skip", **upright}]
@@ -148,31 +145,23 @@ def _bar_plot(figure: Figure, panel: Panel) -> Plot:
         place, colour, _ = _look(figure, series)
         told = f"<b>{_safe(series)}</b><br>%{{text}} {_safe(panel.y_label)}<extra></extra>"
         common: Plot = {"type": "scatter", "mode": "markers", "meta": place, "hovertemplate": told, "y": [at]}
-        known = f"[{low:+.4g}, {high:+.4g}]" if math.isfinite(low) else "no interval: too few seeds"
-        text = f"{mean:+.4g} {known}" if interval else f"mean {mean:.4g}"
+        text = f"mean {mean:.4g}" + (f" [{low:+.4g}, {high:+.4g}]" if math.isfinite(low) else "")
         if span is not None and not span[0] <= mean <= span[1]:
             below, inset = mean < span[0], 0.01 * (span[1] - span[0])
             mark = {"size": 12, "color": colour, "symbol": "triangle-left" if below else "triangle-right"}
             edge = span[0] + inset if below else span[1] - inset
             traces.append(common | {"x": _rounded([edge]), "text": [text], "marker": mark})
             continue
-        ends, width = ([low, high], 2) if interval else ([0.0, mean], 18)
-        line = {"color": colour if interval else f"{colour}/0.55", "width": width, "dash": "solid"}
-        traces.append(common | {
-            "mode": "lines", "x": _rounded(ends), "y": [at, at], "text": [text, text], "line": line,
-        })  # fmt: skip
-        if interval:
-            mark = {"size": 10, "color": colour, "symbol": "circle"}
-            traces.append(common | {"x": _rounded([mean]), "text": [text], "marker": mark})
-        places = {seed: round(at + 0.11 * (i - (len(seeds) - 1) / 2), 3) for i, seed in enumerate(seeds)}
-        for done, size, symbol in ((True, 7, "circle"), (False, 12, "triangle-right")):
-            dots = {seed: value for seed, value in seeds.items() if math.isfinite(value) is done}
-            if not dots:
-                continue
+        line = {"mode": "lines", "line": {"color": colour, "width": 2, "dash": "solid"}}
+        traces.append(common | line | {"x": _rounded([low, high]), "y": [at, at], "text": [text, text]})
+        gap, middle = min(0.11, 0.6 / max(len(seeds), 1)), (len(seeds) - 1) / 2
+        places = {seed: round(at + gap * (i - middle), 3) for i, seed in enumerate(seeds)}
+        reached = {seed: value for seed, value in seeds.items() if math.isfinite(value)}
+        never = {seed: target for seed in seeds if seed not in reached}
+        for dots, size, symbol in (({text: mean}, 10, "circle"), (reached, 7, "circle"), (never, 12, "triangle-right")):
             traces.append(common | {
-                "x": _rounded(value if done else target for value in dots.values()),
-                "y": [places[seed] for seed in dots],
-                "text": [f"seed {s}: {value:.5g}" if done else f"seed {s}: > {target:g}" for s, value in dots.items()],
+                "x": _rounded(dots.values()), "y": [places.get(seed, at) for seed in dots],
+                "text": [_safe(seed) if dots is not reached else f"seed {seed}: {dots[seed]:.5g}" for seed in dots],
                 "marker": {"size": size, "color": colour, "symbol": symbol, "line": {"width": 1, "color": "@card"}},
             })  # fmt: skip
     names = {at: cut(name) for at, name in enumerate(found)}
