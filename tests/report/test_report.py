@@ -16,7 +16,7 @@ from wellcond.lab.report.analysis import analyse, bottom_line, find_findings
 from wellcond.lab.report.figures import COLUMNS, build_figures, write_csv
 from wellcond.lab.report.load_runs import load_comparisons
 from wellcond.lab.report.page import build_report, environment, gather, render_markdown, render_page
-from wellcond.lab.report.plots import draw_static, log_axis
+from wellcond.lab.report.plots import draw_static, log_range
 from wellcond.lab.report.table import Table, plain_markdown, table_csv, table_markdown, without_empty_columns
 from wellcond.lab.report.tables import build_tables
 
@@ -70,18 +70,6 @@ def test_summary_table_holds_the_statistics(usual):
     assert rows["identity(lam=10)"][5:7] == ("worse", "> 12") and rows["polar"][9] == "1.55 ×"
     notes = " ".join(table.notes)
     assert "polar, seed 1 diverged" in notes and "paired difference is left out" in notes and "1 unfinished" in notes
-
-
-def test_statistics_in_full(tmp_path):
-    methods = [FakeMethod("default", {s: 0.90 + s / 100 for s in range(5)}),
-               FakeMethod("polar", {0: 0.93, 1: 0.92, 2: 0.96, 3: 0.94, 4: 0.95})]  # fmt: skip
-    analysis = study(tmp_path, methods, conditioning=False)
-    (table,) = (t for t in build_tables(analysis) if t.name == "statistics")
-    # differences 3, 1, 4, 1, 1: mean 2, std sqrt(8 / 4)
-    row = table.rows[1]
-    assert row[:10] == ("polar", "5", "94.00", "1.58", "92.00", "96.00", "5", "+2.00", "1.41", "+2.2%")
-    low, high = analysis.differences["polar"].bootstrap
-    assert row[11] == f"[{100 * low:+.2f}, {100 * high:+.2f}]"
 
 
 def test_every_number_of_the_markdown_is_in_the_tables(usual):
@@ -160,23 +148,9 @@ def test_every_figure_of_lines_has_its_legend(usual):
 
 def test_findings_say_what_the_numbers_say(usual):
     said = "\n".join(find_findings(usual))
-    assert "these runs do not show that the gain is due to conditioning" in said
     saturated = next(line for line in said.splitlines() if line.startswith("identity(lam=10): 40.00 points worse than"))
-    assert "entropy 0.03 of ln N" in saturated and "36 of 36 heads are dead" in saturated
-    assert "receive almost no gradient" in saturated and "1e-06 against 0.1" in saturated
+    assert "entropy 0.03 of ln N" in saturated and "36 of 36 heads are dead: the softmax is saturated" in saturated
     assert "does not go with the best accuracy" in said and "a small κ(J) says nothing good" in said
-
-
-def test_findings_follow_the_numbers(tmp_path):
-    methods = usual_methods()[:3]
-    methods[1].finals = {0: 0.95, 1: 0.96, 2: 0.98}  # conditioned: clearly beyond the control
-    methods[2].finals = {0: 0.90, 1: 0.90, 2: 0.93}  # gaussian: nothing
-    said = "\n".join(find_findings(study(tmp_path / "a", methods)))
-    assert "scale alone does not explain the gain" in said
-    methods[1].gradient, methods[1].entropy = 0.1, 0.0
-    said = "\n".join(find_findings(study(tmp_path / "b", methods)))
-    assert "still receive a gradient" in said
-    assert "below default; its attention" not in said  # it is better, saturated or not
 
 
 def test_one_seed_is_said_and_not_tested(tmp_path):
@@ -208,8 +182,8 @@ def test_perplexity(tmp_path):
 def test_without_conditioning_rows(tmp_path):
     analysis = study(tmp_path, conditioning=False)
     page = render_page(gather(analysis))
-    assert page.count("so nothing was measured") == 3
-    assert {figure.section for figure in build_figures(analysis)} == {"Summary", "Learning", "Matching"}
+    assert 'href="#learning"' in page and 'href="#attention"' not in page and 'href="#conditioning"' not in page
+    assert {figure.section for figure in build_figures(analysis)} == {"Summary", "Learning"}
     assert build_tables(analysis)[0].rows[0][7:9] == ("–", "–")
 
 
@@ -295,7 +269,7 @@ def test_bounds_beyond_all_numbers_are_told(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     figures = build_figures(analyse(load_comparisons(tmp_path)[0]))
     (figure,) = (f for f in figures if f.name == "jacobian")
-    assert "Beyond 10³⁰⁰ and not drawn: default." in figure.caption and "60 of 360 are not exact" in figure.caption
+    assert "beyond 10³⁰⁰ are not drawn" in figure.caption and "60 of 360 are not exact" in figure.caption
 
 
 def test_csv_has_the_columns_and_every_row(usual):
@@ -452,7 +426,7 @@ def test_an_eleventh_method_repeats_a_colour_with_another_dash(tmp_path):
 
 
 def test_a_logarithmic_axis_may_come_near_the_largest_number():
-    low, high, ticks = log_axis([1e-290, 1e300, 1e-300, 1e290, 1e-280, 1e308])
-    assert 0 < low <= 1e-300 and 1e300 <= high < float("inf") and 3 <= len(ticks) <= 8
-    low, high, ticks = log_axis([2.0])
-    assert high / low == pytest.approx(10**0.5) and all(low <= tick <= high for tick in ticks)
+    low, high = log_range([1e-290, 1e300, 1e-300, 1e290, 1e-280, 1e308])
+    assert -308 < low <= -300 and 300 <= high < 308
+    low, high = log_range([2.0])
+    assert high - low == pytest.approx(0.5)

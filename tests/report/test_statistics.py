@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 from scipy import stats
 
@@ -13,7 +12,6 @@ from wellcond.lab.report.statistics import (
     Summary,
     compare_paired,
     holm,
-    method_kind,
     required_pairs,
     sample_std,
     summarise_logs,
@@ -46,7 +44,6 @@ def test_paired_difference_agrees_with_scipy():
     assert found.p == pytest.approx(expected.pvalue, rel=1e-10)
     assert found.interval == pytest.approx(tuple(expected.confidence_interval(0.95)), rel=1e-10)
     assert found.mean == pytest.approx(0.095 / 3) and found.relative == pytest.approx(0.095 / 2.73)
-    assert found.bootstrap is None
 
 
 def test_lower_is_better_turns_the_sign():
@@ -58,7 +55,7 @@ def test_lower_is_better_turns_the_sign():
 def test_below_three_seeds_there_is_no_interval_and_no_p(count):
     values = {seed: 1.0 + seed**2 for seed in range(count)}
     found = compare_paired("a", values, "b", dict.fromkeys(range(count), 0.0), higher_is_better=True)
-    assert found.interval is None and found.p is None and found.bootstrap is None
+    assert found.interval is None and found.p is None
 
 
 def test_differences_without_spread_make_no_claim():
@@ -70,16 +67,6 @@ def test_differences_without_spread_make_no_claim():
     assert found.p is None and found.without_spread
     assert found.interval == pytest.approx((0.03, 0.03))
     assert differing_by(0.0, 0.0, 0.0).p is None
-
-
-def test_bootstrap_from_five_seeds_on_and_always_the_same():
-    values = [1.0, 2.0, 3.0, 4.0, 10.0]
-    low, high = differing_by(*values).bootstrap
-    assert differing_by(*values[:4]).bootstrap is None and (low, high) == differing_by(*values).bootstrap
-    reference = stats.bootstrap(
-        (values,), np.mean, n_resamples=20000, method="percentile", rng=np.random.default_rng(1)
-    ).confidence_interval  # fmt: skip
-    assert low == pytest.approx(reference.low, abs=0.25) and high == pytest.approx(reference.high, abs=0.25)
 
 
 def test_holm_by_hand():
@@ -149,16 +136,3 @@ def test_tied_keys_are_compared_with_plain_ones(tmp_path):
     found = required_pairs(load(tmp_path, methods))
     assert ("conditioned(keys=tied)", "conditioned") in found
     assert not [pair for pair in found if pair[0] == "gaussian(keys=tied)"]
-
-
-@pytest.mark.parametrize(
-    ("label", "kind"),
-    [
-        ("default", ("default", "")),
-        ("identity(lam=10)", ("default", "identity")),
-        ("conditioned+balanced", ("conditioned", "balanced")),
-        ("mimetic", ("mimetic", "")),
-    ],
-)
-def test_kind_of_a_method_from_its_label(label, kind):
-    assert method_kind(None, label) == kind

@@ -12,7 +12,7 @@ from operator import itemgetter
 import numpy as np
 
 from wellcond.lab.report.load_runs import Comparison
-from wellcond.lab.report.match import SMOOTH, MatchGain, Matching, match_gains, match_method, match_unit
+from wellcond.lab.report.match import Matching, match_method, match_unit
 from wellcond.lab.report.records import ARITHMETIC, MEASURED, Run
 from wellcond.lab.report.statistics import (
     FEWEST_SEEDS,
@@ -21,7 +21,6 @@ from wellcond.lab.report.statistics import (
     PairedDifference,
     Summary,
     differences_to_baseline,
-    method_kind,
     required_differences,
     show_interval,
     summarise_logs,
@@ -29,7 +28,6 @@ from wellcond.lab.report.statistics import (
 from wellcond.lab.report.table import finite_mean, number, plain_setting, show, show_seeds, show_share
 from wellcond.lab.report.verdicts import ALPHA, POWER, Kind, Verdict, judge, smallest_detectable, typical_std
 
-SMALL_GRADIENT = 0.01
 WORDS: dict[Kind, str] = {
     "better": "better", "worse": "worse", "equal": "equal within the margin", "undecided": "undecided",
 }  # fmt: skip
@@ -42,9 +40,6 @@ class HeadTable:
     """Conditioning rows of one run, column by column."""
 
     run: Run
-    layers: tuple[str, ...]
-    """Names of layers, in the order of the model."""
-    layer_index: np.ndarray
     columns: dict[str, np.ndarray]
     """Keys of `KEYS`, NaN where a value is null or absent; and `inexact`: the Jacobian is an estimate or a bound."""
 
@@ -53,16 +48,9 @@ class HeadTable:
         """Measured steps, rising."""
         return np.unique(self.columns["step"])
 
-    @cached_property
-    def step_index(self) -> np.ndarray:
-        """Place of every row in `steps`."""
-        return np.searchsorted(self.steps, self.columns["step"])
-
     def epochs(self) -> np.ndarray:
         """Epoch of every measured step."""
-        found = np.full(len(self.steps), np.nan)
-        found[self.step_index] = self.columns["epoch"]
-        return found
+        return np.array([self.columns["epoch"][self.columns["step"] == step][-1] for step in self.steps])
 
     def over_steps(self, key: str) -> np.ndarray:
         """Mean over the finite values of all heads and layers at every step; NaN where there is none.
@@ -70,15 +58,15 @@ class HeadTable:
         Arithmetic for attention maps, geometric for all else; of stored logarithms back as a number, infinite above
         1e300.
         """
-        log = key not in ARITHMETIC and not key.endswith("_log10")
-        means = _grouped(self.columns[key], self.step_index, len(self.steps), log)
-        return np.where(means > 300, np.inf, 10.0 ** np.minimum(means, 300)) if key.endswith("_log10") else means
-
-    def layers_at_end(self, key: str) -> dict[str, float]:
-        """Mean log10 over the heads of each layer at the last measurement of a quantity, where it is finite."""
-        here = self.columns["step"] == self.last_step(key)
-        means = np.log10(_grouped(self.columns[key][here], self.layer_index[here], len(self.layers), log=True))
-        return {name: value for name, value in zip(self.layers, means.tolist(), strict=True) if math.isfinite(value)}
+        values, log = self.columns[key], key not in ARITHMETIC and not key.endswith("_log10")
+        usable = np.isfinite(values) & (values > 0) if log else np.isfinite(values)
+        place, count = np.searchsorted(self.steps, self.columns["step"])[usable], len(self.steps)
+        sums = np.bincount(place, weights=np.log10(values[usable]) if log else values[usable], minlength=count)
+        sizes, means = np.bincount(place, minlength=count), np.full(count, np.nan)
+        np.divide(sums, sizes, out=means, where=sizes > 0)
+        if key in ARITHMETIC:
+            return means
+        return np.where(means > 300, np.inf, 10.0 ** np.minimum(means, 300))
 
     def at(self, key: str, step: float) -> list[float]:
         """Values of all heads at one step, where they are not NaN."""
@@ -87,11 +75,7 @@ class HeadTable:
 
     def at_end(self, key: str) -> list[float]:
         """Values of all heads at the last step at which a quantity was measured; empty if it never was."""
-        return self.at(key, self.last_step(key))
-
-    def last_step(self, key: str) -> float:
-        """Last step at which a quantity was measured, infinite included; -1 if it never was."""
-        return float(self.columns["step"][~np.isnan(self.columns[key])].max(initial=-1.0))
+        return self.at(key, float(self.columns["step"][~np.isnan(self.columns[key])].max(initial=-1.0)))
 
 
 def read_heads(run: Run) -> HeadTable | None:
@@ -104,20 +88,7 @@ def read_heads(run: Run) -> HeadTable | None:
     except (KeyError, TypeError, ValueError):
         columns = {key: np.array([number(row.get(key)) for row in rows]) for key in KEYS}
     columns["inexact"] = np.array([row.get("status") not in (None, "", "exact") for row in rows], dtype=float)
-    layers = tuple(dict.fromkeys(str(row["layer"]) for row in rows))
-    place = {name: at for at, name in enumerate(layers)}
-    return HeadTable(run, layers, np.array([place[str(row["layer"])] for row in rows]), columns)
-
-
-def _grouped(values: np.ndarray, index: np.ndarray, count: int, log: bool) -> np.ndarray:
-    """Mean of the usable values of each group; geometric with `log`."""
-    usable = np.isfinite(values) & (values > 0) if log else np.isfinite(values)
-    numbers = np.log10(values[usable]) if log else values[usable]
-    sums = np.bincount(index[usable], weights=numbers, minlength=count)
-    sizes = np.bincount(index[usable], minlength=count)
-    means = np.full(count, np.nan)
-    np.divide(sums, sizes, out=means, where=sizes > 0)
-    return 10.0**means if log else means
+    return HeadTable(run, columns)
 
 
 @dataclass(frozen=True)
@@ -151,8 +122,6 @@ class Analysis:
     margin: float
     """A difference of results below it counts as none; NaN where the baseline has fewer than two results."""
     matchings: dict[str, Matching]
-    smoothed: dict[str, Matching]
-    match_gains: dict[str, MatchGain]
     heads: dict[str, list[HeadTable]]
     """Tables of all runs that have conditioning rows."""
 
@@ -203,27 +172,21 @@ def seconds_per_step(run: Run) -> float:
     return seconds if seconds > 0 and run.alone else math.nan
 
 
-def analyse(comparison: Comparison, *, margin: float | None = None) -> Analysis:
+def analyse(comparison: Comparison) -> Analysis:
     """Statistics of a comparison.
 
-    Args:
-        comparison: the runs.
-        margin: a difference of results that counts as none, such as half of a paper's gain, in stored units (0.01 is
-            one point of accuracy). By default one standard deviation of the baseline over seeds: less than another seed
-            makes. Half of it could not be shown by ten seeds: their two one-sided tests need a margin of about 0.8
-            standard deviations where pairing does not help.
+    A difference of results counts as none below one standard deviation of the baseline over seeds: less than another
+    seed makes. Half of it could not be shown by ten seeds: their two one-sided tests need a margin of about 0.8
+    standard deviations where pairing does not help.
     """
     methods, unit = comparison.methods, match_unit(comparison)
     summaries = {method: Summary(comparison.results(method)) for method in methods}
-    matchings, smoothed = (
-        {method: match_method(comparison, method, smooth=smooth) for method in methods} for smooth in (1, SMOOTH)
-    )
+    matchings = {method: match_method(comparison, method) for method in methods}
     differences = differences_to_baseline(comparison, summaries)
     required = required_differences(comparison, summaries, differences)
-    margin = summaries[comparison.baseline].std if margin is None else margin
-    gains = match_gains(comparison.baseline, matchings, unit)
+    margin = summaries[comparison.baseline].std
     heads = {method: [table for run in comparison.of(method) if (table := read_heads(run))] for method in methods}
-    return Analysis(comparison, unit, summaries, differences, required, margin, matchings, smoothed, gains, heads)
+    return Analysis(comparison, unit, summaries, differences, required, margin, matchings, heads)
 
 
 def bottom_line(analysis: Analysis) -> str:
@@ -261,7 +224,6 @@ def find_findings(analysis: Analysis) -> list[str]:
     """Sentences on what the table of methods does not say."""
     return [
         *describe_power(analysis.comparison, analysis.differences),
-        *_scale_control(analysis),
         *_saturation(analysis),
         *_conditioning(analysis),
         *_machines(analysis),
@@ -288,28 +250,6 @@ def describe_power(
     ]
 
 
-def _scale_control(analysis: Analysis) -> list[str]:
-    kinds = {run.method: method_kind(run.record.get("method_spec"), run.method) for run in analysis.comparison.runs}
-    found, metric = [], analysis.comparison.result
-    for difference in analysis.required:
-        pair = (difference.method, difference.baseline)
-        gain, control = (analysis.differences.get(name, NO_PAIRS) for name in pair)
-        if kinds.get(pair[1]) != ("gaussian", "") or not difference.count or not control.count or not gain.mean > 0:
-            continue
-        told = (
-            f"Scale control: {difference.baseline}, which has the scale of {difference.method} but not its "
-            f"conditioning, differs from {gain.baseline} by {metric.show(control.mean, sign=True)}{metric.unit}, "
-            f"{difference.method} by {metric.show(gain.mean, sign=True)}{metric.unit}"
-        )
-        why = ": these runs do not show that the gain is due to conditioning rather than to the scale of the weights."
-        if analysis.judge(difference).kind == "better":
-            why = ": scale alone does not explain the gain."
-        elif difference.interval is None:
-            why = "; too few seeds to say whether scale explains the gain."
-        found.append(told + why)
-    return found
-
-
 def _saturation(analysis: Analysis) -> list[str]:
     found, metric = [], analysis.comparison.result
     for method in analysis.comparison.methods:
@@ -324,35 +264,20 @@ def _saturation(analysis: Analysis) -> list[str]:
         dead = f" and {state.dead} of {state.heads} heads {_are(state.dead)} dead" if state.dead else ""
         found.append(
             f"{start}its attention has {', '.join(facts)} at step {show(state.step, 9)}{dead}: the softmax is "
-            f"saturated{_gradient_evidence(analysis, method)}."
+            "saturated."
         )
     return found
-
-
-def _gradient_evidence(analysis: Analysis, method: str) -> str:
-    """How small the gradients of W_Q and W_K are over the first tenth of training, if that was recorded."""
-    means = []
-    for name in (method, analysis.comparison.baseline):
-        runs = analysis.comparison.of(name)
-        early = [row for run in runs for row in run.steps[: max(1, len(run.steps) // 10)]]
-        values = [number(row.get(key)) for row in early for key in ("grad_norm_q", "grad_norm_k")]
-        mean = summarise_logs(values).geometric_mean
-        means.append(0.0 if math.isnan(mean) and 0 in values else mean)
-    own, base = means
-    if math.isnan(own + base):
-        return ", and a saturated softmax passes almost no gradient to W_Q and W_K (gradients were not recorded)"
-    small = "W_Q and W_K receive almost no" if own < SMALL_GRADIENT * base else "though W_Q and W_K still receive a"
-    norms = f"{show(own, 2)} against {show(base, 2)} in {analysis.comparison.baseline}"
-    return f", {small} gradient (gradient norm of W_Q and W_K {norms})"
 
 
 def _conditioning(analysis: Analysis) -> list[str]:
     """Whether the smallest condition number goes with the best result."""
     summaries = {method: analysis.last_jacobian(method) for method in analysis.comparison.methods}
     known = {method: summary for method, summary in summaries.items() if summary.finite or summary.infinite}
-    if len({summary.rank for summary in known.values()}) < 2:
+    # Fewer infinite values first, then the mean of the finite ones.
+    ranks = {m: (s.infinite_share, s.geometric_mean if s.finite else math.inf) for m, s in known.items()}
+    if len(set(ranks.values())) < 2:
         return []
-    low, high = min(known, key=lambda m: known[m].rank), max(known, key=lambda m: known[m].rank)
+    low, high = min(ranks, key=lambda m: ranks[m]), max(ranks, key=lambda m: ranks[m])
     said = (
         f"κ(J) at the end (geometric mean, non-zero spectrum; singular heads rank last) is smallest for {low} "
         f"({known[low].show()}) and largest for {high} ({known[high].show()})"

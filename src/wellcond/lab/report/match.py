@@ -8,25 +8,20 @@ from dataclasses import dataclass
 
 from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.records import Run
-from wellcond.lab.report.statistics import holm
 from wellcond.lab.report.table import MISSING, finite_mean, number, show
-from wellcond.lab.report.verdicts import sign_flip_p
-
-SMOOTH = 3
-FEWEST_FOR_EXACT = 6
-"""With five differences the smallest p of all flips of sign is 2 / 2^5 = 0.0625."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """First evaluation at which a curve reaches a target; censored (None) if it never does."""
+    """First evaluation at which a curve reaches a target, with the time of training until then; None if it never does.
 
-    epoch: float | None
-    step: int | None
-    seconds: float | None
-    """Time of training until then."""
+    `total` has the epochs and steps of the baseline's whole training.
+    """
+
     total: Mapping[str, float]
-    """Epochs and steps of the baseline's whole training."""
+    epoch: float | None = None
+    step: int | None = None
+    seconds: float | None = None
 
     @property
     def reached(self) -> bool:
@@ -60,8 +55,7 @@ class Matching:
 
     def mean(self, what: str) -> float:
         """Mean of `epoch`, `step`, `seconds` or `saving` over the seeds that reached their target; NaN of none."""
-        values = [number(getattr(match, what)) for match in self.reached]
-        return math.fsum(values) / len(values) if values else math.nan
+        return finite_mean(number(getattr(match, what)) for match in self.reached)
 
     def show(self, unit: str) -> str:
         """Mean `epoch` or `step` over the seeds that reached the target, and how many did not."""
@@ -69,53 +63,6 @@ class Matching:
             return show_match(next(iter(self.by_seed.values()), None), unit)
         mean = show(self.mean(unit), 3 if unit == "epoch" else 6)
         return mean + (f" ({self.censored} of {len(self.by_seed)} never)" if self.censored else "")
-
-
-@dataclass(frozen=True)
-class MatchGain:
-    """How much earlier than the baseline itself a method is as good as the baseline is at its end."""
-
-    values: dict[int, float]
-    """By seed, positive is earlier; a seed that never gets there counts as one unit later than the end."""
-    never: int
-    """Number of seeds that never get there."""
-    p: float | None
-    """Exact test over all flips of sign; None below six seeds, where it cannot decide, or without a difference."""
-    p_holm: float | None
-    """Corrected over the methods."""
-
-    @property
-    def mean(self) -> float:
-        """Over the seeds; NaN where one never gets there, or there are none."""
-        return math.nan if self.never else finite_mean(self.values.values())
-
-    def show(self) -> str:
-        """The mean, or how many seeds never get there."""
-        if self.never:
-            return f"{MISSING} ({self.never} of {len(self.values)} never)"
-        return MISSING if math.isnan(self.mean) else f"{self.mean:+.3g}" if self.mean else "0"
-
-
-NO_GAIN = MatchGain({}, 0, None, None)
-
-
-def match_gains(baseline: str, matchings: Mapping[str, Matching], unit: str) -> dict[str, MatchGain]:
-    """Gains of all methods but the baseline over the count of the baseline itself, which a noisy curve makes early."""
-
-    def count(match: Match) -> float:
-        return float(getattr(match, unit)) if match.reached else match.total[unit] + 1
-
-    own = matchings[baseline].by_seed
-    values = {
-        method: {seed: count(own[seed]) - count(match) for seed, match in matching.by_seed.items() if seed in own}
-        for method, matching in matchings.items()
-        if method != baseline
-    }
-    tests = [sign_flip_p(list(v.values())) if len(v) >= FEWEST_FOR_EXACT else None for v in values.values()]
-    return {
-        method: MatchGain(values[method], matchings[method].censored, p, p_holm)
-        for method, p, p_holm in zip(values, tests, holm(tests), strict=True)
-    }
 
 
 def show_match(match: Match | None, unit: str) -> str:
@@ -127,51 +74,43 @@ def show_match(match: Match | None, unit: str) -> str:
 
 def match_unit(comparison: Comparison) -> str:
     """`epoch` where runs have at least two of them, else `step`."""
-    totals = [number(run.part("progress").get("num_epochs")) for run in comparison.runs]
-    return "epoch" if any(total >= 2 for total in totals) else "step"
+    return "epoch" if any(number(run.part("progress").get("num_epochs")) >= 2 for run in comparison.runs) else "step"
 
 
-def match_method(comparison: Comparison, method: str, *, smooth: int = 1) -> Matching:
+def match_method(comparison: Comparison, method: str) -> Matching:
     """Epochs-to-match of a method against the baseline of its comparison.
 
-    The baseline itself is allowed, and on noisy curves it reaches its own last value early. With `smooth` above one,
-    curve and target are both running means: against an unsmoothed target the lag of a running mean would count as
-    slowness. A diverged run is censored, even if it reached the target before; unfinished runs are left out.
+    The baseline itself is allowed, and on noisy curves it reaches its own last value early. A diverged run is censored,
+    even if it reached the target before; unfinished runs are left out.
     """
     runs, baseline = comparison.finished(method), comparison.finished(comparison.baseline)
     by_seed: dict[int, Match] = {}
     for run in comparison.of(method):
         if run.outcome in ("finished", "diverged") and run.seed in baseline:
-            match = _first_match([run] if run.finished else [], [baseline[run.seed]], smooth)
+            match = _first_match([run] if run.finished else [], [baseline[run.seed]])
             by_seed |= {} if match is None else {run.seed: match}
     shared = sorted(set(runs) & set(baseline))
-    return Matching(by_seed, _first_match([runs[seed] for seed in shared], [baseline[seed] for seed in shared], smooth))
+    return Matching(by_seed, _first_match([runs[seed] for seed in shared], [baseline[seed] for seed in shared]))
 
 
-def _first_match(runs: Sequence[Run], baseline: Sequence[Run], smooth: int) -> Match | None:
+def _first_match(runs: Sequence[Run], baseline: Sequence[Run]) -> Match | None:
     """First evaluation of the mean curve of some runs as good as the last of the baseline; no interpolation."""
-    rows, target = _mean_rows(runs, smooth), _mean_rows(baseline, smooth)
+    rows, target = _mean_rows(runs), _mean_rows(baseline)
     if not target or (runs and not rows):
         return None
-    end, higher = target[-1], baseline[0].metric.higher_is_better
+    end, sign = target[-1], 1 if baseline[0].metric.higher_is_better else -1
     for row in rows:
-        if row["value"] >= end["value"] if higher else row["value"] <= end["value"]:
-            return Match(row["epoch"], int(row["step"]), row["seconds"], end)
-    return Match(None, None, None, end)
+        if sign * row["value"] >= sign * end["value"]:
+            return Match(end, row["epoch"], int(row["step"]), row["seconds"])
+    return Match(end)
 
 
-def _mean_rows(runs: Sequence[Run], smooth: int) -> list[dict[str, float]]:
-    """Evaluations averaged over runs at the steps that all of them have, the metric as a running mean."""
+def _mean_rows(runs: Sequence[Run]) -> list[dict[str, float]]:
+    """Evaluations averaged over runs at the steps that all of them have."""
     tables = [{int(row["step"]): row for row in run.evaluations} for run in runs]
-    shared = sorted(set.intersection(*(set(table) for table in tables))) if tables else []
-
-    def mean(step: int, key: str) -> float:
-        return math.fsum(number(table[step].get(key)) for table in tables) / len(tables)
-
-    values = [mean(step, runs[0].metric.name) for step in shared]
-    width = min(smooth, max(len(values), 1))
-    rows = []
-    for at, step in enumerate(shared, 1):
-        running = math.fsum(values[at - width : at]) / width if at >= width else math.nan
-        rows.append({"step": step, "epoch": mean(step, "epoch"), "seconds": mean(step, "seconds"), "value": running})
-    return rows
+    shared = sorted(set.intersection(*map(set, tables))) if tables else []
+    keys = {"step": "step", "epoch": "epoch", "seconds": "seconds", "value": runs[0].metric.name if runs else ""}
+    return [
+        {name: math.fsum(number(table[step].get(key)) for table in tables) / len(tables) for name, key in keys.items()}
+        for step in shared
+    ]
