@@ -19,7 +19,7 @@ from wellcond.lab.report.table import MISSING, Cell
 
 ALPHA = 0.05
 POWER = 0.8
-MOST_FLIPPED = 18
+MOST_SUMS = 2**20
 _CLOSE = 1e-6
 """Sums that differ by less, in units of the largest difference, are the same."""
 
@@ -84,11 +84,12 @@ def sign_flip_p(values: Sequence[float]) -> float | None:
 
     Returns: None where no difference is other than zero.
 
-    Raises: ValueError for more values than can be flipped one by one.
+    Raises: ValueError for so many different values that the flips cannot be counted (about 20 and more).
     """
     if not any(values):
         return None
-    return float(np.mean(np.abs(_flipped_sums(values)) >= abs(math.fsum(values)) - _CLOSE * max(map(abs, values))))
+    sums, shares = _flipped_sums(values)
+    return float(shares[np.abs(sums) >= abs(math.fsum(values)) - _CLOSE * max(map(abs, values))].sum())
 
 
 def sign_flip_equality_p(values: Sequence[float], margin: float) -> float:
@@ -100,17 +101,25 @@ def sign_flip_equality_p(values: Sequence[float], margin: float) -> float:
     tails = []
     for sign in (1, -1):
         shifted = [sign * value - margin for value in values]  # all negative if the differences are below the margin
-        end = math.fsum(shifted) + _CLOSE * max(map(abs, shifted))
-        tails.append(float(np.mean(_flipped_sums(shifted) <= end)))
+        sums, shares = _flipped_sums(shifted)
+        tails.append(float(shares[sums <= math.fsum(shifted) + _CLOSE * max(map(abs, shifted))].sum()))
     return max(tails)
 
 
-def _flipped_sums(values: Sequence[float]) -> np.ndarray:
-    """The sums of all 2^n flips of sign."""
-    if len(values) > MOST_FLIPPED:
-        raise ValueError(f"expected at most {MOST_FLIPPED} differences to flip, found {len(values)}")
-    signs = 1 - 2 * (np.arange(2 ** len(values))[:, None] >> np.arange(len(values)) & 1)
-    return signs @ np.asarray(values, dtype=float)
+def _flipped_sums(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Every sum that flips of sign can give, and the share of the flips that gives it."""
+    sizes = np.abs(np.asarray(values, dtype=float))
+    sizes = sizes[sizes > 0]
+    unit = float(sizes.max(initial=0.0)) or 1.0
+    sums: np.ndarray = np.zeros(1)
+    counts: np.ndarray = np.ones(1)
+    for size in sizes / unit:
+        both = np.concatenate([sums - size, sums + size]).round(9)
+        sums, places = np.unique(both, return_inverse=True)
+        counts = np.bincount(places, weights=np.concatenate([counts, counts]))
+        if len(sums) > MOST_SUMS:
+            raise ValueError(f"expected at most {MOST_SUMS} different sums, found more with {len(sizes)} differences")
+    return sums * unit, counts / counts.sum()
 
 
 def judge(
