@@ -65,6 +65,15 @@ def test_perplexity_must_fall_to_the_target(tmp_path):
     assert found.by_seed[0].epoch == 2.0
 
 
+def test_smoothing_takes_running_means_of_curve_and_target(tmp_path):
+    base = {0: [0.0, 0.3, 0.6, 0.6, 0.6]}  # running mean of 3 at the end: 0.6
+    other = {0: [0.0, 0.9, 0.3, 0.6, 0.9]}  # running means: -, -, 0.4, 0.6, 0.6
+    comparison = load(tmp_path, base, other)
+    assert match_method(comparison, "fast").by_seed[0].epoch == 1.0
+    assert match_method(comparison, "fast", smooth=3).by_seed[0].epoch == 3.0
+    assert match_method(comparison, "default", smooth=3).by_seed[0].epoch == 4.0
+
+
 def test_seeds_without_a_partner_have_no_match(tmp_path):
     found = match_method(load(tmp_path, {0: BASE[0]}, {1: BASE[1]}), "fast")
     assert not found.by_seed and found.of_means is None and found.show("epoch") == "–"

@@ -1,6 +1,7 @@
 """Ties, degenerate runs, lost runs, singular heads and shared cores: the report says only what is true."""
 
 import json
+import math
 
 import pytest
 
@@ -54,12 +55,42 @@ def test_all_methods_at_100_percent(tmp_path):
     assert column(made, "verdict")["conditioned"] == "equal: tied in every seed"
 
 
+def test_later_than_the_baseline_is_not_fewer(tmp_path):
+    analysis = study(tmp_path, perfect(), epochs=3)
+    assert column(table(analysis, "matching"), "earlier than default itself")["conditioned"] == "-1"
+
+
+def test_an_exact_test_that_cannot_decide_has_no_p(tmp_path):
+    analysis = study(tmp_path, perfect(seeds=5), epochs=3)
+    assert analysis.match_gains["conditioned"].p is None  # five times the same sign: 0.0625 at best
+    assert column(table(analysis, "matching"), "p (exact, Holm)")["conditioned"] == "–"
+    seven = study(tmp_path / "seven", perfect(seeds=7), epochs=3)
+    assert column(table(seven, "matching"), "p (exact, Holm)")["conditioned"] == "0.0312"  # 2 / 2^7 and twice that
+
+
 def test_what_is_undecided_is_not_called_better(tmp_path):
     methods = [FakeMethod("default", {0: 30.0, 1: 31.0, 2: 32.0}), FakeMethod("polar", {0: 29.0, 1: 32.0, 2: 30.5})]
     analysis = study(tmp_path, methods, metric=PERPLEXITY)
     said = "\n".join([bottom_line(analysis), *find_findings(analysis)])
     assert "Of 1 method against default, 1 is undecided; the largest gain is +0.5, of polar" in said
     assert "3 seeds can show a true difference of" in said and "better" not in said
+
+
+def test_counts_have_an_exact_test(tmp_path):
+    methods = perfect(seeds=7)
+    late = methods[0].curves[0]
+    methods[0].curves = dict.fromkeys(range(7), methods[1].curves[0])
+    methods[1].curves = dict.fromkeys(range(6), late) | {6: [0.1, 0.2, 0.3, 0.4]}
+    methods[1].finals = dict.fromkeys(range(6), 1.0) | {6: 0.4}
+    analysis = study(tmp_path, methods, epochs=3)
+    # default 2 by seed; conditioned 1 six times, and never: one later than the end, 4. Differences 1 x 6 and -2
+    signs = [6 - 2 * k + s for k in range(7) for s in (2, -2) for _ in range(math.comb(6, k))]
+    expected = sum(abs(total) >= 4 for total in signs) / len(signs)
+    found = analysis.match_gains["conditioned"]
+    assert found.values == dict.fromkeys(range(6), 1.0) | {6: -2.0} and found.p == pytest.approx(expected)
+    made = table(analysis, "matching")
+    assert column(made, "earlier than default itself")["conditioned"] == "– (1 of 7 never)"
+    assert column(made, "p (exact, Holm)")["polar"] == "–"  # all differences are zero
 
 
 def test_the_best_of_a_tie_is_not_denied(tmp_path):
@@ -77,6 +108,7 @@ def test_one_difference_has_one_p(tmp_path):
     assert shared is analysis.differences[shared.method]
     corrected = column(table(analysis, "required"), "p (Holm)")[f"{shared.method} − default"]
     assert corrected == column(summary_table(analysis), "p (Holm)")[shared.method]
+    assert corrected == column(table(analysis, "statistics"), "p (Holm)")[shared.method]
 
 
 def test_a_method_that_lost_runs_is_not_the_best(tmp_path):
@@ -144,7 +176,7 @@ def test_step_times_need_cores_of_their_own(tmp_path):
     assert set(column(cost, "seconds per step").values()) == {"–"} and "not measured alone" in " ".join(cost.notes)
     assert set(column(cost, "samples per second").values()) == {"–"}
     assert set(column(table(analysis, "matching"), "seconds of training").values()) == {"–"}
-    assert "–" not in column(cost, "peak memory").values()
+    assert set(column(cost, "training, s").values()) == {"–"} and "–" not in column(cost, "peak memory").values()
 
 
 def test_one_session_among_others_is_not_alone(tmp_path):
@@ -178,6 +210,7 @@ def test_power_and_verdict_are_in_page_table_and_markdown(tmp_path):
     [power] = [line for line in find_findings(analysis) if line.startswith("3 seeds can show a true difference")]
     assert "points (power 80 %" in power
     assert power in render_markdown(gather(analysis, figures=False)) and power in render_page(gather(analysis))
+    assert column(table(analysis, "statistics"), "can show")["conditioned"] != "–"
 
 
 def test_equal_within_the_margin(tmp_path):

@@ -72,6 +72,18 @@ def test_summary_table_holds_the_statistics(usual):
     assert "polar, seed 1 diverged" in notes and "paired difference is left out" in notes and "1 unfinished" in notes
 
 
+def test_statistics_in_full(tmp_path):
+    methods = [FakeMethod("default", {s: 0.90 + s / 100 for s in range(5)}),
+               FakeMethod("polar", {0: 0.93, 1: 0.92, 2: 0.96, 3: 0.94, 4: 0.95})]  # fmt: skip
+    analysis = study(tmp_path, methods, conditioning=False)
+    (table,) = (t for t in build_tables(analysis) if t.name == "statistics")
+    # differences 3, 1, 4, 1, 1: mean 2, std sqrt(8 / 4)
+    row = table.rows[1]
+    assert row[:10] == ("polar", "5", "94.00", "1.58", "92.00", "96.00", "5", "+2.00", "1.41", "+2.2%")
+    low, high = analysis.differences["polar"].bootstrap
+    assert row[11] == f"[{100 * low:+.2f}, {100 * high:+.2f}]"
+
+
 def test_every_number_of_the_markdown_is_in_the_tables(usual):
     text = render_markdown(gather(usual))
     for method, difference in usual.differences.items():
@@ -148,9 +160,23 @@ def test_every_figure_of_lines_has_its_legend(usual):
 
 def test_findings_say_what_the_numbers_say(usual):
     said = "\n".join(find_findings(usual))
+    assert "these runs do not show that the gain is due to conditioning" in said
     saturated = next(line for line in said.splitlines() if line.startswith("identity(lam=10): 40.00 points worse than"))
-    assert "entropy 0.03 of ln N" in saturated and "36 of 36 heads are dead: the softmax is saturated" in saturated
+    assert "entropy 0.03 of ln N" in saturated and "36 of 36 heads are dead" in saturated
+    assert "receive almost no gradient" in saturated and "1e-06 against 0.1" in saturated
     assert "does not go with the best accuracy" in said and "a small κ(J) says nothing good" in said
+
+
+def test_findings_follow_the_numbers(tmp_path):
+    methods = usual_methods()[:3]
+    methods[1].finals = {0: 0.95, 1: 0.96, 2: 0.98}  # conditioned: clearly beyond the control
+    methods[2].finals = {0: 0.90, 1: 0.90, 2: 0.93}  # gaussian: nothing
+    said = "\n".join(find_findings(study(tmp_path / "a", methods)))
+    assert "scale alone does not explain the gain" in said
+    methods[1].gradient, methods[1].entropy = 0.1, 0.0
+    said = "\n".join(find_findings(study(tmp_path / "b", methods)))
+    assert "still receive a gradient" in said
+    assert "below default; its attention" not in said  # it is better, saturated or not
 
 
 def test_one_seed_is_said_and_not_tested(tmp_path):

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 from scipy import stats
 
@@ -44,6 +45,7 @@ def test_paired_difference_agrees_with_scipy():
     assert found.p == pytest.approx(expected.pvalue, rel=1e-10)
     assert found.interval == pytest.approx(tuple(expected.confidence_interval(0.95)), rel=1e-10)
     assert found.mean == pytest.approx(0.095 / 3) and found.relative == pytest.approx(0.095 / 2.73)
+    assert found.bootstrap is None
 
 
 def test_lower_is_better_turns_the_sign():
@@ -55,7 +57,7 @@ def test_lower_is_better_turns_the_sign():
 def test_below_three_seeds_there_is_no_interval_and_no_p(count):
     values = {seed: 1.0 + seed**2 for seed in range(count)}
     found = compare_paired("a", values, "b", dict.fromkeys(range(count), 0.0), higher_is_better=True)
-    assert found.interval is None and found.p is None
+    assert found.interval is None and found.p is None and found.bootstrap is None
 
 
 def test_differences_without_spread_make_no_claim():
@@ -67,6 +69,16 @@ def test_differences_without_spread_make_no_claim():
     assert found.p is None and found.without_spread
     assert found.interval == pytest.approx((0.03, 0.03))
     assert differing_by(0.0, 0.0, 0.0).p is None
+
+
+def test_bootstrap_from_five_seeds_on_and_always_the_same():
+    values = [1.0, 2.0, 3.0, 4.0, 10.0]
+    low, high = differing_by(*values).bootstrap
+    assert differing_by(*values[:4]).bootstrap is None and (low, high) == differing_by(*values).bootstrap
+    reference = stats.bootstrap(
+        (values,), np.mean, n_resamples=20000, method="percentile", rng=np.random.default_rng(1)
+    ).confidence_interval  # fmt: skip
+    assert low == pytest.approx(reference.low, abs=0.25) and high == pytest.approx(reference.high, abs=0.25)
 
 
 def test_holm_by_hand():

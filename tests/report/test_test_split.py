@@ -55,6 +55,13 @@ def test_paired_statistics_and_holm_are_those_of_the_test_values(analysis):
         assert found.values == difference.values and found.interval == difference.interval and found.p_holm == p
 
 
+def test_the_statistics_are_of_the_test_values(analysis):
+    on_test = table(analysis, "statistics")
+    assert on_test.rows[1][:6] == ("conditioned", "3", "81.33", "1.53", "80.00", "83.00")
+    assert on_test.rows[1][7] == "+0.33"
+    assert "Test accuracy (%), with the weights of the best evaluation, of finished runs" in on_test.notes[0]
+
+
 def test_every_seed_shows_both_values_and_the_tested_step(analysis):
     seeds = table(analysis, "seeds")
     row = dict(zip(seeds.header, next(row for row in seeds.rows if row[:2] == ("gaussian", "1")), strict=True))

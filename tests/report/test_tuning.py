@@ -65,8 +65,39 @@ def cells(tuning):
     return {row[0]: row for row in tuning_table(tuning).rows}
 
 
-def test_a_method_that_diverges_at_its_best(tmp_path):
-    tuning = find_tuning(write(tmp_path, curve("default", [(None, 0.5)] * 4, 0), CONDITIONED))
+def test_the_tolerance_is_two_points(tmp_path):
+    assert find_tuning(write(tmp_path, DEFAULT, CONDITIONED)).tolerance == pytest.approx(0.02)
+
+
+def test_the_tolerance_of_a_perplexity_is_a_share_of_the_best(tmp_path):
+    perplexity = {"name": "perplexity", "higher_is_better": False, "percent": False}
+    best = find_tuning(
+        write(
+            tmp_path, curve("default", [(50.0, 52.0), (40.0, 42.0), (60.0, 60.0), (70.0, 70.0)], 1), metric=perplexity
+        )
+    )
+    assert best.tolerance == pytest.approx(0.02 * 41)
+
+
+def test_the_range_is_interpolated_ends_before_divergence_and_says_where_it_is_open(tmp_path):
+    tuning = find_tuning(write(tmp_path, DEFAULT, CONDITIONED))
+    default, conditioned = tuning.methods
+    # 2 of the 30 points lost from 1e-3 to 1e-4, and of the 10 from 1e-3 to 1e-2.
+    good = tuning.good_range(default, "optimizer.lr")
+    assert good.low == pytest.approx(10 ** (-3 - 2 / 30)) and good.high == pytest.approx(10 ** (-3 + 2 / 10))
+    assert (good.open_below, good.open_above) == (False, False)
+    assert f"({good.high / good.low:.1f}x wide)" in cells(tuning)["default"][-1]
+    wide = tuning.good_range(conditioned, "optimizer.lr")
+    assert wide.high == 0.1 and wide.open_above and "at least" in cells(tuning)["conditioned"][-1]
+    flat = curve("default", [(0.80, 0.81), (0.80, 0.82), (0.80, 0.81), (None, 0.8)], 1)
+    whole = find_tuning(write(tmp_path, flat, CONDITIONED))
+    assert whole.good_range(whole.methods[0], "optimizer.lr").high == 0.01  # a run diverged at 0.1
+
+
+def test_a_method_that_diverges_at_its_best_has_no_range(tmp_path):
+    lost = curve("default", [(None, 0.5)] * 4, 0)
+    tuning = find_tuning(write(tmp_path, lost, CONDITIONED))
+    assert tuning.good_range(tuning.methods[0], "optimizer.lr") is None
     assert cells(tuning)["default"][3] == "–" and cells(tuning)["default"][6] == "4"
 
 
@@ -103,12 +134,12 @@ def test_page_files_and_tables_have_the_search(tmp_path):
     write(tmp_path, DEFAULT, CONDITIONED)
     [page] = build_report(tmp_path)
     text = page.read_text()
-    assert 'href="#tuning"' in text and "Accuracy over learning rate" in text
+    assert 'href="#tuning"' in text and "Accuracy over learning rate" in text and "x wide" in text
     drawings = json.loads(re.search(r'id="plot-data">(.*?)</script>', text, re.DOTALL)[1])
     assert {trace["name"] for trace in drawings["tuning-0"]["data"] if "name" in trace} == {"default", "conditioned"}
     made = {path.name for path in (tmp_path / "report").rglob("tuning.*")}
     assert made == {"tuning.csv", "tuning.svg"}
-    assert "## Best values" in (tmp_path / "report/report.md").read_text()
+    assert "Tolerance: 2.00 points" in (tmp_path / "report/report.md").read_text()
     rows = (tmp_path / "report/figures/tuning.csv").read_text().splitlines()
     assert "tuning,optimizer.lr,default,1000,0.1,,,tiny" in rows
 

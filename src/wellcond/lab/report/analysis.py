@@ -12,7 +12,7 @@ from operator import itemgetter
 import numpy as np
 
 from wellcond.lab.report.load_runs import Comparison
-from wellcond.lab.report.match import Matching, match_method, match_unit
+from wellcond.lab.report.match import SMOOTH, MatchGain, Matching, match_gains, match_method, match_unit
 from wellcond.lab.report.records import ARITHMETIC, MEASURED, Run
 from wellcond.lab.report.statistics import (
     FEWEST_SEEDS,
@@ -28,6 +28,7 @@ from wellcond.lab.report.statistics import (
 from wellcond.lab.report.table import finite_mean, number, plain_setting, show, show_seeds, show_share
 from wellcond.lab.report.verdicts import ALPHA, POWER, Kind, Verdict, judge, smallest_detectable, typical_std
 
+SMALL_GRADIENT = 0.01
 WORDS: dict[Kind, str] = {
     "better": "better", "worse": "worse", "equal": "equal within the margin", "undecided": "undecided",
 }  # fmt: skip
@@ -122,6 +123,8 @@ class Analysis:
     margin: float
     """A difference of results below it counts as none; NaN where the baseline has fewer than two results."""
     matchings: dict[str, Matching]
+    smoothed: dict[str, Matching]
+    match_gains: dict[str, MatchGain]
     heads: dict[str, list[HeadTable]]
     """Tables of all runs that have conditioning rows."""
 
@@ -181,12 +184,15 @@ def analyse(comparison: Comparison) -> Analysis:
     """
     methods, unit = comparison.methods, match_unit(comparison)
     summaries = {method: Summary(comparison.results(method)) for method in methods}
-    matchings = {method: match_method(comparison, method) for method in methods}
+    matchings, smoothed = (
+        {method: match_method(comparison, method, smooth=smooth) for method in methods} for smooth in (1, SMOOTH)
+    )
+    gains = match_gains(comparison.baseline, matchings, unit)
     differences = differences_to_baseline(comparison, summaries)
     required = required_differences(comparison, summaries, differences)
     margin = summaries[comparison.baseline].std
     heads = {method: [table for run in comparison.of(method) if (table := read_heads(run))] for method in methods}
-    return Analysis(comparison, unit, summaries, differences, required, margin, matchings, heads)
+    return Analysis(comparison, unit, summaries, differences, required, margin, matchings, smoothed, gains, heads)
 
 
 def bottom_line(analysis: Analysis) -> str:
@@ -224,6 +230,7 @@ def find_findings(analysis: Analysis) -> list[str]:
     """Sentences on what the table of methods does not say."""
     return [
         *describe_power(analysis.comparison, analysis.differences),
+        *_scale_control(analysis),
         *_saturation(analysis),
         *_conditioning(analysis),
         *_machines(analysis),
@@ -250,6 +257,28 @@ def describe_power(
     ]
 
 
+def _scale_control(analysis: Analysis) -> list[str]:
+    """Whether the Gaussian start of the same scale explains the gain of the conditioned one."""
+    found, metric = [], analysis.comparison.result
+    for difference in analysis.required:
+        gain, control = (analysis.differences.get(m, NO_PAIRS) for m in (difference.method, difference.baseline))
+        spec = analysis.comparison.of(difference.baseline)[0].part("method_spec")
+        is_control = spec.get("init") == "gaussian" and not spec.get("condition")
+        if not is_control or not difference.count or not control.count or not gain.mean > 0:
+            continue
+        why = ": these runs do not show that the gain is due to conditioning rather than to the scale of the weights."
+        if analysis.judge(difference).kind == "better":
+            why = ": scale alone does not explain the gain."
+        elif difference.interval is None:
+            why = "; too few seeds to say whether scale explains the gain."
+        found.append(
+            f"Scale control: {difference.baseline}, which has the scale of {difference.method} but not its "
+            f"conditioning, differs from {gain.baseline} by {metric.show(control.mean, sign=True)}{metric.unit}, "
+            f"{difference.method} by {metric.show(gain.mean, sign=True)}{metric.unit}{why}"
+        )
+    return found
+
+
 def _saturation(analysis: Analysis) -> list[str]:
     found, metric = [], analysis.comparison.result
     for method in analysis.comparison.methods:
@@ -264,9 +293,25 @@ def _saturation(analysis: Analysis) -> list[str]:
         dead = f" and {state.dead} of {state.heads} heads {_are(state.dead)} dead" if state.dead else ""
         found.append(
             f"{start}its attention has {', '.join(facts)} at step {show(state.step, 9)}{dead}: the softmax is "
-            "saturated."
+            f"saturated{_gradient_evidence(analysis, method)}."
         )
     return found
+
+
+def _gradient_evidence(analysis: Analysis, method: str) -> str:
+    """How small the gradients of W_Q and W_K are over the first tenth of training, if that was recorded."""
+    means = []
+    for name in (method, analysis.comparison.baseline):
+        early = [row for run in analysis.comparison.of(name) for row in run.steps[: max(1, len(run.steps) // 10)]]
+        values = [number(row.get(key)) for row in early for key in ("grad_norm_q", "grad_norm_k")]
+        mean = summarise_logs(values).geometric_mean
+        means.append(0.0 if math.isnan(mean) and 0 in values else mean)
+    own, base = means
+    if math.isnan(own + base):
+        return ", and a saturated softmax passes almost no gradient to W_Q and W_K (gradients were not recorded)"
+    small = "W_Q and W_K receive almost no" if own < SMALL_GRADIENT * base else "though W_Q and W_K still receive a"
+    norms = f"{show(own, 2)} against {show(base, 2)} in {analysis.comparison.baseline}"
+    return f", {small} gradient (gradient norm of W_Q and W_K {norms})"
 
 
 def _conditioning(analysis: Analysis) -> list[str]:

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.records import Run
+from wellcond.lab.report.statistics import holm
 from wellcond.lab.report.table import MISSING, finite_mean, number, show
+from wellcond.lab.report.verdicts import sign_flip_p
+
+SMOOTH = 3
+FEWEST_FOR_EXACT = 6
+"""With five differences the smallest p of all flips of sign is 2 / 2^5 = 0.0625."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,52 @@ class Matching:
         return mean + (f" ({self.censored} of {len(self.by_seed)} never)" if self.censored else "")
 
 
+@dataclass(frozen=True)
+class MatchGain:
+    """How much earlier than the baseline itself a method is as good as the baseline is at its end."""
+
+    values: dict[int, float]
+    """By seed, positive is earlier; a seed that never gets there counts as one unit later than the end."""
+    never: int
+    """Number of seeds that never get there."""
+    p: float | None
+    """Exact test over all flips of sign; None below six seeds, where it cannot decide, or without a difference."""
+    p_holm: float | None
+    """Corrected over the methods."""
+
+    @property
+    def mean(self) -> float:
+        """Over the seeds; NaN where one never gets there, or there are none."""
+        return math.nan if self.never else finite_mean(self.values.values())
+
+    def show(self) -> str:
+        """The mean, or how many seeds never get there."""
+        if self.never:
+            return f"{MISSING} ({self.never} of {len(self.values)} never)"
+        return MISSING if math.isnan(self.mean) else f"{self.mean:+.3g}" if self.mean else "0"
+
+
+NO_GAIN = MatchGain({}, 0, None, None)
+
+
+def match_gains(baseline: str, matchings: Mapping[str, Matching], unit: str) -> dict[str, MatchGain]:
+    """Gains of all methods but the baseline over the count of the baseline itself, which a noisy curve makes early."""
+    counts = {
+        method: {
+            seed: float(getattr(match, unit)) if match.reached else match.total[unit] + 1
+            for seed, match in matching.by_seed.items()
+        }
+        for method, matching in matchings.items()
+    }
+    own = counts.pop(baseline)
+    values = {m: {seed: own[seed] - count for seed, count in found.items()} for m, found in counts.items()}
+    tests = [sign_flip_p(list(v.values())) if len(v) >= FEWEST_FOR_EXACT else None for v in values.values()]
+    return {
+        method: MatchGain(values[method], matchings[method].censored, p, p_holm)
+        for method, p, p_holm in zip(values, tests, holm(tests), strict=True)
+    }
+
+
 def show_match(match: Match | None, unit: str) -> str:
     """One match in words: its epoch or step, or "> E" if censored."""
     if match is None:
@@ -77,25 +129,26 @@ def match_unit(comparison: Comparison) -> str:
     return "epoch" if any(number(run.part("progress").get("num_epochs")) >= 2 for run in comparison.runs) else "step"
 
 
-def match_method(comparison: Comparison, method: str) -> Matching:
+def match_method(comparison: Comparison, method: str, *, smooth: int = 1) -> Matching:
     """Epochs-to-match of a method against the baseline of its comparison.
 
-    The baseline itself is allowed, and on noisy curves it reaches its own last value early. A diverged run is censored,
-    even if it reached the target before; unfinished runs are left out.
+    The baseline itself is allowed, and on noisy curves it reaches its own last value early. With `smooth` above one,
+    curve and target are both running means: against an unsmoothed target the lag of a running mean would count as
+    slowness. A diverged run is censored, even if it reached the target before; unfinished runs are left out.
     """
     runs, baseline = comparison.finished(method), comparison.finished(comparison.baseline)
     by_seed: dict[int, Match] = {}
     for run in comparison.of(method):
         if run.outcome in ("finished", "diverged") and run.seed in baseline:
-            match = _first_match([run] if run.finished else [], [baseline[run.seed]])
+            match = _first_match([run] if run.finished else [], [baseline[run.seed]], smooth)
             by_seed |= {} if match is None else {run.seed: match}
     shared = sorted(set(runs) & set(baseline))
-    return Matching(by_seed, _first_match([runs[seed] for seed in shared], [baseline[seed] for seed in shared]))
+    return Matching(by_seed, _first_match([runs[seed] for seed in shared], [baseline[seed] for seed in shared], smooth))
 
 
-def _first_match(runs: Sequence[Run], baseline: Sequence[Run]) -> Match | None:
+def _first_match(runs: Sequence[Run], baseline: Sequence[Run], smooth: int) -> Match | None:
     """First evaluation of the mean curve of some runs as good as the last of the baseline; no interpolation."""
-    rows, target = _mean_rows(runs), _mean_rows(baseline)
+    rows, target = _mean_rows(runs, smooth), _mean_rows(baseline, smooth)
     if not target or (runs and not rows):
         return None
     end, sign = target[-1], 1 if baseline[0].metric.higher_is_better else -1
@@ -105,12 +158,16 @@ def _first_match(runs: Sequence[Run], baseline: Sequence[Run]) -> Match | None:
     return Match(end)
 
 
-def _mean_rows(runs: Sequence[Run]) -> list[dict[str, float]]:
-    """Evaluations averaged over runs at the steps that all of them have."""
+def _mean_rows(runs: Sequence[Run], smooth: int) -> list[dict[str, float]]:
+    """Evaluations averaged over runs at the steps that all of them have, the metric as a running mean."""
     tables = [{int(row["step"]): row for row in run.evaluations} for run in runs]
     shared = sorted(set.intersection(*map(set, tables))) if tables else []
     keys = {"step": "step", "epoch": "epoch", "seconds": "seconds", "value": runs[0].metric.name if runs else ""}
-    return [
+    rows = [
         {name: math.fsum(number(table[step].get(key)) for table in tables) / len(tables) for name, key in keys.items()}
         for step in shared
     ]
+    values, width = [row["value"] for row in rows], min(smooth, len(rows))
+    for at, row in enumerate(rows, 1):
+        row["value"] = math.fsum(values[at - width : at]) / width if at >= width else math.nan
+    return rows

@@ -38,7 +38,7 @@ MADE = {"figures": (".png", ".svg", ".csv"), "tables": (".csv",)}
 TABS = {
     "Summary": ("summary", "required", "other_metrics"), "Tuning": ("tuning",), "Learning": (),
     "Matching": ("matching",), "Conditioning": ("conditioning",), "Attention": (), "Cost": ("cost",), "Samples": (),
-    "Detections": (), "Runs": ("seeds",),
+    "Detections": (), "Runs": ("statistics", "seeds"),
 }  # fmt: skip
 """Tabs of the page, each with its tables; figures name theirs."""
 MOST_SHOWN = 4

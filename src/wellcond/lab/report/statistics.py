@@ -15,6 +15,8 @@ from wellcond.lab.report.table import INFINITE, MISSING, PLUS_MINUS, Values, sho
 
 LEVEL = 0.95
 FEWEST_SEEDS = 3
+FEWEST_FOR_BOOTSTRAP = 5
+NUM_DRAWS = 10_000
 REQUIRED = (
     (("conditioned", ""), ("mimetic", "")),
     (("conditioned", ""), ("gaussian", "")),
@@ -72,6 +74,16 @@ class PairedDifference(Summary):
     def interval(self) -> Interval | None:
         """95 % interval of the mean by the t distribution; None below three seeds."""
         return t_interval(list(self.values.values()))
+
+    @property
+    def bootstrap(self) -> Interval | None:
+        """95 % percentile interval of the mean over 10,000 draws with a fixed seed; None below five seeds."""
+        if self.count < FEWEST_FOR_BOOTSTRAP:
+            return None
+        chosen = np.random.default_rng(0).integers(0, self.count, (NUM_DRAWS, self.count))
+        means = np.array(list(self.values.values()))[chosen].mean(1)
+        low, high = np.quantile(means, [0.5 - LEVEL / 2, 0.5 + LEVEL / 2])
+        return float(low), float(high)
 
     @property
     def p(self) -> float | None:

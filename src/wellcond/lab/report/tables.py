@@ -7,13 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from wellcond.lab.report.analysis import Analysis, seconds_per_step
-from wellcond.lab.report.match import show_match
+from wellcond.lab.report.match import NO_GAIN, SMOOTH, show_match
 from wellcond.lab.report.records import ROLES, Metric
 from wellcond.lab.report.statistics import (
+    FEWEST_SEEDS,
     NO_PAIRS,
     LogSummary,
     Summary,
     interval_values,
+    show_interval,
     show_p,
     summarise_logs,
 )
@@ -30,8 +32,14 @@ from wellcond.lab.report.table import (
     show_known,
     show_share,
 )
-from wellcond.lab.report.verdicts import NO_VERDICT
+from wellcond.lab.report.verdicts import NO_VERDICT, smallest_detectable
 
+STATISTICS_NOTE = (
+    "std has the divisor n - 1. Intervals and p from three pairs on, the bootstrap (10,000 draws, percentile) from "
+    "five on. Can show is the smallest true difference that as many pairs with this spread show with a power of 80 %."
+)
+PARTS = ("training", "evaluation", "measuring", "checkpointing", "setup")
+"""Of the wall time of a run."""
 NO_METRICS = ("step", "epoch", "loss", "train_loss", "seconds", "constant")
 """Numbers of an evaluation that are no scores."""
 KAPPA_J = "pseudo_condition_number"
@@ -42,7 +50,7 @@ def build_tables(analysis: Analysis) -> list[Table]:
     """Every table of numbers, in the order in which they are read."""
     tables = [
         summary_table(analysis), required_table(analysis), other_metrics_table(analysis), matching_table(analysis),
-        conditioning_table(analysis), seed_table(analysis), cost_table(analysis),
+        conditioning_table(analysis), statistics_table(analysis), seed_table(analysis), cost_table(analysis),
     ]  # fmt: skip
     return [table for table in tables if table.rows]
 
@@ -101,7 +109,8 @@ def _summary_notes(analysis: Analysis) -> list[str]:
     margin = "" if math.isnan(analysis.margin) else f", here {metric.show(analysis.margin)}{metric.unit}"
     notes = [
         f"Differences are paired by seed, {comparison.baseline} subtracted, positive is better{negated}; intervals and "
-        "p by the paired t distribution, p corrected by Holm's method over this table.",
+        "p by the paired t distribution, p corrected by Holm's method over this table; uncorrected p and all other "
+        "statistics are in the table of statistics.",
         "Verdicts: better and worse have p below 0.05 after Holm's correction; equal has both one-sided tests at 5 % "
         f"against the margin (by default one standard deviation of the baseline over seeds{margin}); all else is "
         "undecided, and so is better or equal of a method that lost runs.",
@@ -121,8 +130,15 @@ def _summary_notes(analysis: Analysis) -> list[str]:
     ]
     if partial := sum(run.outcome == "partial" for run in comparison.runs):
         notes.append(f"{partial} unfinished (partial) {'run is' if partial == 1 else 'runs are'} in no mean.")
+    if short := [m for m, d in analysis.differences.items() if 0 < d.count < FEWEST_SEEDS]:
+        notes.append(f"Fewer than {FEWEST_SEEDS} pairs, so no interval and no p: {', '.join(short)}.")
     if flat := [m for m, d in analysis.differences.items() if d.without_spread]:
         notes.append(f"All differences are equal: the interval has no width, t is not defined: {', '.join(flat)}.")
+    if any(analysis.heads.values()):
+        notes.append(
+            "κ(J) is the geometric mean over all heads and seeds at the last measurement, over the non-zero spectrum; "
+            "infinite ones are in no mean, and their share is shown."
+        )
     return [*notes, *_time_notes(analysis)]
 
 
@@ -134,6 +150,34 @@ def _time_notes(analysis: Analysis) -> list[str]:
         return []
     named = "" if len(runs) == len(finished) else f": {', '.join(f'{run.method}, seed {run.seed}' for run in runs)}"
     return [f"Times that were not measured alone on their cores are those of the company, and left out{named}."]
+
+
+def statistics_table(analysis: Analysis) -> Table:
+    """Everything about the results that the summary leaves out."""
+    comparison, metric = analysis.comparison, analysis.comparison.result
+    rows: list[Row] = []
+    for method, summary in analysis.summaries.items():
+        d = analysis.differences.get(method, NO_PAIRS)
+        values, bootstrap = summary.values.values(), d.bootstrap
+        rows.append({
+            "method": (method, {"method": method}),
+            "n": (str(summary.count), summary.columns(metric)),
+            "mean": metric.show(summary.mean), "std": metric.show(summary.std),
+            "min": _scaled("min", min(values, default=math.nan), metric),
+            "max": _scaled("max", max(values, default=math.nan), metric),
+            "pairs": (str(d.count or MISSING), d.columns(metric)),
+            f"difference to {comparison.baseline}": metric.show(d.mean, sign=True),
+            "its std": metric.show(d.std), "relative": show_known(d.relative, "{:+.1%}"),
+            "95 % interval (t)": show_interval(d.interval, metric),
+            "95 % interval (bootstrap)": (
+                show_interval(bootstrap, metric), interval_values(bootstrap, metric.scale, "bootstrap_"),
+            ),
+            "p": show_p(d.p), "p (Holm)": show_p(d.p_holm),
+            "can show": _scaled("detectable", smallest_detectable(d.std, d.count), metric),
+        })  # fmt: skip
+    of_tested = f"{metric.label.capitalize()}, {comparison.tested_weights}, of finished runs"
+    note = of_tested if comparison.tested else f"Last {metric.label} of finished runs"
+    return Table.of("statistics", "Statistics in full", rows, (f"{note}; {STATISTICS_NOTE}",))
 
 
 def required_table(analysis: Analysis) -> Table:
@@ -161,17 +205,24 @@ def matching_table(analysis: Analysis) -> Table:
     unit, baseline = analysis.unit, analysis.comparison.baseline
     rows: list[Row] = []
     for method in analysis.comparison.methods:
-        matching = analysis.matchings[method]
+        matching, smoothed = analysis.matchings[method], analysis.smoothed[method]
+        gain = analysis.match_gains.get(method, NO_GAIN)
         papers, by_seed = matching.of_means, sorted(matching.by_seed.items())
         alone = all(run.alone for run in analysis.comparison.finished(method).values())
         rows.append({
             "method": _method(analysis, method),
-            "paired by seed": (
-                matching.show(unit),
-                {"unit": unit, "mean": matching.mean(unit), "never_reached": matching.censored, "seeds": len(by_seed)},
+            "paired by seed": (matching.show(unit), {"unit": unit, "mean": matching.mean(unit)}),
+            "never reached": (
+                f"{matching.censored}/{len(by_seed)}" if by_seed else MISSING,
+                {"never_reached": matching.censored, "seeds": len(by_seed)},
             ),
+            f"earlier than {baseline} itself": (gain.show(), {"gain": gain.mean}),
+            "p (exact, Holm)": (show_p(gain.p_holm), {"p": gain.p, "p_holm": gain.p_holm}),
             "share of training saved": _known("saving", matching.mean("saving"), "{:.0%}"),
             "papers' form": (show_match(papers, unit), {"papers_form": getattr(papers, unit) if papers else None}),
+            f"paired, running mean of {SMOOTH}": (
+                smoothed.show(unit), {f"running_mean_{SMOOTH}": smoothed.mean(unit)},
+            ),
             "seconds of training": _number("seconds", matching.mean("seconds") if alone else None),
             "each seed": (
                 ", ".join(f"{seed}: {show_match(match, unit)}" for seed, match in by_seed) or MISSING,
@@ -182,9 +233,12 @@ def matching_table(analysis: Analysis) -> Table:
         f"First evaluation as good as the last one of {baseline} with the same seed, in {unit}s; "
         "no interpolation. Seeds that never get there are counted, not averaged; a diverged run never gets there.",
         f"On a noisy curve {baseline} itself reaches its last value before the end, so what counts is how much earlier "
-        "than that a method gets there. The share of training saved is of the whole run, as the papers count.",
+        "than that a method gets there (negative: later); p is of the exact test over all flips of sign, in which a "
+        f"seed that never gets there is one {unit} later than the end; below six seeds it cannot decide, and is left "
+        "out. The share of training saved is of the whole run, as the papers count.",
+        "Running mean: curve and target are both means of the last evaluations.",
     )
-    return Table.of("matching", f"{unit.capitalize()}s to match the baseline", rows, notes, (0, 5))
+    return Table.of("matching", f"{unit.capitalize()}s to match the baseline", rows, notes, (0, 9))
 
 
 def conditioning_table(analysis: Analysis) -> Table:
@@ -316,13 +370,16 @@ def cost_table(analysis: Analysis) -> Table:
     rows: list[Row] = []
     for method in comparison.methods:
         runs = list(comparison.finished(method).values())
-        rate = finite_mean(number(run.record.get("samples_per_second")) for run in runs if run.alone)
+        alone = [run for run in runs if run.alone]
+        rate = finite_mean(number(run.record.get("samples_per_second")) for run in alone)
+        parts = {part: finite_mean(number(run.part("seconds").get(part)) for run in alone) for part in PARTS}
         memory = finite_mean(number(run.record.get("peak_memory_bytes")) / 1e6 for run in runs)
         rows.append({
             "method": (method, {"method": method}),
             "seconds per step": _number("seconds_per_step", finite_mean(map(seconds_per_step, runs))),
             "relative": _known("relative", analysis.step_ratio(method), "{:.2f} ×"),
             "samples per second": _number("samples_per_second", rate, 4),
+            **{f"{part}, s": _number(f"{part}_seconds", seconds) for part, seconds in parts.items()},
             "peak memory, MB": _number("peak_memory_mb", memory, 4),
         })  # fmt: skip
     note = f"Means over finished runs; relative is to {comparison.baseline} of the same seed."

@@ -1,19 +1,22 @@
-"""The search before a comparison: scores over the tuned values, and the best."""
+"""The search before a comparison: scores over the tuned values, the best, and how wide the range of good values is."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from wellcond.lab.report.figures import HIGH, LOW, MEAN, Figure, Panel, Row
 from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.records import Metric, RunRecordError, read_json
-from wellcond.lab.report.table import Cell, Table, number
+from wellcond.lab.report.table import MISSING, Cell, Table, number
 
 NAME = "tuning.json"
+SHARE = 0.02
+"""Loss that still counts as good: of 1 for percentages, of the best score for others."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,23 @@ class TunedMethod:
         return self.best.mean - point.mean if self.higher_is_better else point.mean - self.best.mean
 
 
+class GoodRange(NamedTuple):
+    """Values of a field around the best at which a method loses no more than the tolerance."""
+
+    low: float
+    open_below: bool
+    """Whether it reaches the end of what was tried."""
+    high: float
+    open_above: bool
+
+    def show(self) -> str:
+        """Both ends, and how wide that is."""
+        ends = f"{self.low:.3g}{' or less' if self.open_below else ''} to {self.high:.3g}"
+        ends += " or more" if self.open_above else ""
+        least = "at least " if self.open_below or self.open_above else ""
+        return f"{ends} ({least}{self.high / self.low:.1f}x wide)" if self.low > 0 else ends
+
+
 @dataclass(frozen=True)
 class Tuning:
     """A search, as its record has it."""
@@ -84,6 +104,39 @@ class Tuning:
     seeds: tuple[str, ...]
     scored: str
     test_data: str
+
+    @property
+    def tolerance(self) -> float:
+        """Loss that counts as good, as stored: 2 points of a percentage, else 2 % of the best score; NaN without one.
+
+        Not a spread: two seeds tell too little of it, and one method that learns nothing would widen all ranges.
+        """
+        if self.metric.percent:
+            return SHARE
+        best = [abs(method.best.mean) for method in self.methods if not method.best.lost]
+        return SHARE * (max(best) if self.metric.higher_is_better else min(best)) if best else math.nan
+
+    def good_range(self, method: TunedMethod, field: str) -> GoodRange | None:
+        """Where the mean stays within the tolerance of the best; None where there is no tolerance, or no best.
+
+        From the best value outwards, up to the first value that is worse. Between it and its neighbour the mean is
+        interpolated over the logarithm of the value; where a run diverged the range ends at the neighbour.
+        """
+        if math.isnan(self.tolerance) or method.best.lost:
+            return None
+        points = method.profile(field)
+        at = [point.values[field] for point in points].index(method.best.values[field])
+        return GoodRange(*self._end(method, field, points[at::-1]), *self._end(method, field, points[at:]))
+
+    def _end(self, method: TunedMethod, field: str, points: Sequence[TunedPoint]) -> tuple[float, bool]:
+        """Where the range ends among points from the best outwards, and whether it is the last that was tried."""
+        for inside, outside in pairwise(points):
+            near, far = inside.values[field], outside.values[field]
+            first, last = method.loss(inside), method.loss(outside)
+            if last > self.tolerance:
+                share = 0.0 if math.isinf(last) or min(near, far) <= 0 else (self.tolerance - first) / (last - first)
+                return near * (far / near) ** share if share else near, False
+        return points[-1].values[field], True
 
 
 def find_tuning(comparison: Comparison) -> Tuning | None:
@@ -139,11 +192,11 @@ def tuning_figure(comparison: Comparison, tuning: Tuning) -> Figure:
 
 
 def tuning_table(tuning: Tuning) -> Table:
-    """Best values, one row for each method and field."""
+    """Best values and the width of the good range, one row for each method and field."""
     metric = tuning.metric
     rows: list[dict[str, Cell]] = []
     for method, field in [(tuned, field) for tuned in tuning.methods for field in tuned.best.values]:
-        best = method.best
+        good, best = tuning.good_range(method, field), method.best
         tried = [point.values[field] for point in method.profile(field)]
         lost, edge = sum(point.lost for point in method.points), " (at the edge)" if field in method.at_edge else ""
         rows.append({
@@ -160,12 +213,22 @@ def tuning_table(tuning: Tuning) -> Table:
                 {"values_tried": len(tried), "lowest_tried": tried[0], "highest_tried": tried[-1]},
             ),
             "diverged runs": (str(lost), {"diverged": lost}),
+            "within the tolerance": (
+                good.show() if good else MISSING,
+                {"good_low": good.low if good else None, "good_high": good.high if good else None},
+            ),
         })  # fmt: skip
     notes = [
         f"Scored by the {tuning.scored}, seeds {', '.join(tuning.seeds)}; the best mean was chosen, the smaller value "
         "of equals, and a value at which a run diverged only after all others.",
         f"The comparison is of other seeds, on {tuning.test_data}.",
     ]
+    if not math.isnan(tuning.tolerance):
+        share = "" if metric.percent else f", {100 * SHARE:g} % of the best score"
+        notes.append(
+            f"Tolerance: {metric.show(tuning.tolerance)}{metric.unit}{share}. Between two values the mean is "
+            "interpolated over the logarithm; `or more` and `or less` are ends of what was tried."
+        )
     if edges := [method.label for method in tuning.methods if method.at_edge]:
         notes.append(f"Best at the edge of what was tried, so perhaps not the best there is: {', '.join(edges)}.")
-    return Table.of("tuning", "Best values", rows, notes, (0, 1, 5))
+    return Table.of("tuning", "Best values and how much they matter", rows, notes, (0, 1, 5, 7))
