@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextvars
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +15,7 @@ from pydantic import BeforeValidator, Field, PositiveInt
 
 from wellcond.errors import needs_extra
 from wellcond.files import read_regular
-from wellcond.lab.data.base import DataError, Dataset, report_progress
+from wellcond.lab.data.base import DataError, Dataset, listed, report_progress
 from wellcond.lab.data.disk import cached_folder, contents, find_path
 from wellcond.lab.data.text import Ids, id_type, text_columns, text_fingerprint
 from wellcond.lab.settings import RecipeError, Settings
@@ -24,9 +23,11 @@ from wellcond.lab.settings import RecipeError, Settings
 TOKENIZER, VOCABULARY, MERGES = "tokenizer.json", "vocab.json", "merges.txt"
 VERSION = 3
 WORD_PIECE_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-BYTE_PAIR_SPECIAL = ("<|endoftext|>",)
+END_OF_TEXT = "<|endoftext|>"
 ALPHABET = 1000
 """Characters that word pieces are made of; those that are rarer are unknown."""
+MIN_FREQUENCY = 2
+"""How often a pair must occur to become a token."""
 
 
 class TrainedTokenizer(Settings):
@@ -38,8 +39,6 @@ class TrainedTokenizer(Settings):
     """Number of tokens, special ones and single characters among them."""
     lower_case: bool = False
     """Whether texts are written in lower case first; word pieces then lose their accents as well."""
-    min_frequency: PositiveInt = 2
-    """How often a pair must occur to become a token."""
     documents: PositiveInt | None = None
     """Only the first so many documents are looked at; null: all."""
 
@@ -115,16 +114,13 @@ SPECIAL = {
     "classify": ("[CLS]", "<s>"),
     "separator": ("[SEP]", "</s>"),
     "mask": ("[MASK]", "<mask>"),
-    "end_of_text": ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>"),
+    "end_of_text": (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>"),
 }
 """How vocabularies spell the special tokens; the first that is there counts."""
 
 
 def import_tokenizers() -> Any:
-    """The module `tokenizers`.
-
-    Raises: MissingExtraError if it is not installed.
-    """
+    """The module `tokenizers`; MissingExtraError if it is not installed."""
     with needs_extra("tokenizers", "text"):
         import tokenizers
     return tokenizers
@@ -150,16 +146,13 @@ class LibraryTokenizer:
 
     @property
     def document_end(self) -> int:
-        """The token that ends a document in a stream: end of text, or [SEP].
-
-        Raises: DataError if there is neither.
-        """
-        ends = [end for end in (self.special.end_of_text, self.special.separator) if end is not None]
-        if ends:
-            return ends[0]
+        """The token that ends a document in a stream: end of text, or [SEP]; DataError if there is neither."""
+        for end in (self.special.end_of_text, self.special.separator):
+            if end is not None:
+                return end
         raise DataError(
             "the tokeniser has no token that could end a document.",
-            expected=f"one of {', '.join(SPECIAL['end_of_text'] + SPECIAL['separator'][:1])} in its vocabulary",
+            expected=f"one of {listed(SPECIAL['end_of_text'] + SPECIAL['separator'])} in its vocabulary",
             found=f"{self.vocabulary_size} tokens without any of these",
             todo="Add such a token to the tokeniser's file, or train a tokeniser: {train: bpe, vocabulary: 4096}.",
         )
@@ -284,18 +277,17 @@ def trained_tokenizer(settings: TrainedTokenizer, dataset: Dataset, what: str) -
     }
 
     def make(folder: Path) -> None:
+        report_progress(f"training a tokeniser on {what}", 0, 1)
         train = _word_pieces if settings.train == "wordpiece" else _byte_pairs
-        tokenizer, smallest = train(settings, _Texts(dataset, settings.documents, what))
+        tokenizer, smallest = train(settings, dataset)
         found, wanted = tokenizer.get_vocab_size(), settings.vocabulary
         if found != wanted:
-            small = wanted < smallest
-            parts = f"text with {wanted} parts of words that occur at least {settings.min_frequency} times"
-            least = f"a vocabulary of at least {smallest}: special tokens and single characters"
             raise DataError(
                 f"{what}: the text does not give a {settings.train} tokeniser of {wanted} tokens.",
-                expected=least if small else parts,
-                found=f"a vocabulary of {wanted}" if small else f"{found}",
-                todo=f"{'Raise' if small else 'Train on more text, or lower'} task.tokenizer.vocabulary.",
+                expected=f"a vocabulary of at least {smallest} (special tokens and single characters), and text with so "
+                f"many parts of words that occur at least {MIN_FREQUENCY} times",
+                found=f"{found} tokens",
+                todo=f"{'Raise' if wanted < smallest else 'Train on more text, or lower'} task.tokenizer.vocabulary.",
             )
         (folder / TOKENIZER).write_text(tokenizer.to_str())
 
@@ -303,41 +295,33 @@ def trained_tokenizer(settings: TrainedTokenizer, dataset: Dataset, what: str) -
     return LibraryTokenizer(library.Tokenizer.from_str((folder / TOKENIZER).read_text()))
 
 
-class _Texts:
-    """The first documents that are not blank, again and again."""
-
-    def __init__(self, dataset: Dataset, documents: int | None, what: str) -> None:
-        self.dataset, self.what = dataset, what
-        self.count = min(documents or len(dataset), len(dataset))
-        self.listening = contextvars.copy_context()  # the library reads in a thread of its own, where nobody listens
-
-    def __iter__(self) -> Iterator[str]:
-        done = 0
-        for texts, *_ in text_columns(self.dataset):
-            yield from (text for text in texts[: self.count - done] if text.strip())
-            done = min(done + len(texts), self.count)
-            self.listening.run(report_progress, f"training a tokeniser on {self.what}, documents", done, self.count)
-            if done == self.count:
-                return
+def _texts(settings: TrainedTokenizer, dataset: Dataset) -> Iterator[str]:
+    """Those of the first documents that are not blank."""
+    left = settings.documents or len(dataset)
+    for texts, *_ in text_columns(dataset):
+        yield from (text for text in texts[:left] if text.strip())
+        left -= len(texts)
+        if left <= 0:
+            return
 
 
-def _byte_pairs(settings: TrainedTokenizer, texts: Iterable[str]) -> tuple[Any, int]:
+def _byte_pairs(settings: TrainedTokenizer, dataset: Dataset) -> tuple[Any, int]:
     """The tokeniser, and the size of the smallest one."""
     library = import_tokenizers()
     tokenizer = byte_pair_tokenizer(library.models.BPE(), lower_case=settings.lower_case).inner
     alphabet = library.pre_tokenizers.ByteLevel.alphabet()
     trainer = library.trainers.BpeTrainer(
         vocab_size=settings.vocabulary,
-        min_frequency=settings.min_frequency,
-        special_tokens=list(BYTE_PAIR_SPECIAL),
+        min_frequency=MIN_FREQUENCY,
+        special_tokens=[END_OF_TEXT],
         initial_alphabet=alphabet,
         show_progress=False,
     )
-    tokenizer.train_from_iterator(iter(texts), trainer)
-    return tokenizer, len(alphabet) + len(BYTE_PAIR_SPECIAL)
+    tokenizer.train_from_iterator(_texts(settings, dataset), trainer)
+    return tokenizer, len(alphabet) + 1
 
 
-def _word_pieces(settings: TrainedTokenizer, texts: Iterable[str]) -> tuple[Any, int]:
+def _word_pieces(settings: TrainedTokenizer, dataset: Dataset) -> tuple[Any, int]:
     """The tokeniser, and the size of the smallest one.
 
     The library numbers continued characters (##e) in the order of a hash table, another one in every process, and
@@ -348,7 +332,7 @@ def _word_pieces(settings: TrainedTokenizer, texts: Iterable[str]) -> tuple[Any,
     vocabulary = {name: number for number, name in enumerate(WORD_PIECE_SPECIAL)}
     normalizer = word_piece_tokenizer(vocabulary, lower_case=settings.lower_case).inner.normalizer
     seen: Counter[str] = Counter()
-    for text in texts:
+    for text in _texts(settings, dataset):
         seen.update(normalizer.normalize_str(text))
     common = sorted(seen, key=lambda character: (-seen[character], character))
     alphabet = sorted([character for character in common if not character.isspace()][:ALPHABET])
@@ -357,13 +341,13 @@ def _word_pieces(settings: TrainedTokenizer, texts: Iterable[str]) -> tuple[Any,
         pieces = word_piece_tokenizer(vocabulary, lower_case=settings.lower_case).inner
         trainer = library.trainers.WordPieceTrainer(
             vocab_size=size,
-            min_frequency=settings.min_frequency,
+            min_frequency=MIN_FREQUENCY,
             special_tokens=first,
             initial_alphabet=alphabet,
             limit_alphabet=len(alphabet),
             show_progress=False,
         )
-        pieces.train_from_iterator(iter(texts), trainer)
+        pieces.train_from_iterator(_texts(settings, dataset), trainer)
         return pieces.get_vocab(with_added_tokens=False)
 
     characters = sorted(set(run(list(WORD_PIECE_SPECIAL), 0)) - set(WORD_PIECE_SPECIAL))

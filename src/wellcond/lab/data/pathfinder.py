@@ -15,13 +15,25 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from wellcond.files import read_regular
-from wellcond.lab.data.base import Data, DataError, SourceConfig, TensorDataset, register_source, report_progress
-from wellcond.lab.data.disk import contents, find_path
+from wellcond.lab.data.base import (
+    Data,
+    DataError,
+    SourceConfig,
+    TensorDataset,
+    listed,
+    register_source,
+    report_progress,
+)
+from wellcond.lab.data.disk import find_path, require
 from wellcond.lab.data.generated import Generated, register_generator
-from wellcond.lab.data.images import decode_image, to_channels
+from wellcond.lab.data.images import decode_image, read_image, to_channels
 from wellcond.lab.data.pathfinder_drawing import (
+    DISTRACTOR_TRIES,
     NUM_DEGREES,
+    PADDING,
+    PADDLE_MARGIN,
+    PADDLE_TRIES,
+    REACH,
     Flags,
     Ints,
     Paddles,
@@ -32,16 +44,14 @@ from wellcond.lab.data.pathfinder_drawing import (
     move,
 )
 
-FEWEST = 10
-"""Published images, so that a tenth of them is one."""
 CLASS_NAMES = ("apart", "joined")
 COLLISION = 1.8
 """Margins may overlap softly; a pixel where they sum to this is a collision. Published value."""
 TAKEN = 0.3
 """A pixel that belongs to a margin by more than this cannot lie under a first paddle. Published value."""
 SEED_TRIES = 3
-WAVE_IMAGES, WAVE_PIXELS = 1024, 2**22
-"""Images begun at once, and their pixels; most of them fail and are dropped."""
+WAVE = 1024
+"""Images begun at once; most of them fail and are dropped."""
 PATIENCE = 20_000
 """Images begun per image found before the options are called impossible."""
 
@@ -53,7 +63,7 @@ def pathfinder(count: int, options: PathfinderOptions, generator: torch.Generato
     Raises: DataError if the curves do not fit into the image.
     """
     scenes = pathfinder_scenes(count, options, generator)
-    images = torch.from_numpy(draw_scenes(scenes, options))
+    images = torch.from_numpy(draw_scenes(scenes, options.image_size))
     return Generated("image", images[:, None], torch.from_numpy(scenes.labels), CLASS_NAMES)
 
 
@@ -64,7 +74,7 @@ def pathfinder_scenes(count: int, options: PathfinderOptions, generator: torch.G
     first = random.integers(2, size=(count + 1) // 2)
     labels = np.stack([first, 1 - first], 1).ravel()[:count]
     curves, canvas = _grow_pairs(count, options, random)
-    distractors, shown = _add_distractors(canvas, random)
+    distractors, shown = _add_distractors(canvas, options, random)
     first = random.integers(2, size=count)
     last = np.where(labels == 1, first, 1 - first)
     return Scenes(curves, distractors, shown, np.stack([first, last], 1))
@@ -90,33 +100,27 @@ class Tips(NamedTuple):
 class Canvas:
     """How far the pixels of `count` images are taken, 0 to 1; with room around them for windows that stick out."""
 
-    def __init__(self, count: int, options: PathfinderOptions) -> None:
-        """Empty images, but for the border that `padding` takes."""
-        self.options, self.strokes = options, make_strokes(options)
-        self.size, self.reach = options.image_size, self.strokes.reach
-        self.side = self.size + 2 * self.reach
+    def __init__(self, count: int, size: int) -> None:
+        """Empty images, but for the border that no paddle may enter."""
+        self.size, self.side, self.strokes = size, size + 2 * REACH, make_strokes()
         self._inside = self._all_but(0)
         self.taken = np.empty((count, self.side**2), np.float32)
-        self.clear()
-        grid = np.arange(-self.reach, self.reach + 1)
+        self.taken[:] = self._inside & ~self._all_but(PADDING)
+        grid = np.arange(-REACH, REACH + 1)
         self._window = (grid[:, None] * self.side + grid).ravel()
-        disc = np.arange(-options.paddle_margin, options.paddle_margin + 1)
-        near = disc[:, None] ** 2 + disc**2 <= options.paddle_margin**2
+        disc = np.arange(-PADDLE_MARGIN, PADDLE_MARGIN + 1)
+        near = disc[:, None] ** 2 + disc**2 <= PADDLE_MARGIN**2
         self._near = (disc[:, None] * self.side + disc)[near]
-
-    def clear(self) -> None:
-        """Empty the images again."""
-        self.taken[:] = self._inside & ~self._all_but(self.options.padding)
 
     def _all_but(self, border: int) -> Flags:
         """The pixels of the image but for a border, flat."""
         inner = np.zeros((self.side, self.side), bool)
-        edge = self.reach + border
+        edge = REACH + border
         inner[edge : self.side - edge, edge : self.side - edge] = True
         return inner.ravel()
 
     def _at(self, pixels: Ints) -> Ints:
-        return (pixels[..., 0] + self.reach) * self.side + pixels[..., 1] + self.reach
+        return (pixels[..., 0] + REACH) * self.side + pixels[..., 1] + REACH
 
     def _holds(self, pixels: Ints) -> Flags:
         return np.asarray(((pixels >= 0) & (pixels < self.size)).all(-1))
@@ -131,7 +135,7 @@ class Canvas:
         """One more paddle for the curve in each row; the flags say where there was room for it.
 
         The next paddle ends on a pixel of the circle around the next pivot, drawn with the weight
-        cos^2(continuity * turn) times how free the surroundings of the pixel are.
+        cos^2(turn) times how free the surroundings of the pixel are.
         """
         strokes, flat, begin = self.strokes, self.taken.ravel(), rows * self.side**2
         pivot = move(tips.pivot, strokes.advance[tips.heading])
@@ -145,7 +149,7 @@ class Canvas:
         total = cumulative[:, -1]
         chosen, found = np.zeros(len(rows), np.int64), np.zeros(len(rows), bool)
         open_rows = np.flatnonzero(total > 1e-4)
-        for _ in range(self.options.paddle_tries):
+        for _ in range(PADDLE_TRIES):
             drawn = random.random(len(open_rows)) * total[open_rows]
             pick = (cumulative[open_rows] > drawn[:, None]).argmax(1)
             window = (begin[open_rows] + self._at(ends[open_rows, pick]))[:, None] + self._window
@@ -183,8 +187,7 @@ class Canvas:
 
 def _grow_pairs(count: int, options: PathfinderOptions, random: np.random.Generator) -> tuple[Paddles, Canvas]:
     """`count` pairs of curves, and the canvas that they take."""
-    kept = Canvas(count, options)
-    wave = Canvas(min(WAVE_IMAGES, max(16, WAVE_PIXELS // kept.side**2)), options)
+    kept = Canvas(count, options.image_size)
     curves = Paddles.empty(count, 2, options.contour_length)
     found = begun = 0
     while found < count:
@@ -194,11 +197,11 @@ def _grow_pairs(count: int, options: PathfinderOptions, random: np.random.Genera
                 f"{options.image_size} pixels.",
                 expected=f"at least one pair of curves in {PATIENCE} begun",
                 found=f"{found} pairs in {begun} begun",
-                todo="Lower contour_length, paddle_length or paddle_margin, or raise image_size.",
+                todo="Lower contour_length, or raise image_size.",
             )
-        wave.clear()
-        begun += len(wave.taken)
-        rows, paddles = _grow_wave(wave, random)
+        begun += WAVE
+        wave = Canvas(WAVE, options.image_size)
+        rows, paddles = _grow_wave(wave, options.contour_length, random)
         rows = rows[: count - found]
         into = slice(found, found + len(rows))
         curves.start[into], curves.stroke[into] = paddles.start[rows], paddles.stroke[rows]
@@ -207,11 +210,11 @@ def _grow_pairs(count: int, options: PathfinderOptions, random: np.random.Genera
     return curves, kept
 
 
-def _grow_wave(canvas: Canvas, random: np.random.Generator) -> tuple[Ints, Paddles]:
+def _grow_wave(canvas: Canvas, length: int, random: np.random.Generator) -> tuple[Ints, Paddles]:
     """Rows whose two curves reached their full length, and the paddles of all rows."""
-    paddles = Paddles.empty(len(canvas.taken), 2, canvas.options.contour_length)
+    paddles = Paddles.empty(len(canvas.taken), 2, length)
     rows, pair = _seed_pairs(canvas, random)
-    for number in range(canvas.options.contour_length):
+    for number in range(length):
         for curve in range(2):
             if number > 0:
                 pair[curve], alive = canvas.extend(rows, pair[curve], random)
@@ -227,16 +230,13 @@ def _grow_wave(canvas: Canvas, random: np.random.Generator) -> tuple[Ints, Paddl
 
 
 def _seed_pairs(canvas: Canvas, random: np.random.Generator) -> tuple[Ints, list[Tips]]:
-    """First paddles of both curves: the first near the middle, the second at the seed distance from it."""
-    distance = canvas.options.resolved_seed_distance
+    """First paddles of both curves, 7 pixels of 32 apart; the first is twice as far from every border."""
+    distance = 7 * canvas.size // 32
     rows = np.arange(len(canvas.taken))
     # The images are still empty, so that room depends on the direction alone.
     headings = np.flatnonzero(canvas.strokes.can_begin[:NUM_DEGREES])
     room = canvas.room(np.zeros_like(headings), headings, 2 * distance)
     headings, room = headings[room.any(1)], room[room.any(1)]
-    if not len(headings):
-        nothing = Tips(*(np.zeros(shape, np.int64) for shape in ((0, 2), 0, (0, 2), 0)))
-        return rows[:0], [nothing, nothing]
     which = random.integers(len(headings), size=len(rows))
     start = canvas.draw_start(room[which], random)
     first, fits = canvas.first_paddle(start, headings[which])
@@ -247,12 +247,11 @@ def _seed_pairs(canvas: Canvas, random: np.random.Generator) -> tuple[Ints, list
     return rows[alive], [first.select(alive), second.select(alive)]
 
 
-def _add_distractors(canvas: Canvas, random: np.random.Generator) -> tuple[Paddles, Flags]:
-    options = canvas.options
-    shape = (len(canvas.taken), options.resolved_num_distractors, options.resolved_distractor_length)
+def _add_distractors(canvas: Canvas, options: PathfinderOptions, random: np.random.Generator) -> tuple[Paddles, Flags]:
+    shape = (len(canvas.taken), *options.distractors)
     paddles, shown = Paddles.empty(*shape), np.zeros(shape[:2], bool)
     for number in range(shape[1]):
-        for _ in range(options.distractor_tries):
+        for _ in range(DISTRACTOR_TRIES):
             rows, tips = _seed_distractor(canvas, np.flatnonzero(~shown[:, number]), random)
             before, position = canvas.taken[rows], np.arange(len(rows))
             for step in range(shape[2]):
@@ -296,40 +295,24 @@ class PathfinderFolderConfig(SourceConfig):
     """Folder with one folder per difficulty, such as pathfinder32; from the recipe's folder, or a name in a mirror."""
     difficulty: str = Field("curv_contour_length_14", pattern=r"^\w[\w.-]*$")
     """Also published: curv_contour_length_9 and curv_baseline, of contour length 6."""
-    seed: int = 0
-    """Of the split into 80 % training, 10 % evaluation and 10 % test examples."""
 
 
 @register_source(PathfinderFolderConfig)
 def load_folder(config: PathfinderFolderConfig, base: Path) -> Data:
-    """Read everything, check it, and split it."""
+    """Read everything, and split it into 80 % training, 10 % evaluation and 10 % test images."""
     folder = find_path(config.path, base)
-    whole = _read_images(folder / config.difficulty)
-    if len(whole) < FEWEST:
-        raise DataError(
-            f"{folder}: too few images in {config.difficulty}.",
-            expected=f"at least {FEWEST}, so that 10 % are one image",
-            found=str(len(whole)),
-            todo="Copy the whole data set.",
-        )
-    order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(config.seed))
+    whole = _read_images(require(folder / config.difficulty, "folder", "difficulty"))
+    order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
     tenth = len(whole) // 10
     parts = order.split([len(whole) - 2 * tenth, tenth, tenth])
     train, evaluation, test = (whole.take(part.sort().values) for part in parts)
-    origin = f"Pathfinder images of {folder.name}, {config.difficulty}, split with seed {config.seed}"
+    origin = f"Pathfinder images of {folder.name}, {config.difficulty}, split with seed 0"
     return Data(folder.name, "image", train, evaluation, CLASS_NAMES, origin, {"test": test})
 
 
 def _read_images(root: Path) -> TensorDataset:
     """The images that the files in `metadata` name, which in spite of their own names hold lines of text."""
     metadata = sorted((root / "metadata").glob("*.npy"), key=lambda file: (len(file.stem), file.stem))
-    if not metadata:
-        raise DataError(
-            f"{root}: there are no metadata.",
-            expected="files metadata/0.npy, 1.npy and so on, each beside the folder imgs/0, imgs/1 and so on",
-            found=contents(root if root.is_dir() else root.parent),
-            todo="Correct 'path' or 'difficulty'.",
-        )
     images: list[np.ndarray] = []
     labels = []
     for number, file in enumerate(metadata):
@@ -339,25 +322,20 @@ def _read_images(root: Path) -> TensorDataset:
             try:
                 folder, name, _, label, *_ = row.split()  # then follows how the image was made
                 labels.append({"0": 0, "1": 1}[label])
-                path = root / folder / name
-                if not path.resolve().is_relative_to(root.resolve()):  # a link may lead anywhere
-                    raise ValueError("the path leads out of its data set")
-                encoded = read_regular(path)
-            except (OSError, ValueError, KeyError) as error:
+            except (ValueError, KeyError) as error:
                 raise DataError(
                     f"{where}: the row cannot be used.",
-                    expected=f"text: folder, image file, number, label 0 or 1, ...; the file in {root}",
+                    expected="text: folder, image file, number, label 0 or 1, ...",
                     found=f"{row[:80]!r}; {type(error).__name__}: {error}",
                     todo="Correct or remove the row, or copy the data set again.",
                 ) from error
-            image = to_channels(decode_image(encoded, f"{where}: {path}"), 1, where)
-            images.append(np.array(image))
-            if images[0].shape != images[-1].shape:
-                raise DataError(
-                    f"{where}: the image {path} has another size than the first.",
-                    expected="{1} x {0} pixels".format(*images[0].shape),
-                    found="{1} x {0}".format(*images[-1].shape),
-                    todo="Replace the image, or keep sets of different sizes apart.",
-                )
-    inputs = torch.from_numpy(np.stack(images)[:, None]) if images else torch.empty(0)
-    return TensorDataset("image", inputs, torch.tensor(labels))
+            encoded = read_image(root / folder / name, where, within=root)
+            images.append(np.array(to_channels(decode_image(encoded, f"{where}: {name}"), 1, where)))
+    if len(images) < 10 or len({image.shape for image in images}) > 1:
+        raise DataError(
+            f"{root}: these are not the images of one set.",
+            expected="at least ten, of one size, named by the lines of metadata/0.npy, 1.npy and so on",
+            found=f"{len(images)} images of sizes {listed({image.shape for image in images})}",
+            todo="Copy the whole data set; keep sets of different sizes apart.",
+        )
+    return TensorDataset("image", torch.from_numpy(np.stack(images)[:, None]), torch.tensor(labels))

@@ -9,64 +9,68 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from wellcond.lab.data.generated import GeneratorOptions
 
+# The published values; lengths are in pixels.
+PADDLE_LENGTH, PADDLE_THICKNESS = 2, 0.5
+PADDLE_MARGIN = 1
+"""Free pixels around a paddle; two paddles of a curve are twice as far apart."""
+PADDING = 1
+"""Width of the border that no paddle may enter."""
+MARKER_RADIUS = 1.5
+SCALE = 2
+"""Lines and discs are drawn this much larger, then reduced with a Lanczos window."""
+CURVE_CONTRAST, DISTRACTOR_CONTRAST = 1.5, 2.0
+"""Brightness of a paddle, where 1 is that of the markers; every image is then scaled to the range 0 to 255."""
+PADDLE_TRIES = 3
+"""Directions drawn for the next paddle before its curve is given up."""
+DISTRACTOR_TRIES = 5
+"""Curves begun for each distractor before it is left out."""
+REACH = PADDLE_LENGTH + math.ceil(PADDLE_THICKNESS) + PADDLE_MARGIN
+"""Pixels from the start of a paddle that it and its margin can reach."""
 NUM_DEGREES = 360
 """Directions below this index are whole degrees from -180; those above lead to the pixels of the circle."""
 LANCZOS_LOBES = 3
-FINE_PIXELS = 2**20
-"""Of markers drawn at once."""
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 
 class PathfinderOptions(GeneratorOptions):
-    """Options of `pathfinder`; lengths are in pixels. The defaults are those of the published 32-pixel set."""
+    """Options of `pathfinder`; the defaults are those of the published 32-pixel set."""
 
-    image_size: int = Field(32, ge=12, le=256)
+    image_size: int = Field(32, ge=12, le=128)
     contour_length: int = Field(14, ge=2, le=64)
     """Paddles in each of the two long curves; 14, 9 and 6 are the three difficulties of the Long Range Arena."""
-    distractor_length: int | None = Field(None, ge=1, le=64)
-    """Paddles in each distractor; by default a third of `contour_length`, rounded down, and at least one."""
     num_distractors: int | None = Field(None, ge=0, le=400)
     """Distractors to try for; by default as many as make 20 paddles, below 32 pixels in proportion to the area. Those
     that find no room are left out."""
-    paddle_length: int = Field(2, ge=1, le=32)
-    paddle_thickness: float = Field(0.5, gt=0, le=16)
-    paddle_margin: int = Field(1, ge=1, le=16)
-    """Free pixels around a paddle; two paddles of a curve are twice as far apart."""
-    continuity: float = Field(1.0, ge=0.25, le=10)
-    """A turn by the angle a between paddles has weight cos^2(continuity * a), and none beyond a right angle of that."""
-    marker_radius: float = Field(1.5, gt=0, le=32)
-    padding: int = Field(1, ge=1, le=64)
-    """Width of the border that no paddle may enter."""
-    seed_distance: int | None = Field(None, ge=1, le=128)
-    """Distance between the first ends of the two curves, the first of which lies at least twice as far from every
-    border; by default 7 in 32 pixels, and in proportion."""
-    antialias_scale: int = Field(2, ge=1, le=8)
-    """Lines and discs are drawn this much larger, then reduced with a Lanczos window."""
-    curve_contrast: float = Field(1.5, gt=0)
-    distractor_contrast: float = Field(2.0, gt=0)
-    """Brightness of a paddle, where 1 is that of the markers; every image is then scaled to the range 0 to 255."""
-    paddle_tries: int = Field(3, ge=1, le=100)
-    """Directions drawn for the next paddle before its curve is given up."""
-    distractor_tries: int = Field(5, ge=1, le=100)
-    """Curves begun for each distractor before it is left out."""
 
-    @model_validator(mode="after")
-    def _check_room(self) -> PathfinderOptions:
-        if 4 * self.resolved_seed_distance >= self.image_size:
-            raise ValueError(f"four times the seed_distance must be less than image_size = {self.image_size}")
-        if 2 * self.padding >= self.image_size - 2 * self.stroke_reach:
-            raise ValueError(f"a padding of {self.padding} leaves no room for paddles in {self.image_size} pixels")
-        return self
+    @property
+    def identity(self) -> dict[str, Any]:
+        """With the constants above by the names they had as options: the published numbers rest on these streams."""
+        return super().identity | {
+            "paddle_length": PADDLE_LENGTH,
+            "paddle_thickness": PADDLE_THICKNESS,
+            "paddle_margin": PADDLE_MARGIN,
+            "padding": PADDING,
+            "marker_radius": MARKER_RADIUS,
+            "antialias_scale": SCALE,
+            "curve_contrast": CURVE_CONTRAST,
+            "distractor_contrast": DISTRACTOR_CONTRAST,
+            "paddle_tries": PADDLE_TRIES,
+            "distractor_tries": DISTRACTOR_TRIES,
+            "continuity": 1.0,
+            "distractor_length": None,
+            "seed_distance": None,
+        }
 
     @property
     def distinct(self) -> bool:
@@ -74,33 +78,17 @@ class PathfinderOptions(GeneratorOptions):
         return self.image_size < 32 or self.contour_length < 6
 
     @property
-    def resolved_distractor_length(self) -> int:
-        """Paddles in each distractor."""
-        return self.distractor_length or max(1, self.contour_length // 3)
-
-    @property
-    def resolved_num_distractors(self) -> int:
-        """Distractors to try for."""
-        if self.num_distractors is not None:
-            return self.num_distractors
-        return min(20, 20 * self.image_size**2 // 32**2) // self.resolved_distractor_length
-
-    @property
-    def resolved_seed_distance(self) -> int:
-        """Distance between the first ends of the two curves."""
-        return self.seed_distance or max(1, 7 * self.image_size // 32)
-
-    @property
-    def stroke_reach(self) -> int:
-        """Pixels from the start of a paddle that it and its margin can reach."""
-        return self.paddle_length + math.ceil(self.paddle_thickness) + self.paddle_margin
+    def distractors(self) -> tuple[int, int]:
+        """Distractors to try for, and the paddles in each."""
+        length = max(1, self.contour_length // 3)
+        usual = min(20, 20 * self.image_size**2 // 32**2) // length
+        return usual if self.num_distractors is None else self.num_distractors, length
 
 
 @dataclass(frozen=True, eq=False)
 class Strokes:
-    """Tables by direction k; offsets are (row, column), windows are squares of side 2 * reach + 1, flattened."""
+    """Tables by direction k; offsets are (row, column), windows are squares of side 2 * REACH + 1, flattened."""
 
-    reach: int
     line: Floats
     """(k, window): brightness 0 to 1 of a paddle that starts at the centre of the window and points to k."""
     margin: NDArray[np.float32]
@@ -125,11 +113,10 @@ class Strokes:
     """(k,): whether a curve may begin in this direction; see `_begins_curves`."""
 
 
-@lru_cache(maxsize=16)
-def make_strokes(options: PathfinderOptions) -> Strokes:
-    """The tables for these options."""
-    length, gap, scale = options.paddle_length, options.paddle_margin, options.antialias_scale
-    reach = options.stroke_reach
+@cache
+def make_strokes() -> Strokes:
+    """The tables."""
+    length, gap, window = PADDLE_LENGTH, PADDLE_MARGIN, 2 * REACH + 1
     # The pixels that a circle passes through, sampled at every pixel of its length.
     around = np.arange(0, 2 * np.pi, 1 / (length + gap))
     samples = (length + gap) * np.stack([np.sin(around), np.cos(around)], axis=-1)
@@ -140,26 +127,25 @@ def make_strokes(options: PathfinderOptions) -> Strokes:
     # By `math`, whose last digits differ less from machine to machine than numpy's.
     directions = np.array([(math.sin(angle), math.cos(angle)) for angle in angles])
     # The small part keeps sin(pi) = 1e-16 from being rounded up to 1.
-    fine_end = np.ceil(length * scale * directions - 1e-9).astype(np.int64)
+    fine_end = np.ceil(length * SCALE * directions - 1e-9).astype(np.int64)
     line, margin, footprints = [], [], []
     for end in fine_end:
-        fine = _digital_line(end, reach * scale, max(1, round(options.paddle_thickness * scale)))
-        line.append(reduce_image(fine, 2 * reach + 1).ravel() / 255)
-        wide = reduce_image(_dilate(fine, gap * scale), 2 * reach + 1) / 255
+        fine = _digital_line(end)
+        line.append(reduce_image(fine, window).ravel() / 255)
+        wide = reduce_image(_dilate(fine), window) / 255
         margin.append(wide.ravel())
         # The pixels fully within the margin of a paddle, one further right and down: the published test for room.
-        offsets = np.argwhere(wide >= 1) - reach + 1
+        offsets = np.argwhere(wide >= 1) - REACH + 1
         footprints.append(offsets[(np.abs(offsets) <= length + gap).all(1)])
-    longest = max(1, *map(len, footprints))
+    longest = max(map(len, footprints))
     return Strokes(
-        reach=reach,
         line=np.array(line),
         margin=np.array(margin, np.float32),
         head=length * directions,
         back=-(length + gap) * directions,
         advance=(length + 2 * gap) * directions,
         circle=circle,
-        turn_weight=np.cos(np.minimum(turns * options.continuity, np.pi / 2)) ** 2,
+        turn_weight=np.cos(np.minimum(turns, np.pi / 2)) ** 2,
         outward=NUM_DEGREES + np.arange(len(circle)),
         inward=NUM_DEGREES + len(circle) + np.arange(len(circle)),
         footprint=np.stack([np.resize(offsets, (longest, 2)) for offsets in footprints]),
@@ -177,12 +163,11 @@ def move(pixels: Ints, offsets: Floats) -> Ints:
     return np.ceil(pixels + offsets).astype(np.int64)
 
 
-def _digital_line(end: Ints, reach: int, width: int) -> Flags:
-    """Line from the centre of a square of side 2 * reach + 1 to `end`, `width` pixels across its longer axis."""
+def _digital_line(end: Ints) -> Flags:
+    """Line from the centre of a fine window to `end`, as thick as a paddle across its longer axis."""
+    reach, width = SCALE * REACH, PADDLE_THICKNESS * SCALE
     along, across = np.mgrid[-reach : reach + 1, -reach : reach + 1]
     run, rise = end
-    if not end.any():
-        return (along == 0) & (across == 0)
     if abs(run) <= abs(rise):
         along, across, run, rise = across, along, rise, run
     part = along / run
@@ -191,12 +176,12 @@ def _digital_line(end: Ints, reach: int, width: int) -> Flags:
     return (part >= 0) & (part <= 1) & (distance > -width / 2 + 1e-9) & (distance <= width / 2 + 1e-9)
 
 
-def _dilate(image: Flags, radius: int) -> Flags:
-    """Pixels within `radius` of a set pixel."""
+def _dilate(image: Flags) -> Flags:
+    """Pixels within the margin of a set pixel."""
     rows, columns = np.nonzero(image)
     grid = np.indices(image.shape)
     squares = (grid[0][..., None] - rows) ** 2 + (grid[1][..., None] - columns) ** 2
-    return squares.min(-1) <= radius**2
+    return squares.min(-1) <= (PADDLE_MARGIN * SCALE) ** 2
 
 
 def reduce_image(fine: Flags, coarse: int) -> Floats:
@@ -266,46 +251,41 @@ class Scenes:
         return self.curves.start[each, self.marked_curve, [0, -1]]
 
 
-def draw_scenes(scenes: Scenes, options: PathfinderOptions) -> NDArray[np.uint8]:
+def draw_scenes(scenes: Scenes, size: int) -> NDArray[np.uint8]:
     """Images (n, size, size): the brightest of what lies on a pixel, each image scaled to 0 to 255."""
-    strokes = make_strokes(options)
-    count, size, reach = len(scenes.labels), options.image_size, strokes.reach
-    side = size + 2 * reach
+    strokes, count, side = make_strokes(), len(scenes.labels), size + 2 * REACH
     # Single precision decides halves between two grey values as published.
     canvas = np.zeros((count, side * side), np.float32)
-    grid = np.arange(-reach, reach + 1)
+    grid = np.arange(-REACH, REACH + 1)
     window = (grid[:, None] * side + grid).ravel()
     every = np.ones((count, 2), bool)
     for paddles, shown, contrast in (
-        (scenes.curves, every, options.curve_contrast),
-        (scenes.distractors, scenes.shown, options.distractor_contrast),
+        (scenes.curves, every, CURVE_CONTRAST),
+        (scenes.distractors, scenes.shown, DISTRACTOR_CONTRAST),
     ):
         for curve, number in np.ndindex(*paddles.stroke.shape[1:]):
             rows = np.flatnonzero(shown[:, curve])
             start, stroke = paddles.start[rows, curve, number], paddles.stroke[rows, curve, number]
-            pixels = ((start[:, 0] + reach) * side + start[:, 1] + reach)[:, None] + window
+            pixels = ((start[:, 0] + REACH) * side + start[:, 1] + REACH)[:, None] + window
             brightness = np.maximum(canvas[rows[:, None], pixels], contrast * strokes.line[stroke])
             canvas[rows[:, None], pixels] = brightness
-    inner = slice(reach, reach + size)
-    images = np.maximum(canvas.reshape(count, side, side)[:, inner, inner], _draw_markers(scenes.markers, options))
+    inner = slice(REACH, REACH + size)
+    images = np.maximum(canvas.reshape(count, side, side)[:, inner, inner], _draw_markers(scenes.markers, size))
     peak = images.max((1, 2), keepdims=True)
     return np.floor(images * (255 / peak) + 0.5).astype(np.uint8)
 
 
-def _draw_markers(markers: Ints, options: PathfinderOptions) -> Floats:
+def _draw_markers(markers: Ints, size: int) -> Floats:
     """Two discs per image, brightness 0 to 1."""
-    scale, size = options.antialias_scale, options.image_size
-    fine_size, radius = size * scale, options.marker_radius * scale
+    radius = MARKER_RADIUS * SCALE
     grid = np.arange(-int(radius), int(radius) + 1)
     disc = np.argwhere(grid[:, None] ** 2 + grid**2 <= radius**2) - int(radius)
     places, which = np.unique(markers.reshape(-1, 2), axis=0, return_inverse=True)
     discs = np.empty((len(places), size, size), np.uint8)
-    block = max(1, FINE_PIXELS // fine_size**2)
-    for first in range(0, len(places), block):
-        pixels = scale * places[first : first + block, None] + disc
-        inside = ((pixels >= 0) & (pixels < fine_size)).all(-1)
-        index = np.broadcast_to(np.arange(len(pixels))[:, None], inside.shape)
-        fine = np.zeros((len(pixels), fine_size, fine_size), bool)
-        fine[index[inside], pixels[inside][:, 0], pixels[inside][:, 1]] = True
-        discs[first : first + block] = reduce_image(fine, size)
+    for number, place in enumerate(places):
+        pixels = SCALE * place + disc
+        pixels = pixels[((pixels >= 0) & (pixels < SCALE * size)).all(-1)]
+        fine = np.zeros((SCALE * size, SCALE * size), bool)
+        fine[pixels[:, 0], pixels[:, 1]] = True
+        discs[number] = reduce_image(fine, size)
     return discs[which.reshape(-1, 2)].max(1) / 255
