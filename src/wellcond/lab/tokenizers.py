@@ -15,8 +15,8 @@ from pydantic import BeforeValidator, Field, PositiveInt
 
 from wellcond.errors import needs_extra
 from wellcond.files import read_regular
-from wellcond.lab.data.base import DataError, Dataset, listed, report_progress
-from wellcond.lab.data.disk import cached_folder, contents, find_path
+from wellcond.lab.data.base import DataError, Dataset, listed
+from wellcond.lab.data.disk import cached_folder, find_path
 from wellcond.lab.data.text import Ids, id_type, text_columns, text_fingerprint
 from wellcond.lab.settings import RecipeError, Settings
 
@@ -71,10 +71,8 @@ class SpecialTokens:
 
     pad: int | None = None
     unknown: int | None = None
-    classify: int | None = None
-    """[CLS]"""
-    separator: int | None = None
-    """[SEP]"""
+    classify: int | None = None  # [CLS]
+    separator: int | None = None  # [SEP]
     mask: int | None = None
     end_of_text: int | None = None
 
@@ -85,14 +83,7 @@ class SpecialTokens:
 
 
 class ByteTokenizer:
-    """Byte b is token b + 1, and 0 is padding and the end of a document: no text is without tokens, none is unknown.
-
-    Example:
-        >>> ByteTokenizer().encode_batch(["é", ""])
-        [array([196, 170], dtype=uint16), array([], dtype=uint16)]
-        >>> ByteTokenizer().decode([196, 170, 0])
-        'é'
-    """
+    """Byte b is token b + 1, and 0 is padding and the end of a document: no text is without tokens, none is unknown."""
 
     vocabulary_size = 257
     special = SpecialTokens(pad=0, end_of_text=0)
@@ -154,7 +145,6 @@ class LibraryTokenizer:
             "the tokeniser has no token that could end a document.",
             expected=f"one of {listed(SPECIAL['end_of_text'] + SPECIAL['separator'])} in its vocabulary",
             found=f"{self.vocabulary_size} tokens without any of these",
-            todo="Add such a token to the tokeniser's file, or train a tokeniser: {train: bpe, vocabulary: 4096}.",
         )
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
@@ -178,10 +168,8 @@ def make_tokenizer(choice: TokenizerChoice, train: Dataset | None, what: str, ba
 
     A relative path of a file starts at `base`, the recipe's folder; else it is a name in a mirror.
 
-    Raises:
-        DataError: a file is missing or wrong, or the text does not suffice.
-        RecipeError: the file holds another tokeniser than the recipe says.
-        MissingExtraError: the tokenizers library is not installed.
+    Raises: DataError if a file is missing or wrong or the text does not suffice; RecipeError for another file than the
+        recipe says.
     """
     if choice == "bytes":
         return ByteTokenizer()
@@ -206,13 +194,6 @@ def read_tokenizer(path: Path) -> LibraryTokenizer:
     library = import_tokenizers()
     if path.is_dir():
         path = next((path / name for name in (TOKENIZER, VOCABULARY, MERGES) if (path / name).is_file()), path)
-    if path.is_dir():
-        raise DataError(
-            f"{path}: there is no tokeniser.",
-            expected=f"{TOKENIZER}, or {VOCABULARY} with {MERGES}",
-            found=contents(path),
-            todo="Copy the files of the tokeniser into the folder.",
-        )
     pair = path.name in (VOCABULARY, MERGES)
     files = [path.with_name(VOCABULARY), path.with_name(MERGES)] if pair else [path]
     try:
@@ -224,12 +205,10 @@ def read_tokenizer(path: Path) -> LibraryTokenizer:
             raise ValueError(f"no token for {len(missing)} of the 256 bytes")
         return byte_pair_tokenizer(model)
     except Exception as error:  # the library has no class of its own for errors
-        of_pair = "the vocabulary and the merges of one byte-level tokeniser"
         raise DataError(
             f"{' and '.join(map(str, files))}: the tokeniser cannot be read.",
-            expected=of_pair if pair else "a tokenizer.json of the tokenizers library",
+            expected=f"{TOKENIZER} of the tokenizers library, or {VOCABULARY} and {MERGES} of one byte-level tokeniser",
             found=f"{type(error).__name__}: {error}"[:300],
-            todo="Correct 'task.tokenizer.file', or copy the files again, all from the same tokeniser.",
         ) from error
 
 
@@ -264,9 +243,7 @@ def _with_special_tokens(tokenizer: Any) -> LibraryTokenizer:
 def trained_tokenizer(settings: TrainedTokenizer, dataset: Dataset, what: str) -> LibraryTokenizer:
     """The tokeniser of a dataset, from the cache or trained now; the same text gives the same tokeniser.
 
-    Raises:
-        DataError: the text is too small for the vocabulary, or the vocabulary for the text.
-        CacheError: the cache cannot be written.
+    Raises: DataError if the text is too small for the vocabulary, or the vocabulary for the text; CacheError.
     """
     library = import_tokenizers()
     made_from = {
@@ -277,15 +254,13 @@ def trained_tokenizer(settings: TrainedTokenizer, dataset: Dataset, what: str) -
     }
 
     def make(folder: Path) -> None:
-        report_progress(f"training a tokeniser on {what}", 0, 1)
         train = _word_pieces if settings.train == "wordpiece" else _byte_pairs
         tokenizer, smallest = train(settings, dataset)
         found, wanted = tokenizer.get_vocab_size(), settings.vocabulary
         if found != wanted:
             raise DataError(
                 f"{what}: the text does not give a {settings.train} tokeniser of {wanted} tokens.",
-                expected=f"a vocabulary of at least {smallest} (special tokens and single characters), and text with so "
-                f"many parts of words that occur at least {MIN_FREQUENCY} times",
+                expected=f"at least {smallest} (special tokens and characters), and text with as many parts of words",
                 found=f"{found} tokens",
                 todo=f"{'Raise' if wanted < smallest else 'Train on more text, or lower'} task.tokenizer.vocabulary.",
             )

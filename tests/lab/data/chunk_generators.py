@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from wellcond.lab.data import DataError, Generated, GeneratorOptions
+from wellcond.lab.data import DataError, GeneratorOptions, TensorDataset
 
 
 class CountingOptions(GeneratorOptions):
@@ -38,4 +38,4 @@ def counting(count, options, generator):
         ):
             time.sleep(0.02)
     tokens = torch.randint(-1, 50, (count, options.width), generator=generator).to(torch.int8)
-    return Generated("tokens", tokens, tokens[:, 0].clamp(min=0) % 2, ("even", "odd"), 50)
+    return TensorDataset("tokens", tokens, tokens[:, 0].long().clamp(min=0) % 2)

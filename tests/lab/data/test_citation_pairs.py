@@ -68,7 +68,7 @@ def test_texts_and_labels(tmp_path):
     assert example["text"] == f"paper {first}" and example["text_pair"] == f"paper {second}"
     assert bundle.train.content(0) == f"paper {first}\0paper {second}".encode()
     assert example["label"] == int(bundle.train.labels[0]) and 0 < int(bundle.train.labels[:20].sum()) < 20
-    assert "(both)" in bundle.description and str(tmp_path.parent) not in bundle.description
+    assert "paper pairs of" in bundle.description and str(tmp_path.parent) not in bundle.description
 
 
 def test_the_first_paper_says_nothing_about_the_class(tmp_path):
@@ -94,7 +94,7 @@ def test_papers_without_text_are_left_out_and_counted(tmp_path):
     documents = {f"P{n}": "" if n == 4 else f"paper {n}" for n in range(30)}
     bundle = load(write(tmp_path, documents=documents), source="citation_pairs", path=".")
     assert all(4 not in papers_of(split) for split in splits_of(bundle).values())
-    assert "1 papers without text left out" in bundle.description
+    assert "without 1 papers that have no text" in bundle.description
     assert sum(map(len, splits_of(bundle).values())) == 2 * (90 - 6)
 
 

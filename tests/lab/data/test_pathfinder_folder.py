@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from lab.data.helpers import failure, load
-from wellcond.lab.data.pathfinder import pathfinder
-from wellcond.lab.data.pathfinder_drawing import PathfinderOptions
+from wellcond.lab.data.pathfinder import PathfinderOptions, pathfinder
 
 DIFFICULTY = "curv_contour_length_14"
 

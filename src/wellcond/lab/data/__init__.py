@@ -15,7 +15,7 @@ from wellcond.lab.data.base import (
     register_source,
     resolve_config,
 )
-from wellcond.lab.data.generated import Generated, GeneratorOptions, register_generator
+from wellcond.lab.data.generated import GeneratorOptions, register_generator
 from wellcond.lab.data.images import as_tensor_images, to_channels
 
 # These register themselves.
@@ -24,7 +24,6 @@ from wellcond.lab.data import citations, digits, listops, pathfinder, tables, te
 __all__ = [
     "Data",
     "DataError",
-    "Generated",
     "GeneratorOptions",
     "SourceConfig",
     "TensorDataset",

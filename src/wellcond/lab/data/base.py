@@ -108,7 +108,7 @@ class Data:
     vocabulary_size: int | None = None
     """Number of token ids; only for tokens."""
     notes: Sequence[str] = ()
-    """What a reader of the record should know, such as papers that were left out."""
+    """What a reader of the record should know, such as images that were left out."""
 
     @property
     def description(self) -> str:

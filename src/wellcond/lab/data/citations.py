@@ -127,9 +127,8 @@ def load_citation_pairs(config: CitationPairsConfig, base: Path) -> Data:
         related = [positives[number] for number in part.sort().values.tolist()]
         splits[name] = PairDataset(texts, *_balance(related, taken, name, folder))
     train, evaluation, test = (splits[name] for name in ("train", "evaluation", "test"))
-    notes = ["divided by pairs", *([f"{len(blank)} papers without text left out"] if blank else [])]
-    origin = f"paper pairs (both) of {folder.name}"
-    return Data(folder.name, "text", train, evaluation, CLASS_NAMES, origin, {"test": test}, notes=notes)
+    origin = f"paper pairs of {folder.name}, without {len(blank)} papers that have no text"
+    return Data(folder.name, "text", train, evaluation, CLASS_NAMES, origin, {"test": test})
 
 
 def _read_documents(file: Path) -> dict[str, str]:

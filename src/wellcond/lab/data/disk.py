@@ -19,7 +19,6 @@ from wellcond.errors import WellcondError, needs_extra
 from wellcond.lab.data.base import DataError, listed, report_progress
 
 MIRROR_VARIABLE = "WELLCOND_DATA"
-POLL_SECONDS = 0.2
 
 
 def mirror_roots() -> list[Path]:
@@ -32,6 +31,12 @@ def searched_mirrors() -> str:
     """Where a data set was looked for, as an error says it."""
     roots = [str(root) if root.is_dir() else f"{root} (no such folder)" for root in mirror_roots()]
     return f"not in the mirror {listed(roots)}" if roots else f"{MIRROR_VARIABLE} is not set"
+
+
+def from_hub(id: str) -> str:
+    """What an error expects for a set that is in no mirror and that the hub does not give."""
+    mirror = f"a mirror that {MIRROR_VARIABLE} names ({searched_mirrors()})"
+    return f"a folder {id} in {mirror}, or access to the hub (no HF_HUB_OFFLINE) and a correct id, config and split"
 
 
 def resolve_path(path: str, base: Path) -> Path:
@@ -139,13 +144,8 @@ def cached_folder(kind: str, made_from: Mapping[str, Any], make: Callable[[Path]
 
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(folder.with_suffix(".lock"))
-        while not lock.is_locked:
-            try:
-                lock.acquire(timeout=POLL_SECONDS)
-            except filelock.Timeout:
-                report_progress(f"waiting for another process: {what}", 0, 1)
-        try:
+        report_progress(f"{what}, here or in another process", 0, 1)
+        with filelock.FileLock(folder.with_suffix(".lock")):
             if not folder.is_dir():
                 partial = folder.with_suffix(".partial")
                 shutil.rmtree(partial, ignore_errors=True)
@@ -155,8 +155,6 @@ def cached_folder(kind: str, made_from: Mapping[str, Any], make: Callable[[Path]
                     with open(path, "rb") as file:
                         os.fsync(file.fileno())
                 partial.rename(folder)
-        finally:
-            lock.release()
     except OSError as error:
         raise CacheError(
             f"{folder}: the cache cannot be written: {error.strerror or error}. Make room or give access there, or set "

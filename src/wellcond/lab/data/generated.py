@@ -10,8 +10,8 @@ import contextlib
 import hashlib
 import math
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,46 +57,33 @@ class GeneratorOptions(Settings):
         return self.model_dump(mode="json")
 
 
-@dataclass(frozen=True, eq=False)
-class Generated:
-    """What a generator returns: `inputs` of shape (n, ...) and labels of shape (n,).
-
-    Images are floats, or 8 bits. Tokens are ids from 0 in any type of integers; shorter sequences end with -1.
-    """
-
-    kind: Literal["image", "tokens"]
-    inputs: Tensor
-    labels: Tensor
-    class_names: tuple[str, ...]
-    vocabulary_size: int | None = None
-
-    def select(self, rows: Sequence[int] | slice) -> Generated:
-        """Some of the samples."""
-        return replace(self, inputs=self.inputs[rows], labels=self.labels[rows])
-
-
-Generate = Callable[[int, Any, torch.Generator], Generated]
+Generate = Callable[[int, Any, torch.Generator], TensorDataset]
 
 
 @dataclass(frozen=True)
 class RegisteredGenerator:
-    """A generator, its options, and how many samples a chunk has."""
+    """A generator, its options, the names of its classes, and how many samples a chunk has."""
 
     options_class: type[GeneratorOptions]
     generate: Generate
+    class_names: tuple[str, ...]
     chunk: int
+    vocabulary_size: int | None = None
 
 
 GENERATORS: dict[str, RegisteredGenerator] = {}
 
 
 def register_generator(
-    name: str, options_class: type[GeneratorOptions], *, chunk: int
+    name: str, options_class: type[GeneratorOptions], **about: Any
 ) -> Callable[[Generate], Generate]:
-    """Decorate `generate(count, options, generator)`, a function of a module; all randomness comes from `generator`."""
+    """Decorate `generate(count, options, generator)`, a function of a module; all randomness comes from `generator`.
+
+    It returns labelled images, floats or 8 bits, or tokens. The other fields of `RegisteredGenerator` are by keyword.
+    """
 
     def register(generate: Generate) -> Generate:
-        GENERATORS[name] = RegisteredGenerator(options_class, generate, chunk)
+        GENERATORS[name] = RegisteredGenerator(options_class, generate, **about)
         return generate
 
     return register
@@ -136,43 +123,39 @@ class GeneratedConfig(SourceConfig):
 def load(config: GeneratedConfig, base: Path) -> Data:
     """All splits; each has its own stream of random numbers, so its size does not change the others."""
     counts = {"train": config.num_train, "evaluation": config.num_evaluation, "test": config.num_test}
-    made = {split: make_split(config, split, count) for split, count in counts.items() if count > 0}
-    splits = {name: TensorDataset(data.kind, data.inputs, data.labels) for name, data in made.items()}
-    train, evaluation, first = splits.pop("train"), splits.pop("evaluation"), made["train"]
+    splits = {split: make_split(config, split, count) for split, count in counts.items() if count > 0}
+    train, evaluation, generator = splits.pop("train"), splits.pop("evaluation"), GENERATORS[config.generator]
     name, origin = config.generator, f"{config.generator} generated from seed {config.seed}"
-    return Data(name, first.kind, train, evaluation, first.class_names, origin, splits, first.vocabulary_size)
+    about = (generator.class_names, origin, splits, generator.vocabulary_size)
+    return Data(name, train.key, train, evaluation, *about)
 
 
-def make_split(config: GeneratedConfig, split: str, count: int) -> Generated:
-    """The first `count` samples of a split.
-
-    Raises: DataError if inputs are to be distinct and hardly any new ones are found.
-    """
+def make_split(config: GeneratedConfig, split: str, count: int) -> TensorDataset:
+    """The first `count` samples of a split; DataError if they are to be distinct and hardly any new ones are found."""
     chunk, options = GENERATORS[config.generator].chunk, config.resolved_options
     share = SPLITS.count(split) / len(SPLITS) if options.distinct else 1
     wanted = math.ceil(count / (chunk * share))
     limit = PATIENCE * (wanted + 1)
-    chunks: list[Generated] = []
+    chunks: list[TensorDataset] = []
     size = 0
     while True:
         new = [Chunk(config, split, number) for number in range(len(chunks), wanted)]
         chunks += _get_chunks(new, f"making {config.generator}, {split} split, chunks")
         inputs, labels = (torch.cat([getattr(chunk, part) for chunk in chunks]) for part in ("inputs", "labels"))
-        made = replace(chunks[0], inputs=inputs, labels=labels)
+        made = TensorDataset(chunks[0].key, inputs, labels)
         if options.distinct:
             first: dict[bytes, int] = {}
             for row, digest in enumerate(_digests(inputs)):
                 first.setdefault(digest, row)
-            made = made.select(list(first.values()))
-        size, before = len(made.inputs), size
+            made = made.take(torch.tensor(list(first.values())))
+        size, before = len(made), size
         if size >= count:
-            return made.select(slice(count))
+            return made.take(slice(count))
         if wanted == limit:
             raise DataError(
                 f"{config.generator}, {split} split: there are too few different samples.",
                 expected=f"{count} that differ from each other and from those of the other splits",
                 found=f"{size} in {len(inputs)} that were drawn",
-                todo="Ask for fewer samples, or choose options that allow more of them, such as larger sizes.",
             )
         wanted = min(limit, wanted + math.ceil((count - size) / max(1.0, (size - before) / len(new))))
 
@@ -208,8 +191,8 @@ class Chunk:
         made = generator.generate(generator.chunk, options, torch.Generator().manual_seed(seed))
         if options.distinct:
             # The hash decides alone, so no chunk need know of another, and no size of a split changes another split.
-            digests = enumerate(_digests(made.inputs))
-            made = made.select([row for row, digest in digests if SPLITS[digest[0] % len(SPLITS)] == self.split])
+            splits = [SPLITS[digest[0] % len(SPLITS)] for digest in _digests(made.inputs)]
+            made = made.take(torch.tensor([split == self.split for split in splits]))
         torch.save(vars(made), folder / "samples.pt")
 
 
@@ -218,15 +201,15 @@ def _digests(inputs: Tensor) -> list[bytes]:
     return [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in inputs.numpy()]
 
 
-def _get_chunks(chunks: Sequence[Chunk], what: str) -> list[Generated]:
+def _get_chunks(chunks: Sequence[Chunk], what: str) -> list[TensorDataset]:
     """The samples of all chunks; those that are missing are made, many of them in worker processes."""
     missing = [chunk for chunk in chunks if not cache_place("generated", chunk.entry).is_dir()]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(cores, len(missing) // FEWEST_CHUNKS)
-    made = torch.utils.data.DataLoader(
+    made: Iterable[None] = torch.utils.data.DataLoader(
         missing,  # type: ignore[arg-type]
         batch_size=None,
-        collate_fn=_try_to_make,
+        collate_fn=_try_to_make,  # type: ignore[arg-type]
         num_workers=workers if workers > 1 else 0,
         worker_init_fn=leave_interrupts_to_parent,
         generator=torch.Generator(),  # else a number would be drawn from the global one
@@ -234,7 +217,7 @@ def _get_chunks(chunks: Sequence[Chunk], what: str) -> list[Generated]:
     total = chunks[-1].number + 1
     for done, _ in enumerate(made, total - len(missing) + 1):
         report_progress(what, done, total)
-    return [Generated(**torch.load(chunk.make() / "samples.pt", weights_only=True)) for chunk in chunks]
+    return [TensorDataset(**torch.load(chunk.make() / "samples.pt", weights_only=True)) for chunk in chunks]
 
 
 def _try_to_make(chunk: Chunk) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import struct
@@ -41,10 +42,7 @@ DEFAULT_FRACTION = 0.1
 
 
 def import_pil() -> Any:
-    """The module PIL.Image.
-
-    Raises: MissingExtraError if Pillow is not installed.
-    """
+    """The module PIL.Image; MissingExtraError if Pillow is not installed."""
     with needs_extra("pillow", "vision"):
         from PIL import Image
     return Image
@@ -63,21 +61,15 @@ def read_image(file: str | Path, where: str, *, within: Path | None = None) -> b
 
     Raises: DataError if the path, followed to its end, leads out of the folder `within`, or the file cannot be read.
     """
-    if within is not None and not Path(file).resolve().is_relative_to(within.resolve()):
-        raise DataError(
-            f"{where}: the path of the image leads out of its folder.",
-            expected=f"a path within {within}, and no link out of it",
-            found=repr(str(file)),
-            todo="Move the images there.",
-        )
     try:
+        if within is not None and not Path(file).resolve().is_relative_to(within.resolve()):
+            raise PermissionError(errno.EPERM, f"the path leads out of its folder {within}")
         return read_regular(file)
     except OSError as error:
         raise DataError(
             f"{where}: the image cannot be opened.",
             expected=f"an image file at {file}",
             found=f"{type(error).__name__}: {error.strerror}",
-            todo="Restore the file or correct the path.",
         ) from error
 
 
@@ -99,7 +91,6 @@ def decode_image(encoded: bytes, where: str) -> Image:
             f"{where}: the image cannot be read.",
             expected="a whole image in a format that PIL reads, and no PostScript, which is a program",
             found=f"{len(encoded)} bytes; {type(error).__name__}: {error}",
-            todo="Replace or remove this image.",
         ) from error
 
 
@@ -119,12 +110,7 @@ def to_channels(image: Image | Tensor, channels: int, where: str = "an image") -
     """
     if isinstance(image, Tensor):
         if len(image) not in (1, 3):
-            raise DataError(
-                f"{where}: channels of a tensor (C, H, W)",
-                expected="1 or 3",
-                found=str(len(image)),
-                todo="Convert it first.",
-            )
+            raise DataError(f"{where}: channels of a tensor (C, H, W)", expected="1 or 3", found=str(len(image)))
         if channels == 3 or len(image) == 1:
             return image.expand(channels, -1, -1)
         grey = torch.einsum("chw,c->hw", image.double(), torch.tensor(GREY_WEIGHTS, dtype=torch.float64))[None]
@@ -137,7 +123,6 @@ def to_channels(image: Image | Tensor, channels: int, where: str = "an image") -
             f"{where} has 32-bit pixels, whose range is unknown.",
             expected="8 bits per channel, or 16-bit grey",
             found=f"mode {image.mode!r}",
-            todo="Save the images with 8 bits per channel.",
         )
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")  # PIL warns of transparency stored as bytes unless it is first applied
@@ -277,7 +262,6 @@ def _classes(folder: Path) -> list[str]:
             f"{folder}: the images are not sorted into classes.",
             expected="one folder per class, with the images of that class in it",
             found=f"{listed(loose, most=3)} outside of a class" if loose else "no folder",
-            todo="Move the images into folders named after their classes.",
         )
     return classes
 
@@ -290,10 +274,7 @@ def _list_images(folder: Path, classes: Sequence[str]) -> ImageFiles:
         chosen = sorted(os.path.join(top, file) for top, _, found in walked for file in found if _is_image(file))
         if not chosen:
             raise DataError(
-                f"{folder / name}: this class has no images.",
-                expected="at least one image, in a format that PIL reads",
-                found="none",
-                todo="Add images, or remove the folder.",
+                f"{folder / name}: this class has no images.", expected="at least one that PIL reads", found="none"
             )
         images += chosen
         labels += [label] * len(chosen)

@@ -22,7 +22,7 @@ from pydantic import Field
 
 from wellcond.lab.data.base import Data, DataError, SourceConfig, TensorDataset, register_source, report_progress
 from wellcond.lab.data.disk import find_path, require
-from wellcond.lab.data.generated import Generated, GeneratorOptions, register_generator
+from wellcond.lab.data.generated import GeneratorOptions, register_generator
 
 OPERATORS = ("MIN", "MAX", "MED", "SM")
 """Smallest, largest, median (rounded down), sum modulo 10."""
@@ -62,8 +62,8 @@ class ListOpsOptions(GeneratorOptions):
         return True
 
 
-@register_generator("listops", ListOpsOptions, chunk=1000)
-def listops(count: int, options: ListOpsOptions, generator: torch.Generator) -> Generated:
+@register_generator("listops", ListOpsOptions, class_names=CLASS_NAMES, vocabulary_size=len(SYMBOLS), chunk=1000)
+def listops(count: int, options: ListOpsOptions, generator: torch.Generator) -> TensorDataset:
     """Token ids (n, max_length), padded with -1; drawn as the published generator draws, and with its lengths.
 
     A node above `max_depth` (the root has depth 1) is an operator with probability 1/4, with 2 to `max_args` arguments,
@@ -77,7 +77,6 @@ def listops(count: int, options: ListOpsOptions, generator: torch.Generator) -> 
             "listops: hardly any expression has a length that was asked for.",
             expected=f"lengths between {options.min_length} and {options.max_length} in at least {RAREST:g} of all",
             found=f"{accepted:.2g} of all, with max_depth = {options.max_depth} and max_args = {options.max_args}",
-            todo="Widen the lengths, or change max_depth and max_args.",
         )
     seed = int(torch.randint(2**62, (), generator=generator))
     random = np.random.Generator(np.random.PCG64(seed))
@@ -92,7 +91,7 @@ def listops(count: int, options: ListOpsOptions, generator: torch.Generator) -> 
             found += len(rows[-1])
     tokens = np.concatenate(rows)
     labels = torch.tensor([evaluate(row[row != PADDING].tolist()) for row in tokens])
-    return Generated("tokens", torch.from_numpy(tokens), labels, CLASS_NAMES, len(SYMBOLS))
+    return TensorDataset("tokens", torch.from_numpy(tokens), labels)
 
 
 def _draw_trees(num_trees: int, most: int, options: ListOpsOptions, random: np.random.Generator) -> list[Level]:
@@ -238,6 +237,5 @@ def _read_file(path: Path) -> TensorDataset:
                 f"{path}, row {number} (the first is 0): the row cannot be used.",
                 expected=f"an expression such as [MAX 2 9 ] of at most {PUBLISHED_LENGTH} symbols, a tab, its answer",
                 found=f"{line[:60]!r}; {type(error).__name__}: {error}",
-                todo="Correct or remove the row; check that this is a file of ListOps of the Long Range Arena.",
             ) from error
     return TensorDataset("tokens", torch.from_numpy(rows), torch.tensor(labels))

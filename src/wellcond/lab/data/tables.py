@@ -23,24 +23,8 @@ from pydantic import Field
 from torch import Tensor
 
 from wellcond.errors import WellcondError
-from wellcond.lab.data.base import (
-    Data,
-    DataError,
-    Kind,
-    SourceConfig,
-    draw_fraction,
-    draw_subset,
-    listed,
-    register_source,
-)
-from wellcond.lab.data.disk import (
-    MIRROR_VARIABLE,
-    contents,
-    find_files,
-    find_in_mirror,
-    import_datasets,
-    searched_mirrors,
-)
+from wellcond.lab.data.base import Data, DataError, SourceConfig, draw_fraction, draw_subset, listed, register_source
+from wellcond.lab.data.disk import contents, find_files, find_in_mirror, from_hub, import_datasets
 from wellcond.lab.data.images import decode_image
 
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text"}
@@ -110,7 +94,7 @@ class TableDataset:
     """Rows of a table, all or those in `rows`, memory-mapped; `labels` has one entry per row of the dataset."""
 
     table: Table
-    kind: Kind
+    kind: Literal["image", "text"]
     columns: tuple[str, ...]
     labels: Tensor | None
     rows: Tensor | None = None
@@ -197,14 +181,6 @@ def load_hub(config: HubConfig, base: Path) -> Data:
     return _load_tables(name, place, train, None, {"test": evaluation}, config, config.held_out)
 
 
-def from_hub(id: str) -> str:
-    """What an error expects for a set that is in no mirror and that the hub does not give."""
-    return (
-        f"a folder {id} in a mirror that {MIRROR_VARIABLE} names ({searched_mirrors()}), or access to the hub (without "
-        "HF_HUB_OFFLINE), and correct 'id', 'config' and 'split'"
-    )
-
-
 def require_split(split: str | None, splits: Any, name: str, field: str) -> str:
     """The name of a split; DataError with those there are if it is none of them."""
     if split is None or split not in splits:
@@ -224,11 +200,11 @@ def find_splits(mirror: Path, config: str | None) -> dict[str, list[Path]]:
     paths = sorted(path.relative_to(mirror) for path in mirror.rglob("*") if path.is_file())
     files = [path for path in paths if _suffix(path) in BUILDERS and not path.name.startswith(".")]
     folders = {path.parts[0] for path in files if len(path.parts) > 1 and not SPLIT.search(path.parts[0])}
-    if (config is None and len(folders) > 1) or (config is not None and config not in folders):
+    if not files or (len(folders) > 1 if config is None else config not in folders):
         raise DataError(
-            f"{mirror}: there {'are several configurations' if config is None else f'is no configuration {config!r}'}.",
-            expected="the field 'config' to name a folder with data files",
-            found=f"configurations {listed(sorted(folders))}",
+            f"{mirror}: there are no data files, or those of other or several configurations.",
+            expected=f"files such as train-00000-of-00001.parquet ({listed(BUILDERS)}), in the folder of 'config'",
+            found=f"{contents(mirror)}; configurations {listed(sorted(folders))}",
         )
     splits: dict[str, list[Path]] = {}
     for path in files:
@@ -237,12 +213,6 @@ def find_splits(mirror: Path, config: str | None) -> dict[str, list[Path]]:
             kind, rest = named.groups() if named else ("train", "")
             kind = "validation" if kind in ("valid", "val", "dev") else kind
             splits.setdefault(kind + rest, []).append(mirror / path)
-    if not splits:
-        raise DataError(
-            f"{mirror}: there are no data files.",
-            expected=f"files such as train-00000-of-00001.parquet, whose names end in one of {listed(BUILDERS)}",
-            found=contents(mirror),
-        )
     return dict(sorted(splits.items(), key=lambda item: (item[0] != "train", item[0])))
 
 
@@ -260,12 +230,7 @@ def _suffix(path: Path) -> str:
 
 
 def builder_of(file: Path) -> str:
-    """The reader of `datasets` for a file; DataError for one of a format that is not known.
-
-    Example:
-        >>> builder_of(Path("00.jsonl.zst"))
-        'json'
-    """
+    """The reader of `datasets` for a file; DataError for one of a format that is not known."""
     if _suffix(file) not in BUILDERS:
         raise DataError(
             f"{file}: the format is not known.",
@@ -390,7 +355,7 @@ def _input_columns(table: Table, wanted: str | list[str], label: str | None) -> 
     )
 
 
-def _input_kind(table: Table, columns: tuple[str, ...]) -> Kind:
+def _input_kind(table: Table, columns: tuple[str, ...]) -> Literal["image", "text"]:
     """Kind of the input; DataError unless its columns are there, hold images or texts, and no text is missing."""
     import pyarrow.compute as compute
 

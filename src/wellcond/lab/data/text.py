@@ -20,14 +20,13 @@ from numpy.typing import NDArray
 from pydantic import Field, PositiveInt, model_validator
 
 from wellcond.lab.data.base import Data, DataError, Dataset, SourceConfig, register_source, report_progress
-from wellcond.lab.data.disk import cached_folder, canonical_json, find_files, find_in_mirror, import_datasets
+from wellcond.lab.data.disk import cached_folder, canonical_json, find_files, find_in_mirror, from_hub, import_datasets
 from wellcond.lab.data.tables import (
     NAME,
     Table,
     TableDataset,
     builder_of,
     find_splits,
-    from_hub,
     load_dataset,
     name_of,
     reading,
@@ -97,8 +96,7 @@ def load_text_stream(config: TextStreamConfig, base: Path) -> Data:
         TableDataset(Table(stored.select(range(a, b)), str(name)), "text", ("text",), None)
         for a, b in zip(bounds, bounds[1:], strict=False)
     )
-    origin = f"{name}, read as a stream"
-    return Data(str(name), "text", train, evaluation, None, origin, notes=[f"{counts['bytes']} bytes"])
+    return Data(str(name), "text", train, evaluation, None, f"{name}, {counts['bytes']} bytes read as a stream")
 
 
 def _store(folder: Path, config: TextStreamConfig, name: str, files: list[Path] | None) -> None:
@@ -133,7 +131,7 @@ def _read(config: TextStreamConfig, name: str, files: list[Path] | None) -> Iter
         options = {"data_files": [glob.escape(str(file)) for file in files], "split": "train"}
     with reading(name if files is None else str(files[0].with_name(name_of(files))), expected):
         for table in load_dataset(path, streaming=True, **options).with_format("arrow").iter(ROWS_AT_ONCE):
-            texts = table[config.text].to_pylist() if config.text in table.column_names else [None]
+            texts: list[Any] = table[config.text].to_pylist() if config.text in table.column_names else [None]
             if not all(isinstance(text, str) for text in texts):
                 raise ValueError(f"no text in column {config.text!r} ('text') of a row; columns {table.column_names}")
             yield texts
