@@ -256,14 +256,23 @@ def test_wrong_labels_name_file_row_and_value(tmp_path, train, evaluation, messa
 
 
 @pytest.mark.parametrize(
-    ("labels", "message"),
+    ("train", "evaluation", "message"),
     [
-        (["0", "1", ""], "row 2 (the first is 0): column 'label' has no value"),
+        (["0", "1", ""], ["0"], "train.csv, row 2 (the first is 0): column 'label' has no value"),
+        (["0", "1"], ["1", "one"], "evaluation.csv, row 1 (the first is 0): the label is not a class"),
     ],
 )
-def test_wrong_labels_in_csv_name_the_row(tmp_path, labels, message):
-    write_csv(tmp_path / "a.csv", ["text", "label"], [["x", label] for label in labels])
-    assert message in failure(tmp_path, source="files", train="a.csv", evaluation="a.csv")
+def test_wrong_labels_in_csv_name_the_row(tmp_path, train, evaluation, message):
+    for name, labels in (("train", train), ("evaluation", evaluation)):
+        write_csv(tmp_path / f"{name}.csv", ["text", "label"], [["x", label] for label in labels])
+    assert message in failure(tmp_path, source="files", train="train.csv", evaluation="evaluation.csv")
+
+
+def test_names_that_look_like_numbers_in_one_split_stay_names(tmp_path):
+    write_csv(tmp_path / "train.csv", ["text", "label"], [["x", "1"], ["y", "many"]])
+    write_csv(tmp_path / "evaluation.csv", ["text", "label"], [["z", "1"]])
+    bundle = load(tmp_path, source="files", train="train.csv", evaluation="evaluation.csv")
+    assert bundle.class_names == ("1", "many") and bundle.evaluation.labels.tolist() == [0]
 
 
 def test_labels_of_other_forms(tmp_path):

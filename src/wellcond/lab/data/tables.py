@@ -406,9 +406,12 @@ def _column_kind(table: Table, name: str) -> Literal["image", "text"] | None:
 def _read_classes(table: Table, column: str) -> tuple[tuple[str, ...], dict[Any, int]]:
     """Names of the classes of a training split, and the number of each by how labels are written.
 
-    They are those that the file declares, else the labels that occur, sorted.
+    They are those that the file declares, else the labels that occur, sorted; as numbers if all of them are integers.
     """
     values = _read_labels(table, column)
+    numbers = [_as_integer(value) for value in values]
+    if all(isinstance(number, int) for number in numbers):
+        values = numbers
     names = getattr(table.data.features[column], "names", None)
     distinct = range(len(names)) if names else sorted(set(values))
     return tuple(map(str, names or distinct)), {value: number for number, value in enumerate(distinct)}
@@ -417,6 +420,8 @@ def _read_classes(table: Table, column: str) -> tuple[tuple[str, ...], dict[Any,
 def _class_labels(table: Table, column: str, classes: dict[Any, int]) -> Tensor:
     """Class number of every row, int64; DataError if a label is not one of the classes."""
     values = _read_labels(table, column)
+    if not any(isinstance(key, str) for key in classes):
+        values = [_as_integer(value) for value in values]
     for row, value in enumerate(values):
         if value not in classes:
             raise DataError(
@@ -428,7 +433,7 @@ def _class_labels(table: Table, column: str, classes: dict[Any, int]) -> Tensor:
 
 
 def _read_labels(table: Table, column: str) -> list[Any]:
-    """The labels, all integers or all texts; texts that are integers throughout, as in CSV, become integers."""
+    """The labels, all integers or all texts, as everything is in CSV."""
     _require_column(table, column, "label")
     values = table.data[column][:]
     for row, value in enumerate(values):
@@ -440,10 +445,14 @@ def _read_labels(table: Table, column: str) -> list[Any]:
                 expected=f"class numbers or class names throughout column {column!r}",
                 found=f"{value!r}; {values[0]!r} in row 0",
             )
+    return values
+
+
+def _as_integer(value: int | str) -> int | str:
     try:
-        return [int(value) for value in values]
+        return int(value)
     except ValueError:
-        return values
+        return value
 
 
 def _number_labels(table: Table, column: str) -> Tensor:
