@@ -211,12 +211,14 @@ def test_training_on_own_text_with_two_column_names(wellcond, tmp_path):
     changes = [
         "training.length={steps: 60}",
         "task.length=16",
+        "model={name: 'hf:bert', arguments: {hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2}}",
+        "evaluation.test=null",
         "evaluation.every={steps: 60}",
         "training.batch_size=16",
     ]
     settings = [part for change in changes for part in ("--set", change)]
     data = ["--data", table, "--input", "review", "--label", "liked"]
-    assert wellcond("train", "text", *data, *settings, "-o", tmp_path / "run", "-q")[0] == 0
+    assert wellcond("train", "lra-text", *data, *settings, "-o", tmp_path / "run", "-q")[0] == 0
     kept = record(tmp_path / "run")
     assert kept["status"] == "finished" and kept["final"]["accuracy"] > 0.9
     assert kept["data"]["train"] == 360

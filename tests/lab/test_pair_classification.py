@@ -64,14 +64,6 @@ def test_data_that_are_no_pairs_are_refused(data, fields, message):
         classify_pairs(data, **fields)
 
 
-def test_a_source_that_keeps_less_than_the_task_wants_is_refused():
-    split = pairs(("ab", "c"))
-    split.max_bytes = 3
-    assert classify_pairs(bundle("text", split, classes=2), length=3).length == 3
-    with pytest.raises(RecipeError, match=r"up to 4 bytes .*found only their first 3; raise data.max_bytes"):
-        classify_pairs(bundle("text", split, classes=2), length=4)
-
-
 def test_texts_longer_than_the_model_takes_are_refused_with_their_shape():
     task = classify_pairs(PAIRS, length=16)
     message = r"mine does not take .*pair_input_ids \(1, 16\).*: at most 8 tokens, found 16"

@@ -37,7 +37,6 @@ PAPER = {
         4000, 4096, 512, 2, 32, 8000, 20000, 500,
         {"id": "stanfordnlp/imdb", "train_split": "train", "evaluation_split": "test", "limit_train": None}, None,
     ),
-    "lra-text-short": Row(1000, 1024, 512, 2, 32, 8000, 20000, 500, {"id": "stanfordnlp/imdb"}, None),
     "lra-retrieval": Row(
         4000, 4096, 512, 2, 32, 800, 30000, 300, {"source": "aan_pairs"}, task="pair_classification"
     ),

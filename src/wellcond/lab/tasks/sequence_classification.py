@@ -100,12 +100,6 @@ class SequenceClassification(ClassificationTask):
 
     def _texts(self, split: Dataset, what: str) -> dict[str, Tensor]:
         """Bytes in UTF-8, half a surrogate pair as its three bytes; and how many there are of each text."""
-        kept = getattr(split, "max_bytes", None)
-        if kept is not None and kept < self.length:
-            raise RecipeError(
-                f"{what}: expected texts of up to {self.length} bytes (task.length), found only their first {kept}; "
-                "raise data.max_bytes or lower task.length"
-            )
         found = 1 + ("text_pair" in split[0])
         if found != len(self.prefixes):
             raise RecipeError(

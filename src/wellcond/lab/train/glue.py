@@ -195,11 +195,10 @@ def glue_recipe(
             "evaluation_split": task.evaluation,
             "limit_train": rows,
             "limit_evaluation": rows,
-            # Every column and class is named, so that other data are an error.
+            # Every column is named, so that other data are an error.
             "input": task.columns[0] if len(task.columns) == 1 else list(task.columns),
             "label": "label",
             "label_kind": "number" if task.classes is None else "class",
-            "class_names": None if task.classes is None else list(task.classes),
         },
         "model": _model(pretrained),
         "seeds": [0],
