@@ -201,7 +201,7 @@ def test_a_model_that_cannot_write_says_why():
 def test_the_prompt_is_the_beginning_of_the_first_document(document, prompt):
     task = make_task(
         "language_modelling", bundle("text", texts(document, "the second document of some length"), classes=None),
-        context=16, stride=16,
+        context=16,
     )  # fmt: skip
     opened, free = task.write_samples(tiny_gpt2(context=16))
     assert opened["prompt"] == prompt and opened["text"].startswith(prompt) and free["prompt"] == ""

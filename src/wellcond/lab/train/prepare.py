@@ -14,7 +14,7 @@ from torch import nn
 from wellcond.errors import needs_extra
 from wellcond.lab.data.base import Data, Progress, load_data, progress_to, resolve_config
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.models.changes import add_layer_scale_, add_qk_norm_, check_untrained, remove_norms_, scale_true_
+from wellcond.lab.models.changes import add_layer_scale_, add_qk_norm_, remove_norms_, scale_true_
 from wellcond.lab.models.trained import load_backbone
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.seeding import derive
@@ -104,13 +104,12 @@ def prepare_model(
     """Build the model and apply the method. A seed fixes every other weight, so that methods are paired."""
     settings, proxy = recipe.model, None if method.library else recipe.proxy
     name = located(settings.name, base)
-    if proxy is not None:
-        check_untrained(name)
-        if method.init == "default" and method.init_options and method.init_options.get("rule") != "torch":
-            raise RecipeError(
-                f"proxy: {method.label} draws the attention again at the scale of the library; expected default, which "
-                "is scale-true, or default(library=true)"
-            )
+    drawn_again = method.init == "default" and method.init_options and method.init_options.get("rule") != "torch"
+    if proxy is not None and drawn_again:
+        raise RecipeError(
+            f"proxy: {method.label} draws the attention again at the scale of the library; expected default, which "
+            "is scale-true, or default(library=true)"
+        )
 
     def check() -> None:
         _check_takes(model, task, settings.name)
