@@ -64,7 +64,7 @@ def test_data_that_are_no_pairs_are_refused(data, fields, message):
 
 
 def test_a_source_that_keeps_less_than_the_task_wants_is_refused():
-    split = pairs(("ab", "c"))
+    split = pairs(("ab", "c"), ("d", "e"))
     split.max_bytes = 3
     assert classify_pairs(bundle("text", split, classes=2), length=3).length == 3
     with pytest.raises(RecipeError, match=r"of 4 bytes .*found 2 of at most 3"):

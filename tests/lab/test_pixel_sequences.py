@@ -21,10 +21,10 @@ def test_pixels_are_the_grey_values_of_pil_row_by_row(as_tensor):
     pixels = colours()
     image = Image.fromarray(pixels)
     given = torch.from_numpy(pixels).permute(2, 0, 1) if as_tensor else image
-    task = classify(bundle("image", ListSplit([{"image": given, "label": 0}])), black="visible")
+    task = classify(bundle("image", ListSplit([{"image": given, "label": label} for label in (0, 1)])), black="visible")
     grey = np.array(image.convert("L")).astype(int)
     exact = pixels.astype(float) @ np.array([0.299, 0.587, 0.114])
-    assert ids(task.train) == [(grey + 1).flatten().tolist()]
+    assert ids(task.train)[0] == (grey + 1).flatten().tolist()
     assert np.abs(grey - exact).max() <= 0.502  # rounded, but for ties that fixed point decides
     assert set(grey.flatten()) == set(range(256)) and task.length == grey.size
 
@@ -71,7 +71,7 @@ def test_decoding_images_is_reported():
             "training split: .* each of 16 pixels; set task.image_size",
         ),
         (byte_images(4, size=8), {"image_size": 4}, "each of 16 pixels"),
-        (pil_images([(4, 4)]), {"pad_to": 15}, "task.pad_to: expected at least the 16 tokens of some, found 15"),
+        (pil_images([(4, 4)] * 2), {"pad_to": 15}, "task.pad_to: expected at least the 16 tokens of some, found 15"),
         (TensorDataset("image", torch.randn(2, 1, 3, 3), torch.tensor([0, 1])), {}, "expected images of bytes"),
     ],
 )
@@ -81,7 +81,7 @@ def test_images_that_are_no_sequences_of_one_length_are_refused(split, fields, m
 
 
 def test_evaluation_images_of_another_size_are_refused():
-    data = bundle("image", pil_images([(4, 4)]), pil_images([(5, 5)]))
+    data = bundle("image", pil_images([(4, 4)] * 2), pil_images([(5, 5)]))
     with pytest.raises(RecipeError, match="evaluation split: .* each of 16 pixels"):
         classify(data)
     assert classify(data, image_size=4).length == 16

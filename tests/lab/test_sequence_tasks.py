@@ -34,9 +34,11 @@ def test_other_tokens_outside_the_vocabulary_are_refused(row, found):
 
 
 def test_all_splits_get_the_longest_length():
-    data = tokens([0, 1], others={"test": TensorDataset("tokens", torch.tensor([[1, 2, 3]]), torch.tensor([1]))})
+    data = tokens(
+        [0, 1], [1, 0], others={"test": TensorDataset("tokens", torch.tensor([[1, 2, 3]]), torch.tensor([1]))}
+    )
     task = classify(data)
-    assert ids(task.train) == [[1, 2, 0]] and ids(task.test) == [[2, 3, 4]] and task.length == 3
+    assert ids(task.train) == [[1, 2, 0], [2, 1, 0]] and ids(task.test) == [[2, 3, 4]] and task.length == 3
 
 
 # Lengths
@@ -50,7 +52,7 @@ def test_text_is_cut_and_tokens_are_refused():
 
 def test_pairs_are_refused():
     with pytest.raises(RecipeError, match="sequence_classification expects 1 texts a sample .* found 2 .* pairs are"):
-        classify(bundle("text", pairs(("ab", "cde")), classes=2), length=4)
+        classify(bundle("text", pairs(("ab", "cde"), ("f", "g")), classes=2), length=4)
 
 
 def test_sequences_are_cut_to_the_length_and_padded_further():
@@ -67,8 +69,8 @@ def test_padding_below_the_length_is_refused():
 def test_every_byte_is_a_token():
     everything_utf8 = "".join(map(chr, [*range(0x80), 0x7FF, 0x20AC, 0x1F600, 0xD800]))  # the last is half a pair
     encoded = everything_utf8.encode("utf-8", "surrogatepass")
-    task = classify(written(everything_utf8), length=len(encoded))
-    assert ids(task.train) == [[byte + 1 for byte in encoded]]
+    task = classify(written(everything_utf8, "a"), length=len(encoded))
+    assert ids(task.train)[0] == [byte + 1 for byte in encoded]
 
 
 # Empty sequences
@@ -137,12 +139,12 @@ def test_a_model_of_a_recipe_takes_every_kind(data, fields):
 def test_sequences_longer_than_the_model_takes_are_refused_with_their_shape():
     recipe = make_recipe(model={"name": "hf:bert", "arguments": BERT | {"max_position_embeddings": 8}})
     with pytest.raises(RecipeError, match=r"hf:bert does not take the data of this task \(input_ids \(1, 16\), "):
-        prepare_model(recipe, MethodSettings(), classify(written("ab"), length=16), seed=0, base=None)
+        prepare_model(recipe, MethodSettings(), classify(written("ab", "c"), length=16), seed=0, base=None)
 
 
 def test_bert_is_not_confused_by_padding():
     model = tiny_bert().eval()
-    short, long = (classify(written("abc"), length=4, pad_to=width) for width in (4, 16))
+    short, long = (classify(written("abc", "d"), length=4, pad_to=width) for width in (4, 16))
     with torch.no_grad():
         logits = [model(**task.probe(1)).logits for task in (short, long)]
     torch.testing.assert_close(logits[0], logits[1])

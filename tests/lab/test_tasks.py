@@ -229,7 +229,7 @@ def test_reading_text_is_reported():
         ("language_modelling", IMAGES, {"context": 4}, "language_modelling needs text data; some has image"),
         ("image_classification", bundle("image", byte_images(), classes=None), {}, "needs labels; some has none"),
         ("sequence_classification", bundle("text", texts("a"), classes=None), {"length": 4}, "needs labels"),
-        ("image_classification", bundle("image", byte_images(), classes=1), {}, "at least two classes .* has only '0'"),
+        ("image_classification", bundle("image", byte_images(1), classes=1), {}, "at least two classes .* only '0'"),
         ("sequence_classification", token_data([[1], [1]], (0, 0), classes=1), {}, "at least two classes .* only '0'"),
         ("sequence_classification", DOCUMENTS, {}, "expected task.length, for instance 256"),
         ("sequence_classification", token_data([[5, 0], [0, 0]]), {}, "from 0 to 4, .* found 2 from 0 to 5"),

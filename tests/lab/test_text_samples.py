@@ -265,8 +265,3 @@ def test_a_record_without_a_tokeniser_resumes(tmp_path, text):
     del older["tokenizer"]
     (tmp_path / "run/run.json").write_text(json.dumps(seal(older)))
     assert run_job(job(tmp_path / "run", text, BPE))["tokenizer"]["vocabulary_size"] == 280
-
-
-def test_text_without_a_beginning_is_written_on_once():
-    task = make_task("language_modelling", bundle("text", texts(" " * 40, "x"), classes=None), context=16)
-    assert [sample["prompt"] for sample in task.write_samples(tiny_gpt2(context=16))] == [""]

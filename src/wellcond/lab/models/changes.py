@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -44,10 +43,8 @@ def remove_norms_(model: nn.Module, norms: Norms, run: Callable[[], object]) -> 
     sites = find_attention(model, strict=False)
     chosen = {site.name: _block_norms(model, site.name, sites) for site in sites}
     if norms == "without_attention_norm":
-        order: list[str] = []
         names = {*chosen, *itertools.chain(*chosen.values())}
-        with _watched({name: model.get_submodule(name) for name in names}, order.append):
-            run()
+        order = _called({name: model.get_submodule(name) for name in names}, run)
         for name, of_block in chosen.items():
             before = [ran for ran in order[: order.index(name) if name in order else 0] if ran in of_block]
             if not before:
@@ -87,15 +84,16 @@ def _is_norm(module: nn.Module) -> bool:
     return any(TOKEN_NORM.search(kind.__name__) for kind in type(module).__mro__)
 
 
-@contextlib.contextmanager
-def _watched(modules: dict[str, nn.Module], called: Callable[[str], None]) -> Iterator[None]:
-    """Report the name of each module just before it runs."""
-    handles = [m.register_forward_pre_hook(lambda *_, name=name: called(name)) for name, m in modules.items()]
+def _called(modules: dict[str, nn.Module], run: Callable[[], object]) -> list[str]:
+    """Names of the modules, in the order in which `run` calls them."""
+    order: list[str] = []
+    handles = [m.register_forward_pre_hook(lambda *_, name=name: order.append(name)) for name, m in modules.items()]
     try:
-        yield
+        run()
     finally:
         for handle in handles:
             handle.remove()
+    return order
 
 
 # QK-norm
@@ -111,15 +109,12 @@ def add_qk_norm_(model: nn.Module, run: Callable[[], object]) -> None:
         add_head_norm_(sites)
     except WellcondError as error:
         raise RecipeError(f"model.qk_norm: {error}") from error
-    called: set[str] = set()
     owners = {f"{site.name} {role}": site.by_role(role).owner for site in sites for role in ("query", "key")}
-    with _watched(owners, called.add):
-        run()
-    unused = [name.split()[0] for name in owners if name not in called]
+    unused = owners.keys() - _called(owners, run)
     if unused:
         raise RecipeError(
-            f"model.qk_norm: {unused[0]} of {type(model).__name__} reads the weights of its projections without "
-            "calling them, so its queries and keys cannot be normalised; set model.qk_norm: false"
+            f"model.qk_norm: {min(unused).split()[0]} of {type(model).__name__} reads the weights of its projections "
+            "without calling them, so its queries and keys cannot be normalised; set model.qk_norm: false"
         )
 
 
@@ -134,9 +129,8 @@ def add_layer_scale_(model: nn.Module, value: float, run: Callable[[], object]) 
     Raises: RecipeError for blocks that have such factors, or whose W_O is not called; `run` runs the model on a sample.
     """
     scaled: dict[str, nn.Module] = {}
-    for block in find_blocks(model, find_attention(model)):
-        if block.scales_itself:
-            raise RecipeError(f"model.layer_scale: {block.name} has scales of its own; set model.layer_scale: null")
+    blocks = find_blocks(model, find_attention(model))
+    for block in blocks:
         outputs = [site.o.owner for site in block.sites if site.o is not None]
         inside = tuple(f"{site.name}." for site in block.sites)
         others = [
@@ -145,14 +139,10 @@ def add_layer_scale_(model: nn.Module, value: float, run: Callable[[], object]) 
             if is_matrix(module) and module not in outputs and not name.startswith(inside)
         ]
         scaled |= {f"{block.name} ({index})": module for index, module in enumerate((*outputs, *others[-1:]))}
-    called: set[str] = set()
-    with _watched(scaled, called.add):
-        run()
-    if not scaled or called != set(scaled):
-        where = next((name for name in scaled if name not in called), "the model")
+    if any(block.scales_itself for block in blocks) or not scaled or set(_called(scaled, run)) != set(scaled):
         raise RecipeError(
-            f"model.layer_scale: {where} of {type(model).__name__} has no matrix that is called and adds to the "
-            "stream, so what it adds cannot be scaled; set model.layer_scale: null"
+            "model.layer_scale: expected blocks without scales of their own, whose last matrices of attention and MLP "
+            f"are called; those of {type(model).__name__} are not; set model.layer_scale: null"
         )
     for module in scaled.values():
         weight = module.get_parameter("weight")
@@ -251,10 +241,6 @@ def check_factors(factors: dict[str, Any]) -> dict[str, float]:
     """Factors in the order embeddings, positions; those of 1 change nothing and are left out.
 
     Raises: ValueError.
-
-    Example:
-        >>> check_factors({"positions": 25, "embeddings": 1})
-        {'positions': 25}
     """
     for name, factor in factors.items():
         if name not in TOKENS:

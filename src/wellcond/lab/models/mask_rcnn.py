@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
@@ -93,21 +94,23 @@ class TimmPyramid(nn.Module):
         if type(self.body).__name__ not in ("Xcit", "SwinTransformer"):
             raise ValueError(f"backbone: expected an XCiT or Swin of timm, found {name} ({type(self.body).__name__})")
         info = [dict(entry) for entry in self.body.feature_info]
-        self.taps = tuple(tap for tap in _taps(info) if tap < len(info))
-        channels, strides = ([info[tap][key] for tap in self.taps] for key in ("num_chs", "reduction"))
-        column = strides in ([8] * len(STRIDES), [16] * len(STRIDES))
-        if not column and strides != list(STRIDES):
+        depth = len(info)
+        # The ends of four stages or, as in the XCiT release, blocks 3, 5, 7, 11 of a column of 12.
+        column = enumerate((depth // 3, depth // 2, 2 * depth // 3, depth)) if name.startswith("xcit") else ()
+        self.taps = tuple(max(place, end - 1) for place, end in column) or tuple(range(depth))
+        strides = [info[tap]["reduction"] for tap in self.taps if tap < depth]
+        if strides != [16] * 4 and strides != list(STRIDES):
             raise ValueError(
-                f"backbone: expected outputs of strides 4, 8, 16, 32, or four of stride 8 or 16, found {strides} "
-                f"in {name}; change backbone_arguments"
+                f"backbone: expected outputs of strides 4, 8, 16, 32, or four of stride 16, found {strides} in {name}; "
+                "change backbone_arguments"
             )
+        channels = [info[tap]["num_chs"] for tap in self.taps]
         # What gets no gradient is removed: with several ranks DDP would wait for it.
         self.body.prune_intermediate_layers(list(self.taps), prune_norm=True, prune_head=True)
         if hasattr(self.body, "cls_token"):
             del self.body.cls_token
-        pairs = zip(STRIDES, channels, strict=True)
         self.levels = nn.ModuleList(
-            _resize(strides[0], wanted, width) if column else LayerNorm2d(width) for wanted, width in pairs
+            [LayerNorm2d(width) for width in channels] if strides == list(STRIDES) else _column_levels(channels[0])
         )
         self.pyramid = FeaturePyramidNetwork(channels, options.pyramid_width, extra_blocks=LastLevelMaxPool())
         self.out_channels = options.pyramid_width
@@ -120,23 +123,10 @@ class TimmPyramid(nn.Module):
         return OrderedDict((key, value.float()) for key, value in self.pyramid(named).items())
 
 
-def _taps(info: list[dict[str, Any]]) -> tuple[int, ...]:
-    """Outputs that become strides 4, 8, 16 and 32: the ends of the stages, or shares of the depth of a column."""
-    depth = len(info)
-    if len({entry["reduction"] for entry in info}) > 1:
-        return tuple(range(depth))
-    # As in the XCiT release, blocks 3, 5, 7, 11 of 12; in a column of four all of them.
-    return tuple(max(place, end - 1) for place, end in enumerate((depth // 3, depth // 2, 2 * depth // 3, depth)))
-
-
-def _resize(stride: int, wanted: int, width: int) -> nn.Module:
-    """What brings a map of a column to a stride of the pyramid, as in the XCiT release."""
-    if wanted >= stride:
-        return nn.Identity() if wanted == stride else nn.MaxPool2d(wanted // stride)
-    if stride // wanted == 2:
-        return nn.ConvTranspose2d(width, width, 2, stride=2)
-    first, second = (nn.ConvTranspose2d(width, width, 2, stride=2) for _ in range(2))
-    return nn.Sequential(first, SharedBatchNorm(width), nn.GELU(), second)
+def _column_levels(width: int) -> list[nn.Module]:
+    """What brings four maps of stride 16 to the strides of the pyramid, as in the XCiT release."""
+    up = functools.partial(nn.ConvTranspose2d, width, width, 2, stride=2)
+    return [nn.Sequential(up(), SharedBatchNorm(width), nn.GELU(), up()), up(), nn.Identity(), nn.MaxPool2d(2)]
 
 
 def _as_float32(module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -196,8 +186,8 @@ class Detector(MaskRCNN):
 
         Args:
             images: (batch, 3, height, width) in 0..1, padded at the bottom and on the right to multiples of 32.
-            sizes: (batch, 2), height and width of each before it was padded; None: none is padded, and without targets
-                all are computed at once.
+            sizes: (batch, 2), height and width of each before it was padded; None: none is padded, and all are
+                computed at once.
             targets: `boxes` (n, 4), `labels` (n,) from 1, and `masks` (n, height, width), of each image.
             original_sizes: (batch, 2), sizes that detections are scaled to.
             seeds: of the regions that the losses of each image are computed on, in evaluation.
@@ -206,25 +196,24 @@ class Detector(MaskRCNN):
             `labels`, `scores` and `masks` (n, 1, height, width) for each image; with targets also the list of losses.
         """
         shapes = [tuple(images.shape[-2:])] * len(images) if sizes is None else [tuple(size) for size in sizes.tolist()]
-        if self.training:
-            assert targets is not None, "training needs targets"
-            images = self._normalised(images, shapes)
-            return self._losses(images, shapes, list(targets), self.backbone(images))
         originals = shapes if original_sizes is None else [tuple(size) for size in original_sizes.tolist()]
-        if sizes is None and targets is None:
+        if self.training or sizes is None:
             images = self._normalised(images, shapes)
-            return self._detect(images, shapes, originals, self.backbone(images))
+            features = self.backbone(images)
+            if self.training:
+                return self._losses(images, shapes, list(targets or ()), features)
+            return self._detect(images, shapes, originals, features)
         found, losses = [], []
         for place, shape in enumerate(shapes):
             height, width = (-(-side // MULTIPLE) * MULTIPLE for side in shape)
             image = self._normalised(images[place : place + 1, :, :height, :width], [shape])
             features = self.backbone(image)
             found += self._detect(image, [shape], [originals[place]], features)
-            if targets is not None:
+            if targets is not None and seeds is not None:
                 target = targets[place] | {"masks": targets[place]["masks"][:, :height, :width]}
-                with self._seeded(0 if seeds is None else seeds[place], image.device):
+                with self._seeded(seeds[place], image.device):
                     losses.append(self._losses(image, [shape], [target], features))
-        return found if targets is None else (found, losses)
+        return (found, losses) if losses else found
 
     def _normalised(self, images: Tensor, shapes: list[tuple[int, ...]]) -> Tensor:
         """Mean 0 and deviation 1; padding is 0."""

@@ -92,7 +92,7 @@ def file_sha256(path: Path) -> str:
 
 
 def load_backbone(model: nn.Module, path: Path, method: MethodSettings) -> None:
-    """Load the encoder of a classifier, or of a detector, into the backbone of a detector.
+    """Load the encoder of a classifier into the backbone of a detector.
 
     Raw weights under a correction stay raw if `method` is about to correct them in the same way; otherwise what was
     corrected is folded. What only the classifier has (`model.encoder_left_out`) is left out, everything else must fit.
@@ -100,21 +100,18 @@ def load_backbone(model: nn.Module, path: Path, method: MethodSettings) -> None:
 
     Raises: RecipeError, WeightError; the model is then unchanged.
     """
-    prefix: str = model.encoder_prefix  # type: ignore[assignment]
     file = read_finished_run(path, "model.encoder", "a file of weights")[1] if path.is_dir() else path
     state = read_state_dict(file)
     settings = conditioning_in(state)
-    if any(key.startswith(prefix) for key in state):
-        state = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
     state = {key: value for key, value in state.items() if not key.startswith(model.encoder_left_out)}  # type: ignore
-    body = model.get_submodule(prefix.rstrip("."))
+    body = model.get_submodule(model.encoder_prefix.rstrip("."))  # type: ignore[union-attr]
     if settings is None or _same_correction(settings, method):
         load_state(body, {key: state[key] for key in state if key not in find_markers(state)}, str(file))
         return
     trained = copy.deepcopy(body)
     present = {site.name for site in find_attention(body, strict=False)}
-    sites = [name.removeprefix(prefix) for name in settings["sites"]]
-    load_folded(trained, state, settings | {"sites": [name for name in sites if name in present]}, str(file))
+    sites = [name for name in settings["sites"] if name in present]
+    load_folded(trained, state, settings | {"sites": sites}, str(file))
     body.load_state_dict(trained.state_dict())
 
 

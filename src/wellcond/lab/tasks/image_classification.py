@@ -221,15 +221,12 @@ class ImageClassification(ClassificationTask):
         return made
 
     def _pictures(self) -> dict[str, Samples]:
-        if self.augmentation.crop_padding:
-            raise RecipeError(
-                "augmentation.crop_padding works on images in memory; use augmentation.resized_crop with the others"
-            )
         first = self.context.data.train[0]["image"]
-        if isinstance(first, Tensor) and first.is_floating_point():
+        if self.augmentation.crop_padding or (isinstance(first, Tensor) and first.is_floating_point()):
             raise RecipeError(
-                f"{self.context.data.name}: its images come as normalised floats, which are neither resized (to "
-                f"{self.size} x {self.size}) nor augmented but by flip and crop_padding"
+                f"{self.context.data.name}: expected images to decode one by one, found normalised floats, or "
+                "augmentation.crop_padding, which works on images in memory. Other augmentations than it and flip, "
+                "task.image_size and task.evaluation_crop go with augmentation.resized_crop"
             )
         made: dict[str, Samples] = {}
         for name, split in self.context.splits.items():

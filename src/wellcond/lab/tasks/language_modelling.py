@@ -146,17 +146,10 @@ class LanguageModelling(AbstractTask):
 
     def write_samples(self, model: nn.Module) -> list[dict[str, str]]:
         """One that continues the beginning of the evaluation text, and one without a prompt."""
-        return [self._sample(model, prompt) for prompt in dict.fromkeys((self._opening(), ""))]
-
-    def _opening(self) -> str:
-        """The first tokens of the first document in the evaluation text that is not blank."""
-        tokens = self.first_samples(1)["input_ids"][0].tolist()
-        end = self.tokenizer.document_end
-        for _, document in itertools.groupby(tokens, key=lambda token: token != end):
-            text = self.tokenizer.decode(list(document)[:PROMPT_TOKENS])
-            if text.strip():
-                return text.rstrip("\N{REPLACEMENT CHARACTER}")  # half a character, where tokens are bytes
-        return ""
+        tokens, end = self.first_samples(1)["input_ids"][0].tolist(), self.tokenizer.document_end
+        opening = self.tokenizer.decode(list(itertools.takewhile(lambda token: token != end, tokens))[:PROMPT_TOKENS])
+        opening = opening.rstrip("\N{REPLACEMENT CHARACTER}")  # half a character, where tokens are bytes
+        return [self._sample(model, prompt) for prompt in (opening, "")]
 
     def _sample(self, model: nn.Module, prompt: str) -> dict[str, str]:
         try:

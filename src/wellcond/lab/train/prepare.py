@@ -19,7 +19,7 @@ from wellcond.lab.models.trained import load_backbone
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.seeding import derive
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.tasks.base import EVALUATION, TASKS, AbstractTask, TaskContext, need_several_classes_in_training
+from wellcond.lab.tasks.base import EVALUATION, TASKS, AbstractTask, TaskContext
 from wellcond.models import ModelSpecError, build_model
 from wellcond.weights import load_encoder, load_weights
 
@@ -79,8 +79,6 @@ def prepare_task(recipe: Recipe, *, seed: int, base: Path | None, progress: Prog
         with progress_to(progress):
             data = load_cached_data(parts[1], base)
             task = TASKS[name][1](recipe.task, TaskContext(data, seed, recipe.augmentation, base, with_test))
-        if task.tells_classes_apart:
-            need_several_classes_in_training(data, name)
         task.data = data
         _KEPT[key] = task
     return _KEPT[key]

@@ -59,7 +59,7 @@ class Detection(AbstractTask):
     def __init__(self, settings: DetectionSettings, context: TaskContext) -> None:
         """Prepare to decode images one by one."""
         context.need_kind(settings.name, "detection")
-        self.num_classes = context.need_classes(settings.name, least=1)
+        self.num_classes = context.need_classes(settings.name)
         self.settings, self.seed = settings, context.seed
         given = {} if context.augmentation is None else context.augmentation.model_dump(exclude_defaults=True)
         for name in given:

@@ -223,14 +223,6 @@ def load(config: CocoConfig, base: Path) -> Data:
     train = train.select(kept)
     train = train.select(draw_subset(len(train), config.limit_train))
     evaluation = evaluation.select(draw_subset(len(evaluation), config.limit_evaluation))
-    for split in (train, evaluation):
-        if all(annotation["iscrowd"] for group in split.annotations for annotation in group):
-            raise DataError(
-                f"{split.folder}: no image has an object to find.",
-                expected="at least one annotation that is no crowd region",
-                found=f"{len(split)} images",
-                todo="Check the annotations; with a limit on images, raise it.",
-            )
     names = tuple(category["name"] for category in train.categories)
     missing = ", ".join(f"{count} {what}" for what, count in sorted(left_out.items()) if count)
     notes = [f"left out of training: {missing}"] if missing else []
@@ -241,14 +233,8 @@ def _open(root: Path, name: str) -> CocoDataset:
     folder = require(root / f"{name}2017", "folder")
     path = require(root / "annotations" / f"instances_{name}2017.json")
     content = read_coco(path, training=name == "train")
-    missing = [image["file_name"] for image in content["images"] if not (folder / image["file_name"]).is_file()]
-    if missing:
-        raise DataError(
-            f"{folder / missing[0]}: the image is missing.",
-            expected=f"a file for each image of {path}",
-            found=f"{len(missing)} of {len(content['images'])} missing: {listed(missing, most=5)}",
-            todo="Copy the images, or remove them and their annotations from the file.",
-        )
+    for image in content["images"]:
+        require(folder / image["file_name"])
     grouped: dict[int, list[Any]] = {image["id"]: [] for image in content["images"]}
     for annotation in content["annotations"]:
         grouped[annotation["image_id"]].append(annotation)

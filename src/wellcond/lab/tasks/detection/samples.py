@@ -75,12 +75,7 @@ def to_mask(segmentation: Segmentation, height: int, width: int) -> Tensor:
 
 
 def from_mask(mask: Tensor) -> dict[str, Any]:
-    """A mask (height, width) as compressed run lengths that JSON can hold.
-
-    Example:
-        >>> from_mask(torch.eye(2))
-        {'size': [2, 2], 'counts': '0120'}
-    """
+    """A mask (height, width) as compressed run lengths that JSON can hold."""
     pixels = np.asfortranarray(mask.detach().cpu().to(torch.uint8).numpy())
     return as_text(import_pycocotools().mask.encode(pixels))
 
@@ -93,12 +88,7 @@ def as_text(lengths: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def boxes_of_masks(masks: Tensor) -> Tensor:
-    """The smallest boxes around masks (n, height, width), float32 (n, 4).
-
-    Example:
-        >>> boxes_of_masks(torch.tensor([[[0, 0, 0], [0, 1, 1]]], dtype=torch.uint8)).tolist()
-        [[1.0, 1.0, 3.0, 2.0]]
-    """
+    """The smallest boxes around masks (n, height, width), float32 (n, 4)."""
     from torchvision.ops import masks_to_boxes  # an extra, which other tasks do without
 
     return masks_to_boxes(masks) + torch.tensor([0.0, 0.0, 1.0, 1.0])  # which counts the last pixel, not its end
@@ -203,12 +193,7 @@ def choose_view(size: tuple[int, int], settings: DetectionAugmentation, draw: to
 
 
 def fit(size: tuple[int, int], side: int, longest: int) -> tuple[int, int]:
-    """Size (height, width) scaled to a shorter side, or to the longest longer one if that is reached first.
-
-    Example:
-        >>> fit((480, 640), 240, 1333), fit((100, 1000), 240, 500)
-        ((240, 320), (50, 500))
-    """
+    """Size (height, width) scaled to a shorter side, or to the longest longer one if that is reached first."""
     scale = min(side / min(size), longest / max(size))
     height, width = (max(1, int(length * scale + 0.5)) for length in size)
     return height, width
