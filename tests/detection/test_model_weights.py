@@ -69,14 +69,6 @@ def test_raw_weights_stay_raw_under_the_same_correction(tmp_path):
     assert_same_features(model, trained)
 
 
-def test_a_detector_hands_its_backbone_on(tmp_path):
-    first, second = detector(SWIN).eval(), detector(SWIN, seed=9, pyramid_width=8).eval()
-    wc.condition_(first, "polar")
-    save_file(first.state_dict(), tmp_path / "first.safetensors")
-    load_backbone(second, tmp_path / "first.safetensors", DEFAULT)
-    assert_same_features(second, first)
-
-
 @pytest.mark.parametrize(
     ("method", "change", "message"),
     [

@@ -84,12 +84,11 @@ def test_other_channels_in_a_set_of_colour_are_converted(pets, augmentation):
     assert train(pets, augmentation)["status"] == "finished"
 
 
-def test_a_grey_set_stays_grey_unless_asked(pets):
+def test_a_grey_set_stays_grey(pets):
     for file in pets.rglob("*.png"):
         file.write_bytes(encoded("L"))
     (pets / "val/ant/0.png").write_bytes(encoded("RGB"))
     assert prepare_task(recipe(pets), seed=0, base=None).channels == 1
-    assert prepare_task(recipe(pets, channels=3), seed=0, base=None).channels == 3
     assert train(pets)["status"] == "finished"
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from wellcond.lab.load_recipe import load_recipe, shipped_recipes
 from wellcond.lab.settings import Interval
+from wellcond.lab.tasks.masked_language_modelling import MASKED
 from wellcond.lab.tokenizers import TokenizerFile, TrainedTokenizer
 from wellcond.lab.train.length import ramped_parts
 from wellcond.lab.train.optimizers import Constant, Cosine, Triangular
@@ -116,7 +117,7 @@ def test_all_text_and_all_methods_with_five_seeds(scale, name):
 
 def test_a_quarter_of_the_tokens_is_guessed():
     recipe, _ = load_recipe("crammed-bert", scale="paper")
-    assert recipe.task.name == "masked_language_modelling" and recipe.task.mask_fraction == 0.25
+    assert recipe.task.name == "masked_language_modelling" and MASKED == 0.25
 
 
 def all_parts(training):

@@ -61,7 +61,7 @@ def fit_to_data(name: str, *, scale: str | None, overrides: Sequence[str], quiet
             raise OptionError(
                 f"--data: there is no file or folder {asked!r}; as the id of a dataset:\n  {error}"
             ) from error
-        if recipe.evaluation.test is not None and not TaskContext(data, seed=0).test:
+        if recipe.evaluation.test is not None and "test" not in TaskContext(data, seed=0).splits:
             change("evaluation.test=null", "the data have no test split; results are those on the evaluation set")
             recipe, _ = load_recipe(name, scale=scale, overrides=[*overrides, *changes])
         count = len(prepare_task(recipe, seed=recipe.seeds[0], base=base).train)

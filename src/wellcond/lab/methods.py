@@ -32,8 +32,7 @@ from wellcond.init.apply import check_names, check_options, init_
 from wellcond.init.options import check_values
 from wellcond.init.plan import METHODS as INITS
 from wellcond.lab.models.changes import check_factors, scale_tokens_
-from wellcond.lab.models.trained import OPTIONS as TEACHER_OPTIONS
-from wellcond.lab.models.trained import Build, check_teacher, selection_options
+from wellcond.lab.models.trained import Build, check_teacher, load_teacher
 from wellcond.lab.settings import RecipeError, Settings, first_problem, plain_number, read_yaml, suggest
 
 
@@ -91,7 +90,7 @@ class MethodSettings(Settings):
             if options != {"library": True}:
                 raise ValueError("default(library=true) takes no other value and no other option")
         elif self.init == "weight_selection":  # the teacher is a path here, and a model only when it is applied
-            check_names(self.init, {name: value for name, value in options.items() if name not in TEACHER_OPTIONS})
+            check_names(self.init, options)
             check_teacher(options)
         else:
             check_options(self.init, options)
@@ -135,7 +134,7 @@ class MethodSettings(Settings):
         """
         sites = self._chosen(model)
         if self.init == "weight_selection":
-            options = selection_options(self.init_options, base, build)
+            options = self.init_options | {"teacher": load_teacher(self.init_options, base, build)}
             try:
                 init_(model, self.init, sites=sites, **options)
             except WellcondError as error:

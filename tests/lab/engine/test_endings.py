@@ -236,7 +236,7 @@ def test_data_workers_run_inside_the_pool(tmp_path):
             Image.new("RGB", (20, 20), (number * 9, 10, 250 - number * 9)).save(place / f"{number}.png")
     overrides = (
         f"data={{source: image_folder, path: {folder}}}",
-        "task={name: image_classification, image_size: 8, in_memory: never}",
+        "task={name: image_classification, image_size: 8}",
         "augmentation={resized_crop: [0.5, 1.0], flip: 0.5}",
         "training={length: {steps: 4}, batch_size: 8, threads: 1, workers: 1}",
     )

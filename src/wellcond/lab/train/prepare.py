@@ -14,12 +14,12 @@ from torch import nn
 from wellcond.errors import needs_extra
 from wellcond.lab.data.base import Data, Progress, load_data, progress_to, resolve_config
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.models.changes import add_layer_scale_, add_qk_norm_, check_untrained, remove_norms_, scale_true_
+from wellcond.lab.models.changes import add_layer_scale_, add_qk_norm_, remove_norms_, scale_true_
 from wellcond.lab.models.trained import load_backbone
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.seeding import derive
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.tasks.base import EVALUATION, TASKS, AbstractTask, TaskContext, need_several_classes_in_training
+from wellcond.lab.tasks.base import EVALUATION, TASKS, AbstractTask, TaskContext
 from wellcond.models import ModelSpecError, build_model
 from wellcond.weights import load_encoder, load_weights
 
@@ -79,8 +79,6 @@ def prepare_task(recipe: Recipe, *, seed: int, base: Path | None, progress: Prog
         with progress_to(progress):
             data = load_cached_data(parts[1], base)
             task = TASKS[name][1](recipe.task, TaskContext(data, seed, recipe.augmentation, base, with_test))
-        if task.tells_classes_apart:
-            need_several_classes_in_training(data, name)
         task.data = data
         _KEPT[key] = task
     return _KEPT[key]
@@ -104,13 +102,12 @@ def prepare_model(
     """Build the model and apply the method. A seed fixes every other weight, so that methods are paired."""
     settings, proxy = recipe.model, None if method.library else recipe.proxy
     name = located(settings.name, base)
-    if proxy is not None:
-        check_untrained(name)
-        if method.init == "default" and method.init_options and method.init_options.get("rule") != "torch":
-            raise RecipeError(
-                f"proxy: {method.label} draws the attention again at the scale of the library; expected default, which "
-                "is scale-true, or default(library=true)"
-            )
+    drawn_again = method.init == "default" and method.init_options and method.init_options.get("rule") != "torch"
+    if proxy is not None and drawn_again:
+        raise RecipeError(
+            f"proxy: {method.label} draws the attention again at the scale of the library; expected default, which "
+            "is scale-true, or default(library=true)"
+        )
 
     def check() -> None:
         _check_takes(model, task, settings.name)
