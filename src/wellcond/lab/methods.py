@@ -130,8 +130,8 @@ class MethodSettings(Settings):
     ) -> nn.Module:
         """Initialise and condition a freshly built model in place; `default` leaves it as its library made it.
 
-        A teacher is found from the folder `base` and built by `build`; `forward` calls the model on samples of the
-        training set, for starts that are calibrated on data.
+        `base` and `build` find and build teachers; `forward` calls the model on training samples, for starts that are
+        calibrated on data.
         """
         sites = self._chosen(model)
         if self.init == "weight_selection":
@@ -174,12 +174,7 @@ PLAIN_LABEL = re.compile(rf"{_WORD}(?:\+{_WORD})?(?:\({_WORD}={_WORD}(?:, {_WORD
 
 
 def slug(label: str) -> str:
-    """A file name for a label; labels that differ give names that differ.
-
-    Example:
-        >>> slug("identity(lam=10)"), slug("conditioned+balanced")
-        ('identity-lam-10', 'conditioned-balanced')
-    """
+    """A file name for a label, such as identity-lam-10; labels that differ give names that differ."""
     plain = re.sub(r"[^a-z0-9._]+", "-", label.lower()).strip("-._")[:80]
     if len(label) <= 80 and PLAIN_LABEL.fullmatch(label):
         return plain
@@ -200,14 +195,7 @@ EXAMPLES = {"tokens": "positions=25", "set": "optimizer.lr=3e-3"}
 
 
 def parse_method(text: str) -> dict[str, Any]:
-    """Fields of `MethodSettings` from text.
-
-    Raises: ValueError for text that names no method, or two of the same kind.
-
-    Example:
-        >>> parse_method("conditioned+identity(lam=2)")["condition_options"]
-        {'lam': 2}
-    """
+    """Fields of `MethodSettings` from text; ValueError if that names no method, or two of the same kind."""
     fields: dict[str, Any] = {"label": text.strip()}
     for name, options in read_calls(text):
         if name in EXAMPLES:
@@ -244,10 +232,9 @@ def parse_methods(text: str) -> tuple[MethodSettings, ...]:
 
 def check_distinct(methods: Sequence[MethodSettings]) -> None:
     """Raise RecipeError if two methods have one label (and folder), or are the same under two labels."""
-    labels = [method.label for method in methods]
-    if twice := [label for label in labels if labels.count(label) > 1]:
-        raise RecipeError(f"expected every method once, found {twice[0]!r} twice; give them different labels")
     for first, second in itertools.combinations(methods, 2):
+        if first.label == second.label:
+            raise RecipeError(f"expected every method once, found {first.label!r} twice; give them different labels")
         if first.model_dump(exclude={"label"}) == second.model_dump(exclude={"label"}):
             raise RecipeError(f"expected every method once, but {first.label!r} and {second.label!r} are the same")
 
@@ -286,28 +273,14 @@ def _tree(text: str) -> ast.expr:
 
 
 def split_methods(text: str) -> list[str]:
-    """The texts of a comma-separated list of methods.
-
-    Raises: ValueError for text that is no such list.
-
-    Example:
-        >>> split_methods("default, identity(lam=2, layout=joint),polar")
-        ['default', 'identity(lam=2, layout=joint)', 'polar']
-    """
+    """The texts of a comma-separated list of methods; ValueError for text that is no such list."""
     text = text.strip()
     tree = _tree(text)
     return [text[a.col_offset : a.end_col_offset] for a in tree.elts] if isinstance(tree, ast.Tuple) else [text]
 
 
 def read_calls(text: str) -> list[Call]:
-    """Names and options of the parts of a method.
-
-    Raises: ValueError for text that is no sum of calls; RecipeError for a value that is not YAML.
-
-    Example:
-        >>> read_calls("conditioned+set(optimizer.lr=3e-3)")
-        [('conditioned', {}), ('set', {'optimizer.lr': 0.003})]
-    """
+    """Names and options of the parts of a method, such as [("identity", {"lam": 10})]; ValueError for other text."""
     text = text.strip()
     tree, parts = _tree(text), []
     while isinstance(tree, ast.BinOp):  # + is the only operator that is not masked
@@ -338,12 +311,7 @@ def _read_call(text: str, node: ast.expr) -> Call:
 
 
 def write_call(name: str, options: dict[str, Any]) -> str:
-    """The text that `read_calls` reads.
-
-    Example:
-        >>> write_call("identity", {"lam": {"q": 1}}), write_call("polar", {})
-        ('identity(lam={q: 1})', 'polar')
-    """
+    """The text that `read_calls` reads."""
     written = ", ".join(f"{key}={_write_value(value)}" for key, value in options.items())
     return f"{name}({written})" if options else name
 

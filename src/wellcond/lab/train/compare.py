@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import multiprocessing
 import os
 import signal
@@ -15,17 +14,15 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from wellcond.errors import AttentionNotFoundError, MissingExtraError, WellcondError
 from wellcond.lab.cluster import RaySettings
 from wellcond.lab.data.base import DataError
 from wellcond.lab.methods import MethodSettings, check_distinct
-from wellcond.lab.recipe import Recipe, config_hash, list_differences, override_recipe
+from wellcond.lab.recipe import Recipe, config_hash, differences, with_effect
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.engine import Event
 from wellcond.lab.train.length import StopFlag
-from wellcond.lab.train.run import Job, UnexpectedRunError, check_local_code, complete_record, run_job
+from wellcond.lab.train.run import Job, check_local_code, complete_record, run_job
 from wellcond.lab.train.run_folder import RunError, RunFolder, read_sealed, write_sealed, writing
 from wellcond.models import ModelSpecError
 from wellcond.run_records import SCHEMA
@@ -43,8 +40,6 @@ class Outcome:
     records: list[dict[str, Any]] = field(default_factory=list)
     failures: list[tuple[Job, str]] = field(default_factory=list)
     interrupted: bool = False
-    crashed: bool = False
-    """Whether a run in this process failed with an unexpected exception."""
 
     def take(self, record: dict[str, Any]) -> None:
         """Add the record of a run that ended."""
@@ -92,23 +87,19 @@ def check_settings(folder: Path, recipe: Recipe) -> None:
     elif (former["recipe"], former["scale"]) != (recipe.name, recipe.scale):
         problem = f"a comparison of {former['recipe']} ({former['scale']}), not of {recipe.name} ({recipe.scale})"
     elif former.get("settings_hash", settings) != settings:
-        problem = f"a comparison of {recipe.name} under other settings{_what_differs(folder, former, recipe)}"
+        problem = f"a comparison of {recipe.name} under other settings{_what_differs(folder, recipe)}"
     else:
         return
     raise RunError(f"{folder} holds {problem}. Give another folder with --folder")
 
 
-def _what_differs(folder: Path, comparison: dict[str, Any], recipe: Recipe) -> str:
-    """The settings that differ from those of the first run of a comparison; empty if none has a record."""
-    for slug, seed in itertools.product([method["slug"] for method in comparison["methods"]], comparison["seeds"]):
-        record = RunFolder(folder / slug / f"seed{seed}").read_record()
-        if record is not None:
-            try:  # without what was tuned for it there
-                method = recipe.at_tuned(MethodSettings.model_validate(record["method"]))
-            except ValidationError:  # a label of the user's own
-                method = MethodSettings.model_validate(record["config"]["method"])
-            here = override_recipe(recipe, method).config(method, record["seed"])
-            return f":\n{list_differences(record['config'], here)}\n  Their runs cannot be compared"
+def _what_differs(folder: Path, recipe: Recipe) -> str:
+    """The settings that differ from those of the first run of a comparison, but for what its method sets."""
+    for path in sorted(folder.glob("*/seed*/run.json")):
+        there = (RunFolder(path.parent).read_record() or {})["config"]
+        own = tuple(there["method"]["set"])
+        found = differences(with_effect(there), with_effect(recipe.config(recipe.method, there["seed"])))
+        return f" ({'; '.join(line for line in found if not line.startswith(('method.', *own)))})"
     return ""
 
 
@@ -174,7 +165,6 @@ def run_comparison(
             except WellcondError as error:
                 if int(os.environ.get("WORLD_SIZE", "1")) > 1:
                     raise  # other ranks may not have failed: continuing would mix runs
-                outcome.crashed |= isinstance(error, UnexpectedRunError)
                 outcome.fail(job, str(error), observer)
     return outcome
 

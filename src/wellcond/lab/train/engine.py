@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,6 @@ from wellcond.lab.train.batches import Share, UpdatePlan, fetch_batches
 from wellcond.lab.train.evaluate import ConditioningLog, Evaluator, WeightAverage, find_test_set, layer_numbers
 from wellcond.lab.train.length import Diverged, Lengths, StopFlag, TimeBudget, TrainState, check_loss, ramped_parts
 from wellcond.lab.train.optimizers import set_point
-from wellcond.lab.train.run_folder import check_links
 
 if TYPE_CHECKING:
     from wellcond.lab.train.run import Session
@@ -63,8 +61,8 @@ class Engine:
         self.samples: list[dict[str, Any]] = []
         """Scores on the test split, and outputs of the last weights on samples; set after training."""
         self.wants_best = recipe.evaluation.test == "best"
-        self.best_weights: dict[str, Tensor] | Path | None = None
-        """Weights and buffers of the best evaluation so far: in memory until a checkpoint holds them, then that one."""
+        self.best_weights: dict[str, Tensor] | None = None
+        """Weights and buffers of the best evaluation so far, on the CPU."""
         self.state = TrainState()
         self.budget = TimeBudget(training.hours, self.clock, accelerator)
         self.log = ConditioningLog(recipe.tracking, task, model, accelerator, lengths)
@@ -79,6 +77,8 @@ class Engine:
         self.sharded = is_held_together(unwrap(self.model))
         self.sites = [] if self.sharded else find_attention(unwrap(self.model), strict=False)
         self._losses: list[Tensor] = []
+        self.newest_loss: float | None = None
+        """Mean of the last row of steps.jsonl."""
 
     @property
     def full_updates(self) -> float:
@@ -100,11 +100,13 @@ class Engine:
                 self.folder.cut_logs({})
             return 0
         stored = checkpoint.read_checkpoint(place)
-        checkpoint.load_model_(self.model, place)
+        tensors = checkpoint.read_tensors(place, "model", checkpoint.model_tensors(self.model).get)
+        checkpoint.load_model_(self.model, tensors)
         checkpoint.load_optimizer_(self.model, self.optimizer.optimizer, place, stored["groups"])
         if self.average is not None:
             self.average.load_(checkpoint.read_tensors(place, "average", self.average.state.get))
-        self.best_weights = place if self.wants_best else None
+        if self.wants_best:
+            self._keep_best(checkpoint.read_tensors(place, "best", checkpoint.model_tensors(self.model).get))
         if self.accelerator.scaler is not None and stored["scaler"]:
             self.accelerator.scaler.load_state_dict(stored["scaler"])
         self.state = TrainState(**stored["train"])
@@ -119,9 +121,6 @@ class Engine:
             self._take_losses()
             scaler, optimizer = self.accelerator.scaler, self.optimizer.optimizer
             folder, step = self.folder.path / "checkpoints", self.state.step
-            if self.is_main:
-                self.folder.check_there()
-                check_links(self.folder.path)  # one may have been created since the run began
             if self.is_main or self.sharded:
                 tensors = {
                     "model": checkpoint.model_tensors(self.model),
@@ -138,8 +137,6 @@ class Engine:
                 }
                 checkpoint.save_checkpoint(folder, step, tensors, state, sharded=self.sharded)
             self.accelerator.wait_for_everyone()
-            if self.best_weights is not None:
-                self.best_weights = folder / f"step-{step:08d}"
             if self.is_main:
                 self.session.write()
                 self.observer({"event": "saved", "step": step})
@@ -179,7 +176,7 @@ class Engine:
             if logged:
                 self._log_step(norms)
             if (now := time.perf_counter()) - told > SECONDS_BETWEEN_EVENTS:
-                event = {"event": "step", "step": done, "loss": self._newest_loss()}
+                event = {"event": "step", "step": done, "loss": self.newest_loss}
                 self.observer(event | {"num_steps": self.budget.steps_expected(done, self.lengths.num_steps)})
                 told = now
             self._at_boundaries(stop)
@@ -251,12 +248,6 @@ class Engine:
         if stopping:
             raise Interrupted
 
-    def _newest_loss(self) -> float | None:
-        """The newest loss that is known without waiting for the device."""
-        if self._losses and self._losses[-1].device.type == "cpu":
-            return float(self._losses[-1])
-        return self.state.window[-1] if self.state.window else None
-
     def _take_losses(self) -> None:
         """Move the losses of recent updates to the state, averaged over ranks; raises Diverged if one is not finite."""
         if not self._losses:
@@ -269,19 +260,21 @@ class Engine:
         first = self.state.step + 1 - len(values)
         self.state.take(values)
         for number, value in enumerate(values):
-            check_loss(value, None, None, first + number)
+            check_loss(value, first + number)
 
     def _log_step(self, norms: dict[str, float]) -> None:
         step = self.state.step
         try:
             self._take_losses()
         finally:  # a loss that is not finite is logged too
-            mean = self.state.close_window()
+            mean = self.newest_loss = self.state.close_window()
             row: dict[str, Any] = {"step": step, "epoch": self.epoch, "loss": mean, "lr": self.learning_rate, **norms}
             if self.is_main:
                 self.folder.append("steps.jsonl", [row])
                 self._track("train", row)
-        check_loss(mean, self.state.first_loss, self.recipe.training.diverged_above, step)
+        factor, first = self.recipe.training.diverged_above, self.state.first_loss
+        if factor is not None and first is not None:
+            check_loss(mean, step, factor * max(first, 1e-6))
 
     def _track(self, group: str, values: dict[str, Any]) -> None:
         self.accelerator.log({f"{group}/{name}": value for name, value in values.items()}, step=self.state.step)
@@ -304,16 +297,18 @@ class Engine:
             if self.is_main:
                 self.folder.append("evaluations.jsonl", [row])
                 self._track("evaluation", values)
-            check_loss(values["loss"], None, None, self.state.step)
+            check_loss(values["loss"], self.state.step)
             self.state.final = row
             name = self.task.metric.name
             if self.state.best is None or self.task.metric.better(row[name], self.state.best[name]):
                 self.state.best = row
                 if self.wants_best:
                     with self.evaluator.evaluated_weights():
-                        found = checkpoint.model_tensors(self.model).items()
-                        self.best_weights = {name: value.detach().to("cpu", copy=True) for name, value in found}
+                        self._keep_best(checkpoint.model_tensors(self.model))
             self.observer({"event": "evaluation", "row": row})
+
+    def _keep_best(self, tensors: dict[str, Tensor]) -> None:
+        self.best_weights = {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
 
     def _test(self) -> None:
         """Score the test split after the last checkpoint: a run killed here resumes there and gives identical results.
@@ -330,7 +325,7 @@ class Engine:
             else:
                 assert self.best_weights is not None
                 reshard_(self.model)
-                checkpoint.load_model_(self.model, self.best_weights, "best")
+                checkpoint.load_model_(self.model, self.best_weights)
                 values = self.evaluator.score(samples, len(samples))
             tested = self.state.best if weights == "best" else self.state.final
             assert tested is not None

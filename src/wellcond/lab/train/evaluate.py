@@ -144,8 +144,6 @@ class Evaluator:
 
 # Conditioning
 
-MOST_POINTS = 100_000
-
 
 def jacobian_steps(num_points: int, num_steps: int) -> frozenset[int]:
     """Step 0, the last step, and logarithmically spaced ones between.
@@ -178,11 +176,6 @@ class ConditioningLog:
         """Steps at which the Jacobian, and at which only weights and attention maps, are measured."""
         if settings.weights_every is not None:
             every = settings.weights_every.in_steps(lengths.steps_per_epoch)
-            if num_steps // every > MOST_POINTS:
-                raise RecipeError(
-                    f"tracking.weights_every: expected at most {MOST_POINTS} measurements, found one every {every} of "
-                    f"{num_steps} steps; give a longer interval"
-                )
             self.weights = frozenset({*range(0, num_steps + 1, every), num_steps}) - self.jacobian
         self.steps = self.jacobian | self.weights
         self._measures = bool(self.steps) and (accelerator.is_main_process or accelerator.is_fsdp2)
@@ -202,9 +195,9 @@ class ConditioningLog:
             raise RecipeError(f"tracking.heads: expected numbers from 0 to {most - 1}, found {self.settings.heads}")
         probe: Any = self.task.probe(self.settings.samples)
         if self._copy is None:
-            device = self.accelerator.device
-            is_dict = isinstance(probe, dict)
-            probe = {name: value.to(device) for name, value in probe.items()} if is_dict else probe.to(device)
+            from accelerate.utils import send_to_device
+
+            probe = send_to_device(probe, self.accelerator.device)
         self._tracker = ConditionTracker(
             measured,
             probe,
@@ -243,19 +236,12 @@ FOR_TRACKERS = {
 
 
 def layer_numbers(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Rows of one step as numbers for a tracker, grouped by layer; loggers want finite ones, so others are left out.
-
-    Example:
-        >>> row = {"layer": "blocks.3", "pseudo_condition_number": 10.0, "normalised_entropy": 0.5, "dead": False}
-        >>> numbers = layer_numbers([row, row | {"pseudo_condition_number": 1000.0, "dead": True}])
-        >>> round(numbers["conditioning/blocks.3/kappa_J"]), numbers["conditioning/blocks.3/dead_heads"]
-        (100, 1.0)
-    """
+    """Rows of one step as numbers for a tracker, grouped by layer; loggers want finite ones, so others are left out."""
     numbers: dict[str, float] = {}
     for layer in dict.fromkeys(row["layer"] for row in rows):
         heads = [row for row in rows if row["layer"] == layer]
         for name, (key, mean) in FOR_TRACKERS.items():
-            values = [float(head[key]) for head in heads if head.get(key) is not None]
+            values = [float("nan" if head.get(key) is None else head[key]) for head in heads]
             if finite := [value for value in values if math.isfinite(value)]:
                 numbers[f"conditioning/{layer}/{name}"] = mean(finite)
         numbers[f"conditioning/{layer}/dead_heads"] = float(sum(bool(head["dead"]) for head in heads))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import platform
 import signal
 import threading
 import time
@@ -89,12 +88,12 @@ class Diverged(Exception):
     """The loss is not finite, or far above where it began."""
 
 
-def check_loss(loss: float, first: float | None, factor: float | None, step: int) -> None:
-    """Raise Diverged, with the reason."""
+def check_loss(loss: float, step: int, most: float = math.inf) -> None:
+    """Raise Diverged if a loss is not finite, or above `most`."""
     if not math.isfinite(loss):
         raise Diverged(f"the loss is {loss} at step {step}")
-    if factor is not None and first is not None and loss > factor * max(first, 1e-6):
-        raise Diverged(f"the loss at step {step} is {loss:.4g}, more than {factor:g} times the first, {first:.4g}")
+    if loss > most:
+        raise Diverged(f"the loss at step {step} is {loss:.4g}, too many times the first: more than {most:.4g}")
 
 
 @dataclass
@@ -206,11 +205,6 @@ def peak_memory(device: torch.device) -> int:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    with contextlib.suppress(ImportError):
-        import resource
-
-        unit = 1 if platform.system() == "Darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return 0
 
 
