@@ -14,7 +14,7 @@ import itertools
 import json
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +67,10 @@ class MethodSettings(Settings):
 
     @model_validator(mode="after")
     def _exists(self) -> MethodSettings:
-        if self.init not in INITS:
-            raise ValueError(f"unknown initialisation {self.init!r}{suggest(self.init, sorted(INITS))}")
-        if self.condition is not None and self.condition not in CONDITIONS:
-            raise ValueError(f"unknown conditioning {self.condition!r}{suggest(self.condition, sorted(CONDITIONS))}")
+        checks = ("initialisation", self.init, INITS), ("conditioning", self.condition, CONDITIONS)
+        for kind, name, known in checks:
+            if name is not None and name not in known:
+                raise ValueError(f"unknown {kind} {name!r}{suggest(name, sorted(known))}")
         try:
             self._check_init()
             if self.condition is not None:
@@ -98,7 +98,7 @@ class MethodSettings(Settings):
 
     @property
     def library(self) -> bool:
-        """Whether it asks for the start of the model's library, whatever the recipe is a proxy for."""
+        """Whether it asks for the library's own start, whatever the recipe is a proxy for."""
         return "library" in self.init_options
 
     def canonical(self) -> str:
@@ -120,13 +120,7 @@ class MethodSettings(Settings):
         return slug(self.label)
 
     def apply_(
-        self,
-        model: nn.Module,
-        *,
-        seed: int,
-        base: Path | None = None,
-        build: Build | None = None,
-        forward: Callable[[nn.Module], Any] | None = None,
+        self, model: nn.Module, *, seed: int, base: Path | None = None, build: Build | None = None, forward: Any = None
     ) -> nn.Module:
         """Initialise and condition a freshly built model in place; `default` leaves it as its library made it.
 
@@ -161,9 +155,7 @@ class MethodSettings(Settings):
         chosen = [site for site in found if fnmatch.fnmatchcase(site.name, self.sites)]
         if not chosen:
             names = ", ".join(site.name for site in found[:4])
-            raise RecipeError(
-                f"sites: expected a pattern of names such as {names}, found {self.sites!r}, which fits none"
-            )
+            raise RecipeError(f"sites: expected one for names such as {names}, found {self.sites!r}, which fits none")
         return chosen
 
 
@@ -186,7 +178,7 @@ def _whole(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _whole(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_whole(item) for item in value]
+        return list(map(_whole, value))
     return plain_number(value) if isinstance(value, float) else value
 
 
@@ -205,9 +197,8 @@ def parse_method(text: str) -> dict[str, Any]:
             continue
         kind = "condition" if name in CONDITIONS else "init"
         if name not in CONDITIONS and name not in INITS:
-            raise ValueError(
-                f"unknown method {name!r}{suggest(name, [*sorted(INITS), *sorted(CONDITIONS), *EXAMPLES])}"
-            )
+            known = [*sorted(INITS), *sorted(CONDITIONS), *EXAMPLES]
+            raise ValueError(f"unknown method {name!r}{suggest(name, known)}")
         if kind in fields:
             raise ValueError(f"{text!r} names two methods of the same kind: {fields[kind]} and {name}")
         if kind == "condition" and "projections" in options:

@@ -150,8 +150,7 @@ class Recipe(Settings):
     description: str = ""
     scale: Scale
     task: Annotated[
-        SerializeAsAny[Settings],
-        BeforeValidator(choose_by_name("task", {name: settings for name, (settings, _) in TASKS.items()})),
+        SerializeAsAny[Settings], BeforeValidator(choose_by_name("task", *(kind for kind, _ in TASKS.values())))
     ]
     data: Annotated[SerializeAsAny[SourceConfig], BeforeValidator(_resolve_source)]
     model: ModelSettings
@@ -222,12 +221,7 @@ def config_hash(config: dict[str, Any]) -> str:
 
 
 def differences(a: Any, b: Any, path: str = "") -> list[str]:
-    """Where two configurations differ.
-
-    Example:
-        >>> differences({"optimizer": {"lr": 1}}, {"optimizer": {"lr": 2}})
-        ['optimizer.lr: 1 there, 2 here']
-    """
+    """Where two configurations differ, such as ``optimizer.lr: 1 there, 2 here``."""
     if isinstance(a, dict) and isinstance(b, dict):
         return [line for key in a | b for line in differences(a.get(key), b.get(key), f"{path}.{key}".lstrip("."))]
     return [] if a == b else [f"{path}: {a!r} there, {b!r} here"]
@@ -246,12 +240,6 @@ def override_recipe(recipe: Recipe, method: MethodSettings) -> Recipe:
     """The recipe of a method's runs: its `set` applied; the recipe itself if it has none.
 
     Raises: RecipeError that names the method, the field, what was expected and what was found.
-
-    Example:
-        >>> from wellcond.lab.load_recipe import load_recipe
-        >>> method = MethodSettings.model_validate("conditioned+set(optimizer.lr=3e-3)")
-        >>> override_recipe(load_recipe("digits")[0], method).optimizer.lr
-        0.003
     """
     changed: dict[str, Any] = {}
     for field, value in method.set.items():

@@ -7,7 +7,7 @@ import difflib
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -55,12 +55,7 @@ class Settings(BaseModel):
 
 
 def suggest(name: str, allowed: Sequence[str]) -> str:
-    """What may stand there instead, the nearest first.
-
-    Example:
-        >>> suggest("momentun", ["lr", "momentum"])
-        "; did you mean 'momentum'? Allowed: lr, momentum"
-    """
+    """What may stand there instead, the nearest first."""
     close = difflib.get_close_matches(name, allowed, 1)
     return (f"; did you mean {close[0]!r}?" if close else ".") + f" Allowed: {', '.join(allowed)}"
 
@@ -91,7 +86,7 @@ def plain_number(value: float) -> float:
 
 
 def first_problem(error: ValueError) -> str:
-    """What is wrong first, by a pydantic error or another one."""
+    """The first thing wrong by a pydantic error, or another error as it is."""
     return error.errors()[0]["msg"].removeprefix("Value error, ") if isinstance(error, ValidationError) else str(error)
 
 
@@ -112,8 +107,9 @@ def list_problems(error: ValidationError) -> list[str]:
     return lines
 
 
-def choose_by_name(what: str, kinds: Mapping[str, type[Settings]]) -> Callable[[Any], Any]:
+def choose_by_name(what: str, *settings: type[Settings]) -> Callable[[Any], Any]:
     """A validator of fields whose `name` says which of several settings they have."""
+    kinds = {kind.model_fields["name"].default: kind for kind in settings}
 
     def choose(raw: Any) -> Any:
         if not isinstance(raw, dict):
@@ -185,14 +181,7 @@ def _parse(text: str) -> Any:
 
 
 def read_yaml(text: str, where: str = "the value") -> Any:
-    """Plain data from YAML.
-
-    Raises: RecipeError for text that is not YAML, or asks for more than plain data.
-
-    Example:
-        >>> read_yaml("lr: 1e-3")
-        {'lr': 0.001}
-    """
+    """Plain data from YAML; RecipeError for text that is not YAML, or asks for more than plain data."""
     if len(text) > MOST_CHARACTERS:
         raise RecipeError(f"{where}: expected at most {MOST_CHARACTERS} characters, found {len(text)}")
     try:

@@ -247,13 +247,9 @@ def do_job(job: Job, send: Callable[[Message], None], stop: StopFlag) -> None:
             send(("error for all" if isinstance(error, FOR_ALL) else "error", str(error)))
 
 
-ATTEMPTS = 2
-"""A run whose worker is killed resumes in another one; killed twice, it has failed."""
-
-
 def run_in_pool(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver) -> Outcome:
-    """As `run_comparison`; a worker that dies is replaced and its run resumes."""
-    dispatch = Dispatch(jobs, observer, attempts=ATTEMPTS)
+    """As `run_comparison`; a worker that dies is replaced and its run resumes; killed twice, it has failed."""
+    dispatch = Dispatch(jobs, observer, attempts=2)
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
     workers: dict[Connection, Any] = {}
     """Processes, each by the connection to it."""
@@ -286,7 +282,8 @@ def run_in_pool(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver)
                     except (EOFError, ConnectionError):
                         process = workers.pop(connection)
                         process.join(10)
-                        dispatch.lose(running.pop(connection), f"its process {describe_exit(process.exitcode)}")
+                        code = f"{process.exitcode}{'; out of memory?' * (process.exitcode == -signal.SIGKILL)}"
+                        dispatch.lose(running.pop(connection), f"its process ended with code {code}")
                     else:
                         if dispatch.handle(running[connection], message):
                             del running[connection]
@@ -299,19 +296,6 @@ def run_in_pool(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver)
             process.join(10)
 
 
-def describe_exit(code: int | None) -> str:
-    """How a process ended without a message.
-
-    Example:
-        >>> describe_exit(-9), describe_exit(3)
-        ('was ended by SIGKILL; out of memory?', 'ended with code 3')
-    """
-    if code is None or code >= 0:
-        return f"ended with code {code}"
-    killed = code == -signal.SIGKILL
-    return f"was ended by {signal.Signals(-code).name}{'; out of memory?' if killed else ''}"
-
-
 def _work(connection: Connection) -> None:
     """Run jobs until the connection is closed."""
     # Ctrl-C reaches every process of a terminal; the parent forwards it to its workers as SIGTERM.
@@ -321,6 +305,5 @@ def _work(connection: Connection) -> None:
             job: Job = connection.recv()
         except (EOFError, ConnectionError):
             return
-
         with StopFlag().listening() as stop:
             do_job(job, connection.send, stop)

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,7 @@ from wellcond.lab.tasks.base import AbstractTask, Batch
 from wellcond.lab.train import checkpoint
 from wellcond.lab.train.batches import Share, UpdatePlan, fetch_batches
 from wellcond.lab.train.evaluate import ConditioningLog, Evaluator, WeightAverage, find_test_set, layer_numbers
-from wellcond.lab.train.length import Diverged, Lengths, StopFlag, TimeBudget, TrainState, check_loss, ramped_parts
+from wellcond.lab.train.length import Diverged, StopFlag, TimeBudget, TrainState, check_loss, ramped_parts
 from wellcond.lab.train.optimizers import set_point
 
 if TYPE_CHECKING:
@@ -55,7 +55,9 @@ class Engine:
         size, repeats = training.batch_size, recipe.augmentation.repeats
         self.plan = UpdatePlan(len(task.train), size, training.accumulate, self.seed, repeats, task.following)
         self.plan.part_size(self.share)  # raises now, not after the first measurement
-        self.lengths = lengths = Lengths.of(recipe, self.plan.steps_per_epoch)
+        intervals = (training.length, recipe.evaluation.every, recipe.checkpoint.every)
+        per_epoch = self.plan.steps_per_epoch
+        self.num_steps, self.evaluate_every, self.save_every = (every.in_steps(per_epoch) for every in intervals)
         self.test_samples = find_test_set(recipe, task)
         self.test: dict[str, Any] | None = None
         self.samples: list[dict[str, Any]] = []
@@ -65,14 +67,14 @@ class Engine:
         """Weights and buffers of the best evaluation so far, on the CPU."""
         self.state = TrainState()
         self.budget = TimeBudget(training.hours, self.clock, accelerator)
-        self.log = ConditioningLog(recipe.tracking, task, model, accelerator, lengths)
+        self.log = ConditioningLog(recipe, task, model, accelerator, per_epoch)
         self.model, self.optimizer = accelerator.prepare(model, recipe.optimizer.build(model))
         averaging = training.averaging
         self.average = WeightAverage(unwrap(self.model), averaging.decay) if averaging else None
         evaluated = self.average if averaging and averaging.evaluate else None
         self.evaluator = Evaluator(recipe, task, self.model, accelerator, evaluated)
-        self.planned_steps, self.learning_rate = lengths.num_steps, 0.0
-        self.curve = recipe.schedule.curve(lengths.num_steps, lengths.steps_per_epoch)
+        self.planned_steps, self.learning_rate = self.num_steps, 0.0
+        self.curve = recipe.schedule.curve(self.num_steps, per_epoch)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.sharded = is_held_together(unwrap(self.model))
         self.sites = [] if self.sharded else find_attention(unwrap(self.model), strict=False)
@@ -88,7 +90,7 @@ class Engine:
     @property
     def epoch(self) -> float:
         """Number of epochs completed."""
-        return self.lengths.epoch(self.full_updates)
+        return round(self.full_updates / self.plan.steps_per_epoch, 6)
 
     # Resuming
 
@@ -110,7 +112,8 @@ class Engine:
         if self.accelerator.scaler is not None and stored["scaler"]:
             self.accelerator.scaler.load_state_dict(stored["scaler"])
         self.state = TrainState(**stored["train"])
-        self.clock.add(stored["seconds"])
+        for activity, seconds in stored["seconds"].items():
+            self.clock.seconds[activity] += seconds
         if self.is_main:
             self.folder.cut_logs(stored["logs"])
         return self.state.step
@@ -158,17 +161,17 @@ class Engine:
             self._evaluate()
         told = time.perf_counter()
         self._end_if_time_is_up()
-        parts = self.plan.parts(self.share, self.full_updates, self.lengths.num_steps)
+        parts = self.plan.parts(self.share, self.full_updates, self.num_steps)
         batches = fetch_batches(self.task.train, parts, workers=training.workers, device=self.accelerator.device)
         self.model.train()
         self.clock.switch("training")
-        while (step := state.step) < self.lengths.num_steps:
+        while (step := state.step) < self.num_steps:
             point = self.budget.point(step, self.planned_steps)
             number = ramped_parts(training.batch_ramp, training.accumulate, point, self.planned_steps)
             mine = [next(batches) for _ in range(number)]
             state.parts_spared += training.accumulate - number
             done = step + 1
-            logged = done % training.log_every == 0 or done == self.lengths.num_steps
+            logged = done % training.log_every == 0 or done == self.num_steps
             loss, norms = self.update(step, mine, want_norms=logged)
             self._losses.append(loss)
             state.step = done
@@ -177,7 +180,7 @@ class Engine:
                 self._log_step(norms)
             if (now := time.perf_counter()) - told > SECONDS_BETWEEN_EVENTS:
                 event = {"event": "step", "step": done, "loss": self.newest_loss}
-                self.observer(event | {"num_steps": self.budget.steps_expected(done, self.lengths.num_steps)})
+                self.observer(event | {"num_steps": self.budget.steps_expected(done, self.num_steps)})
                 told = now
             self._at_boundaries(stop)
         self.clock.switch("evaluation")
@@ -225,25 +228,25 @@ class Engine:
 
     def _end_if_time_is_up(self) -> None:
         self.budget.look()
-        if self.budget.used >= 1 and self.state.step < self.lengths.num_steps:
-            self.lengths = replace(self.lengths, num_steps=self.state.step)
+        if self.budget.used >= 1 and self.state.step < self.num_steps:
+            self.num_steps = self.state.step
             self.log.end_at(self.state.step)
 
     def _at_boundaries(self, stop: StopFlag) -> None:
-        lengths, step = self.lengths, self.state.step
-        last = step == lengths.num_steps
+        step = self.state.step
+        last = step == self.num_steps
         if step in self.log.steps:
             self.observer({"event": "phase", "phase": "measuring"})
             with self.clock.spent_on("measuring"):
                 self._write_conditioning(self.log.after(step))
         else:
             self.log.after(step)  # counts the step without waiting for the device
-        if last or step % lengths.evaluate_every == 0:
+        if last or step % self.evaluate_every == 0:
             self._evaluate()
         # Several ranks synchronise only at logged steps.
         synchronised = self.share.processes == 1 or step % self.recipe.training.log_every == 0
         stopping = synchronised and stop.any_rank(self.accelerator) and not last
-        if last or stopping or step % lengths.save_every == 0:
+        if last or stopping or step % self.save_every == 0:
             self.save()
         if stopping:
             raise Interrupted

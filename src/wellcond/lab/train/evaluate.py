@@ -18,12 +18,11 @@ from torch import Tensor, nn
 
 from wellcond.attention.distributed import reshard_, unwrap
 from wellcond.attention.find import find_attention
-from wellcond.lab.recipe import Recipe, TrackingSettings
+from wellcond.lab.recipe import Recipe
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask, Record, Samples
 from wellcond.lab.train.batches import Share, evaluation_parts, fetch_batches
 from wellcond.lab.train.checkpoint import model_tensors
-from wellcond.lab.train.length import Lengths
 from wellcond.tracking import ConditionTracker
 
 
@@ -61,7 +60,6 @@ class WeightAverage:
         for name, weight in self._weights.items():
             weight.copy_(values[name])
 
-    @torch.no_grad()
     def load_(self, state: dict[str, Tensor]) -> None:
         """Take the values of a checkpoint."""
         for name, value in self.state.items():
@@ -75,9 +73,8 @@ def find_test_set(recipe: Recipe, task: AbstractTask) -> Samples | None:
         return None
     if task.test is None or not len(task.test):
         raise RecipeError(
-            f"evaluation.test: {wanted} needs a labelled split named test; {recipe.task.model_dump()['name']} has none "
-            f"of {task.data.name}. Give data that have one, or leave evaluation.test out: results are then those on "
-            "the evaluation set"
+            f"evaluation.test: {wanted} needs a labelled split named test, which {task.data.name} does not have here. "
+            "Give other data, or evaluation.test=null: results are then those on the evaluation set"
         )
     return task.test
 
@@ -166,16 +163,16 @@ class ConditioningLog:
     """
 
     def __init__(
-        self, settings: TrackingSettings, task: AbstractTask, plain: nn.Module, accelerator: Any, lengths: Lengths
+        self, recipe: Recipe, task: AbstractTask, plain: nn.Module, accelerator: Any, steps_per_epoch: int
     ) -> None:
         """Make it before Accelerate prepares the model: only then can it be copied."""
-        num_steps = lengths.num_steps
+        settings, num_steps = recipe.tracking, recipe.training.length.in_steps(steps_per_epoch)
         self.settings, self.task, self.accelerator = settings, task, accelerator
         self.jacobian = jacobian_steps(settings.jacobian_points, num_steps)
         self.weights: frozenset[int] = frozenset()
         """Steps at which the Jacobian, and at which only weights and attention maps, are measured."""
         if settings.weights_every is not None:
-            every = settings.weights_every.in_steps(lengths.steps_per_epoch)
+            every = settings.weights_every.in_steps(steps_per_epoch)
             self.weights = frozenset({*range(0, num_steps + 1, every), num_steps}) - self.jacobian
         self.steps = self.jacobian | self.weights
         self._measures = bool(self.steps) and (accelerator.is_main_process or accelerator.is_fsdp2)

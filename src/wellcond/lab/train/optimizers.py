@@ -137,15 +137,9 @@ class Triangular(Settings):
         )
 
 
-SCHEDULES = {
-    "constant": Constant,
-    "cosine": Cosine,
-    "one_cycle": OneCycle,
-    "steps": Steps,
-    "triangular": Triangular,
-}
 ScheduleSettings = Annotated[
-    Constant | Cosine | Steps | OneCycle | Triangular, BeforeValidator(choose_by_name("schedule", SCHEDULES))
+    Constant | Cosine | Steps | OneCycle | Triangular,
+    BeforeValidator(choose_by_name("schedule", Constant, Cosine, Steps, OneCycle, Triangular)),
 ]
 
 
@@ -169,12 +163,7 @@ class AdamW(Settings):
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         """Over the parameters of a model."""
-        return torch.optim.AdamW(parameter_groups(model, self.weight_decay), **self.options)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Those of torch.optim.AdamW."""
-        return self.model_dump(include={"lr", "betas", "eps"})
+        return torch.optim.AdamW(parameter_groups(model, self.weight_decay), self.lr, self.betas, self.eps)
 
 
 class Muon(AdamW):
@@ -196,12 +185,11 @@ class Muon(AdamW):
         groups = parameter_groups(model, self.weight_decay, apart=matrices)
         ours = [group for group in groups if id(group["params"][0]) in matrices]
         others = [group for group in groups if id(group["params"][0]) not in matrices]
-        return MuonAndAdamW(ours, others, self.options)
+        muon = torch.optim.Muon(ours, self.lr, adjust_lr_fn="match_rms_adamw")
+        return MuonAndAdamW(muon, torch.optim.AdamW(others, self.lr, self.betas, self.eps))
 
 
-OptimizerSettings = Annotated[
-    AdamW | Muon, BeforeValidator(choose_by_name("optimiser", {"adamw": AdamW, "muon": Muon}))
-]
+OptimizerSettings = Annotated[AdamW | Muon, BeforeValidator(choose_by_name("optimiser", AdamW, Muon))]
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, apart: Container[int] = ()) -> list[Group]:
@@ -241,14 +229,13 @@ class InSingle(TorchFunctionMode):
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """`torch.optim.Muon` for some groups and AdamW for the others; groups and state are here, for checkpoints."""
+    """Both as one, whose groups and state are here, for checkpoints."""
 
-    def __init__(self, matrices: list[Group], others: list[Group], options: dict[str, Any]) -> None:
-        """Groups of either kind, and the options of AdamW."""
-        self._muon = torch.optim.Muon(matrices, lr=options["lr"], adjust_lr_fn="match_rms_adamw")
-        self._adamw = torch.optim.AdamW(others, **options)
-        super().__init__([*matrices, *others], {})
-        self.__setstate__({"param_groups": [*self._muon.param_groups, *self._adamw.param_groups]})
+    def __init__(self, muon: torch.optim.Optimizer, adamw: torch.optim.Optimizer) -> None:
+        """Take over the groups of both."""
+        self._muon, self._adamw = muon, adamw
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        self.__setstate__({})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Let both optimisers work on this one's groups and state, as loaded from a checkpoint."""

@@ -24,7 +24,7 @@ from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask
 from wellcond.lab.train.engine import Engine, Interrupted, Observer
 from wellcond.lab.train.evaluate import find_test_set
-from wellcond.lab.train.length import Diverged, RunClock, StopFlag, peak_memory, reset_peak_memory, synchronizer
+from wellcond.lab.train.length import Diverged, RunClock, StopFlag, peak_memory, reset_peak_memory
 from wellcond.lab.train.prepare import make_accelerator, prepare_model, prepare_task
 from wellcond.lab.train.run_folder import RunError, RunFolder
 from wellcond.models import TRUST_NEEDED, is_local_code
@@ -128,7 +128,7 @@ class Session:
     def __init__(self, job: Job, folder: RunFolder, accelerator: Any, observer: Observer) -> None:
         """Begin the record and the clock."""
         self.job, self.folder, self.accelerator, self.observer = job, folder, accelerator, observer
-        self.clock = RunClock(synchronizer(accelerator.device))
+        self.clock = RunClock(accelerator.device)
         self.engine: Engine | None = None
         config, former = job.config, folder.read_record() or {}
         self.record: dict[str, Any] = {"final": None, "best": None, "sessions": []}
@@ -196,7 +196,7 @@ class Session:
         if recipe.logging.trackers:
             values = {"method": job.method.label, "seed": job.seed, "recipe": recipe.name}
             self.accelerator.init_trackers("wellcond", config=values)
-        sizes = {"num_steps": engine.lengths.num_steps, "batch_size": recipe.training.batch_size}
+        sizes = {"num_steps": engine.num_steps, "batch_size": recipe.training.batch_size}
         observer({"event": "start", "step": step, **sizes})
         return engine
 
@@ -239,16 +239,16 @@ class Session:
         """Update the record and write it on rank 0."""
         engine, seconds = self.engine, self.clock.now()
         if engine is not None:
-            state, lengths = engine.state, engine.lengths
+            state, per_epoch = engine.state, engine.plan.steps_per_epoch
             self.record |= {
                 "final": state.final,
                 "best": state.best,
                 "progress": {
                     "step": state.step,
-                    "num_steps": lengths.num_steps,
+                    "num_steps": engine.num_steps,
                     "epoch": engine.epoch,
-                    "num_epochs": lengths.epoch(lengths.num_steps),
-                    "steps_per_epoch": lengths.steps_per_epoch,
+                    "num_epochs": round(engine.num_steps / per_epoch, 6),
+                    "steps_per_epoch": per_epoch,
                 },
                 "samples_per_second": engine.full_updates * engine.plan.batch_size / max(seconds["training"], 1e-9),
                 "seconds_per_step": seconds["training"] / max(1, state.step),
