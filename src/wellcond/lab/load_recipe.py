@@ -47,14 +47,9 @@ Fields = dict[str, Any]
 def load_recipe(
     name_or_path: str, *, scale: str | None = None, overrides: Sequence[str] = ()
 ) -> tuple[Recipe, Path | None]:
-    """A recipe and the folder its relative paths start from (None for one that ships).
+    """A recipe, shipped or in a YAML file, and the folder its relative paths start from (None for one that ships).
 
-    Args:
-        name_or_path: name of a shipped recipe, or a YAML file.
-        scale: of a shipped recipe; by default the smallest at which it exists.
-        overrides: ``path.to.field=value``, values in YAML.
-
-    Raises: RecipeError that names the path, the value and what is allowed.
+    `scale` is by default the smallest that ships; `overrides` are ``path.to.field=value``, values in YAML.
     """
     fields, where, base = read_recipe(name_or_path, scale=scale, overrides=overrides)
     return _validate(fields, where), base

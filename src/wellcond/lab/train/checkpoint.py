@@ -162,10 +162,8 @@ def _untied(values: Tensors) -> Tensors:
 
 def _write_shards(folder: Path, values: Tensors) -> dict[str, str]:
     """Let every rank write its part; returns all checksums by name."""
-    try:
-        from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter, save
-    except ImportError as error:
-        raise RunError("checkpoints of sharded runs need torch 2.9 or newer; install it") from error
+    from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter, save  # of torch 2.9
+
     try:
         save(_untied(values), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
     except CheckpointException as error:  # the same on every rank
@@ -193,10 +191,7 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 
 def read_checkpoint(place: Path) -> dict[str, Any]:
-    """The plain data of a checkpoint, all of whose files are checked; every rank must call it.
-
-    Raises: RunError if a file is missing or damaged.
-    """
+    """The plain data of a checkpoint, all of whose files are checked (RunError); every rank must call it."""
     state, problem = {}, ""
     try:
         state = _read_state(place)
@@ -281,10 +276,7 @@ def _damage(place: Path) -> Iterator[None]:
 
 
 def read_finished_run(path: Path, field: str, instead: str) -> tuple[dict[str, Any], Path]:
-    """Record and file of weights of the run in a folder; a `field` of the recipe names it, or something `instead`.
-
-    Raises: RecipeError if there is no finished run with its weights; RunError if they are damaged.
-    """
+    """Record and file of weights of the run in a folder; a `field` of the recipe names it, or something `instead`."""
     record = RunFolder(path).read_record()
     if record is None:
         raise RecipeError(f"{field}: no run in {path}: expected run.json there, or {instead}")
@@ -296,10 +288,7 @@ def read_finished_run(path: Path, field: str, instead: str) -> tuple[dict[str, A
 
 
 def trained_weights(place: Path, record: dict[str, Any]) -> Path:
-    """The file of weights in the last checkpoint of a finished run; that of a sharded run is made from its shards.
-
-    Raises: RunError if it is missing or damaged, or the checkpoint is of another run than the record.
-    """
+    """The file of weights in the last checkpoint of a finished run; that of a sharded run is made from its shards."""
     path = place / "model.safetensors"
     with _damage(place):
         state = _read_state(place)

@@ -55,10 +55,7 @@ class Outcome:
 def plan_comparison(
     recipe: Recipe, methods: Sequence[MethodSettings], seeds: Sequence[int], folder: Path, **options: Any
 ) -> list[Job]:
-    """All runs, seed by seed, so that an interrupted comparison has complete pairs; each at its tuned values.
-
-    Raises: RecipeError without methods, without the baseline among them, or for local code that is not trusted.
-    """
+    """All runs, seed by seed, so that an interrupted comparison has complete pairs; each at its tuned values."""
     check_local_code(recipe, trusted=options.get("local_code", False))
     check_distinct(methods)
     if not methods:
@@ -76,11 +73,11 @@ def settings_hash(recipe: Recipe) -> str:
     return config_hash(recipe.config(MethodSettings(init="default"), 0))
 
 
-def check_settings(folder: Path, recipe: Recipe) -> None:
-    """Raise RunError if a folder holds a comparison of another recipe, or under other settings, or a packed one."""
+def check_settings(folder: Path, recipe: Recipe) -> dict[str, Any]:
+    """comparison.json, if any; RunError if it is of another recipe, or under other settings, or a packed one."""
     path = folder / "comparison.json"
     if not path.exists():
-        return
+        return {"methods": [], "seeds": []}
     former, settings = read_comparison(path), settings_hash(recipe)
     if "shared" in former:
         problem = "packed records, which cannot be resumed; pack what ran in the other one there: wellcond pack"
@@ -89,7 +86,7 @@ def check_settings(folder: Path, recipe: Recipe) -> None:
     elif former.get("settings_hash", settings) != settings:
         problem = f"a comparison of {recipe.name} under other settings{_what_differs(folder, recipe)}"
     else:
-        return
+        return former
     raise RunError(f"{folder} holds {problem}. Give another folder with --folder")
 
 
@@ -105,14 +102,8 @@ def _what_differs(folder: Path, recipe: Recipe) -> str:
 
 def write_comparison(folder: Path, recipe: Recipe, methods: Sequence[MethodSettings], seeds: Sequence[int]) -> None:
     """Write comparison.json; methods and seeds of an earlier call stay listed."""
-    check_settings(folder, recipe)
-    path = folder / "comparison.json"
+    former, path = check_settings(folder, recipe), folder / "comparison.json"
     listed = [{"label": method.label, "slug": method.slug} for method in methods]
-    all_seeds = set(seeds)
-    if path.exists():
-        former = read_comparison(path)
-        listed = [*former["methods"], *(row for row in listed if row not in former["methods"])]
-        all_seeds |= set(former["seeds"])
     content = {
         "schema": SCHEMA,
         "kind": KIND,
@@ -121,9 +112,9 @@ def write_comparison(folder: Path, recipe: Recipe, methods: Sequence[MethodSetti
         "recipe": recipe.name,
         "scale": recipe.scale,
         "settings_hash": settings_hash(recipe),
-        "methods": listed,
+        "methods": [*former["methods"], *(row for row in listed if row not in former["methods"])],
         "baseline": recipe.baseline,
-        "seeds": sorted(all_seeds),
+        "seeds": sorted({*seeds, *former["seeds"]}),
         "notes": recipe.description,
     }
     with writing(path):
@@ -142,7 +133,7 @@ def run_comparison(
 ) -> Outcome:
     """Run what is incomplete, one run after the other, in several processes, or on a Ray cluster.
 
-    Raises: RecipeError, DataError or MissingExtraError, which concern every run; other failures are in the outcome.
+    Errors that concern every run (`FOR_ALL`) are raised; other failures are in the outcome.
     """
     at_once = max(1, min(num_workers, len(jobs)))
     jobs = [job if job.at_once == at_once else replace(job, at_once=at_once) for job in jobs]
@@ -203,10 +194,7 @@ class Dispatch:
         self.waiting.clear()
 
     def handle(self, job: Job, message: Message) -> bool:
-        """Handle the message of a worker; returns True if it is the last one of its job.
-
-        Raises: WellcondError for an error that concerns every run.
-        """
+        """Handle the message of a worker; True if it is the last one of its job."""
         kind, content = message
         if kind == "event":
             self._observer(job, content)

@@ -147,12 +147,7 @@ class Engine:
     # Training
 
     def train(self, stop: StopFlag) -> None:
-        """Train from the current step to the end.
-
-        Raises:
-            Diverged: the loss is not finite or exceeds `training.diverged_above` times the first.
-            Interrupted: the stop flag is set; the last step has a checkpoint.
-        """
+        """Train from the current step to the end; raises Diverged, or Interrupted after a checkpoint."""
         state, training = self.state, self.recipe.training
         with self.clock.spent_on("measuring"):
             self.observer({"event": "phase", "phase": "measuring"})
@@ -314,10 +309,7 @@ class Engine:
         self.best_weights = {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
 
     def _test(self) -> None:
-        """Score the test split after the last checkpoint: a run killed here resumes there and gives identical results.
-
-        The model then has the tested weights.
-        """
+        """Score the test split after the last checkpoint: a run killed here resumes there with identical results."""
         if self.test_samples is None:
             return
         with self.clock.spent_on("evaluation"):

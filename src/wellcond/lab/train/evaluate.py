@@ -224,12 +224,9 @@ class ConditioningLog:
         return [] if self._tracker is None else [point.to_json_dict() for point in self._tracker.step()]
 
 
-FOR_TRACKERS = {
-    "kappa_J": ("pseudo_condition_number", geometric_mean),
-    **{f"kappa_W_{role.upper()}": (f"kappa_{role}", geometric_mean) for role in "qkv"},
-    "entropy": ("normalised_entropy", fmean),
-}
-"""What trackers get of every layer: the field of a row, and its mean over heads."""
+FOR_TRACKERS = {"kappa_J": "pseudo_condition_number", "kappa_W_Q": "kappa_q", "kappa_W_K": "kappa_k",
+                "kappa_W_V": "kappa_v", "entropy": "normalised_entropy"}  # fmt: skip
+"""What trackers get of every layer, and the field of a row whose mean over heads it is."""
 
 
 def layer_numbers(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -237,9 +234,10 @@ def layer_numbers(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     numbers: dict[str, float] = {}
     for layer in dict.fromkeys(row["layer"] for row in rows):
         heads = [row for row in rows if row["layer"] == layer]
-        for name, (key, mean) in FOR_TRACKERS.items():
+        for name, key in FOR_TRACKERS.items():
             values = [float("nan" if head.get(key) is None else head[key]) for head in heads]
             if finite := [value for value in values if math.isfinite(value)]:
+                mean = fmean if name == "entropy" else geometric_mean
                 numbers[f"conditioning/{layer}/{name}"] = mean(finite)
         numbers[f"conditioning/{layer}/dead_heads"] = float(sum(bool(head["dead"]) for head in heads))
     return numbers

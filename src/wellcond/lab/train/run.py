@@ -63,13 +63,11 @@ class Job:
 
 
 def run_job(job: Job, observer: Observer = lambda event: None, *, stop: StopFlag | None = None) -> dict[str, Any]:
-    """Train a run, resume it, or return its record if it is complete.
+    """Train a run, or resume it; returns its record, with status ``finished``, ``diverged`` or ``interrupted``.
 
-    Ctrl-C and SIGTERM stop it, unless the caller handles signals and has a stop flag. Returns the record, with status
-    ``finished``, ``diverged`` or ``interrupted``.
+    Ctrl-C and SIGTERM stop it, unless the caller handles signals and has a stop flag.
 
-    Raises: FolderInUse while another command runs it; WellcondError if the run fails: its record then has the status
-        ``failed`` and the reason.
+    Raises: FolderInUse while another command runs it; WellcondError if it fails, which its record says too.
     """
     check_local_code(job.recipe, trusted=job.local_code)
     accelerator = make_accelerator(job.recipe, job.folder, cpu=job.cpu)
@@ -108,10 +106,7 @@ def check_local_code(recipe: Recipe, *, trusted: bool) -> None:
 
 
 def complete_record(job: Job) -> dict[str, Any] | None:
-    """The record of a complete run; None if the run is missing or incomplete.
-
-    Raises: RunError if the folder holds a run with other settings; nothing is overwritten.
-    """
+    """The record of a complete run; None if it is missing or incomplete. RunError if it has other settings."""
     record = RunFolder(job.folder).read_record()
     if record is not None and config_hash(record["config"]) != config_hash(job.config):
         raise RunError(
@@ -269,10 +264,7 @@ PACKAGES = ("accelerate", "datasets", "numpy", "scikit-learn", "scipy", "timm", 
 
 
 def describe_session(accelerator: Any, step: int, at_once: int = 1) -> dict[str, Any]:
-    """Versions, commit and machine of a session that starts from `step`, with `at_once` runs at the same time.
-
-    `alone` says whether its cores, or its GPU, are not shared.
-    """
+    """Versions, commit and machine of a session; `alone` says whether its cores, or its GPU, are not shared."""
     device, processes, threads = accelerator.device, accelerator.num_processes, torch.get_num_threads()
     alone = at_once * processes * threads <= num_cores() if device.type == "cpu" else at_once == 1
     return {

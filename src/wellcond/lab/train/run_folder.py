@@ -44,11 +44,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[RunFolder]:
-        """Create the folder and lock it; the operating system releases the lock even after a kill.
-
-        Raises: FolderInUse if another process has the lock; RunError if the folder cannot be created, or contains a
-            link to the outside.
-        """
+        """Create the folder and lock it (FolderInUse if another process has); the lock does not outlive a kill."""
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             check_links(self.path)
@@ -80,10 +76,7 @@ class RunFolder:
         return {name: log_mark(*state) for name, state in self._logs.items()}
 
     def cut_logs(self, marks: dict[str, Any]) -> None:
-        """Truncate the logs to their lengths at a checkpoint, which stores the marks of `log_marks`.
-
-        Raises: RunError if a log does not match its mark; no log is truncated then.
-        """
+        """Truncate the logs to their marks at a checkpoint; none, but RunError, if one of them does not match."""
         cut = {}
         for name in LOGS:
             path, mark = self.path / name, marks.get(name, EMPTY)
@@ -108,10 +101,7 @@ class RunFolder:
         write_sealed(self.path / "run.json", record)
 
     def read_record(self) -> dict[str, Any] | None:
-        """run.json; None if there is none.
-
-        Raises: RunError if it is not a record, was changed, or has impossible scores.
-        """
+        """run.json; None if there is none, RunError if it is not a record, was changed, or has impossible scores."""
         path = self.path / "run.json"
         advice = f"Restore it, or delete {self.path} to restart this run"
         return read_sealed(path, "wellcond-run", advice) if path.exists() else None
@@ -124,10 +114,7 @@ def write_sealed(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_sealed(path: Path, kind: str, advice: str, needed: Iterable[str] = ()) -> dict[str, Any]:
-    """A record of a kind that has the fields needed.
-
-    Raises: RunError with the advice if it is anything else, or was changed.
-    """
+    """A record of a kind with the fields needed; RunError with the advice if it is anything else, or was changed."""
     problem = f"expected a record of kind {kind} and schema {SCHEMA}, found something else"
     try:
         record = json.loads(path.read_text("utf-8"))
