@@ -18,7 +18,7 @@ from wellcond.errors import AttentionNotFoundError, MissingExtraError, WellcondE
 from wellcond.lab.cluster import RaySettings
 from wellcond.lab.data.base import DataError
 from wellcond.lab.methods import MethodSettings, check_distinct
-from wellcond.lab.recipe import Recipe, config_hash, differences, with_effect
+from wellcond.lab.recipe import Recipe, config_hash, differences, override_recipe, with_effect
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.engine import Event
 from wellcond.lab.train.length import StopFlag
@@ -91,12 +91,12 @@ def check_settings(folder: Path, recipe: Recipe) -> dict[str, Any]:
 
 
 def _what_differs(folder: Path, recipe: Recipe) -> str:
-    """The settings that differ from those of the first run of a comparison, but for what its method sets."""
+    """The settings that differ from those of the first run of a comparison; empty if there is none."""
     for path in sorted(folder.glob("*/seed*/run.json")):
         there = (RunFolder(path.parent).read_record() or {})["config"]
-        own = tuple(there["method"]["set"])
-        found = differences(with_effect(there), with_effect(recipe.config(recipe.method, there["seed"])))
-        return f" ({'; '.join(line for line in found if not line.startswith(('method.', *own)))})"
+        method = recipe.at_tuned(MethodSettings.model_validate(there["method"] | {"set": {}}))
+        here = override_recipe(recipe, method).config(method, there["seed"])
+        return f" ({'; '.join(differences(with_effect(there), with_effect(here)))})"
     return ""
 
 
