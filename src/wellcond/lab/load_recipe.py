@@ -70,10 +70,12 @@ def read_recipe(
     """`load_recipe` as far as it goes without torch: the fields of the recipe, where they are from, and its folder."""
     if name_or_path.endswith((".yaml", ".yml")):
         path = Path(name_or_path)
+        if not path.is_file():
+            raise RecipeError(f"no such recipe file: {path}")
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"the recipe file {path} cannot be read: {error}") from error
+            raise RecipeError(f"{path} cannot be read as text: {error}") from error
         fields = _fields(text, str(path), overrides)
         if scale not in (None, fields.get("scale")):
             raise RecipeError(f"{path} is a recipe of scale {fields.get('scale')!r}, not {scale!r}; leave out --scale")
