@@ -119,9 +119,9 @@ class Killed(BaseException):
 
 
 def kill_at_write(monkeypatch, moment, job):
-    """Run a job until a file is about to be flushed, linked or put in place for the time after `moment`."""
+    """Run a job until a file is about to be flushed or put in place for the time after `moment`."""
     count = 0
-    real = {name: getattr(os, name) for name in ("replace", "fsync", "link")}
+    real = {name: getattr(os, name) for name in ("replace", "fsync")}
 
     def dying(name):
         def call(*arguments):

@@ -130,7 +130,7 @@ def test_a_run_killed_while_it_writes_writes_again(tmp_path, text, monkeypatch):
 
 @pytest.mark.processes
 def test_a_run_that_diverged_or_was_stopped_has_no_samples(tmp_path, text):
-    diverging = job(tmp_path / "diverged", text, optimizer={"name": "sgd", "lr": 1e6})
+    diverging = job(tmp_path / "diverged", text, optimizer={"name": "adamw", "lr": 1e6})
     assert run_job(diverging)["status"] == "diverged" and "samples" not in record(diverging.folder)
 
     def stop(event):

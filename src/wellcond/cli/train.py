@@ -50,12 +50,11 @@ def train(
     job = Job(loaded, chosen, seed, place, base=base, cpu=cpu, local_code=trust_local_code)
     with runs.leaving_together(), runs.removing_untrained(place):
         outcome = runs.run_jobs([job], 1, quiet=quiet or json)
-    known = bool(outcome.failures) and not outcome.crashed
-    if known and not json:
+    if outcome.failures and not json:
         raise WellcondError(outcome.failures[0][1])
     code = runs.print_json(outcome) if json else runs.tell_end(outcome, 1)
     # A comparison that continues with other runs has the exit code 1, whatever error a run ends with.
-    raise typer.Exit(2 if known else code)
+    raise typer.Exit(2 if outcome.failures else code)
 
 
 @cli.app.command("glue", rich_help_panel=cli.EXPERIMENTS)

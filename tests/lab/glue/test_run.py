@@ -72,9 +72,7 @@ def test_fine_tuning_is_that_of_crammed_bert(pretrained, scale, rate, batch_size
     edit_record(folder, lambda record: record["config"].update(scale=scale))
     [job] = plan_glue(folder, tasks=["qqp"]).jobs
     config = job.recipe.config(job.method, job.seed)
-    optimizer = {"name": "adamw", "lr": rate, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.0} | {
-        "qk_lr_factor": 1.0
-    }
+    optimizer = {"name": "adamw", "lr": rate, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.0}
     assert json.loads(json.dumps(config["optimizer"])) == optimizer
     assert config["schedule"]["name"] == "cosine" and config["schedule"]["warmup"]["epochs"] == pytest.approx(
         epochs / 10

@@ -225,7 +225,7 @@ def glue_recipe(
     try:
         return Recipe.model_validate(fields)
     except ValidationError as error:
-        raise explain(error, f"fine-tuning on {name}", fields) from error
+        raise explain(error, f"fine-tuning on {name}") from error
 
 
 def _model(pretrained: Pretrained) -> dict[str, Any]:

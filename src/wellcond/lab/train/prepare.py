@@ -32,15 +32,13 @@ def make_accelerator(recipe: Recipe, folder: Path, *, cpu: bool = False) -> Any:
     with needs_extra("accelerate", "train"):
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
-        from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+        from accelerate.tracking import get_available_trackers
     AcceleratorState._reset_state()  # the precision of an earlier run of this process must not persist
     trackers, installed = list(recipe.logging.trackers), [str(name) for name in get_available_trackers()]
-    for name in trackers:  # Accelerate skips what is not installed, at most with a warning
-        if name not in installed:
-            raise RecipeError(
-                f"logging.trackers: {name!r} is not installed or not known; install its package, or choose one of "
-                f"{', '.join(LOGGER_TYPE_TO_CLASS)}"
-            )
+    if missing := [name for name in trackers if name not in installed]:  # Accelerate would skip them
+        raise RecipeError(
+            f"logging.trackers: {missing[0]!r} is not installed or not known; expected one of {', '.join(installed)}"
+        )
     try:
         accelerator = Accelerator(
             mixed_precision=recipe.precision.mixed,
