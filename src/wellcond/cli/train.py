@@ -84,27 +84,22 @@ def glue(
     for name in chosen:
         check_choice("GLUE task", name, list(TITLES))
     cli.read_jobs(jobs)
-    from rich.markup import escape
-
     from wellcond.cli import runs
-    from wellcond.cli.console import make_console, print_tables
+    from wellcond.cli.console import print_tables
     from wellcond.lab.report.glue import load_glue, rebuild_glue, scores_table
     from wellcond.lab.train.glue import plan_glue, run_glue
 
     plan = plan_glue(run, tasks=chosen, limit=limit, cpu=cpu)
-    workers = runs.choose_workers(jobs, plan.jobs[0].recipe, cpu=cpu)
+    workers = runs.choose_workers(jobs, plan[0].recipe, cpu=cpu)
     with runs.leaving_together():
         outcome = runs.watch(
-            len(plan.jobs), lambda observe: run_glue(plan, num_workers=workers, observer=observe), quiet=quiet
+            len(plan), lambda observe: run_glue(plan, num_workers=workers, observer=observe), quiet=quiet
         )
-    if cli.is_first_process():
-        if outcome.records:
-            page = rebuild_glue(run)
-            if not quiet:
-                print_tables([scores_table(load_glue(run))], f"tables: {page}")
-        for name in plan.left_out:
-            make_console().print(f"[yellow]not scored:[/] {escape(name)}", soft_wrap=True)
-    raise typer.Exit(runs.tell_end(outcome, len(plan.jobs)))
+    if cli.is_first_process() and outcome.records:
+        page = rebuild_glue(run)
+        if not quiet:
+            print_tables([scores_table(load_glue(run))], f"tables: {page}")
+    raise typer.Exit(runs.tell_end(outcome, len(plan)))
 
 
 @cli.app.command("recipes", rich_help_panel=cli.EXPERIMENTS)

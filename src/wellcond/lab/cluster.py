@@ -96,7 +96,7 @@ def connected(address: str | None) -> Iterator[Any]:
     with needs_extra("ray", "ray"):
         import ray
     place = address or os.environ.get("RAY_ADDRESS") or "local"
-    options = {"include_dashboard": False} if place == "local" else {}
+    options: dict[str, Any] = {"include_dashboard": False} if place == "local" else {}
     runtime = {"env_vars": worker_environment(os.environ), "py_modules": [str(Path(__file__).parents[1])]}
     logging.getLogger("ray").setLevel(logging.CRITICAL)  # no messages between the bars of progress
     try:
@@ -178,8 +178,8 @@ def run_on_ray(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver, 
             return dispatch.outcome
         except ray.exceptions.RayError as error:
             raise WellcondError(
-                f"Ray could not do the runs: {_reason(error)}\n  Every machine of the cluster needs what wellcond needs "
-                "(pip install 'wellcond[train,ray]'); the same command resumes"
+                f"Ray could not do the runs: {_reason(error)}\n  Every machine needs what wellcond needs (pip install "
+                "'wellcond[train,ray]'); the same command resumes"
             ) from error
         finally:
             for result in running:

@@ -142,10 +142,11 @@ def test_a_worker_runs_the_wellcond_of_the_command(machine, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_worker_needs_what_wellcond_needs(machine, tmp_path):
-    (tmp_path / "accelerate.py").write_text("raise ModuleNotFoundError(\"No module named 'accelerate'\")\n")
+@pytest.mark.parametrize("package", ["accelerate", "filelock"])  # of a run, and of all that is imported
+def test_a_worker_needs_what_wellcond_needs(machine, tmp_path, package):
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('No module named {package}')\n")
     code, _, errors = compare(tmp_path / "runs", machine(PYTHONPATH=str(tmp_path)))
-    assert code == 2 and errors.startswith("error:") and "'accelerate'" in errors and "pip install" in errors
+    assert code == 2 and errors.startswith("error:") and package in errors and "pip install" in errors
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ def mirror(monkeypatch):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_task_is_read_and_balanced_as_known(mirror, pretrained, name):
-    [job] = plan_glue(pretrained("bert"), tasks=[name], limit=400).jobs
+    [job] = plan_glue(pretrained("bert"), tasks=[name], limit=400)
     task = prepare_task(job.recipe, seed=0, base=job.base)
     labels = task.train.labels
     assert len(task.train) == 400 and len(task.evaluation) >= 277

@@ -39,15 +39,11 @@ class GlueTask:
     """In the order of the labels; None where the label is a number."""
     metrics: tuple[str, ...] = ("accuracy",)
     """The first is what its column of the table shows."""
-    evaluation: str = "validation"
-    """Split that is scored: the labels of the test split are not public."""
 
 
 _PAIR = ("sentence1", "sentence2")
 TASKS = {
-    "mnli": GlueTask(
-        ("premise", "hypothesis"), ("entailment", "neutral", "contradiction"), evaluation="validation_matched"
-    ),
+    "mnli": GlueTask(("premise", "hypothesis"), ("entailment", "neutral", "contradiction")),
     "sst2": GlueTask(("sentence",), ("negative", "positive")),
     "stsb": GlueTask(_PAIR, None, ("pearson", "spearman")),
     "rte": GlueTask(_PAIR, ("entailment", "not_entailment")),
