@@ -78,7 +78,7 @@ def compare(
         typer.Option(
             metavar="ADDRESS",
             rich_help_panel=cli.CLUSTER,
-            help="auto, HOST:6379 or ray://HOST:10001; by default a new cluster on this machine.",
+            help="auto or HOST:6379; by default a new cluster on this machine.",
         ),
     ] = None,
     cpus_per_run: Annotated[

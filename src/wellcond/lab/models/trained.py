@@ -91,20 +91,28 @@ def file_sha256(path: Path) -> str:
         raise RecipeError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def load_backbone(model: nn.Module, path: Path, method: MethodSettings) -> None:
-    """Load the encoder of a classifier into the backbone of a detector.
+def load_encoder(model: nn.Module, path: Path, method: MethodSettings) -> None:
+    """Load the encoder of a pre-trained model: of a classifier into a detector, of a language model into a classifier.
 
     Raw weights under a correction stay raw if `method` is about to correct them in the same way; otherwise what was
-    corrected is folded. What only the classifier has (`model.encoder_left_out`) is left out, everything else must fit.
+    corrected is folded. What only the classifier has (`model.encoder_left_out`) is left out, everything else must fit,
+    but for parts of an encoder of transformers that its language model does not have (the pooler).
     `path` is the folder of a finished run, whose last weights are taken, or a file of weights.
 
     Raises: RecipeError, WeightError; the model is then unchanged.
     """
+    prefix = str(getattr(model, "encoder_prefix", f"{getattr(model, 'base_model_prefix', 'encoder')}."))
     file = read_finished_run(path, "model.encoder", "a file of weights")[1] if path.is_dir() else path
     state = read_state_dict(file)
     settings = conditioning_in(state)
-    state = {key: value for key, value in state.items() if not key.startswith(model.encoder_left_out)}  # type: ignore
-    body = model.get_submodule(model.encoder_prefix.rstrip("."))  # type: ignore[union-attr]
+    if any(key.startswith(prefix) for key in state):
+        state = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+    left_out: tuple[str, ...] = getattr(model, "encoder_left_out", ())  # type: ignore[assignment]
+    state = {key: value for key, value in state.items() if not key.startswith(left_out)}
+    body = model.get_submodule(prefix.rstrip("."))
+    if hasattr(model, "base_model_prefix"):
+        parts = {key.partition(".")[0] for key in state}
+        state |= {key: value for key, value in body.state_dict().items() if key.partition(".")[0] not in parts}
     if settings is None or _same_correction(settings, method):
         load_state(body, {key: state[key] for key in state if key not in find_markers(state)}, str(file))
         return

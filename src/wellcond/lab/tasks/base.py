@@ -87,9 +87,9 @@ class ModelSettings(Settings):
     weights: str | None = None
     """Checkpoint to start from; the method is applied after it is loaded."""
     encoder: str | None = None
-    """Weights of a pre-trained encoder to start from; what it has no weights for, such as a classifier, is as built.
-    A detector also takes the folder of a classification run. {method} and {seed} stand for those of the run; the
-    method's initialisation is then that of pre-training, and is not applied again."""
+    """Weights of a pre-trained encoder to start from, or the folder of a finished run; what it has no weights for, such
+    as a classifier, is as built. {method} and {seed} stand for those of the run; the method's initialisation is then
+    that of pre-training, and is not applied again."""
     norms: Norms = "keep"
     """Whether to take all norms out of the blocks (the final norm stays), or only the one in front of the attention."""
     qk_norm: bool = False

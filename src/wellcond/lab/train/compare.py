@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wellcond.errors import AttentionNotFoundError, MissingExtraError, WellcondError
-from wellcond.lab.cluster import RaySettings
 from wellcond.lab.data.base import DataError
 from wellcond.lab.methods import MethodSettings, check_distinct
 from wellcond.lab.recipe import Recipe, config_hash, differences, override_recipe, with_effect
@@ -26,6 +25,9 @@ from wellcond.lab.train.run import Job, check_local_code, complete_record, run_j
 from wellcond.lab.train.run_folder import RunError, RunFolder, read_sealed, write_sealed, writing
 from wellcond.models import ModelSpecError
 from wellcond.run_records import SCHEMA
+
+if TYPE_CHECKING:
+    from wellcond.lab.cluster import RaySettings
 
 # Errors of the recipe or the dataset concern every run: the first one ends the comparison.
 FOR_ALL = (RecipeError, DataError, MissingExtraError, AttentionNotFoundError, ModelSpecError)
@@ -138,7 +140,7 @@ def run_comparison(
     at_once = max(1, min(num_workers, len(jobs)))
     jobs = [job if job.at_once == at_once else replace(job, at_once=at_once) for job in jobs]
     if ray is not None:
-        from wellcond.lab.cluster.driver import run_on_ray
+        from wellcond.lab.cluster import run_on_ray
 
         return run_on_ray(jobs, num_workers=num_workers, observer=observer, settings=ray)
     if at_once > 1:

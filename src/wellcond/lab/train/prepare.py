@@ -15,13 +15,13 @@ from wellcond.errors import needs_extra
 from wellcond.lab.data.base import Data, Progress, load_data, progress_to, resolve_config
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.models.changes import add_layer_scale_, add_qk_norm_, remove_norms_, scale_true_
-from wellcond.lab.models.trained import load_backbone
+from wellcond.lab.models.trained import load_encoder
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.seeding import derive
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import EVALUATION, TASKS, AbstractTask, TaskContext
 from wellcond.models import ModelSpecError, build_model
-from wellcond.weights import load_encoder, load_weights
+from wellcond.weights import load_weights
 
 CALIBRATION_SAMPLES = 64
 """Of the training set, for starts that are calibrated on data."""
@@ -127,10 +127,7 @@ def prepare_model(
         load_weights(model, (base or Path()) / settings.weights)
     if settings.encoder is not None:
         path = (base or Path()) / settings.encoder.replace("{method}", method.slug).replace("{seed}", str(seed))
-        if hasattr(model, "encoder_prefix"):
-            load_backbone(model, path, method)
-        else:
-            load_encoder(model, path)
+        load_encoder(model, path, method)
         if "{method}" in settings.encoder:  # its initialisation was that of pre-training
             method = method.model_copy(update={"init": "default", "init_options": {}, "tokens": {}})
 
