@@ -14,7 +14,7 @@ from wellcond.files import to_json
 
 if TYPE_CHECKING:
     from wellcond.lab.report.table import Table
-    from wellcond.lab.reproduce.plan import Plan, PlannedStudy
+    from wellcond.lab.reproduce.plan import PlannedStudy
 
 
 @cli.app.command("reproduce", rich_help_panel=cli.PAPERS)
@@ -22,13 +22,11 @@ def reproduce(
     id: Annotated[
         str | None, typer.Argument(metavar="[ID]", help="Table, figure or ablation: C-T1, S-F2, A-scale.")
     ] = None,
-    list_all: Annotated[
-        bool, typer.Option("--list", help="List every id, what it needs, and whether it can run here.")
-    ] = False,
+    list_all: Annotated[bool, typer.Option("--list", help="List every id, and the runs that are there.")] = False,
     scale: Annotated[
         str, typer.Option(metavar="NAME", help="tiny (CPU, minutes), small (one GPU, hours) or paper.")
     ] = "tiny",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and its cost; run nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan; run nothing.")] = False,
     records: Annotated[
         Path | None, typer.Option(help="Print from committed records, such as results; run nothing.")
     ] = None,
@@ -60,19 +58,17 @@ def reproduce(
     numbers = None if seeds is None else cli.read_seeds(seeds)
     cli.read_jobs(jobs)
     cli.check_folder(folder)
+    import torch
+
     from wellcond.cli.runs import leaving_together
     from wellcond.lab.methods import split_methods
     from wellcond.lab.reproduce.beside_paper import outcome_tables, write_outcome
-    from wellcond.lab.reproduce.plan import PlanOptions, list_entries, list_table, make_plan, plan_table
+    from wellcond.lab.reproduce.plan import PlanOptions, list_table, make_plan, plan_table
     from wellcond.lab.reproduce.stored import Collection
 
-    images = _use_data(data)
     home = folder or Path("reproduce") / scale
     if entry is None:
-        rows = list_entries(
-            lambda scale: folder or Path("reproduce") / scale, _cpu_workers(jobs), SCALES if json else (scale,)
-        )
-        print(to_json(rows, indent=1)) if json else _show([list_table(rows, scale)])
+        _show([list_table(scale, home)], as_json=json)
         return
     if records is not None:
         _show(outcome_tables(known, entry, scale, Collection(records, committed=True)), as_json=json, quiet=quiet)
@@ -81,15 +77,19 @@ def reproduce(
         asked = None if methods is None else tuple(split_methods(methods))
     except ValueError as error:
         raise cli.OptionError(f"--methods: {error}") from error
-    plan = make_plan(known, entry, scale, PlanOptions(home, numbers, asked, tuple(set or ()), images, cpu))
+    plan = make_plan(known, entry, scale, PlanOptions(home, numbers, asked, tuple(set or ()), _use_data(data), cpu))
     if dry_run:
-        _show([plan_table(plan, _cpu_workers(jobs))], as_json=json, quiet=quiet)
+        _show([plan_table(plan)], as_json=json, quiet=quiet)
         return
-    _check_can_run(plan, cpu=cpu)
+    if plan.missing and not cpu and scale != "tiny" and not torch.cuda.is_available():
+        raise WellcondError(
+            f"{known} at scale {scale} expects a GPU, and there is none here.\n"
+            "  --scale tiny takes minutes; --cpu runs it here all the same; --dry-run shows the plan."
+        )
     code = 0
     with leaving_together():
         for study in plan.studies:
-            if code != 130 and (study.missing or study.glue_missing):
+            if code != 130 and study.missing:
                 code = max(code, _run_study(study, jobs, cpu=cpu, silent=quiet or json))
     if cli.is_first_process():
         collection = None if entry.kind == "static" else Collection(home)
@@ -109,28 +109,6 @@ def _use_data(data: Path | None) -> Path | None:
     return None
 
 
-def _cpu_workers(jobs: str) -> int:
-    from wellcond.cli.runs import choose_workers
-    from wellcond.lab.load_recipe import load_recipe
-
-    return choose_workers(jobs, load_recipe("digits", scale="tiny")[0], cpu=True)
-
-
-def _check_can_run(plan: Plan, *, cpu: bool) -> None:
-    """Raise for what needs a GPU where there is none, unless --cpu is given; runs check their data themselves.
-
-    Raises: WellcondError.
-    """
-    from wellcond.lab.reproduce.plan import gpus_here
-
-    if cpu or gpus_here() or not plan.gpus or not plan.missing:
-        return
-    raise WellcondError(
-        f"{plan.id} at scale {plan.scale}: {'; '.join(plan.why_not_here())}.\n"
-        "  --scale tiny takes minutes; --cpu runs it here all the same; --dry-run shows the plan."
-    )
-
-
 def _run_study(study: PlannedStudy, jobs: str, *, cpu: bool, silent: bool) -> int:
     from wellcond.cli.console import make_console
     from wellcond.cli.runs import choose_workers, exit_code, tell_end, watch
@@ -140,8 +118,7 @@ def _run_study(study: PlannedStudy, jobs: str, *, cpu: bool, silent: bool) -> in
     if first:
         study.describe()
         if not silent:
-            told = f"{study.name}: {study.missing} of {len(study.jobs)} runs to do"
-            make_console().print(told, markup=False, soft_wrap=True)
+            make_console().print(f"{study.name}: {study.missing} of {study.runs} runs to do", markup=False)
     workers = choose_workers(jobs, study.recipe, cpu=cpu)
     outcomes = [watch(len(study.jobs), lambda observe: study.run(workers, observe), quiet=silent)]
     if study.glue_folders and not outcomes[0].interrupted:

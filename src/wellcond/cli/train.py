@@ -125,7 +125,7 @@ def glue(
 def recipes(json: cli.Json = False) -> None:
     """List the recipes that ship with wellcond."""
     cli.need_train_extra()
-    from wellcond.cli.console import fits, make_console, print_table
+    from wellcond.cli.console import make_console, print_table
     from wellcond.lab.load_recipe import parse_recipe, shipped_recipes
     from wellcond.lab.report.table import Table
 
@@ -135,13 +135,8 @@ def recipes(json: cli.Json = False) -> None:
         return
     rows = []
     for recipe in listed:
-        length, hours, data = recipe.training.length, recipe.training.hours, recipe.data.model_dump()
+        length, hours = recipe.training.length, recipe.training.hours
         amount = f"{length.epochs:g} epochs" if length.epochs else f"{length.steps} steps"
-        read = next((str(data[key]) for key in ("id", "generator", "path", "train") if data.get(key)), data["source"])
-        model = recipe.model.name.partition(":")[2]
-        shown = (recipe.name, recipe.scale, amount if hours is None else f"{hours:g} hours", recipe.title)
-        rows.append((*shown, recipe.task.model_dump()["name"], model, read))
-    header = ("recipe", "scale", "length", "what", "task", "model", "data")
-    table = Table("recipes", "Recipes", header, tuple(rows), (), frozenset(range(len(header))))
-    out = make_console()
-    print_table(out, table.title, table if fits(out, table) else table.only(range(4)))
+        rows.append((recipe.name, recipe.scale, amount if hours is None else f"{hours:g} hours", recipe.title))
+    header = ("recipe", "scale", "length", "what")
+    print_table(make_console(), "Recipes", Table("recipes", "", header, tuple(rows), (), frozenset(range(4))))

@@ -50,6 +50,8 @@ FEWEST_COUNTS = 6
 """Seeds from which the exact test on counts can come below 0.05."""
 STRONG = "strong default"
 """The default whose tokens are scaled as well as a search could: the baseline of a comparison that has one."""
+QUANTITY, LIMIT = "pseudo_condition_number", "papers_bound_log10"
+"""Columns of measurements: kappa of the Jacobian over its non-zero spectrum, and the papers' bound on it."""
 LONGEST = 24
 """Characters of a method's name that are repeated in a sentence."""
 
@@ -68,10 +70,8 @@ class Rule(Settings):
     row: str = ""
     base_row: str = ""
     """Rows of the paper's table whose difference is the gain it claims."""
-    quantity: str = ""
     moment: Literal["first", "last"] = "last"
     at_least: float = 0.0
-    limit: str = ""
     among: tuple[str, ...] = ()
     best: tuple[str, ...] = ()
     what: str = ""
@@ -113,9 +113,11 @@ def _test(rule: Rule, table: str, results: Path) -> Test:
         return _settled(Verdict(NO_RECORDS, f"nothing in {rule.folder}"))
     if rule.kind in ("gain", "same"):
         return _gain(rule, analysis, results, table)
-    if rule.kind in ("kappa", "saving"):
-        return (_kappa if rule.kind == "kappa" else _saving)(rule, analysis)
-    return _settled((_below if rule.kind == "below" else _best)(rule, analysis))
+    if rule.kind == "below":
+        return _settled(_below(analysis))
+    if rule.kind == "best":
+        return _settled(_best(rule, analysis))
+    return (_kappa if rule.kind == "kappa" else _saving)(rule, analysis)
 
 
 def _settled(verdict: Verdict) -> Test:
@@ -159,14 +161,12 @@ def _gain(rule: Rule, analysis: Analysis, results: Path, table: str) -> Test:
         lost = (analysis.outcomes(rule.method)["diverged"], analysis.outcomes(over)["diverged"])
     claimed: Kind = "equal" if rule.kind == "same" else "better"
     values, paper = list(base.values()), paper_share(rule, table)
-    return difference.p, lambda p: _decide(
-        replace(difference, p_holm=p), metric, values, paper, lost=lost, claimed=claimed
-    )
+    return difference.p, lambda p: _decide(replace(difference, p_holm=p), metric, values, paper, lost, claimed)
 
 
 def _decide(
-    difference: PairedDifference, metric: Metric, base: Sequence[float], paper: float | None, *,
-    lost: tuple[int, ...] = (0, 0), claimed: Kind = "better",
+    difference: PairedDifference, metric: Metric, base: Sequence[float], paper: float | None,
+    lost: tuple[int, int] = (0, 0), claimed: Kind = "better",
 ) -> Verdict:  # fmt: skip
     """Judge a corrected difference, given the values of the second method and diverged runs of both.
 
@@ -222,10 +222,10 @@ def _kappa(rule: Rule, analysis: Analysis) -> Test:
 
 
 def _measured(analysis: Analysis, method: str, rule: Rule) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Values of all heads at the first or last measurement of a quantity, and which are not exact, by seed."""
+    """Values of all heads at the first or last measurement, and which are not exact, by seed."""
     found = {}
     for table in analysis.tables(method):
-        values, steps = table.columns[rule.quantity], table.columns["step"]
+        values, steps = table.columns[QUANTITY], table.columns["step"]
         known = ~np.isnan(values)
         if known.any():
             step = steps[known].max() if rule.moment == "last" else steps[known].min()
@@ -271,13 +271,11 @@ def _saving(rule: Rule, analysis: Analysis) -> Test:
     return sign_flip_p(differences), decide
 
 
-def _below(rule: Rule, analysis: Analysis) -> Verdict:
-    """Every measurement of a head against a column that holds the log10 of a limit."""
-    tables = [table for name, some in analysis.heads.items() for table in some if rule.method in ("", name)]
-    if not tables:
-        return Verdict(NO_RECORDS, "no measurements")
+def _below(analysis: Analysis) -> Verdict:
+    """Every measurement of a head against the papers' bound."""
     with np.errstate(divide="ignore"):
-        every = np.concatenate([t.columns[rule.limit] - np.log10(t.columns[rule.quantity]) for t in tables])
+        gaps = [t.columns[LIMIT] - np.log10(t.columns[QUANTITY]) for some in analysis.heads.values() for t in some]
+    every = np.concatenate(gaps or [np.empty(0)])
     known, finite = every[~np.isnan(every)], every[np.isfinite(every)]
     if not len(known):
         return Verdict(NO_RECORDS, "no measurements")
@@ -300,13 +298,9 @@ def _best(rule: Rule, analysis: Analysis) -> Verdict:
     top = max(winners, key=lambda name: sign * analysis.summaries[name].mean)
     values = ", ".join(f"{name} {metric.show(analysis.summaries[name].mean)}" for name in known)
     own = analysis.summaries[top].values
-    others = correct(
-        compare_paired(
-            top, own, name, analysis.summaries[name].values, higher_is_better=metric.higher_is_better,
-        )
-        for name in known
-        if name not in rule.best
-    )  # fmt: skip
+    rest = {name: analysis.summaries[name].values for name in known if name not in rule.best}
+    better = metric.higher_is_better
+    others = correct(compare_paired(top, own, name, values, higher_is_better=better) for name, values in rest.items())
     margin = sample_std(list(own.values()))
     kinds = {other.baseline: judge(other, margin).kind for other in others}
     evidence = f"{values}; {show_seeds(len(own))}"

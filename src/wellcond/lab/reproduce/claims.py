@@ -1,15 +1,13 @@
-"""The papers' claims one by one, decided by rule from stored records; as markdown, JSON and a table."""
+"""The papers' claims one by one, decided by rule from stored records; as markdown and as a table."""
 
 from __future__ import annotations
 
 import functools
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from wellcond.files import write_atomically
 from wellcond.lab.report.table import Table, plain_markdown
 from wellcond.lab.reproduce.catalogue import read_paper_file
 from wellcond.lab.reproduce.claim_rules import NO_RECORDS, WORDS, Rule, Verdict, find_analysis, judge_rules
@@ -113,14 +111,6 @@ def _judge(claim: Claim, results: Path) -> Iterator[Judged]:
             group=kinds.get(claim.rule.kind, "runs"), verdict=verdict,
             link=report if folder and (results / report).is_file() else "",
         )  # fmt: skip
-
-
-def write_claims(judged: Sequence[Judged], output: Path, results: Path) -> None:
-    """Write the markdown; links lead from there to the folder `results` of the records."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    way = Path(os.path.relpath(results, output.parent))
-    judged = [one.model_copy(update={"link": (way / one.link).as_posix()}) if one.link else one for one in judged]
-    write_atomically(output, claims_markdown(judged))
 
 
 def count_words(judged: Sequence[Judged]) -> str:

@@ -100,16 +100,17 @@ class Collection:
 
     def study(self, source: Source, variant: str = "") -> StoredStudy | None:
         """None if there are no runs."""
-        study = catalogue().studies[source.study]
         place: str | None = f"{RUNS}/{study_name(source.study, variant)}"
+        renamed: Mapping[str, str] = {}
         if self.committed:
-            usual = source.records or study.records
-            place = catalogue().variants[variant].records.get(source.study) if variant else usual
+            name = source.tiny or source.study
+            study, renamed = catalogue().studies[name], catalogue().studies[name].in_records
+            place = catalogue().variants[variant].records.get(name) if variant else study.records
         if place is None:
             return None
         folder = self.folder / place
         if folder not in self._kept:
-            self._kept[folder] = find_study(folder, study.in_records if self.committed else None)
+            self._kept[folder] = find_study(folder, renamed)
         return self._kept[folder]
 
 
@@ -139,9 +140,10 @@ def may_be_paired(one: StoredStudy | None, other: StoredStudy | None, variants_u
 
 def differences_from_paper(entry: Entry, records: Collection) -> Iterator[str]:
     """What our runs do otherwise than the paper: a line for each study that has runs."""
-    by_study = {source.study: (name, source) for name, source in reversed(entry.sources.items())}
-    for study in dict.fromkeys(source.study for source in entry.sources.values()):
-        name, source = by_study[study]
+    first: dict[str, tuple[str, Source]] = {}
+    for name, source in entry.columns.items():
+        first.setdefault(source.study, (name, source))
+    for study, (name, source) in first.items():
         for variant in dict.fromkeys(row.variant for row in entry.all_rows.values() if row.is_in(name)):
             stored, plain = records.study(source, variant), records.study(source)
             if stored is None:
