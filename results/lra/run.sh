@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Every run of results/lra: about an hour on two quiet cores (an estimate). WELLCOND_DATA names a mirror of the Hugging Face
-# hub with stanfordnlp/imdb and uoft-cs/cifar10 in it, or the hub is used, and holds the folder acl-citation-pairs. What is
-# complete is not repeated.
+# hub with stanfordnlp/imdb in it, or the hub is used. What is complete is not repeated.
 set -euo pipefail
 cd "$(dirname "$0")"
 runs="${RUNS:-../../runs/lra}"  # full runs, which resume; what is packed from them is beside this script
@@ -11,7 +10,7 @@ compare() {  # recipe, folder, further arguments
 
 compare listops listops
 compare text text
-for task in retrieval image pathfinder; do compare "$task" "$task" --seeds 1; done
+compare pathfinder pathfinder --seeds 1
 
 # The Jacobian of the first head of each layer: the runs of seed 0 again, measured.
 compare listops analysis/listops --seeds 1 --set tracking.jacobian_points=4 --set "tracking.heads=[0]"
