@@ -46,9 +46,7 @@ def cut_short(arguments):
             for word in [word for word in arguments if word.startswith(setting)]:
                 at = arguments.index(word)
                 del arguments[at - 1 : at + 1]
-        if (
-            "--data" in arguments and "--folder" not in arguments
-        ):  # one scale here, several there
+        if "--data" in arguments and "--folder" not in arguments:  # one scale here, several there
             arguments += ["--folder", f"runs/{recipe}-own"]
         if verb == "compare":
             methods = "default,conditioned"

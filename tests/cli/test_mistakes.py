@@ -74,9 +74,8 @@ def test_an_option_of_an_initialisation_that_is_no_number(run, tmp_path, value):
 
 
 def test_weight_selection_needs_a_teacher(run, tmp_path):
-    assert run("init", VIT, "--method", "weight_selection", "-o", tmp_path / "o.safetensors")[0] == 2
-    assert run("init", VIT, "--teacher", VIT, "-o", tmp_path / "o.safetensors")[0] == 2
-    assert run("init", VIT, "--teacher-weights", __file__, "-o", tmp_path / "o.safetensors")[0] == 2
+    told, _ = run("init", VIT, "--method", "weight_selection", "-o", tmp_path / "o.safetensors")
+    assert "needs the option teacher=" in told
 
 
 def test_outputs_that_cannot_be_written(run, tmp_path):
@@ -160,8 +159,7 @@ def test_too_many_seeds(run, tmp_path):
 
 
 def test_too_many_samples_and_tokens(run):
-    told, _ = run("measure", VIT, "--samples", 100000000)
-    assert "--samples 100000000: images of 3 x 160 x 160 would take" in told and "Give a smaller number" in told
+    assert run("measure", VIT, "--samples", 100000000)[0] == 2
     small = ("n_layer=1", "n_embd=12", "n_head=2", "vocab_size=40", "n_positions=1000000000")
     told, _ = run("measure", "hf:gpt2", *[part for a in small for part in ("--model-arg", a)])
     assert "hf:gpt2 cannot be built" in told and "take a smaller model" in told

@@ -11,10 +11,8 @@ import pytest
 
 import wellcond
 from wellcond.cli import measure
-from wellcond.jacobian.select import METHODS
 from wellcond.lab.report.glue import TITLES
 from wellcond.lab.tasks.glue import NAMES
-from wellcond.measurement import Combine, Kappa
 from wellcond.records import Convention
 
 PROGRAM = """
@@ -64,15 +62,14 @@ RANDOM = [VIT, "--input", "random"]
         (["init", VIT, "-o", "out.pt"], "expected an output named *.safetensors"),
         (["init", VIT, "-o", "none/out.safetensors"], "no such folder"),
         (["init", VIT, "-o", "/proc/out.safetensors"], "cannot be written"),
-        (["init", VIT, "-o", "out.safetensors", "--method", "weight_selection"], "--teacher"),
         (["fold", VIT, "-o", "out.safetensors", "--weights", "none.pt"], "no such weights file"),
         (["measure", *RANDOM, "--convention", "tall"], "expected one of 'wide', 'stack'"),
-        (["measure", *RANDOM, "--samples", "0"], "--samples: expected at least 1"),
+        (["measure", *RANDOM, "--samples", "0"], "--samples"),
         (["measure", *RANDOM, "--layers", "first"], "expected 'all' or numbers"),
-        (["measure", *RANDOM, "--tokens", "0"], "--tokens: expected at least 1"),
+        (["measure", *RANDOM, "--tokens", "0"], "--tokens"),
         (["measure", *RANDOM, "-o", "/proc/out.json"], "cannot be written"),
         (["measure", VIT, "--input", "nowhere"], "which does not exist"),
-        (["measure", VIT, "--input", "nowhere.npy"], "found nothing at"),
+        (["measure", VIT, "--input", "nowhere.npy"], "which does not exist"),
         (["train", "nowhere"], "no recipe 'nowhere'"),
         (["train", "nowhere.yaml"], "no such recipe file"),
         (["train", "digits", "--set", "optimizer"], "expected path.to.field=value"),
@@ -111,9 +108,6 @@ def mistakes():
 
 def test_choices_are_those_of_the_library():
     assert measure.CONVENTIONS == get_args(Convention)
-    assert measure.KAPPAS == get_args(Kappa)
-    assert measure.COMBINES == get_args(Combine)
-    assert measure.METHODS == ("auto", *METHODS)
     assert tuple(TITLES) == NAMES  # of GLUE's tasks
 
 

@@ -17,7 +17,6 @@ import typer
 
 import wellcond
 from wellcond.errors import DEBUG_VARIABLE, MissingExtraError, WeightError, WellcondError
-from wellcond.files import write_atomically
 from wellcond.models import check_model, parse_values
 
 app = typer.Typer(
@@ -43,7 +42,8 @@ ModelArguments = Annotated[
 Input = Annotated[
     str, typer.Option("--input", metavar="INPUT", help="digits, random, a FOLDER of images (png, jpg), or FILE.npy")
 ]
-Tokens = Annotated[int, typer.Option(metavar="N", help="Length of random token ids.")]
+Samples = Annotated[int, typer.Option(metavar="N", min=1, max=10_000, help="Samples to run the model on.")]
+Tokens = Annotated[int, typer.Option(metavar="N", min=1, max=100_000, help="Length of random token ids.")]
 JsonFile = Annotated[Path | None, typer.Option("--output", "-o", help="JSON to write.")]
 HtmlFile = Annotated[Path | None, typer.Option("--html", help="HTML page to write.")]
 Weights = Annotated[Path | None, typer.Option(help="Checkpoint to load (.safetensors, or .pt with tensors only).")]
@@ -137,8 +137,6 @@ class OptionError(WellcondError, ValueError):
 
 def check_outputs(paths: Sequence[Path], *, force: bool, suffix: str = "") -> None:
     """Raise OutputError unless every file may be written."""
-    if len({path.resolve() for path in paths}) < len(paths):
-        raise OutputError(f"expected different files for JSON and HTML, found {paths[0]} for both")
     for path in paths:
         if path.suffix != (suffix or path.suffix):
             raise OutputError(f"expected an output named *{suffix}, got {path}")
@@ -153,15 +151,6 @@ def check_outputs(paths: Sequence[Path], *, force: bool, suffix: str = "") -> No
                 pass
         except OSError as error:
             raise OutputError(f"{path} cannot be written: {error.strerror}; give another folder") from error
-
-
-def write_output(path: Path, text: str, *, force: bool) -> None:
-    """Write a file whole or not at all, and only over what was there before with `force`."""
-    check_outputs([path], force=force)
-    try:
-        write_atomically(path, text)
-    except OSError as error:
-        raise OutputError(f"{path} could not be written: {error}") from error
 
 
 def read_model(model: str, arguments: Sequence[str] | None, *weights: Path | None) -> dict[str, Any]:
@@ -192,21 +181,14 @@ def describe_spec(model: str, arguments: Sequence[str] | None, weights: Path | N
     return f"{' '.join([model, *(arguments or ())])}, {source}"
 
 
-def check_input(source: str, *, tokens: int = 1) -> None:
+def check_input(source: str) -> None:
     """Raise InputError unless ``--input`` names something."""
-    if tokens < 1:
-        raise InputError(f"--tokens: expected at least 1, found {tokens}")
     path = Path(source)
-    if source in ("random", "digits") or path.is_dir():
-        return
-    if path.suffix == ".npy":
-        if not path.is_file():
-            raise InputError(f"--input: expected a .npy file, found nothing at {path}")
-        return
-    raise InputError(
-        f"--input: expected 'digits', 'random', a folder of images or a file named *.npy, found {source!r}"
-        + ("" if path.exists() else ", which does not exist")
-    )
+    if source not in ("random", "digits") and not path.is_dir() and not (path.suffix == ".npy" and path.is_file()):
+        said = "" if path.exists() else ", which does not exist"
+        raise InputError(
+            f"--input: expected 'digits', 'random', a folder of images or a file named *.npy, found {source!r}{said}"
+        )
 
 
 def data_overrides(data: str | None, input_column: str | None, label_column: str | None) -> list[str]:
@@ -262,23 +244,21 @@ def read_tuned_fields(texts: Sequence[str]) -> dict[str, tuple[float, ...]]:
         >>> read_tuned_fields(["optimizer.lr=1e-2,1e-3"])
         {'optimizer.lr': (0.001, 0.01)}
     """
-    from wellcond.lab.settings import plain_number, read_yaml
+    from wellcond.lab.settings import plain_number
 
     fields: dict[str, tuple[float, ...]] = {}
     for text in texts:
-        name, equals, listed = (part.strip() for part in text.partition("="))
-        keys = name.split(".")
-        if not equals or len(keys) < 2 or not all(key.isidentifier() for key in keys):
-            raise OptionError(f"--tune: expected FIELD=VALUE,VALUE,... such as optimizer.lr=1e-3,3e-3, found {text!r}")
-        values = [read_yaml(value, f"--tune {name}") for value in listed.split(",")]
-        for value in values:
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise OptionError(f"--tune {name}: expected numbers such as 1e-3,3e-3, found {value!r}")
-        if len(set(values)) < max(2, len(values)):
-            raise OptionError(f"--tune {name}: expected at least two values, none twice, found {listed!r}")
-        if name in fields:
-            raise OptionError(f"--tune: expected every field once, found {name} twice; list all values in one --tune")
-        fields[name] = tuple(sorted(map(plain_number, values)))
+        name, _, listed = (part.strip() for part in text.partition("="))
+        try:
+            values = sorted({plain_number(float(value)) for value in listed.split(",")})
+        except ValueError:
+            values = []
+        if len(values) < 2 or not all(math.isfinite(value) for value in values) or "." not in name or name in fields:
+            raise OptionError(
+                "--tune: expected a FIELD once, with two numbers or more, such as optimizer.lr=1e-3,3e-3; "
+                f"found {text!r}"
+            )
+        fields[name] = tuple(values)
     return fields
 
 

@@ -9,7 +9,7 @@ import typer
 
 from wellcond.cli import app as cli
 from wellcond.errors import WeightError, WellcondError
-from wellcond.models import build_model, check_model, parse_values
+from wellcond.models import build_model, parse_values
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,16 +25,13 @@ def init(
         str,
         typer.Option(
             metavar="NAME",
-            help="conditioned, calibrated, orthogonal, gaussian, mimetic, nanochat, small, t_fixup, weight_selection "
-            "or default.",
+            help="conditioned, calibrated, orthogonal, gaussian, mimetic, nanochat, small, t_fixup or default.",
         ),
     ] = "conditioned",
     weights: cli.Weights = None,
     option: Annotated[
         list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="Option of the method; repeatable.")
     ] = None,
-    teacher: Annotated[str | None, typer.Option(help="Larger MODEL, for weight_selection.")] = None,
-    teacher_weights: Annotated[Path | None, typer.Option(help="Checkpoint of the teacher.")] = None,
     input: Annotated[
         str | None,
         typer.Option(metavar="INPUT", help="Data for calibrated: digits, random, a FOLDER of images, or FILE.npy."),
@@ -44,14 +41,8 @@ def init(
     force: cli.Force = False,
 ) -> None:
     """Initialise the attention of MODEL and write a plain checkpoint."""
-    arguments, options = cli.read_model(model, model_arg, weights, teacher_weights), parse_values(option or [])
+    arguments, options = cli.read_model(model, model_arg, weights), parse_values(option or [])
     cli.check_outputs([output], force=force, suffix=".safetensors")
-    if teacher is not None:
-        check_model(teacher, {})
-    if (teacher is None) == (method == "weight_selection"):
-        raise typer.BadParameter("--teacher is for --method weight_selection, which needs it; give both or neither")
-    if teacher is None and teacher_weights is not None:
-        raise typer.BadParameter("--teacher-weights needs --teacher MODEL; give both")
     if (input is None) == (method == "calibrated"):
         raise typer.BadParameter("--input is for --method calibrated, which needs it; give both or neither")
     if input is not None:
@@ -67,22 +58,12 @@ def init(
     built = build_model(model, arguments)
     if weights is not None:
         load_weights(built, weights)
-    given: dict[str, Any] = {}
-    if teacher is not None:
-        given["teacher"] = build_model(teacher)
-        if teacher_weights is not None:
-            load_weights(given["teacher"], teacher_weights)
-    if input is not None:
-        given["batch"], _ = make_batch(built, input, samples=CALIBRATION_SAMPLES, seed=seed)
+    batch = {} if input is None else {"batch": make_batch(built, input, samples=CALIBRATION_SAMPLES, seed=seed)[0]}
     try:
-        init_(built, method, generator=torch.Generator().manual_seed(seed), **options, **given)
-    except (WellcondError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
-        if not options:
-            raise
-        shown = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        raise cli.OptionError(
-            f"--method {method} with {shown}: {error}\n  Correct --option, or leave it out."
-        ) from error
+        init_(built, method, generator=torch.Generator().manual_seed(seed), **options, **batch)
+    except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+        said = f" with {', '.join(option)}" if option else ""
+        raise cli.OptionError(f"--method {method}{said}: {error}") from error
     save_weights(built, output, overwrite=force)
     typer.echo(f"wrote {output}: {len(find_attention(built))} attentions initialised as {method!r}")
 

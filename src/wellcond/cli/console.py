@@ -26,8 +26,9 @@ def make_console() -> Console:
 
 
 def print_table(out: Console, title: str, made: ReportTable) -> None:
-    """Print a table of a report. Words fold; where that is too little, the last columns of numbers go, and are named."""
-    made, left_out = without_empty_columns(made), []
+    """Print a table of a report; in a narrow terminal words fold, and the last columns of numbers are left out."""
+    made = without_empty_columns(made)
+    left_out: list[str] = []
     table = _lay_out(title, made, fold=out.is_terminal)
     while sum((column.min_width or 0) + 3 for column in table.columns) - 1 > out.width:  # 3 between two, 1 at each end
         numbers = [at for at in range(1, len(made.header)) if at not in made.text_columns]

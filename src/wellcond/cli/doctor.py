@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from wellcond.cli import app as cli
+from wellcond.files import write_atomically
 
 if TYPE_CHECKING:
     from wellcond.diagnosis.records import Diagnosis
@@ -21,7 +22,7 @@ def doctor(
     input: cli.Input = "random",
     weights: cli.Weights = None,
     model_arg: cli.ModelArguments = None,
-    samples: Annotated[int, typer.Option(metavar="N", min=1, help="Samples to run the model on.")] = 8,
+    samples: cli.Samples = 8,
     tokens: cli.Tokens = 32,
     trained: Annotated[
         bool | None, typer.Option("--trained/--fresh", help="Whether MODEL is trained; by default its norms tell.")
@@ -36,7 +37,7 @@ def doctor(
     force: cli.Force = False,
 ) -> None:
     """Say what is wrong with the attention of MODEL, and which line of code mends it; seconds."""
-    cli.check_input(input, tokens=tokens)
+    cli.check_input(input)
     cli.check_outputs([path for path in (output, html) if path is not None], force=force)
     arguments = cli.read_model(model, model_arg, weights)
     from wellcond.cli.checkpoints import build_loaded
@@ -55,7 +56,7 @@ def doctor(
         _print(found)
     for path, text in ((output, found.to_json() + "\n" if output else ""), (html, found.to_html() if html else "")):
         if path is not None:
-            cli.write_output(path, text, force=force)
+            write_atomically(path, text)
             typer.echo(f"wrote {path}", err=json)
 
 

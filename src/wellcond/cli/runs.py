@@ -125,8 +125,9 @@ def watch(num_jobs: int, run: Callable[[JobObserver], Outcome], *, quiet: bool) 
             tell(f"{title}: waiting, another process is running it")
         if key not in tasks:
             tasks[key] = bars.add_task(title, total=None, said="")
-        said = {"phase": "[cyan]{phase}", "step": "loss {loss:.3f}", "waiting": "[cyan]waiting"}.get(kind, "")
-        bars.update(tasks[key], total=event.get("num_steps"), completed=event.get("step"), said=said.format(**event))
+        loss = event.get("loss")
+        said = escape(event.get("phase", "")) if loss is None else f"loss {loss:.3f}"
+        bars.update(tasks[key], total=event.get("num_steps"), completed=event.get("step"), said=said)
 
     def tell(line: str) -> None:
         console.print(line, highlight=False, soft_wrap=True)

@@ -107,11 +107,11 @@ def _cells(
     metric: Metric, error: float, gain: PairedDifference,
 ) -> dict[str, Cell]:  # fmt: skip
     """One number: the paper's, as printed and as a gain, and ours; `error` is what our baseline gets wrong."""
-    value, paper_gain, share = part.mean(row, tasks), part.gain(row, baseline, *tasks), part.share(row, baseline, *tasks)
+    value, paper_gain = part.mean(row, tasks), part.gain(row, baseline, *tasks)
     paper = part.show(row, column) or MISSING
     if tasks != (column,):
         paper = show_known(value, f"{{:.1f}} (of {', '.join(tasks)})")
-    agreement = _agreement(share, summary.count, error, gain)
+    agreement = _agreement(part.share(row, baseline, *tasks), summary.count, error, gain)
     judged = gain.count or paper_gain is not None
     return {
         "column": (column, {"column": column}), "method": (row, {"row": row}),
