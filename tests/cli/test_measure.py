@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import wellcond as wc
-from wellcond.cli.app import InputError, OptionError
+from wellcond.cli.app import OptionError
 from wellcond.cli.inputs import images_in, make_batch, what_it_reads
 from wellcond.cli.measure import read_numbers
 from wellcond.lab.data.digits import load_digits
@@ -246,7 +246,7 @@ def test_what_models_read():
     assert reads.image == (1, 32, 48)
     reads = what_it_reads(timm.create_model("levit_128s"))
     assert reads.image == (3, 224, 224)
-    with pytest.raises(InputError, match="something that it does not tell"):
+    with pytest.raises(OptionError, match="something that it does not tell"):
         make_batch(nn.Linear(2, 2), "random", samples=1)
     half = timm.create_model("test_vit").half()
     assert make_batch(half, "random", samples=1)[0].dtype == torch.float16

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from wellcond.cli.main import main
-from wellcond.lab.reproduce import plan as planning
 from wellcond.lab.reproduce.beside_paper import outcome_tables, write_outcome
 from wellcond.lab.reproduce.catalogue import Entry, catalogue
 from wellcond.lab.reproduce.plan import PlanOptions, make_plan
 from wellcond.lab.reproduce.stored import Collection, find_study, may_be_paired
+from wellcond.lab.train import glue
+from wellcond.lab.train.compare import run_comparison, write_comparison
 from wellcond.lab.train.run_folder import RunError
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -49,8 +50,8 @@ def ran(pets, tmp_path_factory):
     plan = make_plan("C-T2", pets, "tiny", PlanOptions(folder, overrides=SHORT, seeds=(0, 1, 2)))
     [study] = plan.studies
     ended = []
-    study.describe()
-    study.run(1, lambda job, event: ended.append(event["event"]))
+    write_comparison(study.folder, study.recipe, study.methods, study.seeds)
+    run_comparison(study.jobs, num_workers=1, observer=lambda job, event: ended.append(event["event"]))
     assert ended.count("end") == len(study.jobs) == 12
     return plan, folder
 
@@ -64,7 +65,7 @@ def test_what_is_there_is_not_repeated(ran):
         if event["event"] == "end":
             repeated.append(event["repeated"])
 
-    plan.studies[0].run(1, observe)
+    run_comparison(plan.studies[0].jobs, num_workers=1, observer=observe)
     assert repeated == [True] * 12
 
 
@@ -140,7 +141,6 @@ def test_rows_under_other_settings_are_not_paired():
     [
         (["C-T1", "--scale", "huge"], "huge"),
         (["C-T1", "--methods", "polar"], "expected some of default, mimetic"),
-        (["C-T1", "--data", "/no/such/folder"], "expected a folder"),
         (["C-T1", "--scale", "paper"], "expects a GPU, and there is none here"),
         (["D-T1"], "D-T1"),
     ],
@@ -153,36 +153,10 @@ def test_bad_requests_are_explained(arguments, message, tmp_path, monkeypatch):
     assert message in str(code) and not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["reproduce", "S-F1", "--folder", "file"], "expected a folder to write, found the file"),
-    ],
-)
-def test_what_cannot_be_written_is_explained(arguments, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
+def test_what_cannot_be_written_is_explained(tmp_path):
     (tmp_path / "file").touch()
-    code, _ = call(*arguments)
-    assert message in str(code) and len(list(tmp_path.rglob("*"))) == 2
-
-
-@pytest.fixture
-def images(tmp_path):
-    for split in ("train", "val"):
-        (tmp_path / "images" / split / "a").mkdir(parents=True)
-    return tmp_path / "images"
-
-
-@pytest.mark.parametrize(
-    ("id", "message"), [("C-T3", "no folder of images"), ("C-T7", "no folder of images"), ("C-T2", "several sets")]
-)
-def test_images_stand_for_images_only(id, message, images, tmp_path):
-    for more in ([], ["--dry-run"]):
-        code, _ = call("reproduce", id, "--data", images, "--folder", tmp_path / "new", *more)
-        assert message in str(code) and not (tmp_path / "new").exists()
-    plan = make_plan("C-T1", ENTRIES["C-T1"], "tiny", PlanOptions(tmp_path, images=images))
-    assert {study.recipe.data.source for study in plan.studies} == {"image_folder"}
+    code, _ = call("reproduce", "S-F1", "--folder", tmp_path / "file")
+    assert "cannot be written" in str(code) and len(list(tmp_path.rglob("*"))) == 1
 
 
 def test_runs_under_other_settings_are_not_taken_for_these(ran, pets):
@@ -257,7 +231,7 @@ def test_every_study_is_run_by_some_of_these():
 @pytest.mark.parametrize("id", KINDS)
 def test_every_kind_of_entry_runs(id, tmp_path, monkeypatch):
     changes = [part for change in SHORT for part in ("--set", change)]
-    plan_glue = planning.plan_glue  # with few rows: each run is fine-tuned on eight tasks
-    monkeypatch.setattr(planning, "plan_glue", lambda folder, **options: plan_glue(folder, **options | {"limit": 40}))
+    plan_glue = glue.plan_glue  # with few rows: each run is fine-tuned on eight tasks
+    monkeypatch.setattr(glue, "plan_glue", lambda folder, **options: plan_glue(folder, **options | {"limit": 40}))
     code, _ = call("reproduce", id, "--folder", tmp_path, "--seeds", 1, "--jobs", 1, "--quiet", *changes)
     assert code == 0 and (tmp_path / id / f"{id}.md").is_file()

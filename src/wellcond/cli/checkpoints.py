@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from wellcond.cli import app as cli
 from wellcond.errors import WeightError, WellcondError
@@ -23,18 +24,18 @@ def init(
     output: cli.Output,
     method: Annotated[
         str,
-        typer.Option(
+        Option(
             metavar="NAME",
             help="conditioned, calibrated, orthogonal, gaussian, mimetic, nanochat, small, t_fixup or default.",
         ),
     ] = "conditioned",
     weights: cli.Weights = None,
     option: Annotated[
-        list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="Option of the method; repeatable.")
+        list[str] | None, Option("--option", metavar="KEY=VALUE", help="Option of the method; repeatable.")
     ] = None,
     input: Annotated[
         str | None,
-        typer.Option(metavar="INPUT", help="Data for calibrated: digits, random, a FOLDER of images, or FILE.npy."),
+        Option(metavar="INPUT", help="Data for calibrated: digits, random, a FOLDER of images, or FILE.npy."),
     ] = None,
     model_arg: cli.ModelArguments = None,
     seed: cli.Seed = 0,
@@ -72,10 +73,8 @@ def init(
 def fold(
     model: cli.Model,
     output: cli.Output,
-    weights: Annotated[Path, typer.Option(help="Checkpoint of a conditioned model.")],
-    ema: Annotated[
-        bool, typer.Option("--ema", help="Take the EMA weights of a checkpoint of timm's train script.")
-    ] = False,
+    weights: Annotated[Path, Option(help="Checkpoint of a conditioned model.")],
+    ema: Annotated[bool, Option("--ema", help="Take the EMA weights of a checkpoint of timm's train script.")] = False,
     model_arg: cli.ModelArguments = None,
     force: cli.Force = False,
 ) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from wellcond.cli import app as cli
 from wellcond.errors import check_choice
@@ -28,17 +29,14 @@ if TYPE_CHECKING:
 
 @cli.app.command("compare", rich_help_panel=cli.EXPERIMENTS)
 def compare(
-    recipe: Annotated[
-        str, typer.Option("--recipe", metavar="NAME|FILE", help="A recipe of `wellcond recipes`, or FILE.yaml.")
-    ],
+    recipe: Annotated[str, Option(metavar="NAME|FILE", help="A recipe of `wellcond recipes`, or FILE.yaml.")],
     methods: Annotated[
-        str | None,
-        typer.Option(metavar="LIST", help="Separated by commas, such as default, gaussian, conditioned+balanced."),
+        str | None, Option(metavar="LIST", help="Such as default,gaussian,conditioned+balanced.")
     ] = None,
     seeds: cli.Seeds = None,
     tune: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             metavar="FIELD=VALUES",
             rich_help_panel=cli.SEARCH,
             help="Such as optimizer.lr=1e-3,3e-3,1e-2 or identity.lam=1,3,10: each method is first tuned on other "
@@ -46,22 +44,10 @@ def compare(
         ),
     ] = None,
     tuning_seeds: Annotated[
-        str,
-        typer.Option(
-            metavar="SEEDS",
-            rich_help_panel=cli.SEARCH,
-            help="Number of seeds to tune on, counted from 1000, or a list.",
-        ),
+        str, Option(metavar="SEEDS", rich_help_panel=cli.SEARCH, help="How many, from 1000 on, or a list.")
     ] = "2",
     tune_growth: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            min=0,
-            max=20,
-            rich_help_panel=cli.SEARCH,
-            help="How often the grid may be extended in each direction while the best value is at its edge.",
-        ),
+        int, Option(metavar="N", min=0, max=20, rich_help_panel=cli.SEARCH, help="Most steps of a grid beyond an edge.")
     ] = 3,
     scale: cli.ScaleOption = None,
     set: cli.Overrides = None,
@@ -70,39 +56,22 @@ def compare(
     label: cli.LabelColumn = None,
     folder: cli.Folder = None,
     jobs: cli.Jobs = "auto",
-    engine: Annotated[
-        str, typer.Option(metavar="NAME", rich_help_panel=cli.CLUSTER, help="local, or ray for a Ray cluster.")
-    ] = "local",
+    engine: Annotated[str, Option(metavar="NAME", rich_help_panel=cli.CLUSTER, help="local, or ray.")] = "local",
     ray_address: Annotated[
         str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            rich_help_panel=cli.CLUSTER,
-            help="auto, HOST:6379 or ray://HOST:10001; by default a new cluster on this machine.",
-        ),
+        Option(metavar="ADDRESS", rich_help_panel=cli.CLUSTER, help="auto, HOST:6379 or ray://HOST:10001."),
     ] = None,
-    cpus_per_run: Annotated[
-        float | None,
-        typer.Option(metavar="N", rich_help_panel=cli.CLUSTER, help="By default the threads of the recipe."),
-    ] = None,
-    gpus_per_run: Annotated[
-        float | None,
-        typer.Option(metavar="N", rich_help_panel=cli.CLUSTER, help="By default 1 where the cluster has GPUs."),
-    ] = None,
+    cpus_per_run: Annotated[float | None, Option(metavar="N", rich_help_panel=cli.CLUSTER)] = None,
+    gpus_per_run: Annotated[float | None, Option(metavar="N", rich_help_panel=cli.CLUSTER)] = None,
     cpu: cli.Cpu = False,
     trust_local_code: cli.Trust = False,
     json: cli.Json = False,
     quiet: cli.Quiet = False,
     report: Annotated[
-        bool, typer.Option("--report/--no-report", rich_help_panel=cli.OUTPUT, help="Build the report at the end.")
+        bool, Option("--report/--no-report", rich_help_panel=cli.OUTPUT, help="Build the report at the end.")
     ] = True,
     print_jobs: Annotated[
-        bool,
-        typer.Option(
-            "--print-jobs",
-            rich_help_panel=cli.OUTPUT,
-            help="Run nothing; print one command per run, for Slurm and the like.",
-        ),
+        bool, Option("--print-jobs", rich_help_panel=cli.OUTPUT, help="Run nothing; print one command per run.")
     ] = False,
 ) -> None:
     """Train every method with every seed under one recipe, and show which is better, by how much, and why."""
@@ -110,7 +79,7 @@ def compare(
     overrides = [*cli.data_overrides(data, input, label), *(set or [])]
     tuning = cli.read_seeds(tuning_seeds, option="--tuning-seeds", first=cli.FIRST_TUNING_SEED)
     fields = cli.read_tuned_fields(tune or [])
-    cli.check_experiment(recipe, scale=scale, overrides=overrides, folder=folder, seeds=seeds, jobs=jobs)
+    cli.check_experiment(recipe, scale, overrides, seeds, jobs)
     check_choice("engine", engine, ("local", "ray"))
     if print_jobs and (tune or engine == "ray"):
         raise cli.OptionError(
@@ -160,7 +129,7 @@ def demo(folder: cli.Folder = None, seeds: cli.Seeds = None, jobs: cli.Jobs = "a
     """Compare initialisations of a small ViT on scikit-learn's digits, each at its tuned learning rate; minutes."""
     cli.need_train_extra()
     place = folder or Path("runs/demo")
-    cli.check_experiment("digits", folder=place, seeds=seeds, jobs=jobs)
+    cli.check_experiment("digits", None, (), seeds, jobs)
     from wellcond.cli.report import print_report
     from wellcond.lab.load_recipe import load_recipe
     from wellcond.lab.train.run_folder import writing

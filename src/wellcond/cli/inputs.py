@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.watch import run, undisturbed
-from wellcond.cli.app import InputError, check_input
+from wellcond.cli.app import OptionError, check_input
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 
@@ -72,7 +72,7 @@ def _pair(size: Any) -> tuple[int, ...]:
 
 
 def make_batch(model: nn.Module, source: str, *, samples: int, tokens: int = 32, seed: int = 0) -> tuple[Any, str]:
-    """The batch that ``--input`` names, and a description of it; InputError if it is not what the model reads."""
+    """The batch that ``--input`` names, and a description of it; OptionError if it is not what the model reads."""
     check_input(source)
     reads, path = what_it_reads(model), Path(source)
     if path.suffix == ".npy":
@@ -80,7 +80,7 @@ def make_batch(model: nn.Module, source: str, *, samples: int, tokens: int = 32,
     elif source == "random" and reads.vocabulary:
         values, text = _random_ids(reads.vocabulary, samples, tokens, seed)
     elif not reads.image:
-        raise InputError(
+        raise OptionError(
             f"--input {source}: expected a model that reads images, found one that reads {reads}. Use a .npy file, or "
             "build the batch in Python and call wellcond.measure(model, batch)"
         )
@@ -104,7 +104,7 @@ def make_batch(model: nn.Module, source: str, *, samples: int, tokens: int = 32,
     except Exception as error:  # whatever a model raises: a wrong batch is told from a failure to measure
         said = (str(error) or type(error).__name__).splitlines()[0][:300]
         found = f"{str(values.dtype).removeprefix('torch.')} {tuple(values.shape)}"
-        raise InputError(
+        raise OptionError(
             f"--input {source}: expected {reads}, found {found}, on which the forward pass fails: {said}\n"
             "  Give another --input, or build the batch in Python and call wellcond.measure(model, batch)."
         ) from error
@@ -122,7 +122,7 @@ def _digits(reads: Reads, samples: int) -> tuple[Tensor, str]:
     channels, *size = reads.image
     images = load_digits()[0].inputs
     if samples > len(images):
-        raise InputError(f"--samples: expected at most {len(images)} digits, found {samples}")
+        raise OptionError(f"--samples: expected at most {len(images)} digits, found {samples}")
     scaled = nn.functional.interpolate(images[:samples], size, mode="bilinear", antialias=False)
     shown = f"{samples} of scikit-learn's digits, zero mean and unit variance, resized to {_times(reads.image)}"
     return scaled.expand(-1, channels, -1, -1).contiguous(), shown
@@ -134,7 +134,7 @@ def _folder(reads: Reads, folder: Path, samples: int) -> tuple[Tensor, str]:
     channels, height, width = reads.image
     bilinear, files = import_pil().Resampling.BILINEAR, images_in(folder)
     if len(files) < samples:
-        raise InputError(f"--input {folder}: expected at least {samples} images (png, jpg), found {len(files)}")
+        raise OptionError(f"--input {folder}: expected at least {samples} images (png, jpg), found {len(files)}")
     pictures = []
     for file in files[:samples]:
         where = f"--input: {file}"
@@ -166,11 +166,11 @@ def _array(path: Path, samples: int) -> tuple[Tensor, str]:
         whole = array.dtype.kind in "iu"
         kept = torch.from_numpy(array[:samples].astype(np.int64 if whole else np.float64, casting="same_kind"))
     except (ValueError, TypeError, AttributeError, IndexError, OSError, EOFError) as error:
-        raise InputError(
+        raise OptionError(
             f"{path}: expected floats or integers saved by numpy.save (pickles are not loaded): {error}"
         ) from error
     if len(array) < samples:
-        raise InputError(f"{path}: expected at least {samples} samples along the first axis, found {len(array)}")
+        raise OptionError(f"{path}: expected at least {samples} samples along the first axis, found {len(array)}")
     return kept, f"the first {samples} of {path}, {array.dtype} {array.shape}"
 
 

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from wellcond.cli import app as cli
 from wellcond.errors import WellcondError, check_choice
@@ -24,11 +24,11 @@ def measure(
     model: cli.Model,
     input: cli.Input = "random",
     layers: Annotated[
-        str, typer.Option(metavar="LIST", help="all, or numbers such as 0,5,11, as inspect lists them.")
+        str, Option(metavar="LIST", help="all, or numbers such as 0,5,11, as inspect lists them.")
     ] = "all",
-    heads: Annotated[str, typer.Option(metavar="LIST", help="all, or numbers of key/value heads such as 0,1.")] = "all",
+    heads: Annotated[str, Option(metavar="LIST", help="all, or numbers of key/value heads such as 0,1.")] = "all",
     convention: Annotated[
-        str, typer.Option(metavar="NAME", help="wide (the Jacobian) or stack (the papers' matrix).")
+        str, Option(metavar="NAME", help="wide (the Jacobian) or stack (the papers' matrix).")
     ] = "wide",
     samples: cli.Samples = 1,
     tokens: cli.Tokens = 32,
@@ -39,7 +39,7 @@ def measure(
     html: cli.HtmlFile = None,
     resume: Annotated[
         Path | None,
-        typer.Option(help="File in which every measured head is recorded; the same command resumes from it."),
+        Option(help="File in which every measured head is recorded; the same command resumes from it."),
     ] = None,
     force: cli.Force = False,
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
+from typer import Argument, Option
 
 from wellcond.cli import app as cli
 from wellcond.files import write_atomically
@@ -14,8 +15,8 @@ from wellcond.files import write_atomically
 
 @cli.app.command("report", rich_help_panel=cli.EXPERIMENTS)
 def report(
-    folder: Annotated[Path, typer.Argument(help="A comparison, or a folder with several.")],
-    pictures: Annotated[bool, typer.Option("--pictures/--no-pictures", help="Draw figures and build the page.")] = True,
+    folder: Annotated[Path, Argument(help="A comparison, or a folder with several.")],
+    pictures: Annotated[bool, Option("--pictures/--no-pictures", help="Draw figures and build the page.")] = True,
 ) -> None:
     """Rebuild tables, figures and the page of a comparison from its records."""
     cli.check_is_folder(folder)
@@ -46,27 +47,24 @@ def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False) ->
 
 
 @cli.app.command("claims", rich_help_panel=cli.PAPERS)
-def claims(results: Annotated[Path, typer.Argument(help="Folder of committed records, such as results.")]) -> None:
+def claims(results: Annotated[Path, Argument(help="Folder of committed records, such as results.")]) -> None:
     """Judge each claim of the papers by committed records: better, worse, equal within a margin, or undecided.
 
     The verdicts are written to RESULTS/claims.md.
     """
     cli.need_train_extra()
     cli.check_is_folder(results)
-    from wellcond.cli.console import print_tables
-    from wellcond.lab.reproduce.claims import claims_markdown, claims_table, judge_claims
+    from wellcond.lab.reproduce.claims import claims_markdown, judge_claims, summarise
 
     judged = judge_claims(results)
     write_atomically(results / "claims.md", claims_markdown(judged))
-    print_tables([claims_table(judged)], f"written: {results / 'claims.md'}")
+    typer.echo(f"{summarise(judged)}. Written: {results / 'claims.md'}")
 
 
 @cli.app.command("pack", rich_help_panel=cli.PAPERS)
 def pack(
-    folder: Annotated[
-        Path, typer.Argument(help="Full runs of wellcond compare or train, at any depth; they are kept.")
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write to, laid out in the same way.")],
+    folder: Annotated[Path, Argument(help="Full runs of wellcond compare or train, at any depth; they are kept.")],
+    output: Annotated[Path, Option("--output", "-o", help="Folder to write to, laid out in the same way.")],
 ) -> None:
     """Pack runs into one small file each, with a report without figures; all tables stay the same.
 

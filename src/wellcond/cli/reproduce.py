@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from wellcond.cli import app as cli
 from wellcond.errors import WellcondError, check_choice
@@ -19,26 +19,17 @@ if TYPE_CHECKING:
 
 @cli.app.command("reproduce", rich_help_panel=cli.PAPERS)
 def reproduce(
-    id: Annotated[
-        str | None, typer.Argument(metavar="[ID]", help="Table, figure or ablation: C-T1, S-F2, A-scale.")
-    ] = None,
-    list_all: Annotated[bool, typer.Option("--list", help="List every id, and the runs that are there.")] = False,
+    id: Annotated[str | None, Argument(metavar="[ID]", help="Table, figure or ablation: C-T1, S-F2, A-scale.")] = None,
+    list_all: Annotated[bool, Option("--list", help="List every id, and the runs that are there.")] = False,
     scale: Annotated[
-        str, typer.Option(metavar="NAME", help="tiny (CPU, minutes), small (one GPU, hours) or paper.")
+        str, Option(metavar="NAME", help="tiny (CPU, minutes), small (one GPU, hours) or paper.")
     ] = "tiny",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan; run nothing.")] = False,
-    records: Annotated[
-        Path | None, typer.Option(help="Print from committed records, such as results; run nothing.")
-    ] = None,
-    methods: Annotated[str | None, typer.Option(metavar="LIST", help="Only these methods, and default.")] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the plan; run nothing.")] = False,
+    records: Annotated[Path | None, Option(help="Print from committed records, such as results; run nothing.")] = None,
+    methods: Annotated[str | None, Option(metavar="LIST", help="Only these methods, and default.")] = None,
     seeds: cli.Seeds = None,
     set: cli.Overrides = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Mirror of datasets (as WELLCOND_DATA), or images in train/ and val/.")
-    ] = None,
-    folder: Annotated[
-        Path | None, typer.Option("--folder", "-o", help="Where to write; reproduce/SCALE by default.")
-    ] = None,
+    folder: Annotated[Path | None, Option("--folder", "-o", help="Where to write; reproduce/SCALE by default.")] = None,
     jobs: cli.Jobs = "auto",
     cpu: cli.Cpu = False,
     json: cli.Json = False,
@@ -52,12 +43,10 @@ def reproduce(
 
     check_choice("scale", scale, SCALES)
     known, entry = find_entry(id) if id is not None else ("", None)
-    for name, place in (("--records", records), ("--data", data)):
-        if place is not None:
-            cli.check_is_folder(place, name)
+    if records is not None:
+        cli.check_is_folder(records)
     numbers = None if seeds is None else cli.read_seeds(seeds)
     cli.read_jobs(jobs)
-    cli.check_folder(folder)
     import torch
 
     from wellcond.cli.runs import leaving_together
@@ -77,7 +66,7 @@ def reproduce(
         asked = None if methods is None else tuple(split_methods(methods))
     except ValueError as error:
         raise cli.OptionError(f"--methods: {error}") from error
-    plan = make_plan(known, entry, scale, PlanOptions(home, numbers, asked, tuple(set or ()), _use_data(data), cpu))
+    plan = make_plan(known, entry, scale, PlanOptions(home, numbers, asked, tuple(set or ()), cpu))
     if dry_run:
         _show([plan_table(plan)], as_json=json, quiet=quiet)
         return
@@ -98,38 +87,28 @@ def reproduce(
     raise typer.Exit(code)
 
 
-def _use_data(data: Path | None) -> Path | None:
-    """The user's data, if they are images in train/ and val/; a mirror is put in front of those that are known."""
-    from wellcond.lab.data.disk import MIRROR_VARIABLE
-
-    if data is None or (data / "train").is_dir():
-        return data
-    known = os.environ.get(MIRROR_VARIABLE)
-    os.environ[MIRROR_VARIABLE] = os.pathsep.join([str(data.resolve()), *([known] if known else [])])
-    return None
-
-
 def _run_study(study: PlannedStudy, jobs: str, *, cpu: bool, silent: bool) -> int:
+    """Run what is missing of a study, fine-tuning included; returns the exit code."""
+    from wellcond.cli import runs
     from wellcond.cli.console import make_console
-    from wellcond.cli.runs import choose_workers, exit_code, tell_end, watch
     from wellcond.lab.report.glue import rebuild_glue
+    from wellcond.lab.train.compare import write_comparison
+    from wellcond.lab.train.glue import plan_glue, run_glue
 
     first = cli.is_first_process()
     if first:
-        study.describe()
+        write_comparison(study.folder, study.recipe, study.methods, study.seeds)
         if not silent:
             make_console().print(f"{study.name}: {study.missing} of {study.runs} runs to do", markup=False)
-    workers = choose_workers(jobs, study.recipe, cpu=cpu)
-    outcomes = [watch(len(study.jobs), lambda observe: study.run(workers, observe), quiet=silent)]
-    if study.glue_folders and not outcomes[0].interrupted:
-        count = len(study.glue_folders)
-        outcomes.append(watch(count, lambda observe: study.fine_tune(workers, observe), quiet=silent))
-        if first and outcomes[1].records:
+    workers = runs.choose_workers(jobs, study.recipe, cpu=cpu)
+    outcomes = [(runs.run_jobs(study.jobs, workers, quiet=silent), len(study.jobs))]
+    if study.glue_folders and not outcomes[0][0].interrupted:
+        plan = plan_glue(study.folder, base=study.jobs[0].base, cpu=cpu)
+        tuned = runs.watch(len(plan.jobs), lambda o: run_glue(plan, num_workers=workers, observer=o), quiet=silent)
+        outcomes.append((tuned, len(plan.jobs)))
+        if first and tuned.records:
             rebuild_glue(study.folder)
-    for outcome, folders in zip(outcomes, (study.jobs, study.glue_folders), strict=False):
-        if not silent:
-            tell_end(outcome, len(folders))
-    return max(map(exit_code, outcomes))
+    return max(runs.exit_code(outcome) if silent else runs.tell_end(outcome, count) for outcome, count in outcomes)
 
 
 def _show(tables: list[Table], *, as_json: bool = False, quiet: bool = False, end: str = "") -> None:

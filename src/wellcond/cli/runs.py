@@ -214,7 +214,7 @@ def removing_untrained(folder: Path) -> Iterator[None]:
         yield
     except WellcondError:
         if missing and is_first_process():
-            with contextlib.suppress(FolderInUse, FileNotFoundError), contextlib.ExitStack() as locks:
+            with contextlib.suppress(FolderInUse, OSError), contextlib.ExitStack() as locks:
                 files = [path for path in missing[-1].rglob("*") if path.is_file()]
                 for lock in [path for path in files if path.name == "lock"]:
                     locks.enter_context(RunFolder(lock.parent).opened())

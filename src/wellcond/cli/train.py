@@ -33,7 +33,7 @@ def train(
     """Train one model with one method and one seed; the same command resumes an interrupted run."""
     cli.need_train_extra()
     overrides = [*cli.data_overrides(data, input, label), *(set or [])]
-    cli.check_experiment(recipe, scale=scale, overrides=overrides, folder=folder)
+    cli.check_experiment(recipe, scale, overrides)
     from wellcond.cli import runs
     from wellcond.lab.load_recipe import load_recipe
     from wellcond.lab.methods import parse_methods

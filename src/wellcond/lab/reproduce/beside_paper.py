@@ -8,19 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from wellcond.files import write_atomically
-from wellcond.lab.report.figures import (
-    BUDGET,
-    MEAN,
-    Curves,
-    Figure,
-    Kind,
-    Panel,
-    curve_panel,
-    curves_of,
-    match_rows,
-    measured,
-    write_csv,
-)
+from wellcond.lab.report import figures
 from wellcond.lab.report.glue import AVERAGE, SHOWN
 from wellcond.lab.report.match import Matching, show_match
 from wellcond.lab.report.plots import draw_static
@@ -159,7 +147,7 @@ def write_outcome(id: str, entry: Entry, scale: str, records: Collection | None,
         text += [f"## {table.title}", "", table_markdown(table), ""]
     for figure in [] if records is None else build_figures(id, entry, records):
         name = figure.name.lower()
-        files[f"{name}-points.csv"] = write_csv(figure)
+        files[f"{name}-points.csv"] = figures.write_csv(figure)
         files[f"{name}.svg"] = draw_static(figure)
         text += [f"![{figure.title}]({name}.svg)", ""]
     files[f"{id}.md"] = "\n".join(text)
@@ -170,7 +158,7 @@ def write_outcome(id: str, entry: Entry, scale: str, records: Collection | None,
     return tables
 
 
-def build_figures(id: str, entry: Entry, records: Collection) -> Iterator[Figure]:
+def build_figures(id: str, entry: Entry, records: Collection) -> Iterator[figures.Figure]:
     """The papers' figures from stored runs; none without runs.
 
     Panels of bars and of lines become figures of their own, and one with logarithmic axes has a second, linear one.
@@ -182,11 +170,11 @@ def build_figures(id: str, entry: Entry, records: Collection) -> Iterator[Figure
             continue
         panels = tuple(_panel(entry, name, study) for name, study in found.items())
         first = next(iter(found.values())).analysis
-        series = dict.fromkeys(row.series for panel in panels for row in panel.rows if row.series != BUDGET)
+        series = dict.fromkeys(row.series for panel in panels for row in panel.rows if row.series != figures.BUDGET)
         name = f"{id}-match" if bars and len(wanted) < len(entry.columns) else id
         title, scale = f"{id}: {entry.title} (scale {first.comparison.scale})", first.comparison.scale
-        kind: Kind = "bars" if bars else "lines"
-        figure = Figure(name, "", title, "", kind, panels, tuple(series), scale, first.unit).drawable()
+        kind: figures.Kind = "bars" if bars else "lines"
+        figure = figures.Figure(name, "", title, "", kind, panels, tuple(series), scale, first.unit).drawable()
         if figure.panels:
             yield figure
         if any(panel.log for panel in figure.panels):
@@ -194,30 +182,30 @@ def build_figures(id: str, entry: Entry, records: Collection) -> Iterator[Figure
             yield replace(figure, name=f"{name}-linear", panels=linear)
 
 
-def _panel(entry: Entry, title: str, stored: StoredStudy) -> Panel:
+def _panel(entry: Entry, title: str, stored: StoredStudy) -> figures.Panel:
     source, unit = entry.columns[title], stored.analysis.unit
     label = Y_LABELS[source.quantity]
     if source.quantity == "match":
         found = {name: one for name, one in _matchings(entry, stored).items() if one is not None}
-        return Panel(title, title, f"{unit}s {label}", match_rows(unit, found))
-    return curve_panel(title, title, label, _curves(entry, source, stored), log=source.quantity != "loss")
+        return figures.Panel(title, title, f"{unit}s {label}", figures.match_rows(unit, found))
+    return figures.curve_panel(title, title, label, _curves(entry, source, stored), log=source.quantity != "loss")
 
 
-def _curves(entry: Entry, settings: Source, stored: StoredStudy) -> Curves:
+def _curves(entry: Entry, settings: Source, stored: StoredStudy) -> figures.Curves:
     analysis = stored.analysis
     named = {name: stored.label(row) for name, row in entry.rows.items() if stored.label(row) in analysis.heads}
     if settings.quantity == "loss":
-        losses = curves_of(analysis, "steps", "loss")
+        losses = figures.curves_of(analysis, "steps", "loss")
         return {name: losses.get(label, []) for name, label in named.items()}
     if settings.quantity == "jacobian":
-        own, bounds = (measured(analysis, key) for key in ("pseudo_condition_number", "papers_bound_log10"))
+        own, bounds = (figures.measured(analysis, key) for key in ("pseudo_condition_number", "papers_bound_log10"))
         pairs = [((name, own[label]), (f"{name}, {BOUND}", bounds[label])) for name, label in named.items()]
         return dict(pair for both in pairs for pair in both)
     # The method with the correction is the last row: W is what it trains, W + C what its forward pass uses.
     label = list(named.values())[-1] if named else ""
     prefixes = {"raw": ("raw_",), "effective": ("",), "both": ("raw_", "")}[settings.of]
     return {
-        f"W_{role.upper()}" + ("" if prefix else f" + C_{role.upper()}"): measured(
+        f"W_{role.upper()}" + ("" if prefix else f" + C_{role.upper()}"): figures.measured(
             analysis, f"{prefix}{settings.quantity}_{role}"
         ).get(label, [])
         for prefix in prefixes
@@ -271,7 +259,7 @@ def _figure_rows(entry: Entry, panel: str, stored: StoredStudy | None) -> Iterat
         drawn = _panel(entry, panel, stored)
         for name, seeds in drawn.by_series().items():
             by_seed = {seed: [row.value for row in rows] for seed, rows in seeds.items()}
-            means, own = by_seed.get(MEAN, []), [values for seed, values in by_seed.items() if seed.isdigit()]
+            means, own = by_seed.get(figures.MEAN, []), [values for seed, values in by_seed.items() if seed.isdigit()]
             infinite = not means and any(own) and all(math.isinf(value) for values in own for value in values)
             start, end = (means[0], means[-1]) if means else (math.inf, math.inf) if infinite else (math.nan, math.nan)
             first, last = (TOO_LARGE if infinite else show(value) for value in (start, end))

@@ -132,13 +132,7 @@ def find_analysis(folder: Path) -> Analysis | None:
 
 
 def paper_share(rule: Rule, table: str) -> float | None:
-    """The gain that the paper claims, as a share of its baseline's error.
-
-    Example:
-        >>> rule = Rule(kind="gain", row="conditioned", base_row="default", column="ViT-B")
-        >>> round(paper_share(rule, "C-T1"), 4)  # 1.2 of 19.7 points
-        0.0609
-    """
+    """The gain that the paper claims, as a share of its baseline's error."""
     entry = catalogue().entries.get(table)
     return entry.parts[0].share(rule.row, rule.base_row, rule.column) if entry is not None and rule.row else None
 

@@ -1,4 +1,4 @@
-"""The papers' claims one by one, decided by rule from stored records; as markdown and as a table."""
+"""The papers' claims one by one, decided by rule from stored records; as markdown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from wellcond.lab.report.table import Table, plain_markdown
+from wellcond.lab.report.table import plain_markdown
 from wellcond.lab.reproduce.catalogue import read_paper_file
 from wellcond.lab.reproduce.claim_rules import NO_RECORDS, WORDS, Rule, Verdict, find_analysis, judge_rules
 from wellcond.lab.reproduce.stored import what_ran
@@ -119,20 +119,8 @@ def count_words(judged: Sequence[Judged]) -> str:
     return ", ".join(f"{counts[word]} {word}" for word in WORDS if counts[word])
 
 
-def describe(one: Judged) -> str:
-    """A verdict, and whether the paper says so."""
-    said = {None: "", True: ", as claimed", False: ", not as claimed"}[one.verdict.as_claimed]
-    return one.verdict.word + (said if one.group == "runs" else "")
-
-
-def claims_table(judged: Sequence[Judged]) -> Table:
-    """For a terminal."""
-    rows = tuple((one.paper, one.table, one.claim, one.ran, describe(one), one.verdict.evidence) for one in judged)
-    header = ("paper", "where", "claim", "what ran", "verdict", "evidence")
-    return Table("claims", TITLE, header, rows, (f"{_counted(judged)}.",), frozenset(range(6)))
-
-
-def _counted(judged: Sequence[Judged]) -> str:
+def summarise(judged: Sequence[Judged]) -> str:
+    """How many of those that runs decide got which verdict."""
     by_runs = [one for one in judged if one.group == "runs"]
     agreed = sum(one.verdict.as_claimed is True for one in by_runs)
     return f"{len(by_runs)} claims by runs: {count_words(by_runs)}; {agreed} as claimed"
@@ -140,7 +128,7 @@ def _counted(judged: Sequence[Judged]) -> str:
 
 def claims_markdown(judged: Sequence[Judged]) -> str:
     """Claims that runs decide, by paper; what is true by construction; what cannot be run here."""
-    lines = [f"# {TITLE}", "", *(part for text in LEAD for part in (text, "")), f"**{_counted(judged)}.**", ""]
+    lines = [f"# {TITLE}", "", *(part for text in LEAD for part in (text, "")), f"**{summarise(judged)}.**", ""]
     for paper, title in PAPERS.items():
         some = [one for one in judged if one.paper == paper and one.group == "runs"]
         lines += _section(title, f"{count_words(some)}.", list(map(_cells, some)))
@@ -159,9 +147,11 @@ def _section(title: str, text: str, rows: Sequence[dict[str, str]]) -> list[str]
 def _cells(one: Judged) -> dict[str, str]:
     known = {
         "claim": one.claim, "the paper's set-up": one.setup, "what ran": one.ran, "where": one.table,
-        "verdict": describe(one), "evidence": one.verdict.evidence,
+        "verdict": one.verdict.word, "evidence": one.verdict.evidence,
     }  # fmt: skip
     cells = {name: plain_markdown(text) for name, text in known.items()}
-    if one.verdict.as_claimed is not None:
-        cells["verdict"] = cells["verdict"].replace(one.verdict.word, f"**{one.verdict.word}**", 1)
+    agrees = one.verdict.as_claimed
+    if agrees is not None:
+        said = {True: ", as claimed", False: ", not as claimed"}[agrees] if one.group == "runs" else ""
+        cells["verdict"] = f"**{cells['verdict']}**{said}"
     return cells | {"records": f"[table]({one.link})" if one.link else ""}

@@ -14,7 +14,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,39 +58,31 @@ class Counter(TorchDispatchMode):
         self.peak = max(self.peak, self.bytes)
 
 
-class HeadSize(NamedTuple):
-    """Tokens N, width D, width of a head d."""
-
-    tokens: int
-    width: int
-    head: int
-
-    def __str__(self) -> str:
-        """For a note."""
-        return f"N = {self.tokens}, D = {self.width}, d = {self.head}"
-
-
-SIZES = {"tiny": HeadSize(65, 64, 16), "small": HeadSize(65, 192, 64), "paper": HeadSize(197, 768, 64)}
+Size = tuple[int, int, int]
+"""Tokens N, width D, width of a head d."""
+SIZES: dict[str, Size] = {"tiny": (65, 64, 16), "small": (65, 192, 64), "paper": (197, 768, 64)}
 """Of the ViT of each scale."""
+NAMED = "N = {}, D = {}, d = {}"
 
 
-def count(size: HeadSize, form: str) -> dict[str, float]:
+def count(size: Size, form: str) -> dict[str, float]:
     """The projections of one head in a form, with the same weights of deviation 0.02 and layer-normed tokens in all.
 
     FLOPs are of the forward pass, the rest of forward and backward. The time is the fastest of several rounds, since
     whatever else the machine does can only make one slower; the error is the largest difference to the weight form,
     over its largest number.
     """
+    n, width, d = size
     generator = torch.Generator().manual_seed(0)
-    x = nn.functional.layer_norm(torch.randn(size.tokens, size.width, generator=generator), (size.width,))
-    plain = [0.02 * torch.randn(size.width, size.head, generator=generator) for _ in range(3)]
-    correction, lam = LAM * torch.eye(size.width, size.head), torch.tensor(LAM)
+    x = nn.functional.layer_norm(torch.randn(n, width, generator=generator), (width,))
+    plain = [0.02 * torch.randn(width, d, generator=generator) for _ in range(3)]
+    correction, lam = LAM * torch.eye(width, d), torch.tensor(LAM)
 
     def project(form: str, weights: list[Tensor]) -> list[Tensor]:
         if form == "weight":
             return [x @ (w + correction) for w in weights]
         if form == "activation":
-            return [x @ w + lam * x[:, : size.head] for w in weights]
+            return [x @ w + lam * x[:, :d] for w in weights]
         return [x @ w for w in weights]
 
     weights = [(w + correction if form == "folded" else w.clone()).requires_grad_() for w in plain]
@@ -124,7 +116,9 @@ def static_tables(kind: str, scale: str) -> Iterator[Table]:
     """The tables of ``memory`` (S-T8), ``flops`` (S-T9), ``cost`` (both) or ``forms`` (S-F1), at the scale's size."""
     size = SIZES[scale]
     counted = [count(size, form) for form in FORMS]
-    note = f"One head with {size}; float32, forward and backward. Time is the fastest of {ROUNDS} rounds."
+    note = (
+        f"One head with {NAMED.format(*size)}; float32, forward and backward. Time is the fastest of {ROUNDS} rounds."
+    )
     if kind in ("memory", "cost"):
         yield _memory_table(size, counted, note)
     if kind in ("flops", "cost"):
@@ -155,8 +149,9 @@ def _line(
     return row | {f"counted: {f}": (f"{value:{digits}}", {f: value}) for f, value in zip(FORMS, found, strict=True)}
 
 
-def _memory_table(size: HeadSize, counted: Sequence[dict[str, float]], note: str) -> Table:
-    weights, outputs = ("3Dd", 3 * size.width * size.head), ("3Nd", 3 * size.tokens * size.head)
+def _memory_table(size: Size, counted: Sequence[dict[str, float]], note: str) -> Table:
+    n, width, d = size
+    weights, outputs = ("3Dd", 3 * width * d), ("3Nd", 3 * n * d)
     formulas: dict[str, tuple[Formula, Formula]] = {
         "trainable parameters": (weights, weights),
         "gradient storage": (weights, weights),
@@ -169,7 +164,7 @@ def _memory_table(size: HeadSize, counted: Sequence[dict[str, float]], note: str
     return Table.of("s-t8", "S-T8: memory of one attention head", rows, (note,))
 
 
-def _flops_table(size: HeadSize, counted: Sequence[dict[str, float]], note: str) -> Table:
+def _flops_table(size: Size, counted: Sequence[dict[str, float]], note: str) -> Table:
     n, d, h = size
     totals = [form["matmul"] + form["elementwise"] for form in counted]
     shares = [form["elementwise"] / form["matmul"] for form in counted]
@@ -289,10 +284,10 @@ def _flops() -> tuple[bool, str]:
     # A multiplication and an addition for each entry; the paper counts them as one.
     as_one, both = counted["elementwise"] / 2 / counted["matmul"], counted["elementwise"] / counted["matmul"]
     evidence = (
-        f"counted for {size}: {as_one:.3%} with one operation an entry (1 / (2D) = {1 / (2 * size.width):.3%}), "
-        f"{both:.3%} with the multiplication and the addition"
+        f"counted for {NAMED.format(*size)}: {as_one:.3%} with one operation an entry (1 / (2D) = "
+        f"{1 / (2 * size[1]):.3%}), {both:.3%} with the multiplication and the addition"
     )
-    return abs(as_one * 2 * size.width - 1) < 1e-9, evidence
+    return abs(as_one * 2 * size[1] - 1) < 1e-9, evidence
 
 
 @torch.no_grad()

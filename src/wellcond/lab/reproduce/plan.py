@@ -1,4 +1,4 @@
-"""From an id and a scale to comparisons: what would run, what is there already; and running the rest."""
+"""From an id and a scale to comparisons: what would run, and what is there already."""
 
 from __future__ import annotations
 
@@ -14,15 +14,7 @@ from wellcond.lab.reproduce.catalogue import AtScale, Entry, catalogue
 from wellcond.lab.reproduce.stored import RUNS, study_name
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.glue import NAMES
-from wellcond.lab.train.compare import (
-    JobObserver,
-    Outcome,
-    check_settings,
-    plan_comparison,
-    run_comparison,
-    write_comparison,
-)
-from wellcond.lab.train.glue import plan_glue, run_glue
+from wellcond.lab.train.compare import check_settings, plan_comparison
 from wellcond.lab.train.run import Job
 from wellcond.lab.train.run_folder import RunError, RunFolder
 from wellcond.run_records import COMPLETE
@@ -37,8 +29,6 @@ class PlanOptions:
     methods: tuple[str, ...] | None = None
     """Only these; the baseline always runs."""
     overrides: tuple[str, ...] = ()
-    images: Path | None = None
-    """Folder with images in train/ and val/, for studies that classify images."""
     cpu: bool = False
 
 
@@ -65,22 +55,6 @@ class PlannedStudy:
     def missing(self) -> int:
         """Number of those that are not complete."""
         return sum(not _is_complete(folder) for folder in (*(job.folder for job in self.jobs), *self.glue_folders))
-
-    def describe(self) -> None:
-        """Write what the study compares; methods and seeds of earlier calls stay listed.
-
-        Raises: RunError if the folder holds runs under other settings.
-        """
-        write_comparison(self.folder, self.recipe, self.methods, self.seeds)
-
-    def run(self, num_workers: int, observer: JobObserver) -> Outcome:
-        """Run what is missing; what is there is not touched."""
-        return run_comparison(self.jobs, num_workers=num_workers, observer=observer)
-
-    def fine_tune(self, num_workers: int, observer: JobObserver) -> Outcome:
-        """Fine-tune the finished runs on GLUE, as far as that is missing."""
-        plan = plan_glue(self.folder, base=self.jobs[0].base, cpu=self.jobs[0].cpu)
-        return run_glue(plan, num_workers=num_workers, observer=observer)
 
 
 @dataclass(frozen=True)
@@ -131,14 +105,6 @@ def make_plan(id: str, entry: Entry, scale: str, options: PlanOptions) -> Plan:
             made = MethodSettings.model_validate(row.method)
             if made not in methods:
                 methods.append(made)
-    if options.images is not None:  # one folder of images must be able to stand for the data of the id
-        classifying = [study for study, _ in asked if _classifies_images(study, scale)]
-        several = len(classifying) > 1 and any(study.startswith("sets-") for study in classifying)
-        if several or not classifying:
-            trains = "several sets of images" if several else "no folder of images"
-            raise RecipeError(
-                f"--data: {id} trains on {trains}; give a mirror of its data sets, which has no folder train/"
-            )
     planned: dict[str, PlannedStudy] = {}
     for (study, variant), methods in asked.items():
         for made_study in _with_what_comes_first(study, variant, methods, scale, options):
@@ -149,14 +115,13 @@ def make_plan(id: str, entry: Entry, scale: str, options: PlanOptions) -> Plan:
 def _with_what_comes_first(
     study: str, variant: str, methods: Sequence[MethodSettings], scale: str, options: PlanOptions
 ) -> Iterator[PlannedStudy]:
-    settings = _at(study, scale)
+    settings = catalogue().studies[study].at(scale)
+    assert settings is not None, f"the study {study} is not run at scale {scale}"
     if settings.after is not None:
         own = catalogue().studies[settings.after].methods
         first = [MethodSettings.model_validate(text) for text in own] or methods
         yield from _with_what_comes_first(settings.after, "", first, scale, options)
     changes = [*settings.settings, *(catalogue().variants[variant].settings if variant else ()), *options.overrides]
-    if options.images is not None and _classifies_images(study, scale):
-        changes.append(f"data={{source: image_folder, path: {str(options.images.resolve())!r}}}")
     recipe, _ = load_recipe(settings.recipe, scale=scale, overrides=changes)
     of_study = recipe.seeds if settings.seeds is None else tuple(range(settings.seeds))
     seeds = of_study if options.seeds is None else options.seeds[: settings.seeds]
@@ -166,17 +131,6 @@ def _with_what_comes_first(
     tasks = NAMES if catalogue().studies[study].glue else ()
     tuned = tuple(job.folder / "glue" / task / "seed-0" for job in jobs for task in tasks)
     yield PlannedStudy(folder.name, settings, recipe, tuple(methods), seeds, jobs, folder, tuned)
-
-
-def _at(study: str, scale: str) -> AtScale:
-    found = catalogue().studies[study].at(scale)
-    assert found is not None, f"the study {study} is not run at scale {scale}"
-    return found
-
-
-def _classifies_images(study: str, scale: str) -> bool:
-    recipe, _ = load_recipe(_at(study, scale).recipe, scale=scale)
-    return getattr(recipe.task, "name", "") == "image_classification"
 
 
 def list_table(scale: str, folder: Path) -> Table:

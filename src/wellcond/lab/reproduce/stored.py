@@ -115,12 +115,7 @@ class Collection:
 
 
 def study_name(study: str, variant: str) -> str:
-    """Of a study with a variant.
-
-    Example:
-        >>> study_name("vit", ""), study_name("vit", "qk-norm")
-        ('vit', 'vit-qk-norm')
-    """
+    """Of a study with a variant."""
     return f"{study}-{variant}" if variant else study
 
 
@@ -188,17 +183,7 @@ NORMS = {"without_block_norms": "without block norms", "without_attention_norm":
 
 
 def what_ran(comparison: Comparison) -> str:
-    """Model, its size, data and their size, from the records: never the set-up that they stand for.
-
-    Example:
-        >>> from wellcond.lab.report.records import Run
-        >>> record = {"method": "default", "seed": 0, "data": {"name": "uoft-cs/cifar10", "train": 5000}, "config": {
-        ...     "model": {"name": "timm:vit_tiny_patch16_224", "arguments": {"embed_dim": 64}},
-        ...     "task": {"name": "image_classification"}}}
-        >>> runs = (Run(Path("."), record),)
-        >>> what_ran(Comparison(Path("."), "", "", "", "", "default", ("default",), runs))
-        'ViT, width 64, CIFAR-10, 5,000 images'
-    """
+    """Model, its size, data and their size, from the records: never the set-up that they stand for."""
     record = comparison.runs[0].record
     config, data = record.get("config") or {}, record.get("data") or {}
     model, task = config.get("model") or {}, config.get("task") or {}
