@@ -71,7 +71,7 @@ def test_a_test_split_is_used(pictures, compare, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--data", "nowhere"], "there is no file or folder 'nowhere'; as the id of a dataset"),
+        (["--data", "nowhere"], "no such file or folder: nowhere"),
         (["--data", "{pets}/cat"], "the images are not sorted into classes"),
         (["--data", "{pets}", "--set", "model.name=timm:vit_smal"], "vit_small_patch16_224"),
         (["--data", "{pets}", "--set", "model.arguments.num_classes=7"], "the data need 3, found 7"),

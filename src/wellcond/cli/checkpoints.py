@@ -9,7 +9,7 @@ import typer
 from typer import Option
 
 from wellcond.cli import app as cli
-from wellcond.errors import WeightError, WellcondError
+from wellcond.errors import WeightError
 from wellcond.models import build_model, parse_values
 
 if TYPE_CHECKING:
@@ -117,8 +117,6 @@ def load_raw_or_plain(model: nn.Module, path: Path, *, averaged: bool = False) -
     if settings is not None:
         try:
             recondition_(model, settings)
-        except WellcondError:
-            raise
         except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
             raise WeightError(
                 f"{path}: the checkpoint's wellcond marker is damaged: {settings} cannot be applied ({error}). "

@@ -132,15 +132,13 @@ def demo(folder: cli.Folder = None, seeds: cli.Seeds = None, jobs: cli.Jobs = "a
     cli.check_experiment("digits", None, (), seeds, jobs)
     from wellcond.cli.report import print_report
     from wellcond.lab.load_recipe import load_recipe
-    from wellcond.lab.train.run_folder import writing
 
     recipe, _ = load_recipe("digits")
     numbers = recipe.seeds if seeds is None else cli.read_seeds(seeds)
     code = Comparison(recipe, recipe.methods, numbers, place, jobs=jobs, silent=quiet, report=False).run_all()
     if code == 0:  # with the search that found the rates of its methods
         found = resources.files("wellcond.lab") / "recipes" / "tiny" / "digits.tuning.json"
-        with writing(place / "tuning.json"):
-            write_atomically(place / "tuning.json", found.read_text(encoding="utf-8"))
+        write_atomically(place / "tuning.json", found.read_text(encoding="utf-8"))
         print_report(place, quiet=quiet)
     raise typer.Exit(code)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from pathlib import Path
@@ -78,7 +77,8 @@ def make_batch(model: nn.Module, source: str, *, samples: int, tokens: int = 32,
     if path.suffix == ".npy":
         values, text = _array(path, samples)
     elif source == "random" and reads.vocabulary:
-        values, text = _random_ids(reads.vocabulary, samples, tokens, seed)
+        values = torch.randint(reads.vocabulary, (samples, tokens), generator=torch.Generator().manual_seed(seed))
+        text = f"{samples} x {tokens} random token ids below {reads.vocabulary}, seed {seed}"
     elif not reads.image:
         raise OptionError(
             f"--input {source}: expected a model that reads images, found one that reads {reads}. Use a .npy file, or "
@@ -86,7 +86,7 @@ def make_batch(model: nn.Module, source: str, *, samples: int, tokens: int = 32,
         )
     elif source == "random":
         values = torch.randn(samples, *reads.image, generator=torch.Generator().manual_seed(seed))
-        text = f"{samples} x {_times(reads.image)} standard normal noise, seed {seed}"
+        text = f"{samples} images of standard normal noise, seed {seed}"
     else:
         values, text = _digits(reads, samples) if source == "digits" else _folder(reads, path, samples)
     weight = next((p for p in model.parameters() if p.is_floating_point()), None)
@@ -111,11 +111,6 @@ def make_batch(model: nn.Module, source: str, *, samples: int, tokens: int = 32,
     return batch, text
 
 
-def _random_ids(vocabulary: int, samples: int, tokens: int, seed: int) -> tuple[Tensor, str]:
-    ids = torch.randint(vocabulary, (samples, tokens), generator=torch.Generator().manual_seed(seed))
-    return ids, f"{samples} x {tokens} random token ids below {vocabulary}, seed {seed}"
-
-
 def _digits(reads: Reads, samples: int) -> tuple[Tensor, str]:
     from wellcond.lab.data.digits import load_digits
 
@@ -124,7 +119,7 @@ def _digits(reads: Reads, samples: int) -> tuple[Tensor, str]:
     if samples > len(images):
         raise OptionError(f"--samples: expected at most {len(images)} digits, found {samples}")
     scaled = nn.functional.interpolate(images[:samples], size, mode="bilinear", antialias=False)
-    shown = f"{samples} of scikit-learn's digits, zero mean and unit variance, resized to {_times(reads.image)}"
+    shown = f"{samples} of scikit-learn's digits, zero mean and unit variance, resized"
     return scaled.expand(-1, channels, -1, -1).contiguous(), shown
 
 
@@ -142,7 +137,7 @@ def _folder(reads: Reads, folder: Path, samples: int) -> tuple[Tensor, str]:
         pixels = torch.from_numpy(np.array(picture.resize((width, height), bilinear), dtype=np.float32)) / 255
         pictures.append(pixels.view(height, width, channels).permute(2, 0, 1))
     mean, std = (_per_channel(numbers, channels) for numbers in (reads.mean, reads.std))
-    text = f"{samples} images of {folder} from {files[0].name} on, resized to {_times(reads.image)}, "
+    text = f"{samples} images of {folder} from {files[0].name} on, resized, "
     text += f"mean {mean.flatten().tolist()}, std {std.flatten().tolist()}"
     return (torch.stack(pictures) - mean) / std, text
 
@@ -172,7 +167,3 @@ def _array(path: Path, samples: int) -> tuple[Tensor, str]:
     if len(array) < samples:
         raise OptionError(f"{path}: expected at least {samples} samples along the first axis, found {len(array)}")
     return kept, f"the first {samples} of {path}, {array.dtype} {array.shape}"
-
-
-def _times(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape))

@@ -16,12 +16,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as TimeLeft
 
-from wellcond.cli.app import OptionError, is_first_process, read_jobs
+from wellcond.cli.app import is_first_process, read_jobs
 from wellcond.cli.console import make_console
 from wellcond.errors import WellcondError
 from wellcond.files import to_json
 from wellcond.lab.cluster import RaySettings
-from wellcond.lab.data.base import DataError
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.tasks.base import TaskContext
@@ -51,15 +50,7 @@ def fit_to_data(name: str, *, scale: str | None, overrides: Sequence[str], quiet
         console.print(f"note: {override}, since {reason}", markup=False, highlight=False, soft_wrap=True)
 
     with console.status("reading the data"):
-        try:
-            data = load_cached_data(recipe.data.model_dump_json(), base)
-        except DataError as error:
-            if recipe.data.source != "hub":
-                raise
-            asked = recipe.data.model_dump()["id"]
-            raise OptionError(
-                f"--data: there is no file or folder {asked!r}; as the id of a dataset:\n  {error}"
-            ) from error
+        data = load_cached_data(recipe.data.model_dump_json(), base)
         if recipe.evaluation.test is not None and not TaskContext(data, seed=0).test:
             change("evaluation.test=null", "the data have no test split; results are those on the evaluation set")
             recipe, _ = load_recipe(name, scale=scale, overrides=[*overrides, *changes])
@@ -127,6 +118,7 @@ def watch(num_jobs: int, run: Callable[[JobObserver], Outcome], *, quiet: bool) 
             tasks[key] = bars.add_task(title, total=None, said="")
         loss = event.get("loss")
         said = escape(event.get("phase", "")) if loss is None else f"loss {loss:.3f}"
+        said = _metric(event["row"]) if kind == "evaluation" else said
         bars.update(tasks[key], total=event.get("num_steps"), completed=event.get("step"), said=said)
 
     def tell(line: str) -> None:

@@ -16,26 +16,11 @@ from typing import Literal
 
 import numpy as np
 
+from wellcond.lab.report import statistics, verdicts
 from wellcond.lab.report.analysis import Analysis
 from wellcond.lab.report.records import Metric
-from wellcond.lab.report.statistics import (
-    PairedDifference,
-    compare_paired,
-    correct,
-    holm,
-    sample_std,
-    show_interval,
-    show_p,
-)
 from wellcond.lab.report.table import show_seeds
-from wellcond.lab.report.verdicts import (
-    ALPHA,
-    Kind,
-    judge,
-    sign_flip_equality_p,
-    sign_flip_p,
-    smallest_detectable,
-)
+from wellcond.lab.report.verdicts import ALPHA, Kind, judge
 from wellcond.lab.reproduce.catalogue import catalogue
 from wellcond.lab.reproduce.computed import COMPUTED
 from wellcond.lab.reproduce.stored import find_study
@@ -98,7 +83,7 @@ def judge_rules(rules: Sequence[Rule], table: str, results: Path) -> list[Verdic
     Each rule has a folder of its own below that of the committed records; the paper's numbers are those of the table.
     """
     tests = [_test(rule, table, results) for rule in rules]
-    corrected = holm([p for p, _ in tests])
+    corrected = statistics.holm([p for p, _ in tests])
     return [decide(p) for (_, decide), p in zip(tests, corrected, strict=True)]
 
 
@@ -146,7 +131,7 @@ def _gain(rule: Rule, analysis: Analysis, results: Path, table: str) -> Test:
         found.summaries[name].values if found is not None and name in found.summaries else {}
         for found, name in ((analysis, rule.method), (other, over))
     )
-    difference = compare_paired(rule.method, own, over, base, higher_is_better=metric.higher_is_better)
+    difference = statistics.compare_paired(rule.method, own, over, base, higher_is_better=metric.higher_is_better)
     if not difference.count:
         where = f" in {rule.folder} and {rule.over_folder}" if rule.over_folder else f" and {rule.over}"
         return _settled(Verdict(NO_RECORDS, f"no records of {rule.method}{where}"))
@@ -159,7 +144,7 @@ def _gain(rule: Rule, analysis: Analysis, results: Path, table: str) -> Test:
 
 
 def _decide(
-    difference: PairedDifference, metric: Metric, base: Sequence[float], paper: float | None,
+    difference: statistics.PairedDifference, metric: Metric, base: Sequence[float], paper: float | None,
     lost: tuple[int, int] = (0, 0), claimed: Kind = "better",
 ) -> Verdict:  # fmt: skip
     """Judge a corrected difference, given the values of the second method and diverged runs of both.
@@ -167,13 +152,13 @@ def _decide(
     The paper's gain is a share of its baseline's error, None if it has no number; `claimed` agrees with the paper.
     """
     error = metric.error(math.fsum(base) / len(base))
-    margin = abs(paper) * error / 2 if paper is not None and math.isfinite(error) else sample_std(base)
+    margin = abs(paper) * error / 2 if paper is not None and math.isfinite(error) else statistics.sample_std(base)
     verdict = judge(difference, margin, diverged=lost[0], baseline_diverged=lost[1])
     said = [f"{metric.show(difference.mean, sign=True)}{metric.unit or f' {metric.name}'}"]
     if difference.interval is not None and not difference.without_spread:
-        said[0] += f" {show_interval(difference.interval, metric)}"
+        said[0] += f" {statistics.show_interval(difference.interval, metric)}"
     said[0] += f", {show_seeds(difference.count)}"
-    said[0] += f", p {show_p(difference.p_holm)}" if difference.p_holm is not None else ""
+    said[0] += f", p {statistics.show_p(difference.p_holm)}" if difference.p_holm is not None else ""
     if paper is not None and math.isfinite(error) and error:
         other = difference.baseline if len(difference.baseline) <= LONGEST else "the other"
         said.append(f"{difference.mean / error:+.1%} of the error of {other}, the paper's {paper:+.1%}")
@@ -181,7 +166,7 @@ def _decide(
     if verdict.kind in ("equal", "undecided") and difference.count > 1 and margin > 0:
         said.append(f"margin {metric.show(margin)}")
     if verdict.kind == "undecided":
-        least = smallest_detectable(difference.std, difference.count)
+        least = verdicts.smallest_detectable(difference.std, difference.count)
         said += [f"so many seeds show {metric.show(least)}"] if math.isfinite(least) else []
     as_claimed = None if verdict.kind == UNDECIDED else verdict.kind == claimed
     return Verdict(verdict.kind, "; ".join(said), as_claimed)
@@ -194,7 +179,7 @@ def _kappa(rule: Rule, analysis: Analysis) -> Test:
     """On log10, paired by seed; positive is lower."""
     heads = [_measured(analysis, method, rule) for method in (rule.method, rule.over)]
     own, base = map(_mean_logs, heads)
-    difference = compare_paired(rule.method, own, rule.over, base, higher_is_better=False)
+    difference = statistics.compare_paired(rule.method, own, rule.over, base, higher_is_better=False)
     if not difference.count:
         return _settled(Verdict(NO_RECORDS, f"no measurements of {rule.method} and {rule.over}"))
     factor = 10**difference.mean
@@ -250,7 +235,7 @@ def _saving(rule: Rule, analysis: Analysis) -> Test:
 
     def decide(p: float | None) -> Verdict:
         mean, seeds = math.fsum(differences) / len(differences), show_seeds(len(differences))
-        shown = "tied in every seed" if p is None else f"exact p {show_p(p)}"
+        shown = "tied in every seed" if p is None else f"exact p {statistics.show_p(p)}"
         evidence = f"{mean:+.0%} of the epochs, {seeds}, {shown}; the paper has {rule.at_least:.0%}"
         if len(differences) < FEWEST_COUNTS:
             least = min(1.0, 2 / 2 ** len(differences))
@@ -258,11 +243,11 @@ def _saving(rule: Rule, analysis: Analysis) -> Test:
         if p is not None and p < ALPHA:
             word = BETTER if mean >= 0 else WORSE
             return Verdict(word, evidence, word == BETTER and mean >= rule.at_least)
-        equal = sign_flip_equality_p(differences, rule.at_least / 2)
-        evidence += f"; less than half of it: p {show_p(equal)}"
+        equal = verdicts.sign_flip_equality_p(differences, rule.at_least / 2)
+        evidence += f"; less than half of it: p {statistics.show_p(equal)}"
         return Verdict(EQUAL, evidence, False) if equal < ALPHA else Verdict(UNDECIDED, evidence)
 
-    return sign_flip_p(differences), decide
+    return verdicts.sign_flip_p(differences), decide
 
 
 def _below(analysis: Analysis) -> Verdict:
@@ -294,8 +279,10 @@ def _best(rule: Rule, analysis: Analysis) -> Verdict:
     own = analysis.summaries[top].values
     rest = {name: analysis.summaries[name].values for name in known if name not in rule.best}
     better = metric.higher_is_better
-    others = correct(compare_paired(top, own, name, values, higher_is_better=better) for name, values in rest.items())
-    margin = sample_std(list(own.values()))
+    others = statistics.correct(
+        statistics.compare_paired(top, own, name, values, higher_is_better=better) for name, values in rest.items()
+    )
+    margin = statistics.sample_std(list(own.values()))
     kinds = {other.baseline: judge(other, margin).kind for other in others}
     evidence = f"{values}; {show_seeds(len(own))}"
     behind, open_ = ([name for name, kind in kinds.items() if kind == word] for word in (WORSE, UNDECIDED))
