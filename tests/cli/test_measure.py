@@ -280,7 +280,7 @@ def test_outputs_are_never_overwritten_by_accident(run, file, tmp_path):
     assert run(f"{file}:vit", "-o", output, "--html", html, "--force")[0] == 0
     assert json.loads(output.read_text())["schema"] == 1 and html.read_text().startswith("<!DOCTYPE")
     assert "no such folder" in run(f"{file}:vit", "-o", tmp_path / "none" / "r.json")[0]
-    assert "found the folder" in run(f"{file}:vit", "-o", tmp_path)[0]
+    assert "and no folder" in run(f"{file}:vit", "-o", tmp_path)[0]
 
 
 def test_bad_options_say_what_to_do(run, file):

@@ -156,7 +156,7 @@ def test_bad_requests_are_explained(arguments, message, tmp_path, monkeypatch):
 def test_what_cannot_be_written_is_explained(tmp_path):
     (tmp_path / "file").touch()
     code, _ = call("reproduce", "S-F1", "--folder", tmp_path / "file")
-    assert "cannot be written" in str(code) and len(list(tmp_path.rglob("*"))) == 1
+    assert "could not be written" in str(code) and len(list(tmp_path.rglob("*"))) == 1
 
 
 def test_runs_under_other_settings_are_not_taken_for_these(ran, pets):

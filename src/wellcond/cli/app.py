@@ -117,7 +117,7 @@ def check_outputs(paths: Sequence[Path], *, force: bool, suffix: str = "") -> No
     """Raise OptionError unless every file may be written."""
     for path in paths:
         if not path.name.endswith(suffix) or path.is_dir():
-            raise OptionError(f"expected a file to write named *{suffix}, found {path}")
+            raise OptionError(f"expected an output named *{suffix}, and no folder, found {path}")
         if path.exists() and not force:
             raise OptionError(f"{path} exists; give another name or --force")
         check_is_folder(path.parent)
@@ -181,16 +181,16 @@ def data_overrides(data: str | None, input_column: str | None, label_column: str
 def read_seeds(text: str, *, option: str = "--seeds", first: int = 0) -> tuple[int, ...]:
     """A number of seeds from the first one on, or a list such as 3,4,7."""
     try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise OptionError(f"{option}: expected a number or a list such as 0,1,2, found {text!r}") from error
-    if "," not in text:
-        if not 0 < numbers[0] <= MOST_SEEDS:
-            raise OptionError(f"{option}: expected 1 to {MOST_SEEDS} seeds or a list such as 0,1,2, found {text!r}")
-        return tuple(range(first, first + numbers[0]))
-    if min(numbers) < 0 or len(set(numbers)) < len(numbers):
-        raise OptionError(f"{option}: expected at least one seed, none twice or below 0, found {text!r}")
-    return tuple(numbers)
+        seeds = [int(part) for part in text.split(",")]
+        if "," not in text:
+            seeds = list(range(first, first + min(seeds[0], MOST_SEEDS + 1)))
+    except ValueError:
+        seeds = []
+    if not 0 < len(seeds) <= MOST_SEEDS or min(seeds) < 0 or len(set(seeds)) < len(seeds):
+        raise OptionError(
+            f"{option}: expected a number or a list such as 0,1,2 (1 to {MOST_SEEDS} seeds, none twice), found {text!r}"
+        )
+    return tuple(seeds)
 
 
 def read_tuned_fields(texts: Sequence[str]) -> dict[str, tuple[float, ...]]:

@@ -59,7 +59,11 @@ def compare(
     engine: Annotated[str, Option(metavar="NAME", rich_help_panel=cli.CLUSTER, help="local, or ray.")] = "local",
     ray_address: Annotated[
         str | None,
-        Option(metavar="ADDRESS", rich_help_panel=cli.CLUSTER, help="auto, HOST:6379 or ray://HOST:10001."),
+        Option(
+            metavar="ADDRESS",
+            rich_help_panel=cli.CLUSTER,
+            help="auto or HOST:6379; a cluster of this machine by default.",
+        ),
     ] = None,
     cpus_per_run: Annotated[float | None, Option(metavar="N", rich_help_panel=cli.CLUSTER)] = None,
     gpus_per_run: Annotated[float | None, Option(metavar="N", rich_help_panel=cli.CLUSTER)] = None,
@@ -130,17 +134,15 @@ def demo(folder: cli.Folder = None, seeds: cli.Seeds = None, jobs: cli.Jobs = "a
     cli.need_train_extra()
     place = folder or Path("runs/demo")
     cli.check_experiment("digits", None, (), seeds, jobs)
-    from wellcond.cli.report import print_report
     from wellcond.lab.load_recipe import load_recipe
 
     recipe, _ = load_recipe("digits")
     numbers = recipe.seeds if seeds is None else cli.read_seeds(seeds)
-    code = Comparison(recipe, recipe.methods, numbers, place, jobs=jobs, silent=quiet, report=False).run_all()
-    if code == 0:  # with the search that found the rates of its methods
-        found = resources.files("wellcond.lab") / "recipes" / "tiny" / "digits.tuning.json"
-        write_atomically(place / "tuning.json", found.read_text(encoding="utf-8"))
-        print_report(place, quiet=quiet)
-    raise typer.Exit(code)
+    comparison = Comparison(recipe, recipe.methods, numbers, place, jobs=jobs, silent=quiet)
+    comparison.describe()
+    found = resources.files("wellcond.lab") / "recipes" / "tiny" / "digits.tuning.json"  # of the rates of its methods
+    write_atomically(place / "tuning.json", found.read_text(encoding="utf-8"))
+    raise typer.Exit(comparison.run_all())
 
 
 @dataclass

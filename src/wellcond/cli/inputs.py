@@ -44,7 +44,8 @@ class Reads:
 
 def what_it_reads(model: nn.Module) -> Reads:
     """Images or token ids, and of which size: of transformers by its config, of timm and torchvision by its modules."""
-    config, keyword = getattr(model, "config", None), getattr(model, "main_input_name", None)
+    config: Any = getattr(model, "config", None)
+    keyword = getattr(model, "main_input_name", None)
     if keyword == "pixel_values":
         return Reads(keyword, (getattr(config, "num_channels", 3), *_pair(getattr(config, "image_size", None))))
     text = config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -103,9 +103,9 @@ def _run_study(study: PlannedStudy, jobs: str, *, cpu: bool, silent: bool) -> in
     workers = runs.choose_workers(jobs, study.recipe, cpu=cpu)
     outcomes = [(runs.run_jobs(study.jobs, workers, quiet=silent), len(study.jobs))]
     if study.glue_folders and not outcomes[0][0].interrupted:
-        plan = plan_glue(study.folder, base=study.jobs[0].base, cpu=cpu)
-        tuned = runs.watch(len(plan.jobs), lambda o: run_glue(plan, num_workers=workers, observer=o), quiet=silent)
-        outcomes.append((tuned, len(plan.jobs)))
+        plan, count = plan_glue(study.folder, base=study.jobs[0].base, cpu=cpu), len(study.glue_folders)
+        tuned = runs.watch(count, lambda o: run_glue(plan, num_workers=workers, observer=o), quiet=silent)
+        outcomes.append((tuned, count))
         if first and tuned.records:
             rebuild_glue(study.folder)
     return max(runs.exit_code(outcome) if silent else runs.tell_end(outcome, count) for outcome, count in outcomes)

@@ -63,9 +63,7 @@ def _table(id: str, entry: Entry, part: Part, records: Collection, notes: list[s
         metric = part.metric or column.metric
         base_study = records.study(column, base_row.variant)
         base = base_study.values(base_row, metric) if base_study else {}
-        for row_name, row in entry.all_rows.items():
-            if not row.is_in(name):
-                continue
+        for row_name, row in entry.rows_of(name).items():
             study = records.study(column, row.variant)
             values = study.values(row, metric) if study else {}
             shown = study.metric(metric) if study else OWN_METRICS.get(metric, SHOWN)

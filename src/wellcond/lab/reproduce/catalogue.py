@@ -85,10 +85,6 @@ class Row(_FromText):
     only: tuple[str, ...] = ()
     """Columns that have it; all by default."""
 
-    def is_in(self, column: str) -> bool:
-        """Whether a column has this row."""
-        return not self.only or column in self.only
-
 
 class Source(_FromText):
     """Where the numbers of a column come from, or the curves of a panel."""
@@ -190,6 +186,10 @@ class Entry(Settings):
     def all_rows(self) -> dict[str, Row]:
         """The paper's and ours."""
         return self.rows | self.controls
+
+    def rows_of(self, column: str) -> dict[str, Row]:
+        """Those that a column has."""
+        return {name: row for name, row in self.all_rows.items() if not row.only or column in row.only}
 
     def at(self, scale: str) -> Entry:
         """What is run at a scale: at tiny, what the records ran."""

@@ -100,7 +100,7 @@ def make_plan(id: str, entry: Entry, scale: str, options: PlanOptions) -> Plan:
         if catalogue().studies[source.study].at(scale) is None:
             left_out.append(f"{title}: nothing to run it on at scale {scale}")
             continue
-        for row in [row for row in entry.all_rows.values() if row.method in wanted and row.is_in(title)]:
+        for row in [row for row in entry.rows_of(title).values() if row.method in wanted]:
             methods = asked.setdefault((source.study, row.variant), [default])
             made = MethodSettings.model_validate(row.method)
             if made not in methods:

@@ -139,7 +139,7 @@ def differences_from_paper(entry: Entry, records: Collection) -> Iterator[str]:
     for name, source in entry.columns.items():
         first.setdefault(source.study, (name, source))
     for study, (name, source) in first.items():
-        for variant in dict.fromkeys(row.variant for row in entry.all_rows.values() if row.is_in(name)):
+        for variant in dict.fromkeys(row.variant for row in entry.rows_of(name).values()):
             stored, plain = records.study(source, variant), records.study(source)
             if stored is None:
                 continue
