@@ -65,8 +65,12 @@ def compare(
             help="auto or HOST:6379; a cluster of this machine by default.",
         ),
     ] = None,
-    cpus_per_run: Annotated[float | None, Option(metavar="N", rich_help_panel=cli.CLUSTER)] = None,
-    gpus_per_run: Annotated[float | None, Option(metavar="N", rich_help_panel=cli.CLUSTER)] = None,
+    cpus_per_run: Annotated[
+        float | None, Option(metavar="N", rich_help_panel=cli.CLUSTER, help="By default the threads of the recipe.")
+    ] = None,
+    gpus_per_run: Annotated[
+        float | None, Option(metavar="N", rich_help_panel=cli.CLUSTER, help="By default 1 where the cluster has GPUs.")
+    ] = None,
     cpu: cli.Cpu = False,
     trust_local_code: cli.Trust = False,
     json: cli.Json = False,

@@ -39,10 +39,7 @@ GROUPS = {
         "True by construction",
         "These follow from definitions. They are computed when this page is made, and no run says anything about them.",
     ),
-    "needs": (
-        "Not decided at this size",
-        "These need ImageNet, other large data, or up to billions of parameters.",
-    ),
+    "needs": ("Not decided at this size", "These need ImageNet, other large data, or up to billions of parameters."),
 }
 
 Group = Literal["runs", "construction", "needs"]
@@ -81,12 +78,7 @@ class Judged(Settings):
 
 @functools.cache
 def read_claims() -> tuple[Claim, ...]:
-    """All of them, in the order in which they are shown.
-
-    Example:
-        >>> read_claims()[0].table
-        'C-T1'
-    """
+    """All of them, in the order in which they are shown."""
     return tuple(map(Claim.model_validate, read_paper_file("claims")))
 
 
