@@ -12,7 +12,7 @@ import pytest
 from wellcond.lab.load_recipe import load_recipe, shipped_recipes
 from wellcond.lab.report.glue import rebuild_glue
 from wellcond.lab.report.page import build_report
-from wellcond.lab.reproduce.claims import judge_claims, write_claims
+from wellcond.lab.reproduce.claims import claims_markdown, judge_claims
 
 RESULTS = Path(__file__).parents[1] / "results"
 COMPARISONS = sorted(path.parent for path in RESULTS.rglob("comparison.json"))
@@ -50,15 +50,14 @@ def test_the_records_are_small_and_hold_nothing_that_can_be_rebuilt():
     assert len(shown) <= 8 and {path.name for path in rebuilt} == {"report.md"} | shown
 
 
-def test_records_make_the_verdicts_on_claims(tmp_path):
-    write_claims(judge_claims(RESULTS), tmp_path / "claims.md", tmp_path)
-    assert (tmp_path / "claims.md").read_bytes() == (RESULTS / "claims.md").read_bytes(), "run: wellcond claims results"
+def test_records_make_the_verdicts_on_claims():
+    made = claims_markdown(judge_claims(RESULTS))
+    assert made == (RESULTS / "claims.md").read_text("utf-8"), "run: wellcond claims results"
 
 
-def test_links_of_claims_written_elsewhere_lead_to_the_records(tmp_path):
-    write_claims(judge_claims(RESULTS), tmp_path / "deep" / "claims.md", RESULTS)
-    links = re.findall(r"\[table\]\(([^)]+)\)", (tmp_path / "deep" / "claims.md").read_text("utf-8"))
-    assert len(links) > 20 and all((tmp_path / "deep" / link).is_file() for link in links)
+def test_links_of_claims_lead_to_the_records():
+    links = re.findall(r"\[table\]\(([^)]+)\)", (RESULTS / "claims.md").read_text("utf-8"))
+    assert len(links) > 20 and all((RESULTS / link).is_file() for link in links)
 
 
 TUNED = [one.name for one in shipped_recipes() if one.scale == "tiny" and "\ntuned:" in one.text]

@@ -101,17 +101,6 @@ def test_init_writes_a_plain_checkpoint(run, tmp_path):
     torch.testing.assert_close(after["blocks.0.attn.qkv.weight"][48:], torch.eye(24))
 
 
-def test_init_by_weight_selection(run, tmp_path):
-    teacher = timm.create_model("vit_small_patch16_224")
-    save_model(teacher, tmp_path / "teacher.safetensors")
-    code, _ = run(
-        "init", "timm:vit_tiny_patch16_224", "--method", "weight_selection", "--teacher", "timm:vit_small_patch16_224",
-        "--teacher-weights", tmp_path / "teacher.safetensors", "-o", tmp_path / "student.safetensors",
-    )  # fmt: skip
-    student = load_file(tmp_path / "student.safetensors")
-    assert code == 0 and torch.equal(student["blocks.3.norm1.weight"], teacher.blocks[3].norm1.weight[::2])
-
-
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
 def test_fold_reads_the_correction_from_the_checkpoint(run, tmp_path, suffix):
     model = wc.condition_(small_vit().eval(), "balanced", target=1.5)

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from report.fake_runs import only_comparison, usual_methods, write_comparison
-from wellcond.cli.console import print_table
+from wellcond.cli.console import make_console, print_table
 from wellcond.cli.train import recipes
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.table import Table
@@ -47,7 +47,7 @@ def test_words_fold_before_numbers_go():
 
 def test_without_a_terminal_nothing_is_left_out():
     table = Table("t", "T", ("id", "number"), (("a" * 200, "1" * 50),))
-    out = Console(file=io.StringIO(), width=80)
+    out = Console(file=io.StringIO(), width=make_console().width)
     print_table(out, "T", table)
     assert f"{'a' * 200}   {'1' * 50}" in out.file.getvalue()
 
@@ -60,11 +60,3 @@ def test_a_recipe_takes_two_lines_at_most(monkeypatch):
     assert max(map(len, lines)) <= 100
     starts = [at for at, line in enumerate(lines) if line[1:2].strip()]
     assert max(b - a for a, b in zip(starts[2:], starts[3:], strict=False)) <= 2
-
-
-def test_a_wide_terminal_shows_task_model_and_data_of_recipes(monkeypatch):
-    out = terminal(300)
-    monkeypatch.setattr("wellcond.cli.console.make_console", lambda: out)
-    recipes()
-    [line] = [line for line in printed(out) if line.strip().startswith("lra-listops") and " tiny " in line]
-    assert "sequence_classification" in line and "long_range" in line and line.rstrip().endswith("listops")

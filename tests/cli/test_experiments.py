@@ -12,10 +12,8 @@ import pytest
 from lab.held_runs import HELD
 from lab.small import SETTINGS, command, record, run
 from patience import PATIENCE
-from report.fake_runs import FakeMethod, write_comparison
 from wellcond.cli.app import OptionError, data_overrides, read_seeds
 from wellcond.cli.main import main
-from wellcond.cli.report import foresee_power
 from wellcond.cli.runs import choose_workers
 from wellcond.errors import WellcondError
 from wellcond.init.plan import METHODS
@@ -82,14 +80,6 @@ def test_a_comparison_picks_up_where_it_stopped(compared, tmp_path, monkeypatch,
     assert [row["label"] for row in listed["methods"]] == ["default", "conditioned", "polar"]
 
 
-def test_a_comparison_says_first_what_its_seeds_can_show(wellcond, tmp_path):
-    finals = {"default": {0: 0.9, 1: 0.91, 2: 0.92}, "conditioned": {0: 0.93, 1: 0.945, 2: 0.95}}
-    write_comparison(tmp_path, [FakeMethod(label, values) for label, values in finals.items()], conditioning=False)
-    [line] = foresee_power(tmp_path, 10)
-    assert line.startswith("10 seeds can show a true difference of 0.29 points (power 80 %") and "over 3 seeds" in line
-    assert foresee_power(tmp_path / "nothing", 10) == []
-
-
 def without_times(text):
     return [{key: value for key, value in json.loads(row).items() if key != "seconds"} for row in text.splitlines()]
 
@@ -148,7 +138,7 @@ def test_recipes_are_listed(wellcond):
         (["compare", "--recipe", "digits", "--methods", "polar"], "the baseline 'default' is not among the methods"),
         (["compare", "--recipe", "digits", "--seeds", "some"], "expected a number or a list such as 0,1,2"),
         (["compare", "--recipe", "digits", "--jobs", "-1"], "--jobs: expected auto or a number"),
-        (["train", "digits", "--data", "gone.parquet"], "no such file: gone.parquet"),
+        (["train", "digits", "--data", "gone.parquet"], "no such file or folder: gone.parquet"),
         (["report", "nowhere"], "no such folder: nowhere"),
         (["train", "digits", "--method", "default,polar"], "--method: expected one method, found 2"),
         (["compare", "--recipe", "digits", "--methods", "default,identity(lam=1),identity(lam=1.0)"], "are the same"),

@@ -74,9 +74,8 @@ def test_an_option_of_an_initialisation_that_is_no_number(run, tmp_path, value):
 
 
 def test_weight_selection_needs_a_teacher(run, tmp_path):
-    assert run("init", VIT, "--method", "weight_selection", "-o", tmp_path / "o.safetensors")[0] == 2
-    assert run("init", VIT, "--teacher", VIT, "-o", tmp_path / "o.safetensors")[0] == 2
-    assert run("init", VIT, "--teacher-weights", __file__, "-o", tmp_path / "o.safetensors")[0] == 2
+    told, _ = run("init", VIT, "--method", "weight_selection", "-o", tmp_path / "o.safetensors")
+    assert "needs the option teacher=" in told
 
 
 def test_outputs_that_cannot_be_written(run, tmp_path):
@@ -85,7 +84,7 @@ def test_outputs_that_cannot_be_written(run, tmp_path):
     assert "/proc/o.json cannot be written" in run("measure", VIT, "-o", "/proc/o.json")[0]
     (tmp_path / "file").write_text("")
     assert "no such folder" in run("init", VIT, "-o", tmp_path / "file" / "o.safetensors")[0]
-    assert "found the file" in run("train", "digits", "-o", tmp_path / "file" / "run")[0]
+    assert "could not be written" in run("train", "digits", "-o", tmp_path / "file" / "run")[0]
 
 
 def test_a_disk_that_is_full_at_the_end(run, tmp_path, monkeypatch):
@@ -156,12 +155,11 @@ def test_recipes_that_cannot_be_run(run, tmp_path, change, words):
 def test_too_many_seeds(run, tmp_path):
     for asked in ("1000000000", "0", "-3"):
         told, _ = run("compare", "--recipe", "digits", "--seeds", asked, "-o", tmp_path / "compared")
-        assert "--seeds: expected 1 to 10000 seeds" in told and not (tmp_path / "compared").exists()
+        assert "(1 to 10000 seeds, none twice)" in told and not (tmp_path / "compared").exists()
 
 
 def test_too_many_samples_and_tokens(run):
-    told, _ = run("measure", VIT, "--samples", 100000000)
-    assert "--samples 100000000: images of 3 x 160 x 160 would take" in told and "Give a smaller number" in told
+    assert run("measure", VIT, "--samples", 100000000)[0] == 2
     small = ("n_layer=1", "n_embd=12", "n_head=2", "vocab_size=40", "n_positions=1000000000")
     told, _ = run("measure", "hf:gpt2", *[part for a in small for part in ("--model-arg", a)])
     assert "hf:gpt2 cannot be built" in told and "take a smaller model" in told

@@ -13,7 +13,6 @@ import typer
 from lab.held_runs import HELD
 from lab.small import SETTINGS, assert_same_run, logs, record, run
 from patience import PATIENCE
-from wellcond.cli.app import OptionError
 from wellcond.cli.compare import compare, job_command
 from wellcond.cli.main import main
 from wellcond.cli.report import report
@@ -119,19 +118,11 @@ def test_a_method_of_any_label_arrives_as_it_is(tmp_path, monkeypatch, fields):
     changes = [words[number + 1] for number, word in enumerate(words) if word == "--set"]
     found = []
     monkeypatch.setattr("wellcond.cli.runs.run_jobs", lambda jobs, *rest, **options: found.extend(jobs) or _Nothing())
-    given = words[words.index("--method") + 1] if "--method" in words else None
     with pytest.raises(typer.Exit):
-        train("digits", given, 5, set=changes, folder=tmp_path / "run", cpu=True, trust_local_code=True, quiet=True)
+        train("digits", None, 5, set=changes, folder=tmp_path / "run", cpu=True, trust_local_code=True, quiet=True)
     [made] = found
     assert made.method == method and made.recipe.config(method, 5) == job.recipe.config(method, 5)
 
 
 class _Nothing:
     failures, records, interrupted = (), (), False
-
-
-def test_a_folder_of_two_lines_is_refused(tmp_path):
-    recipe, _ = load_recipe("digits", overrides=SETTINGS)
-    job = Job(recipe, MethodSettings(init="default"), 0, tmp_path / "a\nb")
-    with pytest.raises(OptionError, match="one line per run"):
-        job_command(job, "digits", scale=None, overrides=[])

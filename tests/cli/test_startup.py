@@ -11,10 +11,8 @@ import pytest
 
 import wellcond
 from wellcond.cli import measure
-from wellcond.jacobian.select import METHODS
 from wellcond.lab.report.glue import TITLES
 from wellcond.lab.tasks.glue import NAMES
-from wellcond.measurement import Combine, Kappa
 from wellcond.records import Convention
 
 PROGRAM = """
@@ -64,24 +62,22 @@ RANDOM = [VIT, "--input", "random"]
         (["init", VIT, "-o", "out.pt"], "expected an output named *.safetensors"),
         (["init", VIT, "-o", "none/out.safetensors"], "no such folder"),
         (["init", VIT, "-o", "/proc/out.safetensors"], "cannot be written"),
-        (["init", VIT, "-o", "out.safetensors", "--method", "weight_selection"], "--teacher"),
         (["fold", VIT, "-o", "out.safetensors", "--weights", "none.pt"], "no such weights file"),
         (["measure", *RANDOM, "--convention", "tall"], "expected one of 'wide', 'stack'"),
-        (["measure", *RANDOM, "--samples", "0"], "--samples: expected at least 1"),
+        (["measure", *RANDOM, "--samples", "0"], "--samples"),
         (["measure", *RANDOM, "--layers", "first"], "expected 'all' or numbers"),
-        (["measure", *RANDOM, "--tokens", "0"], "--tokens: expected at least 1"),
+        (["measure", *RANDOM, "--tokens", "0"], "--tokens"),
         (["measure", *RANDOM, "-o", "/proc/out.json"], "cannot be written"),
         (["measure", VIT, "--input", "nowhere"], "which does not exist"),
-        (["measure", VIT, "--input", "nowhere.npy"], "found nothing at"),
+        (["measure", VIT, "--input", "nowhere.npy"], "which does not exist"),
         (["train", "nowhere"], "no recipe 'nowhere'"),
         (["train", "nowhere.yaml"], "no such recipe file"),
         (["train", "digits", "--set", "optimizer"], "expected path.to.field=value"),
         (["train", "digits", "--set", "optimizer.lr=["], "is not YAML"),
         (["train", "digits", "--scale", "paper"], "exists at scale tiny, not 'paper'; correct --scale"),
-        (["train", "digits", "--data", "nowhere.csv"], "--data: no such file"),
-        (["compare", "--recipe", "vit", "--data", "/nowhere"], "--data: expected a folder of images, a file named"),
-        (["train", "digits", "-o", __file__], "found the file"),
-        (["compare", "--recipe", "digits", "--seeds", "1000000000"], "--seeds: expected 1 to 10000"),
+        (["train", "digits", "--data", "nowhere.csv"], "--data: no such file or folder"),
+        (["compare", "--recipe", "vit", "--data", "/nowhere"], "--data: no such file or folder"),
+        (["compare", "--recipe", "digits", "--seeds", "1000000000"], "1 to 10000 seeds"),
         (["compare", "--recipe", "digits", "--jobs", "none"], "--jobs: expected auto or a number"),
         (["compare", "--recipe", "digits", "--engine", "slurm"], "unknown engine"),
         (["demo", "--seeds", "none"], "--seeds: expected a number"),
@@ -90,7 +86,7 @@ RANDOM = [VIT, "--input", "random"]
         (["glue", ".", "--tasks", "none"], "unknown GLUE task"),
         (["reproduce", "X-1"], "unknown table or figure"),
         (["reproduce", "C-T1", "--scale", "huge"], "unknown scale"),
-        (["reproduce", "C-T1", "--records", "nowhere"], "--records: expected a folder"),
+        (["reproduce", "C-T1", "--records", "nowhere"], "no such folder"),
         (["claims", "nowhere"], "no such folder"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
@@ -111,9 +107,6 @@ def mistakes():
 
 def test_choices_are_those_of_the_library():
     assert measure.CONVENTIONS == get_args(Convention)
-    assert measure.KAPPAS == get_args(Kappa)
-    assert measure.COMBINES == get_args(Combine)
-    assert measure.METHODS == ("auto", *METHODS)
     assert tuple(TITLES) == NAMES  # of GLUE's tasks
 
 

@@ -156,20 +156,20 @@ def test_options_of_any_part_are_set_by_their_text():
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    "text",
     [
-        ("optimizer.lr", "FIELD=VALUE"),
-        ("lr=1,2", "FIELD=VALUE"),
-        ("optimizer.lr=1e-3", "at least two values"),
-        ("optimizer.lr=1e-3,0.001", "none twice"),
-        ("optimizer.lr=1e-3,fast", "expected numbers"),
-        ("optimizer.lr=1e-3,", "expected numbers"),
-        ("optimizer.eps=true,false", "expected numbers"),
-        ("optimizer.lr=1e-3,.inf", "expected numbers"),
+        "optimizer.lr",
+        "lr=1,2",
+        "optimizer.lr=1e-3",
+        "optimizer.lr=1e-3,0.001",
+        "optimizer.lr=1e-3,fast",
+        "optimizer.lr=1e-3,",
+        "optimizer.eps=true,false",
+        "optimizer.lr=1e-3,inf",
     ],
 )
-def test_what_is_no_grid_is_refused(text, words):
-    with pytest.raises(OptionError, match=words):
+def test_what_is_no_grid_is_refused(text):
+    with pytest.raises(OptionError, match="with two numbers or more"):
         read_tuned_fields([text])
 
 

@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 import wellcond.lab.reproduce.computed as computations
 from report.fake_runs import PERPLEXITY, FakeMethod, write_comparison
@@ -27,7 +26,6 @@ from wellcond.lab.reproduce.claim_rules import (
     paper_share,
 )
 from wellcond.lab.reproduce.claims import claims_markdown, judge_claims, read_claims
-from wellcond.lab.reproduce.computed import SIZES, Forms
 
 ACCURACY = Metric("accuracy", higher_is_better=True, percent=True)
 RESULTS = Path(__file__).parents[2] / "results"
@@ -207,13 +205,6 @@ def test_what_is_true_by_construction_is_computed_and_can_fail(monkeypatch):
     assert not computations.COMPUTED["memory"]()[0]  # C of another method is not one constant
     monkeypatch.setattr(computations, "_conditioned", lambda attention, *_, **__: plain(attention, "identity", lam=0.2))
     assert not computations.COMPUTED["theorem35"]()[0]
-
-
-def test_the_stored_constant_of_a_form_is_counted():
-    forms = Forms(SIZES["tiny"])
-    assert [forms.count(form).correction for form in ("original", "weight", "activation", "folded")] == [0, 1024, 1, 0]
-    forms.lam = torch.full((16,), 10.0)
-    assert forms.count("activation").correction == 16
 
 
 def test_the_markdown_holds_every_claim_and_no_markup_of_their_own(tmp_path):

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from wellcond.cli import app as cli
-from wellcond.errors import WeightError, WellcondError
-from wellcond.models import build_model, check_model, parse_values
+from wellcond.errors import WeightError
+from wellcond.models import build_model, parse_values
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,35 +24,26 @@ def init(
     output: cli.Output,
     method: Annotated[
         str,
-        typer.Option(
+        Option(
             metavar="NAME",
-            help="conditioned, calibrated, orthogonal, gaussian, mimetic, nanochat, small, t_fixup, weight_selection "
-            "or default.",
+            help="conditioned, calibrated, orthogonal, gaussian, mimetic, nanochat, small, t_fixup or default.",
         ),
     ] = "conditioned",
     weights: cli.Weights = None,
     option: Annotated[
-        list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="Option of the method; repeatable.")
+        list[str] | None, Option("--option", metavar="KEY=VALUE", help="Option of the method; repeatable.")
     ] = None,
-    teacher: Annotated[str | None, typer.Option(help="Larger MODEL, for weight_selection.")] = None,
-    teacher_weights: Annotated[Path | None, typer.Option(help="Checkpoint of the teacher.")] = None,
     input: Annotated[
         str | None,
-        typer.Option(metavar="INPUT", help="Data for calibrated: digits, random, a FOLDER of images, or FILE.npy."),
+        Option(metavar="INPUT", help="Data for calibrated: digits, random, a FOLDER of images, or FILE.npy."),
     ] = None,
     model_arg: cli.ModelArguments = None,
     seed: cli.Seed = 0,
     force: cli.Force = False,
 ) -> None:
     """Initialise the attention of MODEL and write a plain checkpoint."""
-    arguments, options = cli.read_model(model, model_arg, weights, teacher_weights), parse_values(option or [])
+    arguments, options = cli.read_model(model, model_arg, weights), parse_values(option or [])
     cli.check_outputs([output], force=force, suffix=".safetensors")
-    if teacher is not None:
-        check_model(teacher, {})
-    if (teacher is None) == (method == "weight_selection"):
-        raise typer.BadParameter("--teacher is for --method weight_selection, which needs it; give both or neither")
-    if teacher is None and teacher_weights is not None:
-        raise typer.BadParameter("--teacher-weights needs --teacher MODEL; give both")
     if (input is None) == (method == "calibrated"):
         raise typer.BadParameter("--input is for --method calibrated, which needs it; give both or neither")
     if input is not None:
@@ -67,22 +59,12 @@ def init(
     built = build_model(model, arguments)
     if weights is not None:
         load_weights(built, weights)
-    given: dict[str, Any] = {}
-    if teacher is not None:
-        given["teacher"] = build_model(teacher)
-        if teacher_weights is not None:
-            load_weights(given["teacher"], teacher_weights)
-    if input is not None:
-        given["batch"], _ = make_batch(built, input, samples=CALIBRATION_SAMPLES, seed=seed)
+    batch = {} if input is None else {"batch": make_batch(built, input, samples=CALIBRATION_SAMPLES, seed=seed)[0]}
     try:
-        init_(built, method, generator=torch.Generator().manual_seed(seed), **options, **given)
-    except (WellcondError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
-        if not options:
-            raise
-        shown = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        raise cli.OptionError(
-            f"--method {method} with {shown}: {error}\n  Correct --option, or leave it out."
-        ) from error
+        init_(built, method, generator=torch.Generator().manual_seed(seed), **options, **batch)
+    except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+        said = f" with {', '.join(option)}" if option else ""
+        raise cli.OptionError(f"--method {method}{said}: {error}") from error
     save_weights(built, output, overwrite=force)
     typer.echo(f"wrote {output}: {len(find_attention(built))} attentions initialised as {method!r}")
 
@@ -91,10 +73,8 @@ def init(
 def fold(
     model: cli.Model,
     output: cli.Output,
-    weights: Annotated[Path, typer.Option(help="Checkpoint of a conditioned model.")],
-    ema: Annotated[
-        bool, typer.Option("--ema", help="Take the EMA weights of a checkpoint of timm's train script.")
-    ] = False,
+    weights: Annotated[Path, Option(help="Checkpoint of a conditioned model.")],
+    ema: Annotated[bool, Option("--ema", help="Take the EMA weights of a checkpoint of timm's train script.")] = False,
     model_arg: cli.ModelArguments = None,
     force: cli.Force = False,
 ) -> None:
@@ -137,8 +117,6 @@ def load_raw_or_plain(model: nn.Module, path: Path, *, averaged: bool = False) -
     if settings is not None:
         try:
             recondition_(model, settings)
-        except WellcondError:
-            raise
         except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
             raise WeightError(
                 f"{path}: the checkpoint's wellcond marker is damaged: {settings} cannot be applied ({error}). "

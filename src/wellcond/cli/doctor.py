@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from typer import Option
 
 from wellcond.cli import app as cli
-
-if TYPE_CHECKING:
-    from wellcond.diagnosis.records import Diagnosis
-
-STYLES = {"fault": "bold red", "warning": "bold yellow", "note": "bold cyan", "mend": "bold", "records": "dim"}
+from wellcond.files import write_atomically
 
 
 @cli.app.command("doctor", rich_help_panel=cli.MODELS)
@@ -21,24 +18,26 @@ def doctor(
     input: cli.Input = "random",
     weights: cli.Weights = None,
     model_arg: cli.ModelArguments = None,
-    samples: Annotated[int, typer.Option(metavar="N", min=1, help="Samples to run the model on.")] = 8,
+    samples: cli.Samples = 8,
     tokens: cli.Tokens = 32,
     trained: Annotated[
-        bool | None, typer.Option("--trained/--fresh", help="Whether MODEL is trained; by default its norms tell.")
+        bool | None, Option("--trained/--fresh", help="Whether MODEL is trained; by default its norms tell.")
     ] = None,
     jacobian: Annotated[
-        bool, typer.Option("--jacobian", help="Also measure kappa(J) of every head, which takes minutes.")
+        bool, Option("--jacobian", help="Also measure kappa(J) of every head, which takes minutes.")
     ] = False,
     seed: cli.Seed = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    json: Annotated[bool, Option("--json", help="Print JSON instead of text.")] = False,
     output: cli.JsonFile = None,
     html: cli.HtmlFile = None,
     force: cli.Force = False,
 ) -> None:
     """Say what is wrong with the attention of MODEL, and which line of code mends it; seconds."""
-    cli.check_input(input, tokens=tokens)
+    cli.check_input(input)
     cli.check_outputs([path for path in (output, html) if path is not None], force=force)
     arguments = cli.read_model(model, model_arg, weights)
+    from rich.console import Console
+
     from wellcond.cli.checkpoints import build_loaded
     from wellcond.cli.inputs import make_batch
     from wellcond.diagnosis.diagnose import diagnose
@@ -52,20 +51,9 @@ def doctor(
     if json:
         typer.echo(found.to_json())
     else:
-        _print(found)
+        out = Console()
+        print(found.to_text(width=min(100, out.width) if out.is_terminal else 100))
     for path, text in ((output, found.to_json() + "\n" if output else ""), (html, found.to_html() if html else "")):
         if path is not None:
-            cli.write_output(path, text, force=force)
+            write_atomically(path, text)
             typer.echo(f"wrote {path}", err=json)
-
-
-def _print(found: Diagnosis) -> None:
-    """Text of at most 100 columns, less in a narrower terminal, with the words that begin a line in colour."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(soft_wrap=True, highlight=False)
-    shown = Text(found.to_text(width=min(100, console.width) if console.is_terminal else 100))
-    for word, style in STYLES.items():
-        shown.highlight_regex(rf"(?m)^(?:\d+\.|  ) {word}:", style)
-    console.print(shown)

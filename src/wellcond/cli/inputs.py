@@ -2,185 +2,135 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby, zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from wellcond.attention.watch import run, undisturbed
-from wellcond.cli.app import InputError, check_input
-from wellcond.jacobian.select import available_bytes
+from wellcond.cli.app import OptionError, check_input
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
-PYTHON_WAY = "build the batch in Python and call wellcond.measure(model, batch)"
 
 
 @dataclass(frozen=True)
 class Reads:
-    """What a model reads."""
+    """What a model reads, as far as it tells."""
 
-    kind: Literal["images", "tokens", "unknown"]
     keyword: str | None = None
     """Name of the argument; None for the first one."""
-    channels: int = 0
-    size: tuple[int, int] | None = None
+    image: tuple[int, ...] = ()
+    """Channels, height and width, if it reads images."""
     mean: tuple[float, ...] = (0.5,)
     std: tuple[float, ...] = (0.5,)
     vocabulary: int = 0
+    """If it reads token ids."""
     longest: int | None = None
-    width: int | None = None
     decoder: bool = False
+
+    def __str__(self) -> str:
+        """For a message."""
+        if self.image:
+            return f"images as floats (samples, {', '.join(map(str, self.image))})"
+        if self.vocabulary:
+            length = "tokens" if self.longest is None else f"at most {self.longest} tokens"
+            return f"integer token ids below {self.vocabulary} (samples, {length})"
+        return "something that it does not tell"
 
 
 def what_it_reads(model: nn.Module) -> Reads:
-    """Images or token ids, and of which size, as far as the model tells: timm, transformers, torchvision, nanoGPT."""
-    config = getattr(model, "config", None)
-    main = getattr(model, "main_input_name", None)
-    keyword = main if isinstance(main, str) else None
+    """Images or token ids, and of which size: of transformers by its config, of timm and torchvision by its modules."""
+    config: Any = getattr(model, "config", None)
+    keyword = getattr(model, "main_input_name", None)
     if keyword == "pixel_values":
-        channels, size = getattr(config, "num_channels", 3), getattr(config, "image_size", None)
-        return Reads("images", keyword, int(channels), _pair(size))
-    if keyword in (None, "input_ids"):
-        text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
-        vocabulary = getattr(text, "vocab_size", None)
-        if isinstance(vocabulary, int):
-            longest = getattr(text, "max_position_embeddings", None) or getattr(text, "block_size", None)
-            width = getattr(text, "hidden_size", None)
-            limit = longest if isinstance(longest, int) and longest > 0 else None
-            decoder = bool(getattr(config, "is_encoder_decoder", False))
-            return Reads("tokens", keyword, vocabulary=vocabulary, longest=limit, width=width, decoder=decoder)
-    return Reads("unknown") if keyword is not None else _image_model(model)
-
-
-def _image_model(model: nn.Module) -> Reads:
+        return Reads(keyword, (getattr(config, "num_channels", 3), *_pair(getattr(config, "image_size", None))))
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    vocabulary = getattr(text, "vocab_size", None)
+    if keyword in (None, "input_ids") and isinstance(vocabulary, int):
+        longest = getattr(text, "max_position_embeddings", None) or getattr(text, "block_size", None)
+        limit = longest if isinstance(longest, int) and longest > 0 else None
+        decoder = bool(getattr(config, "is_encoder_decoder", False))
+        return Reads(keyword, vocabulary=vocabulary, longest=limit, decoder=decoder)
     # timm keeps default_cfg as it was when img_size= or in_chans= are given: the modules know better.
-    found = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
+    found = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
     cfg: dict[str, Any] = found if isinstance(found, dict) else {}
-    declared = tuple(cfg.get("input_size") or ())
-    patches = getattr(model, "patch_embed", None)
-    size = _pair(getattr(patches, "img_size", None)) or _pair(getattr(model, "image_size", None))
-    size = size or (_pair(declared[1:]) if len(declared) == 3 else None)
-    names = cfg.get("first_conv") or ()
-    channels = _channels(model, [names] if isinstance(names, str) else list(names)) or (declared[0] if declared else 0)
-    if not channels or (size is None and not cfg):
-        return Reads("unknown")
+    own = _pair(getattr(getattr(model, "patch_embed", None), "img_size", None))
+    size = own or _pair(getattr(model, "image_size", None)) or tuple(cfg.get("input_size") or ())[1:]
+    first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
+    if keyword is not None or first is None or not size:
+        return Reads(keyword)
     mean, std = (tuple(cfg.get(key) or (0.5,)) for key in ("mean", "std"))
-    return Reads("images", None, channels, size, mean, std)
+    return Reads(None, (first.in_channels, *size), mean, std)
 
 
-def _channels(model: nn.Module, names: list[str]) -> int:
-    for name in [*names, "patch_embed.proj", "conv_proj"]:
-        try:
-            count = getattr(model.get_submodule(name), "in_channels", None)
-        except AttributeError:
-            continue
-        if isinstance(count, int):
-            return count
-    return 0
-
-
-def _pair(size: Any) -> tuple[int, int] | None:
-    if isinstance(size, int):
-        return size, size
-    if isinstance(size, (tuple, list)) and len(size) == 2 and all(isinstance(s, int) for s in size):
-        return size[0], size[1]
-    return None
+def _pair(size: Any) -> tuple[int, ...]:
+    return (size, size) if isinstance(size, int) else tuple(size or ())
 
 
 def make_batch(model: nn.Module, source: str, *, samples: int, tokens: int = 32, seed: int = 0) -> tuple[Any, str]:
-    """The batch that ``--input`` names, and a description of it; InputError if it is not what the model reads."""
-    check_input(source, tokens=tokens)
+    """The batch that ``--input`` names, and a description of it; OptionError if it is not what the model reads."""
+    check_input(source)
     reads, path = what_it_reads(model), Path(source)
-    if source == "random":
-        values, text = _random(reads, samples, tokens, seed)
-    elif source == "digits":
-        values, text = _digits(reads, samples)
+    if path.suffix == ".npy":
+        values, text = _array(path, samples)
+    elif source == "random" and reads.vocabulary:
+        values = torch.randint(reads.vocabulary, (samples, tokens), generator=torch.Generator().manual_seed(seed))
+        text = f"{samples} x {tokens} random token ids below {reads.vocabulary}, seed {seed}"
+    elif not reads.image:
+        raise OptionError(
+            f"--input {source}: expected a model that reads images, found one that reads {reads}. Use a .npy file, or "
+            "build the batch in Python and call wellcond.measure(model, batch)"
+        )
+    elif source == "random":
+        values = torch.randn(samples, *reads.image, generator=torch.Generator().manual_seed(seed))
+        text = f"{samples} images of standard normal noise, seed {seed}"
     else:
-        values, text = (_folder if path.is_dir() else _array)(reads, path, samples)
+        values, text = _digits(reads, samples) if source == "digits" else _folder(reads, path, samples)
     weight = next((p for p in model.parameters() if p.is_floating_point()), None)
     if weight is not None:
         values = values.to(weight.device, weight.dtype if values.is_floating_point() else None)
     batch: Any = values
     if reads.keyword is not None:
-        name = "inputs_embeds" if reads.kind == "tokens" and values.is_floating_point() else reads.keyword
+        name = "inputs_embeds" if reads.vocabulary and values.is_floating_point() else reads.keyword
         batch = {name: values}
         if reads.decoder:
-            other = _random(reads, samples, tokens, seed + 1)[0].to(values) if source == "random" else values
-            batch[f"decoder_{name}"] = other
-    _try_forward(model, batch)
+            batch[f"decoder_{name}"] = values.flip(-1)
+    try:
+        with undisturbed(model):
+            run(model, batch)
+    except Exception as error:  # whatever a model raises: a wrong batch is told from a failure to measure
+        said = (str(error) or type(error).__name__).splitlines()[0][:300]
+        found = f"{str(values.dtype).removeprefix('torch.')} {tuple(values.shape)}"
+        raise OptionError(
+            f"--input {source}: expected {reads}, found {found}, on which the forward pass fails: {said}\n"
+            "  Give another --input, or build the batch in Python and call wellcond.measure(model, batch)."
+        ) from error
     return batch, text
 
 
-def _image_shape(reads: Reads, source: str) -> tuple[int, int, int]:
-    """(channels, height, width), or why not."""
-    if reads.kind == "tokens":
-        raise InputError(
-            f"--input {source}: expected a model that reads images, found one that reads token ids (vocabulary "
-            f"{reads.vocabulary}). Use --input random, or a .npy file of integer ids (samples, tokens)"
-        )
-    if reads.kind == "unknown" or reads.size is None:
-        raise InputError(
-            f"--input {source}: expected a model that tells its image size (patch_embed.img_size, default_cfg, "
-            f"config.image_size), found none. Give the batch as a .npy file, or {PYTHON_WAY}"
-        )
-    return reads.channels, *reads.size
-
-
-def _random(reads: Reads, samples: int, tokens: int, seed: int) -> tuple[Tensor, str]:
-    generator = torch.Generator().manual_seed(seed)
-    if reads.kind == "tokens":
-        if reads.longest is not None and tokens > reads.longest:
-            raise InputError(f"--tokens: expected at most {reads.longest} for this model, found {tokens}")
-        _check_fits(8 * tokens**2, f"--tokens {tokens}", "the attention of one head")
-        _check_fits(8 * samples * tokens, f"--samples {samples}", "the token ids")
-        ids = torch.randint(reads.vocabulary, (samples, tokens), generator=generator)
-        return ids, f"{samples} x {tokens} random token ids below {reads.vocabulary}, seed {seed}"
-    shape = _image_shape(reads, "random")
-    _check_fits(4 * samples * math.prod(shape), f"--samples {samples}", f"images of {_times(shape)}")
-    images = torch.randn(samples, *shape, generator=generator)
-    return images, f"{samples} x {_times(shape)} standard normal noise, seed {seed}"
-
-
-def _check_fits(wanted: int, option: str, what: str) -> None:
-    left = available_bytes()
-    if wanted > left:
-        raise InputError(
-            f"{option}: {what} would take {wanted / 2**30:,.1f} GiB, and {left / 2**30:,.1f} GiB of memory are free. "
-            "Give a smaller number"
-        )
-
-
 def _digits(reads: Reads, samples: int) -> tuple[Tensor, str]:
-    channels, *size = _image_shape(reads, "digits")
     from wellcond.lab.data.digits import load_digits
 
+    channels, *size = reads.image
     images = load_digits()[0].inputs
     if samples > len(images):
-        raise InputError(f"--samples: expected at most {len(images)} digits, found {samples}")
+        raise OptionError(f"--samples: expected at most {len(images)} digits, found {samples}")
     scaled = nn.functional.interpolate(images[:samples], size, mode="bilinear", antialias=False)
-    shown = f"{samples} of scikit-learn's digits, zero mean and unit variance, resized to {_times((channels, *size))}"
+    shown = f"{samples} of scikit-learn's digits, zero mean and unit variance, resized"
     return scaled.expand(-1, channels, -1, -1).contiguous(), shown
 
 
 def _folder(reads: Reads, folder: Path, samples: int) -> tuple[Tensor, str]:
     from wellcond.lab.data.images import decode_image, import_pil, read_image, to_channels
 
-    channels, height, width = _image_shape(reads, str(folder))
-    bilinear = import_pil().Resampling.BILINEAR
-    if channels not in (1, 3):
-        raise InputError(f"--input {folder}: expected a model of 1 or 3 channels, found {channels}. Use a .npy file")
-    files = images_in(folder)
+    channels, height, width = reads.image
+    bilinear, files = import_pil().Resampling.BILINEAR, images_in(folder)
     if len(files) < samples:
-        raise InputError(
-            f"--input {folder}: expected at least {samples} images ({', '.join(IMAGE_SUFFIXES)}), found {len(files)}. "
-            "Lower --samples or add images"
-        )
+        raise OptionError(f"--input {folder}: expected at least {samples} images (png, jpg), found {len(files)}")
     pictures = []
     for file in files[:samples]:
         where = f"--input: {file}"
@@ -188,19 +138,16 @@ def _folder(reads: Reads, folder: Path, samples: int) -> tuple[Tensor, str]:
         pixels = torch.from_numpy(np.array(picture.resize((width, height), bilinear), dtype=np.float32)) / 255
         pictures.append(pixels.view(height, width, channels).permute(2, 0, 1))
     mean, std = (_per_channel(numbers, channels) for numbers in (reads.mean, reads.std))
-    names = ", ".join([*(str(file.relative_to(folder)) for file in files[: min(samples, 3)]), *["..."] * (samples > 3)])
-    text = f"{samples} images of {folder} ({names}) resized to {_times((channels, height, width))}, "
+    text = f"{samples} images of {folder} from {files[0].name} on, resized, "
     text += f"mean {mean.flatten().tolist()}, std {std.flatten().tolist()}"
     return (torch.stack(pictures) - mean) / std, text
 
 
-def images_in(folder: Path, *, depth: int = 2) -> list[Path]:
-    """Images of a folder, sorted; of a folder of folders, the first of each class, then the second of each."""
-    own = sorted(file for file in folder.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file())
-    if own or not depth:
-        return own
-    classes = [images_in(place, depth=depth - 1) for place in sorted(folder.iterdir()) if place.is_dir()]
-    return [file for row in itertools.zip_longest(*classes) for file in row if file is not None]
+def images_in(folder: Path) -> list[Path]:
+    """Images of a folder, sorted; of folders of classes, the first of each, then the second of each."""
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
+    classes = [list(some) for _, some in groupby(files, key=lambda path: path.parent)]
+    return [file for row in zip_longest(*classes) for file in row if file is not None]
 
 
 def _per_channel(numbers: tuple[float, ...], channels: int) -> Tensor:
@@ -209,63 +156,15 @@ def _per_channel(numbers: tuple[float, ...], channels: int) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64).round(decimals=6).float().view(channels, 1, 1)
 
 
-def _array(reads: Reads, path: Path, samples: int) -> tuple[Tensor, str]:
+def _array(path: Path, samples: int) -> tuple[Tensor, str]:
     try:
         array = np.load(path, allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise InputError(
-            f"{path}: expected an array of numbers saved by numpy.save (pickles are not loaded): {error}"
+        whole = array.dtype.kind in "iu"
+        kept = torch.from_numpy(array[:samples].astype(np.int64 if whole else np.float64, casting="same_kind"))
+    except (ValueError, TypeError, AttributeError, IndexError, OSError, EOFError) as error:
+        raise OptionError(
+            f"{path}: expected floats or integers saved by numpy.save (pickles are not loaded): {error}"
         ) from error
-    if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiu":
-        found = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
-        raise InputError(f"{path}: expected floats (images, embeddings) or integers (token ids), found {found}")
-    if array.ndim == 0 or len(array) < samples:
-        count = 0 if array.ndim == 0 else len(array)
-        raise InputError(f"{path}: expected at least {samples} samples along the first axis, found {count}")
-    whole, kept = array.dtype.kind in "iu", array[:samples]
-    if problem := _does_not_fit(reads, array, whole):
-        raise InputError(f"{path}: {problem}, found {array.dtype} {array.shape}")
-    if not whole and not np.isfinite(kept).all():
-        raise InputError(f"{path}: expected finite numbers, found NaN or infinity")
-    text = f"the first {samples} of {path}, {array.dtype} {array.shape}"
-    return torch.from_numpy(kept.astype(np.int64 if whole else np.float64)), text
-
-
-def _does_not_fit(reads: Reads, array: np.ndarray, whole: bool) -> str:
-    """What was expected of an array that is not what the model reads; empty if it may be."""
-    if reads.kind == "images":
-        shape = (reads.channels, *(reads.size or ("height", "width")))
-        fits = array.ndim == 4 and array.shape[1:] == (shape if reads.size else (reads.channels, *array.shape[2:]))
-        scaled = " of pixels divided by 255, less the mean, divided by the standard deviation" if whole else ""
-        return "" if fits and not whole else f"expected floats (samples, {', '.join(map(str, shape))}){scaled}"
-    if reads.kind == "tokens" and whole:
-        if array.ndim != 2 or not 0 < array.shape[1] <= (reads.longest or math.inf):
-            return f"expected token ids (samples, {f'at most {reads.longest} ' if reads.longest else ''}tokens)"
-        lowest, highest = array.min(), array.max()
-        fits = lowest >= 0 and highest < reads.vocabulary
-        return "" if fits else f"expected token ids from 0 to {reads.vocabulary - 1}, found {lowest} to {highest}"
-    if reads.kind == "tokens":
-        if reads.keyword is None:
-            return "expected integer token ids (samples, tokens)"
-        if array.ndim != 3 or (reads.width is not None and array.shape[2] != reads.width):
-            return f"expected embeddings (samples, tokens, {reads.width or 'width'}) or integer token ids"
-    return ""
-
-
-def _times(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape))
-
-
-def _try_forward(model: nn.Module, batch: Any) -> None:
-    """Run the model once, so that a wrong batch is told from a failure to measure."""
-    tensors = batch.values() if isinstance(batch, dict) else [batch]
-    shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
-    try:
-        with undisturbed(model):
-            run(model, batch)
-    except Exception as error:  # whatever a model raises
-        said = (str(error) or type(error).__name__).splitlines()[0][:300]
-        raise InputError(
-            f"expected a batch that this model can read, found {shapes}, on which its forward pass fails: {said}\n"
-            f"  Give another --input (a .npy file has any shape), or {PYTHON_WAY}."
-        ) from error
+    if len(array) < samples:
+        raise OptionError(f"{path}: expected at least {samples} samples along the first axis, found {len(array)}")
+    return kept, f"the first {samples} of {path}, {array.dtype} {array.shape}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import Counter
 from dataclasses import asdict
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from wellcond.cli import app as cli
 from wellcond.errors import AttentionNotFoundError, check_choice
@@ -23,19 +25,20 @@ if TYPE_CHECKING:
     from wellcond.attention.site import AttentionSite
     from wellcond.lab.report.table import Table
 
+FIELDS = ("kind", "num_heads", "num_kv_heads", "head_dim", "in_features", "arrangement", "scale", "qk_norm", "evidence")
 MOST_RANDOM = 500_000_000
 """Parameters of a model that is built with random weights if it is only named: 2 GB, and seconds to draw."""
 
 
 @cli.app.command("inspect", rich_help_panel=cli.MODELS)
 def inspect(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=cli.MODEL_HELP)] = None,
+    model: Annotated[str | None, Argument(metavar="MODEL", help=cli.MODEL_HELP)] = None,
     weights: cli.Weights = None,
     model_arg: cli.ModelArguments = None,
     seed: cli.Seed = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    json: Annotated[bool, Option("--json", help="Print JSON instead of a table.")] = False,
     zoo: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Instead of one model, all of a library: timm or hf.")
+        str | None, Option(metavar="NAME", help="Instead of one model, all of a library: timm or hf.")
     ] = None,
 ) -> None:
     """List every attention of MODEL: kind, heads, widths, layout, condition numbers of W_Q, W_K, W_V."""
@@ -59,20 +62,13 @@ def _build(spec: str, arguments: dict[str, Any], weights: Path | None, seed: int
     from wellcond.cli.checkpoints import build_loaded
 
     if weights is None and not is_local_code(spec) and not Path(spec.partition(":")[2]).is_dir():
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # A mistake, or a constructor that needs values, is told when the model is built for real.
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), contextlib.suppress(ModelSpecError):
             warnings.simplefilter("ignore")  # constructors warn of copies to the meta device
-            try:
-                model = build_model(spec, arguments, on_meta=True)
-            except ModelSpecError:  # a mistake, or a constructor that needs values: building it for real tells
-                model = None
-        if model is not None and _count_parameters(model) > MOST_RANDOM:
-            return model
+            model = build_model(spec, arguments, on_meta=True)
+            if sum(parameter.numel() for parameter in model.parameters()) > MOST_RANDOM:
+                return model
     return build_loaded(spec, arguments, weights, seed)
-
-
-def _count_parameters(model: nn.Module) -> int:
-    """Numbers in the parameters of a model; those that are tied count once."""
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def print_model(model: nn.Module, *, as_json: bool, title: str) -> None:
@@ -92,23 +88,15 @@ def print_model(model: nn.Module, *, as_json: bool, title: str) -> None:
     sites = track(scan.sites, "condition numbers", console=Console(stderr=True), transient=True, disable=as_json)
     with torch.no_grad():
         rows = [_describe(site) for site in sites]
-    note, parameters = "", _count_parameters(model)
+    note, parameters = "", sum(parameter.numel() for parameter in model.parameters())
     if any(parameter.is_meta for parameter in model.parameters()):
-        num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-        note = (
-            "Built without weights: a model of this size is not filled with random ones, whose κ would say nothing. "
-            f"Give real ones with --weights FILE or as a folder hf:PATH; they take {num_bytes / 2**30:,.1f} GiB."
-        )
+        note = "Built without weights, since random ones of this size say nothing; give real ones: --weights, hf:PATH."
     conditioning = conditioning_of(model)
     if as_json:
         content = {
-            "model": f"{title}: {describe_model(model)}",
-            "version": __version__,
-            "conditioning": conditioning,
-            "parameters": parameters,
-            "sites": rows,
-            "refused": [str(refusal) for refusal in scan.refusals],
-        }
+            "model": f"{title}: {describe_model(model)}", "version": __version__, "conditioning": conditioning,
+            "parameters": parameters, "sites": rows, "refused": [str(refusal) for refusal in scan.refusals],
+        }  # fmt: skip
         print(to_json(content | ({"note": note} if note else {}), indent=2))
         return
     out = make_console()
@@ -127,19 +115,10 @@ def _describe(site: AttentionSite) -> dict[str, Any]:
     from wellcond.linalg.spectrum import spectra
 
     row: dict[str, Any] = {
-        "layer": site.name or "(model)",
-        "class": type(site.module).__name__.removeprefix("Conditioned"),
-        "kind": site.kind,
-        "num_heads": site.num_heads,
-        "num_kv_heads": site.num_kv_heads,
-        "head_dim": site.head_dim,
-        "in_features": site.in_features,
-        "arrangement": site.arrangement,
-        "scale": site.scale,
-        "qk_norm": site.qk_norm,
+        "layer": site.name or "(model)", "class": type(site.module).__name__.removeprefix("Conditioned"),
         "flags": [flag for flag in FLAGS if getattr(site, flag)],
-        "evidence": site.evidence,
-    }
+    }  # fmt: skip
+    row |= {name: getattr(site, name) for name in FIELDS}
     for role in "qkv":
         heads = site.slots[role].read().detach()
         found = [] if heads.is_meta else spectra(heads)

@@ -30,9 +30,7 @@ def main() -> None:
     except MemoryError as error:
         _end(error, "not enough memory for this; take a smaller model, fewer samples or fewer runs at once", MISTAKE)
     except OSError as error:
-        if error.filename is None:
-            _end(error, _report(error), BUG)
-        _end(error, f"{error.filename}: {error.strerror}; give a path that can be read and written", MISTAKE)
+        _end(error, f"{error}; give a path that can be read and written", MISTAKE)
     except Exception as error:  # the last resort: nobody should have to read a traceback
         _end(error, _report(error), BUG)
 

@@ -7,15 +7,16 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
+from typer import Argument, Option
 
 from wellcond.cli import app as cli
-from wellcond.files import to_json
+from wellcond.files import write_atomically
 
 
 @cli.app.command("report", rich_help_panel=cli.EXPERIMENTS)
 def report(
-    folder: Annotated[Path, typer.Argument(help="A comparison, or a folder with several.")],
-    pictures: Annotated[bool, typer.Option("--pictures/--no-pictures", help="Draw figures and build the page.")] = True,
+    folder: Annotated[Path, Argument(help="A comparison, or a folder with several.")],
+    pictures: Annotated[bool, Option("--pictures/--no-pictures", help="Draw figures and build the page.")] = True,
 ) -> None:
     """Rebuild tables, figures and the page of a comparison from its records."""
     cli.check_is_folder(folder)
@@ -45,58 +46,25 @@ def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False) ->
             out.print(f"        {page.with_suffix('.md')}", markup=False, soft_wrap=True)
 
 
-def foresee_power(folder: Path, seeds: int) -> list[str]:
-    """Which difference as many seeds can show, as far as earlier runs in a folder tell; nothing otherwise."""
-    from wellcond.lab.report.analysis import describe_power
-    from wellcond.lab.report.load_runs import load_comparisons
-    from wellcond.lab.report.records import RunRecordError
-    from wellcond.lab.report.statistics import Summary, differences_to_baseline
-
-    try:
-        found = load_comparisons(folder)
-    except RunRecordError:  # no runs yet; what is wrong with one is said when it is its turn
-        return []
-    told = []
-    for comparison in found:
-        summaries = {method: Summary(comparison.results(method)) for method in comparison.methods}
-        told += describe_power(comparison, differences_to_baseline(comparison, summaries), seeds)
-    return told
-
-
 @cli.app.command("claims", rich_help_panel=cli.PAPERS)
-def claims(
-    results: Annotated[Path, typer.Argument(help="Folder of committed records, such as results.")],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Markdown to write; by default RESULTS/claims.md.")
-    ] = None,
-    json: cli.Json = False,
-) -> None:
-    """Judge each claim of the papers by committed records: better, worse, equal within a margin, or undecided."""
+def claims(results: Annotated[Path, Argument(help="Folder of committed records, such as results.")]) -> None:
+    """Judge each claim of the papers by committed records: better, worse, equal within a margin, or undecided.
+
+    The verdicts are written to RESULTS/claims.md.
+    """
     cli.need_train_extra()
     cli.check_is_folder(results)
-    output = output or results / "claims.md"
-    if output.is_dir():
-        raise cli.OutputError(f"--output: expected a name for the markdown, such as claims.md, found {output}")
-    from wellcond.cli.console import print_tables
-    from wellcond.lab.reproduce.claims import claims_table, judge_claims, write_claims
+    from wellcond.lab.reproduce.claims import claims_markdown, judge_claims, summarise
 
     judged = judge_claims(results)
-    try:
-        write_claims(judged, output, results)
-    except OSError as error:
-        raise cli.OutputError(f"--output: {output} could not be written: {error.strerror or error}") from error
-    if json:
-        print(to_json([one.model_dump(mode="json") for one in judged], indent=1))
-        return
-    print_tables([claims_table(judged)], f"written: {output}")
+    write_atomically(results / "claims.md", claims_markdown(judged))
+    typer.echo(f"{summarise(judged)}. Written: {results / 'claims.md'}")
 
 
 @cli.app.command("pack", rich_help_panel=cli.PAPERS)
 def pack(
-    folder: Annotated[
-        Path, typer.Argument(help="Full runs of wellcond compare or train, at any depth; they are kept.")
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write to, laid out in the same way.")],
+    folder: Annotated[Path, Argument(help="Full runs of wellcond compare or train, at any depth; they are kept.")],
+    output: Annotated[Path, Option("--output", "-o", help="Folder to write to, laid out in the same way.")],
 ) -> None:
     """Pack runs into one small file each, with a report without figures; all tables stay the same.
 

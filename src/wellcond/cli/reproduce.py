@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from wellcond.cli import app as cli
 from wellcond.errors import WellcondError, check_choice
@@ -14,33 +14,22 @@ from wellcond.files import to_json
 
 if TYPE_CHECKING:
     from wellcond.lab.report.table import Table
-    from wellcond.lab.reproduce.plan import Plan, PlannedStudy
+    from wellcond.lab.reproduce.plan import PlannedStudy
 
 
 @cli.app.command("reproduce", rich_help_panel=cli.PAPERS)
 def reproduce(
-    id: Annotated[
-        str | None, typer.Argument(metavar="[ID]", help="Table, figure or ablation: C-T1, S-F2, A-scale.")
-    ] = None,
-    list_all: Annotated[
-        bool, typer.Option("--list", help="List every id, what it needs, and whether it can run here.")
-    ] = False,
+    id: Annotated[str | None, Argument(metavar="[ID]", help="Table, figure or ablation: C-T1, S-F2, A-scale.")] = None,
+    list_all: Annotated[bool, Option("--list", help="List every id, and the runs that are there.")] = False,
     scale: Annotated[
-        str, typer.Option(metavar="NAME", help="tiny (CPU, minutes), small (one GPU, hours) or paper.")
+        str, Option(metavar="NAME", help="tiny (CPU, minutes), small (one GPU, hours) or paper.")
     ] = "tiny",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and its cost; run nothing.")] = False,
-    records: Annotated[
-        Path | None, typer.Option(help="Print from committed records, such as results; run nothing.")
-    ] = None,
-    methods: Annotated[str | None, typer.Option(metavar="LIST", help="Only these methods, and default.")] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the plan; run nothing.")] = False,
+    records: Annotated[Path | None, Option(help="Print from committed records, such as results; run nothing.")] = None,
+    methods: Annotated[str | None, Option(metavar="LIST", help="Only these methods, and default.")] = None,
     seeds: cli.Seeds = None,
     set: cli.Overrides = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Mirror of datasets (as WELLCOND_DATA), or images in train/ and val/.")
-    ] = None,
-    folder: Annotated[
-        Path | None, typer.Option("--folder", "-o", help="Where to write; reproduce/SCALE by default.")
-    ] = None,
+    folder: Annotated[Path | None, Option("--folder", "-o", help="Where to write; reproduce/SCALE by default.")] = None,
     jobs: cli.Jobs = "auto",
     cpu: cli.Cpu = False,
     json: cli.Json = False,
@@ -54,25 +43,21 @@ def reproduce(
 
     check_choice("scale", scale, SCALES)
     known, entry = find_entry(id) if id is not None else ("", None)
-    for name, place in (("--records", records), ("--data", data)):
-        if place is not None:
-            cli.check_is_folder(place, name)
+    if records is not None:
+        cli.check_is_folder(records)
     numbers = None if seeds is None else cli.read_seeds(seeds)
     cli.read_jobs(jobs)
-    cli.check_folder(folder)
+    import torch
+
     from wellcond.cli.runs import leaving_together
     from wellcond.lab.methods import split_methods
     from wellcond.lab.reproduce.beside_paper import outcome_tables, write_outcome
-    from wellcond.lab.reproduce.plan import PlanOptions, list_entries, list_table, make_plan, plan_table
+    from wellcond.lab.reproduce.plan import PlanOptions, list_table, make_plan, plan_table
     from wellcond.lab.reproduce.stored import Collection
 
-    images = _use_data(data)
     home = folder or Path("reproduce") / scale
     if entry is None:
-        rows = list_entries(
-            lambda scale: folder or Path("reproduce") / scale, _cpu_workers(jobs), SCALES if json else (scale,)
-        )
-        print(to_json(rows, indent=1)) if json else _show([list_table(rows, scale)])
+        _show([list_table(scale, home)], as_json=json)
         return
     if records is not None:
         _show(outcome_tables(known, entry, scale, Collection(records, committed=True)), as_json=json, quiet=quiet)
@@ -81,15 +66,19 @@ def reproduce(
         asked = None if methods is None else tuple(split_methods(methods))
     except ValueError as error:
         raise cli.OptionError(f"--methods: {error}") from error
-    plan = make_plan(known, entry, scale, PlanOptions(home, numbers, asked, tuple(set or ()), images, cpu))
+    plan = make_plan(known, entry, scale, PlanOptions(home, numbers, asked, tuple(set or ()), cpu))
     if dry_run:
-        _show([plan_table(plan, _cpu_workers(jobs))], as_json=json, quiet=quiet)
+        _show([plan_table(plan)], as_json=json, quiet=quiet)
         return
-    _check_can_run(plan, cpu=cpu)
+    if plan.missing and not cpu and scale != "tiny" and not torch.cuda.is_available():
+        raise WellcondError(
+            f"{known} at scale {scale} expects a GPU, and there is none here.\n"
+            "  --scale tiny takes minutes; --cpu runs it here all the same; --dry-run shows the plan."
+        )
     code = 0
     with leaving_together():
         for study in plan.studies:
-            if code != 130 and (study.missing or study.glue_missing):
+            if code != 130 and study.missing:
                 code = max(code, _run_study(study, jobs, cpu=cpu, silent=quiet or json))
     if cli.is_first_process():
         collection = None if entry.kind == "static" else Collection(home)
@@ -98,61 +87,28 @@ def reproduce(
     raise typer.Exit(code)
 
 
-def _use_data(data: Path | None) -> Path | None:
-    """The user's data, if they are images in train/ and val/; a mirror is put in front of those that are known."""
-    from wellcond.lab.data.disk import MIRROR_VARIABLE
-
-    if data is None or (data / "train").is_dir():
-        return data
-    known = os.environ.get(MIRROR_VARIABLE)
-    os.environ[MIRROR_VARIABLE] = os.pathsep.join([str(data.resolve()), *([known] if known else [])])
-    return None
-
-
-def _cpu_workers(jobs: str) -> int:
-    from wellcond.cli.runs import choose_workers
-    from wellcond.lab.load_recipe import load_recipe
-
-    return choose_workers(jobs, load_recipe("digits", scale="tiny")[0], cpu=True)
-
-
-def _check_can_run(plan: Plan, *, cpu: bool) -> None:
-    """Raise for what needs a GPU where there is none, unless --cpu is given; runs check their data themselves.
-
-    Raises: WellcondError.
-    """
-    from wellcond.lab.reproduce.plan import gpus_here
-
-    if cpu or gpus_here() or not plan.gpus or not plan.missing:
-        return
-    raise WellcondError(
-        f"{plan.id} at scale {plan.scale}: {'; '.join(plan.why_not_here())}.\n"
-        "  --scale tiny takes minutes; --cpu runs it here all the same; --dry-run shows the plan."
-    )
-
-
 def _run_study(study: PlannedStudy, jobs: str, *, cpu: bool, silent: bool) -> int:
+    """Run what is missing of a study, fine-tuning included; returns the exit code."""
+    from wellcond.cli import runs
     from wellcond.cli.console import make_console
-    from wellcond.cli.runs import choose_workers, exit_code, tell_end, watch
     from wellcond.lab.report.glue import rebuild_glue
+    from wellcond.lab.train.compare import write_comparison
+    from wellcond.lab.train.glue import plan_glue, run_glue
 
     first = cli.is_first_process()
     if first:
-        study.describe()
+        write_comparison(study.folder, study.recipe, study.methods, study.seeds)
         if not silent:
-            told = f"{study.name}: {study.missing} of {len(study.jobs)} runs to do"
-            make_console().print(told, markup=False, soft_wrap=True)
-    workers = choose_workers(jobs, study.recipe, cpu=cpu)
-    outcomes = [watch(len(study.jobs), lambda observe: study.run(workers, observe), quiet=silent)]
-    if study.glue_folders and not outcomes[0].interrupted:
-        count = len(study.glue_folders)
-        outcomes.append(watch(count, lambda observe: study.fine_tune(workers, observe), quiet=silent))
-        if first and outcomes[1].records:
+            make_console().print(f"{study.name}: {study.missing} of {study.runs} runs to do", markup=False)
+    workers = runs.choose_workers(jobs, study.recipe, cpu=cpu)
+    outcomes = [(runs.run_jobs(study.jobs, workers, quiet=silent), len(study.jobs))]
+    if study.glue_folders and not outcomes[0][0].interrupted:
+        plan, count = plan_glue(study.folder, base=study.jobs[0].base, cpu=cpu), len(study.glue_folders)
+        tuned = runs.watch(count, lambda o: run_glue(plan, num_workers=workers, observer=o), quiet=silent)
+        outcomes.append((tuned, count))
+        if first and tuned.records:
             rebuild_glue(study.folder)
-    for outcome, folders in zip(outcomes, (study.jobs, study.glue_folders), strict=False):
-        if not silent:
-            tell_end(outcome, len(folders))
-    return max(map(exit_code, outcomes))
+    return max(runs.exit_code(outcome) if silent else runs.tell_end(outcome, count) for outcome, count in outcomes)
 
 
 def _show(tables: list[Table], *, as_json: bool = False, quiet: bool = False, end: str = "") -> None:

@@ -16,12 +16,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as TimeLeft
 
-from wellcond.cli.app import OptionError, is_first_process, read_jobs
+from wellcond.cli.app import is_first_process, read_jobs
 from wellcond.cli.console import make_console
 from wellcond.errors import WellcondError
-from wellcond.files import to_json, write_atomically
+from wellcond.files import to_json
 from wellcond.lab.cluster import RaySettings
-from wellcond.lab.data.base import DataError
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.tasks.base import TaskContext
@@ -31,9 +30,8 @@ from wellcond.lab.train.prepare import load_cached_data, prepare_task
 from wellcond.lab.train.run import Job, num_cores
 from wellcond.lab.train.run_folder import FolderInUse, RunFolder
 
-WAITING, STARTING_AGAIN = "waiting, another process is running it", "starting again"
-LISTS = ("comparison.json", "tuning.json")
-"""Files of a comparison that list its runs."""
+UNTRAINED = ("lock", "run.json", "comparison.json", "tuning.json")
+"""Files of runs in which nothing was trained."""
 
 
 # Before the runs
@@ -52,15 +50,7 @@ def fit_to_data(name: str, *, scale: str | None, overrides: Sequence[str], quiet
         console.print(f"note: {override}, since {reason}", markup=False, highlight=False, soft_wrap=True)
 
     with console.status("reading the data"):
-        try:
-            data = load_cached_data(recipe.data.model_dump_json(), base)
-        except DataError as error:
-            if recipe.data.source != "hub":
-                raise
-            asked = recipe.data.model_dump()["id"]
-            raise OptionError(
-                f"--data: there is no file or folder {asked!r}; as the id of a dataset:\n  {error}"
-            ) from error
+        data = load_cached_data(recipe.data.model_dump_json(), base)
         if recipe.evaluation.test is not None and "test" not in TaskContext(data, seed=0).splits:
             change("evaluation.test=null", "the data have no test split; results are those on the evaluation set")
             recipe, _ = load_recipe(name, scale=scale, overrides=[*overrides, *changes])
@@ -87,93 +77,55 @@ def choose_workers(asked: str, recipe: Recipe, *, cpu: bool) -> int:
 
 def run_jobs(jobs: Sequence[Job], num_workers: int, *, quiet: bool, ray: RaySettings | None = None) -> Outcome:
     """`run_comparison`, shown as it goes."""
-    return watch(
-        len(jobs),
-        lambda observer: run_comparison(jobs, num_workers=num_workers, observer=observer, ray=ray),
-        quiet=quiet,
-    )
+
+    def run(observer: JobObserver) -> Outcome:
+        return run_comparison(jobs, num_workers=num_workers, observer=observer, ray=ray)
+
+    return watch(len(jobs), run, quiet=quiet)
 
 
 def watch(num_jobs: int, run: Callable[[JobObserver], Outcome], *, quiet: bool) -> Outcome:
-    """Run something that reports on its jobs, and show how they go."""
-    progress = RunsProgress(num_jobs, quiet=quiet or not is_first_process())
-    with progress.shown():
-        return run(progress.observe)
+    """Run something that reports on its jobs, and show how they go: bars on a terminal, one line per run elsewhere.
 
+    Both are on standard error, so that standard output stays for results.
+    """
+    console = Console(stderr=True, quiet=quiet or not is_first_process())
+    texts = TextColumn("{task.description}"), TextColumn("{task.fields[said]}")
+    columns = texts[0], BarColumn(bar_width=24), MofNCompleteColumn(), texts[1], TimeElapsedColumn(), TimeLeft()
+    bars = Progress(*columns, console=console, refresh_per_second=4)
+    whole = bars.add_task("[bold]all runs", total=num_jobs, said="")
+    tasks: dict[str, TaskID] = {}
+    waiting: set[str] = set()
 
-class RunsProgress:
-    """What runs report: bars with loss, metric, throughput and time left on a terminal, one line per run elsewhere."""
-
-    def __init__(self, num_jobs: int, *, quiet: bool = False) -> None:
-        """Bars go to standard error, so that standard output stays for results."""
-        self.num_jobs, self.quiet = num_jobs, quiet
-        self.console = Console(stderr=True)
-        self.bars: Progress | None = None
-        self._whole: TaskID | None = None
-        self._tasks: dict[str, TaskID] = {}
-        self._state: dict[str, dict[str, Any]] = {}
-        self._done = 0
-
-    @contextlib.contextmanager
-    def shown(self) -> Iterator[RunsProgress]:
-        """Show bars if there is a terminal."""
-        if self.quiet or not self.console.is_terminal:
-            yield self
-            return
-        texts = TextColumn("{task.description}"), TextColumn("{task.fields[numbers]}")
-        columns = texts[0], BarColumn(bar_width=24), MofNCompleteColumn(), texts[1], TimeElapsedColumn(), TimeLeft()
-        with Progress(*columns, console=self.console, refresh_per_second=4) as self.bars:
-            self._whole = self.bars.add_task("[bold]all runs", total=self.num_jobs, numbers="")
-            yield self
-
-    def observe(self, job: Job, event: Event) -> None:
-        """Take note of an event of a run."""
-        key = str(job.folder)
-        state = self._state.setdefault(key, {"loss": None, "metric": "", "phase": "", "since": time.perf_counter()})
-        kind = event["event"]
+    def observe(job: Job, event: Event) -> None:
+        kind, key, title = event["event"], str(job.folder), escape(job.title)
         if kind in ("end", "failed"):
-            self._end(job.title, key, event.get("record"), event.get("problem", ""))
+            bars.advance(whole)
+            if key in tasks:
+                bars.remove_task(tasks.pop(key))
+            place = f"{escape(f'[{bars.tasks[0].completed:.0f}/{num_jobs}]')} {title}"
+            if kind == "end":
+                tell(f"{place}: {_describe_end(event['record'])}")
+            elif num_jobs > 1:  # the failure of a single run ends the command
+                tell(f"{place}: [red]failed[/]: {escape(event['problem'].splitlines()[0])}")
             return
         if kind == "lost":
-            state["phase"] = STARTING_AGAIN
-            self._tell(f"{escape(job.title)}: [yellow]{STARTING_AGAIN}[/], {escape(event['problem'])}")
-        elif kind == "waiting":
-            if state["phase"] not in (WAITING, STARTING_AGAIN):
-                self._tell(f"{escape(job.title)}: {WAITING}")
-            state["phase"] = WAITING
-        elif kind == "start":
-            state |= {"first": event["step"], "since": time.perf_counter(), "batch": event["batch_size"]}
-            state |= {"phase": "", "total": event["num_steps"], "step": event["step"]}
-        elif kind == "step":
-            state |= {"step": event["step"], "total": event["num_steps"], "loss": event["loss"], "phase": ""}
-        elif kind == "phase":
-            state["phase"] = event["phase"]
-        elif kind == "evaluation":
-            state |= {"metric": _metric(event["row"]), "phase": "", "step": event["row"]["step"]}
-        if self.bars is not None:
-            numbers = f"[cyan]{state['phase']}" if state["phase"] else _numbers(state)
-            if key not in self._tasks:
-                self._tasks[key] = self.bars.add_task(escape(job.title), total=None, numbers=numbers)
-            self.bars.update(
-                self._tasks[key], total=state.get("total"), completed=state.get("step", 0), numbers=numbers
-            )
+            tell(f"{title}: [yellow]starting again[/], {escape(event['problem'])}")
+        elif kind == "waiting" and key not in waiting:
+            waiting.add(key)
+            tell(f"{title}: waiting, another process is running it")
+        if key not in tasks:
+            tasks[key] = bars.add_task(title, total=None, said="")
+        loss = event.get("loss")
+        said = escape(event.get("phase", "")) if loss is None else f"loss {loss:.3f}"
+        said = _metric(event["row"]) if kind == "evaluation" else said
+        bars.update(tasks[key], total=event.get("num_steps"), completed=event.get("step"), said=said)
 
-    def _tell(self, line: str) -> None:
-        if not self.quiet:
-            self.console.print(line, highlight=False, soft_wrap=True)
+    def tell(line: str) -> None:
+        console.print(line, highlight=False, soft_wrap=True)
 
-    def _end(self, name: str, key: str, record: dict[str, Any] | None, problem: str) -> None:
-        self._done += 1
-        if self.bars is not None:
-            if key in self._tasks:
-                self.bars.remove_task(self._tasks.pop(key))
-            assert self._whole is not None
-            self.bars.update(self._whole, completed=self._done)
-        place = f"{escape(f'[{self._done}/{self.num_jobs}]')} {escape(name)}"
-        if record is not None:
-            self._tell(f"{place}: {_describe_end(record)}")
-        elif self.num_jobs > 1:  # the failure of a single run ends the command
-            self._tell(f"{place}: [red]failed[/]: {escape(problem.splitlines()[0])}")
+    with bars if console.is_terminal else contextlib.nullcontext():
+        return run(observe)
 
 
 def _describe_end(record: dict[str, Any]) -> str:
@@ -187,16 +139,7 @@ def _describe_end(record: dict[str, Any]) -> str:
     return text + (f" ({escape(record['reason'])})" if record["reason"] else "")
 
 
-def _numbers(state: dict[str, Any]) -> str:
-    parts = [] if state["loss"] is None else [f"loss {state['loss']:.3f}"]
-    parts += [state["metric"]] if state["metric"] else []
-    steps, seconds = state.get("step", 0) - state.get("first", 0), time.perf_counter() - state["since"]
-    parts += [f"{steps * state['batch'] / seconds:,.0f} samples/s"] if steps > 0 else []
-    return "  ".join(parts)
-
-
 def _metric(row: dict[str, Any]) -> str:
-    """The score of an evaluation, in words."""
     if "accuracy" in row:
         return f"accuracy {100 * row['accuracy']:.1f} %"
     names = [name for name in row if name not in ("step", "epoch", "loss", "train_loss", "seconds", "weights")]
@@ -257,37 +200,16 @@ def print_json(outcome: Outcome, more: Mapping[str, Any] | None = None) -> int:
 
 @contextlib.contextmanager
 def removing_untrained(folder: Path) -> Iterator[None]:
-    """Where an error ends the block, remove the runs and folders made in it in which nothing was trained."""
+    """Where an error ends the block before anything was trained, remove the folders that it made."""
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
-    former = set(folder.rglob("lock"))
-    lists = {path: path.read_text("utf-8") if path.exists() else None for path in (folder / name for name in LISTS)}
     try:
         yield
     except WellcondError:
-        if is_first_process():
-            new = [lock.parent for lock in folder.rglob("lock") if lock not in former]
-            kept = [run for run in new if not _remove_untrained(run, folder)]
-            for path, text in lists.items() if not kept else ():
-                if text is None:
-                    path.unlink(missing_ok=True)
-                else:
-                    write_atomically(path, text)
-            _remove_empty(missing)
+        if missing and is_first_process():
+            with contextlib.suppress(FolderInUse, OSError), contextlib.ExitStack() as locks:
+                files = [path for path in missing[-1].rglob("*") if path.is_file()]
+                for lock in [path for path in files if path.name == "lock"]:
+                    locks.enter_context(RunFolder(lock.parent).opened())
+                if all(path.name in UNTRAINED or not path.stat().st_size for path in files):
+                    shutil.rmtree(missing[-1])
         raise
-
-
-def _remove_untrained(run: Path, folder: Path) -> bool:
-    """Remove a run without logs and checkpoints that no process holds, and the folders around it that it empties."""
-    with contextlib.suppress(FolderInUse), RunFolder(run).opened():
-        if all(path.name in ("lock", "run.json") or not path.stat().st_size for path in run.rglob("*")):
-            shutil.rmtree(run)
-    if run.exists():
-        return False
-    _remove_empty([place for place in run.parents if place != folder and place.is_relative_to(folder)])
-    return True
-
-
-def _remove_empty(folders: Sequence[Path]) -> None:
-    for folder in folders:
-        with contextlib.suppress(OSError):
-            folder.rmdir()

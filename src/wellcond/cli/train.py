@@ -33,7 +33,7 @@ def train(
     """Train one model with one method and one seed; the same command resumes an interrupted run."""
     cli.need_train_extra()
     overrides = [*cli.data_overrides(data, input, label), *(set or [])]
-    cli.check_experiment(recipe, scale=scale, overrides=overrides, folder=folder)
+    cli.check_experiment(recipe, scale, overrides)
     from wellcond.cli import runs
     from wellcond.lab.load_recipe import load_recipe
     from wellcond.lab.methods import parse_methods
@@ -105,7 +105,7 @@ def glue(
 def recipes(json: cli.Json = False) -> None:
     """List the recipes that ship with wellcond."""
     cli.need_train_extra()
-    from wellcond.cli.console import fits, make_console, print_table
+    from wellcond.cli.console import make_console, print_table
     from wellcond.lab.load_recipe import parse_recipe, shipped_recipes
     from wellcond.lab.report.table import Table
 
@@ -115,13 +115,8 @@ def recipes(json: cli.Json = False) -> None:
         return
     rows = []
     for recipe in listed:
-        length, hours, data = recipe.training.length, recipe.training.hours, recipe.data.model_dump()
+        length, hours = recipe.training.length, recipe.training.hours
         amount = f"{length.epochs:g} epochs" if length.epochs else f"{length.steps} steps"
-        read = next((str(data[key]) for key in ("id", "generator", "path", "train") if data.get(key)), data["source"])
-        model = recipe.model.name.partition(":")[2]
-        shown = (recipe.name, recipe.scale, amount if hours is None else f"{hours:g} hours", recipe.title)
-        rows.append((*shown, recipe.task.model_dump()["name"], model, read))
-    header = ("recipe", "scale", "length", "what", "task", "model", "data")
-    table = Table("recipes", "Recipes", header, tuple(rows), (), frozenset(range(len(header))))
-    out = make_console()
-    print_table(out, table.title, table if fits(out, table) else table.only(range(4)))
+        rows.append((recipe.name, recipe.scale, amount if hours is None else f"{hours:g} hours", recipe.title))
+    header = ("recipe", "scale", "length", "what")
+    print_table(make_console(), "Recipes", Table("recipes", "", header, tuple(rows), (), frozenset(range(4))))

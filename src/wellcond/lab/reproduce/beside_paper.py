@@ -4,23 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from wellcond.files import write_atomically
-from wellcond.lab.report.figures import (
-    BUDGET,
-    MEAN,
-    Curves,
-    Figure,
-    Kind,
-    Panel,
-    curve_panel,
-    curves_of,
-    match_rows,
-    measured,
-    write_csv,
-)
+from wellcond.lab.report import figures
 from wellcond.lab.report.glue import AVERAGE, SHOWN
 from wellcond.lab.report.match import Matching, show_match
 from wellcond.lab.report.plots import draw_static
@@ -37,7 +25,7 @@ from wellcond.lab.report.table import (
     table_csv,
     table_markdown,
 )
-from wellcond.lab.reproduce.catalogue import Entry, PanelSettings, Part
+from wellcond.lab.reproduce.catalogue import Entry, Part, Source
 from wellcond.lab.reproduce.computed import static_tables
 from wellcond.lab.reproduce.stored import OWN_METRICS, Collection, StoredStudy, differences_from_paper, may_be_paired
 from wellcond.lab.train.run_folder import writing
@@ -55,88 +43,6 @@ Y_LABELS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Number:
-    """One number of a table: the paper's, as printed, as a number and as a gain, and ours."""
-
-    column: str
-    row: str
-    part: Part
-    baseline: str
-    tasks: tuple[str, ...]
-    """Columns that the paper's number is the mean of: one, but for an average of some tasks."""
-    summary: Summary
-    lost: int
-    """Runs that diverged or failed."""
-    metric: Metric
-    error: float
-    """What our baseline gets wrong."""
-
-    def agreement(self, difference: PairedDifference) -> str:
-        """Whether the interval of our gain contains the paper's: within, below, above, or why that is not known.
-
-        Both as shares of the baseline's error, since points of other data mean something else.
-        """
-        share = self.part.share(self.row, self.baseline, *self.tasks)
-        if share is None:
-            return "no reference"
-        if difference.interval is None or not self.error > 0:
-            return "no runs" if not self.summary.count else "too few seeds"
-        low, high = (end / self.error for end in difference.interval)
-        return "above" if low > share else "below" if high < share else "within"
-
-    def cells(self, difference: PairedDifference) -> dict[str, Cell]:
-        """A row of the table, with our gain."""
-        summary, metric, agreement = self.summary, self.metric, self.agreement(difference)
-        value, gain = self.part.mean(self.row, self.tasks), self.part.gain(self.row, self.baseline, *self.tasks)
-        paper = self.part.show(self.row, self.column) or MISSING
-        if self.tasks != (self.column,):
-            paper = show_known(value, f"{{:.1f}} (of {', '.join(self.tasks)})")
-        judged = difference.count or gain is not None
-        return {
-            "column": (self.column, {"column": self.column}), "method": (self.row, {"row": self.row}),
-            "paper": (paper, {"paper": value}), "ours": (summary.show(metric), summary.columns(metric)),
-            "n": (f"{summary.count}" + (f" + {self.lost} lost" if self.lost else ""), {"lost": self.lost}),
-            "paper's gain": (show_known(gain, "{:+g}"), {"paper_gain": gain}),
-            "our gain [95 % interval]": (difference.show(metric), difference.columns(metric)),
-            "p": show_p(difference.p), "p (Holm)": show_p(difference.p_holm),
-            "agreement": (agreement if judged else MISSING, {"agreement": agreement}),
-        }  # fmt: skip
-
-
-def find_numbers(entry: Entry, part: Part, records: Collection) -> list[tuple[Number, PairedDifference]]:
-    """Every number of one metric with our gain, which is empty for the baseline; Holm's correction over all of them."""
-    base_row = entry.rows[entry.baseline]
-    numbers, gains = [], []
-    for name, column in entry.columns.items():
-        metric = part.metric or column.metric
-        base_study = records.study(column, base_row.variant)
-        base = {} if base_study is None else base_study.values(base_row, metric)
-        for row_name, row in entry.all_rows.items():
-            if not row.is_in(name):
-                continue
-            study = records.study(column, row.variant)
-            values = {} if study is None else study.values(row, metric)
-            shown = study.metric(metric) if study else OWN_METRICS.get(metric, SHOWN)
-            paired = base if may_be_paired(study, base_study, (row.variant, base_row.variant)) else {}
-            better = shown.higher_is_better
-            gain = compare_paired(row_name, values, entry.baseline, paired, higher_is_better=better)
-            gains.append(gain if row_name != entry.baseline else NO_PAIRS)
-            tasks = averaged_columns(entry, study) if column.metric == GLUE_AVERAGE else ()
-            lost, error = study.lost(row) if study else 0, shown.error(Summary(paired).mean)
-            number = Number(name, row_name, part, entry.baseline, tasks or (name,), Summary(values), lost, shown, error)
-            numbers.append(number)
-    return list(zip(numbers, correct(gains), strict=True))
-
-
-def averaged_columns(entry: Entry, study: StoredStudy | None) -> tuple[str, ...]:
-    """Columns whose tasks of GLUE were run, over which the paper's average must be too; empty if all were, or none."""
-    tasks = [] if study is None or study.glue is None else [f"glue:{task}" for task in study.glue.tasks]
-    columns = {name: column.metric for name, column in entry.columns.items() if column.metric != GLUE_AVERAGE}
-    run = tuple(name for name, metric in columns.items() if metric in tasks)
-    return () if len(run) == len(columns) else run
-
-
 def outcome_tables(id: str, entry: Entry, scale: str, records: Collection | None) -> list[Table]:
     """The tables of an id: from records, or for what is computed without runs at a scale."""
     if entry.kind == "static":
@@ -145,14 +51,76 @@ def outcome_tables(id: str, entry: Entry, scale: str, records: Collection | None
     notes = list(_notes(entry, records))
     if entry.kind == "figure":
         return [_figure_table(id, entry, records, notes)]
-    tables = []
-    for at, part in enumerate(entry.parts, 1):
-        numbers = find_numbers(entry, part, records)
-        known = {number.metric.label for number, _ in numbers if number.summary.count}
-        name, label = id if at == 1 else f"{id}-{at}", f" ({known.pop()})" if len(known) == 1 else ""
-        rows, told = [number.cells(gain) for number, gain in numbers], [GAINS, *notes] if at == 1 else []
-        tables.append(Table.of(name.lower(), f"{name}: {entry.title}{label}", rows, told, (0, 1, 9)))
-    return tables
+    named = {id if at == 1 else f"{id}-{at}": part for at, part in enumerate(entry.parts, 1)}
+    return [_table(name, entry, part, records, [GAINS, *notes] if name == id else []) for name, part in named.items()]
+
+
+def _table(id: str, entry: Entry, part: Part, records: Collection, notes: list[str]) -> Table:
+    """Every number of one metric, the paper's and ours; Holm's correction is over all of them."""
+    base_row = entry.rows[entry.baseline]
+    found, gains, labels = [], [], set()
+    for name, column in entry.columns.items():
+        metric = part.metric or column.metric
+        base_study = records.study(column, base_row.variant)
+        base = base_study.values(base_row, metric) if base_study else {}
+        for row_name, row in entry.rows_of(name).items():
+            study = records.study(column, row.variant)
+            values = study.values(row, metric) if study else {}
+            shown = study.metric(metric) if study else OWN_METRICS.get(metric, SHOWN)
+            labels |= {shown.label} if values else set()
+            paired = base if may_be_paired(study, base_study, (row.variant, base_row.variant)) else {}
+            better = shown.higher_is_better
+            gain = compare_paired(row_name, values, entry.baseline, paired, higher_is_better=better)
+            gains.append(gain if row_name != entry.baseline else NO_PAIRS)
+            error, lost = shown.error(Summary(paired).mean), study.lost(row) if study else 0
+            found.append((name, row_name, _averaged(entry, name, study), Summary(values), lost, shown, error))
+    rows = [_cells(part, entry.baseline, *one, gain) for one, gain in zip(found, correct(gains), strict=True)]
+    label = f" ({labels.pop()})" if len(labels) == 1 else ""
+    return Table.of(id.lower(), f"{id}: {entry.title}{label}", rows, notes, (0, 1, 9))
+
+
+def _averaged(entry: Entry, column: str, study: StoredStudy | None) -> tuple[str, ...]:
+    """Columns that a number is the mean of: itself, or those whose tasks of GLUE were run, if these were not all."""
+    if entry.columns[column].metric != GLUE_AVERAGE or study is None or study.glue is None:
+        return (column,)
+    others = {name: source.metric for name, source in entry.columns.items() if name != column}
+    run = tuple(name for name, metric in others.items() if metric.removeprefix("glue:") in study.glue.tasks)
+    return run if 0 < len(run) < len(others) else (column,)
+
+
+def _cells(
+    part: Part, baseline: str, column: str, row: str, tasks: tuple[str, ...], summary: Summary, lost: int,
+    metric: Metric, error: float, gain: PairedDifference,
+) -> dict[str, Cell]:  # fmt: skip
+    """One number: the paper's, as printed and as a gain, and ours; `error` is what our baseline gets wrong."""
+    value, paper_gain = part.mean(row, tasks), part.gain(row, baseline, *tasks)
+    paper = part.show(row, column) or MISSING
+    if tasks != (column,):
+        paper = show_known(value, f"{{:.1f}} (of {', '.join(tasks)})")
+    agreement = _agreement(part.share(row, baseline, *tasks), summary.count, error, gain)
+    judged = gain.count or paper_gain is not None
+    return {
+        "column": (column, {"column": column}), "method": (row, {"row": row}),
+        "paper": (paper, {"paper": value}), "ours": (summary.show(metric), summary.columns(metric)),
+        "n": (f"{summary.count}" + (f" + {lost} lost" if lost else ""), {"lost": lost}),
+        "paper's gain": (show_known(paper_gain, "{:+g}"), {"paper_gain": paper_gain}),
+        "our gain [95 % interval]": (gain.show(metric), gain.columns(metric)),
+        "p": show_p(gain.p), "p (Holm)": show_p(gain.p_holm),
+        "agreement": (agreement if judged else MISSING, {"agreement": agreement}),
+    }  # fmt: skip
+
+
+def _agreement(share: float | None, count: int, error: float, gain: PairedDifference) -> str:
+    """Whether the interval of our gain contains the paper's: within, below, above, or why that is not known.
+
+    Both as shares of the baseline's error, since points of other data mean something else.
+    """
+    if share is None:
+        return "no reference"
+    if gain.interval is None or not error > 0:
+        return "too few seeds" if count else "no runs"
+    low, high = (end / error for end in gain.interval)
+    return "above" if low > share else "below" if high < share else "within"
 
 
 def _notes(entry: Entry, records: Collection) -> Iterator[str]:
@@ -177,7 +145,7 @@ def write_outcome(id: str, entry: Entry, scale: str, records: Collection | None,
         text += [f"## {table.title}", "", table_markdown(table), ""]
     for figure in [] if records is None else build_figures(id, entry, records):
         name = figure.name.lower()
-        files[f"{name}-points.csv"] = write_csv(figure)
+        files[f"{name}-points.csv"] = figures.write_csv(figure)
         files[f"{name}.svg"] = draw_static(figure)
         text += [f"![{figure.title}]({name}.svg)", ""]
     files[f"{id}.md"] = "\n".join(text)
@@ -188,23 +156,23 @@ def write_outcome(id: str, entry: Entry, scale: str, records: Collection | None,
     return tables
 
 
-def build_figures(id: str, entry: Entry, records: Collection) -> Iterator[Figure]:
+def build_figures(id: str, entry: Entry, records: Collection) -> Iterator[figures.Figure]:
     """The papers' figures from stored runs; none without runs.
 
     Panels of bars and of lines become figures of their own, and one with logarithmic axes has a second, linear one.
     """
     for bars in (False, True):
-        wanted = [panel for panel in entry.panels if (panel.quantity == "match") is bars]
-        found = [(panel, study) for panel in wanted if (study := records.study(panel)) is not None]
-        panels = tuple(_panel(entry, *one) for one in found)
-        if not found:
+        wanted = {name: source for name, source in entry.columns.items() if (source.quantity == "match") is bars}
+        found = {name: study for name, source in wanted.items() if (study := records.study(source)) is not None}
+        if not found or entry.kind != "figure":
             continue
-        first = found[0][1].analysis
-        series = dict.fromkeys(row.series for panel in panels for row in panel.rows if row.series != BUDGET)
-        name = f"{id}-match" if bars and len(wanted) < len(entry.panels) else id
+        panels = tuple(_panel(entry, name, study) for name, study in found.items())
+        first = next(iter(found.values())).analysis
+        series = dict.fromkeys(row.series for panel in panels for row in panel.rows if row.series != figures.BUDGET)
+        name = f"{id}-match" if bars and len(wanted) < len(entry.columns) else id
         title, scale = f"{id}: {entry.title} (scale {first.comparison.scale})", first.comparison.scale
-        kind: Kind = "bars" if bars else "lines"
-        figure = Figure(name, "", title, "", kind, panels, tuple(series), scale, first.unit).drawable()
+        kind: figures.Kind = "bars" if bars else "lines"
+        figure = figures.Figure(name, "", title, "", kind, panels, tuple(series), scale, first.unit).drawable()
         if figure.panels:
             yield figure
         if any(panel.log for panel in figure.panels):
@@ -212,29 +180,30 @@ def build_figures(id: str, entry: Entry, records: Collection) -> Iterator[Figure
             yield replace(figure, name=f"{name}-linear", panels=linear)
 
 
-def _panel(entry: Entry, settings: PanelSettings, stored: StoredStudy) -> Panel:
-    title, label, unit = settings.title, Y_LABELS[settings.quantity], stored.analysis.unit
-    if settings.quantity == "match":
+def _panel(entry: Entry, title: str, stored: StoredStudy) -> figures.Panel:
+    source, unit = entry.columns[title], stored.analysis.unit
+    label = Y_LABELS[source.quantity]
+    if source.quantity == "match":
         found = {name: one for name, one in _matchings(entry, stored).items() if one is not None}
-        return Panel(title, title, f"{unit}s {label}", match_rows(unit, found))
-    return curve_panel(title, title, label, _curves(entry, settings, stored), log=settings.quantity != "loss")
+        return figures.Panel(title, title, f"{unit}s {label}", figures.match_rows(unit, found))
+    return figures.curve_panel(title, title, label, _curves(entry, source, stored), log=source.quantity != "loss")
 
 
-def _curves(entry: Entry, settings: PanelSettings, stored: StoredStudy) -> Curves:
+def _curves(entry: Entry, settings: Source, stored: StoredStudy) -> figures.Curves:
     analysis = stored.analysis
     named = {name: stored.label(row) for name, row in entry.rows.items() if stored.label(row) in analysis.heads}
     if settings.quantity == "loss":
-        losses = curves_of(analysis, "steps", "loss")
+        losses = figures.curves_of(analysis, "steps", "loss")
         return {name: losses.get(label, []) for name, label in named.items()}
     if settings.quantity == "jacobian":
-        own, bounds = (measured(analysis, key) for key in ("pseudo_condition_number", "papers_bound_log10"))
+        own, bounds = (figures.measured(analysis, key) for key in ("pseudo_condition_number", "papers_bound_log10"))
         pairs = [((name, own[label]), (f"{name}, {BOUND}", bounds[label])) for name, label in named.items()]
         return dict(pair for both in pairs for pair in both)
     # The method with the correction is the last row: W is what it trains, W + C what its forward pass uses.
     label = list(named.values())[-1] if named else ""
     prefixes = {"raw": ("raw_",), "effective": ("",), "both": ("raw_", "")}[settings.of]
     return {
-        f"W_{role.upper()}" + ("" if prefix else f" + C_{role.upper()}"): measured(
+        f"W_{role.upper()}" + ("" if prefix else f" + C_{role.upper()}"): figures.measured(
             analysis, f"{prefix}{settings.quantity}_{role}"
         ).get(label, [])
         for prefix in prefixes
@@ -250,44 +219,47 @@ def _matchings(entry: Entry, stored: StoredStudy) -> dict[str, Matching | None]:
 
 def _figure_table(id: str, entry: Entry, records: Collection, notes: list[str]) -> Table:
     """Every curve at its first and last point, geometric mean over seeds; every bar with what it saves."""
-    rows: list[dict[str, Cell]] = [
-        {
-            "panel": (panel.title, {"panel": panel.title}), "quantity": (quantity, {"quantity": quantity}),
-            "series": (series, {"series": series}), "start, or when matched": (start, numbers), "end, or saving": end,
-            "runs": runs, "paper": paper,
-        }
-        for panel in entry.panels
-        for quantity, series, start, end, runs, paper, numbers in _figure_rows(entry, panel, records.study(panel))
+    rows = [
+        row
+        for panel, source in entry.columns.items()
+        for row in _figure_rows(entry, panel, records.study(source))
     ]  # fmt: skip
     return Table.of(id.lower(), f"{id}: {entry.title}", rows, notes, (0, 1, 2, 5, 6))
 
 
-def _figure_rows(
-    entry: Entry, settings: PanelSettings, stored: StoredStudy | None
-) -> Iterator[tuple[str, str, str, str, str, str, Values]]:
+def _figure_rows(entry: Entry, panel: str, stored: StoredStudy | None) -> Iterator[dict[str, Cell]]:
+    def cells(
+        quantity: str, series: str, start: str, end: str, runs: str, numbers: Values, paper: str = MISSING
+    ) -> dict[str, Cell]:
+        return {
+            "panel": (panel, {"panel": panel}), "quantity": (quantity, {"quantity": quantity}),
+            "series": (series, {"series": series}), "start, or when matched": (start, numbers), "end, or saving": end,
+            "runs": runs, "paper": paper,
+        }  # fmt: skip
+
     if stored is None:
-        yield MISSING, MISSING, MISSING, MISSING, "no runs", MISSING, {"n": 0}
-    elif settings.quantity == "match":
+        yield cells(MISSING, MISSING, MISSING, MISSING, "no runs", {"n": 0})
+    elif entry.columns[panel].quantity == "match":
         unit, part = stored.analysis.unit, entry.parts[0]
         for name, matching in _matchings(entry, stored).items():
             if matching is None:
-                yield f"{unit}s to match", name, MISSING, MISSING, "no runs", MISSING, {"n": 0}
+                yield cells(f"{unit}s to match", name, MISSING, MISSING, "no runs", {"n": 0})
                 continue
             saving, count = matching.mean("saving"), len(matching.by_seed)
             runs = f"{show_seeds(count)}, mean curve {show_match(matching.of_means, unit)}"
             numbers: Values = {
                 "n": count, "reached": len(matching.reached), "matched": matching.mean(unit), "saving": saving,
-                "paper": part.value(name, settings.title),
+                "paper": part.mean(name, (panel,)),
             }  # fmt: skip
-            shown, paper = show_known(saving, "saves {:.0%}"), part.show(name, settings.title) or MISSING
-            yield f"{unit}s to match", name, matching.show(unit), shown, runs, paper, numbers
+            shown, paper = show_known(saving, "saves {:.0%}"), part.show(name, panel) or MISSING
+            yield cells(f"{unit}s to match", name, matching.show(unit), shown, runs, numbers, paper)
     else:
-        panel = _panel(entry, settings, stored)
-        for name, seeds in panel.by_series().items():
+        drawn = _panel(entry, panel, stored)
+        for name, seeds in drawn.by_series().items():
             by_seed = {seed: [row.value for row in rows] for seed, rows in seeds.items()}
-            means, own = by_seed.get(MEAN, []), [values for seed, values in by_seed.items() if seed.isdigit()]
+            means, own = by_seed.get(figures.MEAN, []), [values for seed, values in by_seed.items() if seed.isdigit()]
             infinite = not means and any(own) and all(math.isinf(value) for values in own for value in values)
             start, end = (means[0], means[-1]) if means else (math.inf, math.inf) if infinite else (math.nan, math.nan)
             first, last = (TOO_LARGE if infinite else show(value) for value in (start, end))
             numbers = {"n": len(own), "start": start, "end": end}
-            yield panel.y_label, name, first, last, show_seeds(len(own)), MISSING, numbers
+            yield cells(drawn.y_label, name, first, last, show_seeds(len(own)), numbers)

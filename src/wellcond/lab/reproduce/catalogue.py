@@ -14,8 +14,6 @@ from wellcond.errors import UnknownChoiceError
 from wellcond.lab.settings import Scale, Settings, read_yaml
 
 SCALES: tuple[Scale, ...] = get_args(Scale)
-FILES = ("C", "S", "ablations")
-Quantity = Literal["jacobian", "loss", "match", "sigma_min", "sigma_max", "kappa"]
 
 
 class _FromText(Settings):
@@ -42,13 +40,8 @@ class AtScale(_FromText):
     """How many, from 0; None: those of the recipe."""
     after: str | None = None
     """The study that comes first."""
-    seconds: PositiveFloat | None = None
-    glue_seconds: PositiveFloat = 60.0
-    """Of fine-tuning on one task."""
     samples: PositiveInt | None = None
     parameters: PositiveFloat | None = None
-    gpus: PositiveInt = 1
-    """At scale tiny, none."""
     note: str = ""
     """What differs from the paper beside size and length."""
 
@@ -92,13 +85,9 @@ class Row(_FromText):
     only: tuple[str, ...] = ()
     """Columns that have it; all by default."""
 
-    def is_in(self, column: str) -> bool:
-        """Whether a column has this row."""
-        return not self.only or column in self.only
-
 
 class Source(_FromText):
-    """Where numbers come from."""
+    """Where the numbers of a column come from, or the curves of a panel."""
 
     text = ("study", "metric")
     study: str
@@ -106,19 +95,8 @@ class Source(_FromText):
     """A number of the record, or ``glue:TASK``; by default what the study is judged by."""
     tiny: str = ""
     """The study in its place at scale tiny, if the committed records are of that one."""
-    records: str = ""
-    """Folder of committed records, where it is another than the study's."""
-
-    def at(self, scale: str) -> Source:
-        """What is run at a scale."""
-        return self.model_copy(update={"study": self.tiny}) if scale == "tiny" and self.tiny else self
-
-
-class PanelSettings(Source):
-    """One panel of a figure."""
-
-    title: str
-    quantity: Quantity
+    quantity: Literal["", "jacobian", "loss", "match", "sigma_min", "sigma_max", "kappa"] = ""
+    """Of a panel."""
     of: Literal["raw", "effective", "both"] = "effective"
     """Of singular values: those of W, of W + C, or both."""
 
@@ -136,14 +114,10 @@ class Part(Settings):
     printed: dict[str, tuple[str, ...]] = {}
     """The same as the paper writes it, where that is something else."""
 
-    def value(self, row: str, column: str) -> float | None:
-        """A number; None where the paper has none."""
-        return self._at(self.numbers, row, column)
-
     def mean(self, row: str, columns: Sequence[str]) -> float | None:
-        """Mean of a row over some columns; None where a number is missing."""
-        known = [value for column in columns if (value := self.value(row, column)) is not None]
-        return round(math.fsum(known) / len(known), 6) if known and len(known) == len(columns) else None
+        """A number, or the mean of a row over some columns; None where the paper has none."""
+        values = [self._at(self.numbers, row, column) for column in columns]
+        return None if None in values else round(math.fsum(values) / len(values), 6)
 
     def gain(self, row: str, baseline: str, *columns: str) -> float | None:
         """Row minus baseline over one column or several, positive is better; None where a number is missing."""
@@ -160,8 +134,7 @@ class Part(Settings):
 
     def show(self, row: str, column: str) -> str:
         """A number as it stands in the paper, its standard deviation in brackets; empty where there is none."""
-        value, std = self.value(row, column), self._at(self.stds, row, column)
-        printed = self._at(self.printed, row, column)
+        value, std, printed = (self._at(rows, row, column) for rows in (self.numbers, self.stds, self.printed))
         behind = "".join(f" ({text})" for text in ("" if std is None else f"{std:.2f}", printed) if text)
         return "" if value is None else f"{value:g}{behind}"
 
@@ -178,7 +151,7 @@ class Entry(Settings):
     controls: dict[str, Row] = {}
     """Methods that the paper does not have."""
     columns: dict[str, Source] = {}
-    panels: tuple[PanelSettings, ...] = ()
+    """Of a table, or the panels of a figure."""
     static: Literal["", "memory", "flops", "cost", "forms"] = ""
     """What is computed without runs."""
     parts: tuple[Part, ...]
@@ -189,13 +162,15 @@ class Entry(Settings):
     @model_validator(mode="before")
     @classmethod
     def _columns_of_parts(cls, values: Any) -> Any:
-        names = (*values.get("columns", ()), *(panel["title"] for panel in values.get("panels", ())))
+        names = tuple(values.get("columns", ()))
         return values | {"parts": [{"columns": names, **part} for part in values.get("parts", [{}])]}
 
     @property
     def kind(self) -> Literal["table", "figure", "static"]:
         """What is made of it."""
-        return "static" if self.static else "figure" if self.panels else "table"
+        if self.static:
+            return "static"
+        return "figure" if any(source.quantity for source in self.columns.values()) else "table"
 
     @property
     def has_numbers(self) -> bool:
@@ -212,23 +187,27 @@ class Entry(Settings):
         """The paper's and ours."""
         return self.rows | self.controls
 
-    @property
-    def sources(self) -> dict[str, Source]:
-        """Of all columns and panels, by name."""
-        return self.columns | {panel.title: panel for panel in self.panels}
+    def rows_of(self, column: str) -> dict[str, Row]:
+        """Those that a column has."""
+        return {name: row for name, row in self.all_rows.items() if not row.only or column in row.only}
 
     def at(self, scale: str) -> Entry:
         """What is run at a scale: at tiny, what the records ran."""
-        columns = {name: column.at(scale) for name, column in self.columns.items()}
-        return self.model_copy(update={"columns": columns, "panels": tuple(panel.at(scale) for panel in self.panels)})
+        if scale != "tiny":
+            return self
+        columns = {
+            name: source.model_copy(update={"study": source.tiny or source.study})
+            for name, source in self.columns.items()
+        }
+        return self.model_copy(update={"columns": columns})
 
 
 class Catalogue(Settings):
     """All of it."""
 
-    studies: dict[str, Study] = {}
-    variants: dict[str, Variant] = {}
-    entries: dict[str, Entry] = {}
+    studies: dict[str, Study]
+    variants: dict[str, Variant]
+    entries: dict[str, Entry]
 
 
 @functools.cache
@@ -241,7 +220,7 @@ def catalogue() -> Catalogue:
         (['ViT-B', 'DeiT-B', 'Swin-B', 'XCiT-M', 'DaViT-B'], 1.2)
     """
     found: dict[str, Any] = {"studies": {}, "variants": {}, "entries": {}}
-    for name in FILES:
+    for name in ("C", "S", "ablations"):
         for key, values in read_paper_file(name).items():
             found[key] |= values
     return Catalogue.model_validate(found)

@@ -16,26 +16,11 @@ from typing import Literal
 
 import numpy as np
 
+from wellcond.lab.report import statistics, verdicts
 from wellcond.lab.report.analysis import Analysis
 from wellcond.lab.report.records import Metric
-from wellcond.lab.report.statistics import (
-    PairedDifference,
-    compare_paired,
-    correct,
-    holm,
-    sample_std,
-    show_interval,
-    show_p,
-)
 from wellcond.lab.report.table import show_seeds
-from wellcond.lab.report.verdicts import (
-    ALPHA,
-    Kind,
-    judge,
-    sign_flip_equality_p,
-    sign_flip_p,
-    smallest_detectable,
-)
+from wellcond.lab.report.verdicts import ALPHA, Kind, judge
 from wellcond.lab.reproduce.catalogue import catalogue
 from wellcond.lab.reproduce.computed import COMPUTED
 from wellcond.lab.reproduce.stored import find_study
@@ -50,6 +35,8 @@ FEWEST_COUNTS = 6
 """Seeds from which the exact test on counts can come below 0.05."""
 STRONG = "strong default"
 """The default whose tokens are scaled as well as a search could: the baseline of a comparison that has one."""
+QUANTITY, LIMIT = "pseudo_condition_number", "papers_bound_log10"
+"""Columns of measurements: kappa of the Jacobian over its non-zero spectrum, and the papers' bound on it."""
 LONGEST = 24
 """Characters of a method's name that are repeated in a sentence."""
 
@@ -68,10 +55,8 @@ class Rule(Settings):
     row: str = ""
     base_row: str = ""
     """Rows of the paper's table whose difference is the gain it claims."""
-    quantity: str = ""
     moment: Literal["first", "last"] = "last"
     at_least: float = 0.0
-    limit: str = ""
     among: tuple[str, ...] = ()
     best: tuple[str, ...] = ()
     what: str = ""
@@ -98,7 +83,7 @@ def judge_rules(rules: Sequence[Rule], table: str, results: Path) -> list[Verdic
     Each rule has a folder of its own below that of the committed records; the paper's numbers are those of the table.
     """
     tests = [_test(rule, table, results) for rule in rules]
-    corrected = holm([p for p, _ in tests])
+    corrected = statistics.holm([p for p, _ in tests])
     return [decide(p) for (_, decide), p in zip(tests, corrected, strict=True)]
 
 
@@ -113,9 +98,11 @@ def _test(rule: Rule, table: str, results: Path) -> Test:
         return _settled(Verdict(NO_RECORDS, f"nothing in {rule.folder}"))
     if rule.kind in ("gain", "same"):
         return _gain(rule, analysis, results, table)
-    if rule.kind in ("kappa", "saving"):
-        return (_kappa if rule.kind == "kappa" else _saving)(rule, analysis)
-    return _settled((_below if rule.kind == "below" else _best)(rule, analysis))
+    if rule.kind == "below":
+        return _settled(_below(analysis))
+    if rule.kind == "best":
+        return _settled(_best(rule, analysis))
+    return (_kappa if rule.kind == "kappa" else _saving)(rule, analysis)
 
 
 def _settled(verdict: Verdict) -> Test:
@@ -130,13 +117,7 @@ def find_analysis(folder: Path) -> Analysis | None:
 
 
 def paper_share(rule: Rule, table: str) -> float | None:
-    """The gain that the paper claims, as a share of its baseline's error.
-
-    Example:
-        >>> rule = Rule(kind="gain", row="conditioned", base_row="default", column="ViT-B")
-        >>> round(paper_share(rule, "C-T1"), 4)  # 1.2 of 19.7 points
-        0.0609
-    """
+    """The gain that the paper claims, as a share of its baseline's error."""
     entry = catalogue().entries.get(table)
     return entry.parts[0].share(rule.row, rule.base_row, rule.column) if entry is not None and rule.row else None
 
@@ -150,7 +131,7 @@ def _gain(rule: Rule, analysis: Analysis, results: Path, table: str) -> Test:
         found.summaries[name].values if found is not None and name in found.summaries else {}
         for found, name in ((analysis, rule.method), (other, over))
     )
-    difference = compare_paired(rule.method, own, over, base, higher_is_better=metric.higher_is_better)
+    difference = statistics.compare_paired(rule.method, own, over, base, higher_is_better=metric.higher_is_better)
     if not difference.count:
         where = f" in {rule.folder} and {rule.over_folder}" if rule.over_folder else f" and {rule.over}"
         return _settled(Verdict(NO_RECORDS, f"no records of {rule.method}{where}"))
@@ -159,27 +140,25 @@ def _gain(rule: Rule, analysis: Analysis, results: Path, table: str) -> Test:
         lost = (analysis.outcomes(rule.method)["diverged"], analysis.outcomes(over)["diverged"])
     claimed: Kind = "equal" if rule.kind == "same" else "better"
     values, paper = list(base.values()), paper_share(rule, table)
-    return difference.p, lambda p: _decide(
-        replace(difference, p_holm=p), metric, values, paper, lost=lost, claimed=claimed
-    )
+    return difference.p, lambda p: _decide(replace(difference, p_holm=p), metric, values, paper, lost, claimed)
 
 
 def _decide(
-    difference: PairedDifference, metric: Metric, base: Sequence[float], paper: float | None, *,
-    lost: tuple[int, ...] = (0, 0), claimed: Kind = "better",
+    difference: statistics.PairedDifference, metric: Metric, base: Sequence[float], paper: float | None,
+    lost: tuple[int, int] = (0, 0), claimed: Kind = "better",
 ) -> Verdict:  # fmt: skip
     """Judge a corrected difference, given the values of the second method and diverged runs of both.
 
     The paper's gain is a share of its baseline's error, None if it has no number; `claimed` agrees with the paper.
     """
     error = metric.error(math.fsum(base) / len(base))
-    margin = abs(paper) * error / 2 if paper is not None and math.isfinite(error) else sample_std(base)
+    margin = abs(paper) * error / 2 if paper is not None and math.isfinite(error) else statistics.sample_std(base)
     verdict = judge(difference, margin, diverged=lost[0], baseline_diverged=lost[1])
     said = [f"{metric.show(difference.mean, sign=True)}{metric.unit or f' {metric.name}'}"]
     if difference.interval is not None and not difference.without_spread:
-        said[0] += f" {show_interval(difference.interval, metric)}"
+        said[0] += f" {statistics.show_interval(difference.interval, metric)}"
     said[0] += f", {show_seeds(difference.count)}"
-    said[0] += f", p {show_p(difference.p_holm)}" if difference.p_holm is not None else ""
+    said[0] += f", p {statistics.show_p(difference.p_holm)}" if difference.p_holm is not None else ""
     if paper is not None and math.isfinite(error) and error:
         other = difference.baseline if len(difference.baseline) <= LONGEST else "the other"
         said.append(f"{difference.mean / error:+.1%} of the error of {other}, the paper's {paper:+.1%}")
@@ -187,7 +166,7 @@ def _decide(
     if verdict.kind in ("equal", "undecided") and difference.count > 1 and margin > 0:
         said.append(f"margin {metric.show(margin)}")
     if verdict.kind == "undecided":
-        least = smallest_detectable(difference.std, difference.count)
+        least = verdicts.smallest_detectable(difference.std, difference.count)
         said += [f"so many seeds show {metric.show(least)}"] if math.isfinite(least) else []
     as_claimed = None if verdict.kind == UNDECIDED else verdict.kind == claimed
     return Verdict(verdict.kind, "; ".join(said), as_claimed)
@@ -200,7 +179,7 @@ def _kappa(rule: Rule, analysis: Analysis) -> Test:
     """On log10, paired by seed; positive is lower."""
     heads = [_measured(analysis, method, rule) for method in (rule.method, rule.over)]
     own, base = map(_mean_logs, heads)
-    difference = compare_paired(rule.method, own, rule.over, base, higher_is_better=False)
+    difference = statistics.compare_paired(rule.method, own, rule.over, base, higher_is_better=False)
     if not difference.count:
         return _settled(Verdict(NO_RECORDS, f"no measurements of {rule.method} and {rule.over}"))
     factor = 10**difference.mean
@@ -222,10 +201,10 @@ def _kappa(rule: Rule, analysis: Analysis) -> Test:
 
 
 def _measured(analysis: Analysis, method: str, rule: Rule) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Values of all heads at the first or last measurement of a quantity, and which are not exact, by seed."""
+    """Values of all heads at the first or last measurement, and which are not exact, by seed."""
     found = {}
     for table in analysis.tables(method):
-        values, steps = table.columns[rule.quantity], table.columns["step"]
+        values, steps = table.columns[QUANTITY], table.columns["step"]
         known = ~np.isnan(values)
         if known.any():
             step = steps[known].max() if rule.moment == "last" else steps[known].min()
@@ -256,7 +235,7 @@ def _saving(rule: Rule, analysis: Analysis) -> Test:
 
     def decide(p: float | None) -> Verdict:
         mean, seeds = math.fsum(differences) / len(differences), show_seeds(len(differences))
-        shown = "tied in every seed" if p is None else f"exact p {show_p(p)}"
+        shown = "tied in every seed" if p is None else f"exact p {statistics.show_p(p)}"
         evidence = f"{mean:+.0%} of the epochs, {seeds}, {shown}; the paper has {rule.at_least:.0%}"
         if len(differences) < FEWEST_COUNTS:
             least = min(1.0, 2 / 2 ** len(differences))
@@ -264,20 +243,18 @@ def _saving(rule: Rule, analysis: Analysis) -> Test:
         if p is not None and p < ALPHA:
             word = BETTER if mean >= 0 else WORSE
             return Verdict(word, evidence, word == BETTER and mean >= rule.at_least)
-        equal = sign_flip_equality_p(differences, rule.at_least / 2)
-        evidence += f"; less than half of it: p {show_p(equal)}"
+        equal = verdicts.sign_flip_equality_p(differences, rule.at_least / 2)
+        evidence += f"; less than half of it: p {statistics.show_p(equal)}"
         return Verdict(EQUAL, evidence, False) if equal < ALPHA else Verdict(UNDECIDED, evidence)
 
-    return sign_flip_p(differences), decide
+    return verdicts.sign_flip_p(differences), decide
 
 
-def _below(rule: Rule, analysis: Analysis) -> Verdict:
-    """Every measurement of a head against a column that holds the log10 of a limit."""
-    tables = [table for name, some in analysis.heads.items() for table in some if rule.method in ("", name)]
-    if not tables:
-        return Verdict(NO_RECORDS, "no measurements")
+def _below(analysis: Analysis) -> Verdict:
+    """Every measurement of a head against the papers' bound."""
     with np.errstate(divide="ignore"):
-        every = np.concatenate([t.columns[rule.limit] - np.log10(t.columns[rule.quantity]) for t in tables])
+        gaps = [t.columns[LIMIT] - np.log10(t.columns[QUANTITY]) for some in analysis.heads.values() for t in some]
+    every = np.concatenate(gaps or [np.empty(0)])
     known, finite = every[~np.isnan(every)], every[np.isfinite(every)]
     if not len(known):
         return Verdict(NO_RECORDS, "no measurements")
@@ -300,14 +277,12 @@ def _best(rule: Rule, analysis: Analysis) -> Verdict:
     top = max(winners, key=lambda name: sign * analysis.summaries[name].mean)
     values = ", ".join(f"{name} {metric.show(analysis.summaries[name].mean)}" for name in known)
     own = analysis.summaries[top].values
-    others = correct(
-        compare_paired(
-            top, own, name, analysis.summaries[name].values, higher_is_better=metric.higher_is_better,
-        )
-        for name in known
-        if name not in rule.best
-    )  # fmt: skip
-    margin = sample_std(list(own.values()))
+    rest = {name: analysis.summaries[name].values for name in known if name not in rule.best}
+    better = metric.higher_is_better
+    others = statistics.correct(
+        statistics.compare_paired(top, own, name, values, higher_is_better=better) for name, values in rest.items()
+    )
+    margin = statistics.sample_std(list(own.values()))
     kinds = {other.baseline: judge(other, margin).kind for other in others}
     evidence = f"{values}; {show_seeds(len(own))}"
     behind, open_ = ([name for name, kind in kinds.items() if kind == word] for word in (WORSE, UNDECIDED))

@@ -1,16 +1,14 @@
-"""The papers' claims one by one, decided by rule from stored records; as markdown, JSON and a table."""
+"""The papers' claims one by one, decided by rule from stored records; as markdown."""
 
 from __future__ import annotations
 
 import functools
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from wellcond.files import write_atomically
-from wellcond.lab.report.table import Table, plain_markdown
+from wellcond.lab.report.table import plain_markdown
 from wellcond.lab.reproduce.catalogue import read_paper_file
 from wellcond.lab.reproduce.claim_rules import NO_RECORDS, WORDS, Rule, Verdict, find_analysis, judge_rules
 from wellcond.lab.reproduce.stored import what_ran
@@ -41,10 +39,7 @@ GROUPS = {
         "True by construction",
         "These follow from definitions. They are computed when this page is made, and no run says anything about them.",
     ),
-    "needs": (
-        "Not decided at this size",
-        "These need ImageNet, other large data, or up to billions of parameters.",
-    ),
+    "needs": ("Not decided at this size", "These need ImageNet, other large data, or up to billions of parameters."),
 }
 
 Group = Literal["runs", "construction", "needs"]
@@ -83,12 +78,7 @@ class Judged(Settings):
 
 @functools.cache
 def read_claims() -> tuple[Claim, ...]:
-    """All of them, in the order in which they are shown.
-
-    Example:
-        >>> read_claims()[0].table
-        'C-T1'
-    """
+    """All of them, in the order in which they are shown."""
     return tuple(map(Claim.model_validate, read_paper_file("claims")))
 
 
@@ -115,34 +105,14 @@ def _judge(claim: Claim, results: Path) -> Iterator[Judged]:
         )  # fmt: skip
 
 
-def write_claims(judged: Sequence[Judged], output: Path, results: Path) -> None:
-    """Write the markdown; links lead from there to the folder `results` of the records."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    way = Path(os.path.relpath(results, output.parent))
-    judged = [one.model_copy(update={"link": (way / one.link).as_posix()}) if one.link else one for one in judged]
-    write_atomically(output, claims_markdown(judged))
-
-
 def count_words(judged: Sequence[Judged]) -> str:
     """How many claims got which verdict."""
     counts = Counter(one.verdict.word for one in judged)
     return ", ".join(f"{counts[word]} {word}" for word in WORDS if counts[word])
 
 
-def describe(one: Judged) -> str:
-    """A verdict, and whether the paper says so."""
-    said = {None: "", True: ", as claimed", False: ", not as claimed"}[one.verdict.as_claimed]
-    return one.verdict.word + (said if one.group == "runs" else "")
-
-
-def claims_table(judged: Sequence[Judged]) -> Table:
-    """For a terminal."""
-    rows = tuple((one.paper, one.table, one.claim, one.ran, describe(one), one.verdict.evidence) for one in judged)
-    header = ("paper", "where", "claim", "what ran", "verdict", "evidence")
-    return Table("claims", TITLE, header, rows, (f"{_counted(judged)}.",), frozenset(range(6)))
-
-
-def _counted(judged: Sequence[Judged]) -> str:
+def summarise(judged: Sequence[Judged]) -> str:
+    """How many of those that runs decide got which verdict."""
     by_runs = [one for one in judged if one.group == "runs"]
     agreed = sum(one.verdict.as_claimed is True for one in by_runs)
     return f"{len(by_runs)} claims by runs: {count_words(by_runs)}; {agreed} as claimed"
@@ -150,7 +120,7 @@ def _counted(judged: Sequence[Judged]) -> str:
 
 def claims_markdown(judged: Sequence[Judged]) -> str:
     """Claims that runs decide, by paper; what is true by construction; what cannot be run here."""
-    lines = [f"# {TITLE}", "", *(part for text in LEAD for part in (text, "")), f"**{_counted(judged)}.**", ""]
+    lines = [f"# {TITLE}", "", *(part for text in LEAD for part in (text, "")), f"**{summarise(judged)}.**", ""]
     for paper, title in PAPERS.items():
         some = [one for one in judged if one.paper == paper and one.group == "runs"]
         lines += _section(title, f"{count_words(some)}.", list(map(_cells, some)))
@@ -169,9 +139,11 @@ def _section(title: str, text: str, rows: Sequence[dict[str, str]]) -> list[str]
 def _cells(one: Judged) -> dict[str, str]:
     known = {
         "claim": one.claim, "the paper's set-up": one.setup, "what ran": one.ran, "where": one.table,
-        "verdict": describe(one), "evidence": one.verdict.evidence,
+        "verdict": one.verdict.word, "evidence": one.verdict.evidence,
     }  # fmt: skip
     cells = {name: plain_markdown(text) for name, text in known.items()}
-    if one.verdict.as_claimed is not None:
-        cells["verdict"] = cells["verdict"].replace(one.verdict.word, f"**{one.verdict.word}**", 1)
+    agrees = one.verdict.as_claimed
+    if agrees is not None:
+        said = {True: ", as claimed", False: ", not as claimed"}[agrees] if one.group == "runs" else ""
+        cells["verdict"] = f"**{cells['verdict']}**{said}"
     return cells | {"records": f"[table]({one.link})" if one.link else ""}

@@ -14,7 +14,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,118 +35,90 @@ ELEMENTWISE = (torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor, torch.ops.a
 
 
 class Counter(TorchDispatchMode):
-    """Additions, subtractions and multiplications of entries, and bytes of all storages that operations make."""
+    """Additions, subtractions and multiplications of entries, and bytes of all tensors that operations make."""
 
     def __init__(self) -> None:
         """Nothing is counted that exists before."""
         super().__init__()
-        self.elementwise = self.peak = 0
-        self._sizes: dict[int, int] = {}
+        self.elementwise = self.bytes = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and note what it made."""
-        self._note((args, kwargs or {}), made=False)
+        """Run an operation and note what it made; all those of a projection give one tensor."""
+        given = {value.untyped_storage()._cdata for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)}
         result = func(*args, **(kwargs or {}))
-        self._note(result, made=True)
         self.elementwise += result.numel() if func in ELEMENTWISE else 0
+        storage = result.untyped_storage()
+        if storage._cdata not in given:
+            self._add(storage.nbytes())
+            weakref.finalize(storage, self._add, -storage.nbytes())
         return result
 
-    def _note(self, values: Any, *, made: bool) -> None:
-        for storage in [value.untyped_storage() for value in tree_iter(values) if isinstance(value, Tensor)]:
-            if storage._cdata not in self._sizes:
-                self._sizes[storage._cdata] = storage.nbytes() if made else 0
-                self.peak = max(self.peak, sum(self._sizes.values()))
-                weakref.finalize(storage, self._sizes.pop, storage._cdata)
+    def _add(self, num_bytes: int) -> None:
+        self.bytes += num_bytes
+        self.peak = max(self.peak, self.bytes)
 
 
-class HeadSize(NamedTuple):
-    """Tokens N, width D, width of a head d."""
-
-    tokens: int
-    width: int
-    head: int
-
-    def __str__(self) -> str:
-        """For a note."""
-        return f"N = {self.tokens}, D = {self.width}, d = {self.head}"
-
-
-SIZES = {"tiny": HeadSize(65, 64, 16), "small": HeadSize(65, 192, 64), "paper": HeadSize(197, 768, 64)}
+Size = tuple[int, int, int]
+"""Tokens N, width D, width of a head d."""
+SIZES: dict[str, Size] = {"tiny": (65, 64, 16), "small": (65, 192, 64), "paper": (197, 768, 64)}
 """Of the ViT of each scale."""
+NAMED = "N = {}, D = {}, d = {}"
 
 
-class Counted(NamedTuple):
-    """One form: FLOPs of the forward pass, the rest of forward and backward."""
+def count(size: Size, form: str) -> dict[str, float]:
+    """The projections of one head in a form, with the same weights of deviation 0.02 and layer-normed tokens in all.
 
-    parameters: int
-    gradients: int
-    correction: int
-    """Elements that are stored beside the weights."""
-    activations: int
-    """Elements of Q, K and V."""
-    matmul_flops: int
-    elementwise: int
-    """Additions and multiplications."""
-    peak_bytes: int
-    seconds: float
-    """Fastest of several rounds: whatever else the machine does can only make one slower."""
-    error: float
-    """Largest difference to the weight form, over its largest number."""
+    FLOPs are of the forward pass, the rest of forward and backward. The time is the fastest of several rounds, since
+    whatever else the machine does can only make one slower; the error is the largest difference to the weight form,
+    over its largest number.
+    """
+    n, width, d = size
+    generator = torch.Generator().manual_seed(0)
+    x = nn.functional.layer_norm(torch.randn(n, width, generator=generator), (width,))
+    plain = [0.02 * torch.randn(width, d, generator=generator) for _ in range(3)]
+    correction, lam = LAM * torch.eye(width, d), torch.tensor(LAM)
 
-
-class Forms:
-    """The projections of one head in every form, with the same numbers."""
-
-    def __init__(self, size: HeadSize) -> None:
-        """Weights of deviation 0.02, layer-normed tokens."""
-        generator = torch.Generator().manual_seed(0)
-        tokens = torch.randn(size.tokens, size.width, generator=generator)
-        self.size = size
-        self.x = nn.functional.layer_norm(tokens, (size.width,))
-        self.weights = [0.02 * torch.randn(size.width, size.head, generator=generator) for _ in range(3)]
-        self.correction = LAM * torch.eye(size.width, size.head)
-        self.lam = torch.tensor(LAM)
-
-    def project(self, form: str, weights: list[Tensor]) -> list[Tensor]:
-        """From the weights of a form to Q, K and V."""
+    def project(form: str, weights: list[Tensor]) -> list[Tensor]:
         if form == "weight":
-            return [self.x @ (w + self.correction) for w in weights]
+            return [x @ (w + correction) for w in weights]
         if form == "activation":
-            return [self.x @ w + self.lam * self.x[:, : self.size.head] for w in weights]
-        return [self.x @ w for w in weights]
+            return [x @ w + lam * x[:, :d] for w in weights]
+        return [x @ w for w in weights]
 
-    def count(self, form: str) -> Counted:
-        """Everything about one form."""
-        made = [w + self.correction if form == "folded" else w.clone() for w in self.weights]
-        weights = [w.requires_grad_() for w in made]
-        stored = {"weight": self.correction, "activation": self.lam}.get(form)
+    weights = [(w + correction if form == "folded" else w.clone()).requires_grad_() for w in plain]
 
-        def train() -> None:
-            sum(y.sum() for y in self.project(form, weights)).backward()  # type: ignore[union-attr]
+    def train() -> float:
+        start = time.perf_counter()
+        sum(y.sum() for y in project(form, weights)).backward()  # type: ignore[union-attr]
+        return time.perf_counter() - start
 
-        with torch.no_grad(), FlopCounterMode(display=False) as flops, Counter() as forward:
-            outputs = self.project(form, weights)
-        with Counter() as both:
-            train()
-        gradients, times = sum(w.grad.numel() for w in weights if w.grad is not None), []
-        for _ in range(ROUNDS):
-            start = time.perf_counter()
-            train()
-            times.append(time.perf_counter() - start)
-        with torch.no_grad():
-            pairs = zip(outputs, self.project("weight", self.weights), strict=True)
-            error = max(float((y - expected).abs().max() / expected.abs().max()) for y, expected in pairs)
-        return Counted(
-            sum(w.numel() for w in weights), gradients, 0 if stored is None else stored.numel(),
-            sum(y.numel() for y in outputs), flops.get_total_flops(), forward.elementwise, both.peak, min(times), error,
-        )  # fmt: skip
+    with torch.no_grad(), FlopCounterMode(display=False) as flops, Counter() as forward:
+        outputs = project(form, weights)
+    with Counter() as both:
+        train()
+    with torch.no_grad():
+        pairs = zip(outputs, project("weight", plain), strict=True)
+        error = max(float((y - expected).abs().max() / expected.abs().max()) for y, expected in pairs)
+    return {
+        "trainable parameters": sum(w.numel() for w in weights),
+        "gradient storage": sum(w.grad.numel() for w in weights if w.grad is not None),
+        "correction matrices": {"weight": correction.numel(), "activation": lam.numel()}.get(form, 0),
+        "activations": sum(y.numel() for y in outputs),
+        "peak memory of tensors, bytes": both.peak,
+        "time, microseconds": 1e6 * min(train() for _ in range(ROUNDS)),
+        "matmul": flops.get_total_flops(),
+        "elementwise": forward.elementwise,
+        "error": error,
+    }
 
 
 def static_tables(kind: str, scale: str) -> Iterator[Table]:
     """The tables of ``memory`` (S-T8), ``flops`` (S-T9), ``cost`` (both) or ``forms`` (S-F1), at the scale's size."""
     size = SIZES[scale]
-    counted = list(map(Forms(size).count, FORMS))
-    note = f"One head with {size}; float32, forward and backward. Time is the fastest of {ROUNDS} rounds."
+    counted = [count(size, form) for form in FORMS]
+    note = (
+        f"One head with {NAMED.format(*size)}; float32, forward and backward. Time is the fastest of {ROUNDS} rounds."
+    )
     if kind in ("memory", "cost"):
         yield _memory_table(size, counted, note)
     if kind in ("flops", "cost"):
@@ -155,7 +127,7 @@ def static_tables(kind: str, scale: str) -> Iterator[Table]:
         rows: list[dict[str, Cell]] = [
             {
                 "form of the layer with C": (form, {"form": form}),
-                "largest difference to X (W + C), relative": (f"{found.error:.1e}", {"error": found.error}),
+                "largest difference to X (W + C), relative": (f"{found['error']:.1e}", {"error": found["error"]}),
             }
             for form, found in zip(FORMS[1:], counted[1:], strict=True)
         ]
@@ -177,27 +149,29 @@ def _line(
     return row | {f"counted: {f}": (f"{value:{digits}}", {f: value}) for f, value in zip(FORMS, found, strict=True)}
 
 
-def _memory_table(size: HeadSize, counted: Sequence[Counted], note: str) -> Table:
-    weights, outputs = ("3Dd", 3 * size.width * size.head), ("3Nd", 3 * size.tokens * size.head)
-    rows = [
-        _line("trainable parameters", weights, weights, [form.parameters for form in counted], "d"),
-        _line("gradient storage", weights, weights, [form.gradients for form in counted], "d"),
-        _line("correction matrices", ("-", None), ("one constant", None), [form.correction for form in counted], "d"),
-        _line("activations", outputs, outputs, [form.activations for form in counted], "d"),
-        _line("peak memory of tensors, bytes", UNKNOWN, UNKNOWN, [form.peak_bytes for form in counted], "d"),
-        _line("time, microseconds", UNKNOWN, UNKNOWN, [1e6 * form.seconds for form in counted], ".0f"),
-    ]
+def _memory_table(size: Size, counted: Sequence[dict[str, float]], note: str) -> Table:
+    n, width, d = size
+    weights, outputs = ("3Dd", 3 * width * d), ("3Nd", 3 * n * d)
+    formulas: dict[str, tuple[Formula, Formula]] = {
+        "trainable parameters": (weights, weights),
+        "gradient storage": (weights, weights),
+        "correction matrices": (("-", None), ("one constant", None)),
+        "activations": (outputs, outputs),
+        "peak memory of tensors, bytes": (UNKNOWN, UNKNOWN),
+        "time, microseconds": (UNKNOWN, UNKNOWN),
+    }
+    rows = [_line(label, *both, [form[label] for form in counted], ".0f") for label, both in formulas.items()]
     return Table.of("s-t8", "S-T8: memory of one attention head", rows, (note,))
 
 
-def _flops_table(size: HeadSize, counted: Sequence[Counted], note: str) -> Table:
-    n, d, h = size.tokens, size.width, size.head
-    totals = [form.matmul_flops + form.elementwise for form in counted]
-    shares = [form.elementwise / form.matmul_flops for form in counted]
+def _flops_table(size: Size, counted: Sequence[dict[str, float]], note: str) -> Table:
+    n, d, h = size
+    totals = [form["matmul"] + form["elementwise"] for form in counted]
+    shares = [form["elementwise"] / form["matmul"] for form in counted]
     rows = [
         _line("each of Q, K, V", ("2NDd", 2 * n * d * h), ("2NDd + Nd", 2 * n * d * h + n * h),
-              [total // 3 for total in totals], "d", "FLOPs"),
-        _line("total", ("6NDd", 6 * n * d * h), ("6NDd + 3Nd", 6 * n * d * h + 3 * n * h), totals, "d", "FLOPs"),
+              [total // 3 for total in totals], ".0f", "FLOPs"),
+        _line("total", ("6NDd", 6 * n * d * h), ("6NDd + 3Nd", 6 * n * d * h + 3 * n * h), totals, ".0f", "FLOPs"),
         _line("more than the original", UNKNOWN, ("1 / (2D)", 1 / (2 * d)), shares, ".3%", "FLOPs"),
     ]  # fmt: skip
     notes = (
@@ -306,14 +280,14 @@ def _memory() -> tuple[bool, str]:
 
 def _flops() -> tuple[bool, str]:
     size = SIZES["paper"]
-    counted = Forms(size).count("activation")
+    counted = count(size, "activation")
     # A multiplication and an addition for each entry; the paper counts them as one.
-    as_one, both = counted.elementwise / 2 / counted.matmul_flops, counted.elementwise / counted.matmul_flops
+    as_one, both = counted["elementwise"] / 2 / counted["matmul"], counted["elementwise"] / counted["matmul"]
     evidence = (
-        f"counted for {size}: {as_one:.3%} with one operation an entry (1 / (2D) = {1 / (2 * size.width):.3%}), "
-        f"{both:.3%} with the multiplication and the addition"
+        f"counted for {NAMED.format(*size)}: {as_one:.3%} with one operation an entry (1 / (2D) = "
+        f"{1 / (2 * size[1]):.3%}), {both:.3%} with the multiplication and the addition"
     )
-    return abs(as_one * 2 * size.width - 1) < 1e-9, evidence
+    return abs(as_one * 2 * size[1] - 1) < 1e-9, evidence
 
 
 @torch.no_grad()

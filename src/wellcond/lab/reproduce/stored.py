@@ -100,26 +100,22 @@ class Collection:
 
     def study(self, source: Source, variant: str = "") -> StoredStudy | None:
         """None if there are no runs."""
-        study = catalogue().studies[source.study]
         place: str | None = f"{RUNS}/{study_name(source.study, variant)}"
+        renamed: Mapping[str, str] = {}
         if self.committed:
-            usual = source.records or study.records
-            place = catalogue().variants[variant].records.get(source.study) if variant else usual
+            name = source.tiny or source.study
+            study, renamed = catalogue().studies[name], catalogue().studies[name].in_records
+            place = catalogue().variants[variant].records.get(name) if variant else study.records
         if place is None:
             return None
         folder = self.folder / place
         if folder not in self._kept:
-            self._kept[folder] = find_study(folder, study.in_records if self.committed else None)
+            self._kept[folder] = find_study(folder, renamed)
         return self._kept[folder]
 
 
 def study_name(study: str, variant: str) -> str:
-    """Of a study with a variant.
-
-    Example:
-        >>> study_name("vit", ""), study_name("vit", "qk-norm")
-        ('vit', 'vit-qk-norm')
-    """
+    """Of a study with a variant."""
     return f"{study}-{variant}" if variant else study
 
 
@@ -139,10 +135,11 @@ def may_be_paired(one: StoredStudy | None, other: StoredStudy | None, variants_u
 
 def differences_from_paper(entry: Entry, records: Collection) -> Iterator[str]:
     """What our runs do otherwise than the paper: a line for each study that has runs."""
-    by_study = {source.study: (name, source) for name, source in reversed(entry.sources.items())}
-    for study in dict.fromkeys(source.study for source in entry.sources.values()):
-        name, source = by_study[study]
-        for variant in dict.fromkeys(row.variant for row in entry.all_rows.values() if row.is_in(name)):
+    first: dict[str, tuple[str, Source]] = {}
+    for name, source in entry.columns.items():
+        first.setdefault(source.study, (name, source))
+    for study, (name, source) in first.items():
+        for variant in dict.fromkeys(row.variant for row in entry.rows_of(name).values()):
             stored, plain = records.study(source, variant), records.study(source)
             if stored is None:
                 continue
@@ -186,17 +183,7 @@ NORMS = {"without_block_norms": "without block norms", "without_attention_norm":
 
 
 def what_ran(comparison: Comparison) -> str:
-    """Model, its size, data and their size, from the records: never the set-up that they stand for.
-
-    Example:
-        >>> from wellcond.lab.report.records import Run
-        >>> record = {"method": "default", "seed": 0, "data": {"name": "uoft-cs/cifar10", "train": 5000}, "config": {
-        ...     "model": {"name": "timm:vit_tiny_patch16_224", "arguments": {"embed_dim": 64}},
-        ...     "task": {"name": "image_classification"}}}
-        >>> runs = (Run(Path("."), record),)
-        >>> what_ran(Comparison(Path("."), "", "", "", "", "default", ("default",), runs))
-        'ViT, width 64, CIFAR-10, 5,000 images'
-    """
+    """Model, its size, data and their size, from the records: never the set-up that they stand for."""
     record = comparison.runs[0].record
     config, data = record.get("config") or {}, record.get("data") or {}
     model, task = config.get("model") or {}, config.get("task") or {}
