@@ -190,6 +190,7 @@ class Comparison:
     def run_all(self) -> int:
         """Every run and the report; returns the exit code."""
         from wellcond.cli.console import make_console
+        from wellcond.cli.report import foresee_power
         from wellcond.cli.runs import leaving_together, removing_untrained
 
         planned = self.plan()
@@ -198,7 +199,8 @@ class Comparison:
             if cli.is_first_process() and not self.silent:
                 told = f"{self.recipe.title or self.recipe.name} ({self.recipe.scale}): {len(self.methods)} methods x "
                 told += f"{len(self.seeds)} seeds; runs with the same seed share data order and all other weights"
-                make_console().print(f"{told}. Folder: {self.folder}", markup=False, soft_wrap=True)
+                for line in (f"{told}. Folder: {self.folder}", *foresee_power(self.folder, len(self.seeds))):
+                    make_console().print(line, markup=False, soft_wrap=True)
             outcome = self.run(planned)
         return self.end(outcome, len(planned))
 

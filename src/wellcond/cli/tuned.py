@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from wellcond.cli.app import OptionError, is_first_process
 from wellcond.cli.compare import Comparison
 from wellcond.cli.console import make_console
 from wellcond.cli.runs import leaving_together, print_json, removing_untrained, tell_end
 from wellcond.lab import tune
+from wellcond.lab.report.analysis import describe_power
+from wellcond.lab.report.records import Metric
+from wellcond.lab.report.statistics import compare_paired
 from wellcond.lab.train.compare import Outcome, check_settings
 from wellcond.lab.train.run import Job
 
@@ -52,7 +57,23 @@ def tune_and_compare(
             for found in searches:
                 best = tune.show_values(found.best_values) or "nothing to tune"
                 say(f"{found.method.label}: {best}{', still at the edge' if found.edges() else ''}")
+            for line in _power(searches, recipe.baseline, len(seeds)):
+                say(line)
             outcome = run(comparison.plan([found.tuned() for found in searches]), "test")
     if stopped is not None:
         return print_json(stopped) if comparison.as_json else tell_end(stopped, num_jobs)
     return comparison.end(outcome, num_jobs, {"tuning": tune.read_tuning(plan.folder)})
+
+
+def _power(searches: Sequence[tune.MethodSearch], baseline: str, num_seeds: int) -> list[str]:
+    """Which difference the fresh seeds can show, from the spread of the tuning seeds at the best values."""
+    known = {
+        found.method.label: {seed: score for seed, score in found.scores[found.best()].items() if score == score}
+        for found in searches
+        if found.scores
+    }
+    base = known.pop(baseline, {})
+    metric = Metric.of(next(found for found in searches if found.scores).metric)
+    better = metric.higher_is_better
+    differences = [compare_paired(name, known[name], baseline, base, higher_is_better=better) for name in known]
+    return describe_power(metric, differences, num_seeds)

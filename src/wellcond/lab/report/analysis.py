@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -13,7 +13,7 @@ import numpy as np
 
 from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.match import SMOOTH, MatchGain, Matching, match_gains, match_method, match_unit
-from wellcond.lab.report.records import ARITHMETIC, MEASURED, Run
+from wellcond.lab.report.records import ARITHMETIC, MEASURED, Metric, Run
 from wellcond.lab.report.statistics import (
     FEWEST_SEEDS,
     NO_PAIRS,
@@ -229,7 +229,7 @@ def _are(count: int) -> str:
 def find_findings(analysis: Analysis) -> list[str]:
     """Sentences on what the table of methods does not say."""
     return [
-        *describe_power(analysis.comparison, analysis.differences),
+        *describe_power(analysis.comparison.result, analysis.differences.values()),
         *_scale_control(analysis),
         *_saturation(analysis),
         *_conditioning(analysis),
@@ -237,19 +237,17 @@ def find_findings(analysis: Analysis) -> list[str]:
     ]
 
 
-def describe_power(
-    comparison: Comparison, differences: Mapping[str, PairedDifference], seeds: int | None = None
-) -> list[str]:
+def describe_power(metric: Metric, differences: Iterable[PairedDifference], seeds: int | None = None) -> list[str]:
     """Which difference as many seeds can show, from the spread of the runs that are there; nothing without spread.
 
     By default as many seeds as there are pairs; a comparison that is to come may have others.
     """
-    pairs = max((difference.count for difference in differences.values()), default=0)
-    std, count = typical_std(list(differences.values())), pairs if seeds is None else seeds
+    known = list(differences)
+    pairs = max((difference.count for difference in known), default=0)
+    std, count = typical_std(known), pairs if seeds is None else seeds
     smallest = smallest_detectable(std, count)
     if math.isnan(smallest):
         return []
-    metric = comparison.result
     return [
         f"{show_seeds(count)} can show a true difference of {metric.show(smallest)}{metric.unit} (power "
         f"{show_share(POWER)}, level {ALPHA}, one comparison; paired differences here have a standard deviation of "

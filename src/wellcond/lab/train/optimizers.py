@@ -1,4 +1,4 @@
-"""Optimisers with weight decay on matrices only, and learning-rate schedules.
+"""Optimisers with weight decay on matrices only and a learning rate of their own for Q and K; schedules.
 
 A schedule is a pure function of the step, so that there is nothing to save or restore. It gives a `Point` for update
 number t = 0, 1, ..., T-1: the learning rate as a share of the peak and, for one_cycle with momentum, the first beta.
@@ -14,10 +14,11 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BeforeValidator, Field
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from wellcond.attention.blocks import block_matrices
+from wellcond.attention.distributed import is_distributed
 from wellcond.attention.find import find_attention
 from wellcond.errors import WellcondError
 from wellcond.init.tokens import POSITIONS
@@ -160,10 +161,13 @@ class AdamW(Settings):
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: Positive = 1e-8
     weight_decay: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    qk_lr_factor: Positive = 1.0
+    """How many times as far a step moves the weights W_Q and W_K, also as rows of a fused weight."""
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         """Over the parameters of a model."""
-        return torch.optim.AdamW(parameter_groups(model, self.weight_decay), self.lr, self.betas, self.eps)
+        groups = parameter_groups(model, self.weight_decay, self.qk_lr_factor)
+        return stretching(torch.optim.AdamW(groups, self.lr, self.betas, self.eps))
 
 
 class Muon(AdamW):
@@ -182,29 +186,78 @@ class Muon(AdamW):
         except WellcondError as error:
             raise RecipeError(f"optimizer.name: muon, for the matrices of transformer blocks: {error}") from error
         matrices = {id(m.parameter) for m in found if m.parameter.dim() == 2 and m.parameter.requires_grad}
-        groups = parameter_groups(model, self.weight_decay, apart=matrices)
+        groups = parameter_groups(model, self.weight_decay, self.qk_lr_factor, apart=matrices)
         ours = [group for group in groups if id(group["params"][0]) in matrices]
         others = [group for group in groups if id(group["params"][0]) not in matrices]
         muon = torch.optim.Muon(ours, self.lr, adjust_lr_fn="match_rms_adamw")
-        return MuonAndAdamW(muon, torch.optim.AdamW(others, self.lr, self.betas, self.eps))
+        return stretching(MuonAndAdamW(muon, torch.optim.AdamW(others, self.lr, self.betas, self.eps)))
 
 
 OptimizerSettings = Annotated[AdamW | Muon, BeforeValidator(choose_by_name("optimiser", AdamW, Muon))]
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, apart: Container[int] = ()) -> list[Group]:
+def parameter_groups(
+    model: nn.Module, weight_decay: float, qk_lr_factor: float = 1.0, apart: Container[int] = ()
+) -> list[Group]:
     """Trainable parameters: decayed ones, then the others (biases, norms, positions, class tokens).
 
-    Parameters whose identities are in `apart` share no group with the others.
+    Parameters whose identities are in `apart` share no group with the others. With a `qk_lr_factor`, each weight that
+    holds queries or keys is a group that says which of its `rows`, on which `axis`, have that `factor`.
     """
     named: set[str] = getattr(model, "no_weight_decay", set)()  # timm's models say which
-    groups: dict[tuple[bool, bool], Group] = {}
+    faster = {} if qk_lr_factor == 1 else _query_key_rows(model)
+    groups: dict[tuple[bool, bool, int | None], Group] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             exempt = parameter.dim() <= 1 or name in named or any(part in name for part in UNDECAYED)
+            own = id(parameter) if id(parameter) in faster else None
             group = {"params": [], "weight_decay": 0.0 if exempt else weight_decay}
-            groups.setdefault((exempt, id(parameter) in apart), group)["params"].append(parameter)
+            if own is not None:
+                group |= {"rows": sorted(faster[own][1]), "axis": faster[own][0], "factor": qk_lr_factor}
+            groups.setdefault((exempt, id(parameter) in apart, own), group)["params"].append(parameter)
     return [groups[key] for key in sorted(groups, key=lambda key: key[0])]
+
+
+def _query_key_rows(model: nn.Module) -> dict[int, tuple[int, set[int]]]:
+    """Axis and rows of the queries and keys in each weight that holds some, by its identity."""
+    try:
+        sites = find_attention(model)
+    except WellcondError as error:
+        raise RecipeError(f"optimizer.qk_lr_factor: {error}") from error
+    found: dict[int, tuple[int, set[int]]] = {}
+    for slot in (site.by_role(role) for site in sites for role in ("query", "key")):
+        _, rows = found.setdefault(id(slot.parameter), (int(slot.transposed), set()))
+        rows.update(slot.rows.flatten().tolist())
+    return found
+
+
+def stretching(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Let every step move the rows that groups name `factor` times as far, weight decay included."""
+    kept: list[tuple[Group, Tensor, Tensor]] = []
+
+    def keep(*_: Any) -> None:
+        for group in optimizer.param_groups:
+            for weight in group["params"] if "rows" in group else ():
+                if is_distributed(weight):
+                    raise RecipeError(
+                        "optimizer.qk_lr_factor: rows of a weight that is sharded over ranks (FSDP2) cannot have a "
+                        "learning rate of their own; use DDP or one process, or qk_lr_factor: 1"
+                    )
+                rows = torch.tensor(group["rows"], device=weight.device)
+                kept.append((group, rows, weight.detach().index_select(group["axis"], rows)))
+
+    @torch.no_grad()
+    def stretch(*_: Any) -> None:
+        for group, rows, before in kept:
+            [weight] = group["params"]
+            after = weight.index_select(group["axis"], rows)
+            weight.index_copy_(group["axis"], rows, before + group["factor"] * (after - before))
+        kept.clear()
+
+    if any("rows" in group for group in optimizer.param_groups):
+        optimizer.register_step_pre_hook(keep)
+        optimizer.register_step_post_hook(stretch)
+    return optimizer
 
 
 def set_point(optimizer: torch.optim.Optimizer, point: Point, peak: float) -> float:
