@@ -122,7 +122,7 @@ def test_two_processes_score_what_one_does(compared, tmp_path):
             folder / "default/seed0", tmp_path / str(processes), ignore=shutil.ignore_patterns("glue")
         )
         *launch, _, _ = command(processes=processes)
-        run([*launch, script, "glue", str(copy), "--tasks", "stsb,cola", "--cpu", "-q"])
+        run([*launch, script, "glue", str(copy), "--tasks", "stsb,cola", "--jobs", "1", "--cpu", "-q"])
         scores = load_glue(copy)
         found.append({task: scores.values("default", task)[0] for task in scores.tasks})
     assert found[0] == pytest.approx(found[1], abs=1e-3)

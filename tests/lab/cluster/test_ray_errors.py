@@ -141,7 +141,7 @@ def test_a_worker_runs_the_wellcond_of_the_command(machine, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", ["accelerate", "filelock"])  # of a run, and of all that is imported
+@pytest.mark.parametrize("package", ["accelerate", "safetensors"])  # of a run, and of all that is imported
 def test_a_worker_needs_what_wellcond_needs(machine, tmp_path, package):
     (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('No module named {package}')\n")
     code, _, errors = compare(tmp_path / "runs", machine(PYTHONPATH=str(tmp_path)))
