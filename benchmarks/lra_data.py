@@ -54,10 +54,7 @@ def seconds(case: Case) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="run cases whose name holds this text")
-    parser.add_argument("--workers", type=int, help="processes; as many as cores by default")
     arguments = parser.parse_args()
-    if arguments.workers is not None:
-        os.environ["WELLCOND_WORKERS"] = str(arguments.workers)
     for case in CASES:
         if arguments.only is not None and arguments.only not in case.name:
             continue

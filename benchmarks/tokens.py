@@ -57,7 +57,7 @@ def main() -> None:
     stream = measured("tokenising", lambda: open_token_stream(data.train, tokenizer, "corpus"), len)
     print(f"{len(stream):,} tokens of {stream.counts.bytes:,} bytes in {stream.counts.documents:,} documents")
     measured("opening it again", lambda: open_token_stream(data.train, tokenizer, "corpus"))
-    blocks = TokenBlocks(stream, 512, "corpus", overlap=1)
+    blocks = TokenBlocks(stream, 512, rest=False)
     order = np.random.default_rng(0).permutation(len(blocks)).tolist()
 
     def fetch() -> int:

@@ -63,7 +63,7 @@ def cut_short(arguments):
     if verb == "demo":
         return [*arguments, "--seeds", "1"]
     if verb == "glue":
-        return [*arguments, "--limit", "40", "--cpu", "--jobs", "1", "--set", "training.length={steps: 2}"]
+        return [*arguments, "--limit", "40", "--cpu", "--jobs", "1"]
     if verb == "reproduce" and not {"--list", "--dry-run", "--records"} & set(arguments):
         if "paper" in arguments:
             return [*arguments, "--dry-run"]

@@ -123,6 +123,8 @@ def test_causal_and_grouped_and_rotary_models():
     [layer] = wc.measure(llama, torch.arange(5)[None]).layers
     assert [h.query_heads for h in layer.heads] == [(0, 1), (2, 3)]
     assert "rotary" in layer.heads[0].how and layer.heads[0].jacobian.shape == (2 * 5 * 4, 4 * 4 * 16)
+    assert layer.heads[0].diagnosis.norm_q > 0 and layer.heads[0].attention.diagonal_mass > 0.3
+    assert layer.heads[0].verdict in ("P", "X", "norms", "balanced")
 
 
 def test_query_heads_of_a_group_can_be_measured_one_by_one():

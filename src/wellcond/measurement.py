@@ -21,7 +21,13 @@ from wellcond.head import Blocks, Head, build_all_blocks
 from wellcond.jacobian.capture import capture_sites
 from wellcond.jacobian.capture.attention import CapturedAttention
 from wellcond.jacobian.capture.forms import CapturedForm, Part, captured_form, output_form, parts_of, samples_of
-from wellcond.jacobian.diagnosis import AttentionStatistics, all_attention_statistics, diagnose_head, is_collapsed
+from wellcond.jacobian.diagnosis import (
+    AttentionStatistics,
+    HeadDiagnosis,
+    all_attention_statistics,
+    diagnose_head,
+    is_collapsed,
+)
 from wellcond.jacobian.nystrom.form import nystrom_map
 from wellcond.jacobian.plain import WideForm, stack_size, wide_forms
 from wellcond.jacobian.select import METHODS
@@ -370,9 +376,10 @@ def _jacobian_of(group: _Group, at: int) -> dict[str, Any]:
     fields: dict[str, Any] = {"jacobian": found[0], "samples": both[task.kappa], "both_samples": both}
     fields["how"], head, blocks = first.how, first.form.plain_head, group.blocks[at]
     if head is None or blocks is None:
-        return fields | _approximated(captured, part.kv_head)
+        mapped = first.form.diagnose()
+        return fields | (_approximated(captured, part.kv_head) if mapped is None else _diagnosed(mapped))
     diagnosis = diagnose_head(head, blocks, group.statistics[at])
-    fields |= {"diagnosis": diagnosis, "attention": diagnosis.attention, "dead": diagnosis.dead}
+    fields |= _diagnosed(diagnosis)
     if head.is_single:
         kappa = {"X": diagnosis.kappa_x}
         for role in ("query", "key", "value"):
@@ -381,6 +388,10 @@ def _jacobian_of(group: _Group, at: int) -> dict[str, Any]:
         bound = None if task.biases else log10_kappa_bound(head, blocks, convention=task.convention)
         fields["bound_log10"] = bound
     return fields
+
+
+def _diagnosed(diagnosis: HeadDiagnosis) -> dict[str, Any]:
+    return {"diagnosis": diagnosis, "attention": diagnosis.attention, "dead": diagnosis.dead}
 
 
 def _through_output(captured: CapturedAttention, task: MeasureSettings) -> dict[str, Any]:

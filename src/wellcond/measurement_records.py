@@ -50,8 +50,9 @@ class HeadReport:
     both_samples: dict[Kappa, tuple[float, ...]] = field(default_factory=lambda: {"strict": (), "pseudo": ()})
     """Both condition numbers, sample by sample."""
     attention: AttentionStatistics | None = None
-    """Of the first sample, or of all samples stacked; None where the attention is not plain softmax. Of Nystrom
-    attention it is of the softmax that is approximated, on at most 256 tokens."""
+    """Of the first sample, or of all samples stacked; None of channel attention and generic forms, and of what is not
+    plain softmax without a Jacobian. Of Nystrom attention it is of the softmax that is approximated, on at most 256
+    tokens."""
     approximation_error: float | None = None
     """Of Nystrom attention: |Phat - P| / |P| in the Frobenius norm, with P that softmax."""
     diagnosis: HeadDiagnosis | None = None
@@ -111,7 +112,7 @@ class HeadReport:
 
     @property
     def verdict(self) -> str:
-        """What dominates; ``unknown`` where the attention is not plain softmax or the Jacobian was not measured."""
+        """What dominates; ``unknown`` of channel, Nystrom and generic forms, and without a Jacobian."""
         return "unknown" if self.diagnosis is None else self.diagnosis.verdict
 
     @property

@@ -94,24 +94,6 @@ def load_state(model: nn.Module, state: dict[str, Tensor], what: str) -> None:
     model.load_state_dict(state, strict=False)
 
 
-def load_encoder(model: nn.Module, path: Path) -> None:
-    """Load the weights of some parts of a model, such as a pre-trained encoder; other parts stay as they are.
-
-    Parts are told apart by the first two names of a weight, such as ``bert.encoder``.
-
-    Raises: WeightError as `load_weights`, for the parts that the file has weights of; the model is then unchanged.
-    """
-    state = read_state_dict(path)
-    parts = {_part(name) for name in state}
-    own = {name: value for name, value in model.state_dict(keep_vars=True).items() if _part(name) in parts}
-    _check_fits(state, own, str(path))
-    model.load_state_dict(state, strict=False)
-
-
-def _part(name: str) -> str:
-    return ".".join(name.split(".")[:2])
-
-
 def _check_fits(state: dict[str, Tensor], own: dict[str, Tensor], what: str) -> None:
     present = {id(own[key]) for key in state if key in own}
     problems = [f"missing {key}" for key in own if key not in state and id(own[key]) not in present]

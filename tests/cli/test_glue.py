@@ -5,15 +5,24 @@ import json
 import shutil
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 
 import pytest
 
-from lab.glue.helpers import FAST, edit_record, pretrain, write_glue
+from lab.glue.helpers import edit_record, pretrain, write_glue
 from lab.small import command, run
 from wellcond.cli.main import main
 from wellcond.lab.report.glue import load_glue, rebuild_glue
 
-CHANGES = [part for override in FAST for part in ("--set", override)]
+STILL = """
+from wellcond.cli.main import main
+from wellcond.lab.models.crammed_bert import CrammedBertClassifierOptions as Options
+
+Options.model_fields["dropout"].default = 0.0
+Options.model_rebuild(force=True)
+main()
+"""
+"""The command, with a model that does not drop anything at random."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,13 +69,12 @@ def compared(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def scored(compared):
-    return compared, *call("glue", compared, "--tasks", "cola,stsb", "--jobs", 1, "--cpu", *CHANGES)
+    return compared, *call("glue", compared, "--tasks", "cola,stsb", "--jobs", 1, "--cpu")
 
 
 def test_a_comparison_is_scored_and_shown(scored):
     folder, code, out, err = scored
     assert code == 0 and "CoLA" in out and "Avg." in out and "glue.md" in out
-    assert "not scored: identity, seed 1: diverged" in out
     assert err.count(": finished, ") == 6
     scores = load_glue(folder)
     assert {task: scores.metric(task) for task in scores.tasks} == {"stsb": "pearson", "cola": "matthews"}
@@ -81,25 +89,15 @@ def test_the_tables_follow_from_the_records_alone(scored, tmp_path):
         assert (copy / name).read_bytes() == (folder / name).read_bytes()
 
 
-def test_json_is_all_that_is_printed(scored):
+def test_a_single_run_has_its_own_tables(scored):
     folder, *_ = scored
-    chosen = ["--tasks", "cola", "--seeds", "1", "--json", "--cpu", *CHANGES]
-    code, out, err = call("glue", folder / "default/seed0", *chosen)
-    assert code == 0 and json.loads(out)["kind"] == "wellcond-glue" and err == ""
-    assert (folder / "default/seed0/glue/glue.md").is_file()
+    code, out, _ = call("glue", folder / "default/seed0", "--tasks", "cola", "--cpu")
+    assert code == 0 and "default" in out and (folder / "default/seed0/glue/glue.md").is_file()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--tasks", "wnli"], "unknown GLUE task: got 'wnli'"),
-        (["--seeds", "a"], "--seeds: expected a number or a list"),
-        (["--set", "lr=1"], "unknown field 'lr'"),
-    ],
-)
-def test_errors_are_told_without_a_traceback(scored, arguments, message):
-    ended, _, _ = call("glue", scored[0] / "default/seed0", "--tasks", "cola", *arguments)
-    assert ended.startswith("error: ") and message in ended
+def test_an_unknown_task_is_told_without_a_traceback(scored):
+    ended, _, _ = call("glue", scored[0] / "default/seed0", "--tasks", "cola,wnli")
+    assert ended.startswith("error: ") and "unknown GLUE task: got 'wnli'" in ended
 
 
 def test_a_folder_that_is_missing_or_no_run_is_refused(tmp_path):
@@ -111,19 +109,20 @@ def test_a_folder_that_is_missing_or_no_run_is_refused(tmp_path):
 def test_a_pool_of_workers_scores_what_one_process_does(scored, compared, tmp_path):
     folder = compared
     copy = shutil.copytree(folder, tmp_path / "copy", ignore=shutil.ignore_patterns("glue", "glue.*"))
-    run(command("glue", copy, "--tasks", "cola,stsb", "--jobs", 2, "--cpu", *CHANGES))
+    run(command("glue", copy, "--tasks", "cola,stsb", "--jobs", 2, "--cpu"))
     assert (copy / "glue.csv").read_bytes() == (folder / "glue.csv").read_bytes()
 
 
 @pytest.mark.slow
 def test_two_processes_score_what_one_does(compared, tmp_path):
-    folder, found = compared, []
+    folder, found, script = compared, [], str(tmp_path / "still.py")
+    Path(script).write_text(STILL)
     for processes in (1, 2):
         copy = shutil.copytree(
             folder / "default/seed0", tmp_path / str(processes), ignore=shutil.ignore_patterns("glue")
         )
-        still = ["--set", "model.arguments.dropout=0.0", "--tasks", "stsb,cola", "--cpu", "-q"]
-        run(command("glue", copy, *still, *CHANGES, processes=processes))
+        *launch, _, _ = command(processes=processes)
+        run([*launch, script, "glue", str(copy), "--tasks", "stsb,cola", "--cpu", "-q"])
         scores = load_glue(copy)
         found.append({task: scores.values("default", task)[0] for task in scores.tasks})
     assert found[0] == pytest.approx(found[1], abs=1e-3)

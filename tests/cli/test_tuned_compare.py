@@ -44,7 +44,7 @@ def test_search_growth_interruption_and_test(run, hold, tmp_path):
     assert not list(tmp_path.glob("*/seed*"))
 
     code, output = run(*arguments, "--jobs", 1)
-    assert code == 0 and "standard deviation of a paired difference to default" in output
+    assert code == 0 and "conditioned: optimizer.lr=0." in output
     assert all(len(record(path.parent)["sessions"]) == 2 for path in begun)
 
     stored = json.loads((tmp_path / "tuning.json").read_text())

@@ -99,7 +99,7 @@ def load_set(root, **options):
     return load_data(resolve_config({"source": "coco", "path": str(root), **options}))
 
 
-def masks_of(instances, height, width):
+def masks_of(objects, height, width):
     """Masks (n, height, width) of all objects."""
-    masks = [to_mask(segmentation, height, width) for segmentation in instances.segmentations]
+    masks = [to_mask(segmentation, height, width) for segmentation in objects["segmentations"]]
     return torch.stack(masks) if masks else torch.zeros(0, height, width, dtype=torch.uint8)

@@ -18,13 +18,15 @@ SWIN = {
 HEADS = {
     "pyramid_width": 16, "anchor_sizes": [8, 16, 32, 64, 128], "canonical_size": 32, "box_resolution": 3,
     "mask_resolution": 4, "box_head": 16, "mask_head": [8], "anchors_sampled": 32, "regions_sampled": 16,
-    "proposals": [40, 20], "detections": 10, "score_threshold": 0.0,
+    "proposals": [40, 20], "detections": 10,
 }  # fmt: skip
 
 
 def detector(backbone=XCIT, seed=0, **options):
     torch.manual_seed(seed)
-    return build_model("wellcond:mask_rcnn", {"num_classes": 3} | HEADS | backbone | options)
+    model = build_model("wellcond:mask_rcnn", {"num_classes": 3} | HEADS | backbone | options)
+    model.roi_heads.score_thresh = 0.0
+    return model
 
 
 def batch_of(sizes, seed=0):
@@ -50,9 +52,8 @@ def recipe(root, **changes):
         "scale": "tiny",
         "task": {
             "name": "detection",
-            "images": {"flip": 0.5, "sides": [32, 48], "longest": 64, "evaluation_side": 48, "evaluation_longest": 64},
+            "images": {"flip": 0.5, "sides": [32, 48], "longest": 64},
             "score_train": 2,
-            "samples": 2,
         },
         "data": {"source": "coco", "path": str(root)},
         "model": {"name": "wellcond:mask_rcnn", "arguments": HEADS | XCIT},

@@ -8,9 +8,8 @@ from pydantic import ValidationError
 
 from detection.coco_sets import MINI, compressed, disc, load_set, masks_of, rectangle, runs, write_set
 from wellcond.lab.seeding import generator
-from wellcond.lab.tasks.detection.coco import Instances, thin_boxes
+from wellcond.lab.tasks.detection import samples
 from wellcond.lab.tasks.detection.samples import (
-    CropSettings,
     DetectionAugmentation,
     boxes_of_masks,
     choose_view,
@@ -19,21 +18,29 @@ from wellcond.lab.tasks.detection.samples import (
 )
 
 needs_mini = pytest.mark.skipif(not MINI.is_dir(), reason="coco2017-mini is not at hand")
-TRAINING = DetectionAugmentation(
-    flip=0.5, sides=(48, 64, 80), longest=133, crop=CropSettings(sides=(40, 50, 60), smallest=30, largest=50)
-)
+TRAINING = DetectionAugmentation(flip=0.5, sides=(48, 64, 80), longest=133, crop=True)
 SEEDS = range(40)
 
 
-def example_of(segmentations, size=(40, 60), crowd=None):
+def crops(monkeypatch, sides=(40, 50, 60), limits=(30, 50), share=0.5):
+    monkeypatch.setattr(samples, "CROP_SIDES", sides)
+    monkeypatch.setattr(samples, "CROP_RANGE", limits)
+    monkeypatch.setattr(samples, "CROP_SHARE", share)
+
+
+@pytest.fixture(autouse=True)
+def small_crops(monkeypatch):
+    crops(monkeypatch)
+
+
+def example_of(segmentations, size=(40, 60)):
     """Objects whose boxes are those of their masks."""
     count = len(segmentations)
-    blank = Instances(torch.zeros(count, 4), torch.arange(1, count + 1), torch.zeros(count).bool(), segmentations)
-    masks = masks_of(blank, *size)
-    crowd = torch.zeros(count).bool() if crowd is None else torch.tensor(crowd)
+    objects = {"labels": torch.arange(1, count + 1), "segmentations": segmentations}
+    masks = masks_of(objects, *size)
     pixels = torch.stack([masks.amax(0) if count else torch.zeros(size, dtype=torch.uint8)] * 3, 2) * 255
-    instances = Instances(boxes_of_masks(masks), blank.labels, crowd, segmentations)
-    return {"image": Image.fromarray(pixels.numpy()), "image_id": 1, "size": size, "instances": instances}
+    image = Image.fromarray(pixels.numpy())
+    return {"image": image, "image_id": 1, "size": size, "boxes": boxes_of_masks(masks), **objects}
 
 
 def shapes():
@@ -52,7 +59,8 @@ def check(sample):
     assert sample["image"].dtype == torch.float32 and 0 <= sample["image"].min() and sample["image"].max() <= 1
     assert sample["boxes"].shape == (count, 4) and sample["boxes"].dtype == torch.float32
     assert sample["masks"].shape == (count, height, width) and sample["masks"].dtype == torch.uint8
-    assert sample["labels"].dtype == torch.int64 and not thin_boxes(sample["boxes"]).any()
+    assert sample["labels"].dtype == torch.int64
+    assert ((sample["boxes"][:, 2:] - sample["boxes"][:, :2]) >= 1).all()
     assert (sample["boxes"] >= 0).all() and (sample["boxes"] <= torch.tensor([width, height] * 2)).all()
 
 
@@ -71,22 +79,21 @@ def test_boxes_masks_and_pixels_agree(seed):
 
 def test_every_branch_is_taken():
     views = [choose_view((40, 60), TRAINING, generator(seed, "augmentation")) for seed in range(200)]
-    cropped = [(view.left, view.top, view.right, view.bottom) != (0, 0, 60, 40) for view in views]
+    cropped = [view.part != (0, 0, 60, 40) for view in views]
     assert 60 < sum(cropped) < 140 and 60 < sum(view.flipped for view in views) < 140
-    whole = {(view.height, view.width) for view, cut in zip(views, cropped, strict=True) if not cut}
+    whole = {view.size for view, cut in zip(views, cropped, strict=True) if not cut}
     assert {(48, 72), (64, 96), (80, 120)} <= whole
-    assert all(max(view.height, view.width) <= 133 for view in views)
+    assert all(max(view.size) <= 133 for view in views)
 
 
-def test_crops_have_the_sizes_asked_for():
+def test_crops_have_the_sizes_asked_for(monkeypatch):
     settings = TRAINING.model_copy(update={"flip": 0.0, "sides": (100,), "longest": 10_000})
-    crop = CropSettings(share=1.0, sides=(40,), smallest=20, largest=30)
-    settings = settings.model_copy(update={"crop": crop})
+    crops(monkeypatch, (40,), (20, 30), share=1.0)
     for seed in SEEDS:
         view = choose_view((40, 60), settings, generator(seed, "augmentation"))
-        parts = view.right - view.left, view.bottom - view.top
-        assert all(20 <= part <= 30 for part in parts) and min(view.height, view.width) == 100
-        assert view.left >= 0 and view.top >= 0 and view.right <= 60 and view.bottom <= 40
+        left, top, right, bottom = view.part
+        assert all(20 <= part <= 30 for part in (right - left, bottom - top)) and min(view.size) == 100
+        assert left >= 0 and top >= 0 and right <= 60 and bottom <= 40
 
 
 def test_the_same_numbers_give_the_same_sample_and_others_another():
@@ -97,20 +104,19 @@ def test_the_same_numbers_give_the_same_sample_and_others_another():
 
 
 def test_evaluation_only_scales():
-    settings = TRAINING.model_copy(update={"evaluation_side": 80, "evaluation_longest": 1000})
-    sample = prepare(example_of(shapes()), settings, None)
+    sample = prepare(example_of(shapes()), TRAINING, None)
     assert sample["image"].shape == (3, 80, 120)
-    assert torch.equal(sample["boxes"], 2 * example_of(shapes())["instances"].boxes)
+    assert torch.equal(sample["boxes"], 2 * example_of(shapes())["boxes"])
     assert disagreement(sample) == 0
 
 
 def test_without_a_change_everything_is_as_annotated():
     example = example_of(shapes())
-    same = DetectionAugmentation(flip=0.0, sides=(40,), longest=60, evaluation_side=40, evaluation_longest=60)
+    same = DetectionAugmentation(flip=0.0, sides=(40,), longest=60)
     for draw in (None, generator(0, "augmentation")):
         sample = prepare(example, same, draw)
-        assert torch.equal(sample["masks"], masks_of(example["instances"], 40, 60))
-        assert torch.equal(sample["boxes"], example["instances"].boxes)
+        assert torch.equal(sample["masks"], masks_of(example, 40, 60))
+        assert torch.equal(sample["boxes"], example["boxes"])
         assert torch.equal(sample["image"], torch.tensor(np.array(example["image"])).permute(2, 0, 1) / 255)
 
 
@@ -127,27 +133,25 @@ def test_a_mirror_image_is_one():
     )
 
 
-def test_a_polygon_that_a_crop_cuts_is_the_cut_mask():
-    crop = DetectionAugmentation(
-        sides=(20,), longest=10_000, crop=CropSettings(share=1.0, sides=(40,), smallest=20, largest=20)
-    )
+def test_a_polygon_that_a_crop_cuts_is_the_cut_mask(monkeypatch):
+    crops(monkeypatch, (40,), (20, 20), share=1.0)
+    crop = DetectionAugmentation(sides=(20,), longest=10_000, crop=True)
     for seed in SEEDS:
         for segmentation in shapes():
             example = example_of([segmentation])
             view = choose_view((40, 60), crop, generator(seed, "augmentation"))
             sample = prepare(example, crop, generator(seed, "augmentation"))
-            top, left = int(view.top), int(view.left)
-            expected = masks_of(example["instances"], 40, 60)[:, top : top + 20, left : left + 20]
+            left, top = int(view.part[0]), int(view.part[1])
+            expected = masks_of(example, 40, 60)[:, top : top + 20, left : left + 20]
             expected = expected[expected.bool().flatten(1).any(1)]
             assert torch.equal(sample["masks"], expected)
             assert torch.equal(sample["boxes"], boxes_of_masks(expected))
 
 
-def test_crowds_and_what_is_lost_are_no_targets():
-    segmentations = [[rectangle(2, 2, 8, 8)], [rectangle(20, 10, 3, 3)], runs(disc(40, 60, (20, 42), 12))]
-    example = example_of(segmentations, crowd=[True, False, False])
-    tiny = DetectionAugmentation(evaluation_side=10, evaluation_longest=15)
-    assert prepare(example, tiny, None)["labels"].tolist() == [3], "the second is thinner than a pixel"
+def test_what_is_lost_is_no_target():
+    example = example_of([[rectangle(20, 10, 3, 3)], runs(disc(40, 60, (20, 42), 12))])
+    tiny = DetectionAugmentation(sides=(10,), longest=15)
+    assert prepare(example, tiny, None)["labels"].tolist() == [2], "the first is thinner than a pixel"
     sample = prepare(example_of([]), TRAINING, generator(0, "augmentation"))
     check(sample)
     assert len(sample["labels"]) == 0
@@ -168,8 +172,7 @@ def test_examples_of_a_source(tmp_path):
     [
         ({"sides": ()}, "sides"),
         ({"flip": 1.5}, "flip"),
-        ({"crop": {"smallest": 9, "largest": 8}}, "smallest to be at most largest"),
-        ({"crop": {"sides": [0]}}, "greater than 0"),
+        ({"sides": [0]}, "greater than 0"),
         ({"side": [800]}, "did you mean 'sides'"),
     ],
 )
@@ -191,19 +194,18 @@ def extent(polygons):
 
 
 @needs_mini
-def test_real_objects_stay_within_their_boxes():
+def test_real_objects_stay_within_their_boxes(monkeypatch):
     """Drawn masks lose spikes that are thinner than a pixel: of the annotations as they are, 6 % differ by more."""
     split = load_set(MINI).train
-    settings = DetectionAugmentation(
-        flip=0.5, sides=(192, 224, 256), longest=420, crop=CropSettings(sides=(160, 200), smallest=128, largest=200)
-    )
+    crops(monkeypatch, (160, 200), (128, 200))
+    settings = DetectionAugmentation(flip=0.5, sides=(192, 224, 256), longest=420, crop=True)
     far = []
     for index in range(0, len(split), 10):
         example = split[index]
         sample = prepare(example, settings, generator(index, "augmentation"))
         check(sample)
         view = choose_view(example["size"], settings, generator(index, "augmentation"))
-        moved = view.move_boxes(torch.stack([extent(polygons) for polygons in example["instances"].segmentations]))
+        moved = view.move_boxes(torch.stack([extent(polygons) for polygons in example["segmentations"]]))
         drawn = boxes_of_masks(sample["masks"])
         for box, around in zip(sample["boxes"], drawn, strict=True):
             assert torch.equal(box, around) or (moved - box).abs().amax(1).min() < 0.05

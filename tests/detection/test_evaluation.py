@@ -35,11 +35,12 @@ def perfect(split):
     """Detections that are the truth."""
     found = []
     for index in range(len(split)):
-        instances, image = split.instances(index)[0], split.images[index]
-        instances = instances.select(~instances.crowd)
-        masks = masks_of(instances, image["height"], image["width"])[:, None]
-        scores = torch.ones(len(masks))
-        found.append({"boxes": instances.boxes, "labels": instances.labels, "scores": scores, "masks": masks})
+        objects, image = split.objects(index), split.images[index]
+        masks = masks_of(objects, image["height"], image["width"])[:, None]
+        # As annotated, also where a box leaves its image.
+        boxes = torch.tensor([row["bbox"] for row in split.annotations[index] if not row["iscrowd"]]).reshape(-1, 4)
+        boxes = torch.cat([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], 1).float()
+        found.append({"boxes": boxes, "labels": objects["labels"], "scores": torch.ones(len(masks)), "masks": masks})
     return found
 
 
@@ -128,10 +129,11 @@ def test_without_detections_all_is_zero(tmp_path):
 def test_crowd_regions_are_ignored(tmp_path):
     split = load_set(write_set(tmp_path)).evaluation
     results = results_of(split, perfect(split))
-    inside = {"image_id": 5, "category_id": 2, "bbox": [2.0, 35.0, 9.0, 9.0], "score": 2.0}
+    inside = {**results[2], "bbox": [2.0, 35.0, 9.0, 9.0], "score": 2.0}
+    assert (inside["image_id"], inside["category_id"]) == (5, 2)
     elsewhere = {**inside, "bbox": [2.0, 2.0, 9.0, 9.0]}
-    assert evaluate(split.ground_truth, [*results, inside], ["bbox"])["box_AP"] == pytest.approx(1.0)
-    assert evaluate(split.ground_truth, [*results, elsewhere], ["bbox"])["box_AP"] < 0.9
+    assert evaluate(split.ground_truth, [*results, inside])["box_AP"] == pytest.approx(1.0)
+    assert evaluate(split.ground_truth, [*results, elsewhere])["box_AP"] < 0.9
 
 
 def test_the_size_of_a_mask_decides_for_masks(tmp_path):
@@ -171,6 +173,7 @@ def test_results_are_in_the_official_format():
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_numbers_that_are_not_finite_are_no_detections(key, value):
     found = {"boxes": torch.ones(2, 4), "labels": torch.tensor([1, 1]), "scores": torch.tensor([0.5, 0.25])}
+    found["masks"] = torch.ones(2, 1, 4, 4)
     found[key][0] = value
     [kept] = to_results(found, 1, [1])
     assert kept["score"] == 0.25

@@ -13,7 +13,7 @@ from detection.small_detector import HEADS, SWIN, XCIT, detector, recipe
 from wellcond.errors import WeightError
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.models.trained import load_backbone
+from wellcond.lab.models.trained import load_encoder
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.checkpoint import last_checkpoint
 from wellcond.lab.train.prepare import prepare_model, prepare_task
@@ -52,7 +52,7 @@ def test_a_file_of_a_classifier_gives_its_features(backbone, method, tmp_path):
     keys = list(model.state_dict())
     others = {key: value.clone() for key, value in model.state_dict().items() if not key.startswith(PREFIX)}
     save_file(trained.state_dict(), tmp_path / "trained.safetensors")
-    load_backbone(model, tmp_path / "trained.safetensors", DEFAULT)
+    load_encoder(model, tmp_path / "trained.safetensors", DEFAULT)
     assert_same_features(model, trained)
     assert list(model.state_dict()) == keys and wc.conditioning_of(model) is None
     assert all(torch.equal(model.state_dict()[key], value) for key, value in others.items())
@@ -62,7 +62,7 @@ def test_raw_weights_stay_raw_under_the_same_correction(tmp_path):
     """Folding and correcting again would be another function."""
     trained, model = classifier(XCIT, BALANCED), detector(XCIT).eval()
     save_file(trained.state_dict(), tmp_path / "trained.safetensors")
-    load_backbone(model, tmp_path / "trained.safetensors", BALANCED)
+    load_encoder(model, tmp_path / "trained.safetensors", BALANCED)
     name = "blocks.0.attn.qkv.weight"
     assert torch.equal(model.state_dict()[PREFIX + name], trained.state_dict()[name])
     wc.condition_(model, "balanced")
@@ -73,7 +73,7 @@ def test_a_detector_hands_its_backbone_on(tmp_path):
     first, second = detector(SWIN).eval(), detector(SWIN, seed=9, pyramid_width=8).eval()
     wc.condition_(first, "polar")
     save_file(first.state_dict(), tmp_path / "first.safetensors")
-    load_backbone(second, tmp_path / "first.safetensors", DEFAULT)
+    load_encoder(second, tmp_path / "first.safetensors", DEFAULT)
     assert_same_features(second, first)
 
 
@@ -91,7 +91,7 @@ def test_weights_that_do_not_fit_change_nothing(method, change, message, tmp_pat
     before = {key: value.clone() for key, value in model.state_dict().items()}
     save_file(classifier(XCIT, method).state_dict(), tmp_path / "trained.safetensors")
     with pytest.raises(WeightError) as caught:
-        load_backbone(model, tmp_path / "trained.safetensors", DEFAULT)
+        load_encoder(model, tmp_path / "trained.safetensors", DEFAULT)
     assert message in str(caught.value) and "trained.safetensors" in str(caught.value)
     after = model.state_dict()
     assert list(after) == list(before) and all(torch.equal(after[key], value) for key, value in before.items())
@@ -99,9 +99,9 @@ def test_weights_that_do_not_fit_change_nothing(method, change, message, tmp_pat
 
 def test_a_folder_without_a_finished_run_is_refused(tmp_path):
     with pytest.raises(RecipeError, match="no run in"):
-        load_backbone(detector(), tmp_path, DEFAULT)
+        load_encoder(detector(), tmp_path, DEFAULT)
     with pytest.raises(WeightError, match="no such weights file"):
-        load_backbone(detector(), tmp_path / "missing", DEFAULT)
+        load_encoder(detector(), tmp_path / "missing", DEFAULT)
 
 
 def pretrain(folder, method):

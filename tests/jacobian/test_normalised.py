@@ -1,5 +1,6 @@
 """Heads whose queries and keys pass a map, against automatic differentiation; `check_form` serves all forms."""
 
+import dataclasses
 import math
 
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 
 from wellcond.errors import UnknownChoiceError, WeightError
 from wellcond.head import Head
+from wellcond.jacobian.diagnosis import diagnose_head
 from wellcond.jacobian.maps import TokenMap, chain, identity_map, l2_norm, layer_norm, rms_norm, rotary
-from wellcond.jacobian.normalised import NormalisedHead, cosine_head, mapped_head, softmax_weights
+from wellcond.jacobian.normalised import NormalisedHead, Softmax, cosine_head, mapped_head, softmax_weights
 from wellcond.jacobian.plain import dense_jacobian
 from wellcond.jacobian.spectrum import form_spectrum
 
@@ -330,3 +332,44 @@ def test_refusals():
         rotary(normal(3, 2), normal(3, 2), normal(3, 2), layout="other")
     with pytest.raises(ValueError, match="even width"):
         rotary(normal(3, 3), normal(3, 3), normal(3, 3), layout="half")
+
+
+@pytest.mark.parametrize("g", [1, 2])
+@pytest.mark.parametrize("mapped", ["rotary", "values"])
+def test_a_mapped_head_is_diagnosed_as_a_plain_one_is(g, mapped):
+    draw, n = normals(3), 7
+    head = Head(draw(n, 6), draw(g, 4, 6), draw(4, 6), draw(4, 6), scale=0.5, mask=causal(n))
+    angles = draw(n, 4)
+    form = mapped_head(head, lambda rows: rotary(rows, angles.cos(), angles.sin(), layout="half"))
+    if mapped == "values":  # and a sink: a key without a value
+        p = torch.cat([0.75 * form.p, torch.full((len(form.p), 1), 0.25, dtype=F64)], dim=1)
+        turned = TokenMap(head.values() @ draw(4, 4), draw(4, 4).expand(n, 4, 4))
+        slope = torch.full_like(form.p, 0.5)
+        form = dataclasses.replace(form, softmax=Softmax(p, slope, turned))
+    found, blocks = form.diagnose(), form.parameter_blocks()
+    norms = [float(torch.linalg.matrix_norm(blocks[name], 2)) for name in "qkv"]
+    assert [found.norm_q, found.norm_k, found.norm_v] == pytest.approx(norms, rel=1e-8)
+    entropy = -torch.special.xlogy(form.all_probabilities, form.all_probabilities).sum(-1)
+    assert found.attention.entropy == pytest.approx(float(entropy.mean()))
+    own = form.p.view(g, n, n).diagonal(dim1=-2, dim2=-1)
+    assert found.attention.diagonal_mass == pytest.approx(float(own.mean()))
+    assert 0 < found.attention.normalised_entropy < 1 and not found.dead
+    assert found.kappa_x == pytest.approx(float(torch.linalg.cond(head.x)))
+
+
+def test_identity_maps_are_diagnosed_as_the_plain_head():
+    draw = normals(4)
+    head = Head(draw(6, 5), draw(3, 5), draw(3, 5), draw(3, 5), scale=0.5, mask=causal(6))
+    mine, plain = mapped_head(head, identity_map).diagnose(), diagnose_head(head)
+    numbers = {key: value for key, value in mine.to_dict().items() if isinstance(value, float)}
+    assert numbers == pytest.approx({key: plain.to_dict()[key] for key in numbers}, rel=1e-9)
+    assert dataclasses.asdict(mine.attention) == pytest.approx(dataclasses.asdict(plain.attention))
+    assert mine.verdict == plain.verdict and mine.explanation[:20] == plain.explanation[:20]
+
+
+def test_a_collapsed_rotary_head_is_dead():
+    draw = normals(5)
+    w = draw(4, 4)
+    head = Head(50 * torch.eye(4, dtype=F64), w, w, draw(4, 4), scale=0.5)
+    found = mapped_head(head, identity_map).diagnose()
+    assert found.dead and found.verdict == "dead head" and "collapsed" in found.explanation

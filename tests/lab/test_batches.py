@@ -9,7 +9,7 @@ from lab.helpers import pil_images
 from wellcond.lab.seeding import epoch_order
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import EVALUATION, AugmentationSettings
-from wellcond.lab.tasks.image_classification import IMAGENET, Pictures, picture_transform
+from wellcond.lab.tasks.image_classification import Pictures, picture_transform
 from wellcond.lab.train.batches import Share, UpdatePlan, evaluation_parts, fetch_batches
 
 WHOLE = Share()
@@ -129,7 +129,7 @@ def pictures(seed=0):
     augmentation = AugmentationSettings(
         flip=0.5, resized_crop=(0.3, 1.0), rand_augment="rand-m9-mstd0.5-inc1", color_jitter=0.3, random_erasing=0.5
     )
-    transform = picture_transform(16, augmentation, crop=1.0, mean=IMAGENET[0], std=IMAGENET[1])
+    transform = picture_transform(16, 3, 1.0, augmentation)
     return Pictures(pil_images([(20 + k % 3, 18) for k in range(10)]), transform, channels=3, seed=seed)
 
 
@@ -156,8 +156,8 @@ def test_augmented_pictures_depend_on_seed_epoch_and_number_only():
 
 def test_rand_augment_works_at_full_strength():
     augmentation = AugmentationSettings(rand_augment="rand-m10-n15-inc1")
-    transform = picture_transform(16, augmentation, crop=1.0, mean=IMAGENET[0], std=IMAGENET[1])
-    samples = Pictures(pil_images([(20, 18)] * 10), transform, channels=3)
+    transform = picture_transform(16, 3, 1.0, augmentation)
+    samples = Pictures(pil_images([(20, 18)] * 10), transform, channels=3, seed=0)
     assert all(
         torch.isfinite(samples.fetch([(index, draw) for index in range(10)])["image"]).all() for draw in range(3)
     )

@@ -18,7 +18,7 @@ from wellcond.lab.train.checkpoint import (
     save_checkpoint,
     trained_weights,
 )
-from wellcond.lab.train.optimizers import SGD, AdamW
+from wellcond.lab.train.optimizers import AdamW, Muon
 from wellcond.lab.train.run_folder import RunError
 from wellcond.weights import read_state_dict
 
@@ -41,8 +41,7 @@ SHARDED = pytest.mark.parametrize("sharded", [False, True], ids=["one file", "sh
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 OPTIMIZERS = {
     "adamw": AdamW(lr=1e-2, betas=(0.8, 0.99), weight_decay=0.1),
-    "sgd": SGD(lr=1e-2, nesterov=True, weight_decay=0.1),
-    "plain sgd": SGD(lr=1e-2, momentum=0.0),
+    "muon": Muon(lr=1e-2, weight_decay=0.1),
 }
 
 
@@ -95,8 +94,7 @@ def test_training_resumes_as_if_it_had_not_stopped(tmp_path, name, optimizer_nam
     assert same_state(model.state_dict(), other.state_dict())
 
 
-@pytest.mark.parametrize("optimizer_name", ["adamw", "sgd"])
-def test_parameters_without_gradients_do_not_hinder_resuming(tmp_path, optimizer_name):
+def test_parameters_without_gradients_do_not_hinder_resuming(tmp_path):
     def make():
         torch.manual_seed(0)
         model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("used", "unused", "frozen")})
@@ -107,7 +105,7 @@ def test_parameters_without_gradients_do_not_hinder_resuming(tmp_path, optimizer
         return model["used"](torch.ones(1, 2)).square().sum()
 
     model, other = make(), make()
-    optimizer, second = (OPTIMIZERS[optimizer_name].build(each) for each in (model, other))
+    optimizer, second = (OPTIMIZERS["adamw"].build(each) for each in (model, other))
     trained(model, optimizer, loss, 2)
     restore(save(tmp_path, model, optimizer), other, second)
     for a, b in ((model, optimizer), (other, second)):
@@ -233,36 +231,15 @@ def test_the_same_step_can_be_saved_again(small):
 
 
 @SHARDED
-@pytest.mark.parametrize("links", [True, False], ids=["hard links", "none"])
-def test_best_weights_go_from_one_checkpoint_to_the_next(small, monkeypatch, links, sharded):
+def test_best_weights_are_there_where_they_are_asked_for(small, sharded):
     folder, model, optimizer = small
-
-    def save_with(step, best):
-        return save_checkpoint(folder, step, tensors_of(model, optimizer, best=best), {}, sharded=sharded)
-
-    def inode(place):
-        [path] = [
-            path for path in place.rglob("*.safetensors") if path.relative_to(place).as_posix().startswith("best")
-        ]
-        return path.stat().st_ino
-
     best = {"weight": torch.full((2, 2), 7.0)}
-    first = save_with(1, best)
-    before = inode(first)
-    if not links:
-
-        def refuse(source, target):
-            raise OSError(1, "Operation not permitted")
-
-        monkeypatch.setattr(checkpoint.os, "link", refuse)
-    second = save_with(2, first)
-    assert second.name == "step-00000002" and (inode(second) == before) == links
-    again = save_with(2, second)  # a step may be saved twice
-    assert same_state(read_tensors(again, "best"), best) and not first.exists()
-    third = save_with(3, None)
-    assert not list(third.glob("best*"))
-    with pytest.raises(RunError, match=r"step-00000003 is damaged .*best"):
-        read_tensors(third, "best")
+    first = save_checkpoint(folder, 1, tensors_of(model, optimizer, best=best), {}, sharded=sharded)
+    assert same_state(read_tensors(first, "best"), best)
+    second = save_checkpoint(folder, 2, tensors_of(model, optimizer, best=None), {}, sharded=sharded)
+    assert not list(second.glob("best*"))
+    with pytest.raises(RunError, match=r"step-00000002 is damaged .*best"):
+        read_tensors(second, "best")
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json"])

@@ -7,7 +7,6 @@ import pytest
 import torch
 from pydantic import ValidationError
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from lab.helpers import bundle, make_recipe, texts, tiny_gpt2
 from lab.test_tasks import evaluation_batch, make_task
@@ -33,11 +32,6 @@ def prose(*documents, **others):
     return bundle("text", texts(*documents), classes=None, **others)
 
 
-def windows(text="abcdefghij", context=4, **fields):
-    """Evaluation windows on bytes: letters and the end of the document."""
-    return make_task("language_modelling", prose(text), context=context, **{"stride": context, **fields})
-
-
 @torch.no_grad()
 def score_all(task, model, samples=None, size=3):
     """Metrics over a set, in batches."""
@@ -59,7 +53,7 @@ def test_blocks_predict_every_token_but_the_first_of_the_stream():
     assert int(task.num_terms(batch)) == 6 and batch["input_ids"].dtype == torch.int64
 
 
-def test_windows_lie_one_behind_the_other_by_default():
+def test_windows_lie_one_behind_the_other():
     task = make_task("language_modelling", prose(STORY), context=5, tokenizer=BPE)
     batch = evaluation_batch(task)
     stream = task.evaluation.stream.tokens.astype(np.int64)
@@ -77,46 +71,28 @@ class Counter(nn.Module):
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9, 23])
-@pytest.mark.parametrize(("context", "stride"), [(4, 4), (4, 3), (4, 1), (7, 2), (30, 30), (30, 1)])
-def test_every_token_is_scored_exactly_once(length, context, stride):
+@pytest.mark.parametrize("context", [4, 7, 30])
+def test_every_token_is_scored_exactly_once(length, context):
     letters = "".join(chr(ord("a") + number) for number in range(length))
     data = bundle("text", texts("x" * 40), texts(letters), classes=None)  # every letter is another token
-    task = make_task("language_modelling", data, context=context, stride=stride)
+    task = make_task("language_modelling", data, context=context)
     batch = evaluation_batch(task)
     targets = batch["targets"]
     assert sorted(targets[targets != IGNORED].tolist()) == [0, *range(99, 98 + length)]
     found, totals = score_all(task, Counter())
     assert totals["count"] == length and found["loss"] == pytest.approx(math.log(257), rel=1e-6)
-    # Each is scored from the tokens before it: as many as the window allows, and at least context - stride + 1.
+    # Each is scored from the tokens before it in its window.
     for row, column in (targets != IGNORED).nonzero().tolist():
         before = ord("a") + 1 + torch.arange(length)
         target = int(targets[row, column])
         place = length if target == 0 else target - 98
         seen = batch["input_ids"][row, : column + 1]
         assert torch.equal(seen, before[place - len(seen) : place])
-        assert len(seen) >= min(place, context - stride + 1)
-
-
-@torch.no_grad()
-def test_a_stride_of_one_gives_every_token_all_the_context_there_is():
-    model = tiny_gpt2(context=6).eval()
-    task = windows("the dog had the ball", context=6, stride=1)
-    stream = torch.from_numpy(task.evaluation.stream.tokens.astype(np.int64))
-    losses = []
-    for place in range(1, len(stream)):
-        seen = stream[max(0, place - 6) : place]
-        logits = model(input_ids=seen[None]).logits[0, -1]
-        losses.append(float(cross_entropy(logits, stream[place])))
-    found, totals = score_all(task, model)
-    assert totals["loss"] == pytest.approx(sum(losses), rel=1e-5)
-    assert found["perplexity"] == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-5)
-    apart, _ = score_all(windows("the dog had the ball", context=6), model)
-    assert apart["loss"] != pytest.approx(found["loss"], rel=1e-4)
 
 
 def test_perplexity_per_word_and_bits_per_byte():
     data = prose("née went", "", "home early today")
-    task = make_task("language_modelling", data, context=4, stride=2)
+    task = make_task("language_modelling", data, context=4)
     found, totals = score_all(task, Counter())
     words, size = 5, len("née wenthome early today".encode())
     tokens = size + 2 - 1  # with two ends, without the first
@@ -132,7 +108,7 @@ def test_the_test_split_is_scored_as_the_evaluation_is():
     task = make_task("language_modelling", data, context=4, tokenizer=BPE)
     assert task.test.stream.counts["words"] == 2
     plain = make_task("language_modelling", data, context=4)
-    assert len(plain.test) == 1 and make_task("language_modelling", prose(STORY), context=4).test is None
+    assert len(plain.test) == 2 and make_task("language_modelling", prose(STORY), context=4).test is None
 
 
 def test_a_model_gets_the_vocabulary_of_the_tokeniser():
@@ -173,8 +149,8 @@ def test_preparation_is_told():
     ("documents", "fields", "message"),
     [
         (["", " \n"], {"tokenizer": BPE}, "the text does not give a bpe tokeniser"),
-        (["", " \n"], {"stride": 2}, "some, training split: there is no text"),
-        (["ab"], {"stride": 2}, "at least 5 tokens, those of one block, found 3"),
+        (["", " \n"], {}, "some, training split: there is no text"),
+        (["ab"], {}, "at least 5 tokens, those of one block, found 3"),
         (["ab"], {"tokenizer": {"file": "nowhere"}}, "nowhere: no such file or folder"),
     ],
 )
@@ -183,7 +159,7 @@ def test_text_that_does_not_suit_is_refused(documents, fields, message):
         make_task("language_modelling", prose(*documents), context=4, **fields)
 
 
-@pytest.mark.parametrize("fields", [{"stride": 5}, {"stride": 0}, {"limit_tokens": 0}, {"tokenizer": "words"}])
+@pytest.mark.parametrize("fields", [{"limit_tokens": 0}, {"tokenizer": "words"}])
 def test_settings_that_make_no_sense_are_refused(fields):
     with pytest.raises(ValidationError):
         make_task("language_modelling", prose(STORY), context=4, **fields)
@@ -212,7 +188,6 @@ def test_a_run_on_tokens_from_a_recipe(tmp_path):
         task={
             "name": "language_modelling",
             "context": 8,
-            "stride": 4,
             "tokenizer": {"train": "bpe", "vocabulary": 280},
         },
         data={"source": "text_stream", "files": "stories.txt", "evaluation_documents": 10},

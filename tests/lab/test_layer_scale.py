@@ -50,7 +50,7 @@ def test_factors_scale_what_blocks_add(make):
 def test_scales_are_not_added_twice():
     model = tiny_vit().eval()
     add_layer_scale_(model, 0.1, runner(model))
-    with pytest.raises(RecipeError, match="scales of its own"):
+    with pytest.raises(RecipeError, match="without scales of their own"):
         add_layer_scale_(model, 0.1, runner(model))
 
 

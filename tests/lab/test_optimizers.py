@@ -5,7 +5,7 @@ from torch import nn
 
 from lab.helpers import tiny_bert, tiny_gpt2, tiny_vit
 from wellcond import condition_
-from wellcond.lab.train.optimizers import SGD, AdamW, Point, parameter_groups, set_point
+from wellcond.lab.train.optimizers import AdamW, Muon, Point, parameter_groups, set_point
 
 
 def decayed_names(model, weight_decay=0.1):
@@ -64,16 +64,15 @@ def test_settings_reach_the_optimiser():
     first, second = adam.param_groups
     assert (first["lr"], first["betas"], first["eps"], first["weight_decay"]) == (0.1, (0.8, 0.9), 1e-6, 0.3)
     assert second["weight_decay"] == 0.0
-    sgd = SGD(lr=0.2, momentum=0.7, nesterov=True).build(nn.Linear(2, 2))
-    assert [sgd.param_groups[0][key] for key in ("lr", "momentum", "nesterov")] == [0.2, 0.7, True]
 
 
 def test_a_point_sets_rate_and_momentum_of_every_group():
-    adam, sgd = AdamW(lr=1).build(nn.Linear(2, 2)), SGD(lr=1).build(nn.Linear(2, 2))
-    for optimizer in (adam, sgd):
+    adam, muon = AdamW(lr=1).build(nn.Linear(2, 2)), Muon(lr=1).build(tiny_vit())
+    for optimizer in (adam, muon):
         assert set_point(optimizer, Point(0.5, 0.6), 0.1) == 0.05
     assert [(group["lr"], group["betas"]) for group in adam.param_groups] == [(0.05, (0.6, 0.999))] * 2
-    assert [(group["lr"], group["momentum"]) for group in sgd.param_groups] == [(0.05, 0.6)] * 2
+    assert [group["lr"] for group in muon.param_groups] == [0.05] * 3
+    assert muon.param_groups[0]["momentum"] == 0.6 and muon.param_groups[1]["betas"] == (0.6, 0.999)
     set_point(adam, Point(1.0), 0.1)
     assert adam.param_groups[0]["betas"] == (0.6, 0.999)
 
@@ -85,8 +84,7 @@ def test_a_point_sets_rate_and_momentum_of_every_group():
         (AdamW, {"lr": float("inf")}),
         (AdamW, {"lr": 1, "betas": (0.9, 1.0)}),
         (AdamW, {"lr": 1, "betas": (-0.1, 0.9)}),
-        (SGD, {"lr": 1, "momentum": 0, "nesterov": True}),
-        (SGD, {"lr": 1, "weight_decay": -1}),
+        (Muon, {"lr": 1, "weight_decay": -1}),
     ],
 )
 def test_what_torch_would_refuse_is_refused_with_the_recipe(settings, fields):

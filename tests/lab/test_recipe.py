@@ -64,7 +64,6 @@ WITHOUT_EFFECT = {
     "checkpoint.every.epochs",
     "checkpoint.every.steps",
     "logging.trackers",
-    "logging.project",
     "training.workers",
     "method.label",
     "method.set",  # its values are those of the other fields

@@ -92,11 +92,6 @@ def test_cosine_equals_timm(warmup):
         assert factor == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
 
 
-def test_linear_rises_then_falls_to_its_end():
-    found = factors(10, name="linear", warmup={"steps": 2}, end=0.2)
-    assert found == pytest.approx([0, 0.5, *(0.2 + 0.8 * (1 - k / 8) for k in range(8))])
-
-
 def test_constant_is_the_peak_after_the_warm_up():
     assert factors(5, name="constant") == [1.0] * 5
     assert factors(5, name="constant", warmup={"steps": 2}, start=0.5) == [0.5, 0.75, 1.0, 1.0, 1.0]
@@ -119,7 +114,7 @@ def test_steps_falls_at_each_milestone():
 @given(
     fields=st.one_of(
         st.fixed_dictionaries(
-            {"name": st.sampled_from(["constant", "linear", "cosine"])},
+            {"name": st.sampled_from(["constant", "cosine"])},
             optional={"warmup": st.builds(lambda n: {"steps": n}, st.integers(1, 80)), "start": st.floats(0, 1)},
         ),
         st.fixed_dictionaries({"name": st.just("one_cycle"), "rise": st.floats(0.01, 0.99)}),
@@ -135,14 +130,14 @@ def test_no_schedule_leaves_the_range_from_zero_to_the_peak(fields, num_steps):
     assert all(-1e-12 <= factor <= 1 + 1e-12 for factor in factors(num_steps, **fields))
 
 
-@pytest.mark.parametrize("name", ["constant", "linear", "cosine", "steps"])
+@pytest.mark.parametrize("name", ["constant", "cosine", "steps"])
 def test_a_warm_up_longer_than_the_run_only_rises(name):
     needed = {"milestones": [{"steps": 500}]} if name == "steps" else {}
     found = factors(4, name=name, warmup={"steps": 10}, **needed)
     assert found == pytest.approx([0, 0.1, 0.2, 0.3])
 
 
-@pytest.mark.parametrize("name", ["one_cycle", "triangular", "linear", "cosine", "constant"])
+@pytest.mark.parametrize("name", ["one_cycle", "triangular", "cosine", "constant"])
 def test_one_update_is_a_whole_run(name):
     (only,) = factors(1, name=name)
     assert 0 < only <= 1
@@ -152,7 +147,7 @@ def test_one_update_is_a_whole_run(name):
     "fields",
     [
         {"name": "cosine", "start": 1.5},
-        {"name": "linear", "end": -0.1},
+        {"name": "cosine", "end": -0.1},
         {"name": "one_cycle", "rise": 1.0},
         {"name": "cosine", "warmup": {"epochs": 1, "steps": 2}},
         {"name": "cosine", "warmup": {}},

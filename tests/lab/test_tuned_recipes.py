@@ -51,7 +51,7 @@ def test_what_the_user_sets_counts_for_all_methods(tmp_path):
     recipe = parse_recipe(text, "mine", ["optimizer.lr=0.5", "augmentation.flip=0.5"])
     assert rates(recipe, "default,identity(lam=10)", tmp_path) == {"default": 0.5, "identity(lam=10)": 0.5}
     assert recipe.tuned.values["identity(lam=10)"] == {"optimizer.eps": 1e-6}
-    whole = parse_recipe(text, "mine", ["optimizer={name: sgd, lr: 0.1}"])
+    whole = parse_recipe(text, "mine", ["optimizer={name: muon, lr: 0.1}"])
     assert not any(whole.tuned.values.values())
 
 

@@ -12,7 +12,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 pytest.importorskip("plotly")
 CHROMIUM = Path("/usr/bin/chromium")
 pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="there is no /usr/bin/chromium")
-TABS = ["summary", "learning", "matching", "conditioning", "layers", "attention", "cost", "runs"]
+TABS = ["summary", "learning", "matching", "conditioning", "attention", "cost", "runs"]
 
 
 @pytest.fixture(scope="module")

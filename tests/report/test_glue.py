@@ -16,9 +16,9 @@ METRICS = {"cola": "matthews", "sst2": "accuracy", "stsb": "pearson", "mrpc": "f
 VALUES = {"default": (0.10, 0.14, 0.12), "gaussian": (0.2, 0.2, 0.3), "conditioned": (0.30, 0.38, 0.31)}
 
 
-def write_score(run, task, seed, value, *, status="finished", lr=4e-5, **final):
+def write_score(run, task, seed, value, *, status="finished", **final):
     name = METRICS[task]
-    config = {"optimizer": {"lr": lr}, "schedule": {}, "training": {}, "task": {"name": "glue", "task": task}}
+    config = {"optimizer": {"lr": 4e-5}, "schedule": {}, "training": {}, "task": {"name": "glue", "task": task}}
     config |= {"seed": seed, "model": {"encoder": f"encoder-{run.name}.safetensors"}}
     record = {
         "schema": 1, "kind": "wellcond-run", "recipe": f"glue-{task}", "scale": "tiny", "method": "x", "seed": seed,
@@ -57,15 +57,16 @@ def test_a_comparison_has_means_deviations_and_the_average_of_its_tasks(comparis
 def test_differences_are_paired_by_seed_and_corrected(comparison):
     rows = find_differences(load_glue(comparison))
     pairs = [("gaussian", "default"), ("conditioned", "default"), ("conditioned", "gaussian")]
-    assert set(rows) == {(task, pair) for task in ("cola", "sst2", "average") for pair in pairs}
+    found = {(task, (row.method, row.baseline)) for (task, _), of_method in rows.items() for row in of_method}
+    assert found == {(task, pair) for task in ("cola", "sst2", "average") for pair in pairs}
     plain = {label: dict(enumerate(values)) for label, values in VALUES.items()}
     a, b = plain["conditioned"], plain["default"]
     expected = compare_paired("conditioned", a, "default", b, higher_is_better=True)
-    row = rows["cola", ("conditioned", "default")]
+    row = rows["cola", "conditioned"][0]
     assert row.mean == pytest.approx(expected.mean) and row.interval == pytest.approx(expected.interval)
     assert row.p == pytest.approx(stats.ttest_rel([a[seed] for seed in a], [b[seed] for seed in a]).pvalue)
     for tasks in (("sst2", "cola"), ("average",)):
-        ours = [row for (task, _), row in rows.items() if task in tasks]
+        ours = [row for (task, _), of_method in rows.items() if task in tasks for row in of_method]
         assert [row.p_holm for row in ours] == pytest.approx(holm([row.p for row in ours]))
     averages = load_glue(comparison).values("conditioned", "average")
     assert averages == pytest.approx({0: 0.55, 1: 0.63, 2: 0.56})
@@ -77,8 +78,7 @@ def test_every_statistic_is_in_the_csv(comparison):
     assert len(rows) == 3 * (1 + 1 + 2)  # columns x pairs of a method, the baseline without one
     row = next(row for row in rows if (row["task"], row["method"], row["minus"]) == ("CoLA", "conditioned", "default"))
     assert (row["metric"], row["n"], row["pairs"]) == ("Matthews", "3", "3")
-    shown = [float(row[name]) for name in ("mean", "sd", "difference")]
-    assert shown == pytest.approx([33.0, 19**0.5, 21.0]) and float(row["low"]) < 21 < float(row["high"])
+    assert (row["mean"], row["std"], row["difference"]) == ("33.00", "4.36", "+21.00")
 
 
 def test_the_same_records_give_the_same_bytes(comparison):
@@ -102,54 +102,27 @@ def test_the_report_of_a_comparison_leaves_fine_tuning_out(comparison, tmp_path)
 
 def test_a_single_run_has_its_own_table(comparison):
     run = comparison / "default/seed0"
-    write_score(run, "cola", 1, 0.2)
-    write_score(run, "sst2", 1, 0.8)
     assert rebuild_glue(run) == run / "glue/glue.md"
-    table = scores_table(load_glue(run))
-    assert table.rows == (("default", "70.00 ± 14.14", "15.00 ± 7.07", "42.50 ± 10.61"),)
-    assert "over seeds 0, 1 of fine-tuning" in table.notes[0]
-    assert find_differences(load_glue(run)) == {} and load_glue(run).values("default", "cola") == {0: 0.1, 1: 0.2}
+    assert scores_table(load_glue(run)).rows == (("default", "60.00", "10.00", "35.00"),)
+    assert find_differences(load_glue(run)) == {} and load_glue(run).values("default", "cola") == {0: 0.1}
     assert "CoLA accuracy" in (run / "glue/glue.md").read_text()
-
-
-def test_seeds_of_fine_tuning_are_averaged_before_methods_are_compared(comparison):
-    for label in VALUES:
-        for seed in range(3):
-            write_score(comparison / label / f"seed{seed}", "cola", 1, 0.5)
-    assert load_glue(comparison).values("default", "cola") == pytest.approx({0: 0.30, 1: 0.32, 2: 0.31})
 
 
 def test_what_did_not_finish_is_told_and_in_no_mean(comparison):
     (comparison / "default/seed0/glue/cola/seed-0/run.json").unlink()
     (comparison / "default/seed0/glue/cola/seed-0").rmdir()
     write_score(comparison / "default/seed0", "cola", 0, 0.9, status="diverged")
-    record = json.loads((comparison / "gaussian/seed1/run.json").read_text()) | {"status": "diverged"}
-    (comparison / "gaussian/seed1/run.json").write_text(json.dumps(record))
     scores = load_glue(comparison)
     assert scores.values("default", "cola") == {1: 0.14, 2: 0.12}
     assert set(scores.values("default", "average")) == {1, 2}  # an average of fewer tasks would be no pair
     notes = " ".join(scores_table(scores).notes)
     assert "CoLA: of 9 runs 1 diverged; they are in no mean" in notes
-    assert "gaussian, seed 1: pre-training is diverged" in notes
 
 
 def test_predictions_that_are_all_equal_are_told(comparison):
     write_score(comparison / "default/seed0", "stsb", 0, 0.0, constant=1.0)
     notes = " ".join(scores_table(load_glue(comparison)).notes)
     assert "all equal (Matthews and correlations are then 0): STS-B 1 of 1" in notes
-
-
-def test_scores_under_different_settings_are_not_pooled(comparison):
-    write_score(comparison / "default/seed0", "mrpc", 0, 0.5)
-    write_score(comparison / "default/seed1", "mrpc", 0, 0.5, lr=1e-4)
-    with pytest.raises(RunRecordError, match="runs on mrpc were made under different settings: optimizer.lr"):
-        rebuild_glue(comparison)
-    assert not (comparison / "glue.md").exists()
-
-
-def test_tasks_with_different_settings_are_told(comparison):
-    write_score(comparison / "default/seed0", "mrpc", 0, 0.5, lr=1e-4)
-    assert any("different settings: lr" in note for note in scores_table(load_glue(comparison)).notes)
 
 
 def test_a_folder_without_scores_is_refused(tmp_path):

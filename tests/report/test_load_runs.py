@@ -131,7 +131,7 @@ def test_folder_without_runs(tmp_path):
 
 def test_runs_that_cannot_be_compared(folder):
     change(folder / "polar" / "seed0" / "run.json", recipe="other")
-    with pytest.raises(RunRecordError, match="different recipes"):
+    with pytest.raises(RunRecordError, match="recipe: 'digits' and 'other'"):
         load_comparisons(folder)
     change(folder / "polar" / "seed0" / "run.json", recipe="digits", method="default")
     with pytest.raises(RunRecordError, match="second run of 'default' with seed 0"):

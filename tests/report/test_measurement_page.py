@@ -8,14 +8,7 @@ import torch
 from torch import nn
 
 import wellcond as wc
-from wellcond.lab.report.measurement_page import (
-    ReportDataError,
-    colour_range,
-    describe_conditioning,
-    ramp_colour,
-    read_heads,
-    render_measurement,
-)
+from wellcond.lab.report.measurement_page import ReportDataError, render_measurement
 
 VOID = {"meta", "br"}
 
@@ -71,8 +64,10 @@ def kill(head, kappa=1.5):
     head["diagnosis"]["attention"].update(entropy=0.0, normalised_entropy=float("nan"))
 
 
-def cell(page, layer, head):
-    return re.search(rf'<td data-head="{layer}\.{head}".*?</td>', page, re.S).group()
+def row(page, layer, head):
+    """Of the table of heads: condition number with its colour, and the other columns."""
+    found = re.search(rf'<th scope="row">{re.escape(layer)}, head {head}.*?</tr>', page, re.S).group()
+    return re.findall(r"<td class=\"\w\"(.*?)</td>", found, re.S)
 
 
 def test_the_page_is_whole_and_loads_nothing(data):
@@ -85,14 +80,15 @@ def test_the_page_is_whole_and_loads_nothing(data):
     assert pictures and all('role="img"' in p or 'aria-hidden="true"' in p for p in pictures)
 
 
-def test_every_layer_and_head_is_in_heat_map_and_table(data):
+def test_every_layer_and_head_is_in_the_table(data):
     page = render_measurement(data)
-    for at, layer in enumerate(data["layers"]):
+    for layer in data["layers"]:
         for head in layer["heads"]:
-            assert f"{layer['name']}, head {head['index']}" in cell(page, at, head["index"])
-            assert f"{head['mean_kappa']:.4g}" in page and head["diagnosis"]["explanation"] in page
-    assert page.count('<th scope="row">') == 2 * 2 * 2  # verdicts and weights
-    assert page.count("curve c0") == 2 + 1  # one line per layer, and the legend
+            shown = row(page, layer["name"], head["index"])
+            assert shown[0].endswith(f">{head['mean_kappa']:.4g}") and "style=" in shown[0]
+            assert head["diagnosis"]["explanation"] in shown[5]
+    assert page.count('<th scope="row">') == 2 * 2 * 2  # heads and weights
+    assert page.count("curve c0") == 2  # one line per layer
 
 
 def test_the_page_says_which_model_which_input_and_which_version(data):
@@ -100,7 +96,7 @@ def test_the_page_says_which_model_which_input_and_which_version(data):
     for said in (data["run"]["model"], data["run"]["input"], f"wellcond {wc.__version__}"):
         assert f"<dd>{said}</dd>" in page
     assert data["run"]["model"].startswith("TransformerEncoder, ") and "float32 (2, 5, 8)" in data["run"]["input"]
-    assert render_measurement(data | {"run": {}}).count("<dd>not recorded</dd>") == 3
+    assert render_measurement(data | {"run": {}}).count("<dd>not recorded</dd>") == 4
 
 
 def test_weights_without_full_rank_show_it(data):
@@ -114,18 +110,13 @@ def test_json_gives_the_same_page(report):
 
 
 def test_dead_heads_are_marked_and_off_the_scale(data):
-    kill(data["layers"][1]["heads"][0])
+    name = data["layers"][1]["name"]
+    others = [row(render_measurement(data), name, 1)[0]]
+    kill(data["layers"][1]["heads"][0], kappa=1.0001)
     page = render_measurement(data)
-    dead, alive = cell(page, 1, 0), cell(page, 1, 1)
-    assert 'data-kind="dead"' in dead and ">dead</td>" in dead and "DEAD HEAD" in dead
-    coloured = r'style="background:#[0-9a-f]{6}'
-    assert not re.search(coloured, dead) and re.search(coloured, alive)
-    assert page.count('<tr class="dead">') == 1 and '<span class="tag alarm">dead head</span>' in page
-    assert re.search(r'<div class="tile alarm"><b>1</b><span>dead head</span>', page)
-    assert "curve c0 dashed" in page
-    # neither the colour scale nor the median is drawn towards its good-looking number
-    assert colour_range(read_heads(data))[0] > 0.5
-    assert not re.search(r"<b>1\.5</b>", page)
+    others.append(row(page, name, 1)[0])
+    assert "background:#26282b" in row(page, name, 0)[0] and "1 dead head:" in page and "curve c0 dashed" in page
+    assert "background:rgb(" in others[0] and "background:rgb(11,47,98)" not in others[1]
 
 
 def test_infinite_singular_and_estimated_heads_differ_from_exact_ones(data):
@@ -139,14 +130,11 @@ def test_infinite_singular_and_estimated_heads_differ_from_exact_ones(data):
     third["jacobian"]["status"] = "estimate"
     fourth["mean_kappa"] = "nan"
     page = render_measurement(data)
-    assert ">5.0*</td>" in cell(page, 0, 0) and 'data-kind="infinite"' in cell(page, 0, 0)
-    assert "(rank 9 of 20, null space: gauge: 11), over the non-zero spectrum 1e+05" in cell(page, 0, 0)
-    assert '<td class="n">∞</td><td class="n">1e+05</td>' in page and "<td>exact; rank 9 of 20" in page
-    assert 'data-kind="infinite"' in cell(page, 0, 1) and "style=" not in cell(page, 0, 1)
-    assert colour_range(read_heads(data))[1] == 5
-    assert ">≥7.0</td>" in cell(page, 0, 1) and "1e+07 to ∞" in page
-    assert re.search(r">~\d+\.\d</td>", cell(page, 1, 0))
-    assert ">–</td>" in cell(page, 1, 1)
+    names = [layer["name"] for layer in data["layers"]]
+    rank, singular, estimate, unknown = (row(page, names[at // 2], at % 2) for at in range(4))
+    assert rank[0].endswith(">∞") and "style=" in rank[0] and rank[1] == ">1e+05" and "exact; rank 9 of 20" in rank[3]
+    assert singular[0] == ">~∞" and singular[2] == ">1e+07 to ∞"
+    assert re.search(r">~\d", estimate[0]) and unknown[0] == ">–"
     assert "1 numerically singular, 1 estimate of 4 heads" in page
 
 
@@ -186,22 +174,22 @@ def test_heads_without_diagnosis_or_spectrum(data):
             head["jacobian"]["singular_values"] = None
     page = render_measurement(data)
     check(page)
-    assert "4 of 4 heads are too large for a full spectrum" in page
-    assert "4 heads are not plain softmax attention" in page and "generic derivatives: rotary" in page
-    assert "surrogate is the expression" not in page and "dead heads, 4 not diagnosed" in page
+    assert "All heads are too large for a full spectrum" in page
+    assert "not plain softmax attention" in page and "generic derivatives: rotary" in page
+    assert "surrogate is the expression" not in page
 
 
 def test_layers_that_were_not_measured_are_listed(data):
     data["layers"][0].update(heads=[], problem="it is broken")
     page = render_measurement(data)
     check(page)
-    assert "not measured: it is broken" in page and "attentions not measured" in page
+    assert "not measured: it is broken" in page
     data["layers"][1].update(heads=[], problem="so is this")
     assert "No head was measured" in render_measurement(data)
     assert "No head was measured" in render_measurement(data | {"layers": []})
 
 
-def test_long_spectra_are_thinned_and_keep_their_ends(data):
+def test_long_spectra_are_thinned(data):
     head = data["layers"][0]["heads"][0]
     head["jacobian"]["singular_values"] = [10.0 ** (-10 * i / 4999) for i in range(5000)]
     page = render_measurement(data)
@@ -214,12 +202,6 @@ def test_grouped_heads_name_their_queries(data):
     assert "head 0 (query heads 0 to 3)" in render_measurement(data)
 
 
-def test_conditioning_in_words():
-    assert describe_conditioning(None) == "none: plain weights"
-    said = describe_conditioning({"method": "balanced", "target": 1.5, "sites": ["a", "b"]})
-    assert said.startswith("balanced (target=1.5) on 2 attentions")
-
-
 @pytest.mark.parametrize("bad", [[], {}, {"schema": 1, "layers": 3}, {"schema": 1, "layers": [{}]}, None])
 def test_data_that_is_no_measurement(bad):
     with pytest.raises(ReportDataError, match="expected"):
@@ -227,20 +209,5 @@ def test_data_that_is_no_measurement(bad):
 
 
 def test_another_schema_is_refused(data):
-    with pytest.raises(ReportDataError, match="expected a measurement of schema 1, found 7"):
+    with pytest.raises(ReportDataError, match="expected a measurement of schema 1"):
         render_measurement(data | {"schema": 7})
-
-
-def test_the_ramp_darkens():
-    def light(share):
-        colour = ramp_colour(share)[0]
-        return sum(int(colour[i : i + 2], 16) for i in (1, 3, 5))
-
-    assert [light(s / 10) for s in range(11)] == sorted((light(s / 10) for s in range(11)), reverse=True)
-    assert ramp_colour(-1) == ramp_colour(0) and ramp_colour(2) == ramp_colour(1)
-
-
-def test_the_interval_of_a_zero_bound_is_infinite():
-    row = {"index": 0, "jacobian": {"sigma_max_bounds": [2, 3], "sigma_rank_bounds": [0, 1]}}
-    [head] = read_heads({"layers": [{"name": "a", "heads": [row]}]})
-    assert head.interval == (2.0, float("inf"))

@@ -150,7 +150,6 @@ def test_singular_heads_are_shown_and_ranked(tmp_path):
     assert "smallest for gaussian" in said and "largest for conditioned (" in said and "∞ in 25 %" in said
     captions = {figure.name: figure.caption for figure in build_figures(analysis)}
     assert "conditioned 25 %" in captions["jacobian"] and "conditioned 8 %" in captions["weights"]
-    assert "Infinite, and in no mean: conditioned" in captions["layers"]
 
 
 def test_only_singular_heads_are_infinite(tmp_path):
@@ -158,13 +157,6 @@ def test_only_singular_heads_are_infinite(tmp_path):
     singular(tmp_path, "conditioned", 1.0)
     analysis = analyse(load_comparisons(tmp_path)[0])
     assert column(summary_table(analysis), "κ(J) at end")["conditioned"] == "∞"
-
-
-def test_bands_of_percentages_stay_possible(tmp_path):
-    methods = [FakeMethod("default", {0: 1.0, 1: 0.7, 2: 0.999}), FakeMethod("polar", {0: 0.01, 1: 0.3, 2: 0.0})]
-    (figure,) = (f for f in build_figures(study(tmp_path, methods)) if f.name == "learning")
-    values = [row.value for row in figure.panels[0].rows]
-    assert min(values) >= 0 and max(values) <= 100
 
 
 def test_step_times_need_cores_of_their_own(tmp_path):
@@ -229,4 +221,3 @@ def test_equal_within_the_margin(tmp_path):
     assert analysis.verdicts["polar"].kind == "equal" and analysis.margin == pytest.approx(0.0178885, abs=1e-6)
     assert column(summary_table(analysis), "verdict")["polar"] == "equal within 1.79"
     assert "1 is equal within the margin" in bottom_line(analysis)
-    assert analyse(analysis.comparison, margin=1e-4).verdicts["polar"].kind == "undecided"

@@ -81,7 +81,7 @@ def test_each_method_shows_the_samples_of_its_first_seed(tmp_path):
     comparison = only_comparison(write_lm(tmp_path))
     found = find_samples(comparison)
     assert list(found) == [PROMPT, ""]
-    assert [sample.title for sample in found[""]] == ["default, seed 0", "polar, seed 1", "balanced, seed 0"]
+    assert [sample["title"] for sample in found[""]] == ["default, seed 0", "polar, seed 1", "balanced, seed 0"]
     page, text = page_of(comparison), markdown(comparison)
     assert '<a href="#samples">Samples</a>\n<a href="#runs">Runs</a>' in page
     shown = [sample.lstrip("\n") for sample in Reader(page).samples]
@@ -101,7 +101,7 @@ def test_a_run_that_did_not_finish_shows_none(tmp_path, status):
             record["status"] = status
 
     found = find_samples(only_comparison(write_lm(tmp_path, change)))
-    assert [sample.title for sample in found[PROMPT]] == ["default, seed 0", "polar, seed 2", "balanced, seed 0"]
+    assert [sample["title"] for sample in found[PROMPT]] == ["default, seed 0", "polar, seed 2", "balanced, seed 0"]
 
 
 def test_text_that_looks_like_markup_stays_text(tmp_path):

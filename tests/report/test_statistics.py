@@ -13,7 +13,6 @@ from wellcond.lab.report.statistics import (
     Summary,
     compare_paired,
     holm,
-    method_kind,
     required_pairs,
     sample_std,
     summarise_logs,
@@ -149,16 +148,3 @@ def test_tied_keys_are_compared_with_plain_ones(tmp_path):
     found = required_pairs(load(tmp_path, methods))
     assert ("conditioned(keys=tied)", "conditioned") in found
     assert not [pair for pair in found if pair[0] == "gaussian(keys=tied)"]
-
-
-@pytest.mark.parametrize(
-    ("label", "kind"),
-    [
-        ("default", ("default", "")),
-        ("identity(lam=10)", ("default", "identity")),
-        ("conditioned+balanced", ("conditioned", "balanced")),
-        ("mimetic", ("mimetic", "")),
-    ],
-)
-def test_kind_of_a_method_from_its_label(label, kind):
-    assert method_kind(None, label) == kind

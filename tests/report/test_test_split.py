@@ -82,7 +82,7 @@ def test_page_markdown_and_csv_say_what_was_tested(tmp_path):
     (page,) = build_report(tmp_path, pictures=False)
     said = "with the weights of the best evaluation; curves and matching are of the evaluation set"
     (comparison,) = load_comparisons(tmp_path)
-    assert f"test accuracy, higher is better, {said}" in page_of(comparison)
+    assert f"test accuracy (higher is better), {said}" in page_of(comparison)
     assert said in page.read_text() and "test accuracy (%)" in page.read_text()
     with open(page.parent / "tables/summary.csv", newline="") as file:
         assert next(csv.DictReader(file))["metric"] == "test accuracy (%)"

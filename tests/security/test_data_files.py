@@ -61,9 +61,7 @@ def test_a_decompression_bomb_is_an_error_that_names_the_file(tmp_path, run):
     root = image_folder(tmp_path / "set", "bomb.png", png(40_000, 40_000))
     split = load(source="image_folder", path=str(root)).train
     at = next(n for n, file in enumerate(split.files) if file.endswith("bomb.png"))
-    with pytest.raises(
-        DataError, match=r"bomb\.png(.|\n)*expected(.|\n)*DecompressionBombError(.|\n)*Replace or remove"
-    ):
+    with pytest.raises(DataError, match=r"bomb\.png(.|\n)*expected(.|\n)*DecompressionBombError"):
         split[at]
     small = ["--model-arg", "depth=1", "--model-arg", "embed_dim=24", "--model-arg", "num_heads=3"]
     code, _ = run("measure", "timm:vit_tiny_patch16_224", *small, "--input", root / "train" / "a")

@@ -63,8 +63,8 @@ def laughs(levels):
     "text, problem",
     [
         (f"model: {{arguments: {{bomb: 1}}}}\n{laughs(9)}", "at most 100000 values"),
-        ("model: &a {arguments: *a}", "an alias stands within what it names"),
-        ("model: &a [*a]", "an alias stands within what it names"),
+        ("model: &a {arguments: *a}", "at most 100000 values"),
+        ("model: &a [*a]", "at most 100000 values"),
         ("model: " + "[" * 3_000, "recursion"),
         ("model: " + "{a: " * 2_000, "recursion"),
         ("description: " + "a" * 2**20, "at most 1048576 characters"),

@@ -104,7 +104,7 @@ def need_train_extra() -> None:
             raise MissingExtraError(name, "train")
 
 
-FILE_ENDINGS = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
+FILE_ENDINGS = (".parquet", ".jsonl", ".json", ".csv", ".tsv", ".txt")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 MOST_SEEDS, FIRST_TUNING_SEED = 10_000, 1000
 

@@ -62,7 +62,7 @@ def compare(
         Option(
             metavar="ADDRESS",
             rich_help_panel=cli.CLUSTER,
-            help="auto or HOST:6379; a cluster of this machine by default.",
+            help="auto or HOST:6379; by default a new cluster on this machine.",
         ),
     ] = None,
     cpus_per_run: Annotated[

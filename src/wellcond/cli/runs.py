@@ -51,7 +51,7 @@ def fit_to_data(name: str, *, scale: str | None, overrides: Sequence[str], quiet
 
     with console.status("reading the data"):
         data = load_cached_data(recipe.data.model_dump_json(), base)
-        if recipe.evaluation.test is not None and not TaskContext(data, seed=0).test:
+        if recipe.evaluation.test is not None and "test" not in TaskContext(data, seed=0).splits:
             change("evaluation.test=null", "the data have no test split; results are those on the evaluation set")
             recipe, _ = load_recipe(name, scale=scale, overrides=[*overrides, *changes])
         count = len(prepare_task(recipe, seed=recipe.seeds[0], base=base).train)

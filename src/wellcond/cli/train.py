@@ -50,34 +50,25 @@ def train(
     job = Job(loaded, chosen, seed, place, base=base, cpu=cpu, local_code=trust_local_code)
     with runs.leaving_together(), runs.removing_untrained(place):
         outcome = runs.run_jobs([job], 1, quiet=quiet or json)
-    known = bool(outcome.failures) and not outcome.crashed
-    if known and not json:
+    if outcome.failures and not json:
         raise WellcondError(outcome.failures[0][1])
     code = runs.print_json(outcome) if json else runs.tell_end(outcome, 1)
     # A comparison that continues with other runs has the exit code 1, whatever error a run ends with.
-    raise typer.Exit(2 if known else code)
+    raise typer.Exit(2 if outcome.failures else code)
 
 
 @cli.app.command("glue", rich_help_panel=cli.EXPERIMENTS)
 def glue(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run of masked language modelling, or a comparison.")],
     tasks: Annotated[str | None, typer.Option(metavar="LIST", help="Such as cola,sst2; all eight by default.")] = None,
-    seeds: Annotated[
-        str, typer.Option(metavar="SEEDS", help="Seeds of fine-tuning: a number, or a list such as 3,4,7.")
-    ] = "1",
-    set: cli.Overrides = None,
     limit: Annotated[
         int | None,
         typer.Option(
             metavar="N", min=0, help="Rows of each split; 0 means all. By default 3000 at scale tiny, else all."
         ),
     ] = None,
-    base: Annotated[
-        Path | None, typer.Option(help="Folder that relative paths in the pre-training recipe start from.")
-    ] = None,
     jobs: cli.Jobs = "auto",
     cpu: cli.Cpu = False,
-    json: cli.Json = False,
     quiet: cli.Quiet = False,
 ) -> None:
     """Fine-tune a pre-trained model on GLUE and score it; the same command resumes.
@@ -91,34 +82,23 @@ def glue(
     chosen = list(TITLES) if tasks is None else [name.strip() for name in tasks.split(",")]
     for name in chosen:
         check_choice("GLUE task", name, list(TITLES))
-    numbers = cli.read_seeds(seeds)
     cli.read_jobs(jobs)
-    from rich.console import Console
-    from rich.markup import escape
-
     from wellcond.cli import runs
-    from wellcond.cli.console import make_console, print_tables
-    from wellcond.lab.report.glue import glue_json, load_glue, rebuild_glue, scores_table
+    from wellcond.cli.console import print_tables
+    from wellcond.lab.report.glue import load_glue, rebuild_glue, scores_table
     from wellcond.lab.train.glue import plan_glue, run_glue
 
-    plan = plan_glue(run, tasks=chosen, seeds=numbers, limit=limit, overrides=set or [], base=base, cpu=cpu)
-    workers = runs.choose_workers(jobs, plan.jobs[0].recipe, cpu=cpu)
+    plan = plan_glue(run, tasks=chosen, limit=limit, cpu=cpu)
+    workers = runs.choose_workers(jobs, plan[0].recipe, cpu=cpu)
     with runs.leaving_together():
         outcome = runs.watch(
-            len(plan.jobs), lambda observe: run_glue(plan, num_workers=workers, observer=observe), quiet=quiet or json
+            len(plan), lambda observe: run_glue(plan, num_workers=workers, observer=observe), quiet=quiet
         )
-    if cli.is_first_process():
-        if outcome.records:
-            page = rebuild_glue(run)
-            if json:
-                print(to_json(glue_json(load_glue(run)), indent=1))
-            elif not quiet:
-                print_tables([scores_table(load_glue(run))], f"tables: {page}")
-        out = Console(stderr=True) if json else make_console()
-        for name in plan.left_out:
-            out.print(f"[yellow]not scored:[/] {escape(name)}", soft_wrap=True)
-        runs.tell_end(outcome, len(plan.jobs), out)
-    raise typer.Exit(runs.exit_code(outcome))
+    if cli.is_first_process() and outcome.records:
+        page = rebuild_glue(run)
+        if not quiet:
+            print_tables([scores_table(load_glue(run))], f"tables: {page}")
+    raise typer.Exit(runs.tell_end(outcome, len(plan)))
 
 
 @cli.app.command("recipes", rich_help_panel=cli.EXPERIMENTS)

@@ -134,9 +134,22 @@ def diagnose_head(
     tokens = spectrum_of_values(blocks.x_values, head.x.shape) if head.is_single else spectrum(head.memory)
     kappa_x = tokens.pseudo_condition_number
     statistics = statistics or attention_statistics(head)
+    return judge_head((norm_q, norm_k, norm_v), kappa_p, kappa_x, statistics, several_keys=head.memory.shape[0] > 1)
+
+
+def judge_head(
+    norms: tuple[float, float, float],
+    kappa_p: float,
+    kappa_x: float,
+    statistics: AttentionStatistics,
+    *,
+    several_keys: bool,
+) -> HeadDiagnosis:
+    """Name what dominates, from the spectral norms of J_Q, J_K and J_V, the tokens and the attention map."""
+    norm_q, norm_k, norm_v = norms
     moving = max(norm_q, norm_k)
-    nearly = head.memory.shape[0] > 1 and statistics.max_probability >= DEAD_MASS
-    dead = is_collapsed(head, statistics) or (nearly and moving <= DEAD_RATIO * norm_v)
+    nearly = statistics.max_probability >= DEAD_MASS and moving <= DEAD_RATIO * norm_v
+    dead = several_keys and (statistics.max_probability >= COLLAPSED_MASS or nearly)
     spread = max(moving, norm_v) / max(min(norm_q, norm_k, norm_v), 1e-300)
     ratios: dict[Verdict, float] = {"P": kappa_p, "X": kappa_x, "norms": spread}
     worst = max(ratios, key=lambda name: ratios[name] if math.isfinite(ratios[name]) else -1.0)

@@ -27,11 +27,12 @@ from torch import Tensor
 
 from wellcond.errors import WeightError
 from wellcond.head import Head, compressed, softmax_weights, through_softmax, with_constant
+from wellcond.jacobian.diagnosis import AttentionStatistics, HeadDiagnosis, judge_head, map_statistics
 from wellcond.jacobian.form import AbstractForm
 from wellcond.jacobian.mapped_gram import MappedBlocks, MappedOutputSide, mirrored_
 from wellcond.jacobian.mapped_rank import mapped_structure
 from wellcond.jacobian.maps import MapRows, TokenMap, eye_like, l2_norm
-from wellcond.linalg.spectrum import default_rtol, singular_values
+from wellcond.linalg.spectrum import default_rtol, singular_values, spectrum
 from wellcond.theory.ranks import Structure
 
 
@@ -104,11 +105,16 @@ class NormalisedHead(AbstractForm):
         """Query heads g of the group."""
         return self.head.num_query_heads
 
-    @cached_property
+    @property
     def p(self) -> Tensor:
         """P, (R, M)."""
+        return self.all_probabilities[:, : self.head.memory.shape[0]]
+
+    @cached_property
+    def all_probabilities(self) -> Tensor:
+        """P, and behind it the columns of sinks, (R, M + sinks)."""
         if self.softmax is not None:
-            return self.softmax.p[:, : self.head.memory.shape[0]]
+            return self.softmax.p
         logits = self.head.scale * self.query.value @ self.key.value.T
         bias = self.head.mask
         if bias is not None:
@@ -182,6 +188,22 @@ class NormalisedHead(AbstractForm):
             t=torch.einsum("re,jec->rjc", self.query.value, self.key.jacobian),
             y=y,
         )
+
+    def attention(self) -> AttentionStatistics:
+        """Of P, sinks included; a key that a row gives nothing counts as masked."""
+        p, n = self.all_probabilities, self.head.num_tokens
+        own = None
+        if self.head.y is None and self.num_keys_of_tokens == n:
+            own = p[:, :n].view(-1, n, n).diagonal(dim1=-2, dim2=-1)
+        return map_statistics(p, (p > 0).sum(-1).to(p), own)
+
+    def diagnose(self) -> HeadDiagnosis:
+        """As of a plain head."""
+        py = self.p @ self._inputs()[2] if self.value_map is None else self.parameter_blocks()["v"]
+        norms = (*self.blocks.norms(), float(singular_values(py)[0]))
+        kappa_p = spectrum(self.p).pseudo_condition_number
+        kappa_x = spectrum(self.head.memory[: self.num_keys_of_tokens]).pseudo_condition_number
+        return judge_head(norms, kappa_p, kappa_x, self.attention(), several_keys=self.all_probabilities.shape[1] > 1)
 
     @property
     def table_entries(self) -> int:

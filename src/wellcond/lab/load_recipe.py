@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
 
-from wellcond.lab.settings import RecipeError, Scale, explain, read_yaml, suggest
+from wellcond.lab.settings import RecipeError, Scale, explain, read_yaml, set_path, suggest
 
 if TYPE_CHECKING:
     from wellcond.lab.recipe import Recipe
@@ -46,14 +47,9 @@ Fields = dict[str, Any]
 def load_recipe(
     name_or_path: str, *, scale: str | None = None, overrides: Sequence[str] = ()
 ) -> tuple[Recipe, Path | None]:
-    """A recipe and the folder its relative paths start from (None for one that ships).
+    """A recipe, shipped or in a YAML file, and the folder its relative paths start from (None for one that ships).
 
-    Args:
-        name_or_path: name of a shipped recipe, or a YAML file.
-        scale: of a shipped recipe; by default the smallest at which it exists.
-        overrides: ``path.to.field=value``, values in YAML.
-
-    Raises: RecipeError that names the path, the value and what is allowed.
+    `scale` is by default the smallest that ships; `overrides` are ``path.to.field=value``, values in YAML.
     """
     fields, where, base = read_recipe(name_or_path, scale=scale, overrides=overrides)
     return _validate(fields, where), base
@@ -65,7 +61,7 @@ def _validate(fields: Fields, where: str) -> Recipe:
     try:
         return Recipe.model_validate(fields)
     except ValidationError as error:
-        raise explain(error, where, fields) from error
+        raise explain(error, where) from error
 
 
 def read_recipe(
@@ -104,33 +100,26 @@ def parse_recipe(text: str, where: str, overrides: Sequence[str] = ()) -> Recipe
     return _validate(_fields(text, where, overrides), where)
 
 
-def _fields(text: str, where: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def _fields(text: str, where: str, overrides: Sequence[str] = ()) -> Fields:
     data = _extended(text, where)
-    for override in overrides:
+    paths = [override.partition("=")[0].strip() for override in overrides]
+    for override, path in zip(overrides, paths, strict=True):
         set_field(data, override)
-        _forget_tuned(data, override.partition("=")[0].strip())
-    changed = {override.partition("=")[0].strip().partition(".")[0] for override in overrides}
-    return _without_untrue(data, changed)
+        # What the user sets counts for all methods, whatever was found for some; another form is refused later.
+        with contextlib.suppress(KeyError, AttributeError, TypeError):
+            for found in data["tuned"]["values"].values():
+                for field in [field for field in found if f"{field}.".startswith(f"{path}.")]:
+                    del found[field]
+    return _without_untrue(data, {path.partition(".")[0] for path in paths})
 
 
-def _without_untrue(data: dict[str, Any], changed: set[str]) -> dict[str, Any]:
+def _without_untrue(data: Fields, changed: set[str]) -> Fields:
     """Fields without a title or description that would speak of other data, another model or another length."""
     untrue = [key for key, fields in DESCRIBED.items() if changed & fields and key not in changed]
     return {key: value for key, value in data.items() if key not in untrue}
 
 
-def _forget_tuned(data: dict[str, Any], path: str) -> None:
-    """What the user sets counts for all methods, whatever was found for some."""
-    tuned = data.get("tuned")
-    values = tuned.get("values") if isinstance(tuned, dict) else None
-    if not isinstance(values, dict) or path.partition(".")[0] == "tuned":
-        return
-    for method, fields in values.items():
-        if isinstance(fields, dict):
-            values[method] = {field: value for field, value in fields.items() if not f"{field}.".startswith(f"{path}.")}
-
-
-def _extended(text: str, where: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
+def _extended(text: str, where: str) -> Fields:
     """Fields of a recipe, on top of those of the shipped recipe it ``extends``."""
     data = read_yaml(text, where)
     if not isinstance(data, dict):
@@ -141,19 +130,17 @@ def _extended(text: str, where: str, seen: tuple[str, ...] = ()) -> dict[str, An
     shipped = {f"{recipe.scale}/{recipe.name}": recipe.text for recipe in shipped_recipes()}
     if base not in shipped:
         raise RecipeError(f"{where}: extends: no recipe {base!r}{suggest(str(base), sorted(shipped))}")
-    if base in seen:
-        raise RecipeError(f"{where}: extends: {base} extends itself")
-    inherited = _extended(shipped[base], base, (*seen, base))
+    inherited = _extended(shipped[base], base)
     inherited.pop("tuned", None)  # found for that one
     return merge(_without_untrue(inherited, set(data)), data)
 
 
-def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def merge(base: Fields, changes: Fields) -> Fields:
     """Fields of `changes` over those of `base`, mapping by mapping; one of another kind is replaced whole.
 
     Example:
-        >>> merge({"optimizer": {"name": "sgd", "lr": 1}}, {"optimizer": {"lr": 2}})
-        {'optimizer': {'name': 'sgd', 'lr': 2}}
+        >>> merge({"optimizer": {"name": "muon", "lr": 1}}, {"optimizer": {"lr": 2}})
+        {'optimizer': {'name': 'muon', 'lr': 2}}
         >>> merge({"data": {"source": "digits"}}, {"data": {"source": "hub", "id": "a/b"}})
         {'data': {'source': 'hub', 'id': 'a/b'}}
     """
@@ -177,24 +164,12 @@ LENGTHS = ("length", "every", "weights_every", "warmup", "cooldown")
 """Fields that are given in epochs or in steps: one replaces the other."""
 
 
-def set_field(data: dict[str, Any], override: str) -> None:
-    """Apply ``path.to.field=value`` in place.
-
-    Raises: RecipeError if it has no ``=`` or leads through something that is not a mapping.
-
-    Example:
-        >>> data = {"optimizer": {"lr": 1e-3}}
-        >>> set_field(data, "optimizer.lr=5e-4")
-        >>> data
-        {'optimizer': {'lr': 0.0005}}
-    """
+def set_field(data: Fields, override: str) -> None:
+    """Apply ``path.to.field=value`` in place; RecipeError if it is none, or leads through what has no fields."""
     path, equals, text = override.partition("=")
-    keys = path.strip().split(".")
-    if not equals or not all(keys):
+    if not equals or not all(path.strip().split(".")):
         raise RecipeError(f"--set: expected path.to.field=value, found {override!r}")
-    place = data
-    for depth, key in enumerate(keys[:-1]):
-        place = place.setdefault(key, {})
-        if not isinstance(place, dict):
-            raise RecipeError(f"--set {override}: {'.'.join(keys[: depth + 1])} is {place!r}, which has no fields")
-    place[keys[-1]] = read_yaml(text, f"--set {override}: the value")
+    try:
+        set_path(data, path.strip(), read_yaml(text, "the value"))
+    except ValueError as error:
+        raise RecipeError(f"--set {override}: {error}") from error

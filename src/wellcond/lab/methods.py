@@ -14,7 +14,7 @@ import itertools
 import json
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,7 @@ from wellcond.init.apply import check_names, check_options, init_
 from wellcond.init.options import check_values
 from wellcond.init.plan import METHODS as INITS
 from wellcond.lab.models.changes import check_factors, scale_tokens_
-from wellcond.lab.models.trained import OPTIONS as TEACHER_OPTIONS
-from wellcond.lab.models.trained import Build, check_teacher, selection_options
+from wellcond.lab.models.trained import Build, check_teacher, load_teacher
 from wellcond.lab.settings import RecipeError, Settings, first_problem, plain_number, read_yaml, suggest
 
 
@@ -67,10 +66,10 @@ class MethodSettings(Settings):
 
     @model_validator(mode="after")
     def _exists(self) -> MethodSettings:
-        if self.init not in INITS:
-            raise ValueError(f"unknown initialisation {self.init!r}{suggest(self.init, sorted(INITS))}")
-        if self.condition is not None and self.condition not in CONDITIONS:
-            raise ValueError(f"unknown conditioning {self.condition!r}{suggest(self.condition, sorted(CONDITIONS))}")
+        checks = ("initialisation", self.init, INITS), ("conditioning", self.condition, CONDITIONS)
+        for kind, name, known in checks:
+            if name is not None and name not in known:
+                raise ValueError(f"unknown {kind} {name!r}{suggest(name, sorted(known))}")
         try:
             self._check_init()
             if self.condition is not None:
@@ -91,14 +90,14 @@ class MethodSettings(Settings):
             if options != {"library": True}:
                 raise ValueError("default(library=true) takes no other value and no other option")
         elif self.init == "weight_selection":  # the teacher is a path here, and a model only when it is applied
-            check_names(self.init, {name: value for name, value in options.items() if name not in TEACHER_OPTIONS})
+            check_names(self.init, options)
             check_teacher(options)
         else:
             check_options(self.init, options)
 
     @property
     def library(self) -> bool:
-        """Whether it asks for the start of the model's library, whatever the recipe is a proxy for."""
+        """Whether it asks for the library's own start, whatever the recipe is a proxy for."""
         return "library" in self.init_options
 
     def canonical(self) -> str:
@@ -120,22 +119,16 @@ class MethodSettings(Settings):
         return slug(self.label)
 
     def apply_(
-        self,
-        model: nn.Module,
-        *,
-        seed: int,
-        base: Path | None = None,
-        build: Build | None = None,
-        forward: Callable[[nn.Module], Any] | None = None,
+        self, model: nn.Module, *, seed: int, base: Path | None = None, build: Build | None = None, forward: Any = None
     ) -> nn.Module:
         """Initialise and condition a freshly built model in place; `default` leaves it as its library made it.
 
-        A teacher is found from the folder `base` and built by `build`; `forward` calls the model on samples of the
-        training set, for starts that are calibrated on data.
+        `base` and `build` find and build teachers; `forward` calls the model on training samples, for starts that are
+        calibrated on data.
         """
         sites = self._chosen(model)
         if self.init == "weight_selection":
-            options = selection_options(self.init_options, base, build)
+            options = self.init_options | {"teacher": load_teacher(self.init_options, base, build)}
             try:
                 init_(model, self.init, sites=sites, **options)
             except WellcondError as error:
@@ -161,9 +154,7 @@ class MethodSettings(Settings):
         chosen = [site for site in found if fnmatch.fnmatchcase(site.name, self.sites)]
         if not chosen:
             names = ", ".join(site.name for site in found[:4])
-            raise RecipeError(
-                f"sites: expected a pattern of names such as {names}, found {self.sites!r}, which fits none"
-            )
+            raise RecipeError(f"sites: expected one for names such as {names}, found {self.sites!r}, which fits none")
         return chosen
 
 
@@ -174,12 +165,7 @@ PLAIN_LABEL = re.compile(rf"{_WORD}(?:\+{_WORD})?(?:\({_WORD}={_WORD}(?:, {_WORD
 
 
 def slug(label: str) -> str:
-    """A file name for a label; labels that differ give names that differ.
-
-    Example:
-        >>> slug("identity(lam=10)"), slug("conditioned+balanced")
-        ('identity-lam-10', 'conditioned-balanced')
-    """
+    """A file name for a label, such as identity-lam-10; labels that differ give names that differ."""
     plain = re.sub(r"[^a-z0-9._]+", "-", label.lower()).strip("-._")[:80]
     if len(label) <= 80 and PLAIN_LABEL.fullmatch(label):
         return plain
@@ -191,7 +177,7 @@ def _whole(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _whole(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_whole(item) for item in value]
+        return list(map(_whole, value))
     return plain_number(value) if isinstance(value, float) else value
 
 
@@ -200,14 +186,7 @@ EXAMPLES = {"tokens": "positions=25", "set": "optimizer.lr=3e-3"}
 
 
 def parse_method(text: str) -> dict[str, Any]:
-    """Fields of `MethodSettings` from text.
-
-    Raises: ValueError for text that names no method, or two of the same kind.
-
-    Example:
-        >>> parse_method("conditioned+identity(lam=2)")["condition_options"]
-        {'lam': 2}
-    """
+    """Fields of `MethodSettings` from text; ValueError if that names no method, or two of the same kind."""
     fields: dict[str, Any] = {"label": text.strip()}
     for name, options in read_calls(text):
         if name in EXAMPLES:
@@ -217,9 +196,8 @@ def parse_method(text: str) -> dict[str, Any]:
             continue
         kind = "condition" if name in CONDITIONS else "init"
         if name not in CONDITIONS and name not in INITS:
-            raise ValueError(
-                f"unknown method {name!r}{suggest(name, [*sorted(INITS), *sorted(CONDITIONS), *EXAMPLES])}"
-            )
+            known = [*sorted(INITS), *sorted(CONDITIONS), *EXAMPLES]
+            raise ValueError(f"unknown method {name!r}{suggest(name, known)}")
         if kind in fields:
             raise ValueError(f"{text!r} names two methods of the same kind: {fields[kind]} and {name}")
         if kind == "condition" and "projections" in options:
@@ -244,10 +222,9 @@ def parse_methods(text: str) -> tuple[MethodSettings, ...]:
 
 def check_distinct(methods: Sequence[MethodSettings]) -> None:
     """Raise RecipeError if two methods have one label (and folder), or are the same under two labels."""
-    labels = [method.label for method in methods]
-    if twice := [label for label in labels if labels.count(label) > 1]:
-        raise RecipeError(f"expected every method once, found {twice[0]!r} twice; give them different labels")
     for first, second in itertools.combinations(methods, 2):
+        if first.label == second.label:
+            raise RecipeError(f"expected every method once, found {first.label!r} twice; give them different labels")
         if first.model_dump(exclude={"label"}) == second.model_dump(exclude={"label"}):
             raise RecipeError(f"expected every method once, but {first.label!r} and {second.label!r} are the same")
 
@@ -286,28 +263,14 @@ def _tree(text: str) -> ast.expr:
 
 
 def split_methods(text: str) -> list[str]:
-    """The texts of a comma-separated list of methods.
-
-    Raises: ValueError for text that is no such list.
-
-    Example:
-        >>> split_methods("default, identity(lam=2, layout=joint),polar")
-        ['default', 'identity(lam=2, layout=joint)', 'polar']
-    """
+    """The texts of a comma-separated list of methods; ValueError for text that is no such list."""
     text = text.strip()
     tree = _tree(text)
     return [text[a.col_offset : a.end_col_offset] for a in tree.elts] if isinstance(tree, ast.Tuple) else [text]
 
 
 def read_calls(text: str) -> list[Call]:
-    """Names and options of the parts of a method.
-
-    Raises: ValueError for text that is no sum of calls; RecipeError for a value that is not YAML.
-
-    Example:
-        >>> read_calls("conditioned+set(optimizer.lr=3e-3)")
-        [('conditioned', {}), ('set', {'optimizer.lr': 0.003})]
-    """
+    """Names and options of the parts of a method, such as [("identity", {"lam": 10})]; ValueError for other text."""
     text = text.strip()
     tree, parts = _tree(text), []
     while isinstance(tree, ast.BinOp):  # + is the only operator that is not masked
@@ -338,12 +301,7 @@ def _read_call(text: str, node: ast.expr) -> Call:
 
 
 def write_call(name: str, options: dict[str, Any]) -> str:
-    """The text that `read_calls` reads.
-
-    Example:
-        >>> write_call("identity", {"lam": {"q": 1}}), write_call("polar", {})
-        ('identity(lam={q: 1})', 'polar')
-    """
+    """The text that `read_calls` reads."""
     written = ", ".join(f"{key}={_write_value(value)}" for key, value in options.items())
     return f"{name}({written})" if options else name
 

@@ -6,8 +6,8 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Collection
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -29,7 +29,7 @@ from wellcond.errors import WellcondError
 from wellcond.lab.data.base import SourceConfig, resolve_config
 from wellcond.lab.methods import MethodSettings, check_distinct
 from wellcond.lab.models.changes import ProxySettings
-from wellcond.lab.settings import Interval, RecipeError, Scale, Settings, list_problems, suggest
+from wellcond.lab.settings import Interval, RecipeError, Scale, Settings, choose_by_name, list_problems, set_path
 from wellcond.lab.tasks.base import TASKS, AugmentationSettings, ModelSettings
 from wellcond.lab.train.optimizers import Constant, OptimizerSettings, ScheduleSettings
 
@@ -118,7 +118,6 @@ class LoggingSettings(Settings):
     """Where to send metrics besides the run's folder, through Accelerate: tensorboard, wandb, ..."""
 
     trackers: tuple[str, ...] = ()
-    project: FolderName = "wellcond"
 
 
 class TunedSettings(Settings):
@@ -142,15 +141,6 @@ def _resolve_source(raw: Any) -> Any:
         raise ValueError(str(error)) from error
 
 
-def _resolve_task(raw: Any) -> Any:
-    if not isinstance(raw, dict):
-        return raw
-    name = raw.get("name")
-    if not isinstance(name, str) or name not in TASKS:
-        raise ValueError(f"unknown task {name!r}{suggest(str(name), sorted(TASKS))}")
-    return TASKS[name][0].model_validate(raw)
-
-
 class Recipe(Settings):
     """One task, one model, one way to train; and the methods and seeds to compare."""
 
@@ -159,7 +149,9 @@ class Recipe(Settings):
     title: str = ""
     description: str = ""
     scale: Scale
-    task: Annotated[SerializeAsAny[Settings], BeforeValidator(_resolve_task)]
+    task: Annotated[
+        SerializeAsAny[Settings], BeforeValidator(choose_by_name("task", *(kind for kind, _ in TASKS.values())))
+    ]
     data: Annotated[SerializeAsAny[SourceConfig], BeforeValidator(_resolve_source)]
     model: ModelSettings
     proxy: ProxySettings | None = None
@@ -223,97 +215,60 @@ def with_effect(config: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def differences(a: Any, b: Any, path: str = "") -> list[str]:
-    """Where two configurations differ.
-
-    Example:
-        >>> differences({"optimizer": {"lr": 1}}, {"optimizer": {"lr": 2}})
-        ['optimizer.lr: 1 there, 2 here']
-    """
-    if isinstance(a, dict) and isinstance(b, dict):
-        return [line for key in a | b for line in differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)]
-    return [] if a == b else [f"{path}: {a!r} there, {b!r} here"]
-
-
-def list_differences(there: dict[str, Any], here: dict[str, Any], most: int = 12) -> str:
-    """A line for each setting that makes the runs of two configurations differ."""
-    found = differences(with_effect(there), with_effect(here))
-    rest = [f"and {len(found) - most} more"] if len(found) > most else []
-    return "\n".join(f"    {line}" for line in [*found[:most], *rest])
-
-
 def config_hash(config: dict[str, Any]) -> str:
     """16 hexadecimal digits that name what a run computes."""
     return hashlib.sha256(json.dumps(with_effect(config), sort_keys=True).encode()).hexdigest()[:16]
 
 
+def differences(a: Any, b: Any, path: str = "") -> list[str]:
+    """Where two configurations differ, such as ``optimizer.lr: 1 there, 2 here``."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return [line for key in a | b for line in differences(a.get(key), b.get(key), f"{path}.{key}".lstrip("."))]
+    return [] if a == b else [f"{path}: {a!r} there, {b!r} here"]
+
+
 # `set(...)` of a method: fields of the recipe that one method changes for its own runs.
 
 PARTS = ("optimizer", "schedule", "augmentation", "model", "training")
-ONLY = {"training": ("clip_norm", "averaging")}
-"""Of these parts a method may change no other field."""
-NEVER = {"model": ("name", "arguments", "weights", "encoder")}
-"""What makes another model; its runs would be no pairs with those of the other methods."""
+ALLOWED = re.compile(
+    r"(optimizer|schedule|augmentation)\..+|training\.(clip_norm|averaging)(\..+)?"
+    r"|model\.(?!(name|arguments|weights|encoder)\b).+"  # those make another model, which is no pair of the others
+)
 
 
 def override_recipe(recipe: Recipe, method: MethodSettings) -> Recipe:
     """The recipe of a method's runs: its `set` applied; the recipe itself if it has none.
 
     Raises: RecipeError that names the method, the field, what was expected and what was found.
-
-    Example:
-        >>> from wellcond.lab.load_recipe import load_recipe
-        >>> method = MethodSettings.model_validate("conditioned+set(optimizer.lr=3e-3)")
-        >>> override_recipe(load_recipe("digits")[0], method).optimizer.lr
-        0.003
     """
-    changes: dict[str, dict[str, Any]] = {}
+    changed: dict[str, Any] = {}
     for field, value in method.set.items():
-        _check_field(field, method.label)
-        part, _, rest = field.partition(".")
-        changes.setdefault(part, {})[rest] = value
-    changed = {part: _override_part(recipe, part, values, method.label) for part, values in changes.items()}
+        part, _, path = field.partition(".")
+        if not ALLOWED.fullmatch(field):
+            raise RecipeError(
+                f"{method.label}: set: expected a field that one method may change (of optimizer, schedule and "
+                "augmentation, training.clip_norm, training.averaging, and what of model leaves it the same model), "
+                f"found {field!r}: all runs of a comparison share the others; change those for all with --set"
+            )
+        if part not in changed:
+            former = getattr(recipe, part)
+            changed[part] = former.model_dump(mode="json", exclude_unset=True)
+            changed[part] |= {"name": former.name} if part in ("optimizer", "schedule") else {}
+        try:
+            set_path(changed[part], path, value)
+        except ValueError as error:
+            raise RecipeError(f"{method.label}: set: {part}.{error}") from error
+    for part, data in changed.items():
+        try:
+            changed[part] = _adapter(part).validate_python(data)
+        except ValidationError as error:
+            problems = "; ".join(line.strip() for line in list_problems(error))
+            raise RecipeError(f"{method.label}: set: {part}.{problems}") from error
     return recipe.model_copy(update=changed) if changed else recipe
 
 
-def _check_field(field: str, label: str) -> None:
-    part, _, rest = field.partition(".")
-    name = rest.partition(".")[0]
-    if part not in PARTS or not name or name in NEVER.get(part, ()) or name not in ONLY.get(part, (name,)):
-        allowed = [f"{part}.{name}" for part in PARTS for name in ONLY.get(part, ("*",))]
-        raise RecipeError(
-            f"{label}: set: expected a field that one method may change ({', '.join(allowed)}; not "
-            f"{', '.join(f'{part}.{name}' for part, names in NEVER.items() for name in names)}), found {field!r}: all "
-            "runs of a comparison share the others; change those for all methods with --set"
-        )
-
-
-def _override_part(recipe: Recipe, part: str, values: Mapping[str, Any], label: str) -> Settings:
-    """One part of the recipe with new values, by their paths in it."""
-    former: Settings = getattr(recipe, part)
-    data = former.model_dump(mode="json", exclude_unset=True)
-    if hasattr(former, "name"):
-        data["name"] = former.name
-    if values.get("name", data.get("name")) != data.get("name"):  # of another kind: what that one has stays
-        kinds = get_args(type(recipe).model_fields[part].annotation)
-        known = next((kind for kind in kinds if kind.model_fields["name"].default == values["name"]), None)
-        data = {key: value for key, value in data.items() if known is None or key in known.model_fields}
-    for path, value in values.items():
-        *above, last = path.split(".")
-        place = data
-        for key in above:
-            place[key] = dict(place[key]) if isinstance(place.get(key), dict) else {}
-            place = place[key]
-        place[last] = value
-    try:
-        return _adapter(type(recipe), part).validate_python(data)
-    except ValidationError as error:
-        problems = "; ".join(line.strip() for line in list_problems(error, data))
-        raise RecipeError(f"{label}: set: {part}.{problems}") from error
-
-
 @functools.cache
-def _adapter(recipe: type[Recipe], part: str) -> TypeAdapter:
-    field = recipe.model_fields[part]
+def _adapter(part: str) -> TypeAdapter:
+    field = Recipe.model_fields[part]
     kind: Any = Annotated[field.annotation, field]
     return TypeAdapter(kind)

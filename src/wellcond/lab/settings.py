@@ -7,7 +7,7 @@ import difflib
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -22,8 +22,8 @@ SequenceLength = Annotated[int, Field(gt=0, le=2**20)]
 """In tokens; a batch is padded to it."""
 ImageSide = Annotated[int, Field(gt=0, le=2**14)]
 """In pixels."""
-MOST_INTEGER, MOST_FLOAT = 2**63 - 1, 1e38
-"""What torch holds in 64 and in 32 bits."""
+MOST = 2**63 - 1
+"""What torch holds in 64 bits."""
 
 
 class RecipeError(WellcondError, ValueError):
@@ -40,11 +40,10 @@ class Settings(BaseModel):
     def _known_fields_and_numbers_that_fit(cls, values: Any) -> Any:
         problems = []
         for name, found in values.items() if isinstance(values, dict) else ():
-            most = MOST_INTEGER if isinstance(found, int) else MOST_FLOAT
             if name not in cls.model_fields:
                 message = f"unknown field {name!r}{suggest(str(name), list(cls.model_fields))}"
-            elif isinstance(found, (int, float)) and most < abs(found) < math.inf:
-                message = f"expected a number of at most {most:g}"
+            elif isinstance(found, (int, float)) and MOST < abs(found) < math.inf:
+                message = f"expected a number of at most {MOST}"
             else:
                 continue
             # The message is an argument of the template, since it may hold braces.
@@ -56,12 +55,7 @@ class Settings(BaseModel):
 
 
 def suggest(name: str, allowed: Sequence[str]) -> str:
-    """What may stand there instead, the nearest first.
-
-    Example:
-        >>> suggest("momentun", ["lr", "momentum"])
-        "; did you mean 'momentum'? Allowed: lr, momentum"
-    """
+    """What may stand there instead, the nearest first."""
     close = difflib.get_close_matches(name, allowed, 1)
     return (f"; did you mean {close[0]!r}?" if close else ".") + f" Allowed: {', '.join(allowed)}"
 
@@ -92,20 +86,20 @@ def plain_number(value: float) -> float:
 
 
 def first_problem(error: ValueError) -> str:
-    """What is wrong first, by a pydantic error or another one."""
+    """The first thing wrong by a pydantic error, or another error as it is."""
     return error.errors()[0]["msg"].removeprefix("Value error, ") if isinstance(error, ValidationError) else str(error)
 
 
-def explain(error: ValidationError, where: str, data: Any = None) -> RecipeError:
-    """A pydantic error as one message: a line for each problem with its path in `data` and the value found."""
-    return RecipeError(f"{where} is not a valid recipe:\n" + "\n".join(list_problems(error, data)))
+def explain(error: ValidationError, where: str) -> RecipeError:
+    """A pydantic error as one message: a line for each problem with its path and the value found."""
+    return RecipeError(f"{where} is not a valid recipe:\n" + "\n".join(list_problems(error)))
 
 
-def list_problems(error: ValidationError, data: Any = None) -> list[str]:
+def list_problems(error: ValidationError) -> list[str]:
     """A line for each problem of a pydantic error."""
     lines = []
     for problem in error.errors():
-        path = ".".join(_as_written(problem["loc"], data)) or "(top level)"
+        path = ".".join(map(str, problem["loc"])) or "(top level)"
         message = problem["msg"].removeprefix("Value error, ")
         found = problem.get("input")
         shown = "" if isinstance(found, (dict, list)) or problem["type"] == "missing" else f" (found {found!r})"
@@ -113,16 +107,30 @@ def list_problems(error: ValidationError, data: Any = None) -> list[str]:
     return lines
 
 
-def _as_written(loc: Sequence[int | str], data: Any) -> list[str]:
-    """A path without the names by which pydantic tells apart what may stand in one place (optimizer.adamw.lr)."""
-    parts = []
-    for part in loc:
-        if isinstance(data, dict) and part not in data and part == data.get("name"):
-            continue
-        parts.append(str(part))
-        inside = isinstance(data, dict) or (isinstance(data, list) and isinstance(part, int) and part < len(data))
-        data = (data.get(part) if isinstance(data, dict) else data[part]) if inside else None
-    return parts
+def choose_by_name(what: str, *settings: type[Settings]) -> Callable[[Any], Any]:
+    """A validator of fields whose `name` says which of several settings they have."""
+    kinds = {kind.model_fields["name"].default: kind for kind in settings}
+
+    def choose(raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            return raw
+        name = str(raw.get("name"))
+        if name not in kinds:
+            raise ValueError(f"unknown {what} {name!r}{suggest(name, sorted(kinds))}")
+        return kinds[name].model_validate(raw)
+
+    return choose
+
+
+def set_path(data: dict[str, Any], path: str, value: Any) -> None:
+    """Set the field at ``path.to.field`` in place; ValueError if that leads through something without fields."""
+    *above, last = path.split(".")
+    for depth, key in enumerate(above, start=1):
+        data[key] = {} if data.get(key) is None else data[key]
+        data = data[key]
+        if not isinstance(data, dict):
+            raise ValueError(f"{'.'.join(above[:depth])} is {data!r}, which has no fields")
+    data[last] = value
 
 
 # YAML as plain data: no code, 1e-3 is a number, and a key that appears twice is an error.
@@ -152,44 +160,28 @@ MOST_VALUES = 100_000
 """With aliases written out: nine lines of them can stand for a billion values."""
 
 
-def _count_values(node: yaml.Node, known: dict[int, int]) -> int:
-    """Values in a document with its aliases written out.
-
-    Raises: YAMLError if there are too many, or an alias stands within what it names.
-    """
-    count = known.setdefault(id(node), -1)
-    if count > 0:
-        return count
-    if count == 0:
-        raise yaml.composer.ComposerError(None, None, "an alias stands within what it names", node.start_mark)
-    known[id(node)] = 0
-    inside = node.value if isinstance(node, yaml.CollectionNode) else []
-    parts = [part for pair in inside for part in pair] if isinstance(node, yaml.MappingNode) else inside
-    known[id(node)] = count = 1 + sum(_count_values(part, known) for part in parts)
-    if count > MOST_VALUES:
-        raise yaml.composer.ComposerError(None, None, f"expected at most {MOST_VALUES} values", node.start_mark)
-    return count
+def _check_size(node: yaml.Node) -> None:
+    """Raise YAMLError if a document has too many values, or endless ones: an alias within what it names."""
+    left, waiting = MOST_VALUES, [node]
+    while waiting:
+        node, left = waiting.pop(), left - 1
+        if left < 0:
+            raise yaml.composer.ComposerError(None, None, f"expected at most {MOST_VALUES} values", node.start_mark)
+        inside = node.value if isinstance(node, yaml.CollectionNode) else []
+        waiting += [part for pair in inside for part in pair] if isinstance(node, yaml.MappingNode) else inside
 
 
 @functools.lru_cache(maxsize=256)  # parsing takes milliseconds, and many recipes extend the same one
 def _parse(text: str) -> Any:
     loader = _Loader(text)
-    node = loader.get_single_node()
-    if node is None:
+    if (node := loader.get_single_node()) is None:
         return None
-    _count_values(node, {})
+    _check_size(node)
     return loader.construct_document(node)
 
 
 def read_yaml(text: str, where: str = "the value") -> Any:
-    """Plain data from YAML.
-
-    Raises: RecipeError for text that is not YAML, or asks for more than plain data.
-
-    Example:
-        >>> read_yaml("lr: 1e-3")
-        {'lr': 0.001}
-    """
+    """Plain data from YAML; RecipeError for text that is not YAML, or asks for more than plain data."""
     if len(text) > MOST_CHARACTERS:
         raise RecipeError(f"{where}: expected at most {MOST_CHARACTERS} characters, found {len(text)}")
     try:

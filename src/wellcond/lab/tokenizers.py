@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextvars
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,17 +15,19 @@ from pydantic import BeforeValidator, Field, PositiveInt
 
 from wellcond.errors import needs_extra
 from wellcond.files import read_regular
-from wellcond.lab.data.base import DataError, Dataset, report_progress
-from wellcond.lab.data.disk import cached_folder, contents, find_path
+from wellcond.lab.data.base import DataError, Dataset, listed
+from wellcond.lab.data.disk import cached_folder, find_path
 from wellcond.lab.data.text import Ids, id_type, text_columns, text_fingerprint
 from wellcond.lab.settings import RecipeError, Settings
 
 TOKENIZER, VOCABULARY, MERGES = "tokenizer.json", "vocab.json", "merges.txt"
 VERSION = 3
 WORD_PIECE_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-BYTE_PAIR_SPECIAL = ("<|endoftext|>",)
+END_OF_TEXT = "<|endoftext|>"
 ALPHABET = 1000
 """Characters that word pieces are made of; those that are rarer are unknown."""
+MIN_FREQUENCY = 2
+"""How often a pair must occur to become a token."""
 
 
 class TrainedTokenizer(Settings):
@@ -38,8 +39,6 @@ class TrainedTokenizer(Settings):
     """Number of tokens, special ones and single characters among them."""
     lower_case: bool = False
     """Whether texts are written in lower case first; word pieces then lose their accents as well."""
-    min_frequency: PositiveInt = 2
-    """How often a pair must occur to become a token."""
     documents: PositiveInt | None = None
     """Only the first so many documents are looked at; null: all."""
 
@@ -72,10 +71,8 @@ class SpecialTokens:
 
     pad: int | None = None
     unknown: int | None = None
-    classify: int | None = None
-    """[CLS]"""
-    separator: int | None = None
-    """[SEP]"""
+    classify: int | None = None  # [CLS]
+    separator: int | None = None  # [SEP]
     mask: int | None = None
     end_of_text: int | None = None
 
@@ -86,14 +83,7 @@ class SpecialTokens:
 
 
 class ByteTokenizer:
-    """Byte b is token b + 1, and 0 is padding and the end of a document: no text is without tokens, none is unknown.
-
-    Example:
-        >>> ByteTokenizer().encode_batch(["é", ""])
-        [array([196, 170], dtype=uint16), array([], dtype=uint16)]
-        >>> ByteTokenizer().decode([196, 170, 0])
-        'é'
-    """
+    """Byte b is token b + 1, and 0 is padding and the end of a document: no text is without tokens, none is unknown."""
 
     vocabulary_size = 257
     special = SpecialTokens(pad=0, end_of_text=0)
@@ -115,16 +105,13 @@ SPECIAL = {
     "classify": ("[CLS]", "<s>"),
     "separator": ("[SEP]", "</s>"),
     "mask": ("[MASK]", "<mask>"),
-    "end_of_text": ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>"),
+    "end_of_text": (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>"),
 }
 """How vocabularies spell the special tokens; the first that is there counts."""
 
 
 def import_tokenizers() -> Any:
-    """The module `tokenizers`.
-
-    Raises: MissingExtraError if it is not installed.
-    """
+    """The module `tokenizers`; MissingExtraError if it is not installed."""
     with needs_extra("tokenizers", "text"):
         import tokenizers
     return tokenizers
@@ -150,18 +137,14 @@ class LibraryTokenizer:
 
     @property
     def document_end(self) -> int:
-        """The token that ends a document in a stream: end of text, or [SEP].
-
-        Raises: DataError if there is neither.
-        """
-        ends = [end for end in (self.special.end_of_text, self.special.separator) if end is not None]
-        if ends:
-            return ends[0]
+        """The token that ends a document in a stream: end of text, or [SEP]; DataError if there is neither."""
+        for end in (self.special.end_of_text, self.special.separator):
+            if end is not None:
+                return end
         raise DataError(
             "the tokeniser has no token that could end a document.",
-            expected=f"one of {', '.join(SPECIAL['end_of_text'] + SPECIAL['separator'][:1])} in its vocabulary",
+            expected=f"one of {listed(SPECIAL['end_of_text'] + SPECIAL['separator'])} in its vocabulary",
             found=f"{self.vocabulary_size} tokens without any of these",
-            todo="Add such a token to the tokeniser's file, or train a tokeniser: {train: bpe, vocabulary: 4096}.",
         )
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
@@ -185,10 +168,8 @@ def make_tokenizer(choice: TokenizerChoice, train: Dataset | None, what: str, ba
 
     A relative path of a file starts at `base`, the recipe's folder; else it is a name in a mirror.
 
-    Raises:
-        DataError: a file is missing or wrong, or the text does not suffice.
-        RecipeError: the file holds another tokeniser than the recipe says.
-        MissingExtraError: the tokenizers library is not installed.
+    Raises: DataError if a file is missing or wrong or the text does not suffice; RecipeError for another file than the
+        recipe says.
     """
     if choice == "bytes":
         return ByteTokenizer()
@@ -213,13 +194,6 @@ def read_tokenizer(path: Path) -> LibraryTokenizer:
     library = import_tokenizers()
     if path.is_dir():
         path = next((path / name for name in (TOKENIZER, VOCABULARY, MERGES) if (path / name).is_file()), path)
-    if path.is_dir():
-        raise DataError(
-            f"{path}: there is no tokeniser.",
-            expected=f"{TOKENIZER}, or {VOCABULARY} with {MERGES}",
-            found=contents(path),
-            todo="Copy the files of the tokeniser into the folder.",
-        )
     pair = path.name in (VOCABULARY, MERGES)
     files = [path.with_name(VOCABULARY), path.with_name(MERGES)] if pair else [path]
     try:
@@ -231,12 +205,10 @@ def read_tokenizer(path: Path) -> LibraryTokenizer:
             raise ValueError(f"no token for {len(missing)} of the 256 bytes")
         return byte_pair_tokenizer(model)
     except Exception as error:  # the library has no class of its own for errors
-        of_pair = "the vocabulary and the merges of one byte-level tokeniser"
         raise DataError(
             f"{' and '.join(map(str, files))}: the tokeniser cannot be read.",
-            expected=of_pair if pair else "a tokenizer.json of the tokenizers library",
+            expected=f"{TOKENIZER} of the tokenizers library, or {VOCABULARY} and {MERGES} of one byte-level tokeniser",
             found=f"{type(error).__name__}: {error}"[:300],
-            todo="Correct 'task.tokenizer.file', or copy the files again, all from the same tokeniser.",
         ) from error
 
 
@@ -271,9 +243,7 @@ def _with_special_tokens(tokenizer: Any) -> LibraryTokenizer:
 def trained_tokenizer(settings: TrainedTokenizer, dataset: Dataset, what: str) -> LibraryTokenizer:
     """The tokeniser of a dataset, from the cache or trained now; the same text gives the same tokeniser.
 
-    Raises:
-        DataError: the text is too small for the vocabulary, or the vocabulary for the text.
-        CacheError: the cache cannot be written.
+    Raises: DataError if the text is too small for the vocabulary, or the vocabulary for the text; CacheError.
     """
     library = import_tokenizers()
     made_from = {
@@ -285,17 +255,14 @@ def trained_tokenizer(settings: TrainedTokenizer, dataset: Dataset, what: str) -
 
     def make(folder: Path) -> None:
         train = _word_pieces if settings.train == "wordpiece" else _byte_pairs
-        tokenizer, smallest = train(settings, _Texts(dataset, settings.documents, what))
+        tokenizer, smallest = train(settings, dataset)
         found, wanted = tokenizer.get_vocab_size(), settings.vocabulary
         if found != wanted:
-            small = wanted < smallest
-            parts = f"text with {wanted} parts of words that occur at least {settings.min_frequency} times"
-            least = f"a vocabulary of at least {smallest}: special tokens and single characters"
             raise DataError(
                 f"{what}: the text does not give a {settings.train} tokeniser of {wanted} tokens.",
-                expected=least if small else parts,
-                found=f"a vocabulary of {wanted}" if small else f"{found}",
-                todo=f"{'Raise' if small else 'Train on more text, or lower'} task.tokenizer.vocabulary.",
+                expected=f"at least {smallest} (special tokens and characters), and text with as many parts of words",
+                found=f"{found} tokens",
+                todo=f"{'Raise' if wanted < smallest else 'Train on more text, or lower'} task.tokenizer.vocabulary.",
             )
         (folder / TOKENIZER).write_text(tokenizer.to_str())
 
@@ -303,41 +270,33 @@ def trained_tokenizer(settings: TrainedTokenizer, dataset: Dataset, what: str) -
     return LibraryTokenizer(library.Tokenizer.from_str((folder / TOKENIZER).read_text()))
 
 
-class _Texts:
-    """The first documents that are not blank, again and again."""
-
-    def __init__(self, dataset: Dataset, documents: int | None, what: str) -> None:
-        self.dataset, self.what = dataset, what
-        self.count = min(documents or len(dataset), len(dataset))
-        self.listening = contextvars.copy_context()  # the library reads in a thread of its own, where nobody listens
-
-    def __iter__(self) -> Iterator[str]:
-        done = 0
-        for texts, *_ in text_columns(self.dataset):
-            yield from (text for text in texts[: self.count - done] if text.strip())
-            done = min(done + len(texts), self.count)
-            self.listening.run(report_progress, f"training a tokeniser on {self.what}, documents", done, self.count)
-            if done == self.count:
-                return
+def _texts(settings: TrainedTokenizer, dataset: Dataset) -> Iterator[str]:
+    """Those of the first documents that are not blank."""
+    left = settings.documents or len(dataset)
+    for texts, *_ in text_columns(dataset):
+        yield from (text for text in texts[:left] if text.strip())
+        left -= len(texts)
+        if left <= 0:
+            return
 
 
-def _byte_pairs(settings: TrainedTokenizer, texts: Iterable[str]) -> tuple[Any, int]:
+def _byte_pairs(settings: TrainedTokenizer, dataset: Dataset) -> tuple[Any, int]:
     """The tokeniser, and the size of the smallest one."""
     library = import_tokenizers()
     tokenizer = byte_pair_tokenizer(library.models.BPE(), lower_case=settings.lower_case).inner
     alphabet = library.pre_tokenizers.ByteLevel.alphabet()
     trainer = library.trainers.BpeTrainer(
         vocab_size=settings.vocabulary,
-        min_frequency=settings.min_frequency,
-        special_tokens=list(BYTE_PAIR_SPECIAL),
+        min_frequency=MIN_FREQUENCY,
+        special_tokens=[END_OF_TEXT],
         initial_alphabet=alphabet,
         show_progress=False,
     )
-    tokenizer.train_from_iterator(iter(texts), trainer)
-    return tokenizer, len(alphabet) + len(BYTE_PAIR_SPECIAL)
+    tokenizer.train_from_iterator(_texts(settings, dataset), trainer)
+    return tokenizer, len(alphabet) + 1
 
 
-def _word_pieces(settings: TrainedTokenizer, texts: Iterable[str]) -> tuple[Any, int]:
+def _word_pieces(settings: TrainedTokenizer, dataset: Dataset) -> tuple[Any, int]:
     """The tokeniser, and the size of the smallest one.
 
     The library numbers continued characters (##e) in the order of a hash table, another one in every process, and
@@ -348,7 +307,7 @@ def _word_pieces(settings: TrainedTokenizer, texts: Iterable[str]) -> tuple[Any,
     vocabulary = {name: number for number, name in enumerate(WORD_PIECE_SPECIAL)}
     normalizer = word_piece_tokenizer(vocabulary, lower_case=settings.lower_case).inner.normalizer
     seen: Counter[str] = Counter()
-    for text in texts:
+    for text in _texts(settings, dataset):
         seen.update(normalizer.normalize_str(text))
     common = sorted(seen, key=lambda character: (-seen[character], character))
     alphabet = sorted([character for character in common if not character.isspace()][:ALPHABET])
@@ -357,13 +316,13 @@ def _word_pieces(settings: TrainedTokenizer, texts: Iterable[str]) -> tuple[Any,
         pieces = word_piece_tokenizer(vocabulary, lower_case=settings.lower_case).inner
         trainer = library.trainers.WordPieceTrainer(
             vocab_size=size,
-            min_frequency=settings.min_frequency,
+            min_frequency=MIN_FREQUENCY,
             special_tokens=first,
             initial_alphabet=alphabet,
             limit_alphabet=len(alphabet),
             show_progress=False,
         )
-        pieces.train_from_iterator(iter(texts), trainer)
+        pieces.train_from_iterator(_texts(settings, dataset), trainer)
         return pieces.get_vocab(with_added_tokens=False)
 
     characters = sorted(set(run(list(WORD_PIECE_SPECIAL), 0)) - set(WORD_PIECE_SPECIAL))

@@ -5,9 +5,9 @@ A method is run at every value of its grid, which grows where the best lies at a
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,27 +62,8 @@ def at_values(recipe: Recipe, method: MethodSettings, values: Values, label: str
     return made
 
 
-def check_fields(recipe: Recipe, methods: Sequence[MethodSettings], grid: Mapping[str, Sequence[float]]) -> None:
-    """Raise RecipeError for a field that no method has, or a value that it does not take."""
-    for name, values in grid.items():
-        concerned = [method for method in methods if has_field(method, name)]
-        if not concerned:
-            raise RecipeError(
-                f"--tune {name}: expected a field of the recipe that a method may set ({', '.join(PARTS)}), or "
-                f"PART.OPTION of a method such as identity.lam; none of the methods "
-                f"({', '.join(method.label for method in methods)}) has it to tune"
-            )
-        for method, value in itertools.product(concerned, values):
-            at_values(recipe, method, {name: value})
-
-
 def show_values(values: Values) -> str:
-    """Values in words.
-
-    Example:
-        >>> show_values({"optimizer.lr": 0.003, "tokens.positions": 25})
-        'optimizer.lr=0.003, tokens.positions=25'
-    """
+    """Such as ``optimizer.lr=0.003, tokens.positions=25``."""
     return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
@@ -90,10 +71,6 @@ def extend_grid(values: Sequence[float], *, upwards: bool) -> float | None:
     """The value beyond one end of a grid, by the mean factor between its values, to three digits.
 
     None for a grid that ends at zero or below, which cannot grow by a factor.
-
-    Example:
-        >>> extend_grid([0.001, 0.003, 0.01], upwards=True), extend_grid([1, 5, 25], upwards=False)
-        (0.0316, 0.2)
     """
     positive = [value for value in values if value > 0]
     edge = max(values) if upwards else min(values)
@@ -108,15 +85,14 @@ class Plan:
     """What is searched, and how."""
 
     recipe: Recipe
-    """Of the comparison."""
     grid: Mapping[str, tuple[float, ...]]
     """The values of every field that each method tries, in ascending order."""
     seeds: tuple[int, ...]
-    """Of the search; those of the test are others."""
+    """Of the search."""
+    test_seeds: tuple[int, ...]
     growth: int
     """How often a grid may grow in each direction."""
     folder: Path
-    """Of the comparison."""
     options: dict[str, Any] = field(default_factory=dict)
     """Of every job."""
 
@@ -132,9 +108,23 @@ class Plan:
         tracking = TrackingSettings(weights_every=None, jacobian_points=0)
         return self.recipe.model_copy(update={"evaluation": evaluation, "tracking": tracking})
 
-    def identity(self) -> dict[str, Any]:
-        """What two searches in one folder must have in common."""
-        return {"settings_hash": settings_hash(self.recipe), "seeds": list(self.seeds), "fields": list(self.grid)}
+    def check(self, methods: Sequence[MethodSettings]) -> None:
+        """Raise RecipeError for a field that no method has, or a value that it does not take.
+
+        Raise RunError if the folder holds another search.
+        """
+        for name, values in self.grid.items():
+            concerned = [method for method in methods if has_field(method, name)]
+            if not concerned:
+                raise RecipeError(
+                    f"--tune {name}: expected a field of the recipe that a method may set ({', '.join(PARTS)}), or "
+                    "PART.OPTION of a method such as identity.lam; none of the methods has it to tune"
+                )
+            for method, value in itertools.product(concerned, values):
+                at_values(self.recipe, method, {name: value})
+        former = read_tuning(self.folder)
+        if former and (former["seeds"], former["fields"]) != (list(self.seeds), list(self.grid)):
+            raise RunError(f"{self.folder} holds a search of other fields or with other seeds; give another folder")
 
 
 class MethodSearch:
@@ -144,8 +134,7 @@ class MethodSearch:
         """Nothing is run here; see `search`."""
         self.plan, self.method = plan, method
         self.grid = {name: list(values) for name, values in plan.grid.items() if has_field(method, name)}
-        self.fields = list(self.grid)
-        self.grown = {name: {"below": 0, "above": 0} for name in self.fields}
+        self.grown = {name: {"below": 0, "above": 0} for name in self.grid}
         self.scores: dict[Point, dict[int, float]] = {}
         """By point and seed; NaN for a run that diverged."""
         self.metric: dict[str, Any] = {}
@@ -154,34 +143,34 @@ class MethodSearch:
     @property
     def points(self) -> list[Point]:
         """The whole grid; nothing for a method without a field to tune."""
-        return list(itertools.product(*self.grid.values())) if self.fields else []
+        return list(itertools.product(*self.grid.values())) if self.grid else []
 
     def values(self, point: Point) -> dict[str, float]:
         """A point by field."""
-        return dict(zip(self.fields, point, strict=True))
+        return dict(zip(self.grid, point, strict=True))
 
-    def tuned(self, point: Point) -> MethodSettings:
-        """The method at a point, under its own label."""
-        return at_values(self.plan.recipe, self.method, self.values(point))
+    def tuned(self) -> MethodSettings:
+        """The method at its best, under its own label."""
+        return at_values(self.plan.recipe, self.method, self.best_values)
 
-    def jobs(self, points: Sequence[Point]) -> list[tuple[Point, Job]]:
-        """Runs of points with every seed."""
-        made = []
-        for point in points:
-            values = self.values(point)
-            chosen = at_values(self.plan.recipe, self.method, values, f"{self.method.label}, {show_values(values)}")
-            name = "-".join(f"{field}-{value!r}" for field, value in values.items())
-            home = self.plan.folder / FOLDER / self.method.slug / name
-            for seed in self.plan.seeds:
-                job = Job(self.plan.search_recipe, chosen, seed, home / f"seed{seed}", **self.plan.options)
-                made.append((point, job))
-        return made
+    @property
+    def best_values(self) -> dict[str, float]:
+        """Empty for a method without a field to tune."""
+        return self.values(self.best()) if self.grid else {}
+
+    def job(self, point: Point, seed: int) -> Job:
+        """One run of the search."""
+        values = self.values(point)
+        chosen = at_values(self.plan.recipe, self.method, values, f"{self.method.label}, {show_values(values)}")
+        name = "-".join(f"{field}-{value!r}" for field, value in values.items())
+        folder = self.plan.folder / FOLDER / self.method.slug / name / f"seed{seed}"
+        return Job(self.plan.search_recipe, chosen, seed, folder, **self.plan.options)
 
     def take(self, point: Point, record: dict[str, Any]) -> None:
         """Note the score of a run."""
         self.metric = record["metric"]
-        value = (record.get(self.plan.scored) or {}).get(self.metric["name"])
-        score = float(value) if record["status"] == "finished" and isinstance(value, (int, float)) else math.nan
+        value = record[self.plan.scored][self.metric["name"]] if record["status"] == "finished" else None
+        score = float(value) if isinstance(value, (int, float)) else math.nan
         self.scores.setdefault(point, {})[record["seed"]] = score if math.isfinite(score) else math.nan
 
     def describe_point(self, point: Point) -> dict[str, Any]:
@@ -208,10 +197,8 @@ class MethodSearch:
 
     def edges(self) -> dict[str, str]:
         """Fields whose best value is the first or last of the grid: `below` or `above`."""
-        best = self.values(self.best()) if self.fields else {}
-        ends = {name: (min(self.grid[name]), max(self.grid[name])) for name in best}
-        at_end = [name for name in best if best[name] in ends[name]]
-        return {name: "below" if best[name] == ends[name][0] else "above" for name in at_end}
+        sides, best = {"below": min, "above": max}, self.best_values
+        return {name: side for name in best for side in sides if best[name] == sides[side](self.grid[name])}
 
     def grow(self) -> list[Point]:
         """Extend the grid where the best lies at an edge, if it may still grow; returns the new points."""
@@ -234,11 +221,11 @@ class MethodSearch:
             "label": self.method.label,
             "slug": self.method.slug,
             "canonical": self.method.canonical(),
-            "fields": self.fields,
+            "fields": list(self.grid),
             "grid": self.grid,
             "grown": self.grown,
             "points": [self.describe_point(point) for point in sorted(self.scores)],
-            "best": self.describe_point(self.best()) if self.fields else None,
+            "best": self.describe_point(self.best()) if self.grid else None,
             "at_edge": self.edges(),
         }
 
@@ -247,105 +234,65 @@ def search(
     plan: Plan,
     methods: Sequence[MethodSettings],
     run: Callable[[list[Job], str], Outcome],
-    note: Callable[[list[MethodSearch]], None],
 ) -> tuple[list[MethodSearch], Outcome | None]:
     """Search all methods at once, stage by stage: first the grid, then where it grows.
 
-    `run` does the jobs of a stage, which has a name; `note` is told of the searches after every stage. Returns the
-    searches and, if it was interrupted or runs failed, the outcome of that stage.
+    `run` does the jobs of a stage, which has a name; tuning.json is written after each. Returns the searches and, if it
+    was interrupted or runs failed, the outcome of that stage.
     """
     searches = [MethodSearch(plan, method) for method in methods]
     points = [found.points for found in searches]
     stage = "search"
     while any(points):
-        owned = [(found, *pair) for found, new in zip(searches, points, strict=True) for pair in found.jobs(new)]
-        owners = {(job.method.label, job.seed): (found, point) for found, point, job in owned}
+        pairs = [(found, point) for found, new in zip(searches, points, strict=True) for point in new]
         # Runs of a seed share their data.
-        outcome = run(sorted((job for _, _, job in owned), key=lambda job: plan.seeds.index(job.seed)), stage)
+        jobs = [found.job(point, seed) for seed in plan.seeds for found, point in pairs]
+        outcome = run(jobs, stage)
+        owners = {job.method.label: pair for job, pair in zip(jobs, pairs, strict=False)}
         for record in outcome.records:
             if record["status"] in COMPLETE:
-                found, point = owners[record["method"], record["seed"]]
+                found, point = owners[record["method"]]
                 found.take(point, record)
         if outcome.interrupted or outcome.failures:
             return searches, outcome
-        note(searches)
-        points = [found.grow() if found.fields else [] for found in searches]
+        if os.environ.get("RANK", "0") == "0":
+            write_tuning(plan, searches)
+        points = [found.grow() for found in searches]
         stage = "growth of the grids"
     return searches, None
-
-
-def paired_spread(searches: Sequence[MethodSearch], baseline: str) -> float:
-    """Standard deviation of the paired differences to the baseline, all at their best, pooled over methods.
-
-    NaN where no method shares two seeds with the baseline.
-    """
-    by_label = {found.method.label: found.scores[found.best()] for found in searches if found.scores}
-    base = by_label.pop(baseline, {})
-    spreads = []
-    for scores in by_label.values():
-        differences = [score - base[seed] for seed, score in scores.items() if seed in base]
-        known = [difference for difference in differences if not math.isnan(difference)]
-        spreads += [statistics.stdev(known)] if len(known) > 1 else []
-    return math.sqrt(math.fsum(spread**2 for spread in spreads) / len(spreads)) if spreads else math.nan
 
 
 # tuning.json
 
 
-def join_former(plan: Plan) -> Plan:
-    """The plan with the values that an earlier search in the same folder had beside those asked for.
-
-    Raises: RunError if that was a search of something else.
-    """
-    former = read_tuning(plan.folder)
-    if former is None:
-        return plan
-    for key, value in plan.identity().items():
-        if former[key] != value:
-            raise RunError(
-                f"{plan.folder} holds a search with other {key} ({former[key]} there, {value} here); give another "
-                "folder"
-            )
-    joined = {name: tuple(sorted({*values, *former["grid"][name]})) for name, values in plan.grid.items()}
-    return dataclasses.replace(plan, grid=joined)
-
-
-def metric_of(searches: Sequence[MethodSearch]) -> dict[str, Any]:
-    """What runs are scored by, as they record it."""
-    return next((found.metric for found in searches if found.metric), {})
-
-
-def write_tuning(plan: Plan, searches: Sequence[MethodSearch], seeds: Sequence[int]) -> dict[str, Any]:
-    """Write the record of a search that is tested on `seeds`; methods of an earlier call stay listed. Returns it."""
+def write_tuning(plan: Plan, searches: Sequence[MethodSearch]) -> None:
+    """Write the record of a search; methods of an earlier call stay listed."""
     former = read_tuning(plan.folder) or {"methods": []}
     rows = [found.describe() for found in searches]
     labels = [row["label"] for row in rows]
-    ours = plan.identity()
     content = {
         "schema": SCHEMA,
         "kind": KIND,
         "recipe": plan.recipe.name,
         "scale": plan.recipe.scale,
-        "settings_hash": ours["settings_hash"],
-        "metric": metric_of(searches),
-        "fields": ours["fields"],
+        "settings_hash": settings_hash(plan.recipe),
+        "metric": next((found.metric for found in searches if found.metric), {}),
+        "fields": list(plan.grid),
         "grid": {name: list(values) for name, values in plan.grid.items()},
-        "seeds": ours["seeds"],
+        "seeds": list(plan.seeds),
         "growth": plan.growth,
         "scored": f"{plan.scored} evaluation on the evaluation split",
-        "test_seeds": sorted(seeds),
+        "test_seeds": sorted(plan.test_seeds),
         "test_data": SEEN if plan.recipe.evaluation.test is None else UNSEEN,
         "methods": [*(row for row in former["methods"] if row["label"] not in labels), *rows],
     }
     with writing(plan.folder / NAME):
         plan.folder.mkdir(parents=True, exist_ok=True)
     write_sealed(plan.folder / NAME, content)
-    return content
 
 
 def read_tuning(folder: Path) -> dict[str, Any] | None:
     """tuning.json of a folder; None if there is none, RunError if it is no such record or was changed."""
     path = folder / NAME
     advice = "Delete it, then run the same command: it is written again from the runs"
-    needed = ("settings_hash", "seeds", "fields", "grid", "methods")
-    return read_sealed(path, KIND, advice, needed) if path.exists() else None
+    return read_sealed(path, KIND, advice, ("seeds", "fields", "methods")) if path.exists() else None

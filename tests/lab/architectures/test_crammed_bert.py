@@ -17,7 +17,7 @@ from wellcond.lab.models.changes import remove_norms_
 from wellcond.models import ModelSpecError, build_model
 
 SMALL = {"vocab_size": 40, "length": 12, "layers": 2, "width": 16, "heads": 2, "feed_forward": 24}
-HEADS = {"crammed_bert": {}, "crammed_bert_classifier": {"num_labels": 3, "pooler_width": 20}}
+HEADS = {"crammed_bert": {}, "crammed_bert_classifier": {"num_labels": 3}}
 
 
 def build(name="crammed_bert", **options):

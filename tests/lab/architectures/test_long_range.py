@@ -65,23 +65,19 @@ class Reference:
         query, key, value = heads("query"), heads("key"), heads("value")
         query, key = query * rows / head**0.25, key * rows / head**0.25
         hidden = -1e9 * (1 - mask)[:, None, None, :]
-        if options.attention == "softmax":
-            mixed = softmax(query @ np.swapaxes(key, -1, -2) + hidden, axis=-1) @ value
-        else:
-            segments = (batch, options.heads, options.landmarks, length // options.landmarks, head)
-            few_queries, few_keys = query.reshape(segments).mean(3), key.reshape(segments).mean(3)
-            first = softmax(query @ np.swapaxes(few_keys, -1, -2), axis=-1)
-            second = softmax(few_queries @ np.swapaxes(few_keys, -1, -2), axis=-1)
-            third = softmax(few_queries @ np.swapaxes(key, -1, -2) + hidden, axis=-1)
-            mixed = first @ self.pseudo_inverse(second) @ (third @ value)
-            if options.convolution is not None:
-                kernels = self.state[f"{name}.self.conv.weight"]
-                half = options.convolution // 2
-                padded = np.pad(value * rows, ((0, 0), (0, 0), (half, half), (0, 0)))
-                for number in range(options.heads):
-                    for offset in range(options.convolution):
-                        window = padded[:, number, offset : offset + length]
-                        mixed[:, number] += kernels[number, 0, offset, 0] * window
+        segments = (batch, options.heads, options.landmarks, length // options.landmarks, head)
+        few_queries, few_keys = query.reshape(segments).mean(3), key.reshape(segments).mean(3)
+        first = softmax(query @ np.swapaxes(few_keys, -1, -2), axis=-1)
+        second = softmax(few_queries @ np.swapaxes(few_keys, -1, -2), axis=-1)
+        third = softmax(few_queries @ np.swapaxes(key, -1, -2) + hidden, axis=-1)
+        mixed = first @ self.pseudo_inverse(second) @ (third @ value)
+        kernels = self.state[f"{name}.self.conv.weight"]
+        half = options.convolution // 2
+        padded = np.pad(value * rows, ((0, 0), (0, 0), (half, half), (0, 0)))
+        for number in range(options.heads):
+            for offset in range(options.convolution):
+                window = padded[:, number, offset : offset + length]
+                mixed[:, number] += kernels[number, 0, offset, 0] * window
         return self.linear(f"{name}.output.dense", mixed.transpose(0, 2, 1, 3).reshape(batch, length, width))
 
     def encode(self, ids, mask):
@@ -99,8 +95,6 @@ class Reference:
 
 CASES = {
     "published": {},
-    "no convolution": {"convolution": None},
-    "softmax": {"attention": "softmax"},
     "one head, many landmarks": {"heads": 1, "landmarks": 12},
 }
 
@@ -128,26 +122,23 @@ def test_pairs_are_joined_as_in_the_release():
         model(a, mask_a)
 
 
-@pytest.mark.parametrize("attention", ["nystrom", "softmax"])
-def test_without_padding_it_is_hugging_faces_function(attention):
-    ours = build(attention=attention).blocks[0].attention.self
+def test_without_padding_it_is_hugging_faces_function():
+    ours = build().blocks[0].attention.self
     hidden = torch.randn(2, 24, 16, generator=torch.Generator().manual_seed(3))
     [expected] = NystromformerSelfAttention.forward(ours, hidden)
     torch.testing.assert_close(ours(hidden, torch.ones(2, 24))[0], expected)
     torch.testing.assert_close(ours(hidden)[0], expected)
 
 
-@pytest.mark.parametrize("attention", ["nystrom", "softmax"])
-def test_what_stands_in_padding_does_not_matter(attention):
-    model = build(attention=attention)
+def test_what_stands_in_padding_does_not_matter():
+    model = build()
     ids, mask = tokens(1)
     other = torch.where(mask.bool(), ids, 7)
     torch.testing.assert_close(model(ids, mask), model(other, mask))
 
 
-@pytest.mark.parametrize("attention", ["nystrom", "softmax"])
-def test_a_sequence_of_padding_alone_gives_numbers(attention):
-    model = build(attention=attention)
+def test_a_sequence_of_padding_alone_gives_numbers():
+    model = build()
     ids = torch.zeros(2, 24, dtype=torch.long)
     logits = model(ids, torch.zeros_like(ids))
     assert torch.isfinite(logits).all()
@@ -194,7 +185,7 @@ def test_release_initialisation(options, words):
 
 @pytest.mark.parametrize("method", ["conditioned", "gaussian", "mimetic"])
 def test_methods_apply_and_fold(method):
-    model = build(attention="nystrom")
+    model = build()
     init_(model, method, generator=torch.Generator().manual_seed(0))
     ids, mask = tokens(1)
     plain = {name: value.clone() for name, value in model.state_dict().items()}

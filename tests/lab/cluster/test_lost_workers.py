@@ -71,7 +71,7 @@ def test_the_run_of_a_killed_machine_is_resumed_on_another(cluster, here, hold, 
 @pytest.mark.slow
 def test_the_run_of_a_killed_process_is_resumed(cluster, here, hold, tmp_path):
     cluster.add(2)
-    process = start(compare_command(tmp_path, "--ray-address", cluster.client_address), **hold.environment)
+    process = start(compare_command(tmp_path, "--ray-address", cluster.address), **hold.environment)
     os.kill(hold.wait_for(2, process)[0], signal.SIGKILL)
     hold.end()
     code, _, errors = finish(process)
@@ -117,6 +117,6 @@ def test_a_comparison_that_is_stopped_resumes_with_the_same_command(here, hold, 
     assert {record(tmp_path / method / "seed0")["status"] for method in METHODS} == {"interrupted"}
     code, _, more_bars = finish(start(compare_command(tmp_path, "--jobs", 1), FORCE_COLOR="1"))
     assert code == 0, more_bars
-    assert "waiting for a worker" in bars + more_bars and "samples/s" in bars + more_bars
+    assert "waiting for a machine with 1 CPUs and 0 GPUs" in bars + more_bars and "samples/s" in bars + more_bars
     assert [len(rows) for rows in sessions(tmp_path).values()] == [2, 2]
     assert_same_comparison(tmp_path, here)

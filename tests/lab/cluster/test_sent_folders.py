@@ -7,15 +7,9 @@ import tarfile
 import pytest
 
 from lab.small import assert_same_run, small_job, stop_after
-from wellcond.lab.cluster import worker
-from wellcond.lab.cluster.worker import Mailbox, pack, receive, unpack
+from wellcond.lab.cluster import Home, pack, receive, unpack
 from wellcond.lab.train.run import run_job
-from wellcond.lab.train.run_folder import RunError
-
-
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch):
-    monkeypatch.setattr(worker, "CHUNK", 1000)
+from wellcond.lab.train.run_folder import FolderInUse, RunError, RunFolder
 
 
 def files_of(folder):
@@ -30,12 +24,11 @@ def interrupted(tmp_path):
 
 
 def test_a_run_that_was_sent_resumes_to_the_same_end(interrupted, tmp_path):
-    chunks = pack(interrupted, bytes)
-    assert len(chunks) > 1 and max(map(len, chunks)) == 1000
+    files = pack(interrupted)
     sent = {name: content for name, content in files_of(interrupted).items() if name != "lock"}
     run_job(small_job(interrupted))
     here = tmp_path / "here"
-    receive(chunks, here)
+    receive(files, here)
     assert files_of(here) == sent
     resumed = run_job(small_job(here))
     assert resumed["sessions"][1]["resumed_at_step"] == 8
@@ -46,11 +39,11 @@ def test_files_that_break_off_change_nothing(interrupted, tmp_path):
     here = tmp_path / "here"
     shutil.copytree(interrupted, here)
     run_job(small_job(interrupted))
-    before, chunks = files_of(here), pack(interrupted, bytes)
+    before, files = files_of(here), pack(interrupted)
     with pytest.raises(RunError, match="the files that a worker sent for .* cannot be used"):
-        receive(chunks[: len(chunks) // 2], here)
+        receive(files[: len(files) // 2], here)
     assert {name: content for name, content in files_of(here).items() if ".partial" not in name} == before
-    receive(chunks, here)
+    receive(files, here)
     assert files_of(here) == files_of(interrupted)
 
 
@@ -59,17 +52,17 @@ def test_links_and_files_in_the_making_are_not_sent(interrupted, tmp_path):
     (interrupted / "link").symlink_to("/etc/hostname")
     (interrupted / "run.json.partial").touch()
     (interrupted / "empty").touch()
-    unpack(pack(interrupted, bytes), tmp_path / "sent")
+    unpack(pack(interrupted), tmp_path / "sent")
     assert files_of(tmp_path / "sent") == {name: before[name] for name in before if name != "lock"} | {"empty": b""}
 
 
 def archive(*members):
-    """Chunks of an archive that no worker of ours writes."""
+    """An archive that no worker of ours writes."""
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w") as file:
         for member in members:
             file.addfile(member, io.BytesIO(bytes(member.size)))
-    return [made.getvalue()]
+    return made.getvalue()
 
 
 def member(name, **fields):
@@ -95,11 +88,14 @@ def test_links_that_arrive_are_left_out(tmp_path):
     assert set(files_of(tmp_path / "run")) == {"absolute"}
 
 
-def test_a_mailbox_knows_which_files_are_on_their_way():
-    mailbox = Mailbox()
-    mailbox.put(1, ("files", []))
-    mailbox.put(2, ("event", {}))
-    assert mailbox.holds_files(1) and not mailbox.holds_files(2)
-    assert mailbox.take() == [(1, ("files", [])), (2, ("event", {}))]
-    assert mailbox.holds_files(1)  # the command deals with them
-    assert mailbox.take() == [] and not mailbox.holds_files(1)
+def test_home_knows_which_runs_begin_again_and_keeps_others_out_of_their_folders(interrupted):
+    home = Home()
+    assert home.begin(interrupted, away=True) == pack(interrupted) and home.take() == []
+    with pytest.raises(FolderInUse), RunFolder(interrupted).opened():
+        pass
+    assert home.begin(interrupted, away=False) == b""  # on a machine that sees the folder
+    with RunFolder(interrupted).opened():
+        home.tell(interrupted, {"event": "start"})
+    assert [event["event"] for _, event in home.take()] == ["lost", "start"] and home.take() == []
+    home.end(interrupted)
+    assert home.begin(interrupted, away=False) == b"" and home.take() == []

@@ -126,7 +126,7 @@ class Cluster:
 
     def __init__(self):
         port, client_port = free_ports(2)
-        self.address, self.client_address = f"127.0.0.1:{port}", f"ray://127.0.0.1:{client_port}"
+        self.address = f"127.0.0.1:{port}"
         self.temporary = Path(tempfile.mkdtemp(prefix="wcray", dir="/tmp"))  # short: it holds sockets
         ports = [f"--port={port}", f"--ray-client-server-port={client_port}"]
         shape = ["--num-cpus=0", "--include-dashboard=false", f"--temp-dir={self.temporary}"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from wellcond.lab.data import DataError, Generated, GeneratorOptions
+from wellcond.lab.data import DataError, GeneratorOptions, TensorDataset
 
 
 class CountingOptions(GeneratorOptions):
@@ -37,5 +37,5 @@ def counting(count, options, generator):
             options.hold_from is not None and number > options.hold_from and not Path(f"{options.record}.open").exists()
         ):
             time.sleep(0.02)
-    tokens = torch.randint(-1, 50, (count, options.width), generator=generator)
-    return Generated("tokens", tokens, tokens[:, 0].clamp(min=0) % 2, ("even", "odd"), 50)
+    tokens = torch.randint(-1, 50, (count, options.width), generator=generator).to(torch.int8)
+    return TensorDataset("tokens", tokens, tokens[:, 0].long().clamp(min=0) % 2)

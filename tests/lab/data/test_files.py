@@ -4,10 +4,9 @@ import pickle
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from lab.data.helpers import failure, load, write_csv, write_features, write_jsonl, write_parquet
-from wellcond.lab.data import DataError, fingerprint, resolve_config
+from wellcond.lab.data import DataError, fingerprint
 
 pytest.importorskip("datasets")
 
@@ -53,27 +52,27 @@ def test_a_rewritten_file_is_read_anew(tmp_path):
     assert load(tmp_path, source="files", train="a.csv", evaluation="a.csv", **NAMED).train[0]["text"] == "new"
 
 
-def test_a_pattern_reads_its_files_in_order_and_errors_name_the_file(tmp_path):
+def test_a_pattern_reads_its_files_in_order_and_errors_name_the_first(tmp_path):
     for number in range(3):
         write_jsonl(tmp_path / f"part[{number}].jsonl", ROWS[3 * number : 3 * number + 3])
     fields = {"source": "files", "train": "part*.jsonl", "evaluation": ["part[[]0].jsonl", "part[2].jsonl"], **NAMED}
     bundle = load(tmp_path, **fields)
     assert [bundle.train[i]["text"] for i in range(9)] == [f"text {i}" for i in range(9)]
     assert [bundle.evaluation[i]["text"] for i in (0, 5)] == ["text 0", "text 8"]
-    write_jsonl(tmp_path / "part[2].jsonl", [ROWS[0], {**ROWS[1], "stars": -4}])
-    message = failure(tmp_path, **fields)
-    assert f"{tmp_path}/part[2].jsonl, row 1 (the first is 0): the label is not a class" in message and "-4" in message
+    write_jsonl(tmp_path / "bad.jsonl", [ROWS[0], {**ROWS[1], "stars": -4}])
+    message = failure(tmp_path, **{**fields, "evaluation": "bad.jsonl"})
+    assert f"{tmp_path}/bad.jsonl, row 1 (the first is 0): the label is not a class" in message and "-4" in message
     write_jsonl(tmp_path / "part[2].jsonl", [{"other": 1}])
     message = failure(tmp_path, **fields)
-    assert "part[2].jsonl: the format or the columns are not those of" in message and "other" in message
+    assert f"{tmp_path}/part[0].jsonl and 2 more: this cannot be read" in message and "the same columns" in message
 
 
-def test_a_fraction_is_drawn_by_seed_from_every_class(tmp_path):
+def test_a_fraction_is_drawn_from_every_class(tmp_path):
     rows = [{"text": str(i), "label": "rare" if i < 2 else "common"} for i in range(50)]
     write_jsonl(tmp_path / "a.jsonl", rows)
 
-    def split(seed):
-        bundle = load(tmp_path, source="files", train="a.jsonl", evaluation_fraction=0.2, seed=seed)
+    def split():
+        bundle = load(tmp_path, source="files", train="a.jsonl", evaluation_fraction=0.2)
         texts = [[part[i]["text"] for i in range(len(part))] for part in (bundle.train, bundle.evaluation)]
         assert sorted(texts[0] + texts[1], key=int) == [row["text"] for row in rows]
         assert bundle.class_names == ("common", "rare")
@@ -81,7 +80,8 @@ def test_a_fraction_is_drawn_by_seed_from_every_class(tmp_path):
         assert all(bundle.train[i]["label"] == int(int(text) < 2) for i, text in enumerate(texts[0]))
         return texts
 
-    assert split(0) == split(0) != split(1)
+    assert split() == split()
+    assert len(load(tmp_path, source="files", train="a.jsonl").evaluation) == 5
 
 
 def test_limits_draw_a_fixed_subset(tmp_path):
@@ -102,7 +102,7 @@ def test_text_files_give_lines(tmp_path):
     lines = load(tmp_path, source="files", train="a.txt", evaluation="b.txt")
     assert [lines.train[i] for i in range(4)] == [{"text": t} for t in ("one", "", "  two\u2028same line", "three")]
     assert lines.class_names is None and lines.train.labels is None
-    assert "1 empty texts in 'train'" in lines.description and "unlabelled" in lines.description
+    assert "unlabelled" in lines.description
 
 
 def test_csv_texts_survive_as_written(tmp_path):
@@ -110,16 +110,16 @@ def test_csv_texts_survive_as_written(tmp_path):
     write_csv(tmp_path / "a.csv", ["text", "label"], [[text, "yes" if i else "no"] for i, text in enumerate(texts)])
     bundle = load(tmp_path, source="files", train="a.csv", evaluation="a.csv")
     assert [bundle.train[i]["text"] for i in range(len(texts))] == texts
-    assert bundle.class_names == ("no", "yes") and "1 empty texts in 'train'" in bundle.description
+    assert bundle.class_names == ("no", "yes")
 
 
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("a,1,2\n", "row 0 (the first is 0): the values do not fit the columns"),
-        ("a,0\nb,1,2\n", "the file cannot be read as csv"),
-        ("a,0\nb\n", "row 1 (the first is 0): the label is missing"),
-        ("a\n", "row 0 (the first is 0): the values do not fit the columns"),
+        ("a,1,2\n", "3 values in the first row for the columns text, label"),
+        ("a,0\nb,1,2\n", "a.csv: this cannot be read"),
+        ("a,0\nb\n", "row 1 (the first is 0): column 'label' has no value"),
+        ("a\n", "1 values in the first row for the columns text, label"),
     ],
 )
 def test_csv_rows_that_do_not_fit_their_columns(tmp_path, lines, message):
@@ -133,7 +133,7 @@ def test_pairs_of_texts(tmp_path):
     assert bundle.train[1] == {"text": "c", "text_pair": "d", "label": 1}
 
 
-@pytest.mark.parametrize("form", ["bytes", "struct", "feature", "paths"])
+@pytest.mark.parametrize("form", ["bytes", "struct", "feature"])
 def test_images_in_parquet(tmp_path, png, form):
     encoded = [png(seed) for seed in range(4)]
     labels = ["b", "a", "b", "a"]
@@ -143,16 +143,9 @@ def test_images_in_parquet(tmp_path, png, form):
         features = {"picture": datasets.Image(), "label": datasets.Value("string")}
         write_features(tmp_path / "a.parquet", columns, features)
     else:
-        (tmp_path / "images").mkdir()
-        for number, data in enumerate(encoded):
-            (tmp_path / f"images/{number}.png").write_bytes(data)
-        names = [f"images/{number}.png" for number in range(4)]
-        structs = [{"bytes": data, "path": "x.png"} for data in encoded[:2]]
-        structs += [{"bytes": None, "path": name} for name in names[2:]]
-        write_parquet(
-            tmp_path / "a.parquet",
-            {"picture": {"bytes": encoded, "struct": structs, "paths": names}[form], "label": labels},
-        )
+        structs = [{"bytes": data, "path": "x.png"} for data in encoded]
+        pictures = {"bytes": encoded, "struct": structs}[form]
+        write_parquet(tmp_path / "a.parquet", {"picture": pictures, "label": labels})
     fields = {"train": "a.parquet", "evaluation": "a.parquet", "input": "picture", "label": "label"}
     bundle = load(tmp_path, source="files", **fields)
     assert bundle.kind == "image" and bundle.train.labels.tolist() == [1, 0, 1, 0]
@@ -162,28 +155,13 @@ def test_images_in_parquet(tmp_path, png, form):
     assert [example["label"] for example in batch] == [1, 0, 1, 0]
 
 
-def test_image_paths_may_not_leave_their_folder(tmp_path, png):
+def test_the_path_of_an_image_is_not_followed(tmp_path, png):
     (tmp_path / "secret.png").write_bytes(png())
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set/link.png").symlink_to(tmp_path / "secret.png")
-    names = ["../secret.png", str(tmp_path / "secret.png"), "link.png", "gone.png", ""]
-    write_csv(tmp_path / "set/a.csv", ["image", "label"], [[name, "x"] for name in names])
-    fields = {"source": "files", "train": "set/a.csv", "evaluation": "set/a.csv", "kind": "image"}
-    bundle = load(tmp_path, **fields)
-    for number in range(3):
-        with pytest.raises(
-            DataError, match=rf"a.csv, row {number} .*leads out of its folder(?s:.)*within {tmp_path}/set"
-        ):
-            bundle.train[number]
-    with pytest.raises(DataError, match=r"row 3 .*cannot be opened(?s:.)*gone.png(?s:.)*FileNotFoundError"):
-        bundle.train[3]
-    with pytest.raises(DataError, match=r"row 4 .*there is no image"):
-        bundle.train[4]
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in/x.png").write_bytes(png())
-    write_csv(tmp_path / "set/b.csv", ["image"], [["in/x.png"], [str(tmp_path / "in/x.png")]])
-    bundle = load(tmp_path, source="files", train="set/b.csv", evaluation="set/b.csv", image_root=".")
-    assert bundle.kind == "image" and bundle.train[0]["image"].size == bundle.train[1]["image"].size == (8, 8)
+    row = {"bytes": None, "path": str(tmp_path / "secret.png")}
+    write_parquet(tmp_path / "a.parquet", {"image": [{"bytes": png(), "path": None}, row], "label": [0, 1]})
+    bundle = load(tmp_path, source="files", train="a.parquet", evaluation="a.parquet")
+    with pytest.raises(DataError, match=r"a.parquet, row 1 .*: column 'image' has no value"):
+        bundle.train[1]
 
 
 def test_truncated_image_names_file_and_row(tmp_path, png):
@@ -200,17 +178,17 @@ def test_truncated_or_undecodable_file_is_named(tmp_path, suffix):
     path = write_rows(tmp_path / f"a.{suffix}")
     path.write_bytes(path.read_bytes()[:-20] + (b'"\xff\xfe' if suffix == "csv" else b""))
     message = failure(tmp_path, source="files", train=path.name, evaluation=path.name, **NAMED)
-    assert f"{path}: the file cannot be read as" in message and "Check that the file is complete" in message
+    assert f"{path}: this cannot be read" in message and "whole files of" in message
 
 
 def test_text_in_another_encoding_is_named(tmp_path):
     for name, data in (("a.txt", b"fine"), ("b.txt", "Grüße".encode("latin-1"))):
         (tmp_path / name).write_bytes(data)
-    message = failure(tmp_path, source="files", train="*.txt", evaluation="a.txt")
-    assert f"{tmp_path}/b.txt: the file cannot be read as text" in message and "UnicodeDecodeError" in message
+    message = failure(tmp_path, source="files", train="b.txt", evaluation="a.txt")
+    assert f"{tmp_path}/b.txt: this cannot be read" in message and "UnicodeDecodeError" in message
 
 
-def test_missing_unknown_and_mixed_files_are_named(tmp_path):
+def test_missing_and_unknown_files_are_named(tmp_path):
     write_rows(tmp_path / "a.csv")
     write_rows(tmp_path / "a.jsonl")
     (tmp_path / "a.xlsx").write_text("x")
@@ -219,8 +197,6 @@ def test_missing_unknown_and_mixed_files_are_named(tmp_path):
     assert "'evaluation'" in failure(tmp_path, source="files", train="a.csv", evaluation="*.parquet")
     message = failure(tmp_path, source="files", train="a.xlsx", evaluation="a.csv")
     assert "the format is not known" in message and ".parquet, .jsonl" in message
-    message = failure(tmp_path, source="files", train=["a.csv", "a.jsonl"], evaluation="a.csv")
-    assert "the format or the columns are not those of" in message
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "csv", "txt"])
@@ -232,7 +208,7 @@ def test_files_without_rows_are_named(tmp_path, suffix):
     else:
         path.write_text("text,label\n" if suffix == "csv" else "")
     message = failure(tmp_path, source="files", train=path.name, evaluation=path.name)
-    assert str(path) in message and "there are no rows" in message
+    assert f"{path}: this cannot be read" in message and "not empty" in message
 
 
 def test_missing_columns_list_those_that_exist(tmp_path):
@@ -240,9 +216,9 @@ def test_missing_columns_list_those_that_exist(tmp_path):
     fields = {"source": "files", "train": "a.csv", "evaluation": "a.csv"}
     message = failure(tmp_path, **fields, input="reviews", label="stars")
     assert "there is no column 'reviews'" in message and "columns review, stars, id" in message
-    assert "Set 'label' to one of these" in failure(tmp_path, **fields, input="review", label="star")
+    assert "the field 'label' names" in failure(tmp_path, **fields, input="review", label="star")
     message = failure(tmp_path, **fields)
-    assert "which column is the input is not clear" in message and "columns review (" in message
+    assert "which column is the input is not clear" in message and "columns review, stars" in message
     write_rows(tmp_path / "b.csv", [{"review": "a", "id": 1}])
     message = failure(tmp_path, source="files", train="a.csv", evaluation="b.csv", **NAMED)
     assert "b.csv: there is no column 'stars'" in message
@@ -260,16 +236,13 @@ def test_missing_text_names_the_row(tmp_path):
 @pytest.mark.parametrize(
     ("train", "evaluation", "message"),
     [
-        ([0, 1, -1], [0], "train.jsonl, row 2 (the first is 0): the label is not a class"),
         ([0, 1], [1, 2], "evaluation.jsonl, row 1 (the first is 0): the label is not a class"),
         ([0, 1], [-1], "evaluation.jsonl, row 0 (the first is 0): the label is not a class"),
-        ([1, 2, 3], [1], "train.jsonl: no row has the label 0, though others occur"),
-        ([0, 1, 3], [1], "train.jsonl: no row has the label 2"),
         ([0, 0.5], [0], "train.jsonl, row 0 (the first is 0): the label is not an integer"),
         ([0, "one"], [0], "train.jsonl, row 1 (the first is 0): the label is not an integer"),
         ([[0], [1]], [0], "train.jsonl, row 0 (the first is 0): the label is not an integer"),
-        ([0, None], [0], "train.jsonl, row 1 (the first is 0): the label is missing"),
-        (["a", ""], ["a"], "train.jsonl, row 1 (the first is 0): the label is missing"),
+        ([0, None], [0], "train.jsonl, row 1 (the first is 0): column 'label' has no value"),
+        (["a", ""], ["a"], "train.jsonl, row 1 (the first is 0): column 'label' has no value"),
         (["b", "a"], ["a", "c"], "evaluation.jsonl, row 1 (the first is 0): the label is not a class of the training"),
         (["b", "a"], [0], "evaluation.jsonl, row 0 (the first is 0): the label is not a class of the training"),
         ([0, 1], ["a"], "evaluation.jsonl, row 0 (the first is 0): the label is not a class of the training"),
@@ -283,48 +256,43 @@ def test_wrong_labels_name_file_row_and_value(tmp_path, train, evaluation, messa
 
 
 @pytest.mark.parametrize(
-    ("labels", "message"),
+    ("train", "evaluation", "message"),
     [
-        (["0", "1", ""], "row 2 (the first is 0): the label is missing"),
-        (["0", "one", "1"], "row 1 (the first is 0): the label is not an integer"),
-        (["0.5", "1.5"], "row 0 (the first is 0): the label is not an integer"),
-        (["0", "-1"], "row 1 (the first is 0): the label is not a class"),
+        (["0", "1", ""], ["0"], "train.csv, row 2 (the first is 0): column 'label' has no value"),
+        (["0", "1"], ["1", "one"], "evaluation.csv, row 1 (the first is 0): the label is not a class"),
     ],
 )
-def test_wrong_labels_in_csv_name_the_row(tmp_path, labels, message):
-    write_csv(tmp_path / "a.csv", ["text", "label"], [["x", label] for label in labels])
-    assert message in failure(tmp_path, source="files", train="a.csv", evaluation="a.csv")
+def test_wrong_labels_in_csv_name_the_row(tmp_path, train, evaluation, message):
+    for name, labels in (("train", train), ("evaluation", evaluation)):
+        write_csv(tmp_path / f"{name}.csv", ["text", "label"], [["x", label] for label in labels])
+    assert message in failure(tmp_path, source="files", train="train.csv", evaluation="evaluation.csv")
+
+
+def test_names_that_look_like_numbers_in_one_split_stay_names(tmp_path):
+    write_csv(tmp_path / "train.csv", ["text", "label"], [["x", "1"], ["y", "many"]])
+    write_csv(tmp_path / "evaluation.csv", ["text", "label"], [["z", "1"]])
+    bundle = load(tmp_path, source="files", train="train.csv", evaluation="evaluation.csv")
+    assert bundle.class_names == ("1", "many") and bundle.evaluation.labels.tolist() == [0]
 
 
 def test_labels_of_other_forms(tmp_path):
     write_jsonl(tmp_path / "bool.jsonl", [{"text": "x", "label": value} for value in (True, False)])
     assert load(tmp_path, source="files", train="bool.jsonl", evaluation="bool.jsonl").train.labels.tolist() == [1, 0]
-    write_jsonl(tmp_path / "gap.jsonl", [{"text": "x", "label": value} for value in (0, 2)])
+    write_jsonl(tmp_path / "gap.jsonl", [{"text": "x", "label": value} for value in (10, 2, 10)])
     fields = {"source": "files", "train": "gap.jsonl", "evaluation": "gap.jsonl"}
-    bundle = load(tmp_path, **fields, class_names=["a", "b", "c"])
-    assert bundle.class_names == ("a", "b", "c") and bundle.train.labels.tolist() == [0, 2]
-    assert "from 0 to 1" in failure(tmp_path, **fields, class_names=["a", "b"])
+    bundle = load(tmp_path, **fields)
+    assert bundle.class_names == ("2", "10") and bundle.train.labels.tolist() == [1, 0, 1]
     assert load(tmp_path, **fields, label=None).class_names is None
 
 
-@pytest.mark.parametrize(
-    "source", [{"source": "hub", "id": "a/b"}, {"source": "files", "train": "file.txt", "evaluation": "b"}]
-)
-def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch, source):
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     (tmp_path / "file.txt").write_text("one")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "file.txt/cache"))
-    message = failure(tmp_path, **source)
-    assert f"{tmp_path}/file.txt/cache: the cache of the datasets library cannot be written" in message
-    assert "NotADirectoryError" in message and "Set HF_DATASETS_CACHE" in message
+    message = failure(tmp_path, source="files", train="file.txt")
+    assert "NotADirectoryError" in message and f"{tmp_path}/file.txt/cache" in message
 
 
 def test_too_few_rows_for_a_fraction(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"text": "x", "label": 0}, {"text": "y", "label": 1}])
     message = failure(tmp_path, source="files", train="a.jsonl", evaluation_fraction=0.5)
     assert "too few examples" in message and "2 examples in 2 classes" in message
-
-
-@pytest.mark.parametrize("fields", [{}, {"evaluation": "b", "evaluation_fraction": 0.1}])
-def test_evaluation_is_either_a_file_or_a_fraction(fields):
-    with pytest.raises(ValidationError, match="expected either 'evaluation' .* got (neither|both)"):
-        resolve_config({"source": "files", "train": "a", **fields})

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from lab.data.chunk_generators import CountingOptions, DistinctOptions, counting
 from lab.data.helpers import failure
@@ -20,23 +21,27 @@ from wellcond.lab.data import fingerprint, generated, load_data, resolve_config
 from wellcond.lab.data.base import progress_to
 from wellcond.lab.data.disk import CacheError
 from wellcond.lab.data.generated import GENERATORS, RegisteredGenerator
-from wellcond.lab.settings import RecipeError
 
 pytestmark = pytest.mark.processes
+NAMES = ("even", "odd")
 
 
 @pytest.fixture(autouse=True)
 def generators(monkeypatch, tmp_path):
     monkeypatch.setenv("WELLCOND_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("WELLCOND_WORKERS", raising=False)
-    monkeypatch.setitem(GENERATORS, "counting", RegisteredGenerator(CountingOptions, counting, 10))
-    monkeypatch.setitem(GENERATORS, "different", RegisteredGenerator(DistinctOptions, counting, 10))
+    monkeypatch.setitem(GENERATORS, "counting", RegisteredGenerator(CountingOptions, counting, NAMES, 10, 50))
+    monkeypatch.setitem(GENERATORS, "different", RegisteredGenerator(DistinctOptions, counting, NAMES, 10, 50))
 
 
 def load(generator="counting", *, told=None, num_train=45, num_evaluation=20, **fields):
     sizes = {"num_train": num_train, "num_evaluation": num_evaluation}
     with progress_to(told):
         return load_data(resolve_config({"source": "generated", "generator": generator} | sizes | fields))
+
+
+def use_workers(monkeypatch, number):
+    monkeypatch.setattr(generated, "FEWEST_CHUNKS", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(number)), raising=False)
 
 
 def chunk_files(root):
@@ -81,8 +86,7 @@ def test_the_number_of_processes_changes_nothing(monkeypatch, tmp_path):
     alone = load(options=options, num_evaluation=10)
     assert set(Path(record).read_text().split()) == {str(os.getpid())}
     monkeypatch.setenv("WELLCOND_CACHE", str(tmp_path / "another"))
-    monkeypatch.setenv("WELLCOND_WORKERS", "2")
-    monkeypatch.setattr(generated, "FEWEST_CHUNKS", 1)
+    use_workers(monkeypatch, 2)
     Path(record).unlink()
     together = load(options=options, num_evaluation=10)
     makers = Path(record).read_text().split()
@@ -121,9 +125,10 @@ def test_an_interrupted_split_resumes_where_it_was(tmp_path):
 def test_progress_is_told():
     told = []
     load(told=lambda *event: told.append(event))
+    told = [event for event in told if "split" in event[0]]
     assert told[0] == ("making counting, train split, chunks", 1, 5) and told[4][1:] == (5, 5)
     assert told[-1] == ("making counting, evaluation split, chunks", 2, 2)
-    told.clear()
+    told = []
     load(told=lambda *event: told.append(event))
     assert not told
 
@@ -136,13 +141,14 @@ def test_a_cache_that_cannot_be_written_is_named(monkeypatch, tmp_path):
 
 
 SCRIPT = """
-import sys
+import os, sys
 from wellcond.lab.data import generated
 generated.FEWEST_CHUNKS = 1
+os.sched_getaffinity = lambda _: set(range(int(os.environ["WORKERS"])))
 from lab.data.chunk_generators import CountingOptions, counting
 from wellcond.lab.data import load_data, register_generator, resolve_config
 from wellcond.lab.data.base import progress_to
-register_generator("counting", CountingOptions, chunk=10)(counting)
+register_generator("counting", CountingOptions, class_names=("even", "odd"), chunk=10)(counting)
 def show(*event):
     print(*event, flush=True)
 if __name__ == "__main__":
@@ -208,8 +214,8 @@ def end_hold(tmp_path):
 
 
 def test_of_processes_that_start_at_once_one_makes_the_data_and_the_other_waits(make, tmp_path):
-    makers = [make(0, WELLCOND_WORKERS="1") for _ in range(2)]
-    wait_until(lambda: any("waiting for another process" in maker.told() for maker in makers))
+    makers = [make(0, WORKERS="1") for _ in range(2)]
+    wait_until(lambda: all("here or in another process" in maker.told() for maker in makers))
     end_hold(tmp_path)
     assert [maker.end() for maker in makers] == [(0, "")] * 2
     assert len((tmp_path / "record").read_text().split()) == 20 + 1
@@ -217,7 +223,7 @@ def test_of_processes_that_start_at_once_one_makes_the_data_and_the_other_waits(
 
 @pytest.mark.slow
 def test_interrupt_stops_all_processes_and_keeps_what_is_done(make, tmp_path):
-    maker = make(3, WELLCOND_WORKERS="2")
+    maker = make(3, WORKERS="2")
     maker.wait_until_it_tells("chunks 3 20")
     os.killpg(maker.process.pid, signal.SIGINT)  # as Ctrl-C in a terminal
     code, errors = maker.end()
@@ -228,26 +234,18 @@ def test_interrupt_stops_all_processes_and_keeps_what_is_done(make, tmp_path):
 
 @pytest.mark.slow
 def test_killing_the_process_ends_its_workers_after_their_chunk(make, tmp_path):
-    maker = make(3, WELLCOND_WORKERS="2")
+    maker = make(3, WORKERS="2")
     maker.wait_until_it_tells("chunks 3 20")
     maker.process.kill()
     end_hold(tmp_path)
     assert maker.end()[0] == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_errors_arrive_whole(monkeypatch, tmp_path, workers):
-    monkeypatch.setattr(generated, "FEWEST_CHUNKS", 1)
-    monkeypatch.setenv("WELLCOND_WORKERS", workers)
+    use_workers(monkeypatch, workers)
     with pytest.raises(WellcondError, match="no\n  expected: a"):
         load(options={"record": str(tmp_path / "record"), "refuse_from": 3})
-
-
-@pytest.mark.parametrize("text", ["0", "two", "-1"])
-def test_a_wrong_number_of_workers_is_named(monkeypatch, text):
-    monkeypatch.setenv("WELLCOND_WORKERS", text)
-    with pytest.raises(RecipeError, match=f"WELLCOND_WORKERS: expected a number of processes from 1, found '{text}'"):
-        load()
 
 
 def test_distinct_samples_differ_within_and_between_splits():
@@ -267,15 +265,36 @@ def test_too_small_a_space_is_an_error():
     assert "different, train split: there are too few different samples" in message and "45 that differ" in message
 
 
-def test_a_test_split_of_generators_without_chunks():
-    without, bundle = load("associative_recall"), load("associative_recall", num_test=12)
-    assert bundle.train.inputs.equal(without.train.inputs) and bundle.evaluation.inputs.equal(without.evaluation.inputs)
-    test = bundle.others["test"]
-    assert len(test) == 12 and not test.inputs.equal(bundle.evaluation.inputs[:12])
+def test_the_global_seed_is_left_alone():
+    before = torch.get_rng_state()
+    load()
+    assert torch.get_rng_state().equal(before)
 
 
-def test_earlier_generators_make_what_they_made():
-    """Computed before there were chunks."""
-    splits = fingerprint(load("associative_recall", num_train=64, num_evaluation=32, seed=3))["splits"]
-    assert splits["train"]["sha256"][:16] == "75f0a96b9bbcc603"
-    assert splits["evaluation"]["sha256"][:16] == "43663bbd7ca972fe"
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"generator": "noise"}, "unknown data generator: got 'noise', expected one of .*'listops', 'pathfinder'"),
+        ({"generator": "listops", "options": {"max_arg": 3}}, "options.max_arg\n.*unknown field"),
+        ({"generator": "listops", "options": {"max_args": 1}}, "max_args\n.*greater than or equal to 2"),
+        ({"generator": "listops", "num_train": 0}, "num_train\n.*greater than or equal to 1"),
+    ],
+)
+def test_settings_are_checked(fields, message):
+    with pytest.raises(ValidationError, match=message):
+        resolve_config({"source": "generated", **fields})
+
+
+def test_settings_record_the_defaults():
+    config = resolve_config({"source": "generated", "generator": "listops", "options": {"max_depth": 4}})
+    assert config.options == {"max_depth": 4, "max_args": 10, "min_length": 500, "max_length": 2000}
+
+
+def test_recipes_get_what_they_got():
+    """Computed before Pathfinder's published values became constants."""
+    fields = {"image_size": 12, "contour_length": 2, "num_distractors": 0}
+    images = load("pathfinder", options=fields, num_train=64, num_evaluation=32)
+    fields = {"min_length": 8, "max_length": 128, "max_depth": 5, "max_args": 5}
+    expressions = load("listops", options=fields, num_train=64, num_evaluation=32)
+    found = [fingerprint(data)["splits"]["train"]["sha256"][:16] for data in (images, expressions)]
+    assert found == ["755f63dfdf1cbfbb", "3b74efc67f9e82bb"]

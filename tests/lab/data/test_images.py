@@ -101,7 +101,5 @@ def test_orientation_in_exif_is_applied():
 def test_what_cannot_be_converted_is_refused():
     with pytest.raises(DataError, match=r"32-bit pixels(?s:.)*mode 'F'"):
         to_channels(Image.new("F", (2, 2)), 3)
-    with pytest.raises(DataError, match=r"1 or 3(?s:.)*found: +4"):
-        to_channels(random_image(), 4)
-    with pytest.raises(DataError, match=r"C of 1 or 3(?s:.)*found: +2"):
+    with pytest.raises(DataError, match=r"1 or 3(?s:.)*found: +2"):
         to_channels(torch.zeros(2, 4, 4), 3)

@@ -7,12 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 from scipy import stats
 
 from lab.data.helpers import failure, load
 from wellcond.lab.data.base import DataError
-from wellcond.lab.data.listops import ListOpsOptions, acceptance, evaluate, length_distribution, listops, to_tokens
+from wellcond.lab.data.listops import ListOpsOptions, evaluate, length_distribution, listops, to_tokens
 
 MIRROR = Path(os.environ.get("WELLCOND_DATA") or Path(__file__).parents[3] / "../shared/data")
 SHORT = {"max_depth": 4, "max_args": 4, "min_length": 4, "max_length": 60}
@@ -42,30 +41,6 @@ def test_expressions_have_answers(text, answer):
     assert evaluate(to_tokens(text)) == answer
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[MAX 2 [MEAN 3 4 ] ]", "unknown symbol '[MEAN'"),
-        ("[max 2 ]", "unknown symbol '[max'"),
-        ("[MAX 2 12 ]", "unknown symbol '12'"),
-        ("[MAX 2 ²  ]", "unknown symbol"),
-        ("[MAX 2 3]", "unknown symbol '3]'"),
-        ("[MAX 2 [MIN 3 4 ]", "1 operators without a ']'"),
-        ("2 ]", "a ']' that closes nothing"),
-        ("]", "a ']' that closes nothing"),
-        ("[MAX [MIN ] 3 ]", "an operator without arguments"),
-        ("", "0 values"),
-        ("  ( ) ", "0 values"),
-        ("[MAX 2 3 ] [MIN 3 4 ]", "2 values"),
-        ("4 5", "2 values"),
-    ],
-)
-def test_a_wrong_expression_is_refused(text, message):
-    with pytest.raises(ValueError) as caught:
-        evaluate(to_tokens(text))
-    assert message in str(caught.value)
-
-
 def test_answers_of_the_first_published_listops():
     path = MIRROR / "listops-nangia" / "test_d8.tsv"
     if not path.exists():
@@ -74,6 +49,10 @@ def test_answers_of_the_first_published_listops():
     rows = [(label, text) for label, text in rows if not {"[FIRST", "[LAST"} & set(text.split())]
     assert len(rows) == 1476
     assert [text for label, text in rows if evaluate(to_tokens(text)) != int(label)] == []
+
+
+def acceptance(options):
+    return float(length_distribution(options)[options.min_length + 1 :].sum())
 
 
 def recursion(depth, options, source):
@@ -143,7 +122,7 @@ def test_the_published_lengths_are_distributed_as_they_should_be():
     options = ListOpsOptions()
     made = listops(2000, options, torch.Generator().manual_seed(0))
     lengths = (made.inputs >= 0).sum(1).numpy()
-    expected = length_distribution(10, 10, 2000)[501:].cumsum()
+    expected = length_distribution(options)[501:].cumsum()
     assert abs(acceptance(options) - 0.0828) < 0.0001
     assert lengths.min() > 500 and lengths.max() < 2000
     assert stats.kstest(lengths, lambda x: np.interp(x, np.arange(501, 2000), expected / expected[-1])).pvalue > 0.01
@@ -170,7 +149,7 @@ def shape(tokens):
 def test_rows_are_expressions_within_the_limits():
     for options in (ListOpsOptions(), ListOpsOptions(**SHORT), ListOpsOptions(max_args=2, min_length=0, max_length=9)):
         made = listops(300, options, torch.Generator().manual_seed(3))
-        assert made.inputs.shape == (300, options.max_length) and made.vocabulary_size == 15
+        assert made.inputs.shape == (300, options.max_length)
         for row, label in zip(made.inputs, made.labels.tolist(), strict=True):
             length = int((row >= 0).sum())
             tokens = row[:length].tolist()
@@ -200,21 +179,10 @@ def test_no_expression_occurs_twice_even_where_there_are_few():
     )
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"min_length": 500, "max_length": 501}, "expected a max_length of at least 502, got 501"),
-        ({"max_args": 1}, "greater than or equal to 2"),
-    ],
-)
-def test_impossible_options_are_refused(fields, message):
-    with pytest.raises(ValidationError, match=message):
-        ListOpsOptions(**fields)
-
-
 def test_lengths_that_next_to_never_occur_are_refused():
     for fields in (
         {"max_depth": 2, "max_args": 5},
+        {"min_length": 500, "max_length": 501},
         {"min_length": 1, "max_length": 4},
         {"max_args": 2, "max_depth": 20, "min_length": 900},
     ):

@@ -22,8 +22,7 @@ def write(tmp_path, name, numbers):
 
 
 def fields(path, **changes):
-    chosen = {"source": "files", "train": str(path), "evaluation": str(path), "label_kind": "number"}
-    return chosen | {"kind": "text"} | changes
+    return {"source": "files", "train": str(path), "evaluation": str(path), "label_kind": "number"} | changes
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.csv", "a.jsonl"])

@@ -12,8 +12,14 @@ from scipy.spatial.distance import cdist
 
 from lab.data.helpers import failure, load
 from wellcond.lab.data import DataError
-from wellcond.lab.data.pathfinder import pathfinder, pathfinder_scenes
-from wellcond.lab.data.pathfinder_drawing import PathfinderOptions, make_strokes
+from wellcond.lab.data.pathfinder import (
+    PADDLE_MARGIN,
+    SCALE,
+    PathfinderOptions,
+    make_strokes,
+    pathfinder,
+    pathfinder_scenes,
+)
 
 MIRROR = Path(os.environ.get("WELLCOND_DATA") or Path(__file__).parents[3] / "../shared/data")
 SMALL = {"image_size": 16, "contour_length": 4}
@@ -27,10 +33,9 @@ def scenes_of(count=100, seed=0, **fields):
     return pathfinder_scenes(count, PathfinderOptions(**fields), torch.Generator().manual_seed(seed))
 
 
-def ends_of_paddles(paddles, options):
+def ends_of_paddles(paddles):
     """(..., 2, 2): both ends of every paddle, in pixels."""
-    scale = options.antialias_scale
-    offset = np.ceil(scale * make_strokes(options).head[paddles.stroke] - 1e-9) / scale
+    offset = np.ceil(SCALE * make_strokes().head[paddles.stroke] - 1e-9) / SCALE
     return np.stack([paddles.start, paddles.start + offset], -2)
 
 
@@ -38,7 +43,6 @@ def test_the_seed_alone_decides_every_byte():
     first, again, other = make(seed=1), make(seed=1), make(seed=2)
     assert first.inputs.equal(again.inputs) and first.labels.equal(again.labels)
     assert not first.inputs.equal(other.inputs)
-    assert first.kind == "image" and first.class_names == ("apart", "joined")
     assert first.inputs.shape == (100, 1, 32, 32) and first.inputs.dtype == torch.uint8
     assert first.inputs.amax((1, 2, 3)).eq(255).all() and first.labels.dtype == torch.int64
 
@@ -55,7 +59,7 @@ def test_labels_follow_from_which_curves_end_at_the_markers(fields):
     options = PathfinderOptions(**fields)
     scenes = scenes_of(**fields)
     assert scenes.labels.tolist() == make(**fields).labels.tolist()
-    ends = ends_of_paddles(scenes.curves, options)
+    ends = ends_of_paddles(scenes.curves)
     assert ends.min() >= 0 and ends.max() <= options.image_size - 1
     for image in range(len(scenes.labels)):
         tips = []
@@ -63,7 +67,7 @@ def test_labels_follow_from_which_curves_end_at_the_markers(fields):
             assert len(curve) == options.contour_length
             gaps = [cdist(a, b).min() for a, b in zip(curve, curve[1:], strict=False)]
             # Two margins, and what rounding to pixels adds or takes.
-            assert max(gaps) <= 2 * options.paddle_margin + 2.5
+            assert max(gaps) <= 2 * PADDLE_MARGIN + 2.5
             tips.append({tuple(curve[0, 0]), tuple(curve[-1, 0])})
         first, last = (tuple(marker) for marker in scenes.markers[image])
         on_one = any({first, last} == pair for pair in tips)
@@ -80,8 +84,7 @@ def test_markers_are_the_discs_of_the_image():
 
 
 def test_margins_keep_paddles_apart():
-    options = PathfinderOptions()
-    middles = ends_of_paddles(scenes_of().curves, options).mean(-2).reshape(100, -1, 2)
+    middles = ends_of_paddles(scenes_of().curves).mean(-2).reshape(100, -1, 2)
     nearest = [(cdist(m, m) + 99 * np.eye(len(m))).min() for m in middles]
     # As published, a paddle may cross the one that the other curve grew last.
     assert np.median(nearest) > 1.5
@@ -96,23 +99,14 @@ def test_without_distractors_only_the_two_curves_are_drawn():
     np.testing.assert_array_equal(full.curves.start, bare.curves.start)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"image_size": 16, "contour_length": 30},
-        {"image_size": 32, "contour_length": 8, "paddle_length": 8},
-    ],
-)
-def test_curves_that_cannot_fit_end_in_an_error(fields):
+def test_curves_that_cannot_fit_end_in_an_error():
     with pytest.raises(DataError, match="do not fit into images of"):
-        make(2, **fields)
+        make(2, image_size=16, contour_length=30)
 
 
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"seed_distance": 8}, "four times the seed_distance must be less than image_size = 32"),
-        ({"padding": 12}, "leaves no room for paddles"),
         ({"contour_length": 1}, "greater than or equal to 2"),
         ({"contour": 14}, "did you mean 'contour_length'"),
     ],
@@ -122,18 +116,10 @@ def test_options_are_checked(fields, message):
         PathfinderOptions(**fields)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"image_size": 64, "paddle_length": 3, "paddle_thickness": 1, "marker_radius": 2.5, "contour_length": 9},
-        {"image_size": 12, "contour_length": 2},
-        {"contour_length": 9, "antialias_scale": 4, "paddle_thickness": 0.75},
-    ],
-    ids=["64 pixels", "12 pixels", "fine"],
-)
-def test_other_sizes(fields):
-    images = make(4, **fields).inputs
-    assert images.shape[-1] == fields.get("image_size", 32) and images.float().mean() > 2
+@pytest.mark.parametrize("size", [12, 13, 64, 128])
+def test_other_sizes(size):
+    images = make(4, image_size=size, contour_length=2).inputs
+    assert images.shape[-1] == size and images.float().mean() > 0.1
 
 
 def test_through_the_source(tmp_path, monkeypatch):

@@ -136,7 +136,7 @@ def test_importing_the_package_imports_no_reader():
 )
 def test_missing_package_names_the_install_line(monkeypatch, tmp_path, package, extra, fields):
     monkeypatch.setitem(sys.modules, package, None)
-    (tmp_path / "train").mkdir()
-    (tmp_path / "val").mkdir()
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "1.png").touch()
     with pytest.raises(MissingExtraError, match=rf"pip install 'wellcond\[{extra}\]'"):
         load(tmp_path, **fields)

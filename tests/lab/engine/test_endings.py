@@ -14,9 +14,9 @@ from lab.small import TESTED, logs, record, small_job, stop_after
 from wellcond.errors import UnsupportedLayoutError
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train import prepare
-from wellcond.lab.train import run as run_module
 from wellcond.lab.train.compare import run_comparison
 from wellcond.lab.train.engine import Engine
+from wellcond.lab.train.length import RunClock
 from wellcond.lab.train.prepare import prepare_model, prepare_task
 from wellcond.lab.train.run import run_job
 from wellcond.lab.train.run_folder import RunError
@@ -107,7 +107,7 @@ NO_WEIGHTS = "tracking={weights_every: null, jacobian_points: 2}"
 @pytest.mark.parametrize("steps", [24, 48])
 def test_the_device_is_waited_for_at_boundaries_and_not_at_every_step(tmp_path, monkeypatch, steps):
     waits = []
-    monkeypatch.setattr(run_module, "synchronizer", lambda device: lambda: waits.append(device.type))
+    monkeypatch.setattr(RunClock, "synchronize", lambda clock: waits.append(clock.device.type))
     often = f"training={{length: {{steps: {steps}}}, batch_size: 32, threads: 1, log_every: 1, hours: 10}}"
     rare = ["evaluation={every: {steps: 1000}}", "checkpoint={every: {steps: 1000}}", NO_WEIGHTS]
     ended = run_job(small_job(tmp_path / "run", "default", often, *rare))
@@ -236,7 +236,7 @@ def test_data_workers_run_inside_the_pool(tmp_path):
             Image.new("RGB", (20, 20), (number * 9, 10, 250 - number * 9)).save(place / f"{number}.png")
     overrides = (
         f"data={{source: image_folder, path: {folder}}}",
-        "task={name: image_classification, image_size: 8, in_memory: never}",
+        "task={name: image_classification, image_size: 8}",
         "augmentation={resized_crop: [0.5, 1.0], flip: 0.5}",
         "training={length: {steps: 4}, batch_size: 8, threads: 1, workers: 1}",
     )

@@ -20,7 +20,6 @@ from lab.small import (
 )
 from wellcond.cli.main import main
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.train import checkpoint
 from wellcond.lab.train.engine import Engine
 from wellcond.lab.train.evaluate import Evaluator
 from wellcond.lab.train.prepare import prepare_model, prepare_task
@@ -112,22 +111,6 @@ def test_averages_are_kept_over_an_interruption(tmp_path):
     stop_after(job_with_test(broken, AVERAGED), 9)
     run_job(job_with_test(broken, AVERAGED))
     assert_same_run(whole, broken)
-
-
-def test_unchanged_best_weights_are_not_written_again(tmp_path, monkeypatch):
-    folder, written, real = tmp_path / "run", [], checkpoint._write_synced
-
-    def write(path, content):
-        written.append(path.name)
-        real(path, content)
-
-    monkeypatch.setattr(checkpoint, "_write_synced", write)
-    run_job(job_with_test(folder, "checkpoint.every.steps=1"))
-    scores = [row["accuracy"] for row in logs(folder)["evaluations"]]
-    improved = [at for at in range(1, len(scores)) if scores[at] > max(scores[:at])]
-    # Every step is saved, the first time together with the weights of step 0.
-    assert written.count("best.safetensors") == 1 + len(improved) and written.count("model.safetensors") == 24
-    assert best_file(folder).stat().st_nlink == 1
 
 
 def test_best_weights_that_are_gone_are_missed_before_training_resumes(tmp_path):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from lab.glue.helpers import pretrain, write_glue
+from lab.glue.helpers import FAST, pretrain, write_glue
+from wellcond.lab.train import glue
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -22,6 +23,13 @@ def glue_folder(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def mirror(glue_folder, monkeypatch):
     monkeypatch.setenv("WELLCOND_DATA", str(glue_folder.parents[1]))
+
+
+@pytest.fixture(autouse=True)
+def fine_tuning(monkeypatch):
+    """How models of scale tiny are fine-tuned: fast, and otherwise as a test sets it."""
+    monkeypatch.setattr(glue, "TINY", dict(FAST))
+    return glue.TINY
 
 
 @pytest.fixture(scope="session")

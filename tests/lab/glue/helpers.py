@@ -28,7 +28,8 @@ MODELS = {
         "arguments": {"width": 16, "layers": 2, "heads": 2, "feed_forward": 16},
     },
 }
-FAST = ("training.length={epochs: 1}", "training.threads=1", "optimizer.lr=1e-2")
+FAST = {"lr": 1e-2, "batch_size": 32, "epochs": 1, "rows": None}
+"""In place of how models of scale tiny are fine-tuned."""
 
 
 def sentence(seed, words=8):

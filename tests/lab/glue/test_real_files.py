@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lab.glue.helpers import FAST
 from wellcond.lab.tasks.glue import NAMES
 from wellcond.lab.train.glue import plan_glue, run_glue
 from wellcond.lab.train.prepare import prepare_task
@@ -23,7 +22,7 @@ def mirror(monkeypatch):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_task_is_read_and_balanced_as_known(mirror, pretrained, name):
-    [job] = plan_glue(pretrained("bert"), tasks=[name], limit=400).jobs
+    [job] = plan_glue(pretrained("bert"), tasks=[name], limit=400)
     task = prepare_task(job.recipe, seed=0, base=job.base)
     labels = task.train.labels
     assert len(task.train) == 400 and len(task.evaluation) >= 277
@@ -40,7 +39,7 @@ def test_every_task_is_read_and_balanced_as_known(mirror, pretrained, name):
 
 
 def test_two_real_tasks_are_scored(mirror, pretrained):
-    planned = plan_glue(pretrained("crammed"), tasks=["rte", "stsb"], limit=32, overrides=FAST, cpu=True)
+    planned = plan_glue(pretrained("crammed"), tasks=["rte", "stsb"], limit=32, cpu=True)
     outcome = run_glue(planned, num_workers=1, observer=lambda job, event: None)
     assert [record["status"] for record in outcome.records] == ["finished", "finished"]
     assert [record["metric"]["name"] for record in outcome.records] == ["accuracy", "pearson"]

@@ -7,7 +7,7 @@ from lab.glue.helpers import WORDS
 from lab.helpers import ListSplit
 from wellcond.lab.data.base import progress_to
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.tasks.glue import Sentences
+from wellcond.lab.tasks.glue import Sentences, with_marks
 from wellcond.lab.tokenizers import ByteTokenizer, word_piece_tokenizer
 
 VOCABULARY = {name: number for number, name in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS])}
@@ -19,7 +19,7 @@ def tokenizer():
 
 def rows(*examples, length=16):
     split = ListSplit([{"label": number % 2, **example} for number, example in enumerate(examples)])
-    return Sentences([split], tokenizer(), length)
+    return Sentences(split, tokenizer(), length)
 
 
 def ids(text):
@@ -50,24 +50,19 @@ def test_a_batch_is_as_wide_as_its_longest_sequence_and_pads_are_masked():
     assert found.fetch([(0, 0), (1, 0)])["input_ids"].shape == (2, 16)  # 11 tokens
     assert found.fetch([(2, 0)])["input_ids"].shape == (1, 16)  # cut to the length
     batch = found.fetch([(2, 3), (0, 3)])
-    assert batch["row"].tolist() == [2, 0] and batch["label"].tolist() == [0, 0] and batch["part"].tolist() == [0, 0]
+    assert batch["row"].tolist() == [2, 0] and batch["label"].tolist() == [0, 0]
 
 
-def test_splits_follow_each_other_and_are_told_apart():
-    first, second = (ListSplit([{"text": text, "label": 1}]) for text in ("the cat", "a mat"))
-    told = []
+def test_encoding_is_told_and_a_row_is_the_same_in_every_batch():
+    told, split = [], ListSplit([{"text": text, "label": 1} for text in ("the cat", "a mat")])
     with progress_to(lambda *row: told.append(row)):
-        found = Sentences([first, second], tokenizer(), 8, "a set")
+        found = Sentences(split, tokenizer(), 8, "a set")
+    assert len(found) == 2 and told == [("encoding a set", 2, 2)]
     batch = found.fetch([(0, 0), (1, 0)])
-    assert (
-        len(found) == 2
-        and batch["part"].tolist() == [0, 1]
-        and told == [("encoding a set", 1, 2), ("encoding a set", 2, 2)]
-    )
     assert batch["input_ids"][1, 1:3].tolist() == ids("a mat")
     assert torch.equal(found.fetch([(1, 0)])["input_ids"], batch["input_ids"][1:])
 
 
 def test_a_tokeniser_without_the_marks_of_sentences_is_refused():
-    with pytest.raises(RecipeError, match=r"no \[CLS\] and no \[SEP\].*wordpiece"):
-        Sentences([], ByteTokenizer(), 16)
+    with pytest.raises(RecipeError, match=r"\[CLS\] and \[SEP\].*wordpiece"):
+        with_marks(ByteTokenizer())

@@ -25,27 +25,24 @@ NUM_DIGESTED = 16
 class DataError(WellcondError, ValueError):
     """Data that cannot be used as asked: which file and row, what was expected, what was found, what to do."""
 
-    def __init__(self, problem: str, *, expected: str, found: str, todo: str) -> None:
-        """Put the four parts on four lines."""
-        super().__init__(f"{problem}\n  expected: {expected}\n  found:    {found}\n  {todo}")
+    def __init__(self, problem: str, *, expected: str, found: str, todo: str = "") -> None:
+        """Put each part on its own line."""
+        super().__init__("\n  ".join([problem, f"expected: {expected}", f"found:    {found}", *filter(None, [todo])]))
 
 
 def listed(names: Iterable[object], *, most: int = 12) -> str:
     """Names joined by commas, cut after `most` of them."""
     items = [str(name) for name in names]
-    if not items:
-        return "none"
     more = f" and {len(items) - most} more" if len(items) > most else ""
-    return ", ".join(items[:most]) + more
+    return ", ".join(items[:most]) + more if items else "none"
 
 
 class Dataset(Protocol):
     """Random access to examples; picklable, so that `DataLoader` workers can hold it.
 
-    An example is a dict: `image` (a PIL image, or a tensor (C, H, W)), `text` (and `text_pair`), or `tokens` (a
-    vector of int64), and `label` (int) unless the dataset is unlabelled; for detection see `CocoDataset`. Tokens are
-    ids from 0; the sequences of a dataset have one length, and shorter ones are filled with -1, which is padding and
-    stands at the end only.
+    An example is a dict: `image` (a PIL image, or a tensor (C, H, W)), `text` (and `text_pair`), or `tokens` (int64,
+    ids from 0, all of one length, shorter ones filled up with -1), and `label` (int) unless the dataset is unlabelled;
+    for detection see `CocoDataset`.
     """
 
     @property
@@ -107,11 +104,11 @@ class Data:
     origin: str
     """In words, without a path of this machine."""
     others: Mapping[str, Dataset] = field(default_factory=dict)
-    """Further splits of the source by name, such as a test split beside the validation split."""
+    """Further splits of the source by name, such as test."""
     vocabulary_size: int | None = None
     """Number of token ids; only for tokens."""
     notes: Sequence[str] = ()
-    """What a reader of the record should know, such as rows that were left out."""
+    """What a reader of the record should know, such as images that were left out."""
 
     @property
     def description(self) -> str:
@@ -131,12 +128,12 @@ def draw_subset(length: int, limit: int | None) -> Tensor | None:
     return drawn.sort().values
 
 
-def draw_fraction(dataset: Dataset, fraction: float, *, seed: int, what: str) -> tuple[Tensor, Tensor]:
-    """Indices to train on and to evaluate on, drawn with a seed; of every class the same share, at most all but one.
+def draw_fraction(dataset: Dataset, fraction: float, what: str) -> tuple[Tensor, Tensor]:
+    """Indices to train and to evaluate on, drawn with a fixed seed; of every class the same share, at most all but one.
 
     Raises: DataError if there are too few examples to evaluate on any; the message begins with `what`.
     """
-    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))
     groups, labels = [order], dataset.labels
     if labels is not None and not labels.is_floating_point():
         counts = labels.bincount()
@@ -144,10 +141,9 @@ def draw_fraction(dataset: Dataset, fraction: float, *, seed: int, what: str) ->
     sizes = [min(int(fraction * len(group) + 0.5), len(group) - 1) for group in groups]
     if sum(sizes) == 0:
         raise DataError(
-            f"{what}: too few examples to set some aside for evaluation.",
-            expected="at least one, and not the only one of its class",
-            found=f"{len(dataset)} examples in {len(groups)} classes, evaluation_fraction {fraction}",
-            todo="Raise 'evaluation_fraction', or name what to evaluate on in 'evaluation'.",
+            f"{what}: too few examples to set {fraction} of every class aside for evaluation.",
+            expected="a larger part, or something else to evaluate on",
+            found=f"{len(dataset)} examples in {len(groups)} classes",
         )
     pairs = list(zip(groups, sizes, strict=True))
     evaluation = torch.cat([group[:size] for group, size in pairs]).sort().values
@@ -158,8 +154,7 @@ def fingerprint(data: Data) -> dict[str, Any]:
     """What a run record says about its data: sizes, classes and digests, as plain JSON, the same on every machine.
 
     The digest of a dataset covers its size, every label, and 16 inputs spread evenly from the first to the last, each
-    as stored (encoded bytes of an image, not its pixels, which differ between decoders). It does not cover the inputs
-    between those, so that sets of any size take milliseconds.
+    as stored. It does not cover the inputs between those, so that sets of any size take milliseconds.
     """
     splits = {"train": data.train, "evaluation": data.evaluation, **data.others}
     return {
@@ -205,13 +200,7 @@ def progress_to(progress: Progress | None) -> Iterator[None]:
 
 
 def report_progress(what: str, done: int, total: int) -> None:
-    """Report how far something is to the callback of `progress_to`, if there is one.
-
-    Example:
-        >>> with progress_to(lambda what, done, total: print(f"{what} {done}/{total}")):
-        ...     report_progress("reading", 1, 2)
-        reading 1/2
-    """
+    """Report how far something is to the callback of `progress_to`, if there is one."""
     listener = _LISTENER.get()
     if listener is not None:
         listener(what, done, total)
@@ -249,14 +238,7 @@ def register_source(config_class: type[SourceConfig]) -> Callable[[Load], Load]:
 def resolve_config(raw: object) -> SourceConfig:
     """The settings of the source that `raw["source"]` names.
 
-    Raises:
-        DataError: `raw` is not a mapping with the field `source`.
-        UnknownChoiceError: no such source; lists those registered.
-        pydantic.ValidationError: a field of the source is wrong.
-
-    Example:
-        >>> resolve_config({"source": "digits"}).source
-        'digits'
+    Raises: DataError without a source, UnknownChoiceError for one that is not registered, pydantic.ValidationError.
     """
     if isinstance(raw, SourceConfig):
         return raw
@@ -265,7 +247,6 @@ def resolve_config(raw: object) -> SourceConfig:
             "the data of a recipe name no source.",
             expected=f"a mapping with the field 'source', one of {listed(sorted(SOURCES))}",
             found=listed(raw) if isinstance(raw, Mapping) else repr(raw),
-            todo="Add for example 'source: digits'.",
         )
     if not isinstance(raw["source"], str) or raw["source"] not in SOURCES:
         raise UnknownChoiceError("data source", raw["source"], sorted(SOURCES))
@@ -277,8 +258,6 @@ def load_data(config: SourceConfig, *, base: Path | None = None) -> Data:
 
     Rows and labels are checked here; an image is first decoded when it is asked for.
 
-    Raises:
-        DataError: the data are not as described; the message names the file and the row.
-        MissingExtraError: a package that the source needs is not installed.
+    Raises: DataError if the data are not as described; MissingExtraError if a package is not installed.
     """
     return SOURCES[config.source][1](config, Path.cwd() if base is None else Path(base))

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import PositiveInt
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from wellcond.lab.data.base import Data, DataError, SourceConfig, listed, register_source, report_progress
+from wellcond.lab.data.base import Data, DataError, SourceConfig, register_source, report_progress
 from wellcond.lab.data.disk import find_path, require
 from wellcond.lab.seeding import generator
 
 CLASS_NAMES = ("unrelated", "related")
+MAX_BYTES = 4100
+"""Of each published text; more than any recipe reads."""
 Pair = tuple[int, int]
 
 
@@ -28,8 +29,6 @@ class PairDataset:
     pairs: Tensor
     """(n, 2), numbers of texts."""
     labels: Tensor
-    max_bytes: int | None = None
-    """What the texts were cut to."""
 
     def __len__(self) -> int:
         """Number of pairs."""
@@ -51,8 +50,6 @@ class AanPairsConfig(SourceConfig):
     source: Literal["aan_pairs"] = "aan_pairs"
     path: str
     """Folder of new_aan_pairs.train.tsv, .eval.tsv and .test.tsv; from the recipe's folder, or a name in a mirror."""
-    max_bytes: PositiveInt = 4100
-    """How much of each text to read, without half a character at the end; at least task.length."""
 
 
 @register_source(AanPairsConfig)
@@ -60,12 +57,12 @@ def load_aan_pairs(config: AanPairsConfig, base: Path) -> Data:
     """Check every row of the three files; `eval` is evaluated on, and `test` is the test split."""
     folder = find_path(config.path, base)
     files = [require(folder / f"new_aan_pairs.{name}.tsv") for name in ("train", "eval", "test")]
-    train, evaluation, test = (_read_aan(file, config.max_bytes) for file in files)
-    origin = f"paper pairs of the Long Range Arena, the first {config.max_bytes} bytes of each text"
+    train, evaluation, test = (_read_aan(file) for file in files)
+    origin = f"paper pairs of the Long Range Arena, the first {MAX_BYTES} bytes of each text"
     return Data("aan_pairs", "text", train, evaluation, CLASS_NAMES, origin, {"test": test})
 
 
-def _read_aan(file: Path, max_bytes: int) -> PairDataset:
+def _read_aan(file: Path) -> PairDataset:
     """Rows of label, two ids and two texts.
 
     Texts are as they stand in the file, as in the published pipeline: with the b and the quotes of the Python literals
@@ -75,28 +72,25 @@ def _read_aan(file: Path, max_bytes: int) -> PairDataset:
     pairs, labels, done, size = [], [], 0, file.stat().st_size
     with file.open("rb") as stream:
         for number, line in enumerate(stream, 1):
-            values = line.rstrip(b"\r\n").split(b"\t")  # no quoting: the texts hold quotes of their own
             try:
-                line.decode("utf-8")
-                label, _, _, *both = values
+                # No quoting: the texts hold quotes of their own.
+                label, _, _, *both = line.rstrip(b"\r\n").split(b"\t")
                 labels.append({b"0": 0, b"0.0": 0, b"1": 1, b"1.0": 1}[label])
                 if len(both) != 2 or not all(both):
-                    raise ValueError
+                    raise ValueError(f"{len(both)} texts, or an empty one")
             except (ValueError, KeyError) as error:
-                shown = str(error) if isinstance(error, UnicodeDecodeError) else listed(value[:20] for value in values)
                 raise DataError(
                     f"{file}, line {number}: the row cannot be used.",
-                    expected="UTF-8, separated by tabs: the label 0 or 1, two ids, and two texts that are not empty",
-                    found=f"{len(values)} values: {shown}",
-                    todo="Correct or remove the line, or copy the file again.",
+                    expected="separated by tabs: the label 0 or 1, two ids, and two texts that are not empty",
+                    found=f"{line[:40]!r}; {type(error).__name__}: {error}",
                 ) from error
-            pairs.append([texts.setdefault(text[:max_bytes], len(texts)) for text in both])
+            pairs.append([texts.setdefault(text[:MAX_BYTES], len(texts)) for text in both])
             done += len(line)
             if number % 1000 == 0:
                 report_progress(f"reading {file.name}", done, size)
     if not pairs:
-        raise DataError(f"{file}: there are no rows.", expected="rows", found="an empty file", todo="Check the file.")
-    return PairDataset(list(texts), torch.tensor(pairs), torch.tensor(labels), max_bytes)
+        raise DataError(f"{file}: there are no rows.", expected="rows", found="an empty file")
+    return PairDataset(list(texts), torch.tensor(pairs), torch.tensor(labels))
 
 
 class CitationPairsConfig(SourceConfig):
@@ -106,15 +100,11 @@ class CitationPairsConfig(SourceConfig):
     path: str
     """Folder of docs_first4100B.json, texts by the id of the paper, and of citation_pairs.tsv and cocited_pairs.tsv,
     ids of two papers a line, separated by a tab; from the recipe's folder, or a name in a mirror."""
-    positives: Literal["citing", "cocited", "both"] = "citing"
-    """Which pairs count as related. Pairs of the other file are never taken for unrelated."""
-    seed: int = 0
-    """Of the division into 80 % training, 10 % evaluation and 10 % test pairs, and of the unrelated pairs."""
 
 
 @register_source(CitationPairsConfig)
 def load_citation_pairs(config: CitationPairsConfig, base: Path) -> Data:
-    """As many unrelated pairs as related ones in every split; no pair is in two splits, in either direction.
+    """80 % training, 10 % evaluation and 10 % test pairs; no pair is in two splits, in either direction.
 
     Papers without text (only blanks) are left out with their pairs, and counted in the description.
     """
@@ -123,45 +113,33 @@ def load_citation_pairs(config: CitationPairsConfig, base: Path) -> Data:
     numbers = {paper: number for number, paper in enumerate(documents)}
     texts = [text.encode("utf-8", "replace") for text in documents.values()]
     blank = {numbers[paper] for paper, text in documents.items() if not text.strip()}
-    citing, cocited = (_read_pairs(require(folder / f"{name}_pairs.tsv"), numbers) for name in ("citation", "cocited"))
-    chosen = {"citing": citing, "cocited": cocited, "both": citing + cocited}[config.positives]
+    files = [require(folder / f"{name}_pairs.tsv") for name in ("citation", "cocited")]
+    listed = [pair for file in files for pair in _read_pairs(file, numbers)]
     # Of a pair in both directions the first.
-    different = {_unordered(pair): pair for pair in reversed(chosen)}
+    different = {_unordered(pair): pair for pair in reversed(listed)}
     positives = [pair for pair in reversed(different.values()) if not blank & set(pair)]
     # No unrelated pair may be one of these, nor one that another split has drawn.
-    taken = set(map(_unordered, citing + cocited))
+    taken = set(different)
     splits, tenth = {}, round(0.1 * len(positives))
-    order = torch.randperm(len(positives), generator=generator(config.seed, "citations, division by pairs"))
+    order = torch.randperm(len(positives), generator=generator(0, "citations, division by pairs"))
     parts = order.split([tenth, tenth, len(positives) - 2 * tenth])
-    for name, numbers_of in zip(("evaluation", "test", "train"), parts, strict=True):
-        part = [positives[number] for number in numbers_of.sort().values.tolist()]
-        if not part:
-            raise DataError(
-                f"{folder}: the {name} split has no related pairs.",
-                expected="at least one pair in every split",
-                found=f"{len(positives)} pairs",
-                todo="Use more papers.",
-            )
-        splits[name] = PairDataset(texts, *_balance(part, taken, config.seed, name, folder))
+    for name, part in zip(("evaluation", "test", "train"), parts, strict=True):
+        related = [positives[number] for number in part.sort().values.tolist()]
+        splits[name] = PairDataset(texts, *_balance(related, taken, name, folder))
     train, evaluation, test = (splits[name] for name in ("train", "evaluation", "test"))
-    notes = ["divided by pairs", *([f"{len(blank)} papers without text left out"] if blank else [])]
-    origin = f"paper pairs ({config.positives}) of {folder.name}"
-    return Data(folder.name, "text", train, evaluation, CLASS_NAMES, origin, {"test": test}, notes=notes)
+    origin = f"paper pairs of {folder.name}, without {len(blank)} papers that have no text"
+    return Data(folder.name, "text", train, evaluation, CLASS_NAMES, origin, {"test": test})
 
 
 def _read_documents(file: Path) -> dict[str, str]:
     try:
-        documents = json.loads(file.read_bytes())
-        if not isinstance(documents, dict) or not all(isinstance(text, str) for text in documents.values()):
-            raise ValueError("other values")
-    except (ValueError, RecursionError) as error:
+        return TypeAdapter(dict[str, str]).validate_json(file.read_bytes())
+    except ValidationError as error:
         raise DataError(
             f"{file}: the file cannot be read.",
             expected='JSON in UTF-8, texts by id such as {"A00-1031": "text of the paper"}',
-            found=f"{type(error).__name__}: {error}",
-            todo="Check that the file is complete.",
+            found=str(error.errors()[0]["msg"]),
         ) from error
-    return documents
 
 
 def _read_pairs(file: Path, numbers: dict[str, int]) -> list[Pair]:
@@ -173,37 +151,35 @@ def _read_pairs(file: Path, numbers: dict[str, int]) -> list[Pair]:
                 f"{file}, line {line}: the pair cannot be used.",
                 expected="the ids of two different papers that have a text, separated by a tab",
                 found=repr(row[:80]),
-                todo="Correct or remove the line.",
             )
         pairs.append((numbers[first], numbers[second]))
     return pairs
 
 
-def _balance(positives: Sequence[Pair], taken: set[Pair], seed: int, split: str, folder: Path) -> tuple[Tensor, Tensor]:
+def _balance(positives: Sequence[Pair], taken: set[Pair], split: str, folder: Path) -> tuple[Tensor, Tensor]:
     """Every related pair, and for each an unrelated one with the same first paper: pairs (2n, 2), labels (2n,), mixed.
 
     The second paper is drawn from the second papers of the related pairs, as often as it occurs among them, so that a
     paper alone says little about the class: otherwise papers that are cited often would give a pair away. No unrelated
     pair is one of those `taken`, to which it is added.
     """
-    source = generator(seed, f"citations, unrelated pairs of {split}")
+    source = generator(0, f"citations, unrelated pairs of {split}")
     seconds = [second for _, second in positives]
     papers = sorted({paper for pair in positives for paper in pair})
-    negatives = []
+    negatives: list[Pair] = []
     for first, _ in positives:
-        for second in _draw(seconds, papers, source):
-            pair = _unordered((first, second))
-            if first != second and pair not in taken:
-                break
-        else:
-            raise DataError(
-                f"{folder}: the {split} split has too few unrelated papers.",
-                expected="as many unrelated pairs as related ones",
-                found=f"{len(papers)} papers and {len(positives)} related pairs",
-                todo="Use more papers.",
-            )
-        taken.add(pair)
-        negatives.append((first, second))
+        drawn = ((first, second) for second in _draw(seconds, papers, source))
+        pair = next((pair for pair in drawn if pair[1] != first and _unordered(pair) not in taken), None)
+        if pair is None:
+            break
+        taken.add(_unordered(pair))
+        negatives.append(pair)
+    if not positives or len(negatives) < len(positives):
+        raise DataError(
+            f"{folder}: the {split} split has too few papers.",
+            expected="related pairs, and as many unrelated ones",
+            found=f"{len(papers)} papers and {len(positives)} related pairs",
+        )
     pairs = torch.tensor([*positives, *negatives])
     labels = torch.tensor([1] * len(positives) + [0] * len(negatives))
     order = torch.randperm(len(pairs), generator=source)

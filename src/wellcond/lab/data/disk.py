@@ -19,7 +19,6 @@ from wellcond.errors import WellcondError, needs_extra
 from wellcond.lab.data.base import DataError, listed, report_progress
 
 MIRROR_VARIABLE = "WELLCOND_DATA"
-POLL_SECONDS = 0.2
 
 
 def mirror_roots() -> list[Path]:
@@ -34,16 +33,19 @@ def searched_mirrors() -> str:
     return f"not in the mirror {listed(roots)}" if roots else f"{MIRROR_VARIABLE} is not set"
 
 
+def from_hub(id: str) -> str:
+    """What an error expects for a set that is in no mirror and that the hub does not give."""
+    mirror = f"a mirror that {MIRROR_VARIABLE} names ({searched_mirrors()})"
+    return f"a folder {id} in {mirror}, or access to the hub (no HF_HUB_OFFLINE) and a correct id, config and split"
+
+
 def resolve_path(path: str, base: Path) -> Path:
     """A path of a recipe, whose relative paths start at its folder."""
     return (base / Path(os.path.expanduser(path))).absolute()
 
 
 def find_path(path: str, base: Path, field: str = "path") -> Path:
-    """The file or folder that a field of a recipe names: from the recipe's folder, or else by name in a mirror.
-
-    Raises: DataError if it is in neither.
-    """
+    """The file or folder that a field of a recipe names: from the recipe's folder, or else by name in a mirror."""
     local = resolve_path(path, base)
     # A name may not lead out of the mirror.
     within = not Path(path).is_absolute() and not {"..", "~"} & set(Path(path).parts)
@@ -54,7 +56,6 @@ def find_path(path: str, base: Path, field: str = "path") -> Path:
         f"{local}: no such file or folder.",
         expected=f"what '{field}' names, or an entry of that name in a mirror that {MIRROR_VARIABLE} names",
         found=f"{contents(local.parent)}; {searched_mirrors()}",
-        todo=f"Correct '{field}'; relative paths start at the recipe's folder.",
     )
 
 
@@ -66,17 +67,13 @@ def contents(folder: Path) -> str:
 
 
 def require(path: Path, kind: str = "file", field: str | None = None) -> Path:
-    """The path of a file or a folder, if it is there; `field` of the recipe names it.
-
-    Raises: DataError if it is not; lists its folder.
-    """
+    """The path of a file or a folder that `field` of the recipe names; DataError if it is not there."""
     if path.is_file() if kind == "file" else path.is_dir():
         return path
     raise DataError(
         f"{path}: no such {kind}.",
         expected=f"the {kind} that '{field}' names" if field else f"this {kind} of the data set",
         found=contents(path.parent),
-        todo=f"Correct '{field}'." if field else "Correct 'path', or copy the whole data set.",
     )
 
 
@@ -86,10 +83,7 @@ def find_in_mirror(name: str) -> Path | None:
 
 
 def find_files(patterns: str | list[str], base: Path, field: str) -> list[Path]:
-    """Files of paths and patterns, in order; those of one pattern are sorted.
-
-    Raises: DataError if there are none.
-    """
+    """Files of paths and patterns, in order, those of one pattern sorted; DataError if there are none."""
     files: list[Path] = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         path = resolve_path(pattern, base)
@@ -101,19 +95,13 @@ def find_files(patterns: str | list[str], base: Path, field: str) -> list[Path]:
 def import_datasets() -> Any:
     """The module `datasets`.
 
-    Raises:
-        MissingExtraError: it is not installed.
-        DataError: it is older than version 4, the first that cannot run a data set's own script.
+    Raises: MissingExtraError if it is not installed, or older than 4.0, the first that runs no script of a data set.
     """
-    with needs_extra("datasets", "train"):
+    with needs_extra("datasets>=4.0", "train"):
         import datasets
-    if int(datasets.__version__.split(".")[0]) < 4:
-        raise DataError(
-            "the datasets library is too old: it may run code that comes with a data set.",
-            expected="datasets>=4.0",
-            found=f"datasets {datasets.__version__}",
-            todo="Run: pip install 'datasets>=4.0'",
-        )
+
+        if int(datasets.__version__.split(".")[0]) < 4:
+            raise ImportError(datasets.__version__)
     return datasets
 
 
@@ -126,22 +114,13 @@ class CacheError(WellcondError, OSError):
 
 def cache_root() -> Path:
     """Folder of all entries; it need not exist."""
-    named = os.environ.get("WELLCOND_CACHE")
-    if named:
-        return Path(os.path.expanduser(named)).absolute()
     shared = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(shared):  # relative ones are to be ignored, says the standard
-        return Path(shared) / "wellcond"
-    return Path(os.path.expanduser("~/.cache/wellcond")).absolute()
+    usual = Path(shared if os.path.isabs(shared) else "~/.cache") / "wellcond"  # relative ones are to be ignored
+    return Path(os.environ.get("WELLCOND_CACHE") or usual).expanduser().absolute()
 
 
 def canonical_json(value: Any) -> str:
-    """One text for equal values: sorted keys, no spaces, ASCII.
-
-    Example:
-        >>> canonical_json({"b": 1.5, "a": ["x"]})
-        '{"a":["x"],"b":1.5}'
-    """
+    """One text for equal values: sorted keys, no spaces, ASCII."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
@@ -165,25 +144,17 @@ def cached_folder(kind: str, made_from: Mapping[str, Any], make: Callable[[Path]
 
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(folder.with_suffix(".lock"))
-        while not lock.is_locked:
-            try:
-                lock.acquire(timeout=POLL_SECONDS)
-            except filelock.Timeout:
-                report_progress(f"waiting for another process: {what}", 0, 1)
-        try:
+        report_progress(f"{what}, here or in another process", 0, 1)
+        with filelock.FileLock(folder.with_suffix(".lock")):
             if not folder.is_dir():
                 partial = folder.with_suffix(".partial")
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir()
-                (partial / "made_from.json").write_text(canonical_json(made_from))
                 make(partial)
                 for path in partial.iterdir():
                     with open(path, "rb") as file:
                         os.fsync(file.fileno())
                 partial.rename(folder)
-        finally:
-            lock.release()
     except OSError as error:
         raise CacheError(
             f"{folder}: the cache cannot be written: {error.strerror or error}. Make room or give access there, or set "

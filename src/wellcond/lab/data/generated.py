@@ -1,4 +1,4 @@
-"""Source `generated`: data made from a seed by a registered generator, whole or in chunks.
+"""Source `generated`: data made from a seed by a registered generator, in chunks that are kept in the cache.
 
 Chunk k of a split has a random stream of its own, which follows from the generator, its options, the seed, the split
 and k. So the samples do not depend on who makes them, and a longer split begins with the shorter one.
@@ -6,16 +6,17 @@ and k. So the samples do not depend on who makes them, and a longer split begins
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
 from wellcond.errors import WellcondError, check_choice
@@ -29,7 +30,7 @@ from wellcond.lab.data.base import (
     report_progress,
 )
 from wellcond.lab.data.disk import cache_place, cached_folder, canonical_json
-from wellcond.lab.settings import RecipeError, Settings
+from wellcond.lab.settings import Settings
 
 MOST_SAMPLES = 10_000_000
 VERSION = 1
@@ -47,53 +48,42 @@ class GeneratorOptions(Settings):
 
     @property
     def distinct(self) -> bool:
-        """True if no input may occur twice, be it in one split or in two; only for generators that make chunks."""
+        """True if no input may occur twice, be it in one split or in two."""
         return False
 
-
-@dataclass(frozen=True, eq=False)
-class Generated:
-    """What a generator returns: `inputs` of shape (n, ...) and labels of shape (n,).
-
-    Images are floats, or 8 bits. Tokens are ids from 0; shorter sequences end with -1.
-    """
-
-    kind: Literal["image", "tokens"]
-    inputs: Tensor
-    labels: Tensor
-    class_names: tuple[str, ...]
-    vocabulary_size: int | None = None
-
-    def select(self, rows: Sequence[int] | slice) -> Generated:
-        """Some of the samples."""
-        return replace(self, inputs=self.inputs[rows], labels=self.labels[rows])
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What random streams follow from, as plain JSON."""
+        return self.model_dump(mode="json")
 
 
-Generate = Callable[[int, Any, torch.Generator], Generated]
+Generate = Callable[[int, Any, torch.Generator], TensorDataset]
 
 
 @dataclass(frozen=True)
 class RegisteredGenerator:
-    """A generator and its options; `chunk` is None if a split is made in one go."""
+    """A generator, its options, the names of its classes, and how many samples a chunk has."""
 
     options_class: type[GeneratorOptions]
     generate: Generate
-    chunk: int | None = None
+    class_names: tuple[str, ...]
+    chunk: int
+    vocabulary_size: int | None = None
 
 
 GENERATORS: dict[str, RegisteredGenerator] = {}
 
 
 def register_generator(
-    name: str, options_class: type[GeneratorOptions], *, chunk: int | None = None
+    name: str, options_class: type[GeneratorOptions], **about: Any
 ) -> Callable[[Generate], Generate]:
     """Decorate `generate(count, options, generator)`, a function of a module; all randomness comes from `generator`.
 
-    With `chunk`, a split is made in chunks of so many samples: in several processes, and kept on disk.
+    It returns labelled images, floats or 8 bits, or tokens. The other fields of `RegisteredGenerator` are by keyword.
     """
 
     def register(generate: Generate) -> Generate:
-        GENERATORS[name] = RegisteredGenerator(options_class, generate, chunk)
+        GENERATORS[name] = RegisteredGenerator(options_class, generate, **about)
         return generate
 
     return register
@@ -123,95 +113,87 @@ class GeneratedConfig(SourceConfig):
         name = info.data.get("generator")
         return options if name is None else GENERATORS[name].options_class.model_validate(options).model_dump()
 
+    @property
+    def resolved_options(self) -> Any:
+        """As the generator takes them."""
+        return GENERATORS[self.generator].options_class.model_validate(self.options)
+
 
 @register_source(GeneratedConfig)
 def load(config: GeneratedConfig, base: Path) -> Data:
     """All splits; each has its own stream of random numbers, so its size does not change the others."""
     counts = {"train": config.num_train, "evaluation": config.num_evaluation, "test": config.num_test}
-    made = {split: make_split(config, split, count) for split, count in counts.items() if count > 0}
-    splits = {name: TensorDataset(data.kind, data.inputs, data.labels) for name, data in made.items()}
-    train, evaluation, first = splits.pop("train"), splits.pop("evaluation"), made["train"]
+    splits = {split: make_split(config, split, count) for split, count in counts.items() if count > 0}
+    train, evaluation, generator = splits.pop("train"), splits.pop("evaluation"), GENERATORS[config.generator]
     name, origin = config.generator, f"{config.generator} generated from seed {config.seed}"
-    return Data(name, first.kind, train, evaluation, first.class_names, origin, splits, first.vocabulary_size)
+    about = (generator.class_names, origin, splits, generator.vocabulary_size)
+    return Data(name, train.key, train, evaluation, *about)
 
 
-def make_split(config: GeneratedConfig, split: str, count: int) -> Generated:
-    """The first `count` samples of a split; chunks come from the cache if they are there.
-
-    Raises: DataError if inputs are to be distinct and hardly any new ones are found.
-    """
-    name, entry = config.generator, GENERATORS[config.generator]
-    options = entry.options_class.model_validate(config.options)
-    if entry.chunk is None:
-        return entry.generate(count, options, _random_stream(f"{name}/{config.seed}/{split}"))
-    shown = options.model_dump(mode="json")
-    made_from = {"generator": name, "version": VERSION, "options": shown, "seed": config.seed, "split": split}
+def make_split(config: GeneratedConfig, split: str, count: int) -> TensorDataset:
+    """The first `count` samples of a split; DataError if they are to be distinct and hardly any new ones are found."""
+    chunk, options = GENERATORS[config.generator].chunk, config.resolved_options
     share = SPLITS.count(split) / len(SPLITS) if options.distinct else 1
-    wanted = math.ceil(count / (entry.chunk * share))
+    wanted = math.ceil(count / (chunk * share))
     limit = PATIENCE * (wanted + 1)
-    chunks: list[Generated] = []
+    chunks: list[TensorDataset] = []
     size = 0
     while True:
-        jobs = [ChunkJob(entry, options, made_from, number) for number in range(len(chunks), wanted)]
-        chunks += _get_chunks(jobs, f"making {name}, {split} split, chunks")
+        new = [Chunk(config, split, number) for number in range(len(chunks), wanted)]
+        chunks += _get_chunks(new, f"making {config.generator}, {split} split, chunks")
         inputs, labels = (torch.cat([getattr(chunk, part) for chunk in chunks]) for part in ("inputs", "labels"))
-        made = replace(chunks[0], inputs=inputs, labels=labels)
+        made = TensorDataset(chunks[0].key, inputs, labels)
         if options.distinct:
             first: dict[bytes, int] = {}
             for row, digest in enumerate(_digests(inputs)):
                 first.setdefault(digest, row)
-            made = made.select(list(first.values()))
-        size, before = len(made.inputs), size
+            made = made.take(torch.tensor(list(first.values())))
+        size, before = len(made), size
         if size >= count:
-            return made.select(slice(count))
+            return made.take(slice(count))
         if wanted == limit:
             raise DataError(
-                f"{name}, {split} split: there are too few different samples.",
+                f"{config.generator}, {split} split: there are too few different samples.",
                 expected=f"{count} that differ from each other and from those of the other splits",
                 found=f"{size} in {len(inputs)} that were drawn",
-                todo="Ask for fewer samples, or choose options that allow more of them, such as larger sizes.",
             )
-        wanted = min(limit, wanted + math.ceil((count - size) / max(1.0, (size - before) / len(jobs))))
+        wanted = min(limit, wanted + math.ceil((count - size) / max(1.0, (size - before) / len(new))))
 
 
 @dataclass(frozen=True)
-class ChunkJob:
-    """All that decides a chunk of a split, which is an entry of the cache."""
+class Chunk:
+    """A part of a split, which is an entry of the cache."""
 
-    generator: RegisteredGenerator
-    options: GeneratorOptions
-    made_from: dict[str, Any]
-    """What the random numbers follow from, but for the number of the chunk."""
+    config: GeneratedConfig
+    split: str
     number: int
+
+    @property
+    def stream(self) -> str:
+        """What the random numbers follow from."""
+        config, options = self.config, self.config.resolved_options.identity
+        about = {"generator": config.generator, "version": VERSION, "options": options}
+        return f"{canonical_json(about | {'seed': config.seed, 'split': self.split})}#{self.number}"
 
     @property
     def entry(self) -> dict[str, Any]:
         """What the chunk in the cache is made from."""
-        return self.made_from | {"chunk": self.generator.chunk, "number": self.number}
+        return {"stream": self.stream, "chunk": GENERATORS[self.config.generator].chunk}
 
     def make(self) -> Path:
         """Where the chunk is in the cache, made now if it is missing."""
-        name = self.made_from["generator"]
-        return cached_folder("generated", self.entry, self._write, f"making {name}, chunk {self.number}")
+        return cached_folder("generated", self.entry, self._write, f"making {self.config.generator}")
 
     def _write(self, folder: Path) -> None:
-        assert self.generator.chunk is not None
-        stream = _random_stream(f"{canonical_json(self.made_from)}#{self.number}")
-        made = self.generator.generate(self.generator.chunk, self.options, stream)
-        if made.kind == "tokens":  # in the smallest type for the ids and -1
-            largest, types = (made.vocabulary_size or 2**31) - 1, (torch.int8, torch.int16, torch.int32, torch.int64)
-            made = replace(made, inputs=made.inputs.to(next(t for t in types if largest <= torch.iinfo(t).max)))
-        if self.options.distinct:
+        generator, options = GENERATORS[self.config.generator], self.config.resolved_options
+        # Hashed: with seed and seed + 1 the evaluation split of one seed would be the training split of the next.
+        seed = int.from_bytes(hashlib.sha256(self.stream.encode()).digest()[:7], "little")
+        made = generator.generate(generator.chunk, options, torch.Generator().manual_seed(seed))
+        if options.distinct:
             # The hash decides alone, so no chunk need know of another, and no size of a split changes another split.
-            digests = enumerate(_digests(made.inputs))
-            split = self.made_from["split"]
-            made = made.select([row for row, digest in digests if SPLITS[digest[0] % len(SPLITS)] == split])
+            splits = [SPLITS[digest[0] % len(SPLITS)] for digest in _digests(made.inputs)]
+            made = made.take(torch.tensor([split == self.split for split in splits]))
         torch.save(vars(made), folder / "samples.pt")
-
-
-def _random_stream(name: str) -> torch.Generator:
-    # Hashed: with seed and seed + 1 the evaluation split of one seed would be the training split of the next.
-    return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little"))
 
 
 def _digests(inputs: Tensor) -> list[bytes]:
@@ -219,74 +201,25 @@ def _digests(inputs: Tensor) -> list[bytes]:
     return [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in inputs.numpy()]
 
 
-def _get_chunks(jobs: Sequence[ChunkJob], what: str) -> list[Generated]:
-    """The chunks of all jobs; those that are missing are made, many of them in worker processes."""
-    missing = [job for job in jobs if not cache_place("generated", job.entry).is_dir()]
-    workers = min(_num_workers(), len(missing) // FEWEST_CHUNKS)
-    made: Iterable[Any] = map(ChunkJob.make, missing)
-    if workers > 1:
-        made = torch.utils.data.DataLoader(
-            missing,  # type: ignore[arg-type]
-            batch_size=None,
-            collate_fn=_make_or_explain,  # type: ignore[arg-type]
-            num_workers=workers,
-            worker_init_fn=leave_interrupts_to_parent,
-        )
-    total = jobs[-1].number + 1
-    for done, problem in enumerate(made, total - len(missing) + 1):
-        if isinstance(problem, str):
-            raise WellcondError(problem)
+def _get_chunks(chunks: Sequence[Chunk], what: str) -> list[TensorDataset]:
+    """The samples of all chunks; those that are missing are made, many of them in worker processes."""
+    missing = [chunk for chunk in chunks if not cache_place("generated", chunk.entry).is_dir()]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = min(cores, len(missing) // FEWEST_CHUNKS)
+    made: Iterable[None] = torch.utils.data.DataLoader(
+        missing,  # type: ignore[arg-type]
+        batch_size=None,
+        collate_fn=_try_to_make,  # type: ignore[arg-type]
+        num_workers=workers if workers > 1 else 0,
+        worker_init_fn=leave_interrupts_to_parent,
+        generator=torch.Generator(),  # else a number would be drawn from the global one
+    )
+    total = chunks[-1].number + 1
+    for done, _ in enumerate(made, total - len(missing) + 1):
         report_progress(what, done, total)
-    return [Generated(**torch.load(job.make() / "samples.pt", weights_only=True)) for job in jobs]
+    return [TensorDataset(**torch.load(chunk.make() / "samples.pt", weights_only=True)) for chunk in chunks]
 
 
-def _make_or_explain(job: ChunkJob) -> Path | str:
-    try:
-        return job.make()
-    except WellcondError as error:  # torch would hand on its traceback instead of what it says
-        return str(error)
-
-
-def _num_workers() -> int:
-    text = os.environ.get("WELLCOND_WORKERS", "").strip()
-    if not text:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if not text.isdecimal() or int(text) < 1:
-        raise RecipeError(f"WELLCOND_WORKERS: expected a number of processes from 1, found {text!r}")
-    return int(text)
-
-
-class AssociativeRecallOptions(GeneratorOptions):
-    """Options of `associative_recall`."""
-
-    num_pairs: int = Field(8, ge=2)
-    num_keys: int = Field(16, ge=2)
-    num_values: int = Field(16, ge=2)
-
-    @model_validator(mode="after")
-    def _check_pairs(self) -> AssociativeRecallOptions:
-        if self.num_pairs > self.num_keys:
-            raise ValueError(
-                f"the keys of a sequence differ from each other: expected num_pairs of at most num_keys = "
-                f"{self.num_keys}, got {self.num_pairs}. Raise num_keys."
-            )
-        return self
-
-
-@register_generator("associative_recall", AssociativeRecallOptions)
-def associative_recall(count: int, options: AssociativeRecallOptions, generator: torch.Generator) -> Generated:
-    """Sequences k1 v1 k2 v2 ... kP vP q of token ids; the label is the value that follows q among the pairs.
-
-    Keys are ids 0 .. num_keys - 1, drawn without repetition; values follow them as ids num_keys .. num_keys +
-    num_values - 1, drawn independently, so nothing but a look-up within the sequence finds the answer: a model that
-    only knows which values occur is right in about one of num_pairs cases.
-    """
-    keys = torch.rand(count, options.num_keys, generator=generator, dtype=torch.float64).argsort(dim=1)
-    keys = keys[:, : options.num_pairs]
-    values = torch.randint(options.num_values, (count, options.num_pairs), generator=generator)
-    asked = torch.randint(options.num_pairs, (count, 1), generator=generator)
-    pairs = torch.stack([keys, values + options.num_keys], dim=2).flatten(1)
-    tokens = torch.cat([pairs, keys.gather(1, asked)], dim=1)
-    labels = values.gather(1, asked).squeeze(1)
-    names = tuple(str(value) for value in range(options.num_values))
-    return Generated("tokens", tokens, labels, names, options.num_keys + options.num_values)
+def _try_to_make(chunk: Chunk) -> None:
+    with contextlib.suppress(WellcondError):  # who reads the chunk makes it again, and tells
+        chunk.make()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -27,7 +29,7 @@ from wellcond.lab.data.base import (
     register_source,
     report_progress,
 )
-from wellcond.lab.data.disk import contents, find_path, require
+from wellcond.lab.data.disk import find_path, require
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -40,15 +42,13 @@ DEFAULT_FRACTION = 0.1
 
 
 def import_pil() -> Any:
-    """The module PIL.Image.
-
-    Raises: MissingExtraError if Pillow is not installed.
-    """
+    """The module PIL.Image; MissingExtraError if Pillow is not installed."""
     with needs_extra("pillow", "vision"):
         from PIL import Image
     return Image
 
 
+@lru_cache
 def picture_formats() -> list[str]:
     """Formats that PIL reads by itself; it would have Ghostscript run a file of PostScript, whatever its name."""
     pil = import_pil()
@@ -61,21 +61,15 @@ def read_image(file: str | Path, where: str, *, within: Path | None = None) -> b
 
     Raises: DataError if the path, followed to its end, leads out of the folder `within`, or the file cannot be read.
     """
-    if within is not None and not Path(file).resolve().is_relative_to(within.resolve()):
-        raise DataError(
-            f"{where}: the path of the image leads out of its folder.",
-            expected=f"a path within {within}, and no link out of it",
-            found=repr(str(file)),
-            todo="Move the images there; for rows of a file, 'image_root' may name the folder that holds them.",
-        )
     try:
+        if within is not None and not Path(file).resolve().is_relative_to(within.resolve()):
+            raise PermissionError(errno.EPERM, f"the path leads out of its folder {within}")
         return read_regular(file)
     except OSError as error:
         raise DataError(
             f"{where}: the image cannot be opened.",
             expected=f"an image file at {file}",
             found=f"{type(error).__name__}: {error.strerror}",
-            todo="Restore the file or correct the path.",
         ) from error
 
 
@@ -97,7 +91,6 @@ def decode_image(encoded: bytes, where: str) -> Image:
             f"{where}: the image cannot be read.",
             expected="a whole image in a format that PIL reads, and no PostScript, which is a program",
             found=f"{len(encoded)} bytes; {type(error).__name__}: {error}",
-            todo="Replace or remove this image.",
         ) from error
 
 
@@ -113,12 +106,15 @@ def to_channels(image: Image | Tensor, channels: int, where: str = "an image") -
     Grey becomes RGB by repetition; RGB becomes grey with weights 0.299, 0.587, 0.114; transparency is dropped; 16-bit
     grey keeps its upper 8 bits. A tensor (C, H, W) keeps its dtype. Errors begin with `where`.
 
-    Raises: DataError if another number of channels is asked for or found, or 32-bit pixels, whose range is unknown.
+    Raises: DataError if another number of channels is found, or 32-bit pixels, whose range is unknown.
     """
-    if channels not in (1, 3):
-        raise DataError("channels of an image", expected="1 or 3", found=str(channels), todo="Use 1 or 3.")
     if isinstance(image, Tensor):
-        return _convert_tensor(image, channels, where)
+        if len(image) not in (1, 3):
+            raise DataError(f"{where}: channels of a tensor (C, H, W)", expected="1 or 3", found=str(len(image)))
+        if channels == 3 or len(image) == 1:
+            return image.expand(channels, -1, -1)
+        grey = torch.einsum("chw,c->hw", image.double(), torch.tensor(GREY_WEIGHTS, dtype=torch.float64))[None]
+        return (grey if image.is_floating_point() else grey.round()).to(image.dtype)
     mode = "L" if channels == 1 else "RGB"
     if image.mode.startswith("I;16"):
         image = cast("Image", import_pil().fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)))
@@ -127,31 +123,10 @@ def to_channels(image: Image | Tensor, channels: int, where: str = "an image") -
             f"{where} has 32-bit pixels, whose range is unknown.",
             expected="8 bits per channel, or 16-bit grey",
             found=f"mode {image.mode!r}",
-            todo="Save the images with 8 bits per channel.",
         )
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")  # PIL warns of transparency stored as bytes unless it is first applied
     return image if image.mode == mode else image.convert(mode)
-
-
-def _convert_tensor(image: Tensor, channels: int, where: str) -> Tensor:
-    found = image.shape[0]
-    if found == channels:
-        return image
-    if found == 1:
-        return image.expand(3, -1, -1)
-    if found == 3 and image.dtype == torch.uint8:
-        picture = import_pil().fromarray(image.permute(1, 2, 0).contiguous().numpy())
-        return torch.from_numpy(np.array(picture.convert("L")))[None]
-    if found == 3 and image.is_floating_point():
-        grey = torch.einsum("chw,c->hw", image.double(), torch.tensor(GREY_WEIGHTS, dtype=torch.float64))[None]
-        return grey.to(image.dtype)
-    raise DataError(
-        f"{where}: channels of a tensor (C, H, W)",
-        expected="bytes or floats with C of 1 or 3",
-        found=f"{found} of {image.dtype}",
-        todo="Convert it first.",
-    )
 
 
 def as_tensor_images(
@@ -217,8 +192,6 @@ class ImageFolderConfig(SourceConfig):
     test is evaluated on; without any of these, it has the folders of the classes."""
     evaluation_fraction: float | None = Field(None, gt=0, lt=1)
     """Part of the training images to evaluate on instead, of every class alike; 0.1 if there are no splits."""
-    seed: int = 0
-    """Of the images that `evaluation_fraction` draws."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,77 +225,57 @@ def load_folder(config: ImageFolderConfig, base: Path) -> Data:
     others = [name for name in EVALUATION_NAMES if (root / name).is_dir()]
     train = "train" if others or (root / "train").is_dir() else "."
     fraction = config.evaluation_fraction or (DEFAULT_FRACTION if train == "." else None)
-    if not fraction and not others:
-        raise DataError(
-            f"{root}: there is no split to evaluate on.",
-            expected=f"one of the folders {listed(EVALUATION_NAMES)}",
-            found=contents(root),
-            todo="Make one of these folders, or set 'evaluation_fraction', such as 0.1.",
-        )
     # Folders are compared before any is searched: a data set of millions of files takes minutes to list.
     folders = {name: require(root / name, "folder") for name in (train, *others)}
-    classes = _classes(folders[train])
-    for folder in folders.values():
-        _classes(folder, expected=classes)
-    listings = {name: _list_images(folder, classes) for name, folder in folders.items()}
-    made, ignored = {name: images for name, (images, _) in listings.items()}, sum(n for _, n in listings.values())
+    classes = [_classes(folder) for folder in folders.values()]
+    if classes.count(classes[0]) != len(classes) or not (fraction or others):
+        raise DataError(
+            f"{root}: there is no split to evaluate on, or its classes are not those of the training split.",
+            expected=f"one of the folders {listed(EVALUATION_NAMES)}, with the classes {listed(classes[0])}",
+            found="; ".join(f"{name}: {listed(found)}" for name, found in zip(folders, classes, strict=True)),
+            todo="Give all splits the same class folders, or set 'evaluation_fraction', such as 0.1.",
+        )
+    made = {name: _list_images(folder, classes[0]) for name, folder in folders.items()}
     trained = made.pop(train)
     if fraction:
-        rows, aside = draw_fraction(trained, fraction, seed=config.seed, what=str(folders[train]))
+        rows, aside = draw_fraction(trained, fraction, str(folders[train]))
         trained, evaluated = trained.take(rows), trained.take(aside)
-        told = f"{fraction:g} of the images of every class, set aside by seed {config.seed}"
+        told = f"{fraction:g} of the images of every class, set aside by seed 0"
     else:
         evaluated, told = made.pop(others[0]), repr(others[0])
-    notes = [f"{ignored} other files ignored"] if ignored else []
     origin = f"image folder {root.name!r}, evaluated on {told}"
-    return Data(root.name, "image", trained, evaluated, tuple(classes), origin, made, notes=notes)
+    return Data(root.name, "image", trained, evaluated, tuple(classes[0]), origin, made)
 
 
-def _suffixes() -> tuple[str, ...]:
+def _is_image(name: str) -> bool:
     # The table of extensions also names formats that PIL only writes.
-    formats = picture_formats()
-    return tuple(sorted(suffix for suffix, name in import_pil().registered_extensions().items() if name in formats))
+    return import_pil().registered_extensions().get(Path(name).suffix.lower()) in picture_formats() and name[0] != "."
 
 
-def _classes(folder: Path, expected: list[str] | None = None) -> list[str]:
-    """Names of the folders of classes, sorted, which must be those expected."""
+def _classes(folder: Path) -> list[str]:
+    """Names of the folders of classes, sorted."""
     entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
-    classes, suffixes = sorted(entry.name for entry in entries if entry.is_dir()), _suffixes()
-    loose = sorted(entry.name for entry in entries if entry.is_file() and entry.name.lower().endswith(suffixes))
+    classes = sorted(entry.name for entry in entries if entry.is_dir())
+    loose = sorted(entry.name for entry in entries if entry.is_file() and _is_image(entry.name))
     if loose or not classes:
         raise DataError(
-            f"{folder}: the images are not sorted into classes." if loose else f"{folder}: there are no images.",
+            f"{folder}: the images are not sorted into classes.",
             expected="one folder per class, with the images of that class in it",
-            found=f"{len(loose)} images outside of a class, such as {loose[0]}" if loose else "no folder",
-            todo="Move the images into folders named after their classes.",
-        )
-    if expected is not None and classes != expected:
-        missing, unknown = sorted(set(expected) - set(classes)), sorted(set(classes) - set(expected))
-        raise DataError(
-            f"{folder}: the classes are not those of the training split.",
-            expected=f"the folders {listed(expected)}",
-            found=f"missing: {listed(missing)}; not in training: {listed(unknown)}",
-            todo="Give both splits the same class folders.",
+            found=f"{listed(loose, most=3)} outside of a class" if loose else "no folder",
         )
     return classes
 
 
-def _list_images(folder: Path, classes: Sequence[str]) -> tuple[ImageFiles, int]:
-    """Image files by class, sorted, and how many other files were passed over."""
-    suffixes, images, labels = _suffixes(), [], []
-    ignored = sum(not entry.is_dir() for entry in os.scandir(folder) if not entry.name.startswith("."))
+def _list_images(folder: Path, classes: Sequence[str]) -> ImageFiles:
+    """Image files by class, sorted; other files are passed over."""
+    images, labels = [], []
     for label, name in enumerate(classes):
         walked = os.walk(folder / name)
-        files = [os.path.join(top, file) for top, _, found in walked for file in found if file[0] != "."]
-        chosen = sorted(file for file in files if file.lower().endswith(suffixes))
+        chosen = sorted(os.path.join(top, file) for top, _, found in walked for file in found if _is_image(file))
         if not chosen:
             raise DataError(
-                f"{folder / name}: this class has no images.",
-                expected=f"at least one image ({listed(suffixes, most=8)})",
-                found=f"{len(files)} other files",
-                todo="Add images, or remove the folder.",
+                f"{folder / name}: this class has no images.", expected="at least one that PIL reads", found="none"
             )
         images += chosen
         labels += [label] * len(chosen)
-        ignored += len(files) - len(chosen)
-    return ImageFiles(images, torch.tensor(labels)), ignored
+    return ImageFiles(images, torch.tensor(labels))

@@ -10,7 +10,6 @@ lie side by side there, and sums over them are `reduceat`.
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -19,19 +18,11 @@ from typing import Literal
 
 import numpy as np
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from wellcond.lab.data.base import (
-    Data,
-    DataError,
-    SourceConfig,
-    TensorDataset,
-    listed,
-    register_source,
-    report_progress,
-)
+from wellcond.lab.data.base import Data, DataError, SourceConfig, TensorDataset, register_source, report_progress
 from wellcond.lab.data.disk import find_path, require
-from wellcond.lab.data.generated import Generated, GeneratorOptions, register_generator
+from wellcond.lab.data.generated import GeneratorOptions, register_generator
 
 OPERATORS = ("MIN", "MAX", "MED", "SM")
 """Smallest, largest, median (rounded down), sum modulo 10."""
@@ -46,6 +37,7 @@ SYMBOLS = (*"0123456789", *(f"[{name}" for name in OPERATORS), "]")
 FIRST_OPENING, CLOSING, PADDING = 10, 14, -1
 IDS = {symbol: token for token, symbol in enumerate(SYMBOLS)}
 CLASS_NAMES = tuple("0123456789")
+PUBLISHED_LENGTH = 2000
 
 OPERATOR_PROBABILITY = 0.25
 RAREST = 1e-6
@@ -61,17 +53,8 @@ class ListOpsOptions(GeneratorOptions):
     max_depth: int = Field(10, ge=2, le=50)
     max_args: int = Field(10, ge=2, le=100)
     min_length: int = Field(500, ge=0)
-    max_length: int = Field(2000, ge=2, le=16384)
+    max_length: int = Field(PUBLISHED_LENGTH, ge=2, le=16384)
     """Expressions are longer than `min_length` and shorter than `max_length`, brackets counted, and padded to it."""
-
-    @model_validator(mode="after")
-    def _check_lengths(self) -> ListOpsOptions:
-        if self.min_length + 1 >= self.max_length:
-            raise ValueError(
-                f"an expression is longer than min_length and shorter than max_length: expected a max_length of at "
-                f"least {self.min_length + 2}, got {self.max_length}."
-            )
-        return self
 
     @property
     def distinct(self) -> bool:
@@ -79,8 +62,8 @@ class ListOpsOptions(GeneratorOptions):
         return True
 
 
-@register_generator("listops", ListOpsOptions, chunk=1000)
-def listops(count: int, options: ListOpsOptions, generator: torch.Generator) -> Generated:
+@register_generator("listops", ListOpsOptions, class_names=CLASS_NAMES, vocabulary_size=len(SYMBOLS), chunk=1000)
+def listops(count: int, options: ListOpsOptions, generator: torch.Generator) -> TensorDataset:
     """Token ids (n, max_length), padded with -1; drawn as the published generator draws, and with its lengths.
 
     A node above `max_depth` (the root has depth 1) is an operator with probability 1/4, with 2 to `max_args` arguments,
@@ -88,13 +71,12 @@ def listops(count: int, options: ListOpsOptions, generator: torch.Generator) -> 
 
     Raises: DataError if next to none has.
     """
-    accepted = acceptance(options)
+    accepted = length_distribution(options)[options.min_length + 1 :].sum()
     if accepted < RAREST:
         raise DataError(
             "listops: hardly any expression has a length that was asked for.",
             expected=f"lengths between {options.min_length} and {options.max_length} in at least {RAREST:g} of all",
             found=f"{accepted:.2g} of all, with max_depth = {options.max_depth} and max_args = {options.max_args}",
-            todo="Widen the lengths, or change max_depth and max_args.",
         )
     seed = int(torch.randint(2**62, (), generator=generator))
     random = np.random.Generator(np.random.PCG64(seed))
@@ -109,7 +91,7 @@ def listops(count: int, options: ListOpsOptions, generator: torch.Generator) -> 
             found += len(rows[-1])
     tokens = np.concatenate(rows)
     labels = torch.tensor([evaluate(row[row != PADDING].tolist()) for row in tokens])
-    return Generated("tokens", torch.from_numpy(tokens), labels, CLASS_NAMES, len(SYMBOLS))
+    return TensorDataset("tokens", torch.from_numpy(tokens), labels)
 
 
 def _draw_trees(num_trees: int, most: int, options: ListOpsOptions, random: np.random.Generator) -> list[Level]:
@@ -143,32 +125,24 @@ def _draw_trees(num_trees: int, most: int, options: ListOpsOptions, random: np.r
     return levels
 
 
-def acceptance(options: ListOpsOptions) -> float:
-    """Part of all drawn trees whose length is one asked for, exactly."""
-    probabilities = length_distribution(options.max_depth, options.max_args, options.max_length)
-    return float(probabilities[options.min_length + 1 :].sum())
-
-
-@functools.lru_cache(maxsize=4)
-def length_distribution(max_depth: int, max_args: int, max_length: int) -> np.ndarray:
-    """Probabilities of the lengths 0 .. max_length - 1.
+def length_distribution(options: ListOpsOptions) -> np.ndarray:
+    """Probabilities of the lengths 0 .. max_length - 1 of drawn trees.
 
     With P the generating function of the lengths one level below: x 3/4 + x^2 / 4 mean(P^k, k = 2 .. max_args).
     """
     from scipy.signal import fftconvolve  # takes a second to import, in every process that trains
 
-    probabilities = np.zeros(max_length)
+    size = options.max_length
+    probabilities = np.zeros(size)
     probabilities[1] = 1.0
-    for _ in range(max_depth - 1):
-        power, total = probabilities, np.zeros(max_length)
-        for _ in range(2, max_args + 1):
-            power = fftconvolve(power, probabilities)[:max_length]
+    for _ in range(options.max_depth - 1):
+        power, total = probabilities, np.zeros(size)
+        for _ in range(2, options.max_args + 1):
+            power = fftconvolve(power, probabilities)[:size]
             total += power
-        longer = np.zeros(max_length)
-        longer[2:] = OPERATOR_PROBABILITY * total[:-2] / (max_args - 1)
-        longer[1] += 1 - OPERATOR_PROBABILITY
-        probabilities = longer
-    probabilities.flags.writeable = False
+        probabilities = np.zeros(size)
+        probabilities[2:] = OPERATOR_PROBABILITY * total[:-2] / (options.max_args - 1)
+        probabilities[1] += 1 - OPERATOR_PROBABILITY
     return probabilities
 
 
@@ -202,8 +176,6 @@ def _first_arguments(counts: np.ndarray) -> np.ndarray:
 def evaluate(tokens: Iterable[int]) -> int:
     """The answer of an expression.
 
-    Raises: ValueError if the tokens are no expression.
-
     Example:
         >>> evaluate(to_tokens("[SM 4 [MED 3 8 ] 7 ]"))
         6
@@ -211,35 +183,25 @@ def evaluate(tokens: Iterable[int]) -> int:
     values: list[int] = []
     open_operators: list[tuple[int, list[int]]] = []
     for token in tokens:
-        if 0 <= token < FIRST_OPENING:
+        if token < FIRST_OPENING:
             values.append(token)
         elif token != CLOSING:
             open_operators.append((token - FIRST_OPENING, values))
             values = []
-        elif open_operators and values:
-            operator, outer = open_operators.pop()
-            outer.append(RULES[operator](values))
-            values = outer
         else:
-            raise ValueError("a ']' that closes nothing, or an operator without arguments")
-    if open_operators or len(values) != 1:
-        raise ValueError(f"{len(open_operators)} operators without a ']', {len(values)} values")
+            operator, outer = open_operators.pop()
+            values = [*outer, RULES[operator](values)]
     return values[0]
 
 
 def to_tokens(text: str) -> list[int]:
-    """Token ids of the symbols of a text; round brackets are ignored.
-
-    Raises: ValueError if a symbol is unknown.
+    """Token ids of the symbols of a text; round brackets are ignored. KeyError if a symbol is unknown.
 
     Example:
         >>> to_tokens("( ( ( [MAX 2 ) 9 ) ] )")
         [11, 2, 9, 14]
     """
-    try:
-        return [IDS[symbol] for symbol in text.replace("(", " ").replace(")", " ").split()]
-    except KeyError as error:
-        raise ValueError(f"the unknown symbol {error}") from error
+    return [IDS[symbol] for symbol in text.replace("(", " ").replace(")", " ").split()]
 
 
 class LraListOpsConfig(SourceConfig):
@@ -248,56 +210,32 @@ class LraListOpsConfig(SourceConfig):
     source: Literal["lra_listops"] = "lra_listops"
     path: str
     """Folder of basic_train.tsv, basic_val.tsv and basic_test.tsv; from the recipe's folder, or a name in a mirror."""
-    max_length: int = Field(2000, ge=1)
-    """Sequences are padded to it; a longer one is an error."""
 
 
 @register_source(LraListOpsConfig)
 def load(config: LraListOpsConfig, base: Path) -> Data:
-    """The tokens of the generator `listops`; every answer is computed and compared with the one in the file."""
+    """The tokens of the generator `listops`, padded to 2,000, with the answers of the files."""
     folder = find_path(config.path, base)
     files = [require(folder / f"basic_{name}.tsv") for name in ("train", "val", "test")]
-    train, evaluation, test = (_read_file(file, config.max_length) for file in files)
+    train, evaluation, test = (_read_file(file) for file in files)
     origin = "ListOps of the Long Range Arena, from its files"
     return Data("lra_listops", "tokens", train, evaluation, CLASS_NAMES, origin, {"test": test}, len(SYMBOLS))
 
 
-def _read_file(path: Path, width: int) -> TensorDataset:
-    rows: list[np.ndarray] = []
-    labels: list[int] = []
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        names = file.readline().decode("utf-8-sig", "replace").rstrip("\r\n").split("\t")
-        if not {"Source", "Target"} <= set(names):
+def _read_file(path: Path) -> TensorDataset:
+    report_progress(f"reading {path.name}", 0, 1)
+    lines = path.read_text("utf-8", "replace").splitlines()[1:] or [""]
+    rows, labels = np.full((len(lines), PUBLISHED_LENGTH), PADDING, np.int8), []
+    for number, line in enumerate(lines):
+        try:
+            text, answer = line.split("\t")
+            tokens = to_tokens(text)
+            rows[number, : len(tokens)] = tokens
+            labels.append(CLASS_NAMES.index(answer))
+        except (KeyError, ValueError) as error:
             raise DataError(
-                f"{path}: columns are missing.",
-                expected="a first line with the columns Source, Target, separated by a tab",
-                found=listed(name[:40] for name in names),
-                todo="Check that this is a file of ListOps of the Long Range Arena.",
-            )
-        for line in file:
-            if not (text := line.decode("utf-8", "replace").rstrip("\r\n")):
-                continue
-            try:
-                values = dict(zip(names, text.split("\t"), strict=False))
-                tokens = to_tokens(values.get("Source", ""))
-                answer, target = evaluate(tokens), values.get("Target", "").strip()
-                if target != str(answer):
-                    raise ValueError(f"the answer {target[:40]!r} instead of {answer}")
-                if len(tokens) > width:
-                    raise ValueError(f"{len(tokens)} symbols")
-            except ValueError as error:
-                raise DataError(
-                    f"{path}, row {len(rows)} (the first is 0): the row cannot be used.",
-                    expected=f"an expression such as [MAX 2 9 ] of at most {width} symbols (max_length) and its answer",
-                    found=f"{error} in {text[:60]!r}",
-                    todo="Correct or remove the row.",
-                ) from error
-            rows.append(np.full(width, PADDING, np.int8))
-            rows[-1][: len(tokens)] = tokens
-            labels.append(answer)
-            if len(rows) % 1000 == 0:
-                report_progress(f"reading {path.name}, MB", file.tell() // 10**6, max(1, size // 10**6))
-    if not rows:
-        raise DataError(f"{path}: there are no rows.", expected="rows", found="none", todo="Check the file.")
-    return TensorDataset("tokens", torch.from_numpy(np.stack(rows)), torch.tensor(labels))
+                f"{path}, row {number} (the first is 0): the row cannot be used.",
+                expected=f"an expression such as [MAX 2 9 ] of at most {PUBLISHED_LENGTH} symbols, a tab, its answer",
+                found=f"{line[:60]!r}; {type(error).__name__}: {error}",
+            ) from error
+    return TensorDataset("tokens", torch.from_numpy(rows), torch.tensor(labels))

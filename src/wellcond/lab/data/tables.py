@@ -1,27 +1,39 @@
-"""Tables of `datasets` as data: which column is what, labels, rows as a dataset."""
+"""Sources `files` and `hub`: tables of texts or images, of the user, of a mirror of the hub, or of the hub itself.
+
+The `datasets` library reads them, called so that no code of a data set runs. A mirror is a folder of data files:
+neither the card nor a script of a data set is read there.
+"""
 
 from __future__ import annotations
 
+import csv
+import glob
 import math
+import os
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from wellcond.lab.data.base import Data, DataError, Kind, SourceConfig, draw_fraction, draw_subset, listed
-from wellcond.lab.data.disk import import_datasets
-from wellcond.lab.data.images import decode_image, read_image
+from wellcond.errors import WellcondError
+from wellcond.lab.data.base import Data, DataError, SourceConfig, draw_fraction, draw_subset, listed, register_source
+from wellcond.lab.data.disk import contents, find_files, find_in_mirror, from_hub, import_datasets
+from wellcond.lab.data.images import decode_image
 
+BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text"}
+COMPRESSED = (".gz", ".bz2", ".zst")
+EVALUATION_SPLITS = ("validation", "val", "dev", "test", "validation_matched")
 INPUT_NAMES = ("image", "img", "text", "sentence")
 LABEL_NAMES = ("label", "labels")
-INTEGER = re.compile(r"\s*[+-]?[0-9]+\s*")
-NUMBER = re.compile(r"\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*")
-IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
+NAME = r"[A-Za-z0-9_][\w.-]*"
+SPLIT = re.compile(r"(?<![a-z])(train|validation|valid|val|dev|test)((?:_[a-z]+)?)(?![a-z])")
 
 
 class TableConfig(SourceConfig):
@@ -33,54 +45,48 @@ class TableConfig(SourceConfig):
     """Column of the labels; null for none, "auto" for `label` or `labels` if there is one."""
     label_kind: Literal["class", "number"] = "class"
     """Whether labels are classes, or numbers to be predicted."""
-    class_names: tuple[str, ...] | None = None
     limit_train: int | None = Field(None, ge=1)
     limit_evaluation: int | None = Field(None, ge=1)
     """Largest number of examples, drawn with a fixed seed."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """Consecutive rows of a table that came from one place."""
+class FilesConfig(TableConfig):
+    """Settings of `files`."""
 
-    name: str
-    """File, or data set and split, as an error names it."""
-    num_rows: int
-    folder: Path | None = None
-    """Where image paths in these rows start, and may not lead out of; None trusts the paths."""
+    source: Literal["files"] = "files"
+    train: str | list[str]
+    """Path or glob pattern, or a list of them."""
+    evaluation: str | list[str] | None = None
+    evaluation_fraction: float = Field(0.1, gt=0, lt=1)
+    """Part of the training rows to evaluate on, of every class alike, if `evaluation` names no file."""
+
+
+class HubConfig(TableConfig):
+    """Settings of `hub`."""
+
+    source: Literal["hub"] = "hub"
+    id: str = Field(pattern=rf"^{NAME}(/{NAME})?$")
+    config: str | None = Field(None, pattern=rf"^{NAME}$")
+    train_split: str = "train"
+    """One split, or several joined: train+validation."""
+    evaluation_split: str | None = None
+    """By default the first that exists of validation, val, dev, test, validation_matched."""
+    held_out: float | None = Field(None, gt=0, lt=1)
+    """Share of the training split to evaluate on, of every class alike; what would have been the evaluation split is
+    then the test split, and limits count what is left."""
+    limit_test: int | None = Field(None, ge=1)
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A `datasets.Dataset` and where its rows came from."""
+    """A `datasets.Dataset`, and what errors call it: its file, or data set and split."""
 
     data: Any
-    parts: Sequence[Part]
-    text_labels: bool = False
-    """Every value was read as text, so that integers must still be recognised (CSV)."""
-
-    def __len__(self) -> int:
-        """Number of rows."""
-        return len(self.data)
-
-    def part_of(self, row: int) -> tuple[Part, int]:
-        """The part that a row came from, and its number there."""
-        for part in self.parts:
-            if row < part.num_rows:
-                return part, row
-            row -= part.num_rows
-        raise IndexError(row)
+    name: str
 
     def locate(self, row: int) -> str:
         """The place of a row, as an error names it."""
-        part, number = self.part_of(row)
-        return f"{part.name}, row {number} (the first is 0)"
-
-    @property
-    def name(self) -> str:
-        """The place of the whole table, as an error names it."""
-        more = f" and {len(self.parts) - 1} more files" if len(self.parts) > 1 else ""
-        return f"{self.parts[0].name}{more}"
+        return f"{self.name}, row {row} (the first is 0)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,35 +94,29 @@ class TableDataset:
     """Rows of a table, all or those in `rows`, memory-mapped; `labels` has one entry per row of the dataset."""
 
     table: Table
-    kind: Kind
+    kind: Literal["image", "text"]
     columns: tuple[str, ...]
     labels: Tensor | None
     rows: Tensor | None = None
 
     def __len__(self) -> int:
         """Number of examples."""
-        return len(self.table) if self.rows is None else len(self.rows)
+        return len(self.table.data) if self.rows is None else len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """The example at `index`: `image`, or `text` and perhaps `text_pair`; and `label`."""
-        row = self._row(index)
-        example: dict[str, Any]
+        row, values = self._read(index)
+        example: dict[str, Any] = dict(zip(("text", "text_pair"), values, strict=False))
         if self.kind == "image":
-            example = {"image": decode_image(self._encoded_image(row), self.table.locate(row))}
-        else:
-            values = self.table.data[row]
-            example = dict(zip(("text", "text_pair"), (values[name] for name in self.columns), strict=False))
+            example = {"image": decode_image(values[0], self.table.locate(row))}
         if self.labels is not None:
             example["label"] = self.labels[index].item()
         return example
 
     def content(self, index: int) -> bytes:
         """The encoded image, or the texts in UTF-8."""
-        row = self._row(index)
-        if self.kind == "image":
-            return self._encoded_image(row)
-        values = self.table.data[row]
-        return b"\0".join(values[name].encode() for name in self.columns)
+        _, values = self._read(index)
+        return values[0] if self.kind == "image" else b"\0".join(value.encode() for value in values)
 
     def take(self, rows: Tensor | None) -> TableDataset:
         """Some of the examples; all for None."""
@@ -129,103 +129,249 @@ class TableDataset:
         """At most `count` examples, drawn with a fixed seed."""
         return self.take(draw_subset(len(self), count))
 
-    def _row(self, index: int) -> int:
-        return range(len(self))[index] if self.rows is None else int(self.rows[index])
+    def _read(self, index: int) -> tuple[int, list[Any]]:
+        row = range(len(self))[index] if self.rows is None else int(self.rows[index])
+        example = self.table.data[row]
+        values = [example[name] for name in self.columns]
+        if isinstance(values[0], dict):
+            values = [values[0]["bytes"]]
+        if values[0] is None:
+            raise _no_value(self.table, row, self.columns[0])
+        return row, values
 
-    def _encoded_image(self, row: int) -> bytes:
-        value, where = self.table.data[row][self.columns[0]], self.table.locate(row)
-        if isinstance(value, dict):
-            value = value["bytes"] if value.get("bytes") is not None else value.get("path")
-        if isinstance(value, bytes):
-            return value
-        if isinstance(value, str) and value:
-            folder = self.table.part_of(row)[0].folder
-            return read_image(Path(value) if folder is None else folder / value, where, within=folder)
+
+@register_source(FilesConfig)
+def load_files(config: FilesConfig, base: Path) -> Data:
+    """Read the files into the cache of `datasets` (HF_DATASETS_CACHE), from which they are memory-mapped."""
+    files, fraction = find_files(config.train, base, "train"), config.evaluation_fraction
+    train, evaluation = read_table(files), None
+    if config.evaluation is not None:
+        evaluation = read_table(find_files(config.evaluation, base, "evaluation"))
+    return _load_tables(name_of(files), "local files", train, evaluation, {}, config, fraction)
+
+
+@register_source(HubConfig)
+def load_hub(config: HubConfig, base: Path) -> Data:
+    """All splits of the set; those beside training and evaluation are in `others`."""
+    name = config.id if config.config is None else f"{config.id} ({config.config})"
+    mirror = find_in_mirror(config.id)
+    if mirror is not None:
+        splits = {split: read_table(files) for split, files in find_splits(mirror, config.config).items()}
+    else:
+        with reading(config.id, from_hub(config.id)):
+            found = load_dataset(config.id, name=config.config)
+        splits = {split: Table(data, f"{name}, split {split!r}") for split, data in found.items()}
+    joined = [require_split(split, splits, name, "train_split") for split in config.train_split.split("+")]
+    usual = next((split for split in EVALUATION_SPLITS if split in splits and split != joined[-1]), None)
+    evaluated = require_split(config.evaluation_split or usual, splits, name, "evaluation_split")
+    others = {split: table for split, table in splits.items() if split not in (*joined, evaluated)}
+    train, evaluation = splits[joined[0]], splits[evaluated]
+    if len(joined) > 1:
+        whole = import_datasets().concatenate_datasets([splits[split].data for split in joined])
+        train = Table(whole, f"{name}, split {config.train_split!r}")
+    place = "the Hugging Face hub" if mirror is None else "a local mirror"
+    if config.held_out is None:
+        return _load_tables(name, place, train, evaluation, others, config)
+    if evaluated in joined:
         raise DataError(
-            f"{where}: there is no image.",
-            expected="encoded bytes or a path",
-            found=repr(value),
-            todo="Fill in or remove the row.",
+            f"{name}: there is no split left to test on.",
+            expected="an evaluation split beside the training split, since 'held_out' sets a part of that aside",
+            found=f"{evaluated!r} for both",
         )
+    return _load_tables(name, place, train, None, {"test": evaluation}, config, config.held_out)
 
 
-def load_tables(
+def require_split(split: str | None, splits: Any, name: str, field: str) -> str:
+    """The name of a split; DataError with those there are if it is none of them."""
+    if split is None or split not in splits:
+        raise DataError(
+            f"{name}: there is no split {'to evaluate on' if split is None else repr(split)}.",
+            expected=f"one of {listed(EVALUATION_SPLITS)}, or the split that '{field}' names",
+            found=f"splits {listed(splits)}",
+        )
+    return split
+
+
+def find_splits(mirror: Path, config: str | None) -> dict[str, list[Path]]:
+    """Data files of a mirrored set by split, which their paths name as on the hub; train if they name none.
+
+    A configuration is a folder; a set with several asks for one.
+    """
+    paths = sorted(path.relative_to(mirror) for path in mirror.rglob("*") if path.is_file())
+    files = [path for path in paths if _suffix(path) in BUILDERS and not path.name.startswith(".")]
+    folders = {path.parts[0] for path in files if len(path.parts) > 1 and not SPLIT.search(path.parts[0])}
+    if not files or (len(folders) > 1 if config is None else config not in folders):
+        raise DataError(
+            f"{mirror}: there are no data files, or those of other or several configurations.",
+            expected=f"files such as train-00000-of-00001.parquet ({listed(BUILDERS)}), in the folder of 'config'",
+            found=f"{contents(mirror)}; configurations {listed(sorted(folders))}",
+        )
+    splits: dict[str, list[Path]] = {}
+    for path in files:
+        if config is None or path.parts[0] == config:
+            named = SPLIT.search("/".join(path.parts[config is not None :]))
+            kind, rest = named.groups() if named else ("train", "")
+            kind = "validation" if kind in ("valid", "val", "dev") else kind
+            splits.setdefault(kind + rest, []).append(mirror / path)
+    return dict(sorted(splits.items(), key=lambda item: (item[0] != "train", item[0])))
+
+
+# Reading
+
+
+def name_of(files: list[Path]) -> str:
+    """What a split of several files is called."""
+    return files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more"
+
+
+def _suffix(path: Path) -> str:
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    return "".join(suffixes[-2:-1] if suffixes and suffixes[-1] in COMPRESSED else suffixes[-1:])
+
+
+def builder_of(file: Path) -> str:
+    """The reader of `datasets` for a file; DataError for one of a format that is not known."""
+    if _suffix(file) not in BUILDERS:
+        raise DataError(
+            f"{file}: the format is not known.",
+            expected=f"a name that ends in one of {listed(BUILDERS)}, perhaps compressed: {listed(COMPRESSED)}",
+            found=file.name,
+        )
+    return BUILDERS[_suffix(file)]
+
+
+def read_table(files: list[Path]) -> Table:
+    """One table of all files, which have the format and the columns of the first."""
+    builder, options = builder_of(files[0]), {}
+    name = str(files[0].with_name(name_of(files)))
+    with reading(name, f"whole files of {builder}, not empty, with the same columns, and texts in UTF-8"):
+        if builder == "csv":
+            separator = "\t" if _suffix(files[0]) == ".tsv" else ","
+            # All values as they are written: texts such as "NA" or "007" must survive. Labels are recognised later.
+            converters = dict.fromkeys((column for file in files for column in _read_header(file, separator)), str)
+            options = {"sep": separator, "converters": converters, "keep_default_na": False}
+        # Escaped: the library takes every name for a pattern.
+        places = [glob.escape(str(file)) for file in files]
+        return Table(load_dataset(builder, data_files=places, split="train", **options), name)
+
+
+def _read_header(file: Path, separator: str) -> list[str]:
+    """Column names of a CSV file; pandas would take a surplus first value for the name of the row."""
+    with file.open(newline="", encoding="utf-8-sig") as stream:
+        rows = (row for row in csv.reader(stream, delimiter=separator) if row)
+        header, first = next(rows, []), next(rows, [])
+    if len(first) != len(header):
+        raise ValueError(f"{len(first)} values in the first row for the columns {listed(header)}; quote the separator")
+    return header
+
+
+@contextmanager
+def reading(place: str, expected: str) -> Iterator[None]:
+    """Name the place where reading fails, and show no bars of `datasets` unless a person watches."""
+    datasets = import_datasets()
+    shown = sys.stderr.isatty() or datasets.are_progress_bars_disabled()
+    if not shown:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    except WellcondError:
+        raise
+    except Exception as error:  # the library has many classes
+        first: BaseException = error
+        while first.__cause__ is not None:
+            first = first.__cause__
+        found = f"{type(first).__name__}: {str(first).strip().partition(chr(10))[0][:300]}"
+        raise DataError(f"{place}: this cannot be read.", expected=expected, found=found) from error
+    finally:
+        if not shown:
+            datasets.enable_progress_bars()
+
+
+def load_dataset(path: str, **arguments: Any) -> Any:
+    """`datasets.load_dataset` with the cache in HF_DATASETS_CACHE as it is now."""
+    return import_datasets().load_dataset(path, cache_dir=os.environ.get("HF_DATASETS_CACHE"), **arguments)
+
+
+# Columns
+
+
+def _load_tables(
     name: str,
+    place: str,
     train: Table,
     evaluation: Table | None,
     others: Mapping[str, Table],
     config: TableConfig,
-    *,
-    origin: str,
-    kind: Kind | None = None,
-    fraction: float | None = None,
-    seed: int = 0,
-    limit_test: int | None = None,
+    fraction: float = 0.0,
 ) -> Data:
     """Check columns and labels of every table; without an evaluation table, a fraction of the training table is taken.
 
-    Raises: DataError if a column, a label or a text is not as expected, or a table has no rows.
+    Raises: DataError if a column, a label or a text is not as expected.
     """
-    tables = {"train": train, **({} if evaluation is None else {"evaluation": evaluation})}
-    for table in (*tables.values(), *others.values()):
-        if len(table) == 0:
-            raise DataError(f"{table.name}: there are no rows.", expected="rows", found="none", todo="Check the file.")
     label = config.label
     if label == "auto":
-        label = next((name for name in LABEL_NAMES if name in train.data.column_names), None)
+        label = next((column for column in LABEL_NAMES if column in train.data.column_names), None)
     columns = _input_columns(train, config.input, label)
-    kind = _kind(train, columns, kind)
+    kind = _input_kind(train, columns)
     names, classes = None, None
     if label is not None and config.label_kind == "class":
-        names, classes = _read_classes(train, label, config.class_names)
-    notes: list[str] = []
+        names, classes = _read_classes(train, label)
 
-    def dataset(split: str, table: Table, *, needed: bool) -> TableDataset:
-        labels = None
-        for column in columns:
-            _require_column(table, column, "input")
-        _kind(table, columns, kind)
-        data = table.data.select_columns(list(columns))
+    def dataset(table: Table, *, labelled: bool) -> TableDataset:
+        _input_kind(table, columns)
+        data, labels = table.data.select_columns(list(columns)), None
         if type(data.features[columns[0]]).__name__ == "Image":
             data = data.cast_column(columns[0], import_datasets().Image(decode=False))
         # The hub marks labels that are not published by -1.
         published = label in table.data.column_names and any(value != -1 for value in table.data[label][:])
-        if label is not None and (needed or published):
-            _require_column(table, label, "label")
+        if label is not None and (labelled or published):
             labels = _number_labels(table, label) if classes is None else _class_labels(table, label, classes)
-        empty = _count_empty_texts(table, columns) if kind == "text" else 0
-        notes.extend([f"{empty} empty texts in {split!r}"] if empty else [])
-        return TableDataset(Table(data, table.parts), kind, columns, labels)
+        return TableDataset(Table(data, table.name), kind, columns, labels)
 
-    made = {split: dataset(split, table, needed=True) for split, table in tables.items()}
-    further = {split: dataset(split, table, needed=False) for split, table in others.items()}
-    trained = made["train"]
-    if fraction is not None:
-        rows, aside = draw_fraction(trained, fraction, seed=seed, what=train.name)
-        trained, made["evaluation"] = trained.take(rows), trained.take(aside)
-    trained, evaluated = trained.limit(config.limit_train), made["evaluation"].limit(config.limit_evaluation)
+    trained = dataset(train, labelled=True)
+    if evaluation is not None:
+        evaluated = dataset(evaluation, labelled=True)
+    else:
+        rows, aside = draw_fraction(trained, fraction, train.name)
+        trained, evaluated = trained.take(rows), trained.take(aside)
+    further = {split: dataset(table, labelled=False) for split, table in others.items()}
     if "test" in further:
-        further["test"] = further["test"].limit(limit_test)
-    return Data(name, kind, trained, evaluated, names, f"{name} from {origin}", further, notes=notes)
+        further["test"] = further["test"].limit(getattr(config, "limit_test", None))
+    trained, evaluated = trained.limit(config.limit_train), evaluated.limit(config.limit_evaluation)
+    return Data(name, kind, trained, evaluated, names, f"{name} from {place}", further)
 
 
 def _input_columns(table: Table, wanted: str | list[str], label: str | None) -> tuple[str, ...]:
     if wanted != "auto":
-        names = (wanted,) if isinstance(wanted, str) else tuple(wanted)
-        for name in names:
-            _require_column(table, name, "input")
-        return names
+        return (wanted,) if isinstance(wanted, str) else tuple(wanted)
     usable = [name for name in table.data.column_names if name != label and _column_kind(table, name) is not None]
     if len(usable) == 1 and usable[0] in INPUT_NAMES:
         return (usable[0],)
-    features = table.data.features.items()
-    types = [f"{name} ({getattr(feature, 'dtype', type(feature).__name__)})" for name, feature in features]
     raise DataError(
         f"{table.name}: which column is the input is not clear.",
         expected=f"exactly one column of images or texts, named one of {listed(INPUT_NAMES)}",
-        found=f"columns {listed(types)}; of images or texts: {listed(usable)}",
+        found=f"columns {listed(table.data.column_names)}; of images or texts: {listed(usable)}",
         todo="Name the column in the field 'input' (two columns in a list for pairs of texts).",
     )
+
+
+def _input_kind(table: Table, columns: tuple[str, ...]) -> Literal["image", "text"]:
+    """Kind of the input; DataError unless its columns are there, hold images or texts, and no text is missing."""
+    import pyarrow.compute as compute
+
+    for name in columns:
+        _require_column(table, name, "input")
+        kind, values = _column_kind(table, name), table.data.data.column(name)
+        if kind is None or (kind == "image" and len(columns) == 2):
+            raise DataError(
+                f"{table.name}: column {name!r} cannot be the input.",
+                expected="encoded images or texts; two columns are of texts",
+                found=f"values of type {table.data.features[name]}; columns {listed(table.data.column_names)}",
+            )
+        if values.null_count:
+            raise _no_value(table, compute.index(compute.is_null(values), True).as_py(), name)
+    assert kind is not None
+    return kind
 
 
 def _require_column(table: Table, name: str, field: str) -> None:
@@ -234,135 +380,94 @@ def _require_column(table: Table, name: str, field: str) -> None:
             f"{table.name}: there is no column {name!r}.",
             expected=f"the column that the field '{field}' names",
             found=f"columns {listed(table.data.column_names)}",
-            todo=f"Set '{field}' to one of these columns.",
         )
 
 
+def _no_value(table: Table, row: int, column: str) -> DataError:
+    return DataError(
+        f"{table.locate(row)}: column {column!r} has no value.", expected="a text, an image or a label", found="none"
+    )
+
+
 def _column_kind(table: Table, name: str) -> Literal["image", "text"] | None:
-    """What a column holds by its type alone; None for neither images nor texts."""
+    """What a column holds by its type; None for neither encoded images nor texts."""
     feature: Any = table.data.features[name]
     dtype = getattr(feature, "dtype", None)
     if type(feature).__name__ == "Image" or dtype in ("binary", "large_binary"):
         return "image"
     if isinstance(feature, dict):
-        return "image" if "bytes" in feature or "path" in feature else None
+        return "image" if "bytes" in feature else None
     return "text" if dtype in ("string", "large_string") else None
 
 
-def _kind(table: Table, columns: tuple[str, ...], wanted: Kind | None) -> Kind:
-    """Kind of the input; a column of text is one of image paths if its first values end like image files."""
-    kinds = [_column_kind(table, name) for name in columns]
-    only_texts = wanted == "text" or len(columns) == 2
-    for name, kind in zip(columns, kinds, strict=True):
-        if kind is None or (only_texts and kind == "image"):
-            raise DataError(
-                f"{table.name}: column {name!r} cannot be the input.",
-                expected="texts" if only_texts else "images or texts",
-                found=f"values of type {table.data.features[name]}",
-                todo=f"Set 'input' to another column; there are {listed(table.data.column_names)}.",
-            )
-    if kinds[0] == "image" or wanted == "image":
-        return "image"
-    first = table.data[: min(16, len(table))][columns[0]]
-    looks_like_paths = all(value and PurePath(value).suffix.lower() in IMAGE_SUFFIXES for value in first)
-    return "image" if not only_texts and looks_like_paths else "text"
+# Labels: classes, or the numbers of a regression
 
 
-def _count_empty_texts(table: Table, columns: tuple[str, ...]) -> int:
-    """Number of empty texts; DataError if one is missing (null)."""
-    import pyarrow.compute as compute
+def _read_classes(table: Table, column: str) -> tuple[tuple[str, ...], dict[Any, int]]:
+    """Names of the classes of a training split, and the number of each by how labels are written.
 
-    empty = 0
-    for name in columns:
-        values = table.data.data.column(name)
-        if values.null_count:
-            raise DataError(
-                f"{table.locate(compute.index(compute.is_null(values), True).as_py())}: column {name!r} has no value.",
-                expected="a text, which may be empty",
-                found="null",
-                todo="Fill in or remove the row.",
-            )
-        empty += compute.sum(compute.equal(compute.binary_length(values), 0)).as_py() or 0
-    return empty
-
-
-# Labels: class numbers, or the numbers of a regression
-
-
-def _read_classes(
-    table: Table, column: str, declared: tuple[str, ...] | None
-) -> tuple[tuple[str, ...], dict[Any, int]]:
-    """Names of the classes of a training split, and the number of each by how labels are written, names or numbers.
-
-    Names are those that the file or the recipe declares, else the labels themselves, sorted.
-
-    Raises: DataError if a label is missing or of a wrong type, or numbers leave a gap between 0 and the largest.
+    They are those that the file declares, else the labels that occur, sorted; as numbers if all of them are integers.
     """
-    _require_column(table, column, "label")
-    values = set(_read_labels(table, column))
-    by_name = isinstance(next(iter(values)), str)
-    names = declared or getattr(table.data.features[column], "names", None) or (sorted(values) if by_name else None)
-    if names is None:
-        counted = sorted(number for number in values if number >= 0)
-        names = [str(number) for number in range(len(counted))]
-        if counted != list(range(len(counted))) or not counted:
-            gap = next((row for row, number in enumerate(counted) if row != number), 0)
-            raise DataError(
-                f"{table.name}: no row has the label {gap}, though others occur.",
-                expected=f"every integer from 0 to the largest in column {column!r}",
-                found=f"labels {listed(sorted(values))}",
-                todo="Count the classes from 0, or name all of them in the field 'class_names'.",
-            )
-    return tuple(names), {name if by_name else number: number for number, name in enumerate(names)}
+    values = _read_labels(table, column)
+    numbers = [_as_integer(value) for value in values]
+    if all(isinstance(number, int) for number in numbers):
+        values = numbers
+    names = getattr(table.data.features[column], "names", None)
+    distinct = range(len(names)) if names else sorted(set(values))
+    return tuple(map(str, names or distinct)), {value: number for number, value in enumerate(distinct)}
 
 
 def _class_labels(table: Table, column: str, classes: dict[Any, int]) -> Tensor:
-    """Class number of every row, int64; DataError if a label is missing, or not one of the classes."""
+    """Class number of every row, int64; DataError if a label is not one of the classes."""
     values = _read_labels(table, column)
+    if not any(isinstance(key, str) for key in classes):
+        values = [_as_integer(value) for value in values]
     for row, value in enumerate(values):
         if value not in classes:
-            among = f"the integers from 0 to {len(classes) - 1}" if 0 in classes else listed(classes)
             raise DataError(
                 f"{table.locate(row)}: the label is not a class of the training split.",
-                expected=f"one of {among} in column {column!r}",
+                expected=f"one of {listed(classes)} in column {column!r}",
                 found=repr(value),
-                todo="Correct the label, or add examples of this class to training; write labels alike in all splits.",
             )
     return torch.tensor([classes[value] for value in values])
 
 
-def _number_labels(table: Table, column: str) -> Tensor:
-    """Label of every row as a number, float64; DataError if one is missing, no number, or not finite."""
-    values = table.data[column][:]
-    numbers = [float(value) if table.text_labels and NUMBER.fullmatch(value) else value for value in values]
-    for row, number in enumerate(numbers):
-        if type(number) not in (int, float) or not math.isfinite(number):
-            expected = f"finite numbers throughout column {column!r}, since label_kind is number"
-            todo = "Correct or remove the row; labels that name classes need 'label_kind: class'."
-            raise _bad_label(table, column, row, "is not a number", expected, todo)
-    return torch.tensor(numbers, dtype=torch.float64)
-
-
 def _read_labels(table: Table, column: str) -> list[Any]:
-    """The labels, all of them integers or all of them texts."""
+    """The labels, all integers or all texts, as everything is in CSV."""
+    _require_column(table, column, "label")
     values = table.data[column][:]
     for row, value in enumerate(values):
-        if value is None or value == "" or value != value:
-            expected = f"a class number or a class name in column {column!r}"
-            raise _bad_label(table, column, row, "is missing", expected, "Fill in or remove the row.")
-    text = table.text_labels
-    integers = [isinstance(value, int) or (text and INTEGER.fullmatch(value) is not None) for value in values]
-    if all(integers):
-        return [int(value) for value in values]
-    names = [isinstance(value, str) for value in values]
-    if any(integers) or not all(names) or (text and all(NUMBER.fullmatch(value) for value in values)):
-        mixed = integers if integers[0] else names
-        expected = f"class numbers or class names throughout column {column!r}"
-        todo = "Write all labels as integers from 0, or all as names; with 'label: null' the data are unlabelled."
-        raise _bad_label(table, column, 0 if all(mixed) else mixed.index(False), "is not an integer", expected, todo)
+        if value is None or value == "":
+            raise _no_value(table, row, column)
+        if not isinstance(value, (int, str)) or isinstance(value, str) != isinstance(values[0], str):
+            raise DataError(
+                f"{table.locate(row)}: the label is not an integer or a text like the others.",
+                expected=f"class numbers or class names throughout column {column!r}",
+                found=f"{value!r}; {values[0]!r} in row 0",
+            )
     return values
 
 
-def _bad_label(table: Table, column: str, row: int, problem: str, expected: str, todo: str) -> DataError:
-    found = f"{table.data[row][column]!r} ({table.data.features[column]})"
-    return DataError(f"{table.locate(row)}: the label {problem}.", expected=expected, found=found, todo=todo)
+def _as_integer(value: int | str) -> int | str:
+    try:
+        return int(value)
+    except ValueError:
+        return value
+
+
+def _number_labels(table: Table, column: str) -> Tensor:
+    """Label of every row as a number, float64; DataError if one is missing, no number, or not finite."""
+    _require_column(table, column, "label")
+    numbers = []
+    for row, value in enumerate(table.data[column][:]):
+        try:
+            numbers.append(float(value))
+        except (TypeError, ValueError):
+            numbers.append(math.nan)
+        if not math.isfinite(numbers[-1]):
+            raise DataError(
+                f"{table.locate(row)}: the label is not a number.",
+                expected=f"finite numbers throughout column {column!r}, since label_kind is number",
+                found=repr(value),
+            )
+    return torch.tensor(numbers, dtype=torch.float64)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,19 +19,19 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, PositiveInt, model_validator
 
-from wellcond.lab.data.base import Data, DataError, Dataset, SourceConfig, listed, register_source, report_progress
-from wellcond.lab.data.disk import cached_folder, canonical_json, find_files, find_in_mirror, import_datasets
-from wellcond.lab.data.files import (
+from wellcond.lab.data.base import Data, DataError, Dataset, SourceConfig, register_source, report_progress
+from wellcond.lab.data.disk import cached_folder, canonical_json, find_files, find_in_mirror, from_hub, import_datasets
+from wellcond.lab.data.tables import (
     NAME,
-    builders_of,
+    Table,
+    TableDataset,
+    builder_of,
     find_splits,
     load_dataset,
     name_of,
-    not_loaded,
     reading,
     require_split,
 )
-from wellcond.lab.data.tables import Part, Table, TableDataset
 
 if TYPE_CHECKING:
     from wellcond.lab.tokenizers import Tokenizer
@@ -38,9 +39,7 @@ if TYPE_CHECKING:
 VERSION = 3
 """Of what is in the cache, texts and tokens."""
 ROWS_AT_ONCE = 1000
-FIRST_ROWS, MOST_ROWS = 256, 16384
-CHARACTERS = 2**21
-"""Size that batches aim at: enough for a tokeniser to keep every core busy."""
+"""Enough for a tokeniser to keep every core busy."""
 Ids = NDArray[np.unsignedinteger[Any]]
 
 
@@ -49,10 +48,8 @@ class TextStreamConfig(SourceConfig):
 
     source: Literal["text_stream"] = "text_stream"
     id: str | None = Field(None, pattern=rf"^{NAME}(/{NAME})?$")
-    """Of the hub, or of a mirror."""
+    """Of the hub, or of a mirror; what is in the cache is not compared with the hub again."""
     config: str | None = Field(None, pattern=rf"^{NAME}$")
-    revision: str | None = None
-    """Commit or tag on the hub. Without one, what is in the cache is not compared with the hub again."""
     split: str = "train"
     files: str | list[str] | None = None
     """Path or glob pattern, or a list of them: parquet, or jsonl and txt (a line is a document), perhaps compressed."""
@@ -81,7 +78,7 @@ def load_text_stream(config: TextStreamConfig, base: Path) -> Data:
     elif (mirror := find_in_mirror(str(config.id))) is not None:
         splits = find_splits(mirror, config.config)
         files = splits[require_split(config.split, splits, str(name), "split")]
-    identity: list[Any] = [config.id, config.config, config.revision, config.split]
+    identity: list[Any] = [config.id, config.config, config.split]
     if files is not None:
         identity = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
     made_from = {"version": VERSION, "place": identity, "text": config.text, "limit_bytes": config.limit_bytes}
@@ -91,81 +88,53 @@ def load_text_stream(config: TextStreamConfig, base: Path) -> Data:
         raise DataError(
             f"{name}: there are too few documents.",
             expected=f"more than the {config.evaluation_documents} of evaluation_documents",
-            found=f"{counts['documents']} with text and {counts['empty']} without",
-            todo="Lower 'evaluation_documents', or raise the limit.",
+            found=f"{counts['documents']} with text",
         )
     stored = import_datasets().Dataset.from_file(str(folder / "text.arrow"))
     bounds = (0, config.evaluation_documents, counts["documents"])
     evaluation, train = (
-        TableDataset(Table(stored.select(range(a, b)), [Part(str(name), b - a)]), "text", ("text",), None)
+        TableDataset(Table(stored.select(range(a, b)), str(name)), "text", ("text",), None)
         for a, b in zip(bounds, bounds[1:], strict=False)
     )
-    notes = [f"{counts['bytes']} bytes", f"{counts['empty']} empty texts left out"][: 1 + (counts["empty"] > 0)]
-    return Data(str(name), "text", train, evaluation, None, f"{name}, read as a stream", notes=notes)
+    return Data(str(name), "text", train, evaluation, None, f"{name}, {counts['bytes']} bytes read as a stream")
 
 
 def _store(folder: Path, config: TextStreamConfig, name: str, files: list[Path] | None) -> None:
     """Write the texts that are not blank, up to the limit, and how much there was."""
     import pyarrow as pa
 
-    counts = {"documents": 0, "empty": 0, "bytes": 0}
+    counts = {"documents": 0, "bytes": 0}
     schema = pa.schema([("text", pa.string())])
-    limit = config.limit_bytes
+    limit = config.limit_bytes or math.inf
     with pa.OSFile(str(folder / "text.arrow"), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
         for texts in _read(config, name, files):
             kept: list[str] = []
             for text in texts:
-                if limit is not None and counts["bytes"] >= limit:
-                    break
-                if text.strip():
+                if text.strip() and counts["bytes"] < limit:
                     kept.append(text)
                     counts["documents"] += 1
                     counts["bytes"] += len(text.encode())
-                else:
-                    counts["empty"] += 1
             stream.write_batch(pa.record_batch([pa.array(kept, pa.string())], schema=schema))
-            report_progress(f"reading {name}, bytes", counts["bytes"], limit or counts["bytes"])
-            if limit is not None and counts["bytes"] >= limit:
+            report_progress(f"reading {name}, bytes", counts["bytes"], config.limit_bytes or counts["bytes"])
+            if counts["bytes"] >= limit:
                 break
     (folder / "text.json").write_text(json.dumps(counts))
 
 
 def _read(config: TextStreamConfig, name: str, files: list[Path] | None) -> Iterator[list[str]]:
-    """Texts of the files one after the other, or of the hub; fetched as they are read.
-
-    Raises: DataError
-    """
-    if files is None:
-        about = {"name": config.config, "revision": config.revision, "split": config.split}
-        with reading(name, **not_loaded(str(config.id))):
-            yield from _read_rows(name, config.text, load_dataset(str(config.id), streaming=True, **about))
-    for file, builder in zip(files or [], builders_of(files or []), strict=True):
-        with reading(
-            str(file),
-            problem="the text cannot be read",
-            expected="a whole file in UTF-8",
-            todo="Check the file; .zst needs the package zstandard.",
-        ):
-            # Escaped: the library takes every name for a pattern.
-            rows = load_dataset(builder, streaming=True, data_files=[glob.escape(str(file))], split="train")
-            yield from _read_rows(str(file), config.text, rows)
-
-
-def _read_rows(place: str, column: str, rows: Any) -> Iterator[list[str]]:
-    done = 0
-    for table in rows.with_format("arrow").iter(ROWS_AT_ONCE):
-        texts: list[Any] = table[column].to_pylist() if column in table.column_names else [None]
-        wrong = next((row for row, text in enumerate(texts) if not isinstance(text, str)), None)
-        if wrong is not None:
-            found = type(texts[wrong]).__name__ if column in table.column_names else "none"
-            raise DataError(
-                f"{place}, row {done + wrong} (the first is 0): there is no text.",
-                expected=f"a text in the column {column!r}",
-                found=f"{found} there; columns {listed(table.column_names)}",
-                todo="Set 'text' to the column of the texts, or remove the row.",
-            )
-        yield texts
-        done += len(texts)
+    """Texts of the files one after the other, or of the hub, fetched as they are read."""
+    path, expected = str(config.id), from_hub(str(config.id))
+    options: dict[str, Any] = {"name": config.config, "split": config.split}
+    if files is not None:
+        path, expected = builder_of(files[0]), "whole files of one format in UTF-8; .zst needs the package zstandard"
+        # Escaped: the library takes every name for a pattern.
+        options = {"data_files": [glob.escape(str(file)) for file in files], "split": "train"}
+    with reading(name if files is None else str(files[0].with_name(name_of(files))), expected):
+        for table in load_dataset(path, streaming=True, **options).with_format("arrow").iter(ROWS_AT_ONCE):
+            texts: list[Any] = table[config.text].to_pylist() if config.text in table.column_names else [None]
+            if not all(isinstance(text, str) for text in texts):
+                raise ValueError(f"no text in column {config.text!r} ('text') of a row; columns {table.column_names}")
+            yield texts
 
 
 # Text of any dataset
@@ -173,26 +142,21 @@ def _read_rows(place: str, column: str, rows: Any) -> Iterator[list[str]]:
 
 def text_columns(dataset: Dataset) -> Iterator[list[list[str]]]:
     """Batches of rows, by column: the texts and, of pairs, the second texts; a table is read many rows at once."""
-    start, size = 0, FIRST_ROWS
-    while start < len(dataset):
-        stop = min(start + size, len(dataset))
+    for start in range(0, len(dataset), ROWS_AT_ONCE):
+        rows = range(len(dataset))[start : start + ROWS_AT_ONCE]
         if isinstance(dataset, TableDataset):
-            rows = range(start, stop) if dataset.rows is None else dataset.rows[start:stop].tolist()
-            values = dataset.table.data[rows]
-            columns = [values[name] for name in dataset.columns]
+            values = dataset.table.data[rows if dataset.rows is None else dataset.rows[rows].tolist()]
+            yield [values[name] for name in dataset.columns]
         else:
-            examples = [dataset[row] for row in range(start, stop)]
-            columns = [[example[key] for example in examples] for key in ("text", "text_pair") if key in examples[0]]
-        yield columns
-        mean = sum(map(len, columns[0])) / (stop - start)
-        start, size = stop, min(max(1, int(CHARACTERS / (mean + 1))), MOST_ROWS)
+            examples = [dataset[row] for row in rows]
+            yield [[example[key] for example in examples] for key in ("text", "text_pair") if key in examples[0]]
 
 
 def text_fingerprint(dataset: Dataset) -> str:
     """What tells this text from another, on this machine.
 
-    Of a table it follows from the fingerprint that `datasets` makes of the paths and times of its files and of what was
-    done to them, so that nothing is read; other datasets are in memory, and every text counts.
+    Of a table it follows from the fingerprint that `datasets` makes of the paths and times of its files, so that
+    nothing is read; other datasets are in memory, and every text counts.
     """
     if isinstance(dataset, TableDataset):
         rows = b"" if dataset.rows is None else dataset.rows.numpy().tobytes()
@@ -205,12 +169,7 @@ def text_fingerprint(dataset: Dataset) -> str:
 
 
 def id_type(vocabulary_size: int) -> np.dtype[Any]:
-    """The smaller of two unsigned types that holds every id.
-
-    Example:
-        >>> id_type(50257), id_type(65537)
-        (dtype('uint16'), dtype('uint32'))
-    """
+    """The smaller of two unsigned types that holds every id."""
     return np.dtype("<u2" if vocabulary_size <= 2**16 else "<u4")
 
 
@@ -232,9 +191,7 @@ def open_token_stream(
 ) -> TokenStream:
     """The tokens of a dataset, from the cache or made now, up to the document in which `limit_tokens` are reached.
 
-    Raises:
-        DataError: there is no text in the dataset.
-        CacheError: the cache cannot be written.
+    Raises: DataError if there is no text; CacheError.
     """
     made_from = {
         "version": VERSION,
@@ -275,10 +232,5 @@ def _tokenise(
         done += len(texts)
         report_progress(f"tokenising {what}, documents", done, len(dataset))
     if counts["documents"] == 0:
-        raise DataError(
-            f"{what}: there is no text.",
-            expected="at least one document that is not empty",
-            found=f"{counts['skipped']} documents without text",
-            todo="Check the data, or name another column in 'input'.",
-        )
+        raise DataError(f"{what}: there is no text.", expected="documents", found=f"{len(dataset)} without a word")
     return counts

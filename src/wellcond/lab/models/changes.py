@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -20,7 +18,7 @@ from wellcond.attention.find import find_attention
 from wellcond.attention.head_norm import add_head_norm_
 from wellcond.attention.signals import find_blocks, is_matrix
 from wellcond.attention.site import AttentionSite
-from wellcond.errors import AttentionNotFoundError, WellcondError
+from wellcond.errors import WellcondError
 from wellcond.init.tokens import find_embeddings, find_positions
 from wellcond.lab.settings import RecipeError, Settings
 
@@ -39,78 +37,63 @@ def remove_norms_(model: nn.Module, norms: Norms, run: Callable[[], object]) -> 
     to the attention and stay. `run` runs the model on a sample, which shows what runs before what. Returns the names.
 
     Raises: RecipeError where the blocks are not of this form; the model is then unchanged.
-
-    Example:
-        >>> import timm, torch
-        >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
-        >>> remove_norms_(model, "without_block_norms", lambda: model(torch.zeros(1, 3, 32, 32)))
-        ['blocks.0.norm1', 'blocks.0.norm2']
     """
     if norms == "keep":
         return []
-    kind = type(model).__name__
-    try:
-        sites = find_attention(model, strict=False)
-    except AttentionNotFoundError as error:
-        raise RecipeError(f"model.norms: {norms}, but no attention was found in {kind}") from error
-    inside = {site.name: _block_norms(model, site.name, sites) for site in sites}
-    if norms == "without_block_norms":
-        chosen = {name for names in inside.values() for name in names}
-    else:
-        order: list[str] = []
-        watched = {name: model.get_submodule(name) for name in {*inside, *itertools.chain(*inside.values())}}
-        with _watched(watched, order.append):
-            run()
-        chosen = set()
-        for name, of_block in inside.items():
+    sites = find_attention(model, strict=False)
+    chosen = {site.name: _block_norms(model, site.name, sites) for site in sites}
+    if norms == "without_attention_norm":
+        names = {*chosen, *itertools.chain(*chosen.values())}
+        order = _called({name: model.get_submodule(name) for name in names}, run)
+        for name, of_block in chosen.items():
             before = [ran for ran in order[: order.index(name) if name in order else 0] if ran in of_block]
             if not before:
                 raise RecipeError(
-                    f"model.norms: without_attention_norm, but no norm of its block runs before {name!r} of {kind} "
-                    "(its norms stand after the attention); use without_block_norms"
+                    f"model.norms: without_attention_norm, but no norm of its block runs before {name!r} of "
+                    f"{type(model).__name__}; use without_block_norms"
                 )
-            chosen.add(before[-1])
-    for name in chosen:
+            chosen[name] = before[-1:]
+    replaced = set(itertools.chain(*chosen.values()))
+    for name in replaced:
         model.set_submodule(name, nn.Identity())
-    return [name for name, _ in model.named_modules() if name in chosen]
+    return [name for name, _ in model.named_modules() if name in replaced]
 
 
 def _block_norms(model: nn.Module, site: str, sites: list[AttentionSite]) -> list[str]:
     """The norms of the innermost block around an attention.
 
-    Raises: RecipeError if there are none, or if a neighbour of the block holds some of them, as in T5.
+    Raises: RecipeError if there are none, or if a neighbour of the block has norms but no attention, as in T5.
     """
-    kind, attentions = type(model).__name__, [f"{other.name}." for other in sites]
+    attentions = tuple(f"{other.name}." for other in sites)
     block = next(elements_around(model, site))
     parent = block.rpartition(".")[0]
-    for name, neighbour in model.get_submodule(parent).named_children():
-        path = f"{parent}.{name}" if parent else name
-        has_attention = any(other.startswith(f"{path}.") for other in attentions)
-        if not has_attention and any(_is_norm(module) for module in neighbour.modules()):
-            raise RecipeError(
-                f"model.norms: {path} of {kind} has a norm but no attention beside {block}, so which norms are the "
-                "block's is unknown; use model.norms: keep"
-            )
-    names = [f"{block}.{name}" for name, module in model.get_submodule(block).named_modules() if _is_norm(module)]
-    found = [name for name in names if not name.startswith(tuple(attentions))]
-    if not found:
-        raise RecipeError(f"model.norms: {block} of {kind} has no layer norm to take out")
-    return found
+    norms = [f"{name}." for name, module in model.named_modules() if _is_norm(module)]
+    own = [name[:-1] for name in norms if name.startswith(f"{block}.") and not name.startswith(attentions)]
+    for child in dict(model.get_submodule(parent).named_children()):
+        path = f"{parent}.{child}." if parent else f"{child}."
+        if not any(name.startswith(path) for name in attentions) and any(name.startswith(path) for name in norms):
+            own = []
+    if not own:
+        raise RecipeError(
+            f"model.norms: which norms are those of {block} of {type(model).__name__} is unknown; use model.norms: keep"
+        )
+    return own
 
 
 def _is_norm(module: nn.Module) -> bool:
     return any(TOKEN_NORM.search(kind.__name__) for kind in type(module).__mro__)
 
 
-@contextlib.contextmanager
-def _watched(modules: dict[str, nn.Module], called: Callable[[str], None]) -> Iterator[None]:
-    """Report the name of each module just before it runs."""
-    handles = [m.register_forward_pre_hook(lambda *_, name=name: called(name)) for name, m in modules.items()]
+def _called(modules: dict[str, nn.Module], run: Callable[[], object]) -> list[str]:
+    """Names of the modules, in the order in which `run` calls them."""
+    order: list[str] = []
+    handles = [m.register_forward_pre_hook(lambda *_, name=name: order.append(name)) for name, m in modules.items()]
     try:
-        yield
+        run()
     finally:
         for handle in handles:
             handle.remove()
+    return order
 
 
 # QK-norm
@@ -126,15 +109,12 @@ def add_qk_norm_(model: nn.Module, run: Callable[[], object]) -> None:
         add_head_norm_(sites)
     except WellcondError as error:
         raise RecipeError(f"model.qk_norm: {error}") from error
-    called: set[str] = set()
     owners = {f"{site.name} {role}": site.by_role(role).owner for site in sites for role in ("query", "key")}
-    with _watched(owners, called.add):
-        run()
-    unused = [name.split()[0] for name in owners if name not in called]
+    unused = owners.keys() - _called(owners, run)
     if unused:
         raise RecipeError(
-            f"model.qk_norm: {unused[0]} of {type(model).__name__} reads the weights of its projections without "
-            "calling them, so its queries and keys cannot be normalised; set model.qk_norm: false"
+            f"model.qk_norm: {min(unused).split()[0]} of {type(model).__name__} reads the weights of its projections "
+            "without calling them, so its queries and keys cannot be normalised; set model.qk_norm: false"
         )
 
 
@@ -149,9 +129,8 @@ def add_layer_scale_(model: nn.Module, value: float, run: Callable[[], object]) 
     Raises: RecipeError for blocks that have such factors, or whose W_O is not called; `run` runs the model on a sample.
     """
     scaled: dict[str, nn.Module] = {}
-    for block in find_blocks(model, find_attention(model)):
-        if block.scales_itself:
-            raise RecipeError(f"model.layer_scale: {block.name} has scales of its own; set model.layer_scale: null")
+    blocks = find_blocks(model, find_attention(model))
+    for block in blocks:
         outputs = [site.o.owner for site in block.sites if site.o is not None]
         inside = tuple(f"{site.name}." for site in block.sites)
         others = [
@@ -160,18 +139,13 @@ def add_layer_scale_(model: nn.Module, value: float, run: Callable[[], object]) 
             if is_matrix(module) and module not in outputs and not name.startswith(inside)
         ]
         scaled |= {f"{block.name} ({index})": module for index, module in enumerate((*outputs, *others[-1:]))}
-    called: set[str] = set()
-    with _watched(scaled, called.add):
-        run()
-    if not scaled or called != set(scaled):
-        where = next((name for name in scaled if name not in called), "the model")
+    if any(block.scales_itself for block in blocks) or not scaled or set(_called(scaled, run)) != set(scaled):
         raise RecipeError(
-            f"model.layer_scale: {where} of {type(model).__name__} has no matrix that is called and adds to the "
-            "stream, so what it adds cannot be scaled; set model.layer_scale: null"
+            "model.layer_scale: expected blocks without scales of their own, whose last matrices of attention and MLP "
+            f"are called; those of {type(model).__name__} are not; set model.layer_scale: null"
         )
     for module in scaled.values():
-        weight = module._parameters["weight"]
-        assert weight is not None
+        weight = module.get_parameter("weight")
         factors = torch.full((out_features(module),), value, dtype=weight.dtype, device=weight.device)
         module.register_parameter("layer_scale", nn.Parameter(factors.view(-1, *weight.shape[2:])))
         module.register_forward_hook(lambda module, _, output: output * module.layer_scale)
@@ -226,19 +200,6 @@ def scale_true_(model: nn.Module, width: int) -> dict[str, float]:
     return factors
 
 
-def check_untrained(name: str) -> None:
-    """Raise RecipeError for a MODEL that is a folder with trained weights in it."""
-    folder = Path(name.removeprefix("hf:"))
-    if name.startswith("hf:") and folder.is_dir():
-        suffixes = (".safetensors", ".bin", ".pt", ".pth")
-        trained = sorted(path.name for path in folder.iterdir() if path.suffix in suffixes)
-        if trained:
-            raise RecipeError(
-                f"proxy: expected a model that starts from scratch, found trained weights in {folder} ({trained[0]}); "
-                "remove proxy, or the weights"
-            )
-
-
 def _is_fixed(weight: Matrix, fixed: float, depth: int) -> bool:
     """Whether a weight was drawn with the library's one deviation, not by fan.
 
@@ -261,10 +222,9 @@ def _is_fixed(weight: Matrix, fixed: float, depth: int) -> bool:
     fits_fan, fits_library = (any(abs(std / one - 1) <= tolerance for one in rules) for rules in (by_fan, by_library))
     if fits_fan == fits_library:
         which = "by fan and with one deviation alike" if fits_fan else "by none of the rules that are known"
-        fans = ", ".join(f"{one:.4g}" for one in sorted(set(by_fan)))
         raise RecipeError(
-            f"proxy: {weight.name} has standard deviation {std:.4g} at {fan_in} inputs and {fan_out} outputs, {which} "
-            f"(one deviation: {fixed:g}; by fan: {fans}), so its scale in a wider model cannot be told; remove proxy"
+            f"proxy: {weight.name} has standard deviation {std:.4g} at {fan_in} inputs and {fan_out} outputs, {which}, "
+            "so its scale in a wider model cannot be told; remove proxy"
         )
     return fits_library
 
@@ -281,10 +241,6 @@ def check_factors(factors: dict[str, Any]) -> dict[str, float]:
     """Factors in the order embeddings, positions; those of 1 change nothing and are left out.
 
     Raises: ValueError.
-
-    Example:
-        >>> check_factors({"positions": 25, "embeddings": 1})
-        {'positions': 25}
     """
     for name, factor in factors.items():
         if name not in TOKENS:
@@ -309,9 +265,7 @@ def scale_tokens_(model: nn.Module, factors: dict[str, float]) -> list[str]:
     for kind, found in plan.items():
         if not found:
             raise RecipeError(
-                f"tokens: expected learned {kind} in {type(model).__name__}, found none"
-                + (" (rotary, relative or fixed positions have no weights to scale)" if kind == "positions" else "")
-                + f"; leave {kind} out"
+                f"tokens: expected learned {kind} in {type(model).__name__}, found none; leave {kind} out"
             )
     for kind, found in plan.items():
         for parameter in found.values():

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
@@ -20,6 +20,8 @@ from wellcond.lab.settings import Settings
 
 Dropout = Annotated[float, Field(ge=0, lt=1)]
 Even = Annotated[int, Field(gt=0, multiple_of=2)]
+POOLER_WIDTH, NORM_EPS = 1024, 1e-12
+"""Of the release."""
 
 
 class CrammedBertOptions(Settings):
@@ -35,7 +37,6 @@ class CrammedBertOptions(Settings):
     heads: PositiveInt = 12
     feed_forward: Even = 3072
     """Width of the feed-forward part before its gate, which halves it."""
-    norm_eps: PositiveFloat = 1e-12
     dropout: Dropout = 0.0
     """Of embeddings, attention maps and the output of every part; the release pre-trains without."""
 
@@ -51,42 +52,30 @@ class CrammedBertClassifierOptions(CrammedBertOptions):
 
     num_labels: PositiveInt
     """1 for a regression."""
-    pooler_width: PositiveInt = 1024
     dropout: Dropout = 0.1
     """As in pre-training, and of the pooled token."""
 
 
-class ScaledSinusoids(nn.Module):
-    """Sines and cosines of the position, times one learned number."""
-
-    def __init__(self, length: int, width: int) -> None:
-        """The number starts at 1 / sqrt(width)."""
-        super().__init__()
-        frequencies = 10000 ** (torch.arange(0, width, 2, dtype=torch.float64) / -width)
-        angles = torch.arange(length)[:, None] * frequencies
-        table = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
-        self.register_buffer("table", table.to(torch.get_default_dtype()), persistent=False)
-        self.scale_factor = nn.Parameter(torch.tensor([width**-0.5]))
-
-    def forward(self, length: int) -> Tensor:
-        """(length, width)."""
-        return self.scale_factor * self.get_buffer("table")[:length]
-
-
 class Embedding(nn.Module):
-    """Tokens and positions, normalised."""
+    """Tokens, and sines and cosines of the position times one learned number, normalised."""
 
     def __init__(self, options: CrammedBertOptions) -> None:
-        """Made from the model's options."""
+        """The number starts at 1 / sqrt(width)."""
         super().__init__()
-        self.word_embedding = nn.Embedding(options.vocab_size, options.width, padding_idx=options.pad_token_id)
-        self.pos_embedding = ScaledSinusoids(options.length, options.width)
-        self.norm = nn.LayerNorm(options.width, eps=options.norm_eps)
+        width = options.width
+        self.word_embedding = nn.Embedding(options.vocab_size, width, padding_idx=options.pad_token_id)
+        self.pos_embedding = nn.ParameterDict({"scale_factor": nn.Parameter(torch.tensor([width**-0.5]))})
+        frequencies = 10000 ** (torch.arange(0, width, 2, dtype=torch.float64) / -width)
+        angles = torch.arange(options.length)[:, None] * frequencies
+        table = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
+        self.register_buffer("table", table.to(torch.get_default_dtype()), persistent=False)
+        self.norm = nn.LayerNorm(width, eps=NORM_EPS)
         self.dropout = nn.Dropout(options.dropout)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """(batch, tokens) to (batch, tokens, width)."""
-        return self.dropout(self.norm(self.word_embedding(input_ids) + self.pos_embedding(input_ids.shape[1])))
+        positions = self.pos_embedding["scale_factor"] * self.get_buffer("table")[: input_ids.shape[1]]
+        return self.dropout(self.norm(self.word_embedding(input_ids) + positions))
 
 
 class CrammedSelfAttention(nn.Module):
@@ -106,20 +95,6 @@ class CrammedSelfAttention(nn.Module):
         return scaled_dot_product_attention(query, key, value, mask, dropout).transpose(1, 2).flatten(2)
 
 
-class Attention(nn.Module):
-    """Attention and its output projection."""
-
-    def __init__(self, options: CrammedBertOptions) -> None:
-        """Made from the model's options."""
-        super().__init__()
-        self.self_attention = CrammedSelfAttention(options)
-        self.dense = nn.Linear(options.width, options.width, bias=False)
-
-    def forward(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
-        """(batch, tokens, width) to the same."""
-        return self.dense(self.self_attention(tokens, mask))
-
-
 @register_adapter(CrammedSelfAttention)
 def crammed_self_attention(place: Place) -> AttentionSite:
     """Rows [heads, 3, head width]."""
@@ -130,43 +105,35 @@ def crammed_self_attention(place: Place) -> AttentionSite:
         module.query_key_value,
         num_heads=module.num_heads,
         arrangement="groups",
-        output=place.parent.dense if isinstance(place.parent, Attention) else None,
+        output=place.parent["dense"] if isinstance(place.parent, nn.ModuleDict) else None,
         family="crammed_bert",
         scale=(module.query_key_value.in_features // module.num_heads) ** -0.5,
     )
 
 
-class GatedFeedForward(nn.Module):
-    """Half of the inner width, gated by GELU of the other half."""
-
-    def __init__(self, options: CrammedBertOptions) -> None:
-        """Made from the model's options."""
-        super().__init__()
-        self.dense_in = nn.Linear(options.width, options.feed_forward, bias=False)
-        self.dense_out = nn.Linear(options.feed_forward // 2, options.width, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, tokens, width) to the same."""
-        values, gate = self.dense_in(tokens).chunk(2, dim=-1)
-        return self.dense_out(values * gelu(gate))
-
-
 class Layer(nn.Module):
-    """Norm and attention, norm and feed-forward part, each added to its input."""
+    """Norm and attention, norm and gated feed-forward part, each added to its input."""
 
     def __init__(self, options: CrammedBertOptions) -> None:
         """Made from the model's options."""
         super().__init__()
-        self.norm1 = nn.LayerNorm(options.width, eps=options.norm_eps)
-        self.attn = Attention(options)
-        self.norm2 = nn.LayerNorm(options.width, eps=options.norm_eps)
-        self.ffn = GatedFeedForward(options)
+        width, inner = options.width, options.feed_forward
+        self.norm1 = nn.LayerNorm(width, eps=NORM_EPS)
+        self.attn = nn.ModuleDict(
+            {"self_attention": CrammedSelfAttention(options), "dense": nn.Linear(width, width, bias=False)}
+        )
+        self.norm2 = nn.LayerNorm(width, eps=NORM_EPS)
+        self.ffn = nn.ModuleDict(
+            {"dense_in": nn.Linear(width, inner, bias=False), "dense_out": nn.Linear(inner // 2, width, bias=False)}
+        )
         self.dropout = nn.Dropout(options.dropout)
 
     def forward(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
         """(batch, tokens, width) to the same."""
-        tokens = tokens + self.dropout(self.attn(self.norm1(tokens), mask))
-        return tokens + self.dropout(self.ffn(self.norm2(tokens)))
+        mixed = self.attn["self_attention"](self.norm1(tokens), mask)
+        tokens = tokens + self.dropout(self.attn["dense"](mixed))
+        values, gate = self.ffn["dense_in"](self.norm2(tokens)).chunk(2, dim=-1)
+        return tokens + self.dropout(self.ffn["dense_out"](values * gelu(gate)))
 
 
 class CrammedEncoder(nn.Module):
@@ -178,7 +145,7 @@ class CrammedEncoder(nn.Module):
         self.length = options.length
         self.embedding = Embedding(options)
         self.layers = nn.ModuleList(Layer(options) for _ in range(options.layers))
-        self.final_norm = nn.LayerNorm(options.width, eps=options.norm_eps)
+        self.final_norm = nn.LayerNorm(options.width, eps=NORM_EPS)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         """(batch, tokens, width) of token ids (batch, tokens) and a mask that is 1 for tokens and 0 for padding."""
@@ -229,9 +196,9 @@ class CrammedBertForSequenceClassification(nn.Module):
         super().__init__()
         self.options = options
         self.encoder = CrammedEncoder(options)
-        self.pooler = nn.ModuleDict({"dense": nn.Linear(options.width, options.pooler_width)})
+        self.pooler = nn.ModuleDict({"dense": nn.Linear(options.width, POOLER_WIDTH)})
         self.dropout = nn.Dropout(options.dropout)
-        self.head = nn.Linear(options.pooler_width, options.num_labels)
+        self.head = nn.Linear(POOLER_WIDTH, options.num_labels)
         self.apply(_initialise)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention, softmax
+from torch.nn.functional import softmax
 from transformers import NystromformerConfig
 from transformers.models.nystromformer.modeling_nystromformer import NystromformerSelfAttention
 
@@ -31,18 +31,14 @@ class LongRangeOptions(Settings):
     num_labels: PositiveInt
     length: PositiveInt
     """Tokens of a sequence, with its padding; the model takes no other length."""
-    pad_token_id: Literal[0] = 0
     width: PositiveInt = 64
     layers: PositiveInt = 2
     heads: PositiveInt = 2
     feed_forward: PositiveInt = 128
     dropout: Dropout = 0.1
-    attention_dropout: Dropout = 0.1
-    """Acts on softmax attention only, as in the release."""
-    attention: Literal["nystrom", "softmax"] = "nystrom"
     landmarks: PositiveInt = 64
-    convolution: PositiveInt | None = 35
-    """Kernel of the depth-wise convolution of the values, an odd number; null for none."""
+    convolution: PositiveInt = 35
+    """Kernel of the depth-wise convolution of the values, an odd number."""
     pairs: bool = False
     """Two sequences through the same encoder, and a head on both."""
     word_deviation: Annotated[float, Field(gt=0)] = 0.02
@@ -53,12 +49,12 @@ class LongRangeOptions(Settings):
     def _fits_together(self) -> LongRangeOptions:
         if self.width % self.heads:
             raise ValueError(f"width {self.width} cannot be shared by {self.heads} heads")
-        if self.attention == "nystrom" and (self.length % self.landmarks or self.landmarks >= self.length):
+        if self.length % self.landmarks or self.landmarks >= self.length:
             raise ValueError(
                 f"landmarks are means of equal segments: expected landmarks that divide the length {self.length} and "
                 f"are fewer, found {self.landmarks}. Change landmarks, or pad to another length (task.pad_to)"
             )
-        if self.convolution is not None and self.convolution % 2 == 0:
+        if self.convolution % 2 == 0:
             raise ValueError(f"expected an odd convolution, whose window has a middle, found {self.convolution}")
         return self
 
@@ -97,13 +93,7 @@ class MaskedNystromAttention(NystromformerSelfAttention):
                 rows = mask[:, None, :, None]
                 query, key, convolved = query * rows, key * rows, value * rows
                 hidden = (MASKED * (1 - mask))[:, None, None, :]
-            if self.num_landmarks == self.seq_len:
-                dropout = self.dropout.p if self.training else 0.0
-                context = scaled_dot_product_attention(query, key, value, hidden, dropout, scale=1.0)
-            else:
-                context = self._approximate(query, key, value, hidden)
-            if self.conv_kernel_size is not None:
-                context = context + self._convolve(convolved)
+            context = self._approximate(query, key, value, hidden) + self._convolve(convolved)
             return (context.transpose(1, 2).flatten(2),)
 
     def _approximate(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None) -> Tensor:
@@ -131,32 +121,6 @@ class MaskedNystromAttention(NystromformerSelfAttention):
 register_adapter(MaskedNystromAttention)(nystromformer)
 
 
-class NystromAttention(nn.Module):
-    """Attention and its output projection, under the names Hugging Face gives them."""
-
-    def __init__(self, options: LongRangeOptions) -> None:
-        """Nystrom attention, or full softmax attention, which has as many landmarks as tokens and no convolution."""
-        super().__init__()
-        full = options.attention == "softmax"
-        config = NystromformerConfig(
-            hidden_size=options.width,
-            num_attention_heads=options.heads,
-            num_landmarks=options.length if full else options.landmarks,
-            segment_means_seq_len=options.length,
-            conv_kernel_size=options.convolution or 1,  # Hugging Face demands one
-            attention_probs_dropout_prob=options.attention_dropout,
-        )
-        self.self = MaskedNystromAttention(config)
-        if full or options.convolution is None:
-            self.self.conv_kernel_size = None
-            del self.self.conv
-        self.output = nn.ModuleDict({"dense": nn.Linear(options.width, options.width)})
-
-    def forward(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
-        """(batch, tokens, width) to the same."""
-        return self.output["dense"](self.self(tokens, mask)[0])
-
-
 class LongRangeBlock(nn.Module):
     """Norm, attention, norm, feed-forward, each added to its input."""
 
@@ -164,8 +128,17 @@ class LongRangeBlock(nn.Module):
         """Made from the model's options."""
         super().__init__()
         width, inner = options.width, options.feed_forward
+        config = NystromformerConfig(
+            hidden_size=width,
+            num_attention_heads=options.heads,
+            num_landmarks=options.landmarks,
+            segment_means_seq_len=options.length,
+            conv_kernel_size=options.convolution,
+        )
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = NystromAttention(options)
+        # Under the names that Hugging Face gives them.
+        attention, output = MaskedNystromAttention(config), nn.ModuleDict({"dense": nn.Linear(width, width)})
+        self.attention = nn.ModuleDict({"self": attention, "output": output})
         self.dropout = nn.Dropout(options.dropout)
         self.mlp = nn.Sequential(
             nn.Linear(width, inner),
@@ -177,12 +150,13 @@ class LongRangeBlock(nn.Module):
 
     def forward(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
         """(batch, tokens, width) to the same."""
-        tokens = tokens + self.dropout(self.attention(self.norm1(tokens), mask))
+        (mixed,) = self.attention["self"](self.norm1(tokens), mask)
+        tokens = tokens + self.dropout(self.attention["output"]["dense"](mixed))
         return tokens + self.mlp(self.norm2(tokens))
 
 
 class LongRangeClassifier(nn.Module):
-    """Logits of sequences, or of pairs of sequences, by Nystrom or full attention."""
+    """Logits of sequences, or of pairs of sequences."""
 
     options_class = LongRangeOptions
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
-from torch import Tensor, distributed, nn
-from torch.distributed.nn.functional import all_reduce
+from pydantic import Field, PositiveInt
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torchvision.models.convnext import LayerNorm2d
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
@@ -27,8 +28,8 @@ from wellcond.models import build_model
 STRIDES = (4, 8, 16, 32)
 MULTIPLE = 32
 """Sides of a padded image are multiples of it."""
-MEAN, DEVIATION = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-"""Of ImageNet."""
+ASPECT_RATIOS = (0.5, 1.0, 2.0)
+"""Of torchvision."""
 ANY_SIZE = {"strict_img_size": False, "always_partition": True}
 """Swin then pads its windows, and does not shrink them for small maps."""
 Target = dict[str, Tensor]
@@ -44,18 +45,9 @@ class MaskRcnnOptions(Settings):
     backbone_arguments: dict[str, Any] = Field(default_factory=dict)
     """For timm's constructor, such as embed_dim, depth and num_heads."""
     drop_path: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    taps: tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt, NonNegativeInt] | None = None
-    """Blocks (XCiT) or stages (Swin), from 0, whose outputs become strides 4, 8, 16 and 32. By default the ends of the
-    four stages; in a column of 12 blocks 3, 5, 7 and 11, and the same shares of the depth in others."""
-    upsample: Literal["double", "single"] = "double"
-    """How a column of stride 16 comes to stride 4: two transposed convolutions with a norm and GELU between, as in the
-    XCiT release, or one of 4 x 4."""
-    checkpointing: bool = False
-    """Recompute the backbone's activations in the backward pass."""
     pyramid_width: PositiveInt = 256
     anchor_sizes: tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt, PositiveInt] = (32, 64, 128, 256, 512)
     """Side in pixels, of the four strides and of the extra level of stride 64."""
-    aspect_ratios: tuple[PositiveFloat, ...] = (0.5, 1.0, 2.0)
     canonical_size: PositiveInt = 224
     """Side of a region that is pooled from stride 16."""
     box_resolution: PositiveInt = 7
@@ -74,41 +66,14 @@ class MaskRcnnOptions(Settings):
     """Proposals of an image, in training and in evaluation."""
     detections: PositiveInt = 100
     """Of an image, at most."""
-    score_threshold: Fraction = 0.05
-    nms_threshold: Fraction = 0.5
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> MaskRcnnOptions:
-        if self.taps is not None and sorted(set(self.taps)) != list(self.taps):
-            raise ValueError(f"taps: expected four numbers that rise, found {list(self.taps)}")
-        if "drop_path_rate" in self.backbone_arguments:
-            raise ValueError("backbone_arguments.drop_path_rate: leave it out; use drop_path")
-        return self
 
 
-class SharedBatchNorm(nn.BatchNorm2d):
-    """Batch norm with the mean and variance over all ranks; torch's SyncBatchNorm works on GPUs only."""
+class SharedBatchNorm(nn.SyncBatchNorm):
+    """Batch norm over all ranks; on CPUs, which torch's class refuses, over the samples of each rank."""
 
     def forward(self, input: Tensor) -> Tensor:
         """(batch, channels, height, width) to the same."""
-        together = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-        if not (self.training and together):
-            return super().forward(input)
-        values = input.float()
-        count = values.new_tensor([values.numel() / values.shape[1]])
-        sums = torch.cat([values.sum((0, 2, 3)), values.square().sum((0, 2, 3)), count])
-        first, second, total = all_reduce(sums).split([self.num_features, self.num_features, 1])
-        mean = first / total
-        variance = (second / total - mean.square()).clamp_min(0)
-        with torch.no_grad():
-            assert self.running_mean is not None and self.running_var is not None and self.momentum is not None
-            assert self.num_batches_tracked is not None
-            self.num_batches_tracked.add_(1)
-            self.running_mean.lerp_(mean, self.momentum)
-            self.running_var.lerp_(variance * total / (total - 1), self.momentum)
-        scale = self.weight * torch.rsqrt(variance + self.eps)
-        shift = self.bias - mean * scale
-        return (values * scale.view(1, -1, 1, 1) + shift.view(1, -1, 1, 1)).to(input.dtype)
+        return nn.BatchNorm2d.forward(self, input) if input.device.type == "cpu" else super().forward(input)
 
 
 class TimmPyramid(nn.Module):
@@ -119,27 +84,34 @@ class TimmPyramid(nn.Module):
     def __init__(self, options: MaskRcnnOptions) -> None:
         """Made from the model's options.
 
-        Raises: ValueError for a model of another family, or taps that it does not have.
+        Raises: ValueError for a model of another family, or of other strides.
         """
         super().__init__()
         name = options.backbone
         of_family = ANY_SIZE if name.startswith("swin") else {}
-        own = of_family | options.backbone_arguments | {"drop_path_rate": options.drop_path}
-        self.body = build_model(f"timm:{name}", own)
+        arguments = options.backbone_arguments | {"drop_path_rate": options.drop_path}
+        self.body = build_model(f"timm:{name}", of_family | arguments)
         if type(self.body).__name__ not in ("Xcit", "SwinTransformer"):
             raise ValueError(f"backbone: expected an XCiT or Swin of timm, found {name} ({type(self.body).__name__})")
         info = [dict(entry) for entry in self.body.feature_info]
-        self.taps = options.taps or _default_taps(info)
-        if len(self.taps) != len(STRIDES) or max(self.taps) >= len(info):
-            raise ValueError(f"taps: expected four of the {len(info)} outputs of {name}, found {list(self.taps)}")
+        depth = len(info)
+        # The ends of four stages or, as in the XCiT release, blocks 3, 5, 7, 11 of a column of 12.
+        column = enumerate((depth // 3, depth // 2, 2 * depth // 3, depth)) if name.startswith("xcit") else ()
+        self.taps = tuple(max(place, end - 1) for place, end in column) or tuple(range(depth))
+        strides = [info[tap]["reduction"] for tap in self.taps if tap < depth]
+        if strides != [16] * 4 and strides != list(STRIDES):
+            raise ValueError(
+                f"backbone: expected outputs of strides 4, 8, 16, 32, or four of stride 16, found {strides} in {name}; "
+                "change backbone_arguments"
+            )
         channels = [info[tap]["num_chs"] for tap in self.taps]
-        strides = [info[tap]["reduction"] for tap in self.taps]
         # What gets no gradient is removed: with several ranks DDP would wait for it.
         self.body.prune_intermediate_layers(list(self.taps), prune_norm=True, prune_head=True)
         if hasattr(self.body, "cls_token"):
             del self.body.cls_token
-        self.body.set_grad_checkpointing(options.checkpointing)
-        self.levels = nn.ModuleList(_levels(strides, channels, options))
+        self.levels = nn.ModuleList(
+            [LayerNorm2d(width) for width in channels] if strides == list(STRIDES) else _column_levels(channels[0])
+        )
         self.pyramid = FeaturePyramidNetwork(channels, options.pyramid_width, extra_blocks=LastLevelMaxPool())
         self.out_channels = options.pyramid_width
 
@@ -151,56 +123,15 @@ class TimmPyramid(nn.Module):
         return OrderedDict((key, value.float()) for key, value in self.pyramid(named).items())
 
 
-def _default_taps(info: list[dict[str, Any]]) -> tuple[int, ...]:
-    depth = len(info)
-    if len({entry["reduction"] for entry in info}) > 1:
-        return tuple(range(depth))
-    # Blocks 3, 5, 7, 11 of 12; in a column of four all of them.
-    return tuple(max(place, wanted - 1) for place, wanted in enumerate((depth // 3, depth // 2, 2 * depth // 3, depth)))
+def _column_levels(width: int) -> list[nn.Module]:
+    """What brings four maps of stride 16 to the strides of the pyramid, as in the XCiT release."""
+    up = functools.partial(nn.ConvTranspose2d, width, width, 2, stride=2)
+    return [nn.Sequential(up(), SharedBatchNorm(width), nn.GELU(), up()), up(), nn.Identity(), nn.MaxPool2d(2)]
 
 
-def _levels(strides: list[int], channels: list[int], options: MaskRcnnOptions) -> list[nn.Module]:
-    """What brings each output of the backbone to its stride of the pyramid."""
-    if strides == list(STRIDES):
-        return [LayerNorm2d(width) for width in channels]
-    if len(set(strides)) > 1 or strides[0] not in (8, 16):
-        raise ValueError(
-            f"backbone: expected outputs of strides 4, 8, 16, 32, or a column of stride 8 or 16, found {strides} in "
-            f"{options.backbone}; change taps or backbone_arguments"
-        )
-    return [_resize(strides[0], to, width, options.upsample) for to, width in zip(STRIDES, channels, strict=True)]
-
-
-def _resize(stride: int, wanted: int, width: int, upsample: str) -> nn.Module:
-    if wanted >= stride:
-        return nn.Identity() if wanted == stride else nn.MaxPool2d(wanted // stride)
-    factor = stride // wanted
-    if factor == 2 or upsample == "single":
-        return nn.ConvTranspose2d(width, width, factor, stride=factor)
-    return nn.Sequential(
-        nn.ConvTranspose2d(width, width, 2, stride=2),
-        SharedBatchNorm(width),
-        nn.GELU(),
-        nn.ConvTranspose2d(width, width, 2, stride=2),
-    )
-
-
-# What the heads predict is added to coordinates, which half precision does not hold: 1,333 pixels are 8 apart in bf16.
-class _ProposalHead(RPNHead):
-    def forward(self, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        scores, boxes = super().forward(x)
-        return [score.float() for score in scores], [box.float() for box in boxes]
-
-
-class _BoxPredictor(FastRCNNPredictor):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        scores, boxes = super().forward(x)
-        return scores.float(), boxes.float()
-
-
-class _MaskPredictor(MaskRCNNPredictor):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).float()
+def _as_float32(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Hook of what predicts coordinates, which half precision does not hold: 1,333 pixels are 8 apart in bf16."""
+    return tree_map(lambda values: values.float(), output)
 
 
 class Detector(MaskRCNN):
@@ -215,14 +146,12 @@ class Detector(MaskRCNN):
     def __init__(self, options: MaskRcnnOptions) -> None:
         """Freshly initialised, each part as its library does."""
         width, classes = options.pyramid_width, options.num_classes + 1
-        sizes, ratios = options.anchor_sizes, options.aspect_ratios
+        sizes = tuple((size,) for size in options.anchor_sizes)
         in_training, in_evaluation = options.proposals
         super().__init__(
             TimmPyramid(options),
-            image_mean=MEAN,
-            image_std=DEVIATION,
-            rpn_anchor_generator=AnchorGenerator(tuple((size,) for size in sizes), (ratios,) * len(sizes)),
-            rpn_head=_ProposalHead(width, len(ratios)),
+            rpn_anchor_generator=AnchorGenerator(sizes, (ASPECT_RATIOS,) * len(sizes)),
+            rpn_head=RPNHead(width, len(ASPECT_RATIOS)),
             rpn_pre_nms_top_n_train=in_training,
             rpn_post_nms_top_n_train=in_training,
             rpn_pre_nms_top_n_test=in_evaluation,
@@ -230,17 +159,17 @@ class Detector(MaskRCNN):
             rpn_batch_size_per_image=options.anchors_sampled,
             box_roi_pool=_pool(options.box_resolution, options.canonical_size),
             box_head=TwoMLPHead(width * options.box_resolution**2, options.box_head),
-            box_predictor=_BoxPredictor(options.box_head, classes),
-            box_score_thresh=options.score_threshold,
-            box_nms_thresh=options.nms_threshold,
+            box_predictor=FastRCNNPredictor(options.box_head, classes),
             box_detections_per_img=options.detections,
             box_batch_size_per_image=options.regions_sampled,
             box_positive_fraction=options.positive_regions,
             mask_roi_pool=_pool(options.mask_resolution, options.canonical_size),
             mask_head=MaskRCNNHeads(width, options.mask_head, 1),
-            mask_predictor=_MaskPredictor(options.mask_head[-1], options.mask_head[-1], classes),
+            mask_predictor=MaskRCNNPredictor(options.mask_head[-1], options.mask_head[-1], classes),
         )
         self.options = options
+        for part in (self.rpn.head, self.roi_heads.box_predictor, self.roi_heads.mask_predictor):
+            part.register_forward_hook(_as_float32)
 
     def forward(  # type: ignore[override]
         self,
@@ -257,8 +186,8 @@ class Detector(MaskRCNN):
 
         Args:
             images: (batch, 3, height, width) in 0..1, padded at the bottom and on the right to multiples of 32.
-            sizes: (batch, 2), height and width of each before it was padded; None: none is padded, and without targets
-                all are computed at once.
+            sizes: (batch, 2), height and width of each before it was padded; None: none is padded, and all are
+                computed at once.
             targets: `boxes` (n, 4), `labels` (n,) from 1, and `masks` (n, height, width), of each image.
             original_sizes: (batch, 2), sizes that detections are scaled to.
             seeds: of the regions that the losses of each image are computed on, in evaluation.
@@ -267,25 +196,24 @@ class Detector(MaskRCNN):
             `labels`, `scores` and `masks` (n, 1, height, width) for each image; with targets also the list of losses.
         """
         shapes = [tuple(images.shape[-2:])] * len(images) if sizes is None else [tuple(size) for size in sizes.tolist()]
-        if self.training:
-            assert targets is not None, "training needs targets"
-            images = self._normalised(images, shapes)
-            return self._losses(images, shapes, list(targets), self.backbone(images))
         originals = shapes if original_sizes is None else [tuple(size) for size in original_sizes.tolist()]
-        if sizes is None and targets is None:
+        if self.training or sizes is None:
             images = self._normalised(images, shapes)
-            return self._detect(images, shapes, originals, self.backbone(images))
+            features = self.backbone(images)
+            if self.training:
+                return self._losses(images, shapes, list(targets or ()), features)
+            return self._detect(images, shapes, originals, features)
         found, losses = [], []
         for place, shape in enumerate(shapes):
             height, width = (-(-side // MULTIPLE) * MULTIPLE for side in shape)
             image = self._normalised(images[place : place + 1, :, :height, :width], [shape])
             features = self.backbone(image)
             found += self._detect(image, [shape], [originals[place]], features)
-            if targets is not None:
+            if targets is not None and seeds is not None:
                 target = targets[place] | {"masks": targets[place]["masks"][:, :height, :width]}
-                with self._seeded(0 if seeds is None else seeds[place], image.device):
+                with self._seeded(seeds[place], image.device):
                     losses.append(self._losses(image, [shape], [target], features))
-        return found if targets is None else (found, losses)
+        return (found, losses) if losses else found
 
     def _normalised(self, images: Tensor, shapes: list[tuple[int, ...]]) -> Tensor:
         """Mean 0 and deviation 1; padding is 0."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 from torch import Tensor, nn
 
 from wellcond.attention.checks import choose_projections
@@ -37,46 +37,17 @@ class TeacherOptions(Settings):
     """Options of `weight_selection` in a recipe."""
 
     teacher: Annotated[str, Field(min_length=1)]
-    """Folder of a finished run, or a .safetensors file."""
-    teacher_model: Annotated[str, Field(pattern="^(timm|hf):")] | None = None
-    """Model of a .safetensors file; a run says itself which model it is."""
-    teacher_arguments: dict[str, Any] = Field(default_factory=dict)
-    """Of the model of a file, or over those of a run."""
-    teacher_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+    """Folder of a finished run."""
     layout: Literal["blind", "heads"] = "blind"
     exclude: tuple[Annotated[str, Field(min_length=1)], ...] = ("head",)
 
-    @model_validator(mode="after")
-    def _model_of_a_file(self) -> TeacherOptions:
-        if self.teacher.endswith(".safetensors") != (self.teacher_model is not None):
-            raise ValueError(
-                f"teacher_model: expected timm:NAME or hf:TYPE beside a .safetensors file, and nothing beside a run; "
-                f"found {self.teacher_model!r} beside {self.teacher}"
-            )
-        return self
-
-
-OPTIONS = ("teacher_model", "teacher_arguments", "teacher_sha256")
-"""Options of a recipe beside those of `wellcond.init_`."""
-
 
 def check_teacher(options: dict[str, Any]) -> TeacherOptions:
-    """Raise ValueError for options of weight selection that cannot be meant.
-
-    Example:
-        >>> check_teacher({"teacher": "runs/large/default/seed0"}).exclude
-        ('head',)
-    """
+    """Raise ValueError for options of weight selection that cannot be meant."""
     try:
         return TeacherOptions.model_validate(options)
     except ValidationError as error:
         raise ValueError("; ".join(line.strip() for line in list_problems(error))) from error
-
-
-def selection_options(options: dict[str, Any], base: Path | None, build: Build | None = None) -> dict[str, Any]:
-    """Options of `wellcond.init_` for those of a recipe: the teacher itself instead of its path."""
-    own = {name: value for name, value in options.items() if name not in OPTIONS}
-    return own | {"teacher": load_teacher(options, base, build)}
 
 
 def load_teacher(options: dict[str, Any], base: Path | None, build: Build | None = None) -> nn.Module:
@@ -88,18 +59,21 @@ def load_teacher(options: dict[str, Any], base: Path | None, build: Build | None
     Raises: RecipeError, WeightError, RunError; each names the file.
     """
     chosen = check_teacher(options)
-    weights, name, arguments = _describe(chosen, base)
-    if chosen.teacher_sha256 is not None and (found := file_sha256(weights)) != chosen.teacher_sha256:
-        raise RecipeError(
-            f"teacher_sha256: {weights} is not the teacher of this recipe: expected {chosen.teacher_sha256}, found "
-            f"{found}"
-        )
-    state = read_state_dict(weights)
-    build = build or (lambda name, arguments: build_model(name, arguments, local_code=False))
+    path = (base or Path()) / chosen.teacher
+    record, weights = read_finished_run(path, "teacher", "the folder of another run")
+    model, size = record["config"]["model"], record["config"]["task"].get("image_size")
+    if ".py:" in model["name"]:
+        raise RecipeError(f"teacher: the model of {path} is code in a file ({model['name']}), which is not run here")
+    for field, plain in (("norms", "keep"), ("qk_norm", False), ("layer_scale", None)):
+        if model.get(field, plain) != plain:
+            raise RecipeError(f"teacher: the run in {path} has model.{field}: {model[field]}; expected {plain}")
+    size_name = "img_size" if model["name"].startswith("timm:") else "image_size"
     with torch.random.fork_rng(devices=[]):
-        teacher = build(name, arguments)
+        teacher = (build or build_model)(
+            model["name"], ({} if size is None else {size_name: size}) | model["arguments"]
+        )
     # What is not selected, such as a classifier of other classes, stays as the model has it.
-    excluded = exclusion(teacher, chosen.exclude)
+    state, excluded = read_state_dict(weights), exclusion(teacher, chosen.exclude)
     kept = {key: value for key, value in state.items() if not excluded(key)}
     own = {key: value for key, value in teacher.state_dict().items() if excluded(key)}
     return load_folded(teacher, kept | own, conditioning_in(state), str(weights))
@@ -114,52 +88,38 @@ def file_sha256(path: Path) -> str:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise RecipeError(f"teacher: {path} cannot be read: {error.strerror}") from error
+        raise RecipeError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _describe(options: TeacherOptions, base: Path | None) -> tuple[Path, str, dict[str, Any]]:
-    """Weights, model and arguments of a teacher."""
-    path = (base or Path()) / options.teacher
-    if options.teacher_model is not None:
-        if not path.is_file():
-            raise RecipeError(f"teacher: no such file: {path}")
-        return path, options.teacher_model, options.teacher_arguments
-    record, weights = read_finished_run(path, "teacher", "a .safetensors file")
-    model, size = record["config"]["model"], record["config"]["task"].get("image_size")
-    if ".py:" in model["name"]:
-        raise RecipeError(f"teacher: the model of {path} is code in a file ({model['name']}), which is not run here")
-    for name, plain in (("norms", "keep"), ("qk_norm", False), ("layer_scale", None)):
-        if model.get(name, plain) != plain:
-            raise RecipeError(f"teacher: the run in {path} has model.{name}: {model[name]}; expected {plain}")
-    names = {"timm": "img_size", "hf": "image_size"}
-    sized = {} if size is None else {names[model["name"].partition(":")[0]]: size}
-    return weights, model["name"], sized | model["arguments"] | options.teacher_arguments
-
-
-def load_backbone(model: nn.Module, path: Path, method: MethodSettings) -> None:
-    """Load the encoder of a classifier, or of a detector, into the backbone of a detector.
+def load_encoder(model: nn.Module, path: Path, method: MethodSettings) -> None:
+    """Load the encoder of a pre-trained model: of a classifier into a detector, of a language model into a classifier.
 
     Raw weights under a correction stay raw if `method` is about to correct them in the same way; otherwise what was
-    corrected is folded. What only the classifier has (`model.encoder_left_out`) is left out, everything else must fit.
+    corrected is folded. What only the classifier has (`model.encoder_left_out`) is left out, everything else must fit,
+    but for parts of an encoder of transformers that its language model does not have (the pooler).
     `path` is the folder of a finished run, whose last weights are taken, or a file of weights.
 
     Raises: RecipeError, WeightError; the model is then unchanged.
     """
-    prefix: str = model.encoder_prefix  # type: ignore[assignment]
+    prefix = str(getattr(model, "encoder_prefix", f"{getattr(model, 'base_model_prefix', 'encoder')}."))
     file = read_finished_run(path, "model.encoder", "a file of weights")[1] if path.is_dir() else path
     state = read_state_dict(file)
     settings = conditioning_in(state)
     if any(key.startswith(prefix) for key in state):
         state = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-    state = {key: value for key, value in state.items() if not key.startswith(model.encoder_left_out)}  # type: ignore
+    left_out: tuple[str, ...] = getattr(model, "encoder_left_out", ())  # type: ignore[assignment]
+    state = {key: value for key, value in state.items() if not key.startswith(left_out)}
     body = model.get_submodule(prefix.rstrip("."))
+    if hasattr(model, "base_model_prefix"):
+        parts = {key.partition(".")[0] for key in state}
+        state |= {key: value for key, value in body.state_dict().items() if key.partition(".")[0] not in parts}
     if settings is None or _same_correction(settings, method):
         load_state(body, {key: state[key] for key in state if key not in find_markers(state)}, str(file))
         return
     trained = copy.deepcopy(body)
     present = {site.name for site in find_attention(body, strict=False)}
-    sites = [name.removeprefix(prefix) for name in settings["sites"]]
-    load_folded(trained, state, settings | {"sites": [name for name in sites if name in present]}, str(file))
+    sites = [name for name in settings["sites"] if name in present]
+    load_folded(trained, state, settings | {"sites": sites}, str(file))
     body.load_state_dict(trained.state_dict())
 
 

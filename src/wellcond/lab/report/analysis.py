@@ -21,7 +21,6 @@ from wellcond.lab.report.statistics import (
     PairedDifference,
     Summary,
     differences_to_baseline,
-    method_kind,
     required_differences,
     show_interval,
     summarise_logs,
@@ -42,9 +41,6 @@ class HeadTable:
     """Conditioning rows of one run, column by column."""
 
     run: Run
-    layers: tuple[str, ...]
-    """Names of layers, in the order of the model."""
-    layer_index: np.ndarray
     columns: dict[str, np.ndarray]
     """Keys of `KEYS`, NaN where a value is null or absent; and `inexact`: the Jacobian is an estimate or a bound."""
 
@@ -53,16 +49,9 @@ class HeadTable:
         """Measured steps, rising."""
         return np.unique(self.columns["step"])
 
-    @cached_property
-    def step_index(self) -> np.ndarray:
-        """Place of every row in `steps`."""
-        return np.searchsorted(self.steps, self.columns["step"])
-
     def epochs(self) -> np.ndarray:
         """Epoch of every measured step."""
-        found = np.full(len(self.steps), np.nan)
-        found[self.step_index] = self.columns["epoch"]
-        return found
+        return np.array([self.columns["epoch"][self.columns["step"] == step][-1] for step in self.steps])
 
     def over_steps(self, key: str) -> np.ndarray:
         """Mean over the finite values of all heads and layers at every step; NaN where there is none.
@@ -70,15 +59,15 @@ class HeadTable:
         Arithmetic for attention maps, geometric for all else; of stored logarithms back as a number, infinite above
         1e300.
         """
-        log = key not in ARITHMETIC and not key.endswith("_log10")
-        means = _grouped(self.columns[key], self.step_index, len(self.steps), log)
-        return np.where(means > 300, np.inf, 10.0 ** np.minimum(means, 300)) if key.endswith("_log10") else means
-
-    def layers_at_end(self, key: str) -> dict[str, float]:
-        """Mean log10 over the heads of each layer at the last measurement of a quantity, where it is finite."""
-        here = self.columns["step"] == self.last_step(key)
-        means = np.log10(_grouped(self.columns[key][here], self.layer_index[here], len(self.layers), log=True))
-        return {name: value for name, value in zip(self.layers, means.tolist(), strict=True) if math.isfinite(value)}
+        values, log = self.columns[key], key not in ARITHMETIC and not key.endswith("_log10")
+        usable = np.isfinite(values) & (values > 0) if log else np.isfinite(values)
+        place, count = np.searchsorted(self.steps, self.columns["step"])[usable], len(self.steps)
+        sums = np.bincount(place, weights=np.log10(values[usable]) if log else values[usable], minlength=count)
+        sizes, means = np.bincount(place, minlength=count), np.full(count, np.nan)
+        np.divide(sums, sizes, out=means, where=sizes > 0)
+        if key in ARITHMETIC:
+            return means
+        return np.where(means > 300, np.inf, 10.0 ** np.minimum(means, 300))
 
     def at(self, key: str, step: float) -> list[float]:
         """Values of all heads at one step, where they are not NaN."""
@@ -87,11 +76,7 @@ class HeadTable:
 
     def at_end(self, key: str) -> list[float]:
         """Values of all heads at the last step at which a quantity was measured; empty if it never was."""
-        return self.at(key, self.last_step(key))
-
-    def last_step(self, key: str) -> float:
-        """Last step at which a quantity was measured, infinite included; -1 if it never was."""
-        return float(self.columns["step"][~np.isnan(self.columns[key])].max(initial=-1.0))
+        return self.at(key, float(self.columns["step"][~np.isnan(self.columns[key])].max(initial=-1.0)))
 
 
 def read_heads(run: Run) -> HeadTable | None:
@@ -104,20 +89,7 @@ def read_heads(run: Run) -> HeadTable | None:
     except (KeyError, TypeError, ValueError):
         columns = {key: np.array([number(row.get(key)) for row in rows]) for key in KEYS}
     columns["inexact"] = np.array([row.get("status") not in (None, "", "exact") for row in rows], dtype=float)
-    layers = tuple(dict.fromkeys(str(row["layer"]) for row in rows))
-    place = {name: at for at, name in enumerate(layers)}
-    return HeadTable(run, layers, np.array([place[str(row["layer"])] for row in rows]), columns)
-
-
-def _grouped(values: np.ndarray, index: np.ndarray, count: int, log: bool) -> np.ndarray:
-    """Mean of the usable values of each group; geometric with `log`."""
-    usable = np.isfinite(values) & (values > 0) if log else np.isfinite(values)
-    numbers = np.log10(values[usable]) if log else values[usable]
-    sums = np.bincount(index[usable], weights=numbers, minlength=count)
-    sizes = np.bincount(index[usable], minlength=count)
-    means = np.full(count, np.nan)
-    np.divide(sums, sizes, out=means, where=sizes > 0)
-    return 10.0**means if log else means
+    return HeadTable(run, columns)
 
 
 @dataclass(frozen=True)
@@ -203,25 +175,22 @@ def seconds_per_step(run: Run) -> float:
     return seconds if seconds > 0 and run.alone else math.nan
 
 
-def analyse(comparison: Comparison, *, margin: float | None = None) -> Analysis:
+def analyse(comparison: Comparison) -> Analysis:
     """Statistics of a comparison.
 
-    Args:
-        comparison: the runs.
-        margin: a difference of results that counts as none, such as half of a paper's gain, in stored units (0.01 is
-            one point of accuracy). By default one standard deviation of the baseline over seeds: less than another seed
-            makes. Half of it could not be shown by ten seeds: their two one-sided tests need a margin of about 0.8
-            standard deviations where pairing does not help.
+    A difference of results counts as none below one standard deviation of the baseline over seeds: less than another
+    seed makes. Half of it could not be shown by ten seeds: their two one-sided tests need a margin of about 0.8
+    standard deviations where pairing does not help.
     """
     methods, unit = comparison.methods, match_unit(comparison)
     summaries = {method: Summary(comparison.results(method)) for method in methods}
     matchings, smoothed = (
         {method: match_method(comparison, method, smooth=smooth) for method in methods} for smooth in (1, SMOOTH)
     )
+    gains = match_gains(comparison.baseline, matchings, unit)
     differences = differences_to_baseline(comparison, summaries)
     required = required_differences(comparison, summaries, differences)
-    margin = summaries[comparison.baseline].std if margin is None else margin
-    gains = match_gains(comparison.baseline, matchings, unit)
+    margin = summaries[comparison.baseline].std
     heads = {method: [table for run in comparison.of(method) if (table := read_heads(run))] for method in methods}
     return Analysis(comparison, unit, summaries, differences, required, margin, matchings, smoothed, gains, heads)
 
@@ -289,24 +258,24 @@ def describe_power(
 
 
 def _scale_control(analysis: Analysis) -> list[str]:
-    kinds = {run.method: method_kind(run.record.get("method_spec"), run.method) for run in analysis.comparison.runs}
+    """Whether the Gaussian start of the same scale explains the gain of the conditioned one."""
     found, metric = [], analysis.comparison.result
     for difference in analysis.required:
-        pair = (difference.method, difference.baseline)
-        gain, control = (analysis.differences.get(name, NO_PAIRS) for name in pair)
-        if kinds.get(pair[1]) != ("gaussian", "") or not difference.count or not control.count or not gain.mean > 0:
+        gain, control = (analysis.differences.get(m, NO_PAIRS) for m in (difference.method, difference.baseline))
+        spec = analysis.comparison.of(difference.baseline)[0].part("method_spec")
+        is_control = spec.get("init") == "gaussian" and not spec.get("condition")
+        if not is_control or not difference.count or not control.count or not gain.mean > 0:
             continue
-        told = (
-            f"Scale control: {difference.baseline}, which has the scale of {difference.method} but not its "
-            f"conditioning, differs from {gain.baseline} by {metric.show(control.mean, sign=True)}{metric.unit}, "
-            f"{difference.method} by {metric.show(gain.mean, sign=True)}{metric.unit}"
-        )
         why = ": these runs do not show that the gain is due to conditioning rather than to the scale of the weights."
         if analysis.judge(difference).kind == "better":
             why = ": scale alone does not explain the gain."
         elif difference.interval is None:
             why = "; too few seeds to say whether scale explains the gain."
-        found.append(told + why)
+        found.append(
+            f"Scale control: {difference.baseline}, which has the scale of {difference.method} but not its "
+            f"conditioning, differs from {gain.baseline} by {metric.show(control.mean, sign=True)}{metric.unit}, "
+            f"{difference.method} by {metric.show(gain.mean, sign=True)}{metric.unit}{why}"
+        )
     return found
 
 
@@ -333,8 +302,7 @@ def _gradient_evidence(analysis: Analysis, method: str) -> str:
     """How small the gradients of W_Q and W_K are over the first tenth of training, if that was recorded."""
     means = []
     for name in (method, analysis.comparison.baseline):
-        runs = analysis.comparison.of(name)
-        early = [row for run in runs for row in run.steps[: max(1, len(run.steps) // 10)]]
+        early = [row for run in analysis.comparison.of(name) for row in run.steps[: max(1, len(run.steps) // 10)]]
         values = [number(row.get(key)) for row in early for key in ("grad_norm_q", "grad_norm_k")]
         mean = summarise_logs(values).geometric_mean
         means.append(0.0 if math.isnan(mean) and 0 in values else mean)
@@ -350,9 +318,11 @@ def _conditioning(analysis: Analysis) -> list[str]:
     """Whether the smallest condition number goes with the best result."""
     summaries = {method: analysis.last_jacobian(method) for method in analysis.comparison.methods}
     known = {method: summary for method, summary in summaries.items() if summary.finite or summary.infinite}
-    if len({summary.rank for summary in known.values()}) < 2:
+    # Fewer infinite values first, then the mean of the finite ones.
+    ranks = {m: (s.infinite_share, s.geometric_mean if s.finite else math.inf) for m, s in known.items()}
+    if len(set(ranks.values())) < 2:
         return []
-    low, high = min(known, key=lambda m: known[m].rank), max(known, key=lambda m: known[m].rank)
+    low, high = min(ranks, key=lambda m: ranks[m]), max(ranks, key=lambda m: ranks[m])
     said = (
         f"κ(J) at the end (geometric mean, non-zero spectrum; singular heads rank last) is smallest for {low} "
         f"({known[low].show()}) and largest for {high} ({known[high].show()})"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -21,15 +21,12 @@ COLUMNS = ("figure", "panel", "series", "seed", "step", "epoch", "value", "scale
 MEAN, LOW, HIGH = "mean", "mean-std", "mean+std"
 LOW_END, HIGH_END = "interval-low", "interval-high"
 BUDGET = "(budget)"
+"""Series of a bar figure whose mean is the line to compare with."""
 MOST_POINTS = 300
-BAND = (
-    "Lines are means over seeds, bands are one standard deviation (cut off where no value can be); dashed lines are "
-    "runs that did not finish."
-)
+BAND = "Lines are means over seeds, bands are one standard deviation; dashed lines are runs that did not finish."
 HEADS = "Geometric means over heads and layers. "
-KAPPA_J = "pseudo_condition_number"
 
-Kind = Literal["lines", "bars", "intervals", "maps"]
+Kind = Literal["lines", "bars"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +54,6 @@ class Panel:
     """Fixed range of values, where panels must be comparable."""
     x_label: str = ""
     """Of a horizontal axis of its own, which shows the steps of the points as values that were tried."""
-    chosen: Mapping[str, float] = field(default_factory=dict)
-    """By series, the step whose point is drawn larger."""
 
     def by_series(self) -> dict[str, dict[str, list[Row]]]:
         """Points by series and seed, in the order in which they were made."""
@@ -110,43 +105,23 @@ def write_csv(figure: Figure) -> str:
     return csv_text(COLUMNS, rows)
 
 
-def build_figures(analysis: Analysis) -> list[Figure]:
-    """Figures with at least one point."""
-    figures = [
-        _differences(analysis), *_learning_figures(analysis), _matching(analysis), _jacobian(analysis),
-        _weights(analysis), _layers(analysis), _attention(analysis),
-    ]  # fmt: skip
-    return [figure for figure in map(Figure.drawable, figures) if figure.panels]
-
-
-def _figure(
-    analysis: Analysis, section: str, name: str, title: str, caption: str, kind: Kind, *panels: Panel
-) -> Figure:
-    comparison = analysis.comparison
-    return Figure(name, section, title, caption, kind, panels, comparison.methods, comparison.scale, analysis.unit)
-
-
 Curves = Mapping[str, Sequence[tuple[Run, Sequence[tuple[float, float, float]]]]]
 """By method: every run with its points (step, epoch, value)."""
 
 
-def curve_panel(
-    name: str, title: str, y_label: str, curves: Curves, *, log: bool = False,
-    limits: tuple[float, float] = (-math.inf, math.inf), span: tuple[float, float] | None = None,
-) -> Panel:  # fmt: skip
+def curve_panel(name: str, title: str, y_label: str, curves: Curves, *, log: bool = False) -> Panel:
     """A panel of every run, and of mean and band over the finished runs at the steps that all of them have.
 
-    Mean and band of a logarithmic panel are on log10; bands end at the limits, beyond which no value can be. A run that
-    did not finish is a series of its own, named after its outcome, and is in no mean.
+    Mean and band of a logarithmic panel are on log10. A run that did not finish is a series of its own, named after its
+    outcome, and is in no mean.
     """
     rows: list[Row] = []
     for method, listed in curves.items():
         for run, points in listed:
             series = method if run.finished else f"{run.method}, seed {run.seed} ({run.outcome})"
             rows += [Row(series, str(run.seed), *point) for point in points if not math.isnan(point[2])]
-        for row in _means(method, [points for run, points in listed if run.finished], log):
-            rows.append(replace(row, value=min(max(row.value, limits[0]), limits[1])))
-    return Panel(name, title, y_label, rows, log, span)
+        rows += _means(method, [points for run, points in listed if run.finished], log)
+    return Panel(name, title, y_label, rows, log)
 
 
 def _means(method: str, curves: Sequence[Sequence[tuple[float, float, float]]], log: bool) -> Iterator[Row]:
@@ -194,48 +169,84 @@ def measured(analysis: Analysis, key: str) -> Curves:
     }
 
 
-def _differences(analysis: Analysis) -> Figure:
-    comparison, metric = analysis.comparison, analysis.comparison.result
-    rows: list[Row] = []
-    for method, difference in analysis.differences.items():
-        if difference.count:
-            low, high = difference.interval or (math.nan, math.nan)
-            points = {str(seed): value for seed, value in difference.values.items()}
-            points |= {MEAN: difference.mean, LOW_END: low, HIGH_END: high}
-            rows += [Row(method, seed, math.nan, math.nan, value * metric.scale) for seed, value in points.items()]
-    unit = f" ({metric.unit.strip()})" if metric.unit else ""
-    caption = (
-        f"To the right of the dotted line is better than {comparison.baseline}; a bar is the 95 % interval of the mean "
-        "over seeds, small dots are seeds. A bar across the line is no evidence. A triangle at the edge is a method "
-        "beyond the axis, with its mean and interval."
+def build_figures(analysis: Analysis) -> list[Figure]:
+    """Figures with at least one point."""
+    comparison, unit, metric = analysis.comparison, analysis.unit, analysis.comparison.metric
+    baseline, made = comparison.baseline, []
+
+    def add(section: str, name: str, title: str, caption: str, *panels: Panel, kind: Kind = "lines") -> None:
+        figure = Figure(name, section, title, caption, kind, panels, comparison.methods, comparison.scale, unit)
+        if (drawable := figure.drawable()).panels:
+            made.append(drawable)
+
+    add(
+        "Summary", "differences", "Paired differences",
+        f"To the right of the dotted line is better than {baseline}; a bar is the 95 % interval of the mean, small "
+        "dots are seeds. A bar across the line is no evidence. A triangle at the edge is a method beyond the axis.",
+        _difference_panel(analysis), kind="bars",
+    )  # fmt: skip
+    add(
+        "Learning", "learning", "Learning curves",
+        f"{metric.better.capitalize()}; see which method is ahead early and whether the lead lasts. {BAND}",
+        curve_panel("metric", f"Evaluation: {metric.name}", metric.label,
+                    curves_of(analysis, "evaluations", metric.name, metric.scale)),
+        curve_panel("loss", "Evaluation: loss", "loss", curves_of(analysis, "evaluations", "loss")),
+        curve_panel("training_loss", "Training: loss", "loss", curves_of(analysis, "steps", "loss")),
+    )  # fmt: skip
+    add(
+        "Learning", "gradients", "Gradient norms of the projections",
+        f"A method whose W_Q and W_K lie far below its W_V here hardly learns where to attend. {BAND}",
+        *(
+            curve_panel(f"grad_norm_{role}", f"Gradient of W_{role.upper()}", "gradient norm",
+                        curves_of(analysis, "steps", f"grad_norm_{role}"), log=True)
+            for role in ROLES
+        ),
+    )  # fmt: skip
+    add(
+        "Conditioning",
+        "jacobian",
+        "Condition number of the Jacobian",
+        _jacobian_caption(analysis),
+        *_jacobian(analysis),
     )
-    panel = Panel("metric", "", f"gain in {metric.name}{unit}", rows)
-    return _figure(analysis, "Summary", "differences", "Paired differences", caption, "intervals", panel)
+    kappas = {role: f"kappa_{role}" for role in ROLES}
+    add(
+        "Conditioning", "weights", "Condition numbers of the weights, W + C",
+        f"{HEADS}1 is best; see whether training undoes what a method set up (as the forward uses them)."
+        f"{_singular(analysis, kappas.values())} {BAND}",
+        *(
+            curve_panel(key, f"κ of W_{role.upper()}", "condition number", measured(analysis, key), log=True)
+            for role, key in kappas.items()
+        ),
+    )  # fmt: skip
+    shares = (
+        ("normalised_entropy", "Entropy over ln N", "share of ln N"),
+        ("diagonal_mass", "Diagonal mass", "mean probability"),
+        ("dead", "Dead heads", "share of heads"),
+    )
+    add(
+        "Attention", "attention", "Attention maps",
+        "Means over heads and layers. Entropy 1 is uniform attention, 0 is attention to one token, where the softmax "
+        f"is saturated and W_Q and W_K hardly learn; diagonal mass is attention of a token to itself. {BAND}",
+        *(
+            curve_panel(key, title, label, measured(analysis, key))
+            for key, title, label in shares
+        ),
+    )  # fmt: skip
+    return made
 
 
-def _learning_figures(analysis: Analysis) -> list[Figure]:
-    metric = analysis.comparison.metric
-    shown = curves_of(analysis, "evaluations", metric.name, metric.scale)
-    losses, trained = curves_of(analysis, "evaluations", "loss"), curves_of(analysis, "steps", "loss")
-    gradients = {role: curves_of(analysis, "steps", f"grad_norm_{role}") for role in ROLES}
-    return [
-        _figure(
-            analysis, "Learning", "learning", "Learning curves",
-            f"{metric.better.capitalize()}; see which method is ahead early and whether the lead lasts. Each point of "
-            f"the training loss is a mean over the steps since the last. {BAND}", "lines",
-            curve_panel("metric", f"Evaluation: {metric.name}", metric.label, shown, limits=metric.limits),
-            curve_panel("loss", "Evaluation: loss", "loss", losses),
-            curve_panel("training_loss", "Training: loss", "loss", trained),
-        ),
-        _figure(
-            analysis, "Learning", "gradients", "Gradient norms of the projections",
-            f"A method whose W_Q and W_K lie far below its W_V here hardly learns where to attend. {BAND}", "lines",
-            *(
-                curve_panel(f"grad_norm_{role}", f"Gradient of W_{role.upper()}", "gradient norm", curves, log=True)
-                for role, curves in gradients.items()
-            ),
-        ),
-    ]  # fmt: skip
+def _difference_panel(analysis: Analysis) -> Panel:
+    """The best first, beside the line of no difference."""
+    metric, known = analysis.comparison.result, [d for d in analysis.differences.values() if d.count]
+    rows = [Row(BUDGET, MEAN, math.nan, math.nan, 0.0)] if known else []
+    for difference in sorted(known, key=lambda difference: -difference.mean):
+        low, high = difference.interval or (math.nan, math.nan)
+        points = {str(seed): value for seed, value in difference.values.items()}
+        points |= {MEAN: difference.mean, LOW_END: low, HIGH_END: high}
+        rows += [Row(difference.method, seed, math.nan, math.nan, x * metric.scale) for seed, x in points.items()]
+    unit = f" ({metric.unit.strip()})" if metric.unit else ""
+    return Panel("metric", "", f"gain in {metric.name}{unit}", rows)
 
 
 def match_rows(unit: str, matchings: Mapping[str, Matching]) -> list[Row]:
@@ -251,17 +262,36 @@ def match_rows(unit: str, matchings: Mapping[str, Matching]) -> list[Row]:
     return rows + ([Row(BUDGET, MEAN, math.nan, math.nan, max(budgets))] if budgets else [])
 
 
-def _matching(analysis: Analysis) -> Figure:
-    unit = analysis.unit
-    caption = (
-        f"Shorter is better: {unit}s until a method is as good as {analysis.comparison.baseline} is at its end (dotted "
-        "line). Paired by seed; dots are seeds, triangles are seeds that never get there and are not in the mean. The "
-        "baseline's own bar below the line shows how much of a saving is noise of the curve. The table has the papers' "
-        "form, which takes mean curves, and running means."
+def _jacobian(analysis: Analysis) -> list[Panel]:
+    """κ(J) and its bounds on the same axis."""
+    shown = (
+        ("kappa", "κ(J), measured", "pseudo_condition_number"), ("bound", "true upper bound", "bound_log10"),
+        ("papers_bound", "papers' bound (not a bound)", "papers_bound_log10"),
+    )  # fmt: skip
+    panels = [
+        curve_panel(name, title, "condition number", measured(analysis, key), log=True) for name, title, key in shown
+    ]
+    values = [row.value for panel in panels for row in panel.rows if 0 < row.value < math.inf]
+    span = (min(values) / 1.5, max(values) * 1.5) if values else None
+    return [replace(panel, span=span) for panel in panels]
+
+
+def _jacobian_caption(analysis: Analysis) -> str:
+    tables = [table for listed in analysis.heads.values() for table in listed]
+    strict, inexact = (
+        np.concatenate([table.columns[key] for table in tables] or [np.empty(0)])
+        for key in ("condition_number", "inexact")
     )
-    panel = Panel("paired", "", f"{unit}s to match", match_rows(unit, analysis.matchings))
-    title = f"{unit.capitalize()}s to match the baseline"
-    return _figure(analysis, "Matching", "matching", title, caption, "bars", panel)
+    total = int((~np.isnan(strict)).sum())
+    caption = f"{HEADS}All panels have the same axis. κ(J) is over the non-zero spectrum (pseudo)"
+    if (finite := int(np.isfinite(strict).sum())) < total:
+        caption += f"; the strict κ(J) is finite in {finite} of {total} measurements of a head"
+    if inexact.any():
+        caption += (
+            f"; {inexact.sum():.0f} of {total} are not exact (an estimate, or singular as far as float64 can tell)"
+        )
+    caption += f".{_singular(analysis, ['pseudo_condition_number'])} What the papers print as a bound is not one: "
+    return f"{caption}measured values may exceed it. Values beyond 10³⁰⁰ are not drawn. {BAND}"
 
 
 def _singular(analysis: Analysis, keys: Iterable[str]) -> str:
@@ -272,83 +302,3 @@ def _singular(analysis: Analysis, keys: Iterable[str]) -> str:
         if share := float(np.isinf(values).sum() / max(1, (~np.isnan(values)).sum())):
             found.append(f"{method} {show_share(share)}")
     return f" Infinite, and in no mean: {', '.join(found)} of the measured heads." if found else ""
-
-
-def _weights(analysis: Analysis) -> Figure:
-    keys = {role: f"kappa_{role}" for role in ROLES}
-    caption = f"{HEADS}1 is best; see whether training undoes what a method set up (as the forward uses them)."
-    caption += f"{_singular(analysis, keys.values())} {BAND}"
-    panels = (
-        curve_panel(key, f"κ of W_{role.upper()}", "condition number", measured(analysis, key), log=True)
-        for role, key in keys.items()
-    )
-    title = "Condition numbers of the weights, W + C"
-    return _figure(analysis, "Conditioning", "weights", title, caption, "lines", *panels)
-
-
-def _jacobian(analysis: Analysis) -> Figure:
-    tables = [table for listed in analysis.heads.values() for table in listed]
-    strict = np.concatenate([table.columns["condition_number"] for table in tables] or [np.empty(0)])
-    finite, total = int(np.isfinite(strict).sum()), int((~np.isnan(strict)).sum())
-    shown = (
-        ("kappa", "κ(J), measured", KAPPA_J), ("bound", "true upper bound", "bound_log10"),
-        ("papers_bound", "papers' bound (not a bound)", "papers_bound_log10"),
-    )  # fmt: skip
-    panels = [
-        curve_panel(name, title, "condition number", measured(analysis, key), log=True) for name, title, key in shown
-    ]
-    rows = [row for panel in panels for row in panel.rows]
-    caption = f"{HEADS}All panels have the same axis. κ(J) is over the non-zero spectrum (pseudo)"
-    if finite < total:
-        caption += f"; the strict κ(J) is finite in {finite} of {total} measurements of a head"
-    if inexact := sum(int(table.columns["inexact"].sum()) for table in tables):
-        caption += f"; {inexact} of {total} are not exact (an estimate, or singular as far as float64 can tell)"
-    caption += f".{_singular(analysis, [KAPPA_J])}"
-    caption += f" What the papers print as a bound is not one: measured values may exceed it. {BAND}"
-    if beyond := sorted({row.series for row in rows if row.value == math.inf}):
-        caption += f" Beyond 10³⁰⁰ and not drawn: {', '.join(beyond)}."
-    values = [row.value for row in rows if 0 < row.value < math.inf]
-    span = (min(values) / 1.5, max(values) * 1.5) if values else None
-    alike = (replace(panel, span=span) for panel in panels)
-    title = "Condition number of the Jacobian"
-    return _figure(analysis, "Conditioning", "jacobian", title, caption, "lines", *alike)
-
-
-def _attention(analysis: Analysis) -> Figure:
-    shown = (
-        ("normalised_entropy", "Entropy over ln N", "share of ln N"),
-        ("diagonal_mass", "Diagonal mass", "mean probability"),
-        ("dead", "Dead heads", "share of heads"),
-    )
-    whole = (0.0, 1.0)
-    panels = (
-        curve_panel(key, title, label, measured(analysis, key), limits=whole, span=whole) for key, title, label in shown
-    )
-    caption = (
-        "Means over heads and layers. Entropy 1 is uniform attention, 0 is attention to one token, where the softmax "
-        f"is saturated and W_Q and W_K hardly learn; diagonal mass is attention of a token to itself. {BAND}"
-    )
-    return _figure(analysis, "Attention", "attention", "Attention maps", caption, "lines", *panels)
-
-
-def _layers(analysis: Analysis) -> Figure:
-    """Heat maps of layers by methods at the last measurement of each quantity, log10, mean over finished runs."""
-    comparison = analysis.comparison
-    named = {KAPPA_J: "log₁₀ κ(J)"} | {f"kappa_{role}": f"log₁₀ κ of W_{role.upper()}" for role in ROLES}
-    panels = []
-    for key, title in named.items():
-        rows = []
-        for method in comparison.methods:
-            found: dict[str, list[float]] = {}
-            for table in analysis.tables(method) or analysis.heads[method]:
-                for layer, value in table.layers_at_end(key).items():
-                    found.setdefault(layer, []).append(value)
-            rows += [
-                Row(layer, method, math.nan, math.nan, math.fsum(logs) / len(logs)) for layer, logs in found.items()
-            ]
-        panels.append(Panel(key, title, "layer", rows))
-    saturated = [method for method in comparison.methods if analysis.attention(method, last=True).saturated]
-    care = f" Attention is saturated in {', '.join(saturated)}: pale says nothing good there." if saturated else ""
-    caption = "Which layers of which method are ill conditioned (dark), at the last measurement. Geometric means over "
-    caption += f"heads and seeds.{_singular(analysis, named)}{care}"
-    return _figure(analysis, "Layers", "layers", "At the end, layer by method", caption, "maps", *panels)

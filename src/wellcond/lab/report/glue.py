@@ -1,17 +1,17 @@
-"""`rebuild_glue`: the tables of GLUE from the records in RUN/glue/TASK/seed-S/run.json; same records, same bytes."""
+"""`rebuild_glue`: the tables of GLUE from the records in RUN/glue/TASK/seed-0/run.json; same records, same bytes."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wellcond.files import write_atomically
 from wellcond.lab.report.load_runs import Comparison, load_comparisons
-from wellcond.lab.report.records import Metric, Run, RunRecordError, read_json, setting_differences
+from wellcond.lab.report.records import Metric, Run, RunRecordError, read_json
 from wellcond.lab.report.statistics import (
     NO_PAIRS,
     PairedDifference,
@@ -22,16 +22,7 @@ from wellcond.lab.report.statistics import (
     show_interval,
     show_p,
 )
-from wellcond.lab.report.table import (
-    MISSING,
-    Cell,
-    Table,
-    finite_mean,
-    number,
-    plain_markdown,
-    table_csv,
-    table_markdown,
-)
+from wellcond.lab.report.table import MISSING, Table, number, plain_markdown, table_csv, table_markdown
 from wellcond.lab.report.tables import NO_METRICS
 
 TITLES = {
@@ -40,10 +31,9 @@ TITLES = {
 }  # fmt: skip
 """Tasks in the order of the papers' tables."""
 AVERAGE = "average"
-NAMES = {"f1": "F1", "accuracy_mismatched": "accuracy, mismatched", AVERAGE: "mean of the tasks"}
+METRICS = {"f1": "F1", "matthews": "Matthews", "pearson": "Pearson", "spearman": "Spearman"}
+"""Names that are shown otherwise than records have them."""
 SHOWN = Metric("score", higher_is_better=True, percent=True)
-OF_THE_RUN = ("model.encoder", "task.tokenizer.file")
-"""Settings that name a pre-trained run, and so differ between runs that may be compared."""
 Record = dict[str, Any]
 
 
@@ -51,11 +41,10 @@ Record = dict[str, Any]
 class GlueScores:
     """All records of fine-tuning of a run or of a comparison."""
 
-    folder: Path
     title: str
     scale: str
-    records: dict[tuple[str, int], dict[str, dict[int, Record]]]
-    """By method and seed of pre-training; there by task and seed of fine-tuning."""
+    records: dict[tuple[str, int], dict[str, Record]]
+    """By method and seed of pre-training; there by task."""
     comparison: Comparison | None
     """None for a single run."""
 
@@ -72,38 +61,31 @@ class GlueScores:
 
     def of_task(self, task: str) -> list[Record]:
         """Records of fine-tuning on a task."""
-        return [record for of_run in self.records.values() for record in of_run.get(task, {}).values()]
+        return [of_run[task] for of_run in self.records.values() if task in of_run]
 
     def metric(self, task: str) -> str:
         """Name of the metric that a task is judged by."""
         return next((str(r["metric"]["name"]) for r in self.of_task(task) if r.get("metric")), "")
 
     def values(self, method: str, task: str, metric: str | None = None) -> dict[int, float]:
-        """A score of a method: by seed of pre-training or, of a single run, by seed of fine-tuning."""
+        """A score of a method, by seed of pre-training."""
         if task == AVERAGE:
             columns = [self.values(method, each) for each in self.tasks]
             shared = sorted(set.intersection(*map(set, columns))) if columns else []
             return {seed: math.fsum(column[seed] for column in columns) / len(columns) for seed in shared}
         scores = {
-            seed: {
-                tuned: number(record["final"].get(metric or self.metric(task)))
-                for tuned, record in of_run.get(task, {}).items()
-                if record["status"] == "finished"
-            }
+            seed: number(of_run[task]["final"].get(metric or self.metric(task)))
             for (name, seed), of_run in self.records.items()
-            if name == method
+            if name == method and task in of_run and of_run[task]["status"] == "finished"
         }
-        means = {seed: finite_mean(by_seed.values()) for seed, by_seed in scores.items()}
-        found = next(iter(scores.values())) if self.comparison is None else means
-        return {seed: value for seed, value in found.items() if math.isfinite(value)}
+        return {seed: value for seed, value in scores.items() if math.isfinite(value)}
 
 
 def load_glue(folder: Path) -> GlueScores:
     """Scores of a pre-trained run, or of all runs of a comparison.
 
-    Raises: RunRecordError if there are none, a file is broken, or runs of one task were made under different settings.
+    Raises: RunRecordError if there are none, or a file is broken.
     """
-    folder = Path(folder)
     comparison = None
     if (folder / "comparison.json").is_file():
         comparison = next(found for found in load_comparisons(folder) if found.folder == folder)
@@ -112,31 +94,15 @@ def load_glue(folder: Path) -> GlueScores:
         record = read_json(folder / "run.json", "wellcond-run")
         runs, scale = (Run(folder, record),), str(record["scale"])
         title = f"{record['recipe']}, {record['method']}, seed {record['seed']}"
-    records: dict[tuple[str, int], dict[str, dict[int, Record]]] = {}
+    records: dict[tuple[str, int], dict[str, Record]] = defaultdict(dict)
     for run, path, record in [(one, *found) for one in runs for found in one.fine_tuned()]:
         task = record["config"]["task"].get("task")
         if task not in TITLES or not isinstance(record.get("final") or {}, dict):
             raise RunRecordError(path, f"expected a run on one of {', '.join(TITLES)}", "It was not written by glue.")
-        of_task = records.setdefault((run.method, run.seed), {}).setdefault(task, {})
-        of_task[int(record["seed"])] = record
+        records[run.method, run.seed].setdefault(task, record)
     if not records:
         raise RunRecordError(folder, "there is no run of fine-tuning in it", "Make some with wellcond glue first.")
-    scores = GlueScores(folder, title, scale, records, comparison)
-    for task in scores.tasks:
-        first, *others = scores.of_task(task)
-        for other in others:
-            if differing := _different_settings(first["config"], other["config"]):
-                said = f"runs on {task} were made under different settings: {'; '.join(differing[:4])}"
-                advice = (
-                    "They cannot be compared: score all runs with the same options, in folders without older scores."
-                )
-                raise RunRecordError(folder, said, advice)
-    return scores
-
-
-def _different_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Fields in which two recipes differ, but for those that name the pre-trained run."""
-    return [line for line in setting_differences(a, b) if not line.startswith(OF_THE_RUN)]
+    return GlueScores(title, scale, dict(records), comparison)
 
 
 def rebuild_glue(folder: Path) -> Path:
@@ -147,14 +113,14 @@ def rebuild_glue(folder: Path) -> Path:
 
     Returns: path of glue.md.
 
-    Raises: RunRecordError if there are no records, or they cannot be put into one table; nothing is then written.
+    Raises: RunRecordError if there are no records, or a file is broken; nothing is then written.
     """
     scores = load_glue(folder)
     statistics, others = statistics_table(scores), _others_table(scores)
     parts = [f"# GLUE: {plain_markdown(scores.title)}", table_markdown(scores_table(scores))]
     parts += ["## Each task", table_markdown(statistics)]
     parts += ["## Other metrics", table_markdown(others)] if others.rows else []
-    home = scores.folder if scores.comparison else scores.folder / "glue"
+    home = folder if scores.comparison else folder / "glue"
     write_atomically(home / "glue.csv", table_csv(statistics))
     write_atomically(home / "glue.md", "\n\n".join(parts) + "\n")
     return home / "glue.md"
@@ -169,7 +135,7 @@ def scores_table(scores: GlueScores) -> Table:
 def _others_table(scores: GlueScores) -> Table:
     """The metrics of a task that its column does not show."""
     columns = {
-        f"{TITLES[task]} {_name(metric)}": (task, metric)
+        f"{TITLES[task]} {METRICS.get(metric, metric)}": (task, metric)
         for task in scores.tasks
         for record in scores.of_task(task)
         for metric in record.get("final") or ()
@@ -178,7 +144,7 @@ def _others_table(scores: GlueScores) -> Table:
     return Table.of("glue_others", "Other metrics", _score_rows(scores, columns) if columns else ())
 
 
-def _score_rows(scores: GlueScores, columns: Mapping[str, tuple[str, str | None]]) -> list[dict[str, Cell]]:
+def _score_rows(scores: GlueScores, columns: Mapping[str, tuple[str, str | None]]) -> list[dict[str, str]]:
     return [
         {
             "method": method,
@@ -190,23 +156,19 @@ def _score_rows(scores: GlueScores, columns: Mapping[str, tuple[str, str | None]
 
 def statistics_table(scores: GlueScores) -> Table:
     """A row for each method and task, with differences to the baseline and what else must be compared."""
-    rows: list[dict[str, Cell]] = []
+    rows: list[dict[str, str]] = []
     differences = find_differences(scores)
     for column in (*scores.tasks, AVERAGE):
-        title, metric = TITLES.get(column, "Avg."), _name(AVERAGE if column == AVERAGE else scores.metric(column))
+        name = scores.metric(column)
         for method in scores.methods:
             summary = Summary(scores.values(method, column))
-            found = [d for (name, _), d in differences.items() if name == column and d.method == method]
-            for d in found or (NO_PAIRS,):
+            for d in differences.get((column, method), [NO_PAIRS]):
                 rows.append({
-                    "task": (title, {"task": title}), "metric": (metric, {"metric": metric}),
-                    "method": (method, {"method": method}),
-                    "n": (str(summary.count), summary.columns(SHOWN) | {"metric": metric}),
-                    "mean": SHOWN.show(summary.mean), "std": SHOWN.show(summary.std),
-                    "minus": (d.baseline or MISSING, {"minus": d.baseline}),
-                    "pairs": (str(d.count) if d.baseline else MISSING, d.columns(SHOWN)),
-                    "difference": SHOWN.show(d.mean, sign=True), "95 % interval": show_interval(d.interval, SHOWN),
-                    "p": show_p(d.p), "p (Holm)": show_p(d.p_holm),
+                    "task": TITLES.get(column, "Avg."), "metric": METRICS.get(name, name) or "mean of the tasks",
+                    "method": method, "n": str(summary.count), "mean": SHOWN.show(summary.mean),
+                    "std": SHOWN.show(summary.std), "minus": d.baseline or MISSING,
+                    "pairs": str(d.count) if d.baseline else MISSING, "difference": SHOWN.show(d.mean, sign=True),
+                    "95 % interval": show_interval(d.interval, SHOWN), "p": show_p(d.p), "p (Holm)": show_p(d.p_holm),
                 })  # fmt: skip
     note = (
         "Differences are paired by seed of pre-training; positive is better. Holm's correction is over all rows of the "
@@ -215,40 +177,37 @@ def statistics_table(scores: GlueScores) -> Table:
     return Table.of("glue_statistics", "Each task", rows, (note,) if differences else (), (0, 1, 2, 6))
 
 
-def find_differences(scores: GlueScores) -> dict[tuple[str, tuple[str, str]], PairedDifference]:
-    """By column and pair of methods: every method minus the baseline, and the pairs that must be compared."""
-    comparison = scores.comparison
+def find_differences(scores: GlueScores) -> dict[tuple[str, str], list[PairedDifference]]:
+    """By column and method: the method minus the baseline, and minus others that it must be compared with."""
+    comparison, differences = scores.comparison, defaultdict(list)
     if comparison is None:
         return {}
     pairs = [(method, comparison.baseline) for method in scores.methods if method != comparison.baseline]
     pairs = list(dict.fromkeys([*pairs, *required_pairs(comparison)]))
-
-    def of(columns: Sequence[str]) -> dict[tuple[str, tuple[str, str]], PairedDifference]:
-        keys = [(column, pair) for column in columns for pair in pairs]
+    for columns in (scores.tasks, (AVERAGE,)):
+        keys = [(column, a, b) for column in columns for a, b in pairs]
         found = [
             compare_paired(a, scores.values(a, column), b, scores.values(b, column), higher_is_better=True)
-            for column, (a, b) in keys
+            for column, a, b in keys
         ]
-        return dict(zip(keys, correct(found), strict=True))
-
-    return of(scores.tasks) | of([AVERAGE])
+        for (column, method, _), difference in zip(keys, correct(found), strict=True):
+            differences[column, method].append(difference)
+    return dict(differences)
 
 
 def find_notes(scores: GlueScores) -> list[str]:
     """What a reader must know to read the table."""
     records = {task: scores.of_task(task) for task in scores.tasks}
-    seeds = sorted({int(record["seed"]) for listed in records.values() for record in listed})
-    tuned = f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))} of fine-tuning"
-    each = f"seeds of pre-training, each with {tuned}" if scores.comparison else tuned
     sizes = {
         task: sorted({(r["data"]["train"], r["data"]["evaluation"]) for r in listed if r.get("data")})
         for task, listed in records.items()
     }
     rows = [f"{TITLES[task]} {' and '.join(f'{a:,}/{b:,}' for a, b in s) or MISSING}" for task, s in sizes.items()]
+    metrics = [f"{TITLES[task]} {METRICS.get(name := scores.metric(task), name)}" for task in scores.tasks]
     notes = [
         f"Scores times 100 on the validation split after the last epoch, scale {scores.scale}; mean and standard "
-        f"deviation over {each}.",
-        "Metrics: " + ", ".join(f"{TITLES[task]} {_name(scores.metric(task))}" for task in scores.tasks) + ".",
+        "deviation over seeds of pre-training, each with seed 0 of fine-tuning.",
+        f"Metrics: {', '.join(metrics)}.",
         f"Rows to train and to evaluate on: {', '.join(rows)}.",
         "Corrections of a conditioned model were folded into its weights before fine-tuning.",
     ]
@@ -264,24 +223,4 @@ def find_notes(scores: GlueScores) -> list[str]:
     }
     if told := ", ".join(f"{TITLES[t]} {count} of {len(records[t])}" for t, count in equal.items() if count):
         notes.append(f"Runs whose predictions are all equal (Matthews and correlations are then 0): {told}.")
-    lost = [run for run in scores.comparison.runs if not run.finished] if scores.comparison else []
-    notes += [f"{run.method}, seed {run.seed}: pre-training is {run.status}, so there is no score." for run in lost]
-    first, *others = [listed[0]["config"] for listed in records.values()]
-    parts = ("optimizer", "schedule", "training")
-    differing = {line for other in others for part in parts for line in _different_settings(first[part], other[part])}
-    if differing:
-        notes.append("Tasks were fine-tuned with different settings: " + "; ".join(sorted(differing)) + ".")
     return notes
-
-
-def glue_json(scores: GlueScores) -> dict[str, Any]:
-    """The rows of glue.csv with what they are about, for programs."""
-    return {
-        "kind": "wellcond-glue", "title": scores.title, "scale": scores.scale,
-        "tasks": {task: scores.metric(task) for task in scores.tasks},
-        "rows": list(statistics_table(scores).values), "notes": find_notes(scores),
-    }  # fmt: skip
-
-
-def _name(metric: str) -> str:
-    return NAMES.get(metric, metric.capitalize() if metric in ("matthews", "pearson", "spearman") else metric)

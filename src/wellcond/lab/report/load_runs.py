@@ -78,9 +78,6 @@ def load_comparisons(folder: Path) -> list[Comparison]:
     the folder that holds their method folders, methods by name, `default` first and baseline. Packed runs
     (`wellcond pack`) are files `METHOD/seedN.json` below their `comparison.json`.
 
-    Args:
-        folder: results of `wellcond compare` or `wellcond train`, at any depth.
-
     Raises: RunRecordError if there is no run, or a file is broken or of another version.
     """
     folder = Path(folder)
@@ -122,22 +119,21 @@ def _check_comparable(home: Path, runs: list[Run]) -> None:
         raise RunRecordError(home, f"no run got as far as training: {reasons}", "Mend that, then run it again.")
     seen: dict[tuple[str, int], Run] = {}
     first_of_method: dict[str, Run] = {}
-    first = runs[0]
     for run in runs:
         run.record["metric"] = run.record.get("metric") or known
-        recipe, other = run.record.get("recipe"), seen.setdefault((run.method, run.seed), run)
+        other = seen.setdefault((run.method, run.seed), run)
         if other is not run:
             said = f"is a second run of {run.method!r} with seed {run.seed}; the first is {other.file}"
             raise RunRecordError(run.file, said, "Keep one of them, or report their folders one by one.")
-        if (recipe, run.metric) != (first.record.get("recipe"), first.metric):
-            said = f"has recipe {recipe!r} and metric {run.metric.name!r}, unlike {first.file} in the same comparison"
-            advice = "Runs of different recipes cannot be compared: report their folders one by one."
-            raise RunRecordError(run.file, said, advice)
-        for like in (first, first_of_method.setdefault(run.method, run)):
-            if differing := setting_differences(like.record.get("config"), run.record.get("config")):
+        for like in (runs[0], first_of_method.setdefault(run.method, run)):
+            if differing := setting_differences(_settings(like), _settings(run)):
                 said = f"was made with other settings than {like.file}: {'; '.join(differing[:4])}"
                 advice = "Runs under different settings cannot be compared: put them into different folders."
                 raise RunRecordError(run.file, said, advice)
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    return {key: run.record.get(key) for key in ("recipe", "metric")} | run.part("config")
 
 
 def _assemble(home: Path, runs: list[Run], stored: dict[str, Any]) -> Comparison:

@@ -19,14 +19,15 @@ FEWEST_FOR_EXACT = 6
 
 @dataclass(frozen=True)
 class Match:
-    """First evaluation at which a curve reaches a target; censored (None) if it never does."""
+    """First evaluation at which a curve reaches a target, with the time of training until then; None if it never does.
 
-    epoch: float | None
-    step: int | None
-    seconds: float | None
-    """Time of training until then."""
+    `total` has the epochs and steps of the baseline's whole training.
+    """
+
     total: Mapping[str, float]
-    """Epochs and steps of the baseline's whole training."""
+    epoch: float | None = None
+    step: int | None = None
+    seconds: float | None = None
 
     @property
     def reached(self) -> bool:
@@ -60,8 +61,7 @@ class Matching:
 
     def mean(self, what: str) -> float:
         """Mean of `epoch`, `step`, `seconds` or `saving` over the seeds that reached their target; NaN of none."""
-        values = [number(getattr(match, what)) for match in self.reached]
-        return math.fsum(values) / len(values) if values else math.nan
+        return finite_mean(number(getattr(match, what)) for match in self.reached)
 
     def show(self, unit: str) -> str:
         """Mean `epoch` or `step` over the seeds that reached the target, and how many did not."""
@@ -101,16 +101,15 @@ NO_GAIN = MatchGain({}, 0, None, None)
 
 def match_gains(baseline: str, matchings: Mapping[str, Matching], unit: str) -> dict[str, MatchGain]:
     """Gains of all methods but the baseline over the count of the baseline itself, which a noisy curve makes early."""
-
-    def count(match: Match) -> float:
-        return float(getattr(match, unit)) if match.reached else match.total[unit] + 1
-
-    own = matchings[baseline].by_seed
-    values = {
-        method: {seed: count(own[seed]) - count(match) for seed, match in matching.by_seed.items() if seed in own}
+    counts = {
+        method: {
+            seed: float(getattr(match, unit)) if match.reached else match.total[unit] + 1
+            for seed, match in matching.by_seed.items()
+        }
         for method, matching in matchings.items()
-        if method != baseline
     }
+    own = counts.pop(baseline)
+    values = {m: {seed: own[seed] - count for seed, count in found.items()} for m, found in counts.items()}
     tests = [sign_flip_p(list(v.values())) if len(v) >= FEWEST_FOR_EXACT else None for v in values.values()]
     return {
         method: MatchGain(values[method], matchings[method].censored, p, p_holm)
@@ -127,8 +126,7 @@ def show_match(match: Match | None, unit: str) -> str:
 
 def match_unit(comparison: Comparison) -> str:
     """`epoch` where runs have at least two of them, else `step`."""
-    totals = [number(run.part("progress").get("num_epochs")) for run in comparison.runs]
-    return "epoch" if any(total >= 2 for total in totals) else "step"
+    return "epoch" if any(number(run.part("progress").get("num_epochs")) >= 2 for run in comparison.runs) else "step"
 
 
 def match_method(comparison: Comparison, method: str, *, smooth: int = 1) -> Matching:
@@ -153,25 +151,23 @@ def _first_match(runs: Sequence[Run], baseline: Sequence[Run], smooth: int) -> M
     rows, target = _mean_rows(runs, smooth), _mean_rows(baseline, smooth)
     if not target or (runs and not rows):
         return None
-    end, higher = target[-1], baseline[0].metric.higher_is_better
+    end, sign = target[-1], 1 if baseline[0].metric.higher_is_better else -1
     for row in rows:
-        if row["value"] >= end["value"] if higher else row["value"] <= end["value"]:
-            return Match(row["epoch"], int(row["step"]), row["seconds"], end)
-    return Match(None, None, None, end)
+        if sign * row["value"] >= sign * end["value"]:
+            return Match(end, row["epoch"], int(row["step"]), row["seconds"])
+    return Match(end)
 
 
 def _mean_rows(runs: Sequence[Run], smooth: int) -> list[dict[str, float]]:
     """Evaluations averaged over runs at the steps that all of them have, the metric as a running mean."""
     tables = [{int(row["step"]): row for row in run.evaluations} for run in runs]
-    shared = sorted(set.intersection(*(set(table) for table in tables))) if tables else []
-
-    def mean(step: int, key: str) -> float:
-        return math.fsum(number(table[step].get(key)) for table in tables) / len(tables)
-
-    values = [mean(step, runs[0].metric.name) for step in shared]
-    width = min(smooth, max(len(values), 1))
-    rows = []
-    for at, step in enumerate(shared, 1):
-        running = math.fsum(values[at - width : at]) / width if at >= width else math.nan
-        rows.append({"step": step, "epoch": mean(step, "epoch"), "seconds": mean(step, "seconds"), "value": running})
+    shared = sorted(set.intersection(*map(set, tables))) if tables else []
+    keys = {"step": "step", "epoch": "epoch", "seconds": "seconds", "value": runs[0].metric.name if runs else ""}
+    rows = [
+        {name: math.fsum(number(table[step].get(key)) for table in tables) / len(tables) for name, key in keys.items()}
+        for step in shared
+    ]
+    values, width = [row["value"] for row in rows], min(smooth, len(rows))
+    for at, row in enumerate(rows, 1):
+        row["value"] = math.fsum(values[at - width : at]) / width if at >= width else math.nan
     return rows

@@ -1,9 +1,8 @@
 """`pack`: comparisons as one small file for each run, from which every table comes out the same.
 
-What runs share is stored once for their comparison; rows are columns, rounded as they are plotted. What a table prints
-is kept as it is: scores in full, and the first and the last measurement of every head with enough digits. Between them,
-the weights and attention maps of all heads are one mean, since that is what figures show; the Jacobian of each head
-stays. `records` reads it.
+What runs share is stored once for their comparison; rows are columns of rounded numbers. What a table prints is kept:
+scores in full, and the first and the last measurement of every head. Between them, the weights and attention maps of
+all heads are one mean, since that is what figures show; the Jacobian of each head stays. `records` reads it.
 """
 
 from __future__ import annotations
@@ -12,12 +11,9 @@ import json
 import math
 import os
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from wellcond.files import to_json, write_atomically
 from wellcond.lab.report.analysis import analyse
@@ -34,16 +30,14 @@ from wellcond.lab.report.records import (
     PACKED,
     ROLES,
     SMALLEST,
-    Keys,
     Rows,
     Run,
     RunRecordError,
     leaves_of,
     nested,
     read_json,
-    spread_column,
 )
-from wellcond.lab.report.table import number, table_markdown
+from wellcond.lab.report.table import finite_mean, number, table_markdown
 from wellcond.lab.report.tuning import NAME as TUNING_FILE
 from wellcond.run_records import SCHEMA, checksum, seal
 
@@ -52,22 +46,16 @@ SCORES = frozenset({"final", "best", "test"})
 OWN = SCORES | {"schema", "kind", "method", "seed", "status", "samples"}
 """Fields of a record that are never shared: what a run is and what came out."""
 MOST_POINTS = 60
-PLOTTED, PRINTED = 4, 7
+DIGITS = 7
 """Significant digits of what is plotted, and of what tables print means of."""
 STEPS = ("step", "epoch", "loss", *(f"grad_norm_{role}" for role in ROLES))
 
 
 def pack(folder: Path, output: Path) -> list[Path]:
-    """Write every comparison below a folder in packed form, with `report/report.md` made from it.
+    """Write every comparison below a folder in packed form into another one, with `report/report.md` made from it.
 
     Each is written beside its place and read again; only if all tables come out with the same bytes does it take the
-    place of what was there.
-
-    Args:
-        folder: full runs of `wellcond compare`, at any depth; they stay as they are.
-        output: where the packed form goes, laid out like `folder`; another folder.
-
-    Returns: the folder of every packed comparison.
+    place of what was there. The full runs stay as they are.
 
     Raises: RunRecordError if runs are broken, not complete, or packed already, or a table would change.
     """
@@ -99,13 +87,7 @@ def _pack_one(comparison: Comparison, home: Path) -> Path:
         (made / "report").mkdir()
         write_atomically(made / "report" / "report.md", render_markdown(after))
         if any(True for run in packed.runs for _ in run.fine_tuned()):
-            page = rebuild_glue(made)
-            stored = comparison.folder / page.name
-            if stored.is_file() and stored.read_bytes() != page.read_bytes():
-                raise RunRecordError(
-                    stored, "is not what its records make of it", "Run wellcond glue again, then pack."
-                )
-            page.with_suffix(".csv").unlink()
+            rebuild_glue(made).with_suffix(".csv").unlink()
         _replace(home, made)
     return home
 
@@ -178,27 +160,17 @@ def _without_logs(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def share(records: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What most of some records have in common, and of each record the rest; `merge` puts them together again.
-
-    Example:
-        >>> share([{"lr": 1, "name": "a"}, {"lr": 1, "name": "b"}])
-        ({'lr': 1}, [{'name': 'a'}, {'name': 'b'}])
-    """
+    """What all records have in common, and of each record the rest; `merge` puts them together again."""
     flat = [dict(leaves_of(record)) for record in records]
-    shared: dict[Keys, Any] = {}
-    for path in dict.fromkeys(path for leaves in flat for path in leaves):
-        if path[0] in OWN or SCORES.intersection(path):
-            continue
-        texts = Counter(json.dumps(leaves[path], sort_keys=True) for leaves in flat if path in leaves)
-        text, count = texts.most_common(1)[0]
-        if count > 1 and 2 * count > len(records):
-            shared[path] = json.loads(text)
-    rests = []
-    for leaves in flat:
-        absent = [list(path) for path in shared if path not in leaves]
-        own = {path: leaf for path, leaf in leaves.items() if path not in shared or shared[path] != leaf}
-        rests.append(nested(own) | ({"absent": absent} if absent else {}))
-    return nested(shared), rests
+    texts = [{path: json.dumps(leaf, sort_keys=True) for path, leaf in leaves.items()} for leaves in flat]
+    shared = {
+        path: leaf
+        for path, leaf in flat[0].items()
+        if path[0] not in OWN
+        and not SCORES.intersection(path)
+        and all(leaves.get(path) == texts[0][path] for leaves in texts)
+    }
+    return nested(shared), [nested({path: leaf for path, leaf in own.items() if path not in shared}) for own in flat]
 
 
 def to_columns(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
@@ -215,25 +187,21 @@ def to_columns(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[s
 def pack_steps(rows: Rows) -> dict[str, Any]:
     """Training rows; many of them as means over equal stretches, each placed at its end."""
     size = max(math.ceil(len(rows) / MOST_POINTS), 1)
-    parts = [rows[start : start + size] for start in range(0, len(rows), size)]
-    early = max(len(parts) // 10, 1)  # whose gradient norms a finding prints
     kept = []
-    for at, part in enumerate(parts):
-        means = {key: _mean([number(row.get(key)) for row in part]) for key in STEPS[2:]}
-        digits = PRINTED if at < early else PLOTTED
-        kept.append({"step": part[-1]["step"], "epoch": part[-1].get("epoch"), **_rounded(means, digits)})
+    for part in [rows[start : start + size] for start in range(0, len(rows), size)]:
+        means = {key: finite_mean(number(row.get(key)) for row in part) for key in STEPS[2:]}
+        kept.append({"step": part[-1]["step"], "epoch": part[-1].get("epoch"), **_rounded(means)})
     return to_columns(kept, STEPS)
 
 
 def pack_evaluations(rows: Rows, metric: str) -> dict[str, Any]:
-    """Evaluations: the metric in full, since matching compares it; the others as plotted or printed."""
+    """Evaluations: the metric in full, since matching compares it."""
+    others = [key for key in ("loss", "seconds") if key != metric]
     kept = [
-        {"step": row["step"], "epoch": row.get("epoch"), metric: row.get(metric)}
-        | _rounded({"loss": row.get("loss")}, PLOTTED)
-        | _rounded({"seconds": row.get("seconds")}, PRINTED)
+        {key: row.get(key) for key in ("step", "epoch", metric)} | _rounded({key: row.get(key) for key in others})
         for row in rows
     ]
-    return to_columns(kept, tuple(dict.fromkeys(("step", "epoch", metric, "loss", "seconds"))))
+    return to_columns(kept, ("step", "epoch", metric, *others))
 
 
 def pack_heads(rows: Rows) -> dict[str, Any]:
@@ -248,64 +216,38 @@ def pack_heads(rows: Rows) -> dict[str, Any]:
     kept = []
     for step, heads in by_step.items():
         if step in ends:
-            kept += [
-                _rounded({key: row.get(key) for key in MEASURED}, PRINTED)
-                | _rounded({key: row.get(key) for key in (*LARGEST, *SMALLEST)}, PLOTTED)
-                for row in heads
-            ]
+            kept += [_rounded({key: row.get(key) for key in MEASURED}) for row in heads]
             continue
         measured = [row for row in heads if any(row.get(key) is not None for key in JACOBIAN[:4])] or heads[:1]
-        listed = [
-            {key: row.get(key) for key in MEASURED[:4]} | _rounded({key: row.get(key) for key in JACOBIAN}, PLOTTED)
-            for row in measured
-        ]
-        listed[0] |= _rounded(_means(heads), PLOTTED)
+        listed = [_rounded({key: row.get(key) for key in (*MEASURED[:4], *JACOBIAN)}) for row in measured]
+        listed[0] |= _rounded(_means(heads))
         kept += listed
-    return _without_copies(to_columns(kept, MEASURED))
+    # The smallest singular value is the largest over the condition number, and columns may be copies of others.
+    columns = to_columns(kept, [key for key in MEASURED if key not in SMALLEST])
+    copies = [key for key, source in COPIES.items() if key in columns and columns[key] == columns.get(source)]
+    return {key: value for key, value in columns.items() if key not in copies} | ({"copies": copies} if copies else {})
 
 
 def _means(heads: Rows) -> dict[str, Any]:
     """Over heads and layers, geometric or arithmetic, of finite values; infinite if all are."""
     means: dict[str, Any] = {}
-    for key in (*KAPPAS, *LARGEST, *SMALLEST, *ARITHMETIC):
-        values = [number(row.get(key)) for row in heads if row.get(key) is not None]
+    for key in (*KAPPAS, *LARGEST, *ARITHMETIC):
+        values = [number(row.get(key)) for row in heads]
         usable = [x for x in values if math.isfinite(x) and (x > 0 or key in ARITHMETIC)]
         if usable:
-            means[key] = _mean(usable) if key in ARITHMETIC else 10 ** _mean([math.log10(x) for x in usable])
+            mean = finite_mean(usable if key in ARITHMETIC else map(math.log10, usable))
+            means[key] = mean if key in ARITHMETIC else 10**mean
         elif math.inf in values:
             means[key] = math.inf
     return means
 
 
-def _without_copies(columns: dict[str, Any]) -> dict[str, Any]:
-    """Without what follows from other columns: copies, and sigma_min, which is sigma_max / kappa."""
-    kept = dict(columns)
-    for names in zip(KAPPAS, LARGEST, SMALLEST, strict=True):
-        if set(names) <= columns.keys():
-            spread = [spread_column(columns[key], columns["rows"]) for key in names]
-            kappas, tops, ends = (np.array(list(map(number, values))) for values in spread)
-            known = ~(np.isnan(kappas) | np.isnan(tops))
-            with np.errstate(divide="ignore", invalid="ignore"):
-                close = np.isclose(tops / kappas, ends, rtol=2e-3, atol=0, equal_nan=True)
-            if np.all(close[known]) and np.all(np.isnan(ends[~known])):
-                del kept[names[2]]
-    copies = [key for key, source in COPIES.items() if key in columns and columns[key] == columns.get(source)]
-    for key in copies:
-        del kept[key]
-    return kept | ({"copies": copies} if copies else {})
-
-
-def _mean(values: Sequence[float]) -> float:
-    known = [value for value in values if not math.isnan(value)]
-    return math.fsum(known) / len(known) if known else math.nan
-
-
-def _rounded(values: Mapping[str, Any], digits: int) -> dict[str, Any]:
-    """Numbers with so many significant digits; NaN is no value."""
+def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers with seven significant digits; NaN is no value."""
     made: dict[str, Any] = {}
     for key, value in values.items():
         x = value
         if isinstance(value, float):
-            x = None if math.isnan(value) else float(f"{value:.{digits}g}") if math.isfinite(value) else str(value)
+            x = None if math.isnan(value) else float(f"{value:.{DIGITS}g}") if math.isfinite(value) else str(value)
         made[key] = int(x) if isinstance(x, float) and x == int(x) and abs(x) < 1e15 else x
     return made

@@ -16,22 +16,13 @@ from wellcond.files import write_atomically
 from wellcond.lab.report.analysis import Analysis, analyse, bottom_line, find_findings
 from wellcond.lab.report.figures import Figure, build_figures, write_csv
 from wellcond.lab.report.load_runs import Comparison, load_comparisons
-from wellcond.lab.report.plots import NUM_COLOURS, Plot, asset, draw_static, plots
+from wellcond.lab.report.plots import NUM_COLOURS, asset, draw_static, plots
 from wellcond.lab.report.records import RunRecordError, leaves_of
-from wellcond.lab.report.samples import (
-    Picture,
-    Sample,
-    detection_parts,
-    detections_markdown,
-    find_pictures,
-    find_samples,
-    samples_markdown,
-)
+from wellcond.lab.report.samples import detections_markdown, find_pictures, find_samples, samples_markdown
 from wellcond.lab.report.table import (
     Table,
     plain_markdown,
     plain_setting,
-    show_seeds,
     table_csv,
     table_markdown,
     visible,
@@ -44,26 +35,14 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 MADE = {"figures": (".png", ".svg", ".csv"), "tables": (".csv",)}
-TABS = (
-    "Summary", "Tuning", "Learning", "Matching", "Conditioning", "Layers", "Attention", "Cost", "Samples", "Detections",
-    "Runs",
-)  # fmt: skip
-OPTIONAL = {
-    "Tuning": "How the score depends on what was tuned, for each method, and what was chosen before the test.",
-    "Samples": "What the models write after training, from the same random numbers. Words in bold were given.",
-    "Detections": "What the models find in the first evaluation images after training, beside the truth. A colour is a "
-    "category, the same in all pictures of an image; of the predictions the best are drawn, as many as there are "
-    "objects but at least five, each with its score. Point at a box to read its label.",
-}
-"""Tabs that are only there if they have something to show, and what stands above it."""
-TABLE_TABS = {
-    "summary": "Summary", "required": "Summary", "other_metrics": "Summary", "tuning": "Tuning",
-    "matching": "Matching", "conditioning": "Conditioning", "cost": "Cost",
+TABS = {
+    "Summary": ("summary", "required", "other_metrics"), "Tuning": ("tuning",), "Learning": (),
+    "Matching": ("matching",), "Conditioning": ("conditioning",), "Attention": (), "Cost": ("cost",), "Samples": (),
+    "Detections": (), "Runs": ("statistics", "seeds"),
 }  # fmt: skip
-"""All other tables are among the runs."""
+"""Tabs of the page, each with its tables; figures name theirs."""
 MOST_SHOWN = 4
 """Values of a setting that differs between runs."""
-Part = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -75,15 +54,12 @@ class Content:
     provenance: Table
     figures: list[Figure] | None
     """None: there is no page, and `report.md` stands alone."""
-    samples: dict[str, list[Sample]]
-    pictures: list[Picture]
+    samples: dict[str, list[dict[str, str]]]
+    pictures: list[dict[str, Any]]
 
 
 def gather(analysis: Analysis, *, figures: bool = True) -> Content:
-    """Tables, figures and samples of a comparison, computed once.
-
-    Raises: RunRecordError on broken records.
-    """
+    """Tables, figures and samples of a comparison, computed once."""
     comparison, tables, drawn = analysis.comparison, build_tables(analysis), build_figures(analysis) if figures else []
     if tuning := find_tuning(comparison):
         tables, drawn = [*tables, tuning_table(tuning)], [tuning_figure(comparison, tuning).drawable(), *drawn]
@@ -96,26 +72,17 @@ def gather(analysis: Analysis, *, figures: bool = True) -> Content:
 def build_report(folder: Path, *, pictures: bool = True) -> list[Path]:
     """Write `report/` into the folder of every comparison found; the same records give the same files.
 
-    Args:
-        folder: any folder above `run.json` files.
-        pictures: also draw figures and make the page; without, only `report.md` and the tables are written.
-
-    Returns: path of every `report.html`, or `report.md` without pictures.
-
-    Raises: as `write_report`.
+    Returns: path of every `report.html`; without pictures only `report.md` and the tables are written.
     """
     found = load_comparisons(folder)
     return [write_report(gather(analyse(comparison), figures=pictures)) for comparison in found]
 
 
 def write_report(content: Content) -> Path:
-    """Write the report of a comparison; without figures, no page.
+    """Write the report of a comparison; without figures, no page. Nothing is written if a record is broken.
 
     Each file is replaced as a whole, so that a reader never sees half of one. Figures and tables of an older report
     that no longer exist are removed.
-
-    Raises: RunRecordError on broken records, MissingExtraError without plotly or matplotlib; in both cases before
-        anything is written.
     """
     folder, figures = content.analysis.comparison.folder, content.figures
     files: dict[str, str | bytes] = {
@@ -147,20 +114,15 @@ def write_report(content: Content) -> Path:
     return home / ("report.md" if figures is None else "report.html")
 
 
-def _judged_on(comparison: Comparison) -> str:
-    """What the name of the result leaves open, to stand behind it."""
-    tested = f", {comparison.tested_weights}; curves and matching are of the evaluation set"
-    return tested if comparison.tested else ""
-
-
 def _facts(comparison: Comparison) -> dict[str, str]:
     """What ran, and what it is judged by."""
     metric, data = comparison.result, next((run.part("data") for run in comparison.runs if run.part("data")), {})
+    tested = f", {comparison.tested_weights}; curves and matching are of the evaluation set"
     facts = {
         "Recipe": f"{comparison.recipe or 'not recorded'}, scale {comparison.scale or 'not recorded'}",
         "Data": str(data.get("description") or data.get("name") or "not recorded"),
         "Model": str(comparison.runs[0].part("model").get("name") or "not recorded"),
-        "Judged by": f"{metric.name}, {metric.better}{_judged_on(comparison)}",
+        "Judged by": f"{metric.name} ({metric.better}){tested if comparison.tested else ''}",
         "Seeds": f"{', '.join(map(str, comparison.seeds))}; baseline {comparison.baseline}",
     }
     return facts | ({"Notes": comparison.notes} if comparison.notes else {})
@@ -196,18 +158,17 @@ def _shared(mappings: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
 
 def render_markdown(content: Content) -> str:
     """Markdown of a comparison, to stand beside the folders `figures` and `tables`; without figures, to stand alone."""
-    analysis, comparison = content.analysis, content.analysis.comparison
-    facts, findings = _facts(comparison), find_findings(analysis)
-    judged = f"{comparison.result.name} ({comparison.result.better}){_judged_on(comparison)}"
+    comparison, facts = content.analysis.comparison, _facts(content.analysis.comparison)
     lines = [
-        f"# {plain_markdown(comparison.title)}", "", f"**{plain_markdown(bottom_line(analysis))}**", "",
+        f"# {plain_markdown(comparison.title)}", "", f"**{plain_markdown(bottom_line(content.analysis))}**", "",
         plain_markdown(
-            f"Recipe {facts['Recipe']}; data: {facts['Data']}; judged by {judged}; seeds {facts['Seeds']}."
+            f"Recipe {facts['Recipe']}; data: {facts['Data']}; judged by {facts['Judged by']}; seeds {facts['Seeds']}."
         ), "",
         *(("With plots to point at: [report.html](report.html).", "") if content.figures else ()),
         *((plain_markdown(comparison.notes), "") if comparison.notes else ()),
-        *(("## Findings", "", *(f"- {plain_markdown(finding)}" for finding in findings), "") if findings else ()),
     ]  # fmt: skip
+    if findings := find_findings(content.analysis):
+        lines += ["## Findings", "", *(f"- {plain_markdown(finding)}" for finding in findings), ""]
     for table in content.tables:
         link = [f"[CSV](tables/{table.name}.csv)", ""] if content.figures else []
         lines += [f"## {table.title}", "", table_markdown(table), "", *link]
@@ -222,60 +183,29 @@ def render_markdown(content: Content) -> str:
 
 
 def render_page(content: Content) -> str:
-    """HTML of a comparison as one self-contained file; the same records give the same bytes.
-
-    Raises: MissingExtraError if plotly or jinja2 is not installed.
-    """
-    comparison, metric = content.analysis.comparison, content.analysis.comparison.result
-    tabs: dict[str, list[Part]] = {title: [] for title in TABS}
-    drawings: dict[str, Plot] = {}
-    tabs["Summary"].append({"kind": "bottom line", "text": bottom_line(content.analysis)})
-    tabs["Runs"].append({"kind": "facts", "facts": _facts(comparison)})
-    for figure in content.figures or ():
-        tabs[figure.section].append(_figure_part(figure, drawings))
-    for table in content.tables:
-        shown = without_empty_columns(table)
-        tabs[TABLE_TABS.get(table.name, "Runs")].append({"kind": "table", "table": shown, "title": table.title})
-    if findings := find_findings(content.analysis):
-        tabs["Summary"].append({"kind": "list", "fold": "What else the numbers say", "lines": findings})
-    for prompt, samples in content.samples.items():
-        title = "With a beginning" if prompt else "Without a beginning"
-        tabs["Samples"].append({"kind": "samples", "title": title, "samples": samples})
-    tabs["Detections"] += detection_parts(content.pictures)
-    tabs["Runs"].append({"kind": "table", "fold": content.provenance.title, "table": content.provenance})
+    """HTML of a comparison as one self-contained file; the same records give the same bytes."""
+    with needs_extra("plotly", "report"):
+        from plotly.offline import get_plotlyjs
+    source = get_plotlyjs()
+    assert "</script" not in source.lower(), "plotly's own text would end the script element"
+    tables = {table.name: without_empty_columns(table) for table in content.tables}
+    drawn = [(figure, plots(figure)) for figure in content.figures or ()]
+    tabs = {
+        title: ([one for one in drawn if one[0].section == title], [tables[name] for name in names if name in tables])
+        for title, names in TABS.items()
+    }
+    has_more = {"Samples": bool(content.samples), "Detections": bool(content.pictures)}
     return render(
-        "comparison.html",
-        title=comparison.title,
-        lead=f"Judged by {metric.name}, {metric.better}; {show_seeds(len(comparison.seeds))}; baseline "
-        f"{comparison.baseline}; scale {comparison.scale or 'not recorded'}.",
-        tabs=[(title, OPTIONAL.get(title), parts) for title, parts in tabs.items() if parts or title not in OPTIONAL],
-        measured=any(content.analysis.heads.values()),
-        num_colours=NUM_COLOURS,
-        drawings=drawings,
-        plotly=_plotly_source(),
-    )
-
-
-def _figure_part(figure: Figure, drawings: dict[str, Plot]) -> Part:
-    """A figure of the page; its plots are added to the drawings."""
-    name, boxes, drawn = figure.name.replace("_", "-"), [], set()
-    for at, (title, plot) in enumerate(plots(figure)):
-        drawings[f"{name}-{at}"] = plot
-        drawn |= {trace["meta"] for trace in plot["data"] if "meta" in trace}
-        label = f"{figure.title}: {title}" if title else figure.title
-        boxes.append({"id": f"{name}-{at}", "title": title, "label": label})
-    return {
-        "kind": "figure", "id": f"figure-{name}", "title": figure.title, "caption": figure.caption, "boxes": boxes,
-        "legend": [(at, figure.methods[at]) for at in sorted(drawn) if figure.kind == "lines"],
-        "layout": "wide" if len(boxes) == 1 else "two" if figure.kind == "maps" else "",
-    }  # fmt: skip
+        "comparison.html", comparison=content.analysis.comparison, facts=_facts(content.analysis.comparison),
+        bottom_line=bottom_line(content.analysis), findings=find_findings(content.analysis), content=content,
+        tabs={title: shown for title, shown in tabs.items() if any(shown) or has_more.get(title)},
+        drawings={f"{figure.name}-{at}": plot for figure, listed in drawn for at, (_, plot) in enumerate(listed)},
+        num_colours=NUM_COLOURS, plotly=source,
+    )  # fmt: skip
 
 
 def render(template: str, **context: Any) -> str:
-    """Text of a page from one of the `templates`, which escapes all that it shows.
-
-    Raises: MissingExtraError if jinja2 is not installed.
-    """
+    """Text of a page from one of the `templates`, which escapes all that it shows."""
     return environment().get_template(template).render(**context)
 
 
@@ -290,16 +220,6 @@ def environment() -> Environment:
         lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     made.globals["asset"] = lambda name: Markup(asset(name))
-    made.filters["visible"] = visible
-    made.filters["px"] = lambda value: f"{value:.6g}"
+    made.filters |= {"visible": visible, "px": lambda value: f"{value:.6g}"}
     made.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return made
-
-
-def _plotly_source() -> str:
-    """The plotting library, to be part of the page."""
-    with needs_extra("plotly", "report"):
-        from plotly.offline import get_plotlyjs
-    source: str = get_plotlyjs()
-    assert "</script" not in source.lower(), "plotly's own text would end the script element"
-    return source

@@ -16,7 +16,7 @@ from typing import Any
 
 from wellcond.errors import WellcondError
 from wellcond.lab.report.table import MISSING, number, show
-from wellcond.run_records import CHECKSUM, COMPLETE, CORRELATIONS, SCHEMA, find_change, find_problem, matches
+from wellcond.run_records import CHECKSUM, COMPLETE, SCHEMA, find_change, find_problem, matches
 
 Rows = list[dict[str, Any]]
 Keys = tuple[str, ...]
@@ -36,7 +36,7 @@ KAPPAS, LARGEST, SMALLEST = (
 ARITHMETIC = ("normalised_entropy", "diagonal_mass", "dead")
 MEASURED = ("step", "epoch", "layer", "head", *JACOBIAN, *ARITHMETIC, *KAPPAS, *LARGEST, *SMALLEST)
 COPIES = {"condition_number": "pseudo_condition_number", **{f"raw_{key}": key for key in (*KAPPAS[:3], *LARGEST[:3])}}
-"""Columns that are often equal to another, and then stored once."""
+"""Columns that were often equal to another, and then stored once."""
 
 
 class RunRecordError(WellcondError, ValueError):
@@ -68,13 +68,6 @@ class Metric:
         return 100.0 if self.percent else 1.0
 
     @property
-    def limits(self) -> tuple[float, float]:
-        """Smallest and largest number that can be shown, as far as that is known."""
-        if not self.percent:
-            return -math.inf, math.inf
-        return -self.scale if self.name in CORRELATIONS else 0.0, self.scale
-
-    @property
     def unit(self) -> str:
         """Unit of a difference, with its space; empty if there is none."""
         return " points" if self.percent else ""
@@ -94,14 +87,7 @@ class Metric:
         return (1 - mean if self.percent else math.nan) if self.higher_is_better else mean
 
     def show(self, value: float, *, sign: bool = False) -> str:
-        """A value, or with `sign` a difference, as it is printed.
-
-        Example:
-            >>> Metric("accuracy", True, True).show(0.9123)
-            '91.23'
-            >>> Metric("perplexity", False, False).show(-0.5, sign=True)
-            '-0.5'
-        """
+        """A value, or with `sign` a difference, as it is printed."""
         shown = show(value * self.scale, 4)
         if shown == MISSING or abs(value) == math.inf:
             return shown
@@ -110,34 +96,20 @@ class Metric:
         return f"+{shown}" if sign and value > 0 else shown
 
 
-@dataclass(frozen=True)
 class Run:
-    """One training run: its record, and its rows, which are read when they are first asked for."""
+    """One training run: its record, and its rows, which are read when they are first asked for.
 
-    folder: Path
-    record: dict[str, Any]
-    packed: Mapping[str, Any] | None = None
-    """Columns of a packed run, which has no other files."""
+    `file` holds the record, `sessions` has versions and machine for each time it was started or resumed, and `alone`
+    says whether it had its cores to itself from beginning to end, so that its times are those of its method.
+    """
 
-    @property
-    def file(self) -> Path:
-        """The file of its record."""
-        return self.folder / "run.json" if self.packed is None else self.folder.with_suffix(".json")
-
-    @property
-    def method(self) -> str:
-        """Label of the method."""
-        return str(self.record["method"])
-
-    @property
-    def seed(self) -> int:
-        """Its seed, by which runs are paired."""
-        return int(self.record["seed"])
-
-    @property
-    def status(self) -> str:
-        """Status as stored."""
-        return str(self.record["status"])
+    def __init__(self, folder: Path, record: dict[str, Any], packed: Mapping[str, Any] | None = None) -> None:
+        """A run of a folder or, with the columns of its rows, a packed one, which has no other files."""
+        self.folder, self.record, self.packed = folder, record, packed
+        self.file = folder / "run.json" if packed is None else folder.with_suffix(".json")
+        self.method, self.seed, self.status = str(record["method"]), int(record["seed"]), str(record.get("status"))
+        self.sessions: Rows = list(record.get("sessions") or ())
+        self.alone = bool(self.sessions) and all(session.get("alone") is True for session in self.sessions)
 
     @property
     def metric(self) -> Metric:
@@ -146,12 +118,8 @@ class Run:
 
     def part(self, name: str) -> dict[str, Any]:
         """A mapping of its record, such as `final`, `best`, `test`, `seconds` or `data`; empty if there is none."""
-        return self.record.get(name) or {}
-
-    @property
-    def sessions(self) -> list[dict[str, Any]]:
-        """One entry for each time the run was started or resumed: versions and machine."""
-        return list(self.record.get("sessions") or ())
+        found = self.record.get(name)
+        return found if isinstance(found, dict) else {}
 
     @property
     def value(self) -> float:
@@ -177,11 +145,6 @@ class Run:
     def finished(self) -> bool:
         """Whether it counts in means."""
         return self.outcome == "finished"
-
-    @property
-    def alone(self) -> bool:
-        """Whether it had its cores to itself from beginning to end, so that its times are those of its method."""
-        return bool(self.sessions) and all(session.get("alone") is True for session in self.sessions)
 
     @cached_property
     def steps(self) -> Rows:
@@ -228,27 +191,19 @@ class Run:
         content = path.read_bytes()
         if mark and not matches(mark, content, complete=complete):
             raise RunRecordError(path, "was changed after it was written, or is not of the run in run.json", advice)
-        lines = [line for line in content.decode("utf-8", errors="replace").split("\n") if line.strip()]
-        try:
-            rows = json.loads(f"[{','.join(lines)}]")
-        except (ValueError, RecursionError):
-            rows = list(_parsed_one_by_one(path, lines, complete, advice))
+        rows, lines = [], [line for line in content.decode("utf-8", errors="replace").split("\n") if line.strip()]
+        for at, line in enumerate(lines, 1):
+            try:
+                rows.append(json.loads(line))
+            except (ValueError, RecursionError) as error:
+                if at < len(lines) or complete:  # half a last line is what a killed run leaves
+                    raise RunRecordError(path, f"row {at} of {len(lines)} is not JSON ({error})", advice) from error
         try:
             # A run that was killed and resumed may have written a step twice; the later row is the one that counts.
             latest = {tuple([row[key] for key in keys]): row for row in rows}
         except (TypeError, KeyError) as error:
             raise RunRecordError(path, f"every row should have the keys {', '.join(keys)}", advice) from error
         return sorted(latest.values(), key=lambda row: number(row["step"]))
-
-
-def _parsed_one_by_one(path: Path, lines: list[str], complete: bool, advice: str) -> Iterator[Any]:
-    for at, line in enumerate(lines):
-        try:
-            yield json.loads(line)
-        except (ValueError, RecursionError) as error:
-            if at == len(lines) - 1 and not complete:  # half a last line is what a killed run leaves
-                return
-            raise RunRecordError(path, f"row {at + 1} of {len(lines)} is not JSON ({error})", advice) from error
 
 
 def _unpack_rows(columns: Mapping[str, Any]) -> Rows:
@@ -258,26 +213,14 @@ def _unpack_rows(columns: Mapping[str, Any]) -> Rows:
     """
     copies = {key: columns[COPIES[key]] for key in columns.get("copies", ())}
     stored = {key: value for key, value in columns.items() if key not in ("rows", "copies")} | copies
-    spread = [spread_column(value, columns.get("rows", 0)) for value in stored.values()]
+    spread = [value if isinstance(value, list) else [value] * columns.get("rows", 0) for value in stored.values()]
     rows = [dict(zip(stored, values, strict=True)) for values in zip(*spread, strict=True)]
     for kappa, largest, smallest in zip(KAPPAS, LARGEST, SMALLEST, strict=True):
-        if smallest in stored or kappa not in stored or largest not in stored:
-            continue
-        for row in rows:
-            if row[kappa] is not None and row[largest] is not None:
-                row[smallest] = number(row[largest]) / number(row[kappa])
+        if smallest not in stored and kappa in stored and largest in stored:
+            for row in rows:
+                if row[kappa] is not None and row[largest] is not None:
+                    row[smallest] = number(row[largest]) / number(row[kappa])
     return rows
-
-
-def spread_column(value: Any, count: int) -> list[Any]:
-    """Values of a packed column, as many as there are rows.
-
-    Raises: ValueError if there are more or fewer.
-    """
-    values = value if isinstance(value, list) else [value] * count
-    if len(values) != count:
-        raise ValueError(f"expected {count} rows in each column")
-    return values
 
 
 def merge(shared: Mapping[str, Any], rest: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from scipy.special import stdtr, stdtrit  # scipy.stats takes seconds to import
@@ -18,7 +17,6 @@ LEVEL = 0.95
 FEWEST_SEEDS = 3
 FEWEST_FOR_BOOTSTRAP = 5
 NUM_DRAWS = 10_000
-BOOTSTRAP_SEED = 0
 REQUIRED = (
     (("conditioned", ""), ("mimetic", "")),
     (("conditioned", ""), ("gaussian", "")),
@@ -82,9 +80,9 @@ class PairedDifference(Summary):
         """95 % percentile interval of the mean over 10,000 draws with a fixed seed; None below five seeds."""
         if self.count < FEWEST_FOR_BOOTSTRAP:
             return None
-        chosen = np.random.default_rng(BOOTSTRAP_SEED).integers(0, self.count, (NUM_DRAWS, self.count))
-        draws = np.array(list(self.values.values()))[chosen].mean(1)
-        low, high = np.quantile(draws, [0.5 - LEVEL / 2, 0.5 + LEVEL / 2])
+        chosen = np.random.default_rng(0).integers(0, self.count, (NUM_DRAWS, self.count))
+        means = np.array(list(self.values.values()))[chosen].mean(1)
+        low, high = np.quantile(means, [0.5 - LEVEL / 2, 0.5 + LEVEL / 2])
         return float(low), float(high)
 
     @property
@@ -133,11 +131,6 @@ class LogSummary:
         """Share of the known values that are infinite; 0 of nothing."""
         return self.infinite / (self.finite + self.infinite) if self.infinite else 0.0
 
-    @property
-    def rank(self) -> tuple[float, float]:
-        """Smaller is better conditioned: fewer infinite values first, then the mean of the finite ones."""
-        return self.infinite_share, self.geometric_mean if self.finite else math.inf
-
     def show(self, *, interval: bool = False) -> str:
         """The mean, and the share of infinite values, which are in no mean."""
         if not self.finite:
@@ -148,12 +141,7 @@ class LogSummary:
 
 
 def sample_std(values: Sequence[float]) -> float:
-    """Sample standard deviation; exactly zero where values differ by rounding only.
-
-    Example:
-        >>> sample_std([1.0, 2.0, 3.0])
-        1.0
-    """
+    """Sample standard deviation; exactly zero where values differ by rounding only."""
     if len(values) < 2:
         return math.nan
     spread = float(np.std(np.asarray(values, dtype=float), ddof=1))
@@ -171,12 +159,7 @@ def t_interval(values: Sequence[float]) -> Interval | None:
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """Holm's step-down correction; None stays None and does not count as a test.
-
-    Example:
-        >>> holm([0.01, None, 0.04, 0.03])
-        [0.03, None, 0.06, 0.06]
-    """
+    """Holm's step-down correction; None stays None and does not count as a test."""
     order = sorted((p, at) for at, p in enumerate(p_values) if p is not None)
     corrected: list[float | None] = [None] * len(p_values)
     highest = 0.0
@@ -222,9 +205,9 @@ def differences_to_baseline(comparison: Comparison, summaries: Mapping[str, Summ
 def required_differences(
     comparison: Comparison, summaries: Mapping[str, Summary], to_baseline: Mapping[str, PairedDifference]
 ) -> list[PairedDifference]:
-    """Differences of the required pairs; those to the comparison's baseline are the ones that are there already.
+    """Differences of the required pairs, corrected over the pairs with the same second method.
 
-    The others are corrected over the pairs with the same second method.
+    Those to the comparison's baseline are the ones that are there already.
     """
     pairs = required_pairs(comparison)
     found = {(method, comparison.baseline): difference for method, difference in to_baseline.items()}
@@ -235,46 +218,26 @@ def required_differences(
 
 
 def required_pairs(comparison: Comparison) -> list[tuple[str, str]]:
-    """The comparisons that must be printed whenever both methods are there; keys made for a mask against plain ones."""
-    found = {run.method: run.record.get("method_spec") for run in comparison.runs}
-    specs = {method: spec if isinstance(spec, dict) else {} for method, spec in found.items()}
-    kinds = {method: method_kind(spec, method) for method, spec in found.items()}
-    around = {method: _surroundings(spec) for method, spec in specs.items()}
-    tied = [method for method in specs if "keys" in (specs[method].get("init_options") or {})]
+    """The comparisons that must be printed whenever both methods are there; keys made for a mask against plain ones.
+
+    Around the attention both must be the same: tokens, the start of the rest, and set fields but for the rate.
+    """
+    kinds, around, tied = {}, {}, set()
+    for run in comparison.runs:
+        spec = run.part("method_spec")
+        options, fields = spec.get("init_options") or {}, spec.get("set") or {}
+        kinds[run.method] = str(spec.get("init") or "default"), str(spec.get("condition") or "")
+        rest = {field: value for field, value in fields.items() if field != "optimizer.lr"}
+        around[run.method] = spec.get("tokens") or {}, "library" in options, rest
+        tied |= {run.method} if "keys" in options else set()
     present = [method for method in comparison.methods if method in kinds]
     alike = [(a, b) for a in present for b in present if around[a] == around[b]]
     claims = [pair for wanted in REQUIRED for pair in alike if (kinds[pair[0]], kinds[pair[1]]) == wanted]
     return claims + [(a, b) for a, b in alike if a in tied and b not in tied and kinds[a] == kinds[b]]
 
 
-def _surroundings(spec: Mapping[str, Any]) -> tuple[object, ...]:
-    """What must be the same around two attention starts: tokens, the start of the rest, fields other than the rate."""
-    fields = {field: value for field, value in (spec.get("set") or {}).items() if field != "optimizer.lr"}
-    return spec.get("tokens") or {}, "library" in (spec.get("init_options") or {}), fields
-
-
-def method_kind(spec: object, label: str) -> tuple[str, str]:
-    """Initialisation and correction of a method; from its label where the record does not say.
-
-    Example:
-        >>> method_kind(None, "identity(lam=10)"), method_kind({"init": "mimetic", "condition": None}, "x")
-        (('default', 'identity'), ('mimetic', ''))
-    """
-    if isinstance(spec, dict):
-        return str(spec.get("init") or "default"), str(spec.get("condition") or "")
-    words = [part.split("(")[0].split("-")[0].strip() for part in label.split("+")]
-    corrections = [word for word in words if word in ("identity", "polar", "balanced")]
-    others = [word for word in words if word not in corrections]
-    return (others or ["default"])[0], (corrections or [""])[0]
-
-
 def summarise_logs(values: Iterable[float]) -> LogSummary:
-    """Geometric mean of the finite values among some condition numbers.
-
-    Example:
-        >>> summarise_logs([10.0, 1000.0, float("inf")]).geometric_mean
-        100.0
-    """
+    """Geometric mean of the finite values among some condition numbers."""
     listed = list(values)
     logs = [math.log10(value) for value in listed if math.isfinite(value) and value > 0]
     mean = 10 ** (math.fsum(logs) / len(logs)) if logs else math.nan
@@ -296,11 +259,6 @@ def show_p(p: float | None) -> str:
 
 
 def interval_values(interval: Interval | None, scale: float = 1.0, prefix: str = "") -> Values:
-    """Both ends of an interval.
-
-    Example:
-        >>> interval_values((0.01, 0.02), 100)
-        {'low': 1.0, 'high': 2.0}
-    """
+    """Both ends of an interval, for programs."""
     low, high = interval or (math.nan, math.nan)
     return {f"{prefix}low": low * scale, f"{prefix}high": high * scale}

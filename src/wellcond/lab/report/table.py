@@ -74,25 +74,13 @@ class Table:
 
 
 def without_empty_columns(table: Table) -> Table:
-    """The table without columns in which nothing is known, as far as there are rows.
-
-    Example:
-        >>> without_empty_columns(Table("t", "T", ("a", "b", "c"), (("x", MISSING, "1"),))).header
-        ('a', 'c')
-    """
+    """The table without columns in which nothing is known, as far as there are rows."""
     kept = [at for at in range(len(table.header)) if not at or any(row[at] not in ("", MISSING) for row in table.rows)]
     return table.only(kept) if table.rows else table
 
 
 def table_markdown(table: Table) -> str:
-    r"""As a markdown table, followed by its notes.
-
-    Example:
-        >>> print(table_markdown(Table("t", "T", ("a", "b"), (("x|y", "1"),))))
-        | a | b |
-        |:---|---:|
-        | x\|y | 1 |
-    """
+    """As a markdown table, followed by its notes."""
     lines = ["| " + " | ".join(map(plain_markdown, row)) + " |" for row in (table.header, *table.rows)]
     rules = [":---" if at in table.text_columns else "---:" for at in range(len(table.header))]
     notes = ["", *(f"- {plain_markdown(note)}" for note in table.notes)] if table.notes else []
@@ -106,12 +94,7 @@ def plain_markdown(text: str) -> str:
 
 
 def table_csv(table: Table) -> str:
-    r"""As CSV: the values, numbers in full and empty where there is none; a table of words only as it is shown.
-
-    Example:
-        >>> table_csv(Table("t", "T", ("method", "mean"), (("a", "0.33 ± 0.1"),), values=({"mean": 1 / 3, "sd": 0.1},)))
-        'mean,sd\n0.3333333333333333,0.1\n'
-    """
+    """As CSV: the values, numbers in full and empty where there is none; a table of words only as it is shown."""
     if not table.values:
         return csv_text(table.header, table.rows)
     columns = list(dict.fromkeys(name for row in table.values for name in row))
@@ -119,27 +102,24 @@ def table_csv(table: Table) -> str:
 
 
 def csv_text(header: Iterable[str], rows: Iterable[Iterable[Value]]) -> str:
-    r"""CSV; a text that a spreadsheet would take for a formula begins with an apostrophe.
-
-    Example:
-        >>> csv_text(["method", "gain"], [["=HYPERLINK(x)", -0.3]])
-        "method,gain\n'=HYPERLINK(x),-0.3\n"
-    """
+    """CSV; a text that a spreadsheet would take for a formula begins with an apostrophe."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(header)
-    shown = ([cell if isinstance(cell, str) else plain_number(number(cell)) for cell in row] for row in rows)
+    shown = ([cell if isinstance(cell, str) else _plain_number(number(cell)) for cell in row] for row in rows)
     writer.writerows([f"'{cell}" if FORMULA.match(cell) else cell for cell in row] for row in shown)
     return text.getvalue()
 
 
-def number(value: Any) -> float:
-    """A stored number; NaN where there is none.
+def _plain_number(value: float) -> str:
+    """Shortest text that reads back as the same number; empty where there is none."""
+    if math.isnan(value):
+        return ""
+    return str(int(value)) if math.isfinite(value) and value == int(value) and abs(value) < 1e15 else repr(float(value))
 
-    Example:
-        >>> number("inf"), number(2), number(None)
-        (inf, 2.0, nan)
-    """
+
+def number(value: Any) -> float:
+    """A stored number; NaN where there is none."""
     try:
         return math.nan if value is None else float(value)
     except (TypeError, ValueError):
@@ -152,26 +132,6 @@ def finite_mean(values: Iterable[float]) -> float:
     return math.fsum(known) / len(known) if known else math.nan
 
 
-def log10(value: Any) -> float:
-    """Decimal logarithm; -inf of zero, NaN of what has none."""
-    x = number(value)
-    if math.isnan(x) or x < 0:
-        return math.nan
-    return -math.inf if x == 0 else math.log10(x)
-
-
-def plain_number(value: float) -> str:
-    """Shortest text that reads back as the same number; empty where there is none.
-
-    Example:
-        >>> plain_number(2.0), plain_number(0.1), plain_number(math.nan)
-        ('2', '0.1', '')
-    """
-    if math.isnan(value):
-        return ""
-    return str(int(value)) if math.isfinite(value) and value == int(value) and abs(value) < 1e15 else repr(float(value))
-
-
 def show(value: Any, digits: int = 3) -> str:
     """A number at a glance."""
     x = number(value)
@@ -179,22 +139,12 @@ def show(value: Any, digits: int = 3) -> str:
 
 
 def show_known(value: float | None, form: str) -> str:
-    """A number in a form of its own, where there is one.
-
-    Example:
-        >>> show_known(0.25, "{:.0%}"), show_known(math.nan, "{:.0%}")
-        ('25%', '–')
-    """
+    """A number in a form of its own, where there is one."""
     return MISSING if value is None or math.isnan(value) else form.format(value)
 
 
 def show_share(share: float) -> str:
-    """A share in whole percent, never 0 for what is there.
-
-    Example:
-        >>> show_share(0.25), show_share(0.001)
-        ('25 %', '< 1 %')
-    """
+    """A share in whole percent, never 0 for what is there."""
     return "< 1 %" if 0 < share < 0.005 else f"{100 * share:.0f} %"
 
 
@@ -204,12 +154,7 @@ def show_seeds(count: int) -> str:
 
 
 def show_counts(outcomes: Counter[str]) -> str:
-    """Runs in means, and the others by name, with the share of runs that diverged among those that ended.
-
-    Example:
-        >>> show_counts(Counter({"finished": 2, "diverged": 1}))
-        '2 + 1 diverged (33 %)'
-    """
+    """Runs in means, and the others by name, with the share of runs that diverged among those that ended."""
     others = [f"{outcomes[name]} {name}" for name in ("diverged", "failed", "partial") if outcomes[name]]
     if outcomes["diverged"]:
         others[0] += f" ({show_share(outcomes['diverged'] / (outcomes['finished'] + outcomes['diverged']))})"
@@ -217,23 +162,13 @@ def show_counts(outcomes: Counter[str]) -> str:
 
 
 def cut(label: str, longest: int = 22) -> str:
-    """A label short enough for an axis; the middle goes, since methods often differ at their ends only.
-
-    Example:
-        >>> cut("conditioned+identity(lam=10)", 18)
-        'conditio…(lam=10)'
-    """
+    """A label short enough for an axis; the middle goes, since methods often differ at their ends only."""
     half = (longest - 1) // 2
     return label if len(label) <= longest else f"{label[:half]}…{label[-half:]}"
 
 
 def visible(text: str) -> str:
-    r"""The text with every character that has no picture, or turns others around, as its number; lines and tabs stay.
-
-    Example:
-        >>> visible("a" + chr(0) + "b" + chr(0x202E) + chr(10))
-        'a<U+0000>b<U+202E>\n'
-    """
+    """The text with every character that has no picture, or turns others around, as its number; lines and tabs stay."""
     # Control, format, surrogate, private and unassigned characters; separators of lines and paragraphs.
     hidden = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
     return "".join(c if c in "\n\t" or unicodedata.category(c) not in hidden else f"<U+{ord(c):04X}>" for c in text)

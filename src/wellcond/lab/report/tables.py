@@ -167,8 +167,7 @@ def statistics_table(analysis: Analysis) -> Table:
             "max": _scaled("max", max(values, default=math.nan), metric),
             "pairs": (str(d.count or MISSING), d.columns(metric)),
             f"difference to {comparison.baseline}": metric.show(d.mean, sign=True),
-            "its std": metric.show(d.std),
-            "relative": show_known(d.relative, "{:+.1%}"),
+            "its std": metric.show(d.std), "relative": show_known(d.relative, "{:+.1%}"),
             "95 % interval (t)": show_interval(d.interval, metric),
             "95 % interval (bootstrap)": (
                 show_interval(bootstrap, metric), interval_values(bootstrap, metric.scale, "bootstrap_"),
@@ -207,8 +206,8 @@ def matching_table(analysis: Analysis) -> Table:
     rows: list[Row] = []
     for method in analysis.comparison.methods:
         matching, smoothed = analysis.matchings[method], analysis.smoothed[method]
-        papers, by_seed = matching.of_means, sorted(matching.by_seed.items())
         gain = analysis.match_gains.get(method, NO_GAIN)
+        papers, by_seed = matching.of_means, sorted(matching.by_seed.items())
         alone = all(run.alone for run in analysis.comparison.finished(method).values())
         rows.append({
             "method": _method(analysis, method),
@@ -233,10 +232,10 @@ def matching_table(analysis: Analysis) -> Table:
     notes = (
         f"First evaluation as good as the last one of {baseline} with the same seed, in {unit}s; "
         "no interpolation. Seeds that never get there are counted, not averaged; a diverged run never gets there.",
-        f"On a noisy curve {baseline} itself reaches its last value before the end, so what counts "
-        f"is how much earlier than that a method gets there (negative: later); p is of the exact test over all flips "
-        f"of sign, in which a seed that never gets there is one {unit} later than the end; below six seeds it cannot "
-        "decide, and is left out. The share of training saved is of the whole run, as the papers count.",
+        f"On a noisy curve {baseline} itself reaches its last value before the end, so what counts is how much earlier "
+        "than that a method gets there (negative: later); p is of the exact test over all flips of sign, in which a "
+        f"seed that never gets there is one {unit} later than the end; below six seeds it cannot decide, and is left "
+        "out. The share of training saved is of the whole run, as the papers count.",
         "Running mean: curve and target are both means of the last evaluations.",
     )
     return Table.of("matching", f"{unit.capitalize()}s to match the baseline", rows, notes, (0, 9))
@@ -373,18 +372,14 @@ def cost_table(analysis: Analysis) -> Table:
         runs = list(comparison.finished(method).values())
         alone = [run for run in runs if run.alone]
         rate = finite_mean(number(run.record.get("samples_per_second")) for run in alone)
+        parts = {part: finite_mean(number(run.part("seconds").get(part)) for run in alone) for part in PARTS}
         memory = finite_mean(number(run.record.get("peak_memory_bytes")) / 1e6 for run in runs)
         rows.append({
             "method": (method, {"method": method}),
             "seconds per step": _number("seconds_per_step", finite_mean(map(seconds_per_step, runs))),
             "relative": _known("relative", analysis.step_ratio(method), "{:.2f} ×"),
             "samples per second": _number("samples_per_second", rate, 4),
-            **{
-                f"{part}, s": _number(
-                    f"{part}_seconds", finite_mean(number(run.part("seconds").get(part)) for run in alone)
-                )
-                for part in PARTS
-            },
+            **{f"{part}, s": _number(f"{part}_seconds", seconds) for part, seconds in parts.items()},
             "peak memory, MB": _number("peak_memory_mb", memory, 4),
         })  # fmt: skip
     note = f"Means over finished runs; relative is to {comparison.baseline} of the same seed."

@@ -87,12 +87,7 @@ class GoodRange(NamedTuple):
     open_above: bool
 
     def show(self) -> str:
-        """Both ends, and how wide that is.
-
-        Example:
-            >>> GoodRange(0.001, False, 0.009, True).show()
-            '0.001 to 0.009 or more (at least 9.0x wide)'
-        """
+        """Both ends, and how wide that is."""
         ends = f"{self.low:.3g}{' or less' if self.open_below else ''} to {self.high:.3g}"
         ends += " or more" if self.open_above else ""
         least = "at least " if self.open_below or self.open_above else ""
@@ -185,12 +180,11 @@ def tuning_figure(comparison: Comparison, tuning: Tuning) -> Figure:
                 Row(method.label, seed, point.values[field], math.nan, value * tuning.metric.scale)
                 for seed, value in (dict(point.scores) | ends).items()
             ]
-        chosen = {method.label: method.best.values[field] for method in tuned}
-        panels.append(Panel(field, "", label, rows, x_label=field, chosen=chosen))
+        panels.append(Panel(field, "", label, rows, x_label=field))
     profile = " Each point is the best over the other fields." if len(tuning.fields) > 1 else ""
     caption = (
         f"Lines are means over the tuning seeds ({', '.join(tuning.seeds)}), bands are one standard deviation. A line "
-        f"ends or breaks where a run diverged; large dots are the values that were chosen.{profile}"
+        f"ends or breaks where a run diverged.{profile}"
     )
     over = " and ".join(tuning.fields).replace("optimizer.lr", "learning rate")
     title = f"{tuning.metric.name.capitalize()} over {over}"
@@ -224,13 +218,13 @@ def tuning_table(tuning: Tuning) -> Table:
                 {"good_low": good.low if good else None, "good_high": good.high if good else None},
             ),
         })  # fmt: skip
-    share = "" if metric.percent else f", {100 * SHARE:g} % of the best score"
     notes = [
         f"Scored by the {tuning.scored}, seeds {', '.join(tuning.seeds)}; the best mean was chosen, the smaller value "
         "of equals, and a value at which a run diverged only after all others.",
         f"The comparison is of other seeds, on {tuning.test_data}.",
     ]
     if not math.isnan(tuning.tolerance):
+        share = "" if metric.percent else f", {100 * SHARE:g} % of the best score"
         notes.append(
             f"Tolerance: {metric.show(tuning.tolerance)}{metric.unit}{share}. Between two values the mean is "
             "interpolated over the logarithm; `or more` and `or less` are ends of what was tried."

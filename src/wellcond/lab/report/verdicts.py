@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from scipy.special import nctdtr, stdtr, stdtrit  # scipy.stats takes seconds to import
+from scipy.special import nctdtrinc, stdtr, stdtrit  # scipy.stats takes seconds to import
 
 from wellcond.lab.report.records import Metric
 from wellcond.lab.report.statistics import FEWEST_SEEDS, PairedDifference, sample_std
@@ -38,17 +38,12 @@ class Verdict:
     reason: str = ""
     """Why there is no other verdict, or what limits it; may be empty."""
 
-    @property
-    def within_margin(self) -> bool:
-        """Both one-sided tests say that the difference is smaller than the margin."""
-        return self.p_equal is not None and self.p_equal < ALPHA
-
     def cell(self, metric: Metric) -> Cell:
         """One or a few words."""
         shown: str = self.kind
         if self.kind == "equal":
             shown = f"equal: {self.reason}" if self.reason else f"equal within {metric.show(self.margin)}"
-        elif self.kind in ("better", "worse") and self.within_margin:
+        elif self.kind in ("better", "worse") and self.p_equal is not None and self.p_equal < ALPHA:
             shown += f", by less than {metric.show(self.margin)}"
         return shown, {"verdict": self.kind}
 
@@ -56,38 +51,17 @@ class Verdict:
 NO_VERDICT: Cell = (MISSING, {"verdict": ""})
 
 
-def smallest_detectable(std: float, n: int, power: float = POWER, *, level: float = ALPHA) -> float:
-    """The smallest true paired difference that `n` seeds show at a level with a power (exact, noncentral t).
+def smallest_detectable(std: float, n: int) -> float:
+    """The smallest true paired difference that the two-sided t test over `n` pairs shows at `ALPHA` with `POWER`.
 
-    Args:
-        std: standard deviation of the paired differences.
-        n: number of pairs.
-        power: probability that the two-sided paired t test finds it.
-        level: of that test; divide it by the number of comparisons to allow for Holm's correction.
-
-    Returns: NaN below three pairs, or where the differences have no spread.
-
-    Example:
-        >>> round(smallest_detectable(1.0, 10), 2), smallest_detectable(1.0, 2)
-        (1.0, nan)
+    Exact, by the noncentral t distribution, given the standard deviation of the paired differences; NaN below three
+    pairs, or where the differences have no spread.
     """
     if n < FEWEST_SEEDS or not 0 < std < math.inf:
         return math.nan
-    df, critical = n - 1, float(stdtrit(n - 1, 1 - level / 2))
-
-    def found(difference: float) -> float:
-        effect = difference * math.sqrt(n)
-        # nctdtr is inaccurate far below its centre, where the probability of the wrong sign is nothing anyway.
-        wrong_sign = float(nctdtr(df, effect, -critical)) if effect < 5 else 0.0
-        return 1.0 - float(nctdtr(df, effect, critical)) + wrong_sign
-
-    low, high = 0.0, 1.0
-    while found(high) < power:
-        low, high = high, 2 * high
-    while high - low > 1e-9 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if found(middle) < power else (low, middle)
-    return high * std
+    critical = float(stdtrit(n - 1, 1 - ALPHA / 2))
+    # Without the chance of the wrong sign, which at this power is nothing.
+    return std * float(nctdtrinc(n - 1, 1 - POWER, critical)) / math.sqrt(n)
 
 
 def equality_p(values: Sequence[float], margin: float) -> float | None:
@@ -108,13 +82,9 @@ def sign_flip_p(values: Sequence[float]) -> float | None:
     It assumes nothing but that the two methods could have changed places, so it suits counts such as epochs. With `n`
     differences that are not zero, p is at least 2 / 2^n: six are needed to come below 0.05.
 
-    Returns: None of nothing, or where no difference is other than zero.
+    Returns: None where no difference is other than zero.
 
     Raises: ValueError for so many different values that the flips cannot be counted (about 20 and more).
-
-    Example:
-        >>> sign_flip_p([1, 1, 2]), sign_flip_p([1, 1, 1, 2, 2, 3]), sign_flip_p([0, 0])
-        (0.25, 0.03125, None)
     """
     if not any(values):
         return None
@@ -127,10 +97,6 @@ def sign_flip_equality_p(values: Sequence[float], margin: float) -> float:
 
     Each flips the signs of the differences from one end of the margin, which assumes that they are symmetric about
     their centre. With `n` differences p is at least 1 / 2^n: five are needed to come below 0.05.
-
-    Example:
-        >>> sign_flip_equality_p([0, 0, 1, 0, -1], 3), sign_flip_equality_p([0, 0, 5, 0, 0], 3)
-        (0.03125, 0.0625)
     """
     tails = []
     for sign in (1, -1):
@@ -165,11 +131,7 @@ def judge(
     baseline on one metric. Equal needs both one-sided tests at 5 %. Differences that are zero in every pair are equal
     without a test. Runs that diverged are in no pair, so a side that lost runs cannot come out as better or equal.
 
-    Args:
-        difference: corrected over its question.
-        margin: in the units of the metric, such as half of a paper's gain; NaN for none.
-        diverged: runs of the method that diverged.
-        baseline_diverged: runs of the baseline that diverged.
+    The margin is in stored units, such as half of a paper's gain; NaN for none.
     """
     values = list(difference.values.values())
     p_equal = equality_p(values, margin)

@@ -49,15 +49,12 @@ class Samples(Protocol):
     @property
     def in_memory(self) -> bool:
         """Whether fetching is so cheap that worker processes would only cost time."""
-        ...
 
     def __len__(self) -> int:
         """Number of samples."""
-        ...
 
     def fetch(self, keys: Keys) -> Batch:
         """One batch; the same keys give the same batch, in any process."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -90,9 +87,9 @@ class ModelSettings(Settings):
     weights: str | None = None
     """Checkpoint to start from; the method is applied after it is loaded."""
     encoder: str | None = None
-    """Weights of a pre-trained encoder to start from; what it has no weights for, such as a classifier, is as built.
-    A detector also takes the folder of a classification run. {method} and {seed} stand for those of the run; the
-    method's initialisation is then that of pre-training, and is not applied again."""
+    """Weights of a pre-trained encoder to start from, or the folder of a finished run; what it has no weights for, such
+    as a classifier, is as built. {method} and {seed} stand for those of the run; the method's initialisation is then
+    that of pre-training, and is not applied again."""
     norms: Norms = "keep"
     """Whether to take all norms out of the blocks (the final norm stays), or only the one in front of the attention."""
     qk_norm: bool = False
@@ -145,38 +142,38 @@ class TaskContext:
     """Whether the test split is wanted; decoding one for nothing may take minutes."""
 
     @property
-    def test(self) -> Dataset | None:
-        """The test split, if it is wanted and has labels where there are classes."""
-        split = self.data.others.get("test") if self.with_test else None
-        unlabelled = split is not None and split.labels is None and self.data.class_names is not None
-        return None if unlabelled else split
-
-    @property
     def splits(self) -> dict[str, Dataset]:
-        """`training`, `evaluation` and, if wanted and usable, `test`."""
+        """`training`, `evaluation` and `test`, if it is wanted and has labels where there are classes."""
         splits = {"training": self.data.train, "evaluation": self.data.evaluation}
-        return splits if self.test is None else splits | {"test": self.test}
+        test = self.data.others.get("test") if self.with_test else None
+        usable = test is not None and (test.labels is not None or self.data.class_names is None)
+        return splits | ({"test": test} if usable else {})  # type: ignore[return-value]
 
     def need_kind(self, task: str, *kinds: str) -> None:
         """Raise RecipeError unless the data are of a kind the task can use."""
         if self.data.kind not in kinds:
             raise RecipeError(f"{task} needs {' or '.join(kinds)} data; {self.data.name} has {self.data.kind}")
 
-    def need_classes(self, task: str, *, least: int = 2) -> int:
-        """Number of classes; RecipeError if there are none, or fewer than `least`, or if a label is none of them."""
+    def need_classes(self, task: str) -> int:
+        """Number of classes; RecipeError if there are none, a label is none of them, or all labels to train on are one.
+
+        A model that always says this class would be right in 100 % of such cases and have learned nothing.
+        """
         data, names = self.data, self.data.class_names
         if names is None:
             raise RecipeError(f"{task} needs labels; {data.name} has none. Name the label column in data.label")
-        if len(names) < least:
-            raise _too_few_classes(data, task, names)
-        splits = {"training": data.train, "evaluation": data.evaluation, "test": data.others.get("test")}
-        for name, split in splits.items():
-            labels = torch.empty(0) if split is None or split.labels is None else split.labels
+        for name, split in self.splits.items():
+            labels = torch.empty(0) if split.labels is None else split.labels
             for row in ((labels < 0) | (labels >= len(names))).nonzero().flatten().tolist():
                 raise RecipeError(
                     f"{data.name}, {name} split, row {row}: expected a label from 0 to {len(names) - 1}, found "
                     f"{labels[row]:g}"
                 )
+        if data.train.labels is not None and len(found := data.train.labels.unique().tolist()) < 2:
+            raise RecipeError(
+                f"{task} needs at least two classes in the training data; {data.name} has only "
+                f"{names[found[0]]!r}. Add examples of another class, or name the right label column in data.label"
+            )
         return len(names)
 
 
@@ -186,8 +183,6 @@ class AbstractTask(ABC):
     metric: Metric
     can_be_sharded: ClassVar[bool] = True
     """Whether processes call the model equally often, without which shards of its weights cannot be put together."""
-    tells_classes_apart: ClassVar[bool] = False
-    """Whether training makes sense only with examples of two classes or more."""
     auto_class: ClassVar[str | None] = None
     """Class of transformers with the head this task needs; None if there is none."""
     inputs: Sequence[str] = ("input_ids",)
@@ -244,10 +239,7 @@ class AbstractTask(ABC):
     def training_batch(self, batch: Batch, step: int, part: int) -> Batch:
         """Augmentation across the samples of a step; none by default.
 
-        Args:
-            batch: one part of the step's samples, and the `following` samples after it.
-            step: number of the step.
-            part: number of the part in the step, over all processes and accumulations.
+        The batch is one part, numbered over all processes and accumulations, and the `following` samples after it.
         """
         return batch
 
@@ -263,7 +255,6 @@ class ClassificationTask(AbstractTask):
     """One label a sample: cross entropy and accuracy."""
 
     metric = Metric("accuracy", higher_is_better=True, percent=True)
-    tells_classes_apart: ClassVar[bool] = True
 
     @abstractmethod
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -307,23 +298,3 @@ def register_task(settings: type[Settings]) -> Callable[[type[AbstractTask]], ty
         return task
 
     return decorate
-
-
-def need_several_classes_in_training(data: Data, task: str) -> None:
-    """Raise RecipeError if all labels of the training split are the same.
-
-    A model that always says this class would be right in 100 % of such cases and have learned nothing.
-    """
-    if data.class_names is None or data.train.labels is None:
-        return
-    found = data.train.labels.unique().tolist()
-    if len(found) < 2:
-        raise _too_few_classes(data, task, [data.class_names[label] for label in found])
-
-
-def _too_few_classes(data: Data, task: str, found: Sequence[str]) -> RecipeError:
-    only = f"only {found[0]!r}" if found else "none"
-    return RecipeError(
-        f"{task} needs at least two classes in the training data; {data.name} has {only}. Add examples of another "
-        "class, or name the right label column in data.label"
-    )

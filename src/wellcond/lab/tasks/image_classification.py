@@ -41,16 +41,9 @@ class ImageClassificationSettings(Settings):
     name: Literal["image_classification"] = "image_classification"
     image_size: ImageSide | None = None
     """Side in pixels; images of another size are resized. The size of the data by default."""
-    channels: Literal[1, 3] | None = None
-    """Images are converted to so many; by default 1 if the training images are grey (16 of them are looked at)."""
-    normalise: Literal["data", "imagenet", "none"] = "data"
-    """By the mean and deviation of the training images (of ImageNet, where they are decoded one by one), of ImageNet,
-    or not at all."""
     evaluation_crop: Annotated[float, Field(ge=0.01, le=1)] = 1.0
-    """Side of the evaluated square as a share of the resized image's shorter side; less than 1 needs decoding one by
-    one."""
-    in_memory: Literal["auto", "never"] = "auto"
-    """Whether to decode all images once, if they fit."""
+    """Side of the evaluated square as a share of the resized image's shorter side; below 1, as with augmentations other
+    than `flip` and `crop_padding`, images are not held in memory but decoded one by one, and normalised by ImageNet."""
 
 
 class BatchTransform:
@@ -61,20 +54,15 @@ class BatchTransform:
     """
 
     def __init__(
-        self,
-        images: Tensor,
-        normalisation: tuple[Tensor, Tensor] | None,
-        augmentation: AugmentationSettings | None,
-        seed: int,
+        self, count: int, statistics: tuple[Tensor, Tensor] | None, augmentation: AugmentationSettings, seed: int
     ) -> None:
-        """Bytes are scaled to 0..1 first; `normalisation` is mean and deviation per channel."""
-        self.count, self.seed, self.augmentation = len(images), seed, augmentation or AugmentationSettings()
-        # One multiplication and one addition per batch: (x / 255 - mean) / std
-        unit = 1 / 255 if images.dtype == torch.uint8 else 1.0
-        self.scale, self.shift = torch.tensor(unit), None
-        if normalisation is not None:
-            mean, std = (values.view(-1, 1, 1) for values in normalisation)
-            self.scale, self.shift = unit / std, -mean / std
+        """Bytes are normalised by mean and deviation per channel of what they are in 0..1; None for floats."""
+        self.count, self.seed, self.augmentation = count, seed, augmentation
+        self.scale_and_shift: tuple[Tensor, Tensor] | None = None
+        if statistics is not None:
+            # One multiplication and one addition per batch: (x / 255 - mean) / std
+            mean, std = (values.view(-1, 1, 1) for values in statistics)
+            self.scale_and_shift = (1 / 255 / std, -mean / std)
         self._drawn: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, batch: Batch, keys: Keys) -> Batch:
@@ -82,8 +70,10 @@ class BatchTransform:
         images = batch["image"]
         if keys[0][1] != EVALUATION and (self.augmentation.flip or self.augmentation.crop_padding):
             images = self._augment(images, keys)
-        images = images.float() if self.scale.ndim == 0 and float(self.scale) == 1.0 else images * self.scale
-        return batch | {"image": images if self.shift is None else images + self.shift}
+        if self.scale_and_shift is None:
+            return batch | {"image": images.float()}
+        scale, shift = self.scale_and_shift
+        return batch | {"image": images * scale + shift}
 
     def _augment(self, images: Tensor, keys: Keys) -> Tensor:
         rows, draws = torch.tensor(keys).unbind(1)
@@ -122,7 +112,7 @@ class Pictures:
     split: Dataset
     transform: Callable[[Any], Tensor]
     channels: int
-    seed: int = 0
+    seed: int
     in_memory: ClassVar[bool] = False
 
     def __len__(self) -> int:
@@ -142,32 +132,25 @@ class Pictures:
             random.seed(number)
             np.random.seed(number % 2**32)
             torch.manual_seed(number)
-        picture = as_picture(sample["image"], self.channels, place_of(self.split, index))
+        image = sample["image"]
+        if isinstance(image, Tensor):
+            from torchvision.transforms.functional import to_pil_image
+
+            image = to_pil_image(image)
+        picture: Any = to_channels(image, self.channels, place_of(self.split, index))
         return self.transform(picture), int(sample["label"])
 
 
-def as_picture(image: Any, channels: int, where: str = "an image") -> Any:
-    """A PIL image with one or three channels, from a PIL image or a tensor."""
-    if isinstance(image, Tensor):
-        from torchvision.transforms.functional import to_pil_image
-
-        image = to_pil_image(image)
-    return to_channels(image, channels, where)
-
-
 def picture_transform(
-    size: int,
-    augmentation: AugmentationSettings | None,
-    *,
-    crop: float,
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
+    size: int, channels: int, crop: float, augmentation: AugmentationSettings | None
 ) -> Callable[[Any], Tensor]:
     """Timm's transform for training (with augmentation) or evaluation (None)."""
     with needs_extra("timm and torchvision", "vision"):
         from timm.data import create_transform
+    mean, std = IMAGENET if channels == 3 else [(sum(values) / 3,) for values in IMAGENET]
+    shared: dict[str, Any] = {"mean": mean, "std": std, "interpolation": "bicubic"}
     if augmentation is None:
-        return create_transform(size, is_training=False, crop_pct=crop, mean=mean, std=std, interpolation="bicubic")
+        return create_transform(size, is_training=False, crop_pct=crop, **shared)
     transform = create_transform(
         size,
         is_training=True,
@@ -176,11 +159,9 @@ def picture_transform(
         hflip=augmentation.flip,
         color_jitter=augmentation.color_jitter or None,  # type: ignore[arg-type]  # None: no jitter
         auto_augment=augmentation.rand_augment,
-        interpolation="bicubic",
-        mean=mean,
-        std=std,
         re_prob=augmentation.random_erasing,
         re_mode="pixel",
+        **shared,
     )
     for step in transform.transforms:
         for operation in getattr(step, "ops", []):
@@ -213,15 +194,15 @@ class ImageClassification(ClassificationTask):
         height, width = first.shape[-2:] if isinstance(first, Tensor) else reversed(first.size)
         if settings.image_size is None and height != width:
             raise RecipeError(f"{data.name}: images are {height} x {width}; set task.image_size to the side wanted")
-        self.channels = settings.channels or _channels_of(data.train)
+        self.channels = _channels_of(data.train)
         self.size = settings.image_size or width
         made = self._in_memory() or self._pictures()
         self.train, self.evaluation, self.test = made["training"], made["evaluation"], made.get("test")
         self.following = self.augmentation.repeats if self.augmentation.mixes else 0
 
     def _in_memory(self) -> dict[str, Samples] | None:
-        settings = self.settings
-        if settings.in_memory == "never" or self.augmentation.needs_pictures or settings.evaluation_crop != 1.0:
+        """Samples of images that fit into memory; None if they do not, or are to be changed one by one."""
+        if self.augmentation.needs_pictures or self.settings.evaluation_crop != 1.0:
             return None
         loaded: dict[str, Tensor] = {}
         for name, split in self.context.splits.items():
@@ -230,53 +211,27 @@ class ImageClassification(ClassificationTask):
             if images is None or images.shape[-2:] != (self.size, self.size):  # tensors are not resized there
                 return None
             loaded[name] = images
-        normalisation = self._statistics(loaded["training"])
+        statistics = statistics_of(loaded["training"])
         made: dict[str, Samples] = {}
         for name, images in loaded.items():
-            augmentation = self.augmentation if name == "training" else None
-            transform = BatchTransform(images, normalisation, augmentation, self.context.seed)
             labels = self.context.splits[name].labels
             assert labels is not None  # there are classes
+            transform = BatchTransform(len(images), statistics, self.augmentation, self.context.seed)
             made[name] = ArraySamples({"image": images, "label": labels}, transform)
         return made
 
-    def _statistics(self, images: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Mean and deviation of each channel, to normalise by."""
-        if self.settings.normalise == "none" or images.is_floating_point():  # floats come normalised
-            return None
-        if self.settings.normalise == "imagenet":
-            mean, std = (torch.tensor(values) for values in IMAGENET)
-            return (mean, std) if self.channels == 3 else (mean.mean().view(1), std.mean().view(1))
-        sums = torch.zeros(2, self.channels, dtype=torch.float64)
-        for part in images.split(4096):  # the whole set in float64 may not fit
-            values = part.double() / 255
-            sums += torch.stack([values.sum((0, 2, 3)), values.square().sum((0, 2, 3))])
-        mean, square = sums / (images.numel() / self.channels)
-        return mean.float(), (square - mean.square()).clamp_min(1e-12).sqrt().float()
-
     def _pictures(self) -> dict[str, Samples]:
-        data = self.context.data
-        if self.augmentation.crop_padding:
+        first = self.context.data.train[0]["image"]
+        if self.augmentation.crop_padding or (isinstance(first, Tensor) and first.is_floating_point()):
             raise RecipeError(
-                "augmentation.crop_padding works on images in memory; use augmentation.resized_crop with the others"
+                f"{self.context.data.name}: expected images to decode one by one, found normalised floats, or "
+                "augmentation.crop_padding, which works on images in memory. Other augmentations than it and flip, "
+                "task.image_size and task.evaluation_crop go with augmentation.resized_crop"
             )
-        first = data.train[0]["image"]
-        if isinstance(first, Tensor) and first.is_floating_point():
-            raise RecipeError(
-                f"{data.name}: its images come as normalised floats, which are neither resized (to {self.size} x "
-                f"{self.size}) nor augmented but by flip and crop_padding"
-            )
-        mean: tuple[float, ...]
-        std: tuple[float, ...]
-        mean, std = IMAGENET if self.settings.normalise != "none" else ((0.0,) * 3, (1.0,) * 3)
-        if self.channels == 1:
-            mean, std = (sum(mean) / 3,), (sum(std) / 3,)
         made: dict[str, Samples] = {}
         for name, split in self.context.splits.items():
             augmentation = self.augmentation if name == "training" else None
-            transform = picture_transform(
-                self.size, augmentation, crop=self.settings.evaluation_crop, mean=mean, std=std
-            )
+            transform = picture_transform(self.size, self.channels, self.settings.evaluation_crop, augmentation)
             made[name] = Pictures(split, transform, self.channels, self.context.seed)
         return made
 
@@ -304,6 +259,19 @@ class ImageClassification(ClassificationTask):
     def probe(self, num_samples: int) -> Tensor:
         """Evaluation images."""
         return self.first_samples(num_samples)["image"]
+
+
+def statistics_of(images: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Mean and deviation of each channel of bytes (n, C, H, W) as numbers in 0..1; None for floats."""
+    if images.is_floating_point():  # which come normalised
+        return None
+    channels = images.shape[1]
+    sums = torch.zeros(2, channels, dtype=torch.float64)
+    for part in images.split(4096):  # the whole set in float64 may not fit
+        values = part.double() / 255
+        sums += torch.stack([values.sum((0, 2, 3)), values.square().sum((0, 2, 3))])
+    mean, square = sums / (images.numel() / channels)
+    return mean.float(), (square - mean.square()).clamp_min(1e-12).sqrt().float()
 
 
 def _channels_of(split: Dataset) -> Literal[1, 3]:

@@ -1,4 +1,4 @@
-"""Causal language modelling on tokens or bytes: cross entropy of the next token, perplexity, samples of text."""
+"""Causal language modelling: cross entropy of the next token, perplexity, samples of text."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, PositiveInt, model_validator
+from numpy.typing import NDArray
+from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from wellcond.attention.distributed import is_held_together
 from wellcond.attention.effective import is_conditioned
 from wellcond.conditioning.apply import folded
-from wellcond.lab.data.base import Dataset
-from wellcond.lab.data.text import TokenStream, open_token_stream, text_columns
+from wellcond.lab.data.text import TokenStream, open_token_stream
 from wellcond.lab.settings import RecipeError, SequenceLength, Settings
-from wellcond.lab.tasks.base import AbstractTask, Batch, Keys, Metric, Samples, TaskContext, logits_of, register_task
+from wellcond.lab.tasks.base import AbstractTask, Batch, Keys, Metric, TaskContext, logits_of, register_task
 from wellcond.lab.tokenizers import Tokenizer, TokenizerChoice, make_tokenizer
 
 IGNORED = -100
@@ -31,114 +31,56 @@ PROMPT_TOKENS, SAMPLE_TOKENS, TEMPERATURE = 10, 60, 0.8
 
 
 class LanguageModellingSettings(Settings):
-    """Options of the task.
-
-    With bytes and without a stride, blocks predict their own tokens from the second on, and a rest shorter than a block
-    is not scored. Else the first token of a block is predicted by the last of the block before it.
-    """
+    """Options of the task."""
 
     name: Literal["language_modelling"] = "language_modelling"
     context: Annotated[SequenceLength, Field(ge=2)]
     """Tokens a model sees at once."""
     tokenizer: TokenizerChoice = "bytes"
-    stride: PositiveInt | None = None
-    """By how many tokens the windows of an evaluation advance: each but the first scores only its last `stride` tokens,
-    so that every token of the text but its first is scored exactly once. Null: the context, no window overlaps."""
     limit_tokens: PositiveInt | None = None
     """Train on the text up to the document in which so many tokens are reached; null: all."""
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> LanguageModellingSettings:
-        if self.stride is not None and self.stride > self.context:
-            raise ValueError(f"stride: expected at most the context of {self.context}, found {self.stride}")
-        return self
 
-    @property
-    def plain_bytes(self) -> bool:
-        """Whether text is read as blocks of bytes in memory."""
-        return self.tokenizer == "bytes" and self.stride is None and self.limit_tokens is None
+def tokens_at(stream: TokenStream, places: NDArray[np.int64]) -> Tensor:
+    """Tokens at places of a stream, int64 of their shape."""
+    return torch.from_numpy(stream.tokens[places].astype(np.int64))
+
+
+def need_tokens(stream: TokenStream, count: int, what: str) -> None:
+    """Raise RecipeError if a stream has fewer tokens than one block."""
+    if len(stream) < count:
+        raise RecipeError(f"{what}: expected at least {count} tokens, those of one block, found {len(stream)}")
 
 
 @dataclass(frozen=True)
 class TokenBlocks:
-    """Block k is the tokens from k * length on; with `overlap` 1 it also has the first token of the next block.
-
-    A rest shorter than a block is left out.
-    """
-
-    stream: TokenStream
-    length: int
-    what: str
-    """Name of the text in messages."""
-    overlap: int = 0
-    in_memory: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        """Raise RecipeError if there is not one block."""
-        if len(self) < 1:
-            raise RecipeError(
-                f"{self.what}: expected at least {self.length + self.overlap} tokens, those of one block, found "
-                f"{len(self.stream)}"
-            )
-
-    def __len__(self) -> int:
-        """Number of blocks."""
-        return max(0, len(self.stream) - self.overlap) // self.length
-
-    def tokens(self, keys: Keys) -> Tensor:
-        """Tokens of blocks, int64 of shape (blocks, length + overlap)."""
-        places = np.array([index for index, _ in keys])[:, None] * self.length + np.arange(self.length + self.overlap)
-        return torch.from_numpy(self.stream.tokens[places].astype(np.int64))
-
-    def fetch(self, keys: Keys) -> Batch:
-        """Tokens; with an overlap, those that are seen and those to predict from them."""
-        tokens = self.tokens(keys)
-        if not self.overlap:
-            return {"input_ids": tokens}
-        return {"input_ids": tokens[:, : -self.overlap], "targets": tokens[:, self.overlap :]}
-
-
-@dataclass(frozen=True)
-class ScoredWindows:
-    """Windows over a stream in which every token but the first is predicted exactly once.
-
-    Window w sees the `context` tokens from w * stride on and predicts the one behind each. The first window scores all
-    of them, so tokens 1 to context; window w >= 1 scores those of its last `stride` places, tokens
-    context + 1 + (w - 1) stride to context + w stride, each from at least context - stride + 1 tokens before it. The
-    last window ends with the stream.
-    """
+    """Block k is the `context` tokens from k * context on, and the token behind each."""
 
     stream: TokenStream
     context: int
-    stride: int
+    rest: bool
+    """Whether there is a last block for what is less than one, so that every token but the first is predicted once."""
     in_memory: ClassVar[bool] = True
 
     def __len__(self) -> int:
-        """Number of windows."""
-        return 1 + max(0, -(-(len(self.stream) - 1 - self.context) // self.stride))
+        """Number of blocks."""
+        predicted = len(self.stream) - 1
+        return -(-predicted // self.context) if self.rest else predicted // self.context
 
     def fetch(self, keys: Keys) -> Batch:
-        """Tokens, targets, and the share of each window in the words and bytes of the text.
-
-        Shares are by the number of tokens that a window scores, so that their sum over all windows is the text's.
-        """
-        predicted, counts = len(self.stream) - 1, self.stream.counts
-        starts = torch.tensor([index for index, _ in keys]) * self.stride
-        width = min(self.context, predicted)
-        places = starts[:, None] + torch.arange(width)
+        """Tokens, targets, and the share of each block in the words and bytes of the text, by its number of targets."""
+        predicted = len(self.stream) - 1
+        starts = np.array([index for index, _ in keys])[:, None] * self.context
+        places = starts + np.arange(min(self.context, predicted))
         # Behind the end of the stream any token will do: it is not scored, and no token before it sees it.
-        inside = places < predicted
-        places = places.clamp(max=predicted - 1)
-        scored = inside & ((starts[:, None] == 0) | (torch.arange(width) >= self.context - self.stride))
-        share = scored.sum(1).double() / predicted
-        seen, following = (
-            torch.from_numpy(self.stream.tokens[p.numpy()].astype(np.int64)) for p in (places, places + 1)
-        )
+        inside = torch.from_numpy(places < predicted)
+        places = places.clip(max=predicted - 1)
+        share = inside.sum(1).double() / predicted
         return {
-            "input_ids": seen,
-            "targets": following.masked_fill(~scored, IGNORED),
-            "words": share * counts["words"],
-            "bytes": share * counts["bytes"],
+            "input_ids": tokens_at(self.stream, places),
+            "targets": tokens_at(self.stream, places + 1).masked_fill(~inside, IGNORED),
+            "words": share * self.stream.counts["words"],
+            "bytes": share * self.stream.counts["bytes"],
         }
 
 
@@ -153,30 +95,17 @@ class LanguageModelling(AbstractTask):
     def __init__(self, settings: LanguageModellingSettings, context: TaskContext) -> None:
         """Join the documents of each split into one stream."""
         context.need_kind(settings.name, "text")
-        self.settings, self.context = settings, settings.context
+        self.context = settings.context
         what = f"{context.data.name}, training split"
         self.tokenizer = make_tokenizer(settings.tokenizer, context.data.train, what, context.base)
-        samples = {name: self._samples(name, split, context.data.name) for name, split in context.splits.items()}
+        samples = {}
+        for name, split in context.splits.items():
+            what, training = f"{context.data.name}, {name} split", name == "training"
+            limit = settings.limit_tokens if training else None
+            stream = open_token_stream(split, self.tokenizer, what, limit_tokens=limit)
+            need_tokens(stream, self.context + 1 if training else 2, what)
+            samples[name] = TokenBlocks(stream, self.context, rest=not training)
         self.train, self.evaluation, self.test = samples["training"], samples["evaluation"], samples.get("test")
-
-    def _samples(self, name: str, split: Dataset, data: str) -> Samples:
-        what, context = f"{data}, {name} split", self.context
-        if self.settings.plain_bytes:
-            return TokenBlocks(self._bytes(split, what), context, what)
-        limit = self.settings.limit_tokens if name == "training" else None
-        stream = open_token_stream(split, self.tokenizer, what, limit_tokens=limit)
-        if name == "training":
-            return TokenBlocks(stream, context, what, overlap=1)
-        return ScoredWindows(stream, context, self.settings.stride or context)
-
-    def _bytes(self, split: Dataset, what: str) -> TokenStream:
-        """All documents, the empty ones among them, in memory."""
-        end = np.zeros(1, np.uint16)
-        batches = (self.tokenizer.encode_batch(texts) for texts, *_ in text_columns(split))
-        stream = np.concatenate([part for batch in batches for ids in batch for part in (ids, end)])
-        if not stream.any():
-            raise RecipeError(f"{what}: expected text, found none in {len(split)} documents")
-        return TokenStream(stream, {})
 
     def model_arguments(self, kind: str) -> dict[str, Any]:
         """Vocabulary, context, and the token that ends a document."""
@@ -186,52 +115,41 @@ class LanguageModelling(AbstractTask):
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross entropy in nats, summed over the tokens predicted."""
-        tokens = batch["input_ids"]
-        logits = logits_of(model(input_ids=tokens, use_cache=False))
+        logits = logits_of(model(input_ids=batch["input_ids"], use_cache=False))
         _check_vocabulary(logits, self.tokenizer)
-        targets = batch.get("targets")
-        if targets is None:
-            logits, targets = logits[:, :-1], tokens[:, 1:]
-        return cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum", ignore_index=IGNORED)
+        targets = batch["targets"].flatten()
+        return cross_entropy(logits.flatten(0, 1).float(), targets, reduction="sum", ignore_index=IGNORED)
 
-    def num_terms(self, batch: Batch) -> Tensor | int:
+    def num_terms(self, batch: Batch) -> Tensor:
         """Tokens predicted."""
-        if "targets" not in batch:
-            return batch["input_ids"][:, 1:].numel()
         return (batch["targets"] != IGNORED).sum()
 
     def score(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Loss and count; and words and bytes of the text, where they are known."""
-        loss = self.loss(model, batch).double()
-        known: dict[str, Tensor] = {name: batch[name].sum() for name in ("words", "bytes") if name in batch}
-        return {"loss": loss, "count": torch.zeros_like(loss) + self.num_terms(batch), **known}
+        """Loss and count, and words and bytes of the text."""
+        sums = {"loss": self.loss(model, batch), "count": self.num_terms(batch)}
+        sums |= {name: batch[name].sum() for name in ("words", "bytes")}
+        return {name: value.double() for name, value in sums.items()}
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Nats per token and perplexity; perplexity per word and bits per byte of the text, where it is known.
+        """Nats per token and perplexity; perplexity per word and bits per byte of the text.
 
-        These two compare models with different tokenisers: the loss of all tokens, those that end documents among
+        The last two compare models with different tokenisers: the loss of all tokens, those that end documents among
         them, is divided by the words, separated by white space, and the bytes of the text that was tokenised.
         """
         loss = sums["loss"] / sums["count"]
-        found = {"loss": loss, "perplexity": perplexity(loss)}
-        if "words" in sums:
-            found["perplexity_per_word"] = perplexity(sums["loss"] / sums["words"])
-            found["bits_per_byte"] = sums["loss"] / sums["bytes"] / math.log(2)
-        return found
+        return {
+            "loss": loss,
+            "perplexity": perplexity(loss),
+            "perplexity_per_word": perplexity(sums["loss"] / sums["words"]),
+            "bits_per_byte": sums["loss"] / sums["bytes"] / math.log(2),
+        }
 
     def write_samples(self, model: nn.Module) -> list[dict[str, str]]:
         """One that continues the beginning of the evaluation text, and one without a prompt."""
-        return [self._sample(model, prompt) for prompt in dict.fromkeys((self._opening(), ""))]
-
-    def _opening(self) -> str:
-        """The first tokens of the first document in the evaluation text that is not blank."""
-        tokens = self.first_samples(1)["input_ids"][0].tolist()
-        end = self.tokenizer.document_end
-        for _, document in itertools.groupby(tokens, key=lambda token: token != end):
-            text = self.tokenizer.decode(list(document)[:PROMPT_TOKENS])
-            if text.strip():
-                return text.rstrip("\N{REPLACEMENT CHARACTER}")  # half a character, where tokens are bytes
-        return ""
+        tokens, end = self.first_samples(1)["input_ids"][0].tolist(), self.tokenizer.document_end
+        opening = self.tokenizer.decode(list(itertools.takewhile(lambda token: token != end, tokens))[:PROMPT_TOKENS])
+        opening = opening.rstrip("\N{REPLACEMENT CHARACTER}")  # half a character, where tokens are bytes
+        return [self._sample(model, prompt) for prompt in (opening, "")]
 
     def _sample(self, model: nn.Module, prompt: str) -> dict[str, str]:
         try:

@@ -20,16 +20,17 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from wellcond.attention.distributed import unwrap
-from wellcond.lab.data.text import open_token_stream
+from wellcond.lab.data.text import TokenStream, open_token_stream
 from wellcond.lab.seeding import derive
 from wellcond.lab.settings import SequenceLength, Settings
 from wellcond.lab.tasks.base import EVALUATION, AbstractTask, Batch, Keys, Metric, TaskContext, logits_of, register_task
-from wellcond.lab.tasks.language_modelling import IGNORED, TokenBlocks, perplexity
+from wellcond.lab.tasks.language_modelling import IGNORED, need_tokens, perplexity, tokens_at
 from wellcond.lab.tokenizers import Tokenizer, TokenizerChoice, make_tokenizer
 
 Words = NDArray[np.uint64]
-HIDDEN, RANDOM = 0.8, 0.1
-"""Shares of masked tokens that become [MASK] and that become a random token; the others stay."""
+MASKED, HIDDEN, RANDOM = 0.25, 0.8, 0.1
+"""Share of the tokens of every sequence that are masked; of these, shares that become [MASK] and that become a random
+token; the others stay."""
 
 
 class MaskedLanguageModellingSettings(Settings):
@@ -39,8 +40,6 @@ class MaskedLanguageModellingSettings(Settings):
     length: Annotated[SequenceLength, Field(ge=2)] = 128
     """Tokens of a sequence; documents follow each other, and a sequence may hold the end of one and the next."""
     tokenizer: TokenizerChoice = "bytes"
-    mask_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.25
-    """Share of the tokens of every sequence that are to be guessed."""
     limit_tokens: PositiveInt | None = None
     """Train on the text up to the document in which so many tokens are reached; null: all."""
 
@@ -56,13 +55,7 @@ def _mix(words: Words) -> Words:
 
 
 def random_words(seed: int, keys: Keys, count: int) -> Words:
-    """`count` random 64-bit numbers for each key, (keys, count), the same whatever other keys there are.
-
-    Example:
-        >>> both = random_words(0, [(3, 0), (4, 0)], 2)
-        >>> bool((both[1] == random_words(0, [(4, 0)], 2)[0]).all()), len(set(both.flatten().tolist()))
-        (True, 4)
-    """
+    """`count` random 64-bit numbers for each key, (keys, count), the same whatever other keys there are."""
     sample, draw = np.array(keys, dtype=np.int64).astype(np.uint64).T
     start = _mix(_mix(np.uint64(seed) + _GAMMA * sample) + _GAMMA * draw)
     return _mix(start[:, None] + _GAMMA * np.arange(1, count + 1, dtype=np.uint64))
@@ -71,11 +64,9 @@ def random_words(seed: int, keys: Keys, count: int) -> Words:
 class Masking:
     """Hides a share of the ordinary tokens of every sequence."""
 
-    def __init__(
-        self, fraction: float, *, mask_token: int, special: Sequence[int], vocabulary_size: int, seed: int
-    ) -> None:
-        """A fraction of the tokens that are not special, rounded, but at least one; these are not drawn either."""
-        self.fraction, self.mask_token = fraction, mask_token
+    def __init__(self, *, mask_token: int, special: Sequence[int], vocabulary_size: int, seed: int) -> None:
+        """A share of the tokens that are not special, rounded, but at least one; special ones are not drawn either."""
+        self.mask_token = mask_token
         self.is_special = np.zeros(vocabulary_size, dtype=bool)
         self.is_special[[mask_token, *special]] = True
         self.ordinary = np.flatnonzero(~self.is_special)
@@ -109,24 +100,26 @@ class Masking:
         return {name: torch.from_numpy(np.ascontiguousarray(values, np.int64)) for name, values in batch.items()}
 
     def _number(self, ordinary: NDArray[Any]) -> NDArray[np.int64]:
-        return np.minimum(np.maximum(np.rint(self.fraction * ordinary).astype(np.int64), 1), ordinary)
+        return np.minimum(np.maximum(np.rint(MASKED * ordinary).astype(np.int64), 1), ordinary)
 
 
 @dataclass(frozen=True)
 class MaskedBlocks:
     """Sequences with other tokens hidden in every epoch, and always the same in evaluation."""
 
-    blocks: TokenBlocks
+    stream: TokenStream
+    length: int
     masking: Masking
     in_memory: ClassVar[bool] = True
 
     def __len__(self) -> int:
-        """Number of sequences."""
-        return len(self.blocks)
+        """Number of sequences; a rest that is shorter is left out."""
+        return len(self.stream) // self.length
 
     def fetch(self, keys: Keys) -> Batch:
         """What the model sees, where it is to guess, and what stood there."""
-        return self.masking.apply(self.blocks.tokens(keys).numpy(), keys)
+        places = np.array([index for index, _ in keys])[:, None] * self.length + np.arange(self.length)
+        return self.masking.apply(tokens_at(self.stream, places).numpy(), keys)
 
 
 @register_task(MaskedLanguageModellingSettings)
@@ -146,12 +139,12 @@ class MaskedLanguageModelling(AbstractTask):
         self.tokenizer = make_tokenizer(settings.tokenizer, data.train, what, context.base)
         special, size = self.tokenizer.special, self.tokenizer.vocabulary_size
         mask, self.vocabulary = (size, size + 1) if special.mask is None else (special.mask, size)
-        numbers = {"mask_token": mask, "vocabulary_size": self.vocabulary, "seed": context.seed}
-        masking = Masking(settings.mask_fraction, special=special.ids, **numbers)
+        masking = Masking(mask_token=mask, special=special.ids, vocabulary_size=self.vocabulary, seed=context.seed)
         for name, split in context.splits.items():
             what, limit = f"{data.name}, {name} split", settings.limit_tokens if name == "training" else None
             stream = open_token_stream(split, self.tokenizer, what, limit_tokens=limit)
-            samples[name] = MaskedBlocks(TokenBlocks(stream, self.length, what), masking)
+            need_tokens(stream, self.length, what)
+            samples[name] = MaskedBlocks(stream, self.length, masking)
         self.train, self.evaluation, self.test = samples["training"], samples["evaluation"], samples.get("test")
 
     def model_arguments(self, kind: str) -> dict[str, Any]:

@@ -95,10 +95,7 @@ class UpdatePlan:
 
 
 def evaluation_parts(num_samples: int, batch_size: int, share: Share) -> list[list[SampleKey]]:
-    """Samples of one process: each sample in exactly one; every process has as many parts (shards wait for each other).
-
-    Raises: RecipeError if there are fewer samples than processes.
-    """
+    """Samples of one process: each sample in exactly one; every process has as many parts, as shards need."""
     if num_samples < share.processes:
         raise RecipeError(f"expected at least one evaluation sample for each process, found {num_samples}")
     mine = [(index, EVALUATION) for index in range(share.rank, num_samples, share.processes)]

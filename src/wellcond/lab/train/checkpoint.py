@@ -3,9 +3,8 @@
     checkpoints/step-00000120/{model,optimizer,average,best}.safetensors  state.json       plain weights
     checkpoints/step-00000120/{model,optimizer,average,best}/shard-*.safetensors  state.json     sharded (FSDP2)
 
-Average and best weights are there where the recipe asks for them. Best weights that are no newer than the checkpoint
-before are its files once more (hard links), not another copy. Of sharded weights every rank writes and reads its own
-part, through the safetensors storage of `torch.distributed.checkpoint`: nothing is gathered on one host, nothing is
+Average and best weights are there where the recipe asks for them. Of sharded weights every rank writes and reads its
+own part, through the safetensors storage of `torch.distributed.checkpoint`: nothing is gathered on one host, nothing is
 pickled, and a run resumes on another number of ranks.
 
 A checkpoint is a folder that is written under another name and then renamed, so that it is whole or absent. Its
@@ -37,7 +36,6 @@ from wellcond.run_records import CHECKSUM, find_change, seal
 
 NAME = re.compile(r"step-(\d{8,})")
 OURS = re.compile(r"step-\d{8,}|\.step-\d{8,}(\.former)?\.partial")
-FILE = re.compile(r"(model|optimizer|average|best)(/shard-\d{5}-model-00001-of-00001)?\.safetensors")
 SEPARATOR = "//"
 Tensors = dict[str, Tensor]
 
@@ -53,12 +51,11 @@ def model_tensors(model: nn.Module) -> Tensors:
     return state
 
 
-def load_model_(model: nn.Module, source: dict[str, Any] | Path, kind: str = "model") -> None:
-    """The reverse of `model_tensors`, from tensors or from those of a kind in a checkpoint."""
+def load_model_(model: nn.Module, tensors: dict[str, Any]) -> None:
+    """The reverse of `model_tensors`."""
     from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
-    stored: Any = read_tensors(source, kind, model_tensors(model).get) if isinstance(source, Path) else source
-    set_model_state_dict(model, stored)
+    set_model_state_dict(model, tensors)
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
@@ -96,17 +93,12 @@ def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def save_checkpoint(
-    folder: Path,
-    step: int,
-    tensors: Mapping[str, Tensors | Path | None],
-    state: dict[str, Any],
-    *,
-    sharded: bool = False,
+    folder: Path, step: int, tensors: Mapping[str, Tensors | None], state: dict[str, Any], *, sharded: bool = False
 ) -> Path:
     """Write one checkpoint, after `step` updates, and remove the older ones; if that fails, they are kept.
 
-    `tensors` are those of model, optimizer, average and best, or an older checkpoint that has the same; `state` is
-    plain data. If tensors are `sharded`, every rank has its own part and must call it.
+    `tensors` are those of model, optimizer, average and best; `state` is plain data. If tensors are `sharded`, every
+    rank has its own part and must call it.
     """
     place = folder / f"step-{step:08d}"
     partial = folder / f".{place.name}.partial"
@@ -115,14 +107,13 @@ def save_checkpoint(
     try:
         with writing(place):
             if is_main:
+                folder.mkdir(exist_ok=True)  # but not the run's own: it may have been deleted
                 shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
+                partial.mkdir()
             if sharded:
                 _gather(None)  # the folder is there before another rank writes into it
             for kind, values in tensors.items():
-                if isinstance(values, Path):
-                    sums |= _link_kind(values, partial, kind) if is_main else {}
-                elif values is not None and sharded:
+                if values is not None and sharded:
                     sums |= _write_shards(partial / kind, values)
                 elif values is not None:
                     content = safetensors.torch.save(_untied(values))
@@ -171,10 +162,8 @@ def _untied(values: Tensors) -> Tensors:
 
 def _write_shards(folder: Path, values: Tensors) -> dict[str, str]:
     """Let every rank write its part; returns all checksums by name."""
-    try:
-        from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter, save
-    except ImportError as error:
-        raise RunError("checkpoints of sharded runs need torch 2.9 or newer; install it") from error
+    from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter, save  # of torch 2.9
+
     try:
         save(_untied(values), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
     except CheckpointException as error:  # the same on every rank
@@ -182,21 +171,6 @@ def _write_shards(folder: Path, values: Tensors) -> dict[str, str]:
     mine = folder / f"shard-{_rank() + 1:05d}-model-00001-of-00001.safetensors"
     found = _gather({f"{folder.name}/{mine.name}": _sum(mine)} if mine.exists() else {})
     return {name: value for sums in found for name, value in sums.items()}
-
-
-def _link_kind(place: Path, partial: Path, kind: str) -> dict[str, str]:
-    """Take over the files of one kind from an older checkpoint; returns their checksums."""
-    with _damage(place):
-        sums = {
-            name: value for name, value in _read_state(place)["files"].items() if re.split(r"[/.]", name)[0] == kind
-        }
-    for name in sums:
-        (partial / name).parent.mkdir(exist_ok=True)
-        try:
-            os.link(place / name, partial / name)
-        except OSError:  # a file system without hard links
-            _write_synced(partial / name, (place / name).read_bytes())
-    return sums
 
 
 def _write_synced(path: Path, content: bytes) -> None:
@@ -217,16 +191,13 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 
 def read_checkpoint(place: Path) -> dict[str, Any]:
-    """The plain data of a checkpoint, all of whose files are checked; every rank must call it.
-
-    Raises: RunError if a file is missing or damaged.
-    """
+    """The plain data of a checkpoint, all of whose files are checked (RunError); every rank must call it."""
     state, problem = {}, ""
-    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     try:
         state = _read_state(place)
         files = list(state.pop("files").items())
-        _check_files(place, dict(files[_rank() :: world]))  # each file is read by one rank
+        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        _check_files(place, dict(files[_rank() :: ranks]))  # each file is read by one rank
     except Exception as error:
         problem = str(error) or type(error).__name__
     with _damage(place):
@@ -242,15 +213,12 @@ def _read_state(place: Path) -> dict[str, Any]:
         raise ValueError(f"state.json {changed}")
     if state["step"] != int(place.name.removeprefix("step-")):
         raise ValueError(f"it is of step {state['step']}")
-    state.pop(CHECKSUM, None)
-    return state
+    return {key: value for key, value in state.items() if key != CHECKSUM}
 
 
 def _check_files(place: Path, sums: dict[str, str]) -> None:
     """Raise OSError or ValueError if a file is not what its checkpoint lists."""
     for name, expected in sums.items():
-        if not FILE.fullmatch(name):
-            raise ValueError(f"state.json lists {name!r}, which is no file of a checkpoint")
         if _sum(place / name) != expected:
             raise ValueError(f"{name} was changed after it was written: its checksum does not match")
 
@@ -308,39 +276,25 @@ def _damage(place: Path) -> Iterator[None]:
 
 
 def read_finished_run(path: Path, field: str, instead: str) -> tuple[dict[str, Any], Path]:
-    """Record and file of weights of the run in a folder; a `field` of the recipe names it, or something `instead`.
-
-    Raises: RecipeError if there is no finished run with its weights; RunError if they are damaged.
-    """
+    """Record and file of weights of the run in a folder; a `field` of the recipe names it, or something `instead`."""
     record = RunFolder(path).read_record()
     if record is None:
         raise RecipeError(f"{field}: no run in {path}: expected run.json there, or {instead}")
-    if record["status"] != "finished":
-        raise RecipeError(f"{field}: the run in {path} is not finished but {record['status']}")
     place = last_checkpoint(path / "checkpoints")
-    if place is None:
-        raise RecipeError(f"{field}: the run in {path} has no checkpoint; was its folder checkpoints deleted?")
+    if record["status"] != "finished" or place is None:
+        found = "has no checkpoint" if place is None else f"is not finished but {record['status']}"
+        raise RecipeError(f"{field}: the run in {path} {found}")
     return record, trained_weights(place, record)
 
 
 def trained_weights(place: Path, record: dict[str, Any]) -> Path:
-    """The file of weights in the last checkpoint of a finished run; that of a sharded run is made from its shards.
-
-    Raises: RunError if it is missing or damaged, or the checkpoint is of another run than the record.
-    """
+    """The file of weights in the last checkpoint of a finished run; that of a sharded run is made from its shards."""
     path = place / "model.safetensors"
-    try:
+    with _damage(place):
         state = _read_state(place)
         if state["logs"] != record.get("logs", state["logs"]):
             raise ValueError("it is of another run than run.json")
-        sharded = (place / "model").is_dir()
-        if not sharded or not path.exists():
-            _check_files(place, {name: value for name, value in state["files"].items() if name.startswith("model")})
-        if sharded and not path.exists():
+        _check_files(place, {name: value for name, value in state["files"].items() if name.startswith("model")})
+        if not path.exists():
             write_atomically(path, safetensors.torch.save(read_tensors(place, "model")))
-        with safetensors.safe_open(path, framework="pt"):
-            return path
-    except Exception as error:
-        raise RunError(
-            f"{path} is missing or damaged ({error}); restore it, or delete the run's folder to restart it"
-        ) from error
+    return path

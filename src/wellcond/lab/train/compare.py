@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import multiprocessing
 import os
 import signal
@@ -13,22 +12,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
-
-from pydantic import ValidationError
+from typing import TYPE_CHECKING, Any
 
 from wellcond.errors import AttentionNotFoundError, MissingExtraError, WellcondError
-from wellcond.lab.cluster import RaySettings
 from wellcond.lab.data.base import DataError
 from wellcond.lab.methods import MethodSettings, check_distinct
-from wellcond.lab.recipe import Recipe, config_hash, list_differences, override_recipe
+from wellcond.lab.recipe import Recipe, config_hash, differences, override_recipe, with_effect
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.engine import Event
 from wellcond.lab.train.length import StopFlag
-from wellcond.lab.train.run import Job, UnexpectedRunError, check_local_code, complete_record, run_job
+from wellcond.lab.train.run import Job, check_local_code, complete_record, run_job
 from wellcond.lab.train.run_folder import RunError, RunFolder, read_sealed, write_sealed, writing
 from wellcond.models import ModelSpecError
 from wellcond.run_records import SCHEMA
+
+if TYPE_CHECKING:
+    from wellcond.lab.cluster import RaySettings
 
 # Errors of the recipe or the dataset concern every run: the first one ends the comparison.
 FOR_ALL = (RecipeError, DataError, MissingExtraError, AttentionNotFoundError, ModelSpecError)
@@ -43,8 +42,6 @@ class Outcome:
     records: list[dict[str, Any]] = field(default_factory=list)
     failures: list[tuple[Job, str]] = field(default_factory=list)
     interrupted: bool = False
-    crashed: bool = False
-    """Whether a run in this process failed with an unexpected exception."""
 
     def take(self, record: dict[str, Any]) -> None:
         """Add the record of a run that ended."""
@@ -60,10 +57,7 @@ class Outcome:
 def plan_comparison(
     recipe: Recipe, methods: Sequence[MethodSettings], seeds: Sequence[int], folder: Path, **options: Any
 ) -> list[Job]:
-    """All runs, seed by seed, so that an interrupted comparison has complete pairs; each at its tuned values.
-
-    Raises: RecipeError without methods, without the baseline among them, or for local code that is not trusted.
-    """
+    """All runs, seed by seed, so that an interrupted comparison has complete pairs; each at its tuned values."""
     check_local_code(recipe, trusted=options.get("local_code", False))
     check_distinct(methods)
     if not methods:
@@ -81,47 +75,37 @@ def settings_hash(recipe: Recipe) -> str:
     return config_hash(recipe.config(MethodSettings(init="default"), 0))
 
 
-def check_settings(folder: Path, recipe: Recipe) -> None:
-    """Raise RunError if a folder holds a comparison of another recipe, or under other settings, or a packed one."""
+def check_settings(folder: Path, recipe: Recipe) -> dict[str, Any]:
+    """comparison.json, if any; RunError if it is of another recipe, or under other settings, or a packed one."""
     path = folder / "comparison.json"
     if not path.exists():
-        return
+        return {"methods": [], "seeds": []}
     former, settings = read_comparison(path), settings_hash(recipe)
     if "shared" in former:
         problem = "packed records, which cannot be resumed; pack what ran in the other one there: wellcond pack"
     elif (former["recipe"], former["scale"]) != (recipe.name, recipe.scale):
         problem = f"a comparison of {former['recipe']} ({former['scale']}), not of {recipe.name} ({recipe.scale})"
     elif former.get("settings_hash", settings) != settings:
-        problem = f"a comparison of {recipe.name} under other settings{_what_differs(folder, former, recipe)}"
+        problem = f"a comparison of {recipe.name} under other settings{_what_differs(folder, recipe)}"
     else:
-        return
+        return former
     raise RunError(f"{folder} holds {problem}. Give another folder with --folder")
 
 
-def _what_differs(folder: Path, comparison: dict[str, Any], recipe: Recipe) -> str:
-    """The settings that differ from those of the first run of a comparison; empty if none has a record."""
-    for slug, seed in itertools.product([method["slug"] for method in comparison["methods"]], comparison["seeds"]):
-        record = RunFolder(folder / slug / f"seed{seed}").read_record()
-        if record is not None:
-            try:  # without what was tuned for it there
-                method = recipe.at_tuned(MethodSettings.model_validate(record["method"]))
-            except ValidationError:  # a label of the user's own
-                method = MethodSettings.model_validate(record["config"]["method"])
-            here = override_recipe(recipe, method).config(method, record["seed"])
-            return f":\n{list_differences(record['config'], here)}\n  Their runs cannot be compared"
+def _what_differs(folder: Path, recipe: Recipe) -> str:
+    """The settings that differ from those of the first run of a comparison; empty if there is none."""
+    for path in sorted(folder.glob("*/seed*/run.json")):
+        there = (RunFolder(path.parent).read_record() or {})["config"]
+        method = recipe.at_tuned(MethodSettings.model_validate(there["method"] | {"set": {}}))
+        here = override_recipe(recipe, method).config(method, there["seed"])
+        return f" ({'; '.join(differences(with_effect(there), with_effect(here)))})"
     return ""
 
 
 def write_comparison(folder: Path, recipe: Recipe, methods: Sequence[MethodSettings], seeds: Sequence[int]) -> None:
     """Write comparison.json; methods and seeds of an earlier call stay listed."""
-    check_settings(folder, recipe)
-    path = folder / "comparison.json"
+    former, path = check_settings(folder, recipe), folder / "comparison.json"
     listed = [{"label": method.label, "slug": method.slug} for method in methods]
-    all_seeds = set(seeds)
-    if path.exists():
-        former = read_comparison(path)
-        listed = [*former["methods"], *(row for row in listed if row not in former["methods"])]
-        all_seeds |= set(former["seeds"])
     content = {
         "schema": SCHEMA,
         "kind": KIND,
@@ -130,9 +114,9 @@ def write_comparison(folder: Path, recipe: Recipe, methods: Sequence[MethodSetti
         "recipe": recipe.name,
         "scale": recipe.scale,
         "settings_hash": settings_hash(recipe),
-        "methods": listed,
+        "methods": [*former["methods"], *(row for row in listed if row not in former["methods"])],
         "baseline": recipe.baseline,
-        "seeds": sorted(all_seeds),
+        "seeds": sorted({*seeds, *former["seeds"]}),
         "notes": recipe.description,
     }
     with writing(path):
@@ -151,12 +135,12 @@ def run_comparison(
 ) -> Outcome:
     """Run what is incomplete, one run after the other, in several processes, or on a Ray cluster.
 
-    Raises: RecipeError, DataError or MissingExtraError, which concern every run; other failures are in the outcome.
+    Errors that concern every run (`FOR_ALL`) are raised; other failures are in the outcome.
     """
     at_once = max(1, min(num_workers, len(jobs)))
     jobs = [job if job.at_once == at_once else replace(job, at_once=at_once) for job in jobs]
     if ray is not None:
-        from wellcond.lab.cluster.driver import run_on_ray
+        from wellcond.lab.cluster import run_on_ray
 
         return run_on_ray(jobs, num_workers=num_workers, observer=observer, settings=ray)
     if at_once > 1:
@@ -174,7 +158,6 @@ def run_comparison(
             except WellcondError as error:
                 if int(os.environ.get("WORLD_SIZE", "1")) > 1:
                     raise  # other ranks may not have failed: continuing would mix runs
-                outcome.crashed |= isinstance(error, UnexpectedRunError)
                 outcome.fail(job, str(error), observer)
     return outcome
 
@@ -213,10 +196,7 @@ class Dispatch:
         self.waiting.clear()
 
     def handle(self, job: Job, message: Message) -> bool:
-        """Handle the message of a worker; returns True if it is the last one of its job.
-
-        Raises: WellcondError for an error that concerns every run.
-        """
+        """Handle the message of a worker; True if it is the last one of its job."""
         kind, content = message
         if kind == "event":
             self._observer(job, content)
@@ -257,13 +237,9 @@ def do_job(job: Job, send: Callable[[Message], None], stop: StopFlag) -> None:
             send(("error for all" if isinstance(error, FOR_ALL) else "error", str(error)))
 
 
-ATTEMPTS = 2
-"""A run whose worker is killed resumes in another one; killed twice, it has failed."""
-
-
 def run_in_pool(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver) -> Outcome:
-    """As `run_comparison`; a worker that dies is replaced and its run resumes."""
-    dispatch = Dispatch(jobs, observer, attempts=ATTEMPTS)
+    """As `run_comparison`; a worker that dies is replaced and its run resumes; killed twice, it has failed."""
+    dispatch = Dispatch(jobs, observer, attempts=2)
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
     workers: dict[Connection, Any] = {}
     """Processes, each by the connection to it."""
@@ -296,7 +272,8 @@ def run_in_pool(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver)
                     except (EOFError, ConnectionError):
                         process = workers.pop(connection)
                         process.join(10)
-                        dispatch.lose(running.pop(connection), f"its process {describe_exit(process.exitcode)}")
+                        code = f"{process.exitcode}{'; out of memory?' * (process.exitcode == -signal.SIGKILL)}"
+                        dispatch.lose(running.pop(connection), f"its process ended with code {code}")
                     else:
                         if dispatch.handle(running[connection], message):
                             del running[connection]
@@ -309,19 +286,6 @@ def run_in_pool(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver)
             process.join(10)
 
 
-def describe_exit(code: int | None) -> str:
-    """How a process ended without a message.
-
-    Example:
-        >>> describe_exit(-9), describe_exit(3)
-        ('was ended by SIGKILL; out of memory?', 'ended with code 3')
-    """
-    if code is None or code >= 0:
-        return f"ended with code {code}"
-    killed = code == -signal.SIGKILL
-    return f"was ended by {signal.Signals(-code).name}{'; out of memory?' if killed else ''}"
-
-
 def _work(connection: Connection) -> None:
     """Run jobs until the connection is closed."""
     # Ctrl-C reaches every process of a terminal; the parent forwards it to its workers as SIGTERM.
@@ -331,6 +295,5 @@ def _work(connection: Connection) -> None:
             job: Job = connection.recv()
         except (EOFError, ConnectionError):
             return
-
         with StopFlag().listening() as stop:
             do_job(job, connection.send, stop)

@@ -6,8 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,9 +21,8 @@ from wellcond.lab.tasks.base import AbstractTask, Batch
 from wellcond.lab.train import checkpoint
 from wellcond.lab.train.batches import Share, UpdatePlan, fetch_batches
 from wellcond.lab.train.evaluate import ConditioningLog, Evaluator, WeightAverage, find_test_set, layer_numbers
-from wellcond.lab.train.length import Diverged, Lengths, StopFlag, TimeBudget, TrainState, check_loss, ramped_parts
+from wellcond.lab.train.length import Diverged, StopFlag, TimeBudget, TrainState, check_loss, ramped_parts
 from wellcond.lab.train.optimizers import set_point
-from wellcond.lab.train.run_folder import check_links
 
 if TYPE_CHECKING:
     from wellcond.lab.train.run import Session
@@ -57,28 +55,32 @@ class Engine:
         size, repeats = training.batch_size, recipe.augmentation.repeats
         self.plan = UpdatePlan(len(task.train), size, training.accumulate, self.seed, repeats, task.following)
         self.plan.part_size(self.share)  # raises now, not after the first measurement
-        self.lengths = lengths = Lengths.of(recipe, self.plan.steps_per_epoch)
+        intervals = (training.length, recipe.evaluation.every, recipe.checkpoint.every)
+        per_epoch = self.plan.steps_per_epoch
+        self.num_steps, self.evaluate_every, self.save_every = (every.in_steps(per_epoch) for every in intervals)
         self.test_samples = find_test_set(recipe, task)
         self.test: dict[str, Any] | None = None
         self.samples: list[dict[str, Any]] = []
         """Scores on the test split, and outputs of the last weights on samples; set after training."""
         self.wants_best = recipe.evaluation.test == "best"
-        self.best_weights: dict[str, Tensor] | Path | None = None
-        """Weights and buffers of the best evaluation so far: in memory until a checkpoint holds them, then that one."""
+        self.best_weights: dict[str, Tensor] | None = None
+        """Weights and buffers of the best evaluation so far, on the CPU."""
         self.state = TrainState()
         self.budget = TimeBudget(training.hours, self.clock, accelerator)
-        self.log = ConditioningLog(recipe.tracking, task, model, accelerator, lengths)
+        self.log = ConditioningLog(recipe, task, model, accelerator, per_epoch)
         self.model, self.optimizer = accelerator.prepare(model, recipe.optimizer.build(model))
         averaging = training.averaging
         self.average = WeightAverage(unwrap(self.model), averaging.decay) if averaging else None
         evaluated = self.average if averaging and averaging.evaluate else None
         self.evaluator = Evaluator(recipe, task, self.model, accelerator, evaluated)
-        self.planned_steps, self.learning_rate = lengths.num_steps, 0.0
-        self.curve = recipe.schedule.curve(lengths.num_steps, lengths.steps_per_epoch)
+        self.planned_steps, self.learning_rate = self.num_steps, 0.0
+        self.curve = recipe.schedule.curve(self.num_steps, per_epoch)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.sharded = is_held_together(unwrap(self.model))
         self.sites = [] if self.sharded else find_attention(unwrap(self.model), strict=False)
         self._losses: list[Tensor] = []
+        self.newest_loss: float | None = None
+        """Mean of the last row of steps.jsonl."""
 
     @property
     def full_updates(self) -> float:
@@ -88,7 +90,7 @@ class Engine:
     @property
     def epoch(self) -> float:
         """Number of epochs completed."""
-        return self.lengths.epoch(self.full_updates)
+        return round(self.full_updates / self.plan.steps_per_epoch, 6)
 
     # Resuming
 
@@ -100,15 +102,18 @@ class Engine:
                 self.folder.cut_logs({})
             return 0
         stored = checkpoint.read_checkpoint(place)
-        checkpoint.load_model_(self.model, place)
+        tensors = checkpoint.read_tensors(place, "model", checkpoint.model_tensors(self.model).get)
+        checkpoint.load_model_(self.model, tensors)
         checkpoint.load_optimizer_(self.model, self.optimizer.optimizer, place, stored["groups"])
         if self.average is not None:
             self.average.load_(checkpoint.read_tensors(place, "average", self.average.state.get))
-        self.best_weights = place if self.wants_best else None
+        if self.wants_best:
+            self._keep_best(checkpoint.read_tensors(place, "best", checkpoint.model_tensors(self.model).get))
         if self.accelerator.scaler is not None and stored["scaler"]:
             self.accelerator.scaler.load_state_dict(stored["scaler"])
         self.state = TrainState(**stored["train"])
-        self.clock.add(stored["seconds"])
+        for activity, seconds in stored["seconds"].items():
+            self.clock.seconds[activity] += seconds
         if self.is_main:
             self.folder.cut_logs(stored["logs"])
         return self.state.step
@@ -119,9 +124,6 @@ class Engine:
             self._take_losses()
             scaler, optimizer = self.accelerator.scaler, self.optimizer.optimizer
             folder, step = self.folder.path / "checkpoints", self.state.step
-            if self.is_main:
-                self.folder.check_there()
-                check_links(self.folder.path)  # one may have been created since the run began
             if self.is_main or self.sharded:
                 tensors = {
                     "model": checkpoint.model_tensors(self.model),
@@ -138,8 +140,6 @@ class Engine:
                 }
                 checkpoint.save_checkpoint(folder, step, tensors, state, sharded=self.sharded)
             self.accelerator.wait_for_everyone()
-            if self.best_weights is not None:
-                self.best_weights = folder / f"step-{step:08d}"
             if self.is_main:
                 self.session.write()
                 self.observer({"event": "saved", "step": step})
@@ -147,12 +147,7 @@ class Engine:
     # Training
 
     def train(self, stop: StopFlag) -> None:
-        """Train from the current step to the end.
-
-        Raises:
-            Diverged: the loss is not finite or exceeds `training.diverged_above` times the first.
-            Interrupted: the stop flag is set; the last step has a checkpoint.
-        """
+        """Train from the current step to the end; raises Diverged, or Interrupted after a checkpoint."""
         state, training = self.state, self.recipe.training
         with self.clock.spent_on("measuring"):
             self.observer({"event": "phase", "phase": "measuring"})
@@ -161,17 +156,17 @@ class Engine:
             self._evaluate()
         told = time.perf_counter()
         self._end_if_time_is_up()
-        parts = self.plan.parts(self.share, self.full_updates, self.lengths.num_steps)
+        parts = self.plan.parts(self.share, self.full_updates, self.num_steps)
         batches = fetch_batches(self.task.train, parts, workers=training.workers, device=self.accelerator.device)
         self.model.train()
         self.clock.switch("training")
-        while (step := state.step) < self.lengths.num_steps:
+        while (step := state.step) < self.num_steps:
             point = self.budget.point(step, self.planned_steps)
             number = ramped_parts(training.batch_ramp, training.accumulate, point, self.planned_steps)
             mine = [next(batches) for _ in range(number)]
             state.parts_spared += training.accumulate - number
             done = step + 1
-            logged = done % training.log_every == 0 or done == self.lengths.num_steps
+            logged = done % training.log_every == 0 or done == self.num_steps
             loss, norms = self.update(step, mine, want_norms=logged)
             self._losses.append(loss)
             state.step = done
@@ -179,8 +174,8 @@ class Engine:
             if logged:
                 self._log_step(norms)
             if (now := time.perf_counter()) - told > SECONDS_BETWEEN_EVENTS:
-                event = {"event": "step", "step": done, "loss": self._newest_loss()}
-                self.observer(event | {"num_steps": self.budget.steps_expected(done, self.lengths.num_steps)})
+                event = {"event": "step", "step": done, "loss": self.newest_loss}
+                self.observer(event | {"num_steps": self.budget.steps_expected(done, self.num_steps)})
                 told = now
             self._at_boundaries(stop)
         self.clock.switch("evaluation")
@@ -228,34 +223,28 @@ class Engine:
 
     def _end_if_time_is_up(self) -> None:
         self.budget.look()
-        if self.budget.used >= 1 and self.state.step < self.lengths.num_steps:
-            self.lengths = replace(self.lengths, num_steps=self.state.step)
+        if self.budget.used >= 1 and self.state.step < self.num_steps:
+            self.num_steps = self.state.step
             self.log.end_at(self.state.step)
 
     def _at_boundaries(self, stop: StopFlag) -> None:
-        lengths, step = self.lengths, self.state.step
-        last = step == lengths.num_steps
+        step = self.state.step
+        last = step == self.num_steps
         if step in self.log.steps:
             self.observer({"event": "phase", "phase": "measuring"})
             with self.clock.spent_on("measuring"):
                 self._write_conditioning(self.log.after(step))
         else:
             self.log.after(step)  # counts the step without waiting for the device
-        if last or step % lengths.evaluate_every == 0:
+        if last or step % self.evaluate_every == 0:
             self._evaluate()
         # Several ranks synchronise only at logged steps.
         synchronised = self.share.processes == 1 or step % self.recipe.training.log_every == 0
         stopping = synchronised and stop.any_rank(self.accelerator) and not last
-        if last or stopping or step % lengths.save_every == 0:
+        if last or stopping or step % self.save_every == 0:
             self.save()
         if stopping:
             raise Interrupted
-
-    def _newest_loss(self) -> float | None:
-        """The newest loss that is known without waiting for the device."""
-        if self._losses and self._losses[-1].device.type == "cpu":
-            return float(self._losses[-1])
-        return self.state.window[-1] if self.state.window else None
 
     def _take_losses(self) -> None:
         """Move the losses of recent updates to the state, averaged over ranks; raises Diverged if one is not finite."""
@@ -269,19 +258,21 @@ class Engine:
         first = self.state.step + 1 - len(values)
         self.state.take(values)
         for number, value in enumerate(values):
-            check_loss(value, None, None, first + number)
+            check_loss(value, first + number)
 
     def _log_step(self, norms: dict[str, float]) -> None:
         step = self.state.step
         try:
             self._take_losses()
         finally:  # a loss that is not finite is logged too
-            mean = self.state.close_window()
+            mean = self.newest_loss = self.state.close_window()
             row: dict[str, Any] = {"step": step, "epoch": self.epoch, "loss": mean, "lr": self.learning_rate, **norms}
             if self.is_main:
                 self.folder.append("steps.jsonl", [row])
                 self._track("train", row)
-        check_loss(mean, self.state.first_loss, self.recipe.training.diverged_above, step)
+        factor, first = self.recipe.training.diverged_above, self.state.first_loss
+        if factor is not None and first is not None:
+            check_loss(mean, step, factor * max(first, 1e-6))
 
     def _track(self, group: str, values: dict[str, Any]) -> None:
         self.accelerator.log({f"{group}/{name}": value for name, value in values.items()}, step=self.state.step)
@@ -304,22 +295,21 @@ class Engine:
             if self.is_main:
                 self.folder.append("evaluations.jsonl", [row])
                 self._track("evaluation", values)
-            check_loss(values["loss"], None, None, self.state.step)
+            check_loss(values["loss"], self.state.step)
             self.state.final = row
             name = self.task.metric.name
             if self.state.best is None or self.task.metric.better(row[name], self.state.best[name]):
                 self.state.best = row
                 if self.wants_best:
                     with self.evaluator.evaluated_weights():
-                        found = checkpoint.model_tensors(self.model).items()
-                        self.best_weights = {name: value.detach().to("cpu", copy=True) for name, value in found}
+                        self._keep_best(checkpoint.model_tensors(self.model))
             self.observer({"event": "evaluation", "row": row})
 
-    def _test(self) -> None:
-        """Score the test split after the last checkpoint: a run killed here resumes there and gives identical results.
+    def _keep_best(self, tensors: dict[str, Tensor]) -> None:
+        self.best_weights = {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
 
-        The model then has the tested weights.
-        """
+    def _test(self) -> None:
+        """Score the test split after the last checkpoint: a run killed here resumes there with identical results."""
         if self.test_samples is None:
             return
         with self.clock.spent_on("evaluation"):
@@ -330,7 +320,7 @@ class Engine:
             else:
                 assert self.best_weights is not None
                 reshard_(self.model)
-                checkpoint.load_model_(self.model, self.best_weights, "best")
+                checkpoint.load_model_(self.model, self.best_weights)
                 values = self.evaluator.score(samples, len(samples))
             tested = self.state.best if weights == "best" else self.state.final
             assert tested is not None

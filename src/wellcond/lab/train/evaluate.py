@@ -18,12 +18,11 @@ from torch import Tensor, nn
 
 from wellcond.attention.distributed import reshard_, unwrap
 from wellcond.attention.find import find_attention
-from wellcond.lab.recipe import Recipe, TrackingSettings
+from wellcond.lab.recipe import Recipe
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask, Record, Samples
 from wellcond.lab.train.batches import Share, evaluation_parts, fetch_batches
 from wellcond.lab.train.checkpoint import model_tensors
-from wellcond.lab.train.length import Lengths
 from wellcond.tracking import ConditionTracker
 
 
@@ -61,7 +60,6 @@ class WeightAverage:
         for name, weight in self._weights.items():
             weight.copy_(values[name])
 
-    @torch.no_grad()
     def load_(self, state: dict[str, Tensor]) -> None:
         """Take the values of a checkpoint."""
         for name, value in self.state.items():
@@ -75,9 +73,8 @@ def find_test_set(recipe: Recipe, task: AbstractTask) -> Samples | None:
         return None
     if task.test is None or not len(task.test):
         raise RecipeError(
-            f"evaluation.test: {wanted} needs a labelled split named test; {recipe.task.model_dump()['name']} has none "
-            f"of {task.data.name}. Give data that have one, or leave evaluation.test out: results are then those on "
-            "the evaluation set"
+            f"evaluation.test: {wanted} needs a labelled split named test, which {task.data.name} does not have here. "
+            "Give other data, or evaluation.test=null: results are then those on the evaluation set"
         )
     return task.test
 
@@ -144,8 +141,6 @@ class Evaluator:
 
 # Conditioning
 
-MOST_POINTS = 100_000
-
 
 def jacobian_steps(num_points: int, num_steps: int) -> frozenset[int]:
     """Step 0, the last step, and logarithmically spaced ones between.
@@ -168,21 +163,16 @@ class ConditioningLog:
     """
 
     def __init__(
-        self, settings: TrackingSettings, task: AbstractTask, plain: nn.Module, accelerator: Any, lengths: Lengths
+        self, recipe: Recipe, task: AbstractTask, plain: nn.Module, accelerator: Any, steps_per_epoch: int
     ) -> None:
         """Make it before Accelerate prepares the model: only then can it be copied."""
-        num_steps = lengths.num_steps
+        settings, num_steps = recipe.tracking, recipe.training.length.in_steps(steps_per_epoch)
         self.settings, self.task, self.accelerator = settings, task, accelerator
         self.jacobian = jacobian_steps(settings.jacobian_points, num_steps)
         self.weights: frozenset[int] = frozenset()
         """Steps at which the Jacobian, and at which only weights and attention maps, are measured."""
         if settings.weights_every is not None:
-            every = settings.weights_every.in_steps(lengths.steps_per_epoch)
-            if num_steps // every > MOST_POINTS:
-                raise RecipeError(
-                    f"tracking.weights_every: expected at most {MOST_POINTS} measurements, found one every {every} of "
-                    f"{num_steps} steps; give a longer interval"
-                )
+            every = settings.weights_every.in_steps(steps_per_epoch)
             self.weights = frozenset({*range(0, num_steps + 1, every), num_steps}) - self.jacobian
         self.steps = self.jacobian | self.weights
         self._measures = bool(self.steps) and (accelerator.is_main_process or accelerator.is_fsdp2)
@@ -202,9 +192,9 @@ class ConditioningLog:
             raise RecipeError(f"tracking.heads: expected numbers from 0 to {most - 1}, found {self.settings.heads}")
         probe: Any = self.task.probe(self.settings.samples)
         if self._copy is None:
-            device = self.accelerator.device
-            is_dict = isinstance(probe, dict)
-            probe = {name: value.to(device) for name, value in probe.items()} if is_dict else probe.to(device)
+            from accelerate.utils import send_to_device
+
+            probe = send_to_device(probe, self.accelerator.device)
         self._tracker = ConditionTracker(
             measured,
             probe,
@@ -234,29 +224,20 @@ class ConditioningLog:
         return [] if self._tracker is None else [point.to_json_dict() for point in self._tracker.step()]
 
 
-FOR_TRACKERS = {
-    "kappa_J": ("pseudo_condition_number", geometric_mean),
-    **{f"kappa_W_{role.upper()}": (f"kappa_{role}", geometric_mean) for role in "qkv"},
-    "entropy": ("normalised_entropy", fmean),
-}
-"""What trackers get of every layer: the field of a row, and its mean over heads."""
+FOR_TRACKERS = {"kappa_J": "pseudo_condition_number", "kappa_W_Q": "kappa_q", "kappa_W_K": "kappa_k",
+                "kappa_W_V": "kappa_v", "entropy": "normalised_entropy"}  # fmt: skip
+"""What trackers get of every layer, and the field of a row whose mean over heads it is."""
 
 
 def layer_numbers(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Rows of one step as numbers for a tracker, grouped by layer; loggers want finite ones, so others are left out.
-
-    Example:
-        >>> row = {"layer": "blocks.3", "pseudo_condition_number": 10.0, "normalised_entropy": 0.5, "dead": False}
-        >>> numbers = layer_numbers([row, row | {"pseudo_condition_number": 1000.0, "dead": True}])
-        >>> round(numbers["conditioning/blocks.3/kappa_J"]), numbers["conditioning/blocks.3/dead_heads"]
-        (100, 1.0)
-    """
+    """Rows of one step as numbers for a tracker, grouped by layer; loggers want finite ones, so others are left out."""
     numbers: dict[str, float] = {}
     for layer in dict.fromkeys(row["layer"] for row in rows):
         heads = [row for row in rows if row["layer"] == layer]
-        for name, (key, mean) in FOR_TRACKERS.items():
-            values = [float(head[key]) for head in heads if head.get(key) is not None]
+        for name, key in FOR_TRACKERS.items():
+            values = [float("nan" if head.get(key) is None else head[key]) for head in heads]
             if finite := [value for value in values if math.isfinite(value)]:
+                mean = fmean if name == "entropy" else geometric_mean
                 numbers[f"conditioning/{layer}/{name}"] = mean(finite)
         numbers[f"conditioning/{layer}/dead_heads"] = float(sum(bool(head["dead"]) for head in heads))
     return numbers

@@ -1,4 +1,4 @@
-"""Fine-tuning and scoring of pre-trained runs: every task and seed is a run of its own, in RUN/glue/TASK/seed-S."""
+"""Fine-tuning and scoring of pre-trained runs: every task is a run of its own, in RUN/glue/TASK/seed-0."""
 
 from __future__ import annotations
 
@@ -6,205 +6,112 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from pydantic import ValidationError
-
-from wellcond.errors import check_choice, needs_extra
 from wellcond.files import write_atomically
-from wellcond.lab.load_recipe import set_field
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.models.changes import remove_norms_
-from wellcond.lab.models.trained import file_sha256, load_folded
+from wellcond.lab.models.trained import file_sha256
 from wellcond.lab.recipe import Recipe
-from wellcond.lab.settings import RecipeError, explain
-from wellcond.lab.tasks.glue import HUB_ID, NAMES, TASKS
+from wellcond.lab.settings import RecipeError
+from wellcond.lab.tasks.glue import HUB_ID, NAMES, TASKS, with_marks
 from wellcond.lab.tasks.masked_language_modelling import MaskedLanguageModellingSettings
-from wellcond.lab.tokenizers import LibraryTokenizer, TrainedTokenizer, make_tokenizer, read_tokenizer
+from wellcond.lab.tokenizers import TrainedTokenizer, make_tokenizer, read_tokenizer
 from wellcond.lab.train.checkpoint import read_finished_run
 from wellcond.lab.train.compare import JobObserver, Outcome, run_comparison
 from wellcond.lab.train.engine import Event
-from wellcond.lab.train.prepare import load_cached_data, located
+from wellcond.lab.train.prepare import load_cached_data
 from wellcond.lab.train.run import Job
 from wellcond.lab.train.run_folder import RunError, RunFolder, check_links, writing
-from wellcond.models import build_model, read_hf_config
 from wellcond.run_records import COMPLETE
-from wellcond.weights import conditioning_in, read_state_dict
 
-AS_PUBLISHED = {"lr": 4e-5, "batch_size": 16, "epochs": 5, "rows": 0}
-TINY = {"lr": 1e-3, "batch_size": 32, "epochs": 3, "rows": 3000}
+AS_PUBLISHED: dict[str, Any] = {"lr": 4e-5, "batch_size": 16, "epochs": 5, "rows": None}
+TINY: dict[str, Any] = {"lr": 1e-3, "batch_size": 32, "epochs": 3, "rows": 3000}
 """For models of scale tiny, which at the published rate mostly predict one class for every sentence."""
 LENGTH = 128
-DROPOUT = 0.1
 WARMUP = 0.1
 """Share of the length."""
-DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout")
-"""Names that configurations of transformers have for it."""
 CLASSIFIERS = {"wellcond:crammed_bert": "wellcond:crammed_bert_classifier"}
 """Models of ours that share the encoder of one that is pre-trained; those of transformers keep their name."""
 
 
-@dataclass(frozen=True)
-class Pretrained:
-    """A finished run."""
+def read_pretrained(folder: Path, base: Path | None = None) -> tuple[dict[str, Any], Path]:
+    """Record of the run in a folder, and the file of its tokeniser, which is made if it is missing.
 
-    folder: Path
-    record: dict[str, Any]
-    weights: Path
-    base: Path | None
-    """Folder that the relative paths of its recipe start from."""
+    The name of the file tells the weights of the run from others.
 
-    @property
-    def place(self) -> Path:
-        """Where everything about GLUE is written."""
-        return self.folder / "glue"
-
-    @property
-    def model(self) -> dict[str, Any]:
-        """Settings of the model."""
-        return dict(self.record["config"]["model"])
-
-    @cached_property
-    def task(self) -> MaskedLanguageModellingSettings:
-        """Settings of the task."""
-        return MaskedLanguageModellingSettings.model_validate(self.record["config"]["task"])
-
-    @cached_property
-    def encoder_file(self) -> str:
-        """Name of the file of the encoder in `place`, which tells these weights from others."""
-        return f"encoder-{file_sha256(self.weights)[:16]}.safetensors"
-
-    @property
-    def tokenizer_file(self) -> str:
-        """Name of the file of the tokeniser, in `place`."""
-        return self.encoder_file.replace("encoder", "tokenizer").replace("safetensors", "json")
-
-    @cached_property
-    def tokenizer(self) -> LibraryTokenizer:
-        """The tokeniser of pre-training, from its file in `place`, which is made if it is missing.
-
-        Raises: RunError if it has no file (bytes), or is not the one in the record of the run: the text that it was
-            trained on, or its file, has changed.
-        """
-        path, choice = self.place / self.tokenizer_file, self.task.tokenizer
-        if choice == "bytes":
-            raise RunError(
-                f"{self.folder} was pre-trained on bytes, which have no tokens [CLS] and [SEP]; GLUE needs a run with "
-                "task.tokenizer: {train: wordpiece, vocabulary: 4096} or the like"
-            )
-        if not path.is_file():
-            text = None
-            if isinstance(choice, TrainedTokenizer):
-                text = load_cached_data(json.dumps(self.record["config"]["data"]), self.base).train
-            made = make_tokenizer(choice, text, "the text of pre-training", self.base)
-            assert isinstance(made, LibraryTokenizer)
-            self._write(path, made.inner.to_str())
-        found = read_tokenizer(path)
-        recorded = self.record["tokenizer"]["fingerprint"]
-        if recorded != found.fingerprint:
-            raise RunError(
-                f"{path} is not the tokeniser of pre-training: expected fingerprint {recorded}, found "
-                f"{found.fingerprint}. Delete the file to have it made again, or restore what it is made from"
-            )
-        return found
-
-    def _write(self, path: Path, content: str | bytes) -> None:
-        with writing(path):
-            path.parent.mkdir(exist_ok=True)
-            write_atomically(path, content)
-
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of the model, what its task asked for among them."""
-        special, size = self.tokenizer.special, self.tokenizer.vocabulary_size
-        length = "length" if self.model["name"].startswith("wellcond:") else "max_position_embeddings"
-        needed = {"vocab_size": size + (special.mask is None), length: self.task.length, "pad_token_id": special.pad}
-        return needed | self.model["arguments"]
-
-    def write_encoder(self) -> None:
-        """Write the encoder into `place`, with corrections folded into its weights.
-
-        Raises: WeightError if the checkpoint does not fit the model that its run names.
-        """
-        path = self.place / self.encoder_file
-        if path.is_file():
-            return
-        from safetensors.torch import save  # as the checkpoint itself
-
-        name = located(self.model["name"], self.base)
-        with torch.random.fork_rng(devices=[]):
-            model = build_model(name, self.arguments(), auto_class="AutoModelForMaskedLM", local_code=False)
-        remove_norms_(model, self.model.get("norms", "keep"), lambda: model(input_ids=torch.zeros(1, 8).long()))
-        state = read_state_dict(self.weights)
-        load_folded(model, state, conditioning_in(state), str(self.weights))
-        # Tied weights share memory, which the file format does not know.
-        prefix = f"{getattr(model, 'base_model_prefix', 'encoder')}."  # what all heads of a family share
-        kept = {name: value.clone() for name, value in model.state_dict().items() if name.startswith(prefix)}
-        self._write(path, save(kept))
-
-
-def read_pretrained(folder: Path, base: Path | None = None) -> Pretrained:
-    """The run in a folder.
-
-    Raises: RecipeError if it is no finished run of masked language modelling whose model has a classifier; RunError if
-        its weights are damaged, or a link leads out of its folder, into which scores are written.
+    Raises: RecipeError if it is no finished run of masked language modelling whose model has a classifier and whose
+        tokeniser marks sentences; RunError if its weights are damaged, a link leads out of its folder, into which
+        scores are written, or the text that the tokeniser was trained on, or its file, has changed.
     """
     check_links(folder)
     record, weights = read_finished_run(folder, "glue", "comparison.json")
-    task, model = record["config"]["task"]["name"], record["config"]["model"]["name"]
-    if task != MaskedLanguageModellingSettings.model_fields["name"].default:
-        raise RecipeError(f"{folder}: GLUE starts from a run of masked_language_modelling, found one of {task}")
-    if not model.startswith("hf:") and model not in CLASSIFIERS:
-        raise RecipeError(f"{folder}: expected a model hf:TYPE or {', '.join(CLASSIFIERS)}, found {model}")
-    return Pretrained(folder, record, weights, base)
+    config, recorded = record["config"], record["tokenizer"]["fingerprint"]
+    if config["task"]["name"] != "masked_language_modelling":
+        found = config["task"]["name"]
+        raise RecipeError(f"{folder}: GLUE starts from a run of masked_language_modelling, found one of {found}")
+    if not config["model"]["name"].startswith(("hf:", *CLASSIFIERS)):
+        found = config["model"]["name"]
+        raise RecipeError(f"{folder}: expected a model hf:TYPE or {', '.join(CLASSIFIERS)}, found {found}")
+    path = folder / "glue" / f"tokenizer-{file_sha256(weights)[:16]}.json"
+    if not path.is_file():
+        choice, text = MaskedLanguageModellingSettings.model_validate(config["task"]).tokenizer, None
+        if isinstance(choice, TrainedTokenizer):
+            text = load_cached_data(json.dumps(config["data"]), base).train
+        made = with_marks(make_tokenizer(choice, text, "the text of pre-training", base))
+        with writing(path):
+            path.parent.mkdir(exist_ok=True)
+            write_atomically(path, made.inner.to_str())
+    if (fingerprint := read_tokenizer(path).fingerprint) != recorded:
+        raise RunError(
+            f"{path} is not the tokeniser of pre-training: expected fingerprint {recorded}, found {fingerprint}. "
+            "Delete the file to have it made again, or restore what it is made from"
+        )
+    return record, path
 
 
-def glue_recipe(
-    pretrained: Pretrained, name: str, *, limit: int | None = None, overrides: Sequence[str] = ()
-) -> Recipe:
-    """Fine-tuning as in Crammed BERT; models of scale tiny learn faster and from fewer rows.
+def glue_recipe(record: dict[str, Any], tokenizer: Path, name: str, limit: int | None = None) -> Recipe:
+    """Fine-tuning on a task as in Crammed BERT; models of scale tiny learn faster and from fewer rows.
 
-    Args:
-        pretrained: where weights, tokeniser, scale and number formats come from.
-        name: of the task to learn.
-        limit: rows of a split at most; None: 3,000 at scale tiny, all at others; 0: all.
-        overrides: ``path.to.field=value``. Unless the warm-up is set, it is a tenth of the length.
-
-    Raises: RecipeError, DataError.
+    Weights, with corrections folded into them, scale and number formats are those of pre-training. `limit` is the
+    largest number of rows of a split; None: 3,000 at scale tiny, all at others; 0: all.
     """
-    config, task = pretrained.record["config"], TASKS[name]
+    config, task = record["config"], TASKS[name]
+    model, length = config["model"], config["task"]["length"]
     size = TINY if config["scale"] == "tiny" else AS_PUBLISHED
-    rows = (size["rows"] if limit is None else limit) or None
-    fields: dict[str, Any] = {
+    rows = size["rows"] if limit is None else limit or None
+    longest = "length" if model["name"] in CLASSIFIERS else "max_position_embeddings"
+    # With the dropout that classifiers have by default, whatever pre-training did without.
+    arguments = {field: value for field, value in model["arguments"].items() if "dropout" not in field}
+    fields = {
         "name": f"glue-{name}",
         "scale": config["scale"],
         "task": {
             "name": "glue",
             "task": name,
-            "tokenizer": {"file": pretrained.tokenizer_file, "sha256": pretrained.tokenizer.fingerprint},
-            "length": min(LENGTH, pretrained.task.length),
-            "limit_further": rows,
+            "tokenizer": {"file": tokenizer.name, "sha256": record["tokenizer"]["fingerprint"]},
+            "length": min(LENGTH, length),
         },
         "data": {
             "source": "hub",
             "id": HUB_ID,
             "config": name,
-            "evaluation_split": task.evaluation,
+            "evaluation_split": "validation_matched" if name == "mnli" else "validation",
             "limit_train": rows,
             "limit_evaluation": rows,
-            # Every column and class is named, so that other data are an error.
+            # Every column is named, so that other data are an error.
             "input": task.columns[0] if len(task.columns) == 1 else list(task.columns),
             "label": "label",
             "label_kind": "number" if task.classes is None else "class",
-            "class_names": None if task.classes is None else list(task.classes),
         },
-        "model": _model(pretrained),
-        "seeds": [0],
+        "model": {
+            "name": CLASSIFIERS.get(model["name"], model["name"]),
+            "arguments": {longest: length} | arguments,
+            "qk_norm": model.get("qk_norm", False),
+            "encoder": "..",  # from the folder of the tokeniser,
+        },
         "optimizer": {"name": "adamw", "lr": size["lr"], "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.0},
-        "schedule": {"name": "cosine"},
+        "schedule": {"name": "cosine", "warmup": {"epochs": WARMUP * size["epochs"]}},
         "training": {
             "length": {"epochs": size["epochs"]},
             "batch_size": size["batch_size"],
@@ -215,119 +122,54 @@ def glue_recipe(
         "precision": {"mixed": config["precision"]["mixed"]},
         "tracking": {"weights_every": None, "jacobian_points": 0},
     }
-    for override in overrides:
-        set_field(fields, override)
-    schedule, length = fields.get("schedule"), fields["training"].get("length")
-    if isinstance(schedule, dict) and schedule.get("name") == "cosine" and "warmup" not in schedule:
-        schedule["warmup"] = length  # a wrong length is reported as one
-        if isinstance(length, dict):
-            tenth = {unit: WARMUP * amount for unit, amount in length.items()}
-            schedule["warmup"] = {u: share if u == "epochs" else max(1, round(share)) for u, share in tenth.items()}
-    try:
-        return Recipe.model_validate(fields)
-    except ValidationError as error:
-        raise explain(error, f"fine-tuning on {name}", fields) from error
-
-
-def _model(pretrained: Pretrained) -> dict[str, Any]:
-    """The model with a classifier and with dropout, whatever pre-training did without."""
-    settings = pretrained.model
-    name = located(settings["name"], pretrained.base)
-    names: tuple[str, ...] = ("dropout",)
-    if name not in CLASSIFIERS:
-        with needs_extra("transformers", "text"):
-            from transformers import AutoConfig
-        folder = Path(name.removeprefix("hf:"))
-        hf_config = read_hf_config(folder) if folder.is_dir() else AutoConfig.for_model(str(folder))
-        names = tuple(field for field in DROPOUTS if hasattr(hf_config, field))
-    return {
-        "name": CLASSIFIERS.get(name, name),
-        "arguments": pretrained.arguments() | dict.fromkeys(names, DROPOUT),
-        "norms": settings.get("norms", "keep"),
-        "qk_norm": settings.get("qk_norm", False),
-        "encoder": pretrained.encoder_file,
-    }
-
-
-@dataclass(frozen=True)
-class GluePlan:
-    """What is to be run."""
-
-    runs: tuple[Pretrained, ...]
-    jobs: tuple[Job, ...]
-    left_out: tuple[str, ...] = ()
-    """Runs of a comparison that did not finish, with their status."""
+    return Recipe.model_validate(fields)
 
 
 def plan_glue(
     folder: Path,
     *,
     tasks: Sequence[str] = NAMES,
-    seeds: Sequence[int] = (0,),
     limit: int | None = None,
-    overrides: Sequence[str] = (),
     base: Path | None = None,
     cpu: bool = False,
-) -> GluePlan:
+) -> list[Job]:
     """All fine-tuning runs of a pre-trained run, or of every finished run of a comparison.
 
-    Seeds are those of fine-tuning; `base` is the folder of the recipe of pre-training, where its relative paths start;
-    for `limit` and `overrides` see `glue_recipe`.
+    `base` is the folder of the recipe of pre-training, where its relative paths start; for `limit` see `glue_recipe`.
 
-    Raises: RunError, RecipeError, DataError, WeightError; before anything is trained.
+    Raises: RunError, RecipeError, DataError; before anything is trained.
     """
-    for name in tasks:
-        check_choice("GLUE task", name, NAMES)
-    if not tasks or len(set(tasks)) < len(tasks):
-        raise RecipeError(f"--tasks: expected at least one task, and none twice, found {', '.join(tasks) or 'none'}")
-    runs, left_out = [folder], []
+    runs = [folder]
     if (folder / "comparison.json").is_file():
         records = {run: RunFolder(run).read_record() or {} for run in sorted(folder.glob("*/seed*"))}
         runs = [run for run, record in records.items() if record.get("status") == "finished"]
-        others = (record for run, record in records.items() if record and run not in runs)
-        left_out = [f"{record['method']}, seed {record['seed']}: {record['status']}" for record in others]
         if not runs:
-            raise RunError(f"{folder}: expected finished runs, found {'; '.join(left_out) or 'none'}")
-    found = [read_pretrained(run, base) for run in runs]
-    jobs = [
+            raise RunError(f"{folder}: expected finished runs of a comparison, found none")
+    found = [(run, *read_pretrained(run, base)) for run in runs]
+    return [
         Job(
-            glue_recipe(run, name, limit=limit, overrides=overrides),
-            MethodSettings(label=f"{run.record['method']} (seed {run.record['seed']}) on {name}"),
-            seed,
-            run.place / name / f"seed-{seed}",
-            base=run.place,
+            glue_recipe(record, tokenizer, name, limit),
+            MethodSettings(label=f"{record['method']} (seed {record['seed']}) on {name}"),
+            0,
+            run / "glue" / name / "seed-0",
+            base=run / "glue",
             cpu=cpu,
         )
-        for seed in seeds
-        for name in tasks
-        for run in found
+        for name in dict.fromkeys(tasks)
+        for run, record, tokenizer in found
     ]
-    return GluePlan(tuple(found), tuple(jobs), tuple(left_out))
 
 
-def run_glue(plan: GluePlan, *, num_workers: int, observer: JobObserver) -> Outcome:
+def run_glue(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver) -> Outcome:
     """Run what is missing. Checkpoints of complete runs are removed.
 
     Raises: as `run_comparison`.
     """
-    waiting = {job.base for job in plan.jobs if not _is_complete(job)}
-    for run in plan.runs:
-        if run.place in waiting:
-            run.write_encoder()
-    is_first = os.environ.get("RANK", "0") == "0"
 
     def observe(job: Job, event: Event) -> None:
         observer(job, event)
+        is_first = os.environ.get("RANK", "0") == "0"
         if event["event"] == "end" and event["record"]["status"] in COMPLETE and is_first:
             shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
 
-    outcome = run_comparison(plan.jobs, num_workers=num_workers, observer=observe)
-    if is_first and all(map(_is_complete, plan.jobs)):
-        for run in plan.runs:
-            (run.place / run.encoder_file).unlink(missing_ok=True)
-    return outcome
-
-
-def _is_complete(job: Job) -> bool:
-    record = RunFolder(job.folder).read_record()
-    return record is not None and record["status"] in COMPLETE
+    return run_comparison(jobs, num_workers=num_workers, observer=observe)

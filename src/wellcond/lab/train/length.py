@@ -5,40 +5,17 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import platform
+import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
-
-from wellcond.lab.recipe import Recipe
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """A recipe's lengths and intervals, in updates."""
-
-    num_steps: int
-    steps_per_epoch: int
-    evaluate_every: int
-    save_every: int
-
-    @classmethod
-    def of(cls, recipe: Recipe, steps_per_epoch: int) -> Lengths:
-        """From a recipe's intervals."""
-        intervals = (recipe.training.length, recipe.evaluation.every, recipe.checkpoint.every)
-        length, evaluate, save = (interval.in_steps(steps_per_epoch) for interval in intervals)
-        return cls(length, steps_per_epoch, evaluate, save)
-
-    def epoch(self, step: float) -> float:
-        """Epochs done after so many updates with full batches."""
-        return round(step / self.steps_per_epoch, 6)
 
 
 def ramped_parts(share: float | None, parts: int, point: int, num_steps: int) -> int:
@@ -46,10 +23,6 @@ def ramped_parts(share: float | None, parts: int, point: int, num_steps: int) ->
 
     The first updates have fewer parts, so that there are more updates in a given time. `share` is that of the schedule
     after which the batch has all its parts; None for a full batch from the start.
-
-    Example:
-        >>> [ramped_parts(0.5, 4, step, 16) for step in range(10)]
-        [1, 1, 2, 2, 3, 3, 4, 4, 4, 4]
     """
     return parts if share is None else min(parts, math.ceil(parts * (point + 1) / (share * num_steps)))
 
@@ -89,12 +62,12 @@ class Diverged(Exception):
     """The loss is not finite, or far above where it began."""
 
 
-def check_loss(loss: float, first: float | None, factor: float | None, step: int) -> None:
-    """Raise Diverged, with the reason."""
+def check_loss(loss: float, step: int, most: float = math.inf) -> None:
+    """Raise Diverged if a loss is not finite, or above `most`."""
     if not math.isfinite(loss):
         raise Diverged(f"the loss is {loss} at step {step}")
-    if factor is not None and first is not None and loss > factor * max(first, 1e-6):
-        raise Diverged(f"the loss at step {step} is {loss:.4g}, more than {factor:g} times the first, {first:.4g}")
+    if loss > most:
+        raise Diverged(f"the loss at step {step} is {loss:.4g}, too many times the first: more than {most:.4g}")
 
 
 @dataclass
@@ -118,31 +91,23 @@ class TrainState:
         if self.first_loss is None and losses:
             self.first_loss = losses[0]
         self.window += losses
-        for loss in losses:
+        for loss in losses:  # not with sum, whose rounding would depend on where a session ends
             self.sum_since_evaluation += loss
         self.count_since_evaluation += len(losses)
 
     def close_window(self) -> float:
         """Mean loss since the last row; begins the next."""
-        mean = math.fsum(self.window) / len(self.window)
-        self.window = []
-        return mean
+        window, self.window = self.window, []
+        return math.fsum(window) / len(window)
 
     def close_evaluation(self) -> float | None:
         """Mean training loss since the last evaluation; None if there was no update."""
-        mean = self.sum_since_evaluation / self.count_since_evaluation if self.count_since_evaluation else None
+        total, count = self.sum_since_evaluation, self.count_since_evaluation
         self.sum_since_evaluation, self.count_since_evaluation = 0.0, 0
-        return mean
+        return total / count if count else None
 
 
-Activity = Literal["setup", "training", "evaluation", "measuring", "checkpointing"]
-
-
-def synchronizer(device: torch.device) -> Callable[[], None]:
-    """What waits for the work that is queued on a device; a CPU has none."""
-    if device.type in ("cuda", "mps", "xpu"):
-        return lambda: torch.get_device_module(device).synchronize()
-    return lambda: None
+ACTIVITIES = ("setup", "training", "evaluation", "measuring", "checkpointing")
 
 
 class RunClock:
@@ -152,14 +117,18 @@ class RunClock:
     activity begins, the clock waits, and the time counts for the one that asked for the work.
     """
 
-    def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
-        """Time counts as setting up at first; `synchronize` waits for the device."""
-        self.synchronize = synchronize
-        self.seconds: dict[str, float] = dict.fromkeys(get_args(Activity), 0.0)
-        self._since = time.perf_counter()
-        self._activity: Activity = "setup"
+    def __init__(self, device: torch.device | None = None) -> None:
+        """Time counts as setting up at first."""
+        self.device = device
+        self.seconds = dict.fromkeys(ACTIVITIES, 0.0)
+        self._since, self._activity = time.perf_counter(), "setup"
 
-    def switch(self, activity: Activity) -> Activity:
+    def synchronize(self) -> None:
+        """Wait for the work that is queued on the device; a CPU has none."""
+        if self.device is not None and self.device.type != "cpu":
+            torch.get_device_module(self.device).synchronize()
+
+    def switch(self, activity: str) -> str:
         """From now on time counts for another activity; returns the former one."""
         if activity != self._activity:
             self.synchronize()
@@ -169,18 +138,13 @@ class RunClock:
         return former
 
     @contextlib.contextmanager
-    def spent_on(self, activity: Activity) -> Iterator[None]:
+    def spent_on(self, activity: str) -> Iterator[None]:
         """Time inside counts for one activity."""
         former = self.switch(activity)
         try:
             yield
         finally:
             self.switch(former)
-
-    def add(self, seconds: dict[str, float]) -> None:
-        """Add the times of earlier sessions."""
-        for activity, value in seconds.items():
-            self.seconds[activity] += value
 
     def now(self) -> dict[str, float]:
         """Seconds so far, without waiting for the device: what is queued counts once it has been waited for."""
@@ -203,14 +167,8 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    with contextlib.suppress(ImportError):
-        import resource
-
-        unit = 1 if platform.system() == "Darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+        return int(found[1]) * 1024 if found else 0
     return 0
 
 

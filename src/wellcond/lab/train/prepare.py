@@ -14,14 +14,14 @@ from torch import nn
 from wellcond.errors import needs_extra
 from wellcond.lab.data.base import Data, Progress, load_data, progress_to, resolve_config
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.models.changes import add_layer_scale_, add_qk_norm_, check_untrained, remove_norms_, scale_true_
-from wellcond.lab.models.trained import load_backbone
+from wellcond.lab.models.changes import add_layer_scale_, add_qk_norm_, remove_norms_, scale_true_
+from wellcond.lab.models.trained import load_encoder
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.seeding import derive
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.tasks.base import EVALUATION, TASKS, AbstractTask, TaskContext, need_several_classes_in_training
+from wellcond.lab.tasks.base import EVALUATION, TASKS, AbstractTask, TaskContext
 from wellcond.models import ModelSpecError, build_model
-from wellcond.weights import load_encoder, load_weights
+from wellcond.weights import load_weights
 
 CALIBRATION_SAMPLES = 64
 """Of the training set, for starts that are calibrated on data."""
@@ -32,15 +32,13 @@ def make_accelerator(recipe: Recipe, folder: Path, *, cpu: bool = False) -> Any:
     with needs_extra("accelerate", "train"):
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
-        from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+        from accelerate.tracking import get_available_trackers
     AcceleratorState._reset_state()  # the precision of an earlier run of this process must not persist
     trackers, installed = list(recipe.logging.trackers), [str(name) for name in get_available_trackers()]
-    for name in trackers:  # Accelerate skips what is not installed, at most with a warning
-        if name not in installed:
-            raise RecipeError(
-                f"logging.trackers: {name!r} is not installed or not known; install its package, or choose one of "
-                f"{', '.join(LOGGER_TYPE_TO_CLASS)}"
-            )
+    if missing := [name for name in trackers if name not in installed]:  # Accelerate would skip them
+        raise RecipeError(
+            f"logging.trackers: {missing[0]!r} is not installed or not known; expected one of {', '.join(installed)}"
+        )
     try:
         accelerator = Accelerator(
             mixed_precision=recipe.precision.mixed,
@@ -79,8 +77,6 @@ def prepare_task(recipe: Recipe, *, seed: int, base: Path | None, progress: Prog
         with progress_to(progress):
             data = load_cached_data(parts[1], base)
             task = TASKS[name][1](recipe.task, TaskContext(data, seed, recipe.augmentation, base, with_test))
-        if task.tells_classes_apart:
-            need_several_classes_in_training(data, name)
         task.data = data
         _KEPT[key] = task
     return _KEPT[key]
@@ -104,13 +100,12 @@ def prepare_model(
     """Build the model and apply the method. A seed fixes every other weight, so that methods are paired."""
     settings, proxy = recipe.model, None if method.library else recipe.proxy
     name = located(settings.name, base)
-    if proxy is not None:
-        check_untrained(name)
-        if method.init == "default" and method.init_options and method.init_options.get("rule") != "torch":
-            raise RecipeError(
-                f"proxy: {method.label} draws the attention again at the scale of the library; expected default, which "
-                "is scale-true, or default(library=true)"
-            )
+    drawn_again = method.init == "default" and method.init_options and method.init_options.get("rule") != "torch"
+    if proxy is not None and drawn_again:
+        raise RecipeError(
+            f"proxy: {method.label} draws the attention again at the scale of the library; expected default, which "
+            "is scale-true, or default(library=true)"
+        )
 
     def check() -> None:
         _check_takes(model, task, settings.name)
@@ -132,10 +127,7 @@ def prepare_model(
         load_weights(model, (base or Path()) / settings.weights)
     if settings.encoder is not None:
         path = (base or Path()) / settings.encoder.replace("{method}", method.slug).replace("{seed}", str(seed))
-        if hasattr(model, "encoder_prefix"):
-            load_backbone(model, path, method)
-        else:
-            load_encoder(model, path)
+        load_encoder(model, path, method)
         if "{method}" in settings.encoder:  # its initialisation was that of pre-training
             method = method.model_copy(update={"init": "default", "init_options": {}, "tokens": {}})
 

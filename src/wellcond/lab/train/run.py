@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-import time
 import traceback
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -20,25 +19,16 @@ from wellcond.attention.find import find_attention
 from wellcond.errors import DEBUG_VARIABLE, WellcondError
 from wellcond.lab.data.base import fingerprint
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.recipe import Recipe, config_hash, list_differences, override_recipe
+from wellcond.lab.recipe import Recipe, config_hash, differences, override_recipe, with_effect
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask
 from wellcond.lab.train.engine import Engine, Interrupted, Observer
 from wellcond.lab.train.evaluate import find_test_set
-from wellcond.lab.train.length import Diverged, RunClock, StopFlag, peak_memory, reset_peak_memory, synchronizer
+from wellcond.lab.train.length import Diverged, RunClock, StopFlag, peak_memory, reset_peak_memory
 from wellcond.lab.train.prepare import make_accelerator, prepare_model, prepare_task
-from wellcond.lab.train.run_folder import FolderInUse, RunError, RunFolder
+from wellcond.lab.train.run_folder import RunError, RunFolder
 from wellcond.models import TRUST_NEEDED, is_local_code
 from wellcond.run_records import COMPLETE, SCHEMA
-
-KEPT = ("metric", "data", "tokenizer", "model", "final", "best", "progress", "samples_per_second", "seconds_per_step",
-        "sessions", "logs")  # fmt: skip
-SECONDS_BETWEEN_TRIES = 0.5
-"""Between attempts to lock a folder that another command holds."""
-
-
-class UnexpectedRunError(RunError):
-    """A run that failed with an unexpected exception."""
 
 
 @dataclass(frozen=True)
@@ -73,38 +63,28 @@ class Job:
 
 
 def run_job(job: Job, observer: Observer = lambda event: None, *, stop: StopFlag | None = None) -> dict[str, Any]:
-    """Train a run, resume it, or return its record if it is complete.
+    """Train a run, or resume it; returns its record, with status ``finished``, ``diverged`` or ``interrupted``.
 
-    While another command holds the run's folder, this one waits for it to finish, or resumes the run if it stops early.
+    Ctrl-C and SIGTERM stop it, unless the caller handles signals and has a stop flag.
 
-    Ctrl-C and SIGTERM stop it, unless the caller handles signals and has a stop flag. Returns the record, with status
-    ``finished``, ``diverged`` or ``interrupted``.
-
-    Raises: WellcondError if the run fails; its record then has the status ``failed`` and the reason.
+    Raises: FolderInUse while another command runs it; WellcondError if it fails, which its record says too.
     """
     check_local_code(job.recipe, trusted=job.local_code)
     accelerator = make_accelerator(job.recipe, job.folder, cpu=job.cpu)
     folder = RunFolder(job.folder)
     with contextlib.ExitStack() as held:
-        flag = held.enter_context(StopFlag().listening()) if stop is None else stop
-        while _is_in_use(folder, accelerator, held):
-            if flag.any_rank(accelerator):
-                return Session(job, folder, accelerator, observer).give_up()
-            observer({"event": "waiting"})
-            time.sleep(SECONDS_BETWEEN_TRIES)
+        _lock(folder, accelerator, held)
         complete = complete_record(job)
         if complete is None:
+            flag = held.enter_context(StopFlag().listening()) if stop is None else stop
             return Session(job, folder, accelerator, observer).run(flag)
         accelerator.wait_for_everyone()
         observer({"event": "end", "record": complete, "repeated": True})
         return complete
 
 
-def _is_in_use(folder: RunFolder, accelerator: Any, held: contextlib.ExitStack) -> bool:
-    """Lock the folder on rank 0; returns, on every rank, whether another command holds it.
-
-    Raises: RunError, on every rank, if the folder cannot be used.
-    """
+def _lock(folder: RunFolder, accelerator: Any, held: contextlib.ExitStack) -> None:
+    """Lock the folder on rank 0; RunError, on every rank, if it cannot be used."""
     problem = None
     if accelerator.is_main_process:
         try:
@@ -115,9 +95,8 @@ def _is_in_use(folder: RunFolder, accelerator: Any, held: contextlib.ExitStack) 
         from accelerate.utils import broadcast_object_list
 
         [problem] = broadcast_object_list([problem])
-    if problem is not None and not isinstance(problem, FolderInUse):
+    if problem is not None:
         raise problem
-    return problem is not None
 
 
 def check_local_code(recipe: Recipe, *, trusted: bool) -> None:
@@ -127,15 +106,13 @@ def check_local_code(recipe: Recipe, *, trusted: bool) -> None:
 
 
 def complete_record(job: Job) -> dict[str, Any] | None:
-    """The record of a complete run; None if the run is missing or incomplete.
-
-    Raises: RunError if the folder holds a run with other settings; nothing is overwritten.
-    """
+    """The record of a complete run; None if it is missing or incomplete. RunError if it has other settings."""
     record = RunFolder(job.folder).read_record()
     if record is not None and config_hash(record["config"]) != config_hash(job.config):
         raise RunError(
-            f"{job.folder} holds a run with other settings:\n{list_differences(record['config'], job.config)}\n"
-            "  Give another folder, or delete this one"
+            f"{job.folder} holds a run with other settings ("
+            f"{'; '.join(differences(with_effect(record['config']), with_effect(job.config)))}). Give another folder, "
+            "or delete this one"
         )
     return record if record is not None and record["status"] in COMPLETE else None
 
@@ -146,10 +123,12 @@ class Session:
     def __init__(self, job: Job, folder: RunFolder, accelerator: Any, observer: Observer) -> None:
         """Begin the record and the clock."""
         self.job, self.folder, self.accelerator, self.observer = job, folder, accelerator, observer
-        self.clock = RunClock(synchronizer(accelerator.device))
+        self.clock = RunClock(accelerator.device)
         self.engine: Engine | None = None
-        config = job.config
-        self.record: dict[str, Any] = {
+        config, former = job.config, folder.read_record() or {}
+        self.record: dict[str, Any] = {"final": None, "best": None, "sessions": []}
+        self.record |= former  # until this session replaces it
+        self.record |= {
             "schema": SCHEMA,
             "kind": "wellcond-run",
             "recipe": job.recipe.name,
@@ -162,27 +141,12 @@ class Session:
             "config_hash": config_hash(config),
             "status": "running",
             "reason": "",
-            "final": None,
-            "best": None,
-            "sessions": [],
         }
         if job.recipe.training.hours is not None:
             self.record["reproducible"] = False  # its schedule follows the clock
 
-    def give_up(self) -> dict[str, Any]:
-        """Stop while another command holds the folder."""
-        self.record |= {"status": "interrupted", "reason": "stopped while another process was running it"}
-        self.record["seconds"] = self.clock.now()
-        self.observer({"event": "end", "record": self.record, "repeated": False})
-        return self.record
-
     def run(self, stop: StopFlag) -> dict[str, Any]:
-        """Train until the end or until it is stopped; returns the record.
-
-        Raises: WellcondError if the run fails.
-        """
-        former = self.folder.read_record() or {}
-        self.record |= {name: former[name] for name in KEPT if name in former}  # until this session replaces it
+        """Train until the end or until it is stopped; returns the record. Raises WellcondError if the run fails."""
         try:
             self._set_up().train(stop)
             return self._close("finished")
@@ -197,16 +161,10 @@ class Session:
             self._fail(str(error))
             raise
         except Exception as error:
-            if isinstance(error, OSError) and error.filename is not None:
-                reason = f"{error.filename}: {error.strerror}"
-                self._fail(reason)
-                raise RunError(f"{self.job.title} failed: {reason}. Correct the path or its permissions") from error
             reason = f"{type(error).__name__}: {error}"
             self._fail(reason)
             details = f"\n{traceback.format_exc()}" if os.environ.get(DEBUG_VARIABLE) else ""
-            raise UnexpectedRunError(
-                f"{self.job.title} failed: {reason}; wellcond --debug shows where{details}"
-            ) from error
+            raise RunError(f"{self.job.title} failed: {reason}; wellcond --debug shows where{details}") from error
 
     def _set_up(self) -> Engine:
         job, recipe, observer = self.job, self.job.recipe, self.observer
@@ -228,20 +186,13 @@ class Session:
         }
         self.engine = engine = Engine(self, task, model)
         step = engine.resume()
-        session = describe_session(
-            self.accelerator.device,
-            processes=self.accelerator.num_processes,
-            precision={"no": "float32"}.get(recipe.precision.mixed, recipe.precision.mixed),
-            step=step,
-            at_once=job.at_once,
-        )
-        self.record["sessions"] = [*self.record["sessions"], session]
+        self.record["sessions"] = [*self.record["sessions"], describe_session(self.accelerator, step, job.at_once)]
         self.write()
         if recipe.logging.trackers:
             values = {"method": job.method.label, "seed": job.seed, "recipe": recipe.name}
-            self.accelerator.init_trackers(recipe.logging.project, config=values)
-        observer({"event": "start", "step": step, "num_steps": engine.lengths.num_steps, "name": job.title,
-                  "batch_size": recipe.training.batch_size})  # fmt: skip
+            self.accelerator.init_trackers("wellcond", config=values)
+        sizes = {"num_steps": engine.num_steps, "batch_size": recipe.training.batch_size}
+        observer({"event": "start", "step": step, **sizes})
         return engine
 
     def _describe_task(self, task: AbstractTask) -> None:
@@ -254,8 +205,7 @@ class Session:
                     f"{self.folder.path} holds a run with another tokeniser: expected fingerprint {former}, found "
                     f"{found}. Restore the tokeniser's file, or the text it was trained on, or give another folder"
                 )
-            vocabulary = task.tokenizer.vocabulary_size
-            self.record["tokenizer"] = {"fingerprint": found, "vocabulary_size": vocabulary}
+            self.record["tokenizer"] = {"fingerprint": found, "vocabulary_size": task.tokenizer.vocabulary_size}
         tested = find_test_set(self.job.recipe, task)
         self.record["metric"] = asdict(task.metric)
         self.record["data"] = {
@@ -284,16 +234,16 @@ class Session:
         """Update the record and write it on rank 0."""
         engine, seconds = self.engine, self.clock.now()
         if engine is not None:
-            state, lengths = engine.state, engine.lengths
+            state, per_epoch = engine.state, engine.plan.steps_per_epoch
             self.record |= {
                 "final": state.final,
                 "best": state.best,
                 "progress": {
                     "step": state.step,
-                    "num_steps": lengths.num_steps,
+                    "num_steps": engine.num_steps,
                     "epoch": engine.epoch,
-                    "num_epochs": lengths.epoch(lengths.num_steps),
-                    "steps_per_epoch": lengths.steps_per_epoch,
+                    "num_epochs": round(engine.num_steps / per_epoch, 6),
+                    "steps_per_epoch": per_epoch,
                 },
                 "samples_per_second": engine.full_updates * engine.plan.batch_size / max(seconds["training"], 1e-9),
                 "seconds_per_step": seconds["training"] / max(1, state.step),
@@ -301,8 +251,7 @@ class Session:
             results = {"test": engine.test, "samples": engine.samples}
             self.record |= {name: value for name, value in results.items() if value}
             if self.record["sessions"]:  # it shares the machine once other processes have been seen
-                session = self.record["sessions"][-1]
-                session["alone"] = bool(session.get("alone")) and has_free_cores()
+                self.record["sessions"][-1]["alone"] &= has_free_cores()
         self.record |= {"seconds": seconds, "peak_memory_bytes": peak_memory(self.accelerator.device)}
         if self.accelerator.is_main_process:
             self.record |= {"logs": marks} if (marks := self.folder.log_marks()) else {}
@@ -314,15 +263,10 @@ class Session:
 PACKAGES = ("accelerate", "datasets", "numpy", "scikit-learn", "scipy", "timm", "torchvision", "transformers")
 
 
-def describe_session(
-    device: torch.device, *, processes: int, precision: str, step: int, at_once: int = 1
-) -> dict[str, Any]:
-    """Versions, commit and machine of a session that starts from `step`, with `at_once` runs at the same time.
-
-    `alone` says whether its cores, or its GPU, are not shared.
-    """
-    threads = at_once * processes * torch.get_num_threads()
-    alone = threads <= num_cores() if device.type == "cpu" else at_once == 1
+def describe_session(accelerator: Any, step: int, at_once: int = 1) -> dict[str, Any]:
+    """Versions, commit and machine of a session; `alone` says whether its cores, or its GPU, are not shared."""
+    device, processes, threads = accelerator.device, accelerator.num_processes, torch.get_num_threads()
+    alone = at_once * processes * threads <= num_cores() if device.type == "cpu" else at_once == 1
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "wellcond": installed_version("wellcond"),
@@ -333,8 +277,8 @@ def describe_session(
         "device": device.type,
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "processes": processes,
-        "threads": torch.get_num_threads(),
-        "precision": precision,
+        "threads": threads,
+        "precision": {"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
         "resumed_at_step": step,
         "runs_at_once": at_once,
         "cores": num_cores(),
@@ -348,15 +292,8 @@ def num_cores() -> int:
 
 
 def has_free_cores() -> bool:
-    """Whether no more threads wanted to run in the last minute than this machine has cores; no if it does not say."""
-    try:
-        return os.getloadavg()[0] <= (os.cpu_count() or 1) + LOAD_OF_OUR_OWN
-    except (AttributeError, OSError):
-        return False
-
-
-LOAD_OF_OUR_OWN = 0.5
-"""Threads that start and watch the runs, and data on their way."""
+    """Whether no more threads wanted to run in the last minute than there are cores, but for our own half a one."""
+    return hasattr(os, "getloadavg") and os.getloadavg()[0] <= (os.cpu_count() or 1) + 0.5
 
 
 def installed_version(package: str) -> str | None:

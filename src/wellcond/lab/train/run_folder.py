@@ -14,13 +14,15 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from wellcond.errors import WellcondError
 from wellcond.files import to_json, write_atomically
 from wellcond.run_records import CHECKSUM, LOGS, SCHEMA, find_change, find_problem, log_mark, seal
+
+EMPTY = log_mark(0, hashlib.sha256())
 
 
 class RunError(WellcondError, RuntimeError):
@@ -37,16 +39,12 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         """The folder is created when it is opened."""
         self.path = path
-        self._lock: os.stat_result | None = None
-        self._logs: dict[str, _Log] = {}
+        self._logs: dict[str, tuple[int, hashlib._Hash]] = {}
+        """Length and checksum of each log that was written or truncated."""
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[RunFolder]:
-        """Create the folder and lock it; the operating system releases the lock even after a kill.
-
-        Raises: FolderInUse if another process has the lock; RunError if the folder cannot be created, or contains a
-            link to the outside.
-        """
+        """Create the folder and lock it (FolderInUse if another process has); the lock does not outlive a kill."""
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             check_links(self.path)
@@ -55,79 +53,55 @@ class RunFolder:
                 lock.acquire()
             except Timeout as error:
                 raise FolderInUse(
-                    f"{self.path}: another process is writing this run; wait for it or stop it"
+                    f"{self.path}: another process is writing this run; wait for it or stop it, or give another folder"
                 ) from error
         try:
-            with writing(self.path):
-                self._lock = os.stat(self.path / "lock")
             yield self
         finally:
-            self._lock = None
-            for log in self._logs.values():
-                log.file.close()
             self._logs.clear()
             lock.release()
 
-    def check_there(self) -> None:
-        """Raise RunError if the locked folder was deleted or replaced."""
-        if self._lock is None:
-            return
-        with contextlib.suppress(OSError):
-            if os.path.samestat(os.stat(self.path / "lock"), self._lock):
-                return
-        raise RunError(f"{self.path} or its file `lock` was deleted during the run; run the same command to repeat it")
-
     def append(self, log: str, rows: Iterable[dict[str, Any]]) -> None:
         """Add one line for each row."""
-        self.check_there()
-        with writing(self.path / log):
-            if log not in self._logs:
-                self._logs[log] = _Log(self.path / log)
-            self._logs[log].append("".join(to_json(row) + "\n" for row in rows).encode("utf-8"))
+        path, content = self.path / log, "".join(to_json(row) + "\n" for row in rows).encode("utf-8")
+        with writing(path):
+            size, digest = self._logs.get(log) or _start_of(path, path.stat().st_size if path.exists() else 0)
+            with open(path, "ab") as file:
+                file.write(content)
+        digest.update(content)
+        self._logs[log] = size + len(content), digest
 
     def log_marks(self) -> dict[str, dict[str, Any]]:
         """Length and checksum of each log that was written or truncated."""
-        return {name: log_mark(log.size, log.digest) for name, log in self._logs.items()}
+        return {name: log_mark(*state) for name, state in self._logs.items()}
 
     def cut_logs(self, marks: dict[str, Any]) -> None:
-        """Truncate the logs to their lengths at a checkpoint, which stores the marks of `log_marks`.
-
-        Raises: RunError if a log does not match its mark; no log is truncated then.
-        """
-        checkpoints = self.path / "checkpoints"
+        """Truncate the logs to their marks at a checkpoint; none, but RunError, if one of them does not match."""
         cut = {}
         for name in LOGS:
-            path, size = self.path / name, marks[name]["bytes"] if name in marks else 0
-            found = path.stat().st_size if path.exists() else 0
-            digest = _digest_of_start(path, size)
-            if found < size or marks.get(name, log_mark(size, digest)) != log_mark(size, digest):
-                problem = f"expected at least {size} bytes, found {found}" if found < size else "its start was changed"
+            path, mark = self.path / name, marks.get(name, EMPTY)
+            cut[name] = _start_of(path, mark["bytes"])
+            if log_mark(*cut[name]) != mark:
+                checkpoints = self.path / "checkpoints"
                 raise RunError(
-                    f"{path}: {problem}; lines were lost or changed, or the checkpoint in {checkpoints} is of another "
-                    f"run. Delete {checkpoints} to restart the run"
+                    f"{path}: lines were lost or changed, or the checkpoint in {checkpoints} is of another run. Delete "
+                    f"{checkpoints} to restart the run"
                 )
-            cut[name] = size, digest
         # The record has the new marks first: after a kill in between, the logs are longer than their marks.
+        self._logs = cut
         record = self.read_record()
         if record is not None and "logs" in record:
-            self.write_record(record | {"logs": {name: log_mark(*state) for name, state in cut.items()}})
-        for name, (size, digest) in cut.items():
+            self.write_record(record | {"logs": self.log_marks()})
+        for name, (size, _) in cut.items():
             with writing(self.path / name), open(self.path / name, "ab") as file:
                 file.truncate(size)
-            if name in self._logs:
-                self._logs.pop(name).file.close()
-            self._logs[name] = _Log(self.path / name, size, digest)
 
     def write_record(self, record: dict[str, Any]) -> None:
         """Replace run.json."""
-        self.check_there()
         write_sealed(self.path / "run.json", record)
 
     def read_record(self) -> dict[str, Any] | None:
-        """run.json; None if there is none.
-
-        Raises: RunError if it is not a record, was changed, or has impossible scores.
-        """
+        """run.json; None if there is none, RunError if it is not a record, was changed, or has impossible scores."""
         path = self.path / "run.json"
         advice = f"Restore it, or delete {self.path} to restart this run"
         return read_sealed(path, "wellcond-run", advice) if path.exists() else None
@@ -140,10 +114,7 @@ def write_sealed(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_sealed(path: Path, kind: str, advice: str, needed: Iterable[str] = ()) -> dict[str, Any]:
-    """A record of a kind that has the fields needed.
-
-    Raises: RunError with the advice if it is anything else, or was changed.
-    """
+    """A record of a kind with the fields needed; RunError with the advice if it is anything else, or was changed."""
     problem = f"expected a record of kind {kind} and schema {SCHEMA}, found something else"
     try:
         record = json.loads(path.read_text("utf-8"))
@@ -167,34 +138,11 @@ def check_links(folder: Path) -> None:
                 raise RunError(f"{path} is a link to {os.readlink(path)}, outside the run's folder; remove the link")
 
 
-class _Log:
-    """An append-only file with the length and checksum of its content."""
-
-    def __init__(self, path: Path, size: int | None = None, digest: hashlib._Hash | None = None) -> None:
-        # Unbuffered: bytes that did not fit on the disk must not be written again on closing.
-        self.file: BinaryIO = open(path, "ab", buffering=0)
-        self.size = self.file.tell() if size is None else size
-        self.digest = digest or _digest_of_start(path, self.size)
-
-    def append(self, content: bytes) -> None:
-        """Write all of the content or, on a full disk, nothing."""
-        before = os.fstat(self.file.fileno()).st_size
-        rest = memoryview(content)
-        try:
-            while rest:
-                rest = rest[self.file.write(rest) :]
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self.file.fileno(), before)
-            raise
-        self.size += len(content)
-        self.digest.update(content)
-
-
-def _digest_of_start(path: Path, size: int) -> hashlib._Hash:
-    """Checksum of the first bytes of a file, which may be missing if there are none."""
-    with open(path, "rb") if size else io.BytesIO() as file:
-        return hashlib.sha256(file.read(size))
+def _start_of(path: Path, size: int) -> tuple[int, hashlib._Hash]:
+    """Length and checksum of the first bytes of a file, which may be missing if there are none."""
+    with open(path, "rb") if size and path.exists() else io.BytesIO() as file:
+        content = file.read(size)
+    return len(content), hashlib.sha256(content)
 
 
 @contextlib.contextmanager

@@ -36,9 +36,6 @@
     layout.hoverlabel = { bgcolor: colour("@card"), bordercolor: colour("@soft"), align: "left",
                           font: { color: colour("@ink"), size: 13 } };
     layout.dragmode = coarse ? false : "zoom";
-    data.forEach(function (trace) {
-      if (trace.colorbar) trace.colorbar.tickfont = trace.colorbar.title.font = { color: colour("@soft"), size: 11 };
-    });
     Plotly.react(div, data, layout, { responsive: true, displayModeBar: false });
     drawn[div.id] = true;
   }

@@ -26,15 +26,14 @@ from wellcond.lab.tasks.detection.samples import (
     to_rle,
 )
 
-Kind = Literal["bbox", "segm"]
-KINDS: dict[Kind, tuple[str, str]] = {"bbox": ("box", "bbox"), "segm": ("mask", "segmentation")}
-"""How the metrics of a kind begin, and where a result has what is judged."""
+KINDS = {"bbox": ("box", "bbox"), "segm": ("mask", "segmentation")}
+"""Of pycocotools: how the metrics of each begin here, and where a result has what is judged."""
 METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 """In the order of pycocotools: over all overlaps, at 0.5, at 0.75; of small, medium and large objects."""
 LONGEST, QUALITY = 256, 80
 """Longer side in pixels and quality of the JPEG in a record."""
-MOST, LEAST_SCORE = 20, 0.05
-"""Predictions of an image that are recorded: so many at most, of this score at least."""
+SHOWN, MOST, LEAST_SCORE = 4, 20, 0.05
+"""Evaluation images whose detections a run records; so many of each at most, of this score at least."""
 
 
 class DetectionSettings(Settings):
@@ -46,8 +45,6 @@ class DetectionSettings(Settings):
     score_train: NonNegativeInt = 0
     """Score so many training images too at every evaluation, without augmentation: train_box_AP, AP50 and AP75, and the
     same of masks."""
-    samples: NonNegativeInt = 4
-    """Evaluation images whose detections a run records."""
 
 
 @register_task(DetectionSettings)
@@ -62,10 +59,10 @@ class Detection(AbstractTask):
     def __init__(self, settings: DetectionSettings, context: TaskContext) -> None:
         """Prepare to decode images one by one."""
         context.need_kind(settings.name, "detection")
-        self.num_classes = context.need_classes(settings.name, least=1)
+        self.num_classes = context.need_classes(settings.name)
         self.settings, self.seed = settings, context.seed
         given = {} if context.augmentation is None else context.augmentation.model_dump(exclude_defaults=True)
-        for name in [name for name in given if name != "repeats"]:
+        for name in given:
             raise RecipeError(f"augmentation.{name}: it moves no boxes; the augmentation of detection is task.images")
         data, images = context.data, settings.images
         self.class_names, self.category_ids = data.class_names or (), data.train.category_ids  # type: ignore[attr-defined]
@@ -74,7 +71,8 @@ class Detection(AbstractTask):
             for split in (data.train, data.evaluation)
         )
         if settings.score_train:
-            self.further = {"train": DetectionSamples(self.train.split, images, context.seed, settings.score_train)}
+            scored = self.train.split.select(torch.arange(min(settings.score_train, len(self.train))))
+            self.further = {"train": DetectionSamples(scored, images, context.seed)}
 
     def model_arguments(self, kind: str) -> dict[str, Any]:
         """Classes."""
@@ -125,7 +123,7 @@ class Detection(AbstractTask):
                 f"evaluation.samples: expected at least one object, found none in the first {len(records)} images; "
                 "score more of them"
             )
-        if samples.count is not None:  # of the training images, what tells whether they are learnt
+        if samples is self.further.get("train"):  # what tells whether they are learnt
             return {name: value for name, value in values.items() if name.endswith(("AP", "AP50", "AP75"))}
         return values
 
@@ -144,8 +142,7 @@ class Detection(AbstractTask):
         was_training = model.training
         model.eval()
         try:
-            count = min(self.settings.samples, len(self.evaluation))
-            return [self._describe(model, index) for index in range(count)]
+            return [self._describe(model, index) for index in range(min(SHOWN, len(self.evaluation)))]
         finally:
             model.train(was_training)
 
@@ -190,27 +187,26 @@ def to_results(found: Mapping[str, Tensor], image_id: int, category_ids: Sequenc
     """Detections in an image, in COCO's format of results.
 
     A detection whose score or box is not finite, as a diverged model has them, is none and is left out. In pixels of
-    the original image, `boxes` (n, 4) are x0, y0, x1, y1 and `masks`, if they are judged, (n, 1, h, w), cut at 0.5.
-    `labels` are from 1; the first of `category_ids` is COCO's id of label 1.
+    the original image, `boxes` (n, 4) are x0, y0, x1, y1 and `masks` (n, 1, h, w), cut at 0.5. `labels` are from 1;
+    the first of `category_ids` is COCO's id of label 1.
     """
     boxes, scores = found["boxes"].detach().double().cpu(), found["scores"].detach().double().cpu()
     results = []
     for row in (boxes.isfinite().all(1) & scores.isfinite()).nonzero().flatten().tolist():
         left, top, right, bottom = boxes[row].tolist()
-        result = {
-            "image_id": image_id,
-            "category_id": category_ids[int(found["labels"][row]) - 1],
-            "bbox": [left, top, right - left, bottom - top],
-            "score": float(scores[row]),
-        }
-        masks = {"segmentation": from_mask(found["masks"][row, 0] >= 0.5)} if "masks" in found else {}
-        results.append(result | masks)
+        results.append(
+            {
+                "image_id": image_id,
+                "category_id": category_ids[int(found["labels"][row]) - 1],
+                "bbox": [left, top, right - left, bottom - top],
+                "score": float(scores[row]),
+                "segmentation": from_mask(found["masks"][row, 0] >= 0.5),
+            }
+        )
     return results
 
 
-def evaluate(
-    ground_truth: Mapping[str, Any], results: Sequence[Mapping[str, Any]], kinds: Sequence[Kind] = ("bbox", "segm")
-) -> dict[str, float]:
+def evaluate(ground_truth: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Average precision of results, as shares of 1, in all images of the ground truth, the content of a COCO file.
 
     Returns: `box_AP`, `box_AP50`, `box_AP75`, `box_APs`, `box_APm`, `box_APl`, and the same of `mask`. Where there is
@@ -218,8 +214,7 @@ def evaluate(
     """
     library = import_pycocotools()
     metrics: dict[str, float] = {}
-    for kind in kinds:
-        prefix, key = KINDS[kind]
+    for kind, (prefix, key) in KINDS.items():
         # The other key would decide by its own area whether a detection is small, medium or large.
         judged = [{name: result[name] for name in ("image_id", "category_id", key, "score")} for result in results]
         with contextlib.redirect_stdout(io.StringIO()):

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -21,47 +21,27 @@ from wellcond.lab.data.images import import_pil
 from wellcond.lab.seeding import generator
 from wellcond.lab.settings import Fraction, ImageSide, Settings
 from wellcond.lab.tasks.base import EVALUATION, Batch, Keys
-from wellcond.lab.tasks.detection.coco import CocoDataset, Instances, Segmentation, clip_boxes, thin_boxes
+from wellcond.lab.tasks.detection.coco import SMALLEST_SIDE, CocoDataset, Segmentation
 from wellcond.run_lengths import read_counts
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-Sides = tuple[ImageSide, ...]
 MULTIPLE = 32
 """Sides of a batch are multiples of it."""
-
-
-class CropSettings(Settings):
-    """The branch in which a part of the image is cut out before the scaling: scaled, cropped, scaled again."""
-
-    share: Fraction = 0.5
-    """Probability of this branch."""
-    sides: Sides = Field(default=(400, 500, 600), min_length=1)
-    """Shorter sides before the crop; one is drawn."""
-    smallest: ImageSide = 384
-    largest: ImageSide = 600
-    """Range of the height and the width of the crop; an image that is smaller stays whole."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> CropSettings:
-        if self.smallest > self.largest:
-            raise ValueError("expected smallest to be at most largest")
-        return self
+CROP_SHARE, CROP_SIDES, CROP_RANGE = 0.5, (400, 500, 600), (384, 600)
+"""Of the XCiT release: how often a part of the image is cut out, shorter sides before that of which one is drawn, and
+the range of the height and the width of the part; an image that is smaller stays whole."""
 
 
 class DetectionAugmentation(Settings):
-    """How images are scaled, and in training changed; without `crop` and `flip` only scaled."""
+    """How images are scaled, and in training changed; evaluation takes the largest of `sides`."""
 
     flip: Fraction = 0.0
     """Probability of a mirror image."""
-    sides: Sides = Field(default=(800,), min_length=1)
+    sides: tuple[ImageSide, ...] = Field(default=(800,), min_length=1)
     """Shorter sides in training; one is drawn."""
     longest: ImageSide = 1333
-    """Of the longer side in training, which wins over the shorter."""
-    crop: CropSettings | None = None
-    evaluation_side: ImageSide = 800
-    evaluation_longest: ImageSide = 1333
+    """Of the longer side, which wins over the shorter."""
+    crop: bool = False
+    """Whether a part of every other image is cut out before the scaling: scaled, cropped, scaled again."""
 
 
 # Masks, by pycocotools
@@ -90,19 +70,12 @@ def to_mask(segmentation: Segmentation, height: int, width: int) -> Tensor:
     """The mask, uint8 of shape (height, width), equal to pycocotools' `annToMask`."""
     # Not by pycocotools' `decode`, in which NumPy 2 warns of a deprecated call for every mask.
     runs = read_counts(to_rle(segmentation, height, width)["counts"])
-    values = (np.arange(len(runs)) % 2).astype(np.uint8)
-    # Columns one after the other, background first.
-    columns = np.repeat(values, runs).reshape(width, height)
-    return torch.from_numpy(np.ascontiguousarray(columns.T))
+    columns = np.repeat(np.arange(len(runs), dtype=np.int64) % 2, runs).reshape(width, height)
+    return torch.from_numpy(np.ascontiguousarray(columns.T, np.uint8))
 
 
 def from_mask(mask: Tensor) -> dict[str, Any]:
-    """A mask (height, width) as compressed run lengths that JSON can hold.
-
-    Example:
-        >>> from_mask(torch.eye(2))
-        {'size': [2, 2], 'counts': '0120'}
-    """
+    """A mask (height, width) as compressed run lengths that JSON can hold."""
     pixels = np.asfortranarray(mask.detach().cpu().to(torch.uint8).numpy())
     return as_text(import_pycocotools().mask.encode(pixels))
 
@@ -114,6 +87,13 @@ def as_text(lengths: Mapping[str, Any]) -> dict[str, Any]:
     return {"size": size, "counts": counts.decode("ascii") if isinstance(counts, bytes) else counts}
 
 
+def boxes_of_masks(masks: Tensor) -> Tensor:
+    """The smallest boxes around masks (n, height, width), float32 (n, 4)."""
+    from torchvision.ops import masks_to_boxes  # an extra, which other tasks do without
+
+    return masks_to_boxes(masks) + torch.tensor([0.0, 0.0, 1.0, 1.0])  # which counts the last pixel, not its end
+
+
 # Views
 
 
@@ -121,30 +101,28 @@ def as_text(lengths: Mapping[str, Any]) -> dict[str, Any]:
 class View:
     """A part of an image, scaled to a size, then perhaps mirrored."""
 
-    left: float
-    top: float
-    right: float
-    bottom: float
-    height: int
-    width: int
-    flipped: bool
+    part: tuple[float, float, float, float]
+    """Left, top, right, bottom."""
+    size: tuple[int, int]
+    """Height, width."""
+    flipped: bool = False
 
-    def look(self, picture: Image) -> Tensor:
-        """The picture as float32 (3, height, width) in 0..1, interpolated once."""
+    def look(self, picture: Any, resampling: str = "BILINEAR") -> Tensor:
+        """The pixels of a PIL image, interpolated once."""
         pil = import_pil()
-        part = (self.left, self.top, self.right, self.bottom)
-        if part != (0, 0, *picture.size) or picture.size != (self.width, self.height):
-            picture = picture.resize((self.width, self.height), pil.Resampling.BILINEAR, box=part)
+        if self.part != (0, 0, *picture.size) or picture.size != self.size[::-1]:
+            picture = picture.resize(self.size[::-1], pil.Resampling[resampling], box=self.part)
         if self.flipped:
             picture = picture.transpose(pil.Transpose.FLIP_LEFT_RIGHT)
-        return torch.from_numpy(np.array(picture)).permute(2, 0, 1).float() / 255
+        return torch.from_numpy(np.array(picture))
 
     def move(self, points: Tensor) -> Tensor:
-        """Where points (..., 2) of the image lie in the view; they may lie outside."""
-        scale = [self.width / (self.right - self.left), self.height / (self.bottom - self.top)]
-        moved = (points.double() - torch.tensor([self.left, self.top]).double()) * torch.tensor(scale).double()
+        """Where points (..., 2) of the image lie in the view, float64; they may lie outside."""
+        (left, top, right, bottom), (height, width) = self.part, self.size
+        scale = torch.tensor([width / (right - left), height / (bottom - top)])
+        moved = (points.double() - torch.tensor([left, top])) * scale
         if self.flipped:
-            moved[..., 0] = self.width - moved[..., 0]
+            moved[..., 0] = width - moved[..., 0]
         return moved
 
     def move_boxes(self, boxes: Tensor) -> Tensor:
@@ -160,18 +138,8 @@ class View:
         """
         if isinstance(segmentation, list):
             moved = [self.move(torch.tensor(polygon).reshape(-1, 2)).flatten().tolist() for polygon in segmentation]
-            return to_mask(moved, self.height, self.width)
-        whole = to_mask(segmentation, *size)
-        rows, columns = (
-            # Middles of the pixels of the view, in pixels of the image.
-            (low + (torch.arange(count).double() + 0.5) * ((high - low) / count)).long().clamp(max=most - 1)
-            for low, high, count, most in (
-                (self.top, self.bottom, self.height, size[0]),
-                (self.left, self.right, self.width, size[1]),
-            )
-        )
-        seen = whole[rows][:, columns]
-        return seen.flip(1) if self.flipped else seen
+            return to_mask(moved, *self.size)
+        return self.look(import_pil().fromarray(to_mask(segmentation, *size).numpy()), "NEAREST")
 
 
 def prepare(
@@ -179,28 +147,27 @@ def prepare(
 ) -> dict[str, Tensor]:
     """A sample of an example of a `CocoDataset`.
 
-    Crowd regions are no targets. Objects of which the view leaves less than a pixel, or no pixel of the mask, are left
-    out; the boxes of those that a crop cuts are drawn anew around what is left of the mask. A sample may have none.
-    Evaluation draws no random numbers.
+    Objects of which the view leaves less than a pixel, or no pixel of the mask, are left out; the boxes of those that
+    a crop cuts are drawn anew around what is left of the mask. A sample may have none. Evaluation draws no random
+    numbers.
 
     Returns: `image` float32 (3, h, w) in 0..1, `boxes` float32 (n, 4), `labels` int64 (n,), `masks` uint8 (n, h, w).
     """
+    from torchvision.ops import clip_boxes_to_image, remove_small_boxes  # an extra, which other tasks do without
+
     view = choose_view(example["size"], settings, draw)
-    instances: Instances = example["instances"]
-    instances = instances.select(~instances.crowd)
-    moved = view.move_boxes(instances.boxes)
-    boxes = clip_boxes(moved, view.height, view.width)
-    keep = ~thin_boxes(boxes)
-    instances, moved, boxes = instances.select(keep), moved[keep], boxes[keep]
-    drawn = [view.mask(segmentation, example["size"]) for segmentation in instances.segmentations]
-    masks = torch.stack(drawn) if drawn else torch.zeros(0, view.height, view.width, dtype=torch.uint8)
+    moved = view.move_boxes(example["boxes"])
+    boxes = clip_boxes_to_image(moved, view.size)
+    kept = remove_small_boxes(boxes, SMALLEST_SIDE)
+    drawn = [view.mask(example["segmentations"][row], example["size"]) for row in kept.tolist()]
+    masks = torch.stack(drawn) if drawn else torch.zeros(0, *view.size, dtype=torch.uint8)
     seen = masks.bool().flatten(1).any(1)
-    boxes, moved, masks = boxes[seen], moved[seen], masks[seen]
-    cut = (boxes != moved).any(1)
+    kept, masks = kept[seen], masks[seen]
+    cut = (boxes[kept] != moved[kept]).any(1)
     return {
-        "image": view.look(example["image"]),
-        "boxes": torch.where(cut[:, None], boxes_of_masks(masks), boxes),
-        "labels": instances.labels[seen],
+        "image": view.look(example["image"]).permute(2, 0, 1).float() / 255,
+        "boxes": torch.where(cut[:, None], boxes_of_masks(masks), boxes[kept]),
+        "labels": example["labels"][kept],
         "masks": masks,
     }
 
@@ -209,30 +176,24 @@ def choose_view(size: tuple[int, int], settings: DetectionAugmentation, draw: to
     """The view of an image of this size (height, width) in evaluation or, with random numbers, in training."""
     height, width = size
     if draw is None:
-        scaled = fit(size, settings.evaluation_side, settings.evaluation_longest)
-        return View(0, 0, width, height, *scaled, flipped=False)
+        return View((0, 0, width, height), fit(size, max(settings.sides), settings.longest))
     flipped = _chance(draw) < settings.flip
     side = settings.sides[_integer(draw, 0, len(settings.sides) - 1)]
-    crop = settings.crop
-    if crop is None or _chance(draw) >= crop.share:
-        return View(0, 0, width, height, *fit(size, side, settings.longest), flipped)
-    first = fit(size, crop.sides[_integer(draw, 0, len(crop.sides) - 1)], settings.longest)
+    if not settings.crop or _chance(draw) >= CROP_SHARE:
+        return View((0, 0, width, height), fit(size, side, settings.longest), flipped)
+    first = fit(size, CROP_SIDES[_integer(draw, 0, len(CROP_SIDES) - 1)], settings.longest)
     # As in the releases: height and width drawn one by one, then the place.
-    cut = [_integer(draw, min(crop.smallest, most), min(crop.largest, most)) for most in first]
+    cut = [_integer(draw, *(min(limit, most) for limit in CROP_RANGE)) for most in first]
     top, left = (_integer(draw, 0, most - part) for most, part in zip(first, cut, strict=True))
     # Both scalings and the crop between them are one: a part of the image, scaled once.
     rows, columns = height / first[0], width / first[1]
     right, bottom = min(width, (left + cut[1]) * columns), min(height, (top + cut[0]) * rows)
-    return View(left * columns, top * rows, right, bottom, *fit((cut[0], cut[1]), side, settings.longest), flipped)
+    scaled = fit((cut[0], cut[1]), side, settings.longest)
+    return View((left * columns, top * rows, right, bottom), scaled, flipped)
 
 
 def fit(size: tuple[int, int], side: int, longest: int) -> tuple[int, int]:
-    """Size (height, width) scaled to a shorter side, or to the longest longer one if that is reached first.
-
-    Example:
-        >>> fit((480, 640), 240, 1333), fit((100, 1000), 240, 500)
-        ((240, 320), (50, 500))
-    """
+    """Size (height, width) scaled to a shorter side, or to the longest longer one if that is reached first."""
     scale = min(side / min(size), longest / max(size))
     height, width = (max(1, int(length * scale + 0.5)) for length in size)
     return height, width
@@ -247,18 +208,6 @@ def _integer(draw: torch.Generator, low: int, high: int) -> int:
     return int(torch.randint(low, high + 1, (), generator=draw))
 
 
-def boxes_of_masks(masks: Tensor) -> Tensor:
-    """The smallest boxes around masks (n, height, width) none of which is empty, float32 (n, 4).
-
-    Example:
-        >>> boxes_of_masks(torch.tensor([[[0, 0, 0], [0, 1, 1]]], dtype=torch.uint8)).tolist()
-        [[1.0, 1.0, 3.0, 2.0]]
-    """
-    from torchvision.ops import masks_to_boxes  # an extra, which other tasks do without
-
-    return masks_to_boxes(masks) + torch.tensor([0.0, 0.0, 1.0, 1.0])  # which counts the last pixel, not its end
-
-
 @dataclass
 class DetectionSamples:
     """Images decoded, augmented and padded one batch at a time.
@@ -269,13 +218,11 @@ class DetectionSamples:
     split: CocoDataset
     augmentation: DetectionAugmentation
     seed: int
-    count: int | None = None
-    """Only the first so many, if given."""
-    in_memory = False
+    in_memory: ClassVar[bool] = False
 
     def __len__(self) -> int:
         """Number of images."""
-        return len(self.split) if self.count is None else min(self.count, len(self.split))
+        return len(self.split)
 
     def fetch(self, keys: Keys) -> Batch:
         """Samples of different sizes as one batch.
@@ -286,14 +233,9 @@ class DetectionSamples:
             `owners` (n,), the place in the batch of the image that each is in.
         """
         examples = [self.split[index] for index, _ in keys]
-        samples = [
-            prepare(
-                example,
-                self.augmentation,
-                None if draw == EVALUATION else generator(self.seed, "augmentation", draw, index),
-            )
-            for example, (index, draw) in zip(examples, keys, strict=True)
-        ]
+        draws = [None if draw == EVALUATION else generator(self.seed, "augmentation", draw, row) for row, draw in keys]
+        pairs = zip(examples, draws, strict=True)
+        samples = [prepare(example, self.augmentation, draw) for example, draw in pairs]
         sizes = torch.tensor([tuple(sample["image"].shape[-2:]) for sample in samples])
         height, width = (-(-int(side) // MULTIPLE) * MULTIPLE for side in sizes.amax(0))
 

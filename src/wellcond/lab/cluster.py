@@ -1,0 +1,325 @@
+"""Comparisons on a Ray cluster: each run is a Ray task, which Ray repeats elsewhere when it loses its machine.
+
+A repeated run resumes from its last checkpoint. A machine that does not see the comparison's folder trains in a
+temporary one; `Home`, an actor on the machine of the command, sends it the run's files and takes them back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import platform
+import re
+import shutil
+import socket
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from wellcond.errors import WellcondError, needs_extra
+from wellcond.lab.settings import RecipeError
+from wellcond.lab.train.checkpoint import OURS
+from wellcond.lab.train.compare import Dispatch, JobObserver, Message, Outcome, do_job
+from wellcond.lab.train.engine import Event
+from wellcond.lab.train.length import StopFlag
+from wellcond.lab.train.run import Job
+from wellcond.lab.train.run_folder import RunError, RunFolder, check_links, writing
+
+RETRIES = 3
+"""Machines of a cluster come and go: a lost worker is less often the run's own fault than on one machine."""
+SECONDS_TO_SAVE = 10.0
+"""For runs that another run's error ends."""
+FORWARDED = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HOME", "HF_DATASETS_CACHE", "OMP_NUM_THREADS",
+             "MKL_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")  # fmt: skip
+FOLDERS = ("WELLCOND_DATA", "WELLCOND_CACHE", "HF_HOME", "HF_DATASETS_CACHE")
+
+
+@dataclass(frozen=True)
+class RaySettings:
+    """Where the cluster is, and what one run gets of it."""
+
+    address: str | None = None
+    """``auto`` or ``HOST:6379``; without one that of RAY_ADDRESS, or a cluster that is started on this machine and ends
+    with the comparison."""
+    cpus_per_run: float | None = None
+    """By default the threads of the recipe and its data workers."""
+    gpus_per_run: float | None = None
+    """At most 1, since a run is one process; by default 1 where the cluster has GPUs. 0.5: two runs share one."""
+
+    def __post_init__(self) -> None:
+        """Refuse what a run cannot use."""
+        if self.gpus_per_run is not None and not 0 <= self.gpus_per_run <= 1:
+            raise RecipeError(
+                f"--gpus-per-run: expected 0 to 1, found {self.gpus_per_run:g}: a run on Ray is one process with one "
+                "GPU at most. To train one run on several GPUs, launch it with torchrun"
+            )
+
+    def resources(self, job: Job, machines: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """What Ray reserves for a run: what the user says, or what its recipe needs."""
+        gpus, cpus, training = self.gpus_per_run, self.cpus_per_run, job.recipe.training
+        if gpus is None:
+            gpus = float(not job.cpu and any(machine.get("GPU") for machine in machines))
+        if cpus is None:
+            most = max(machine.get("CPU", 0) for machine in machines)
+            # Without a number of threads torch takes every core of a machine, unless a GPU does the work.
+            cpus = max(1, min((training.threads or (1 if gpus else most)) + training.workers, most))
+        return {"num_cpus": cpus, "num_gpus": gpus}
+
+
+def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that decide what a run finds and computes: they hold on the workers too. No secrets.
+
+    Those that name folders do so in full, since a worker's current folder is another one.
+
+    Example:
+        >>> worker_environment({"WELLCOND_DATA": "/data", "HF_TOKEN": "secret", "HF_HUB_OFFLINE": "1"})
+        {'WELLCOND_DATA': '/data', 'HF_HUB_OFFLINE': '1'}
+    """
+    passed = {name: value for name, value in environment.items() if name.startswith("WELLCOND_") or name in FORWARDED}
+    paths = {name: map(os.path.abspath, passed[name].split(os.pathsep)) for name in FOLDERS if passed.get(name)}
+    return passed | {name: os.pathsep.join(parts) for name, parts in paths.items()}
+
+
+@contextlib.contextmanager
+def connected(address: str | None) -> Iterator[Any]:
+    """The package ray, connected to a cluster, whose workers get this wellcond; one that was started here ends.
+
+    Raises: MissingExtraError; WellcondError if there is no cluster to connect to.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a cluster that is started here, as is the next
+    os.environ.setdefault("RAY_worker_niceness", "0")  # runs are what this machine is for
+    with needs_extra("ray", "ray"):
+        import ray
+    place = address or os.environ.get("RAY_ADDRESS") or "local"
+    options: dict[str, Any] = {"include_dashboard": False} if place == "local" else {}
+    runtime = {"env_vars": worker_environment(os.environ), "py_modules": [str(Path(__file__).parents[1])]}
+    logging.getLogger("ray").setLevel(logging.CRITICAL)  # no messages between the bars of progress
+    try:
+        _check_reachable(place)
+        ray.init(place, runtime_env=runtime, log_to_driver=False, logging_level=logging.CRITICAL, **options)
+    # Ray has no common class for what may go wrong here
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        raise WellcondError(
+            f"no Ray cluster answers at {place!r}: {error}\n  Expected auto or HOST:6379 of a running cluster (ray "
+            "start --head) that this machine belongs to, or no address: then one is started on this machine"
+        ) from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _check_reachable(place: str) -> None:
+    """Raise OSError if nothing listens at HOST:PORT: Ray would try for minutes and ignore Ctrl-C."""
+    if place.startswith("ray://"):
+        raise ValueError("Ray Client is not supported; from elsewhere, use `ray job submit`")
+    if place == "auto":  # as Ray finds it: the variable, else the cluster that was started here last
+        last = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+        place = os.environ.get("RAY_ADDRESS") or (last.read_text().strip() if last.is_file() else "")
+    if found := re.fullmatch(r"\[?([^/\]]+)\]?:(\d+)", place):
+        socket.create_connection((found[1], int(found[2])), timeout=10).close()
+
+
+def run_on_ray(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver, settings: RaySettings) -> Outcome:
+    """As `run_comparison`, on the machines of a Ray cluster; complete runs need none.
+
+    Raises: MissingExtraError; WellcondError without a cluster, or for what concerns every run.
+    """
+    dispatch = Dispatch(jobs, observer, attempts=1)
+    if not dispatch.waiting:
+        return dispatch.outcome
+    known = {job.folder.resolve(): job for job in dispatch.waiting}
+    common = Path(os.path.commonpath([folder.parent for folder in known]))
+    with contextlib.ExitStack() as held:
+        ray = held.enter_context(connected(settings.address))
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        stop = held.enter_context(StopFlag().listening())
+        with writing(common):
+            common.mkdir(parents=True, exist_ok=True)
+            token = held.enter_context(tempfile.NamedTemporaryFile(dir=common, prefix=".wellcond-")).name
+        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        needed = settings.resources(dispatch.waiting[0], machines)
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        home = ray.remote(Home).options(num_cpus=0, scheduling_strategy=here).remote()
+        task = ray.remote(run_task).options(max_retries=RETRIES, **needed)
+        phase = f"waiting for a machine with {needed['num_cpus']:g} CPUs and {needed['num_gpus']:g} GPUs"
+        observer(dispatch.waiting[0], {"event": "phase", "phase": phase})
+        running: dict[Any, Job] = {}
+        try:
+            while dispatch.waiting or running:
+                if stop.requested and not dispatch.stopping:
+                    dispatch.stop()
+                    for result in running:  # those that have begun save and end, see `run_task`
+                        ray.cancel(result)
+                while dispatch.waiting and len(running) < num_workers:
+                    job = dispatch.waiting.popleft()
+                    # The worker's current folder is another one.
+                    sent = replace(job, folder=job.folder.resolve(), base=(job.base or Path()).resolve())
+                    running[task.remote(sent, home, token)] = job
+                ended, _ = ray.wait(list(running), timeout=0.2)
+                for folder, event in ray.get(home.take.remote()):  # all that the ended ones have told is there
+                    observer(known[folder], event)
+                for result in ended:
+                    job = running.pop(result)
+                    try:
+                        dispatch.handle(job, ray.get(result))
+                    except ray.exceptions.TaskCancelledError:  # it had not begun
+                        continue
+                    except ray.exceptions.RayTaskError:  # what a run raises is in its message
+                        raise
+                    except ray.exceptions.RayError as error:
+                        dispatch.handle(job, ("error", f"{job.title}: its worker was lost: {_reason(error)}"))
+            return dispatch.outcome
+        except ray.exceptions.RayError as error:
+            raise WellcondError(
+                f"Ray could not do the runs: {_reason(error)}\n  Every machine needs what wellcond needs (pip install "
+                "'wellcond[train,ray]'); the same command resumes"
+            ) from error
+        finally:
+            for result in running:
+                ray.cancel(result)
+            if running:
+                ray.wait(list(running), num_returns=len(running), timeout=SECONDS_TO_SAVE)
+
+
+def _reason(error: Exception) -> str:
+    """The line of Ray's message that says what happened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return next((line for line in reversed(lines) if "died" in line.lower()), lines[-1])[:300]
+
+
+# On the machines of the cluster
+
+
+class Home:
+    """An actor on the machine of the command: what runs tell, and files of runs whose machine does not see them."""
+
+    def __init__(self) -> None:
+        """Nothing was told."""
+        self._events: list[tuple[Path, Event]] = []
+        self._begun: dict[Path, contextlib.ExitStack] = {}
+        """Folders of runs, each with its lock if another machine works on a copy."""
+
+    def begin(self, folder: Path, away: bool) -> bytes:
+        """A run begins, or begins again on another machine; returns its files if they are `away` from there."""
+        if folder in self._begun:
+            self.tell(folder, {"event": "lost", "problem": "its worker was lost"})
+            self._begun[folder].close()
+        self._begun[folder] = held = contextlib.ExitStack()
+        if not away:
+            return b""
+        held.enter_context(RunFolder(folder).opened())
+        return pack(folder)
+
+    def tell(self, folder: Path, event: Event) -> None:
+        """Keep an event of a run until the command takes it."""
+        self._events.append((folder, event))
+
+    def take(self) -> list[tuple[Path, Event]]:
+        """All new events."""
+        taken, self._events = self._events, []
+        return taken
+
+    def receive(self, folder: Path, files: bytes) -> None:
+        """Replace the files of a run."""
+        receive(files, folder)
+
+    def end(self, folder: Path) -> None:
+        """A run has ended, and everything it told has arrived."""
+        self._begun.pop(folder).close()
+
+
+def run_task(job: Job, home: Any, token: str) -> Message:
+    """Do a run and return its last message; a run that Ray cancels saves and ends.
+
+    In place, if this machine sees the command's file `token`; in a temporary folder that is sent back otherwise.
+    """
+    import ray
+
+    last: list[Message] = []
+    with StopFlag().listening() as stop, tempfile.TemporaryDirectory(prefix="wellcond-run-") as scratch:
+        away = not Path(token).is_file()
+        files = ray.get(home.begin.remote(job.folder, away))
+        done = replace(job, folder=Path(scratch, "run")) if away else job
+        if away:
+            unpack(files, done.folder)
+
+        def send(message: Message) -> None:
+            kind, content = message
+            if kind != "event":
+                last.append(message)
+                return
+            home.tell.remote(job.folder, content)
+            if content["event"] == "saved":
+                send_back()
+
+        def send_back() -> None:
+            if away:
+                ray.get(home.receive.remote(job.folder, pack(done.folder)))
+
+        do_job(done, send, stop)
+        send_back()
+        ray.get(home.end.remote(job.folder))
+    kind, content = last[-1]
+    return kind, f"{content} (on {platform.node()})" if kind == "error for all" else content
+
+
+def pack(folder: Path) -> bytes:
+    """A tar archive of the files of a run."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for path in sorted(folder.rglob("*")):
+            name = path.relative_to(folder).as_posix()
+            if path.is_file() and not path.is_symlink() and name != "lock" and ".partial" not in name:
+                archive.add(path, name)
+    return file.getvalue()
+
+
+def unpack(files: bytes, folder: Path) -> None:
+    """Write the files of an archive into a folder.
+
+    Raises: RunError if the archive is damaged, or a name leads out of the folder; nothing is written outside.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with tarfile.open(fileobj=io.BytesIO(files)) as archive:
+                archive.extractall(folder, [member for member in archive if member.isreg()], filter="data")
+        except tarfile.TarError as error:
+            raise RunError(f"the files that a worker sent for {folder} cannot be used: {error}") from error
+
+
+def receive(files: bytes, folder: Path) -> None:
+    """Replace the files of a run by those of an archive: at every moment the folder can be resumed from.
+
+    Logs go first, since a checkpoint needs logs that are at least as long as when it was made; the record goes last,
+    since it says what is complete.
+
+    Raises: RunError if they cannot be written, or would be written outside the folder.
+    """
+    incoming, ours = folder / ".incoming.partial", folder / "checkpoints"
+    check_links(folder)
+    with writing(folder):
+        shutil.rmtree(incoming, ignore_errors=True)
+        unpack(files, incoming)
+        names = [path.relative_to(incoming) for path in sorted(incoming.rglob("*")) if path.is_file()]
+        for name in [name for name in names if name.parts[0] not in ("checkpoints", "run.json")]:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(incoming / name, folder / name)
+        arrived = {name.parts[1] for name in names if name.parts[0] == "checkpoints"}
+        for step in arrived:
+            ours.mkdir(exist_ok=True)
+            if not (ours / step).exists():  # a checkpoint of the same step is whole, and the same
+                os.replace(incoming / "checkpoints" / step, ours / step)
+        for place in list(ours.iterdir()) if arrived else ():
+            if place.name not in arrived and OURS.fullmatch(place.name):
+                shutil.rmtree(place, ignore_errors=True)
+        if (incoming / "run.json").is_file():
+            os.replace(incoming / "run.json", folder / "run.json")
+        shutil.rmtree(incoming, ignore_errors=True)
