@@ -31,7 +31,7 @@ def difference(values):
 def test_smallest_detectable_is_shown_four_times_of_five(n):
     found, power = smallest_detectable(2.0, n), 0.8
     effect, critical = found / 2.0 * math.sqrt(n), stats.t.ppf(0.975, n - 1)
-    assert stats.nct.sf(critical, n - 1, effect) + stats.nct.cdf(-critical, n - 1, effect) == pytest.approx(power, 1e-5)
+    assert stats.nct.sf(critical, n - 1, effect) + stats.nct.cdf(-critical, n - 1, effect) == pytest.approx(power, 1e-6)
 
 
 def test_smallest_detectable_agrees_with_simulation():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from scipy.special import nctdtrinc, stdtr, stdtrit  # scipy.stats takes seconds to import
+from scipy.special import nctdtr, stdtr, stdtrit  # scipy.stats takes seconds to import
 
 from wellcond.lab.report.records import Metric
 from wellcond.lab.report.statistics import FEWEST_SEEDS, PairedDifference, sample_std
@@ -59,9 +59,14 @@ def smallest_detectable(std: float, n: int) -> float:
     """
     if n < FEWEST_SEEDS or not 0 < std < math.inf:
         return math.nan
-    critical = float(stdtrit(n - 1, 1 - ALPHA / 2))
-    # Without the chance of the wrong sign, which at this power is nothing.
-    return std * float(nctdtrinc(n - 1, 1 - POWER, critical)) / math.sqrt(n)
+    critical, low, high = float(stdtrit(n - 1, 1 - ALPHA / 2)), 0.0, 10.0  # three pairs need most: 5.7 standard errors
+    while high - low > 1e-9 * high:
+        effect = (low + high) / 2
+        # nctdtr is inaccurate far below its centre, where the probability of the wrong sign is nothing anyway.
+        wrong_sign = float(nctdtr(n - 1, effect, -critical)) if effect < 5 else 0.0
+        found = 1.0 - float(nctdtr(n - 1, effect, critical)) + wrong_sign
+        low, high = (effect, high) if found < POWER else (low, effect)
+    return std * high / math.sqrt(n)
 
 
 def equality_p(values: Sequence[float], margin: float) -> float | None:
