@@ -211,7 +211,8 @@ def test_training_on_own_text_with_two_column_names(wellcond, tmp_path):
     changes = [
         "training.length={steps: 60}",
         "task.length=16",
-        "model={name: 'hf:bert', arguments: {hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2}}",
+        "model={name: 'hf:bert', arguments: {hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, "
+        "intermediate_size: 32}}",
         "evaluation.test=null",
         "evaluation.every={steps: 60}",
         "training.batch_size=16",
