@@ -173,10 +173,10 @@ def exit_code(outcome: Outcome) -> int:
     return 130 if outcome.interrupted and is_first_process() else int(bool(outcome.failures))
 
 
-def tell_end(outcome: Outcome, num_jobs: int, out: Console | None = None) -> int:
+def tell_end(outcome: Outcome, num_jobs: int) -> int:
     """Say what failed and what is left; returns the exit code."""
     if is_first_process():
-        out = out or make_console()
+        out = make_console()
         for _, problem in outcome.failures:
             out.print(f"[red]failed:[/] {escape(problem)}", soft_wrap=True)
         if outcome.interrupted:
