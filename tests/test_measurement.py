@@ -405,7 +405,9 @@ def test_heads_share_their_tokens_and_have_the_papers_bound_of_the_theory():
     for head, found in zip(heads, report.layers[0].heads, strict=True):
         assert found.papers_bound_log10 == pytest.approx(papers_bound(head).log10, rel=1e-12)
     alone = wc.measure(model, X[:1], layers=[1], heads=[2]).layers[0].heads[0]
-    assert alone == report.layers[0].heads[1]
+    together = report.layers[0].heads[1]  # equal but for rounding, which differs between processors
+    assert alone.papers_bound_log10 == pytest.approx(together.papers_bound_log10, rel=1e-12)
+    assert alone.jacobian.sigma_max == pytest.approx(together.jacobian.sigma_max, rel=1e-12)
 
 
 def test_block_norms_are_those_of_the_blocks_of_the_jacobian():
