@@ -104,7 +104,8 @@ def load_backbone(model: nn.Module, path: Path, method: MethodSettings) -> None:
     state = read_state_dict(file)
     settings = conditioning_in(state)
     state = {key: value for key, value in state.items() if not key.startswith(model.encoder_left_out)}  # type: ignore
-    body = model.get_submodule(model.encoder_prefix.rstrip("."))  # type: ignore[union-attr]
+    prefix: str = model.encoder_prefix  # type: ignore[assignment]
+    body = model.get_submodule(prefix.rstrip("."))
     if settings is None or _same_correction(settings, method):
         load_state(body, {key: state[key] for key in state if key not in find_markers(state)}, str(file))
         return
