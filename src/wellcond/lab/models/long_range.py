@@ -151,7 +151,7 @@ class LongRangeBlock(nn.Module):
     def forward(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
         """(batch, tokens, width) to the same."""
         (mixed,) = self.attention["self"](self.norm1(tokens), mask)
-        tokens = tokens + self.dropout(self.attention["output"]["dense"](mixed))  # type: ignore[index]
+        tokens = tokens + self.dropout(self.attention.get_submodule("output.dense")(mixed))
         return tokens + self.mlp(self.norm2(tokens))
 
 
