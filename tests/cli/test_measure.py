@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 import json
 import subprocess
@@ -14,7 +15,7 @@ from torch import nn
 import wellcond as wc
 from wellcond.cli.app import OptionError
 from wellcond.cli.inputs import images_in, make_batch, what_it_reads
-from wellcond.cli.measure import read_numbers
+from wellcond.cli.measure import read_numbers, summarise
 from wellcond.lab.data.digits import load_digits
 
 SOURCE = """
@@ -209,11 +210,12 @@ def test_text_models_read_random_ids_or_a_file(run, tmp_path):
     assert f"{expected}, found int64 (1, 32)" in run("hf:gpt2", *GPT2)[0]
 
 
-def test_heads_without_a_diagnosis_are_not_called_alive(run):
-    sizes = ("hidden_size=16", "num_hidden_layers=1", "num_attention_heads=2", "num_key_value_heads=1", "vocab_size=30")
-    pairs = [p for a in (*sizes, "intermediate_size=16") for p in ("--model-arg", a)]
-    code, out = run("hf:llama", *pairs, "--tokens", 4)
-    assert code == 0 and "dead heads: none; 1 heads are not plain softmax attention" in out
+def test_heads_without_a_diagnosis_are_not_called_alive():
+    report = wc.measure(tiny(), load_digits()[0].inputs[:1], layers=[0], heads=[0])
+    [layer] = report.layers
+    unknown = dataclasses.replace(layer, heads=tuple(dataclasses.replace(h, diagnosis=None) for h in layer.heads))
+    said = summarise(dataclasses.replace(report, layers=(unknown,)))
+    assert said.endswith("dead heads: none; 1 heads are not plain softmax attention and could not be diagnosed")
 
 
 def test_encoder_decoders_get_both_inputs(run):
