@@ -32,7 +32,7 @@ TESTED = (
     "num_train: 200, num_evaluation: 60, num_test: 50}",
     "model={name: 'hf:bert', arguments: {hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, "
     "intermediate_size: 16, hidden_dropout_prob: 0.0, attention_probs_dropout_prob: 0.0}}",
-    "optimizer.lr=0.01",
+    "optimizer.lr=0.05",
     "schedule={name: constant}",
     "evaluation={every: {steps: 3}, batch_size: 25, test: best}",
 )
