@@ -88,7 +88,7 @@ def _lock(folder: RunFolder, accelerator: Any, held: contextlib.ExitStack) -> No
     problem = None
     if accelerator.is_main_process:
         try:
-            held.enter_context(folder.opened())
+            held.enter_context(folder.opened(patience=5))  # what was killed a moment ago may still be ending
         except RunError as error:
             problem = error
     if accelerator.num_processes > 1:

@@ -43,12 +43,15 @@ class RunFolder:
         """Length and checksum of each log that was written or truncated."""
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[RunFolder]:
-        """Create the folder and lock it (FolderInUse if another process has); the lock does not outlive a kill."""
+    def opened(self, patience: float = 0) -> Iterator[RunFolder]:
+        """Create the folder and lock it (FolderInUse if another process has, for so many seconds of `patience`).
+
+        The lock does not outlive a kill.
+        """
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             check_links(self.path)
-            lock = FileLock(self.path / "lock", blocking=False, thread_local=False)
+            lock = FileLock(self.path / "lock", timeout=patience, thread_local=False)
             try:
                 lock.acquire()
             except Timeout as error:
