@@ -57,6 +57,7 @@ ROWS = {("paper", f"gpt2-tinystories{size}"): STORIES for size in ("", "-472m", 
 ROWS |= {("paper", f"gpt2-wikitext103{size}"): ARTICLES for size in ("", "-472m", "-1.7b")}
 ROWS |= {
     ("paper", "crammed-bert"): CRAMMED,
+    ("paper", "bert-12"): CRAMMED,
     ("small", "crammed-bert"): replace(CRAMMED, hours=1, length=Interval(steps=20000), batch=2048, micro_batch=512),
     ("small", "gpt2-tinystories"): replace(
         STORIES, schedule=Constant(warmup=Interval(epochs=0.14)), length=Interval(epochs=1), batch=128, micro_batch=64
@@ -115,8 +116,9 @@ def test_all_text_and_all_methods_with_five_seeds(scale, name):
     assert recipe.model.norms == "keep" and recipe.tracking.jacobian_points == 0
 
 
-def test_a_quarter_of_the_tokens_is_guessed():
-    recipe, _ = load_recipe("crammed-bert", scale="paper")
+@pytest.mark.parametrize("name", ["crammed-bert", "bert-12"])
+def test_a_quarter_of_the_tokens_is_guessed(name):
+    recipe, _ = load_recipe(name, scale="paper")
     assert recipe.task.name == "masked_language_modelling" and MASKED == 0.25
 
 
@@ -180,6 +182,8 @@ def test_tiny_recipes_train_as_the_papers_but_for_sizes(name, model_of):
 
 def test_no_shipped_recipe_of_these_families_is_left_out():
     found = {
-        (recipe.scale, recipe.name) for recipe in shipped_recipes() if recipe.name.startswith(("crammed-bert", "gpt2-"))
+        (recipe.scale, recipe.name)
+        for recipe in shipped_recipes()
+        if recipe.name.startswith(("crammed-bert", "bert-12", "gpt2-"))
     }
     assert found == {*ROWS} | {("tiny", name) for name in TINY}

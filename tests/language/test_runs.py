@@ -89,6 +89,7 @@ def test_larger_gpt2_recipe_runs_with_a_small_model(name, scale, mirror, tmp_pat
     [
         ("small", "crammed-bert", "{layers: 2, width: 16, heads: 2, feed_forward: 32}"),
         ("paper", "crammed-bert", "{layers: 2, width: 16, heads: 2, feed_forward: 32}"),
+        ("paper", "bert-12", "{num_hidden_layers: 2, hidden_size: 16, num_attention_heads: 2, intermediate_size: 32}"),
     ],
 )
 def test_larger_bert_recipe_runs_with_a_small_model_on_a_file(scale, name, model, tmp_path):

@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 SIZES = {
     # (scale, name): (parameters in millions, attentions, width, heads)
     ("paper", "crammed-bert"): (119.59, 16, 768, 12),
+    ("paper", "bert-12"): (110.95, 12, 768, 12),  # 110 M in paper S
     ("paper", "gpt2-tinystories"): (124.44, 12, 768, 12),
     ("paper", "gpt2-tinystories-472m"): (473.52, 26, 1152, 18),
     ("paper", "gpt2-tinystories-1.7b"): (1716.49, 32, 2048, 32),
@@ -56,6 +57,14 @@ def test_crammed_bert_has_the_parts_of_the_release():
     assert layer.norm1.eps == 1e-12
     assert (layer.ffn.dense_in.out_features, layer.ffn.dense_out.in_features) == (3072, 1536)
     assert not [name for name, _ in model.named_parameters() if name.endswith("bias") and "norm" not in name]
+
+
+def test_bert_12_normalises_behind_each_part_and_has_no_dropout():
+    model = full_size("paper", "bert-12")
+    config = model.config
+    assert (config.vocab_size, config.intermediate_size, config.hidden_act) == (32768, 3072, "gelu")
+    assert {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)} == {0.0}
+    assert isinstance(model.bert.encoder.layer[0].attention.output.LayerNorm, torch.nn.LayerNorm)
 
 
 @pytest.mark.parametrize(("name", "rate"), [("gpt2-tinystories", 0.0), ("gpt2-wikitext103", 0.1)])

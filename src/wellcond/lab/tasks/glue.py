@@ -118,7 +118,6 @@ class Sentences:
 class Glue(AbstractTask):
     """The label of a sentence or a pair."""
 
-    tells_classes_apart: ClassVar[bool] = True
     auto_class = "AutoModelForSequenceClassification"
     inputs = ("input_ids", "attention_mask")
 
