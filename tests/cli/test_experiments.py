@@ -164,7 +164,7 @@ def test_data_errors_end_a_comparison_at_once_and_name_the_file(fails, tmp_path)
     table = tmp_path / "words.csv"
     table.write_text("text,label\ngood,1\nbad,0\n")
     columns = ["--data", table, "--input", "words", "--label", "label"]
-    told = fails("compare", "--recipe", "text", *columns, "-o", tmp_path / "runs", "--jobs", 1)
+    told = fails("compare", "--recipe", "lra-text", *columns, "-o", tmp_path / "runs", "--jobs", 1)
     assert "words.csv" in told and "words" in told and "text" in told
 
 

@@ -91,7 +91,7 @@ def test_own_data_scale_and_json(printed, tmp_path, monkeypatch):
     (tmp_path / "my rows.csv").write_text("review,liked\n" + "good,yes\nbad,no\n" * 20)
     data = ["--data", "my rows.csv", "--input", "review", "--label", "liked"]
     chosen = ["--seeds", "3,4", "--json", "--methods", "default", "-o", "runs"]
-    output, errors = printed("--recipe", "text", "--scale", "tiny", *data, *chosen)
+    output, errors = printed("--recipe", "lra-text", "--scale", "tiny", *data, *chosen)
     lines = json.loads(output)["jobs"]
     assert errors == "" and len(lines) == 2
     words = shlex.split(lines[1])
