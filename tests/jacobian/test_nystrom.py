@@ -95,7 +95,6 @@ CASES = {
     "padding, as many landmarks as width": ({"masked": True, "landmarks": 4}, padding(13)),
     "padding, few landmarks": ({"masked": True, "landmarks": 3}, padding(14)),
     "padding, few landmarks, no biases": ({"masked": True, "landmarks": 3, "bias": 0.0}, padding(14)),
-    "padding without convolution": ({"masked": True, "landmarks": 3, "kernel": None, "bias": 0.0}, padding(14)),
     "no padding": ({"masked": True, "landmarks": 3}, padding(TOKENS)),
 }
 

@@ -70,7 +70,7 @@ def pretrain(folder, model="bert", method="default", seed=0, text=None):
         "task": {
             "name": "masked_language_modelling",
             "length": 24,
-            "tokenizer": {"train": "wordpiece", "vocabulary": 60, "min_frequency": 1},
+            "tokenizer": {"train": "wordpiece", "vocabulary": 60},
         },
         "data": {"source": "files", "train": str(text), "evaluation_fraction": 0.2},
         "model": MODELS[model],

@@ -12,7 +12,7 @@ from wellcond.lab.tasks.base import EVALUATION, TASKS, TaskContext
 from wellcond.lab.tasks.glue import score
 from wellcond.lab.train.run import Job, run_job
 
-TOKENIZER = {"train": "wordpiece", "vocabulary": 60, "min_frequency": 1}
+TOKENIZER = {"train": "wordpiece", "vocabulary": 60}
 
 
 def examples(count, labels, pair=True, start=0):

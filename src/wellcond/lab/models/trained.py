@@ -118,8 +118,8 @@ def load_encoder(model: nn.Module, path: Path, method: MethodSettings) -> None:
         return
     trained = copy.deepcopy(body)
     present = {site.name for site in find_attention(body, strict=False)}
-    sites = [name for name in settings["sites"] if name in present]
-    load_folded(trained, state, settings | {"sites": sites}, str(file))
+    sites = [name.removeprefix(prefix) for name in settings["sites"]]
+    load_folded(trained, state, settings | {"sites": [name for name in sites if name in present]}, str(file))
     body.load_state_dict(trained.state_dict())
 
 

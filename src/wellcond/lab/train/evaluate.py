@@ -142,6 +142,9 @@ class Evaluator:
 # Conditioning
 
 
+MOST_POINTS = 100_000
+
+
 def jacobian_steps(num_points: int, num_steps: int) -> frozenset[int]:
     """Step 0, the last step, and logarithmically spaced ones between.
 
@@ -173,6 +176,11 @@ class ConditioningLog:
         """Steps at which the Jacobian, and at which only weights and attention maps, are measured."""
         if settings.weights_every is not None:
             every = settings.weights_every.in_steps(steps_per_epoch)
+            if num_steps // every > MOST_POINTS:
+                raise RecipeError(
+                    f"tracking.weights_every: expected at most {MOST_POINTS} measurements, found one every {every} of "
+                    f"{num_steps} steps; give a longer interval"
+                )
             self.weights = frozenset({*range(0, num_steps + 1, every), num_steps}) - self.jacobian
         self.steps = self.jacobian | self.weights
         self._measures = bool(self.steps) and (accelerator.is_main_process or accelerator.is_fsdp2)
