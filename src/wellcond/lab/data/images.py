@@ -113,8 +113,11 @@ def to_channels(image: Image | Tensor, channels: int, where: str = "an image") -
             raise DataError(f"{where}: channels of a tensor (C, H, W)", expected="1 or 3", found=str(len(image)))
         if channels == 3 or len(image) == 1:
             return image.expand(channels, -1, -1)
+        if not image.is_floating_point():  # rounded as PIL does
+            grey = import_pil().fromarray(image.permute(1, 2, 0).contiguous().numpy()).convert("L")
+            return torch.from_numpy(np.array(grey))[None]
         grey = torch.einsum("chw,c->hw", image.double(), torch.tensor(GREY_WEIGHTS, dtype=torch.float64))[None]
-        return (grey if image.is_floating_point() else grey.round()).to(image.dtype)
+        return grey.to(image.dtype)
     mode = "L" if channels == 1 else "RGB"
     if image.mode.startswith("I;16"):
         image = cast("Image", import_pil().fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)))
