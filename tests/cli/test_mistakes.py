@@ -257,7 +257,7 @@ def test_a_run_that_ends_with_an_unknown_error(monkeypatch, capsys, tmp_path):
     with pytest.raises(SystemExit) as end:
         main()
     told = "".join(capsys.readouterr())
-    assert end.value.code == 1 and "ZeroDivisionError: a bug; wellcond --debug shows where" in told
+    assert end.value.code == 2 and "ZeroDivisionError: a bug; wellcond --debug shows where" in told
     assert "Traceback" not in told and json.loads((tmp_path / "run/run.json").read_text())["status"] == "failed"
 
 
