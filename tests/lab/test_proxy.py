@@ -151,7 +151,8 @@ def test_weights_drawn_by_fan_stay(weight_init):
     model = vit(embed_dim=64, num_heads=4, weight_init=weight_init)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert set(scale_true_(model, 768).values()) == {1.0}
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    # what timm skips is memory as it was found, and may hold NaN
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0, equal_nan=True)
 
 
 def test_patch_merging_between_stages_belongs_to_the_blocks():
