@@ -168,6 +168,7 @@ def test_weights_that_a_recipe_names_may_not_be_code(field, canary, tmp_path):
 def test_the_run_of_a_teacher_may_not_name_code(canary, tmp_path):
     (tmp_path / "evil.py").write_text(canary.code)
     teacher = tmp_path / "teacher"
+    teacher.mkdir()
     save_checkpoint(teacher / "checkpoints", 1, {"model": {"w": torch.ones(1)}}, {"logs": {}})
     config = {"model": {"name": f"{tmp_path / 'evil.py'}:build", "arguments": {}}, "task": {}}
     metric = {"name": "accuracy", "higher_is_better": True, "percent": True}
