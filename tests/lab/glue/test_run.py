@@ -212,6 +212,14 @@ def changed(*path, to):
     return change
 
 
+def of_images(folder):
+    def change(record):
+        del record["tokenizer"]
+        record["config"]["task"] = {"name": "image_classification"}
+
+    edit_record(folder, change)
+
+
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
@@ -219,6 +227,7 @@ def changed(*path, to):
         (damaged, RunError, "is damaged .model.safetensors .*delete"),
         (changed("status", to="interrupted"), RecipeError, "is not finished but interrupted"),
         (changed("config", "task", to={"name": "language_modelling"}), RecipeError, "found one of language_modelling"),
+        (of_images, RecipeError, "found one of image_classification"),
         (
             changed("config", "model", "name", to="timm:vit"),
             RecipeError,

@@ -46,13 +46,14 @@ def read_pretrained(folder: Path, base: Path | None = None) -> tuple[dict[str, A
     """
     check_links(folder)
     record, weights = read_finished_run(folder, "glue", "comparison.json")
-    config, recorded = record["config"], record["tokenizer"]["fingerprint"]
+    config = record["config"]
     if config["task"]["name"] != "masked_language_modelling":
         found = config["task"]["name"]
         raise RecipeError(f"{folder}: GLUE starts from a run of masked_language_modelling, found one of {found}")
     if not config["model"]["name"].startswith(("hf:", *CLASSIFIERS)):
         found = config["model"]["name"]
         raise RecipeError(f"{folder}: expected a model hf:TYPE or {', '.join(CLASSIFIERS)}, found {found}")
+    recorded = record["tokenizer"]["fingerprint"]
     path = folder / "glue" / f"tokenizer-{file_sha256(weights)[:16]}.json"
     if not path.is_file():
         choice, text = MaskedLanguageModellingSettings.model_validate(config["task"]).tokenizer, None
