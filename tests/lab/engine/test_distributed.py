@@ -172,7 +172,9 @@ def assert_same_test(a, b):
     assert theirs == ours  # fifty samples, none of which is on the edge
     mine, other = (last_tensors(folder)["best"] for folder in (a, b))
     assert mine.keys() == other.keys()
-    assert all((mine[key].double() - other[key].double()).abs().max() < 2e-3 for key in mine)
+    # Adam turns the rounding of a small gradient into a share of the learning rate, here 0.05
+    off = max(float((mine[key].double() - other[key].double()).abs().max()) for key in mine)
+    assert off < 1e-2
 
 
 @pytest.mark.slow
