@@ -18,7 +18,7 @@ from torch import Tensor
 
 from wellcond.errors import WellcondError
 from wellcond.head import Blocks, Head
-from wellcond.jacobian.diagnosis import AttentionStatistics, HeadDiagnosis
+from wellcond.jacobian.diagnosis import HeadDiagnosis
 from wellcond.theory.ranks import Structure
 
 
@@ -169,12 +169,8 @@ class AbstractForm(abc.ABC):
         """Blocks of `plain_head` with respect to its weights alone; None where there is no such head."""
         return None
 
-    def attention(self) -> AttentionStatistics | None:
-        """Of the attention map, where there is one over tokens that is not that of `plain_head`."""
-        return None
-
     def diagnose(self) -> HeadDiagnosis | None:
-        """What dominates the conditioning; None where `attention` is."""
+        """What dominates the conditioning of a head that is not `plain_head`; None where that is not known."""
         return None
 
     @property

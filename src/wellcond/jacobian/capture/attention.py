@@ -64,11 +64,6 @@ class CapturedAttention:
         """L."""
         return 0 if self.x is None else len(self.x)
 
-    @property
-    def tokens_of_memory(self) -> Tensor | None:
-        """Tokens of keys and values, x for self-attention."""
-        return self.x if self.memory is None else self.memory
-
     def head(self, kv_head: int, sample: int = 0) -> Head:
         """The query heads of one key/value head on one sample or window.
 
