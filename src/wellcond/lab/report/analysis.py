@@ -25,10 +25,9 @@ from wellcond.lab.report.statistics import (
     show_interval,
     summarise_logs,
 )
-from wellcond.lab.report.table import finite_mean, number, plain_setting, show, show_seeds, show_share
+from wellcond.lab.report.table import finite_mean, number, show_seeds, show_share
 from wellcond.lab.report.verdicts import ALPHA, POWER, Kind, Verdict, judge, smallest_detectable, typical_std
 
-SMALL_GRADIENT = 0.01
 WORDS: dict[Kind, str] = {
     "better": "better", "worse": "worse", "equal": "equal within the margin", "undecided": "undecided",
 }  # fmt: skip
@@ -96,7 +95,6 @@ def read_heads(run: Run) -> HeadTable | None:
 class AttentionState:
     """Attention maps of a method's finished runs at one moment, over all heads."""
 
-    step: float
     entropy: float
     """Mean entropy over ln N; NaN if not known."""
     diagonal_mass: float
@@ -152,11 +150,10 @@ class Analysis:
 
     def attention(self, method: str, *, last: bool) -> AttentionState:
         """Attention maps at the first or the last measurement; without heads if none is known."""
-        steps = [(t, float(t.steps[-1 if last else 0])) for t in self.tables(method) or self.heads[method]]
-        entropy, diagonal, dead = ([value for t, at in steps for value in t.at(key, at)] for key in ARITHMETIC)
+        tables, at = self.tables(method) or self.heads[method], -1 if last else 0
+        entropy, diagonal, dead = ([x for t in tables for x in t.at(key, float(t.steps[at]))] for key in ARITHMETIC)
         dead = dead if entropy or diagonal else []  # without maps nothing is known of them
-        at = steps[-1][1] if steps else math.nan
-        return AttentionState(at, finite_mean(entropy), finite_mean(diagonal), int(sum(dead)), len(dead))
+        return AttentionState(finite_mean(entropy), finite_mean(diagonal), int(sum(dead)), len(dead))
 
     def step_ratio(self, method: str) -> float:
         """Seconds per step over the baseline's of the same seed, mean over seeds."""
@@ -213,7 +210,7 @@ def bottom_line(analysis: Analysis) -> str:
         few = "only one seed" if seeds == 1 else f"only {seeds} seeds"
         return f"Against {comparison.baseline}, {led}; with {few} no difference can be told from the luck of a seed."
     counts = Counter(analysis.judge(difference).kind for difference in compared)
-    told = [f"{counts[kind]} {_are(counts[kind])} {word}" for kind, word in WORDS.items() if counts[kind]]
+    told = [f"{n} {'is' if n == 1 else 'are'} {word}" for kind, word in WORDS.items() if (n := counts[kind])]
     facts = [f"95 % interval {show_interval(top.interval, metric)}"] if top.interval is not None else []
     facts += [show_seeds(top.count), WORDS[analysis.judge(top).kind]]
     return (
@@ -222,19 +219,10 @@ def bottom_line(analysis: Analysis) -> str:
     )
 
 
-def _are(count: int) -> str:
-    return "is" if count == 1 else "are"
-
-
 def find_findings(analysis: Analysis) -> list[str]:
     """Sentences on what the table of methods does not say."""
-    return [
-        *describe_power(analysis.comparison.result, analysis.differences.values()),
-        *_scale_control(analysis),
-        *_saturation(analysis),
-        *_conditioning(analysis),
-        *_machines(analysis),
-    ]
+    power = describe_power(analysis.comparison.result, analysis.differences.values())
+    return [*power, *_scale_control(analysis), *_saturation(analysis)]
 
 
 def describe_power(metric: Metric, differences: Iterable[PairedDifference], seeds: int | None = None) -> list[str]:
@@ -278,76 +266,12 @@ def _scale_control(analysis: Analysis) -> list[str]:
 
 
 def _saturation(analysis: Analysis) -> list[str]:
-    found, metric = [], analysis.comparison.result
-    for method in analysis.comparison.methods:
-        state, difference = analysis.attention(method, last=False), analysis.differences.get(method, NO_PAIRS)
-        if not state.saturated:
-            continue
-        start = f"{method}: "
-        if difference.mean < 0:
-            start += f"{metric.show(-difference.mean)}{metric.unit} worse than {difference.baseline}; "
-        facts = [f"entropy {state.entropy:.2f} of ln N"] if not math.isnan(state.entropy) else []
-        facts += [f"diagonal mass {state.diagonal_mass:.2f}"] if state.diagonal_mass > 0.95 else []
-        dead = f" and {state.dead} of {state.heads} heads {_are(state.dead)} dead" if state.dead else ""
-        found.append(
-            f"{start}its attention has {', '.join(facts)} at step {show(state.step, 9)}{dead}: the softmax is "
-            f"saturated{_gradient_evidence(analysis, method)}."
-        )
-    return found
-
-
-def _gradient_evidence(analysis: Analysis, method: str) -> str:
-    """How small the gradients of W_Q and W_K are over the first tenth of training, if that was recorded."""
-    means = []
-    for name in (method, analysis.comparison.baseline):
-        early = [row for run in analysis.comparison.of(name) for row in run.steps[: max(1, len(run.steps) // 10)]]
-        values = [number(row.get(key)) for row in early for key in ("grad_norm_q", "grad_norm_k")]
-        mean = summarise_logs(values).geometric_mean
-        means.append(0.0 if math.isnan(mean) and 0 in values else mean)
-    own, base = means
-    if math.isnan(own + base):
-        return ", and a saturated softmax passes almost no gradient to W_Q and W_K (gradients were not recorded)"
-    small = "W_Q and W_K receive almost no" if own < SMALL_GRADIENT * base else "though W_Q and W_K still receive a"
-    norms = f"{show(own, 2)} against {show(base, 2)} in {analysis.comparison.baseline}"
-    return f", {small} gradient (gradient norm of W_Q and W_K {norms})"
-
-
-def _conditioning(analysis: Analysis) -> list[str]:
-    """Whether the smallest condition number goes with the best result."""
-    summaries = {method: analysis.last_jacobian(method) for method in analysis.comparison.methods}
-    known = {method: summary for method, summary in summaries.items() if summary.finite or summary.infinite}
-    # Fewer infinite values first, then the mean of the finite ones.
-    ranks = {m: (s.infinite_share, s.geometric_mean if s.finite else math.inf) for m, s in known.items()}
-    if len(set(ranks.values())) < 2:
-        return []
-    low, high = min(ranks, key=lambda m: ranks[m]), max(ranks, key=lambda m: ranks[m])
-    said = (
-        f"κ(J) at the end (geometric mean, non-zero spectrum; singular heads rank last) is smallest for {low} "
-        f"({known[low].show()}) and largest for {high} ({known[high].show()})"
-    )
-    if analysis.attention(low, last=True).saturated:
-        said += f" (the attention of {low} is saturated, where a small κ(J) says nothing good)"
-    result = analysis.comparison.result
-    # A method that lost runs has the mean of its luckier seeds.
-    sign = 1.0 if result.higher_is_better else -1.0
-    means = {
-        m: sign * s.mean for m, s in analysis.summaries.items() if s.count and not analysis.outcomes(m)["diverged"]
-    }
-    best = [m for m in means if m in known and math.isclose(means[m], max(means.values()), rel_tol=1e-12)]
-    if not best or len(best) == len(known):
-        return [f"{said}."]
-    if low in best:
-        return [f"{said}; the method with the smallest κ(J) also has the best {result.name} here."]
-    whose = ", ".join(f"{method} ({known[method].show()})" for method in best)
-    return [f"{said}; the smallest κ(J) does not go with the best {result.name} here, which is that of {whose}."]
-
-
-def _machines(analysis: Analysis) -> list[str]:
-    """Facts about machine or versions that are not the same in all runs."""
-    found = []
-    for key in ("device", "device_name", "threads", "processes", "precision", "torch", "wellcond"):
-        values = {plain_setting(session.get(key)) for run in analysis.comparison.runs for session in run.sessions}
-        found += [f"{key} ({', '.join(sorted(values))})"] if len(values) > 1 else []
+    """Methods that begin with nearly all attention on one token."""
+    found = [m for m in analysis.comparison.methods if analysis.attention(m, last=False).saturated]
     if not found:
         return []
-    return [f"Not all runs were made alike: {'; '.join(found)}. Times, and perhaps more, are not comparable."]
+    return [
+        "Saturated at the first measurement (entropy below 0.05 of ln N, diagonal mass above 0.95, or most heads "
+        f"dead): {', '.join(found)}. There a small κ(J) says nothing good; the gradient norms show whether W_Q and W_K "
+        "learn."
+    ]
