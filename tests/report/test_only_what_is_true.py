@@ -60,7 +60,7 @@ def test_later_than_the_baseline_is_not_fewer(tmp_path):
 
 def test_an_exact_test_that_cannot_decide_has_no_p(tmp_path):
     analysis = study(tmp_path, perfect(seeds=5), epochs=3)
-    assert analysis.match_gains["conditioned"].p is None  # five times the same sign: 0.0625 at best
+    assert analysis.matchings["conditioned"].p is None  # five times the same sign: 0.0625 at best
     assert column(table(analysis, "matching"), "p (exact, Holm)")["conditioned"] == "–"
     seven = study(tmp_path / "seven", perfect(seeds=7), epochs=3)
     assert column(table(seven, "matching"), "p (exact, Holm)")["conditioned"] == "0.0312"  # 2 / 2^7 and twice that
@@ -84,8 +84,8 @@ def test_counts_have_an_exact_test(tmp_path):
     # default 2 by seed; conditioned 1 six times, and never: one later than the end, 4. Differences 1 x 6 and -2
     signs = [6 - 2 * k + s for k in range(7) for s in (2, -2) for _ in range(math.comb(6, k))]
     expected = sum(abs(total) >= 4 for total in signs) / len(signs)
-    found = analysis.match_gains["conditioned"]
-    assert found.values == dict.fromkeys(range(6), 1.0) | {6: -2.0} and found.p == pytest.approx(expected)
+    found = analysis.matchings["conditioned"]
+    assert found.gains == dict.fromkeys(range(6), 1.0) | {6: -2.0} and found.p == pytest.approx(expected)
     made = table(analysis, "matching")
     assert column(made, "earlier than default itself")["conditioned"] == "– (1 of 7 never)"
     assert column(made, "p (exact, Holm)")["polar"] == "–"  # all differences are zero
@@ -110,7 +110,8 @@ def test_lost_runs_limit_the_verdict(tmp_path):
     finals = {0: 0.95, 1: 0.962, 2: 0.97, 3: 0.981, 4: 0.9}
     methods = [FakeMethod("default", {s: 0.90 + s / 100 for s in range(5)})]
     methods.append(FakeMethod("polar", finals, statuses={4: "diverged"}))
-    verdict = study(tmp_path, methods).verdicts["polar"]
+    analysis = study(tmp_path, methods)
+    verdict = analysis.judge(analysis.differences["polar"])
     assert verdict.kind == "undecided" and verdict.reason == "better in the runs that survived, but 1 diverged"
 
 
@@ -202,6 +203,8 @@ def test_equal_within_the_margin(tmp_path):
     near = {s: value + 0.002 * (-1) ** s for s, value in base.items()}
     methods = [FakeMethod("default", base), FakeMethod("polar", near)]
     analysis = study(tmp_path, methods)
-    assert analysis.verdicts["polar"].kind == "equal" and analysis.margin == pytest.approx(0.0178885, abs=1e-6)
+    assert analysis.judge(analysis.differences["polar"]).kind == "equal" and analysis.margin == pytest.approx(
+        0.0178885, abs=1e-6
+    )
     assert column(summary_table(analysis), "verdict")["polar"] == "equal within 1.79"
     assert "1 is equal within the margin" in bottom_line(analysis)

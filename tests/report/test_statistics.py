@@ -7,13 +7,12 @@ import pytest
 from scipy import stats
 
 from report.fake_runs import PERPLEXITY, FakeMethod, usual_methods, write_comparison
-from wellcond.lab.report.analysis import analyse
+from wellcond.lab.report.analysis import analyse, required_pairs
 from wellcond.lab.report.load_runs import load_comparisons
 from wellcond.lab.report.statistics import (
     Summary,
     compare_paired,
     holm,
-    required_pairs,
     sample_std,
     summarise_logs,
     t_interval,

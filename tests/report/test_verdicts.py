@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from wellcond.lab.report.statistics import compare_paired, correct
-from wellcond.lab.report.verdicts import (
+from wellcond.lab.report.statistics import (
+    compare_paired,
+    correct,
     equality_p,
     judge,
     sign_flip_equality_p,
@@ -119,5 +120,5 @@ def test_pooled_spread():
 
 
 def test_scipy_stats_is_not_imported():
-    code = "import sys, wellcond.lab.report.verdicts; sys.exit('scipy.stats' in sys.modules)"
+    code = "import sys, wellcond.lab.report.statistics; sys.exit('scipy.stats' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

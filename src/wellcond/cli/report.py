@@ -48,9 +48,10 @@ def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False) ->
 
 def foresee_power(folder: Path, seeds: int) -> list[str]:
     """Which difference as many seeds can show, as far as earlier runs in a folder tell; nothing otherwise."""
-    from wellcond.lab.report.analysis import analyse, describe_power
+    from wellcond.lab.report.analysis import analyse
     from wellcond.lab.report.load_runs import load_comparisons
     from wellcond.lab.report.records import RunRecordError
+    from wellcond.lab.report.statistics import describe_power
 
     try:
         found = [analyse(comparison) for comparison in load_comparisons(folder)]

@@ -9,9 +9,8 @@ from wellcond.cli.compare import Comparison
 from wellcond.cli.console import make_console
 from wellcond.cli.runs import leaving_together, print_json, removing_untrained, tell_end
 from wellcond.lab import tune
-from wellcond.lab.report.analysis import describe_power
 from wellcond.lab.report.records import Metric
-from wellcond.lab.report.statistics import compare_paired
+from wellcond.lab.report.statistics import compare_paired, describe_power
 from wellcond.lab.train.compare import Outcome, check_settings
 from wellcond.lab.train.run import Job
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -12,25 +11,35 @@ from operator import itemgetter
 import numpy as np
 
 from wellcond.lab.report.load_runs import Comparison
-from wellcond.lab.report.match import SMOOTH, MatchGain, Matching, match_gains, match_method, match_unit
-from wellcond.lab.report.records import ARITHMETIC, MEASURED, Metric, Run
+from wellcond.lab.report.match import SMOOTH, Matching, match_method, match_methods, match_unit
+from wellcond.lab.report.records import ARITHMETIC, MEASURED, Run
 from wellcond.lab.report.statistics import (
     FEWEST_SEEDS,
     NO_PAIRS,
+    Kind,
     LogSummary,
     PairedDifference,
     Summary,
-    differences_to_baseline,
-    required_differences,
+    Verdict,
+    compare_paired,
+    correct,
+    describe_power,
+    judge,
     show_interval,
     summarise_logs,
 )
-from wellcond.lab.report.table import finite_mean, number, show_seeds, show_share
-from wellcond.lab.report.verdicts import ALPHA, POWER, Kind, Verdict, judge, smallest_detectable, typical_std
+from wellcond.lab.report.table import finite_mean, number, show_seeds
 
 WORDS: dict[Kind, str] = {
     "better": "better", "worse": "worse", "equal": "equal within the margin", "undecided": "undecided",
 }  # fmt: skip
+REQUIRED = (
+    (("conditioned", ""), ("mimetic", "")),
+    (("conditioned", ""), ("gaussian", "")),
+    (("default", "identity"), ("default", "")),
+    (("default", "polar"), ("default", "identity")),
+)
+"""First minus second, each as (init, condition): what the papers' claims rest on."""
 KEYS = tuple(key for key in MEASURED if key not in ("layer", "head", "status"))
 """What the report reads of every row; the rows themselves are not kept, since there can be hundreds of thousands."""
 
@@ -122,14 +131,8 @@ class Analysis:
     """A difference of results below it counts as none; NaN where the baseline has fewer than two results."""
     matchings: dict[str, Matching]
     smoothed: dict[str, Matching]
-    match_gains: dict[str, MatchGain]
     heads: dict[str, list[HeadTable]]
     """Tables of all runs that have conditioning rows."""
-
-    @property
-    def verdicts(self) -> dict[str, Verdict]:
-        """Of every method against the baseline."""
-        return {method: self.judge(difference) for method, difference in self.differences.items() if difference.count}
 
     def judge(self, difference: PairedDifference) -> Verdict:
         """What a difference of results decides."""
@@ -181,15 +184,42 @@ def analyse(comparison: Comparison) -> Analysis:
     """
     methods, unit = comparison.methods, match_unit(comparison)
     summaries = {method: Summary(comparison.results(method)) for method in methods}
-    matchings, smoothed = (
-        {method: match_method(comparison, method, smooth=smooth) for method in methods} for smooth in (1, SMOOTH)
-    )
-    gains = match_gains(comparison.baseline, matchings, unit)
-    differences = differences_to_baseline(comparison, summaries)
-    required = required_differences(comparison, summaries, differences)
-    margin = summaries[comparison.baseline].std
-    heads = {method: [table for run in comparison.of(method) if (table := read_heads(run))] for method in methods}
-    return Analysis(comparison, unit, summaries, differences, required, margin, matchings, smoothed, gains, heads)
+    baseline, required = comparison.baseline, required_pairs(comparison)
+    pairs = dict.fromkeys([*((method, baseline) for method in methods if method != baseline), *required])
+    found: dict[tuple[str, str], PairedDifference] = {}
+    for second in {second for _, second in pairs}:  # one question each
+        same, better = [pair for pair in pairs if pair[1] == second], comparison.metric.higher_is_better
+        known = [(a, summaries[a].values, b, summaries[b].values) for a, b in same]
+        made = correct(compare_paired(*one, higher_is_better=better) for one in known)
+        found |= dict(zip(same, made, strict=True))
+    return Analysis(
+        comparison, unit, summaries,
+        differences={pair[0]: found[pair] for pair in pairs if pair[1] == baseline},
+        required=[found[pair] for pair in required],
+        margin=summaries[baseline].std,
+        matchings=match_methods(comparison, unit),
+        smoothed={method: match_method(comparison, method, smooth=SMOOTH) for method in methods},
+        heads={method: [table for run in comparison.of(method) if (table := read_heads(run))] for method in methods},
+    )  # fmt: skip
+
+
+def required_pairs(comparison: Comparison) -> list[tuple[str, str]]:
+    """The comparisons that must be printed whenever both methods are there; keys made for a mask against plain ones.
+
+    Around the attention both must be the same: tokens, the start of the rest, and set fields but for the rate.
+    """
+    kinds, around, tied = {}, {}, set()
+    for run in comparison.runs:
+        spec = run.part("method_spec")
+        options, fields = spec.get("init_options") or {}, spec.get("set") or {}
+        kinds[run.method] = str(spec.get("init") or "default"), str(spec.get("condition") or "")
+        rest = {field: value for field, value in fields.items() if field != "optimizer.lr"}
+        around[run.method] = spec.get("tokens") or {}, "library" in options, rest
+        tied |= {run.method} if "keys" in options else set()
+    present = [method for method in comparison.methods if method in kinds]
+    alike = [(a, b) for a in present for b in present if around[a] == around[b]]
+    claims = [pair for wanted in REQUIRED for pair in alike if (kinds[pair[0]], kinds[pair[1]]) == wanted]
+    return claims + [(a, b) for a, b in alike if a in tied and b not in tied and kinds[a] == kinds[b]]
 
 
 def bottom_line(analysis: Analysis) -> str:
@@ -223,24 +253,6 @@ def find_findings(analysis: Analysis) -> list[str]:
     """Sentences on what the table of methods does not say."""
     power = describe_power(analysis.comparison.result, analysis.differences.values())
     return [*power, *_scale_control(analysis), *_saturation(analysis)]
-
-
-def describe_power(metric: Metric, differences: Iterable[PairedDifference], seeds: int | None = None) -> list[str]:
-    """Which difference as many seeds can show, from the spread of the runs that are there; nothing without spread.
-
-    By default as many seeds as there are pairs; a comparison that is to come may have others.
-    """
-    known = list(differences)
-    pairs = max((difference.count for difference in known), default=0)
-    std, count = typical_std(known), pairs if seeds is None else seeds
-    smallest = smallest_detectable(std, count)
-    if math.isnan(smallest):
-        return []
-    return [
-        f"{show_seeds(count)} can show a true difference of {metric.show(smallest)}{metric.unit} (power "
-        f"{show_share(POWER)}, level {ALPHA}, one comparison; paired differences here have a standard deviation of "
-        f"{metric.show(std)}{metric.unit} over {show_seeds(pairs)})."
-    ]
 
 
 def _scale_control(analysis: Analysis) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from wellcond.files import write_atomically
+from wellcond.lab.report.analysis import required_pairs
 from wellcond.lab.report.load_runs import Comparison, load_comparisons
 from wellcond.lab.report.records import Metric, Run, RunRecordError, read_json
 from wellcond.lab.report.statistics import (
@@ -18,7 +19,6 @@ from wellcond.lab.report.statistics import (
     Summary,
     compare_paired,
     correct,
-    required_pairs,
     show_interval,
     show_p,
 )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.records import Run
-from wellcond.lab.report.statistics import holm
+from wellcond.lab.report.statistics import holm, sign_flip_p
 from wellcond.lab.report.table import MISSING, finite_mean, number, show
-from wellcond.lab.report.verdicts import sign_flip_p
 
 SMOOTH = 3
 FEWEST_FOR_EXACT = 6
@@ -48,6 +47,12 @@ class Matching:
     """Target: the baseline's last metric of the same seed."""
     of_means: Match | None
     """Curve and target averaged over the seeds that both methods finished; None if there is none."""
+    gains: Mapping[int, float] = field(default_factory=dict)
+    """How much earlier than the baseline itself, by seed; one that never gets there is one unit later than the end."""
+    p: float | None = None
+    """Of the gains, by all flips of sign; None below six seeds, where it cannot decide, or without a difference."""
+    p_holm: float | None = None
+    """Corrected over the methods."""
 
     @property
     def reached(self) -> list[Match]:
@@ -58,6 +63,11 @@ class Matching:
     def censored(self) -> int:
         """Number of seeds that never reached their target."""
         return len(self.by_seed) - len(self.reached)
+
+    @property
+    def gain(self) -> float:
+        """Mean over the seeds; NaN where one never gets there, or there are none."""
+        return math.nan if self.censored else finite_mean(self.gains.values())
 
     def mean(self, what: str) -> float:
         """Mean of `epoch`, `step`, `seconds` or `saving` over the seeds that reached their target; NaN of none."""
@@ -70,51 +80,29 @@ class Matching:
         mean = show(self.mean(unit), 3 if unit == "epoch" else 6)
         return mean + (f" ({self.censored} of {len(self.by_seed)} never)" if self.censored else "")
 
-
-@dataclass(frozen=True)
-class MatchGain:
-    """How much earlier than the baseline itself a method is as good as the baseline is at its end."""
-
-    values: dict[int, float]
-    """By seed, positive is earlier; a seed that never gets there counts as one unit later than the end."""
-    never: int
-    """Number of seeds that never get there."""
-    p: float | None
-    """Exact test over all flips of sign; None below six seeds, where it cannot decide, or without a difference."""
-    p_holm: float | None
-    """Corrected over the methods."""
-
-    @property
-    def mean(self) -> float:
-        """Over the seeds; NaN where one never gets there, or there are none."""
-        return math.nan if self.never else finite_mean(self.values.values())
-
-    def show(self) -> str:
-        """The mean, or how many seeds never get there."""
-        if self.never:
-            return f"{MISSING} ({self.never} of {len(self.values)} never)"
-        return MISSING if math.isnan(self.mean) else f"{self.mean:+.3g}" if self.mean else "0"
+    def show_gain(self) -> str:
+        """The mean gain, or how many seeds never get there."""
+        if self.gains and self.censored:
+            return f"{MISSING} ({self.censored} of {len(self.gains)} never)"
+        return MISSING if math.isnan(self.gain) else f"{self.gain:+.3g}" if self.gain else "0"
 
 
-NO_GAIN = MatchGain({}, 0, None, None)
-
-
-def match_gains(baseline: str, matchings: Mapping[str, Matching], unit: str) -> dict[str, MatchGain]:
-    """Gains of all methods but the baseline over the count of the baseline itself, which a noisy curve makes early."""
+def match_methods(comparison: Comparison, unit: str) -> dict[str, Matching]:
+    """Epochs-to-match of every method, with gains over the baseline itself, which a noisy curve makes early."""
+    found = {method: match_method(comparison, method) for method in comparison.methods}
     counts = {
         method: {
-            seed: float(getattr(match, unit)) if match.reached else match.total[unit] + 1
+            seed: number(getattr(match, unit)) if match.reached else match.total[unit] + 1
             for seed, match in matching.by_seed.items()
         }
-        for method, matching in matchings.items()
+        for method, matching in found.items()
     }
-    own = counts.pop(baseline)
-    values = {m: {seed: own[seed] - count for seed, count in found.items()} for m, found in counts.items()}
-    tests = [sign_flip_p(list(v.values())) if len(v) >= FEWEST_FOR_EXACT else None for v in values.values()]
-    return {
-        method: MatchGain(values[method], matchings[method].censored, p, p_holm)
-        for method, p, p_holm in zip(values, tests, holm(tests), strict=True)
-    }
+    own = counts.pop(comparison.baseline)
+    gains = {m: {seed: own[seed] - count for seed, count in counts[m].items()} for m in counts}
+    tests = [sign_flip_p(list(g.values())) if len(g) >= FEWEST_FOR_EXACT else None for g in gains.values()]
+    for method, p, p_holm in zip(gains, tests, holm(tests), strict=True):
+        found[method] = replace(found[method], gains=gains[method], p=p, p_holm=p_holm)
+    return found
 
 
 def show_match(match: Match | None, unit: str) -> str:

@@ -7,16 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 from wellcond.lab.report.analysis import Analysis, seconds_per_step
-from wellcond.lab.report.match import NO_GAIN, SMOOTH, show_match
+from wellcond.lab.report.match import SMOOTH, show_match
 from wellcond.lab.report.records import ROLES, Metric
 from wellcond.lab.report.statistics import (
     FEWEST_SEEDS,
     NO_PAIRS,
     LogSummary,
+    PairedDifference,
     Summary,
     interval_values,
     show_interval,
     show_p,
+    smallest_detectable,
     summarise_logs,
 )
 from wellcond.lab.report.table import (
@@ -32,7 +34,6 @@ from wellcond.lab.report.table import (
     show_known,
     show_share,
 )
-from wellcond.lab.report.verdicts import NO_VERDICT, smallest_detectable
 
 STATISTICS_NOTE = (
     "std has the divisor n - 1. Intervals and p from three pairs on, the bootstrap (10,000 draws, percentile) from "
@@ -71,6 +72,13 @@ def _scaled(name: str, value: float, metric: Metric, *, sign: bool = False) -> C
     return metric.show(value, sign=sign), {name: value * metric.scale}
 
 
+def _verdict(analysis: Analysis, difference: PairedDifference) -> Cell:
+    if not difference.count:
+        return MISSING, {"verdict": ""}
+    verdict = analysis.judge(difference)
+    return verdict.show(analysis.comparison.result), {"verdict": verdict.kind}
+
+
 def summary_table(analysis: Analysis) -> Table:
     """One row per method."""
     comparison, metric, unit = analysis.comparison, analysis.comparison.result, analysis.unit
@@ -79,7 +87,6 @@ def summary_table(analysis: Analysis) -> Table:
         summary, difference = analysis.summaries[method], analysis.differences.get(method, NO_PAIRS)
         last, matching = analysis.attention(method, last=True), analysis.matchings[method]
         outcomes, kappas = analysis.outcomes(method), analysis.last_jacobian(method)
-        verdict = analysis.verdicts.get(method)
         rows.append({
             "method": _method(analysis, method),
             "runs": (show_counts(outcomes),
@@ -89,7 +96,7 @@ def summary_table(analysis: Analysis) -> Table:
                 difference.show(metric), difference.columns(metric),
             ),
             "p (Holm)": show_p(difference.p_holm),
-            "verdict": verdict.cell(metric) if verdict else NO_VERDICT,
+            "verdict": _verdict(analysis, difference),
             f"{unit}s to match": (
                 matching.show(unit),
                 {f"{unit}s_to_match": matching.mean(unit), "never_reached": matching.censored},
@@ -189,7 +196,7 @@ def required_table(analysis: Analysis) -> Table:
             "comparison": (f"{d.method} − {d.baseline}", {"method": d.method, "baseline": d.baseline}),
             "pairs": (str(d.count), d.columns(metric)), f"difference{unit} [95 % interval]": d.show(metric),
             "relative": show_known(d.relative, "{:+.1%}"), "p": show_p(d.p), "p (Holm)": show_p(d.p_holm),
-            "verdict": analysis.judge(d).cell(metric) if d.count else NO_VERDICT,
+            "verdict": _verdict(analysis, d),
         }
         for d in analysis.required
     ]  # fmt: skip
@@ -206,7 +213,6 @@ def matching_table(analysis: Analysis) -> Table:
     rows: list[Row] = []
     for method in analysis.comparison.methods:
         matching, smoothed = analysis.matchings[method], analysis.smoothed[method]
-        gain = analysis.match_gains.get(method, NO_GAIN)
         papers, by_seed = matching.of_means, sorted(matching.by_seed.items())
         alone = all(run.alone for run in analysis.comparison.finished(method).values())
         rows.append({
@@ -216,8 +222,8 @@ def matching_table(analysis: Analysis) -> Table:
                 f"{matching.censored}/{len(by_seed)}" if by_seed else MISSING,
                 {"never_reached": matching.censored, "seeds": len(by_seed)},
             ),
-            f"earlier than {baseline} itself": (gain.show(), {"gain": gain.mean}),
-            "p (exact, Holm)": (show_p(gain.p_holm), {"p": gain.p, "p_holm": gain.p_holm}),
+            f"earlier than {baseline} itself": (matching.show_gain(), {"gain": matching.gain}),
+            "p (exact, Holm)": (show_p(matching.p_holm), {"p": matching.p, "p_holm": matching.p_holm}),
             "share of training saved": _known("saving", matching.mean("saving"), "{:.0%}"),
             "papers' form": (show_match(papers, unit), {"papers_form": getattr(papers, unit) if papers else None}),
             f"paired, running mean of {SMOOTH}": (

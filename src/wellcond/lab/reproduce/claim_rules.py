@@ -1,6 +1,6 @@
 """The rules by which records decide about a claim.
 
-A difference is better, worse, equal within a margin, or undecided (`report.verdicts`). The margin is half of the
+A difference is better, worse, equal within a margin, or undecided (`report.statistics`). The margin is half of the
 paper's gain, carried over as a share of the baseline's error, since points of other data or sizes mean something else;
 where the paper has no number it is one standard deviation of the baseline over seeds.
 """
@@ -16,11 +16,11 @@ from typing import Literal
 
 import numpy as np
 
-from wellcond.lab.report import statistics, verdicts
+from wellcond.lab.report import statistics
 from wellcond.lab.report.analysis import Analysis
 from wellcond.lab.report.records import Metric
+from wellcond.lab.report.statistics import ALPHA, Kind, judge
 from wellcond.lab.report.table import show_seeds
-from wellcond.lab.report.verdicts import ALPHA, Kind, judge
 from wellcond.lab.reproduce.catalogue import catalogue
 from wellcond.lab.reproduce.computed import COMPUTED
 from wellcond.lab.reproduce.stored import find_study
@@ -166,7 +166,7 @@ def _decide(
     if verdict.kind in ("equal", "undecided") and difference.count > 1 and margin > 0:
         said.append(f"margin {metric.show(margin)}")
     if verdict.kind == "undecided":
-        least = verdicts.smallest_detectable(difference.std, difference.count)
+        least = statistics.smallest_detectable(difference.std, difference.count)
         said += [f"so many seeds show {metric.show(least)}"] if math.isfinite(least) else []
     as_claimed = None if verdict.kind == UNDECIDED else verdict.kind == claimed
     return Verdict(verdict.kind, "; ".join(said), as_claimed)
@@ -243,11 +243,11 @@ def _saving(rule: Rule, analysis: Analysis) -> Test:
         if p is not None and p < ALPHA:
             word = BETTER if mean >= 0 else WORSE
             return Verdict(word, evidence, word == BETTER and mean >= rule.at_least)
-        equal = verdicts.sign_flip_equality_p(differences, rule.at_least / 2)
+        equal = statistics.sign_flip_equality_p(differences, rule.at_least / 2)
         evidence += f"; less than half of it: p {statistics.show_p(equal)}"
         return Verdict(EQUAL, evidence, False) if equal < ALPHA else Verdict(UNDECIDED, evidence)
 
-    return verdicts.sign_flip_p(differences), decide
+    return statistics.sign_flip_p(differences), decide
 
 
 def _below(analysis: Analysis) -> Verdict:
