@@ -267,7 +267,6 @@ def test_condition_numbers_are_geometric_means(usual):
     assert row.step == 0 and row.value == pytest.approx(math.exp(sum(map(math.log, values)) / len(values)))
     papers = points_of(figure, "papers_bound")["default"]["0"][0].value
     assert papers == pytest.approx(row.value * 10**-0.3)
-    assert "is finite in 855 of 900 measurements" in figure.caption
 
 
 def test_conditioning_table_is_on_log10_over_seeds(usual):
@@ -290,7 +289,7 @@ def test_bounds_beyond_all_numbers_are_told(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     figures = build_figures(analyse(load_comparisons(tmp_path)[0]))
     (figure,) = (f for f in figures if f.name == "jacobian")
-    assert "beyond 10³⁰⁰ are not drawn" in figure.caption and "60 of 360 are not exact" in figure.caption
+    assert "beyond 10³⁰⁰ are not drawn" in figure.caption and "; 60 are not exact" in figure.caption
 
 
 def test_csv_has_the_columns_and_every_row(usual):

@@ -6,7 +6,7 @@ Points are what the CSV files hold, and all that `plots` draws.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,7 +15,7 @@ import numpy as np
 from wellcond.lab.report.analysis import Analysis
 from wellcond.lab.report.match import Matching
 from wellcond.lab.report.records import ROLES, Run
-from wellcond.lab.report.table import csv_text, number, show_share
+from wellcond.lab.report.table import csv_text, number
 
 COLUMNS = ("figure", "panel", "series", "seed", "step", "epoch", "value", "scale")
 MEAN, LOW, HIGH = "mean", "mean-std", "mean+std"
@@ -24,7 +24,7 @@ BUDGET = "(budget)"
 """Series of a bar figure whose mean is the line to compare with."""
 MOST_POINTS = 300
 BAND = "Lines are means over seeds, bands are one standard deviation; dashed lines are runs that did not finish."
-HEADS = "Geometric means over heads and layers. "
+HEADS = "Geometric means over heads and layers; infinite values are in none."
 
 Kind = Literal["lines", "bars"]
 
@@ -171,69 +171,51 @@ def measured(analysis: Analysis, key: str) -> Curves:
 
 def build_figures(analysis: Analysis) -> list[Figure]:
     """Figures with at least one point."""
-    comparison, unit, metric = analysis.comparison, analysis.unit, analysis.comparison.metric
-    baseline, made = comparison.baseline, []
-
-    def add(section: str, name: str, title: str, caption: str, *panels: Panel, kind: Kind = "lines") -> None:
-        figure = Figure(name, section, title, caption, kind, panels, comparison.methods, comparison.scale, unit)
-        if (drawable := figure.drawable()).panels:
-            made.append(drawable)
-
-    add(
-        "Summary", "differences", "Paired differences",
-        f"To the right of the dotted line is better than {baseline}; a bar is the 95 % interval of the mean, small "
-        "dots are seeds. A bar across the line is no evidence. A triangle at the edge is a method beyond the axis.",
-        _difference_panel(analysis), kind="bars",
-    )  # fmt: skip
-    add(
-        "Learning", "learning", "Learning curves",
-        f"{metric.better.capitalize()}; see which method is ahead early and whether the lead lasts. {BAND}",
-        curve_panel("metric", f"Evaluation: {metric.name}", metric.label,
-                    curves_of(analysis, "evaluations", metric.name, metric.scale)),
-        curve_panel("loss", "Evaluation: loss", "loss", curves_of(analysis, "evaluations", "loss")),
-        curve_panel("training_loss", "Training: loss", "loss", curves_of(analysis, "steps", "loss")),
-    )  # fmt: skip
-    add(
-        "Learning", "gradients", "Gradient norms of the projections",
-        f"A method whose W_Q and W_K lie far below its W_V here hardly learns where to attend. {BAND}",
-        *(
-            curve_panel(f"grad_norm_{role}", f"Gradient of W_{role.upper()}", "gradient norm",
-                        curves_of(analysis, "steps", f"grad_norm_{role}"), log=True)
-            for role in ROLES
-        ),
-    )  # fmt: skip
-    add(
-        "Conditioning",
-        "jacobian",
-        "Condition number of the Jacobian",
-        _jacobian_caption(analysis),
-        *_jacobian(analysis),
-    )
-    kappas = {role: f"kappa_{role}" for role in ROLES}
-    add(
-        "Conditioning", "weights", "Condition numbers of the weights, W + C",
-        f"{HEADS}1 is best; see whether training undoes what a method set up (as the forward uses them)."
-        f"{_singular(analysis, kappas.values())} {BAND}",
-        *(
-            curve_panel(key, f"κ of W_{role.upper()}", "condition number", measured(analysis, key), log=True)
-            for role, key in kappas.items()
-        ),
-    )  # fmt: skip
+    comparison, metric = analysis.comparison, analysis.comparison.metric
+    learning = [
+        ("metric", f"Evaluation: {metric.name}", metric.label,
+         curves_of(analysis, "evaluations", metric.name, metric.scale)),
+        ("loss", "Evaluation: loss", "loss", curves_of(analysis, "evaluations", "loss")),
+        ("training_loss", "Training: loss", "loss", curves_of(analysis, "steps", "loss")),
+    ]  # fmt: skip
+    gradients = {role: curves_of(analysis, "steps", f"grad_norm_{role}") for role in ROLES}
     shares = (
         ("normalised_entropy", "Entropy over ln N", "share of ln N"),
         ("diagonal_mass", "Diagonal mass", "mean probability"),
         ("dead", "Dead heads", "share of heads"),
     )
-    add(
-        "Attention", "attention", "Attention maps",
-        "Means over heads and layers. Entropy 1 is uniform attention, 0 is attention to one token, where the softmax "
-        f"is saturated and W_Q and W_K hardly learn; diagonal mass is attention of a token to itself. {BAND}",
-        *(
-            curve_panel(key, title, label, measured(analysis, key))
-            for key, title, label in shares
-        ),
-    )  # fmt: skip
-    return made
+    found = [
+        ("Summary", "differences", "Paired differences",
+         f"To the right of the dotted line is better than {comparison.baseline}; a bar is the 95 % interval of the "
+         "mean, small dots are seeds. A bar across the line is no evidence. A triangle at the edge is a method beyond "
+         "the axis.",
+         [_difference_panel(analysis)]),
+        ("Learning", "learning", "Learning curves",
+         f"{metric.better.capitalize()}; see which method is ahead early and whether the lead lasts. {BAND}",
+         [curve_panel(*described) for described in learning]),
+        ("Learning", "gradients", "Gradient norms of the projections",
+         f"A method whose W_Q and W_K lie far below its W_V here hardly learns where to attend. {BAND}",
+         [curve_panel(f"grad_norm_{role}", f"Gradient of W_{role.upper()}", "gradient norm", curves, log=True)
+          for role, curves in gradients.items()]),
+        ("Conditioning", "jacobian", "Condition number of the Jacobian",
+         f"{HEADS} All panels have the same axis. κ(J) is over the non-zero spectrum (pseudo){_inexact(analysis)}. "
+         "What the papers print as a bound is not one: measured values may exceed it. Values beyond 10³⁰⁰ are not "
+         f"drawn. {BAND}",
+         _jacobian(analysis)),
+        ("Conditioning", "weights", "Condition numbers of the weights, W + C",
+         f"{HEADS} 1 is best; see whether training undoes what a method set up (as the forward uses them). {BAND}",
+         [_kappa_panel(analysis, f"kappa_{role}", f"κ of W_{role.upper()}", f"kappa_{role}") for role in ROLES]),
+        ("Attention", "attention", "Attention maps",
+         "Means over heads and layers. Entropy 1 is uniform attention, 0 is attention to one token, where the softmax "
+         f"is saturated and W_Q and W_K hardly learn; diagonal mass is attention of a token to itself. {BAND}",
+         [curve_panel(key, title, label, measured(analysis, key)) for key, title, label in shares]),
+    ]  # fmt: skip
+    made = [
+        Figure(name, section, title, caption, "bars" if name == "differences" else "lines", tuple(panels),
+               comparison.methods, comparison.scale, analysis.unit).drawable()
+        for section, name, title, caption, panels in found
+    ]  # fmt: skip
+    return [figure for figure in made if figure.panels]
 
 
 def _difference_panel(analysis: Analysis) -> Panel:
@@ -262,43 +244,22 @@ def match_rows(unit: str, matchings: Mapping[str, Matching]) -> list[Row]:
     return rows + ([Row(BUDGET, MEAN, math.nan, math.nan, max(budgets))] if budgets else [])
 
 
+def _kappa_panel(analysis: Analysis, name: str, title: str, key: str) -> Panel:
+    return curve_panel(name, title, "condition number", measured(analysis, key), log=True)
+
+
 def _jacobian(analysis: Analysis) -> list[Panel]:
     """κ(J) and its bounds on the same axis."""
-    shown = (
-        ("kappa", "κ(J), measured", "pseudo_condition_number"), ("bound", "true upper bound", "bound_log10"),
-        ("papers_bound", "papers' bound (not a bound)", "papers_bound_log10"),
-    )  # fmt: skip
     panels = [
-        curve_panel(name, title, "condition number", measured(analysis, key), log=True) for name, title, key in shown
+        _kappa_panel(analysis, "kappa", "κ(J), measured", "pseudo_condition_number"),
+        _kappa_panel(analysis, "bound", "true upper bound", "bound_log10"),
+        _kappa_panel(analysis, "papers_bound", "papers' bound (not a bound)", "papers_bound_log10"),
     ]
     values = [row.value for panel in panels for row in panel.rows if 0 < row.value < math.inf]
     span = (min(values) / 1.5, max(values) * 1.5) if values else None
     return [replace(panel, span=span) for panel in panels]
 
 
-def _jacobian_caption(analysis: Analysis) -> str:
-    tables = [table for listed in analysis.heads.values() for table in listed]
-    strict, inexact = (
-        np.concatenate([table.columns[key] for table in tables] or [np.empty(0)])
-        for key in ("condition_number", "inexact")
-    )
-    total = int((~np.isnan(strict)).sum())
-    caption = f"{HEADS}All panels have the same axis. κ(J) is over the non-zero spectrum (pseudo)"
-    if (finite := int(np.isfinite(strict).sum())) < total:
-        caption += f"; the strict κ(J) is finite in {finite} of {total} measurements of a head"
-    if inexact.any():
-        caption += (
-            f"; {inexact.sum():.0f} of {total} are not exact (an estimate, or singular as far as float64 can tell)"
-        )
-    caption += f".{_singular(analysis, ['pseudo_condition_number'])} What the papers print as a bound is not one: "
-    return f"{caption}measured values may exceed it. Values beyond 10³⁰⁰ are not drawn. {BAND}"
-
-
-def _singular(analysis: Analysis, keys: Iterable[str]) -> str:
-    """A sentence on the infinite condition numbers, which are in no mean; empty if there are none."""
-    found, wanted = [], tuple(keys)
-    for method, tables in analysis.heads.items():
-        values = np.concatenate([table.columns[key] for table in tables for key in wanted] or [np.empty(0)])
-        if share := float(np.isinf(values).sum() / max(1, (~np.isnan(values)).sum())):
-            found.append(f"{method} {show_share(share)}")
-    return f" Infinite, and in no mean: {', '.join(found)} of the measured heads." if found else ""
+def _inexact(analysis: Analysis) -> str:
+    count = sum(table.columns["inexact"].sum() for tables in analysis.heads.values() for table in tables)
+    return f"; {count:.0f} are not exact (an estimate, or singular as far as float64 can tell)" if count else ""
