@@ -161,8 +161,8 @@ def test_every_figure_of_lines_has_its_legend(usual):
 def test_findings_say_what_the_numbers_say(usual):
     said = "\n".join(find_findings(usual))
     assert "these runs do not show that the gain is due to conditioning" in said
-    [saturated] = [line for line in said.splitlines() if line.startswith("Saturated at the first measurement")]
-    assert "): identity(lam=10). There a small κ(J) says nothing good" in saturated
+    [saturated] = [line for line in said.splitlines() if line.startswith("Attention is saturated")]
+    assert "of identity(lam=10): there a small κ(J) says nothing good" in saturated
 
 
 def test_findings_follow_the_numbers(tmp_path):
@@ -171,7 +171,7 @@ def test_findings_follow_the_numbers(tmp_path):
     methods[2].finals = {0: 0.90, 1: 0.90, 2: 0.93}  # gaussian: nothing
     said = "\n".join(find_findings(study(tmp_path / "a", methods)))
     assert "scale alone does not explain the gain" in said
-    assert "Saturated" not in said
+    assert "saturated" not in said
 
 
 def test_one_seed_is_said_and_not_tested(tmp_path):

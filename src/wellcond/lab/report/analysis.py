@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from operator import itemgetter
 
 import numpy as np
 
@@ -30,6 +29,8 @@ from wellcond.lab.report.statistics import (
 )
 from wellcond.lab.report.table import finite_mean, number, show_seeds
 
+SATURATED = 0.05
+"""Entropy over ln N below which nearly all attention goes to one token."""
 WORDS: dict[Kind, str] = {
     "better": "better", "worse": "worse", "equal": "equal within the margin", "undecided": "undecided",
 }  # fmt: skip
@@ -90,30 +91,9 @@ class HeadTable:
 def read_heads(run: Run) -> HeadTable | None:
     """Measured heads of a run; None if nothing was measured."""
     rows = run.conditioning
-    if not rows:
-        return None
-    try:  # numpy reads None, "inf" and "nan", many times faster than one by one
-        columns = dict(zip(KEYS, np.array(list(map(itemgetter(*KEYS), rows)), dtype=float).T, strict=True))
-    except (KeyError, TypeError, ValueError):
-        columns = {key: np.array([number(row.get(key)) for row in rows]) for key in KEYS}
+    columns = {key: np.array([number(row.get(key)) for row in rows]) for key in KEYS}
     columns["inexact"] = np.array([row.get("status") not in (None, "", "exact") for row in rows], dtype=float)
-    return HeadTable(run, columns)
-
-
-@dataclass(frozen=True)
-class AttentionState:
-    """Attention maps of a method's finished runs at one moment, over all heads."""
-
-    entropy: float
-    """Mean entropy over ln N; NaN if not known."""
-    diagonal_mass: float
-    dead: int
-    heads: int
-
-    @property
-    def saturated(self) -> bool:
-        """Nearly all attention goes to one token."""
-        return self.entropy < 0.05 or self.diagonal_mass > 0.95 or (self.heads > 0 and self.dead > self.heads / 2)
+    return HeadTable(run, columns) if rows else None
 
 
 @dataclass(frozen=True)
@@ -151,12 +131,11 @@ class Analysis:
         """Condition numbers of all heads at the last measurement of every finished run."""
         return summarise_logs(value for table in self.tables(method) for value in table.at_end(key))
 
-    def attention(self, method: str, *, last: bool) -> AttentionState:
-        """Attention maps at the first or the last measurement; without heads if none is known."""
+    def attention(self, method: str, *, last: bool) -> tuple[float, list[float]]:
+        """Mean entropy over ln N at the first or the last measurement, and which heads are dead, as far as known."""
         tables, at = self.tables(method) or self.heads[method], -1 if last else 0
         entropy, diagonal, dead = ([x for t in tables for x in t.at(key, float(t.steps[at]))] for key in ARITHMETIC)
-        dead = dead if entropy or diagonal else []  # without maps nothing is known of them
-        return AttentionState(finite_mean(entropy), finite_mean(diagonal), int(sum(dead)), len(dead))
+        return finite_mean(entropy), dead if entropy or diagonal else []  # nothing is dead or alive without maps
 
     def step_ratio(self, method: str) -> float:
         """Seconds per step over the baseline's of the same seed, mean over seeds."""
@@ -279,11 +258,6 @@ def _scale_control(analysis: Analysis) -> list[str]:
 
 def _saturation(analysis: Analysis) -> list[str]:
     """Methods that begin with nearly all attention on one token."""
-    found = [m for m in analysis.comparison.methods if analysis.attention(m, last=False).saturated]
-    if not found:
-        return []
-    return [
-        "Saturated at the first measurement (entropy below 0.05 of ln N, diagonal mass above 0.95, or most heads "
-        f"dead): {', '.join(found)}. There a small κ(J) says nothing good; the gradient norms show whether W_Q and W_K "
-        "learn."
-    ]
+    found = ", ".join(m for m in analysis.comparison.methods if analysis.attention(m, last=False)[0] < SATURATED)
+    said = f"Attention is saturated at the first measurement (entropy below {SATURATED} of ln N) of {found}: there a "
+    return [f"{said}small κ(J) says nothing good; gradient norms show whether W_Q and W_K learn."] if found else []

@@ -85,7 +85,7 @@ def summary_table(analysis: Analysis) -> Table:
     rows: list[Row] = []
     for method in comparison.methods:
         summary, difference = analysis.summaries[method], analysis.differences.get(method, NO_PAIRS)
-        last, matching = analysis.attention(method, last=True), analysis.matchings[method]
+        entropy, matching = analysis.attention(method, last=True)[0], analysis.matchings[method]
         outcomes, kappas = analysis.outcomes(method), analysis.last_jacobian(method)
         rows.append({
             "method": _method(analysis, method),
@@ -104,7 +104,7 @@ def summary_table(analysis: Analysis) -> Table:
             "κ(J) at end": (
                 kappas.show(), {"kappa_j": kappas.geometric_mean, "kappa_j_infinite_share": kappas.infinite_share},
             ),
-            "entropy / ln N at end": _known("normalised_entropy", last.entropy, "{:.2f}"),
+            "entropy / ln N at end": _known("normalised_entropy", entropy, "{:.2f}"),
             "time of a step": _known("step_time_ratio", analysis.step_ratio(method), "{:.2f} ×"),
         })  # fmt: skip
     return Table.of("summary", "Summary by method", rows, _summary_notes(analysis), (0, 1, 5))
@@ -256,7 +256,7 @@ def conditioning_table(analysis: Analysis) -> Table:
     for method in [method for method in analysis.comparison.methods if analysis.tables(method)]:
         kappas = _last(analysis, method, KAPPA_J)
         pseudo, strict = (analysis.last_jacobian(method, key) for key in (KAPPA_J, "condition_number"))
-        first, last = (analysis.attention(method, last=at_end) for at_end in (False, True))
+        (first, _), (last, dead) = (analysis.attention(method, last=at_end) for at_end in (False, True))
         known = not pseudo.infinite and not analysis.last_jacobian(baseline).infinite and method != baseline
         factor = summarise_logs([kappas[seed] / base[seed] for seed in sorted(set(kappas) & set(base)) if known])
         rows.append({
@@ -273,12 +273,12 @@ def conditioning_table(analysis: Analysis) -> Table:
                 for role in ROLES
             },
             "entropy / ln N, start to end": (
-                MISSING if math.isnan(first.entropy + last.entropy) else f"{first.entropy:.2f} → {last.entropy:.2f}",
-                {"normalised_entropy_start": first.entropy, "normalised_entropy_end": last.entropy},
+                MISSING if math.isnan(first + last) else f"{first:.2f} → {last:.2f}",
+                {"normalised_entropy_start": first, "normalised_entropy_end": last},
             ),
             "dead heads at end": (
-                f"{last.dead}/{last.heads}" if last.heads else MISSING,
-                {"dead_heads": last.dead if last.heads else None},
+                f"{sum(dead):.0f}/{len(dead)}" if dead else MISSING,
+                {"dead_heads": sum(dead) if dead else None},
             ),
         })  # fmt: skip
     note = (
