@@ -9,29 +9,15 @@ from functools import cached_property
 
 import numpy as np
 
+from wellcond.lab.report import statistics
 from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.match import SMOOTH, Matching, match_method, match_methods, match_unit
 from wellcond.lab.report.records import ARITHMETIC, MEASURED, Run
-from wellcond.lab.report.statistics import (
-    FEWEST_SEEDS,
-    NO_PAIRS,
-    Kind,
-    LogSummary,
-    PairedDifference,
-    Summary,
-    Verdict,
-    compare_paired,
-    correct,
-    describe_power,
-    judge,
-    show_interval,
-    summarise_logs,
-)
 from wellcond.lab.report.table import finite_mean, number, show_seeds
 
 SATURATED = 0.05
 """Entropy over ln N below which nearly all attention goes to one token."""
-WORDS: dict[Kind, str] = {
+WORDS: dict[statistics.Kind, str] = {
     "better": "better", "worse": "worse", "equal": "equal within the margin", "undecided": "undecided",
 }  # fmt: skip
 REQUIRED = (
@@ -103,10 +89,10 @@ class Analysis:
     comparison: Comparison
     unit: str
     """`epoch` or `step`: what matching is counted in."""
-    summaries: dict[str, Summary]
+    summaries: dict[str, statistics.Summary]
     """Results: on the test split where there is one, else of the last evaluation."""
-    differences: dict[str, PairedDifference]
-    required: list[PairedDifference]
+    differences: dict[str, statistics.PairedDifference]
+    required: list[statistics.PairedDifference]
     margin: float
     """A difference of results below it counts as none; NaN where the baseline has fewer than two results."""
     matchings: dict[str, Matching]
@@ -114,10 +100,14 @@ class Analysis:
     heads: dict[str, list[HeadTable]]
     """Tables of all runs that have conditioning rows."""
 
-    def judge(self, difference: PairedDifference) -> Verdict:
+    def difference(self, method: str) -> statistics.PairedDifference:
+        """Of a method to the baseline; without pairs of the baseline itself."""
+        return self.differences.get(method, statistics.NO_PAIRS)
+
+    def judge(self, difference: statistics.PairedDifference) -> statistics.Verdict:
         """What a difference of results decides."""
         lost, lost_baseline = (self.outcomes(m)["diverged"] for m in (difference.method, difference.baseline))
-        return judge(difference, self.margin, diverged=lost, baseline_diverged=lost_baseline)
+        return statistics.judge(difference, self.margin, diverged=lost, baseline_diverged=lost_baseline)
 
     def outcomes(self, method: str) -> Counter[str]:
         """How many runs finished, diverged, failed, or are partial."""
@@ -127,9 +117,9 @@ class Analysis:
         """Measured heads of the finished runs."""
         return [table for table in self.heads[method] if table.run.finished]
 
-    def last_jacobian(self, method: str, key: str = "pseudo_condition_number") -> LogSummary:
+    def last_jacobian(self, method: str, key: str = "pseudo_condition_number") -> statistics.LogSummary:
         """Condition numbers of all heads at the last measurement of every finished run."""
-        return summarise_logs(value for table in self.tables(method) for value in table.at_end(key))
+        return statistics.summarise_logs(value for table in self.tables(method) for value in table.at_end(key))
 
     def attention(self, method: str, *, last: bool) -> tuple[float, list[float]]:
         """Mean entropy over ln N at the first or the last measurement, and which heads are dead, as far as known."""
@@ -157,19 +147,18 @@ def seconds_per_step(run: Run) -> float:
 def analyse(comparison: Comparison) -> Analysis:
     """Statistics of a comparison.
 
-    A difference of results counts as none below one standard deviation of the baseline over seeds: less than another
-    seed makes. Half of it could not be shown by ten seeds: their two one-sided tests need a margin of about 0.8
-    standard deviations where pairing does not help.
+    A difference counts as none below one standard deviation of the baseline over seeds, less than another seed makes:
+    ten seeds cannot show equality within less than about 0.8 of it where pairing does not help.
     """
     methods, unit = comparison.methods, match_unit(comparison)
-    summaries = {method: Summary(comparison.results(method)) for method in methods}
+    summaries = {method: statistics.Summary(comparison.results(method)) for method in methods}
     baseline, required = comparison.baseline, required_pairs(comparison)
     pairs = dict.fromkeys([*((method, baseline) for method in methods if method != baseline), *required])
-    found: dict[tuple[str, str], PairedDifference] = {}
+    found: dict[tuple[str, str], statistics.PairedDifference] = {}
     for second in {second for _, second in pairs}:  # one question each
         same, better = [pair for pair in pairs if pair[1] == second], comparison.metric.higher_is_better
         known = [(a, summaries[a].values, b, summaries[b].values) for a, b in same]
-        made = correct(compare_paired(*one, higher_is_better=better) for one in known)
+        made = statistics.correct(statistics.compare_paired(*one, higher_is_better=better) for one in known)
         found |= dict(zip(same, made, strict=True))
     return Analysis(
         comparison, unit, summaries,
@@ -215,12 +204,12 @@ def bottom_line(analysis: Analysis) -> str:
     size = "largest gain" if top.mean > 0 else "smallest loss"
     led = f"the {size} is {metric.show(top.mean, sign=True)}{metric.unit}, of {top.method}"
     seeds = max(difference.count for difference in compared)
-    if seeds < FEWEST_SEEDS:
+    if seeds < statistics.FEWEST_SEEDS:
         few = "only one seed" if seeds == 1 else f"only {seeds} seeds"
         return f"Against {comparison.baseline}, {led}; with {few} no difference can be told from the luck of a seed."
     counts = Counter(analysis.judge(difference).kind for difference in compared)
     told = [f"{n} {'is' if n == 1 else 'are'} {word}" for kind, word in WORDS.items() if (n := counts[kind])]
-    facts = [f"95 % interval {show_interval(top.interval, metric)}"] if top.interval is not None else []
+    facts = [f"95 % interval {statistics.show_interval(top.interval, metric)}"] if top.interval is not None else []
     facts += [show_seeds(top.count), WORDS[analysis.judge(top).kind]]
     return (
         f"Of {len(compared)} {'method' if len(compared) == 1 else 'methods'} against {comparison.baseline}, "
@@ -230,7 +219,7 @@ def bottom_line(analysis: Analysis) -> str:
 
 def find_findings(analysis: Analysis) -> list[str]:
     """Sentences on what the table of methods does not say."""
-    power = describe_power(analysis.comparison.result, analysis.differences.values())
+    power = statistics.describe_power(analysis.comparison.result, analysis.differences.values())
     return [*power, *_scale_control(analysis), *_saturation(analysis)]
 
 
@@ -238,7 +227,7 @@ def _scale_control(analysis: Analysis) -> list[str]:
     """Whether the Gaussian start of the same scale explains the gain of the conditioned one."""
     found, metric = [], analysis.comparison.result
     for difference in analysis.required:
-        gain, control = (analysis.differences.get(m, NO_PAIRS) for m in (difference.method, difference.baseline))
+        gain, control = (analysis.difference(method) for method in (difference.method, difference.baseline))
         spec = analysis.comparison.of(difference.baseline)[0].part("method_spec")
         is_control = spec.get("init") == "gaussian" and not spec.get("condition")
         if not is_control or not difference.count or not control.count or not gain.mean > 0:

@@ -228,10 +228,7 @@ def smallest_detectable(std: float, n: int) -> float:
 
 
 def equality_p(values: Sequence[float], margin: float) -> float | None:
-    """Two one-sided paired t tests that the mean difference lies inside ± `margin`: the larger p of the two.
-
-    Returns: None below three pairs, without spread, or without a positive margin.
-    """
+    """Larger p of two one-sided paired t tests that the mean difference lies inside ± `margin`; None if not defined."""
     std = sample_std(values)
     if len(values) < FEWEST_SEEDS or not std > 0 or not margin > 0:
         return None
@@ -240,19 +237,13 @@ def equality_p(values: Sequence[float], margin: float) -> float | None:
 
 
 def sign_flip_p(values: Sequence[float]) -> float | None:
-    """Two-sided p of the exact permutation test on paired differences: all 2^n flips of sign.
+    """Two-sided p of the exact permutation test on paired differences, all 2^n flips of sign; None if all are zero.
 
     It assumes nothing but that the two methods could have changed places, so it suits counts such as epochs. With `n`
     differences that are not zero, p is at least 2 / 2^n: six are needed to come below 0.05.
-
-    Returns: None where no difference is other than zero.
-
-    Raises: ValueError for so many different values that the flips cannot be counted (about 20 and more).
     """
-    if not any(values):
-        return None
-    sums, shares = _flipped_sums(values)
-    return float(shares[np.abs(sums) >= abs(math.fsum(values)) - _CLOSE * max(map(abs, values))].sum())
+    sign = -1 if math.fsum(values) > 0 else 1
+    return min(1.0, 2 * _lower_flips([sign * value for value in values])) if any(values) else None
 
 
 def sign_flip_equality_p(values: Sequence[float], margin: float) -> float:
@@ -261,40 +252,30 @@ def sign_flip_equality_p(values: Sequence[float], margin: float) -> float:
     Each flips the signs of the differences from one end of the margin, which assumes that they are symmetric about
     their centre. With `n` differences p is at least 1 / 2^n: five are needed to come below 0.05.
     """
-    tails = []
-    for sign in (1, -1):
-        shifted = [sign * value - margin for value in values]  # all negative if the differences are below the margin
-        sums, shares = _flipped_sums(shifted)
-        tails.append(float(shares[sums <= math.fsum(shifted) + _CLOSE * max(map(abs, shifted))].sum()))
-    return max(tails)
+    return max(_lower_flips([sign * value - margin for value in values]) for sign in (1, -1))
 
 
-def _flipped_sums(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Every sum that flips of sign can give, and the share of the flips that gives it."""
-    sizes = np.abs(np.asarray(values, dtype=float))
-    sizes = sizes[sizes > 0]
-    unit = float(sizes.max(initial=0.0)) or 1.0
+def _lower_flips(values: Sequence[float]) -> float:
+    """Share of all flips of sign that give a sum as low as that of the values."""
+    unit = max(map(abs, values)) or 1.0
     sums: np.ndarray = np.zeros(1)
     counts: np.ndarray = np.ones(1)
-    for size in sizes / unit:
+    for size in [abs(value) / unit for value in values if value]:
         both = np.concatenate([sums - size, sums + size]).round(9)
         sums, places = np.unique(both, return_inverse=True)
         counts = np.bincount(places, weights=np.concatenate([counts, counts]))
         if len(sums) > MOST_SUMS:
-            raise ValueError(f"expected at most {MOST_SUMS} different sums, found more with {len(sizes)} differences")
-    return sums * unit, counts / counts.sum()
+            raise ValueError(f"expected at most {MOST_SUMS} different sums, found more with {len(values)} differences")
+    return float(counts[sums <= math.fsum(values) / unit + _CLOSE].sum() / counts.sum())
 
 
 def judge(
     difference: PairedDifference, margin: float = math.nan, *, diverged: int = 0, baseline_diverged: int = 0
 ) -> Verdict:
-    """Better, worse, equal within a margin, or undecided.
+    """Better, worse, equal within a margin (in stored units; NaN for none), or undecided.
 
-    Better and worse need p below 0.05 after Holm's correction over the question, which is every pair against one
-    baseline on one metric. Equal needs both one-sided tests at 5 %. Differences that are zero in every pair are equal
-    without a test. Runs that diverged are in no pair, so a side that lost runs cannot come out as better or equal.
-
-    The margin is in stored units, such as half of a paper's gain; NaN for none.
+    Better and worse need p below 0.05 after Holm's correction. Equal needs both one-sided tests at 5 %, or differences
+    that are all zero. Runs that diverged are in no pair, so a side that lost runs cannot come out as better or equal.
     """
     values = list(difference.values.values())
     p_equal = equality_p(values, margin)
@@ -313,8 +294,7 @@ def judge(
     if diverged and kind in ("better", "equal"):
         kind, reason = "undecided", f"{kind} in the runs that survived, but {diverged} diverged"
     elif baseline_diverged and kind in ("worse", "equal"):
-        reason = f"{kind} where both survived, but {baseline_diverged} of the baseline diverged"
-        kind = "undecided"
+        kind, reason = "undecided", f"{kind} where both survived, but {baseline_diverged} of the baseline diverged"
     return Verdict(kind, margin, p_equal, reason)
 
 

@@ -21,6 +21,7 @@ Value = str | int | float | None
 Values = dict[str, Value]
 Cell = str | tuple[str, Values]
 """What is shown, and the numbers behind it, each by its name in a file for programs."""
+Row = Mapping[str, Cell]
 MISSING = "\N{EN DASH}"
 INFINITE = "\N{INFINITY}"
 PLUS_MINUS = "\N{PLUS-MINUS SIGN}"
@@ -45,23 +46,14 @@ class Table:
 
     @classmethod
     def of(
-        cls,
-        name: str,
-        title: str,
-        rows: Iterable[Mapping[str, Cell]],
-        notes: Iterable[str] = (),
-        words: Iterable[int] = (0,),
+        cls, name: str, title: str, rows: Iterable[Row], notes: Iterable[str] = (), words: Iterable[int] = (0,)
     ) -> Table:
-        """A table of rows by column: a text, or a text with the numbers behind it by their names for programs."""
+        """A table of rows by column."""
         listed = list(rows)
         pairs = [[cell if isinstance(cell, tuple) else (cell, {}) for cell in row.values()] for row in listed]
         values = [{name: value for _, known in row for name, value in known.items()} for row in pairs]
         header, shown = tuple(listed[0]) if listed else (), tuple(tuple(text for text, _ in row) for row in pairs)
         return cls(name, title, header, shown, tuple(notes), frozenset(words), tuple(values) if any(values) else ())
-
-    def look(self, at: int) -> str:
-        """Style of a column: `t` of words, `n` of numbers."""
-        return "t" if at in self.text_columns else "n"
 
     def only(self, columns: Sequence[int]) -> Table:
         """The table with some of its columns."""

@@ -10,8 +10,6 @@ from wellcond.lab.report.analysis import Analysis, seconds_per_step
 from wellcond.lab.report.match import SMOOTH, show_match
 from wellcond.lab.report.records import ROLES, Metric
 from wellcond.lab.report.statistics import (
-    FEWEST_SEEDS,
-    NO_PAIRS,
     LogSummary,
     PairedDifference,
     Summary,
@@ -26,6 +24,7 @@ from wellcond.lab.report.table import (
     MISSING,
     PLUS_MINUS,
     Cell,
+    Row,
     Table,
     finite_mean,
     number,
@@ -44,7 +43,6 @@ PARTS = ("training", "evaluation", "measuring", "checkpointing", "setup")
 NO_METRICS = ("step", "epoch", "loss", "train_loss", "seconds", "constant")
 """Numbers of an evaluation that are no scores."""
 KAPPA_J = "pseudo_condition_number"
-Row = dict[str, Cell]
 
 
 def build_tables(analysis: Analysis) -> list[Table]:
@@ -84,7 +82,7 @@ def summary_table(analysis: Analysis) -> Table:
     comparison, metric, unit = analysis.comparison, analysis.comparison.result, analysis.unit
     rows: list[Row] = []
     for method in comparison.methods:
-        summary, difference = analysis.summaries[method], analysis.differences.get(method, NO_PAIRS)
+        summary, difference = analysis.summaries[method], analysis.difference(method)
         entropy, matching = analysis.attention(method, last=True)[0], analysis.matchings[method]
         outcomes, kappas = analysis.outcomes(method), analysis.last_jacobian(method)
         rows.append({
@@ -137,8 +135,8 @@ def _summary_notes(analysis: Analysis) -> list[str]:
     ]
     if partial := sum(run.outcome == "partial" for run in comparison.runs):
         notes.append(f"{partial} unfinished (partial) {'run is' if partial == 1 else 'runs are'} in no mean.")
-    if short := [m for m, d in analysis.differences.items() if 0 < d.count < FEWEST_SEEDS]:
-        notes.append(f"Fewer than {FEWEST_SEEDS} pairs, so no interval and no p: {', '.join(short)}.")
+    if short := [m for m, d in analysis.differences.items() if d.count and d.interval is None]:
+        notes.append(f"Fewer than 3 pairs, so no interval and no p: {', '.join(short)}.")
     if flat := [m for m, d in analysis.differences.items() if d.without_spread]:
         notes.append(f"All differences are equal: the interval has no width, t is not defined: {', '.join(flat)}.")
     if any(analysis.heads.values()):
@@ -164,7 +162,7 @@ def statistics_table(analysis: Analysis) -> Table:
     comparison, metric = analysis.comparison, analysis.comparison.result
     rows: list[Row] = []
     for method, summary in analysis.summaries.items():
-        d = analysis.differences.get(method, NO_PAIRS)
+        d = analysis.difference(method)
         values, bootstrap = summary.values.values(), d.bootstrap
         rows.append({
             "method": (method, {"method": method}),
@@ -326,7 +324,7 @@ def other_metrics_table(analysis: Analysis) -> Table:
     names = list(dict.fromkeys(n for run in comparison.runs if run.finished for n in run.part(part) if n not in known))
     rows: list[Row] = []
     for method in comparison.methods if names else ():
-        row: Row = {"method": (method, {"method": method})}
+        row: dict[str, Cell] = {"method": (method, {"method": method})}
         for name in names:
             scores = {seed: number(run.part(part).get(name)) for seed, run in comparison.finished(method).items()}
             summary = Summary({seed: value for seed, value in scores.items() if math.isfinite(value)})
@@ -345,7 +343,7 @@ def seed_table(analysis: Analysis) -> Table:
     comparison, metric, tested = analysis.comparison, analysis.comparison.metric, analysis.comparison.tested
     rows: list[Row] = []
     for run in [run for method in comparison.methods for run in comparison.of(method)]:
-        test, progress, pairs = run.part("test"), run.part("progress"), analysis.differences.get(run.method, NO_PAIRS)
+        test, progress, pairs = run.part("test"), run.part("progress"), analysis.difference(run.method)
         seconds = sum(x for x in map(number, run.part("seconds").values()) if math.isfinite(x))
         last = _scaled("last", run.value, metric)
         scored: Row = {
