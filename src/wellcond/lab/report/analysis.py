@@ -13,7 +13,7 @@ from wellcond.lab.report import statistics
 from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.match import SMOOTH, Matching, match_method, match_methods, match_unit
 from wellcond.lab.report.records import ARITHMETIC, MEASURED, Run
-from wellcond.lab.report.table import finite_mean, number, show_seeds
+from wellcond.lab.report.table import MISSING, Cell, finite_mean, number, show_seeds
 
 SATURATED = 0.05
 """Entropy over ln N below which nearly all attention goes to one token."""
@@ -108,6 +108,13 @@ class Analysis:
         """What a difference of results decides."""
         lost, lost_baseline = (self.outcomes(m)["diverged"] for m in (difference.method, difference.baseline))
         return statistics.judge(difference, self.margin, diverged=lost, baseline_diverged=lost_baseline)
+
+    def verdict(self, difference: statistics.PairedDifference) -> Cell:
+        """The same for a table; empty without pairs."""
+        if not difference.count:
+            return MISSING, {"verdict": ""}
+        verdict = self.judge(difference)
+        return verdict.show(self.comparison.result), {"verdict": verdict.kind}
 
     def outcomes(self, method: str) -> Counter[str]:
         """How many runs finished, diverged, failed, or are partial."""

@@ -14,7 +14,7 @@ import numpy as np
 from scipy.special import nctdtr, stdtr, stdtrit  # scipy.stats takes seconds to import
 
 from wellcond.lab.report.records import Metric
-from wellcond.lab.report.table import INFINITE, MISSING, PLUS_MINUS, Values, show, show_seeds, show_share
+from wellcond.lab.report.table import INFINITE, MISSING, PLUS_MINUS, Cell, Values, show, show_seeds, show_share
 
 LEVEL = 0.95
 FEWEST_SEEDS = 3
@@ -54,6 +54,10 @@ class Summary:
     def show(self, metric: Metric) -> str:
         """Mean and standard deviation, the latter where there is one."""
         return metric.show(self.mean) + ("" if math.isnan(self.std) else f" {PLUS_MINUS} {metric.show(self.std)}")
+
+    def cell(self, metric: Metric) -> Cell:
+        """For a table."""
+        return self.show(metric), self.columns(metric)
 
     def columns(self, metric: Metric) -> Values:
         """The numbers for programs."""
@@ -96,6 +100,11 @@ class PairedDifference(Summary):
         return float(2 * stdtr(self.count - 1, -abs(mean) / self.std * math.sqrt(self.count)))
 
     @property
+    def detectable(self) -> float:
+        """The smallest true difference that as many pairs with this spread show; NaN where none can be told."""
+        return smallest_detectable(self.std, self.count)
+
+    @property
     def without_spread(self) -> bool:
         """All differences are equal: the t test has nothing to divide by."""
         return self.count >= FEWEST_SEEDS and self.std == 0
@@ -133,13 +142,18 @@ class LogSummary:
         """Share of the known values that are infinite; 0 of nothing."""
         return self.infinite / (self.finite + self.infinite) if self.infinite else 0.0
 
-    def show(self, *, interval: bool = False) -> str:
-        """The mean, and the share of infinite values, which are in no mean."""
-        if not self.finite:
-            return INFINITE if self.infinite else MISSING
-        ends = f" [{show(self.interval[0])}, {show(self.interval[1])}]" if interval and self.interval else ""
+    def show(self, mean: str) -> str:
+        """A mean, and the share of infinite values, which are in none."""
         share = f" ({INFINITE} in {show_share(self.infinite_share)})" if self.infinite else ""
-        return f"{show(self.geometric_mean)}{ends}{share}"
+        return f"{mean}{share}" if self.finite else INFINITE if self.infinite else MISSING
+
+    def cell(self, name: str, *, interval: bool = False) -> Cell:
+        """The geometric mean and, if wanted, its interval."""
+        mean = self.geometric_mean if self.finite or not self.infinite else math.inf
+        ends = self.interval if interval else None
+        shown = show(mean) + (f" [{show(ends[0])}, {show(ends[1])}]" if ends else "")
+        numbers = interval_values(ends, prefix=f"{name}_") if interval else {}
+        return self.show(shown), {name: mean, **numbers, f"{name}_infinite_share": self.infinite_share}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import json
 import math
 import re
 import unicodedata
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -143,14 +142,6 @@ def show_share(share: float) -> str:
 def show_seeds(count: int) -> str:
     """How many seeds there are."""
     return "1 seed" if count == 1 else f"{count} seeds"
-
-
-def show_counts(outcomes: Counter[str]) -> str:
-    """Runs in means, and the others by name, with the share of runs that diverged among those that ended."""
-    others = [f"{outcomes[name]} {name}" for name in ("diverged", "failed", "partial") if outcomes[name]]
-    if outcomes["diverged"]:
-        others[0] += f" ({show_share(outcomes['diverged'] / (outcomes['finished'] + outcomes['diverged']))})"
-    return " + ".join([str(outcomes["finished"]), *others])
 
 
 def cut(label: str, longest: int = 22) -> str:

@@ -8,38 +8,10 @@ from typing import Any
 
 from wellcond.lab.report.analysis import Analysis, seconds_per_step
 from wellcond.lab.report.match import SMOOTH, show_match
-from wellcond.lab.report.records import ROLES, Metric
-from wellcond.lab.report.statistics import (
-    LogSummary,
-    PairedDifference,
-    Summary,
-    interval_values,
-    show_interval,
-    show_p,
-    smallest_detectable,
-    summarise_logs,
-)
-from wellcond.lab.report.table import (
-    INFINITE,
-    MISSING,
-    PLUS_MINUS,
-    Cell,
-    Row,
-    Table,
-    finite_mean,
-    number,
-    show,
-    show_counts,
-    show_known,
-    show_share,
-)
+from wellcond.lab.report.records import KAPPAS, Metric
+from wellcond.lab.report.statistics import LogSummary, Summary, interval_values, show_interval, show_p, summarise_logs
+from wellcond.lab.report.table import MISSING, Cell, Row, Table, finite_mean, number, show, show_known, show_share
 
-STATISTICS_NOTE = (
-    "std has the divisor n - 1. Intervals and p from three pairs on, the bootstrap (10,000 draws, percentile) from "
-    "five on. Can show is the smallest true difference that as many pairs with this spread show with a power of 80 %."
-)
-PARTS = ("training", "evaluation", "measuring", "checkpointing", "setup")
-"""Of the wall time of a run."""
 NO_METRICS = ("step", "epoch", "loss", "train_loss", "seconds", "constant")
 """Numbers of an evaluation that are no scores."""
 KAPPA_J = "pseudo_condition_number"
@@ -70,11 +42,14 @@ def _scaled(name: str, value: float, metric: Metric, *, sign: bool = False) -> C
     return metric.show(value, sign=sign), {name: value * metric.scale}
 
 
-def _verdict(analysis: Analysis, difference: PairedDifference) -> Cell:
-    if not difference.count:
-        return MISSING, {"verdict": ""}
-    verdict = analysis.judge(difference)
-    return verdict.show(analysis.comparison.result), {"verdict": verdict.kind}
+def _outcomes(analysis: Analysis, method: str) -> Cell:
+    """Runs in means, and the others by name, with the share of runs that diverged among those that ended."""
+    found = analysis.outcomes(method)
+    counts = {name: found[name] for name in ("finished", "diverged", "failed", "partial")}
+    others = [f"{count} {name}" for name, count in counts.items() if count and name != "finished"]
+    if found["diverged"]:
+        others[0] += f" ({show_share(found['diverged'] / (found['finished'] + found['diverged']))})"
+    return " + ".join([str(found["finished"]), *others]), dict(counts)
 
 
 def summary_table(analysis: Analysis) -> Table:
@@ -84,24 +59,18 @@ def summary_table(analysis: Analysis) -> Table:
     for method in comparison.methods:
         summary, difference = analysis.summaries[method], analysis.difference(method)
         entropy, matching = analysis.attention(method, last=True)[0], analysis.matchings[method]
-        outcomes, kappas = analysis.outcomes(method), analysis.last_jacobian(method)
         rows.append({
             "method": _method(analysis, method),
-            "runs": (show_counts(outcomes),
-                     {name: outcomes[name] for name in ("finished", "diverged", "failed", "partial")}),
-            f"{metric.label}, mean {PLUS_MINUS} std": (summary.show(metric), summary.columns(metric)),
-            f"difference to {comparison.baseline} [95 % interval]": (
-                difference.show(metric), difference.columns(metric),
-            ),
+            "runs": _outcomes(analysis, method),
+            f"{metric.label}, mean ± std": summary.cell(metric),
+            f"difference to {comparison.baseline} [95 % interval]": difference.cell(metric),
             "p (Holm)": show_p(difference.p_holm),
-            "verdict": _verdict(analysis, difference),
+            "verdict": analysis.verdict(difference),
             f"{unit}s to match": (
                 matching.show(unit),
                 {f"{unit}s_to_match": matching.mean(unit), "never_reached": matching.censored},
             ),
-            "κ(J) at end": (
-                kappas.show(), {"kappa_j": kappas.geometric_mean, "kappa_j_infinite_share": kappas.infinite_share},
-            ),
+            "κ(J) at end": analysis.last_jacobian(method).cell("kappa_j"),
             "entropy / ln N at end": _known("normalised_entropy", entropy, "{:.2f}"),
             "time of a step": _known("step_time_ratio", analysis.step_ratio(method), "{:.2f} ×"),
         })  # fmt: skip
@@ -178,11 +147,16 @@ def statistics_table(analysis: Analysis) -> Table:
                 show_interval(bootstrap, metric), interval_values(bootstrap, metric.scale, "bootstrap_"),
             ),
             "p": show_p(d.p), "p (Holm)": show_p(d.p_holm),
-            "can show": _scaled("detectable", smallest_detectable(d.std, d.count), metric),
+            "can show": _scaled("detectable", d.detectable, metric),
         })  # fmt: skip
     of_tested = f"{metric.label.capitalize()}, {comparison.tested_weights}, of finished runs"
     note = of_tested if comparison.tested else f"Last {metric.label} of finished runs"
-    return Table.of("statistics", "Statistics in full", rows, (f"{note}; {STATISTICS_NOTE}",))
+    note += (
+        "; std has the divisor n - 1. Intervals and p from three pairs on, the bootstrap (10,000 draws, percentile) "
+        "from five on. Can show is the smallest true difference that as many pairs with this spread show with a power "
+        "of 80 %."
+    )
+    return Table.of("statistics", "Statistics in full", rows, (note,))
 
 
 def required_table(analysis: Analysis) -> Table:
@@ -194,7 +168,7 @@ def required_table(analysis: Analysis) -> Table:
             "comparison": (f"{d.method} − {d.baseline}", {"method": d.method, "baseline": d.baseline}),
             "pairs": (str(d.count), d.columns(metric)), f"difference{unit} [95 % interval]": d.show(metric),
             "relative": show_known(d.relative, "{:+.1%}"), "p": show_p(d.p), "p (Holm)": show_p(d.p_holm),
-            "verdict": _verdict(analysis, d),
+            "verdict": analysis.verdict(d),
         }
         for d in analysis.required
     ]  # fmt: skip
@@ -259,17 +233,14 @@ def conditioning_table(analysis: Analysis) -> Table:
         factor = summarise_logs([kappas[seed] / base[seed] for seed in sorted(set(kappas) & set(base)) if known])
         rows.append({
             "method": (method, {"method": method}),
-            "κ(J) [95 % interval]": _kappa_cell(_over_seeds(analysis, method, KAPPA_J), "kappa_j", interval=True),
-            f"factor to {baseline} [95 % interval]": _kappa_cell(factor, "factor", interval=True),
+            "κ(J) [95 % interval]": _over_seeds(analysis, method, KAPPA_J).cell("kappa_j", interval=True),
+            f"factor to {baseline} [95 % interval]": factor.cell("factor", interval=True),
             "κ(J) finite": (f"{pseudo.finite}/{pseudo.total}", {"finite": pseudo.finite}),
             "strict κ(J) finite": (
                 f"{strict.finite}/{strict.total}", {"strict_finite": strict.finite, "heads_measured": pseudo.total},
             ),
             **{title: _bound_cell(analysis, method, key) for title, key in bounds.items()},
-            **{
-                f"κ of W_{role.upper()}": _kappa_cell(_over_seeds(analysis, method, f"kappa_{role}"), f"kappa_{role}")
-                for role in ROLES
-            },
+            **{f"κ of W_{key[-1].upper()}": _over_seeds(analysis, method, key).cell(key) for key in KAPPAS[:3]},
             "entropy / ln N, start to end": (
                 MISSING if math.isnan(first + last) else f"{first:.2f} → {last:.2f}",
                 {"normalised_entropy_start": first, "normalised_entropy_end": last},
@@ -288,19 +259,9 @@ def conditioning_table(analysis: Analysis) -> Table:
     return Table.of("conditioning", "Conditioning at the end", rows, (note,))
 
 
-def _kappa_cell(summary: LogSummary, name: str, *, interval: bool = False) -> Cell:
-    """A geometric mean, its 95 % interval if wanted, and the share of infinite values, which are in no mean."""
-    mean = summary.geometric_mean if summary.finite else math.inf if summary.infinite else math.nan
-    ends = interval_values(summary.interval, prefix=f"{name}_") if interval else {}
-    return summary.show(interval=interval), {name: mean, **ends, f"{name}_infinite_share": summary.infinite_share}
-
-
 def _bound_cell(analysis: Analysis, method: str, key: str) -> Cell:
     mean = finite_mean(finite_mean(table.at_end(key)) for table in analysis.tables(method))
-    heads = analysis.last_jacobian(method, key)
-    share = f" ({INFINITE} in {show_share(heads.infinite_share)})" if heads.infinite else ""
-    shown = f"{mean:.2f}{share}" if not math.isnan(mean) else INFINITE if heads.infinite else MISSING
-    return shown, {f"{key}_mean": mean}
+    return analysis.last_jacobian(method, key).show(f"{mean:.2f}"), {f"{key}_mean": mean}
 
 
 def _over_seeds(analysis: Analysis, method: str, key: str) -> LogSummary:
@@ -334,7 +295,7 @@ def other_metrics_table(analysis: Analysis) -> Table:
             )
         rows.append(row)
     on = f"On the test split, {comparison.tested_weights}" if comparison.tested else "At the last evaluation"
-    note = f"{on}; mean {PLUS_MINUS} std of finished runs, each number as it was recorded."
+    note = f"{on}; mean ± std of finished runs, each number as it was recorded."
     return Table.of("other_metrics", "Other metrics", rows, (note,))
 
 
@@ -370,13 +331,13 @@ def seed_table(analysis: Analysis) -> Table:
 
 def cost_table(analysis: Analysis) -> Table:
     """Time and memory, means over finished runs."""
-    comparison = analysis.comparison
+    comparison, parts_of_time = analysis.comparison, ("training", "evaluation", "measuring", "checkpointing", "setup")
     rows: list[Row] = []
     for method in comparison.methods:
         runs = list(comparison.finished(method).values())
         alone = [run for run in runs if run.alone]
         rate = finite_mean(number(run.record.get("samples_per_second")) for run in alone)
-        parts = {part: finite_mean(number(run.part("seconds").get(part)) for run in alone) for part in PARTS}
+        parts = {part: finite_mean(number(run.part("seconds").get(part)) for run in alone) for part in parts_of_time}
         memory = finite_mean(number(run.record.get("peak_memory_bytes")) / 1e6 for run in runs)
         rows.append({
             "method": (method, {"method": method}),
