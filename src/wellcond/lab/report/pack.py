@@ -146,9 +146,7 @@ def _whole(run: Run, *, with_samples: bool) -> dict[str, Any]:
         "steps": pack_steps(run.steps),
         "evaluations": pack_evaluations(run.evaluations, run.metric.name),
         "conditioning": pack_heads(run.conditioning),
-        "fine_tuned": {
-            f"{path.parent.parent.name}/{path.parent.name}": _without_logs(tuned) for path, tuned in run.fine_tuned()
-        },
+        "fine_tuned": {f"{one.folder.parent.name}/seed-0": _without_logs(one.record) for one in run.fine_tuned()},
     }
     return record | {"packed": {name: content for name, content in packed.items() if content}}
 
