@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -82,31 +83,23 @@ def judge_rules(rules: Sequence[Rule], table: str, results: Path) -> list[Verdic
 
     Each rule has a folder of its own below that of the committed records; the paper's numbers are those of the table.
     """
-    tests = [_test(rule, table, results) for rule in rules]
-    corrected = statistics.holm([p for p, _ in tests])
-    return [decide(p) for (_, decide), p in zip(tests, corrected, strict=True)]
+    found = [_test(rule, table, results) for rule in rules]
+    corrected = statistics.holm([None if isinstance(one, Verdict) else one[0] for one in found])
+    return [one if isinstance(one, Verdict) else one[1](p) for one, p in zip(found, corrected, strict=True)]
 
 
-def _test(rule: Rule, table: str, results: Path) -> Test:
+def _test(rule: Rule, table: str, results: Path) -> Verdict | Test:
     if rule.kind == "needs":
-        return _settled(Verdict(NEEDS, rule.why))
+        return Verdict(NEEDS, rule.why)
     if rule.kind == "computed":
         holds, evidence = COMPUTED[rule.what]()
-        return _settled(Verdict(HOLDS if holds else FAILS, evidence, holds))
+        return Verdict(HOLDS if holds else FAILS, evidence, holds)
     analysis = find_analysis(results / rule.folder)
     if analysis is None:
-        return _settled(Verdict(NO_RECORDS, f"nothing in {rule.folder}"))
+        return Verdict(NO_RECORDS, f"nothing in {rule.folder}")
     if rule.kind in ("gain", "same"):
         return _gain(rule, analysis, results, table)
-    if rule.kind == "below":
-        return _settled(_below(analysis))
-    if rule.kind == "best":
-        return _settled(_best(rule, analysis))
-    return (_kappa if rule.kind == "kappa" else _saving)(rule, analysis)
-
-
-def _settled(verdict: Verdict) -> Test:
-    return None, lambda _: verdict
+    return {"kappa": _kappa, "saving": _saving, "below": _below, "best": _best}[rule.kind](rule, analysis)
 
 
 @functools.lru_cache(maxsize=64)
@@ -122,7 +115,7 @@ def paper_share(rule: Rule, table: str) -> float | None:
     return entry.parts[0].share(rule.row, rule.base_row, rule.column) if entry is not None and rule.row else None
 
 
-def _gain(rule: Rule, analysis: Analysis, results: Path, table: str) -> Test:
+def _gain(rule: Rule, analysis: Analysis, results: Path, table: str) -> Verdict | Test:
     """A gain within a comparison, or over a method of another one."""
     metric, baseline = analysis.comparison.result, analysis.comparison.baseline
     over = baseline if rule.over == STRONG and baseline.startswith("tokens(") else rule.over
@@ -134,7 +127,7 @@ def _gain(rule: Rule, analysis: Analysis, results: Path, table: str) -> Test:
     difference = statistics.compare_paired(rule.method, own, over, base, higher_is_better=metric.higher_is_better)
     if not difference.count:
         where = f" in {rule.folder} and {rule.over_folder}" if rule.over_folder else f" and {rule.over}"
-        return _settled(Verdict(NO_RECORDS, f"no records of {rule.method}{where}"))
+        return Verdict(NO_RECORDS, f"no records of {rule.method}{where}")
     lost = (0, 0)
     if not rule.over_folder:
         lost = (analysis.outcomes(rule.method)["diverged"], analysis.outcomes(over)["diverged"])
@@ -175,51 +168,46 @@ def _decide(
 ORDERS = Metric("orders of magnitude", higher_is_better=False, percent=False)
 
 
-def _kappa(rule: Rule, analysis: Analysis) -> Test:
+def _kappa(rule: Rule, analysis: Analysis) -> Verdict | Test:
     """On log10, paired by seed; positive is lower."""
-    heads = [_measured(analysis, method, rule) for method in (rule.method, rule.over)]
-    own, base = map(_mean_logs, heads)
+    (own, counts), (base, base_counts) = (_measured(analysis, method, rule) for method in (rule.method, rule.over))
     difference = statistics.compare_paired(rule.method, own, rule.over, base, higher_is_better=False)
     if not difference.count:
-        return _settled(Verdict(NO_RECORDS, f"no measurements of {rule.method} and {rule.over}"))
+        return Verdict(NO_RECORDS, f"no measurements of {rule.method} and {rule.over}")
     factor = 10**difference.mean
     said = [f"lower by a factor of {factor:.3g}" if factor >= 1 else f"higher by a factor of {1 / factor:.3g}"]
-    values, inexact = (np.concatenate([found[seed][at] for found in heads for seed in found]) for at in (0, 1))
-    said += [f"{inexact.sum():.0f} of {len(values)} values are not exact"] if inexact.any() else []
-    singular = [sum(int(np.isinf(values).sum()) for values, _ in found.values()) for found in heads]
-    if any(singular):
-        said.append(f"infinite and in no mean: {singular[0]} of {rule.method}, {singular[1]} of {rule.over}")
+    both, singular, base_singular = counts + base_counts, counts["infinite"], base_counts["infinite"]
+    said += [f"{both['inexact']} of {both['total']} values are not exact"] if both["inexact"] else []
+    if both["infinite"]:
+        said.append(f"infinite and in no mean: {singular} of {rule.method}, {base_singular} of {rule.over}")
 
     def decide(p: float | None) -> Verdict:
         verdict = _decide(replace(difference, p_holm=p), ORDERS, list(base.values()), None)
         evidence = f"{'; '.join(said)}: {verdict.evidence}"
-        if singular[0] > singular[1] and verdict.word == BETTER or singular[0] < singular[1] and verdict.word == WORSE:
+        if singular != base_singular and verdict.word == (BETTER if singular > base_singular else WORSE):
             return Verdict(UNDECIDED, evidence)
         return replace(verdict, evidence=evidence)
 
     return difference.p, decide
 
 
-def _measured(analysis: Analysis, method: str, rule: Rule) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Values of all heads at the first or last measurement, and which are not exact, by seed."""
-    found = {}
+def _measured(analysis: Analysis, method: str, rule: Rule) -> tuple[dict[int, float], Counter[str]]:
+    """Mean log10 over the finite values of all heads at the first or last measurement, by seed; and counts of them."""
+    means, counts = {}, Counter[str]()
     for table in analysis.tables(method):
         values, steps = table.columns[QUANTITY], table.columns["step"]
         known = ~np.isnan(values)
         if known.any():
-            step = steps[known].max() if rule.moment == "last" else steps[known].min()
-            chosen = known & (steps == step)
-            found[table.run.seed] = values[chosen], table.columns["inexact"][chosen]
-    return found
+            at = known & (steps == (steps[known].max() if rule.moment == "last" else steps[known].min()))
+            counts["total"] += int(at.sum())
+            counts["inexact"] += int(table.columns["inexact"][at].sum())
+            counts["infinite"] += int(np.isinf(values[at]).sum())
+            if len(usable := values[at & np.isfinite(values) & (values > 0)]):
+                means[table.run.seed] = float(np.log10(usable).mean())
+    return means, counts
 
 
-def _mean_logs(heads: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> dict[int, float]:
-    """Mean log10 over heads, by seed; finite values only."""
-    usable = {seed: values[np.isfinite(values) & (values > 0)] for seed, (values, _) in heads.items()}
-    return {seed: float(np.log10(values).mean()) for seed, values in usable.items() if len(values)}
-
-
-def _saving(rule: Rule, analysis: Analysis) -> Test:
+def _saving(rule: Rule, analysis: Analysis) -> Verdict | Test:
     """Share of epochs saved beyond the baseline's own, by the exact test for counts.
 
     A seed that never gets there saves nothing.
@@ -231,7 +219,7 @@ def _saving(rule: Rule, analysis: Analysis) -> Test:
     )
     differences = [values[seed] - base[seed] for seed in sorted(set(base) & set(values))]
     if not differences:
-        return _settled(Verdict(NO_RECORDS, f"no records of {rule.method}"))
+        return Verdict(NO_RECORDS, f"no records of {rule.method}")
 
     def decide(p: float | None) -> Verdict:
         mean, seeds = math.fsum(differences) / len(differences), show_seeds(len(differences))
@@ -250,7 +238,7 @@ def _saving(rule: Rule, analysis: Analysis) -> Test:
     return verdicts.sign_flip_p(differences), decide
 
 
-def _below(analysis: Analysis) -> Verdict:
+def _below(rule: Rule, analysis: Analysis) -> Verdict:
     """Every measurement of a head against the papers' bound."""
     with np.errstate(divide="ignore"):
         gaps = [t.columns[LIMIT] - np.log10(t.columns[QUANTITY]) for some in analysis.heads.values() for t in some]
@@ -276,15 +264,11 @@ def _best(rule: Rule, analysis: Analysis) -> Verdict:
     sign = 1 if metric.higher_is_better else -1
     top = max(winners, key=lambda name: sign * analysis.summaries[name].mean)
     values = ", ".join(f"{name} {metric.show(analysis.summaries[name].mean)}" for name in known)
-    own = analysis.summaries[top].values
-    rest = {name: analysis.summaries[name].values for name in known if name not in rule.best}
-    better = metric.higher_is_better
-    others = statistics.correct(
-        statistics.compare_paired(top, own, name, values, higher_is_better=better) for name, values in rest.items()
-    )
-    margin = statistics.sample_std(list(own.values()))
+    pairs = [(top, name) for name in known if name not in rule.best]
+    others = statistics.differences_of(comparison, analysis.summaries, pairs)
+    margin, seeds = analysis.summaries[top].std, analysis.summaries[top].count
     kinds = {other.baseline: judge(other, margin).kind for other in others}
-    evidence = f"{values}; {show_seeds(len(own))}"
+    evidence = f"{values}; {show_seeds(seeds)}"
     behind, open_ = ([name for name, kind in kinds.items() if kind == word] for word in (WORSE, UNDECIDED))
     if behind:
         return Verdict(WORSE, f"{evidence}; behind {', '.join(behind)}", False)

@@ -34,15 +34,14 @@ LEAD = (
 )
 ONLY_OF_RUNS = ("what ran", "records")
 """Columns that the other tables do not have."""
-GROUPS = {
-    "construction": (
+OTHERS = {
+    "computed": (
         "True by construction",
         "These follow from definitions. They are computed when this page is made, and no run says anything about them.",
     ),
     "needs": ("Not decided at this size", "These need ImageNet, other large data, or up to billions of parameters."),
 }
-
-Group = Literal["runs", "construction", "needs"]
+"""Claims that no runs decide, by the kind of their rule."""
 
 
 class Claim(Settings):
@@ -62,18 +61,19 @@ class Claim(Settings):
 
 
 class Judged(Settings):
-    """A claim and what became of it."""
+    """A claim, for one of its columns, and what became of it."""
 
-    paper: str
-    claim: str
-    setup: str
-    ran: str
-    """What our runs were, from their records; empty if nothing ran."""
-    table: str
-    group: Group
+    claim: Claim
     verdict: Verdict
-    link: str
+    ran: str = ""
+    """What our runs were, from their records; empty if nothing ran."""
+    link: str = ""
     """Report of the records, from their folder; empty if there is none."""
+
+    @property
+    def by_runs(self) -> bool:
+        """Whether runs decide it."""
+        return self.claim.rule.kind not in OTHERS
 
 
 @functools.cache
@@ -89,20 +89,15 @@ def judge_claims(results: Path) -> list[Judged]:
 
 def _judge(claim: Claim, results: Path) -> Iterator[Judged]:
     columns = claim.each or {claim.rule.column: claim.rule.folder}
-    kinds: dict[str, Group] = {"computed": "construction", "needs": "needs"}
     rules = [claim.rule.model_copy(update={"column": name, "folder": folder}) for name, folder in columns.items()]
-    verdicts = judge_rules(rules, claim.table, results)
-    for (column, folder), verdict in zip(columns.items(), verdicts, strict=True):
+    for rule, verdict in zip(rules, judge_rules(rules, claim.table, results), strict=True):
         if claim.optional and verdict.word == NO_RECORDS:
             continue
-        analysis = find_analysis(results / folder) if folder else None
-        report = f"{folder}/report/report.md"
-        yield Judged(
-            paper=claim.paper, claim=claim.claim, setup=claim.setup.replace("{column}", column),
-            ran="" if analysis is None else what_ran(analysis.comparison), table=claim.table,
-            group=kinds.get(claim.rule.kind, "runs"), verdict=verdict,
-            link=report if folder and (results / report).is_file() else "",
-        )  # fmt: skip
+        of_column = claim.model_copy(update={"setup": claim.setup.replace("{column}", rule.column), "rule": rule})
+        analysis = find_analysis(results / rule.folder) if rule.folder else None
+        ran, report = "" if analysis is None else what_ran(analysis.comparison), f"{rule.folder}/report/report.md"
+        link = report if rule.folder and (results / report).is_file() else ""
+        yield Judged(claim=of_column, verdict=verdict, ran=ran, link=link)
 
 
 def count_words(judged: Sequence[Judged]) -> str:
@@ -113,7 +108,7 @@ def count_words(judged: Sequence[Judged]) -> str:
 
 def summarise(judged: Sequence[Judged]) -> str:
     """How many of those that runs decide got which verdict."""
-    by_runs = [one for one in judged if one.group == "runs"]
+    by_runs = [one for one in judged if one.by_runs]
     agreed = sum(one.verdict.as_claimed is True for one in by_runs)
     return f"{len(by_runs)} claims by runs: {count_words(by_runs)}; {agreed} as claimed"
 
@@ -122,10 +117,10 @@ def claims_markdown(judged: Sequence[Judged]) -> str:
     """Claims that runs decide, by paper; what is true by construction; what cannot be run here."""
     lines = [f"# {TITLE}", "", *(part for text in LEAD for part in (text, "")), f"**{summarise(judged)}.**", ""]
     for paper, title in PAPERS.items():
-        some = [one for one in judged if one.paper == paper and one.group == "runs"]
+        some = [one for one in judged if one.claim.paper == paper and one.by_runs]
         lines += _section(title, f"{count_words(some)}.", list(map(_cells, some)))
-    for group, (title, text) in GROUPS.items():
-        rows = [_cells(one) for one in judged if one.group == group]
+    for kind, (title, text) in OTHERS.items():
+        rows = [_cells(one) for one in judged if one.claim.rule.kind == kind]
         lines += _section(title, text, [{k: cell for k, cell in row.items() if k not in ONLY_OF_RUNS} for row in rows])
     return "\n".join(lines)
 
@@ -138,12 +133,11 @@ def _section(title: str, text: str, rows: Sequence[dict[str, str]]) -> list[str]
 
 def _cells(one: Judged) -> dict[str, str]:
     known = {
-        "claim": one.claim, "the paper's set-up": one.setup, "what ran": one.ran, "where": one.table,
-        "verdict": one.verdict.word, "evidence": one.verdict.evidence,
+        "claim": one.claim.claim, "the paper's set-up": one.claim.setup, "what ran": one.ran,
+        "where": one.claim.table, "verdict": one.verdict.word, "evidence": one.verdict.evidence,
     }  # fmt: skip
     cells = {name: plain_markdown(text) for name, text in known.items()}
-    agrees = one.verdict.as_claimed
-    if agrees is not None:
-        said = {True: ", as claimed", False: ", not as claimed"}[agrees] if one.group == "runs" else ""
+    if one.verdict.as_claimed is not None:
+        said = (", as claimed" if one.verdict.as_claimed else ", not as claimed") if one.by_runs else ""
         cells["verdict"] = f"**{cells['verdict']}**{said}"
     return cells | {"records": f"[table]({one.link})" if one.link else ""}
