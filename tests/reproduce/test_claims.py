@@ -10,7 +10,7 @@ from report.fake_runs import PERPLEXITY, FakeMethod, write_comparison
 from wellcond.lab.report.records import Metric
 from wellcond.lab.report.statistics import compare_paired, correct
 from wellcond.lab.reproduce.catalogue import catalogue
-from wellcond.lab.reproduce.claim_rules import (
+from wellcond.lab.reproduce.claims import (
     BETTER,
     EQUAL,
     FAILS,
@@ -22,10 +22,12 @@ from wellcond.lab.reproduce.claim_rules import (
     WORSE,
     Rule,
     _decide,
+    claims_markdown,
+    judge_claims,
     judge_rules,
     paper_share,
+    read_claims,
 )
-from wellcond.lab.reproduce.claims import claims_markdown, judge_claims, read_claims
 
 ACCURACY = Metric("accuracy", higher_is_better=True, percent=True)
 RESULTS = Path(__file__).parents[2] / "results"

@@ -20,8 +20,7 @@ from wellcond.lab.report.measurement_page import render_measurement
 from wellcond.lab.report.page import build_report, gather, render_markdown, render_page
 from wellcond.lab.report.plots import draw_static
 from wellcond.lab.report.table import plain_markdown
-from wellcond.lab.reproduce.claim_rules import Verdict
-from wellcond.lab.reproduce.claims import OTHERS, Claim, Judged, claims_markdown
+from wellcond.lab.reproduce.claims import OTHERS, Claim, Judged, Verdict, claims_markdown
 
 TEXTS = {
     "script": "</script><script>alert(1)</script>",
