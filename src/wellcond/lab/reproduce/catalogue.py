@@ -50,10 +50,8 @@ class Study(Settings):
     """One comparison that ids share."""
 
     title: str
-    records: str | None = None
+    records: str = ""
     """Folder of committed records, below results/."""
-    in_records: dict[str, str] = {}
-    """Parts of a method's text and what stands there in the labels of its committed records."""
     methods: tuple[str, ...] = ()
     """Always these; by default those of the study that it comes before."""
     glue: bool = False

@@ -121,19 +121,12 @@ def _test(rule: Rule, table: str, results: Path) -> Verdict | Test:
     if rule.kind == "computed":
         holds, evidence = COMPUTED[rule.what]()
         return Verdict(HOLDS if holds else FAILS, evidence, holds)
-    analysis = find_analysis(results / rule.folder)
-    if analysis is None:
+    study = find_study(results / rule.folder)
+    if study is None:
         return Verdict(NO_RECORDS, f"nothing in {rule.folder}")
     if rule.kind in ("gain", "same"):
-        return _gain(rule, analysis, results, table)
-    return {"kappa": _kappa, "saving": _saving, "below": _below, "best": _best}[rule.kind](rule, analysis)
-
-
-@functools.lru_cache(maxsize=64)
-def find_analysis(folder: Path) -> Analysis | None:
-    """Statistics of committed records; None if there are none."""
-    study = find_study(folder)
-    return None if study is None else study.analysis
+        return _gain(rule, study.analysis, results, table)
+    return {"kappa": _kappa, "saving": _saving, "below": _below, "best": _best}[rule.kind](rule, study.analysis)
 
 
 def paper_share(rule: Rule, table: str) -> float | None:
@@ -146,11 +139,8 @@ def _gain(rule: Rule, analysis: Analysis, results: Path, table: str) -> Verdict 
     """A gain within a comparison, or over a method of another one."""
     metric, baseline = analysis.comparison.result, analysis.comparison.baseline
     over = baseline if rule.over == STRONG and baseline.startswith("tokens(") else rule.over
-    other = find_analysis(results / rule.over_folder) if rule.over_folder else analysis
-    own, base = (
-        found.summaries[name].values if found is not None and name in found.summaries else {}
-        for found, name in ((analysis, rule.method), (other, over))
-    )
+    other = find_study(results / (rule.over_folder or rule.folder))
+    own, base = analysis.comparison.results(rule.method), other.comparison.results(over) if other else {}
     difference = statistics.compare_paired(rule.method, own, over, base, higher_is_better=metric.higher_is_better)
     if not difference.count:
         where = f" in {rule.folder} and {rule.over_folder}" if rule.over_folder else f" and {rule.over}"
@@ -355,8 +345,8 @@ def _judge(claim: Claim, results: Path) -> Iterator[Judged]:
         if claim.optional and verdict.word == NO_RECORDS:
             continue
         of_column = claim.model_copy(update={"setup": claim.setup.replace("{column}", rule.column), "rule": rule})
-        analysis = find_analysis(results / rule.folder) if rule.folder else None
-        ran, report = "" if analysis is None else what_ran(analysis.comparison), f"{rule.folder}/report/report.md"
+        study, report = find_study(results / rule.folder) if rule.folder else None, f"{rule.folder}/report/report.md"
+        ran = "" if study is None else what_ran(study.comparison)
         link = report if rule.folder and (results / report).is_file() else ""
         yield Judged(claim=of_column, verdict=verdict, ran=ran, link=link)
 
