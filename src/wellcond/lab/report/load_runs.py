@@ -7,15 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wellcond.lab.report.records import (
-    PACK_AGAIN,
-    Metric,
-    Run,
-    RunRecordError,
-    read_json,
-    read_packed,
-    setting_differences,
-)
+from wellcond.lab.report.records import Metric, Run, RunRecordError, read_json, read_packed, setting_differences
 from wellcond.lab.report.table import number
 from wellcond.run_records import checksum
 
@@ -115,7 +107,7 @@ def _packed_runs(home: Path, stored: dict[str, Any]) -> list[Run]:
     if shared is None:
         return []
     if not isinstance(shared, dict):
-        raise RunRecordError(home / "comparison.json", "expected 'shared' to be a mapping", PACK_AGAIN)
+        raise RunRecordError(home / "comparison.json", "expected 'shared' to be a mapping", "Pack the runs again.")
     mark = checksum(shared)[:MARK]
     return [read_packed(path, shared, mark) for path in sorted(home.glob("*/seed*.json"))]
 
@@ -133,14 +125,14 @@ def _check_comparable(home: Path, runs: list[Run]) -> None:
             said = f"is a second run of {run.method!r} with seed {run.seed}; the first is {other.file}"
             raise RunRecordError(run.file, said, "Keep one of them, or report their folders one by one.")
         for like in (runs[0], first_of_method.setdefault(run.method, run)):
-            if differing := setting_differences(_settings(like), _settings(run)):
+            a, b = (
+                {key: one.record[key] for key in ("recipe", "metric") if one.record.get(key)} | one.part("config")
+                for one in (like, run)
+            )
+            if differing := setting_differences(a, b):
                 said = f"was made with other settings than {like.file}: {'; '.join(differing[:4])}"
                 advice = "Runs under different settings cannot be compared: put them into different folders."
                 raise RunRecordError(run.file, said, advice)
-
-
-def _settings(run: Run) -> dict[str, Any]:
-    return {key: run.record[key] for key in ("recipe", "metric") if run.record.get(key)} | run.part("config")
 
 
 def _assemble(home: Path, runs: list[Run], stored: dict[str, Any]) -> Comparison:

@@ -44,7 +44,6 @@ class RunRecordError(WellcondError, ValueError):
     """A stored run that is missing, broken, or of another version."""
 
     def __init__(self, path: Path, problem: str, advice: str) -> None:
-        self.path = path
         super().__init__(f"{path}: {problem}\n  {advice}")
 
 

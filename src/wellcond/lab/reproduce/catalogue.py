@@ -236,7 +236,7 @@ def find_entry(id: str) -> tuple[str, Entry]:
     Raises: UnknownChoiceError.
     """
     entries = catalogue().entries
-    known = {name.lower(): name for name in entries}
-    if id.lower() not in known:
-        raise UnknownChoiceError("table or figure", id, list(entries))
-    return known[id.lower()], entries[known[id.lower()]]
+    for name, entry in entries.items():
+        if name.lower() == id.lower():
+            return name, entry
+    raise UnknownChoiceError("table or figure", id, list(entries))
