@@ -186,12 +186,9 @@ def pack_steps(rows: Rows) -> dict[str, Any]:
 
 def pack_evaluations(rows: Rows, metric: str) -> dict[str, Any]:
     """Evaluations: the metric in full, since matching compares it."""
-    others = [key for key in ("loss", "seconds") if key != metric]
-    kept = [
-        {key: row.get(key) for key in ("step", "epoch", metric)} | _rounded({key: row.get(key) for key in others})
-        for row in rows
-    ]
-    return to_columns(kept, ("step", "epoch", metric, *others))
+    exact, others = ("step", "epoch", metric), [key for key in ("loss", "seconds") if key != metric]
+    kept = [{key: row.get(key) for key in exact} | _rounded({key: row.get(key) for key in others}) for row in rows]
+    return to_columns(kept, (*exact, *others))
 
 
 def pack_heads(rows: Rows) -> dict[str, Any]:
@@ -230,10 +227,9 @@ def _means(heads: Rows) -> dict[str, float]:
 
 def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:
     """Numbers with seven significant digits; NaN is no value."""
-    made: dict[str, Any] = {}
+    made: dict[str, Any] = dict(values)
     for key, value in values.items():
-        x = value
         if isinstance(value, float):
-            x = None if math.isnan(value) else float(f"{value:.{DIGITS}g}") if math.isfinite(value) else str(value)
-        made[key] = int(x) if isinstance(x, float) and x == int(x) and abs(x) < 1e15 else x
+            x = float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None if math.isnan(value) else str(value)
+            made[key] = int(x) if isinstance(x, float) and x == int(x) and abs(x) < 1e15 else x
     return made

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from wellcond.lab.report.analysis import Analysis, analyse, step_ratios
 from wellcond.lab.report.glue import SHOWN, GlueScores, load_glue
@@ -120,7 +119,7 @@ def may_be_paired(one: StoredStudy | None, other: StoredStudy | None, variants_u
         return False
     variants = [catalogue().variants[name] for name in variants_used if name]
     meant = {setting.split("=", 1)[0] for variant in variants for setting in variant.settings}
-    first, last = (c.runs[0].record.get("config") or {} for c in (found[0], found[-1]))
+    first, last = (c.runs[0].part("config") for c in (found[0], found[-1]))
     return all(line.split(":", 1)[0] in meant for line in setting_differences(first, last))
 
 
@@ -142,8 +141,8 @@ def differences_from_paper(entry: Entry, records: Collection) -> Iterator[str]:
 
 
 def _facts(study: str, comparison: Comparison) -> Iterator[str]:
-    run, published = comparison.runs[0].record, catalogue().studies[study].paper
-    model, data, progress = run.get("model") or {}, run.get("data") or {}, run.get("progress") or {}
+    model, data, progress = (comparison.runs[0].part(name) for name in ("model", "data", "progress"))
+    published = catalogue().studies[study].paper
     yield f"recipe {comparison.recipe}, scale {comparison.scale}"
     size = f"{model['parameters'] / 1e6:.2f} M parameters" if model.get("parameters") else "parameters not recorded"
     yield size + (f" (at scale paper: {published.parameters:g} M)" if published and published.parameters else "")
@@ -175,8 +174,8 @@ NORMS = {"without_block_norms": "without block norms", "without_attention_norm":
 
 def what_ran(comparison: Comparison) -> str:
     """Model, its size, data and their size, from the records: never the set-up that they stand for."""
-    record = comparison.runs[0].record
-    config, data = record.get("config") or {}, record.get("data") or {}
+    run = comparison.runs[0]
+    config, data, parameters = run.part("config"), run.part("data"), run.part("model").get("parameters")
     model, task = config.get("model") or {}, config.get("task") or {}
     arguments = model.get("arguments") or {}
     name = str(model.get("name") or "")
@@ -184,18 +183,14 @@ def what_ran(comparison: Comparison) -> str:
     if "backbone" in arguments:
         family += f" on {FAMILIES.get('timm:' + str(arguments['backbone']).split('_')[0], arguments['backbone'])}"
         arguments = arguments.get("backbone_arguments") or {}
-    parts = [family, _width(arguments, record)]
-    parts += [NORMS.get(str(model.get("norms")), ""), "QK-norm" if arguments.get("qk_norm") else ""]
-    size = ((data.get("fingerprint") or {}).get("train") or {}).get("size") or data.get("train")
+    size = f"{parameters / 1e6:.2f} M parameters" if parameters else ""
+    if width := next((arguments[key] for key in WIDTHS if key in arguments), None):
+        size = f"width {' and '.join(map(str, width)) if isinstance(width, list) else width}"
+    count = ((data.get("fingerprint") or {}).get("train") or {}).get("size") or data.get("train")
     noun = EXAMPLES.get(str(task.get("name")), "sequences")
     length = f" of {task['length']}" if noun == "sequences" and task.get("length") else ""
-    parts += [DATA.get(str(data.get("name")), str(data.get("name"))), f"{size:,} {noun}{length}" if size else ""]
-    return ", ".join(part for part in parts if part)
-
-
-def _width(arguments: dict[str, Any], record: dict[str, Any]) -> str:
-    width = next((arguments[key] for key in WIDTHS if key in arguments), None)
-    if width is not None:
-        return f"width {' and '.join(map(str, width)) if isinstance(width, list) else width}"
-    parameters = (record.get("model") or {}).get("parameters")
-    return f"{parameters / 1e6:.2f} M parameters" if parameters else ""
+    parts = [
+        family, size, NORMS.get(str(model.get("norms")), ""), "QK-norm" if arguments.get("qk_norm") else "",
+        DATA.get(str(data.get("name")), str(data.get("name"))), f"{count:,} {noun}{length}" if count else "",
+    ]  # fmt: skip
+    return ", ".join(filter(None, parts))
