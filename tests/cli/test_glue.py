@@ -77,8 +77,8 @@ def test_a_comparison_is_scored_and_shown(scored):
     assert code == 0 and "CoLA" in out and "Avg." in out and "glue.md" in out
     assert err.count(": finished, ") == 6
     scores = load_glue(folder)
-    assert {task: scores.metric(task) for task in scores.tasks} == {"stsb": "pearson", "cola": "matthews"}
-    assert sum(len(scores.of_task(task)) for task in scores.tasks) == 6
+    assert {task: c.metric.name for task, c in scores.tasks.items()} == {"stsb": "pearson", "cola": "matthews"}
+    assert sum(len(comparison.runs) for comparison in scores.tasks.values()) == 6
 
 
 def test_the_tables_follow_from_the_records_alone(scored, tmp_path):

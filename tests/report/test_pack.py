@@ -157,6 +157,15 @@ def test_runs_of_train_without_a_comparison(tmp_path):
     assert comparison.methods == ("default", "polar") and comparison.of("polar")[0].value == 0.9
 
 
+def test_the_slug_of_a_record_leads_nowhere_else(tmp_path):
+    folder = write_comparison(tmp_path / "full", [FakeMethod("default", {0: 0.9})])
+    path = folder / "default" / "seed0" / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"slug": "../../../out"}))
+    with pytest.raises(RunRecordError, match=r"would be written to ../../../out/seed0.json"):
+        pack(folder, tmp_path / "packed")
+    assert not (tmp_path / "out").exists() and not list(tmp_path.rglob("seed0.json"))
+
+
 def test_samples_of_one_seed_are_kept(tmp_path):
     methods = [FakeMethod(label, {0: 9.0, 1: 8.0}) for label in ("default", "polar")]
     said = [{"prompt": "Once", "text": "Once upon"}]

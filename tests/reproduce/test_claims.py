@@ -10,7 +10,7 @@ from report.fake_runs import PERPLEXITY, FakeMethod, write_comparison
 from wellcond.lab.report.records import Metric
 from wellcond.lab.report.statistics import compare_paired, correct
 from wellcond.lab.reproduce.catalogue import catalogue
-from wellcond.lab.reproduce.claim_rules import (
+from wellcond.lab.reproduce.claims import (
     BETTER,
     EQUAL,
     FAILS,
@@ -22,10 +22,12 @@ from wellcond.lab.reproduce.claim_rules import (
     WORSE,
     Rule,
     _decide,
+    claims_markdown,
+    judge_claims,
     judge_rules,
     paper_share,
+    read_claims,
 )
-from wellcond.lab.reproduce.claims import claims_markdown, judge_claims, read_claims
 
 ACCURACY = Metric("accuracy", higher_is_better=True, percent=True)
 RESULTS = Path(__file__).parents[2] / "results"
@@ -177,17 +179,17 @@ def test_claims_name_tables_that_exist():
 
 
 def test_rows_name_what_ran_and_never_the_papers_set_up():
-    runs = [one for one in judge_claims(RESULTS) if one.group == "runs"]
+    runs = [one for one in judge_claims(RESULTS) if one.by_runs]
     assert len(runs) > 60
     for one in runs:
         assert one.ran or one.verdict.word == NO_RECORDS
-        assert "ImageNet" not in one.claim + one.ran and "-B" not in one.claim + one.ran
+        assert "ImageNet" not in one.claim.claim + one.ran and "-B" not in one.claim.claim + one.ran
     assert any(re.fullmatch(r"ViT, width \d+, CIFAR-10, [\d,]+ images", one.ran) for one in runs)
 
 
 def test_without_records_only_what_is_computed_is_decided(tmp_path):
     judged = judge_claims(tmp_path)
-    decided = {one.claim for one in judged if one.verdict.as_claimed is not None}
+    decided = {one.claim.claim for one in judged if one.verdict.as_claimed is not None}
     assert decided == {claim.claim for claim in read_claims() if claim.rule.kind == "computed"}
     assert {one.verdict.word for one in judged} == {HOLDS, FAILS, NEEDS, NO_RECORDS}
 
@@ -209,7 +211,8 @@ def test_what_is_true_by_construction_is_computed_and_can_fail(monkeypatch):
 
 def test_the_markdown_holds_every_claim_and_no_markup_of_their_own(tmp_path):
     judged = judge_claims(tmp_path)
-    judged[0] = judged[0].model_copy(update={"claim": "<b>a | b</b>"})
+    claim = judged[0].claim.model_copy(update={"claim": "<b>a | b</b>"})
+    judged[0] = judged[0].model_copy(update={"claim": claim})
     text = claims_markdown(judged)
     assert "<b>a" not in text and text.count("\n| ") == len(judged) + 4
     headings = [line for line in text.splitlines() if line.startswith("## ")]

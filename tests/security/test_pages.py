@@ -5,7 +5,6 @@ import io
 import json
 import re
 from html.parser import HTMLParser
-from typing import get_args
 
 import pytest
 import torch
@@ -21,8 +20,7 @@ from wellcond.lab.report.measurement_page import render_measurement
 from wellcond.lab.report.page import build_report, gather, render_markdown, render_page
 from wellcond.lab.report.plots import draw_static
 from wellcond.lab.report.table import plain_markdown
-from wellcond.lab.reproduce.claim_rules import Verdict
-from wellcond.lab.reproduce.claims import Group, Judged, claims_markdown
+from wellcond.lab.reproduce.claims import OTHERS, Claim, Judged, Verdict, claims_markdown
 
 TEXTS = {
     "script": "</script><script>alert(1)</script>",
@@ -156,11 +154,12 @@ def test_the_page_of_a_measurement(text):
 
 def test_the_table_of_claims(text):
     verdict = Verdict(word="better", evidence=text, as_claimed=True)
-    judged = [
-        Judged(paper=paper, claim=text, setup=text, ran=text, table="C-T1", group=group, verdict=verdict, link="")
+    claims = [
+        Claim(paper=paper, claim=text, setup=text, table="C-T1", rule={"kind": kind})
         for paper in "CS"
-        for group in get_args(Group)
+        for kind in ("gain", *OTHERS)
     ]
+    judged = [Judged(claim=claim, ran=text, verdict=verdict) for claim in claims]
     rows = [line for line in claims_markdown(judged).splitlines() if line.startswith("|")]
     assert_plain_markdown("\n".join(rows))
 

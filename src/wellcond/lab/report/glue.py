@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from wellcond.files import write_atomically
 from wellcond.lab.report.analysis import required_pairs
 from wellcond.lab.report.load_runs import Comparison, load_comparisons
-from wellcond.lab.report.records import Metric, Run, RunRecordError, read_json
+from wellcond.lab.report.records import Metric, Run, RunRecordError
 from wellcond.lab.report.statistics import (
     NO_PAIRS,
     PairedDifference,
@@ -34,51 +33,28 @@ AVERAGE = "average"
 METRICS = {"f1": "F1", "matthews": "Matthews", "pearson": "Pearson", "spearman": "Spearman"}
 """Names that are shown otherwise than records have them."""
 SHOWN = Metric("score", higher_is_better=True, percent=True)
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class GlueScores:
-    """All records of fine-tuning of a run or of a comparison."""
+    """Fine-tuning of the runs of a comparison."""
 
-    title: str
-    scale: str
-    records: dict[tuple[str, int], dict[str, Record]]
-    """By method and seed of pre-training; there by task."""
-    comparison: Comparison | None
-    """None for a single run."""
+    pretrained: Comparison
+    tasks: dict[str, Comparison]
+    """The runs on each task, by method and seed of pre-training, in the order of the table."""
 
     @property
-    def tasks(self) -> tuple[str, ...]:
-        """Tasks that were run, in the order of the table."""
-        return tuple(task for task in TITLES if any(task in of_run for of_run in self.records.values()))
+    def columns(self) -> tuple[str, ...]:
+        """The tasks, and their mean."""
+        return (*self.tasks, AVERAGE)
 
-    @property
-    def methods(self) -> tuple[str, ...]:
-        """In the order in which they are shown."""
-        listed = self.comparison.methods if self.comparison else ()
-        return tuple(dict.fromkeys([*listed, *(method for method, _ in self.records)]))
-
-    def of_task(self, task: str) -> list[Record]:
-        """Records of fine-tuning on a task."""
-        return [of_run[task] for of_run in self.records.values() if task in of_run]
-
-    def metric(self, task: str) -> str:
-        """Name of the metric that a task is judged by."""
-        return next((str(r["metric"]["name"]) for r in self.of_task(task) if r.get("metric")), "")
-
-    def values(self, method: str, task: str, metric: str | None = None) -> dict[int, float]:
-        """A score of a method, by seed of pre-training."""
-        if task == AVERAGE:
-            columns = [self.values(method, each) for each in self.tasks]
-            shared = sorted(set.intersection(*map(set, columns))) if columns else []
-            return {seed: math.fsum(column[seed] for column in columns) / len(columns) for seed in shared}
-        scores = {
-            seed: number(of_run[task]["final"].get(metric or self.metric(task)))
-            for (name, seed), of_run in self.records.items()
-            if name == method and task in of_run and of_run[task]["status"] == "finished"
-        }
-        return {seed: value for seed, value in scores.items() if math.isfinite(value)}
+    def values(self, method: str, column: str, metric: str = "") -> dict[int, float]:
+        """A score of a method, by seed of pre-training: by default what the task is judged by."""
+        if column != AVERAGE:
+            return self.tasks[column].results(method, metric) if column in self.tasks else {}
+        columns = [self.values(method, task) for task in self.tasks]
+        shared = sorted(set.intersection(*map(set, columns)))
+        return {seed: math.fsum(column[seed] for column in columns) / len(columns) for seed in shared}
 
 
 def load_glue(folder: Path) -> GlueScores:
@@ -86,23 +62,18 @@ def load_glue(folder: Path) -> GlueScores:
 
     Raises: RunRecordError if there are none, or a file is broken.
     """
-    comparison = None
-    if (folder / "comparison.json").is_file():
-        comparison = next(found for found in load_comparisons(folder) if found.folder == folder)
-        runs, title, scale = comparison.runs, comparison.title, comparison.scale
-    else:
-        record = read_json(folder / "run.json", "wellcond-run")
-        runs, scale = (Run(folder, record),), str(record["scale"])
-        title = f"{record['recipe']}, {record['method']}, seed {record['seed']}"
-    records: dict[tuple[str, int], dict[str, Record]] = defaultdict(dict)
-    for run, path, record in [(one, *found) for one in runs for found in one.fine_tuned()]:
-        task = record["config"]["task"].get("task")
-        if task not in TITLES or not isinstance(record.get("final") or {}, dict):
-            raise RunRecordError(path, f"expected a run on one of {', '.join(TITLES)}", "It was not written by glue.")
-        records[run.method, run.seed].setdefault(task, record)
-    if not records:
+    runs: dict[str, list[Run]] = {task: [] for task in TITLES}
+    pretrained = next((found for found in load_comparisons(folder) if found.folder == folder), None)
+    for tuned in [tuned for run in (pretrained.runs if pretrained else ()) for tuned in run.fine_tuned()]:
+        task = tuned.record["config"]["task"].get("task")
+        if task not in TITLES:
+            said = f"expected a run on one of {', '.join(TITLES)}"
+            raise RunRecordError(tuned.file, said, "It was not written by glue.")
+        runs[task].append(tuned)
+    if pretrained is None or not any(runs.values()):
         raise RunRecordError(folder, "there is no run of fine-tuning in it", "Make some with wellcond glue first.")
-    return GlueScores(title, scale, dict(records), comparison)
+    tasks = {task: replace(pretrained, runs=tuple(of_task)) for task, of_task in runs.items() if of_task}
+    return GlueScores(pretrained, tasks)
 
 
 def rebuild_glue(folder: Path) -> Path:
@@ -117,10 +88,10 @@ def rebuild_glue(folder: Path) -> Path:
     """
     scores = load_glue(folder)
     statistics, others = statistics_table(scores), _others_table(scores)
-    parts = [f"# GLUE: {plain_markdown(scores.title)}", table_markdown(scores_table(scores))]
+    parts = [f"# GLUE: {plain_markdown(scores.pretrained.title)}", table_markdown(scores_table(scores))]
     parts += ["## Each task", table_markdown(statistics)]
     parts += ["## Other metrics", table_markdown(others)] if others.rows else []
-    home = folder if scores.comparison else folder / "glue"
+    home = folder / "glue" if (folder / "run.json").is_file() else folder
     write_atomically(home / "glue.csv", table_csv(statistics))
     write_atomically(home / "glue.md", "\n\n".join(parts) + "\n")
     return home / "glue.md"
@@ -128,29 +99,30 @@ def rebuild_glue(folder: Path) -> Path:
 
 def scores_table(scores: GlueScores) -> Table:
     """A row for each method, a column for each task: mean and standard deviation."""
-    columns = {TITLES.get(column, "Avg."): (column, None) for column in (*scores.tasks, AVERAGE)}
-    return Table.of("glue", f"GLUE: {scores.title}", _score_rows(scores, columns), find_notes(scores))
+    columns = {TITLES.get(column, "Avg."): (column, "") for column in scores.columns}
+    title = f"GLUE: {scores.pretrained.title}"
+    return Table.of("glue", title, _score_rows(scores, columns), find_notes(scores))
 
 
 def _others_table(scores: GlueScores) -> Table:
     """The metrics of a task that its column does not show."""
     columns = {
         f"{TITLES[task]} {METRICS.get(metric, metric)}": (task, metric)
-        for task in scores.tasks
-        for record in scores.of_task(task)
-        for metric in record.get("final") or ()
-        if metric not in (*NO_METRICS, scores.metric(task))
+        for task, comparison in scores.tasks.items()
+        for run in comparison.runs
+        for metric in run.part("final")
+        if metric not in (*NO_METRICS, comparison.metric.name)
     }
     return Table.of("glue_others", "Other metrics", _score_rows(scores, columns) if columns else ())
 
 
-def _score_rows(scores: GlueScores, columns: Mapping[str, tuple[str, str | None]]) -> list[dict[str, str]]:
+def _score_rows(scores: GlueScores, columns: Mapping[str, tuple[str, str]]) -> list[dict[str, str]]:
     return [
         {
             "method": method,
             **{title: Summary(scores.values(method, *column)).show(SHOWN) for title, column in columns.items()},
         }
-        for method in scores.methods
+        for method in scores.pretrained.methods
     ]
 
 
@@ -158,13 +130,13 @@ def statistics_table(scores: GlueScores) -> Table:
     """A row for each method and task, with differences to the baseline and what else must be compared."""
     rows: list[dict[str, str]] = []
     differences = find_differences(scores)
-    for column in (*scores.tasks, AVERAGE):
-        name = scores.metric(column)
-        for method in scores.methods:
+    for column in scores.columns:
+        name = "mean of the tasks" if column == AVERAGE else scores.tasks[column].metric.name
+        for method in scores.pretrained.methods:
             summary = Summary(scores.values(method, column))
             for d in differences.get((column, method), [NO_PAIRS]):
                 rows.append({
-                    "task": TITLES.get(column, "Avg."), "metric": METRICS.get(name, name) or "mean of the tasks",
+                    "task": TITLES.get(column, "Avg."), "metric": METRICS.get(name, name),
                     "method": method, "n": str(summary.count), "mean": SHOWN.show(summary.mean),
                     "std": SHOWN.show(summary.std), "minus": d.baseline or MISSING,
                     "pairs": str(d.count) if d.baseline else MISSING, "difference": SHOWN.show(d.mean, sign=True),
@@ -179,12 +151,10 @@ def statistics_table(scores: GlueScores) -> Table:
 
 def find_differences(scores: GlueScores) -> dict[tuple[str, str], list[PairedDifference]]:
     """By column and method: the method minus the baseline, and minus others that it must be compared with."""
-    comparison, differences = scores.comparison, defaultdict(list)
-    if comparison is None:
-        return {}
-    pairs = [(method, comparison.baseline) for method in scores.methods if method != comparison.baseline]
+    comparison, differences = scores.pretrained, defaultdict(list)
+    pairs = [(method, comparison.baseline) for method in comparison.methods if method != comparison.baseline]
     pairs = list(dict.fromkeys([*pairs, *required_pairs(comparison)]))
-    for columns in (scores.tasks, (AVERAGE,)):
+    for columns in (tuple(scores.tasks), (AVERAGE,)):
         keys = [(column, a, b) for column in columns for a, b in pairs]
         found = [
             compare_paired(a, scores.values(a, column), b, scores.values(b, column), higher_is_better=True)
@@ -197,30 +167,29 @@ def find_differences(scores: GlueScores) -> dict[tuple[str, str], list[PairedDif
 
 def find_notes(scores: GlueScores) -> list[str]:
     """What a reader must know to read the table."""
-    records = {task: scores.of_task(task) for task in scores.tasks}
-    sizes = {
-        task: sorted({(r["data"]["train"], r["data"]["evaluation"]) for r in listed if r.get("data")})
-        for task, listed in records.items()
-    }
-    rows = [f"{TITLES[task]} {' and '.join(f'{a:,}/{b:,}' for a, b in s) or MISSING}" for task, s in sizes.items()]
-    metrics = [f"{TITLES[task]} {METRICS.get(name := scores.metric(task), name)}" for task in scores.tasks]
+    metrics, sizes, lost, equal = [], [], [], []
+    for task, comparison in scores.tasks.items():
+        title, name, runs = TITLES[task], comparison.metric.name, comparison.runs
+        rows = sorted({(run.part("data")["train"], run.part("data")["evaluation"]) for run in runs if run.part("data")})
+        states = Counter(run.status for run in runs if run.status != "finished")
+        constant = sum(number(run.part("final").get("constant")) == 1 for run in runs)
+        metrics.append(f"{title} {METRICS.get(name, name)}")
+        sizes.append(f"{title} {' and '.join(f'{a:,}/{b:,}' for a, b in rows) or MISSING}")
+        told = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+        lost += [f"{title}: of {len(runs)} runs {told}; they are in no mean."] if states else []
+        equal += [f"{title} {constant} of {len(runs)}"] if constant else []
     notes = [
-        f"Scores times 100 on the validation split after the last epoch, scale {scores.scale}; mean and standard "
-        "deviation over seeds of pre-training, each with seed 0 of fine-tuning.",
+        f"Scores times 100 on the validation split after the last epoch, scale {scores.pretrained.scale}; mean and "
+        "standard deviation over seeds of pre-training, each with seed 0 of fine-tuning.",
         f"Metrics: {', '.join(metrics)}.",
-        f"Rows to train and to evaluate on: {', '.join(rows)}.",
+        f"Rows to train and to evaluate on: {', '.join(sizes)}.",
         "Corrections of a conditioned model were folded into its weights before fine-tuning.",
     ]
     if missing := [title for task, title in TITLES.items() if task not in scores.tasks]:
         notes.append(f"Avg. is the mean of {len(scores.tasks)} tasks of eight; not run: {', '.join(missing)}.")
-    for task, listed in records.items():
-        if states := Counter(str(r["status"]) for r in listed if r["status"] != "finished"):
-            told = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
-            notes.append(f"{TITLES[task]}: of {len(listed)} runs {told}; they are in no mean.")
-    equal = {
-        task: sum(number((r.get("final") or {}).get("constant")) == 1 for r in listed)
-        for task, listed in records.items()
-    }
-    if told := ", ".join(f"{TITLES[t]} {count} of {len(records[t])}" for t, count in equal.items() if count):
-        notes.append(f"Runs whose predictions are all equal (Matthews and correlations are then 0): {told}.")
+    notes += lost
+    if equal:
+        notes.append(
+            f"Runs whose predictions are all equal (Matthews and correlations are then 0): {', '.join(equal)}."
+        )
     return notes

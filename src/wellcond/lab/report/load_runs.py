@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from wellcond.lab.report.records import Metric, Run, RunRecordError, read_json, read_packed, setting_differences
+from wellcond.lab.report.table import number
 from wellcond.run_records import checksum
 
 MARK = 16
@@ -32,7 +33,7 @@ class Comparison:
     @property
     def metric(self) -> Metric:
         """What all runs are evaluated by while they train."""
-        return self.runs[0].metric
+        return next((run.metric for run in self.runs if run.record.get("metric")), self.runs[0].metric)
 
     @property
     def tested(self) -> bool:
@@ -64,10 +65,10 @@ class Comparison:
         """Runs of a method that count in means, by seed."""
         return {run.seed: run for run in self.of(method) if run.finished}
 
-    def results(self, method: str) -> dict[int, float]:
-        """What the runs of a method that count in means are judged by, by seed."""
-        runs, tested = self.finished(method), self.tested
-        values = {seed: run.test_value if tested else run.value for seed, run in runs.items()}
+    def results(self, method: str, metric: str = "") -> dict[int, float]:
+        """What the runs of a method are judged by, or another number of their last evaluation, by seed."""
+        part, name = ("final", metric) if metric else ("test" if self.tested else "final", self.metric.name)
+        values = {seed: number(run.part(part).get(name)) for seed, run in self.finished(method).items()}
         return {seed: value for seed, value in values.items() if math.isfinite(value)}
 
 
@@ -112,28 +113,26 @@ def _packed_runs(home: Path, stored: dict[str, Any]) -> list[Run]:
 
 
 def _check_comparable(home: Path, runs: list[Run]) -> None:
-    """Raise if runs do not belong together; those that failed before they knew their metric get that of the others."""
-    known = next((run.record["metric"] for run in runs if run.record.get("metric")), None)
-    if known is None:
+    """Raise if runs do not belong together."""
+    if not any(run.record.get("metric") for run in runs):
         reasons = "; ".join(sorted({str(run.record.get("reason")) for run in runs}))
         raise RunRecordError(home, f"no run got as far as training: {reasons}", "Mend that, then run it again.")
     seen: dict[tuple[str, int], Run] = {}
     first_of_method: dict[str, Run] = {}
     for run in runs:
-        run.record["metric"] = run.record.get("metric") or known
         other = seen.setdefault((run.method, run.seed), run)
         if other is not run:
             said = f"is a second run of {run.method!r} with seed {run.seed}; the first is {other.file}"
             raise RunRecordError(run.file, said, "Keep one of them, or report their folders one by one.")
         for like in (runs[0], first_of_method.setdefault(run.method, run)):
-            if differing := setting_differences(_settings(like), _settings(run)):
+            a, b = (
+                {key: one.record[key] for key in ("recipe", "metric") if one.record.get(key)} | one.part("config")
+                for one in (like, run)
+            )
+            if differing := setting_differences(a, b):
                 said = f"was made with other settings than {like.file}: {'; '.join(differing[:4])}"
                 advice = "Runs under different settings cannot be compared: put them into different folders."
                 raise RunRecordError(run.file, said, advice)
-
-
-def _settings(run: Run) -> dict[str, Any]:
-    return {key: run.record.get(key) for key in ("recipe", "metric")} | run.part("config")
 
 
 def _assemble(home: Path, runs: list[Run], stored: dict[str, Any]) -> Comparison:

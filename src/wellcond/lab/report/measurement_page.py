@@ -67,7 +67,8 @@ def _head(layer: Fields, row: Fields) -> Fields:
     pseudo = number(row.get("mean_pseudo_kappa", jacobian.get("pseudo_condition_number")))
     unknown = f"not diagnosed, since this is not plain softmax attention ({row.get('how', 'unknown form')})"
     attention, nullity = diagnosis.get("attention") or {}, jacobian.get("nullity", "")
-    name = f"{layer.get('name') or '(model)'}, head {row['index']}"
+    layer_name = str(layer.get("name") or "(model)")
+    name = f"{layer_name}, head {row['index']}"
     name += f" (query heads {queries[0]} to {queries[-1]})" if len(queries) > 1 else ""
     cells = {
         "head": name, "κ(J)": ("" if status == "exact" else "~") + show(kappa, 4), "pseudo κ(J)": show(pseudo, 4),
@@ -83,23 +84,20 @@ def _head(layer: Fields, row: Fields) -> Fields:
     }  # fmt: skip
     dead, spectrum = bool(row.get("dead")), jacobian.get("singular_values") or ()
     return {
-        "row": row, "cells": cells, "layer": str(layer.get("name") or "(model)"), "status": status, "dead": dead,
+        "row": row, "cells": cells, "layer": layer_name, "status": status, "dead": dead,
         "kappa": pseudo if math.isinf(kappa) else kappa, "style": DEAD if dead else "",
         "spectrum": sorted(map(number, spectrum), reverse=True),
         "exceeds": None if math.isnan(bound) else bool(pseudo > 10 ** min(bound, 300.0)),
     }  # fmt: skip
 
 
-def _interval(jacobian: Fields) -> tuple[float, float]:
+def _interval(jacobian: Fields) -> list[float]:
     """Certified, of the condition number over the non-zero singular values."""
-    tops, ends = (
-        [number(end) for end in jacobian.get(key) or (None, None)] for key in ("sigma_max_bounds", "sigma_rank_bounds")
-    )
-    low, high = (
+    tops, ends = (map(number, jacobian.get(f"{key}_bounds") or (None, None)) for key in ("sigma_max", "sigma_rank"))
+    return [
         math.inf if end <= 0 < top else max(top / end, 1.0) if end > 0 else math.nan
-        for top, end in zip(tops, reversed(ends), strict=True)
-    )
-    return low, high
+        for top, end in zip(tops, reversed(list(ends)), strict=True)
+    ]
 
 
 def _colour(heads: list[Fields]) -> None:
@@ -128,12 +126,12 @@ def _weights(head: Fields) -> dict[str, str]:
 
 def _spectra(layer: str, heads: list[Fields]) -> Fields:
     """All singular values of the Jacobians of a layer over their largest, one falling line per head, in decades."""
-    longest, curves = max(len(head["spectrum"]) for head in heads), []
     # At most sixteen decades, all that float64 resolves; what is below sits on the axis.
     falls = [
-        [-math.log10(max(x / max(head["spectrum"]), 1e-16)) if x > 0 else 16.0 for x in head["spectrum"]]
+        [-math.log10(max(x / head["spectrum"][0], 1e-16)) if x > 0 else 16.0 for x in head["spectrum"]]
         for head in heads
     ]
+    longest, curves = max(map(len, falls)), []
     decades = math.ceil(max(1.0, *(x for fall in falls for x in fall)))
     for head, fall in zip(heads, falls, strict=True):
         sigma, every, right = head["spectrum"], math.ceil(len(fall) / MOST_POINTS), WIDTH / max(longest - 1, 1)

@@ -37,6 +37,7 @@ from wellcond.lab.report.records import (
     nested,
     read_json,
 )
+from wellcond.lab.report.statistics import summarise_logs
 from wellcond.lab.report.table import finite_mean, number, table_markdown
 from wellcond.lab.report.tuning import NAME as TUNING_FILE
 from wellcond.run_records import SCHEMA, checksum, seal
@@ -76,6 +77,8 @@ def _pack_one(comparison: Comparison, home: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=home.parent, prefix=".packing-") as place:
         made = Path(place) / home.name
         for name, content in _files(comparison):
+            if not (made / name).resolve().is_relative_to(made.resolve()):
+                raise RunRecordError(comparison.folder, f"a run would be written to {name}", "Correct its slug.")
             (made / name).parent.mkdir(parents=True, exist_ok=True)
             write_atomically(made / name, content)
         [packed] = load_comparisons(made)
@@ -114,27 +117,16 @@ def _files(comparison: Comparison) -> Iterator[tuple[str, str]]:
     shared, rests = share([_whole(run, with_samples=run is shown.get(run.method)) for run in runs])
     mark = checksum(shared)[:MARK]
     for run, rest in zip(runs, rests, strict=True):
-        record = rest | {"schema": SCHEMA, "kind": PACKED, "shared": mark}
-        yield f"{_slug(run)}/seed{run.seed}.json", to_json(seal(record), compact=True) + "\n"
-    stored = comparison.folder / "comparison.json"
-    known = read_json(stored, "wellcond-comparison") if stored.is_file() else _described(comparison)
+        record, slug = rest | {"schema": SCHEMA, "kind": PACKED, "shared": mark}, run.record.get("slug")
+        yield f"{slug or run.folder.parent.name}/seed{run.seed}.json", to_json(seal(record), compact=True) + "\n"
+    # Runs of `train` have no comparison.json; all but its name follows from them.
+    known: dict[str, Any] = {"schema": SCHEMA, "kind": "wellcond-comparison", "name": comparison.name}
+    if (comparison.folder / "comparison.json").is_file():
+        known = read_json(comparison.folder / "comparison.json", "wellcond-comparison")
     yield "comparison.json", to_json(seal(known | {"shared": shared}), compact=True) + "\n"
     if (comparison.folder / TUNING_FILE).is_file():  # has the score of every run of the search
         searched = read_json(comparison.folder / TUNING_FILE, "wellcond-tuning")
         yield TUNING_FILE, to_json(seal(searched), compact=True) + "\n"
-
-
-def _slug(run: Run) -> str:
-    return str(run.record.get("slug") or run.folder.parent.name)
-
-
-def _described(comparison: Comparison) -> dict[str, Any]:
-    """What `comparison.json` would say of runs that have none."""
-    slugs = {run.method: _slug(run) for run in comparison.runs}
-    methods = [{"label": method, "slug": slugs[method]} for method in comparison.methods]
-    named = {key: getattr(comparison, key) for key in ("name", "title", "recipe", "scale", "baseline", "notes")}
-    kind = {"schema": SCHEMA, "kind": "wellcond-comparison"}
-    return kind | named | {"methods": methods, "seeds": list(comparison.seeds)}
 
 
 def _whole(run: Run, *, with_samples: bool) -> dict[str, Any]:
@@ -146,9 +138,7 @@ def _whole(run: Run, *, with_samples: bool) -> dict[str, Any]:
         "steps": pack_steps(run.steps),
         "evaluations": pack_evaluations(run.evaluations, run.metric.name),
         "conditioning": pack_heads(run.conditioning),
-        "fine_tuned": {
-            f"{path.parent.parent.name}/{path.parent.name}": _without_logs(tuned) for path, tuned in run.fine_tuned()
-        },
+        "fine_tuned": {f"{one.folder.parent.name}/seed-0": _without_logs(one.record) for one in run.fine_tuned()},
     }
     return record | {"packed": {name: content for name, content in packed.items() if content}}
 
@@ -196,12 +186,9 @@ def pack_steps(rows: Rows) -> dict[str, Any]:
 
 def pack_evaluations(rows: Rows, metric: str) -> dict[str, Any]:
     """Evaluations: the metric in full, since matching compares it."""
-    others = [key for key in ("loss", "seconds") if key != metric]
-    kept = [
-        {key: row.get(key) for key in ("step", "epoch", metric)} | _rounded({key: row.get(key) for key in others})
-        for row in rows
-    ]
-    return to_columns(kept, ("step", "epoch", metric, *others))
+    exact, others = ("step", "epoch", metric), [key for key in ("loss", "seconds") if key != metric]
+    kept = [{key: row.get(key) for key in exact} | _rounded({key: row.get(key) for key in others}) for row in rows]
+    return to_columns(kept, (*exact, *others))
 
 
 def pack_heads(rows: Rows) -> dict[str, Any]:
@@ -228,26 +215,21 @@ def pack_heads(rows: Rows) -> dict[str, Any]:
     return {key: value for key, value in columns.items() if key not in copies} | ({"copies": copies} if copies else {})
 
 
-def _means(heads: Rows) -> dict[str, Any]:
+def _means(heads: Rows) -> dict[str, float]:
     """Over heads and layers, geometric or arithmetic, of finite values; infinite if all are."""
-    means: dict[str, Any] = {}
-    for key in (*KAPPAS, *LARGEST, *ARITHMETIC):
-        values = [number(row.get(key)) for row in heads]
-        usable = [x for x in values if math.isfinite(x) and (x > 0 or key in ARITHMETIC)]
-        if usable:
-            mean = finite_mean(usable if key in ARITHMETIC else map(math.log10, usable))
-            means[key] = mean if key in ARITHMETIC else 10**mean
-        elif math.inf in values:
-            means[key] = math.inf
+    values = {key: [number(row.get(key)) for row in heads] for key in (*KAPPAS, *LARGEST, *ARITHMETIC)}
+    means = {key: finite_mean(values[key]) for key in ARITHMETIC}
+    for key in (*KAPPAS, *LARGEST):
+        found = summarise_logs(values[key])
+        means[key] = math.inf if found.infinite and not found.finite else found.geometric_mean
     return means
 
 
 def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:
     """Numbers with seven significant digits; NaN is no value."""
-    made: dict[str, Any] = {}
+    made: dict[str, Any] = dict(values)
     for key, value in values.items():
-        x = value
         if isinstance(value, float):
-            x = None if math.isnan(value) else float(f"{value:.{DIGITS}g}") if math.isfinite(value) else str(value)
-        made[key] = int(x) if isinstance(x, float) and x == int(x) and abs(x) < 1e15 else x
+            x = float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None if math.isnan(value) else str(value)
+            made[key] = int(x) if isinstance(x, float) and x == int(x) and abs(x) < 1e15 else x
     return made

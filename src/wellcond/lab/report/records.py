@@ -22,6 +22,7 @@ Rows = list[dict[str, Any]]
 Keys = tuple[str, ...]
 
 REPEAT = "Restore it, or delete {} and repeat the run."
+PACK_AGAIN = "Restore it, or pack the runs again: wellcond pack."
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters that a terminal would obey; tabs and line ends are not among them."""
 NOT_COMPARED = frozenset({"method", "seed", "title", "description", "checkpoint", "logging", "workers"})
@@ -43,8 +44,6 @@ class RunRecordError(WellcondError, ValueError):
     """A stored run that is missing, broken, or of another version."""
 
     def __init__(self, path: Path, problem: str, advice: str) -> None:
-        """Name the file, what was expected of it, and what to do."""
-        self.path = path
         super().__init__(f"{path}: {problem}\n  {advice}")
 
 
@@ -104,7 +103,6 @@ class Run:
     """
 
     def __init__(self, folder: Path, record: dict[str, Any], packed: Mapping[str, Any] | None = None) -> None:
-        """A run of a folder or, with the columns of its rows, a packed one, which has no other files."""
         self.folder, self.record, self.packed = folder, record, packed
         self.file = folder / "run.json" if packed is None else folder.with_suffix(".json")
         self.method, self.seed, self.status = str(record["method"]), int(record["seed"]), str(record.get("status"))
@@ -113,8 +111,8 @@ class Run:
 
     @property
     def metric(self) -> Metric:
-        """What it is judged by."""
-        return Metric.of(self.record["metric"])
+        """What it is judged by; nameless if it failed before that was known."""
+        return Metric.of(self.record.get("metric") or {"name": "", "higher_is_better": True})
 
     def part(self, name: str) -> dict[str, Any]:
         """A mapping of its record, such as `final`, `best`, `test`, `seconds` or `data`; empty if there is none."""
@@ -166,14 +164,17 @@ class Run:
         """Rows of measured heads; empty if nothing was measured. Read anew each time, since there can be very many."""
         return self._rows("conditioning", ("step", "layer", "head"), required=False)
 
-    def fine_tuned(self) -> Iterator[tuple[Path, dict[str, Any]]]:
-        """Records of runs that were fine-tuned from this one, each with the file that holds it."""
+    def fine_tuned(self) -> Iterator[Run]:
+        """Runs that were fine-tuned from this one, with its method and seed."""
         if self.packed is None:
-            for path in sorted((self.folder / "glue").glob("*/seed-*/run.json")):
-                yield path, read_json(path, "wellcond-run")
+            paths = sorted((self.folder / "glue").glob("*/seed-0/run.json"))
+            found = [Run(path.parent, read_json(path, "wellcond-run")) for path in paths]
         else:
-            for _, record in sorted(self.packed.get("fine_tuned", {}).items()):
-                yield self.file, record | {"sessions": list(record.get("sessions", {}).values())}
+            stored = sorted(self.packed.get("fine_tuned", {}).items())
+            found = [_packed_run(self.file, record, {}) for _, record in stored]
+        for run in found:
+            run.method, run.seed = self.method, self.seed
+            yield run
 
     def _rows(self, name: str, keys: Keys, *, required: bool) -> Rows:
         if self.packed is not None:
@@ -181,7 +182,7 @@ class Run:
                 return _unpack_rows(self.packed.get(name) or {})
             except (ValueError, TypeError, AttributeError, KeyError) as error:
                 said = f"its {name} cannot be read: {error}"
-                raise RunRecordError(self.file, said, "Pack the runs again.") from error
+                raise RunRecordError(self.file, said, PACK_AGAIN) from error
         path, advice, complete = self.folder / f"{name}.jsonl", REPEAT.format(self.folder), self.status in COMPLETE
         mark = self.record.get("logs", {}).get(path.name)
         if not path.is_file():
@@ -255,15 +256,17 @@ def read_packed(path: Path, shared: Mapping[str, Any], mark: str) -> Run:
 
     Raises: RunRecordError if it was changed, or packed with another comparison, or holds scores that cannot be.
     """
-    advice = "Restore it, or pack the runs again: wellcond pack."
     rest = read_json(path, PACKED)
     if rest.pop("shared", None) != mark:
-        raise RunRecordError(path, "was packed with another comparison.json than the one above it", advice)
+        raise RunRecordError(path, "was packed with another comparison.json than the one above it", PACK_AGAIN)
     record = merge(shared, rest) | {"kind": "wellcond-run"}
-    packed = record.pop("packed", {})
-    record["sessions"] = list((record.get("sessions") or {}).values())
+    return _packed_run(path, record, record.pop("packed", {}))
+
+
+def _packed_run(path: Path, record: dict[str, Any], packed: Mapping[str, Any]) -> Run:
+    record = record | {"sessions": list((record.get("sessions") or {}).values())}
     if problem := find_problem(record):
-        raise RunRecordError(path, problem, advice)
+        raise RunRecordError(path, problem, PACK_AGAIN)
     return Run(path.with_suffix(""), record, packed)
 
 

@@ -57,7 +57,7 @@ def find_samples(comparison: Comparison) -> dict[str, list[dict[str, str]]]:
                 found.setdefault(prompt, []).append({"title": f"{run.method}, seed {run.seed}", **said})
         except (TypeError, KeyError, AttributeError) as error:
             expected = "expected 'samples' to be a list of {prompt, text}"
-            raise RunRecordError(run.folder / "run.json", expected, "Repeat the run.") from error
+            raise RunRecordError(run.file, expected, "Repeat the run.") from error
     return found
 
 
@@ -97,7 +97,7 @@ def find_pictures(comparison: Comparison) -> list[Entry]:
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 said = "expected 'samples' to be images with image_id, file_name, size, jpeg, truth and predictions; "
                 said += f"entry {at} is not ({type(error).__name__}: {error})"
-                raise RunRecordError(run.folder / "run.json", said, "Repeat the run.") from error
+                raise RunRecordError(run.file, said, "Repeat the run.") from error
             most = max(len(picture["panels"]["Truth"]), FEWEST_SHOWN)
             picture["panels"][f"{run.method}, seed {run.seed}"] = found[:most]
     for picture in pictures.values():  # categories of the truth first; colours come round again after eight

@@ -12,7 +12,7 @@ from wellcond.lab.report import figures
 from wellcond.lab.report.glue import AVERAGE, SHOWN
 from wellcond.lab.report.match import Matching, show_match
 from wellcond.lab.report.plots import draw_static
-from wellcond.lab.report.records import ROLES, Metric
+from wellcond.lab.report.records import ROLES
 from wellcond.lab.report.statistics import NO_PAIRS, PairedDifference, Summary, compare_paired, correct, show_p
 from wellcond.lab.report.table import (
     MISSING,
@@ -57,24 +57,39 @@ def outcome_tables(id: str, entry: Entry, scale: str, records: Collection | None
 
 def _table(id: str, entry: Entry, part: Part, records: Collection, notes: list[str]) -> Table:
     """Every number of one metric, the paper's and ours; Holm's correction is over all of them."""
-    base_row = entry.rows[entry.baseline]
-    found, gains, labels = [], [], set()
-    for name, column in entry.columns.items():
-        metric = part.metric or column.metric
-        base_study = records.study(column, base_row.variant)
-        base = base_study.values(base_row, metric) if base_study else {}
-        for row_name, row in entry.rows_of(name).items():
-            study = records.study(column, row.variant)
-            values = study.values(row, metric) if study else {}
-            shown = study.metric(metric) if study else OWN_METRICS.get(metric, SHOWN)
-            labels |= {shown.label} if values else set()
-            paired = base if may_be_paired(study, base_study, (row.variant, base_row.variant)) else {}
-            better = shown.higher_is_better
-            gain = compare_paired(row_name, values, entry.baseline, paired, higher_is_better=better)
-            gains.append(gain if row_name != entry.baseline else NO_PAIRS)
-            error, lost = shown.error(Summary(paired).mean), study.lost(row) if study else 0
-            found.append((name, row_name, _averaged(entry, name, study), Summary(values), lost, shown, error))
-    rows = [_cells(part, entry.baseline, *one, gain) for one, gain in zip(found, correct(gains), strict=True)]
+    baseline, found, gains = entry.baseline, [], []
+    base_row = entry.rows[baseline]
+    for column, source in entry.columns.items():
+        name, base_study = part.metric or source.metric, records.study(source, base_row.variant)
+        for row_name, row in entry.rows_of(column).items():
+            study = records.study(source, row.variant)
+            values = study.values(row, name) if study else {}
+            metric = study.metric(name) if study else OWN_METRICS.get(name, SHOWN)
+            paired = {}
+            if base_study and may_be_paired(study, base_study, (row.variant, base_row.variant)):
+                paired = base_study.values(base_row, name)
+            gain = compare_paired(row_name, values, baseline, paired, higher_is_better=metric.higher_is_better)
+            gains.append(gain if row_name != baseline else NO_PAIRS)
+            found.append((column, row_name, row, study, Summary(values), metric, Summary(paired).mean))
+    rows: list[dict[str, Cell]] = []
+    for (column, name, row, study, summary, metric, base), gain in zip(found, correct(gains), strict=True):
+        tasks, lost = _averaged(entry, column, study), study.lost(row) if study else 0
+        value, paper_gain = part.mean(name, tasks), part.gain(name, baseline, *tasks)
+        paper = part.show(name, column) or MISSING
+        if tasks != (column,):
+            paper = show_known(value, f"{{:.1f}} (of {', '.join(tasks)})")
+        agreement = _agreement(part.share(name, baseline, *tasks), summary.count, metric.error(base), gain)
+        judged = gain.count or paper_gain is not None
+        rows.append({
+            "column": (column, {"column": column}), "method": (name, {"row": name}),
+            "paper": (paper, {"paper": value}), "ours": summary.cell(metric),
+            "n": (f"{summary.count}" + (f" + {lost} lost" if lost else ""), {"lost": lost}),
+            "paper's gain": (show_known(paper_gain, "{:+g}"), {"paper_gain": paper_gain}),
+            "our gain [95 % interval]": gain.cell(metric),
+            "p": show_p(gain.p), "p (Holm)": show_p(gain.p_holm),
+            "agreement": (agreement if judged else MISSING, {"agreement": agreement}),
+        })  # fmt: skip
+    labels = {metric.label for _, _, _, _, summary, metric, _ in found if summary.count}
     label = f" ({labels.pop()})" if len(labels) == 1 else ""
     return Table.of(id.lower(), f"{id}: {entry.title}{label}", rows, notes, (0, 1, 9))
 
@@ -86,28 +101,6 @@ def _averaged(entry: Entry, column: str, study: StoredStudy | None) -> tuple[str
     others = {name: source.metric for name, source in entry.columns.items() if name != column}
     run = tuple(name for name, metric in others.items() if metric.removeprefix("glue:") in study.glue.tasks)
     return run if 0 < len(run) < len(others) else (column,)
-
-
-def _cells(
-    part: Part, baseline: str, column: str, row: str, tasks: tuple[str, ...], summary: Summary, lost: int,
-    metric: Metric, error: float, gain: PairedDifference,
-) -> dict[str, Cell]:  # fmt: skip
-    """One number: the paper's, as printed and as a gain, and ours; `error` is what our baseline gets wrong."""
-    value, paper_gain = part.mean(row, tasks), part.gain(row, baseline, *tasks)
-    paper = part.show(row, column) or MISSING
-    if tasks != (column,):
-        paper = show_known(value, f"{{:.1f}} (of {', '.join(tasks)})")
-    agreement = _agreement(part.share(row, baseline, *tasks), summary.count, error, gain)
-    judged = gain.count or paper_gain is not None
-    return {
-        "column": (column, {"column": column}), "method": (row, {"row": row}),
-        "paper": (paper, {"paper": value}), "ours": (summary.show(metric), summary.columns(metric)),
-        "n": (f"{summary.count}" + (f" + {lost} lost" if lost else ""), {"lost": lost}),
-        "paper's gain": (show_known(paper_gain, "{:+g}"), {"paper_gain": paper_gain}),
-        "our gain [95 % interval]": (gain.show(metric), gain.columns(metric)),
-        "p": show_p(gain.p), "p (Holm)": show_p(gain.p_holm),
-        "agreement": (agreement if judged else MISSING, {"agreement": agreement}),
-    }  # fmt: skip
 
 
 def _agreement(share: float | None, count: int, error: float, gain: PairedDifference) -> str:
@@ -219,31 +212,29 @@ def _matchings(entry: Entry, stored: StoredStudy) -> dict[str, Matching | None]:
 
 def _figure_table(id: str, entry: Entry, records: Collection, notes: list[str]) -> Table:
     """Every curve at its first and last point, geometric mean over seeds; every bar with what it saves."""
-    rows = [
-        row
+    rows: list[dict[str, Cell]] = [
+        {
+            "panel": (panel, {"panel": panel}), "quantity": (quantity, {"quantity": quantity}),
+            "series": (series, {"series": series}), "start, or when matched": (start, numbers),
+            "end, or saving": end, "runs": runs, "paper": paper,
+        }
         for panel, source in entry.columns.items()
-        for row in _figure_rows(entry, panel, records.study(source))
+        for quantity, series, start, end, runs, paper, numbers in _figure_rows(entry, panel, records.study(source))
     ]  # fmt: skip
     return Table.of(id.lower(), f"{id}: {entry.title}", rows, notes, (0, 1, 2, 5, 6))
 
 
-def _figure_rows(entry: Entry, panel: str, stored: StoredStudy | None) -> Iterator[dict[str, Cell]]:
-    def cells(
-        quantity: str, series: str, start: str, end: str, runs: str, numbers: Values, paper: str = MISSING
-    ) -> dict[str, Cell]:
-        return {
-            "panel": (panel, {"panel": panel}), "quantity": (quantity, {"quantity": quantity}),
-            "series": (series, {"series": series}), "start, or when matched": (start, numbers), "end, or saving": end,
-            "runs": runs, "paper": paper,
-        }  # fmt: skip
-
+def _figure_rows(
+    entry: Entry, panel: str, stored: StoredStudy | None
+) -> Iterator[tuple[str, str, str, str, str, str, Values]]:
+    """Quantity, series, start or when matched, end or saving, runs, the paper's, and the numbers for programs."""
     if stored is None:
-        yield cells(MISSING, MISSING, MISSING, MISSING, "no runs", {"n": 0})
+        yield MISSING, MISSING, MISSING, MISSING, "no runs", MISSING, {"n": 0}
     elif entry.columns[panel].quantity == "match":
         unit, part = stored.analysis.unit, entry.parts[0]
         for name, matching in _matchings(entry, stored).items():
             if matching is None:
-                yield cells(f"{unit}s to match", name, MISSING, MISSING, "no runs", {"n": 0})
+                yield f"{unit}s to match", name, MISSING, MISSING, "no runs", MISSING, {"n": 0}
                 continue
             saving, count = matching.mean("saving"), len(matching.by_seed)
             runs = f"{show_seeds(count)}, mean curve {show_match(matching.of_means, unit)}"
@@ -252,7 +243,7 @@ def _figure_rows(entry: Entry, panel: str, stored: StoredStudy | None) -> Iterat
                 "paper": part.mean(name, (panel,)),
             }  # fmt: skip
             shown, paper = show_known(saving, "saves {:.0%}"), part.show(name, panel) or MISSING
-            yield cells(f"{unit}s to match", name, matching.show(unit), shown, runs, numbers, paper)
+            yield f"{unit}s to match", name, matching.show(unit), shown, runs, paper, numbers
     else:
         drawn = _panel(entry, panel, stored)
         for name, seeds in drawn.by_series().items():
@@ -262,4 +253,4 @@ def _figure_rows(entry: Entry, panel: str, stored: StoredStudy | None) -> Iterat
             start, end = (means[0], means[-1]) if means else (math.inf, math.inf) if infinite else (math.nan, math.nan)
             first, last = (TOO_LARGE if infinite else show(value) for value in (start, end))
             numbers = {"n": len(own), "start": start, "end": end}
-            yield cells(drawn.y_label, name, first, last, show_seeds(len(own)), numbers)
+            yield drawn.y_label, name, first, last, show_seeds(len(own)), MISSING, numbers

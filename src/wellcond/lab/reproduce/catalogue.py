@@ -50,10 +50,8 @@ class Study(Settings):
     """One comparison that ids share."""
 
     title: str
-    records: str | None = None
+    records: str = ""
     """Folder of committed records, below results/."""
-    in_records: dict[str, str] = {}
-    """Parts of a method's text and what stands there in the labels of its committed records."""
     methods: tuple[str, ...] = ()
     """Always these; by default those of the study that it comes before."""
     glue: bool = False
@@ -238,7 +236,7 @@ def find_entry(id: str) -> tuple[str, Entry]:
     Raises: UnknownChoiceError.
     """
     entries = catalogue().entries
-    known = {name.lower(): name for name in entries}
-    if id.lower() not in known:
-        raise UnknownChoiceError("table or figure", id, list(entries))
-    return known[id.lower()], entries[known[id.lower()]]
+    for name, entry in entries.items():
+        if name.lower() == id.lower():
+            return name, entry
+    raise UnknownChoiceError("table or figure", id, list(entries))

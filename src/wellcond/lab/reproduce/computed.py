@@ -10,6 +10,7 @@ Q, K and V of one head, each X W with X of N x D and W of D x d, in the forms th
 from __future__ import annotations
 
 import copy
+import math
 import time
 import warnings
 import weakref
@@ -31,22 +32,20 @@ from wellcond.theory.weights import theorem38_printed
 LAM = 10.0
 ROUNDS = 15
 FORMS = ("original", "weight", "activation", "folded")
-ELEMENTWISE = (torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor, torch.ops.aten.sub.Tensor)
+ELEMENTWISE = (torch.ops.aten.add, torch.ops.aten.mul, torch.ops.aten.sub)
+"""Operations of which every entry of the result counts as one."""
 
 
-class Counter(TorchDispatchMode):
-    """Additions, subtractions and multiplications of entries, and bytes of all tensors that operations make."""
+class PeakMemory(TorchDispatchMode):
+    """Most bytes that the tensors hold at once which operations make; nothing is counted that exists before."""
 
     def __init__(self) -> None:
-        """Nothing is counted that exists before."""
         super().__init__()
-        self.elementwise = self.bytes = self.peak = 0
+        self.bytes = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and note what it made; all those of a projection give one tensor."""
         given = {value.untyped_storage()._cdata for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)}
-        result = func(*args, **(kwargs or {}))
-        self.elementwise += result.numel() if func in ELEMENTWISE else 0
+        result = func(*args, **(kwargs or {}))  # all operations of a projection give one tensor
         storage = result.untyped_storage()
         if storage._cdata not in given:
             self._add(storage.nbytes())
@@ -92,9 +91,11 @@ def count(size: Size, form: str) -> dict[str, float]:
         sum(y.sum() for y in project(form, weights)).backward()  # type: ignore[union-attr]
         return time.perf_counter() - start
 
-    with torch.no_grad(), FlopCounterMode(display=False) as flops, Counter() as forward:
+    one_each = dict.fromkeys(ELEMENTWISE, lambda *_, out_shape, **__: math.prod(out_shape))
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=one_each) as flops:
         outputs = project(form, weights)
-    with Counter() as both:
+    elementwise = sum(flops.get_flop_counts()["Global"].get(operation, 0) for operation in ELEMENTWISE)
+    with PeakMemory() as memory:
         train()
     with torch.no_grad():
         pairs = zip(outputs, project("weight", plain), strict=True)
@@ -104,27 +105,51 @@ def count(size: Size, form: str) -> dict[str, float]:
         "gradient storage": sum(w.grad.numel() for w in weights if w.grad is not None),
         "correction matrices": {"weight": correction.numel(), "activation": lam.numel()}.get(form, 0),
         "activations": sum(y.numel() for y in outputs),
-        "peak memory of tensors, bytes": both.peak,
+        "peak memory of tensors, bytes": memory.peak,
         "time, microseconds": 1e6 * min(train() for _ in range(ROUNDS)),
-        "matmul": flops.get_total_flops(),
-        "elementwise": forward.elementwise,
+        "matmul": flops.get_total_flops() - elementwise,
+        "elementwise": elementwise,
         "error": error,
     }
 
 
+Formula = tuple[str, float | None]
+UNKNOWN: Formula = (MISSING, None)
+
+
 def static_tables(kind: str, scale: str) -> Iterator[Table]:
     """The tables of ``memory`` (S-T8), ``flops`` (S-T9), ``cost`` (both) or ``forms`` (S-F1), at the scale's size."""
-    size = SIZES[scale]
+    n, width, d = size = SIZES[scale]
     counted = [count(size, form) for form in FORMS]
     note = (
         f"One head with {NAMED.format(*size)}; float32, forward and backward. Time is the fastest of {ROUNDS} rounds."
     )
     if kind in ("memory", "cost"):
-        yield _memory_table(size, counted, note)
+        weights, outputs = ("3Dd", 3 * width * d), ("3Nd", 3 * n * d)
+        formulas: dict[str, tuple[Formula, Formula]] = {
+            "trainable parameters": (weights, weights), "gradient storage": (weights, weights),
+            "correction matrices": (("-", None), ("one constant", None)), "activations": (outputs, outputs),
+            "peak memory of tensors, bytes": (UNKNOWN, UNKNOWN), "time, microseconds": (UNKNOWN, UNKNOWN),
+        }  # fmt: skip
+        rows = [_row("elements", name, *both, [form[name] for form in counted]) for name, both in formulas.items()]
+        yield Table.of("s-t8", "S-T8: memory of one attention head", rows, (note,))
     if kind in ("flops", "cost"):
-        yield _flops_table(size, counted, note)
+        totals = [form["matmul"] + form["elementwise"] for form in counted]
+        shares = [form["elementwise"] / form["matmul"] for form in counted]
+        each, more = 2 * n * width * d, n * d
+        rows = [
+            _row("FLOPs", "each of Q, K, V", ("2NDd", each), ("2NDd + Nd", each + more), [x // 3 for x in totals]),
+            _row("FLOPs", "total", ("6NDd", 3 * each), ("6NDd + 3Nd", 3 * (each + more)), totals),
+            _row("FLOPs", "more than the original", UNKNOWN, ("1 / (2D)", 1 / (2 * width)), shares, ".3%"),
+        ]
+        counts = (
+            "The paper counts one operation for each entry of the activation form; it takes a multiplication and an "
+            f"addition, so 6Nd = {6 * more} in all, counted here. The weight form adds 3Dd = {3 * width * d}, whatever "
+            "N is."
+        )
+        yield Table.of("s-t9", "S-T9: forward FLOPs of the projections of one head", rows, (note, counts))
     if kind == "forms":
-        rows: list[dict[str, Cell]] = [
+        rows = [
             {
                 "form of the layer with C": (form, {"form": form}),
                 "largest difference to X (W + C), relative": (f"{found['error']:.1e}", {"error": found["error"]}),
@@ -135,51 +160,14 @@ def static_tables(kind: str, scale: str) -> Iterator[Table]:
         yield Table.of("s-f1", "S-F1: the forms of a layer with C are the same", rows, notes)
 
 
-Formula = tuple[str, float | None]
-UNKNOWN: Formula = (MISSING, None)
-
-
-def _line(
-    label: str, plain: Formula, spectral: Formula, found: Sequence[float], digits: str, what: str = "elements"
+def _row(
+    what: str, name: str, plain: Formula, spectral: Formula, found: Sequence[float], digits: str = ".0f"
 ) -> dict[str, Cell]:
     """What is counted in each form beside the paper's formula and number without and with C."""
-    row: dict[str, Cell] = {what: (label, {what: label})}
-    for name, (text, value) in (("original", plain), ("spectral", spectral)):
-        row[f"paper: {name}"] = (text if value is None else f"{text} = {value:{digits}}", {f"paper_{name}": value})
+    row: dict[str, Cell] = {what: (name, {what: name})}
+    for side, (text, value) in (("original", plain), ("spectral", spectral)):
+        row[f"paper: {side}"] = (text if value is None else f"{text} = {value:{digits}}", {f"paper_{side}": value})
     return row | {f"counted: {f}": (f"{value:{digits}}", {f: value}) for f, value in zip(FORMS, found, strict=True)}
-
-
-def _memory_table(size: Size, counted: Sequence[dict[str, float]], note: str) -> Table:
-    n, width, d = size
-    weights, outputs = ("3Dd", 3 * width * d), ("3Nd", 3 * n * d)
-    formulas: dict[str, tuple[Formula, Formula]] = {
-        "trainable parameters": (weights, weights),
-        "gradient storage": (weights, weights),
-        "correction matrices": (("-", None), ("one constant", None)),
-        "activations": (outputs, outputs),
-        "peak memory of tensors, bytes": (UNKNOWN, UNKNOWN),
-        "time, microseconds": (UNKNOWN, UNKNOWN),
-    }
-    rows = [_line(label, *both, [form[label] for form in counted], ".0f") for label, both in formulas.items()]
-    return Table.of("s-t8", "S-T8: memory of one attention head", rows, (note,))
-
-
-def _flops_table(size: Size, counted: Sequence[dict[str, float]], note: str) -> Table:
-    n, d, h = size
-    totals = [form["matmul"] + form["elementwise"] for form in counted]
-    shares = [form["elementwise"] / form["matmul"] for form in counted]
-    rows = [
-        _line("each of Q, K, V", ("2NDd", 2 * n * d * h), ("2NDd + Nd", 2 * n * d * h + n * h),
-              [total // 3 for total in totals], ".0f", "FLOPs"),
-        _line("total", ("6NDd", 6 * n * d * h), ("6NDd + 3Nd", 6 * n * d * h + 3 * n * h), totals, ".0f", "FLOPs"),
-        _line("more than the original", UNKNOWN, ("1 / (2D)", 1 / (2 * d)), shares, ".3%", "FLOPs"),
-    ]  # fmt: skip
-    notes = (
-        note,
-        "The paper counts one operation for each entry of the activation form; it takes a multiplication and an "
-        f"addition, so 6Nd = {6 * n * h} in all, counted here. The weight form adds 3Dd = {3 * d * h}, whatever N is.",
-    )
-    return Table.of("s-t9", "S-T9: forward FLOPs of the projections of one head", rows, notes)
 
 
 WIDTH, HEADS, DEVIATION, TOKENS = 768, 12, 0.02, 16
@@ -191,33 +179,30 @@ def _attention() -> tuple[nn.MultiheadAttention, Tensor]:
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=()):
         attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-    with torch.no_grad():
-        for weight in (attention.in_proj_weight, attention.out_proj.weight):
-            weight.normal_(std=DEVIATION, generator=generator)
+    for weight in (attention.in_proj_weight, attention.out_proj.weight):
+        nn.init.normal_(weight, std=DEVIATION, generator=generator)
     tokens = torch.randn(1, TOKENS, WIDTH, generator=generator)
     return attention, nn.functional.layer_norm(tokens, (WIDTH,))
 
 
-def _conditioned(attention: nn.MultiheadAttention, method: str, **options: Any) -> nn.MultiheadAttention:
-    made = copy.deepcopy(attention)
+def _conditioned(attention: nn.Module, method: str, **options: Any) -> nn.Module:
     with warnings.catch_warnings():  # lambda = 10 saturates the softmax, which is not the question
         warnings.simplefilter("ignore", NumericalWarning)
-        condition_(made, method, **options)
-    return made
+        return condition_(copy.deepcopy(attention), method, **options)
 
 
 @torch.no_grad()
-def _used_weights(attention: nn.MultiheadAttention) -> list[Tensor]:
+def _used_weights(attention: nn.Module) -> list[Tensor]:
     """Every head's Q, K and V, as the forward pass uses them."""
     [site] = find_attention(attention)
     return [site.slots[role].read() for role in "qkv"]
 
 
-def _kappas(attention: nn.MultiheadAttention) -> Tensor:
+def _kappas(attention: nn.Module) -> Tensor:
     return torch.cat([torch.linalg.cond(weight.double()) for weight in _used_weights(attention)])
 
 
-def _run(attention: nn.MultiheadAttention, tokens: Tensor) -> Tensor:
+def _run(attention: nn.Module, tokens: Tensor) -> Tensor:
     output: Tensor = attention(tokens, tokens, tokens, need_weights=False)[0]
     return output
 
@@ -268,8 +253,8 @@ def _memory() -> tuple[bool, str]:
         trained = [p for p in module.parameters() if p.requires_grad]
         counts.append((sum(p.numel() for p in trained), sum(p.grad.numel() for p in trained if p.grad is not None)))
     pairs = zip(_used_weights(attention), _used_weights(conditioned), strict=True)
-    entries = torch.cat([(after - before).flatten() for before, after in pairs]).unique().tolist()
-    constants = sorted({round(x, 4) for x in entries if abs(x) > 1e-4})
+    added = torch.cat([(after - before).flatten() for before, after in pairs])
+    constants = sorted({round(x, 4) for x in added[added.abs() > 1e-4].tolist()})
     evidence = (
         f"condition_ on {ATTENTION}: {counts[0][0]:,} trainable parameters and {counts[0][1]:,} gradients without, "
         f"{counts[1][0]:,} and {counts[1][1]:,} with it; the non-zero entries of C have "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +54,9 @@ class PlannedStudy:
     @property
     def missing(self) -> int:
         """Number of those that are not complete."""
-        return sum(not _is_complete(folder) for folder in (*(job.folder for job in self.jobs), *self.glue_folders))
+        folders = (*(job.folder for job in self.jobs), *self.glue_folders)
+        records = [RunFolder(folder).read_record() for folder in folders]
+        return sum(record is None or record["status"] not in COMPLETE for record in records)
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,6 @@ class Plan:
         return sum(study.missing for study in self.studies)
 
 
-def _is_complete(folder: Path) -> bool:
-    record = RunFolder(folder).read_record()
-    return record is not None and record["status"] in COMPLETE
-
-
 def make_plan(id: str, entry: Entry, scale: str, options: PlanOptions) -> Plan:
     """All comparisons of an id; nothing is run or written.
 
@@ -93,44 +90,40 @@ def make_plan(id: str, entry: Entry, scale: str, options: PlanOptions) -> Plan:
         raise RecipeError(f"--methods: expected some of {', '.join(known)}, found {unknown[0]!r}")
     entry = entry.at(scale)
     wanted = {"default", *(known if options.methods is None else options.methods)}
-    default = MethodSettings.model_validate("default")
-    asked: dict[tuple[str, str], list[MethodSettings]] = {}
+    asked: dict[tuple[str, str], list[str]] = {}
     left_out = []
     for title, source in entry.columns.items():
         if catalogue().studies[source.study].at(scale) is None:
             left_out.append(f"{title}: nothing to run it on at scale {scale}")
             continue
         for row in [row for row in entry.rows_of(title).values() if row.method in wanted]:
-            methods = asked.setdefault((source.study, row.variant), [default])
-            made = MethodSettings.model_validate(row.method)
-            if made not in methods:
-                methods.append(made)
+            asked.setdefault((source.study, row.variant), ["default"]).append(row.method)
     planned: dict[str, PlannedStudy] = {}
     for (study, variant), methods in asked.items():
-        for made_study in _with_what_comes_first(study, variant, methods, scale, options):
-            planned.setdefault(made_study.name, made_study)
+        for made in _with_what_comes_first(study, variant, tuple(dict.fromkeys(methods)), scale, options):
+            planned.setdefault(made.name, made)
     return Plan(f"{id} at scale {scale}: {entry.title}", entry, tuple(planned.values()), tuple(left_out))
 
 
 def _with_what_comes_first(
-    study: str, variant: str, methods: Sequence[MethodSettings], scale: str, options: PlanOptions
+    name: str, variant: str, asked: tuple[str, ...], scale: str, options: PlanOptions
 ) -> Iterator[PlannedStudy]:
-    settings = catalogue().studies[study].at(scale)
-    assert settings is not None, f"the study {study} is not run at scale {scale}"
+    study = catalogue().studies[name]
+    settings = study.at(scale)
+    assert settings is not None, f"the study {name} is not run at scale {scale}"
     if settings.after is not None:
-        own = catalogue().studies[settings.after].methods
-        first = [MethodSettings.model_validate(text) for text in own] or methods
+        first = catalogue().studies[settings.after].methods or asked
         yield from _with_what_comes_first(settings.after, "", first, scale, options)
+    methods = tuple(MethodSettings.model_validate(text) for text in asked)
     changes = [*settings.settings, *(catalogue().variants[variant].settings if variant else ()), *options.overrides]
     recipe, _ = load_recipe(settings.recipe, scale=scale, overrides=changes)
     of_study = recipe.seeds if settings.seeds is None else tuple(range(settings.seeds))
     seeds = of_study if options.seeds is None else options.seeds[: settings.seeds]
-    folder = options.folder / RUNS / study_name(study, variant)
+    folder = options.folder / RUNS / study_name(name, variant)
     check_settings(folder, recipe)
     jobs = tuple(plan_comparison(recipe, methods, seeds, folder, base=options.folder, cpu=options.cpu))
-    tasks = NAMES if catalogue().studies[study].glue else ()
-    tuned = tuple(job.folder / "glue" / task / "seed-0" for job in jobs for task in tasks)
-    yield PlannedStudy(folder.name, settings, recipe, tuple(methods), seeds, jobs, folder, tuned)
+    tuned = tuple(job.folder / "glue" / task / "seed-0" for job in jobs for task in (NAMES if study.glue else ()))
+    yield PlannedStudy(folder.name, settings, recipe, methods, seeds, jobs, folder, tuned)
 
 
 def list_table(scale: str, folder: Path) -> Table:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from wellcond.lab.report.analysis import Analysis, analyse, step_ratios
 from wellcond.lab.report.glue import SHOWN, GlueScores, load_glue
@@ -24,20 +23,22 @@ OWN_METRICS = {
 }
 
 
+TEACHERS = {"runs/": "weight-selection/", "/seed0": ""}
+"""Parts of the path of a teacher, and what stands there in the labels of committed records."""
+
+
 @dataclass(frozen=True)
 class StoredStudy:
     """The runs of one study."""
 
     comparison: Comparison
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    """Parts of a method's text, and what stands there in the labels of these records."""
 
-    @cached_property
+    @functools.cached_property
     def analysis(self) -> Analysis:
         """Its statistics."""
         return analyse(self.comparison)
 
-    @cached_property
+    @functools.cached_property
     def glue(self) -> GlueScores | None:
         """Scores of fine-tuning; None if there are none."""
         try:
@@ -48,26 +49,21 @@ class StoredStudy:
     def label(self, row: Row) -> str:
         """Of a method, in these records."""
         label = row.method
-        for part, other in self.renamed.items():
+        for part, other in {} if label in self.comparison.methods else TEACHERS.items():
             label = label.replace(part, other)
         return label
 
     def values(self, row: Row, metric: str) -> dict[int, float]:
         """A number of the finished runs of a method, by seed; empty if there are none."""
-        comparison, method = self.comparison, self.label(row)
-        if method not in comparison.methods:
-            return {}
+        method = self.label(row)
         if metric.startswith("glue:"):
             return {} if self.glue is None else self.glue.values(method, metric.removeprefix("glue:"))
-        if metric == "":
-            return comparison.results(method)
-        finished = comparison.finished(method)
-        if metric == "step_ratio":
-            found = step_ratios(comparison, method)
-        elif metric == "peak_memory":
+        if metric not in OWN_METRICS:
+            return self.comparison.results(method, metric)
+        found = step_ratios(self.comparison, method)
+        if metric == "peak_memory":
+            finished = self.comparison.finished(method)
             found = {seed: number(run.record.get("peak_memory_bytes")) / 1e6 for seed, run in finished.items()}
-        else:
-            found = {seed: number(run.part("final").get(metric)) for seed, run in finished.items()}
         return {seed: value for seed, value in found.items() if math.isfinite(value)}
 
     def metric(self, name: str) -> Metric:
@@ -81,12 +77,12 @@ class StoredStudy:
         return sum(run.outcome in ("diverged", "failed") for run in self.comparison.of(self.label(row)))
 
 
-def find_study(folder: Path, renamed: Mapping[str, str] | None = None) -> StoredStudy | None:
+@functools.lru_cache(maxsize=64)
+def find_study(folder: Path) -> StoredStudy | None:
     """The study of a folder; None if there are no runs."""
     if not any(any(folder.glob(pattern)) for pattern in ("*/*/run.json", "*/seed*.json")):
         return None
-    found = (StoredStudy(each, renamed or {}) for each in load_comparisons(folder) if each.folder == folder)
-    return next(found, None)
+    return next((StoredStudy(found) for found in load_comparisons(folder) if found.folder == folder), None)
 
 
 @dataclass(frozen=True)
@@ -96,22 +92,16 @@ class Collection:
     folder: Path
     committed: bool = False
     """Whether the folder is laid out like results/, not like what `reproduce` writes."""
-    _kept: dict[Path, StoredStudy | None] = field(default_factory=dict)
 
     def study(self, source: Source, variant: str = "") -> StoredStudy | None:
         """None if there are no runs."""
-        place: str | None = f"{RUNS}/{study_name(source.study, variant)}"
-        renamed: Mapping[str, str] = {}
-        if self.committed:
+        if not self.committed:
+            place = f"{RUNS}/{study_name(source.study, variant)}"
+        else:
             name = source.tiny or source.study
-            study, renamed = catalogue().studies[name], catalogue().studies[name].in_records
-            place = catalogue().variants[variant].records.get(name) if variant else study.records
-        if place is None:
-            return None
-        folder = self.folder / place
-        if folder not in self._kept:
-            self._kept[folder] = find_study(folder, renamed)
-        return self._kept[folder]
+            records = catalogue().variants[variant].records if variant else {name: catalogue().studies[name].records}
+            place = records.get(name, "")
+        return find_study(self.folder / place) if place else None
 
 
 def study_name(study: str, variant: str) -> str:
@@ -129,7 +119,7 @@ def may_be_paired(one: StoredStudy | None, other: StoredStudy | None, variants_u
         return False
     variants = [catalogue().variants[name] for name in variants_used if name]
     meant = {setting.split("=", 1)[0] for variant in variants for setting in variant.settings}
-    first, last = (c.runs[0].record.get("config") or {} for c in (found[0], found[-1]))
+    first, last = (c.runs[0].part("config") for c in (found[0], found[-1]))
     return all(line.split(":", 1)[0] in meant for line in setting_differences(first, last))
 
 
@@ -151,8 +141,8 @@ def differences_from_paper(entry: Entry, records: Collection) -> Iterator[str]:
 
 
 def _facts(study: str, comparison: Comparison) -> Iterator[str]:
-    run, published = comparison.runs[0].record, catalogue().studies[study].paper
-    model, data, progress = run.get("model") or {}, run.get("data") or {}, run.get("progress") or {}
+    model, data, progress = (comparison.runs[0].part(name) for name in ("model", "data", "progress"))
+    published = catalogue().studies[study].paper
     yield f"recipe {comparison.recipe}, scale {comparison.scale}"
     size = f"{model['parameters'] / 1e6:.2f} M parameters" if model.get("parameters") else "parameters not recorded"
     yield size + (f" (at scale paper: {published.parameters:g} M)" if published and published.parameters else "")
@@ -184,8 +174,8 @@ NORMS = {"without_block_norms": "without block norms", "without_attention_norm":
 
 def what_ran(comparison: Comparison) -> str:
     """Model, its size, data and their size, from the records: never the set-up that they stand for."""
-    record = comparison.runs[0].record
-    config, data = record.get("config") or {}, record.get("data") or {}
+    run = comparison.runs[0]
+    config, data, parameters = run.part("config"), run.part("data"), run.part("model").get("parameters")
     model, task = config.get("model") or {}, config.get("task") or {}
     arguments = model.get("arguments") or {}
     name = str(model.get("name") or "")
@@ -193,18 +183,14 @@ def what_ran(comparison: Comparison) -> str:
     if "backbone" in arguments:
         family += f" on {FAMILIES.get('timm:' + str(arguments['backbone']).split('_')[0], arguments['backbone'])}"
         arguments = arguments.get("backbone_arguments") or {}
-    parts = [family, _width(arguments, record)]
-    parts += [NORMS.get(str(model.get("norms")), ""), "QK-norm" if arguments.get("qk_norm") else ""]
-    size = ((data.get("fingerprint") or {}).get("train") or {}).get("size") or data.get("train")
+    size = f"{parameters / 1e6:.2f} M parameters" if parameters else ""
+    if width := next((arguments[key] for key in WIDTHS if key in arguments), None):
+        size = f"width {' and '.join(map(str, width)) if isinstance(width, list) else width}"
+    count = ((data.get("fingerprint") or {}).get("train") or {}).get("size") or data.get("train")
     noun = EXAMPLES.get(str(task.get("name")), "sequences")
     length = f" of {task['length']}" if noun == "sequences" and task.get("length") else ""
-    parts += [DATA.get(str(data.get("name")), str(data.get("name"))), f"{size:,} {noun}{length}" if size else ""]
-    return ", ".join(part for part in parts if part)
-
-
-def _width(arguments: dict[str, Any], record: dict[str, Any]) -> str:
-    width = next((arguments[key] for key in WIDTHS if key in arguments), None)
-    if width is not None:
-        return f"width {' and '.join(map(str, width)) if isinstance(width, list) else width}"
-    parameters = (record.get("model") or {}).get("parameters")
-    return f"{parameters / 1e6:.2f} M parameters" if parameters else ""
+    parts = [
+        family, size, NORMS.get(str(model.get("norms")), ""), "QK-norm" if arguments.get("qk_norm") else "",
+        DATA.get(str(data.get("name")), str(data.get("name"))), f"{count:,} {noun}{length}" if count else "",
+    ]  # fmt: skip
+    return ", ".join(filter(None, parts))
