@@ -113,9 +113,9 @@ class OptionError(WellcondError, ValueError):
     """An option that has no meaning, or an input or output of it that does not fit or cannot be used."""
 
 
-def check_outputs(paths: Sequence[Path], *, force: bool, suffix: str = "") -> None:
+def check_outputs(*paths: Path | None, force: bool, suffix: str = "") -> None:
     """Raise OptionError unless every file may be written."""
-    for path in paths:
+    for path in filter(None, paths):
         if not path.name.endswith(suffix) or path.is_dir():
             raise OptionError(f"expected an output named *{suffix}, and no folder, found {path}")
         if path.exists() and not force:
@@ -178,8 +178,10 @@ def data_overrides(data: str | None, input_column: str | None, label_column: str
     return [f"data={json.dumps(settings | columns)}"]
 
 
-def read_seeds(text: str, *, option: str = "--seeds", first: int = 0) -> tuple[int, ...]:
-    """A number of seeds from the first one on, or a list such as 3,4,7."""
+def read_seeds(text: str | None, *, option: str = "--seeds", first: int = 0) -> tuple[int, ...] | None:
+    """A number of seeds from the first one on, or a list such as 3,4,7; None where none are given."""
+    if text is None:
+        return None
     try:
         seeds = [int(part) for part in text.split(",")]
         if "," not in text:
@@ -222,13 +224,10 @@ def read_jobs(text: str) -> int | None:
     return int(text)
 
 
-def check_experiment(
-    recipe: str, scale: str | None, overrides: Sequence[str], seeds: str | None = None, jobs: str = "auto"
-) -> None:
-    """What can be known of a training command without torch."""
+def read_overrides(recipe: str, scale: str | None, changes: Sequence[str] | None, *own: str | None) -> list[str]:
+    """Overrides of a recipe: for the user's `own` data, then ``--set``; with what can be known of it without torch."""
     from wellcond.lab.load_recipe import read_recipe
 
-    if seeds is not None:
-        read_seeds(seeds)
-    read_jobs(jobs)
+    overrides = [*data_overrides(*own), *(changes or ())]
     read_recipe(recipe, scale=scale, overrides=overrides)
+    return overrides

@@ -43,7 +43,7 @@ def init(
 ) -> None:
     """Initialise the attention of MODEL and write a plain checkpoint."""
     arguments, options = cli.read_model(model, model_arg, weights), parse_values(option or [])
-    cli.check_outputs([output], force=force, suffix=".safetensors")
+    cli.check_outputs(output, force=force, suffix=".safetensors")
     if (input is None) == (method == "calibrated"):
         raise typer.BadParameter("--input is for --method calibrated, which needs it; give both or neither")
     if input is not None:
@@ -80,7 +80,7 @@ def fold(
 ) -> None:
     """Fold the correction of a conditioned checkpoint into its weights, and write a plain checkpoint."""
     arguments = cli.read_model(model, model_arg, weights)
-    cli.check_outputs([output], force=force, suffix=".safetensors")
+    cli.check_outputs(output, force=force, suffix=".safetensors")
     from wellcond.conditioning.apply import fold_
     from wellcond.weights import save_weights
 

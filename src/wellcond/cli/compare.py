@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from importlib import resources
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Option
@@ -20,10 +19,6 @@ from wellcond.errors import check_choice
 from wellcond.files import to_json, write_atomically
 
 if TYPE_CHECKING:
-    from wellcond.lab.cluster import RaySettings
-    from wellcond.lab.methods import MethodSettings
-    from wellcond.lab.recipe import Recipe
-    from wellcond.lab.train.compare import Outcome
     from wellcond.lab.train.run import Job
 
 
@@ -84,22 +79,22 @@ def compare(
 ) -> None:
     """Train every method with every seed under one recipe, and show which is better, by how much, and why."""
     cli.need_train_extra()
-    overrides = [*cli.data_overrides(data, input, label), *(set or [])]
-    tuning = cli.read_seeds(tuning_seeds, option="--tuning-seeds", first=cli.FIRST_TUNING_SEED)
-    fields = cli.read_tuned_fields(tune or [])
-    cli.check_experiment(recipe, scale, overrides, seeds, jobs)
+    overrides = cli.read_overrides(recipe, scale, set, data, input, label)
+    numbers, at_once = cli.read_seeds(seeds), cli.read_jobs(jobs)
+    tuning = cli.read_seeds(tuning_seeds, option="--tuning-seeds", first=cli.FIRST_TUNING_SEED) or ()
+    grid = cli.read_tuned_fields(tune or [])
     check_choice("engine", engine, ("local", "ray"))
     if print_jobs and (tune or engine == "ray"):
         raise cli.OptionError(
             "--print-jobs knows no runs of --tune and takes no engine; leave out --tune, --engine ray"
         )
+    from wellcond.cli.comparison import Comparison
+    from wellcond.cli.runs import fit_to_data
     from wellcond.lab.cluster import RaySettings
     from wellcond.lab.load_recipe import load_recipe
     from wellcond.lab.methods import parse_methods
 
     if data is not None:
-        from wellcond.cli.runs import fit_to_data
-
         overrides += fit_to_data(recipe, scale=scale, overrides=overrides, quiet=quiet or json)
     ray = None
     if engine == "ray":
@@ -112,107 +107,38 @@ def compare(
     comparison = Comparison(
         loaded,
         methods=loaded.methods if methods is None else parse_methods(methods),
-        seeds=loaded.seeds if seeds is None else cli.read_seeds(seeds),
+        seeds=numbers or loaded.seeds,
         folder=folder or Path("runs") / f"{loaded.name}-{loaded.scale}{'-tuned' * bool(tune)}",
         options={"base": base, "cpu": cpu, "local_code": trust_local_code},
-        jobs=jobs, ray=ray, as_json=json, silent=quiet or json, report=report,
+        at_once=at_once, ray=ray, as_json=json, silent=quiet or json, report=report,
     )  # fmt: skip
     if print_jobs:
-        lines = [job_command(job, recipe, scale=scale, overrides=overrides) for job in comparison.plan()]
+        planned = comparison.plan(comparison.methods)
+        lines = [job_command(job, recipe, scale=scale, overrides=overrides) for job in planned]
         comparison.describe()
         print(to_json({"jobs": lines}, indent=1) if json else "\n".join(lines))
         if not comparison.silent:  # standard output can be a file of commands
             done = f"wellcond report {shlex.quote(str(comparison.folder))}"
             print(f"{len(lines)} runs; when they are done: {done}", file=sys.stderr)
         return
-    if not tune:
-        raise typer.Exit(comparison.run_all())
-    from wellcond.cli.tuned import tune_and_compare
-
-    raise typer.Exit(tune_and_compare(comparison, fields, tuning, tune_growth))
+    raise typer.Exit(comparison.tune_and_compare(grid, tuning, tune_growth) if grid else comparison.compare())
 
 
 @cli.app.command("demo", rich_help_panel=cli.EXPERIMENTS)
 def demo(folder: cli.Folder = None, seeds: cli.Seeds = None, jobs: cli.Jobs = "auto", quiet: cli.Quiet = False) -> None:
     """Compare initialisations of a small ViT on scikit-learn's digits, each at its tuned learning rate; minutes."""
     cli.need_train_extra()
-    place = folder or Path("runs/demo")
-    cli.check_experiment("digits", None, (), seeds, jobs)
+    numbers, at_once = cli.read_seeds(seeds), cli.read_jobs(jobs)
+    from wellcond.cli.comparison import Comparison
     from wellcond.lab.load_recipe import load_recipe
 
     recipe, _ = load_recipe("digits")
-    numbers = recipe.seeds if seeds is None else cli.read_seeds(seeds)
-    comparison = Comparison(recipe, recipe.methods, numbers, place, jobs=jobs, silent=quiet)
+    place = folder or Path("runs/demo")
+    comparison = Comparison(recipe, recipe.methods, numbers or recipe.seeds, place, at_once=at_once, silent=quiet)
     comparison.describe()
     found = resources.files("wellcond.lab") / "recipes" / "tiny" / "digits.tuning.json"  # of the rates of its methods
     write_atomically(place / "tuning.json", found.read_text(encoding="utf-8"))
-    raise typer.Exit(comparison.run_all())
-
-
-@dataclass
-class Comparison:
-    """Methods and seeds under one recipe, where they are run, and what is printed."""
-
-    recipe: Recipe
-    methods: tuple[MethodSettings, ...]
-    seeds: tuple[int, ...]
-    folder: Path
-    options: dict[str, Any] = field(default_factory=dict)
-    """Of every run."""
-    jobs: str = "auto"
-    ray: RaySettings | None = None
-    as_json: bool = False
-    silent: bool = False
-    """Whether nothing is printed for people while it runs."""
-    report: bool = True
-
-    def plan(self, methods: Sequence[MethodSettings] | None = None) -> list[Job]:
-        """Every run; raises RecipeError."""
-        from wellcond.lab.train.compare import plan_comparison
-
-        return plan_comparison(self.recipe, methods or self.methods, self.seeds, self.folder, **self.options)
-
-    def describe(self) -> None:
-        """Write comparison.json; raises RunError if the folder holds another comparison."""
-        from wellcond.lab.train.compare import write_comparison
-
-        if cli.is_first_process():
-            write_comparison(self.folder, self.recipe, self.methods, self.seeds)
-
-    def run(self, jobs: list[Job]) -> Outcome:
-        """Run jobs here or on Ray."""
-        from wellcond.cli.runs import choose_workers, run_jobs
-
-        on_ray = self.ray is not None and self.jobs == "auto"
-        workers = len(jobs) if on_ray else choose_workers(self.jobs, self.recipe, cpu=self.options.get("cpu", False))
-        return run_jobs(jobs, workers, quiet=self.silent, ray=self.ray)
-
-    def run_all(self) -> int:
-        """Every run and the report; returns the exit code."""
-        from wellcond.cli.console import make_console
-        from wellcond.cli.report import foresee_power
-        from wellcond.cli.runs import leaving_together, removing_untrained
-
-        planned = self.plan()
-        with leaving_together(), removing_untrained(self.folder):
-            self.describe()
-            if cli.is_first_process() and not self.silent:
-                told = f"{self.recipe.title or self.recipe.name} ({self.recipe.scale}): {len(self.methods)} methods x "
-                told += f"{len(self.seeds)} seeds; runs with the same seed share data order and all other weights"
-                for line in (f"{told}. Folder: {self.folder}", *foresee_power(self.folder, len(self.seeds))):
-                    make_console().print(line, markup=False, soft_wrap=True)
-            outcome = self.run(planned)
-        return self.end(outcome, len(planned))
-
-    def end(self, outcome: Outcome, num_jobs: int, more: Mapping[str, Any] | None = None) -> int:
-        """Say what became of the runs; build and print the report, if it is wanted; returns the exit code."""
-        from wellcond.cli.report import print_report
-        from wellcond.cli.runs import print_json, tell_end
-
-        code = print_json(outcome, more) if self.as_json else tell_end(outcome, num_jobs)
-        if self.report and cli.is_first_process() and any(record["final"] for record in outcome.records):
-            print_report(self.folder, quiet=self.silent)
-        return code
+    raise typer.Exit(comparison.compare())
 
 
 def job_command(job: Job, recipe_name: str, *, scale: str | None, overrides: Sequence[str]) -> str:

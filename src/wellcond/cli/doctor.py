@@ -34,7 +34,7 @@ def doctor(
 ) -> None:
     """Say what is wrong with the attention of MODEL, and which line of code mends it; seconds."""
     cli.check_input(input)
-    cli.check_outputs([path for path in (output, html) if path is not None], force=force)
+    cli.check_outputs(output, html, force=force)
     arguments = cli.read_model(model, model_arg, weights)
     from rich.console import Console
 

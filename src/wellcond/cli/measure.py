@@ -47,7 +47,7 @@ def measure(
     check_choice("convention", convention, CONVENTIONS)
     numbers = {"layers": read_numbers(layers, "--layers"), "heads": read_numbers(heads, "--heads")}
     cli.check_input(input)
-    cli.check_outputs([path for path in (output, html) if path is not None], force=force)
+    cli.check_outputs(output, html, force=force)
     arguments = cli.read_model(model, model_arg, weights)
     from rich.console import Console
     from rich.progress import track

@@ -46,19 +46,6 @@ def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False) ->
             out.print(f"        {page.with_suffix('.md')}", markup=False, soft_wrap=True)
 
 
-def foresee_power(folder: Path, seeds: int) -> list[str]:
-    """Which difference as many seeds can show, as far as earlier runs in a folder tell; nothing otherwise."""
-    from wellcond.lab.report.analysis import analyse, describe_power
-    from wellcond.lab.report.load_runs import load_comparisons
-    from wellcond.lab.report.records import RunRecordError
-
-    try:
-        found = [analyse(comparison) for comparison in load_comparisons(folder)]
-    except RunRecordError:  # no runs yet; what is wrong with one is said when it is its turn
-        return []
-    return [line for a in found for line in describe_power(a.comparison.result, a.differences.values(), seeds)]
-
-
 @cli.app.command("claims", rich_help_panel=cli.PAPERS)
 def claims(results: Annotated[Path, Argument(help="Folder of committed records, such as results.")]) -> None:
     """Judge each claim of the papers by committed records: better, worse, equal within a margin, or undecided.

@@ -15,6 +15,7 @@ from wellcond.files import to_json
 if TYPE_CHECKING:
     from wellcond.lab.report.table import Table
     from wellcond.lab.reproduce.plan import PlannedStudy
+    from wellcond.lab.train.compare import Outcome
 
 
 @cli.app.command("reproduce", rich_help_panel=cli.PAPERS)
@@ -45,11 +46,10 @@ def reproduce(
     known, entry = find_entry(id) if id is not None else ("", None)
     if records is not None:
         cli.check_is_folder(records)
-    numbers = None if seeds is None else cli.read_seeds(seeds)
-    cli.read_jobs(jobs)
+    numbers, at_once = cli.read_seeds(seeds), cli.read_jobs(jobs)
     import torch
 
-    from wellcond.cli.runs import leaving_together
+    from wellcond.cli.runs import exit_code, training_in
     from wellcond.lab.methods import split_methods
     from wellcond.lab.reproduce.beside_paper import outcome_tables, write_outcome
     from wellcond.lab.reproduce.plan import PlanOptions, list_table, make_plan, plan_table
@@ -75,40 +75,40 @@ def reproduce(
             f"{known} at scale {scale} expects a GPU, and there is none here.\n"
             "  --scale tiny takes minutes; --cpu runs it here all the same; --dry-run shows the plan."
         )
-    code = 0
-    with leaving_together():
+    outcomes: list[Outcome] = []
+    with training_in(home):
         for study in plan.studies:
-            if code != 130 and study.missing:
-                code = max(code, _run_study(study, jobs, cpu=cpu, silent=quiet or json))
+            if study.missing and not any(outcome.interrupted for outcome in outcomes):
+                outcomes += _run_study(study, at_once, cpu=cpu, silent=quiet or json)
     if cli.is_first_process():
         collection = None if entry.kind == "static" else Collection(home)
         tables = write_outcome(known, plan.entry, scale, collection, home / known)
         _show(tables, as_json=json, quiet=quiet, end=f"written: {home / known / f'{known}.md'}")
-    raise typer.Exit(code)
+    raise typer.Exit(max(map(exit_code, outcomes), default=0))
 
 
-def _run_study(study: PlannedStudy, jobs: str, *, cpu: bool, silent: bool) -> int:
-    """Run what is missing of a study, fine-tuning included; returns the exit code."""
+def _run_study(study: PlannedStudy, at_once: int | None, *, cpu: bool, silent: bool) -> list[Outcome]:
+    """Run what is missing of a study, then of its fine-tuning."""
     from wellcond.cli import runs
     from wellcond.cli.console import make_console
     from wellcond.lab.report.glue import rebuild_glue
     from wellcond.lab.train.compare import write_comparison
-    from wellcond.lab.train.glue import plan_glue, run_glue
+    from wellcond.lab.train.glue import plan_glue
 
     first = cli.is_first_process()
     if first:
         write_comparison(study.folder, study.recipe, study.methods, study.seeds)
         if not silent:
             make_console().print(f"{study.name}: {study.missing} of {study.runs} runs to do", markup=False)
-    workers = runs.choose_workers(jobs, study.recipe, cpu=cpu)
-    outcomes = [(runs.run_jobs(study.jobs, workers, quiet=silent), len(study.jobs))]
-    if study.glue_folders and not outcomes[0][0].interrupted:
-        plan, count = plan_glue(study.folder, base=study.jobs[0].base, cpu=cpu), len(study.glue_folders)
-        tuned = runs.watch(count, lambda o: run_glue(plan, num_workers=workers, observer=o), quiet=silent)
-        outcomes.append((tuned, count))
-        if first and tuned.records:
+    outcomes = [runs.run_jobs(study.jobs, at_once, quiet=silent)]
+    if study.glue_folders and not outcomes[0].interrupted:
+        plan = plan_glue(study.folder, base=study.jobs[0].base, cpu=cpu)
+        outcomes.append(runs.run_jobs(plan, at_once, quiet=silent, glue=True))
+        if first and outcomes[1].records:
             rebuild_glue(study.folder)
-    return max(runs.exit_code(outcome) if silent else runs.tell_end(outcome, count) for outcome, count in outcomes)
+    for outcome, count in zip([] if silent else outcomes, (len(study.jobs), len(study.glue_folders)), strict=False):
+        runs.tell_end(outcome, count)
+    return outcomes
 
 
 def _show(tables: list[Table], *, as_json: bool = False, quiet: bool = False, end: str = "") -> None:

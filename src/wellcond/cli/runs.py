@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +17,23 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as TimeLeft
 
-from wellcond.cli.app import is_first_process, read_jobs
+from wellcond.cli.app import is_first_process
 from wellcond.cli.console import make_console
 from wellcond.errors import WellcondError
 from wellcond.files import to_json
 from wellcond.lab.cluster import RaySettings
 from wellcond.lab.load_recipe import load_recipe
-from wellcond.lab.recipe import Recipe
 from wellcond.lab.tasks.base import TaskContext
-from wellcond.lab.train.compare import JobObserver, Outcome, run_comparison
+from wellcond.lab.train.compare import Outcome, run_comparison
 from wellcond.lab.train.engine import Event
+from wellcond.lab.train.glue import run_glue
 from wellcond.lab.train.prepare import load_cached_data, prepare_task
 from wellcond.lab.train.run import Job, num_cores
 from wellcond.lab.train.run_folder import FolderInUse, RunFolder
+from wellcond.run_records import COMPLETE
 
 UNTRAINED = ("lock", "run.json", "comparison.json", "tuning.json")
 """Files of runs in which nothing was trained."""
-
-
-# Before the runs
 
 
 def fit_to_data(name: str, *, scale: str | None, overrides: Sequence[str], quiet: bool) -> list[str]:
@@ -62,30 +61,18 @@ def fit_to_data(name: str, *, scale: str | None, overrides: Sequence[str], quiet
     return changes
 
 
-def choose_workers(asked: str, recipe: Recipe, *, cpu: bool) -> int:
+def choose_workers(asked: int | None, job: Job) -> int:
     """Runs at once: as many as there are cores, if each keeps to one thread and there is no GPU to share."""
-    number = read_jobs(asked)
-    if number is not None:
-        return number
-    if "WORLD_SIZE" in os.environ or (torch.cuda.is_available() and not cpu) or recipe.training.threads != 1:
-        return 1
-    return num_cores()
+    if asked is not None:
+        return asked
+    on_gpu = torch.cuda.is_available() and not job.cpu
+    return 1 if "WORLD_SIZE" in os.environ or on_gpu or job.recipe.training.threads != 1 else num_cores()
 
 
-# While they run
-
-
-def run_jobs(jobs: Sequence[Job], num_workers: int, *, quiet: bool, ray: RaySettings | None = None) -> Outcome:
-    """`run_comparison`, shown as it goes."""
-
-    def run(observer: JobObserver) -> Outcome:
-        return run_comparison(jobs, num_workers=num_workers, observer=observer, ray=ray)
-
-    return watch(len(jobs), run, quiet=quiet)
-
-
-def watch(num_jobs: int, run: Callable[[JobObserver], Outcome], *, quiet: bool) -> Outcome:
-    """Run something that reports on its jobs, and show how they go: bars on a terminal, one line per run elsewhere.
+def run_jobs(
+    jobs: Sequence[Job], asked: int | None, *, quiet: bool, ray: RaySettings | None = None, glue: bool = False
+) -> Outcome:
+    """Run jobs, `asked` at once, and show how they go: bars on a terminal, one line per run elsewhere.
 
     Both are on standard error, so that standard output stays for results.
     """
@@ -93,9 +80,8 @@ def watch(num_jobs: int, run: Callable[[JobObserver], Outcome], *, quiet: bool) 
     texts = TextColumn("{task.description}"), TextColumn("{task.fields[said]}")
     columns = texts[0], BarColumn(bar_width=24), MofNCompleteColumn(), texts[1], TimeElapsedColumn(), TimeLeft()
     bars = Progress(*columns, console=console, refresh_per_second=4)
-    whole = bars.add_task("[bold]all runs", total=num_jobs, said="")
+    whole = bars.add_task("[bold]all runs", total=len(jobs), said="")
     tasks: dict[str, TaskID] = {}
-    waiting: set[str] = set()
 
     def observe(job: Job, event: Event) -> None:
         kind, key, title = event["event"], str(job.folder), escape(job.title)
@@ -103,17 +89,14 @@ def watch(num_jobs: int, run: Callable[[JobObserver], Outcome], *, quiet: bool) 
             bars.advance(whole)
             if key in tasks:
                 bars.remove_task(tasks.pop(key))
-            place = f"{escape(f'[{bars.tasks[0].completed:.0f}/{num_jobs}]')} {title}"
+            place = f"{escape(f'[{bars.tasks[0].completed:.0f}/{len(jobs)}]')} {title}"
             if kind == "end":
                 tell(f"{place}: {_describe_end(event['record'])}")
-            elif num_jobs > 1:  # the failure of a single run ends the command
+            elif len(jobs) > 1:  # the failure of a single run ends the command
                 tell(f"{place}: [red]failed[/]: {escape(event['problem'].splitlines()[0])}")
             return
         if kind == "lost":
             tell(f"{title}: [yellow]starting again[/], {escape(event['problem'])}")
-        elif kind == "waiting" and key not in waiting:
-            waiting.add(key)
-            tell(f"{title}: waiting, another process is running it")
         if key not in tasks:
             tasks[key] = bars.add_task(title, total=None, said="")
         loss = event.get("loss")
@@ -124,8 +107,10 @@ def watch(num_jobs: int, run: Callable[[JobObserver], Outcome], *, quiet: bool) 
     def tell(line: str) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
+    run = run_glue if glue else functools.partial(run_comparison, ray=ray)
+    workers = len(jobs) if ray is not None and asked is None else choose_workers(asked, jobs[0])
     with bars if console.is_terminal else contextlib.nullcontext():
-        return run(observe)
+        return run(jobs, num_workers=workers, observer=observe)
 
 
 def _describe_end(record: dict[str, Any]) -> str:
@@ -146,9 +131,35 @@ def _metric(row: dict[str, Any]) -> str:
     return f"{names[0]} {row[names[0]]:.4g}" if names else f"loss {row['loss']:.4g}"
 
 
+def exit_code(outcome: Outcome) -> int:
+    """130 if the user stopped it, which the first process alone says; 1 if a run failed, else 0."""
+    return 130 if outcome.interrupted and is_first_process() else int(bool(outcome.failures))
+
+
+def tell_end(outcome: Outcome, num_jobs: int, *, as_json: bool = False, **more: Any) -> int:
+    """Say what failed and what is left, or print every run, and `more`, as JSON; returns the exit code."""
+    out = make_console()
+    if as_json and is_first_process():
+        shown = ("method", "seed", "status", "reason", "final", "best", "test", "seconds", "config_hash")
+        rows = [{name: record[name] for name in shown if name in record} for record in outcome.records]
+        rows += [
+            {"method": job.method.label, "seed": job.seed, "status": "failed", "reason": problem}
+            for job, problem in outcome.failures
+        ]
+        print(to_json({"runs": rows, "interrupted": outcome.interrupted, **more}, indent=1))
+    elif is_first_process():
+        for _, problem in outcome.failures:
+            out.print(f"[red]failed:[/] {escape(problem)}", soft_wrap=True)
+        if outcome.interrupted:
+            left = num_jobs - sum(record["status"] in COMPLETE for record in outcome.records)
+            out.print(f"[yellow]stopped[/] with {left} of {num_jobs} runs to go; the same command resumes from here")
+    return exit_code(outcome)
+
+
 @contextlib.contextmanager
-def leaving_together() -> Iterator[None]:
-    """End the group of processes afterwards, if there is one."""
+def training_in(folder: Path) -> Iterator[None]:
+    """Around runs: a group of processes ends together; an error before anything was trained leaves no new folder."""
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
 
     def in_a_group() -> bool:
         return torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -157,53 +168,6 @@ def leaving_together() -> Iterator[None]:
         yield
         if in_a_group():
             torch.distributed.barrier()  # nobody leaves while another process still waits for an answer
-    finally:
-        if in_a_group():
-            torch.distributed.destroy_process_group()
-            # Models may still hold the group. One of gloo's threads that lets go of its last tensor while the
-            # interpreter ends would abort the process, after all work is done: give them the moment that takes.
-            time.sleep(0.2)
-
-
-# When they have ended
-
-
-def exit_code(outcome: Outcome) -> int:
-    """130 if the user stopped it, which the first process alone says; 1 if a run failed, else 0."""
-    return 130 if outcome.interrupted and is_first_process() else int(bool(outcome.failures))
-
-
-def tell_end(outcome: Outcome, num_jobs: int) -> int:
-    """Say what failed and what is left; returns the exit code."""
-    if is_first_process():
-        out = make_console()
-        for _, problem in outcome.failures:
-            out.print(f"[red]failed:[/] {escape(problem)}", soft_wrap=True)
-        if outcome.interrupted:
-            left = num_jobs - sum(record["status"] in ("finished", "diverged") for record in outcome.records)
-            out.print(f"[yellow]stopped[/] with {left} of {num_jobs} runs to go; the same command resumes from here")
-    return exit_code(outcome)
-
-
-def print_json(outcome: Outcome, more: Mapping[str, Any] | None = None) -> int:
-    """Print what became of every run, and `more`; returns the exit code."""
-    if is_first_process():
-        shown = ("method", "seed", "status", "reason", "final", "best", "test", "seconds", "config_hash")
-        rows = [{name: record[name] for name in shown if name in record} for record in outcome.records]
-        rows += [
-            {"method": job.method.label, "seed": job.seed, "status": "failed", "reason": problem}
-            for job, problem in outcome.failures
-        ]
-        print(to_json({"runs": rows, "interrupted": outcome.interrupted, **(more or {})}, indent=1))
-    return exit_code(outcome)
-
-
-@contextlib.contextmanager
-def removing_untrained(folder: Path) -> Iterator[None]:
-    """Where an error ends the block before anything was trained, remove the folders that it made."""
-    missing = [place for place in (folder, *folder.parents) if not place.exists()]
-    try:
-        yield
     except WellcondError:
         if missing and is_first_process():
             with contextlib.suppress(FolderInUse, OSError), contextlib.ExitStack() as locks:
@@ -213,3 +177,9 @@ def removing_untrained(folder: Path) -> Iterator[None]:
                 if all(path.name in UNTRAINED or not path.stat().st_size for path in files):
                     shutil.rmtree(missing[-1])
         raise
+    finally:
+        if in_a_group():
+            torch.distributed.destroy_process_group()
+            # Models may still hold the group. One of gloo's threads that lets go of its last tensor while the
+            # interpreter ends would abort the process, after all work is done: give them the moment that takes.
+            time.sleep(0.2)

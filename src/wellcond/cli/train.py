@@ -32,8 +32,7 @@ def train(
 ) -> None:
     """Train one model with one method and one seed; the same command resumes an interrupted run."""
     cli.need_train_extra()
-    overrides = [*cli.data_overrides(data, input, label), *(set or [])]
-    cli.check_experiment(recipe, scale, overrides)
+    overrides = cli.read_overrides(recipe, scale, set, data, input, label)
     from wellcond.cli import runs
     from wellcond.lab.load_recipe import load_recipe
     from wellcond.lab.methods import parse_methods
@@ -48,11 +47,11 @@ def train(
     chosen = loaded.at_tuned(asked[0])
     place = folder or Path("runs") / f"{loaded.name}-{loaded.scale}" / chosen.slug / f"seed{seed}"
     job = Job(loaded, chosen, seed, place, base=base, cpu=cpu, local_code=trust_local_code)
-    with runs.leaving_together(), runs.removing_untrained(place):
+    with runs.training_in(place):
         outcome = runs.run_jobs([job], 1, quiet=quiet or json)
     if outcome.failures and not json:
         raise WellcondError(outcome.failures[0][1])
-    code = runs.print_json(outcome) if json else runs.tell_end(outcome, 1)
+    code = runs.tell_end(outcome, 1, as_json=json)
     # A comparison that continues with other runs has the exit code 1, whatever error a run ends with.
     raise typer.Exit(2 if outcome.failures else code)
 
@@ -82,18 +81,15 @@ def glue(
     chosen = list(TITLES) if tasks is None else [name.strip() for name in tasks.split(",")]
     for name in chosen:
         check_choice("GLUE task", name, list(TITLES))
-    cli.read_jobs(jobs)
+    at_once = cli.read_jobs(jobs)
     from wellcond.cli import runs
     from wellcond.cli.console import print_tables
     from wellcond.lab.report.glue import load_glue, rebuild_glue, scores_table
-    from wellcond.lab.train.glue import plan_glue, run_glue
+    from wellcond.lab.train.glue import plan_glue
 
     plan = plan_glue(run, tasks=chosen, limit=limit, cpu=cpu)
-    workers = runs.choose_workers(jobs, plan[0].recipe, cpu=cpu)
-    with runs.leaving_together():
-        outcome = runs.watch(
-            len(plan), lambda observe: run_glue(plan, num_workers=workers, observer=observe), quiet=quiet
-        )
+    with runs.training_in(run):
+        outcome = runs.run_jobs(plan, at_once, quiet=quiet, glue=True)
     if cli.is_first_process() and outcome.records:
         page = rebuild_glue(run)
         if not quiet:
@@ -105,18 +101,18 @@ def glue(
 def recipes(json: cli.Json = False) -> None:
     """List the recipes that ship with wellcond."""
     cli.need_train_extra()
-    from wellcond.cli.console import make_console, print_table
+    from wellcond.cli.console import print_tables
     from wellcond.lab.load_recipe import parse_recipe, shipped_recipes
-    from wellcond.lab.report.table import Table
+    from wellcond.lab.report.table import Cell, Table
 
     listed = [parse_recipe(shipped.text, f"{shipped.scale}/{shipped.name}") for shipped in shipped_recipes()]
     if json:
         print(to_json([recipe.model_dump(mode="json") for recipe in listed], indent=1))
         return
-    rows = []
+    rows: list[dict[str, Cell]] = []
     for recipe in listed:
         length, hours = recipe.training.length, recipe.training.hours
         amount = f"{length.epochs:g} epochs" if length.epochs else f"{length.steps} steps"
-        rows.append((recipe.name, recipe.scale, amount if hours is None else f"{hours:g} hours", recipe.title))
-    header = ("recipe", "scale", "length", "what")
-    print_table(make_console(), "Recipes", Table("recipes", "", header, tuple(rows), (), frozenset(range(4))))
+        shown = amount if hours is None else f"{hours:g} hours"
+        rows.append({"recipe": recipe.name, "scale": recipe.scale, "length": shown, "what": recipe.title})
+    print_tables([Table.of("recipes", "Recipes", rows, words=range(4))])
