@@ -24,19 +24,11 @@ def init(
     output: cli.Output,
     method: Annotated[
         str,
-        Option(
-            metavar="NAME",
-            help="conditioned, calibrated, orthogonal, gaussian, mimetic, nanochat, small, t_fixup or default.",
-        ),
+        Option(metavar="NAME", help="Or calibrated, gaussian, mimetic, nanochat, orthogonal, small, t_fixup, default."),
     ] = "conditioned",
     weights: cli.Weights = None,
-    option: Annotated[
-        list[str] | None, Option("--option", metavar="KEY=VALUE", help="Option of the method; repeatable.")
-    ] = None,
-    input: Annotated[
-        str | None,
-        Option(metavar="INPUT", help="Data for calibrated: digits, random, a FOLDER of images, or FILE.npy."),
-    ] = None,
+    option: Annotated[list[str] | None, Option(metavar="KEY=VALUE", help="Of the method; repeatable.")] = None,
+    input: Annotated[str | None, Option(metavar="INPUT", help=f"For calibrated: {cli.INPUT_HELP}")] = None,
     model_arg: cli.ModelArguments = None,
     seed: cli.Seed = 0,
     force: cli.Force = False,
@@ -53,12 +45,9 @@ def init(
     from wellcond.attention.find import find_attention
     from wellcond.cli.inputs import make_batch
     from wellcond.init.apply import init_
-    from wellcond.weights import load_weights, save_weights
+    from wellcond.weights import save_weights
 
-    torch.manual_seed(seed)
-    built = build_model(model, arguments)
-    if weights is not None:
-        load_weights(built, weights)
+    built = build_loaded(model, arguments, weights, seed)
     batch = {} if input is None else {"batch": make_batch(built, input, samples=CALIBRATION_SAMPLES, seed=seed)[0]}
     try:
         init_(built, method, generator=torch.Generator().manual_seed(seed), **options, **batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import sys
@@ -21,29 +22,25 @@ from wellcond.files import to_json, write_atomically
 if TYPE_CHECKING:
     from wellcond.lab.train.run import Job
 
+tuning_option = functools.partial(Option, rich_help_panel="Tuning")
+ray_option = functools.partial(Option, rich_help_panel="On a Ray cluster")
+
 
 @cli.app.command("compare", rich_help_panel=cli.EXPERIMENTS)
 def compare(
     recipe: Annotated[str, Option(metavar="NAME|FILE", help="A recipe of `wellcond recipes`, or FILE.yaml.")],
-    methods: Annotated[
-        str | None, Option(metavar="LIST", help="Such as default,gaussian,conditioned+balanced.")
-    ] = None,
+    methods: Annotated[str | None, Option(metavar="LIST", help="As default,gaussian,conditioned+balanced.")] = None,
     seeds: cli.Seeds = None,
     tune: Annotated[
         list[str] | None,
-        Option(
+        tuning_option(
             metavar="FIELD=VALUES",
-            rich_help_panel=cli.SEARCH,
             help="Such as optimizer.lr=1e-3,3e-3,1e-2 or identity.lam=1,3,10: each method is first tuned on other "
             "seeds, then all are compared on fresh ones. Several fields search all combinations.",
         ),
     ] = None,
-    tuning_seeds: Annotated[
-        str, Option(metavar="SEEDS", rich_help_panel=cli.SEARCH, help="How many, from 1000 on, or a list.")
-    ] = "2",
-    tune_growth: Annotated[
-        int, Option(metavar="N", min=0, max=20, rich_help_panel=cli.SEARCH, help="Most steps of a grid beyond an edge.")
-    ] = 3,
+    tuning_seeds: Annotated[str, tuning_option(metavar="SEEDS", help="How many, from 1000 on, or a list.")] = "2",
+    tune_growth: Annotated[int, tuning_option(metavar="N", min=0, max=20, help="Most steps beyond a grid's edge.")] = 3,
     scale: cli.ScaleOption = None,
     set: cli.Overrides = None,
     data: cli.Data = None,
@@ -51,31 +48,16 @@ def compare(
     label: cli.LabelColumn = None,
     folder: cli.Folder = None,
     jobs: cli.Jobs = "auto",
-    engine: Annotated[str, Option(metavar="NAME", rich_help_panel=cli.CLUSTER, help="local, or ray.")] = "local",
-    ray_address: Annotated[
-        str | None,
-        Option(
-            metavar="ADDRESS",
-            rich_help_panel=cli.CLUSTER,
-            help="auto or HOST:6379; by default a new cluster on this machine.",
-        ),
-    ] = None,
-    cpus_per_run: Annotated[
-        float | None, Option(metavar="N", rich_help_panel=cli.CLUSTER, help="By default the threads of the recipe.")
-    ] = None,
-    gpus_per_run: Annotated[
-        float | None, Option(metavar="N", rich_help_panel=cli.CLUSTER, help="By default 1 where the cluster has GPUs.")
-    ] = None,
+    engine: Annotated[str, ray_option(metavar="NAME", help="local, or ray.")] = "local",
+    ray_address: Annotated[str | None, ray_option(metavar="ADDRESS", help="auto or HOST:6379; else a new one.")] = None,
+    cpus_per_run: Annotated[float | None, ray_option(metavar="N", help="By default the recipe's threads.")] = None,
+    gpus_per_run: Annotated[float | None, ray_option(metavar="N", help="By default 1, if there are GPUs.")] = None,
     cpu: cli.Cpu = False,
     trust_local_code: cli.Trust = False,
     json: cli.Json = False,
     quiet: cli.Quiet = False,
-    report: Annotated[
-        bool, Option("--report/--no-report", rich_help_panel=cli.OUTPUT, help="Build the report at the end.")
-    ] = True,
-    print_jobs: Annotated[
-        bool, Option("--print-jobs", rich_help_panel=cli.OUTPUT, help="Run nothing; print one command per run.")
-    ] = False,
+    report: Annotated[bool, cli.output_option("--report/--no-report", help="Build the report at the end.")] = True,
+    print_jobs: Annotated[bool, cli.output_option("--print-jobs", help="Run nothing; print a line per run.")] = False,
 ) -> None:
     """Train every method with every seed under one recipe, and show which is better, by how much, and why."""
     cli.need_train_extra()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -36,8 +37,9 @@ def print_report(folder: Path, *, pictures: bool = True, quiet: bool = False) ->
         page = write_report(content)
         if quiet:
             continue
-        for table in [table for table in reversed(content.tables) if table.name in ("tuning", "summary")]:
-            print_table(out, comparison.title if table.name == "summary" else "Tuning", table)
+        titles = {"tuning": "Tuning", "summary": comparison.title}
+        for table in [table for table in reversed(content.tables) if table.name in titles]:
+            print_table(out, replace(table, title=titles[table.name]))
         out.print(escape(bottom_line(content.analysis)), style="bold", soft_wrap=True)
         for finding in find_findings(content.analysis):
             out.print(f"- {escape(finding)}", soft_wrap=True)

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 def reproduce(
     id: Annotated[str | None, Argument(metavar="[ID]", help="Table, figure or ablation: C-T1, S-F2, A-scale.")] = None,
     list_all: Annotated[bool, Option("--list", help="List every id, and the runs that are there.")] = False,
-    scale: Annotated[
-        str, Option(metavar="NAME", help="tiny (CPU, minutes), small (one GPU, hours) or paper.")
-    ] = "tiny",
+    scale: Annotated[str, Option(metavar="NAME", help="tiny (CPU, minutes), small (GPU, hours) or paper.")] = "tiny",
     dry_run: Annotated[bool, Option("--dry-run", help="Print the plan; run nothing.")] = False,
     records: Annotated[Path | None, Option(help="Print from committed records, such as results; run nothing.")] = None,
     methods: Annotated[str | None, Option(metavar="LIST", help="Only these methods, and default.")] = None,

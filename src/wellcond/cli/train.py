@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from wellcond.cli import app as cli
 from wellcond.errors import WellcondError, check_choice
@@ -14,11 +15,9 @@ from wellcond.files import to_json
 
 @cli.app.command("train", rich_help_panel=cli.EXPERIMENTS)
 def train(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Name of a shipped recipe, or FILE.yaml.")],
-    method: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Such as conditioned, identity(lam=2) or conditioned+balanced.")
-    ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of everything random.")] = 0,
+    recipe: Annotated[str, Argument(metavar="RECIPE", help="Name of a shipped recipe, or FILE.yaml.")],
+    method: Annotated[str | None, Option(metavar="NAME", help="As identity(lam=2) or conditioned+balanced.")] = None,
+    seed: Annotated[int, Option(metavar="N", min=0, help="Seed of everything random.")] = 0,
     scale: cli.ScaleOption = None,
     set: cli.Overrides = None,
     data: cli.Data = None,
@@ -58,13 +57,10 @@ def train(
 
 @cli.app.command("glue", rich_help_panel=cli.EXPERIMENTS)
 def glue(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run of masked language modelling, or a comparison.")],
-    tasks: Annotated[str | None, typer.Option(metavar="LIST", help="Such as cola,sst2; all eight by default.")] = None,
+    run: Annotated[Path, Argument(metavar="RUN", help="A run of masked language modelling, or a comparison.")],
+    tasks: Annotated[str | None, Option(metavar="LIST", help="Such as cola,sst2; all eight by default.")] = None,
     limit: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=0, help="Rows of each split; 0 means all. By default 3000 at scale tiny, else all."
-        ),
+        int | None, Option(metavar="N", min=0, help="Rows of a split, 0: all; by default 3000 at scale tiny, else all.")
     ] = None,
     jobs: cli.Jobs = "auto",
     cpu: cli.Cpu = False,
