@@ -7,7 +7,7 @@ from rich.console import Console
 
 from report.fake_runs import only_comparison, usual_methods, write_comparison
 from wellcond.cli.console import make_console, print_table
-from wellcond.cli.train import recipes
+from wellcond.cli.experiments import recipes
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.table import Table
 from wellcond.lab.report.tables import build_tables

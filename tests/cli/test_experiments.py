@@ -14,9 +14,8 @@ from lab.small import SETTINGS, command, record, run
 from patience import PATIENCE
 from report.fake_runs import FakeMethod, write_comparison
 from wellcond.cli.app import OptionError, data_overrides, read_seeds
-from wellcond.cli.comparison import foresee_power
 from wellcond.cli.main import main
-from wellcond.cli.runs import choose_workers
+from wellcond.cli.runs import choose_workers, foresee_power
 from wellcond.errors import WellcondError
 from wellcond.init.plan import METHODS
 from wellcond.lab.load_recipe import load_recipe

@@ -87,25 +87,21 @@ def reproduce(
 
 def _run_study(study: PlannedStudy, at_once: int | None, *, cpu: bool, silent: bool) -> list[Outcome]:
     """Run what is missing of a study, then of its fine-tuning."""
-    from wellcond.cli import runs
-    from wellcond.cli.console import make_console
+    from wellcond.cli.runs import Comparison, run_jobs, tell_end
     from wellcond.lab.report.glue import rebuild_glue
-    from wellcond.lab.train.compare import write_comparison
     from wellcond.lab.train.glue import plan_glue
 
-    first = cli.is_first_process()
-    if first:
-        write_comparison(study.folder, study.recipe, study.methods, study.seeds)
-        if not silent:
-            make_console().print(f"{study.name}: {study.missing} of {study.runs} runs to do", markup=False)
-    outcomes = [runs.run_jobs(study.jobs, at_once, quiet=silent)]
+    comparison = Comparison(study.recipe, study.methods, study.seeds, study.folder, at_once=at_once, silent=silent)
+    comparison.describe()
+    comparison.say(f"{study.name}: {study.missing} of {study.runs} runs to do")
+    outcomes = [comparison.run(study.jobs)]
     if study.glue_folders and not outcomes[0].interrupted:
         plan = plan_glue(study.folder, base=study.jobs[0].base, cpu=cpu)
-        outcomes.append(runs.run_jobs(plan, at_once, quiet=silent, glue=True))
-        if first and outcomes[1].records:
+        outcomes.append(run_jobs(plan, at_once, quiet=silent, glue=True))
+        if cli.is_first_process() and outcomes[1].records:
             rebuild_glue(study.folder)
     for outcome, count in zip([] if silent else outcomes, (len(study.jobs), len(study.glue_folders)), strict=False):
-        runs.tell_end(outcome, count)
+        tell_end(outcome, count)
     return outcomes
 
 
