@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,9 +71,7 @@ def _show_version(asked: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[
-        bool, Option("--version", callback=_show_version, is_eager=True, help="Print and exit.")
-    ] = False,
+    version: Annotated[bool, Option("--version", callback=_show_version, is_eager=True, help="Print it.")] = False,
     debug: Annotated[bool, Option("--debug", help=f"Show tracebacks of errors, as {DEBUG_VARIABLE}=1 does.")] = False,
 ) -> None:
     if debug:
@@ -89,7 +86,7 @@ def is_first_process() -> bool:
 def need_train_extra() -> None:
     """Say what to install before anything is imported that needs it; importing accelerate would load torch."""
     for package, name in (("accelerate", "accelerate"), ("pydantic", "pydantic"), ("yaml", "pyyaml")):
-        if sys.modules.get(package, package) is None or importlib.util.find_spec(package) is None:
+        if importlib.util.find_spec(package) is None:
             raise MissingExtraError(name, "train")
 
 

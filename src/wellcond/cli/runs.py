@@ -274,15 +274,14 @@ class Comparison:
                 f"search on seeds {', '.join(map(str, seeds))}, then test on {len(self.seeds)} fresh seeds",
                 *([f"scored on {tune.SEEN}"] if recipe.evaluation.test is None else []),
             )
-            searches, stopped = tune.search(plan, self.methods, run)
-            if stopped is None:
+            searches, outcome = tune.search(plan, self.methods, run)
+            self.report &= outcome is None
+            if outcome is None:
                 for found in searches:
                     best = tune.show_values(found.best_values) or "nothing to tune"
                     self.say(f"{found.method.label}: {best}{', still at the edge' if found.edges() else ''}")
                 self.say(*_power_after(searches, recipe.baseline, len(self.seeds)))
                 outcome = run(self.plan([found.tuned() for found in searches]), "test")
-        if stopped is not None:
-            return tell_end(stopped, self.num_jobs, as_json=self.as_json)
         return self._end(outcome, tuning=tune.read_tuning(self.folder))
 
     def _end(self, outcome: Outcome, **more: Any) -> int:
@@ -309,8 +308,7 @@ def _power_after(searches: Sequence[tune.MethodSearch], baseline: str, num_seeds
         for found in searches
         if found.scores
     }
-    base = known.pop(baseline, {})
-    metric = Metric.of(next(found for found in searches if found.scores).metric)
+    base, metric = known.pop(baseline, {}), Metric.of(next(found.metric for found in searches if found.scores))
     better = metric.higher_is_better
     differences = [compare_paired(name, known[name], baseline, base, higher_is_better=better) for name in known]
     return describe_power(metric, differences, num_seeds)
