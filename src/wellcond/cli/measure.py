@@ -120,12 +120,7 @@ def _write(path: Path | None, make: Callable[[], str], *, err: bool = False) -> 
 
 
 def read_numbers(text: str, option: str) -> list[int] | None:
-    """Numbers such as ``0,5,11``; None for ``all``.
-
-    Example:
-        >>> read_numbers("0, 5", "--layers"), read_numbers("all", "--layers")
-        ([0, 5], None)
-    """
+    """Numbers such as ``0,5,11``; None for ``all``."""
     if text.strip() == "all":
         return None
     try:
