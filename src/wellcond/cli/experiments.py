@@ -67,9 +67,7 @@ def compare(
     grid = cli.read_tuned_fields(tune or [])
     check_choice("engine", engine, ("local", "ray"))
     if print_jobs and (tune or engine == "ray"):
-        raise cli.OptionError(
-            "--print-jobs knows no runs of --tune and takes no engine; leave out --tune, --engine ray"
-        )
+        raise cli.OptionError("--print-jobs takes neither --tune nor --engine ray; leave them out")
     from wellcond.cli.runs import Comparison, fit_to_data
     from wellcond.lab.cluster import RaySettings
     from wellcond.lab.load_recipe import load_recipe

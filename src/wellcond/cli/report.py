@@ -146,15 +146,9 @@ def _show(tables: list[Table], *, as_json: bool, quiet: bool = False, end: str =
     from wellcond.cli.console import print_tables
 
     if as_json:
-        shown = [
-            {
-                "title": table.title,
-                "rows": [dict(zip(table.header, row, strict=True)) for row in table.rows],
-                "notes": list(table.notes),
-            }
-            for table in tables
-        ]
-        print(to_json(shown, indent=1))
+        rows = [[dict(zip(table.header, row, strict=True)) for row in table.rows] for table in tables]
+        pairs = zip(tables, rows, strict=True)
+        print(to_json([{"title": t.title, "rows": shown, "notes": list(t.notes)} for t, shown in pairs], indent=1))
     elif not quiet:
         print_tables(tables, end)
 

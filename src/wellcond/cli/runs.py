@@ -86,6 +86,7 @@ def run_jobs(
     Both are on standard error, so that standard output stays for results.
     """
     console = Console(stderr=True, quiet=quiet or not is_first_process())
+    tell = functools.partial(console.print, highlight=False, soft_wrap=True)
     texts = TextColumn("{task.description}"), TextColumn("{task.fields[said]}")
     columns = texts[0], BarColumn(bar_width=24), MofNCompleteColumn(), texts[1], TimeElapsedColumn(), TimeLeft()
     bars = Progress(*columns, console=console, refresh_per_second=4)
@@ -112,9 +113,6 @@ def run_jobs(
         said = escape(event.get("phase", "")) if loss is None else f"loss {loss:.3f}"
         said = _metric(event["row"]) if kind == "evaluation" else said
         bars.update(tasks[key], total=event.get("num_steps"), completed=event.get("step"), said=said)
-
-    def tell(line: str) -> None:
-        console.print(line, highlight=False, soft_wrap=True)
 
     run = run_glue if glue else functools.partial(run_comparison, ray=ray)
     workers = len(jobs) if ray is not None and asked is None else choose_workers(asked, jobs[0])
