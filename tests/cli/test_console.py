@@ -7,7 +7,7 @@ from rich.console import Console
 
 from report.fake_runs import only_comparison, usual_methods, write_comparison
 from wellcond.cli.console import make_console, print_table
-from wellcond.cli.train import recipes
+from wellcond.cli.experiments import recipes
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.table import Table
 from wellcond.lab.report.tables import build_tables
@@ -28,7 +28,7 @@ def test_tables_of_a_comparison_fit(width, tmp_path):
     analysis = analyse(only_comparison(write_comparison(tmp_path, methods, points=2, layers=1, heads=2)))
     for table in build_tables(analysis):
         out = terminal(width)
-        print_table(out, table.title, table)
+        print_table(out, table)
         assert max(map(len, printed(out))) <= width, table.name
 
 
@@ -36,11 +36,11 @@ def test_words_fold_before_numbers_go():
     row = ("a" * 30, "one two three four five six seven", "1.25", "12345678901234567890")
     table = Table("t", "T", ("id", "what", "x", "long"), (row,), (), frozenset({0, 1}))
     out = terminal(70)
-    print_table(out, "T", table)
+    print_table(out, table)
     shown = "\n".join(printed(out))
     assert "1.25" in shown and "12345678901234567890" in shown and "Too narrow" not in shown
     out = terminal(55)
-    print_table(out, "T", table)
+    print_table(out, table)
     shown = "\n".join(printed(out))
     assert "1.25" in shown and "1234567890" not in shown and "Too narrow for: long." in shown
 
@@ -48,7 +48,7 @@ def test_words_fold_before_numbers_go():
 def test_without_a_terminal_nothing_is_left_out():
     table = Table("t", "T", ("id", "number"), (("a" * 200, "1" * 50),))
     out = Console(file=io.StringIO(), width=make_console().width)
-    print_table(out, "T", table)
+    print_table(out, table)
     assert f"{'a' * 200}   {'1' * 50}" in out.file.getvalue()
 
 

@@ -15,12 +15,12 @@ from patience import PATIENCE
 from report.fake_runs import FakeMethod, write_comparison
 from wellcond.cli.app import OptionError, data_overrides, read_seeds
 from wellcond.cli.main import main
-from wellcond.cli.report import foresee_power
-from wellcond.cli.runs import choose_workers
+from wellcond.cli.runs import choose_workers, foresee_power
 from wellcond.errors import WellcondError
 from wellcond.init.plan import METHODS
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.report.page import build_report
+from wellcond.lab.train.run import Job
 
 pytestmark = pytest.mark.processes
 
@@ -225,10 +225,11 @@ def test_training_on_own_text_with_two_column_names(wellcond, tmp_path):
     assert kept["data"]["train"] == 360
 
 
-def test_seeds_and_workers():
+def test_seeds_and_workers(tmp_path):
     recipe, _ = load_recipe("digits")
-    assert read_seeds("3") == (0, 1, 2) and read_seeds("3,7") == (3, 7)
-    assert choose_workers("3", recipe, cpu=True) == 3
-    assert choose_workers("auto", recipe, cpu=True) == len(os.sched_getaffinity(0))
+    assert read_seeds("3") == (0, 1, 2) and read_seeds("3,7") == (3, 7) and read_seeds(None) is None
+    job = Job(recipe, recipe.method, 0, tmp_path, cpu=True)
+    assert choose_workers(3, job) == 3
+    assert choose_workers(None, job) == len(os.sched_getaffinity(0))
     free, _ = load_recipe("digits", overrides=["training.threads=null"])
-    assert choose_workers("auto", free, cpu=True) == 1
+    assert choose_workers(None, Job(free, free.method, 0, tmp_path, cpu=True)) == 1

@@ -13,10 +13,9 @@ import typer
 from lab.held_runs import HELD
 from lab.small import SETTINGS, assert_same_run, logs, record, run
 from patience import PATIENCE
-from wellcond.cli.compare import compare, job_command
+from wellcond.cli.experiments import compare, job_command, train
 from wellcond.cli.main import main
 from wellcond.cli.report import report
-from wellcond.cli.train import train
 from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.train.run import Job

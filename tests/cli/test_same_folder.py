@@ -5,37 +5,11 @@ import subprocess
 
 import pytest
 
-from lab.small import SETTINGS, record, small_job, train_command
-from patience import PATIENCE
+from lab.small import record, small_job, train_command
 from wellcond.lab.train.run import run_job
 from wellcond.lab.train.run_folder import RunError
 
 METHOD = "conditioned+balanced"
-CHANGES = [part for override in SETTINGS for part in ("--set", override)]
-WAITS = "another process is running it"
-
-
-def start(arguments):
-    return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def until_it_waits(process):
-    """Read what a command says until it says that it waits."""
-    seen = []
-    while WAITS not in (line := process.stderr.readline()):
-        assert line, f"it ended: {seen}"
-        seen.append(line)
-    assert process.poll() is None
-
-
-def ended(process):
-    output, errors = process.communicate(timeout=PATIENCE)
-    assert "Traceback" not in errors, errors
-    return process.returncode, output, errors
-
-
-def loud(folder):
-    return [part for part in train_command(folder, METHOD) if part != "-q"]
 
 
 def test_of_two_identical_commands_one_trains_and_the_other_says_so(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 
 from lab.helpers import make_recipe
-from wellcond.cli.compare import job_command
+from wellcond.cli.experiments import job_command
 from wellcond.lab.load_recipe import load_recipe, parse_recipe
 from wellcond.lab.methods import MethodSettings, parse_methods
 from wellcond.lab.settings import RecipeError

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import math
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,18 +29,14 @@ app = typer.Typer(
 
 MODELS, EXPERIMENTS, PAPERS = "On a model", "Experiments", "The papers, and records of runs"
 """Groups of commands."""
-SEARCH, CLUSTER, OUTPUT = "Tuning", "On a Ray cluster", "Output"
-"""Groups of options."""
-
+output_option = functools.partial(Option, rich_help_panel="Output")
 
 # Of commands on a model
 MODEL_HELP = "timm:NAME, hf:CONFIG_TYPE_OR_LOCAL_PATH, wellcond:NAME, or path/to/file.py:callable"
 Model = Annotated[str, Argument(metavar="MODEL", help=MODEL_HELP)]
-ModelArguments = Annotated[
-    list[str] | None,
-    Option("--model-arg", metavar="KEY=VALUE", help="For building MODEL, such as depth=4; repeatable."),
-]
-Input = Annotated[str, Option(metavar="INPUT", help="digits, random, a FOLDER of images (png, jpg), or FILE.npy")]
+ModelArguments = Annotated[list[str] | None, Option(metavar="KEY=VALUE", help="Of MODEL, such as depth=4; repeatable.")]
+INPUT_HELP = "digits, random, a FOLDER of images (png, jpg), or FILE.npy"
+Input = Annotated[str, Option(metavar="INPUT", help=INPUT_HELP)]
 Samples = Annotated[int, Option(metavar="N", min=1, max=10_000, help="Samples to run the model on.")]
 Tokens = Annotated[int, Option(metavar="N", min=1, max=100_000, help="Length of random token ids.")]
 JsonFile = Annotated[Path | None, Option("--output", "-o", help="JSON to write.")]
@@ -53,24 +49,18 @@ Seed = Annotated[int, Option(metavar="N", min=0, max=2**32 - 1, help="Seed of ev
 # Of commands that train
 ScaleOption = Annotated[str | None, Option(metavar="NAME", help="tiny, small or paper; the smallest by default.")]
 Seeds = Annotated[str | None, Option(metavar="SEEDS", help="How many (3 means 0, 1, 2), or a list such as 3,4,7.")]
-Overrides = Annotated[
-    list[str] | None,
-    Option("--set", metavar="PATH=VALUE", help="Of the recipe, such as optimizer.lr=1e-3; repeatable."),
-]
+Overrides = Annotated[list[str] | None, Option(metavar="PATH=VALUE", help="Such as optimizer.lr=1e-3; repeatable.")]
 Data = Annotated[
-    str | None,
-    Option(metavar="PATH|ID", help="Yours: a folder of images, a parquet, jsonl, csv or txt file, a hub id."),
+    str | None, Option(metavar="PATH|ID", help="A folder of images, parquet, jsonl, csv, txt, or a hub id.")
 ]
 InputColumn = Annotated[str | None, Option("--input", metavar="COLUMN", help="Images or texts of --data.")]
 LabelColumn = Annotated[str | None, Option("--label", metavar="COLUMN", help="Labels of --data.")]
-Folder = Annotated[
-    Path | None, Option("--folder", "-o", rich_help_panel=OUTPUT, help="Where to write; under runs/ by default.")
-]
+Folder = Annotated[Path | None, output_option("--folder", "-o", help="Where to write; under runs/ by default.")]
 Jobs = Annotated[str, Option(metavar="N", help="Concurrent runs: auto, or a number.")]
 Cpu = Annotated[bool, Option("--cpu", help="Do not use a GPU.")]
 Trust = Annotated[bool, Option("--trust-local-code", help="Allow a recipe's path/to/file.py:callable to run.")]
-Json = Annotated[bool, Option("--json", rich_help_panel=OUTPUT, help="Print only JSON.")]
-Quiet = Annotated[bool, Option("--quiet", "-q", rich_help_panel=OUTPUT, help="Print nothing while running.")]
+Json = Annotated[bool, output_option("--json", help="Print only JSON.")]
+Quiet = Annotated[bool, output_option("--quiet", "-q", help="Print nothing while running.")]
 
 
 def _show_version(asked: bool) -> None:
@@ -81,12 +71,8 @@ def _show_version(asked: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", help=f"Show the traceback of an error; the same as {DEBUG_VARIABLE}=1.")
-    ] = False,
+    version: Annotated[bool, Option("--version", callback=_show_version, is_eager=True, help="Print it.")] = False,
+    debug: Annotated[bool, Option("--debug", help=f"Show tracebacks of errors, as {DEBUG_VARIABLE}=1 does.")] = False,
 ) -> None:
     if debug:
         os.environ[DEBUG_VARIABLE] = "1"
@@ -100,7 +86,7 @@ def is_first_process() -> bool:
 def need_train_extra() -> None:
     """Say what to install before anything is imported that needs it; importing accelerate would load torch."""
     for package, name in (("accelerate", "accelerate"), ("pydantic", "pydantic"), ("yaml", "pyyaml")):
-        if sys.modules.get(package, package) is None or importlib.util.find_spec(package) is None:
+        if importlib.util.find_spec(package) is None:
             raise MissingExtraError(name, "train")
 
 
@@ -113,9 +99,9 @@ class OptionError(WellcondError, ValueError):
     """An option that has no meaning, or an input or output of it that does not fit or cannot be used."""
 
 
-def check_outputs(paths: Sequence[Path], *, force: bool, suffix: str = "") -> None:
+def check_outputs(*paths: Path | None, force: bool, suffix: str = "") -> None:
     """Raise OptionError unless every file may be written."""
-    for path in paths:
+    for path in filter(None, paths):
         if not path.name.endswith(suffix) or path.is_dir():
             raise OptionError(f"expected an output named *{suffix}, and no folder, found {path}")
         if path.exists() and not force:
@@ -178,8 +164,10 @@ def data_overrides(data: str | None, input_column: str | None, label_column: str
     return [f"data={json.dumps(settings | columns)}"]
 
 
-def read_seeds(text: str, *, option: str = "--seeds", first: int = 0) -> tuple[int, ...]:
-    """A number of seeds from the first one on, or a list such as 3,4,7."""
+def read_seeds(text: str | None, *, option: str = "--seeds", first: int = 0) -> tuple[int, ...] | None:
+    """A number of seeds from the first one on, or a list such as 3,4,7; None where none are given."""
+    if text is None:
+        return None
     try:
         seeds = [int(part) for part in text.split(",")]
         if "," not in text:
@@ -222,13 +210,10 @@ def read_jobs(text: str) -> int | None:
     return int(text)
 
 
-def check_experiment(
-    recipe: str, scale: str | None, overrides: Sequence[str], seeds: str | None = None, jobs: str = "auto"
-) -> None:
-    """What can be known of a training command without torch."""
+def read_overrides(recipe: str, scale: str | None, changes: Sequence[str] | None, *own: str | None) -> list[str]:
+    """Overrides of a recipe: for the user's `own` data, then ``--set``; with what can be known of it without torch."""
     from wellcond.lab.load_recipe import read_recipe
 
-    if seeds is not None:
-        read_seeds(seeds)
-    read_jobs(jobs)
+    overrides = [*data_overrides(*own), *(changes or ())]
     read_recipe(recipe, scale=scale, overrides=overrides)
+    return overrides

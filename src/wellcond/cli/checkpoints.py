@@ -24,26 +24,18 @@ def init(
     output: cli.Output,
     method: Annotated[
         str,
-        Option(
-            metavar="NAME",
-            help="conditioned, calibrated, orthogonal, gaussian, mimetic, nanochat, small, t_fixup or default.",
-        ),
+        Option(metavar="NAME", help="Or calibrated, gaussian, mimetic, nanochat, orthogonal, small, t_fixup, default."),
     ] = "conditioned",
     weights: cli.Weights = None,
-    option: Annotated[
-        list[str] | None, Option("--option", metavar="KEY=VALUE", help="Option of the method; repeatable.")
-    ] = None,
-    input: Annotated[
-        str | None,
-        Option(metavar="INPUT", help="Data for calibrated: digits, random, a FOLDER of images, or FILE.npy."),
-    ] = None,
+    option: Annotated[list[str] | None, Option(metavar="KEY=VALUE", help="Of the method; repeatable.")] = None,
+    input: Annotated[str | None, Option(metavar="INPUT", help=f"For calibrated: {cli.INPUT_HELP}")] = None,
     model_arg: cli.ModelArguments = None,
     seed: cli.Seed = 0,
     force: cli.Force = False,
 ) -> None:
     """Initialise the attention of MODEL and write a plain checkpoint."""
     arguments, options = cli.read_model(model, model_arg, weights), parse_values(option or [])
-    cli.check_outputs([output], force=force, suffix=".safetensors")
+    cli.check_outputs(output, force=force, suffix=".safetensors")
     if (input is None) == (method == "calibrated"):
         raise typer.BadParameter("--input is for --method calibrated, which needs it; give both or neither")
     if input is not None:
@@ -53,12 +45,9 @@ def init(
     from wellcond.attention.find import find_attention
     from wellcond.cli.inputs import make_batch
     from wellcond.init.apply import init_
-    from wellcond.weights import load_weights, save_weights
+    from wellcond.weights import save_weights
 
-    torch.manual_seed(seed)
-    built = build_model(model, arguments)
-    if weights is not None:
-        load_weights(built, weights)
+    built = build_loaded(model, arguments, weights, seed)
     batch = {} if input is None else {"batch": make_batch(built, input, samples=CALIBRATION_SAMPLES, seed=seed)[0]}
     try:
         init_(built, method, generator=torch.Generator().manual_seed(seed), **options, **batch)
@@ -80,12 +69,13 @@ def fold(
 ) -> None:
     """Fold the correction of a conditioned checkpoint into its weights, and write a plain checkpoint."""
     arguments = cli.read_model(model, model_arg, weights)
-    cli.check_outputs([output], force=force, suffix=".safetensors")
+    cli.check_outputs(output, force=force, suffix=".safetensors")
+    from wellcond.attention.effective import conditioning_of
     from wellcond.conditioning.apply import fold_
     from wellcond.weights import save_weights
 
-    built = build_model(model, arguments)
-    settings = load_raw_or_plain(built, weights, averaged=ema)
+    built = build_loaded(model, arguments, weights, 0, averaged=ema)
+    settings = conditioning_of(built)
     if settings is None:
         raise WeightError(f"{weights} is a plain checkpoint already: it names no correction to fold")
     fold_(built)
@@ -93,34 +83,28 @@ def fold(
     typer.echo(f"wrote {output}: folded {settings['method']!r} into {len(settings['sites'])} attentions")
 
 
-def build_loaded(spec: str, arguments: dict[str, Any], weights: Path | None, seed: int) -> nn.Module:
-    """Build the model of a command, with the weights of a checkpoint if one is given."""
+def build_loaded(
+    spec: str, arguments: dict[str, Any], weights: Path | None, seed: int, *, averaged: bool = False
+) -> nn.Module:
+    """Build the model of a command, with a checkpoint if one is given; if that holds raw weights, it is conditioned."""
     import torch
 
-    torch.manual_seed(seed)
-    model = build_model(spec, arguments)
-    if weights is not None:
-        load_raw_or_plain(model, weights)
-    return model
-
-
-def load_raw_or_plain(model: nn.Module, path: Path, *, averaged: bool = False) -> dict[str, Any] | None:
-    """Load a checkpoint; if it holds raw weights, condition the model as it says first.
-
-    Returns: the settings of its conditioning; None of a plain checkpoint.
-    """
     from wellcond.conditioning.apply import recondition_
     from wellcond.weights import conditioning_in, load_state, read_state_dict
 
-    state = read_state_dict(path, averaged=averaged)
+    torch.manual_seed(seed)
+    model = build_model(spec, arguments)
+    if weights is None:
+        return model
+    state = read_state_dict(weights, averaged=averaged)
     settings = conditioning_in(state)
     if settings is not None:
         try:
             recondition_(model, settings)
         except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
             raise WeightError(
-                f"{path}: the checkpoint's wellcond marker is damaged: {settings} cannot be applied ({error}). "
+                f"{weights}: the checkpoint's wellcond marker is damaged: {settings} cannot be applied ({error}). "
                 "Write the checkpoint again"
             ) from error
-    load_state(model, state, str(path))
-    return settings
+    load_state(model, state, str(weights))
+    return model

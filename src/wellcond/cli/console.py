@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Iterable
 
@@ -25,26 +24,26 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(width=WIDEST)
 
 
-def print_table(out: Console, title: str, made: ReportTable) -> None:
+def print_table(out: Console, made: ReportTable) -> None:
     """Print a table of a report; in a narrow terminal words fold, and the last columns of numbers are left out."""
     made = without_empty_columns(made)
     left_out: list[str] = []
-    table = _lay_out(title, made, fold=out.is_terminal)
+    table = _lay_out(made, fold=out.is_terminal)
     while sum((column.min_width or 0) + 3 for column in table.columns) - 1 > out.width:  # 3 between two, 1 at each end
         numbers = [at for at in range(1, len(made.header)) if at not in made.text_columns]
         if not numbers:
             break
         left_out.insert(0, made.header[numbers[-1]])
         made = made.only([at for at in range(len(made.header)) if at != numbers[-1]])
-        table = _lay_out(title, made, fold=out.is_terminal)
+        table = _lay_out(made, fold=out.is_terminal)
     out.print(table)
     if left_out:
         out.print(f"Too narrow for: {', '.join(left_out)}.", markup=False, style="dim")
 
 
-def _lay_out(title: str, made: ReportTable, *, fold: bool) -> Table:
+def _lay_out(made: ReportTable, *, fold: bool) -> Table:
     """The table; where it folds, words do to a width that can be read, numbers never, their names at spaces."""
-    table = Table(title=escape(title) or None, header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=escape(made.title) or None, header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for at, name in enumerate(made.header):
         longest = max((cell_len(row[at]) for row in made.rows), default=0)
         if at in made.text_columns:
@@ -63,22 +62,8 @@ def print_tables(tables: Iterable[ReportTable], end: str = "") -> None:
     """Print tables with their notes, and a line at the end."""
     out = make_console()
     for table in tables:
-        print_table(out, table.title, table)
+        print_table(out, table)
         for note in table.notes:
             out.print(f"- {escape(note)}", soft_wrap=True)
     if end:
         out.print(end, markup=False, soft_wrap=True)
-
-
-def show_weight(kappa: float | None, pseudo: float | None, why: str) -> str:
-    """Condition number of a weight; where it is not finite, why, and the one over the non-zero spectrum.
-
-    Example:
-        >>> show_weight(2.5, 2.5, ""), show_weight(float("inf"), 2.0, "rank 3 of 4"), show_weight(None, None, "")
-        ('2.500', 'inf (rank 3 of 4, pseudo 2.000)', '-')
-    """
-    if kappa is None or pseudo is None:
-        return "-"
-    if not why:
-        return f"{kappa:.3f}" if kappa < 1000 else f"{kappa:.2e}"
-    return f"{kappa} ({why}, pseudo {show_weight(pseudo, pseudo, '')})" if math.isfinite(pseudo) else f"{kappa} ({why})"

@@ -1,4 +1,4 @@
-"""The batch that `wellcond measure` gives a model: digits, random numbers, images of a folder, or an array."""
+"""The batch that a command gives a model: digits, random numbers, images of a folder, or an array."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from wellcond.attention.watch import run, undisturbed
-from wellcond.cli.app import OptionError, check_input
+from wellcond.cli.app import OptionError
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 
@@ -33,7 +33,6 @@ class Reads:
     decoder: bool = False
 
     def __str__(self) -> str:
-        """For a message."""
         if self.image:
             return f"images as floats (samples, {', '.join(map(str, self.image))})"
         if self.vocabulary:
@@ -73,7 +72,6 @@ def _pair(size: Any) -> tuple[int, ...]:
 
 def make_batch(model: nn.Module, source: str, *, samples: int, tokens: int = 32, seed: int = 0) -> tuple[Any, str]:
     """The batch that ``--input`` names, and a description of it; OptionError if it is not what the model reads."""
-    check_input(source)
     reads, path = what_it_reads(model), Path(source)
     if path.suffix == ".npy":
         values, text = _array(path, samples)
@@ -137,10 +135,12 @@ def _folder(reads: Reads, folder: Path, samples: int) -> tuple[Tensor, str]:
         picture: Any = to_channels(decode_image(read_image(file, where), where), channels, where)
         pixels = torch.from_numpy(np.array(picture.resize((width, height), bilinear), dtype=np.float32)) / 255
         pictures.append(pixels.view(height, width, channels).permute(2, 0, 1))
-    mean, std = (_per_channel(numbers, channels) for numbers in (reads.mean, reads.std))
-    text = f"{samples} images of {folder} from {files[0].name} on, resized, "
-    text += f"mean {mean.flatten().tolist()}, std {std.flatten().tolist()}"
-    return (torch.stack(pictures) - mean) / std, text
+    mean, std = (  # of all channels, if the model has another number of them than its library says
+        [round(number, 6) for number in (known if len(known) == channels else [sum(known) / len(known)] * channels)]
+        for known in (reads.mean, reads.std)
+    )
+    text = f"{samples} images of {folder} from {files[0].name} on, resized, mean {mean}, std {std}"
+    return (torch.stack(pictures) - torch.tensor(mean).view(-1, 1, 1)) / torch.tensor(std).view(-1, 1, 1), text
 
 
 def images_in(folder: Path) -> list[Path]:
@@ -148,12 +148,6 @@ def images_in(folder: Path) -> list[Path]:
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
     classes = [list(some) for _, some in groupby(files, key=lambda path: path.parent)]
     return [file for row in zip_longest(*classes) for file in row if file is not None]
-
-
-def _per_channel(numbers: tuple[float, ...], channels: int) -> Tensor:
-    if len(numbers) != channels:
-        numbers = (sum(numbers) / len(numbers),) * channels
-    return torch.tensor(numbers, dtype=torch.float64).round(decimals=6).float().view(channels, 1, 1)
 
 
 def _array(path: Path, samples: int) -> tuple[Tensor, str]:

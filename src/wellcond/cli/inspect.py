@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections import Counter
 from dataclasses import asdict
@@ -23,11 +24,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from wellcond.attention.site import AttentionSite
-    from wellcond.lab.report.table import Table
+    from wellcond.lab.report.table import Cell
 
 FIELDS = ("kind", "num_heads", "num_kv_heads", "head_dim", "in_features", "arrangement", "scale", "qk_norm", "evidence")
 MOST_RANDOM = 500_000_000
 """Parameters of a model that is built with random weights if it is only named: 2 GB, and seconds to draw."""
+NO_WEIGHTS = "Built without weights, since random ones of this size say nothing; give real ones: --weights, hf:PATH."
 
 
 @cli.app.command("inspect", rich_help_panel=cli.MODELS)
@@ -37,9 +39,7 @@ def inspect(
     model_arg: cli.ModelArguments = None,
     seed: cli.Seed = 0,
     json: Annotated[bool, Option("--json", help="Print JSON instead of a table.")] = False,
-    zoo: Annotated[
-        str | None, Option(metavar="NAME", help="Instead of one model, all of a library: timm or hf.")
-    ] = None,
+    zoo: Annotated[str | None, Option(metavar="NAME", help="Instead of a model, all of a library: timm or hf.")] = None,
 ) -> None:
     """List every attention of MODEL: kind, heads, widths, layout, condition numbers of W_Q, W_K, W_V."""
     if (model is None) == (zoo is None):
@@ -80,6 +80,7 @@ def print_model(model: nn.Module, *, as_json: bool, title: str) -> None:
     from wellcond.attention.effective import conditioning_of
     from wellcond.attention.find import scan_attention
     from wellcond.cli.console import make_console, print_table
+    from wellcond.lab.report.table import Table
     from wellcond.run_facts import describe_model
 
     scan = scan_attention(model)
@@ -88,9 +89,8 @@ def print_model(model: nn.Module, *, as_json: bool, title: str) -> None:
     sites = track(scan.sites, "condition numbers", console=Console(stderr=True), transient=True, disable=as_json)
     with torch.no_grad():
         rows = [_describe(site) for site in sites]
-    note, parameters = "", sum(parameter.numel() for parameter in model.parameters())
-    if any(parameter.is_meta for parameter in model.parameters()):
-        note = "Built without weights, since random ones of this size say nothing; give real ones: --weights, hf:PATH."
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    note = NO_WEIGHTS if any(parameter.is_meta for parameter in model.parameters()) else ""
     conditioning = conditioning_of(model)
     if as_json:
         content = {
@@ -100,7 +100,7 @@ def print_model(model: nn.Module, *, as_json: bool, title: str) -> None:
         print(to_json(content | ({"note": note} if note else {}), indent=2))
         return
     out = make_console()
-    print_table(out, "", _model_table(rows))
+    print_table(out, Table.of("attention", "", map(_show, rows), words=(0, 1, 2, 3, 4, 8)))
     stored = "W" if conditioning is None else f"W + C ({conditioning['method']})"
     told = note or f"κ: worst over heads of σ_max/σ_min of each head's {stored}."
     told += f" {len(rows)} attentions, {parameters:,} parameters in {title}."
@@ -130,23 +130,31 @@ def _describe(site: AttentionSite) -> dict[str, Any]:
     return row
 
 
-def _model_table(rows: list[dict[str, Any]]) -> Table:
-    from wellcond.cli.console import show_weight
-    from wellcond.lab.report.table import Table
+def _show(row: dict[str, Any]) -> dict[str, Cell]:
+    """A row of `_describe` as the table has it."""
+    heads, groups = row["num_heads"], row["num_kv_heads"]
+    remarks = [flag.replace("_", " ") for flag in row["flags"]]
+    remarks += [f"{row['qk_norm']} qk-norm"] if row["qk_norm"] else []
+    remarks += ["by structure only"] if row["evidence"] == "structure" else []
+    return {
+        "layer": row["layer"],
+        "kind": row["kind"],
+        "heads": str(heads) if heads == groups else f"{heads}/{groups}",
+        "dims": f"{row['head_dim']} x {row['in_features']}",
+        "arrangement": row["arrangement"],
+        **{f"κ(W_{role.upper()})": _show_kappa(row, role) for role in "qkv"},
+        "remarks": ", ".join(remarks),
+    }
 
-    shown = []
-    for row in rows:
-        grouped = row["num_kv_heads"] != row["num_heads"]
-        heads = f"{row['num_heads']}/{row['num_kv_heads']}" if grouped else str(row["num_heads"])
-        remarks = [flag.replace("_", " ") for flag in row["flags"]]
-        remarks += [f"{row['qk_norm']} qk-norm"] if row["qk_norm"] else []
-        remarks += ["by structure only"] if row["evidence"] == "structure" else []
-        names = ("kappa", "pseudo_kappa", "why_not_finite")
-        kappas = [show_weight(*(row[f"{name}_{role}"] for name in names)) for role in "qkv"]
-        dims = f"{row['head_dim']} x {row['in_features']}"
-        shown.append((row["layer"], row["kind"], heads, dims, row["arrangement"], *kappas, ", ".join(remarks)))
-    header = ("layer", "kind", "heads", "dims", "arrangement", *(f"κ(W_{role})" for role in "QKV"), "remarks")
-    return Table("attention", "", header, tuple(shown), (), frozenset({0, 1, 2, 3, 4, 8}))
+
+def _show_kappa(row: dict[str, Any], role: str) -> str:
+    """Condition number of a weight; where it is not finite, why, and the one over the non-zero spectrum."""
+    kappa, pseudo, why = (row[f"{name}_{role}"] for name in ("kappa", "pseudo_kappa", "why_not_finite"))
+    if kappa is None:
+        return "-"
+    known = pseudo if why else kappa
+    shown = f"{known:.3f}" if known < 1000 else f"{known:.2e}"
+    return f"{kappa} ({why}{f', pseudo {shown}' * math.isfinite(pseudo)})" if why else shown
 
 
 def print_zoo(library: str, *, as_json: bool = False) -> None:
@@ -171,14 +179,14 @@ def print_zoo(library: str, *, as_json: bool = False) -> None:
         (row.family, row.model, row.status, str(row.num_sites), row.kinds, row.forms, row.detail) for row in rows
     )
     out = make_console()
-    print_table(out, "", Table("zoo", "", header, shown, (), frozenset({0, 1, 2, 4, 5, 6})))
+    print_table(out, Table("zoo", "", header, shown, text_columns=frozenset({0, 1, 2, 4, 5, 6})))
     counts = Counter(row.status for row in rows)
     out.print(", ".join(f"{status}: {count}" for status, count in counts.most_common()))
+    found = [row for row in rows if row.status == "found"]
     with_attention = len(rows) - counts["no attention"] - counts["not built"]
     if with_attention:
-        share = counts["found"] / with_attention
-        out.print(f"coverage: {counts['found']} of {with_attention} architectures with attention ({share:.0%})")
-    described = [row for row in rows if row.status == "found"]
-    if described:
-        structured = sum(is_structured(row.forms) for row in described)
-        out.print(f"structured Jacobians: {structured} of {len(described)} ({structured / len(described):.0%})")
+        share = len(found) / with_attention
+        out.print(f"coverage: {len(found)} of {with_attention} architectures with attention ({share:.0%})")
+    if found:
+        structured = sum(is_structured(row.forms) for row in found)
+        out.print(f"structured Jacobians: {structured} of {len(found)} ({structured / len(found):.0%})")

@@ -1,12 +1,14 @@
-"""`wellcond measure`: weights, Jacobians and attention of a model on an input."""
+"""`wellcond doctor` and `wellcond measure`: what is wrong with a model's attention, and its numbers on an input."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import typer
 from typer import Option
 
 from wellcond.cli import app as cli
@@ -19,17 +21,51 @@ if TYPE_CHECKING:
 CONVENTIONS = ("wide", "stack")
 
 
+@cli.app.command("doctor", rich_help_panel=cli.MODELS)
+def doctor(
+    model: cli.Model,
+    input: cli.Input = "random",
+    weights: cli.Weights = None,
+    model_arg: cli.ModelArguments = None,
+    samples: cli.Samples = 8,
+    tokens: cli.Tokens = 32,
+    trained: Annotated[bool | None, Option("--trained/--fresh", help="By default its norms tell.")] = None,
+    jacobian: Annotated[bool, Option("--jacobian", help="Also measure kappa(J) of every head; minutes.")] = False,
+    seed: cli.Seed = 0,
+    json: Annotated[bool, Option("--json", help="Print JSON instead of text.")] = False,
+    output: cli.JsonFile = None,
+    html: cli.HtmlFile = None,
+    force: cli.Force = False,
+) -> None:
+    """Say what is wrong with the attention of MODEL, and which line of code mends it; seconds."""
+    cli.check_input(input)
+    cli.check_outputs(output, html, force=force)
+    arguments = cli.read_model(model, model_arg, weights)
+    from rich.console import Console
+
+    from wellcond.cli.checkpoints import build_loaded
+    from wellcond.cli.inputs import make_batch
+    from wellcond.diagnosis.diagnose import diagnose
+
+    built = build_loaded(model, arguments, weights, seed)
+    batch, described = make_batch(built, input, samples=samples, tokens=tokens, seed=seed)
+    found = diagnose(built, batch, trained=trained, jacobian=jacobian)
+    spec = cli.describe_spec(model, model_arg, weights, seed)
+    facts = {"model": f"{spec}: {found.run['model']}", "input": described}
+    found = dataclasses.replace(found, run=found.run | facts)
+    out = Console()
+    print(found.to_json() if json else found.to_text(width=min(100, out.width) if out.is_terminal else 100))
+    _write(output, lambda: found.to_json() + "\n", err=json)
+    _write(html, found.to_html, err=json)
+
+
 @cli.app.command("measure", rich_help_panel=cli.MODELS)
 def measure(
     model: cli.Model,
     input: cli.Input = "random",
-    layers: Annotated[
-        str, Option(metavar="LIST", help="all, or numbers such as 0,5,11, as inspect lists them.")
-    ] = "all",
+    layers: Annotated[str, Option(metavar="LIST", help="all, or numbers such as 0,5,11, as inspect has them.")] = "all",
     heads: Annotated[str, Option(metavar="LIST", help="all, or numbers of key/value heads such as 0,1.")] = "all",
-    convention: Annotated[
-        str, Option(metavar="NAME", help="wide (the Jacobian) or stack (the papers' matrix).")
-    ] = "wide",
+    convention: Annotated[str, Option(metavar="NAME", help="wide (the Jacobian) or stack (as the papers).")] = "wide",
     samples: cli.Samples = 1,
     tokens: cli.Tokens = 32,
     weights: cli.Weights = None,
@@ -37,17 +73,14 @@ def measure(
     seed: cli.Seed = 0,
     output: cli.JsonFile = None,
     html: cli.HtmlFile = None,
-    resume: Annotated[
-        Path | None,
-        Option(help="File in which every measured head is recorded; the same command resumes from it."),
-    ] = None,
+    resume: Annotated[Path | None, Option(help="File that records every head; the same command resumes.")] = None,
     force: cli.Force = False,
 ) -> None:
     """Measure every head on an input: condition number of the Jacobian, attention entropy, a verdict."""
     check_choice("convention", convention, CONVENTIONS)
     numbers = {"layers": read_numbers(layers, "--layers"), "heads": read_numbers(heads, "--heads")}
     cli.check_input(input)
-    cli.check_outputs([path for path in (output, html) if path is not None], force=force)
+    cli.check_outputs(output, html, force=force)
     arguments = cli.read_model(model, model_arg, weights)
     from rich.console import Console
     from rich.progress import track
@@ -76,19 +109,18 @@ def measure(
     print(summarise(report))
     for refusal in scan_attention(built).refusals:
         print(f"not understood: {refusal}")
-    for path, make in ((output, lambda: report.to_json() + "\n"), (html, lambda: render_measurement(report.to_dict()))):
-        if path is not None:
-            write_atomically(path, make())
-            print(f"wrote {path}")
+    _write(output, lambda: report.to_json() + "\n")
+    _write(html, lambda: render_measurement(report.to_dict()))
+
+
+def _write(path: Path | None, make: Callable[[], str], *, err: bool = False) -> None:
+    if path is not None:
+        write_atomically(path, make())
+        typer.echo(f"wrote {path}", err=err)
 
 
 def read_numbers(text: str, option: str) -> list[int] | None:
-    """Numbers such as ``0,5,11``; None for ``all``.
-
-    Example:
-        >>> read_numbers("0, 5", "--layers"), read_numbers("all", "--layers")
-        ([0, 5], None)
-    """
+    """Numbers such as ``0,5,11``; None for ``all``."""
     if text.strip() == "all":
         return None
     try:

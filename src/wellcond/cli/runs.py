@@ -1,12 +1,14 @@
-"""Runs of every command that trains: the data they are given, how they are watched, and what is told at their end."""
+"""Runs of the commands that train: their data, how they are watched, what is told at their end; and comparisons."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +18,31 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as TimeLeft
 
-from wellcond.cli.app import is_first_process, read_jobs
+from wellcond.cli.app import OptionError, is_first_process
 from wellcond.cli.console import make_console
+from wellcond.cli.report import print_report
 from wellcond.errors import WellcondError
 from wellcond.files import to_json
+from wellcond.lab import tune
 from wellcond.lab.cluster import RaySettings
 from wellcond.lab.load_recipe import load_recipe
+from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe
+from wellcond.lab.report.analysis import analyse
+from wellcond.lab.report.load_runs import load_comparisons
+from wellcond.lab.report.records import Metric, RunRecordError
+from wellcond.lab.report.statistics import compare_paired, describe_power
 from wellcond.lab.tasks.base import TaskContext
-from wellcond.lab.train.compare import JobObserver, Outcome, run_comparison
+from wellcond.lab.train.compare import Outcome, plan_comparison, run_comparison, write_comparison
 from wellcond.lab.train.engine import Event
+from wellcond.lab.train.glue import run_glue
 from wellcond.lab.train.prepare import load_cached_data, prepare_task
 from wellcond.lab.train.run import Job, num_cores
 from wellcond.lab.train.run_folder import FolderInUse, RunFolder
+from wellcond.run_records import COMPLETE
 
 UNTRAINED = ("lock", "run.json", "comparison.json", "tuning.json")
 """Files of runs in which nothing was trained."""
-
-
-# Before the runs
 
 
 def fit_to_data(name: str, *, scale: str | None, overrides: Sequence[str], quiet: bool) -> list[str]:
@@ -62,40 +70,28 @@ def fit_to_data(name: str, *, scale: str | None, overrides: Sequence[str], quiet
     return changes
 
 
-def choose_workers(asked: str, recipe: Recipe, *, cpu: bool) -> int:
+def choose_workers(asked: int | None, job: Job) -> int:
     """Runs at once: as many as there are cores, if each keeps to one thread and there is no GPU to share."""
-    number = read_jobs(asked)
-    if number is not None:
-        return number
-    if "WORLD_SIZE" in os.environ or (torch.cuda.is_available() and not cpu) or recipe.training.threads != 1:
-        return 1
-    return num_cores()
+    if asked is not None:
+        return asked
+    on_gpu = torch.cuda.is_available() and not job.cpu
+    return 1 if "WORLD_SIZE" in os.environ or on_gpu or job.recipe.training.threads != 1 else num_cores()
 
 
-# While they run
-
-
-def run_jobs(jobs: Sequence[Job], num_workers: int, *, quiet: bool, ray: RaySettings | None = None) -> Outcome:
-    """`run_comparison`, shown as it goes."""
-
-    def run(observer: JobObserver) -> Outcome:
-        return run_comparison(jobs, num_workers=num_workers, observer=observer, ray=ray)
-
-    return watch(len(jobs), run, quiet=quiet)
-
-
-def watch(num_jobs: int, run: Callable[[JobObserver], Outcome], *, quiet: bool) -> Outcome:
-    """Run something that reports on its jobs, and show how they go: bars on a terminal, one line per run elsewhere.
+def run_jobs(
+    jobs: Sequence[Job], asked: int | None, *, quiet: bool, ray: RaySettings | None = None, glue: bool = False
+) -> Outcome:
+    """Run jobs, `asked` at once, and show how they go: bars on a terminal, one line per run elsewhere.
 
     Both are on standard error, so that standard output stays for results.
     """
     console = Console(stderr=True, quiet=quiet or not is_first_process())
+    tell = functools.partial(console.print, highlight=False, soft_wrap=True)
     texts = TextColumn("{task.description}"), TextColumn("{task.fields[said]}")
     columns = texts[0], BarColumn(bar_width=24), MofNCompleteColumn(), texts[1], TimeElapsedColumn(), TimeLeft()
     bars = Progress(*columns, console=console, refresh_per_second=4)
-    whole = bars.add_task("[bold]all runs", total=num_jobs, said="")
+    whole = bars.add_task("[bold]all runs", total=len(jobs), said="")
     tasks: dict[str, TaskID] = {}
-    waiting: set[str] = set()
 
     def observe(job: Job, event: Event) -> None:
         kind, key, title = event["event"], str(job.folder), escape(job.title)
@@ -103,17 +99,14 @@ def watch(num_jobs: int, run: Callable[[JobObserver], Outcome], *, quiet: bool) 
             bars.advance(whole)
             if key in tasks:
                 bars.remove_task(tasks.pop(key))
-            place = f"{escape(f'[{bars.tasks[0].completed:.0f}/{num_jobs}]')} {title}"
+            place = f"{escape(f'[{bars.tasks[0].completed:.0f}/{len(jobs)}]')} {title}"
             if kind == "end":
                 tell(f"{place}: {_describe_end(event['record'])}")
-            elif num_jobs > 1:  # the failure of a single run ends the command
+            elif len(jobs) > 1:  # the failure of a single run ends the command
                 tell(f"{place}: [red]failed[/]: {escape(event['problem'].splitlines()[0])}")
             return
         if kind == "lost":
             tell(f"{title}: [yellow]starting again[/], {escape(event['problem'])}")
-        elif kind == "waiting" and key not in waiting:
-            waiting.add(key)
-            tell(f"{title}: waiting, another process is running it")
         if key not in tasks:
             tasks[key] = bars.add_task(title, total=None, said="")
         loss = event.get("loss")
@@ -121,11 +114,10 @@ def watch(num_jobs: int, run: Callable[[JobObserver], Outcome], *, quiet: bool) 
         said = _metric(event["row"]) if kind == "evaluation" else said
         bars.update(tasks[key], total=event.get("num_steps"), completed=event.get("step"), said=said)
 
-    def tell(line: str) -> None:
-        console.print(line, highlight=False, soft_wrap=True)
-
+    run = run_glue if glue else functools.partial(run_comparison, ray=ray)
+    workers = len(jobs) if ray is not None and asked is None else choose_workers(asked, jobs[0])
     with bars if console.is_terminal else contextlib.nullcontext():
-        return run(observe)
+        return run(jobs, num_workers=workers, observer=observe)
 
 
 def _describe_end(record: dict[str, Any]) -> str:
@@ -146,9 +138,35 @@ def _metric(row: dict[str, Any]) -> str:
     return f"{names[0]} {row[names[0]]:.4g}" if names else f"loss {row['loss']:.4g}"
 
 
+def exit_code(outcome: Outcome) -> int:
+    """130 if the user stopped it, which the first process alone says; 1 if a run failed, else 0."""
+    return 130 if outcome.interrupted and is_first_process() else int(bool(outcome.failures))
+
+
+def tell_end(outcome: Outcome, num_jobs: int, *, as_json: bool = False, **more: Any) -> int:
+    """Say what failed and what is left, or print every run, and `more`, as JSON; returns the exit code."""
+    out = make_console()
+    if as_json and is_first_process():
+        shown = ("method", "seed", "status", "reason", "final", "best", "test", "seconds", "config_hash")
+        rows = [{name: record[name] for name in shown if name in record} for record in outcome.records]
+        rows += [
+            {"method": job.method.label, "seed": job.seed, "status": "failed", "reason": problem}
+            for job, problem in outcome.failures
+        ]
+        print(to_json({"runs": rows, "interrupted": outcome.interrupted, **more}, indent=1))
+    elif is_first_process():
+        for _, problem in outcome.failures:
+            out.print(f"[red]failed:[/] {escape(problem)}", soft_wrap=True)
+        if outcome.interrupted:
+            left = num_jobs - sum(record["status"] in COMPLETE for record in outcome.records)
+            out.print(f"[yellow]stopped[/] with {left} of {num_jobs} runs to go; the same command resumes from here")
+    return exit_code(outcome)
+
+
 @contextlib.contextmanager
-def leaving_together() -> Iterator[None]:
-    """End the group of processes afterwards, if there is one."""
+def training_in(folder: Path) -> Iterator[None]:
+    """Around runs: a group of processes ends together; an error before anything was trained leaves no new folder."""
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
 
     def in_a_group() -> bool:
         return torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -157,53 +175,6 @@ def leaving_together() -> Iterator[None]:
         yield
         if in_a_group():
             torch.distributed.barrier()  # nobody leaves while another process still waits for an answer
-    finally:
-        if in_a_group():
-            torch.distributed.destroy_process_group()
-            # Models may still hold the group. One of gloo's threads that lets go of its last tensor while the
-            # interpreter ends would abort the process, after all work is done: give them the moment that takes.
-            time.sleep(0.2)
-
-
-# When they have ended
-
-
-def exit_code(outcome: Outcome) -> int:
-    """130 if the user stopped it, which the first process alone says; 1 if a run failed, else 0."""
-    return 130 if outcome.interrupted and is_first_process() else int(bool(outcome.failures))
-
-
-def tell_end(outcome: Outcome, num_jobs: int) -> int:
-    """Say what failed and what is left; returns the exit code."""
-    if is_first_process():
-        out = make_console()
-        for _, problem in outcome.failures:
-            out.print(f"[red]failed:[/] {escape(problem)}", soft_wrap=True)
-        if outcome.interrupted:
-            left = num_jobs - sum(record["status"] in ("finished", "diverged") for record in outcome.records)
-            out.print(f"[yellow]stopped[/] with {left} of {num_jobs} runs to go; the same command resumes from here")
-    return exit_code(outcome)
-
-
-def print_json(outcome: Outcome, more: Mapping[str, Any] | None = None) -> int:
-    """Print what became of every run, and `more`; returns the exit code."""
-    if is_first_process():
-        shown = ("method", "seed", "status", "reason", "final", "best", "test", "seconds", "config_hash")
-        rows = [{name: record[name] for name in shown if name in record} for record in outcome.records]
-        rows += [
-            {"method": job.method.label, "seed": job.seed, "status": "failed", "reason": problem}
-            for job, problem in outcome.failures
-        ]
-        print(to_json({"runs": rows, "interrupted": outcome.interrupted, **(more or {})}, indent=1))
-    return exit_code(outcome)
-
-
-@contextlib.contextmanager
-def removing_untrained(folder: Path) -> Iterator[None]:
-    """Where an error ends the block before anything was trained, remove the folders that it made."""
-    missing = [place for place in (folder, *folder.parents) if not place.exists()]
-    try:
-        yield
     except WellcondError:
         if missing and is_first_process():
             with contextlib.suppress(FolderInUse, OSError), contextlib.ExitStack() as locks:
@@ -213,3 +184,129 @@ def removing_untrained(folder: Path) -> Iterator[None]:
                 if all(path.name in UNTRAINED or not path.stat().st_size for path in files):
                     shutil.rmtree(missing[-1])
         raise
+    finally:
+        if in_a_group():
+            torch.distributed.destroy_process_group()
+            # Models may still hold the group. One of gloo's threads that lets go of its last tensor while the
+            # interpreter ends would abort the process, after all work is done: give them the moment that takes.
+            time.sleep(0.2)
+
+
+@dataclass
+class Comparison:
+    """Methods and seeds under one recipe, where they are run, and what is printed."""
+
+    recipe: Recipe
+    methods: tuple[MethodSettings, ...]
+    seeds: tuple[int, ...]
+    folder: Path
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of every run."""
+    at_once: int | None = None
+    ray: RaySettings | None = None
+    as_json: bool = False
+    silent: bool = False
+    """Whether nothing is printed for people while it runs."""
+    report: bool = True
+    num_jobs: int = field(default=0, init=False)
+    """Of the last call of `run`."""
+
+    def __post_init__(self) -> None:
+        self.silent |= not is_first_process()
+
+    def plan(self, methods: Sequence[MethodSettings]) -> list[Job]:
+        """Every run; raises RecipeError."""
+        return plan_comparison(self.recipe, methods, self.seeds, self.folder, **self.options)
+
+    def describe(self) -> None:
+        """Write comparison.json; raises RunError if the folder holds another comparison."""
+        if is_first_process():
+            write_comparison(self.folder, self.recipe, self.methods, self.seeds)
+
+    def say(self, *lines: str) -> None:
+        """Print lines for people."""
+        for line in lines if not self.silent else ():
+            make_console().print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def run(self, jobs: Sequence[Job]) -> Outcome:
+        """Run jobs here or on Ray."""
+        self.num_jobs = len(jobs)
+        return run_jobs(jobs, self.at_once, quiet=self.silent, ray=self.ray)
+
+    def compare(self) -> int:
+        """Every run and the report; returns the exit code."""
+        planned = self.plan(self.methods)
+        with training_in(self.folder):
+            self.describe()
+            if not self.silent:
+                told = f"{self.recipe.title or self.recipe.name} ({self.recipe.scale}): {len(self.methods)} methods x "
+                told += f"{len(self.seeds)} seeds; runs with the same seed share data order and all other weights"
+                self.say(f"{told}. Folder: {self.folder}", *foresee_power(self.folder, len(self.seeds)))
+            outcome = self.run(planned)
+        return self._end(outcome)
+
+    def tune_and_compare(self, grid: Mapping[str, tuple[float, ...]], seeds: tuple[int, ...], growth: int) -> int:
+        """Search with tuning seeds, then compare methods at their best values on fresh ones; returns the exit code.
+
+        Raises: RecipeError, OptionError or RunError for what cannot be searched, before anything runs.
+        """
+        recipe = self.recipe
+        self.methods = tuple(recipe.at_tuned(method, but=grid) for method in self.methods)
+        self.plan(self.methods)
+        if shared := sorted(set(seeds) & set(self.seeds)):
+            raise OptionError(
+                f"--tuning-seeds: expected seeds that are not tested, found {', '.join(map(str, shared))} in both; "
+                "methods would be tested on the seeds that chose their values"
+            )
+        plan = tune.Plan(recipe, grid, seeds, self.seeds, growth, self.folder, self.options)
+        plan.check(self.methods)
+
+        def run(jobs: list[Job], stage: str) -> Outcome:
+            self.say(f"{stage}: {len(jobs)} runs")
+            return self.run(jobs)
+
+        with training_in(self.folder):
+            self.describe()
+            self.say(
+                f"{recipe.title or recipe.name} ({recipe.scale}), {len(self.methods)} methods, in {self.folder}",
+                f"search on seeds {', '.join(map(str, seeds))}, then test on {len(self.seeds)} fresh seeds",
+                *([f"scored on {tune.SEEN}"] if recipe.evaluation.test is None else []),
+            )
+            searches, outcome = tune.search(plan, self.methods, run)
+            self.report &= outcome is None
+            if outcome is None:
+                for found in searches:
+                    best = tune.show_values(found.best_values) or "nothing to tune"
+                    self.say(f"{found.method.label}: {best}{', still at the edge' if found.edges() else ''}")
+                self.say(*_power_after(searches, recipe.baseline, len(self.seeds)))
+                outcome = run(self.plan([found.tuned() for found in searches]), "test")
+        return self._end(outcome, tuning=tune.read_tuning(self.folder))
+
+    def _end(self, outcome: Outcome, **more: Any) -> int:
+        """Say what became of the runs; build and print the report, if it is wanted; returns the exit code."""
+        code = tell_end(outcome, self.num_jobs, as_json=self.as_json, **more)
+        if self.report and is_first_process() and any(record["final"] for record in outcome.records):
+            print_report(self.folder, quiet=self.silent)
+        return code
+
+
+def foresee_power(folder: Path, seeds: int) -> list[str]:
+    """Which difference as many seeds can show, as far as earlier runs in a folder tell; nothing otherwise."""
+    try:
+        found = [analyse(comparison) for comparison in load_comparisons(folder)]
+    except RunRecordError:  # no runs yet; what is wrong with one is said when it is its turn
+        return []
+    return [line for a in found for line in describe_power(a.comparison.result, a.differences.values(), seeds)]
+
+
+def _power_after(searches: Sequence[tune.MethodSearch], baseline: str, num_seeds: int) -> list[str]:
+    """Which difference the fresh seeds can show, from the spread of the tuning seeds at the best values."""
+    known = {
+        found.method.label: {seed: score for seed, score in found.scores[found.best()].items() if score == score}
+        for found in searches
+        if found.scores
+    }
+    base, metric = known.pop(baseline, {}), Metric.of(next(found.metric for found in searches if found.scores))
+    better = metric.higher_is_better
+    differences = [compare_paired(name, known[name], baseline, base, higher_is_better=better) for name in known]
+    return describe_power(metric, differences, num_seeds)
