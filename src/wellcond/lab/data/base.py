@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -204,11 +203,6 @@ def report_progress(what: str, done: int, total: int) -> None:
     listener = _LISTENER.get()
     if listener is not None:
         listener(what, done, total)
-
-
-def leave_interrupts_to_parent(worker: int) -> None:
-    """Start a `DataLoader` worker: Ctrl-C reaches every process of a terminal, and only the parent acts on it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 # Sources by name; a new source is one decorated function anywhere.

@@ -124,11 +124,6 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def cache_place(kind: str, made_from: Mapping[str, Any]) -> Path:
-    """Where the cache keeps what follows from `made_from`, whether it is there or not."""
-    return cache_root() / kind / hashlib.sha256(canonical_json(made_from).encode()).hexdigest()[:32]
-
-
 def cached_folder(kind: str, made_from: Mapping[str, Any], make: Callable[[Path], None], what: str) -> Path:
     """A folder of files that follow from `made_from` alone: plain data, with the version of the code that uses them.
 
@@ -137,7 +132,7 @@ def cached_folder(kind: str, made_from: Mapping[str, Any], make: Callable[[Path]
 
     Raises: CacheError if it cannot be written; `what` is made is told to those who wait.
     """
-    folder = cache_place(kind, made_from)
+    folder = cache_root() / kind / hashlib.sha256(canonical_json(made_from).encode()).hexdigest()[:32]
     if folder.is_dir():
         return folder
     import filelock  # of torch
