@@ -84,11 +84,11 @@ def test_tokens_of_the_published_text(tmp_path):
 )
 def test_a_bad_row_is_named(tmp_path, row, message):
     found = failure(**write_rows(tmp_path, *[GOOD] * 300, row, GOOD))
-    assert f"{tmp_path}/basic_train.tsv, row 300 (the first is 0)" in found and message in found
+    assert f"{tmp_path}/basic_train.tsv, line 302" in found and message in found
 
 
 def test_files_without_rows_are_refused(tmp_path):
-    assert "basic_train.tsv, row 0" in failure(**write_rows(tmp_path))
+    assert "basic_train.tsv: there are no rows" in failure(**write_rows(tmp_path))
 
 
 def test_a_missing_file_is_named(tmp_path):

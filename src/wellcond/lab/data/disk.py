@@ -11,14 +11,15 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from wellcond.errors import WellcondError, needs_extra
 from wellcond.lab.data.base import DataError, listed, report_progress
 
 MIRROR_VARIABLE = "WELLCOND_DATA"
+Row = TypeVar("Row")
 
 
 def mirror_roots() -> list[Path]:
@@ -90,6 +91,25 @@ def find_files(patterns: str | list[str], base: Path, field: str) -> list[Path]:
         found = [path] if path.is_file() else sorted(Path(name) for name in glob.glob(str(path), recursive=True))
         files += [file for file in found if file.is_file()] or [require(path, field=field)]
     return files
+
+
+def read_lines(file: Path, parse: Callable[[bytes], Row], expected: str, *, skip: int = 0) -> Iterator[Row]:
+    """What `parse` makes of each line of a file; DataError for a line of which it makes nothing."""
+    done, size = 0, file.stat().st_size
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                if number > skip:
+                    yield parse(line.rstrip(b"\r\n"))
+            except (ValueError, KeyError) as error:
+                raise DataError(
+                    f"{file}, line {number}: the row cannot be used.",
+                    expected=expected,
+                    found=f"{line.decode('utf-8', 'replace').rstrip()[:60]!r}; {type(error).__name__}: {error}",
+                ) from error
+            done += len(line)
+            if number % 1000 == 0:
+                report_progress(f"reading {file.name}", done, size)
 
 
 def import_datasets() -> Any:

@@ -31,7 +31,7 @@ from wellcond.lab.data.base import (
     register_source,
     report_progress,
 )
-from wellcond.lab.data.disk import find_path, require
+from wellcond.lab.data.disk import find_path, read_lines, require
 from wellcond.lab.data.generated import GeneratorOptions, register_generator
 from wellcond.lab.data.images import decode_image, read_image, to_channels
 
@@ -514,24 +514,21 @@ def load_folder(config: PathfinderFolderConfig, base: Path) -> Data:
 
 def _read_images(root: Path) -> TensorDataset:
     """The images that the files in `metadata` name, which in spite of their own names hold lines of text."""
+
+    def parse(line: bytes) -> tuple[str, int]:
+        folder, name, _, label, *_ = line.decode("utf-8", "replace").split()  # then follows how the image was made
+        return f"{folder}/{name}", {"0": 0, "1": 1}[label]
+
     metadata = sorted((root / "metadata").glob("*.npy"), key=lambda file: (len(file.stem), file.stem))
     images: list[np.ndarray] = []
     labels = []
     for number, file in enumerate(metadata):
         report_progress(f"reading {root.name}, folders", number, len(metadata))
-        for line, row in enumerate(file.read_text("utf-8", "replace").splitlines()):
-            where = f"{file}, row {line} (the first is 0)"
-            try:
-                folder, name, _, label, *_ = row.split()  # then follows how the image was made
-                labels.append({"0": 0, "1": 1}[label])
-            except (ValueError, KeyError) as error:
-                raise DataError(
-                    f"{where}: the row cannot be used.",
-                    expected="text: folder, image file, number, label 0 or 1, ...",
-                    found=f"{row[:80]!r}; {type(error).__name__}: {error}",
-                ) from error
-            encoded = read_image(root / folder / name, where, within=root)
-            images.append(np.array(to_channels(decode_image(encoded, f"{where}: {name}"), 1, where)))
+        for name, label in read_lines(file, parse, "text: folder, image file, number, label 0 or 1"):
+            labels.append(label)
+            where = f"{file}, {name}"
+            encoded = read_image(root / name, where, within=root)
+            images.append(np.array(to_channels(decode_image(encoded, where), 1, where)))
     if len(images) < 10 or len({image.shape for image in images}) > 1:
         raise DataError(
             f"{root}: these are not the images of one set.",
