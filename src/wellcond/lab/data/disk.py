@@ -45,14 +45,18 @@ def resolve_path(path: str, base: Path) -> Path:
     return (base / Path(os.path.expanduser(path))).absolute()
 
 
+def find_in_mirror(name: str) -> Path | None:
+    """The first file or folder of this name in a mirror, out of which the name may not lead; None if there is none."""
+    leads_out = Path(name).is_absolute() or {"..", "~"} & set(Path(name).parts)
+    return next((root / name for root in mirror_roots() if not leads_out and (root / name).exists()), None)
+
+
 def find_path(path: str, base: Path, field: str = "path") -> Path:
     """The file or folder that a field of a recipe names: from the recipe's folder, or else by name in a mirror."""
     local = resolve_path(path, base)
-    # A name may not lead out of the mirror.
-    within = not Path(path).is_absolute() and not {"..", "~"} & set(Path(path).parts)
-    for found in (local, *(root / path for root in mirror_roots() if within)):
-        if found.exists():
-            return found
+    found = local if local.exists() else find_in_mirror(path)
+    if found is not None:
+        return found
     raise DataError(
         f"{local}: no such file or folder.",
         expected=f"what '{field}' names, or an entry of that name in a mirror that {MIRROR_VARIABLE} names",
@@ -76,11 +80,6 @@ def require(path: Path, kind: str = "file", field: str | None = None) -> Path:
         expected=f"the {kind} that '{field}' names" if field else f"this {kind} of the data set",
         found=contents(path.parent),
     )
-
-
-def find_in_mirror(name: str) -> Path | None:
-    """The first folder of this name in a mirror; None if there is none."""
-    return next((root / name for root in mirror_roots() if (root / name).is_dir()), None)
 
 
 def find_files(patterns: str | list[str], base: Path, field: str) -> list[Path]:

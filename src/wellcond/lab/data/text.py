@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import Field, PositiveInt, model_validator
 
 from wellcond.lab.data.base import Data, DataError, Dataset, SourceConfig, register_source, report_progress
-from wellcond.lab.data.disk import cached_folder, canonical_json, find_files, find_in_mirror, from_hub, import_datasets
+from wellcond.lab.data.disk import cached_folder, canonical_json, find_files, from_hub, import_datasets
 from wellcond.lab.data.tables import (
     NAME,
     Table,
@@ -75,8 +75,7 @@ def load_text_stream(config: TextStreamConfig, base: Path) -> Data:
     if config.files is not None:
         files = find_files(config.files, base, "files")
         name = name_of(files)
-    elif (mirror := find_in_mirror(str(config.id))) is not None:
-        splits = find_splits(mirror, config.config)
+    elif (splits := find_splits(str(config.id), config.config)) is not None:
         files = splits[require_split(config.split, splits, str(name), "split")]
     identity: list[Any] = [config.id, config.config, config.split]
     if files is not None:
