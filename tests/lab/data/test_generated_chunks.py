@@ -254,5 +254,5 @@ def test_recipes_get_what_they_got():
     images = load("pathfinder", options=fields, num_train=64, num_evaluation=32)
     fields = {"min_length": 8, "max_length": 128, "max_depth": 5, "max_args": 5}
     expressions = load("listops", options=fields, num_train=64, num_evaluation=32)
-    found = [fingerprint(data)["splits"]["train"]["sha256"][:16] for data in (images, expressions)]
+    found = [fingerprint(data)["train"]["sha256"][:16] for data in (images, expressions)]
     assert found == ["755f63dfdf1cbfbb", "3b74efc67f9e82bb"]

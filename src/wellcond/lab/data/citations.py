@@ -31,11 +31,10 @@ class PairDataset:
     labels: Tensor
 
     def __len__(self) -> int:
-        """Number of pairs."""
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Two texts and whether they are related; half a character at the end of a text is left out."""
+        # Half a character at the end of a text is left out.
         text, text_pair = (self.texts[number].decode("utf-8", "ignore") for number in self.pairs[index].tolist())
         return {"text": text, "text_pair": text_pair, "label": int(self.labels[index])}
 

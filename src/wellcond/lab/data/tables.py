@@ -117,10 +117,8 @@ class TableDataset:
         _, values = self._read(index)
         return values[0] if self.kind == "image" else b"\0".join(value.encode() for value in values)
 
-    def take(self, rows: Tensor | None) -> TableDataset:
-        """Some of the examples; all for None."""
-        if rows is None:
-            return self
+    def take(self, rows: Tensor) -> TableDataset:
+        """Some of the examples."""
         labels = None if self.labels is None else self.labels[rows]
         return replace(self, labels=labels, rows=rows if self.rows is None else self.rows[rows])
 
@@ -332,19 +330,15 @@ def _load_tables(
             labels = torch.tensor(values, dtype=torch.float64 if names is None else torch.int64)
         return TableDataset(Table(data, table.name), kind, columns, labels)
 
-    def limit(split: TableDataset, count: int | None) -> TableDataset:
-        return split.take(draw_subset(len(split), count))
-
     trained = dataset(train, labelled=True)
     if evaluation is not None:
         evaluated = dataset(evaluation, labelled=True)
     else:
-        rows, aside = draw_fraction(trained, fraction, train.name)
-        trained, evaluated = trained.take(rows), trained.take(aside)
+        trained, evaluated = draw_fraction(trained, fraction, train.name)
     further = {split: dataset(table, labelled=False) for split, table in others.items()}
     if "test" in further:
-        further["test"] = limit(further["test"], getattr(config, "limit_test", None))
-    trained, evaluated = limit(trained, config.limit_train), limit(evaluated, config.limit_evaluation)
+        further["test"] = draw_subset(further["test"], getattr(config, "limit_test", None))
+    trained, evaluated = draw_subset(trained, config.limit_train), draw_subset(evaluated, config.limit_evaluation)
     return Data(name, trained.kind, trained, evaluated, names, f"{name} from {place}", further)
 
 

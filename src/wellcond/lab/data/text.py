@@ -181,7 +181,6 @@ class TokenStream:
     """`documents` with text and those `skipped`, and of the text its `words`, separated by white space, and `bytes`."""
 
     def __len__(self) -> int:
-        """Number of tokens."""
         return len(self.tokens)
 
 
