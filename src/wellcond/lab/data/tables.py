@@ -246,9 +246,7 @@ def read_table(files: list[Path]) -> Table:
             # All values as they are written: texts such as "NA" or "007" must survive. Labels are recognised later.
             converters = dict.fromkeys((column for file in files for column in _read_header(file, separator)), str)
             options = {"sep": separator, "converters": converters, "keep_default_na": False}
-        # Escaped: the library takes every name for a pattern.
-        places = [glob.escape(str(file)) for file in files]
-        return Table(load_dataset(builder, data_files=places, split="train", **options), name)
+        return Table(load_dataset(files, **options), name)
 
 
 def _read_header(file: Path, separator: str) -> list[str]:
@@ -283,9 +281,13 @@ def reading(place: str, expected: str) -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def load_dataset(path: str, **arguments: Any) -> Any:
-    """`datasets.load_dataset` with the cache in HF_DATASETS_CACHE as it is now."""
-    return import_datasets().load_dataset(path, cache_dir=os.environ.get("HF_DATASETS_CACHE"), **arguments)
+def load_dataset(place: str | list[Path], **options: Any) -> Any:
+    """`datasets.load_dataset` of the hub or of files, with the cache in HF_DATASETS_CACHE as it is now."""
+    if isinstance(place, list):
+        # Escaped: the library takes every name for a pattern.
+        options |= {"data_files": [glob.escape(str(file)) for file in place], "split": "train"}
+        place = builder_of(place[0])
+    return import_datasets().load_dataset(place, cache_dir=os.environ.get("HF_DATASETS_CACHE"), **options)
 
 
 # Columns
