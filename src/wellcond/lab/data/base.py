@@ -51,18 +51,14 @@ class Dataset(Protocol):
 
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
+    def take(self, rows: Tensor) -> Self:
+        """Some of the examples."""
+
     def content(self, index: int) -> bytes:
         """Bytes that identify the input at `index` on every machine: as stored, not as a decoder renders them."""
 
 
-class Divisible(Dataset, Protocol):
-    """A dataset of which parts can be taken."""
-
-    def take(self, rows: Tensor) -> Self:
-        """Some of the examples."""
-
-
-Part = TypeVar("Part", bound=Divisible)
+Part = TypeVar("Part", bound=Dataset)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,8 +146,9 @@ def draw_fraction(dataset: Part, fraction: float, what: str) -> tuple[Part, Part
             found=f"{len(dataset)} examples in {len(groups)} classes",
         )
     pairs = list(zip(groups, sizes, strict=True))
-    train, evaluation = (torch.cat([g[size:] for g, size in pairs]), torch.cat([g[:size] for g, size in pairs]))
-    return dataset.take(train.sort().values), dataset.take(evaluation.sort().values)
+    train = torch.cat([group[size:] for group, size in pairs]).sort().values
+    evaluation = torch.cat([group[:size] for group, size in pairs]).sort().values
+    return dataset.take(train), dataset.take(evaluation)
 
 
 def fingerprint(data: Data) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +37,10 @@ class PairDataset:
         # Half a character at the end of a text is left out.
         text, text_pair = (self.texts[number].decode("utf-8", "ignore") for number in self.pairs[index].tolist())
         return {"text": text, "text_pair": text_pair, "label": int(self.labels[index])}
+
+    def take(self, rows: Tensor) -> PairDataset:
+        """Some of the pairs."""
+        return replace(self, pairs=self.pairs[rows], labels=self.labels[rows])
 
     def content(self, index: int) -> bytes:
         """Both texts."""
