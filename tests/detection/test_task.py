@@ -211,7 +211,7 @@ def test_recipes_that_cannot_be_run(root, tmp_path, changes, message):
 def test_images_without_objects_cannot_be_scored(root):
     _, task, model = prepared(root)
     chosen = recipe(root)
-    only_empty = task.evaluation.split.select(torch.tensor([2]))
+    only_empty = task.evaluation.split.take(torch.tensor([2]))
     task.evaluation.split, whole = only_empty, task.evaluation.split
     try:
         with pytest.raises(RecipeError, match="found none in the first 1 images"):

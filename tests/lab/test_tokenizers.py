@@ -17,7 +17,6 @@ from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.language_modelling import generate_text
 from wellcond.lab.tokenizers import (
     ByteTokenizer,
-    SpecialTokens,
     TokenizerChoice,
     make_tokenizer,
     read_tokenizer,
@@ -73,14 +72,14 @@ def test_byte_pairs_are_fewer_than_bytes_and_end_with_their_own_token():
     tokenizer = bpe()
     (ids,) = tokenizer.encode_batch(["little girl"])
     assert len(ids) < len("little girl") and tokenizer.vocabulary_size == 300
-    assert tokenizer.special == SpecialTokens(end_of_text=0) and tokenizer.document_end == 0
+    assert tokenizer.special == {"end_of_text": 0} and tokenizer.document_end == 0
     assert tokenizer.decode([*ids, 0]) == "little girl"
 
 
 def test_word_pieces_are_those_of_bert():
     tokenizer = word_pieces(lower_case=True)
-    assert tokenizer.special == SpecialTokens(pad=0, unknown=1, classify=2, separator=3, mask=4)
-    assert tokenizer.special.ids == (0, 1, 2, 3, 4) and tokenizer.document_end == 3
+    assert tokenizer.special == {"pad": 0, "unknown": 1, "classify": 2, "separator": 3, "mask": 4}
+    assert tokenizer.document_end == 3
     ids = tokenizer.encode_batch(["Lily CAFÉ", "lily cafe", "Ω", "  "])
     assert ids[0].tolist() == ids[1].tolist() and tokenizer.decode(ids[0]) == "lily cafe"
     assert ids[2].tolist() == [1] and len(ids[3]) == 0
@@ -167,7 +166,7 @@ def test_files_of_each_kind_give_the_tokeniser_back(gpt2_folder, tmp_path, monke
     expected = [ids.tolist() for ids in trained.encode_batch(ODD)]
     for name in ("pairs", "pairs/vocab.json", "whole", "whole/tokenizer.json"):
         found = choose({"file": name}, base=tmp_path)
-        assert [ids.tolist() for ids in found.encode_batch(ODD)] == expected and found.special.end_of_text == 0
+        assert [ids.tolist() for ids in found.encode_batch(ODD)] == expected and found.special["end_of_text"] == 0
     monkeypatch.setenv("WELLCOND_DATA", str(tmp_path))
     by_name = choose({"file": "pairs", "sha256": choose({"file": "pairs"}).fingerprint}, base=tmp_path / "cache")
     assert by_name.encode_batch(ODD)[0].tolist() == expected[0]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import BeforeValidator, Field, PositiveInt
@@ -65,28 +64,11 @@ TokenizerChoice = Annotated[Literal["bytes"] | TrainedTokenizer | TokenizerFile,
 """Field type of a task."""
 
 
-@dataclass(frozen=True)
-class SpecialTokens:
-    """Ids of the tokens that stand for no text; None where a tokeniser has none."""
-
-    pad: int | None = None
-    unknown: int | None = None
-    classify: int | None = None  # [CLS]
-    separator: int | None = None  # [SEP]
-    mask: int | None = None
-    end_of_text: int | None = None
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        """All there are, each once, in ascending order."""
-        return tuple(sorted({value for value in vars(self).values() if value is not None}))
-
-
 class ByteTokenizer:
     """Byte b is token b + 1, and 0 is padding and the end of a document: no text is without tokens, none is unknown."""
 
     vocabulary_size = 257
-    special = SpecialTokens(pad=0, end_of_text=0)
+    special: ClassVar = {"pad": 0, "end_of_text": 0}
     document_end = 0
     fingerprint = hashlib.sha256(b"bytes, shifted by one").hexdigest()
 
@@ -107,7 +89,7 @@ SPECIAL = {
     "mask": ("[MASK]", "<mask>"),
     "end_of_text": (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>"),
 }
-"""How vocabularies spell the special tokens; the first that is there counts."""
+"""How vocabularies spell the tokens that stand for no text; the first that is there counts."""
 
 
 def import_tokenizers() -> Any:
@@ -121,14 +103,13 @@ class LibraryTokenizer:
     """A `tokenizers.Tokenizer` that neither cuts nor pads; a text that spells a special token has that token."""
 
     def __init__(self, inner: Any) -> None:
-        """Take over a tokeniser of the library."""
         inner.no_truncation()
         inner.no_padding()
         self.inner = inner
         vocabulary = inner.get_vocab(with_added_tokens=True)
         self.vocabulary_size = 1 + max(vocabulary.values(), default=-1)
         found = {kind: [vocabulary[name] for name in names if name in vocabulary] for kind, names in SPECIAL.items()}
-        self.special = SpecialTokens(**{kind: ids[0] if ids else None for kind, ids in found.items()})
+        self.special = {kind: ids[0] for kind, ids in found.items() if ids}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -138,9 +119,9 @@ class LibraryTokenizer:
     @property
     def document_end(self) -> int:
         """The token that ends a document in a stream: end of text, or [SEP]; DataError if there is neither."""
-        for end in (self.special.end_of_text, self.special.separator):
-            if end is not None:
-                return end
+        for kind in ("end_of_text", "separator"):
+            if kind in self.special:
+                return self.special[kind]
         raise DataError(
             "the tokeniser has no token that could end a document.",
             expected=f"one of {listed(SPECIAL['end_of_text'] + SPECIAL['separator'])} in its vocabulary",
@@ -160,7 +141,8 @@ class LibraryTokenizer:
 
 
 Tokenizer = ByteTokenizer | LibraryTokenizer
-"""Text to numbers and back; no special token is added to a text. `fingerprint` covers all that decides the ids."""
+"""Text to numbers and back; no special token is added to a text. `fingerprint` covers all that decides the ids, and
+`special` has the ids of the special tokens there are, by the keys of `SPECIAL`."""
 
 
 def make_tokenizer(choice: TokenizerChoice, train: Dataset | None, what: str, base: Path | None = None) -> Tokenizer:

@@ -33,7 +33,7 @@ def test_texts_are_those_of_the_file(tmp_path):
     assert bundle.train.content(0) == FIRST + b"\0" + SECOND
     assert bundle.evaluation.labels.tolist() == bundle.others["test"].labels.tolist() == [0, 1] * 4
     assert "2 training and 8 evaluation examples" in bundle.description and str(tmp_path) not in bundle.description
-    assert fingerprint(bundle)["splits"]["test"]["size"] == 8
+    assert fingerprint(bundle)["test"]["size"] == 8
 
 
 def test_lines_may_end_as_on_windows(tmp_path):

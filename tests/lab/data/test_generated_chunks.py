@@ -1,4 +1,4 @@
-"""Generators in chunks: the same samples from any number of processes, kept on disk, taken up again."""
+"""Generators in chunks: the same samples in any process, kept on disk, taken up again."""
 
 import contextlib
 import os
@@ -39,11 +39,6 @@ def load(generator="counting", *, told=None, num_train=45, num_evaluation=20, **
         return load_data(resolve_config({"source": "generated", "generator": generator} | sizes | fields))
 
 
-def use_workers(monkeypatch, number):
-    monkeypatch.setattr(generated, "FEWEST_CHUNKS", 1)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(number)), raising=False)
-
-
 def chunk_files(root):
     return sorted(path for path in (root / "cache").rglob("samples.pt"))
 
@@ -77,21 +72,6 @@ def test_tokens_are_small_in_memory_and_whole_in_an_example():
     bundle = load()
     assert bundle.train.inputs.dtype == torch.int8 and bundle.train[0]["tokens"].dtype == torch.int64
     assert int(bundle.train.inputs.min()) == -1 and bundle.vocabulary_size == 50
-
-
-@pytest.mark.slow
-def test_the_number_of_processes_changes_nothing(monkeypatch, tmp_path):
-    record = str(tmp_path / "record")
-    options = {"record": record}
-    alone = load(options=options, num_evaluation=10)
-    assert set(Path(record).read_text().split()) == {str(os.getpid())}
-    monkeypatch.setenv("WELLCOND_CACHE", str(tmp_path / "another"))
-    use_workers(monkeypatch, 2)
-    Path(record).unlink()
-    together = load(options=options, num_evaluation=10)
-    makers = Path(record).read_text().split()
-    assert len(makers) == 6 and makers.count(str(os.getpid())) == 1  # the only chunk of the other split
-    assert together.train.inputs.equal(alone.train.inputs) and fingerprint(together) == fingerprint(alone)
 
 
 def test_what_is_on_disk_is_read_and_what_is_missing_made_again(tmp_path):
@@ -141,10 +121,7 @@ def test_a_cache_that_cannot_be_written_is_named(monkeypatch, tmp_path):
 
 
 SCRIPT = """
-import os, sys
-from wellcond.lab.data import generated
-generated.FEWEST_CHUNKS = 1
-os.sched_getaffinity = lambda _: set(range(int(os.environ["WORKERS"])))
+import sys
 from lab.data.chunk_generators import CountingOptions, counting
 from wellcond.lab.data import load_data, register_generator, resolve_config
 from wellcond.lab.data.base import progress_to
@@ -162,7 +139,7 @@ if __name__ == "__main__":
 class Maker:
     """A process that makes 20 chunks, of which those beyond `hold_from` are not made before the hold ends."""
 
-    def __init__(self, tmp_path, hold_from, **variables):
+    def __init__(self, tmp_path, hold_from):
         self.script = tmp_path / "script.py"
         self.script.write_text(SCRIPT)
         paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
@@ -171,7 +148,7 @@ class Maker:
             [sys.executable, self.script, tmp_path / "record", str(hold_from)],
             stdout=self.output,
             stderr=self.errors,
-            env=os.environ | {"PYTHONPATH": paths} | variables,
+            env=os.environ | {"PYTHONPATH": paths},
             start_new_session=True,
         )
 
@@ -183,24 +160,17 @@ class Maker:
         wait_until(lambda: text in self.told(), process=self.process)
 
     def end(self):
-        """Exit code and errors, once it and its workers are gone."""
+        """Exit code and errors, once it is gone."""
         code = self.process.wait(PATIENCE)
-        wait_until(self._is_gone)
         self.errors.seek(0)
         return code, self.errors.read()
-
-    def _is_gone(self):
-        try:
-            os.killpg(self.process.pid, 0)
-        except ProcessLookupError:
-            return True
 
 
 @pytest.fixture
 def make(tmp_path):
     """Starts makers; none outlives the test."""
     made = []
-    yield lambda *given, **variables: made.append(Maker(tmp_path, *given, **variables)) or made[-1]
+    yield lambda hold_from: made.append(Maker(tmp_path, hold_from)) or made[-1]
     for maker in made:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(maker.process.pid, signal.SIGKILL)
@@ -214,7 +184,7 @@ def end_hold(tmp_path):
 
 
 def test_of_processes_that_start_at_once_one_makes_the_data_and_the_other_waits(make, tmp_path):
-    makers = [make(0, WORKERS="1") for _ in range(2)]
+    makers = [make(0) for _ in range(2)]
     wait_until(lambda: all("here or in another process" in maker.told() for maker in makers))
     end_hold(tmp_path)
     assert [maker.end() for maker in makers] == [(0, "")] * 2
@@ -222,28 +192,16 @@ def test_of_processes_that_start_at_once_one_makes_the_data_and_the_other_waits(
 
 
 @pytest.mark.slow
-def test_interrupt_stops_all_processes_and_keeps_what_is_done(make, tmp_path):
-    maker = make(3, WORKERS="2")
+def test_interrupt_keeps_what_is_done(make, tmp_path):
+    maker = make(3)
     maker.wait_until_it_tells("chunks 3 20")
     os.killpg(maker.process.pid, signal.SIGINT)  # as Ctrl-C in a terminal
     code, errors = maker.end()
     assert code != 0 and errors.rstrip().endswith("KeyboardInterrupt")
-    assert "Process " not in errors  # no worker complains
-    assert 3 <= len(chunk_files(tmp_path)) < 20
+    assert len(chunk_files(tmp_path)) == 3
 
 
-@pytest.mark.slow
-def test_killing_the_process_ends_its_workers_after_their_chunk(make, tmp_path):
-    maker = make(3, WORKERS="2")
-    maker.wait_until_it_tells("chunks 3 20")
-    maker.process.kill()
-    end_hold(tmp_path)
-    assert maker.end()[0] == -signal.SIGKILL
-
-
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_errors_arrive_whole(monkeypatch, tmp_path, workers):
-    use_workers(monkeypatch, workers)
+def test_errors_arrive_whole(tmp_path):
     with pytest.raises(WellcondError, match="no\n  expected: a"):
         load(options={"record": str(tmp_path / "record"), "refuse_from": 3})
 
@@ -296,5 +254,5 @@ def test_recipes_get_what_they_got():
     images = load("pathfinder", options=fields, num_train=64, num_evaluation=32)
     fields = {"min_length": 8, "max_length": 128, "max_depth": 5, "max_args": 5}
     expressions = load("listops", options=fields, num_train=64, num_evaluation=32)
-    found = [fingerprint(data)["splits"]["train"]["sha256"][:16] for data in (images, expressions)]
+    found = [fingerprint(data)["train"]["sha256"][:16] for data in (images, expressions)]
     assert found == ["755f63dfdf1cbfbb", "3b74efc67f9e82bb"]

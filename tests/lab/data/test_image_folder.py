@@ -54,7 +54,7 @@ def test_image_folder_keeps_the_test_split_beside_validation(folder, png):
         (folder / "test" / name / "0.png").write_bytes(png())
     bundle = load(source="image_folder", path=str(folder))
     assert list(bundle.others) == ["test"] and len(bundle.others["test"]) == 3
-    assert set(fingerprint(bundle)["splits"]) == {"train", "evaluation", "test"}
+    assert set(fingerprint(bundle)) == {"train", "evaluation", "test"}
 
 
 def test_image_folder_fingerprint_does_not_depend_on_the_place(folder, tmp_path):

@@ -13,6 +13,7 @@ from scipy.spatial.distance import cdist
 from lab.data.helpers import failure, load
 from wellcond.lab.data import DataError
 from wellcond.lab.data.pathfinder import (
+    PADDLE_LENGTH,
     PADDLE_MARGIN,
     SCALE,
     PathfinderOptions,
@@ -35,8 +36,8 @@ def scenes_of(count=100, seed=0, **fields):
 
 def ends_of_paddles(paddles):
     """(..., 2, 2): both ends of every paddle, in pixels."""
-    offset = np.ceil(SCALE * make_strokes().head[paddles.stroke] - 1e-9) / SCALE
-    return np.stack([paddles.start, paddles.start + offset], -2)
+    offset = np.ceil(SCALE * PADDLE_LENGTH * make_strokes().unit[paddles[..., 2]] - 1e-9) / SCALE
+    return np.stack([paddles[..., :2], paddles[..., :2] + offset], -2)
 
 
 def test_the_seed_alone_decides_every_byte():
@@ -96,7 +97,7 @@ def test_without_distractors_only_the_two_curves_are_drawn():
     full, bare = scenes_of(contour_length=6), scenes_of(contour_length=6, num_distractors=0)
     assert full.shown.shape == (100, 10) and 1 < full.shown.sum(1).mean() < 9
     assert bare.shown.shape == (100, 0)
-    np.testing.assert_array_equal(full.curves.start, bare.curves.start)
+    np.testing.assert_array_equal(full.curves[..., :2], bare.curves[..., :2])
 
 
 def test_curves_that_cannot_fit_end_in_an_error():

@@ -13,7 +13,6 @@ from lab.helpers import make_recipe
 from wellcond.errors import MissingExtraError, UnknownChoiceError
 from wellcond.lab.data import (
     Data,
-    DataError,
     SourceConfig,
     TensorDataset,
     fingerprint,
@@ -35,7 +34,7 @@ def test_unknown_source_lists_the_registered_ones():
 
 @pytest.mark.parametrize("raw", [{"path": "x"}, "digits", None])
 def test_missing_source_lists_the_registered_ones(raw):
-    with pytest.raises(DataError, match="one of .*digits, files, generated, hub, image_folder"):
+    with pytest.raises(UnknownChoiceError, match="(?s)data name their source.*one of .*'digits', 'files', 'generated'"):
         resolve_config(raw)
 
 
@@ -99,7 +98,7 @@ def test_splits_work_with_workers_and_pickle():
 def test_fingerprint_follows_content_and_ignores_rounding():
     bundle = load(source="digits")
     first = fingerprint(bundle)
-    assert first["splits"]["train"]["size"] == 1297 and first["class_names"] == [str(n) for n in range(10)]
+    assert first["train"]["size"] == 1297
 
     def changed(images, labels):
         train = TensorDataset("image", images, labels)

@@ -281,7 +281,7 @@ def bad_file(header, *rows):
         (bad_file(["sentence", "answer"], ["the cat", 1]), "validation.tsv: there is no column 'label'"),
         (
             bad_file(["sentence", "label"], ["the cat", 1], ["a mat", 2]),
-            "row 1 .*not a class of the training split.*one of 0, 1.*found:    2",
+            "row 1 .*not a class of the training split.*one of 0, 1.*found:    '2'",
         ),
         (bad_file(["sentence", "label"], ["the cat", "maybe"]), "not a class of the training split.*found:    'maybe'"),
         (bad_file(["sentence", "label"]), "this cannot be read.*not empty"),

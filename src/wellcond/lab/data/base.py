@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +25,6 @@ class DataError(WellcondError, ValueError):
     """Data that cannot be used as asked: which file and row, what was expected, what was found, what to do."""
 
     def __init__(self, problem: str, *, expected: str, found: str, todo: str = "") -> None:
-        """Put each part on its own line."""
         super().__init__("\n  ".join([problem, f"expected: {expected}", f"found:    {found}", *filter(None, [todo])]))
 
 
@@ -49,14 +47,18 @@ class Dataset(Protocol):
     def labels(self) -> Tensor | None:
         """Class of every example, int64 of shape (n,), or its number, float64; None when unlabelled."""
 
-    def __len__(self) -> int:
-        """Number of examples."""
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """The example at `index`."""
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+    def take(self, rows: Tensor) -> Self:
+        """Some of the examples."""
 
     def content(self, index: int) -> bytes:
         """Bytes that identify the input at `index` on every machine: as stored, not as a decoder renders them."""
+
+
+Part = TypeVar("Part", bound=Dataset)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,11 +70,9 @@ class TensorDataset:
     labels: Tensor | None
 
     def __len__(self) -> int:
-        """Number of examples."""
         return len(self.inputs)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """The example at `index`."""
         values = self.inputs[index]
         example: dict[str, Any] = {self.key: values.long() if self.key == "tokens" else values}
         if self.labels is not None:
@@ -120,16 +120,16 @@ class Data:
         return "; ".join([f"{self.origin}: {sizes}{test}", *self.notes])
 
 
-def draw_subset(length: int, limit: int | None) -> Tensor | None:
-    """Indices of `limit` examples drawn with a fixed seed, in their original order; None for all of them."""
-    if limit is None or limit >= length:
-        return None
-    drawn = torch.randperm(length, generator=torch.Generator().manual_seed(0))[:limit]
-    return drawn.sort().values
+def draw_subset(dataset: Part, limit: int | None) -> Part:
+    """At most `limit` examples, drawn with a fixed seed, in their original order."""
+    if limit is None or limit >= len(dataset):
+        return dataset
+    drawn = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))[:limit]
+    return dataset.take(drawn.sort().values)
 
 
-def draw_fraction(dataset: Dataset, fraction: float, what: str) -> tuple[Tensor, Tensor]:
-    """Indices to train and to evaluate on, drawn with a fixed seed; of every class the same share, at most all but one.
+def draw_fraction(dataset: Part, fraction: float, what: str) -> tuple[Part, Part]:
+    """Examples to train and to evaluate on, drawn with a fixed seed; of every class the same share, not all.
 
     Raises: DataError if there are too few examples to evaluate on any; the message begins with `what`.
     """
@@ -146,23 +146,19 @@ def draw_fraction(dataset: Dataset, fraction: float, what: str) -> tuple[Tensor,
             found=f"{len(dataset)} examples in {len(groups)} classes",
         )
     pairs = list(zip(groups, sizes, strict=True))
+    train = torch.cat([group[size:] for group, size in pairs]).sort().values
     evaluation = torch.cat([group[:size] for group, size in pairs]).sort().values
-    return torch.cat([group[size:] for group, size in pairs]).sort().values, evaluation
+    return dataset.take(train), dataset.take(evaluation)
 
 
 def fingerprint(data: Data) -> dict[str, Any]:
-    """What a run record says about its data: sizes, classes and digests, as plain JSON, the same on every machine.
+    """What a run record says about its data: size and digest of each split, as plain JSON, the same on every machine.
 
     The digest of a dataset covers its size, every label, and 16 inputs spread evenly from the first to the last, each
     as stored. It does not cover the inputs between those, so that sets of any size take milliseconds.
     """
     splits = {"train": data.train, "evaluation": data.evaluation, **data.others}
-    return {
-        "name": data.name,
-        "kind": data.kind,
-        "class_names": None if data.class_names is None else list(data.class_names),
-        "splits": {name: {"size": len(split), "sha256": _digest(split)} for name, split in splits.items()},
-    }
+    return {name: {"size": len(split), "sha256": _digest(split)} for name, split in splits.items()}
 
 
 def _digest(dataset: Dataset) -> str:
@@ -189,10 +185,7 @@ _LISTENER: ContextVar[Progress | None] = ContextVar("listener", default=None)
 @contextmanager
 def progress_to(progress: Progress | None) -> Iterator[None]:
     """Within the block `report_progress` calls `progress`; None keeps the callback of an outer block."""
-    if progress is None:
-        yield
-        return
-    token = _LISTENER.set(progress)
+    token = _LISTENER.set(progress or _LISTENER.get())
     try:
         yield
     finally:
@@ -204,11 +197,6 @@ def report_progress(what: str, done: int, total: int) -> None:
     listener = _LISTENER.get()
     if listener is not None:
         listener(what, done, total)
-
-
-def leave_interrupts_to_parent(worker: int) -> None:
-    """Start a `DataLoader` worker: Ctrl-C reaches every process of a terminal, and only the parent acts on it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 # Sources by name; a new source is one decorated function anywhere.
@@ -238,19 +226,15 @@ def register_source(config_class: type[SourceConfig]) -> Callable[[Load], Load]:
 def resolve_config(raw: object) -> SourceConfig:
     """The settings of the source that `raw["source"]` names.
 
-    Raises: DataError without a source, UnknownChoiceError for one that is not registered, pydantic.ValidationError.
+    Raises: UnknownChoiceError without a source that is registered, pydantic.ValidationError.
     """
     if isinstance(raw, SourceConfig):
         return raw
-    if not isinstance(raw, Mapping) or "source" not in raw:
-        raise DataError(
-            "the data of a recipe name no source.",
-            expected=f"a mapping with the field 'source', one of {listed(sorted(SOURCES))}",
-            found=listed(raw) if isinstance(raw, Mapping) else repr(raw),
-        )
-    if not isinstance(raw["source"], str) or raw["source"] not in SOURCES:
-        raise UnknownChoiceError("data source", raw["source"], sorted(SOURCES))
-    return SOURCES[raw["source"]][0].model_validate(raw)
+    source, names = raw.get("source") if isinstance(raw, Mapping) else None, sorted(SOURCES)
+    if source not in names:
+        advice = "" if source else f"data name their source, such as {{source: digits}}; found {raw!r}"
+        raise UnknownChoiceError("data source", source, names, advice=advice)
+    return SOURCES[str(source)][0].model_validate(raw)
 
 
 def load_data(config: SourceConfig, *, base: Path | None = None) -> Data:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,8 +11,8 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from wellcond.lab.data.base import Data, DataError, SourceConfig, register_source, report_progress
-from wellcond.lab.data.disk import find_path, require
+from wellcond.lab.data.base import Data, DataError, SourceConfig, register_source
+from wellcond.lab.data.disk import find_path, read_lines, require
 from wellcond.lab.seeding import generator
 
 CLASS_NAMES = ("unrelated", "related")
@@ -31,13 +31,16 @@ class PairDataset:
     labels: Tensor
 
     def __len__(self) -> int:
-        """Number of pairs."""
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Two texts and whether they are related; half a character at the end of a text is left out."""
+        # Half a character at the end of a text is left out.
         text, text_pair = (self.texts[number].decode("utf-8", "ignore") for number in self.pairs[index].tolist())
         return {"text": text, "text_pair": text_pair, "label": int(self.labels[index])}
+
+    def take(self, rows: Tensor) -> PairDataset:
+        """Some of the pairs."""
+        return replace(self, pairs=self.pairs[rows], labels=self.labels[rows])
 
     def content(self, index: int) -> bytes:
         """Both texts."""
@@ -68,28 +71,22 @@ def _read_aan(file: Path) -> PairDataset:
     Texts are as they stand in the file, as in the published pipeline: with the b and the quotes of the Python literals
     they were written as.
     """
+
+    def parse(line: bytes) -> tuple[int, list[bytes]]:
+        # No quoting: the texts hold quotes of their own.
+        label, _, _, *both = line.split(b"\t")
+        if len(both) != 2 or not all(both):
+            raise ValueError(f"{len(both)} texts, or an empty one")
+        return {b"0": 0, b"0.0": 0, b"1": 1, b"1.0": 1}[label], both
+
+    expected = "separated by tabs: the label 0 or 1, two ids, and two texts that are not empty"
     texts: dict[bytes, int] = {}
-    pairs, labels, done, size = [], [], 0, file.stat().st_size
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
-            try:
-                # No quoting: the texts hold quotes of their own.
-                label, _, _, *both = line.rstrip(b"\r\n").split(b"\t")
-                labels.append({b"0": 0, b"0.0": 0, b"1": 1, b"1.0": 1}[label])
-                if len(both) != 2 or not all(both):
-                    raise ValueError(f"{len(both)} texts, or an empty one")
-            except (ValueError, KeyError) as error:
-                raise DataError(
-                    f"{file}, line {number}: the row cannot be used.",
-                    expected="separated by tabs: the label 0 or 1, two ids, and two texts that are not empty",
-                    found=f"{line[:40]!r}; {type(error).__name__}: {error}",
-                ) from error
-            pairs.append([texts.setdefault(text[:MAX_BYTES], len(texts)) for text in both])
-            done += len(line)
-            if number % 1000 == 0:
-                report_progress(f"reading {file.name}", done, size)
+    pairs, labels = [], []
+    for label, both in read_lines(file, parse, expected):
+        pairs.append([texts.setdefault(text[:MAX_BYTES], len(texts)) for text in both])
+        labels.append(label)
     if not pairs:
-        raise DataError(f"{file}: there are no rows.", expected="rows", found="an empty file")
+        raise DataError(f"{file}: there are no rows.", expected=expected, found="an empty file")
     return PairDataset(list(texts), torch.tensor(pairs), torch.tensor(labels))
 
 
@@ -143,17 +140,14 @@ def _read_documents(file: Path) -> dict[str, str]:
 
 
 def _read_pairs(file: Path, numbers: dict[str, int]) -> list[Pair]:
-    pairs = []
-    for line, row in enumerate(file.read_text("utf-8", "replace").splitlines(), 1):
-        first, second, *_ = [*row.split("\t"), ""]
-        if first not in numbers or second not in numbers or first == second:
-            raise DataError(
-                f"{file}, line {line}: the pair cannot be used.",
-                expected="the ids of two different papers that have a text, separated by a tab",
-                found=repr(row[:80]),
-            )
-        pairs.append((numbers[first], numbers[second]))
-    return pairs
+    def parse(line: bytes) -> Pair:
+        first, second, *_ = line.decode("utf-8", "replace").split("\t")
+        if first == second:
+            raise ValueError("twice the same")
+        return numbers[first], numbers[second]
+
+    expected = "the ids of two different papers that have a text, separated by a tab"
+    return list(read_lines(file, parse, expected))
 
 
 def _balance(positives: Sequence[Pair], taken: set[Pair], split: str, folder: Path) -> tuple[Tensor, Tensor]:

@@ -11,14 +11,15 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from wellcond.errors import WellcondError, needs_extra
 from wellcond.lab.data.base import DataError, listed, report_progress
 
 MIRROR_VARIABLE = "WELLCOND_DATA"
+Row = TypeVar("Row")
 
 
 def mirror_roots() -> list[Path]:
@@ -44,14 +45,18 @@ def resolve_path(path: str, base: Path) -> Path:
     return (base / Path(os.path.expanduser(path))).absolute()
 
 
+def find_in_mirror(name: str) -> Path | None:
+    """The first file or folder of this name in a mirror, out of which the name may not lead; None if there is none."""
+    leads_out = Path(name).is_absolute() or {"..", "~"} & set(Path(name).parts)
+    return next((root / name for root in mirror_roots() if not leads_out and (root / name).exists()), None)
+
+
 def find_path(path: str, base: Path, field: str = "path") -> Path:
     """The file or folder that a field of a recipe names: from the recipe's folder, or else by name in a mirror."""
     local = resolve_path(path, base)
-    # A name may not lead out of the mirror.
-    within = not Path(path).is_absolute() and not {"..", "~"} & set(Path(path).parts)
-    for found in (local, *(root / path for root in mirror_roots() if within)):
-        if found.exists():
-            return found
+    found = local if local.exists() else find_in_mirror(path)
+    if found is not None:
+        return found
     raise DataError(
         f"{local}: no such file or folder.",
         expected=f"what '{field}' names, or an entry of that name in a mirror that {MIRROR_VARIABLE} names",
@@ -77,11 +82,6 @@ def require(path: Path, kind: str = "file", field: str | None = None) -> Path:
     )
 
 
-def find_in_mirror(name: str) -> Path | None:
-    """The first folder of this name in a mirror; None if there is none."""
-    return next((root / name for root in mirror_roots() if (root / name).is_dir()), None)
-
-
 def find_files(patterns: str | list[str], base: Path, field: str) -> list[Path]:
     """Files of paths and patterns, in order, those of one pattern sorted; DataError if there are none."""
     files: list[Path] = []
@@ -90,6 +90,25 @@ def find_files(patterns: str | list[str], base: Path, field: str) -> list[Path]:
         found = [path] if path.is_file() else sorted(Path(name) for name in glob.glob(str(path), recursive=True))
         files += [file for file in found if file.is_file()] or [require(path, field=field)]
     return files
+
+
+def read_lines(file: Path, parse: Callable[[bytes], Row], expected: str, *, skip: int = 0) -> Iterator[Row]:
+    """What `parse` makes of each line of a file; DataError for a line of which it makes nothing."""
+    done, size = 0, file.stat().st_size
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                if number > skip:
+                    yield parse(line.rstrip(b"\r\n"))
+            except (ValueError, KeyError) as error:
+                raise DataError(
+                    f"{file}, line {number}: the row cannot be used.",
+                    expected=expected,
+                    found=f"{line.decode('utf-8', 'replace').rstrip()[:60]!r}; {type(error).__name__}: {error}",
+                ) from error
+            done += len(line)
+            if number % 1000 == 0:
+                report_progress(f"reading {file.name}", done, size)
 
 
 def import_datasets() -> Any:
@@ -124,11 +143,6 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def cache_place(kind: str, made_from: Mapping[str, Any]) -> Path:
-    """Where the cache keeps what follows from `made_from`, whether it is there or not."""
-    return cache_root() / kind / hashlib.sha256(canonical_json(made_from).encode()).hexdigest()[:32]
-
-
 def cached_folder(kind: str, made_from: Mapping[str, Any], make: Callable[[Path], None], what: str) -> Path:
     """A folder of files that follow from `made_from` alone: plain data, with the version of the code that uses them.
 
@@ -137,7 +151,7 @@ def cached_folder(kind: str, made_from: Mapping[str, Any], make: Callable[[Path]
 
     Raises: CacheError if it cannot be written; `what` is made is told to those who wait.
     """
-    folder = cache_place(kind, made_from)
+    folder = cache_root() / kind / hashlib.sha256(canonical_json(made_from).encode()).hexdigest()[:32]
     if folder.is_dir():
         return folder
     import filelock  # of torch

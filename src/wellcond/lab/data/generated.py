@@ -6,11 +6,9 @@ and k. So the samples do not depend on who makes them, and a longer split begins
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,17 +17,9 @@ import torch
 from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
-from wellcond.errors import WellcondError, check_choice
-from wellcond.lab.data.base import (
-    Data,
-    DataError,
-    SourceConfig,
-    TensorDataset,
-    leave_interrupts_to_parent,
-    register_source,
-    report_progress,
-)
-from wellcond.lab.data.disk import cache_place, cached_folder, canonical_json
+from wellcond.errors import check_choice
+from wellcond.lab.data.base import Data, DataError, SourceConfig, TensorDataset, register_source, report_progress
+from wellcond.lab.data.disk import cached_folder, canonical_json
 from wellcond.lab.settings import Settings
 
 MOST_SAMPLES = 10_000_000
@@ -39,8 +29,6 @@ SPLITS = ("evaluation", "test", *["train"] * 6)
 """The split that an input belongs to, by its hash, if no input may occur in two splits."""
 PATIENCE = 16
 """Chunks to draw for each one that would do if nothing were drawn twice."""
-FEWEST_CHUNKS = 4
-"""As much work is worth the start of a worker process."""
 
 
 class GeneratorOptions(Settings):
@@ -125,9 +113,12 @@ def load(config: GeneratedConfig, base: Path) -> Data:
     counts = {"train": config.num_train, "evaluation": config.num_evaluation, "test": config.num_test}
     splits = {split: make_split(config, split, count) for split, count in counts.items() if count > 0}
     train, evaluation, generator = splits.pop("train"), splits.pop("evaluation"), GENERATORS[config.generator]
-    name, origin = config.generator, f"{config.generator} generated from seed {config.seed}"
-    about = (generator.class_names, origin, splits, generator.vocabulary_size)
-    return Data(name, train.key, train, evaluation, *about)
+    name, names, origin = (
+        config.generator,
+        generator.class_names,
+        f"{config.generator} generated from seed {config.seed}",
+    )
+    return Data(name, train.key, train, evaluation, names, origin, splits, generator.vocabulary_size)
 
 
 def make_split(config: GeneratedConfig, split: str, count: int) -> TensorDataset:
@@ -139,8 +130,8 @@ def make_split(config: GeneratedConfig, split: str, count: int) -> TensorDataset
     chunks: list[TensorDataset] = []
     size = 0
     while True:
-        new = [Chunk(config, split, number) for number in range(len(chunks), wanted)]
-        chunks += _get_chunks(new, f"making {config.generator}, {split} split, chunks")
+        new = [_get_chunk(config, split, number, wanted) for number in range(len(chunks), wanted)]
+        chunks += new
         inputs, labels = (torch.cat([getattr(chunk, part) for chunk in chunks]) for part in ("inputs", "labels"))
         made = TensorDataset(chunks[0].key, inputs, labels)
         if options.distinct:
@@ -160,66 +151,28 @@ def make_split(config: GeneratedConfig, split: str, count: int) -> TensorDataset
         wanted = min(limit, wanted + math.ceil((count - size) / max(1.0, (size - before) / len(new))))
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """A part of a split, which is an entry of the cache."""
+def _get_chunk(config: GeneratedConfig, split: str, number: int, wanted: int) -> TensorDataset:
+    """One of the `wanted` chunks of a split, from the cache or made now."""
+    generator, options = GENERATORS[config.generator], config.resolved_options
+    about = {"generator": config.generator, "version": VERSION, "options": options.identity, "seed": config.seed}
+    stream = f"{canonical_json(about | {'split': split})}#{number}"
 
-    config: GeneratedConfig
-    split: str
-    number: int
-
-    @property
-    def stream(self) -> str:
-        """What the random numbers follow from."""
-        config, options = self.config, self.config.resolved_options.identity
-        about = {"generator": config.generator, "version": VERSION, "options": options}
-        return f"{canonical_json(about | {'seed': config.seed, 'split': self.split})}#{self.number}"
-
-    @property
-    def entry(self) -> dict[str, Any]:
-        """What the chunk in the cache is made from."""
-        return {"stream": self.stream, "chunk": GENERATORS[self.config.generator].chunk}
-
-    def make(self) -> Path:
-        """Where the chunk is in the cache, made now if it is missing."""
-        return cached_folder("generated", self.entry, self._write, f"making {self.config.generator}")
-
-    def _write(self, folder: Path) -> None:
-        generator, options = GENERATORS[self.config.generator], self.config.resolved_options
+    def make(folder: Path) -> None:
         # Hashed: with seed and seed + 1 the evaluation split of one seed would be the training split of the next.
-        seed = int.from_bytes(hashlib.sha256(self.stream.encode()).digest()[:7], "little")
+        seed = int.from_bytes(hashlib.sha256(stream.encode()).digest()[:7], "little")
         made = generator.generate(generator.chunk, options, torch.Generator().manual_seed(seed))
         if options.distinct:
             # The hash decides alone, so no chunk need know of another, and no size of a split changes another split.
             splits = [SPLITS[digest[0] % len(SPLITS)] for digest in _digests(made.inputs)]
-            made = made.take(torch.tensor([split == self.split for split in splits]))
+            made = made.take(torch.tensor([other == split for other in splits]))
         torch.save(vars(made), folder / "samples.pt")
+        report_progress(f"making {config.generator}, {split} split, chunks", number + 1, wanted)
+
+    made_from = {"stream": stream, "chunk": generator.chunk}
+    folder = cached_folder("generated", made_from, make, f"making {config.generator}")
+    return TensorDataset(**torch.load(folder / "samples.pt", weights_only=True))
 
 
 def _digests(inputs: Tensor) -> list[bytes]:
     """A hash of every input; two of a split have the same one in less than one of 10^27 cases."""
     return [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in inputs.numpy()]
-
-
-def _get_chunks(chunks: Sequence[Chunk], what: str) -> list[TensorDataset]:
-    """The samples of all chunks; those that are missing are made, many of them in worker processes."""
-    missing = [chunk for chunk in chunks if not cache_place("generated", chunk.entry).is_dir()]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = min(cores, len(missing) // FEWEST_CHUNKS)
-    made: Iterable[None] = torch.utils.data.DataLoader(
-        missing,  # type: ignore[arg-type]
-        batch_size=None,
-        collate_fn=_try_to_make,  # type: ignore[arg-type]
-        num_workers=workers if workers > 1 else 0,
-        worker_init_fn=leave_interrupts_to_parent,
-        generator=torch.Generator(),  # else a number would be drawn from the global one
-    )
-    total = chunks[-1].number + 1
-    for done, _ in enumerate(made, total - len(missing) + 1):
-        report_progress(what, done, total)
-    return [TensorDataset(**torch.load(chunk.make() / "samples.pt", weights_only=True)) for chunk in chunks]
-
-
-def _try_to_make(chunk: Chunk) -> None:
-    with contextlib.suppress(WellcondError):  # who reads the chunk makes it again, and tells
-        chunk.make()

@@ -205,11 +205,9 @@ class ImageFiles:
     labels: Tensor
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self.files)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """The decoded image and its class."""
         return {"image": decode_image(self.content(index), self.files[index]), "label": int(self.labels[index])}
 
     def content(self, index: int) -> bytes:
@@ -241,8 +239,7 @@ def load_folder(config: ImageFolderConfig, base: Path) -> Data:
     made = {name: _list_images(folder, classes[0]) for name, folder in folders.items()}
     trained = made.pop(train)
     if fraction:
-        rows, aside = draw_fraction(trained, fraction, str(folders[train]))
-        trained, evaluated = trained.take(rows), trained.take(aside)
+        trained, evaluated = draw_fraction(trained, fraction, str(folders[train]))
         told = f"{fraction:g} of the images of every class, set aside by seed 0"
     else:
         evaluated, told = made.pop(others[0]), repr(others[0])

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from wellcond.lab.data.base import Data, DataError, SourceConfig, TensorDataset, register_source, report_progress
-from wellcond.lab.data.disk import find_path, require
+from wellcond.lab.data.base import Data, DataError, SourceConfig, TensorDataset, register_source
+from wellcond.lab.data.disk import find_path, read_lines, require
 from wellcond.lab.data.generated import GeneratorOptions, register_generator
 
 OPERATORS = ("MIN", "MAX", "MED", "SM")
@@ -222,20 +222,16 @@ def load(config: LraListOpsConfig, base: Path) -> Data:
     return Data("lra_listops", "tokens", train, evaluation, CLASS_NAMES, origin, {"test": test}, len(SYMBOLS))
 
 
-def _read_file(path: Path) -> TensorDataset:
-    report_progress(f"reading {path.name}", 0, 1)
-    lines = path.read_text("utf-8", "replace").splitlines()[1:] or [""]
-    rows, labels = np.full((len(lines), PUBLISHED_LENGTH), PADDING, np.int8), []
-    for number, line in enumerate(lines):
-        try:
-            text, answer = line.split("\t")
-            tokens = to_tokens(text)
-            rows[number, : len(tokens)] = tokens
-            labels.append(CLASS_NAMES.index(answer))
-        except (KeyError, ValueError) as error:
-            raise DataError(
-                f"{path}, row {number} (the first is 0): the row cannot be used.",
-                expected=f"an expression such as [MAX 2 9 ] of at most {PUBLISHED_LENGTH} symbols, a tab, its answer",
-                found=f"{line[:60]!r}; {type(error).__name__}: {error}",
-            ) from error
-    return TensorDataset("tokens", torch.from_numpy(rows), torch.tensor(labels))
+def _read_file(file: Path) -> TensorDataset:
+    def parse(line: bytes) -> tuple[np.ndarray, int]:
+        text, answer = line.decode("utf-8", "replace").split("\t")
+        row, tokens = np.full(PUBLISHED_LENGTH, PADDING, np.int8), to_tokens(text)
+        row[: len(tokens)] = tokens
+        return row, CLASS_NAMES.index(answer)
+
+    expected = f"an expression such as [MAX 2 9 ] of at most {PUBLISHED_LENGTH} symbols, a tab, its answer"
+    rows = list(read_lines(file, parse, expected, skip=1))
+    if not rows:
+        raise DataError(f"{file}: there are no rows.", expected=expected, found="at most a header")
+    tokens, answers = zip(*rows, strict=True)
+    return TensorDataset("tokens", torch.from_numpy(np.stack(tokens)), torch.tensor(answers))

@@ -31,7 +31,7 @@ from wellcond.lab.data.base import (
     register_source,
     report_progress,
 )
-from wellcond.lab.data.disk import find_path, require
+from wellcond.lab.data.disk import find_path, read_lines, require
 from wellcond.lab.data.generated import GeneratorOptions, register_generator
 from wellcond.lab.data.images import decode_image, read_image, to_channels
 
@@ -112,61 +112,45 @@ class PathfinderOptions(GeneratorOptions):
         return usual if self.num_distractors is None else self.num_distractors, length
 
 
-@dataclass(frozen=True, eq=False)
 class Strokes:
     """Tables by direction k; offsets are (row, column), windows are squares of side 2 * REACH + 1, flattened."""
 
-    line: Floats  # (k, window): brightness 0 to 1 of a paddle that starts at the centre of the window
-    margin: NDArray[np.float32]  # (k, window): how far each pixel belongs to the paddle widened by its margin, 0 to 1
-    head: Floats  # (k, 2): from the start of a paddle to its end; to be applied with `move`, as the next two are
-    back: Floats  # (k, 2): from the end of a first paddle to its pivot, which lies before its start
-    advance: Floats  # (k, 2): from the pivot of one paddle to that of the next
-    circle: Ints  # (c, 2): pixels around a pivot at which a paddle may end
-    turn_weight: Floats  # (k, c): weight of going on to pixel c of the circle after direction k
-    outward: Ints  # (c,): direction from the pivot to the pixel of the circle
-    inward: Ints  # (c,): direction from the pixel of the circle to the pivot
-    footprint: Ints  # (k, f, 2): pixels that must be free for a first paddle; rows are filled up by repetition
-    can_begin: Flags  # (k,): whether a curve may begin in this direction; see `_begins_curves`
-
-
-@cache
-def make_strokes() -> Strokes:
-    """The tables."""
-    length, gap, window = PADDLE_LENGTH, PADDLE_MARGIN, 2 * REACH + 1
-    # The pixels that a circle passes through, sampled at every pixel of its length.
-    around = np.arange(0, 2 * np.pi, 1 / (length + gap))
-    samples = (length + gap) * np.stack([np.sin(around), np.cos(around)], axis=-1)
-    circle = np.unique(np.floor(samples).astype(np.int64), axis=0)
-    outward = np.arctan2(circle[:, 0], circle[:, 1])
-    angles = np.concatenate([np.deg2rad(np.arange(-180, 180)), outward, outward + np.pi])
-    turns = np.abs((angles[:, None] - outward + np.pi) % (2 * np.pi) - np.pi)
-    # By `math`, whose last digits differ less from machine to machine than numpy's.
-    directions = np.array([(math.sin(angle), math.cos(angle)) for angle in angles])
-    # The small part keeps sin(pi) = 1e-16 from being rounded up to 1.
-    fine_end = np.ceil(length * SCALE * directions - 1e-9).astype(np.int64)
-    line, margin, footprints = [], [], []
-    for end in fine_end:
-        fine = _digital_line(end)
-        line.append(reduce_image(fine, window).ravel() / 255)
-        wide = reduce_image(_dilate(fine), window) / 255
-        margin.append(wide.ravel())
+    def __init__(self) -> None:
+        radius = PADDLE_LENGTH + PADDLE_MARGIN
+        # The pixels that a circle passes through, sampled at every pixel of its length.
+        around = np.arange(0, 2 * np.pi, 1 / radius)
+        samples = radius * np.stack([np.sin(around), np.cos(around)], axis=-1)
+        # (c, 2): pixels around a pivot at which a paddle may end
+        self.circle = np.unique(np.floor(samples).astype(np.int64), axis=0)
+        # (c,): direction from the pivot to the pixel of the circle, and back
+        self.outward = NUM_DEGREES + np.arange(len(self.circle))
+        self.inward = self.outward + len(self.circle)
+        outward = np.arctan2(self.circle[:, 0], self.circle[:, 1])
+        angles = np.concatenate([np.deg2rad(np.arange(-180, 180)), outward, outward + np.pi])
+        turns = np.abs((angles[:, None] - outward + np.pi) % (2 * np.pi) - np.pi)
+        # (k, c): weight of going on to pixel c of the circle after direction k
+        self.turn_weight = np.cos(np.minimum(turns, np.pi / 2)) ** 2
+        # (k, 2): one pixel in the direction; by `math`, whose last digits differ less between machines than numpy's
+        self.unit = np.array([(math.sin(angle), math.cos(angle)) for angle in angles])
+        # The small part keeps sin(pi) = 1e-16 from being rounded up to 1.
+        fine_ends = np.ceil(PADDLE_LENGTH * SCALE * self.unit - 1e-9).astype(np.int64)
+        lines = [_digital_line(end) for end in fine_ends]
+        margins = [reduce_image(_dilate(line), 2 * REACH + 1) / 255 for line in lines]
+        # (k, window): brightness 0 to 1 of a paddle that starts at the centre of the window
+        self.line = np.array([reduce_image(line, 2 * REACH + 1).ravel() / 255 for line in lines])
+        # (k, window): how far each pixel belongs to the paddle widened by its margin, 0 to 1
+        self.margin = np.array([margin.ravel() for margin in margins], np.float32)
         # The pixels fully within the margin of a paddle, one further right and down: the published test for room.
-        offsets = np.argwhere(wide >= 1) - REACH + 1
-        footprints.append(offsets[(np.abs(offsets) <= length + gap).all(1)])
-    longest = max(map(len, footprints))
-    return Strokes(
-        line=np.array(line),
-        margin=np.array(margin, np.float32),
-        head=length * directions,
-        back=-(length + gap) * directions,
-        advance=(length + 2 * gap) * directions,
-        circle=circle,
-        turn_weight=np.cos(np.minimum(turns, np.pi / 2)) ** 2,
-        outward=NUM_DEGREES + np.arange(len(circle)),
-        inward=NUM_DEGREES + len(circle) + np.arange(len(circle)),
-        footprint=np.stack([np.resize(offsets, (longest, 2)) for offsets in footprints]),
-        can_begin=np.array([_begins_curves(offsets) for offsets in footprints]),
-    )
+        offsets = [np.argwhere(margin >= 1) - REACH + 1 for margin in margins]
+        footprints = [pixels[(np.abs(pixels) <= radius).all(1)] for pixels in offsets]
+        longest = max(map(len, footprints))
+        # (k, f, 2): pixels that must be free for a first paddle; rows are filled up by repetition
+        self.footprint = np.stack([np.resize(pixels, (longest, 2)) for pixels in footprints])
+        # (k,): whether a curve may begin in this direction
+        self.can_begin = np.array([_begins_curves(pixels) for pixels in footprints])
+
+
+make_strokes = cache(Strokes)
 
 
 def move(pixels: Ints, offsets: Floats) -> Ints:
@@ -229,38 +213,26 @@ def _begins_curves(offsets: Ints) -> bool:
     return all(((rows >= 0) & (columns >= 0)).any() for rows in (down, -down) for columns in (right, -right))
 
 
-@dataclass(frozen=True, eq=False)
-class Paddles:
-    """Paddles by the pixel they start at, (..., 2), and the direction they are drawn in, (...)."""
+def _flat(pixels: Ints, side: int) -> Ints:
+    """Where pixels (..., 2) are in a flat image of this side, which has room around it for windows that stick out."""
+    return (pixels[..., 0] + REACH) * side + pixels[..., 1] + REACH
 
-    start: Ints
-    stroke: Ints
 
-    @classmethod
-    def empty(cls, *shape: int) -> Paddles:
-        """Paddles to be filled in."""
-        return cls(np.zeros((*shape, 2), np.int64), np.zeros(shape, np.int64))
+def _windows(pixels: Ints, side: int) -> Ints:
+    """Where the windows around pixels (n, 2) are in a flat image."""
+    grid = np.arange(-REACH, REACH + 1)
+    return _flat(pixels, side)[:, None] + (grid[:, None] * side + grid).ravel()
 
 
 @dataclass(frozen=True, eq=False)
 class Scenes:
-    """What is in n images."""
+    """What is in n images. A paddle is the pixel it starts at, row and column, and the direction it is drawn in."""
 
-    curves: Paddles  # (n, 2, length): the first paddle starts at the first end of its curve, the last at the other
-    distractors: Paddles  # (n, number, length)
+    curves: Ints  # (n, 2, length, 3): the first paddle starts at the first end of its curve, the last at the other
+    distractors: Ints  # (n, number, length, 3)
     shown: Flags  # (n, number): which distractors found room
-    marked_curve: Ints  # (n, 2): curve whose first end, and curve whose last end, has a marker
-
-    @property
-    def labels(self) -> Ints:
-        """(n,): 1 where both markers lie on the same curve."""
-        return (self.marked_curve[:, 0] == self.marked_curve[:, 1]).astype(np.int64)
-
-    @property
-    def markers(self) -> Ints:
-        """(n, 2, 2): pixels of the two markers, (row, column)."""
-        each = np.arange(len(self.marked_curve))[:, None]
-        return self.curves.start[each, self.marked_curve, [0, -1]]
+    markers: Ints  # (n, 2, 2): pixels of the two markers
+    labels: Ints  # (n,): 1 where both markers lie on the same curve
 
 
 def draw_scenes(scenes: Scenes, size: int) -> NDArray[np.uint8]:
@@ -268,19 +240,16 @@ def draw_scenes(scenes: Scenes, size: int) -> NDArray[np.uint8]:
     strokes, count, side = make_strokes(), len(scenes.labels), size + 2 * REACH
     # Single precision decides halves between two grey values as published.
     canvas = np.zeros((count, side * side), np.float32)
-    grid = np.arange(-REACH, REACH + 1)
-    window = (grid[:, None] * side + grid).ravel()
     every = np.ones((count, 2), bool)
     for paddles, shown, contrast in (
         (scenes.curves, every, CURVE_CONTRAST),
         (scenes.distractors, scenes.shown, DISTRACTOR_CONTRAST),
     ):
-        for curve, number in np.ndindex(*paddles.stroke.shape[1:]):
+        for curve, number in np.ndindex(*paddles.shape[1:3]):
             rows = np.flatnonzero(shown[:, curve])
-            start, stroke = paddles.start[rows, curve, number], paddles.stroke[rows, curve, number]
-            pixels = ((start[:, 0] + REACH) * side + start[:, 1] + REACH)[:, None] + window
-            brightness = np.maximum(canvas[rows[:, None], pixels], contrast * strokes.line[stroke])
-            canvas[rows[:, None], pixels] = brightness
+            paddle = paddles[rows, curve, number]
+            at = rows[:, None], _windows(paddle[:, :2], side)
+            canvas[at] = np.maximum(canvas[at], contrast * strokes.line[paddle[:, 2]])
     inner = slice(REACH, REACH + size)
     images = np.maximum(canvas.reshape(count, side, side)[:, inner, inner], _draw_markers(scenes.markers, size))
     peak = images.max((1, 2), keepdims=True)
@@ -326,15 +295,15 @@ def pathfinder_scenes(count: int, options: PathfinderOptions, generator: torch.G
     curves, canvas = _grow_pairs(count, options, random)
     distractors, shown = _add_distractors(canvas, options, random)
     first = random.integers(2, size=count)
-    last = np.where(labels == 1, first, 1 - first)
-    return Scenes(curves, distractors, shown, np.stack([first, last], 1))
+    marked = np.stack([first, np.where(labels == 1, first, 1 - first)], 1)
+    markers = curves[np.arange(count)[:, None], marked, [0, -1], :2]
+    return Scenes(curves, distractors, shown, markers, labels)
 
 
 class Tips(NamedTuple):
-    """Where one curve per row stands: its newest paddle, which is not yet part of the canvas."""
+    """Where one curve per row stands."""
 
-    start: Ints  # (n, 2): pixel at which the newest paddle starts; for all but the first, its far end
-    stroke: Ints  # (n,): direction in which it is drawn from there
+    paddle: Ints  # (n, 3): its newest, not yet part of the canvas; all but the first start at their far end
     pivot: Ints  # (n, 2): pixel around which it turned
     heading: Ints  # (n,): direction in which the curve runs
 
@@ -344,19 +313,13 @@ class Tips(NamedTuple):
 
 
 class Canvas:
-    """How far the pixels of `count` images are taken, 0 to 1; with room around them for windows that stick out."""
+    """How far the pixels of `count` images are taken, 0 to 1; at first only the border that no paddle may enter."""
 
     def __init__(self, count: int, size: int) -> None:
-        """Empty images, but for the border that no paddle may enter."""
         self.size, self.side, self.strokes = size, size + 2 * REACH, make_strokes()
         self._inside = self._all_but(0)
         self.taken = np.empty((count, self.side**2), np.float32)
         self.taken[:] = self._inside & ~self._all_but(PADDING)
-        grid = np.arange(-REACH, REACH + 1)
-        self._window = (grid[:, None] * self.side + grid).ravel()
-        disc = np.arange(-PADDLE_MARGIN, PADDLE_MARGIN + 1)
-        near = disc[:, None] ** 2 + disc**2 <= PADDLE_MARGIN**2
-        self._near = (disc[:, None] * self.side + disc)[near]
 
     def _all_but(self, border: int) -> Flags:
         """The pixels of the image but for a border, flat."""
@@ -365,16 +328,13 @@ class Canvas:
         inner[edge : self.side - edge, edge : self.side - edge] = True
         return inner.ravel()
 
-    def _at(self, pixels: Ints) -> Ints:
-        return (pixels[..., 0] + REACH) * self.side + pixels[..., 1] + REACH
-
     def _holds(self, pixels: Ints) -> Flags:
         return np.asarray(((pixels >= 0) & (pixels < self.size)).all(-1))
 
     def occupy(self, rows: Ints, tips: Tips) -> None:
         """Add the margins of the newest paddles."""
-        window = self._at(tips.start)[:, None] + self._window
-        margin = self.strokes.margin[tips.stroke] * self._inside[window]
+        window = _windows(tips.paddle[:, :2], self.side)
+        margin = self.strokes.margin[tips.paddle[:, 2]] * self._inside[window]
         self.taken[rows[:, None], window] = np.maximum(self.taken[rows[:, None], window], margin)
 
     def extend(self, rows: Ints, tips: Tips, random: np.random.Generator) -> tuple[Tips, Flags]:
@@ -383,12 +343,14 @@ class Canvas:
         The next paddle ends on a pixel of the circle around the next pivot, drawn with the weight
         cos^2(turn) times how free the surroundings of the pixel are.
         """
-        strokes, flat, begin = self.strokes, self.taken.ravel(), rows * self.side**2
-        pivot = move(tips.pivot, strokes.advance[tips.heading])
+        strokes, flat, begin = self.strokes, self.taken.ravel(), rows[:, None] * self.side**2
+        pivot = move(tips.pivot, (PADDLE_LENGTH + 2 * PADDLE_MARGIN) * strokes.unit[tips.heading])
         ends = pivot[:, None] + strokes.circle
-        centre = begin[:, None] + self._at(np.clip(ends, 0, self.size - 1))
+        centre = begin + _flat(np.clip(ends, 0, self.size - 1), self.side)
         taken = np.zeros(centre.shape, np.float32)
-        for offset in self._near:
+        disc = np.arange(-PADDLE_MARGIN, PADDLE_MARGIN + 1)
+        near = disc[:, None] ** 2 + disc**2 <= PADDLE_MARGIN**2
+        for offset in (disc[:, None] * self.side + disc)[near]:
             np.maximum(taken, flat[centre + offset], out=taken)
         weight = strokes.turn_weight[tips.heading] * (1 - taken.astype(np.float64)) * self._holds(ends)
         cumulative = weight.cumsum(1)
@@ -398,19 +360,20 @@ class Canvas:
         for _ in range(PADDLE_TRIES):
             drawn = random.random(len(open_rows)) * total[open_rows]
             pick = (cumulative[open_rows] > drawn[:, None]).argmax(1)
-            window = (begin[open_rows] + self._at(ends[open_rows, pick]))[:, None] + self._window
+            window = begin[open_rows] + _windows(ends[open_rows, pick], self.side)
             clear = (flat[window] + strokes.margin[strokes.inward[pick]]).max(1) < COLLISION
             chosen[open_rows[clear]], found[open_rows[clear]] = pick[clear], True
             open_rows = open_rows[~clear]
         self.occupy(rows[found], tips.select(found))
-        start = ends[np.arange(len(rows)), chosen]
-        return Tips(start, strokes.inward[chosen], pivot, strokes.outward[chosen]), found
+        paddle = np.column_stack([ends[np.arange(len(rows)), chosen], strokes.inward[chosen]])
+        return Tips(paddle, pivot, strokes.outward[chosen]), found
 
     def first_paddle(self, start: Ints, heading: Ints) -> tuple[Tips, Flags]:
         """Curves that begin at `start`; the flags say where the paddle and its pivot lie within the image."""
-        head = move(start, self.strokes.head[heading])
-        pivot = move(head, self.strokes.back[heading])
-        return Tips(start, heading, pivot, heading), self._holds(head) & self._holds(pivot)
+        unit = self.strokes.unit[heading]
+        head = move(start, PADDLE_LENGTH * unit)
+        pivot = move(head, -(PADDLE_LENGTH + PADDLE_MARGIN) * unit)
+        return Tips(np.column_stack([start, heading]), pivot, heading), self._holds(head) & self._holds(pivot)
 
     def room(self, rows: Ints, headings: Ints, border: int) -> Flags:
         """(n, size * size): where a first paddle has room, away from a border of this width."""
@@ -418,7 +381,7 @@ class Canvas:
         pixels = np.flatnonzero(self._inside)
         footprint = self.strokes.footprint[headings]
         offsets = footprint[..., 0] * self.side + footprint[..., 1]
-        room = np.repeat(self.strokes.can_begin[headings][:, None], len(pixels), axis=1)
+        room = np.ones((len(rows), len(pixels)), bool)
         flat, base = free.ravel(), np.arange(len(rows))[:, None] * free.shape[1] + pixels
         for column in offsets.T:
             room &= flat[base + column[:, None]]
@@ -430,11 +393,25 @@ class Canvas:
         place = (room.cumsum(1, dtype=np.int32) > wanted[:, None]).argmax(1)
         return np.stack(np.divmod(place, self.size), -1)
 
+    def grow(self, rows: Ints, tips: list[Tips], paddles: Ints, random: np.random.Generator) -> Ints:
+        """Fill in `paddles` (images, curves, length, 3) in turn; returns the rows where all curves found room.
 
-def _grow_pairs(count: int, options: PathfinderOptions, random: np.random.Generator) -> tuple[Paddles, Canvas]:
+        The last paddle of the last curve takes room too; that of another does not, as published.
+        """
+        for number in range(paddles.shape[2]):
+            for curve in range(len(tips)):
+                if number > 0:
+                    tips[curve], alive = self.extend(rows, tips[curve], random)
+                    rows, tips = rows[alive], [each.select(alive) for each in tips]
+                paddles[rows, curve, number] = tips[curve].paddle
+        self.occupy(rows, tips[-1])
+        return rows
+
+
+def _grow_pairs(count: int, options: PathfinderOptions, random: np.random.Generator) -> tuple[Ints, Canvas]:
     """`count` pairs of curves, and the canvas that they take."""
     kept = Canvas(count, options.image_size)
-    curves = Paddles.empty(count, 2, options.contour_length)
+    curves = np.zeros((count, 2, options.contour_length, 3), np.int64)
     found = begun = 0
     while found < count:
         if begun >= PATIENCE * (found + 1):
@@ -447,32 +424,16 @@ def _grow_pairs(count: int, options: PathfinderOptions, random: np.random.Genera
             )
         begun += WAVE
         wave = Canvas(WAVE, options.image_size)
-        rows, paddles = _grow_wave(wave, options.contour_length, random)
-        rows = rows[: count - found]
+        paddles = np.zeros((WAVE, *curves.shape[1:]), np.int64)
+        rows = wave.grow(*_seed_pairs(wave, random), paddles, random)
+        # Where an end of one curve lies on an end of the other, the label could be either (1 pair in 200).
+        ends = paddles[rows][:, :, [0, -1], :2]
+        shared = (ends[:, 0, :, None] == ends[:, 1, None]).all(-1).any((1, 2))
+        rows = rows[~shared][: count - found]
         into = slice(found, found + len(rows))
-        curves.start[into], curves.stroke[into] = paddles.start[rows], paddles.stroke[rows]
-        kept.taken[into] = wave.taken[rows]
+        curves[into], kept.taken[into] = paddles[rows], wave.taken[rows]
         found += len(rows)
     return curves, kept
-
-
-def _grow_wave(canvas: Canvas, length: int, random: np.random.Generator) -> tuple[Ints, Paddles]:
-    """Rows whose two curves reached their full length, and the paddles of all rows."""
-    paddles = Paddles.empty(len(canvas.taken), 2, length)
-    rows, pair = _seed_pairs(canvas, random)
-    for number in range(length):
-        for curve in range(2):
-            if number > 0:
-                pair[curve], alive = canvas.extend(rows, pair[curve], random)
-                rows, pair = rows[alive], [tips.select(alive) for tips in pair]
-            paddles.start[rows, curve, number] = pair[curve].start
-            paddles.stroke[rows, curve, number] = pair[curve].stroke
-    # The last paddle of the first curve takes no room from distractors, as published.
-    canvas.occupy(rows, pair[1])
-    # Where an end of one curve lies on an end of the other, the label could be either (1 pair in 200).
-    ends = paddles.start[rows][:, :, [0, -1]]
-    shared = (ends[:, 0, :, None] == ends[:, 1, None]).all(-1).any((1, 2))
-    return rows[~shared], paddles
 
 
 def _seed_pairs(canvas: Canvas, random: np.random.Generator) -> tuple[Ints, list[Tips]]:
@@ -493,22 +454,17 @@ def _seed_pairs(canvas: Canvas, random: np.random.Generator) -> tuple[Ints, list
     return rows[alive], [first.select(alive), second.select(alive)]
 
 
-def _add_distractors(canvas: Canvas, options: PathfinderOptions, random: np.random.Generator) -> tuple[Paddles, Flags]:
-    shape = (len(canvas.taken), *options.distractors)
-    paddles, shown = Paddles.empty(*shape), np.zeros(shape[:2], bool)
-    for number in range(shape[1]):
+def _add_distractors(canvas: Canvas, options: PathfinderOptions, random: np.random.Generator) -> tuple[Ints, Flags]:
+    """The paddles of distractors, and which of them found room."""
+    number, length = options.distractors
+    paddles = np.zeros((len(canvas.taken), number, length, 3), np.int64)
+    shown = np.zeros(paddles.shape[:2], bool)
+    for curve in range(number):
         for _ in range(DISTRACTOR_TRIES):
-            rows, tips = _seed_distractor(canvas, np.flatnonzero(~shown[:, number]), random)
-            before, position = canvas.taken[rows], np.arange(len(rows))
-            for step in range(shape[2]):
-                if step > 0:
-                    tips, alive = canvas.extend(rows[position], tips, random)
-                    position, tips = position[alive], tips.select(alive)
-                paddles.start[rows[position], number, step] = tips.start
-                paddles.stroke[rows[position], number, step] = tips.stroke
-            canvas.occupy(rows[position], tips)
-            shown[rows[position], number] = True
-            failed = ~shown[rows, number]
+            rows, tips = _seed_distractor(canvas, np.flatnonzero(~shown[:, curve]), random)
+            before = canvas.taken[rows]
+            shown[canvas.grow(rows, [tips], paddles[:, curve : curve + 1], random), curve] = True
+            failed = ~shown[rows, curve]
             canvas.taken[rows[failed]] = before[failed]
     return paddles, shown
 
@@ -558,24 +514,21 @@ def load_folder(config: PathfinderFolderConfig, base: Path) -> Data:
 
 def _read_images(root: Path) -> TensorDataset:
     """The images that the files in `metadata` name, which in spite of their own names hold lines of text."""
+
+    def parse(line: bytes) -> tuple[str, int]:
+        folder, name, _, label, *_ = line.decode("utf-8", "replace").split()  # then follows how the image was made
+        return f"{folder}/{name}", {"0": 0, "1": 1}[label]
+
     metadata = sorted((root / "metadata").glob("*.npy"), key=lambda file: (len(file.stem), file.stem))
     images: list[np.ndarray] = []
     labels = []
     for number, file in enumerate(metadata):
         report_progress(f"reading {root.name}, folders", number, len(metadata))
-        for line, row in enumerate(file.read_text("utf-8", "replace").splitlines()):
-            where = f"{file}, row {line} (the first is 0)"
-            try:
-                folder, name, _, label, *_ = row.split()  # then follows how the image was made
-                labels.append({"0": 0, "1": 1}[label])
-            except (ValueError, KeyError) as error:
-                raise DataError(
-                    f"{where}: the row cannot be used.",
-                    expected="text: folder, image file, number, label 0 or 1, ...",
-                    found=f"{row[:80]!r}; {type(error).__name__}: {error}",
-                ) from error
-            encoded = read_image(root / folder / name, where, within=root)
-            images.append(np.array(to_channels(decode_image(encoded, f"{where}: {name}"), 1, where)))
+        for name, label in read_lines(file, parse, "text: folder, image file, number, label 0 or 1"):
+            labels.append(label)
+            where = f"{file}, {name}"
+            encoded = read_image(root / name, where, within=root)
+            images.append(np.array(to_channels(decode_image(encoded, where), 1, where)))
     if len(images) < 10 or len({image.shape for image in images}) > 1:
         raise DataError(
             f"{root}: these are not the images of one set.",

@@ -12,11 +12,11 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import Field
@@ -32,6 +32,7 @@ COMPRESSED = (".gz", ".bz2", ".zst")
 EVALUATION_SPLITS = ("validation", "val", "dev", "test", "validation_matched")
 INPUT_NAMES = ("image", "img", "text", "sentence")
 LABEL_NAMES = ("label", "labels")
+Label = TypeVar("Label")
 NAME = r"[A-Za-z0-9_][\w.-]*"
 SPLIT = re.compile(r"(?<![a-z])(train|validation|valid|val|dev|test)((?:_[a-z]+)?)(?![a-z])")
 
@@ -100,11 +101,9 @@ class TableDataset:
     rows: Tensor | None = None
 
     def __len__(self) -> int:
-        """Number of examples."""
         return len(self.table.data) if self.rows is None else len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """The example at `index`: `image`, or `text` and perhaps `text_pair`; and `label`."""
         row, values = self._read(index)
         example: dict[str, Any] = dict(zip(("text", "text_pair"), values, strict=False))
         if self.kind == "image":
@@ -118,16 +117,10 @@ class TableDataset:
         _, values = self._read(index)
         return values[0] if self.kind == "image" else b"\0".join(value.encode() for value in values)
 
-    def take(self, rows: Tensor | None) -> TableDataset:
-        """Some of the examples; all for None."""
-        if rows is None:
-            return self
+    def take(self, rows: Tensor) -> TableDataset:
+        """Some of the examples."""
         labels = None if self.labels is None else self.labels[rows]
-        return TableDataset(self.table, self.kind, self.columns, labels, rows if self.rows is None else self.rows[rows])
-
-    def limit(self, count: int | None) -> TableDataset:
-        """At most `count` examples, drawn with a fixed seed."""
-        return self.take(draw_subset(len(self), count))
+        return replace(self, labels=labels, rows=rows if self.rows is None else self.rows[rows])
 
     def _read(self, index: int) -> tuple[int, list[Any]]:
         row = range(len(self))[index] if self.rows is None else int(self.rows[index])
@@ -154,31 +147,31 @@ def load_files(config: FilesConfig, base: Path) -> Data:
 def load_hub(config: HubConfig, base: Path) -> Data:
     """All splits of the set; those beside training and evaluation are in `others`."""
     name = config.id if config.config is None else f"{config.id} ({config.config})"
-    mirror = find_in_mirror(config.id)
-    if mirror is not None:
-        splits = {split: read_table(files) for split, files in find_splits(mirror, config.config).items()}
+    place, files = "a local mirror", find_splits(config.id, config.config)
+    if files is not None:
+        splits = {split: read_table(paths) for split, paths in files.items()}
     else:
+        place = "the Hugging Face hub"
         with reading(config.id, from_hub(config.id)):
             found = load_dataset(config.id, name=config.config)
         splits = {split: Table(data, f"{name}, split {split!r}") for split, data in found.items()}
     joined = [require_split(split, splits, name, "train_split") for split in config.train_split.split("+")]
     usual = next((split for split in EVALUATION_SPLITS if split in splits and split != joined[-1]), None)
     evaluated = require_split(config.evaluation_split or usual, splits, name, "evaluation_split")
-    others = {split: table for split, table in splits.items() if split not in (*joined, evaluated)}
-    train, evaluation = splits[joined[0]], splits[evaluated]
+    train = splits[joined[0]]
     if len(joined) > 1:
         whole = import_datasets().concatenate_datasets([splits[split].data for split in joined])
         train = Table(whole, f"{name}, split {config.train_split!r}")
-    place = "the Hugging Face hub" if mirror is None else "a local mirror"
     if config.held_out is None:
-        return _load_tables(name, place, train, evaluation, others, config)
+        others = {split: table for split, table in splits.items() if split not in (*joined, evaluated)}
+        return _load_tables(name, place, train, splits[evaluated], others, config)
     if evaluated in joined:
         raise DataError(
             f"{name}: there is no split left to test on.",
             expected="an evaluation split beside the training split, since 'held_out' sets a part of that aside",
             found=f"{evaluated!r} for both",
         )
-    return _load_tables(name, place, train, None, {"test": evaluation}, config, config.held_out)
+    return _load_tables(name, place, train, None, {"test": splits[evaluated]}, config, config.held_out)
 
 
 def require_split(split: str | None, splits: Any, name: str, field: str) -> str:
@@ -192,11 +185,14 @@ def require_split(split: str | None, splits: Any, name: str, field: str) -> str:
     return split
 
 
-def find_splits(mirror: Path, config: str | None) -> dict[str, list[Path]]:
+def find_splits(id: str, config: str | None) -> dict[str, list[Path]] | None:
     """Data files of a mirrored set by split, which their paths name as on the hub; train if they name none.
 
-    A configuration is a folder; a set with several asks for one.
+    A configuration is a folder; a set with several asks for one. None if the set is in no mirror.
     """
+    mirror = find_in_mirror(id)
+    if mirror is None:
+        return None
     paths = sorted(path.relative_to(mirror) for path in mirror.rglob("*") if path.is_file())
     files = [path for path in paths if _suffix(path) in BUILDERS and not path.name.startswith(".")]
     folders = {path.parts[0] for path in files if len(path.parts) > 1 and not SPLIT.search(path.parts[0])}
@@ -250,9 +246,7 @@ def read_table(files: list[Path]) -> Table:
             # All values as they are written: texts such as "NA" or "007" must survive. Labels are recognised later.
             converters = dict.fromkeys((column for file in files for column in _read_header(file, separator)), str)
             options = {"sep": separator, "converters": converters, "keep_default_na": False}
-        # Escaped: the library takes every name for a pattern.
-        places = [glob.escape(str(file)) for file in files]
-        return Table(load_dataset(builder, data_files=places, split="train", **options), name)
+        return Table(load_dataset(files, **options), name)
 
 
 def _read_header(file: Path, separator: str) -> list[str]:
@@ -287,9 +281,13 @@ def reading(place: str, expected: str) -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def load_dataset(path: str, **arguments: Any) -> Any:
-    """`datasets.load_dataset` with the cache in HF_DATASETS_CACHE as it is now."""
-    return import_datasets().load_dataset(path, cache_dir=os.environ.get("HF_DATASETS_CACHE"), **arguments)
+def load_dataset(place: str | list[Path], **options: Any) -> Any:
+    """`datasets.load_dataset` of the hub or of files, with the cache in HF_DATASETS_CACHE as it is now."""
+    if isinstance(place, list):
+        # Escaped: the library takes every name for a pattern.
+        options |= {"data_files": [glob.escape(str(file)) for file in place], "split": "train"}
+        place = builder_of(place[0])
+    return import_datasets().load_dataset(place, cache_dir=os.environ.get("HF_DATASETS_CACHE"), **options)
 
 
 # Columns
@@ -312,33 +310,38 @@ def _load_tables(
     if label == "auto":
         label = next((column for column in LABEL_NAMES if column in train.data.column_names), None)
     columns = _input_columns(train, config.input, label)
-    kind = _input_kind(train, columns)
-    names, classes = None, None
+    names: tuple[str, ...] | None = None
+    classes: dict[str, int] = {}
+    what, expected = "a number", "finite numbers (label_kind is number)"
     if label is not None and config.label_kind == "class":
         names, classes = _read_classes(train, label)
+        what, expected = "a class of the training split", f"one of {listed(classes)}"
+
+    def read(value: Any) -> float:
+        return _number(value) if names is None else classes[_class_text(value)]
 
     def dataset(table: Table, *, labelled: bool) -> TableDataset:
-        _input_kind(table, columns)
+        kind = _input_kind(table, columns)
         data, labels = table.data.select_columns(list(columns)), None
         if type(data.features[columns[0]]).__name__ == "Image":
             data = data.cast_column(columns[0], import_datasets().Image(decode=False))
         # The hub marks labels that are not published by -1.
         published = label in table.data.column_names and any(value != -1 for value in table.data[label][:])
         if label is not None and (labelled or published):
-            labels = _number_labels(table, label) if classes is None else _class_labels(table, label, classes)
+            values = _read_labels(table, label, read, what, expected)
+            labels = torch.tensor(values, dtype=torch.float64 if names is None else torch.int64)
         return TableDataset(Table(data, table.name), kind, columns, labels)
 
     trained = dataset(train, labelled=True)
     if evaluation is not None:
         evaluated = dataset(evaluation, labelled=True)
     else:
-        rows, aside = draw_fraction(trained, fraction, train.name)
-        trained, evaluated = trained.take(rows), trained.take(aside)
+        trained, evaluated = draw_fraction(trained, fraction, train.name)
     further = {split: dataset(table, labelled=False) for split, table in others.items()}
     if "test" in further:
-        further["test"] = further["test"].limit(getattr(config, "limit_test", None))
-    trained, evaluated = trained.limit(config.limit_train), evaluated.limit(config.limit_evaluation)
-    return Data(name, kind, trained, evaluated, names, f"{name} from {place}", further)
+        further["test"] = draw_subset(further["test"], getattr(config, "limit_test", None))
+    trained, evaluated = draw_subset(trained, config.limit_train), draw_subset(evaluated, config.limit_evaluation)
+    return Data(name, trained.kind, trained, evaluated, names, f"{name} from {place}", further)
 
 
 def _input_columns(table: Table, wanted: str | list[str], label: str | None) -> tuple[str, ...]:
@@ -403,71 +406,49 @@ def _column_kind(table: Table, name: str) -> Literal["image", "text"] | None:
 # Labels: classes, or the numbers of a regression
 
 
-def _read_classes(table: Table, column: str) -> tuple[tuple[str, ...], dict[Any, int]]:
-    """Names of the classes of a training split, and the number of each by how labels are written.
-
-    They are those that the file declares, else the labels that occur, sorted; as numbers if all of them are integers.
-    """
-    values = _read_labels(table, column)
-    numbers = [_as_integer(value) for value in values]
-    if all(isinstance(number, int) for number in numbers):
-        values = numbers
-    names = getattr(table.data.features[column], "names", None)
-    distinct = range(len(names)) if names else sorted(set(values))
-    return tuple(map(str, names or distinct)), {value: number for number, value in enumerate(distinct)}
-
-
-def _class_labels(table: Table, column: str, classes: dict[Any, int]) -> Tensor:
-    """Class number of every row, int64; DataError if a label is not one of the classes."""
-    values = _read_labels(table, column)
-    if not any(isinstance(key, str) for key in classes):
-        values = [_as_integer(value) for value in values]
-    for row, value in enumerate(values):
-        if value not in classes:
-            raise DataError(
-                f"{table.locate(row)}: the label is not a class of the training split.",
-                expected=f"one of {listed(classes)} in column {column!r}",
-                found=repr(value),
-            )
-    return torch.tensor([classes[value] for value in values])
-
-
-def _read_labels(table: Table, column: str) -> list[Any]:
-    """The labels, all integers or all texts, as everything is in CSV."""
+def _read_labels(table: Table, column: str, read: Callable[[Any], Label], what: str, expected: str) -> list[Label]:
+    """What `read` makes of every label; DataError for the first that is not `what` it reads."""
     _require_column(table, column, "label")
-    values = table.data[column][:]
-    for row, value in enumerate(values):
-        if value is None or value == "":
-            raise _no_value(table, row, column)
-        if not isinstance(value, (int, str)) or isinstance(value, str) != isinstance(values[0], str):
-            raise DataError(
-                f"{table.locate(row)}: the label is not an integer or a text like the others.",
-                expected=f"class numbers or class names throughout column {column!r}",
-                found=f"{value!r}; {values[0]!r} in row 0",
-            )
-    return values
-
-
-def _as_integer(value: int | str) -> int | str:
-    try:
-        return int(value)
-    except ValueError:
-        return value
-
-
-def _number_labels(table: Table, column: str) -> Tensor:
-    """Label of every row as a number, float64; DataError if one is missing, no number, or not finite."""
-    _require_column(table, column, "label")
-    numbers = []
+    labels = []
     for row, value in enumerate(table.data[column][:]):
         try:
-            numbers.append(float(value))
-        except (TypeError, ValueError):
-            numbers.append(math.nan)
-        if not math.isfinite(numbers[-1]):
+            labels.append(read(value))
+        except (TypeError, ValueError, KeyError) as error:
             raise DataError(
-                f"{table.locate(row)}: the label is not a number.",
-                expected=f"finite numbers throughout column {column!r}, since label_kind is number",
+                f"{table.locate(row)}: the label is not {what}.",
+                expected=f"{expected} in column {column!r}",
                 found=repr(value),
-            )
-    return torch.tensor(numbers, dtype=torch.float64)
+            ) from error
+    return labels
+
+
+def _read_classes(table: Table, column: str) -> tuple[tuple[str, ...], dict[str, int]]:
+    """Names of the classes of a training split, and the number of each by how labels are written.
+
+    They are those that the file declares, else the labels that occur, sorted, as numbers if all of them are integers.
+    """
+    found = set(_read_labels(table, column, _class_text, "an integer or a text", "class numbers or class names"))
+    names = getattr(table.data.features[column], "names", None)
+    if names:
+        return tuple(names), {str(number): number for number in range(len(names))}
+    try:
+        texts = sorted(found, key=int)
+    except ValueError:
+        texts = sorted(found)
+    return tuple(texts), {text: number for number, text in enumerate(texts)}
+
+
+def _class_text(value: Any) -> str:
+    """A label as text, since everything is in CSV; of an integer there is one spelling."""
+    if not isinstance(value, (int, str)) or value == "":
+        raise TypeError
+    try:
+        return str(int(value))
+    except ValueError:
+        return str(value)
+
+
+def _number(value: Any) -> float:
+    if not math.isfinite(number := float(value)):
+        raise ValueError
+    return number

@@ -6,7 +6,6 @@ flat file of ids, mapped into memory: made once, and found again without reading
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 import math
@@ -20,12 +19,11 @@ from numpy.typing import NDArray
 from pydantic import Field, PositiveInt, model_validator
 
 from wellcond.lab.data.base import Data, DataError, Dataset, SourceConfig, register_source, report_progress
-from wellcond.lab.data.disk import cached_folder, canonical_json, find_files, find_in_mirror, from_hub, import_datasets
+from wellcond.lab.data.disk import cached_folder, canonical_json, find_files, from_hub, import_datasets
 from wellcond.lab.data.tables import (
     NAME,
     Table,
     TableDataset,
-    builder_of,
     find_splits,
     load_dataset,
     name_of,
@@ -75,8 +73,7 @@ def load_text_stream(config: TextStreamConfig, base: Path) -> Data:
     if config.files is not None:
         files = find_files(config.files, base, "files")
         name = name_of(files)
-    elif (mirror := find_in_mirror(str(config.id))) is not None:
-        splits = find_splits(mirror, config.config)
+    elif (splits := find_splits(str(config.id), config.config)) is not None:
         files = splits[require_split(config.split, splits, str(name), "split")]
     identity: list[Any] = [config.id, config.config, config.split]
     if files is not None:
@@ -123,14 +120,14 @@ def _store(folder: Path, config: TextStreamConfig, name: str, files: list[Path] 
 
 def _read(config: TextStreamConfig, name: str, files: list[Path] | None) -> Iterator[list[str]]:
     """Texts of the files one after the other, or of the hub, fetched as they are read."""
-    path, expected = str(config.id), from_hub(str(config.id))
+    where, expected = name, from_hub(str(config.id))
     options: dict[str, Any] = {"name": config.config, "split": config.split}
     if files is not None:
-        path, expected = builder_of(files[0]), "whole files of one format in UTF-8; .zst needs the package zstandard"
-        # Escaped: the library takes every name for a pattern.
-        options = {"data_files": [glob.escape(str(file)) for file in files], "split": "train"}
-    with reading(name if files is None else str(files[0].with_name(name_of(files))), expected):
-        for table in load_dataset(path, streaming=True, **options).with_format("arrow").iter(ROWS_AT_ONCE):
+        where, options = str(files[0].with_name(name_of(files))), {}
+        expected = "whole files of one format in UTF-8; .zst needs the package zstandard"
+    with reading(where, expected):
+        place = files or str(config.id)
+        for table in load_dataset(place, streaming=True, **options).with_format("arrow").iter(ROWS_AT_ONCE):
             texts: list[Any] = table[config.text].to_pylist() if config.text in table.column_names else [None]
             if not all(isinstance(text, str) for text in texts):
                 raise ValueError(f"no text in column {config.text!r} ('text') of a row; columns {table.column_names}")
@@ -182,7 +179,6 @@ class TokenStream:
     """`documents` with text and those `skipped`, and of the text its `words`, separated by white space, and `bytes`."""
 
     def __len__(self) -> int:
-        """Number of tokens."""
         return len(self.tokens)
 
 

@@ -66,8 +66,7 @@ class GlueSettings(Settings):
 
 def with_marks(tokenizer: Tokenizer) -> LibraryTokenizer:
     """The tokeniser, if it has the tokens that mark sentences; RecipeError otherwise."""
-    special = tokenizer.special
-    if isinstance(tokenizer, LibraryTokenizer) and None not in (special.pad, special.classify, special.separator):
+    if isinstance(tokenizer, LibraryTokenizer) and {"pad", "classify", "separator"} <= tokenizer.special.keys():
         return tokenizer
     raise RecipeError(
         "task.tokenizer: GLUE needs the tokens [PAD], [CLS] and [SEP], and this tokeniser lacks some. Pre-train with "
@@ -82,11 +81,11 @@ class Sentences:
 
     def __init__(self, split: Dataset, tokenizer: LibraryTokenizer, length: int, what: str = "sentences") -> None:
         """Encode a labelled split."""
-        assert split.labels is not None and tokenizer.special.pad is not None
-        self.pad, self.length, self.labels = tokenizer.special.pad, length, split.labels
+        assert split.labels is not None
+        self.pad, self.length, self.labels = tokenizer.special["pad"], length, split.labels
         library = import_tokenizers()
         inner = library.Tokenizer.from_str(tokenizer.inner.to_str())
-        marks = [(inner.id_to_token(id), id) for id in (tokenizer.special.separator, tokenizer.special.classify)]
+        marks = [(inner.id_to_token(id), id) for id in (tokenizer.special["separator"], tokenizer.special["classify"])]
         inner.post_processor = library.processors.BertProcessing(*marks)
         inner.enable_truncation(length, strategy="longest_first")
         self._tokens: list[Tensor] = []
@@ -146,7 +145,7 @@ class Glue(AbstractTask):
             "vocab_size": self.tokenizer.vocabulary_size,
             "num_labels": self.num_labels,
             length: self.settings.length,
-            "pad_token_id": self.tokenizer.special.pad,
+            "pad_token_id": self.tokenizer.special["pad"],
         }
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:

@@ -138,8 +138,9 @@ class MaskedLanguageModelling(AbstractTask):
         what = f"{data.name}, training split"
         self.tokenizer = make_tokenizer(settings.tokenizer, data.train, what, context.base)
         special, size = self.tokenizer.special, self.tokenizer.vocabulary_size
-        mask, self.vocabulary = (size, size + 1) if special.mask is None else (special.mask, size)
-        masking = Masking(mask_token=mask, special=special.ids, vocabulary_size=self.vocabulary, seed=context.seed)
+        mask, self.vocabulary = (special["mask"], size) if "mask" in special else (size, size + 1)
+        ids = list(special.values())
+        masking = Masking(mask_token=mask, special=ids, vocabulary_size=self.vocabulary, seed=context.seed)
         for name, split in context.splits.items():
             what, limit = f"{data.name}, {name} split", settings.limit_tokens if name == "training" else None
             stream = open_token_stream(split, self.tokenizer, what, limit_tokens=limit)
@@ -150,7 +151,7 @@ class MaskedLanguageModelling(AbstractTask):
     def model_arguments(self, kind: str) -> dict[str, Any]:
         """Vocabulary, longest sequence and the padding token."""
         length = "length" if kind == "wellcond" else "max_position_embeddings"
-        return {"vocab_size": self.vocabulary, length: self.length, "pad_token_id": self.tokenizer.special.pad}
+        return {"vocab_size": self.vocabulary, length: self.length, "pad_token_id": self.tokenizer.special.get("pad")}
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross entropy in nats, summed over the hidden tokens."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 
 from wellcond.errors import WellcondError
-from wellcond.lab.data.base import leave_interrupts_to_parent
 from wellcond.lab.seeding import epoch_order
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import EVALUATION, Batch, SampleKey, Samples
@@ -117,6 +117,11 @@ class _Fetching(torch.utils.data.Dataset):
             return str(error)
 
 
+def _leave_interrupts_to_parent(worker: int) -> None:
+    """Ctrl-C reaches every process of a terminal, and only the parent acts on it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def fetch_batches(
     samples: Samples, parts: Iterable[list[SampleKey]], *, workers: int, device: torch.device
 ) -> Iterator[Batch]:
@@ -130,7 +135,7 @@ def fetch_batches(
             batch_size=None,
             sampler=parts,  # type: ignore[arg-type]
             num_workers=workers,
-            worker_init_fn=leave_interrupts_to_parent,
+            worker_init_fn=_leave_interrupts_to_parent,
             pin_memory=device.type == "cuda",
             prefetch_factor=4,
         )

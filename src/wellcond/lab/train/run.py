@@ -214,7 +214,7 @@ class Session:
             "evaluation": len(task.evaluation),
             **({} if tested is None else {"test": len(tested)}),
             "description": task.data.description,
-            "fingerprint": fingerprint(task.data)["splits"],
+            "fingerprint": fingerprint(task.data),
         }
 
     def _close(self, status: str, reason: str = "") -> dict[str, Any]:

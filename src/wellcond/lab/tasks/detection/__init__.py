@@ -71,7 +71,7 @@ class Detection(AbstractTask):
             for split in (data.train, data.evaluation)
         )
         if settings.score_train:
-            scored = self.train.split.select(torch.arange(min(settings.score_train, len(self.train))))
+            scored = self.train.split.take(torch.arange(min(settings.score_train, len(self.train))))
             self.further = {"train": DetectionSamples(scored, images, context.seed)}
 
     def model_arguments(self, kind: str) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Detection(AbstractTask):
 
     def summarise(self, samples: Any, sums: Mapping[str, float], records: Sequence[Any]) -> dict[str, float]:
         """Mean losses; AP, AP50, AP75 and AP by size, of boxes and masks."""
-        scored = samples.split.select(torch.arange(len(records)))
+        scored = samples.split.take(torch.arange(len(records)))
         results = [result for record in records for result in record]
         losses = self.metrics(sums)
         values = {"loss": losses["loss"], **evaluate(scored.ground_truth, results), **losses}

@@ -190,10 +190,8 @@ class CocoDataset:
         """The file's bytes, and the annotations."""
         return self._encoded(index) + b"\0" + json.dumps(self.annotations[index], sort_keys=True).encode()
 
-    def select(self, rows: Tensor | None) -> CocoDataset:
-        """Some of the images; all for None."""
-        if rows is None:
-            return self
+    def take(self, rows: Tensor) -> CocoDataset:
+        """Some of the images."""
         images = [self.images[row] for row in rows.tolist()]
         return replace(self, images=images, annotations=[self.annotations[row] for row in rows.tolist()])
 
@@ -220,9 +218,8 @@ def load(config: CocoConfig, base: Path) -> Data:
     kept = torch.tensor([row for row, found in enumerate(reasons) if "" in found], dtype=torch.long)
     left_out = Counter(reason for found in reasons for reason in found if reason)
     left_out["images without objects"] = len(train) - len(kept)
-    train = train.select(kept)
-    train = train.select(draw_subset(len(train), config.limit_train))
-    evaluation = evaluation.select(draw_subset(len(evaluation), config.limit_evaluation))
+    train = draw_subset(train.take(kept), config.limit_train)
+    evaluation = draw_subset(evaluation, config.limit_evaluation)
     names = tuple(category["name"] for category in train.categories)
     missing = ", ".join(f"{count} {what}" for what, count in sorted(left_out.items()) if count)
     notes = [f"left out of training: {missing}"] if missing else []
