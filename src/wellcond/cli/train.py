@@ -106,10 +106,10 @@ def recipes(json: cli.Json = False) -> None:
     """List the recipes that ship with wellcond."""
     cli.need_train_extra()
     from wellcond.cli.console import make_console, print_table
-    from wellcond.lab.load_recipe import parse_recipe, shipped_recipes
+    from wellcond.lab.load_recipe import load_recipe, shipped_recipes
     from wellcond.lab.report.table import Table
 
-    listed = [parse_recipe(shipped.text, f"{shipped.scale}/{shipped.name}") for shipped in shipped_recipes()]
+    listed = [load_recipe(name, scale=scale)[0] for scale, name in (found.split("/") for found in shipped_recipes())]
     if json:
         print(to_json([recipe.model_dump(mode="json") for recipe in listed], indent=1))
         return

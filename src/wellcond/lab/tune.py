@@ -16,7 +16,7 @@ from typing import Any
 
 from wellcond.lab.methods import MethodSettings, parse_method, read_calls, write_call
 from wellcond.lab.recipe import PARTS, Recipe, TrackingSettings, override_recipe
-from wellcond.lab.settings import RecipeError, first_problem, plain_number
+from wellcond.lab.settings import RecipeError, list_problems, plain_numbers
 from wellcond.lab.train.compare import Outcome, settings_hash
 from wellcond.lab.train.run import Job
 from wellcond.lab.train.run_folder import RunError, read_sealed, write_sealed, writing
@@ -57,7 +57,7 @@ def at_values(recipe: Recipe, method: MethodSettings, values: Values, label: str
         fields = parse_method("+".join(write_call(*call) for call in calls)) if own != values else method.model_dump()
         made = MethodSettings.model_validate(fields | {"label": label or method.label, "set": method.set | own})
     except ValueError as error:
-        raise RecipeError(f"--tune: {show_values(values)}: {first_problem(error)}") from error
+        raise RecipeError(f"--tune: {show_values(values)}: {list_problems(error)[0]}") from error
     override_recipe(recipe, made)
     return made
 
@@ -77,7 +77,7 @@ def extend_grid(values: Sequence[float], *, upwards: bool) -> float | None:
     if len(positive) < 2 or edge <= 0:
         return None
     factor = (max(positive) / min(positive)) ** (1 / (len(positive) - 1))
-    return plain_number(float(f"{edge * factor if upwards else edge / factor:.3g}"))
+    return plain_numbers(float(f"{edge * factor if upwards else edge / factor:.3g}"))
 
 
 @dataclass(frozen=True)

@@ -40,4 +40,4 @@ def build_architecture(name: str, arguments: dict[str, Any]) -> nn.Module:
     try:
         return model(model.options_class.model_validate(arguments))
     except pydantic.ValidationError as error:
-        raise ModelSpecError(f"wellcond:{name} cannot be built:\n" + "\n".join(list_problems(error))) from error
+        raise ModelSpecError("\n  ".join([f"wellcond:{name} cannot be built:", *list_problems(error)])) from error
