@@ -10,7 +10,6 @@ from wellcond.cli.console import make_console
 from wellcond.cli.runs import leaving_together, print_json, removing_untrained, tell_end
 from wellcond.lab import tune
 from wellcond.lab.report.analysis import describe_power
-from wellcond.lab.report.records import Metric
 from wellcond.lab.report.statistics import compare_paired
 from wellcond.lab.train.compare import Outcome, check_settings
 from wellcond.lab.train.run import Job
@@ -55,7 +54,7 @@ def tune_and_compare(
         searches, stopped = tune.search(plan, comparison.methods, run)
         if stopped is None:
             for found in searches:
-                best = tune.show_values(found.best_values) or "nothing to tune"
+                best = tune.show_values(found.best.values) or "nothing to tune"
                 say(f"{found.method.label}: {best}{', still at the edge' if found.edges() else ''}")
             for line in _power(searches, recipe.baseline, len(seeds)):
                 say(line)
@@ -68,12 +67,12 @@ def tune_and_compare(
 def _power(searches: Sequence[tune.MethodSearch], baseline: str, num_seeds: int) -> list[str]:
     """Which difference the fresh seeds can show, from the spread of the tuning seeds at the best values."""
     known = {
-        found.method.label: {seed: score for seed, score in found.scores[found.best()].items() if score == score}
+        found.method.label: {int(seed): score for seed, score in found.best.scores.items() if score == score}
         for found in searches
-        if found.scores
+        if found.tried
     }
     base = known.pop(baseline, {})
-    metric = Metric.of(next(found for found in searches if found.scores).metric)
+    metric = next(found.metric for found in searches if found.metric)
     better = metric.higher_is_better
     differences = [compare_paired(name, known[name], baseline, base, higher_is_better=better) for name in known]
     return describe_power(metric, differences, num_seeds)
