@@ -92,13 +92,13 @@ class MethodSettings(Settings):
         """The method as text that `parse_method` reads."""
         untouched = self.init == "default" and not self.init_options
         where = {} if self.sites == "*" else {"sites": self.sites}
-        parts = [write_call("tokens", self.tokens)] if self.tokens else []
+        parts = [_write_call("tokens", self.tokens)] if self.tokens else []
         if not untouched or not (self.condition or (self.tokens and not where)):
-            parts.append(write_call(self.init, self.init_options | where))
+            parts.append(_write_call(self.init, self.init_options | where))
         if self.condition:
             chosen = {} if self.projections == "qkv" else {"projections": self.projections}
-            parts.append(write_call(self.condition, self.condition_options | chosen | where))
-        parts += [write_call("set", self.set)] if self.set else []
+            parts.append(_write_call(self.condition, self.condition_options | chosen | where))
+        parts += [_write_call("set", self.set)] if self.set else []
         return "+".join(parts)
 
     @property
@@ -157,7 +157,7 @@ EXAMPLES = {"tokens": "positions=25", "set": "optimizer.lr=3e-3"}
 def parse_method(text: str) -> dict[str, Any]:
     """Fields of `MethodSettings` from text; ValueError if that names no method, or two of the same kind."""
     fields: dict[str, Any] = {"label": text.strip()}
-    for name, options in read_calls(text):
+    for name, options in map(_read_call, _split(text, "+")):
         if name in EXAMPLES:
             if name in fields or not options:
                 raise ValueError(f"expected one {name} with values such as {EXAMPLES[name]}, found {text!r}")
@@ -198,9 +198,6 @@ def check_distinct(methods: Sequence[MethodSettings]) -> None:
 
 # The text of methods: names with options, whose values are YAML.
 
-Call = tuple[str, dict[str, Any]]
-"""Name and options."""
-
 MOST_METHOD_CHARACTERS = 20_000
 _TOKEN = re.compile(
     r"""
@@ -234,12 +231,8 @@ def split_methods(text: str) -> list[str]:
     return _split(text, ",")
 
 
-def read_calls(text: str) -> list[Call]:
-    """Names and options of the parts of a method, such as [("identity", {"lam": 10})]; ValueError for other text."""
-    return [_read_call(part) for part in _split(text, "+")]
-
-
-def _read_call(text: str) -> Call:
+def _read_call(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and options of a part of a method; ValueError for other text."""
     found = re.fullmatch(r"([A-Za-z_]\w*)\s*(?:\((.*)\))?", text, re.DOTALL)
     if found is None:
         raise ValueError(f"expected a method such as conditioned or identity(lam=10), found {text!r}")
@@ -257,8 +250,8 @@ def _read_call(text: str) -> Call:
     return name, options
 
 
-def write_call(name: str, options: dict[str, Any]) -> str:
-    """The text that `read_calls` reads."""
+def _write_call(name: str, options: dict[str, Any]) -> str:
+    """The text that `_read_call` reads."""
     written = ", ".join(f"{key}={_write_value(value)}" for key, value in options.items())
     return f"{name}({written})" if options else name
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from wellcond.errors import MissingExtraError, check_choice, needs_extra
 from wellcond.models import ModelSpecError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 ARCHITECTURES = {
     "crammed_bert": ("crammed_bert", "CrammedBertForMaskedLM", "train"),
