@@ -127,15 +127,14 @@ class MethodSettings(Settings):
                 raise RecipeError(f"weight_selection from {self.init_options['teacher']}: {error}") from error
         elif self.init != "default" or (self.init_options and not self.library):
             options = self.init_options | ({"batch": forward} if self.init == "calibrated" else {})
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", EvidenceWarning)  # a comparison shows whether it is so
+            # A comparison shows whether it is so.
+            with warnings.catch_warnings(action="ignore", category=EvidenceWarning):
                 init_(model, self.init, sites=sites, generator=torch.Generator().manual_seed(seed), **options)
         if self.tokens:
             scale_tokens_(model, self.tokens)
         if self.condition is not None:
-            with warnings.catch_warnings():
-                # The report shows the saturation that this warns of, from the measured entropy.
-                warnings.simplefilter("ignore", NumericalWarning)
+            # The report shows the saturation that this warns of, from the measured entropy.
+            with warnings.catch_warnings(action="ignore", category=NumericalWarning):
                 condition_(model, self.condition, sites=sites, projections=self.projections, **self.condition_options)
         return model
 

@@ -21,7 +21,7 @@ from wellcond.lab.report.tuning import KIND, NAME, TunedPoint
 from wellcond.lab.settings import RecipeError, list_problems, plain_numbers
 from wellcond.lab.train.compare import Outcome, settings_hash
 from wellcond.lab.train.run import Job
-from wellcond.lab.train.run_folder import RunError, read_sealed, write_sealed, writing
+from wellcond.lab.train.run_folder import RunError, read_sealed, write_sealed
 from wellcond.run_records import SCHEMA
 
 FOLDER = "tuning"
@@ -260,8 +260,6 @@ def write_tuning(plan: Plan, searches: Sequence[MethodSearch]) -> None:
         "test_data": SEEN if plan.recipe.evaluation.test is None else UNSEEN,
         "methods": [*(row for row in former["methods"] if row["label"] not in labels), *rows],
     }
-    with writing(plan.folder / NAME):
-        plan.folder.mkdir(parents=True, exist_ok=True)
     write_sealed(plan.folder / NAME, content)
 
 
