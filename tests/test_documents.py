@@ -13,10 +13,11 @@ import yaml
 
 import wellcond
 import wellcond.theory
+from lab.helpers import parse_recipe
 from wellcond.cli.main import load_app
 from wellcond.conditioning.methods import METHODS as CONDITIONS
 from wellcond.init.plan import METHODS as INITIALISATIONS
-from wellcond.lab.load_recipe import load_recipe, parse_recipe
+from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe
 
@@ -106,7 +107,7 @@ def test_recipes_are_valid(path):
     for block in blocks_of(path, "yaml"):
         fields = yaml.safe_load(block)
         if "model" in fields:
-            parse_recipe(block, path.name)
+            parse_recipe(block)
             continue
         assert set(fields) <= set(Recipe.model_fields), "a part of a recipe"
         methods = [MethodSettings.model_validate(method) for method in fields.get("methods", ())]

@@ -75,7 +75,7 @@ def test_search_growth_interruption_and_test(run, hold, tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--tune", "optimizer.speed=1,2"], "optimizer.speed: unknown field 'speed'"),
+        (["--tune", "optimizer.speed=1,2"], "optimizer.speed: unknown field: got 'speed'"),
         (["--tune", "optimizer.lr=1e-3"], "with two numbers or more"),
         (["--tune", "optimizer.lr=1e-3,fast"], "found 'optimizer.lr=1e-3,fast'"),
         (["--tune", "optimizer.lr=0,1"], "greater than 0"),

@@ -19,7 +19,7 @@ from wellcond.cli import runs
 from wellcond.cli.main import load_app, main
 from wellcond.lab.load_recipe import read_recipe, shipped_recipes
 from wellcond.lab.recipe import Recipe
-from wellcond.lab.settings import Settings, explain
+from wellcond.lab.settings import Settings, list_problems
 from wellcond.lab.train.compare import Outcome
 from wellcond.models import build_model
 
@@ -142,8 +142,8 @@ def fields_of(settings, path=()):
 def recipe_fields():
     """For every field of every class that a shipped recipe uses: a recipe that has it, and the field's path."""
     found = {}
-    for shipped in shipped_recipes():
-        fields, _, _ = read_recipe(shipped.name, scale=shipped.scale)
+    for scale, name in (shipped.split("/") for shipped in shipped_recipes()):
+        fields, _, _ = read_recipe(name, scale=scale)
         for cls, path in fields_of(Recipe.model_validate(fields)):
             found.setdefault((cls.__name__, path[-1]), (fields, path))
     return found
@@ -167,4 +167,4 @@ def test_a_wrong_value_in_a_recipe_is_a_recipe_error():
             try:
                 Recipe.model_validate(changed)
             except ValidationError as error:
-                assert str(explain(error, "it")).startswith("it is not a valid recipe:\n  ")
+                assert all(list_problems(error))

@@ -173,7 +173,7 @@ def test_examples_of_a_source(tmp_path):
         ({"sides": ()}, "sides"),
         ({"flip": 1.5}, "flip"),
         ({"sides": [0]}, "greater than 0"),
-        ({"side": [800]}, "did you mean 'sides'"),
+        ({"side": [800]}, "Did you mean 'sides'"),
     ],
 )
 def test_settings_that_cannot_be(settings, found):

@@ -169,7 +169,7 @@ def test_the_heads_predict_in_float32_under_automatic_mixed_precision():
         ({"backbone": "resnet18", "backbone_arguments": {}}, "expected an XCiT or Swin of timm, found resnet18"),
         ({"backbone": "xcit_nano_12_p17_224"}, "timm has no model 'xcit_nano_12_p17_224'. Similar names: xcit"),
         ({"backbone_arguments": {"depth": 3}}, "or four of stride 16, found [16, 16, 16]"),
-        ({"anchors": 3}, "unknown field 'anchors'; did you mean 'anchor_sizes'"),
+        ({"anchors": 3}, "Did you mean 'anchor_sizes'"),
         (SWIN | {"backbone_arguments": {"depths": [1, 1], "num_heads": [1, 1]}}, "found [4, 8]"),
         (SWIN | {"backbone_arguments": {"patch_size": 2}}, "found [2, 4, 8, 16]"),
     ],

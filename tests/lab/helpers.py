@@ -1,12 +1,15 @@
 """Small models, data and recipes of the engine's tests."""
 
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from wellcond.lab.data import Data, TensorDataset
+from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.recipe import Recipe
 
 RECIPE = {
@@ -25,6 +28,14 @@ RECIPE = {
 
 def make_recipe(**changes) -> Recipe:
     return Recipe.model_validate(RECIPE | changes)
+
+
+def parse_recipe(text, name="recipe.yaml", overrides=()) -> Recipe:
+    """A recipe from the text of a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, name)
+        path.write_text(text, encoding="utf-8")
+        return load_recipe(str(path), overrides=overrides)[0]
 
 
 def tiny_vit(**changes):

@@ -38,9 +38,10 @@ def test_labels_of_the_records_give_the_recorded_folders_and_fields():
     assert len(seen) > 60
 
 
-@pytest.mark.parametrize("shipped", shipped_recipes(), ids=lambda shipped: f"{shipped.scale}-{shipped.name}")
+@pytest.mark.parametrize("shipped", shipped_recipes())
 def test_labels_of_the_recipes_are_their_text(shipped):
-    recipe, _ = load_recipe(shipped.name, scale=shipped.scale)
+    scale, name = shipped.split("/")
+    recipe, _ = load_recipe(name, scale=scale)
     for method in (recipe.method, *recipe.methods):
         assert MethodSettings.model_validate(method.label) == method
         assert MethodSettings.model_validate(method.canonical()).canonical() == method.canonical()

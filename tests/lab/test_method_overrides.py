@@ -2,9 +2,8 @@
 
 import pytest
 
-from lab.helpers import make_recipe
+from lab.helpers import make_recipe, parse_recipe
 from lab.small import record, small_job
-from wellcond.lab.load_recipe import parse_recipe
 from wellcond.lab.methods import MethodSettings, check_distinct, parse_methods
 from wellcond.lab.recipe import config_hash, override_recipe
 from wellcond.lab.report.load_runs import load_comparisons
@@ -92,7 +91,7 @@ def test_what_a_method_may_not_set_is_one_clear_error(text, words):
 def test_a_recipe_with_such_a_method_is_refused_when_it_is_read():
     text = make_recipe().model_dump_json(exclude={"methods", "method"})
     with pytest.raises(RecipeError, match=r"default\+set.*optimizer.lr.*greater than 0"):
-        parse_recipe(text, "mine", ["methods=['default+set(optimizer.lr=-1)']"])
+        parse_recipe(text, "mine.yaml", ["methods=['default+set(optimizer.lr=-1)']"])
 
 
 @pytest.mark.parametrize(

@@ -234,9 +234,9 @@ def test_the_hash_names_the_proxy():
 
 def test_recipes_that_are_not_of_the_papers_size_are_scale_true():
     without = set()
-    for shipped in shipped_recipes():
-        recipe, _ = load_recipe(shipped.name, scale=shipped.scale)
-        assert shipped.scale != "paper" or recipe.proxy is None
-        if shipped.scale != "paper" and recipe.proxy is None:
+    for scale, name in (shipped.split("/") for shipped in shipped_recipes()):
+        recipe, _ = load_recipe(name, scale=scale)
+        assert scale != "paper" or recipe.proxy is None
+        if scale != "paper" and recipe.proxy is None:
             without.add(recipe.model.name)
     assert without == {"wellcond:long_range"}  # the published width, drawn by fan

@@ -175,7 +175,7 @@ def test_methods_that_differ_in_their_tokens_are_different():
         ("tokens(positions=true)", "expected a factor above 0"),
         ("tokens(positions=large)", "expected a factor above 0"),
         ("tokens(positions=1e9)", "at most 1e\\+06"),
-        ("token(positions=2)", "did you mean 'tokens'"),
+        ("token(positions=2)", "Did you mean 'tokens'"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(text, message):

@@ -148,7 +148,7 @@ def test_text_and_vocabulary_that_do_not_suit_each_other(choice, documents, mess
         ("words", "expected bytes, {train"),
         ({"train": "bpe"}, "vocabulary"),
         ({"train": "unigram", "vocabulary": 9}, "'wordpiece' or 'bpe'"),
-        ({"train": "bpe", "vocabulary": 9, "lowercase": True}, "did you mean 'lower_case'"),
+        ({"train": "bpe", "vocabulary": 9, "lowercase": True}, "Did you mean 'lower_case'"),
         ({"train": "bpe", "file": "x"}, "expected bytes, {train"),
         ({"file": "x", "sha256": "12"}, "pattern"),
     ],

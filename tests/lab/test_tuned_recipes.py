@@ -2,9 +2,9 @@
 
 import pytest
 
-from lab.helpers import make_recipe
+from lab.helpers import make_recipe, parse_recipe
 from wellcond.cli.experiments import job_command
-from wellcond.lab.load_recipe import load_recipe, parse_recipe
+from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.methods import MethodSettings, parse_methods
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.compare import plan_comparison, settings_hash
@@ -48,10 +48,10 @@ def test_it_changes_no_hash():
 
 def test_what_the_user_sets_counts_for_all_methods(tmp_path):
     text = make_recipe(tuned=FOUND).model_dump_json(exclude={"methods", "method"})
-    recipe = parse_recipe(text, "mine", ["optimizer.lr=0.5", "augmentation.flip=0.5"])
+    recipe = parse_recipe(text, "mine.yaml", ["optimizer.lr=0.5", "augmentation.flip=0.5"])
     assert rates(recipe, "default,identity(lam=10)", tmp_path) == {"default": 0.5, "identity(lam=10)": 0.5}
     assert recipe.tuned.values["identity(lam=10)"] == {"optimizer.eps": 1e-6}
-    whole = parse_recipe(text, "mine", ["optimizer={name: muon, lr: 0.1}"])
+    whole = parse_recipe(text, "mine.yaml", ["optimizer={name: muon, lr: 0.1}"])
     assert not any(whole.tuned.values.values())
 
 
@@ -67,7 +67,7 @@ def test_a_printed_job_starts_there_too(tmp_path):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"defalt": {"optimizer.lr": 1}}, "unknown method 'defalt'"),
+        ({"defalt": {"optimizer.lr": 1}}, "unknown method: got 'defalt'"),
         ({"default": {"optimizer.lr": -1}}, "greater than 0"),
         ({"default": {"seeds": [1]}}, "found 'seeds'"),
     ],
@@ -75,4 +75,4 @@ def test_a_printed_job_starts_there_too(tmp_path):
 def test_what_no_method_could_set_is_refused(values, words):
     text = make_recipe().model_dump_json(exclude={"methods", "method", "tuned"})
     with pytest.raises(RecipeError, match=words):
-        parse_recipe(text.replace("{", '{"tuned": {"record": "x"},', 1), "mine", [f"tuned.values={values}"])
+        parse_recipe(text.replace("{", '{"tuned": {"record": "x"},', 1), "mine.yaml", [f"tuned.values={values}"])

@@ -99,7 +99,7 @@ REQUIRED = {"default", "gaussian", "mimetic", "conditioned", "balanced", "identi
 @pytest.mark.parametrize("scale", ["tiny", "small", "paper"])
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_has_every_method_at_every_scale(task, scale):
-    assert f"lra-{task}" in {recipe.name for recipe in shipped_recipes() if recipe.scale == scale}
+    assert f"{scale}/lra-{task}" in shipped_recipes()
     recipe, _ = load_recipe(f"lra-{task}", scale=scale)
     assert {method.label for method in recipe.methods} >= REQUIRED
     assert recipe.name == f"lra-{task}" and recipe.scale == scale

@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 
 from detection.coco_sets import coco, load_set, write_set
 from lab.data.helpers import failure, load, write_csv
+from lab.helpers import parse_recipe
 from report.fake_runs import FakeMethod, only_comparison, write_comparison
 from wellcond.lab.data.base import DataError
 from wellcond.lab.data.disk import cached_folder
-from wellcond.lab.load_recipe import parse_recipe
-from wellcond.lab.methods import MethodSettings, slug
+from wellcond.lab.methods import MethodSettings
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.figures import build_figures
 from wellcond.lab.report.page import build_report
@@ -42,19 +42,19 @@ def files_below(folder):
 def test_the_name_of_a_recipe_is_no_path(name):
     fields = {"extends": "tiny/digits", "name": name, "scale": "tiny"}
     with pytest.raises(RecipeError, match="expected a name for a folder"):
-        parse_recipe(json.dumps(fields), "recipe.yaml")
+        parse_recipe(json.dumps(fields))
 
 
 @pytest.mark.parametrize("name", ["mine", "vit-tiny 2.1_b+c", "größe", "0"])
 def test_usual_names_are_taken(name):
     text = json.dumps({"extends": "tiny/digits", "name": name, "scale": "tiny"}, ensure_ascii=False)
-    assert parse_recipe(text, "recipe.yaml").name == name
+    assert parse_recipe(text).name == name
 
 
 @pytest.mark.parametrize("label", ["../../out", "/etc/passwd", "..", ".", "a/../../b", "C:\\x", "\0", "…/…", "~root"])
 def test_the_folder_of_a_method_stays_in_its_comparison(label, tmp_path):
     made = MethodSettings(label=label).slug
-    assert made == slug(label) and Path(made).name == made and made not in (".", "..")
+    assert Path(made).name == made and made not in (".", "..")
     assert (tmp_path / made).resolve().parent == tmp_path.resolve()
 
 

@@ -5,9 +5,10 @@ import json
 import pytest
 import yaml
 
+from lab.helpers import parse_recipe
 from lab.small import SETTINGS
 from wellcond.errors import WellcondError
-from wellcond.lab.load_recipe import load_recipe, parse_recipe
+from wellcond.lab.load_recipe import load_recipe
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tokenizers import read_tokenizer, word_piece_tokenizer
 from wellcond.models import ModelSpecError, build_model
@@ -82,7 +83,7 @@ def test_aliases_of_a_usual_size_are_read():
     recipe = parsed("training={length: &length {steps: 5}, batch_size: 2}", "evaluation={every: {steps: 5}}")
     assert recipe.training.length.steps == 5
     text = "a: &usual {steps: 5}\nb: *usual\nc: [*usual, *usual]"
-    with pytest.raises(RecipeError, match="unknown field 'a'"):
+    with pytest.raises(RecipeError, match="unknown field: got 'a'"):
         parse_recipe(text, "usual.yaml")
 
 
@@ -252,6 +253,6 @@ def test_backends_and_trackers_are_those_of_the_libraries(override, problem, tmp
 def test_shipped_recipes_need_no_trust():
     from wellcond.lab.load_recipe import shipped_recipes
 
-    for shipped in shipped_recipes():
-        recipe, base = load_recipe(shipped.name, scale=shipped.scale)
+    for scale, name in (shipped.split("/") for shipped in shipped_recipes()):
+        recipe, base = load_recipe(name, scale=scale)
         assert base is None and recipe.model.name.partition(":")[0] in ("timm", "hf", "wellcond")

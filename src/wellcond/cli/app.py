@@ -183,13 +183,13 @@ def read_seeds(text: str | None, *, option: str = "--seeds", first: int = 0) -> 
 
 def read_tuned_fields(texts: Sequence[str]) -> dict[str, tuple[float, ...]]:
     """`optimizer.lr=3e-4,1e-3` and the like as fields with their values in ascending order."""
-    from wellcond.lab.settings import plain_number
+    from wellcond.lab.settings import plain_numbers
 
     fields: dict[str, tuple[float, ...]] = {}
     for text in texts:
         name, _, listed = (part.strip() for part in text.partition("="))
         try:
-            values = sorted({plain_number(float(value)) for value in listed.split(",")})
+            values = sorted({plain_numbers(float(value)) for value in listed.split(",")})
         except ValueError:
             values = []
         if len(values) < 2 or not all(math.isfinite(value) for value in values) or "." not in name or name in fields:

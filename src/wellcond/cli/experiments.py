@@ -29,7 +29,7 @@ ray_option = functools.partial(Option, rich_help_panel="On a Ray cluster")
 @cli.app.command("compare", rich_help_panel=cli.EXPERIMENTS)
 def compare(
     recipe: Annotated[str, Option(metavar="NAME|FILE", help="A recipe of `wellcond recipes`, or FILE.yaml.")],
-    methods: Annotated[str | None, Option(metavar="LIST", help="As default,gaussian,conditioned+balanced.")] = None,
+    methods: Annotated[str | None, Option(metavar="LIST", help="e.g. default,gaussian,conditioned+balanced")] = None,
     seeds: cli.Seeds = None,
     tune: Annotated[
         list[str] | None,
@@ -134,7 +134,7 @@ def demo(folder: cli.Folder = None, seeds: cli.Seeds = None, jobs: cli.Jobs = "a
 @cli.app.command("train", rich_help_panel=cli.EXPERIMENTS)
 def train(
     recipe: Annotated[str, Argument(metavar="RECIPE", help="Name of a shipped recipe, or FILE.yaml.")],
-    method: Annotated[str | None, Option(metavar="NAME", help="As identity(lam=2) or conditioned+balanced.")] = None,
+    method: Annotated[str | None, Option(metavar="NAME", help="e.g. identity(lam=2), conditioned+balanced")] = None,
     seed: Annotated[int, Option(metavar="N", min=0, help="Seed of everything random.")] = 0,
     scale: cli.ScaleOption = None,
     set: cli.Overrides = None,
@@ -216,10 +216,10 @@ def recipes(json: cli.Json = False) -> None:
     """List the recipes that ship with wellcond."""
     cli.need_train_extra()
     from wellcond.cli.console import print_tables
-    from wellcond.lab.load_recipe import parse_recipe, shipped_recipes
+    from wellcond.lab.load_recipe import load_recipe, shipped_recipes
     from wellcond.lab.report.table import Cell, Table
 
-    listed = [parse_recipe(shipped.text, f"{shipped.scale}/{shipped.name}") for shipped in shipped_recipes()]
+    listed = [load_recipe(name, scale=scale)[0] for scale, name in (found.split("/") for found in shipped_recipes())]
     if json:
         print(to_json([recipe.model_dump(mode="json") for recipe in listed], indent=1))
         return

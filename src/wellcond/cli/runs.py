@@ -30,7 +30,7 @@ from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.load_runs import load_comparisons
-from wellcond.lab.report.records import Metric, RunRecordError
+from wellcond.lab.report.records import RunRecordError
 from wellcond.lab.report.statistics import compare_paired, describe_power
 from wellcond.lab.tasks.base import TaskContext
 from wellcond.lab.train.compare import Outcome, plan_comparison, run_comparison, write_comparison
@@ -276,7 +276,7 @@ class Comparison:
             self.report &= outcome is None
             if outcome is None:
                 for found in searches:
-                    best = tune.show_values(found.best_values) or "nothing to tune"
+                    best = tune.show_values(found.best.values) or "nothing to tune"
                     self.say(f"{found.method.label}: {best}{', still at the edge' if found.edges() else ''}")
                 self.say(*_power_after(searches, recipe.baseline, len(self.seeds)))
                 outcome = run(self.plan([found.tuned() for found in searches]), "test")
@@ -302,11 +302,11 @@ def foresee_power(folder: Path, seeds: int) -> list[str]:
 def _power_after(searches: Sequence[tune.MethodSearch], baseline: str, num_seeds: int) -> list[str]:
     """Which difference the fresh seeds can show, from the spread of the tuning seeds at the best values."""
     known = {
-        found.method.label: {seed: score for seed, score in found.scores[found.best()].items() if score == score}
+        found.method.label: {int(seed): score for seed, score in found.best.scores.items() if score == score}
         for found in searches
-        if found.scores
+        if found.tried
     }
-    base, metric = known.pop(baseline, {}), Metric.of(next(found.metric for found in searches if found.scores))
+    base, metric = known.pop(baseline, {}), next(found.metric for found in searches if found.metric)
     better = metric.higher_is_better
     differences = [compare_paired(name, known[name], baseline, base, higher_is_better=better) for name in known]
     return describe_power(metric, differences, num_seeds)

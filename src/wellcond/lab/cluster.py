@@ -7,14 +7,12 @@ temporary one; `Home`, an actor on the machine of the command, sends it the run'
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 import platform
 import re
 import shutil
 import socket
-import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -52,7 +50,6 @@ class RaySettings:
     """At most 1, since a run is one process; by default 1 where the cluster has GPUs. 0.5: two runs share one."""
 
     def __post_init__(self) -> None:
-        """Refuse what a run cannot use."""
         if self.gpus_per_run is not None and not 0 <= self.gpus_per_run <= 1:
             raise RecipeError(
                 f"--gpus-per-run: expected 0 to 1, found {self.gpus_per_run:g}: a run on Ray is one process with one "
@@ -196,24 +193,26 @@ def _reason(error: Exception) -> str:
 
 # On the machines of the cluster
 
+Files = dict[str, bytes]
+"""The files of a run by their names in its folder."""
+
 
 class Home:
     """An actor on the machine of the command: what runs tell, and files of runs whose machine does not see them."""
 
     def __init__(self) -> None:
-        """Nothing was told."""
         self._events: list[tuple[Path, Event]] = []
         self._begun: dict[Path, contextlib.ExitStack] = {}
         """Folders of runs, each with its lock if another machine works on a copy."""
 
-    def begin(self, folder: Path, away: bool) -> bytes:
+    def begin(self, folder: Path, away: bool) -> Files:
         """A run begins, or begins again on another machine; returns its files if they are `away` from there."""
         if folder in self._begun:
             self.tell(folder, {"event": "lost", "problem": "its worker was lost"})
             self._begun[folder].close()
         self._begun[folder] = held = contextlib.ExitStack()
         if not away:
-            return b""
+            return {}
         held.enter_context(RunFolder(folder).opened())
         return pack(folder)
 
@@ -226,7 +225,7 @@ class Home:
         taken, self._events = self._events, []
         return taken
 
-    def receive(self, folder: Path, files: bytes) -> None:
+    def receive(self, folder: Path, files: Files) -> None:
         """Replace the files of a run."""
         receive(files, folder)
 
@@ -252,51 +251,43 @@ def run_task(job: Job, home: Any, token: str) -> Message:
 
         def send(message: Message) -> None:
             kind, content = message
-            if kind != "event":
+            if kind == "event":
+                home.tell.remote(job.folder, content)
+            else:
                 last.append(message)
-                return
-            home.tell.remote(job.folder, content)
-            if content["event"] == "saved":
-                send_back()
-
-        def send_back() -> None:
-            if away:
+            if away and (kind != "event" or content["event"] == "saved"):
                 ray.get(home.receive.remote(job.folder, pack(done.folder)))
 
         do_job(done, send, stop)
-        send_back()
         ray.get(home.end.remote(job.folder))
     kind, content = last[-1]
     return kind, f"{content} (on {platform.node()})" if kind == "error for all" else content
 
 
-def pack(folder: Path) -> bytes:
-    """A tar archive of the files of a run."""
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as archive:
-        for path in sorted(folder.rglob("*")):
-            name = path.relative_to(folder).as_posix()
-            if path.is_file() and not path.is_symlink() and name != "lock" and ".partial" not in name:
-                archive.add(path, name)
-    return file.getvalue()
+def pack(folder: Path) -> Files:
+    """The files of a run, without its lock, links and what is in the making."""
+    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if not path.is_symlink()}
+    chosen = [name for name in paths if paths[name].is_file() and name != "lock" and ".partial" not in name]
+    return {name: paths[name].read_bytes() for name in chosen}
 
 
-def unpack(files: bytes, folder: Path) -> None:
-    """Write the files of an archive into a folder.
+def unpack(files: Files, folder: Path) -> None:
+    """Write files into a folder.
 
-    Raises: RunError if the archive is damaged, or a name leads out of the folder; nothing is written outside.
+    Raises: RunError if they cannot be written, or a name leads out of the folder.
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            with tarfile.open(fileobj=io.BytesIO(files)) as archive:
-                archive.extractall(folder, [member for member in archive if member.isreg()], filter="data")
-        except tarfile.TarError as error:
-            raise RunError(f"the files that a worker sent for {folder} cannot be used: {error}") from error
+        for name, content in files.items():
+            path = folder / name
+            if not path.resolve().is_relative_to(folder.resolve()):
+                raise RunError(f"{name!r}, which a worker sent for {folder}, is outside the run's folder")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
 
 
-def receive(files: bytes, folder: Path) -> None:
-    """Replace the files of a run by those of an archive: at every moment the folder can be resumed from.
+def receive(files: Files, folder: Path) -> None:
+    """Replace the files of a run by those that were sent: at every moment the folder can be resumed from.
 
     Logs go first, since a checkpoint needs logs that are at least as long as when it was made; the record goes last,
     since it says what is complete.
@@ -308,18 +299,14 @@ def receive(files: bytes, folder: Path) -> None:
     with writing(folder):
         shutil.rmtree(incoming, ignore_errors=True)
         unpack(files, incoming)
-        names = [path.relative_to(incoming) for path in sorted(incoming.rglob("*")) if path.is_file()]
-        for name in [name for name in names if name.parts[0] not in ("checkpoints", "run.json")]:
+        steps = {name.split("/")[1] for name in files if name.startswith("checkpoints/")}
+        logs = [name for name in files if not name.startswith("checkpoints/") and name != "run.json"]
+        # A checkpoint of the same step is whole, and the same.
+        new = [f"checkpoints/{step}" for step in steps if not (ours / step).exists()]
+        for name in [*logs, *new, *(["run.json"] if "run.json" in files else [])]:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(incoming / name, folder / name)
-        arrived = {name.parts[1] for name in names if name.parts[0] == "checkpoints"}
-        for step in arrived:
-            ours.mkdir(exist_ok=True)
-            if not (ours / step).exists():  # a checkpoint of the same step is whole, and the same
-                os.replace(incoming / "checkpoints" / step, ours / step)
-        for place in list(ours.iterdir()) if arrived else ():
-            if place.name not in arrived and OURS.fullmatch(place.name):
+        for place in list(ours.iterdir()) if steps else ():
+            if place.name not in steps and OURS.fullmatch(place.name):
                 shutil.rmtree(place, ignore_errors=True)
-        if (incoming / "run.json").is_file():
-            os.replace(incoming / "run.json", folder / "run.json")
         shutil.rmtree(incoming, ignore_errors=True)

@@ -3,45 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
 
-from wellcond.lab.settings import RecipeError, Scale, explain, read_yaml, set_path, suggest
+from wellcond.errors import UnknownChoiceError
+from wellcond.files import read_regular
+from wellcond.lab.settings import RecipeError, Scale, list_problems, read_yaml, set_path
 
 if TYPE_CHECKING:
     from wellcond.lab.recipe import Recipe
 
 SCALES: tuple[str, ...] = get_args(Scale)
-
-
-@dataclass(frozen=True)
-class ShippedRecipe:
-    """One of the package's own recipes."""
-
-    name: str
-    scale: str
-    text: str
-
-
-def shipped_recipes() -> list[ShippedRecipe]:
-    """All of them, by scale and name."""
-    root = resources.files("wellcond.lab") / "recipes"
-    return [
-        ShippedRecipe(file.name.removesuffix(".yaml"), scale, file.read_text(encoding="utf-8"))
-        for scale in SCALES
-        if (root / scale).is_dir()
-        for file in sorted((root / scale).iterdir(), key=lambda file: file.name.removesuffix(".yaml"))
-        if file.name.endswith(".yaml")
-    ]
-
-
 Fields = dict[str, Any]
 """A recipe as it is written, before its fields are checked."""
+
+
+@functools.cache
+def shipped_recipes() -> dict[str, str]:
+    """The text of the package's own recipes, each by its ``scale/name``; in the order of scales and names."""
+    shipped: dict[str, str] = {}
+    for scale in SCALES:
+        files = (resources.files("wellcond.lab") / "recipes" / scale).iterdir()
+        named = {file.name.removesuffix(".yaml"): file for file in files if file.name.endswith(".yaml")}
+        shipped |= {f"{scale}/{name}": named[name].read_text(encoding="utf-8") for name in sorted(named)}
+    return shipped
 
 
 def load_recipe(
@@ -52,16 +42,12 @@ def load_recipe(
     `scale` is by default the smallest that ships; `overrides` are ``path.to.field=value``, values in YAML.
     """
     fields, where, base = read_recipe(name_or_path, scale=scale, overrides=overrides)
-    return _validate(fields, where), base
-
-
-def _validate(fields: Fields, where: str) -> Recipe:
     from wellcond.lab.recipe import Recipe
 
     try:
-        return Recipe.model_validate(fields)
+        return Recipe.model_validate(fields), base
     except ValidationError as error:
-        raise explain(error, where) from error
+        raise RecipeError("\n  ".join([f"{where} is not a valid recipe:", *list_problems(error)])) from error
 
 
 def read_recipe(
@@ -69,54 +55,55 @@ def read_recipe(
 ) -> tuple[Fields, str, Path | None]:
     """`load_recipe` as far as it goes without torch: the fields of the recipe, where they are from, and its folder."""
     if name_or_path.endswith((".yaml", ".yml")):
-        path = Path(name_or_path)
-        if not path.is_file():
-            raise RecipeError(f"no such recipe file: {path}")
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_regular(name_or_path).decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"{path} cannot be read as text: {error}") from error
-        fields = _fields(text, str(path), overrides)
+            raise RecipeError(f"the recipe {name_or_path} cannot be read as text: {error}") from error
+        fields = _overridden(text, name_or_path, overrides)
         if scale not in (None, fields.get("scale")):
-            raise RecipeError(f"{path} is a recipe of scale {fields.get('scale')!r}, not {scale!r}; leave out --scale")
-        return fields, str(path), path.parent
+            said = fields.get("scale")
+            raise RecipeError(f"{name_or_path} is a recipe of scale {said!r}, not {scale!r}; leave out --scale")
+        return fields, name_or_path, Path(name_or_path).parent
     shipped = shipped_recipes()
-    named = [recipe for recipe in shipped if recipe.name == name_or_path]
-    if not named:
-        raise RecipeError(
-            f"no recipe {name_or_path!r}{suggest(name_or_path, sorted({recipe.name for recipe in shipped}))}. "
-            "`wellcond recipes` lists them; a file of your own ends in .yaml"
-        )
-    found = next((recipe for recipe in named if scale in (None, recipe.scale)), None)
-    if found is None:
-        scales = ", ".join(recipe.scale for recipe in named)
-        raise RecipeError(f"the recipe {name_or_path!r} exists at scale {scales}, not {scale!r}; correct --scale")
-    where = f"{found.scale}/{found.name}"
-    return _fields(found.text, where, overrides), where, None
+    scales = [one for one in SCALES if f"{one}/{name_or_path}" in shipped]
+    if not scales:
+        advice = "expected a file of your own that ends in .yaml, or a recipe that `wellcond recipes` lists"
+        names = sorted({name.partition("/")[2] for name in shipped})
+        raise UnknownChoiceError("recipe", name_or_path, names, advice=advice)
+    if scale not in (None, *scales):
+        listed = ", ".join(scales)
+        raise RecipeError(f"the recipe {name_or_path!r} exists at scale {listed}, not {scale!r}; correct --scale")
+    where = f"{scale or scales[0]}/{name_or_path}"
+    return _overridden(shipped[where], where, overrides), where, None
 
 
-def parse_recipe(text: str, where: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Validate the text of a recipe."""
-    return _validate(_fields(text, where, overrides), where)
-
-
-def _fields(text: str, where: str, overrides: Sequence[str] = ()) -> Fields:
-    data = _extended(text, where)
-    paths = [override.partition("=")[0].strip() for override in overrides]
-    for override, path in zip(overrides, paths, strict=True):
-        set_field(data, override)
+def _overridden(text: str, where: str, overrides: Sequence[str]) -> Fields:
+    data, changed = _extended(text, where), set()
+    for override in overrides:
+        path = set_field(data, override)
+        changed.add(path.partition(".")[0])
         # What the user sets counts for all methods, whatever was found for some; another form is refused later.
         with contextlib.suppress(KeyError, AttributeError, TypeError):
             for found in data["tuned"]["values"].values():
                 for field in [field for field in found if f"{field}.".startswith(f"{path}.")]:
                     del found[field]
-    return _without_untrue(data, {path.partition(".")[0] for path in paths})
+    return _without_untrue(data, changed)
 
 
-def _without_untrue(data: Fields, changed: set[str]) -> Fields:
-    """Fields without a title or description that would speak of other data, another model or another length."""
-    untrue = [key for key, fields in DESCRIBED.items() if changed & fields and key not in changed]
-    return {key: value for key, value in data.items() if key not in untrue}
+def set_field(data: Fields, override: str) -> str:
+    """Apply ``path.to.field=value`` in place and return the path.
+
+    Raises: RecipeError if it is none, or leads through what has no fields.
+    """
+    path, equals, text = override.partition("=")
+    path = path.strip()
+    if not equals or not all(path.split(".")):
+        raise RecipeError(f"--set: expected path.to.field=value, found {override!r}")
+    try:
+        set_path(data, path, read_yaml(text, "the value"))
+    except ValueError as error:
+        raise RecipeError(f"--set {override}: {error}") from error
+    return path
 
 
 def _extended(text: str, where: str) -> Fields:
@@ -127,12 +114,29 @@ def _extended(text: str, where: str) -> Fields:
     base = data.pop("extends", None)
     if base is None:
         return data
-    shipped = {f"{recipe.scale}/{recipe.name}": recipe.text for recipe in shipped_recipes()}
-    if base not in shipped:
-        raise RecipeError(f"{where}: extends: no recipe {base!r}{suggest(str(base), sorted(shipped))}")
+    shipped = shipped_recipes()
+    if base not in list(shipped):
+        raise RecipeError(f"{where}: extends: {UnknownChoiceError('recipe', base, list(shipped))}")
     inherited = _extended(shipped[base], base)
     inherited.pop("tuned", None)  # found for that one
     return merge(_without_untrue(inherited, set(data)), data)
+
+
+DESCRIBED = {
+    "title": {"data", "model", "task"},
+    "description": {"augmentation", "data", "evaluation", "model", "optimizer", "schedule", "task", "training"},
+}
+"""Fields that a recipe's own title and description speak of: a change of one of them makes the text untrue."""
+
+
+def _without_untrue(data: Fields, changed: set[str]) -> Fields:
+    """Fields without a title or description that would speak of other data, another model or another length."""
+    untrue = [key for key, fields in DESCRIBED.items() if changed & fields and key not in changed]
+    return {key: value for key, value in data.items() if key not in untrue}
+
+
+LENGTHS = ("length", "every", "weights_every", "warmup", "cooldown")
+"""Fields that are given in epochs or in steps: one replaces the other."""
 
 
 def merge(base: Fields, changes: Fields) -> Fields:
@@ -153,23 +157,3 @@ def merge(base: Fields, changes: Fields) -> Fields:
         else:
             merged[key] = value
     return merged
-
-
-DESCRIBED = {
-    "title": {"data", "model", "task"},
-    "description": {"augmentation", "data", "evaluation", "model", "optimizer", "schedule", "task", "training"},
-}
-"""Fields that a recipe's own title and description speak of: a change of one of them makes the text untrue."""
-LENGTHS = ("length", "every", "weights_every", "warmup", "cooldown")
-"""Fields that are given in epochs or in steps: one replaces the other."""
-
-
-def set_field(data: Fields, override: str) -> None:
-    """Apply ``path.to.field=value`` in place; RecipeError if it is none, or leads through what has no fields."""
-    path, equals, text = override.partition("=")
-    if not equals or not all(path.strip().split(".")):
-        raise RecipeError(f"--set: expected path.to.field=value, found {override!r}")
-    try:
-        set_path(data, path.strip(), read_yaml(text, "the value"))
-    except ValueError as error:
-        raise RecipeError(f"--set {override}: {error}") from error

@@ -7,7 +7,6 @@ fields of the recipe for this method.
 
 from __future__ import annotations
 
-import ast
 import fnmatch
 import hashlib
 import itertools
@@ -16,10 +15,10 @@ import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, model_validator
 from torch import nn
 
 from wellcond.attention.checks import choose_projections
@@ -27,13 +26,19 @@ from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite
 from wellcond.conditioning.apply import condition_, make_method
 from wellcond.conditioning.methods import METHODS as CONDITIONS
-from wellcond.errors import EvidenceWarning, NumericalWarning, WellcondError
+from wellcond.errors import EvidenceWarning, NumericalWarning, WellcondError, check_choice
 from wellcond.init.apply import check_names, check_options, init_
 from wellcond.init.options import check_values
 from wellcond.init.plan import METHODS as INITS
 from wellcond.lab.models.changes import check_factors, scale_tokens_
 from wellcond.lab.models.trained import Build, check_teacher, load_teacher
-from wellcond.lab.settings import RecipeError, Settings, first_problem, plain_number, read_yaml, suggest
+from wellcond.lab.settings import RecipeError, Settings, list_problems, plain_numbers, read_yaml
+
+# Of these, the number of words tells the form: 1 a, 2 a+b, odd a(k=v, ...), even a+b(k=v, ...). So no two of them give
+# the same words; every other label gets a hash.
+_WORD = r"[a-z0-9](?:[a-z0-9._]*[a-z0-9])?"
+PLAIN_LABEL = re.compile(rf"{_WORD}(?:\+{_WORD})?(?:\({_WORD}={_WORD}(?:, {_WORD}={_WORD})*\))?")
+Options = Annotated[dict[str, Any], AfterValidator(plain_numbers)]
 
 
 class MethodSettings(Settings):
@@ -41,15 +46,15 @@ class MethodSettings(Settings):
 
     label: str = ""
     init: str = "default"
-    init_options: dict[str, Any] = Field(default_factory=dict)
+    init_options: Options = {}
     condition: str | None = None
-    condition_options: dict[str, Any] = Field(default_factory=dict)
-    projections: str = "qkv"
+    condition_options: Options = {}
+    projections: Annotated[str, AfterValidator(choose_projections)] = "qkv"
     sites: str = "*"
     """Pattern of the names of the attentions that it acts on, such as ``blocks.*``."""
-    set: dict[str, Any] = Field(default_factory=dict)
+    set: Annotated[Options, AfterValidator(lambda fields: dict(sorted(fields.items())))] = {}
     """Fields of the recipe that this method changes, such as ``optimizer.lr``; see `override_recipe`."""
-    tokens: dict[str, Any] = Field(default_factory=dict)
+    tokens: Annotated[Options, AfterValidator(check_factors)] = {}
     """Factors on the start's ``embeddings`` (of words or patches) and ``positions``."""
 
     @model_validator(mode="before")
@@ -57,43 +62,26 @@ class MethodSettings(Settings):
     def _from_text(cls, values: Any) -> Any:
         return parse_method(values) if isinstance(values, str) else values
 
-    @field_validator("set", "init_options", "condition_options", "tokens")
-    @classmethod
-    def _plain_numbers(cls, options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        names = sorted(options) if info.field_name == "set" else list(options)
-        plain = {name: _whole(options[name]) for name in names}
-        return check_factors(plain) if info.field_name == "tokens" else plain
-
     @model_validator(mode="after")
     def _exists(self) -> MethodSettings:
-        checks = ("initialisation", self.init, INITS), ("conditioning", self.condition, CONDITIONS)
-        for kind, name, known in checks:
-            if name is not None and name not in known:
-                raise ValueError(f"unknown {kind} {name!r}{suggest(name, sorted(known))}")
-        try:
-            self._check_init()
-            if self.condition is not None:
-                make_method(self.condition, self.condition_options)
-                check_values(CONDITIONS[self.condition], self.condition, self.condition_options)
-            object.__setattr__(self, "projections", choose_projections(self.projections))
-        except WellcondError as error:
-            raise ValueError(str(error)) from error
-        if self.condition is None and (self.condition_options or self.projections != "qkv"):
+        check_choice("initialisation", self.init, sorted(INITS))
+        if self.init == "default" and self.library:
+            if self.init_options != {"library": True}:
+                raise ValueError("default(library=true) takes no other value and no other option")
+        elif self.init == "weight_selection":  # the teacher is a path here, and a model only when it is applied
+            check_names(self.init, self.init_options)
+            check_teacher(self.init_options)
+        else:
+            check_options(self.init, self.init_options)
+        if self.condition is not None:
+            check_choice("conditioning", self.condition, sorted(CONDITIONS))
+            make_method(self.condition, self.condition_options)
+            check_values(CONDITIONS[self.condition], self.condition, self.condition_options)
+        elif self.condition_options or self.projections != "qkv":
             raise ValueError("condition_options and projections belong to a condition, which is missing")
         if not self.label:
             object.__setattr__(self, "label", self.canonical())
         return self
-
-    def _check_init(self) -> None:
-        options = self.init_options
-        if self.init == "default" and self.library:
-            if options != {"library": True}:
-                raise ValueError("default(library=true) takes no other value and no other option")
-        elif self.init == "weight_selection":  # the teacher is a path here, and a model only when it is applied
-            check_names(self.init, options)
-            check_teacher(options)
-        else:
-            check_options(self.init, options)
 
     @property
     def library(self) -> bool:
@@ -104,19 +92,23 @@ class MethodSettings(Settings):
         """The method as text that `parse_method` reads."""
         untouched = self.init == "default" and not self.init_options
         where = {} if self.sites == "*" else {"sites": self.sites}
-        parts = [write_call("tokens", self.tokens)] if self.tokens else []
+        parts = [_write_call("tokens", self.tokens)] if self.tokens else []
         if not untouched or not (self.condition or (self.tokens and not where)):
-            parts.append(write_call(self.init, self.init_options | where))
+            parts.append(_write_call(self.init, self.init_options | where))
         if self.condition:
             chosen = {} if self.projections == "qkv" else {"projections": self.projections}
-            parts.append(write_call(self.condition, self.condition_options | chosen | where))
-        parts += [write_call("set", self.set)] if self.set else []
+            parts.append(_write_call(self.condition, self.condition_options | chosen | where))
+        parts += [_write_call("set", self.set)] if self.set else []
         return "+".join(parts)
 
     @property
     def slug(self) -> str:
-        """Name of its folder."""
-        return slug(self.label)
+        """Name of its folder, such as identity-lam-10; labels that differ give names that differ."""
+        plain = re.sub(r"[^a-z0-9._]+", "-", self.label.lower()).strip("-._")[:80]
+        if len(self.label) <= 80 and PLAIN_LABEL.fullmatch(self.label):
+            return plain
+        digest = hashlib.sha256(self.label.encode("utf-8", "surrogatepass")).hexdigest()
+        return f"{plain or 'method'}-{digest[:6]}"
 
     def apply_(
         self, model: nn.Module, *, seed: int, base: Path | None = None, build: Build | None = None, forward: Any = None
@@ -135,15 +127,14 @@ class MethodSettings(Settings):
                 raise RecipeError(f"weight_selection from {self.init_options['teacher']}: {error}") from error
         elif self.init != "default" or (self.init_options and not self.library):
             options = self.init_options | ({"batch": forward} if self.init == "calibrated" else {})
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", EvidenceWarning)  # a comparison shows whether it is so
+            # A comparison shows whether it is so.
+            with warnings.catch_warnings(action="ignore", category=EvidenceWarning):
                 init_(model, self.init, sites=sites, generator=torch.Generator().manual_seed(seed), **options)
         if self.tokens:
             scale_tokens_(model, self.tokens)
         if self.condition is not None:
-            with warnings.catch_warnings():
-                # The report shows the saturation that this warns of, from the measured entropy.
-                warnings.simplefilter("ignore", NumericalWarning)
+            # The report shows the saturation that this warns of, from the measured entropy.
+            with warnings.catch_warnings(action="ignore", category=NumericalWarning):
                 condition_(model, self.condition, sites=sites, projections=self.projections, **self.condition_options)
         return model
 
@@ -158,29 +149,6 @@ class MethodSettings(Settings):
         return chosen
 
 
-# Of these, the number of words tells the form: 1 a, 2 a+b, odd a(k=v, ...), even a+b(k=v, ...). So no two of them give
-# the same words; every other label gets a hash.
-_WORD = r"[a-z0-9](?:[a-z0-9._]*[a-z0-9])?"
-PLAIN_LABEL = re.compile(rf"{_WORD}(?:\+{_WORD})?(?:\({_WORD}={_WORD}(?:, {_WORD}={_WORD})*\))?")
-
-
-def slug(label: str) -> str:
-    """A file name for a label, such as identity-lam-10; labels that differ give names that differ."""
-    plain = re.sub(r"[^a-z0-9._]+", "-", label.lower()).strip("-._")[:80]
-    if len(label) <= 80 and PLAIN_LABEL.fullmatch(label):
-        return plain
-    return f"{plain or 'method'}-{hashlib.sha256(label.encode('utf-8', 'surrogatepass')).hexdigest()[:6]}"
-
-
-def _whole(value: Any) -> Any:
-    """10.0 as 10, since they are the same setting; also inside lists and mappings."""
-    if isinstance(value, dict):
-        return {key: _whole(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return list(map(_whole, value))
-    return plain_number(value) if isinstance(value, float) else value
-
-
 EXAMPLES = {"tokens": "positions=25", "set": "optimizer.lr=3e-3"}
 """Options of parts of a method that are no initialisation and no conditioning."""
 
@@ -188,16 +156,14 @@ EXAMPLES = {"tokens": "positions=25", "set": "optimizer.lr=3e-3"}
 def parse_method(text: str) -> dict[str, Any]:
     """Fields of `MethodSettings` from text; ValueError if that names no method, or two of the same kind."""
     fields: dict[str, Any] = {"label": text.strip()}
-    for name, options in read_calls(text):
+    for name, options in map(_read_call, _split(text, "+")):
         if name in EXAMPLES:
             if name in fields or not options:
                 raise ValueError(f"expected one {name} with values such as {EXAMPLES[name]}, found {text!r}")
             fields[name] = options
             continue
         kind = "condition" if name in CONDITIONS else "init"
-        if name not in CONDITIONS and name not in INITS:
-            known = [*sorted(INITS), *sorted(CONDITIONS), *EXAMPLES]
-            raise ValueError(f"unknown method {name!r}{suggest(name, known)}")
+        check_choice("method", name, [*sorted(INITS), *sorted(CONDITIONS), *EXAMPLES])
         if kind in fields:
             raise ValueError(f"{text!r} names two methods of the same kind: {fields[kind]} and {name}")
         if kind == "condition" and "projections" in options:
@@ -215,7 +181,7 @@ def parse_methods(text: str) -> tuple[MethodSettings, ...]:
     try:
         methods = [MethodSettings.model_validate(part) for part in split_methods(text)]
     except ValueError as error:  # a ValidationError is one
-        raise RecipeError(f"--methods: {first_problem(error)}") from error
+        raise RecipeError(f"--methods: {list_problems(error)[0]}") from error
     check_distinct(methods)
     return tuple(methods)
 
@@ -229,79 +195,62 @@ def check_distinct(methods: Sequence[MethodSettings]) -> None:
             raise RecipeError(f"expected every method once, but {first.label!r} and {second.label!r} are the same")
 
 
-# The text of methods: calls of Python with values of YAML. Python's own grammar reads the calls from a copy of the text
-# in which every name, number and quotation is replaced by as many underscores: `ast.parse` gives the tree, its offsets
-# give the original text, and nothing in a text can be executed. Text with spaces or signs stands in quotation marks.
-
-Call = tuple[str, dict[str, Any]]
-"""Name and options."""
+# The text of methods: names with options, whose values are YAML.
 
 MOST_METHOD_CHARACTERS = 20_000
-_LEAF = re.compile(
+_TOKEN = re.compile(
     r"""
-    "(?:\\.|[^"\\])*"                               # quoted
-    | '[^']*'
-    | [^\s"',:=+()\[\]{}] (?:[^\s,:=+()\[\]{}]|:(?=[^\s,()\[\]{}]))*  # a name, a number, a path; timm:vit, but not q: 1
+    "(?:\\.|[^"\\])*" | '[^']*'               # quoted
+    | [^\s"',=+()\[\]{}] [^\s,=+()\[\]{}]*    # a word, which may hold quotation marks
+    | .
     """,
-    re.VERBOSE,
+    re.VERBOSE | re.DOTALL,
 )
 
 
-def _tree(text: str) -> ast.expr:
-    """The text as a tree whose offsets count characters of the text."""
+def _split(text: str, sign: str) -> list[str]:
+    """The parts of a text between signs that are outside brackets and quotation marks."""
     if len(text) > MOST_METHOD_CHARACTERS:
         raise ValueError(f"expected a method of at most {MOST_METHOD_CHARACTERS} characters, found {len(text)}")
-    masked = re.sub(r"\s", " ", _LEAF.sub(lambda leaf: "_" * len(leaf[0]), text))
-    try:
-        return ast.parse(masked, mode="eval").body
-    except (SyntaxError, RecursionError, MemoryError) as error:
-        start = (getattr(error, "offset", None) or 1) - 1
-        raise ValueError(
-            f"expected a method such as conditioned or identity(lam=10), found {text[start:][:200]!r} in "
-            f"{text[:200]!r}; close every bracket and put text with spaces or signs in quotation marks"
-        ) from error
+    parts, start, depth = [], 0, 0
+    for token in _TOKEN.finditer(text):
+        depth += (token[0] in "([{") - (token[0] in ")]}")
+        if depth < 0:
+            break
+        if token[0] == sign and depth == 0:
+            parts.append(text[start : token.start()].strip())
+            start = token.end()
+    if depth != 0:
+        raise ValueError(f"expected brackets in pairs, found {text[:200]!r}; text with signs needs quotation marks")
+    return [*parts, text[start:].strip()]
 
 
 def split_methods(text: str) -> list[str]:
-    """The texts of a comma-separated list of methods; ValueError for text that is no such list."""
-    text = text.strip()
-    tree = _tree(text)
-    return [text[a.col_offset : a.end_col_offset] for a in tree.elts] if isinstance(tree, ast.Tuple) else [text]
+    """The texts of a comma-separated list of methods; ValueError for brackets that are not closed."""
+    return _split(text, ",")
 
 
-def read_calls(text: str) -> list[Call]:
-    """Names and options of the parts of a method, such as [("identity", {"lam": 10})]; ValueError for other text."""
-    text = text.strip()
-    tree, parts = _tree(text), []
-    while isinstance(tree, ast.BinOp):  # + is the only operator that is not masked
-        parts.append(tree.right)
-        tree = tree.left
-    return [_read_call(text, node) for node in [tree, *reversed(parts)]]
-
-
-def _read_call(text: str, node: ast.expr) -> Call:
-    part = text[node.col_offset : node.end_col_offset]
-    function = node.func if isinstance(node, ast.Call) else node
-    name = text[node.col_offset : function.end_col_offset]
-    grouped = text[: node.col_offset].rstrip().endswith("(")
-    if not isinstance(function, ast.Name) or not re.fullmatch(r"[A-Za-z_]\w*", name) or grouped:
-        raise ValueError(f"expected a method such as conditioned or identity(lam=10), found {part!r} in {text!r}")
+def _read_call(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and options of a part of a method; ValueError for other text."""
+    found = re.fullmatch(r"([A-Za-z_]\w*)\s*(?:\((.*)\))?", text, re.DOTALL)
+    if found is None:
+        raise ValueError(f"expected a method such as conditioned or identity(lam=10), found {text!r}")
+    name, inside = found[1], (found[2] or "").strip()
     options: dict[str, Any] = {}
-    arguments: list[ast.expr | ast.keyword] = [*node.args, *node.keywords] if isinstance(node, ast.Call) else []
-    for argument in arguments:
-        pair = text[argument.col_offset : argument.end_col_offset]
-        key = pair.partition("=")[0].strip()
+    for pair in _split(inside, ",") if inside else ():
+        key, _, value = (part.strip() for part in pair.partition("="))
         words = key.split(".") if name == "set" else [key]
-        if not isinstance(argument, ast.keyword) or not all(word.isidentifier() for word in words):
-            raise ValueError(f"expected options such as {EXAMPLES.get(name, 'lam=10')} in {part!r}, found {pair!r}")
+        values = read_yaml(f"[{value}]", f"{key} in {text!r}")
+        if len(values) != 1 or not all(word.isidentifier() for word in words):
+            raise ValueError(f"expected options such as {EXAMPLES.get(name, 'lam=10')} in {text!r}, found {pair!r}")
         if key in options:
-            raise ValueError(f"the option {key!r} appears twice in {part!r}")
-        options[key] = read_yaml(pair.partition("=")[2], f"{key} in {part!r}")
+            raise ValueError(f"the option {key!r} appears twice in {text!r}")
+        options[key] = values[0]
     return name, options
 
 
-def write_call(name: str, options: dict[str, Any]) -> str:
-    """The text that `read_calls` reads."""
+def _write_call(name: str, options: dict[str, Any]) -> str:
+    """The text that `_read_call` reads."""
     written = ", ".join(f"{key}={_write_value(value)}" for key, value in options.items())
     return f"{name}({written})" if options else name
 

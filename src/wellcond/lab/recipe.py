@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import re
@@ -17,15 +16,13 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     SerializeAsAny,
-    TypeAdapter,
-    ValidationError,
+    create_model,
     field_validator,
     model_validator,
 )
 
 import wellcond.lab.data  # noqa: F401  (registers the sources)
 import wellcond.lab.tasks  # noqa: F401  (registers the tasks)
-from wellcond.errors import WellcondError
 from wellcond.lab.data.base import SourceConfig, resolve_config
 from wellcond.lab.methods import MethodSettings, check_distinct
 from wellcond.lab.models.changes import ProxySettings
@@ -134,13 +131,6 @@ class TunedSettings(Settings):
         return {MethodSettings.model_validate(text).canonical(): fields for text, fields in values.items()}
 
 
-def _resolve_source(raw: Any) -> Any:
-    try:
-        return resolve_config(raw)
-    except WellcondError as error:
-        raise ValueError(str(error)) from error
-
-
 class Recipe(Settings):
     """One task, one model, one way to train; and the methods and seeds to compare."""
 
@@ -152,7 +142,7 @@ class Recipe(Settings):
     task: Annotated[
         SerializeAsAny[Settings], BeforeValidator(choose_by_name("task", *(kind for kind, _ in TASKS.values())))
     ]
-    data: Annotated[SerializeAsAny[SourceConfig], BeforeValidator(_resolve_source)]
+    data: Annotated[SerializeAsAny[SourceConfig], BeforeValidator(resolve_config)]
     model: ModelSettings
     proxy: ProxySettings | None = None
     """The model that this one stands in for: matrices of the blocks start at its sigma sqrt(fan_in)."""
@@ -230,6 +220,12 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
 # `set(...)` of a method: fields of the recipe that one method changes for its own runs.
 
 PARTS = ("optimizer", "schedule", "augmentation", "model", "training")
+MethodParts = create_model(
+    "MethodParts",
+    __base__=Settings,
+    **{part: (Recipe.model_fields[part].rebuild_annotation(), None) for part in PARTS},  # type: ignore[call-overload]
+)
+"""The parts that a method changes, each checked as in a recipe."""
 ALLOWED = re.compile(
     r"(optimizer|schedule|augmentation)\..+|training\.(clip_norm|averaging)(\..+)?"
     r"|model\.(?!(name|arguments|weights|encoder)\b).+"  # those make another model, which is no pair of the others
@@ -241,34 +237,24 @@ def override_recipe(recipe: Recipe, method: MethodSettings) -> Recipe:
 
     Raises: RecipeError that names the method, the field, what was expected and what was found.
     """
-    changed: dict[str, Any] = {}
-    for field, value in method.set.items():
-        part, _, path = field.partition(".")
-        if not ALLOWED.fullmatch(field):
-            raise RecipeError(
-                f"{method.label}: set: expected a field that one method may change (of optimizer, schedule and "
-                "augmentation, training.clip_norm, training.averaging, and what of model leaves it the same model), "
-                f"found {field!r}: all runs of a comparison share the others; change those for all with --set"
-            )
-        if part not in changed:
-            former = getattr(recipe, part)
-            changed[part] = former.model_dump(mode="json", exclude_unset=True)
-            changed[part] |= {"name": former.name} if part in ("optimizer", "schedule") else {}
-        try:
-            set_path(changed[part], path, value)
-        except ValueError as error:
-            raise RecipeError(f"{method.label}: set: {part}.{error}") from error
-    for part, data in changed.items():
-        try:
-            changed[part] = _adapter(part).validate_python(data)
-        except ValidationError as error:
-            problems = "; ".join(line.strip() for line in list_problems(error))
-            raise RecipeError(f"{method.label}: set: {part}.{problems}") from error
-    return recipe.model_copy(update=changed) if changed else recipe
-
-
-@functools.cache
-def _adapter(part: str) -> TypeAdapter:
-    field = Recipe.model_fields[part]
-    kind: Any = Annotated[field.annotation, field]
-    return TypeAdapter(kind)
+    if not method.set:
+        return recipe
+    fields: dict[str, Any] = {}
+    try:
+        for field, value in method.set.items():
+            if not ALLOWED.fullmatch(field):
+                raise ValueError(
+                    "expected a field that one method may change (of optimizer, schedule and augmentation, "
+                    "training.clip_norm, training.averaging, and what of model leaves it the same model), found "
+                    f"{field!r}: all runs of a comparison share the others; change those for all with --set"
+                )
+            part = field.partition(".")[0]
+            if part not in fields:
+                former = getattr(recipe, part)
+                fields[part] = former.model_dump(mode="json", exclude_unset=True)
+                fields[part] |= {"name": former.name} if part in ("optimizer", "schedule") else {}
+            set_path(fields, field, value)
+        changed = MethodParts.model_validate(fields)
+    except ValueError as error:
+        raise RecipeError(f"{method.label}: set: {'; '.join(list_problems(error))}") from error
+    return recipe.model_copy(update={part: getattr(changed, part) for part in fields})

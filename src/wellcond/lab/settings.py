@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from wellcond.errors import WellcondError
+from wellcond.errors import UnknownChoiceError, WellcondError, check_choice
 
 Scale = Literal["tiny", "small", "paper"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -41,7 +40,7 @@ class Settings(BaseModel):
         problems = []
         for name, found in values.items() if isinstance(values, dict) else ():
             if name not in cls.model_fields:
-                message = f"unknown field {name!r}{suggest(str(name), list(cls.model_fields))}"
+                message = str(UnknownChoiceError("field", name, list(cls.model_fields)))
             elif isinstance(found, (int, float)) and MOST < abs(found) < math.inf:
                 message = f"expected a number of at most {MOST}"
             else:
@@ -52,12 +51,6 @@ class Settings(BaseModel):
         if problems:
             raise ValidationError.from_exception_data(cls.__name__, problems)
         return values
-
-
-def suggest(name: str, allowed: Sequence[str]) -> str:
-    """What may stand there instead, the nearest first."""
-    close = difflib.get_close_matches(name, allowed, 1)
-    return (f"; did you mean {close[0]!r}?" if close else ".") + f" Allowed: {', '.join(allowed)}"
 
 
 class Interval(Settings):
@@ -80,30 +73,24 @@ class Interval(Settings):
         return max(1, round(self.epochs * steps_per_epoch))
 
 
-def plain_number(value: float) -> float:
-    """25.0 as 25, which fields of whole numbers take too, and which is the same setting."""
-    return int(value) if float(value).is_integer() and abs(value) < 2**53 else value
+def plain_numbers(value: Any) -> Any:
+    """25.0 as 25, which fields of whole numbers take too, and which is the same setting; in lists and mappings too."""
+    if isinstance(value, dict):
+        return {key: plain_numbers(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return list(map(plain_numbers, value))
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 
-def first_problem(error: ValueError) -> str:
-    """The first thing wrong by a pydantic error, or another error as it is."""
-    return error.errors()[0]["msg"].removeprefix("Value error, ") if isinstance(error, ValidationError) else str(error)
-
-
-def explain(error: ValidationError, where: str) -> RecipeError:
-    """A pydantic error as one message: a line for each problem with its path and the value found."""
-    return RecipeError(f"{where} is not a valid recipe:\n" + "\n".join(list_problems(error)))
-
-
-def list_problems(error: ValidationError) -> list[str]:
-    """A line for each problem of a pydantic error."""
+def list_problems(error: ValueError) -> list[str]:
+    """Each problem of a pydantic error with its path and the value found; another error as it is."""
+    if not isinstance(error, ValidationError):
+        return [str(error)]
     lines = []
     for problem in error.errors():
-        path = ".".join(map(str, problem["loc"])) or "(top level)"
-        message = problem["msg"].removeprefix("Value error, ")
-        found = problem.get("input")
+        path, found = ".".join(map(str, problem["loc"])), problem.get("input")
         shown = "" if isinstance(found, (dict, list)) or problem["type"] == "missing" else f" (found {found!r})"
-        lines.append(f"  {path}: {message}{shown}")
+        lines.append(f"{path}: " * bool(path) + problem["msg"].removeprefix("Value error, ") + shown)
     return lines
 
 
@@ -114,10 +101,8 @@ def choose_by_name(what: str, *settings: type[Settings]) -> Callable[[Any], Any]
     def choose(raw: Any) -> Any:
         if not isinstance(raw, dict):
             return raw
-        name = str(raw.get("name"))
-        if name not in kinds:
-            raise ValueError(f"unknown {what} {name!r}{suggest(name, sorted(kinds))}")
-        return kinds[name].model_validate(raw)
+        check_choice(what, raw.get("name"), sorted(kinds))
+        return kinds[raw["name"]].model_validate(raw)
 
     return choose
 

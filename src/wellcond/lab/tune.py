@@ -8,23 +8,24 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wellcond.lab.methods import MethodSettings, parse_method, read_calls, write_call
+from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import PARTS, Recipe, TrackingSettings, override_recipe
-from wellcond.lab.settings import RecipeError, first_problem, plain_number
+from wellcond.lab.report.records import Metric
+from wellcond.lab.report.table import number
+from wellcond.lab.report.tuning import KIND, NAME, TunedPoint
+from wellcond.lab.settings import RecipeError, list_problems, plain_numbers
 from wellcond.lab.train.compare import Outcome, settings_hash
 from wellcond.lab.train.run import Job
-from wellcond.lab.train.run_folder import RunError, read_sealed, write_sealed, writing
-from wellcond.run_records import COMPLETE, SCHEMA
+from wellcond.lab.train.run_folder import RunError, read_sealed, write_sealed
+from wellcond.run_records import SCHEMA
 
 FOLDER = "tuning"
 """Below the folder of the comparison."""
-NAME, KIND = "tuning.json", "wellcond-tuning"
 UNSEEN = "the test split, which the search does not see"
 SEEN = (
     "the evaluation split, on which the search chose the values, since the recipe has no evaluation.test: only the "
@@ -32,14 +33,19 @@ SEEN = (
 )
 Values = Mapping[str, float]
 """By field: of the recipe (``optimizer.lr``), or an option of a part of methods (``identity.lam``)."""
-Point = tuple[float, ...]
-"""A value for each tuned field of a method."""
 
 
-def has_field(method: MethodSettings, name: str) -> bool:
-    """Whether a method is tuned over a field: it has that part; and it does not set the field itself."""
-    part = name.partition(".")[0]
-    return name not in method.set if part in PARTS else part in [call for call, _ in read_calls(method.canonical())]
+def find_field(method: MethodSettings, name: str) -> tuple[str, str] | None:
+    """Where a method is tuned over a field: a mapping of its settings and the key there.
+
+    None if it has no such part, or sets the field itself.
+    """
+    part, _, option = name.partition(".")
+    if part in PARTS:
+        return None if name in method.set else ("set", name)
+    homes = {"tokens": "tokens"} if method.tokens else {}
+    homes |= {method.init: "init_options", method.condition or "": "condition_options"}
+    return (homes[part], option) if part in homes else None
 
 
 def at_values(recipe: Recipe, method: MethodSettings, values: Values, label: str | None = None) -> MethodSettings:
@@ -47,17 +53,14 @@ def at_values(recipe: Recipe, method: MethodSettings, values: Values, label: str
 
     Raises: RecipeError for a value that its field does not take.
     """
-    own = {name: value for name, value in values.items() if name.partition(".")[0] in PARTS}
-    calls = read_calls(method.canonical())
-    for (part, options), path in itertools.product(calls, [path for path in values if path not in own]):
-        owner, _, option = path.partition(".")
-        if part == owner:
-            options[option] = values[path]
+    fields = method.model_dump() | {"label": label or method.label}
+    for name, value in values.items():
+        if place := find_field(method, name):
+            fields[place[0]][place[1]] = value
     try:
-        fields = parse_method("+".join(write_call(*call) for call in calls)) if own != values else method.model_dump()
-        made = MethodSettings.model_validate(fields | {"label": label or method.label, "set": method.set | own})
+        made = MethodSettings.model_validate(fields)
     except ValueError as error:
-        raise RecipeError(f"--tune: {show_values(values)}: {first_problem(error)}") from error
+        raise RecipeError(f"--tune: {show_values(values)}: {list_problems(error)[0]}") from error
     override_recipe(recipe, made)
     return made
 
@@ -77,7 +80,7 @@ def extend_grid(values: Sequence[float], *, upwards: bool) -> float | None:
     if len(positive) < 2 or edge <= 0:
         return None
     factor = (max(positive) / min(positive)) ** (1 / (len(positive) - 1))
-    return plain_number(float(f"{edge * factor if upwards else edge / factor:.3g}"))
+    return plain_numbers(float(f"{edge * factor if upwards else edge / factor:.3g}"))
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ class Plan:
         Raise RunError if the folder holds another search.
         """
         for name, values in self.grid.items():
-            concerned = [method for method in methods if has_field(method, name)]
+            concerned = [method for method in methods if find_field(method, name)]
             if not concerned:
                 raise RecipeError(
                     f"--tune {name}: expected a field of the recipe that a method may set ({', '.join(PARTS)}), or "
@@ -128,81 +131,56 @@ class Plan:
 
 
 class MethodSearch:
-    """Grid and scores of one method."""
+    """Grid and scores of one method; nothing is run here, see `search`."""
 
     def __init__(self, plan: Plan, method: MethodSettings) -> None:
-        """Nothing is run here; see `search`."""
         self.plan, self.method = plan, method
-        self.grid = {name: list(values) for name, values in plan.grid.items() if has_field(method, name)}
+        self.grid = {name: list(values) for name, values in plan.grid.items() if find_field(method, name)}
         self.grown = {name: {"below": 0, "above": 0} for name in self.grid}
-        self.scores: dict[Point, dict[int, float]] = {}
-        """By point and seed; NaN for a run that diverged."""
-        self.metric: dict[str, Any] = {}
+        self.tried: list[TunedPoint] = []
+        self.metric: Metric | None = None
         """As the runs record it."""
 
     @property
-    def points(self) -> list[Point]:
-        """The whole grid; nothing for a method without a field to tune."""
-        return list(itertools.product(*self.grid.values())) if self.grid else []
+    def missing(self) -> list[dict[str, float]]:
+        """Values of the grid that were not tried; nothing for a method without a field to tune."""
+        tried = [point.values for point in self.tried]
+        grid = [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
+        return [values for values in grid if values and values not in tried]
 
-    def values(self, point: Point) -> dict[str, float]:
-        """A point by field."""
-        return dict(zip(self.grid, point, strict=True))
-
-    def tuned(self) -> MethodSettings:
-        """The method at its best, under its own label."""
-        return at_values(self.plan.recipe, self.method, self.best_values)
-
-    @property
-    def best_values(self) -> dict[str, float]:
-        """Empty for a method without a field to tune."""
-        return self.values(self.best()) if self.grid else {}
-
-    def job(self, point: Point, seed: int) -> Job:
+    def job(self, values: Values, seed: int) -> Job:
         """One run of the search."""
-        values = self.values(point)
         chosen = at_values(self.plan.recipe, self.method, values, f"{self.method.label}, {show_values(values)}")
         name = "-".join(f"{field}-{value!r}" for field, value in values.items())
         folder = self.plan.folder / FOLDER / self.method.slug / name / f"seed{seed}"
         return Job(self.plan.search_recipe, chosen, seed, folder, **self.plan.options)
 
-    def take(self, point: Point, record: dict[str, Any]) -> None:
-        """Note the score of a run."""
-        self.metric = record["metric"]
-        value = record[self.plan.scored][self.metric["name"]] if record["status"] == "finished" else None
-        score = float(value) if isinstance(value, (int, float)) else math.nan
-        self.scores.setdefault(point, {})[record["seed"]] = score if math.isfinite(score) else math.nan
+    def take(self, values: Values, records: Sequence[dict[str, Any]]) -> None:
+        """Note the scores of the runs at these values, one of each seed."""
+        self.metric = metric = Metric.of(records[0]["metric"])
+        scores = {}
+        for record in records:
+            score = number(record[self.plan.scored][metric.name]) if record["status"] == "finished" else math.nan
+            scores[str(record["seed"])] = score if math.isfinite(score) else math.nan
+        self.tried.append(TunedPoint(values, scores))
 
-    def describe_point(self, point: Point) -> dict[str, Any]:
-        """A point and its scores, with mean and standard deviation over the seeds that did not diverge."""
-        scores = sorted(self.scores[point].items())
-        known = [score for _, score in scores if not math.isnan(score)]
-        return {
-            "values": self.values(point),
-            "scores": {str(seed): None if math.isnan(score) else score for seed, score in scores},
-            "diverged": [seed for seed, score in scores if math.isnan(score)],
-            "mean": math.fsum(known) / len(known) if known else None,
-            "std": statistics.stdev(known) if len(known) > 1 else None,
-        }
+    @property
+    def best(self) -> TunedPoint:
+        """The best point; one without values if there is no field to tune."""
+        higher = self.metric is not None and self.metric.higher_is_better
+        return min(self.tried, key=lambda point: point.rank(higher), default=TunedPoint({}, {}))
 
-    def best(self) -> Point:
-        """The point with the best mean, the smaller values of equals; one with a diverged seed after all others."""
-
-        def rank(point: Point) -> tuple[int, float, Point]:
-            found = self.describe_point(point)
-            mean = found["mean"] or 0.0
-            return len(found["diverged"]), -mean if self.metric["higher_is_better"] else mean, point
-
-        return min(self.scores, key=rank)
+    def tuned(self) -> MethodSettings:
+        """The method at its best, under its own label."""
+        return at_values(self.plan.recipe, self.method, self.best.values)
 
     def edges(self) -> dict[str, str]:
         """Fields whose best value is the first or last of the grid: `below` or `above`."""
-        sides, best = {"below": min, "above": max}, self.best_values
+        sides, best = {"below": min, "above": max}, self.best.values
         return {name: side for name in best for side in sides if best[name] == sides[side](self.grid[name])}
 
-    def grow(self) -> list[Point]:
-        """Extend the grid where the best lies at an edge, if it may still grow; returns the new points."""
-        before = set(self.points)
+    def grow(self) -> None:
+        """Extend the grid where the best lies at an edge, if it may still grow."""
         for name, side in self.edges().items():
             wanted = extend_grid(self.grid[name], upwards=side == "above")
             if wanted is None or self.grown[name][side] >= self.plan.growth:
@@ -213,7 +191,6 @@ class MethodSearch:
                 continue
             self.grown[name][side] += 1
             self.grid[name] = sorted([*self.grid[name], wanted])
-        return [point for point in self.points if point not in before]
 
     def describe(self) -> dict[str, Any]:
         """Its row in tuning.json: the grid, every score, and the best."""
@@ -224,8 +201,8 @@ class MethodSearch:
             "fields": list(self.grid),
             "grid": self.grid,
             "grown": self.grown,
-            "points": [self.describe_point(point) for point in sorted(self.scores)],
-            "best": self.describe_point(self.best()) if self.grid else None,
+            "points": [point.describe() for point in sorted(self.tried, key=lambda point: [*point.values.values()])],
+            "best": self.best.describe() if self.grid else None,
             "at_edge": self.edges(),
         }
 
@@ -241,23 +218,20 @@ def search(
     was interrupted or runs failed, the outcome of that stage.
     """
     searches = [MethodSearch(plan, method) for method in methods]
-    points = [found.points for found in searches]
     stage = "search"
-    while any(points):
-        pairs = [(found, point) for found, new in zip(searches, points, strict=True) for point in new]
+    while new := [(found, values) for found in searches for values in found.missing]:
         # Runs of a seed share their data.
-        jobs = [found.job(point, seed) for seed in plan.seeds for found, point in pairs]
+        jobs = [found.job(values, seed) for seed in plan.seeds for found, values in new]
         outcome = run(jobs, stage)
-        owners = {job.method.label: pair for job, pair in zip(jobs, pairs, strict=False)}
-        for record in outcome.records:
-            if record["status"] in COMPLETE:
-                found, point = owners[record["method"]]
-                found.take(point, record)
         if outcome.interrupted or outcome.failures:
             return searches, outcome
+        records = {(record["method"], record["seed"]): record for record in outcome.records}
+        for job, (found, values) in zip(jobs, new, strict=False):
+            found.take(values, [records[job.method.label, seed] for seed in sorted(plan.seeds)])
         if os.environ.get("RANK", "0") == "0":
             write_tuning(plan, searches)
-        points = [found.grow() for found in searches]
+        for found in searches:
+            found.grow()
         stage = "growth of the grids"
     return searches, None
 
@@ -276,7 +250,7 @@ def write_tuning(plan: Plan, searches: Sequence[MethodSearch]) -> None:
         "recipe": plan.recipe.name,
         "scale": plan.recipe.scale,
         "settings_hash": settings_hash(plan.recipe),
-        "metric": next((found.metric for found in searches if found.metric), {}),
+        "metric": next(asdict(found.metric) for found in searches if found.metric),
         "fields": list(plan.grid),
         "grid": {name: list(values) for name, values in plan.grid.items()},
         "seeds": list(plan.seeds),
@@ -286,8 +260,6 @@ def write_tuning(plan: Plan, searches: Sequence[MethodSearch]) -> None:
         "test_data": SEEN if plan.recipe.evaluation.test is None else UNSEEN,
         "methods": [*(row for row in former["methods"] if row["label"] not in labels), *rows],
     }
-    with writing(plan.folder / NAME):
-        plan.folder.mkdir(parents=True, exist_ok=True)
     write_sealed(plan.folder / NAME, content)
 
 

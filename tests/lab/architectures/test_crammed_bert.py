@@ -292,7 +292,7 @@ BAD = {
     "heads": ({"heads": 3}, "16 cannot be shared by 3 heads"),
     "gate": ({"feed_forward": 7}, "feed_forward: Input should be a multiple of 2 .found 7."),
     "padding": ({"pad_token_id": 40}, "Padding_idx must be within num_embeddings"),
-    "unknown option": ({"layer": 4}, "did you mean 'layers'"),
+    "unknown option": ({"layer": 4}, "Did you mean 'layers'"),
 }
 
 

@@ -204,7 +204,7 @@ BAD = {
     "as many landmarks as tokens": ({"landmarks": 24}, "are fewer"),
     "even convolution": ({"convolution": 4}, "odd"),
     "heads": ({"heads": 3}, "16 cannot be shared by 3 heads"),
-    "unknown option": ({"landmark": 4}, "did you mean 'landmarks'"),
+    "unknown option": ({"landmark": 4}, "Did you mean 'landmarks'"),
 }
 
 

@@ -1,8 +1,6 @@
 """Folders of runs on their way between machines."""
 
-import io
 import shutil
-import tarfile
 
 import pytest
 
@@ -35,13 +33,13 @@ def test_a_run_that_was_sent_resumes_to_the_same_end(interrupted, tmp_path):
     assert_same_run(here, interrupted)
 
 
-def test_files_that_break_off_change_nothing(interrupted, tmp_path):
+def test_files_of_which_one_cannot_be_used_change_nothing(interrupted, tmp_path):
     here = tmp_path / "here"
     shutil.copytree(interrupted, here)
     run_job(small_job(interrupted))
     before, files = files_of(here), pack(interrupted)
-    with pytest.raises(RunError, match="the files that a worker sent for .* cannot be used"):
-        receive(files[: len(files) // 2], here)
+    with pytest.raises(RunError, match="is outside the run's folder"):
+        receive(files | {"../last": b""}, here)
     assert {name: content for name, content in files_of(here).items() if ".partial" not in name} == before
     receive(files, here)
     assert files_of(here) == files_of(interrupted)
@@ -56,36 +54,14 @@ def test_links_and_files_in_the_making_are_not_sent(interrupted, tmp_path):
     assert files_of(tmp_path / "sent") == {name: before[name] for name in before if name != "lock"} | {"empty": b""}
 
 
-def archive(*members):
-    """An archive that no worker of ours writes."""
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w") as file:
-        for member in members:
-            file.addfile(member, io.BytesIO(bytes(member.size)))
-    return made.getvalue()
-
-
-def member(name, **fields):
-    made = tarfile.TarInfo(name)
-    for field, value in ({"size": 1} | fields).items():
-        setattr(made, field, value)
-    return made
-
-
-@pytest.mark.parametrize("name", ["../outside", "a/../../outside", "out/outside"])
+@pytest.mark.parametrize("name", ["../outside", "a/../../outside", "out/outside", "{}/outside"])
 def test_nothing_is_written_outside_the_folder(tmp_path, name):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "out").symlink_to(tmp_path)
-    with pytest.raises(RunError, match=r"cannot be used|outside the run's folder"):
-        receive(archive(member("run.json"), member(name)), folder)
+    with pytest.raises(RunError, match="outside the run's folder"):
+        receive({"run.json": b"", name.format(tmp_path): b""}, folder)
     assert not (tmp_path / "outside").exists() and not (folder / "run.json").exists()
-
-
-def test_links_that_arrive_are_left_out(tmp_path):
-    link = member("checkpoints", type=tarfile.SYMTYPE, linkname="..", size=0)
-    receive(archive(link, member("/absolute")), tmp_path / "run")
-    assert set(files_of(tmp_path / "run")) == {"absolute"}
 
 
 def test_home_knows_which_runs_begin_again_and_keeps_others_out_of_their_folders(interrupted):
@@ -93,9 +69,9 @@ def test_home_knows_which_runs_begin_again_and_keeps_others_out_of_their_folders
     assert home.begin(interrupted, away=True) == pack(interrupted) and home.take() == []
     with pytest.raises(FolderInUse), RunFolder(interrupted).opened():
         pass
-    assert home.begin(interrupted, away=False) == b""  # on a machine that sees the folder
+    assert home.begin(interrupted, away=False) == {}  # on a machine that sees the folder
     with RunFolder(interrupted).opened():
         home.tell(interrupted, {"event": "start"})
     assert [event["event"] for _, event in home.take()] == ["lost", "start"] and home.take() == []
     home.end(interrupted)
-    assert home.begin(interrupted, away=False) == b"" and home.take() == []
+    assert home.begin(interrupted, away=False) == {} and home.take() == []

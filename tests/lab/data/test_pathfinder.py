@@ -109,7 +109,7 @@ def test_curves_that_cannot_fit_end_in_an_error():
     "fields, message",
     [
         ({"contour_length": 1}, "greater than or equal to 2"),
-        ({"contour": 14}, "did you mean 'contour_length'"),
+        ({"contour": 14}, "Did you mean 'contour_length'"),
     ],
 )
 def test_options_are_checked(fields, message):

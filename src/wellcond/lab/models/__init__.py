@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from wellcond.errors import MissingExtraError, check_choice, needs_extra
 from wellcond.models import ModelSpecError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 ARCHITECTURES = {
     "crammed_bert": ("crammed_bert", "CrammedBertForMaskedLM", "train"),
@@ -40,4 +41,4 @@ def build_architecture(name: str, arguments: dict[str, Any]) -> nn.Module:
     try:
         return model(model.options_class.model_validate(arguments))
     except pydantic.ValidationError as error:
-        raise ModelSpecError(f"wellcond:{name} cannot be built:\n" + "\n".join(list_problems(error))) from error
+        raise ModelSpecError("\n  ".join([f"wellcond:{name} cannot be built:", *list_problems(error)])) from error

@@ -47,7 +47,7 @@ def check_teacher(options: dict[str, Any]) -> TeacherOptions:
     try:
         return TeacherOptions.model_validate(options)
     except ValidationError as error:
-        raise ValueError("; ".join(line.strip() for line in list_problems(error))) from error
+        raise ValueError("; ".join(list_problems(error))) from error
 
 
 def load_teacher(options: dict[str, Any], base: Path | None, build: Build | None = None) -> nn.Module:

@@ -14,7 +14,7 @@ from wellcond.lab.report.load_runs import Comparison
 from wellcond.lab.report.records import Metric, RunRecordError, read_json
 from wellcond.lab.report.table import MISSING, Cell, Table, number
 
-NAME = "tuning.json"
+NAME, KIND = "tuning.json", "wellcond-tuning"
 SHARE = 0.02
 """Loss that still counts as good: of 1 for percentages, of the best score for others."""
 
@@ -35,10 +35,26 @@ class TunedPoint:
         scores = {str(seed): number(score) for seed, score in row["scores"].items()}
         return cls({str(field): float(value) for field, value in row["values"].items()}, scores)
 
+    def describe(self) -> dict[str, Any]:
+        """The point as the record has it; mean and standard deviation are of the seeds that did not diverge."""
+        known = self.known
+        return {
+            "values": dict(self.values),
+            "scores": {seed: None if math.isnan(score) else score for seed, score in self.scores.items()},
+            "diverged": [int(seed) for seed, score in self.scores.items() if math.isnan(score)],
+            "mean": math.fsum(known) / len(known) if known else None,
+            "std": statistics.stdev(known) if len(known) > 1 else None,
+        }
+
+    @property
+    def known(self) -> list[float]:
+        """Scores of the runs that did not diverge."""
+        return [score for score in self.scores.values() if not math.isnan(score)]
+
     @property
     def lost(self) -> int:
         """Number of runs that diverged."""
-        return sum(math.isnan(score) for score in self.scores.values())
+        return len(self.scores) - len(self.known)
 
     @property
     def mean(self) -> float:
@@ -48,8 +64,12 @@ class TunedPoint:
     @property
     def std(self) -> float:
         """Standard deviation over seeds; NaN if one of them diverged, or there is only one."""
-        known = list(self.scores.values())
-        return statistics.stdev(known) if len(known) > 1 and not self.lost else math.nan
+        return statistics.stdev(self.known) if len(self.scores) > 1 and not self.lost else math.nan
+
+    def rank(self, higher_is_better: bool) -> tuple[int, float, list[float]]:
+        """Sorts points from the best mean, the smaller values of equals; one with a diverged seed after all others."""
+        mean = math.fsum(self.known) / len(self.known) if self.known else 0.0
+        return self.lost, -mean if higher_is_better else mean, list(self.values.values())
 
 
 @dataclass(frozen=True)
@@ -65,8 +85,7 @@ class TunedMethod:
     def profile(self, field: str) -> list[TunedPoint]:
         """The best point at each value of a field, by value; with one field that is every point."""
         found: dict[float, TunedPoint] = {}
-        sign = -1 if self.higher_is_better else 1
-        for point in sorted(self.points, key=lambda point: (point.lost, 0.0 if point.lost else sign * point.mean)):
+        for point in sorted(self.points, key=lambda point: point.rank(self.higher_is_better)):
             found.setdefault(point.values[field], point)
         return [found[value] for value in sorted(found)]
 
@@ -147,7 +166,7 @@ def find_tuning(comparison: Comparison) -> Tuning | None:
     path = comparison.folder / NAME
     if not path.is_file():
         return None
-    record = read_json(path, "wellcond-tuning")
+    record = read_json(path, KIND)
     try:
         metric = Metric.of(record["metric"])
         methods = [
