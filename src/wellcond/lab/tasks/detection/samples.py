@@ -20,7 +20,7 @@ from wellcond.errors import needs_extra
 from wellcond.lab.data.images import import_pil
 from wellcond.lab.seeding import generator
 from wellcond.lab.settings import Fraction, ImageSide, Settings
-from wellcond.lab.tasks.base import EVALUATION, Batch, Keys
+from wellcond.lab.tasks.base import EVALUATION, Batch, Keys, Samples
 from wellcond.lab.tasks.detection.coco import SMALLEST_SIDE, CocoDataset, Segmentation
 from wellcond.run_lengths import read_counts
 
@@ -209,7 +209,7 @@ def _integer(draw: torch.Generator, low: int, high: int) -> int:
 
 
 @dataclass
-class DetectionSamples:
+class DetectionSamples(Samples):
     """Images decoded, augmented and padded one batch at a time.
 
     What happens to a sample depends on the seed, its number and its draw (see `SampleKey`) alone.
@@ -221,7 +221,6 @@ class DetectionSamples:
     in_memory: ClassVar[bool] = False
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self.split)
 
     def fetch(self, keys: Keys) -> Batch:
