@@ -32,7 +32,7 @@ from wellcond.init.apply import check_names, check_options, init_
 from wellcond.init.options import check_values
 from wellcond.init.plan import METHODS as INITS
 from wellcond.lab.models.changes import check_factors, scale_tokens_
-from wellcond.lab.models.trained import Build, check_teacher, load_teacher
+from wellcond.lab.models.trained import Build, load_teacher
 from wellcond.lab.settings import RecipeError, Settings, first_problem, plain_number, read_yaml, suggest
 
 
@@ -91,7 +91,9 @@ class MethodSettings(Settings):
                 raise ValueError("default(library=true) takes no other value and no other option")
         elif self.init == "weight_selection":  # the teacher is a path here, and a model only when it is applied
             check_names(self.init, options)
-            check_teacher(options)
+            check_values(INITS[self.init], self.init, {name: options[name] for name in options if name != "teacher"})
+            if not isinstance(options["teacher"], str):
+                raise ValueError(f"teacher: expected the folder of a finished run, found {options['teacher']!r}")
         else:
             check_options(self.init, options)
 

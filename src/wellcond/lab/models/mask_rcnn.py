@@ -82,10 +82,6 @@ class TimmPyramid(nn.Module):
     body: Any
 
     def __init__(self, options: MaskRcnnOptions) -> None:
-        """Made from the model's options.
-
-        Raises: ValueError for a model of another family, or of other strides.
-        """
         super().__init__()
         name = options.backbone
         of_family = ANY_SIZE if name.startswith("swin") else {}
@@ -144,7 +140,6 @@ class Detector(MaskRCNN):
     """Beginnings of the names of weights that only the classifier has."""
 
     def __init__(self, options: MaskRcnnOptions) -> None:
-        """Freshly initialised, each part as its library does."""
         width, classes = options.pyramid_width, options.num_classes + 1
         sizes = tuple((size,) for size in options.anchor_sizes)
         in_training, in_evaluation = options.proposals

@@ -19,7 +19,6 @@ from wellcond.lab.tasks.base import EVALUATION, AbstractTask, Batch, Metric, Tas
 from wellcond.lab.tasks.detection.samples import (
     DetectionAugmentation,
     DetectionSamples,
-    as_text,
     from_mask,
     import_pycocotools,
     targets_of,
@@ -148,7 +147,7 @@ class Detection(AbstractTask):
             "file_name": split.images[index]["file_name"],
             "size": list(example["size"]),
             "jpeg": _jpeg(example["image"]),
-            "truth": [_shown(row, names, as_text(to_rle(row["segmentation"], *example["size"]))) for row in truth],
+            "truth": [_shown(row, names, to_rle(row["segmentation"], *example["size"])) for row in truth],
             "predictions": [
                 _shown(row, names, row["segmentation"]) | {"score": round(row["score"], 4)} for row in best
             ],
