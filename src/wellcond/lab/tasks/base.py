@@ -115,7 +115,7 @@ class TaskContext:
 
     data: Data
     seed: int
-    augmentation: Any = None
+    augmentation: AugmentationSettings = AugmentationSettings()
     base: Path | None = None
     """Folder that relative paths in the task start from; the current one if None."""
     with_test: bool = True
@@ -165,8 +165,8 @@ class AbstractTask(ABC):
     """Whether processes call the model equally often, without which shards of its weights cannot be put together."""
     auto_class: ClassVar[str | None] = None
     """Class of transformers with the head this task needs; None if there is none."""
-    inputs: Sequence[str] = ("input_ids",)
-    """Parts of a batch that the model takes by name."""
+    inputs: str | Sequence[str] = ("input_ids",)
+    """Parts of a batch that the model takes by name, or the one part that is its only argument."""
     train: Samples
     evaluation: Samples
     test: Samples | None = None
@@ -206,13 +206,13 @@ class AbstractTask(ABC):
         """
 
     def probe(self, num_samples: int) -> Any:
-        """The first samples of the evaluation set as the model's input, for `measure`."""
-        batch = self.first_samples(num_samples)
-        return {name: batch[name] for name in self.inputs}
+        """The first samples of the evaluation set, all if there are fewer, as the model's input, for `measure`."""
+        count = min(num_samples, len(self.evaluation))
+        return self.inputs_of(self.evaluation.fetch([(index, EVALUATION) for index in range(count)]))
 
-    def first_samples(self, count: int) -> Batch:
-        """The first samples of the evaluation set; all if there are fewer."""
-        return self.evaluation.fetch([(index, EVALUATION) for index in range(min(count, len(self.evaluation)))])
+    def inputs_of(self, batch: Batch) -> Any:
+        """What the model takes of a batch."""
+        return batch[self.inputs] if isinstance(self.inputs, str) else {name: batch[name] for name in self.inputs}
 
     def training_batch(self, batch: Batch, step: int, part: int) -> Batch:
         """Augmentation across the samples of a step; none by default.
@@ -234,9 +234,10 @@ class ClassificationTask(AbstractTask):
 
     metric = Metric("accuracy", percent=True)
 
-    @abstractmethod
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """Logits (labels, classes)."""
+        inputs = self.inputs_of(batch)
+        return logits_of(model(**inputs) if isinstance(inputs, dict) else model(inputs))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross entropy in nats."""

@@ -154,10 +154,10 @@ class Glue(ClassificationTask):
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """Logits (rows, classes), or numbers (rows, 1)."""
-        names = [*self.inputs]
+        inputs = self.inputs_of(batch)
         if getattr(getattr(unwrap(model), "config", None), "type_vocab_size", 0) > 1:
-            names.append("token_type_ids")
-        return logits_of(model(**{name: batch[name] for name in names})).float()
+            inputs["token_type_ids"] = batch["token_type_ids"]
+        return logits_of(model(**inputs)).float()
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross entropy, or squared error."""

@@ -27,7 +27,6 @@ from wellcond.lab.tasks.base import (
     Keys,
     Samples,
     TaskContext,
-    logits_of,
     register_task,
 )
 
@@ -179,13 +178,14 @@ class ImageClassification(ClassificationTask):
     """Logits against a label."""
 
     auto_class = "AutoModelForImageClassification"
+    inputs = "image"
 
     def __init__(self, settings: ImageClassificationSettings, context: TaskContext) -> None:
         data = context.data
         context.need_kind(settings.name, "image")
         self.num_classes = context.need_classes(settings.name)
         self.settings, self.context = settings, context
-        self.augmentation: AugmentationSettings = context.augmentation or AugmentationSettings()
+        self.augmentation = context.augmentation
         first = data.train[0]["image"]
         height, width = first.shape[-2:] if isinstance(first, Tensor) else reversed(first.size)
         if settings.image_size is None and height != width:
@@ -259,18 +259,10 @@ class ImageClassification(ClassificationTask):
             "label": target[:size] * weight + target[repeats:] * (1 - weight),
         }
 
-    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Of each image."""
-        return logits_of(model(batch["image"]))
-
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross entropy, with label smoothing unless mixing has smoothed already."""
         smoothing = 0.0 if self.augmentation.mixes else self.augmentation.label_smoothing
         return cross_entropy(self.logits(model, batch), batch["label"], reduction="sum", label_smoothing=smoothing)
-
-    def probe(self, num_samples: int) -> Tensor:
-        """Evaluation images."""
-        return self.first_samples(num_samples)["image"]
 
 
 def normalisation_of(images: Tensor) -> tuple[Tensor, Tensor]:

@@ -164,7 +164,7 @@ class LanguageModelling(TokenStreamTask):
 
     def write_samples(self, model: nn.Module) -> list[dict[str, str]]:
         """One that continues the beginning of the evaluation text, and one without a prompt."""
-        tokens, end = self.first_samples(1)["input_ids"][0].tolist(), self.tokenizer.document_end
+        tokens, end = self.probe(1)["input_ids"][0].tolist(), self.tokenizer.document_end
         opening = self.tokenizer.decode(list(itertools.takewhile(lambda token: token != end, tokens))[:PROMPT_TOKENS])
         opening = opening.rstrip("\N{REPLACEMENT CHARACTER}")  # half a character, where tokens are bytes
         return [self._sample(model, prompt) for prompt in (opening, "")]

@@ -8,13 +8,13 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from wellcond.lab.data.base import Dataset, report_progress
 from wellcond.lab.data.images import BYTE_LIMIT, as_tensor_images
 from wellcond.lab.data.text import text_columns
 from wellcond.lab.settings import ImageSide, RecipeError, SequenceLength, Settings
-from wellcond.lab.tasks.base import Batch, ClassificationTask, Keys, Samples, TaskContext, logits_of, register_task
+from wellcond.lab.tasks.base import Batch, ClassificationTask, Keys, Samples, TaskContext, register_task
 
 PADDING = 0
 """Models neither attend to it nor embed it; every other token is shifted by one to make room for it."""
@@ -162,10 +162,6 @@ class SequenceClassification(ClassificationTask):
         """Vocabulary, classes and the padding token, which of our own models is 0; these are made for one length."""
         own = {"length": self.width} if kind == "wellcond" else {"pad_token_id": PADDING}
         return {"vocab_size": self.vocabulary, "num_labels": self.num_classes, **own}
-
-    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Logits (batch, classes)."""
-        return logits_of(model(**{name: batch[name] for name in self.inputs}))
 
 
 @register_task(PairClassificationSettings)

@@ -51,6 +51,7 @@ class Detection(AbstractTask):
     """Mask R-CNN's losses, and the average precision of boxes and masks."""
 
     metric = Metric("box_AP", percent=True)
+    inputs = "images"
     can_be_sharded: ClassVar[bool] = False  # evaluation computes image by image, and one process may have one more
     train: DetectionSamples
     evaluation: DetectionSamples
@@ -59,8 +60,7 @@ class Detection(AbstractTask):
         context.need_kind(settings.name, "detection")
         self.num_classes = context.need_classes(settings.name)
         self.settings, self.seed = settings, context.seed
-        given = {} if context.augmentation is None else context.augmentation.model_dump(exclude_defaults=True)
-        for name in given:
+        for name in context.augmentation.model_dump(exclude_defaults=True):
             raise RecipeError(f"augmentation.{name}: it moves no boxes; the augmentation of detection is task.images")
         data, images = context.data, settings.images
         self.class_names, self.category_ids = data.class_names or (), data.train.category_ids  # type: ignore[attr-defined]
@@ -118,10 +118,6 @@ class Detection(AbstractTask):
         if samples is self.further.get("train"):  # what tells whether they are learnt
             return {name: value for name, value in values.items() if name.endswith(("AP", "AP50", "AP75"))}
         return values
-
-    def probe(self, num_samples: int) -> Tensor:
-        """Evaluation images, all of the size of the largest."""
-        return self.first_samples(num_samples)["images"]
 
     def write_samples(self, model: nn.Module) -> list[dict[str, Any]]:
         """What a model finds in the first evaluation images, beside the truth, as plain data to draw a report from.
