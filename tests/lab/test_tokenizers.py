@@ -283,8 +283,3 @@ def test_conditioned_and_folded_models_write_the_same():
     wellcond.fold_(model)
     for prompt, text in drawn.items():
         assert generate_text(model, ByteTokenizer(), prompt, 40, context=16) == text
-
-
-def test_a_model_of_too_few_tokens_is_refused():
-    with pytest.raises(RecipeError, match="knows 200 tokens, and the tokeniser has 257"):
-        generate_text(tiny_gpt2(200), ByteTokenizer(), "a", 3, context=8)

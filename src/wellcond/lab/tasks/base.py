@@ -126,8 +126,9 @@ class TaskContext:
         """`training`, `evaluation` and `test`, if it is wanted and has labels where there are classes."""
         splits = {"training": self.data.train, "evaluation": self.data.evaluation}
         test = self.data.others.get("test") if self.with_test else None
-        usable = test is not None and (test.labels is not None or self.data.class_names is None)
-        return splits | ({"test": test} if usable else {})  # type: ignore[return-value]
+        if test is not None and (test.labels is not None or self.data.class_names is None):
+            splits["test"] = test
+        return splits
 
     def need_kind(self, task: str, *kinds: str) -> None:
         """Raise RecipeError unless the data are of a kind the task can use."""

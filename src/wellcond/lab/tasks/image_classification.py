@@ -200,20 +200,15 @@ class ImageClassification(ClassificationTask):
         """Samples of images that fit into memory; None if they do not, or are to be changed one by one."""
         if self.augmentation.needs_pictures or self.settings.evaluation_crop != 1.0:
             return None
-        loaded: dict[str, Tensor] = {}
+        loaded: dict[str, Any] = {}
         for name, split in self.context.splits.items():
             what = f"decoding {name} images"
             images = as_tensor_images(split, size=self.size, channels=self.channels, what=what)
             if images is None or images.shape[-2:] != (self.size, self.size):  # tensors are not resized there
                 return None
-            loaded[name] = images
-        made: dict[str, Samples] = {}
-        normalisation = normalisation_of(loaded["training"])
-        for name, images in loaded.items():
-            labels = self.context.splits[name].labels
-            assert labels is not None  # there are classes
-            made[name] = ImagesInMemory(images, labels, *normalisation, self.augmentation, self.context.seed)
-        return made
+            loaded[name] = (images, split.labels)
+        others = (*normalisation_of(loaded["training"][0]), self.augmentation, self.context.seed)
+        return {name: ImagesInMemory(*images_and_labels, *others) for name, images_and_labels in loaded.items()}
 
     def _pictures(self) -> dict[str, Samples]:
         first = self.context.data.train[0]["image"]

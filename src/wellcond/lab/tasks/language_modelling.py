@@ -139,7 +139,9 @@ class LanguageModelling(TokenStreamTask):
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """Of every token."""
         logits = logits_of(model(input_ids=batch["input_ids"], use_cache=False))
-        _check_vocabulary(logits, self.tokenizer)
+        known, size = logits.shape[-1], self.tokenizer.vocabulary_size
+        if known < size:
+            raise RecipeError(f"task.tokenizer: the model knows {known} tokens, and the tokeniser has {size}")
         return logits.flatten(0, 1)
 
     def score(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
@@ -182,14 +184,6 @@ def perplexity(nats: float) -> float:
     return math.exp(min(nats, 700.0))
 
 
-def _check_vocabulary(logits: Tensor, tokenizer: Tokenizer) -> None:
-    if logits.shape[-1] < tokenizer.vocabulary_size:
-        raise RecipeError(
-            f"task.tokenizer: the model knows {logits.shape[-1]} tokens, and the tokeniser has "
-            f"{tokenizer.vocabulary_size}"
-        )
-
-
 def generate_text(
     model: nn.Module, tokenizer: Tokenizer, prompt: str, num_tokens: int = SAMPLE_TOKENS, *, context: int
 ) -> str:
@@ -198,8 +192,6 @@ def generate_text(
     The model is always run `num_tokens` times: where its weights are sharded, processes wait for each other. It sees
     the last `context` tokens. Tokens are drawn on the CPU, so that every device draws the same; mode and global random
     state are as before afterwards.
-
-    Raises: RecipeError if the model knows fewer tokens than the tokeniser.
     """
     end = tokenizer.document_end
     given = [end, *(int(id) for id in tokenizer.encode_batch([prompt])[0])]
@@ -212,7 +204,6 @@ def generate_text(
         for _ in range(num_tokens):
             output = model(input_ids=torch.tensor([tokens[-context:]], device=device), use_cache=False)
             logits = logits_of(output)[0, -1].double().cpu()
-            _check_vocabulary(logits, tokenizer)
             # The place where the cumulative chances pass a uniform number: a change of the logits by rounding moves the
             # borders between tokens by as little, so that a folded model draws the same text but for a very rare draw
             # at a border. A model may have more embeddings than there are tokens.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -60,19 +59,31 @@ def random_words(seed: int, keys: Keys, count: int) -> Words:
     return _mix(start[:, None] + _GAMMA * np.arange(1, count + 1, dtype=np.uint64))
 
 
-class Masking:
-    """Hides a share of the ordinary tokens of every sequence."""
+class MaskedBlocks(Samples):
+    """Sequences of one length, with other tokens hidden in every epoch, and always the same in evaluation.
 
-    def __init__(self, *, mask_token: int, special: Sequence[int], vocabulary_size: int, seed: int) -> None:
-        """A share of the tokens that are not special, rounded, but at least one; special ones are not drawn either."""
-        self.mask_token = mask_token
-        self.is_special = np.zeros(vocabulary_size, dtype=bool)
-        self.is_special[[mask_token, *special]] = True
+    Of the tokens that are not special a share is hidden, rounded, but at least one; special ones are not drawn either.
+    """
+
+    def __init__(
+        self, stream: TokenStream, length: int, *, mask: int, special: Sequence[int], vocabulary: int, seed: int
+    ) -> None:
+        self.stream, self.length, self.mask_token = stream, length, mask
+        self.is_special = np.zeros(vocabulary, dtype=bool)
+        self.is_special[[mask, *special]] = True
         self.ordinary = np.flatnonzero(~self.is_special)
         # Every seed is evaluated on the same masked tokens.
         self.seeds = derive(seed, "masking"), derive(0, "masking for evaluation")
 
-    def apply(self, tokens: NDArray[np.int64], keys: Keys) -> Batch:
+    def __len__(self) -> int:
+        return len(self.stream) // self.length  # a rest that is shorter is left out
+
+    def fetch(self, keys: Keys) -> Batch:
+        """What the model sees, where it is to guess, and what stood there."""
+        places = np.array([index for index, _ in keys])[:, None] * self.length + np.arange(self.length)
+        return self.hide(tokens_at(self.stream, places).numpy(), keys)
+
+    def hide(self, tokens: NDArray[np.int64], keys: Keys) -> Batch:
         """Mask sequences of one length.
 
         Returns: `input_ids` (sequences, length) with masked tokens; `positions` (sequences, most that are masked) of
@@ -101,23 +112,6 @@ class Masking:
         return np.minimum(np.maximum(np.rint(MASKED * ordinary).astype(np.int64), 1), ordinary)
 
 
-@dataclass(frozen=True)
-class MaskedBlocks(Samples):
-    """Sequences with other tokens hidden in every epoch, and always the same in evaluation."""
-
-    stream: TokenStream
-    length: int
-    masking: Masking
-
-    def __len__(self) -> int:
-        return len(self.stream) // self.length  # a rest that is shorter is left out
-
-    def fetch(self, keys: Keys) -> Batch:
-        """What the model sees, where it is to guess, and what stood there."""
-        places = np.array([index for index, _ in keys])[:, None] * self.length + np.arange(self.length)
-        return self.masking.apply(tokens_at(self.stream, places).numpy(), keys)
-
-
 @register_task(MaskedLanguageModellingSettings)
 class MaskedLanguageModelling(TokenStreamTask):
     """Hidden tokens."""
@@ -136,8 +130,7 @@ class MaskedLanguageModelling(TokenStreamTask):
         """Masked alike in every split."""
         special, size = self.tokenizer.special, self.vocabulary
         mask = size - 1 if special.mask is None else special.mask
-        masking = Masking(mask_token=mask, special=special.ids, vocabulary_size=size, seed=self.seed)
-        return MaskedBlocks(stream, self.length, masking)
+        return MaskedBlocks(stream, self.length, mask=mask, special=special.ids, vocabulary=size, seed=self.seed)
 
     def model_arguments(self, kind: str) -> dict[str, Any]:
         """Vocabulary, longest sequence and the padding token."""

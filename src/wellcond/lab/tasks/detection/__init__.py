@@ -59,10 +59,9 @@ class Detection(AbstractTask):
     def __init__(self, settings: DetectionSettings, context: TaskContext) -> None:
         context.need_kind(settings.name, "detection")
         self.num_classes = context.need_classes(settings.name)
-        self.settings, self.seed = settings, context.seed
         for name in context.augmentation.model_dump(exclude_defaults=True):
             raise RecipeError(f"augmentation.{name}: it moves no boxes; the augmentation of detection is task.images")
-        data, images = context.data, settings.images
+        data, images, self.seed = context.data, settings.images, context.seed
         self.class_names, self.category_ids = data.class_names or (), data.train.category_ids  # type: ignore[attr-defined]
         self.train, self.evaluation = (
             DetectionSamples(split, images, context.seed)  # type: ignore[arg-type]

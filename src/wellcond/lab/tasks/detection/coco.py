@@ -154,7 +154,8 @@ class CocoDataset:
         return len(self.images)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        image, where = self.images[index], str(self.folder / self.images[index]["file_name"])
+        image = self.images[index]
+        where = str(self.folder / image["file_name"])
         picture: Any = to_channels(decode_image(self._encoded(index), where), 3, where)
         size = (image["height"], image["width"])
         if picture.size != size[::-1]:
