@@ -193,8 +193,7 @@ def scale_true_(model: nn.Module, width: int) -> dict[str, float]:
     depth = len({weight.block for weight in weights})
     factors = {weight.name: factor if _is_fixed(weight, fixed, depth) else 1.0 for weight in weights}
     for weight in weights:
-        if factors[weight.name] != 1.0:
-            weight.parameter.mul_(factors[weight.name])
+        weight.parameter.mul_(factors[weight.name])
     return factors
 
 
@@ -227,9 +226,7 @@ def _is_fixed(weight: Matrix, fixed: float, depth: int) -> bool:
     return fits_library
 
 
-# Scales of what the first block receives: tokens(embeddings=3.46, positions=25). Embeddings are the vectors that depend
-# on the word or the patch. Positions are those that do not: learned position embeddings, and the class, distillation
-# and register tokens. Segments of BERT (token types) are neither and stay.
+# Scales of what the first block receives: tokens(embeddings=3.46, positions=25). See `wellcond.init.tokens`.
 
 TOKENS = {"embeddings": find_embeddings, "positions": find_positions}
 LARGEST = 1e6

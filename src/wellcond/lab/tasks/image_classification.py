@@ -207,8 +207,11 @@ class ImageClassification(ClassificationTask):
             if images is None or images.shape[-2:] != (self.size, self.size):  # tensors are not resized there
                 return None
             loaded[name] = (images, split.labels)
-        others = (*normalisation_of(loaded["training"][0]), self.augmentation, self.context.seed)
-        return {name: ImagesInMemory(*images_and_labels, *others) for name, images_and_labels in loaded.items()}
+        scale, shift = normalisation_of(loaded["training"][0])
+        return {
+            name: ImagesInMemory(images, labels, scale, shift, self.augmentation, self.context.seed)
+            for name, (images, labels) in loaded.items()
+        }
 
     def _pictures(self) -> dict[str, Samples]:
         first = self.context.data.train[0]["image"]
