@@ -130,5 +130,6 @@ def test_tiny_recipe_takes_its_images(monkeypatch):
     loss = task.loss(model.train(), task.train.fetch([(0, 0), (1, 0)]))
     assert loss.isfinite()
     with torch.no_grad():
-        sums, [(number, _)] = task.collect(model.eval(), task.evaluation.fetch([(3, EVALUATION)]))
+        sums = task.score(model.eval(), task.evaluation.fetch([(3, EVALUATION)]))
+        [(number, _)] = sums.pop("records")
     assert number == 3 and sums["count"] == 1

@@ -112,7 +112,9 @@ def test_scores_are_coco_s_and_do_not_depend_on_the_batches(root):
         # Sums of losses are rounded in another order.
         assert all(row[name] == pytest.approx(value, rel=1e-6) for name, value in rows[0].items())
     with torch.no_grad():
-        records = [task.collect(model.eval(), task.evaluation.fetch([(index, EVALUATION)]))[1] for index in range(4)]
+        records = [
+            task.score(model.eval(), task.evaluation.fetch([(index, EVALUATION)]))["records"] for index in range(4)
+        ]
     results = [result for [(_, found)] in records for result in found]
     assert len(results) > 20
     expected = evaluate(task.evaluation.split.ground_truth, results)

@@ -14,11 +14,12 @@ from wellcond.lab.data import TensorDataset
 from wellcond.lab.data.base import progress_to
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.tasks.base import EVALUATION, ArraySamples, AugmentationSettings, TaskContext
+from wellcond.lab.tasks.base import EVALUATION, AugmentationSettings, TaskContext
 from wellcond.lab.tasks.image_classification import (
     IMAGENET,
     ImageClassification,
     ImageClassificationSettings,
+    ImagesInMemory,
     Pictures,
 )
 from wellcond.lab.train.batches import Share, UpdatePlan
@@ -294,7 +295,7 @@ def test_grey_and_colour_stay_what_they_are(mode, own, augmentation):
 def test_memory_and_one_by_one_agree_without_augmentation():
     split = pil_images([(8, 8)] * 4)
     always, never = (make_task(split, augmentation={"color_jitter": jitter}) for jitter in (0, 1e-9))
-    assert isinstance(always.train, ArraySamples) and isinstance(never.train, Pictures)
+    assert isinstance(always.train, ImagesInMemory) and isinstance(never.train, Pictures)
     # Normalised by the data and by ImageNet: the same but for two numbers a channel.
     for epoch in (EVALUATION, 0):
         a, b = (images(task, epoch) for task in (always, never))

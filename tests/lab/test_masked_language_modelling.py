@@ -13,7 +13,7 @@ from lab.helpers import bundle, byte_images, make_recipe, texts
 from wellcond.lab.methods import MethodSettings
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import EVALUATION, TASKS, TaskContext
-from wellcond.lab.tasks.masked_language_modelling import Masking, random_words
+from wellcond.lab.tasks.masked_language_modelling import MaskedBlocks, random_words
 from wellcond.lab.train.prepare import prepare_model
 from wellcond.lab.train.run import Job, run_job
 
@@ -42,7 +42,7 @@ def keys(count, draw=0):
 
 
 def masking(seed=0, vocabulary=1000):
-    return Masking(mask_token=4, special=[0, 1, 2, 3], vocabulary_size=vocabulary, seed=seed)
+    return MaskedBlocks(None, 128, mask=4, special=[0, 1, 2, 3], vocabulary=vocabulary, seed=seed)
 
 
 def ordinary(rows, length=128, vocabulary=1000, seed=0):
@@ -51,9 +51,9 @@ def ordinary(rows, length=128, vocabulary=1000, seed=0):
 
 def restored(batch):
     """Tokens with what stood at the masked places."""
-    tokens, known = batch["input_ids"].clone(), batch["labels"] != -100
+    tokens, known = batch["input_ids"].clone(), batch["label"] != -100
     rows = torch.arange(len(tokens))[:, None].expand_as(known)
-    tokens[rows[known], batch["positions"][known]] = batch["labels"][known]
+    tokens[rows[known], batch["positions"][known]] = batch["label"][known]
     return tokens.numpy()
 
 
@@ -62,8 +62,8 @@ def restored(batch):
 
 def test_a_quarter_of_every_sequence_is_masked_and_can_be_told():
     tokens = ordinary(50)
-    batch = masking().apply(tokens, keys(50))
-    assert batch["positions"].shape == batch["labels"].shape == (50, 32)
+    batch = masking().hide(tokens, keys(50))
+    assert batch["positions"].shape == batch["label"].shape == (50, 32)
     assert all(len(set(row)) == 32 for row in batch["positions"].tolist())
     np.testing.assert_array_equal(restored(batch), tokens)
     np.testing.assert_array_equal(tokens, ordinary(50))  # the caller's tokens are left alone
@@ -71,9 +71,9 @@ def test_a_quarter_of_every_sequence_is_masked_and_can_be_told():
 
 def test_of_32_masked_tokens_26_are_hidden_3_random_and_3_as_they_were():
     tokens = ordinary(400)
-    batch = masking().apply(tokens, keys(400))
+    batch = masking().hide(tokens, keys(400))
     seen = batch["input_ids"].gather(1, batch["positions"])
-    hidden, kept = seen == 4, seen == batch["labels"]
+    hidden, kept = seen == 4, seen == batch["label"]
     assert (hidden.sum(1) == 26).all()
     # A random token is the one that stood there once in a thousand times.
     assert (kept.sum(1) >= 3).all() and kept.sum() <= 3 * 400 + 12
@@ -84,7 +84,7 @@ def test_of_32_masked_tokens_26_are_hidden_3_random_and_3_as_they_were():
 def test_all_places_and_all_tokens_are_equally_likely():
     rows, length = 4000, 16
     tokens = np.tile(np.arange(5, 5 + length), (rows, 1))
-    batch = masking(vocabulary=25).apply(tokens, keys(rows))
+    batch = masking(vocabulary=25).hide(tokens, keys(rows))
     # 4 of 16 places, in an order of its own: the first place of the order is [MASK], so is the third.
     for column in range(4):
         counts = np.bincount(batch["positions"][:, column], minlength=length)
@@ -108,10 +108,10 @@ def test_special_tokens_are_neither_masked_nor_counted():
     tokens[0, ::2] = 0  # 20 ordinary tokens
     tokens[1, :38] = 2  # 2
     tokens[2] = 3  # none
-    batch = masking().apply(tokens, keys(4))
-    masked = batch["labels"] != -100
+    batch = masking().hide(tokens, keys(4))
+    masked = batch["label"] != -100
     assert masked.sum(1).tolist() == [5, 1, 0, 10]
-    assert not set(batch["labels"][masked].tolist()) & {0, 1, 2, 3, 4, -100}
+    assert not set(batch["label"][masked].tolist()) & {0, 1, 2, 3, 4, -100}
     np.testing.assert_array_equal(restored(batch), tokens)
 
 
@@ -120,21 +120,21 @@ def test_special_tokens_are_neither_masked_nor_counted():
 
 def test_masks_depend_on_seed_sample_and_draw_alone():
     tokens = ordinary(9)
-    whole = masking().apply(tokens, keys(9))
-    part = masking().apply(tokens[6:3:-1], keys(9)[6:3:-1])
+    whole = masking().hide(tokens, keys(9))
+    part = masking().hide(tokens[6:3:-1], keys(9)[6:3:-1])
     for name in whole:
         torch.testing.assert_close(whole[name][[6, 5, 4]], part[name])
-    same = [masking(seed=1).apply(tokens, keys(9)), masking().apply(tokens, keys(9, draw=1))]
-    same.append(masking().apply(tokens, [(index + 9, 0) for index in range(9)]))
+    same = [masking(seed=1).hide(tokens, keys(9)), masking().hide(tokens, keys(9, draw=1))]
+    same.append(masking().hide(tokens, [(index + 9, 0) for index in range(9)]))
     for other in same:
         assert (other["positions"] != whole["positions"]).float().mean() > 0.9
 
 
 def test_evaluation_is_the_same_for_every_seed_and_epoch():
     tokens = ordinary(5)
-    one, other = (masking(seed=seed).apply(tokens, keys(5, EVALUATION)) for seed in (0, 1))
+    one, other = (masking(seed=seed).hide(tokens, keys(5, EVALUATION)) for seed in (0, 1))
     assert all(torch.equal(one[name], other[name]) for name in one)
-    assert not torch.equal(one["positions"], masking().apply(tokens, keys(5))["positions"])
+    assert not torch.equal(one["positions"], masking().hide(tokens, keys(5))["positions"])
 
 
 def test_another_process_masks_alike():
@@ -183,12 +183,13 @@ def test_loss_and_score_are_about_masked_tokens_alone():
     task, torch_model = make_task(), Fixed(258)
     batch = task.evaluation.fetch(keys(len(task.evaluation), EVALUATION))
     logits, labels = torch_model(batch["input_ids"]), torch.full_like(batch["input_ids"], -100)
-    labels.scatter_(1, batch["positions"], batch["labels"])
+    labels.scatter_(1, batch["positions"], batch["label"])
     expected = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
     terms = int(task.num_terms(batch))
     assert terms == int((labels != -100).sum()) > 0
     assert float(task.loss(torch_model, batch)) / terms == pytest.approx(float(expected), rel=1e-5)
-    scored = task.metrics({name: float(value) for name, value in task.score(torch_model, batch).items()})
+    sums = {name: float(value) for name, value in task.score(torch_model, batch).items()}
+    scored = task.metrics(sums, task.evaluation)
     right = ((logits.argmax(-1) == labels) & (labels != -100)).sum()
     assert scored["loss"] == pytest.approx(float(expected), rel=1e-5)
     assert scored["masked_accuracy"] == pytest.approx(int(right) / terms)
@@ -263,7 +264,7 @@ def test_training_guesses_better_than_frequency(tmp_path, name):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"length": 10**6}, "some, training split: expected at least 1000000 tokens"),
+        ({"length": 10**6}, "some, training split: expected at least one block of 1000000 tokens"),
         ({"length": 1}, "length"),
     ],
 )

@@ -34,7 +34,7 @@ def test_loss_and_score_of_pairs():
     for index in range(3):
         for key, value in task.score(model, task.evaluation.fetch([(index, EVALUATION)])).items():
             sums[key] = sums.get(key, 0.0) + float(value)
-    found = task.metrics(sums)
+    found = task.metrics(sums, task.evaluation)
     assert found["loss"] == pytest.approx(float(cross_entropy(logits, batch["label"])), rel=1e-5)
     assert found["accuracy"] == pytest.approx(float((logits.argmax(1) == batch["label"]).float().mean()))
     assert model(**task.probe(2)).shape == (2, 2)
@@ -84,4 +84,4 @@ def test_retrieval_trains_on_files_in_the_published_form(tmp_path):
         optimizer.step()
     with torch.no_grad():
         scored = task.score(model, everything(task.test))
-    assert task.metrics({key: float(value) for key, value in scored.items()})["accuracy"] == 1.0
+    assert task.metrics({key: float(value) for key, value in scored.items()}, task.test)["accuracy"] == 1.0

@@ -41,7 +41,7 @@ def test_black_pixels_are_masked_as_in_the_release_or_seen(black, shift, vocabul
     needed = {"vocab_size": vocabulary, "num_labels": 2, "pad_token_id": 0}
     assert task.model_arguments("hf") == needed
     assert task.model_arguments("wellcond") == {"vocab_size": vocabulary, "num_labels": 2, "length": 6}
-    assert batch["input_ids"].dtype == torch.int64 and task.train.arrays["input_ids"].dtype == torch.int16
+    assert batch["input_ids"].dtype == torch.int64 and task.train.tokens[""].dtype == torch.int16
 
 
 def test_images_are_resized_as_pil_does_it_with_an_average_over_what_a_pixel_covers():

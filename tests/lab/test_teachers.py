@@ -139,9 +139,9 @@ def test_a_student_larger_than_its_teacher_is_refused(runs):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("teacher=3", "teacher: Input should be a valid string .found 3."),
-        ("teacher=a, layout=joint", "layout: Input should be 'blind' or 'heads' .found 'joint'."),
-        ("teacher=a, exclude=head", "exclude: Input should be a valid tuple .found 'head'."),
+        ("teacher=3", "teacher: expected the folder of a finished run, found 3"),
+        ("teacher=a, layout=joint", "unknown layout: got 'joint', expected one of 'blind', 'heads'"),
+        ("teacher=a, exclude=head", "exclude of 'weight_selection': expected a list of text, got 'head'"),
         ("teacher=a, teachers=b", "unknown option of 'weight_selection'"),
     ],
 )

@@ -242,18 +242,17 @@ def test_the_files_of_gpt2():
 # Generated text
 
 
-def test_a_text_is_drawn_again_by_its_seed_and_leaves_everything_as_it_was():
+def test_a_text_is_drawn_again_and_leaves_everything_as_it_was():
     import torch
 
     model, tokenizer = tiny_gpt2(context=8).train(), ByteTokenizer()
     state = torch.get_rng_state()
-    first = generate_text(model, tokenizer, "ab", 30, seed=1, context=8)
-    assert first == generate_text(model, tokenizer, "ab", 30, seed=1, context=8) and first.startswith("ab")
-    assert first != generate_text(model, tokenizer, "ab", 30, seed=2, context=8)
+    first = generate_text(model, tokenizer, "ab", 30, context=8)
+    assert first == generate_text(model, tokenizer, "ab", 30, context=8) and first.startswith("ab")
     assert model.training and torch.equal(state, torch.get_rng_state())
 
 
-def test_temperature_nought_takes_the_likeliest_and_the_end_ends():
+def test_the_end_of_a_document_ends_a_text():
     import torch
     from torch import nn
 
@@ -268,8 +267,8 @@ def test_temperature_nought_takes_the_likeliest_and_the_end_ends():
             following = torch.where(input_ids == 1 + ord("d"), 0, input_ids + 1)
             return torch.nn.functional.one_hot(following, 300).float() * 50
 
-    assert generate_text(Alphabet(), ByteTokenizer(), "a", 30, temperature=0, context=9) == "abcd"
-    assert generate_text(Alphabet(), ByteTokenizer(), "a", 2, temperature=0.1, context=9) == "abc"
+    assert generate_text(Alphabet(), ByteTokenizer(), "a", 30, context=9) == "abcd"
+    assert generate_text(Alphabet(), ByteTokenizer(), "a", 2, context=9) == "abc"
 
 
 def test_conditioned_and_folded_models_write_the_same():
@@ -279,15 +278,7 @@ def test_conditioned_and_folded_models_write_the_same():
     wellcond.init_(model, "conditioned")
     wellcond.condition_(model, "identity", lam=1.0)
 
-    def write(seed, heat):
-        return generate_text(model, ByteTokenizer(), "x", 40, temperature=heat, seed=seed, context=16)
-
-    drawn = {(seed, heat): write(seed, heat) for seed in (0, 1) for heat in (0, 1)}
+    drawn = {prompt: generate_text(model, ByteTokenizer(), prompt, 40, context=16) for prompt in ("", "x", "yes")}
     wellcond.fold_(model)
-    for (seed, heat), text in drawn.items():
-        assert write(seed, heat) == text
-
-
-def test_a_model_of_too_few_tokens_is_refused():
-    with pytest.raises(RecipeError, match="knows 200 tokens, and the tokeniser has 257"):
-        generate_text(tiny_gpt2(200), ByteTokenizer(), "a", 3, context=8)
+    for prompt, text in drawn.items():
+        assert generate_text(model, ByteTokenizer(), prompt, 40, context=16) == text

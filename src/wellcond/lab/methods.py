@@ -31,7 +31,7 @@ from wellcond.init.apply import check_names, check_options, init_
 from wellcond.init.options import check_values
 from wellcond.init.plan import METHODS as INITS
 from wellcond.lab.models.changes import check_factors, scale_tokens_
-from wellcond.lab.models.trained import Build, check_teacher, load_teacher
+from wellcond.lab.models.trained import Build, load_teacher
 from wellcond.lab.settings import RecipeError, Settings, list_problems, plain_numbers, read_yaml
 
 # Of these, the number of words tells the form: 1 a, 2 a+b, odd a(k=v, ...), even a+b(k=v, ...). So no two of them give
@@ -70,7 +70,10 @@ class MethodSettings(Settings):
                 raise ValueError("default(library=true) takes no other value and no other option")
         elif self.init == "weight_selection":  # the teacher is a path here, and a model only when it is applied
             check_names(self.init, self.init_options)
-            check_teacher(self.init_options)
+            others = {name: value for name, value in self.init_options.items() if name != "teacher"}
+            check_values(INITS[self.init], self.init, others)
+            if not isinstance(teacher := self.init_options["teacher"], str):
+                raise ValueError(f"teacher: expected the folder of a finished run, found {teacher!r}")
         else:
             check_options(self.init, self.init_options)
         if self.condition is not None:

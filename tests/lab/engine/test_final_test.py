@@ -73,7 +73,10 @@ def test_the_kept_weights_give_the_score_again(unbroken):
     model = prepare_model(job.recipe, job.method, task, seed=1, base=None).eval()
     model.load_state_dict(load_file(best_file(unbroken)))
     sums = task.score(model, task.test.fetch([(index, -1) for index in range(50)]))
-    values, kept = task.metrics({name: float(value) for name, value in sums.items()}), record(unbroken)["test"]
+    values, kept = (
+        task.metrics({name: float(value) for name, value in sums.items()}, task.test),
+        record(unbroken)["test"],
+    )
     assert kept["accuracy"] == values["accuracy"] and kept["loss"] == pytest.approx(values["loss"], rel=1e-6)
     assert set(kept) == {"step", "epoch", "weights", *values}
 

@@ -42,10 +42,10 @@ def total(task, model, *batches):
     """Values of an evaluation over batches of rows, as the engine makes them."""
     sums, records = {}, []
     for batch in batches:
-        scored, found = task.collect(model, task.evaluation.fetch([(row, EVALUATION) for row in batch]))
+        scored = task.score(model, task.evaluation.fetch([(row, EVALUATION) for row in batch]))
+        records += scored.pop("records")
         sums = {name: sums.get(name, 0.0) + float(value) for name, value in scored.items()}
-        records += found
-    return task.summarise(task.evaluation, sums, [record for _, record in sorted(records)])
+    return task.metrics(sums | {"records": [record for _, record in sorted(records)]}, task.evaluation)
 
 
 @pytest.mark.parametrize(("task", "metrics"), [("cola", {"matthews", "accuracy"}), ("qqp", {"f1", "accuracy"})])

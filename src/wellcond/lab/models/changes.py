@@ -38,8 +38,6 @@ def remove_norms_(model: nn.Module, norms: Norms, run: Callable[[], object]) -> 
 
     Raises: RecipeError where the blocks are not of this form; the model is then unchanged.
     """
-    if norms == "keep":
-        return []
     sites = find_attention(model, strict=False)
     chosen = {site.name: _block_norms(model, site.name, sites) for site in sites}
     if norms == "without_attention_norm":
@@ -53,10 +51,10 @@ def remove_norms_(model: nn.Module, norms: Norms, run: Callable[[], object]) -> 
                     f"{type(model).__name__}; use without_block_norms"
                 )
             chosen[name] = before[-1:]
-    replaced = set(itertools.chain(*chosen.values()))
+    replaced = list(dict.fromkeys(itertools.chain(*chosen.values())))
     for name in replaced:
         model.set_submodule(name, nn.Identity())
-    return [name for name, _ in model.named_modules() if name in replaced]
+    return replaced
 
 
 def _block_norms(model: nn.Module, site: str, sites: list[AttentionSite]) -> list[str]:
@@ -195,8 +193,7 @@ def scale_true_(model: nn.Module, width: int) -> dict[str, float]:
     depth = len({weight.block for weight in weights})
     factors = {weight.name: factor if _is_fixed(weight, fixed, depth) else 1.0 for weight in weights}
     for weight in weights:
-        if factors[weight.name] != 1.0:
-            weight.parameter.mul_(factors[weight.name])
+        weight.parameter.mul_(factors[weight.name])
     return factors
 
 
@@ -229,19 +226,14 @@ def _is_fixed(weight: Matrix, fixed: float, depth: int) -> bool:
     return fits_library
 
 
-# Scales of what the first block receives: tokens(embeddings=3.46, positions=25). Embeddings are the vectors that depend
-# on the word or the patch. Positions are those that do not: learned position embeddings, and the class, distillation
-# and register tokens. Segments of BERT (token types) are neither and stay.
+# Scales of what the first block receives: tokens(embeddings=3.46, positions=25). See `wellcond.init.tokens`.
 
 TOKENS = {"embeddings": find_embeddings, "positions": find_positions}
 LARGEST = 1e6
 
 
 def check_factors(factors: dict[str, Any]) -> dict[str, float]:
-    """Factors in the order embeddings, positions; those of 1 change nothing and are left out.
-
-    Raises: ValueError.
-    """
+    """Factors in the order embeddings, positions, without those of 1, which change nothing; ValueError for others."""
     for name, factor in factors.items():
         if name not in TOKENS:
             raise ValueError(f"tokens: expected {' or '.join(TOKENS)}, found {name!r}")

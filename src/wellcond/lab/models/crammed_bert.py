@@ -60,7 +60,6 @@ class Embedding(nn.Module):
     """Tokens, and sines and cosines of the position times one learned number, normalised."""
 
     def __init__(self, options: CrammedBertOptions) -> None:
-        """The number starts at 1 / sqrt(width)."""
         super().__init__()
         width = options.width
         self.word_embedding = nn.Embedding(options.vocab_size, width, padding_idx=options.pad_token_id)
@@ -82,7 +81,6 @@ class CrammedSelfAttention(nn.Module):
     """Softmax attention from one projection that holds query, key and value of each head one after the other."""
 
     def __init__(self, options: CrammedBertOptions) -> None:
-        """Made from the model's options."""
         super().__init__()
         self.num_heads, self.dropout = options.heads, options.dropout
         self.query_key_value = nn.Linear(options.width, 3 * options.width, bias=False)
@@ -115,17 +113,14 @@ class Layer(nn.Module):
     """Norm and attention, norm and gated feed-forward part, each added to its input."""
 
     def __init__(self, options: CrammedBertOptions) -> None:
-        """Made from the model's options."""
         super().__init__()
         width, inner = options.width, options.feed_forward
         self.norm1 = nn.LayerNorm(width, eps=NORM_EPS)
-        self.attn = nn.ModuleDict(
-            {"self_attention": CrammedSelfAttention(options), "dense": nn.Linear(width, width, bias=False)}
-        )
+        mixing, dense = CrammedSelfAttention(options), nn.Linear(width, width, bias=False)
+        self.attn = nn.ModuleDict({"self_attention": mixing, "dense": dense})
         self.norm2 = nn.LayerNorm(width, eps=NORM_EPS)
-        self.ffn = nn.ModuleDict(
-            {"dense_in": nn.Linear(width, inner, bias=False), "dense_out": nn.Linear(inner // 2, width, bias=False)}
-        )
+        dense_in, dense_out = nn.Linear(width, inner, bias=False), nn.Linear(inner // 2, width, bias=False)
+        self.ffn = nn.ModuleDict({"dense_in": dense_in, "dense_out": dense_out})
         self.dropout = nn.Dropout(options.dropout)
 
     def forward(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
@@ -140,7 +135,6 @@ class CrammedEncoder(nn.Module):
     """The encoder of both models."""
 
     def __init__(self, options: CrammedBertOptions) -> None:
-        """Made from the model's options."""
         super().__init__()
         self.length = options.length
         self.embedding = Embedding(options)
@@ -167,7 +161,6 @@ class CrammedBertForMaskedLM(nn.Module):
     options_class = CrammedBertOptions
 
     def __init__(self, options: CrammedBertOptions) -> None:
-        """Freshly initialised."""
         super().__init__()
         self.options = options
         self.encoder = CrammedEncoder(options)
@@ -176,10 +169,7 @@ class CrammedBertForMaskedLM(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, positions: Tensor | None = None
     ) -> Tensor:
-        """Logits (batch, tokens, vocabulary), or (positions, vocabulary) of flat positions, batch * tokens + token.
-
-        With a quarter of the tokens masked, the latter spares three quarters of the largest product of the model.
-        """
+        """Logits (batch, tokens, vocabulary), or (positions, vocabulary) of flat positions, batch * tokens + token."""
         tokens = self.encoder(input_ids, attention_mask)
         if positions is not None:
             tokens = tokens.flatten(0, 1)[positions]
@@ -187,12 +177,11 @@ class CrammedBertForMaskedLM(nn.Module):
 
 
 class CrammedBertForSequenceClassification(nn.Module):
-    """Logits of sequences, from their first token."""
+    """Logits of sequences, from their first token; weights of pre-training have the same names under `encoder`."""
 
     options_class = CrammedBertClassifierOptions
 
     def __init__(self, options: CrammedBertClassifierOptions) -> None:
-        """Freshly initialised; weights of pre-training have the same names under `encoder`."""
         super().__init__()
         self.options = options
         self.encoder = CrammedEncoder(options)

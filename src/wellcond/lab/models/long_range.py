@@ -69,15 +69,7 @@ class MaskedNystromAttention(NystromformerSelfAttention):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, output_attentions: bool = False
     ) -> tuple[Tensor, ...]:
-        """Attend.
-
-        Args:
-            hidden_states: (batch, tokens, width)
-            attention_mask: (batch, tokens), 1 for tokens and 0 for padding; None: all are tokens.
-            output_attentions: not supported.
-
-        Returns: (batch, tokens, width) of all heads side by side, in a tuple as Hugging Face does.
-        """
+        """(batch, tokens, width) to a tuple of the same, as Hugging Face has it; the mask is 0 for padding."""
         # As in the release, attention is computed in float32 under automatic mixed precision.
         with torch.autocast(hidden_states.device.type, enabled=False):
             hidden_states = hidden_states.to(self.query.weight.dtype)
@@ -125,7 +117,6 @@ class LongRangeBlock(nn.Module):
     """Norm, attention, norm, feed-forward, each added to its input."""
 
     def __init__(self, options: LongRangeOptions) -> None:
-        """Made from the model's options."""
         super().__init__()
         width, inner = options.width, options.feed_forward
         config = NystromformerConfig(
@@ -140,13 +131,8 @@ class LongRangeBlock(nn.Module):
         attention, output = MaskedNystromAttention(config), nn.ModuleDict({"dense": nn.Linear(width, width)})
         self.attention = nn.ModuleDict({"self": attention, "output": output})
         self.dropout = nn.Dropout(options.dropout)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, inner),
-            nn.GELU(),
-            nn.Dropout(options.dropout),
-            nn.Linear(inner, width),
-            nn.Dropout(options.dropout),
-        )
+        first, second = nn.Linear(width, inner), nn.Linear(inner, width)
+        self.mlp = nn.Sequential(first, nn.GELU(), nn.Dropout(options.dropout), second, nn.Dropout(options.dropout))
 
     def forward(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
         """(batch, tokens, width) to the same."""
@@ -161,7 +147,6 @@ class LongRangeClassifier(nn.Module):
     options_class = LongRangeOptions
 
     def __init__(self, options: LongRangeOptions) -> None:
-        """Freshly initialised: embeddings normal, positions with deviation 0.02, the rest as torch does."""
         super().__init__()
         self.options = options
         width = options.width

@@ -82,10 +82,6 @@ class TimmPyramid(nn.Module):
     body: Any
 
     def __init__(self, options: MaskRcnnOptions) -> None:
-        """Made from the model's options.
-
-        Raises: ValueError for a model of another family, or of other strides.
-        """
         super().__init__()
         name = options.backbone
         of_family = ANY_SIZE if name.startswith("swin") else {}
@@ -144,7 +140,6 @@ class Detector(MaskRCNN):
     """Beginnings of the names of weights that only the classifier has."""
 
     def __init__(self, options: MaskRcnnOptions) -> None:
-        """Freshly initialised, each part as its library does."""
         width, classes = options.pyramid_width, options.num_classes + 1
         sizes = tuple((size,) for size in options.anchor_sizes)
         in_training, in_evaluation = options.proposals
@@ -179,21 +174,20 @@ class Detector(MaskRCNN):
         original_sizes: Tensor | None = None,
         seeds: Sequence[int] | None = None,
     ) -> Any:
-        """Losses of a batch in training; detections of every image, and its losses where targets are given, otherwise.
+        """Losses of a batch in training; otherwise detections of every image and, with targets, its losses.
 
         In evaluation every image is computed by itself, without the padding that other images of its batch ask for,
         so that its detections and losses do not depend on the batch it is in.
 
         Args:
             images: (batch, 3, height, width) in 0..1, padded at the bottom and on the right to multiples of 32.
-            sizes: (batch, 2), height and width of each before it was padded; None: none is padded, and all are
-                computed at once.
+            sizes: (batch, 2) before padding; None: none is padded, and all are computed at once.
             targets: `boxes` (n, 4), `labels` (n,) from 1, and `masks` (n, height, width), of each image.
             original_sizes: (batch, 2), sizes that detections are scaled to.
             seeds: of the regions that the losses of each image are computed on, in evaluation.
 
-        Returns: in training the losses by name, means over the batch. In evaluation a list with a dict of `boxes`,
-            `labels`, `scores` and `masks` (n, 1, height, width) for each image; with targets also the list of losses.
+        Returns: losses by name, means over the batch; or a dict of `boxes`, `labels`, `scores` and `masks`
+            (n, 1, height, width) for each image, with targets also the losses of each.
         """
         shapes = [tuple(images.shape[-2:])] * len(images) if sizes is None else [tuple(size) for size in sizes.tolist()]
         originals = shapes if original_sizes is None else [tuple(size) for size in original_sizes.tolist()]

@@ -6,14 +6,12 @@ Both are a finished run or a file of weights; no code of either is ever run.
 from __future__ import annotations
 
 import copy
-import hashlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import Field, ValidationError
 from torch import Tensor, nn
 
 from wellcond.attention.checks import choose_projections
@@ -22,7 +20,7 @@ from wellcond.conditioning.apply import fold_, make_method, recondition_
 from wellcond.conditioning.checkpoint import find_markers, marker_of
 from wellcond.errors import NumericalWarning
 from wellcond.init.selection import exclusion
-from wellcond.lab.settings import RecipeError, Settings, list_problems
+from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.checkpoint import read_finished_run
 from wellcond.models import build_model
 from wellcond.weights import conditioning_in, load_state, read_state_dict
@@ -33,23 +31,6 @@ if TYPE_CHECKING:
 Build = Callable[[str, dict[str, Any]], nn.Module]
 
 
-class TeacherOptions(Settings):
-    """Options of `weight_selection` in a recipe."""
-
-    teacher: Annotated[str, Field(min_length=1)]
-    """Folder of a finished run."""
-    layout: Literal["blind", "heads"] = "blind"
-    exclude: tuple[Annotated[str, Field(min_length=1)], ...] = ("head",)
-
-
-def check_teacher(options: dict[str, Any]) -> TeacherOptions:
-    """Raise ValueError for options of weight selection that cannot be meant."""
-    try:
-        return TeacherOptions.model_validate(options)
-    except ValidationError as error:
-        raise ValueError("; ".join(list_problems(error))) from error
-
-
 def load_teacher(options: dict[str, Any], base: Path | None, build: Build | None = None) -> nn.Module:
     """The trained model, with plain weights: those of a conditioned one are folded.
 
@@ -58,8 +39,7 @@ def load_teacher(options: dict[str, Any], base: Path | None, build: Build | None
 
     Raises: RecipeError, WeightError, RunError; each names the file.
     """
-    chosen = check_teacher(options)
-    path = (base or Path()) / chosen.teacher
+    path = (base or Path()) / options["teacher"]
     record, weights = read_finished_run(path, "teacher", "the folder of another run")
     model, size = record["config"]["model"], record["config"]["task"].get("image_size")
     if ".py:" in model["name"]:
@@ -69,26 +49,13 @@ def load_teacher(options: dict[str, Any], base: Path | None, build: Build | None
             raise RecipeError(f"teacher: the run in {path} has model.{field}: {model[field]}; expected {plain}")
     size_name = "img_size" if model["name"].startswith("timm:") else "image_size"
     with torch.random.fork_rng(devices=[]):
-        teacher = (build or build_model)(
-            model["name"], ({} if size is None else {size_name: size}) | model["arguments"]
-        )
+        sizes = {} if size is None else {size_name: size}
+        teacher = (build or build_model)(model["name"], sizes | model["arguments"])
     # What is not selected, such as a classifier of other classes, stays as the model has it.
-    state, excluded = read_state_dict(weights), exclusion(teacher, chosen.exclude)
+    state, excluded = read_state_dict(weights), exclusion(teacher, options.get("exclude", ("head",)))
     kept = {key: value for key, value in state.items() if not excluded(key)}
     own = {key: value for key, value in teacher.state_dict().items() if excluded(key)}
     return load_folded(teacher, kept | own, conditioning_in(state), str(weights))
-
-
-def file_sha256(path: Path) -> str:
-    """Digest of a file.
-
-    Raises: RecipeError if it cannot be read.
-    """
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise RecipeError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def load_encoder(model: nn.Module, path: Path, method: MethodSettings) -> None:
@@ -114,7 +81,7 @@ def load_encoder(model: nn.Module, path: Path, method: MethodSettings) -> None:
         parts = {key.partition(".")[0] for key in state}
         state |= {key: value for key, value in body.state_dict().items() if key.partition(".")[0] not in parts}
     if settings is None or _same_correction(settings, method):
-        load_state(body, {key: state[key] for key in state if key not in find_markers(state)}, str(file))
+        load_folded(body, state, None, str(file))
         return
     trained = copy.deepcopy(body)
     present = {site.name for site in find_attention(body, strict=False)}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveInt
@@ -25,8 +26,8 @@ SampleKey = tuple[int, int]
 sample `repeats` times, epoch * repeats + repeat; -1 is evaluation."""
 Keys = Sequence[SampleKey]
 EVALUATION = -1
-Record = tuple[int, Any]
-"""Number of a sample, and what a task wants to know of it in the end; can be pickled."""
+IGNORED = -100
+"""Label that is not scored, as in `cross_entropy`."""
 
 
 @dataclass(frozen=True)
@@ -43,39 +44,18 @@ class Metric:
         return a > b if self.higher_is_better else a < b
 
 
-class Samples(Protocol):
+class Samples(ABC):
     """Samples by number, as batches ready for the model."""
 
-    @property
-    def in_memory(self) -> bool:
-        """Whether fetching is so cheap that worker processes would only cost time."""
+    in_memory: ClassVar[bool] = True
+    """Whether fetching is so cheap that worker processes would only cost time."""
 
-    def __len__(self) -> int:
-        """Number of samples."""
+    @abstractmethod
+    def __len__(self) -> int: ...
 
+    @abstractmethod
     def fetch(self, keys: Keys) -> Batch:
         """One batch; the same keys give the same batch, in any process."""
-
-
-@dataclass(frozen=True)
-class ArraySamples:
-    """Arrays in memory: row i of each is sample i."""
-
-    arrays: Mapping[str, Tensor]
-    """All of one length."""
-    transform: Callable[[Batch, Keys], Batch] | None = None
-    """Applied to the rows of a batch; by `SampleKey`, not by the place in the batch, if it draws random numbers."""
-    in_memory: ClassVar[bool] = True
-
-    def __len__(self) -> int:
-        """Number of samples."""
-        return len(next(iter(self.arrays.values())))
-
-    def fetch(self, keys: Keys) -> Batch:
-        """The rows, transformed."""
-        rows = torch.tensor([index for index, _ in keys])
-        batch = {name: array[rows] for name, array in self.arrays.items()}
-        return batch if self.transform is None else self.transform(batch, keys)
 
 
 class ModelSettings(Settings):
@@ -135,7 +115,7 @@ class TaskContext:
 
     data: Data
     seed: int
-    augmentation: Any = None
+    augmentation: AugmentationSettings = AugmentationSettings()
     base: Path | None = None
     """Folder that relative paths in the task start from; the current one if None."""
     with_test: bool = True
@@ -146,8 +126,9 @@ class TaskContext:
         """`training`, `evaluation` and `test`, if it is wanted and has labels where there are classes."""
         splits = {"training": self.data.train, "evaluation": self.data.evaluation}
         test = self.data.others.get("test") if self.with_test else None
-        usable = test is not None and (test.labels is not None or self.data.class_names is None)
-        return splits | ({"test": test} if usable else {})  # type: ignore[return-value]
+        if test is not None and (test.labels is not None or self.data.class_names is None):
+            splits["test"] = test
+        return splits
 
     def need_kind(self, task: str, *kinds: str) -> None:
         """Raise RecipeError unless the data are of a kind the task can use."""
@@ -185,8 +166,8 @@ class AbstractTask(ABC):
     """Whether processes call the model equally often, without which shards of its weights cannot be put together."""
     auto_class: ClassVar[str | None] = None
     """Class of transformers with the head this task needs; None if there is none."""
-    inputs: Sequence[str] = ("input_ids",)
-    """Parts of a batch that the model takes by name."""
+    inputs: str | Sequence[str] = ("input_ids",)
+    """Parts of a batch that the model takes by name, or the one part that is its only argument."""
     train: Samples
     evaluation: Samples
     test: Samples | None = None
@@ -211,30 +192,28 @@ class AbstractTask(ABC):
     def num_terms(self, batch: Batch) -> Tensor | int:
         """How many terms `loss` adds up; the engine divides by their number over all processes and accumulations."""
 
-    def score(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Sums over a batch from which `metrics` follows; a task overrides this or `collect`."""
-        return self.collect(model, batch)[0]
+    @abstractmethod
+    def score(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
+        """Sums over a batch from which `metrics` follows.
+
+        Where it does not, `records` has pairs of the number of a sample and what is to be known of it, to be pickled.
+        """
 
     @abstractmethod
-    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Values of an evaluation from the sums over the whole set; `loss` and the metric are among them."""
+    def metrics(self, sums: Mapping[str, Any], samples: Samples) -> dict[str, float]:
+        """Values of an evaluation, `loss` and the metric among them, from the sums over the first samples of a set.
 
-    def collect(self, model: nn.Module, batch: Batch) -> tuple[dict[str, Tensor], list[Record]]:
-        """`score`, and a record of each sample where the values of an evaluation do not follow from sums."""
-        return self.score(model, batch), []
-
-    def summarise(self, samples: Samples, sums: Mapping[str, float], records: Sequence[Any]) -> dict[str, float]:
-        """`metrics`, from sums and records over the first samples of a set, the records in the order of the samples."""
-        return self.metrics(sums)
+        `records` has what `score` gave of each sample, in their order.
+        """
 
     def probe(self, num_samples: int) -> Any:
-        """The first samples of the evaluation set as the model's input, for `measure`."""
-        batch = self.first_samples(num_samples)
-        return {name: batch[name] for name in self.inputs}
+        """The first samples of the evaluation set, all if there are fewer, as the model's input, for `measure`."""
+        count = min(num_samples, len(self.evaluation))
+        return self.inputs_of(self.evaluation.fetch([(index, EVALUATION) for index in range(count)]))
 
-    def first_samples(self, count: int) -> Batch:
-        """The first samples of the evaluation set; all if there are fewer."""
-        return self.evaluation.fetch([(index, EVALUATION) for index in range(min(count, len(self.evaluation)))])
+    def inputs_of(self, batch: Batch) -> Any:
+        """What the model takes of a batch."""
+        return batch[self.inputs] if isinstance(self.inputs, str) else {name: batch[name] for name in self.inputs}
 
     def training_batch(self, batch: Batch, step: int, part: int) -> Batch:
         """Augmentation across the samples of a step; none by default.
@@ -252,32 +231,33 @@ class AbstractTask(ABC):
 
 
 class ClassificationTask(AbstractTask):
-    """One label a sample: cross entropy and accuracy."""
+    """One label or several a sample: cross entropy, and how many are found."""
 
-    metric = Metric("accuracy", higher_is_better=True, percent=True)
+    metric = Metric("accuracy", percent=True)
 
-    @abstractmethod
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Logits (batch, classes)."""
+        """Logits (labels, classes)."""
+        inputs = self.inputs_of(batch)
+        return logits_of(model(**inputs) if isinstance(inputs, dict) else model(inputs))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Cross entropy."""
-        return cross_entropy(self.logits(model, batch), batch["label"], reduction="sum")
+        """Cross entropy in nats."""
+        return cross_entropy(self.logits(model, batch).float(), batch["label"].flatten(), reduction="sum")
 
-    def num_terms(self, batch: Batch) -> int:
+    def num_terms(self, batch: Batch) -> Tensor | int:
         """One per label."""
         return len(batch["label"])
 
-    def score(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def score(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
         """Loss, correct answers and count."""
-        logits, labels = self.logits(model, batch), batch["label"]
+        logits, labels = self.logits(model, batch), batch["label"].flatten()
         return {
             "loss": cross_entropy(logits.float(), labels, reduction="sum").double(),
             "correct": (logits.argmax(-1) == labels).sum().double(),
-            "count": torch.tensor(float(len(labels)), dtype=torch.float64, device=logits.device),
+            "count": torch.as_tensor(self.num_terms(batch), dtype=torch.float64, device=logits.device),
         }
 
-    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, Any], samples: Samples) -> dict[str, float]:
         """Mean loss and accuracy."""
         return {"loss": sums["loss"] / sums["count"], "accuracy": sums["correct"] / sums["count"]}
 
@@ -285,6 +265,19 @@ class ClassificationTask(AbstractTask):
 def logits_of(output: Any) -> Tensor:
     """Logits of a timm model (a tensor) or a Hugging Face one (a record)."""
     return output if isinstance(output, Tensor) else output.logits
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model is evaluated, without gradients; afterwards each of its modules has the mode it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()  # on its own: some classes override train() and return nothing
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 TASKS: dict[str, tuple[type[Settings], Callable[[Any, TaskContext], AbstractTask]]] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
@@ -18,7 +18,16 @@ from wellcond.attention.distributed import unwrap
 from wellcond.lab.data.base import Dataset, report_progress
 from wellcond.lab.data.text import text_columns
 from wellcond.lab.settings import RecipeError, SequenceLength, Settings
-from wellcond.lab.tasks.base import AbstractTask, Batch, Keys, Metric, Record, TaskContext, logits_of, register_task
+from wellcond.lab.tasks.base import (
+    Batch,
+    ClassificationTask,
+    Keys,
+    Metric,
+    Samples,
+    TaskContext,
+    logits_of,
+    register_task,
+)
 from wellcond.lab.tokenizers import LibraryTokenizer, Tokenizer, TokenizerChoice, import_tokenizers, make_tokenizer
 
 MULTIPLE = 8
@@ -74,13 +83,10 @@ def with_marks(tokenizer: Tokenizer) -> LibraryTokenizer:
     )
 
 
-class Sentences:
+class Sentences(Samples):
     """Sequences as BERT reads them, in memory: [CLS] a [SEP], or [CLS] a [SEP] b [SEP]; batches are padded."""
 
-    in_memory = True
-
     def __init__(self, split: Dataset, tokenizer: LibraryTokenizer, length: int, what: str = "sentences") -> None:
-        """Encode a labelled split."""
         assert split.labels is not None
         self.pad, self.length, self.labels = tokenizer.special["pad"], length, split.labels
         library = import_tokenizers()
@@ -99,7 +105,6 @@ class Sentences:
         """Of each row, where the second sentence begins."""
 
     def __len__(self) -> int:
-        """Number of sequences."""
         return len(self._tokens)
 
     def fetch(self, keys: Keys) -> Batch:
@@ -114,16 +119,16 @@ class Sentences:
 
 
 @register_task(GlueSettings)
-class Glue(AbstractTask):
+class Glue(ClassificationTask):
     """The label of a sentence or a pair."""
 
     auto_class = "AutoModelForSequenceClassification"
     inputs = ("input_ids", "attention_mask")
+    tokenizer: LibraryTokenizer
 
     def __init__(self, settings: GlueSettings, context: TaskContext) -> None:
-        """Encode both splits once."""
         data, self.settings, self.glue = context.data, settings, TASKS[settings.task]
-        self.metric = Metric(self.glue.metrics[0], higher_is_better=True, percent=True)
+        self.metric = Metric(self.glue.metrics[0], percent=True)
         self.num_labels = 1
         context.need_kind(settings.name, "text")
         if self.glue.classes is not None:
@@ -139,52 +144,45 @@ class Glue(AbstractTask):
 
     def model_arguments(self, kind: str) -> dict[str, Any]:
         """Vocabulary, outputs, longest sequence and the padding token."""
-        assert self.tokenizer is not None
-        length = "length" if kind == "wellcond" else "max_position_embeddings"
         return {
             "vocab_size": self.tokenizer.vocabulary_size,
             "num_labels": self.num_labels,
-            length: self.settings.length,
+            "length" if kind == "wellcond" else "max_position_embeddings": self.settings.length,
             "pad_token_id": self.tokenizer.special["pad"],
         }
 
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Logits (rows, classes), or numbers (rows, 1)."""
+        inputs = self.inputs_of(batch)
+        if getattr(getattr(unwrap(model), "config", None), "type_vocab_size", 0) > 1:
+            inputs["token_type_ids"] = batch["token_type_ids"]
+        return logits_of(model(**inputs)).float()
+
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross entropy, or squared error."""
-        return self._loss(self._outputs(model, batch), batch)
+        return self._loss(self.logits(model, batch), batch["label"])
 
-    def num_terms(self, batch: Batch) -> int:
-        """One a row."""
-        return len(batch["label"])
-
-    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Mean loss."""
-        return {"loss": sums["loss"] / sums["count"]}
-
-    def collect(self, model: nn.Module, batch: Batch) -> tuple[dict[str, Tensor], list[Record]]:
-        """Loss and count; label and prediction of each row."""
-        outputs = self._outputs(model, batch)
-        count = torch.tensor(float(len(outputs)), dtype=torch.float64, device=outputs.device)
-        sums = {"loss": self._loss(outputs, batch).double(), "count": count}
-        predictions = outputs[:, 0].double() if self.glue.classes is None else outputs.argmax(1)
-        columns = (batch["row"], batch["label"], predictions)
-        return sums, [(row, found) for row, *found in zip(*(column.tolist() for column in columns), strict=True)]
-
-    def summarise(self, samples: Any, sums: Mapping[str, float], records: Sequence[Any]) -> dict[str, float]:
-        """The task's metric first, then the others; `constant` is 1 if all predictions are equal, else 0."""
-        labels, predictions = zip(*records, strict=True)
-        scores = {name: score(name, labels, predictions) for name in self.glue.metrics}
-        return self.metrics(sums) | scores | {"constant": float(len(set(predictions)) == 1)}
-
-    def _outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        names = [*self.inputs]
-        if getattr(getattr(unwrap(model), "config", None), "type_vocab_size", 0) > 1:
-            names.append("token_type_ids")
-        return logits_of(model(**{name: batch[name] for name in names})).float()
-
-    def _loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+    def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
         if self.glue.classes is None:
-            return mse_loss(outputs[:, 0], batch["label"].to(outputs.dtype), reduction="sum")
-        return cross_entropy(outputs, batch["label"], reduction="sum")
+            return mse_loss(outputs[:, 0], labels.to(outputs.dtype), reduction="sum")
+        return cross_entropy(outputs, labels, reduction="sum")
+
+    def score(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
+        """Loss and count; label and prediction of each row."""
+        outputs = self.logits(model, batch)
+        predictions = outputs[:, 0].double() if self.glue.classes is None else outputs.argmax(1)
+        columns = [column.tolist() for column in (batch["row"], batch["label"], predictions)]
+        return {
+            "loss": self._loss(outputs, batch["label"]).double(),
+            "count": torch.tensor(float(len(outputs)), dtype=torch.float64, device=outputs.device),
+            "records": [(row, found) for row, *found in zip(*columns, strict=True)],
+        }
+
+    def metrics(self, sums: Mapping[str, Any], samples: Samples) -> dict[str, float]:
+        """Mean loss; the task's metric, then the others; `constant` is 1 if all predictions are equal, else 0."""
+        labels, predictions = zip(*sums["records"], strict=True)
+        scores = {name: score(name, labels, predictions) for name in self.glue.metrics}
+        return {"loss": sums["loss"] / sums["count"], **scores, "constant": float(len(set(predictions)) == 1)}
 
 
 def score(metric: str, labels: ArrayLike, predictions: ArrayLike) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -21,14 +21,12 @@ from wellcond.lab.seeding import derive, generator
 from wellcond.lab.settings import ImageSide, RecipeError, Settings
 from wellcond.lab.tasks.base import (
     EVALUATION,
-    ArraySamples,
     AugmentationSettings,
     Batch,
     ClassificationTask,
     Keys,
     Samples,
     TaskContext,
-    logits_of,
     register_task,
 )
 
@@ -46,34 +44,33 @@ class ImageClassificationSettings(Settings):
     than `flip` and `crop_padding`, images are not held in memory but decoded one by one, and normalised by ImageNet."""
 
 
-class BatchTransform:
-    """Flips and padded crops of images of one size in memory, and their normalisation, on whole batches.
+@dataclass(eq=False)
+class ImagesInMemory(Samples):
+    """Images of one size, flipped, padded and cropped, and normalised in whole batches.
 
     The random numbers of a draw (see `SampleKey`) are made for all samples at once, by seed and draw, so what happens
     to a sample does not depend on the batch or the process it is in.
     """
 
-    def __init__(
-        self, count: int, statistics: tuple[Tensor, Tensor] | None, augmentation: AugmentationSettings, seed: int
-    ) -> None:
-        """Bytes are normalised by mean and deviation per channel of what they are in 0..1; None for floats."""
-        self.count, self.seed, self.augmentation = count, seed, augmentation
-        self.scale_and_shift: tuple[Tensor, Tensor] | None = None
-        if statistics is not None:
-            # One multiplication and one addition per batch: (x / 255 - mean) / std
-            mean, std = (values.view(-1, 1, 1) for values in statistics)
-            self.scale_and_shift = (1 / 255 / std, -mean / std)
-        self._drawn: dict[int, tuple[Tensor, Tensor]] = {}
+    images: Tensor
+    labels: Tensor
+    scale: Tensor
+    shift: Tensor
+    """What normalises the images, by channel: one multiplication and one addition."""
+    augmentation: AugmentationSettings
+    seed: int
+    _drawn: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def __call__(self, batch: Batch, keys: Keys) -> Batch:
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def fetch(self, keys: Keys) -> Batch:
         """Normalised floats and labels."""
-        images = batch["image"]
+        rows = torch.tensor([index for index, _ in keys])
+        images = self.images[rows]
         if keys[0][1] != EVALUATION and (self.augmentation.flip or self.augmentation.crop_padding):
             images = self._augment(images, keys)
-        if self.scale_and_shift is None:
-            return batch | {"image": images.float()}
-        scale, shift = self.scale_and_shift
-        return batch | {"image": images * scale + shift}
+        return {"image": (images * self.scale + self.shift).float(), "label": self.labels[rows]}
 
     def _augment(self, images: Tensor, keys: Keys) -> Tensor:
         rows, draws = torch.tensor(keys).unbind(1)
@@ -99,14 +96,14 @@ class BatchTransform:
             while len(self._drawn) >= self.augmentation.repeats:
                 del self._drawn[min(self._drawn)]
             source = generator(self.seed, "augmentation", draw)
-            flips = torch.rand(self.count, generator=source) < self.augmentation.flip
-            offsets = torch.randint(0, 2 * self.augmentation.crop_padding + 1, (self.count, 2), generator=source)
+            flips = torch.rand(len(self), generator=source) < self.augmentation.flip
+            offsets = torch.randint(0, 2 * self.augmentation.crop_padding + 1, (len(self), 2), generator=source)
             self._drawn[draw] = (flips, offsets)
         return self._drawn[draw]
 
 
 @dataclass(frozen=True)
-class Pictures:
+class Pictures(Samples):
     """Images decoded and transformed one by one; every sample's transform is seeded by seed, draw and number."""
 
     split: Dataset
@@ -116,7 +113,6 @@ class Pictures:
     in_memory: ClassVar[bool] = False
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self.split)
 
     def fetch(self, keys: Keys) -> Batch:
@@ -182,14 +178,14 @@ class ImageClassification(ClassificationTask):
     """Logits against a label."""
 
     auto_class = "AutoModelForImageClassification"
+    inputs = "image"
 
     def __init__(self, settings: ImageClassificationSettings, context: TaskContext) -> None:
-        """Decode the images if they fit, or prepare to do so one by one."""
         data = context.data
         context.need_kind(settings.name, "image")
         self.num_classes = context.need_classes(settings.name)
         self.settings, self.context = settings, context
-        self.augmentation: AugmentationSettings = context.augmentation or AugmentationSettings()
+        self.augmentation = context.augmentation
         first = data.train[0]["image"]
         height, width = first.shape[-2:] if isinstance(first, Tensor) else reversed(first.size)
         if settings.image_size is None and height != width:
@@ -204,21 +200,18 @@ class ImageClassification(ClassificationTask):
         """Samples of images that fit into memory; None if they do not, or are to be changed one by one."""
         if self.augmentation.needs_pictures or self.settings.evaluation_crop != 1.0:
             return None
-        loaded: dict[str, Tensor] = {}
+        loaded: dict[str, Any] = {}
         for name, split in self.context.splits.items():
             what = f"decoding {name} images"
             images = as_tensor_images(split, size=self.size, channels=self.channels, what=what)
             if images is None or images.shape[-2:] != (self.size, self.size):  # tensors are not resized there
                 return None
-            loaded[name] = images
-        statistics = statistics_of(loaded["training"])
-        made: dict[str, Samples] = {}
-        for name, images in loaded.items():
-            labels = self.context.splits[name].labels
-            assert labels is not None  # there are classes
-            transform = BatchTransform(len(images), statistics, self.augmentation, self.context.seed)
-            made[name] = ArraySamples({"image": images, "label": labels}, transform)
-        return made
+            loaded[name] = (images, split.labels)
+        scale, shift = normalisation_of(loaded["training"][0])
+        return {
+            name: ImagesInMemory(images, labels, scale, shift, self.augmentation, self.context.seed)
+            for name, (images, labels) in loaded.items()
+        }
 
     def _pictures(self) -> dict[str, Samples]:
         first = self.context.data.train[0]["image"]
@@ -242,36 +235,46 @@ class ImageClassification(ClassificationTask):
         return {"num_labels": self.num_classes, "num_channels": self.channels, "image_size": self.size}
 
     def training_batch(self, batch: Batch, step: int, part: int) -> Batch:
-        """Mixup and cutmix."""
+        """Mixed images and their labels as probabilities, smoothed by `augmentation.label_smoothing`."""
         if not self.augmentation.mixes:
             return batch
-        return mix(batch, self.augmentation, num_classes=self.num_classes, seed=self.context.seed, step=step, part=part)
-
-    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Of each image."""
-        return logits_of(model(batch["image"]))
+        image, label, repeats = batch["image"], batch["label"], self.augmentation.repeats
+        size = len(label) - repeats
+        height, width = image.shape[-2:]
+        seeds = [derive(self.context.seed, "mixing", step, part * size + row) for row in range(size)]
+        weights, boxes = zip(*(draw_mixing(self.augmentation, (height, width), seed) for seed in seeds), strict=True)
+        weight = torch.tensor(weights, dtype=torch.float32, device=image.device)[:, None]
+        top, bottom, left, right = torch.tensor(boxes, device=image.device).view(-1, 4, 1, 1, 1).unbind(1)
+        rows, columns = torch.arange(height, device=image.device)[:, None], torch.arange(width, device=image.device)
+        inside = (top <= rows) & (rows < bottom) & (left <= columns) & (columns < right)
+        own, other = image[:size], image[repeats:]
+        # Exactly 1 where CutMix leaves the image as it is.
+        kept = torch.where(top < bottom, 1.0, weight[:, :, None, None]).to(image.dtype)
+        smoothing = self.augmentation.label_smoothing
+        target = one_hot(label, self.num_classes).float() * (1 - smoothing) + smoothing / self.num_classes
+        return {
+            "image": torch.where(inside, other, own * kept + other * (1 - kept)),
+            "label": target[:size] * weight + target[repeats:] * (1 - weight),
+        }
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cross entropy, with label smoothing unless mixing has smoothed already."""
         smoothing = 0.0 if self.augmentation.mixes else self.augmentation.label_smoothing
         return cross_entropy(self.logits(model, batch), batch["label"], reduction="sum", label_smoothing=smoothing)
 
-    def probe(self, num_samples: int) -> Tensor:
-        """Evaluation images."""
-        return self.first_samples(num_samples)["image"]
 
-
-def statistics_of(images: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Mean and deviation of each channel of bytes (n, C, H, W) as numbers in 0..1; None for floats."""
+def normalisation_of(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors and summands (C, 1, 1) that bring bytes (n, C, H, W) to mean 0 and deviation 1 in each channel."""
     if images.is_floating_point():  # which come normalised
-        return None
+        return torch.ones(1, 1, 1), torch.zeros(1, 1, 1)
     channels = images.shape[1]
     sums = torch.zeros(2, channels, dtype=torch.float64)
     for part in images.split(4096):  # the whole set in float64 may not fit
         values = part.double() / 255
         sums += torch.stack([values.sum((0, 2, 3)), values.square().sum((0, 2, 3))])
-    mean, square = sums / (images.numel() / channels)
-    return mean.float(), (square - mean.square()).clamp_min(1e-12).sqrt().float()
+    mean, square = sums.view(2, channels, 1, 1) / (images.numel() / channels)
+    std = (square - mean.square()).clamp_min(1e-12).sqrt().float()
+    return 1 / 255 / std, -mean.float() / std
 
 
 def _channels_of(split: Dataset) -> Literal[1, 3]:
@@ -291,42 +294,13 @@ def _channels_of(split: Dataset) -> Literal[1, 3]:
 # and accumulated parts shares it: the plan of the updates hands each part the `repeats` samples that follow it.
 
 
-def mix(
-    batch: Batch, augmentation: AugmentationSettings, *, num_classes: int, seed: int, step: int, part: int
-) -> Batch:
-    """Mixed images and their labels as probabilities, smoothed by `augmentation.label_smoothing`.
-
-    The batch has one part of an update, which `part` numbers over all processes and accumulations, and the `repeats`
-    samples that follow it. With both mixup and CutMix, each is drawn half of the time.
-    """
-    image, label = batch["image"], batch["label"]
-    size = len(label) - augmentation.repeats
-    height, width = image.shape[-2:]
-    draws = [
-        _draw(augmentation, (height, width), derive(seed, "mixing", step, part * size + row)) for row in range(size)
-    ]
-    weight = torch.tensor([draw[0] for draw in draws], dtype=torch.float32, device=image.device)[:, None]
-    box = torch.tensor([draw[1] for draw in draws], device=image.device)
-    rows, columns = torch.arange(height, device=image.device), torch.arange(width, device=image.device)
-    inside = ((box[:, :1] <= rows) & (rows < box[:, 1:2]))[:, None, :, None] & (
-        (box[:, 2:3] <= columns) & (columns < box[:, 3:])
-    )[:, None, None, :]
-    own, other = image[:size], image[augmentation.repeats :]
-    cut = (box[:, 0] < box[:, 1])[:, None]
-    # Exactly 1 where CutMix leaves the image as it is.
-    kept = torch.where(cut, 1.0, weight).to(image.dtype)[:, :, None, None]
-    smoothing = augmentation.label_smoothing
-    target = one_hot(label, num_classes).float() * (1 - smoothing) + smoothing / num_classes
-    return {
-        "image": torch.where(inside, other, own * kept + other * (1 - kept)),
-        "label": target[:size] * weight + target[augmentation.repeats :] * (1 - weight),
-    }
-
-
-def _draw(
+def draw_mixing(
     augmentation: AugmentationSettings, shape: tuple[int, int], seed: int
 ) -> tuple[float, tuple[int, int, int, int]]:
-    """Weight of a sample's own label, and top, bottom, left, right of the box that CutMix replaces (mixup: empty)."""
+    """Weight of a sample's own label, and top, bottom, left, right of the box that CutMix replaces (mixup: empty).
+
+    With both mixup and CutMix, each is drawn half of the time.
+    """
     source = np.random.default_rng(seed)
     cutmix = augmentation.cutmix > 0 and (augmentation.mixup == 0 or source.random() < 0.5)
     alpha = augmentation.cutmix if cutmix else augmentation.mixup

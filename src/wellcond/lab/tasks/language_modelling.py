@@ -5,27 +5,36 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from wellcond.attention.distributed import is_held_together
 from wellcond.attention.effective import is_conditioned
 from wellcond.conditioning.apply import folded
 from wellcond.lab.data.text import TokenStream, open_token_stream
 from wellcond.lab.settings import RecipeError, SequenceLength, Settings
-from wellcond.lab.tasks.base import AbstractTask, Batch, Keys, Metric, TaskContext, logits_of, register_task
+from wellcond.lab.tasks.base import (
+    IGNORED,
+    Batch,
+    ClassificationTask,
+    Keys,
+    Metric,
+    Samples,
+    TaskContext,
+    evaluating,
+    logits_of,
+    register_task,
+)
 from wellcond.lab.tokenizers import Tokenizer, TokenizerChoice, make_tokenizer
 
-IGNORED = -100
-"""Target that is not scored, as in `cross_entropy`."""
 PROMPT_TOKENS, SAMPLE_TOKENS, TEMPERATURE = 10, 60, 0.8
 """Of the samples of text in a record."""
 
@@ -46,24 +55,48 @@ def tokens_at(stream: TokenStream, places: NDArray[np.int64]) -> Tensor:
     return torch.from_numpy(stream.tokens[places].astype(np.int64))
 
 
-def need_tokens(stream: TokenStream, count: int, what: str) -> None:
-    """Raise RecipeError if a stream has fewer tokens than one block."""
-    if len(stream) < count:
-        raise RecipeError(f"{what}: expected at least {count} tokens, those of one block, found {len(stream)}")
+class TokenStreamTask(ClassificationTask):
+    """Labels are tokens of a text: all documents of a split are joined and cut into blocks."""
+
+    metric = Metric("perplexity", higher_is_better=False)
+    tokenizer: Tokenizer
+
+    def __init__(self, settings: Any, context: TaskContext, length: int) -> None:
+        data, self.length, self.seed = context.data, length, context.seed
+        context.need_kind(settings.name, "text")
+        what = f"{data.name}, training split"
+        self.tokenizer = make_tokenizer(settings.tokenizer, data.train, what, context.base)
+        samples = {}
+        for name, split in context.splits.items():
+            what, limit = f"{data.name}, {name} split", settings.limit_tokens if name == "training" else None
+            stream = open_token_stream(split, self.tokenizer, what, limit_tokens=limit)
+            samples[name] = self.blocks(stream, training=name == "training")
+            if not len(samples[name]):
+                raise RecipeError(
+                    f"{what}: expected at least one block of {length} tokens and what is predicted from it, found "
+                    f"{len(stream)} tokens"
+                )
+        self.train, self.evaluation, self.test = samples["training"], samples["evaluation"], samples.get("test")
+
+    @abstractmethod
+    def blocks(self, stream: TokenStream, *, training: bool) -> Samples:
+        """The samples of a split."""
+
+    def num_terms(self, batch: Batch) -> Tensor:
+        """Tokens that are predicted."""
+        return (batch["label"] != IGNORED).sum()
 
 
 @dataclass(frozen=True)
-class TokenBlocks:
+class TokenBlocks(Samples):
     """Block k is the `context` tokens from k * context on, and the token behind each."""
 
     stream: TokenStream
     context: int
     rest: bool
     """Whether there is a last block for what is less than one, so that every token but the first is predicted once."""
-    in_memory: ClassVar[bool] = True
 
     def __len__(self) -> int:
-        """Number of blocks."""
         predicted = len(self.stream) - 1
         return -(-predicted // self.context) if self.rest else predicted // self.context
 
@@ -78,59 +111,46 @@ class TokenBlocks:
         share = inside.sum(1).double() / predicted
         return {
             "input_ids": tokens_at(self.stream, places),
-            "targets": tokens_at(self.stream, places + 1).masked_fill(~inside, IGNORED),
+            "label": tokens_at(self.stream, places + 1).masked_fill(~inside, IGNORED),
             "words": share * self.stream.counts["words"],
             "bytes": share * self.stream.counts["bytes"],
         }
 
 
 @register_task(LanguageModellingSettings)
-class LanguageModelling(AbstractTask):
+class LanguageModelling(TokenStreamTask):
     """Next token."""
 
-    metric = Metric("perplexity", higher_is_better=False)
     auto_class = "AutoModelForCausalLM"
-    tokenizer: Tokenizer
 
     def __init__(self, settings: LanguageModellingSettings, context: TaskContext) -> None:
-        """Join the documents of each split into one stream."""
-        context.need_kind(settings.name, "text")
-        self.context = settings.context
-        what = f"{context.data.name}, training split"
-        self.tokenizer = make_tokenizer(settings.tokenizer, context.data.train, what, context.base)
-        samples = {}
-        for name, split in context.splits.items():
-            what, training = f"{context.data.name}, {name} split", name == "training"
-            limit = settings.limit_tokens if training else None
-            stream = open_token_stream(split, self.tokenizer, what, limit_tokens=limit)
-            need_tokens(stream, self.context + 1 if training else 2, what)
-            samples[name] = TokenBlocks(stream, self.context, rest=not training)
-        self.train, self.evaluation, self.test = samples["training"], samples["evaluation"], samples.get("test")
+        super().__init__(settings, context, settings.context)
+
+    def blocks(self, stream: TokenStream, *, training: bool) -> TokenBlocks:
+        """Only in training a last block that is not full is left out."""
+        return TokenBlocks(stream, self.length, rest=not training)
 
     def model_arguments(self, kind: str) -> dict[str, Any]:
         """Vocabulary, context, and the token that ends a document."""
         end, size = self.tokenizer.document_end, self.tokenizer.vocabulary_size
         ends = {"bos_token_id": end, "eos_token_id": end}
-        return {"vocab_size": size, "max_position_embeddings": self.context, **ends}
+        return {"vocab_size": size, "max_position_embeddings": self.length, **ends}
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Cross entropy in nats, summed over the tokens predicted."""
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Of every token."""
         logits = logits_of(model(input_ids=batch["input_ids"], use_cache=False))
-        _check_vocabulary(logits, self.tokenizer)
-        targets = batch["targets"].flatten()
-        return cross_entropy(logits.flatten(0, 1).float(), targets, reduction="sum", ignore_index=IGNORED)
+        known, size = logits.shape[-1], self.tokenizer.vocabulary_size
+        if known < size:
+            raise RecipeError(f"task.tokenizer: the model knows {known} tokens, and the tokeniser has {size}")
+        return logits.flatten(0, 1)
 
-    def num_terms(self, batch: Batch) -> Tensor:
-        """Tokens predicted."""
-        return (batch["targets"] != IGNORED).sum()
-
-    def score(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def score(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
         """Loss and count, and words and bytes of the text."""
         sums = {"loss": self.loss(model, batch), "count": self.num_terms(batch)}
         sums |= {name: batch[name].sum() for name in ("words", "bytes")}
         return {name: value.double() for name, value in sums.items()}
 
-    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, Any], samples: Samples) -> dict[str, float]:
         """Nats per token and perplexity; perplexity per word and bits per byte of the text.
 
         The last two compare models with different tokenisers: the loss of all tokens, those that end documents among
@@ -146,20 +166,17 @@ class LanguageModelling(AbstractTask):
 
     def write_samples(self, model: nn.Module) -> list[dict[str, str]]:
         """One that continues the beginning of the evaluation text, and one without a prompt."""
-        tokens, end = self.first_samples(1)["input_ids"][0].tolist(), self.tokenizer.document_end
+        tokens, end = self.probe(1)["input_ids"][0].tolist(), self.tokenizer.document_end
         opening = self.tokenizer.decode(list(itertools.takewhile(lambda token: token != end, tokens))[:PROMPT_TOKENS])
         opening = opening.rstrip("\N{REPLACEMENT CHARACTER}")  # half a character, where tokens are bytes
         return [self._sample(model, prompt) for prompt in (opening, "")]
 
     def _sample(self, model: nn.Module, prompt: str) -> dict[str, str]:
         try:
-            text = generate_text(
-                model, self.tokenizer, prompt, SAMPLE_TOKENS, temperature=TEMPERATURE, context=self.context
-            )
+            return {"prompt": prompt, "text": generate_text(model, self.tokenizer, prompt, context=self.length)}
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             # A model may take no sequences but whole blocks; the run is still valid.
             return {"prompt": prompt, "problem": f"{type(error).__name__}: {error}"}
-        return {"prompt": prompt, "text": text}
 
 
 def perplexity(nats: float) -> float:
@@ -167,62 +184,31 @@ def perplexity(nats: float) -> float:
     return math.exp(min(nats, 700.0))
 
 
-def _check_vocabulary(logits: Tensor, tokenizer: Tokenizer) -> None:
-    if logits.shape[-1] < tokenizer.vocabulary_size:
-        raise RecipeError(
-            f"task.tokenizer: the model knows {logits.shape[-1]} tokens, and the tokeniser has "
-            f"{tokenizer.vocabulary_size}"
-        )
-
-
-@torch.no_grad()
 def generate_text(
-    model: nn.Module,
-    tokenizer: Tokenizer,
-    prompt: str = "",
-    num_tokens: int = 100,
-    *,
-    temperature: float = 1.0,
-    seed: int = 0,
-    context: int,
+    model: nn.Module, tokenizer: Tokenizer, prompt: str, num_tokens: int = SAMPLE_TOKENS, *, context: int
 ) -> str:
-    """The prompt and what the model writes behind it, up to the end of the document.
+    """The prompt and what the model writes behind it, up to the end of the document; the same every time.
 
     The model is always run `num_tokens` times: where its weights are sharded, processes wait for each other. It sees
-    the last `context` tokens. Logits are divided by the temperature; 0 takes the likeliest token each time. Tokens are
-    drawn on the CPU, so that every device draws the same; mode and global random state are as before afterwards.
-
-    Raises: RecipeError if the model knows fewer tokens than the tokeniser.
+    the last `context` tokens. Tokens are drawn on the CPU, so that every device draws the same; mode and global random
+    state are as before afterwards.
     """
     end = tokenizer.document_end
     given = [end, *(int(id) for id in tokenizer.encode_batch([prompt])[0])]
     device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
-    was_training = [(module, module.training) for module in model.modules()]
-    model.eval()
+    generator = torch.Generator().manual_seed(0)
     tokens = list(given)
     # Every token is a forward pass, in which a correction would be computed again.
     folding = is_conditioned(model) and not is_held_together(model)
-    try:
-        with folded(model) if folding else contextlib.nullcontext():
-            for _ in range(num_tokens):
-                output = model(input_ids=torch.tensor([tokens[-context:]], device=device), use_cache=False)
-                logits = logits_of(output)[0, -1].double().cpu()
-                _check_vocabulary(logits, tokenizer)
-                # A model may have more embeddings than there are tokens.
-                tokens.append(_draw(logits[: tokenizer.vocabulary_size], temperature, generator))
-    finally:
-        for module, training in was_training:
-            module.training = training
+    with evaluating(model), folded(model) if folding else contextlib.nullcontext():
+        for _ in range(num_tokens):
+            output = model(input_ids=torch.tensor([tokens[-context:]], device=device), use_cache=False)
+            logits = logits_of(output)[0, -1].double().cpu()
+            # The place where the cumulative chances pass a uniform number: a change of the logits by rounding moves the
+            # borders between tokens by as little, so that a folded model draws the same text but for a very rare draw
+            # at a border. A model may have more embeddings than there are tokens.
+            chances = (logits[: tokenizer.vocabulary_size] / TEMPERATURE).softmax(0).cumsum(0)
+            drawn = torch.rand((), generator=generator, dtype=torch.float64) * chances[-1]
+            tokens.append(min(int(torch.searchsorted(chances, drawn, right=True)), len(chances) - 1))
     written = tokens[len(given) :]
     return tokenizer.decode(given + (written[: written.index(end)] if end in written else written))
-
-
-def _draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
-    if temperature == 0:
-        return int(logits.argmax())
-    # The place where the cumulative chances pass a uniform number: a change of the logits by rounding moves the borders
-    # between tokens by as little, so that a folded model draws the same text but for a very rare draw at a border.
-    chances = (logits / temperature).softmax(0).cumsum(0)
-    drawn = torch.rand((), generator=generator, dtype=torch.float64) * chances[-1]
-    return min(int(torch.searchsorted(chances, drawn, right=True)), len(logits) - 1)

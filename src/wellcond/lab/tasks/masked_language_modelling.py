@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from wellcond.attention.distributed import unwrap
-from wellcond.lab.data.text import TokenStream, open_token_stream
+from wellcond.lab.data.text import TokenStream
 from wellcond.lab.seeding import derive
 from wellcond.lab.settings import SequenceLength, Settings
-from wellcond.lab.tasks.base import EVALUATION, AbstractTask, Batch, Keys, Metric, TaskContext, logits_of, register_task
-from wellcond.lab.tasks.language_modelling import IGNORED, need_tokens, perplexity, tokens_at
-from wellcond.lab.tokenizers import Tokenizer, TokenizerChoice, make_tokenizer
+from wellcond.lab.tasks.base import EVALUATION, IGNORED, Batch, Keys, Samples, TaskContext, logits_of, register_task
+from wellcond.lab.tasks.language_modelling import TokenStreamTask, perplexity, tokens_at
+from wellcond.lab.tokenizers import TokenizerChoice
 
 Words = NDArray[np.uint64]
 MASKED, HIDDEN, RANDOM = 0.25, 0.8, 0.1
@@ -61,23 +59,35 @@ def random_words(seed: int, keys: Keys, count: int) -> Words:
     return _mix(start[:, None] + _GAMMA * np.arange(1, count + 1, dtype=np.uint64))
 
 
-class Masking:
-    """Hides a share of the ordinary tokens of every sequence."""
+class MaskedBlocks(Samples):
+    """Sequences of one length, with other tokens hidden in every epoch, and always the same in evaluation.
 
-    def __init__(self, *, mask_token: int, special: Sequence[int], vocabulary_size: int, seed: int) -> None:
-        """A share of the tokens that are not special, rounded, but at least one; special ones are not drawn either."""
-        self.mask_token = mask_token
-        self.is_special = np.zeros(vocabulary_size, dtype=bool)
-        self.is_special[[mask_token, *special]] = True
+    Of the tokens that are not special a share is hidden, rounded, but at least one; special ones are not drawn either.
+    """
+
+    def __init__(
+        self, stream: TokenStream, length: int, *, mask: int, special: Sequence[int], vocabulary: int, seed: int
+    ) -> None:
+        self.stream, self.length, self.mask_token = stream, length, mask
+        self.is_special = np.zeros(vocabulary, dtype=bool)
+        self.is_special[[mask, *special]] = True
         self.ordinary = np.flatnonzero(~self.is_special)
         # Every seed is evaluated on the same masked tokens.
         self.seeds = derive(seed, "masking"), derive(0, "masking for evaluation")
 
-    def apply(self, tokens: NDArray[np.int64], keys: Keys) -> Batch:
+    def __len__(self) -> int:
+        return len(self.stream) // self.length  # a rest that is shorter is left out
+
+    def fetch(self, keys: Keys) -> Batch:
+        """What the model sees, where it is to guess, and what stood there."""
+        places = np.array([index for index, _ in keys])[:, None] * self.length + np.arange(self.length)
+        return self.hide(tokens_at(self.stream, places).numpy(), keys)
+
+    def hide(self, tokens: NDArray[np.int64], keys: Keys) -> Batch:
         """Mask sequences of one length.
 
         Returns: `input_ids` (sequences, length) with masked tokens; `positions` (sequences, most that are masked) of
-        these tokens in their sequence; `labels`, what stood there. A sequence with fewer has label -100 in the rest.
+        these tokens in their sequence; `label`, what stood there. A sequence with fewer has label -100 in the rest.
         """
         length = tokens.shape[1]
         most = int(self._number(np.array(length)))
@@ -95,100 +105,52 @@ class Masking:
         seen = np.where(place < hidden, self.mask_token, np.where(place < replaced, drawn, chosen))
         masked = tokens.copy()
         np.put_along_axis(masked, positions, seen, axis=1)
-        labels = np.where(place < number, chosen, IGNORED)
-        batch = {"input_ids": masked, "positions": positions, "labels": labels}
+        batch = {"input_ids": masked, "positions": positions, "label": np.where(place < number, chosen, IGNORED)}
         return {name: torch.from_numpy(np.ascontiguousarray(values, np.int64)) for name, values in batch.items()}
 
     def _number(self, ordinary: NDArray[Any]) -> NDArray[np.int64]:
         return np.minimum(np.maximum(np.rint(MASKED * ordinary).astype(np.int64), 1), ordinary)
 
 
-@dataclass(frozen=True)
-class MaskedBlocks:
-    """Sequences with other tokens hidden in every epoch, and always the same in evaluation."""
-
-    stream: TokenStream
-    length: int
-    masking: Masking
-    in_memory: ClassVar[bool] = True
-
-    def __len__(self) -> int:
-        """Number of sequences; a rest that is shorter is left out."""
-        return len(self.stream) // self.length
-
-    def fetch(self, keys: Keys) -> Batch:
-        """What the model sees, where it is to guess, and what stood there."""
-        places = np.array([index for index, _ in keys])[:, None] * self.length + np.arange(self.length)
-        return self.masking.apply(tokens_at(self.stream, places).numpy(), keys)
-
-
 @register_task(MaskedLanguageModellingSettings)
-class MaskedLanguageModelling(AbstractTask):
+class MaskedLanguageModelling(TokenStreamTask):
     """Hidden tokens."""
 
-    metric = Metric("perplexity", higher_is_better=False)
     auto_class = "AutoModelForMaskedLM"
-    tokenizer: Tokenizer
 
     def __init__(self, settings: MaskedLanguageModellingSettings, context: TaskContext) -> None:
-        """Tokenise every split once; a tokeniser without a mask gets one behind its vocabulary."""
-        data, self.length = context.data, settings.length
-        context.need_kind(settings.name, "text")
-        samples = {}
-        what = f"{data.name}, training split"
-        self.tokenizer = make_tokenizer(settings.tokenizer, data.train, what, context.base)
-        special, size = self.tokenizer.special, self.tokenizer.vocabulary_size
-        mask, self.vocabulary = (special["mask"], size) if "mask" in special else (size, size + 1)
-        ids = list(special.values())
-        masking = Masking(mask_token=mask, special=ids, vocabulary_size=self.vocabulary, seed=context.seed)
-        for name, split in context.splits.items():
-            what, limit = f"{data.name}, {name} split", settings.limit_tokens if name == "training" else None
-            stream = open_token_stream(split, self.tokenizer, what, limit_tokens=limit)
-            need_tokens(stream, self.length, what)
-            samples[name] = MaskedBlocks(stream, self.length, masking)
-        self.train, self.evaluation, self.test = samples["training"], samples["evaluation"], samples.get("test")
+        super().__init__(settings, context, settings.length)
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens; a tokeniser without a mask gets one behind its own."""
+        return self.tokenizer.vocabulary_size + ("mask" not in self.tokenizer.special)
+
+    def blocks(self, stream: TokenStream, *, training: bool) -> MaskedBlocks:
+        """Masked alike in every split."""
+        special, size = self.tokenizer.special, self.vocabulary
+        mask, unmasked = special.get("mask", size - 1), list(special.values())
+        return MaskedBlocks(stream, self.length, mask=mask, special=unmasked, vocabulary=size, seed=self.seed)
 
     def model_arguments(self, kind: str) -> dict[str, Any]:
         """Vocabulary, longest sequence and the padding token."""
         length = "length" if kind == "wellcond" else "max_position_embeddings"
         return {"vocab_size": self.vocabulary, length: self.length, "pad_token_id": self.tokenizer.special.get("pad")}
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Cross entropy in nats, summed over the hidden tokens."""
-        return _cross_entropy(masked_logits(model, batch), batch["labels"])
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Of the places to guess, those of one sequence after the other.
 
-    def num_terms(self, batch: Batch) -> Tensor:
-        """Hidden tokens."""
-        return (batch["labels"] != IGNORED).sum()
+        A model whose forward takes `positions` computes no others: the product with the vocabulary is a large part of
+        a step.
+        """
+        tokens, positions = batch["input_ids"], batch["positions"]
+        rows, length = tokens.shape
+        flat = (positions + length * torch.arange(rows, device=tokens.device)[:, None]).flatten()
+        if "positions" in inspect.signature(type(unwrap(model)).forward).parameters:
+            return logits_of(model(input_ids=tokens, positions=flat))
+        return logits_of(model(input_ids=tokens)).flatten(0, 1)[flat]
 
-    def score(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Loss, right guesses and count."""
-        logits = masked_logits(model, batch)
-        return {
-            "loss": _cross_entropy(logits, batch["labels"]).double(),
-            "correct": (logits.argmax(-1) == batch["labels"].flatten()).sum().double(),
-            "count": self.num_terms(batch).double(),
-        }
-
-    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, Any], samples: Samples) -> dict[str, float]:
         """Mean loss of a hidden token, its exponential, and the share of right guesses."""
-        loss = sums["loss"] / sums["count"]
-        return {"loss": loss, "perplexity": perplexity(loss), "masked_accuracy": sums["correct"] / sums["count"]}
-
-
-def masked_logits(model: nn.Module, batch: Batch) -> Tensor:
-    """Logits (places to guess, vocabulary), those of one sequence after the other.
-
-    A model whose forward takes `positions` computes no others: the product with the vocabulary is a large part of a
-    step.
-    """
-    tokens, positions = batch["input_ids"], batch["positions"]
-    rows, length = tokens.shape
-    flat = (positions + length * torch.arange(rows, device=tokens.device)[:, None]).flatten()
-    if "positions" in inspect.signature(type(unwrap(model)).forward).parameters:
-        return logits_of(model(input_ids=tokens, positions=flat))
-    return logits_of(model(input_ids=tokens)).flatten(0, 1)[flat]
-
-
-def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    return cross_entropy(logits.float(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        means = super().metrics(sums, samples)
+        return {"loss": means["loss"], "perplexity": perplexity(means["loss"]), "masked_accuracy": means["accuracy"]}

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from wellcond.lab.data.base import Dataset, report_progress
 from wellcond.lab.data.images import BYTE_LIMIT, as_tensor_images
 from wellcond.lab.data.text import text_columns
 from wellcond.lab.settings import ImageSide, RecipeError, SequenceLength, Settings
-from wellcond.lab.tasks.base import ArraySamples, Batch, ClassificationTask, Keys, TaskContext, logits_of, register_task
+from wellcond.lab.tasks.base import Batch, ClassificationTask, Keys, Samples, TaskContext, register_task
 
 PADDING = 0
 """Models neither attend to it nor embed it; every other token is shifted by one to make room for it."""
@@ -43,6 +45,30 @@ class PairClassificationSettings(SequenceClassificationSettings):
     name: Literal["pair_classification"] = "pair_classification"
 
 
+@dataclass(frozen=True)
+class Sequences(Samples):
+    """Tokens in memory, in few bits; padded in a batch, to need less memory."""
+
+    tokens: Mapping[str, Tensor]
+    """By the prefix of their names in a batch, (samples, tokens)."""
+    labels: Tensor
+    width: int
+    """That a batch is padded to."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def fetch(self, keys: Keys) -> Batch:
+        """Tokens, masks and labels."""
+        rows = torch.tensor([index for index, _ in keys])
+        batch: Batch = {}
+        for prefix, rows_of_all in self.tokens.items():
+            tokens = rows_of_all[rows].long()
+            tokens = torch.nn.functional.pad(tokens, (0, self.width - tokens.shape[1]), value=PADDING)
+            batch |= {f"{prefix}input_ids": tokens, f"{prefix}attention_mask": (tokens != PADDING).long()}
+        return batch | {"label": self.labels[rows]}
+
+
 @register_task(SequenceClassificationSettings)
 class SequenceClassification(ClassificationTask):
     """Logits of a sequence against its label."""
@@ -53,7 +79,6 @@ class SequenceClassification(ClassificationTask):
     auto_class: ClassVar[str | None] = "AutoModelForSequenceClassification"
 
     def __init__(self, settings: SequenceClassificationSettings, context: TaskContext) -> None:
-        """Encode all splits once; the test split is the one named so, if it has labels."""
         self.settings, self.context = settings, context
         self.num_classes = context.need_classes(settings.name)
         context.need_kind(settings.name, *self.kinds)
@@ -68,8 +93,8 @@ class SequenceClassification(ClassificationTask):
         samples = {}
         for name, split in context.splits.items():
             assert split.labels is not None  # there are classes
-            arrays = encode(split, f"{context.data.name}, {name} split")
-            samples[name] = ArraySamples({**arrays, "label": split.labels}, self._batch)
+            tokens = encode(split, f"{context.data.name}, {name} split")
+            samples[name] = Sequences(tokens, split.labels, self.width)
         self.train, self.evaluation, self.test = samples["training"], samples["evaluation"], samples.get("test")
 
     def _sizes(self) -> tuple[int, int]:
@@ -103,7 +128,7 @@ class SequenceClassification(ClassificationTask):
                     rows[row, : len(encoded)] = encoded.astype(np.int16) + 1
             done += len(columns[0])
             report_progress("reading text", done, len(split))
-        return {f"{prefix}input_ids": torch.from_numpy(rows) for prefix, rows in texts.items()}
+        return {prefix: torch.from_numpy(rows) for prefix, rows in texts.items()}
 
     def _tokens(self, split: Any, what: str) -> dict[str, Tensor]:
         """Tokens; -1 at the end of a row is padding."""
@@ -120,7 +145,7 @@ class SequenceClassification(ClassificationTask):
                     f"from {int(found.min())} to {int(found.max())}"
                 )
         small = self.vocabulary < 2**15
-        return {"input_ids": tokens[:, : self.length].to(torch.int16 if small else torch.int64) + 1}
+        return {"": tokens[:, : self.length].to(torch.int16 if small else torch.int64) + 1}
 
     def _pixels(self, split: Dataset, what: str) -> dict[str, Tensor]:
         """Grey pixels 0 to 255 of every image, (n, height * width), row by row."""
@@ -131,25 +156,12 @@ class SequenceClassification(ClassificationTask):
                 f"{what}: expected images of bytes, less than {BYTE_LIMIT} in all, each of {self.length} pixels; set "
                 "task.image_size, for instance 32; tensors are not resized"
             )
-        return {"input_ids": images.flatten(1).to(torch.int16) + (self.settings.black == "visible")}
-
-    def _batch(self, arrays: Batch, _: Keys) -> Batch:
-        """Tokens, masks and labels; padded here, to need less memory."""
-        batch: Batch = {}
-        for prefix in self.prefixes:
-            tokens = arrays[f"{prefix}input_ids"].long()
-            tokens = torch.nn.functional.pad(tokens, (0, self.width - tokens.shape[1]), value=PADDING)
-            batch |= {f"{prefix}input_ids": tokens, f"{prefix}attention_mask": (tokens != PADDING).long()}
-        return batch | {"label": arrays["label"]}
+        return {"": images.flatten(1).to(torch.int16) + (self.settings.black == "visible")}
 
     def model_arguments(self, kind: str) -> dict[str, Any]:
         """Vocabulary, classes and the padding token, which of our own models is 0; these are made for one length."""
         own = {"length": self.width} if kind == "wellcond" else {"pad_token_id": PADDING}
         return {"vocab_size": self.vocabulary, "num_labels": self.num_classes, **own}
-
-    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Logits (batch, classes)."""
-        return logits_of(model(**{name: batch[name] for name in self.inputs}))
 
 
 @register_task(PairClassificationSettings)

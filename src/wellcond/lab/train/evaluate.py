@@ -20,7 +20,7 @@ from wellcond.attention.distributed import reshard_, unwrap
 from wellcond.attention.find import find_attention
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.tasks.base import AbstractTask, Record, Samples
+from wellcond.lab.tasks.base import AbstractTask, Samples, evaluating
 from wellcond.lab.train.batches import Share, evaluation_parts, fetch_batches
 from wellcond.lab.train.checkpoint import model_tensors
 from wellcond.tracking import ConditionTracker
@@ -107,23 +107,18 @@ class Evaluator:
             values |= {f"{prefix}_{name}": value for name, value in self.evaluate(samples).items()}
         return values
 
-    @torch.no_grad()
     def score(self, samples: Samples, num_samples: int) -> dict[str, float]:
         """Score the weights that the model has on the first samples of a set; every rank must call it."""
         parts = evaluation_parts(num_samples, self.batch_size, self.share)
         batches = fetch_batches(samples, parts, workers=self.workers, device=self.accelerator.device)
         totals: dict[str, Tensor] = {}
-        records: list[Record] = []
-        was_training = self.model.training
-        self.model.eval()
-        try:
+        records: list[tuple[int, Any]] = []
+        with evaluating(self.model):
             for batch in batches:
-                sums_of_batch, found = self.task.collect(self.model, batch)
+                sums_of_batch = self.task.score(self.model, batch)
+                records += sums_of_batch.pop("records", [])
                 for name, value in sums_of_batch.items():
                     totals[name] = totals[name] + value if name in totals else value
-                records += found
-        finally:
-            self.model.train(was_training)
         if self.share.processes > 1:
             from accelerate.utils import gather_object
 
@@ -131,8 +126,8 @@ class Evaluator:
             records = gather_object(records)
         # Most sums are numbers; a confusion matrix or the predictions of a whole set are not.
         sums: dict[str, Any] = {name: value.tolist() if value.dim() else float(value) for name, value in totals.items()}
-        in_order = [record for _, record in sorted(records, key=lambda numbered: numbered[0])]
-        return self.task.summarise(samples, sums, in_order)
+        sums["records"] = [record for _, record in sorted(records, key=lambda numbered: numbered[0])]
+        return self.task.metrics(sums, samples)
 
     def evaluated_weights(self) -> contextlib.AbstractContextManager[None]:
         """The model has the average for a while, if that is what is evaluated."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -11,7 +12,6 @@ from typing import Any
 
 from wellcond.files import write_atomically
 from wellcond.lab.methods import MethodSettings
-from wellcond.lab.models.trained import file_sha256
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.glue import HUB_ID, NAMES, TASKS, with_marks
@@ -54,7 +54,8 @@ def read_pretrained(folder: Path, base: Path | None = None) -> tuple[dict[str, A
         found = config["model"]["name"]
         raise RecipeError(f"{folder}: expected a model hf:TYPE or {', '.join(CLASSIFIERS)}, found {found}")
     recorded = record["tokenizer"]["fingerprint"]
-    path = folder / "glue" / f"tokenizer-{file_sha256(weights)[:16]}.json"
+    with open(weights, "rb") as file:
+        path = folder / "glue" / f"tokenizer-{hashlib.file_digest(file, 'sha256').hexdigest()[:16]}.json"
     if not path.is_file():
         choice, text = MaskedLanguageModellingSettings.model_validate(config["task"]).tokenizer, None
         if isinstance(choice, TrainedTokenizer):

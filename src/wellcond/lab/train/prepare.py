@@ -19,7 +19,7 @@ from wellcond.lab.models.trained import load_encoder
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.seeding import derive
 from wellcond.lab.settings import RecipeError
-from wellcond.lab.tasks.base import EVALUATION, TASKS, AbstractTask, TaskContext
+from wellcond.lab.tasks.base import EVALUATION, TASKS, AbstractTask, TaskContext, evaluating
 from wellcond.models import ModelSpecError, build_model
 from wellcond.weights import load_weights
 
@@ -153,18 +153,13 @@ def located(name: str, base: Path | None) -> str:
 
 def _check_takes(model: nn.Module, task: AbstractTask, name: str) -> None:
     """Raise RecipeError if the model does not take one sample: too small an image, too long a text."""
-    was_training = [(module, module.training) for module in model.modules()]
     batch = task.evaluation.fetch([(0, EVALUATION)])
     try:
-        model.eval()  # on its own: some classes override train() and return nothing
-        with torch.no_grad():
+        with evaluating(model):
             task.score(model, batch)
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:
         shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in batch.items())
         raise RecipeError(f"model: {name} does not take the data of this task ({shapes}): {error}") from error
-    finally:
-        for module, training in was_training:
-            module.training = training
 
 
 def _build(name: str, given: dict[str, Any], task: AbstractTask, local_code: bool, needed: dict[str, Any]) -> nn.Module:

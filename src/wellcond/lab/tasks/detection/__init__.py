@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from wellcond.lab.data.images import import_pil
 from wellcond.lab.seeding import derive
 from wellcond.lab.settings import RecipeError, Settings
-from wellcond.lab.tasks.base import EVALUATION, AbstractTask, Batch, Metric, Record, TaskContext, register_task
+from wellcond.lab.tasks.base import EVALUATION, AbstractTask, Batch, Metric, TaskContext, evaluating, register_task
 from wellcond.lab.tasks.detection.samples import (
     DetectionAugmentation,
     DetectionSamples,
-    as_text,
     from_mask,
     import_pycocotools,
     targets_of,
@@ -51,20 +50,18 @@ class DetectionSettings(Settings):
 class Detection(AbstractTask):
     """Mask R-CNN's losses, and the average precision of boxes and masks."""
 
-    metric = Metric("box_AP", higher_is_better=True, percent=True)
+    metric = Metric("box_AP", percent=True)
+    inputs = "images"
     can_be_sharded: ClassVar[bool] = False  # evaluation computes image by image, and one process may have one more
     train: DetectionSamples
     evaluation: DetectionSamples
 
     def __init__(self, settings: DetectionSettings, context: TaskContext) -> None:
-        """Prepare to decode images one by one."""
         context.need_kind(settings.name, "detection")
         self.num_classes = context.need_classes(settings.name)
-        self.settings, self.seed = settings, context.seed
-        given = {} if context.augmentation is None else context.augmentation.model_dump(exclude_defaults=True)
-        for name in given:
+        for name in context.augmentation.model_dump(exclude_defaults=True):
             raise RecipeError(f"augmentation.{name}: it moves no boxes; the augmentation of detection is task.images")
-        data, images = context.data, settings.images
+        data, images, self.seed = context.data, settings.images, context.seed
         self.class_names, self.category_ids = data.class_names or (), data.train.category_ids  # type: ignore[attr-defined]
         self.train, self.evaluation = (
             DetectionSamples(split, images, context.seed)  # type: ignore[arg-type]
@@ -91,7 +88,7 @@ class Detection(AbstractTask):
         """One per image."""
         return len(batch["images"])
 
-    def collect(self, model: nn.Module, batch: Batch) -> tuple[dict[str, Tensor], list[Record]]:
+    def score(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
         """Losses, and the detections of each image in COCO's format of results."""
         positions = batch["positions"].tolist()
         # The regions that a loss is computed on are drawn; the same in every evaluation of a run.
@@ -100,24 +97,18 @@ class Detection(AbstractTask):
             batch["images"], batch["sizes"], targets_of(batch), original_sizes=batch["original_sizes"], seeds=seeds
         )
         sums = {name: torch.stack([loss[name] for loss in losses]).sum().double() for name in losses[0]}
-        sums["count"] = torch.tensor(float(len(losses)), dtype=torch.float64, device=batch["images"].device)
-        records = [
-            (position, to_results(detections, image, self.category_ids))
-            for position, detections, image in zip(positions, found, batch["image_ids"].tolist(), strict=True)
-        ]
-        return sums, records
+        count = torch.tensor(float(len(losses)), dtype=torch.float64, device=batch["images"].device)
+        images = zip(positions, found, batch["image_ids"].tolist(), strict=True)
+        records = [(position, to_results(boxes, image, self.category_ids)) for position, boxes, image in images]
+        return {**sums, "count": count, "records": records}
 
-    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Mean losses."""
-        means = {name: value / sums["count"] for name, value in sums.items() if name != "count"}
-        return {"loss": sum(means.values()), **means}
-
-    def summarise(self, samples: Any, sums: Mapping[str, float], records: Sequence[Any]) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, Any], samples: Any) -> dict[str, float]:
         """Mean losses; AP, AP50, AP75 and AP by size, of boxes and masks."""
+        records = sums["records"]
         scored = samples.split.take(torch.arange(len(records)))
-        results = [result for record in records for result in record]
-        losses = self.metrics(sums)
-        values = {"loss": losses["loss"], **evaluate(scored.ground_truth, results), **losses}
+        losses = {name: value / sums["count"] for name, value in sums.items() if name not in ("count", "records")}
+        precision = evaluate(scored.ground_truth, [result for record in records for result in record])
+        values = {"loss": sum(losses.values()), **precision, **losses}
         if self.metric.name not in values:
             raise RecipeError(
                 f"evaluation.samples: expected at least one object, found none in the first {len(records)} images; "
@@ -127,11 +118,6 @@ class Detection(AbstractTask):
             return {name: value for name, value in values.items() if name.endswith(("AP", "AP50", "AP75"))}
         return values
 
-    def probe(self, num_samples: int) -> Tensor:
-        """Evaluation images, all of the size of the largest."""
-        return self.first_samples(num_samples)["images"]
-
-    @torch.no_grad()
     def write_samples(self, model: nn.Module) -> list[dict[str, Any]]:
         """What a model finds in the first evaluation images, beside the truth, as plain data to draw a report from.
 
@@ -139,12 +125,8 @@ class Detection(AbstractTask):
             lists of `bbox` [x, y, width, height] in pixels of `size` (height, width), `category` and `segmentation` as
             compressed run lengths; predictions also have a `score`, the best first.
         """
-        was_training = model.training
-        model.eval()
-        try:
+        with evaluating(model):
             return [self._describe(model, index) for index in range(min(SHOWN, len(self.evaluation)))]
-        finally:
-            model.train(was_training)
 
     def _describe(self, model: nn.Module, index: int) -> dict[str, Any]:
         split, example = self.evaluation.split, self.evaluation.split[index]
@@ -160,7 +142,7 @@ class Detection(AbstractTask):
             "file_name": split.images[index]["file_name"],
             "size": list(example["size"]),
             "jpeg": _jpeg(example["image"]),
-            "truth": [_shown(row, names, as_text(to_rle(row["segmentation"], *example["size"]))) for row in truth],
+            "truth": [_shown(row, names, to_rle(row["segmentation"], *example["size"])) for row in truth],
             "predictions": [
                 _shown(row, names, row["segmentation"]) | {"score": round(row["score"], 4)} for row in best
             ],

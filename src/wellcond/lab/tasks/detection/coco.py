@@ -151,12 +151,11 @@ class CocoDataset:
         return {"images": [*self.images], "annotations": annotations, "categories": [*self.categories]}
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self.images)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """The decoded image and its objects."""
-        image, where = self.images[index], str(self.folder / self.images[index]["file_name"])
+        image = self.images[index]
+        where = str(self.folder / image["file_name"])
         picture: Any = to_channels(decode_image(self._encoded(index), where), 3, where)
         size = (image["height"], image["width"])
         if picture.size != size[::-1]:

@@ -6,7 +6,6 @@ polygons are moved and then drawn.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,7 +19,7 @@ from wellcond.errors import needs_extra
 from wellcond.lab.data.images import import_pil
 from wellcond.lab.seeding import generator
 from wellcond.lab.settings import Fraction, ImageSide, Settings
-from wellcond.lab.tasks.base import EVALUATION, Batch, Keys
+from wellcond.lab.tasks.base import EVALUATION, Batch, Keys, Samples
 from wellcond.lab.tasks.detection.coco import SMALLEST_SIDE, CocoDataset, Segmentation
 from wellcond.run_lengths import read_counts
 
@@ -62,8 +61,7 @@ def to_rle(segmentation: Segmentation, height: int, width: int) -> dict[str, Any
         return segmentation
     api = import_pycocotools().mask
     encoded = api.frPyObjects(segmentation, height, width)
-    lengths: dict[str, Any] = api.merge(encoded) if isinstance(segmentation, list) else encoded
-    return lengths
+    return _as_text(api.merge(encoded) if isinstance(segmentation, list) else encoded)
 
 
 def to_mask(segmentation: Segmentation, height: int, width: int) -> Tensor:
@@ -75,16 +73,13 @@ def to_mask(segmentation: Segmentation, height: int, width: int) -> Tensor:
 
 
 def from_mask(mask: Tensor) -> dict[str, Any]:
-    """A mask (height, width) as compressed run lengths that JSON can hold."""
-    pixels = np.asfortranarray(mask.detach().cpu().to(torch.uint8).numpy())
-    return as_text(import_pycocotools().mask.encode(pixels))
+    """A mask (height, width) as compressed run lengths."""
+    return _as_text(import_pycocotools().mask.encode(np.asfortranarray(mask.cpu().to(torch.uint8).numpy())))
 
 
-def as_text(lengths: Mapping[str, Any]) -> dict[str, Any]:
+def _as_text(lengths: dict[str, Any]) -> dict[str, Any]:
     """Run lengths of pycocotools as JSON can hold them."""
-    counts = lengths["counts"]
-    size = [int(side) for side in lengths["size"]]
-    return {"size": size, "counts": counts.decode("ascii") if isinstance(counts, bytes) else counts}
+    return {"size": [int(side) for side in lengths["size"]], "counts": lengths["counts"].decode("ascii")}
 
 
 def boxes_of_masks(masks: Tensor) -> Tensor:
@@ -175,21 +170,21 @@ def prepare(
 def choose_view(size: tuple[int, int], settings: DetectionAugmentation, draw: torch.Generator | None) -> View:
     """The view of an image of this size (height, width) in evaluation or, with random numbers, in training."""
     height, width = size
-    if draw is None:
-        return View((0, 0, width, height), fit(size, max(settings.sides), settings.longest))
-    flipped = _chance(draw) < settings.flip
-    side = settings.sides[_integer(draw, 0, len(settings.sides) - 1)]
-    if not settings.crop or _chance(draw) >= CROP_SHARE:
-        return View((0, 0, width, height), fit(size, side, settings.longest), flipped)
-    first = fit(size, CROP_SIDES[_integer(draw, 0, len(CROP_SIDES) - 1)], settings.longest)
-    # As in the releases: height and width drawn one by one, then the place.
-    cut = [_integer(draw, *(min(limit, most) for limit in CROP_RANGE)) for most in first]
-    top, left = (_integer(draw, 0, most - part) for most, part in zip(first, cut, strict=True))
-    # Both scalings and the crop between them are one: a part of the image, scaled once.
-    rows, columns = height / first[0], width / first[1]
-    right, bottom = min(width, (left + cut[1]) * columns), min(height, (top + cut[0]) * rows)
-    scaled = fit((cut[0], cut[1]), side, settings.longest)
-    return View((left * columns, top * rows, right, bottom), scaled, flipped)
+    part: tuple[float, float, float, float] = (0, 0, width, height)
+    side, flipped = max(settings.sides), False
+    if draw is not None:
+        flipped = _chance(draw) < settings.flip
+        side = settings.sides[_integer(draw, 0, len(settings.sides) - 1)]
+        if settings.crop and _chance(draw) < CROP_SHARE:
+            first = fit(size, CROP_SIDES[_integer(draw, 0, len(CROP_SIDES) - 1)], settings.longest)
+            # As in the releases: height and width drawn one by one, then the place.
+            down, across = (_integer(draw, *(min(limit, most) for limit in CROP_RANGE)) for most in first)
+            top, left = _integer(draw, 0, first[0] - down), _integer(draw, 0, first[1] - across)
+            # Both scalings and the crop between them are one: a part of the image, scaled once.
+            rows, columns = height / first[0], width / first[1]
+            right, bottom = min(width, (left + across) * columns), min(height, (top + down) * rows)
+            part, size = (left * columns, top * rows, right, bottom), (down, across)
+    return View(part, fit(size, side, settings.longest), flipped)
 
 
 def fit(size: tuple[int, int], side: int, longest: int) -> tuple[int, int]:
@@ -209,7 +204,7 @@ def _integer(draw: torch.Generator, low: int, high: int) -> int:
 
 
 @dataclass
-class DetectionSamples:
+class DetectionSamples(Samples):
     """Images decoded, augmented and padded one batch at a time.
 
     What happens to a sample depends on the seed, its number and its draw (see `SampleKey`) alone.
@@ -221,7 +216,6 @@ class DetectionSamples:
     in_memory: ClassVar[bool] = False
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self.split)
 
     def fetch(self, keys: Keys) -> Batch:
