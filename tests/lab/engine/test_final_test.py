@@ -90,10 +90,10 @@ def test_a_run_stopped_at_any_write_ends_with_the_same_test(unbroken, tmp_path, 
 def test_a_run_stopped_while_it_is_tested_is_tested_again(unbroken, tmp_path, monkeypatch):
     folder, real = tmp_path / "run", Evaluator.score
 
-    def score(self, samples, num_samples):
+    def score(self, samples, at_most=None):
         if samples is self.task.test:
             raise Killed
-        return real(self, samples, num_samples)
+        return real(self, samples, at_most)
 
     with monkeypatch.context() as patch:
         patch.setattr(Evaluator, "score", score)

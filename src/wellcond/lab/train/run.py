@@ -248,8 +248,6 @@ class Session:
                 "samples_per_second": engine.full_updates * engine.plan.batch_size / max(seconds["training"], 1e-9),
                 "seconds_per_step": seconds["training"] / max(1, state.step),
             }
-            results = {"test": engine.test, "samples": engine.samples}
-            self.record |= {name: value for name, value in results.items() if value}
             if self.record["sessions"]:  # it shares the machine once other processes have been seen
                 self.record["sessions"][-1]["alone"] &= has_free_cores()
         self.record |= {"seconds": seconds, "peak_memory_bytes": peak_memory(self.accelerator.device)}
