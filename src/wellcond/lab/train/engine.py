@@ -80,7 +80,6 @@ class Engine:
                 self.evaluated_weights = self.average.in_place
         self.evaluator = Evaluator(recipe, task, self.model, accelerator)
         self.planned_steps, self.learning_rate = self.num_steps, 0.0
-        self.curve = recipe.schedule.curve(self.num_steps, per_epoch)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.sharded = is_held_together(unwrap(self.model))
         self.sites = [] if self.sharded else find_attention(unwrap(self.model), strict=False)
@@ -205,8 +204,8 @@ class Engine:
             counted = torch.as_tensor(num_terms, dtype=torch.float64, device=accelerator.device)
             num_terms = accelerator.reduce(counted, reduction="sum").item()
         share = accelerator.num_processes / num_terms
-        point = self.curve(self.budget.point(step, self.planned_steps))
-        self.learning_rate = set_point(self.optimizer, point, self.recipe.optimizer.lr)
+        place = self.budget.point(step, self.planned_steps), self.planned_steps, self.plan.steps_per_epoch
+        self.learning_rate = set_point(self.optimizer, self.recipe.schedule.point(*place), self.recipe.optimizer.lr)
         losses = []
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1
