@@ -78,7 +78,7 @@ def test_the_kept_weights_give_the_score_again(unbroken):
     assert set(kept) == {"step", "epoch", "weights", *values}
 
 
-@pytest.mark.parametrize("moment", [pytest.param(n, marks=[pytest.mark.slow] * (n % 12 != 1)) for n in range(1, 32)])
+@pytest.mark.parametrize("moment", [pytest.param(n, marks=[pytest.mark.slow] * (n % 12 != 1)) for n in range(1, 48)])
 def test_a_run_stopped_at_any_write_ends_with_the_same_test(unbroken, tmp_path, monkeypatch, moment):
     folder = tmp_path / "run"
     kill_at_write(monkeypatch, moment, job_with_test(folder))
