@@ -40,7 +40,6 @@ class Engine:
     """Trains one model. Only rank 0 writes to the folder, but for shards of checkpoints."""
 
     def __init__(self, session: Session, task: AbstractTask, model: nn.Module) -> None:
-        """Prepare a freshly built and conditioned model for this machine."""
         self.session, self.task = session, task
         self.recipe = recipe = session.job.recipe
         self.accelerator = accelerator = session.accelerator
@@ -249,11 +248,8 @@ class Engine:
         """Move the losses of recent updates to the state, averaged over ranks; raises Diverged if one is not finite."""
         if not self._losses:
             return
-        losses = torch.stack(self._losses).double()
-        if self.plan.processes > 1:
-            losses = self.accelerator.reduce(losses, reduction="mean")
+        values = self.accelerator.reduce(torch.stack(self._losses).double(), reduction="mean").tolist()
         self._losses = []
-        values = losses.tolist()
         first = self.state.step + 1 - len(values)
         self.state.take(values)
         for number, value in enumerate(values):

@@ -31,7 +31,6 @@ class WeightAverage:
     """EMA of the parameters, a <- decay a + (1 - decay) w after every update; buffers are the model's own."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        """The average starts as the weights, plain or sharded."""
         self.decay, self._model = decay, model
         self._weights = dict(model.named_parameters())
         self.state = self._copied()
@@ -65,19 +64,6 @@ class WeightAverage:
         """Take the values of a checkpoint."""
         for name, value in self.state.items():
             value.copy_(state[name])
-
-
-def find_test_set(recipe: Recipe, task: AbstractTask) -> Samples | None:
-    """What `evaluation.test` asks to score at the end; None if it asks for nothing, RecipeError if there is none."""
-    wanted = recipe.evaluation.test
-    if wanted is None:
-        return None
-    if task.test is None or not len(task.test):
-        raise RecipeError(
-            f"evaluation.test: {wanted} needs a labelled split named test, which {task.data.name} does not have here. "
-            "Give other data, or evaluation.test=null: results are then those on the evaluation set"
-        )
-    return task.test
 
 
 @dataclass(frozen=True)
@@ -129,6 +115,9 @@ class Evaluator:
 # Conditioning
 
 
+MOST_POINTS = 100_000
+
+
 def jacobian_steps(num_points: int, num_steps: int) -> frozenset[int]:
     """Step 0, the last step, and logarithmically spaced ones between.
 
@@ -157,6 +146,11 @@ class ConditioningLog:
         num_steps, every = recipe.training.length.in_steps(steps_per_epoch), recipe.tracking.weights_every
         self.jacobian = jacobian_steps(recipe.tracking.jacobian_points, num_steps)
         self.weights_every = None if every is None else every.in_steps(steps_per_epoch)
+        if self.weights_every is not None and num_steps // self.weights_every > MOST_POINTS:
+            raise RecipeError(
+                f"tracking.weights_every: expected at most {MOST_POINTS} measurements, found one every "
+                f"{self.weights_every} of {num_steps} steps; give a longer interval"
+            )
         asked = self.jacobian or self.weights_every
         self._measures = bool(asked) and (accelerator.is_main_process or accelerator.is_fsdp2)
         rounded = accelerator.mixed_precision != "no" and not accelerator.is_fsdp2
