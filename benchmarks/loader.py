@@ -20,7 +20,7 @@ from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.tasks.base import AbstractTask, AugmentationSettings, Batch, TaskContext
 from wellcond.lab.tasks.image_classification import ImageClassification
-from wellcond.lab.train.batches import Share, UpdatePlan, fetch_batches
+from wellcond.lab.train.batches import UpdatePlan, fetch_batches
 from wellcond.lab.train.prepare import prepare_model
 
 GOAL = 1.5
@@ -42,7 +42,7 @@ def batches(recipe: Recipe, task: AbstractTask, *, steps: int, workers: int) -> 
     """As the engine fetches them."""
     training = recipe.training
     plan = UpdatePlan(len(task.train), training.batch_size, training.accumulate, 0, recipe.augmentation.repeats)
-    parts = plan.parts(Share(), 0, steps)
+    parts = plan.parts(0, steps)
     return fetch_batches(task.train, parts, workers=workers, device=torch.device("cpu"))
 
 

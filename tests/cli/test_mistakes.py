@@ -251,7 +251,7 @@ def test_a_run_that_ends_with_an_unknown_error(monkeypatch, capsys, tmp_path):
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setenv("WELLCOND_DEBUG", "")
-    monkeypatch.setattr("wellcond.lab.train.run.find_test_set", broken)
+    monkeypatch.setattr("wellcond.lab.train.run.fingerprint", broken)
     arguments = ["train", "digits", *CHANGES_IN_WORDS, "-o", tmp_path / "run", "--cpu", "-q"]
     monkeypatch.setattr(sys, "argv", ["wellcond", *map(str, arguments)])
     with pytest.raises(SystemExit) as end:

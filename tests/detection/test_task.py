@@ -105,8 +105,7 @@ def test_scores_are_coco_s_and_do_not_depend_on_the_batches(root):
     rows = []
     for size in (1, 3, 4):
         chosen = recipe(root, evaluation={"batch_size": size})
-        evaluator = Evaluator(chosen, task, model, Alone())
-        rows.append(evaluator.evaluate_all(None))
+        rows.append(Evaluator(chosen, task, model, Alone()).score_all())
     for row in rows[1:]:
         assert row.keys() == rows[0].keys()
         # Sums of losses are rounded in another order.
@@ -217,7 +216,7 @@ def test_images_without_objects_cannot_be_scored(root):
     task.evaluation.split, whole = only_empty, task.evaluation.split
     try:
         with pytest.raises(RecipeError, match="found none in the first 1 images"):
-            Evaluator(chosen, task, model, Alone()).evaluate(task.evaluation)
+            Evaluator(chosen, task, model, Alone()).score(task.evaluation)
     finally:
         task.evaluation.split = whole
 

@@ -60,7 +60,6 @@ def test_groups_are_those_of_before_without_a_factor():
     assert type(AdamW(lr=1).build(model)) is torch.optim.AdamW
     groups = AdamW(lr=1, weight_decay=0.1).build(model).param_groups
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
-    assert not any("rows" in group for group in groups)
 
 
 def muon_names(model):

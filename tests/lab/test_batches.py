@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,14 +11,12 @@ from wellcond.lab.seeding import epoch_order
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import EVALUATION, AugmentationSettings
 from wellcond.lab.tasks.image_classification import Pictures, picture_transform
-from wellcond.lab.train.batches import Share, UpdatePlan, evaluation_parts, fetch_batches
-
-WHOLE = Share()
+from wellcond.lab.train.batches import UpdatePlan, evaluation_parts, fetch_batches
 
 
-def updates(plan, share=WHOLE, start=0, stop=12):
+def updates(plan, start=0, stop=12):
     """Parts of every update."""
-    parts = list(plan.parts(share, start, stop))
+    parts = list(plan.parts(start, stop))
     return [parts[k : k + plan.accumulate] for k in range(0, len(parts), plan.accumulate)]
 
 
@@ -39,8 +38,8 @@ def test_orders_differ_between_epochs_and_seeds():
 @pytest.mark.parametrize(("processes", "accumulate"), [(1, 2), (2, 1), (3, 1), (2, 3), (4, 3), (1, 12)])
 def test_processes_and_accumulation_share_the_same_update(processes, accumulate):
     single = updates(UpdatePlan(30, 12, 1, seed=5), stop=5)
-    plan = UpdatePlan(30, 12, accumulate, seed=5)
-    shared = [updates(plan, Share(rank, processes), stop=5) for rank in range(processes)]
+    plan = UpdatePlan(30, 12, accumulate, seed=5, processes=processes)
+    shared = [updates(replace(plan, rank=rank), stop=5) for rank in range(processes)]
     for step, (whole,) in enumerate(single):
         # Part by part, the processes one after the other: also the order is that of the whole.
         joined = [key for part in range(accumulate) for rank in range(processes) for key in shared[rank][step][part]]
@@ -49,8 +48,8 @@ def test_processes_and_accumulation_share_the_same_update(processes, accumulate)
 
 @pytest.mark.parametrize("start", [1, 3, 4, 9])
 def test_resuming_continues_the_sequence(start):
-    plan = UpdatePlan(20, 6, 2, seed=1)
-    assert updates(plan, Share(1, 3), start) == updates(plan, Share(1, 3))[start:]
+    plan = UpdatePlan(20, 6, 2, seed=1, rank=1, processes=3)
+    assert updates(plan, start) == updates(plan)[start:]
 
 
 @given(
@@ -66,10 +65,10 @@ def test_repeats_show_fewer_samples_more_often(num_samples, batch_size, repeats,
     if num_samples < batch_size or batch_size % (processes * accumulate):
         return
     once = UpdatePlan(num_samples, batch_size, accumulate, seed=2)
-    plan = UpdatePlan(num_samples, batch_size, accumulate, seed=2, repeats=repeats)
+    plan = UpdatePlan(num_samples, batch_size, accumulate, seed=2, repeats=repeats, processes=processes)
     steps = plan.steps_per_epoch
     assert steps == once.steps_per_epoch
-    ranks = [updates(plan, Share(rank, processes), epoch * steps, epoch * steps + steps) for rank in range(processes)]
+    ranks = [updates(replace(plan, rank=rank), epoch * steps, epoch * steps + steps) for rank in range(processes)]
     keys = [
         key
         for step in range(steps)
@@ -106,7 +105,7 @@ def test_a_batch_larger_than_the_data_is_refused():
 
 def test_a_batch_that_does_not_divide_is_refused():
     with pytest.raises(RecipeError, match=r"10 cannot be divided into 4 equal parts; .* for instance 12"):
-        next(UpdatePlan(20, 10, 2, 0).parts(Share(0, 2), 0, 1))
+        UpdatePlan(20, 10, 2, 0, processes=2)
 
 
 @given(st.integers(1, 60), st.integers(1, 20), st.integers(1, 8))
@@ -114,9 +113,9 @@ def test_a_batch_that_does_not_divide_is_refused():
 def test_evaluation_covers_every_sample_once(num_samples, batch_size, processes):
     if num_samples < processes:
         with pytest.raises(RecipeError, match="at least one evaluation sample for each process"):
-            evaluation_parts(num_samples, batch_size, Share(0, processes))
+            evaluation_parts(num_samples, batch_size, 0, processes)
         return
-    shares = [evaluation_parts(num_samples, batch_size, Share(rank, processes)) for rank in range(processes)]
+    shares = [evaluation_parts(num_samples, batch_size, rank, processes) for rank in range(processes)]
     keys = [key for parts in shares for part in parts for key in part]
     assert sorted(keys) == [(index, EVALUATION) for index in range(num_samples)]
     assert len({len(parts) for parts in shares}) == 1
@@ -136,7 +135,7 @@ def pictures(seed=0):
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
 def test_workers_make_the_same_batches():
     samples = pictures()
-    parts = list(UpdatePlan(10, 4, 2, seed=0).parts(WHOLE, 0, 4))
+    parts = list(UpdatePlan(10, 4, 2, seed=0).parts(0, 4))
     device = torch.device("cpu")
     alone = list(fetch_batches(samples, parts, workers=0, device=device))
     together = list(fetch_batches(samples, parts, workers=2, device=device))
@@ -165,7 +164,7 @@ def test_rand_augment_works_at_full_strength():
 
 def test_repeats_of_a_picture_differ():
     samples = pictures()
-    (part,) = UpdatePlan(10, 6, 1, seed=0, repeats=3).parts(WHOLE, 0, 1)
+    (part,) = UpdatePlan(10, 6, 1, seed=0, repeats=3).parts(0, 1)
     batch = samples.fetch(part)
     assert batch["label"].tolist() == [part[0][0] % 3] * 3 + [part[3][0] % 3] * 3
     assert all(not torch.equal(a, b) for a, b in itertools.combinations(batch["image"], 2))

@@ -1,5 +1,6 @@
 import hashlib
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from wellcond.lab.tasks.image_classification import (
     ImagesInMemory,
     Pictures,
 )
-from wellcond.lab.train.batches import Share, UpdatePlan
+from wellcond.lab.train.batches import UpdatePlan
 from wellcond.lab.train.prepare import prepare_model
 from wellcond.lab.train.run import run_job
 
@@ -177,8 +178,8 @@ BOTH = {"mixup": 0.8, "cutmix": 1.0}
 def mixed(task, step, *, batch_size=8, processes=1, accumulate=1):
     """The mixed samples of a whole update, however it is divided."""
     repeats = task.augmentation.repeats
-    plan = UpdatePlan(len(task.train), batch_size, accumulate, 0, repeats, following=task.following)
-    shares = [plan.parts(Share(rank, processes), step, step + 1) for rank in range(processes)]
+    plan = UpdatePlan(len(task.train), batch_size, accumulate, 0, repeats, task.following, processes=processes)
+    shares = [replace(plan, rank=rank).parts(step, step + 1) for rank in range(processes)]
     parts = [keys for of_ranks in zip(*shares, strict=True) for keys in of_ranks]
     made = [task.training_batch(task.train.fetch(keys), step, part) for part, keys in enumerate(parts)]
     return {name: torch.cat([batch[name] for batch in made]) for name in ("image", "label")}
@@ -238,7 +239,7 @@ def test_repeated_samples_are_mixed_with_other_images():
     split = TensorDataset("image", torch.arange(12.0).view(12, 1, 1, 1).expand(12, 1, 8, 8), torch.arange(12) % 3)
     task = make_task(split, augmentation={"mixup": 0.8, "repeats": 3})
     plan = UpdatePlan(12, 9, 1, 0, 3, following=task.following)
-    samples = [index for index, _ in next(plan.parts(Share(), 0, 1))]
+    samples = [index for index, _ in next(plan.parts(0, 1))]
     assert len(samples) == 12 and all(a != b for a, b in zip(samples, samples[3:], strict=False))
 
 

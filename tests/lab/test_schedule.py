@@ -13,8 +13,8 @@ PARSED = TypeAdapter(ScheduleSettings)
 
 def curve(num_steps, per_epoch=10, **fields):
     """Points of all updates."""
-    at = PARSED.validate_python(fields).curve(num_steps, per_epoch)
-    return [at(t) for t in range(num_steps)]
+    schedule = PARSED.validate_python(fields)
+    return [schedule.point(t, num_steps, per_epoch) for t in range(num_steps)]
 
 
 def factors(num_steps, **fields):

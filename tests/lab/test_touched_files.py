@@ -278,8 +278,8 @@ def test_flipped_bits_of_a_comparison(tmp_path, number):
 def test_a_test_score_that_is_not_finite_is_a_divergence(tmp_path, monkeypatch):
     score = Evaluator.score
 
-    def nan(self, samples, count):
-        return score(self, samples, count) | {"loss": float("nan")}
+    def nan(self, samples):
+        return score(self, samples) | {"loss": float("nan")}
 
     def observe(event):
         if event["event"] == "phase" and event["phase"] == "testing":

@@ -127,7 +127,7 @@ def run_on_ray(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver, 
 
     Raises: MissingExtraError; WellcondError without a cluster, or for what concerns every run.
     """
-    dispatch = Dispatch(jobs, observer, attempts=1)
+    dispatch = Dispatch(jobs, observer)
     if not dispatch.waiting:
         return dispatch.outcome
     known = {job.folder.resolve(): job for job in dispatch.waiting}

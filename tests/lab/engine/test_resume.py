@@ -36,7 +36,7 @@ def test_a_killed_run_resumes_to_the_same_files_bit_for_bit(unbroken, hold, tmp_
     assert_same_run(unbroken, folder)
 
 
-@pytest.mark.parametrize("moment", [pytest.param(n, marks=[pytest.mark.slow] * (n % 4 != 0)) for n in range(27)])
+@pytest.mark.parametrize("moment", [pytest.param(n, marks=[pytest.mark.slow] * (n % 4 != 0)) for n in range(39)])
 def test_a_run_stopped_at_any_write_resumes_to_the_same_files(unbroken, tmp_path, monkeypatch, moment):
     """Moments at which a file is about to be flushed or put in place."""
     folder = tmp_path / "run"

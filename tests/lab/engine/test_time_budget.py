@@ -71,10 +71,10 @@ def test_schedule_follows_the_time_or_the_updates_whichever_is_further():
 def test_triangle_of_the_release():
     """Crammed BERT's budget-triangle2: from a quarter of the peak up until three quarters of the time, then down."""
     steps = 4000
-    curve = Triangular(peak=0.75, begin=0.25).curve(steps, 10)
+    schedule = Triangular(peak=0.75, begin=0.25)
     for t in range(0, steps, 7):
         share = t / steps
-        assert curve(t).factor == pytest.approx(min(0.25 + share, 4 - 4 * share), abs=2 / steps)
+        assert schedule.point(t, steps, 10).factor == pytest.approx(min(0.25 + share, 4 - 4 * share), abs=2 / steps)
 
 
 def test_training_ends_with_the_time(tmp_path, ticking):

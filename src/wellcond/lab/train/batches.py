@@ -18,16 +18,8 @@ from wellcond.lab.tasks.base import EVALUATION, Batch, SampleKey, Samples
 
 
 @dataclass(frozen=True)
-class Share:
-    """The part of one process."""
-
-    rank: int = 0
-    processes: int = 1
-
-
-@dataclass(frozen=True)
 class UpdatePlan:
-    """Samples of every update.
+    """Samples of every update, and which of them one process has.
 
     An update takes the next `batch_size` samples of the epoch's order, in `accumulate` x `processes` equal parts; the
     samples that remain at the end of an epoch wait for the next order. Which samples an update has depends on neither
@@ -42,13 +34,19 @@ class UpdatePlan:
     seed: int
     repeats: int = 1
     following: int = 0
+    rank: int = 0
+    processes: int = 1
 
     def __post_init__(self) -> None:
-        """Raise RecipeError if an epoch has no whole update."""
-        if self.num_samples < self.batch_size:
+        total, parts = self.batch_size, self.accumulate * self.processes
+        if self.num_samples < total:
             raise RecipeError(
-                f"training.batch_size: expected at most the {self.num_samples} training samples, "
-                f"found {self.batch_size}"
+                f"training.batch_size: expected at most the {self.num_samples} training samples, found {total}"
+            )
+        if total % parts:
+            raise RecipeError(
+                f"training.batch_size over processes x training.accumulate: {total} cannot be divided into {parts} "
+                f"equal parts; expected a multiple of {parts}, for instance {parts * math.ceil(total / parts)}"
             )
 
     @property
@@ -56,50 +54,31 @@ class UpdatePlan:
         """Updates in an epoch."""
         return self.num_samples // self.batch_size
 
-    def part_size(self, share: Share) -> int:
-        """Samples of one part; RecipeError if an update cannot be divided into equal parts."""
-        total, parts = self.batch_size, self.accumulate * share.processes
-        if total % parts:
-            raise RecipeError(
-                f"training.batch_size over processes x training.accumulate: {total} cannot be divided into {parts} "
-                f"equal parts; expected a multiple of {parts}, for instance {parts * math.ceil(total / parts)}"
-            )
-        return total // parts
-
-    def parts(self, share: Share, start: float, stop: int) -> Iterator[list[SampleKey]]:
-        """Samples of one process for the updates from `start` to before `stop`, `accumulate` parts for each.
+    def parts(self, start: float, stop: int) -> Iterator[list[SampleKey]]:
+        """Samples of this process for the updates from `start` to before `stop`, `accumulate` parts for each.
 
         Updates with fewer parts leave the rest to the next one: `start` is then no whole number.
         """
-        size = self.part_size(share)
+        size = self.batch_size // (self.accumulate * self.processes)
         order, of_epoch = torch.empty(0), -1
         for place in range(round(start * self.accumulate), stop * self.accumulate):
             step, part = divmod(place, self.accumulate)
             epoch, number = divmod(step, self.steps_per_epoch)
             if epoch != of_epoch:
                 order, of_epoch = epoch_order(self.num_samples, self.seed, epoch), epoch
-            start, first = number * self.batch_size, (part * share.processes + share.rank) * size
-            keys = self._keys(order, epoch, start + first, start + first + size)
-            for position in range(first + size, first + size + self.following):
-                beyond = start + position % self.batch_size
-                keys += self._keys(order, epoch, beyond, beyond + 1)
-            yield keys
-
-    def _keys(self, order: torch.Tensor, epoch: int, start: int, stop: int) -> list[SampleKey]:
-        first = start // self.repeats
-        indices = order[first : -(-stop // self.repeats)].tolist()
-        return [
-            (indices[place // self.repeats - first], epoch * self.repeats + place % self.repeats)
-            for place in range(start, stop)
-        ]
+            first = (part * self.processes + self.rank) * size
+            in_update = torch.arange(first, first + size + self.following) % self.batch_size
+            in_epoch = number * self.batch_size + in_update
+            indices, repeat = order[in_epoch // self.repeats], in_epoch % self.repeats
+            yield list(zip(indices.tolist(), (epoch * self.repeats + repeat).tolist(), strict=True))
 
 
-def evaluation_parts(num_samples: int, batch_size: int, share: Share) -> list[list[SampleKey]]:
+def evaluation_parts(num_samples: int, batch_size: int, rank: int, processes: int) -> list[list[SampleKey]]:
     """Samples of one process: each sample in exactly one; every process has as many parts, as shards need."""
-    if num_samples < share.processes:
+    if num_samples < processes:
         raise RecipeError(f"expected at least one evaluation sample for each process, found {num_samples}")
-    mine = [(index, EVALUATION) for index in range(share.rank, num_samples, share.processes)]
-    count = min(num_samples // share.processes, math.ceil(num_samples / (share.processes * batch_size)))
+    mine = [(index, EVALUATION) for index in range(rank, num_samples, processes)]
+    count = min(num_samples // processes, math.ceil(num_samples / (processes * batch_size)))
     bounds = [len(mine) * part // count for part in range(count + 1)]
     return [mine[start:stop] for start, stop in itertools.pairwise(bounds)]
 

@@ -32,7 +32,7 @@ from wellcond.attention.distributed import box_of, is_distributed, like, local_p
 from wellcond.files import to_json, write_atomically
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.run_folder import RunError, RunFolder, writing
-from wellcond.run_records import CHECKSUM, find_change, seal
+from wellcond.run_records import find_change, seal
 
 NAME = re.compile(r"step-(\d{8,})")
 OURS = re.compile(r"step-\d{8,}|\.step-\d{8,}(\.former)?\.partial")
@@ -117,11 +117,10 @@ def save_checkpoint(
                     sums |= _write_shards(partial / kind, values)
                 elif values is not None:
                     content = safetensors.torch.save(_untied(values))
-                    _write_synced(partial / f"{kind}.safetensors", content)
+                    write_atomically(partial / f"{kind}.safetensors", content)
                     sums[f"{kind}.safetensors"] = hashlib.sha256(content).hexdigest()
             if is_main:
-                whole = state | {"step": step, "files": sums}
-                _write_synced(partial / "state.json", to_json(seal(whole)).encode("utf-8"))
+                write_atomically(partial / "state.json", to_json(seal(state | {"step": step, "files": sums})))
                 if place.exists():  # removing it would take longer than renaming it
                     os.replace(place, folder / f".{place.name}.former.partial")
                 os.replace(partial, place)
@@ -173,13 +172,6 @@ def _write_shards(folder: Path, values: Tensors) -> dict[str, str]:
     return {name: value for sums in found for name, value in sums.items()}
 
 
-def _write_synced(path: Path, content: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 # Reading
 
 
@@ -194,10 +186,8 @@ def read_checkpoint(place: Path) -> dict[str, Any]:
     """The plain data of a checkpoint, all of whose files are checked (RunError); every rank must call it."""
     state, problem = {}, ""
     try:
-        state = _read_state(place)
-        files = list(state.pop("files").items())
         ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        _check_files(place, dict(files[_rank() :: ranks]))  # each file is read by one rank
+        state = _read_state(place, share=slice(_rank(), None, ranks))  # each file is read by one rank
     except Exception as error:
         problem = str(error) or type(error).__name__
     with _damage(place):
@@ -206,21 +196,17 @@ def read_checkpoint(place: Path) -> dict[str, Any]:
     return state
 
 
-def _read_state(place: Path) -> dict[str, Any]:
-    """state.json; raises OSError, ValueError, KeyError if it is missing, damaged or of another step."""
+def _read_state(place: Path, kind: str = "", share: slice = slice(None)) -> dict[str, Any]:
+    """state.json; raises an error if it, or a file of this kind and share, is missing, damaged or of another step."""
     state: dict[str, Any] = json.loads((place / "state.json").read_text("utf-8"))
     if changed := find_change(state):
         raise ValueError(f"state.json {changed}")
     if state["step"] != int(place.name.removeprefix("step-")):
         raise ValueError(f"it is of step {state['step']}")
-    return {key: value for key, value in state.items() if key != CHECKSUM}
-
-
-def _check_files(place: Path, sums: dict[str, str]) -> None:
-    """Raise OSError or ValueError if a file is not what its checkpoint lists."""
-    for name, expected in sums.items():
-        if _sum(place / name) != expected:
+    for name in [name for name in state["files"] if name.startswith(kind)][share]:
+        if _sum(place / name) != state["files"][name]:
             raise ValueError(f"{name} was changed after it was written: its checksum does not match")
+    return state
 
 
 def _sum(path: Path) -> str:
@@ -254,11 +240,10 @@ def read_tensors(place: Path, kind: str, placed: Callable[[str], Tensor | None] 
 def _place_like(value: Tensor, other: Tensor | None) -> Tensor:
     """A tensor on the device of another one of its shape, and sharded like that; uninitialised if it is on meta."""
     if other is None or other.shape != value.shape:
-        other = None
-    part = box_of(other).of(value) if other is not None and is_distributed(other) else value
-    device = "cpu" if other is None else other.device
-    part = torch.empty_like(part, device=device) if value.is_meta else part.to(device, copy=True)
-    return like(other, part) if other is not None and is_distributed(other) else part
+        other = torch.empty(0)
+    part = box_of(other).of(value) if is_distributed(other) else value
+    part = torch.empty_like(part, device=other.device) if value.is_meta else part.to(other.device, copy=True)
+    return like(other, part) if is_distributed(other) else part
 
 
 @contextlib.contextmanager
@@ -291,10 +276,9 @@ def trained_weights(place: Path, record: dict[str, Any]) -> Path:
     """The file of weights in the last checkpoint of a finished run; that of a sharded run is made from its shards."""
     path = place / "model.safetensors"
     with _damage(place):
-        state = _read_state(place)
+        state = _read_state(place, "model")
         if state["logs"] != record.get("logs", state["logs"]):
             raise ValueError("it is of another run than run.json")
-        _check_files(place, {name: value for name, value in state["files"].items() if name.startswith("model")})
         if not path.exists():
             write_atomically(path, safetensors.torch.save(read_tensors(place, "model")))
     return path

@@ -7,7 +7,7 @@ import functools
 import multiprocessing
 import os
 import signal
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
@@ -169,26 +169,25 @@ Message = tuple[str, Any]
 
 
 class Dispatch:
-    """Queue and outcome of the jobs of a comparison."""
+    """Queue and outcome of the jobs of a comparison; complete runs are not repeated."""
 
-    def __init__(self, jobs: Sequence[Job], observer: JobObserver, *, attempts: int) -> None:
-        """Complete runs are not repeated; a job fails when its worker has been lost `attempts` times."""
+    def __init__(self, jobs: Sequence[Job], observer: JobObserver) -> None:
         self.waiting: deque[Job] = deque()
         self.outcome = Outcome()
         self.stopping = False
-        self._observer, self._attempts = observer, attempts
-        self._lost: Counter[Path] = Counter()
+        self._observer = observer
+        self._lost: set[Path] = set()
         for job in jobs:
             try:
                 record = complete_record(job)
             except WellcondError as error:
                 self.outcome.fail(job, str(error), observer)
-                continue
-            if record is None:
-                self.waiting.append(job)
             else:
-                observer(job, {"event": "end", "record": record, "repeated": True})
-                self.outcome.take(record)
+                if record is None:
+                    self.waiting.append(job)
+                else:
+                    observer(job, {"event": "end", "record": record, "repeated": True})
+                    self.outcome.take(record)
 
     def stop(self) -> None:
         """Empty the queue."""
@@ -210,15 +209,15 @@ class Dispatch:
         return True
 
     def lose(self, job: Job, reason: str) -> None:
-        """Put the job of a dead worker first in the queue, or fail it after too many attempts."""
+        """Put the job of a dead worker first in the queue, or fail it the second time."""
         if self.stopping:
             return
-        self._lost[job.folder] += 1
-        if self._lost[job.folder] < self._attempts:
+        if job.folder in self._lost:
+            self.outcome.fail(job, f"{job.title}: {reason}", self._observer)
+        else:
+            self._lost.add(job.folder)
             self._observer(job, {"event": "lost", "problem": reason})
             self.waiting.appendleft(job)
-        else:
-            self.outcome.fail(job, f"{job.title}: {reason}", self._observer)
 
 
 def do_job(job: Job, send: Callable[[Message], None], stop: StopFlag) -> None:
@@ -239,7 +238,7 @@ def do_job(job: Job, send: Callable[[Message], None], stop: StopFlag) -> None:
 
 def run_in_pool(jobs: Sequence[Job], *, num_workers: int, observer: JobObserver) -> Outcome:
     """As `run_comparison`; a worker that dies is replaced and its run resumes; killed twice, it has failed."""
-    dispatch = Dispatch(jobs, observer, attempts=2)
+    dispatch = Dispatch(jobs, observer)
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
     workers: dict[Connection, Any] = {}
     """Processes, each by the connection to it."""

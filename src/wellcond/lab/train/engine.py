@@ -19,8 +19,8 @@ from wellcond.lab.seeding import derive, seed_device
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask, Batch
 from wellcond.lab.train import checkpoint
-from wellcond.lab.train.batches import Share, UpdatePlan, fetch_batches
-from wellcond.lab.train.evaluate import ConditioningLog, Evaluator, WeightAverage, find_test_set, layer_numbers
+from wellcond.lab.train.batches import UpdatePlan, fetch_batches
+from wellcond.lab.train.evaluate import ConditioningLog, Evaluator, WeightAverage, layer_numbers
 from wellcond.lab.train.length import Diverged, StopFlag, TimeBudget, TrainState, check_loss, ramped_parts
 from wellcond.lab.train.optimizers import set_point
 
@@ -40,7 +40,6 @@ class Engine:
     """Trains one model. Only rank 0 writes to the folder, but for shards of checkpoints."""
 
     def __init__(self, session: Session, task: AbstractTask, model: nn.Module) -> None:
-        """Prepare a freshly built and conditioned model for this machine."""
         self.session, self.task = session, task
         self.recipe = recipe = session.job.recipe
         self.accelerator = accelerator = session.accelerator
@@ -50,18 +49,20 @@ class Engine:
             name = recipe.task.model_dump()["name"]
             raise RecipeError(f"task.name: {name} does not run under FSDP; launch it with DDP (torchrun) or alone")
         self.is_main = accelerator.is_main_process
-        self.share = Share(accelerator.process_index, accelerator.num_processes)
         training = recipe.training
-        size, repeats = training.batch_size, recipe.augmentation.repeats
-        self.plan = UpdatePlan(len(task.train), size, training.accumulate, self.seed, repeats, task.following)
-        self.plan.part_size(self.share)  # raises now, not after the first measurement
+        self.plan = UpdatePlan(
+            num_samples=len(task.train),
+            batch_size=training.batch_size,
+            accumulate=training.accumulate,
+            seed=self.seed,
+            repeats=recipe.augmentation.repeats,
+            following=task.following,
+            rank=accelerator.process_index,
+            processes=accelerator.num_processes,
+        )
         intervals = (training.length, recipe.evaluation.every, recipe.checkpoint.every)
         per_epoch = self.plan.steps_per_epoch
         self.num_steps, self.evaluate_every, self.save_every = (every.in_steps(per_epoch) for every in intervals)
-        self.test_samples = find_test_set(recipe, task)
-        self.test: dict[str, Any] | None = None
-        self.samples: list[dict[str, Any]] = []
-        """Scores on the test split, and outputs of the last weights on samples; set after training."""
         self.wants_best = recipe.evaluation.test == "best"
         self.best_weights: dict[str, Tensor] | None = None
         """Weights and buffers of the best evaluation so far, on the CPU."""
@@ -69,12 +70,15 @@ class Engine:
         self.budget = TimeBudget(training.hours, self.clock, accelerator)
         self.log = ConditioningLog(recipe, task, model, accelerator, per_epoch)
         self.model, self.optimizer = accelerator.prepare(model, recipe.optimizer.build(model))
-        averaging = training.averaging
-        self.average = WeightAverage(unwrap(self.model), averaging.decay) if averaging else None
-        evaluated = self.average if averaging and averaging.evaluate else None
-        self.evaluator = Evaluator(recipe, task, self.model, accelerator, evaluated)
+        self.average: WeightAverage | None = None
+        self.evaluated_weights: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        """Inside, the model has the average, if that is what is evaluated."""
+        if (averaging := training.averaging) is not None:
+            self.average = WeightAverage(unwrap(self.model), averaging.decay)
+            if averaging.evaluate:
+                self.evaluated_weights = self.average.in_place
+        self.evaluator = Evaluator(recipe, task, self.model, accelerator)
         self.planned_steps, self.learning_rate = self.num_steps, 0.0
-        self.curve = recipe.schedule.curve(self.num_steps, per_epoch)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.sharded = is_held_together(unwrap(self.model))
         self.sites = [] if self.sharded else find_attention(unwrap(self.model), strict=False)
@@ -149,14 +153,13 @@ class Engine:
     def train(self, stop: StopFlag) -> None:
         """Train from the current step to the end; raises Diverged, or Interrupted after a checkpoint."""
         state, training = self.state, self.recipe.training
-        with self.clock.spent_on("measuring"):
-            self.observer({"event": "phase", "phase": "measuring"})
-            self._write_conditioning(self.log.begin(self.model, state.step))
+        self.log.begin(self.model, state.step)
         if state.step == 0:
+            self._measure_if_due(last=False)
             self._evaluate()
         told = time.perf_counter()
         self._end_if_time_is_up()
-        parts = self.plan.parts(self.share, self.full_updates, self.num_steps)
+        parts = self.plan.parts(self.full_updates, self.num_steps)
         batches = fetch_batches(self.task.train, parts, workers=training.workers, device=self.accelerator.device)
         self.model.train()
         self.clock.switch("training")
@@ -179,8 +182,9 @@ class Engine:
                 told = now
             self._at_boundaries(stop)
         self.clock.switch("evaluation")
-        with self.evaluator.evaluated_weights():
-            self.samples = self.task.write_samples(unwrap(self.model))
+        with self.evaluated_weights():
+            if samples := self.task.write_samples(unwrap(self.model)):
+                self.session.record["samples"] = samples
         self._test()
 
     def update(self, step: int, batches: Sequence[Batch], *, want_norms: bool) -> tuple[Tensor, dict[str, float]]:
@@ -199,8 +203,8 @@ class Engine:
             counted = torch.as_tensor(num_terms, dtype=torch.float64, device=accelerator.device)
             num_terms = accelerator.reduce(counted, reduction="sum").item()
         share = accelerator.num_processes / num_terms
-        point = self.curve(self.budget.point(step, self.planned_steps))
-        self.learning_rate = set_point(self.optimizer, point, self.recipe.optimizer.lr)
+        place = self.budget.point(step, self.planned_steps), self.planned_steps, self.plan.steps_per_epoch
+        self.learning_rate = set_point(self.optimizer, self.recipe.schedule.point(*place), self.recipe.optimizer.lr)
         losses = []
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1
@@ -223,23 +227,17 @@ class Engine:
 
     def _end_if_time_is_up(self) -> None:
         self.budget.look()
-        if self.budget.used >= 1 and self.state.step < self.num_steps:
+        if self.budget.used >= 1:
             self.num_steps = self.state.step
-            self.log.end_at(self.state.step)
 
     def _at_boundaries(self, stop: StopFlag) -> None:
         step = self.state.step
         last = step == self.num_steps
-        if step in self.log.steps:
-            self.observer({"event": "phase", "phase": "measuring"})
-            with self.clock.spent_on("measuring"):
-                self._write_conditioning(self.log.after(step))
-        else:
-            self.log.after(step)  # counts the step without waiting for the device
+        self._measure_if_due(last=last)
         if last or step % self.evaluate_every == 0:
             self._evaluate()
         # Several ranks synchronise only at logged steps.
-        synchronised = self.share.processes == 1 or step % self.recipe.training.log_every == 0
+        synchronised = self.plan.processes == 1 or step % self.recipe.training.log_every == 0
         stopping = synchronised and stop.any_rank(self.accelerator) and not last
         if last or stopping or step % self.save_every == 0:
             self.save()
@@ -250,11 +248,8 @@ class Engine:
         """Move the losses of recent updates to the state, averaged over ranks; raises Diverged if one is not finite."""
         if not self._losses:
             return
-        losses = torch.stack(self._losses).double()
-        if self.share.processes > 1:
-            losses = self.accelerator.reduce(losses, reduction="mean")
+        values = self.accelerator.reduce(torch.stack(self._losses).double(), reduction="mean").tolist()
         self._losses = []
-        values = losses.tolist()
         first = self.state.step + 1 - len(values)
         self.state.take(values)
         for number, value in enumerate(values):
@@ -279,17 +274,23 @@ class Engine:
 
     # Evaluation
 
-    def _write_conditioning(self, rows: list[dict[str, Any]]) -> None:
-        if rows and self.is_main:
-            place = {"step": self.state.step, "epoch": self.epoch}
-            self.folder.append("conditioning.jsonl", (place | row for row in rows))
-            self.accelerator.log(layer_numbers(rows), step=self.state.step)
+    def _measure_if_due(self, *, last: bool) -> None:
+        step = self.state.step
+        if not self.log.is_due(step, last=last):
+            return
+        with self.clock.spent_on("measuring"):
+            self.observer({"event": "phase", "phase": "measuring"})
+            rows = self.log.measure(step, last=last)
+            if rows and self.is_main:
+                place = {"step": step, "epoch": self.epoch}
+                self.folder.append("conditioning.jsonl", (place | row for row in rows))
+                self.accelerator.log(layer_numbers(rows), step=step)
 
     def _evaluate(self) -> None:
-        with self.clock.spent_on("evaluation"):
+        with self.clock.spent_on("evaluation"), self.evaluated_weights():
             self._take_losses()
             self.observer({"event": "phase", "phase": "evaluating"})
-            values = self.evaluator.evaluate_all(self.recipe.evaluation.samples)
+            values = self.evaluator.score_all()
             row: dict[str, Any] = {"step": self.state.step, "epoch": self.epoch, **values}
             row |= {"train_loss": self.state.close_evaluation(), "seconds": self.clock.now()["training"]}
             if self.is_main:
@@ -301,8 +302,7 @@ class Engine:
             if self.state.best is None or self.task.metric.better(row[name], self.state.best[name]):
                 self.state.best = row
                 if self.wants_best:
-                    with self.evaluator.evaluated_weights():
-                        self._keep_best(checkpoint.model_tensors(self.model))
+                    self._keep_best(checkpoint.model_tensors(self.model))
             self.observer({"event": "evaluation", "row": row})
 
     def _keep_best(self, tensors: dict[str, Tensor]) -> None:
@@ -310,26 +310,25 @@ class Engine:
 
     def _test(self) -> None:
         """Score the test split after the last checkpoint: a run killed here resumes there with identical results."""
-        if self.test_samples is None:
+        weights, samples, tested = self.recipe.evaluation.test, self.task.test, self.state.final
+        if weights is None or samples is None:
             return
         with self.clock.spent_on("evaluation"):
             self.observer({"event": "phase", "phase": "testing"})
-            samples, weights = self.test_samples, self.recipe.evaluation.test
-            if not self.wants_best:
-                values = self.evaluator.evaluate(samples)
-            else:
-                assert self.best_weights is not None
+            if self.best_weights is not None:
                 reshard_(self.model)
                 checkpoint.load_model_(self.model, self.best_weights)
-                values = self.evaluator.score(samples, len(samples))
-            tested = self.state.best if weights == "best" else self.state.final
+                tested, self.evaluated_weights = self.state.best, contextlib.nullcontext
+            with self.evaluated_weights():
+                values = self.evaluator.score(samples)
             assert tested is not None
             if not math.isfinite(loss := values["loss"]):
                 raise Diverged(f"the loss on the test split is {loss} with the weights of step {tested['step']}")
-            self.test = {"step": tested["step"], "epoch": tested["epoch"], "weights": weights, **values}
+            row = {"step": tested["step"], "epoch": tested["epoch"], "weights": weights, **values}
+            self.session.record["test"] = row
             if self.is_main:
                 self._track("test", values)
-            self.observer({"event": "test", "row": self.test})
+            self.observer({"event": "test", "row": row})
 
 
 def projection_norms(sites: Sequence[AttentionSite]) -> dict[str, float]:

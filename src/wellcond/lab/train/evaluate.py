@@ -10,6 +10,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from statistics import fmean, geometric_mean
 from typing import Any
 
@@ -21,7 +22,7 @@ from wellcond.attention.find import find_attention
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask, Samples, evaluating
-from wellcond.lab.train.batches import Share, evaluation_parts, fetch_batches
+from wellcond.lab.train.batches import evaluation_parts, fetch_batches
 from wellcond.lab.train.checkpoint import model_tensors
 from wellcond.tracking import ConditionTracker
 
@@ -30,7 +31,6 @@ class WeightAverage:
     """EMA of the parameters, a <- decay a + (1 - decay) w after every update; buffers are the model's own."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        """The average starts as the weights, plain or sharded."""
         self.decay, self._model = decay, model
         self._weights = dict(model.named_parameters())
         self.state = self._copied()
@@ -66,51 +66,28 @@ class WeightAverage:
             value.copy_(state[name])
 
 
-def find_test_set(recipe: Recipe, task: AbstractTask) -> Samples | None:
-    """What `evaluation.test` asks to score at the end; None if it asks for nothing, RecipeError if there is none."""
-    wanted = recipe.evaluation.test
-    if wanted is None:
-        return None
-    if task.test is None or not len(task.test):
-        raise RecipeError(
-            f"evaluation.test: {wanted} needs a labelled split named test, which {task.data.name} does not have here. "
-            "Give other data, or evaluation.test=null: results are then those on the evaluation set"
-        )
-    return task.test
-
-
+@dataclass(frozen=True)
 class Evaluator:
-    """Scores the model as Accelerate prepared it."""
+    """Scores the weights of a model as Accelerate prepared it."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        task: AbstractTask,
-        model: nn.Module,
-        accelerator: Any,
-        average: WeightAverage | None = None,
-    ) -> None:
-        """`average` is what is evaluated instead of the weights, where there is one."""
-        self.task, self.model, self.accelerator, self.average = task, model, accelerator, average
-        self.share = Share(accelerator.process_index, accelerator.num_processes)
-        self.batch_size, self.workers = recipe.evaluation.batch_size, recipe.training.workers
+    recipe: Recipe
+    task: AbstractTask
+    model: nn.Module
+    accelerator: Any
 
-    def evaluate(self, samples: Samples, at_most: int | None = None) -> dict[str, float]:
-        """Score the weights that are to be evaluated on a set, or on its first samples."""
-        with self.evaluated_weights():
-            return self.score(samples, len(samples) if at_most is None else min(at_most, len(samples)))
-
-    def evaluate_all(self, at_most: int | None) -> dict[str, float]:
+    def score_all(self) -> dict[str, float]:
         """Score the evaluation set, or its first samples, and the task's further sets."""
-        values = self.evaluate(self.task.evaluation, at_most)
+        values = self.score(self.task.evaluation, self.recipe.evaluation.samples)
         for prefix, samples in self.task.further.items():
-            values |= {f"{prefix}_{name}": value for name, value in self.evaluate(samples).items()}
+            values |= {f"{prefix}_{name}": value for name, value in self.score(samples).items()}
         return values
 
-    def score(self, samples: Samples, num_samples: int) -> dict[str, float]:
-        """Score the weights that the model has on the first samples of a set; every rank must call it."""
-        parts = evaluation_parts(num_samples, self.batch_size, self.share)
-        batches = fetch_batches(samples, parts, workers=self.workers, device=self.accelerator.device)
+    def score(self, samples: Samples, at_most: int | None = None) -> dict[str, float]:
+        """Score a set, or its first samples; every rank must call it."""
+        accelerator, count = self.accelerator, min(len(samples), at_most or len(samples))
+        rank, processes = accelerator.process_index, accelerator.num_processes
+        parts = evaluation_parts(count, self.recipe.evaluation.batch_size, rank, processes)
+        batches = fetch_batches(samples, parts, workers=self.recipe.training.workers, device=accelerator.device)
         totals: dict[str, Tensor] = {}
         records: list[tuple[int, Any]] = []
         with evaluating(self.model):
@@ -119,19 +96,15 @@ class Evaluator:
                 records += sums_of_batch.pop("records", [])
                 for name, value in sums_of_batch.items():
                     totals[name] = totals[name] + value if name in totals else value
-        if self.share.processes > 1:
+        if processes > 1:
             from accelerate.utils import gather_object
 
-            totals = self.accelerator.reduce(totals, reduction="sum")
+            totals = accelerator.reduce(totals, reduction="sum")
             records = gather_object(records)
         # Most sums are numbers; a confusion matrix or the predictions of a whole set are not.
         sums: dict[str, Any] = {name: value.tolist() if value.dim() else float(value) for name, value in totals.items()}
         sums["records"] = [record for _, record in sorted(records, key=lambda numbered: numbered[0])]
         return self.task.metrics(sums, samples)
-
-    def evaluated_weights(self) -> contextlib.AbstractContextManager[None]:
-        """The model has the average for a while, if that is what is evaluated."""
-        return self.average.in_place() if self.average is not None else contextlib.nullcontext()
 
 
 # Conditioning
@@ -164,67 +137,55 @@ class ConditioningLog:
         self, recipe: Recipe, task: AbstractTask, plain: nn.Module, accelerator: Any, steps_per_epoch: int
     ) -> None:
         """Make it before Accelerate prepares the model: only then can it be copied."""
-        settings, num_steps = recipe.tracking, recipe.training.length.in_steps(steps_per_epoch)
-        self.settings, self.task, self.accelerator = settings, task, accelerator
-        self.jacobian = jacobian_steps(settings.jacobian_points, num_steps)
-        self.weights: frozenset[int] = frozenset()
-        """Steps at which the Jacobian, and at which only weights and attention maps, are measured."""
-        if settings.weights_every is not None:
-            every = settings.weights_every.in_steps(steps_per_epoch)
-            if num_steps // every > MOST_POINTS:
-                raise RecipeError(
-                    f"tracking.weights_every: expected at most {MOST_POINTS} measurements, found one every {every} of "
-                    f"{num_steps} steps; give a longer interval"
-                )
-            self.weights = frozenset({*range(0, num_steps + 1, every), num_steps}) - self.jacobian
-        self.steps = self.jacobian | self.weights
-        self._measures = bool(self.steps) and (accelerator.is_main_process or accelerator.is_fsdp2)
+        self.settings, self.task, self.accelerator = recipe.tracking, task, accelerator
+        num_steps, every = recipe.training.length.in_steps(steps_per_epoch), recipe.tracking.weights_every
+        self.jacobian = jacobian_steps(recipe.tracking.jacobian_points, num_steps)
+        self.weights_every = None if every is None else every.in_steps(steps_per_epoch)
+        if self.weights_every is not None and num_steps // self.weights_every > MOST_POINTS:
+            raise RecipeError(
+                f"tracking.weights_every: expected at most {MOST_POINTS} measurements, found one every "
+                f"{self.weights_every} of {num_steps} steps; give a longer interval"
+            )
+        asked = self.jacobian or self.weights_every
+        self._measures = bool(asked) and (accelerator.is_main_process or accelerator.is_fsdp2)
         rounded = accelerator.mixed_precision != "no" and not accelerator.is_fsdp2
         self._copy = copy.deepcopy(plain) if self._measures and rounded else None
-        self._tracker: ConditionTracker | None = None
         self._model: nn.Module = plain
+        self._tracker: ConditionTracker | None = None
 
-    def begin(self, model: nn.Module, step: int) -> list[dict[str, Any]]:
-        """Start with `model` as Accelerate prepared it, after `step` updates; returns the rows of step 0, if due."""
+    def begin(self, model: nn.Module, step: int) -> None:
+        """Start with `model` as Accelerate prepared it, after `step` updates."""
         self._model = model
         if not self._measures:
-            return []
+            return
         measured = unwrap(model) if self._copy is None else self._copy
-        most = max(site.num_kv_heads for site in find_attention(unwrap(measured), strict=False))
-        if self.settings.heads is not None and min(self.settings.heads) >= most:
-            raise RecipeError(f"tracking.heads: expected numbers from 0 to {most - 1}, found {self.settings.heads}")
-        probe: Any = self.task.probe(self.settings.samples)
+        settings, most = self.settings, max(site.num_kv_heads for site in find_attention(measured, strict=False))
+        if settings.heads is not None and min(settings.heads) >= most:
+            raise RecipeError(f"tracking.heads: expected numbers from 0 to {most - 1}, found {settings.heads}")
+        probe: Any = self.task.probe(settings.samples)
         if self._copy is None:
             from accelerate.utils import send_to_device
 
             probe = send_to_device(probe, self.accelerator.device)
         self._tracker = ConditionTracker(
-            measured,
-            probe,
-            every=self.jacobian,
-            weights_every=self.weights,
-            budget=None,
-            first_step=step,
-            samples=self.settings.samples,
-            heads=self.settings.heads,
+            measured, probe, every=(), heads=settings.heads, budget=None, first_step=step, samples=settings.samples
         )
-        return [point.to_json_dict() for point in self._tracker.points]
 
-    def end_at(self, step: int) -> None:
-        """Measure after this step what the end of a run is measured by."""
-        if self.settings.jacobian_points > 0:
-            self.jacobian |= {step}
-        elif self.settings.weights_every is not None:
-            self.weights |= {step}
-        self.steps = self.jacobian | self.weights
-        if self._tracker is not None:
-            self._tracker.every, self._tracker.weights_every = self.jacobian, self.weights
+    def is_due(self, step: int, *, last: bool, jacobian: bool = False) -> bool:
+        """Whether anything, or the Jacobian, is measured after this step."""
+        if step in self.jacobian or (last and self.jacobian):
+            return True
+        return not jacobian and self.weights_every is not None and (last or step % self.weights_every == 0)
 
-    def after(self, step: int) -> list[dict[str, Any]]:
-        """Rows of this step, usually none; every rank must call it after every update."""
-        if self._copy is not None and step in self.steps:
+    def measure(self, step: int, *, last: bool) -> list[dict[str, Any]]:
+        """Rows of a step at which something is due; every rank must call it."""
+        if self._tracker is None:
+            return []
+        if self._copy is not None:
             self._copy.load_state_dict(model_tensors(self._model))
-        return [] if self._tracker is None else [point.to_json_dict() for point in self._tracker.step()]
+        self._tracker.num_steps = step
+        points = self._tracker.measure_now(jacobian=self.is_due(step, last=last, jacobian=True))
+        return [point.to_json_dict() for point in points]
 
 
 FOR_TRACKERS = {"kappa_J": "pseudo_condition_number", "kappa_W_Q": "kappa_q", "kappa_W_K": "kappa_k",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -35,9 +35,6 @@ class Point:
     beta1: float | None = None
 
 
-Curve = Callable[[int], Point]
-
-
 class Constant(Settings):
     """The peak throughout, after a straight warm-up from `start`, a share of the peak."""
 
@@ -45,17 +42,12 @@ class Constant(Settings):
     warmup: Interval | None = None
     start: Fraction = 0.0
 
-    def curve(self, num_steps: int, steps_per_epoch: int) -> Curve:
-        """Points of all updates; the peak is reached with update number `warmup`."""
+    def point(self, t: int, num_steps: int, steps_per_epoch: int) -> Point:
+        """For update number t; the peak is reached with update number `warmup`."""
         warmup = self.warmup.in_steps(steps_per_epoch) if self.warmup else 0
-        length = max(1, num_steps - warmup)
-
-        def at(t: int) -> Point:
-            if t < warmup:
-                return Point(self.start + (1 - self.start) * t / warmup)
-            return Point(self.level(min(1.0, (t - warmup) / length)))
-
-        return at
+        if t < warmup:
+            return Point(self.start + (1 - self.start) * t / warmup)
+        return Point(self.level(min(1.0, (t - warmup) / max(1, num_steps - warmup))))
 
     def level(self, progress: float) -> float:
         """Share of the peak, from the end of the warm-up (0) to that of the schedule (1)."""
@@ -69,10 +61,10 @@ class Cosine(Constant):
     end: Fraction = 0.0
     cooldown: Interval | None = None
 
-    def curve(self, num_steps: int, steps_per_epoch: int) -> Curve:
-        """Points of all updates; after the last step of the cosine it stays."""
+    def point(self, t: int, num_steps: int, steps_per_epoch: int) -> Point:
+        """For update number t; after the last step of the cosine it stays."""
         cooldown = self.cooldown.in_steps(steps_per_epoch) if self.cooldown else 0
-        return super().curve(num_steps - cooldown, steps_per_epoch)
+        return super().point(t, num_steps - cooldown, steps_per_epoch)
 
     def level(self, progress: float) -> float:
         """Share of the peak."""
@@ -86,11 +78,10 @@ class Steps(Constant):
     milestones: tuple[Interval, ...]
     factor: Annotated[float, Field(gt=0, le=1)] = 0.1
 
-    def curve(self, num_steps: int, steps_per_epoch: int) -> Curve:
-        """Points of all updates."""
-        risen = super().curve(num_steps, steps_per_epoch)
-        marks = [milestone.in_steps(steps_per_epoch) for milestone in self.milestones]
-        return lambda t: Point(self.factor ** sum(t >= mark for mark in marks) * risen(t).factor)
+    def point(self, t: int, num_steps: int, steps_per_epoch: int) -> Point:
+        """For update number t."""
+        passed = sum(t >= milestone.in_steps(steps_per_epoch) for milestone in self.milestones)
+        return Point(self.factor**passed * super().point(t, num_steps, steps_per_epoch).factor)
 
 
 class OneCycle(Settings):
@@ -101,25 +92,21 @@ class OneCycle(Settings):
     anneal: Literal["cos", "linear"] = "cos"
     cycle_momentum: bool = True
 
-    def curve(self, num_steps: int, steps_per_epoch: int) -> Curve:
-        """Points of all updates."""
+    def point(self, t: int, num_steps: int, steps_per_epoch: int) -> Point:
+        """For update number t."""
         top = self.rise * num_steps - 1
+        if t <= top:
+            share = t / top if top > 0 else 1.0
+            factor, beta = self._between(1 / 25, 1.0, share), self._between(0.95, 0.85, share)
+        else:
+            share = (t - top) / max(1e-12, num_steps - 1 - top)
+            factor, beta = self._between(1.0, 1 / 25e4, share), self._between(0.85, 0.95, share)
+        return Point(factor, beta if self.cycle_momentum else None)
 
-        def between(start: float, end: float, share: float) -> float:
-            if self.anneal == "linear":
-                return (end - start) * share + start
-            return end + (start - end) / 2 * (1 + math.cos(math.pi * share))
-
-        def at(t: int) -> Point:
-            if t <= top:
-                share = t / top if top > 0 else 1.0
-                factor, beta = between(1 / 25, 1.0, share), between(0.95, 0.85, share)
-            else:
-                share = (t - top) / max(1e-12, num_steps - 1 - top)
-                factor, beta = between(1.0, 1 / 25e4, share), between(0.85, 0.95, share)
-            return Point(factor, beta if self.cycle_momentum else None)
-
-        return at
+    def _between(self, start: float, end: float, share: float) -> float:
+        if self.anneal == "linear":
+            return (end - start) * share + start
+        return end + (start - end) / 2 * (1 + math.cos(math.pi * share))
 
 
 class Triangular(Settings):
@@ -129,13 +116,11 @@ class Triangular(Settings):
     peak: Annotated[float, Field(gt=0, lt=1)] = 0.5
     begin: Fraction = 0.0
 
-    def curve(self, num_steps: int, steps_per_epoch: int) -> Curve:
-        """Points of all updates."""
+    def point(self, t: int, num_steps: int, steps_per_epoch: int) -> Point:
+        """For update number t."""
         top = self.peak * num_steps
-        # min with 1: in a run of few steps the peak lies before the first or after the last update
-        return lambda t: Point(
-            min(1.0, self.begin + (1 - self.begin) * (t + 1) / top, (num_steps - t) / (num_steps - top))
-        )
+        up, down = self.begin + (1 - self.begin) * (t + 1) / top, (num_steps - t) / (num_steps - top)
+        return Point(min(1.0, up, down))  # in a run of few steps the peak lies before the first or after the last
 
 
 ScheduleSettings = Annotated[
@@ -150,7 +135,6 @@ ScheduleSettings = Annotated[
 UNDECAYED = (*POSITIONS, "relative_position_bias_table", "cls_token", "dist_token", "distillation_token", "reg_token")
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, le=1e6)]
-Group = dict[str, Any]
 
 
 class AdamW(Settings):
@@ -166,8 +150,8 @@ class AdamW(Settings):
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         """Over the parameters of a model."""
-        groups = parameter_groups(model, self.weight_decay, self.qk_lr_factor)
-        return stretching(torch.optim.AdamW(groups, self.lr, self.betas, self.eps))
+        groups = parameter_groups(model, self.weight_decay)
+        return stretching(torch.optim.AdamW(groups, self.lr, self.betas, self.eps), model, self.qk_lr_factor)
 
 
 class Muon(AdamW):
@@ -186,77 +170,65 @@ class Muon(AdamW):
         except WellcondError as error:
             raise RecipeError(f"optimizer.name: muon, for the matrices of transformer blocks: {error}") from error
         matrices = {id(m.parameter) for m in found if m.parameter.dim() == 2 and m.parameter.requires_grad}
-        groups = parameter_groups(model, self.weight_decay, self.qk_lr_factor, apart=matrices)
-        ours = [group for group in groups if id(group["params"][0]) in matrices]
-        others = [group for group in groups if id(group["params"][0]) not in matrices]
+        ours = parameter_groups(model, self.weight_decay, lambda parameter: id(parameter) in matrices)
+        others = parameter_groups(model, self.weight_decay, lambda parameter: id(parameter) not in matrices)
         muon = torch.optim.Muon(ours, self.lr, adjust_lr_fn="match_rms_adamw")
-        return stretching(MuonAndAdamW(muon, torch.optim.AdamW(others, self.lr, self.betas, self.eps)))
+        both = MuonAndAdamW(muon, torch.optim.AdamW(others, self.lr, self.betas, self.eps))
+        return stretching(both, model, self.qk_lr_factor)
 
 
 OptimizerSettings = Annotated[AdamW | Muon, BeforeValidator(choose_by_name("optimiser", AdamW, Muon))]
 
 
 def parameter_groups(
-    model: nn.Module, weight_decay: float, qk_lr_factor: float = 1.0, apart: Container[int] = ()
-) -> list[Group]:
-    """Trainable parameters: decayed ones, then the others (biases, norms, positions, class tokens).
-
-    Parameters whose identities are in `apart` share no group with the others. With a `qk_lr_factor`, each weight that
-    holds queries or keys is a group that says which of its `rows`, on which `axis`, have that `factor`.
-    """
+    model: nn.Module, weight_decay: float, chosen: Callable[[nn.Parameter], bool] = lambda parameter: True
+) -> list[dict[str, Any]]:
+    """Trainable parameters that are chosen: decayed ones, then the others (biases, norms, positions, class tokens)."""
     named: set[str] = getattr(model, "no_weight_decay", set)()  # timm's models say which
-    faster = {} if qk_lr_factor == 1 else _query_key_rows(model)
-    groups: dict[tuple[bool, bool, int | None], Group] = {}
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and chosen(parameter):
             exempt = parameter.dim() <= 1 or name in named or any(part in name for part in UNDECAYED)
-            own = id(parameter) if id(parameter) in faster else None
-            group = {"params": [], "weight_decay": 0.0 if exempt else weight_decay}
-            if own is not None:
-                group |= {"rows": sorted(faster[own][1]), "axis": faster[own][0], "factor": qk_lr_factor}
-            groups.setdefault((exempt, id(parameter) in apart, own), group)["params"].append(parameter)
-    return [groups[key] for key in sorted(groups, key=lambda key: key[0])]
+            (others if exempt else decayed).append(parameter)
+    groups = ({"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0})
+    return [group for group in groups if group["params"]]
 
 
-def _query_key_rows(model: nn.Module) -> dict[int, tuple[int, set[int]]]:
-    """Axis and rows of the queries and keys in each weight that holds some, by its identity."""
+def stretching(optimizer: torch.optim.Optimizer, model: nn.Module, factor: float) -> torch.optim.Optimizer:
+    """Let every step move the rows of queries and keys `factor` times as far, weight decay included."""
+    if factor == 1:
+        return optimizer
     try:
         sites = find_attention(model)
     except WellcondError as error:
         raise RecipeError(f"optimizer.qk_lr_factor: {error}") from error
-    found: dict[int, tuple[int, set[int]]] = {}
+    numbers: dict[tuple[Tensor, int], set[int]] = {}
+    """Of the rows in each weight that holds some, on one of its axes."""
     for slot in (site.by_role(role) for site in sites for role in ("query", "key")):
-        _, rows = found.setdefault(id(slot.parameter), (int(slot.transposed), set()))
-        rows.update(slot.rows.flatten().tolist())
-    return found
-
-
-def stretching(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Let every step move the rows that groups name `factor` times as far, weight decay included."""
-    kept: list[tuple[Group, Tensor, Tensor]] = []
+        numbers.setdefault((slot.parameter, int(slot.transposed)), set()).update(slot.rows.flatten().tolist())
+    held = [(weight, axis, torch.tensor(sorted(rows))) for (weight, axis), rows in numbers.items()]
+    kept: list[tuple[Tensor, int, Tensor, Tensor]] = []
 
     def keep(*_: Any) -> None:
-        for group in optimizer.param_groups:
-            for weight in group["params"] if "rows" in group else ():
-                if is_distributed(weight):
-                    raise RecipeError(
-                        "optimizer.qk_lr_factor: rows of a weight that is sharded over ranks (FSDP2) cannot have a "
-                        "learning rate of their own; use DDP or one process, or qk_lr_factor: 1"
-                    )
-                rows = torch.tensor(group["rows"], device=weight.device)
-                kept.append((group, rows, weight.detach().index_select(group["axis"], rows)))
+        if any(is_distributed(weight) for group in optimizer.param_groups for weight in group["params"]):
+            raise RecipeError(
+                "optimizer.qk_lr_factor: rows of a weight that is sharded over ranks (FSDP2) cannot have a "
+                "learning rate of their own; use DDP or one process, or qk_lr_factor: 1"
+            )
+        for weight, axis, rows in held:
+            there = rows.to(weight.device)
+            kept.append((weight, axis, there, weight.detach().index_select(axis, there)))
 
     @torch.no_grad()
     def stretch(*_: Any) -> None:
-        for group, rows, before in kept:
-            [weight] = group["params"]
-            after = weight.index_select(group["axis"], rows)
-            weight.index_copy_(group["axis"], rows, before + group["factor"] * (after - before))
+        for weight, axis, rows, before in kept:
+            after = weight.index_select(axis, rows)
+            weight.index_copy_(axis, rows, before + factor * (after - before))
         kept.clear()
 
-    if any("rows" in group for group in optimizer.param_groups):
-        optimizer.register_step_pre_hook(keep)
-        optimizer.register_step_post_hook(stretch)
+    optimizer.register_step_pre_hook(keep)
+    optimizer.register_step_post_hook(stretch)
     return optimizer
 
 
@@ -276,7 +248,6 @@ class InSingle(TorchFunctionMode):
     """Casts to bfloat16 become casts to float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation with float32 in place of bfloat16."""
         widened = {name: torch.float32 if value is torch.bfloat16 else value for name, value in (kwargs or {}).items()}
         return func(*args, **widened)
 
@@ -285,21 +256,15 @@ class MuonAndAdamW(torch.optim.Optimizer):
     """Both as one, whose groups and state are here, for checkpoints."""
 
     def __init__(self, muon: torch.optim.Optimizer, adamw: torch.optim.Optimizer) -> None:
-        """Take over the groups of both."""
         self._muon, self._adamw = muon, adamw
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
-        self.__setstate__({})
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Let both optimisers work on this one's groups and state, as loaded from a checkpoint."""
-        super().__setstate__(state)
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update by both, each with its groups and the state of all, which may have been loaded since."""
+        loss = None if closure is None else closure()
         number = len(self._muon.param_groups)
         self._muon.param_groups, self._adamw.param_groups = self.param_groups[:number], self.param_groups[number:]
         self._muon.state = self._adamw.state = self.state
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update."""
-        loss = None if closure is None else closure()
         # torch's Muon iterates in bfloat16: slow on a processor, and fatal on one that offers AMX without allowing it.
         on_cpu = all(weight.device.type == "cpu" for group in self._muon.param_groups for weight in group["params"])
         with InSingle() if on_cpu else contextlib.nullcontext():

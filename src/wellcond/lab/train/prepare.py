@@ -107,13 +107,11 @@ def prepare_model(
             "is scale-true, or default(library=true)"
         )
 
-    def check() -> None:
-        _check_takes(model, task, settings.name)
-
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "model"))
         needed = task.model_arguments(settings.name.partition(":")[0])
         model = _build(name, settings.arguments, task, local_code, needed)
+        check = functools.partial(_check_takes, model, task, settings.name)
         if settings.norms != "keep":
             remove_norms_(model, settings.norms, check)
         check()

@@ -23,7 +23,6 @@ from wellcond.lab.recipe import Recipe, config_hash, differences, override_recip
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask
 from wellcond.lab.train.engine import Engine, Interrupted, Observer
-from wellcond.lab.train.evaluate import find_test_set
 from wellcond.lab.train.length import Diverged, RunClock, StopFlag, peak_memory, reset_peak_memory
 from wellcond.lab.train.prepare import make_accelerator, prepare_model, prepare_task
 from wellcond.lab.train.run_folder import RunError, RunFolder
@@ -48,7 +47,6 @@ class Job:
     """Number of concurrent runs of the comparison, including this one."""
 
     def __post_init__(self) -> None:
-        """Apply the overrides of the method."""
         object.__setattr__(self, "recipe", override_recipe(self.recipe, self.method))
 
     @property
@@ -85,16 +83,15 @@ def run_job(job: Job, observer: Observer = lambda event: None, *, stop: StopFlag
 
 def _lock(folder: RunFolder, accelerator: Any, held: contextlib.ExitStack) -> None:
     """Lock the folder on rank 0; RunError, on every rank, if it cannot be used."""
+    from accelerate.utils import broadcast_object_list
+
     problem = None
     if accelerator.is_main_process:
         try:
             held.enter_context(folder.opened(patience=5))  # what was killed a moment ago may still be ending
         except RunError as error:
             problem = error
-    if accelerator.num_processes > 1:
-        from accelerate.utils import broadcast_object_list
-
-        [problem] = broadcast_object_list([problem])
+    [problem] = broadcast_object_list([problem])
     if problem is not None:
         raise problem
 
@@ -121,13 +118,12 @@ class Session:
     """One process's session of one run."""
 
     def __init__(self, job: Job, folder: RunFolder, accelerator: Any, observer: Observer) -> None:
-        """Begin the record and the clock."""
         self.job, self.folder, self.accelerator, self.observer = job, folder, accelerator, observer
         self.clock = RunClock(accelerator.device)
         self.engine: Engine | None = None
-        config, former = job.config, folder.read_record() or {}
+        config = job.config
         self.record: dict[str, Any] = {"final": None, "best": None, "sessions": []}
-        self.record |= former  # until this session replaces it
+        self.record |= folder.read_record() or {}  # until this session replaces it
         self.record |= {
             "schema": SCHEMA,
             "kind": "wellcond-run",
@@ -157,12 +153,14 @@ class Session:
         except KeyboardInterrupt:
             self._close("interrupted", "stopped at once; run the same command to resume from the last checkpoint")
             raise
-        except WellcondError as error:
-            self._fail(str(error))
-            raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            self._fail(reason)
+            expected = isinstance(error, WellcondError)
+            reason = str(error) if expected else f"{type(error).__name__}: {error}"
+            self.record |= {"status": "failed", "reason": reason}
+            with contextlib.suppress(RunError):  # on a full disk the record cannot be written either
+                self.write()
+            if expected:
+                raise
             details = f"\n{traceback.format_exc()}" if os.environ.get(DEBUG_VARIABLE) else ""
             raise RunError(f"{self.job.title} failed: {reason}; wellcond --debug shows where{details}") from error
 
@@ -196,7 +194,7 @@ class Session:
         return engine
 
     def _describe_task(self, task: AbstractTask) -> None:
-        """Metric, data and tokeniser; raises RunError if an earlier session had another tokeniser."""
+        """Metric, data and tokeniser; RunError if an earlier session had another one, RecipeError without test data."""
         if task.tokenizer is not None:
             found = task.tokenizer.fingerprint
             former = self.record.get("tokenizer", {}).get("fingerprint", found)
@@ -206,15 +204,20 @@ class Session:
                     f"{found}. Restore the tokeniser's file, or the text it was trained on, or give another folder"
                 )
             self.record["tokenizer"] = {"fingerprint": found, "vocabulary_size": task.tokenizer.vocabulary_size}
-        tested = find_test_set(self.job.recipe, task)
+        wanted, data = self.job.recipe.evaluation.test, task.data
+        if wanted is not None and not task.test:
+            raise RecipeError(
+                f"evaluation.test: {wanted} needs a labelled split named test, which {data.name} does not have here. "
+                "Give other data, or evaluation.test=null: results are then those on the evaluation set"
+            )
         self.record["metric"] = asdict(task.metric)
         self.record["data"] = {
-            "name": task.data.name,
+            "name": data.name,
             "train": len(task.train),
             "evaluation": len(task.evaluation),
-            **({} if tested is None else {"test": len(tested)}),
-            "description": task.data.description,
-            "fingerprint": fingerprint(task.data),
+            **({"test": len(task.test)} if wanted is not None and task.test else {}),
+            "description": data.description,
+            "fingerprint": fingerprint(data),
         }
 
     def _close(self, status: str, reason: str = "") -> dict[str, Any]:
@@ -224,11 +227,6 @@ class Session:
             tracker.finish()
         self.observer({"event": "end", "record": self.record, "repeated": False})
         return self.record
-
-    def _fail(self, reason: str) -> None:
-        self.record |= {"status": "failed", "reason": reason}
-        with contextlib.suppress(RunError):  # on a full disk the record cannot be written either
-            self.write()
 
     def write(self) -> None:
         """Update the record and write it on rank 0."""
@@ -248,8 +246,6 @@ class Session:
                 "samples_per_second": engine.full_updates * engine.plan.batch_size / max(seconds["training"], 1e-9),
                 "seconds_per_step": seconds["training"] / max(1, state.step),
             }
-            results = {"test": engine.test, "samples": engine.samples}
-            self.record |= {name: value for name, value in results.items() if value}
             if self.record["sessions"]:  # it shares the machine once other processes have been seen
                 self.record["sessions"][-1]["alone"] &= has_free_cores()
         self.record |= {"seconds": seconds, "peak_memory_bytes": peak_memory(self.accelerator.device)}

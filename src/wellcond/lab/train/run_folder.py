@@ -37,17 +37,13 @@ class RunFolder:
     """Files of one run."""
 
     def __init__(self, path: Path) -> None:
-        """The folder is created when it is opened."""
         self.path = path
         self._logs: dict[str, tuple[int, hashlib._Hash]] = {}
         """Length and checksum of each log that was written or truncated."""
 
     @contextlib.contextmanager
     def opened(self, patience: float = 0) -> Iterator[RunFolder]:
-        """Create the folder and lock it (FolderInUse if another process has, for so many seconds of `patience`).
-
-        The lock does not outlive a kill.
-        """
+        """Create and lock the folder; FolderInUse if another process has it for longer than `patience`, in seconds."""
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             check_links(self.path)
