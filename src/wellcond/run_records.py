@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 from wellcond.files import to_json
@@ -44,6 +45,26 @@ def checksum(record: dict[str, Any]) -> str:
     content = {key: value for key, value in record.items() if key != CHECKSUM}
     as_read = json.loads(to_json(content))
     return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode("ascii")).hexdigest()
+
+
+def read_record(path: Path, kind: str) -> dict[str, Any]:
+    """A record of a kind, without its checksum.
+
+    Raises: OSError; ValueError for anything else, for a record that was changed or is of another version of wellcond,
+        and for one of a run with scores that cannot be.
+    """
+    try:
+        record = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not readable JSON ({error})") from error
+    if not isinstance(record, dict) or record.get("kind", kind) != kind:
+        raise ValueError(f"expected a record of kind {kind!r}, found something else")
+    if record.get("schema") != SCHEMA:
+        found = f"found {record.get('schema')!r}: it is of another version of wellcond, which can read it"
+        raise ValueError(f"expected schema {SCHEMA}, {found}")
+    if problem := find_problem(record) if kind == "wellcond-run" else find_change(record):
+        raise ValueError(problem)
+    return {key: value for key, value in record.items() if key != CHECKSUM}
 
 
 def find_problem(record: dict[str, Any]) -> str:

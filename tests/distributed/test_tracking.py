@@ -6,7 +6,7 @@ import torch
 import wellcond as wc
 from distributed.models import TOKENS, WRAPPERS, blocks_of, build, gather, loss_of, probe_of
 from distributed.processes import rank, run_on_two
-from wellcond.attention.distributed import any_distributed, is_held_together
+from wellcond.attention.distributed import any_distributed, is_sharded
 
 pytestmark = pytest.mark.processes
 
@@ -109,7 +109,7 @@ def after_an_evaluation():
     model = WRAPPERS["fsdp at once"](build("vit"))
     with torch.no_grad():
         loss_of(model)
-    held = [any_distributed(model), is_held_together(model)]
+    held = [any_distributed(model), is_sharded(model)]
     tracker = wc.ConditionTracker(model, probe_of(model), every=1, budget=None)
     train(model, 2, tracker)
     return {"steps": sorted({point.step for point in tracker.points}), "held": held}

@@ -103,8 +103,8 @@ def any_distributed(model: nn.Module) -> bool:
     return any(is_distributed(parameter) for parameter in model.parameters())
 
 
-def is_held_together(model: nn.Module) -> bool:
-    """Whether several processes hold a model, also while FSDP2 has put whole weights in place; the same on each."""
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a model is sharded over ranks, also while FSDP2 has put whole weights in place; the same on every rank."""
     return bool(fsdp_modules(model)) or any_distributed(model)
 
 

@@ -78,7 +78,7 @@ def _root(
         os.environ[DEBUG_VARIABLE] = "1"
 
 
-def is_first_process() -> bool:
+def is_rank_zero() -> bool:
     """Whether this process may print; `torchrun` and `accelerate launch` start several."""
     return os.environ.get("RANK", "0") == "0"
 

@@ -204,7 +204,7 @@ def glue(
     plan = plan_glue(run, tasks=chosen, limit=limit, cpu=cpu)
     with runs.training_in(run):
         outcome = runs.run_jobs(plan, at_once, quiet=quiet, glue=True)
-    if cli.is_first_process() and outcome.records:
+    if cli.is_rank_zero() and outcome.records:
         page = rebuild_glue(run)
         if not quiet:
             print_tables([scores_table(load_glue(run))], f"tables: {page}")

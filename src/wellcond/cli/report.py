@@ -114,7 +114,7 @@ def reproduce(
         for study in plan.studies:
             if study.missing and not any(outcome.interrupted for outcome in outcomes):
                 outcomes += _run_study(study, at_once, cpu=cpu, silent=quiet or json)
-    if cli.is_first_process():
+    if cli.is_rank_zero():
         collection = None if entry.kind == "static" else Collection(home)
         tables = write_outcome(known, plan.entry, scale, collection, home / known)
         _show(tables, as_json=json, quiet=quiet, end=f"written: {home / known / f'{known}.md'}")
@@ -134,7 +134,7 @@ def _run_study(study: PlannedStudy, at_once: int | None, *, cpu: bool, silent: b
     if study.glue_folders and not outcomes[0].interrupted:
         plan = plan_glue(study.folder, base=study.jobs[0].base, cpu=cpu)
         outcomes.append(run_jobs(plan, at_once, quiet=silent, glue=True))
-        if cli.is_first_process() and outcomes[1].records:
+        if cli.is_rank_zero() and outcomes[1].records:
             rebuild_glue(study.folder)
     for outcome, count in zip(outcomes, (len(study.jobs), len(study.glue_folders)), strict=False):
         if not silent:

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import TimeRemainingColumn as TimeLeft
 
-from wellcond.cli.app import OptionError, is_first_process
+from wellcond.cli.app import OptionError, is_rank_zero
 from wellcond.cli.console import make_console
 from wellcond.cli.report import print_report
 from wellcond.errors import WellcondError
@@ -85,7 +85,7 @@ def run_jobs(
 
     Both are on standard error, so that standard output stays for results.
     """
-    console = Console(stderr=True, quiet=quiet or not is_first_process())
+    console = Console(stderr=True, quiet=quiet or not is_rank_zero())
     tell = functools.partial(console.print, highlight=False, soft_wrap=True)
     texts = TextColumn("{task.description}"), TextColumn("{task.fields[said]}")
     columns = texts[0], BarColumn(bar_width=24), MofNCompleteColumn(), texts[1], TimeElapsedColumn(), TimeLeft()
@@ -140,13 +140,13 @@ def _metric(row: dict[str, Any]) -> str:
 
 def exit_code(outcome: Outcome) -> int:
     """130 if the user stopped it, which the first process alone says; 1 if a run failed, else 0."""
-    return 130 if outcome.interrupted and is_first_process() else int(bool(outcome.failures))
+    return 130 if outcome.interrupted and is_rank_zero() else int(bool(outcome.failures))
 
 
 def tell_end(outcome: Outcome, num_jobs: int, *, as_json: bool = False, **more: Any) -> int:
     """Say what failed and what is left, or print every run, and `more`, as JSON; returns the exit code."""
     out = make_console()
-    if as_json and is_first_process():
+    if as_json and is_rank_zero():
         shown = ("method", "seed", "status", "reason", "final", "best", "test", "seconds", "config_hash")
         rows = [{name: record[name] for name in shown if name in record} for record in outcome.records]
         rows += [
@@ -154,7 +154,7 @@ def tell_end(outcome: Outcome, num_jobs: int, *, as_json: bool = False, **more: 
             for job, problem in outcome.failures
         ]
         print(to_json({"runs": rows, "interrupted": outcome.interrupted, **more}, indent=1))
-    elif is_first_process():
+    elif is_rank_zero():
         for _, problem in outcome.failures:
             out.print(f"[red]failed:[/] {escape(problem)}", soft_wrap=True)
         if outcome.interrupted:
@@ -176,7 +176,7 @@ def training_in(folder: Path) -> Iterator[None]:
         if in_a_group():
             torch.distributed.barrier()  # nobody leaves while another process still waits for an answer
     except WellcondError:
-        if missing and is_first_process():
+        if missing and is_rank_zero():
             with contextlib.suppress(FolderInUse, OSError), contextlib.ExitStack() as locks:
                 files = [path for path in missing[-1].rglob("*") if path.is_file()]
                 for lock in [path for path in files if path.name == "lock"]:
@@ -212,7 +212,7 @@ class Comparison:
     """Of the last call of `run`."""
 
     def __post_init__(self) -> None:
-        self.silent |= not is_first_process()
+        self.silent |= not is_rank_zero()
 
     def plan(self, methods: Sequence[MethodSettings]) -> list[Job]:
         """Every run; raises RecipeError."""
@@ -220,7 +220,7 @@ class Comparison:
 
     def describe(self) -> None:
         """Write comparison.json; raises RunError if the folder holds another comparison."""
-        if is_first_process():
+        if is_rank_zero():
             write_comparison(self.folder, self.recipe, self.methods, self.seeds)
 
     def say(self, *lines: str) -> None:
@@ -285,7 +285,7 @@ class Comparison:
     def _end(self, outcome: Outcome, **more: Any) -> int:
         """Say what became of the runs; build and print the report, if it is wanted; returns the exit code."""
         code = tell_end(outcome, self.num_jobs, as_json=self.as_json, **more)
-        if self.report and is_first_process() and any(record["final"] for record in outcome.records):
+        if self.report and is_rank_zero() and any(record["final"] for record in outcome.records):
             print_report(self.folder, quiet=self.silent)
         return code
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from wellcond.attention.distributed import is_held_together, reshard_, unwrap
+from wellcond.attention.distributed import is_sharded, reshard_, unwrap
 from wellcond.attention.effective import is_conditioned
 from wellcond.conditioning.apply import folded
 from wellcond.conditioning.effective_state import split_state
@@ -185,7 +185,7 @@ class WellcondCallback(pl.Callback):
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Export: now, because callbacks that average weights put the average in place when training ends."""
-        if self.export is not None and (trainer.is_global_zero or is_held_together(pl_module)):
+        if self.export is not None and (trainer.is_global_zero or is_sharded(pl_module)):
             export(pl_module, self.export, network=self.network)
 
     def state_dict(self) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def export(pl_module: nn.Module, path: str | os.PathLike[str], *, network: str =
 
 def _save_effective(pl_module: Any, checkpoint: dict[str, Any]) -> None:
     type(pl_module).on_save_checkpoint(pl_module, checkpoint)
-    if is_held_together(pl_module):
+    if is_sharded(pl_module):
         return  # a strategy that shards loads weights before it asks anybody: they must be those to resume from
     if is_conditioned(pl_module):
         effective, resume = split_state(pl_module, checkpoint["state_dict"])

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from wellcond.attention.distributed import gather_model, is_held_together, reshard_, unwrap
+from wellcond.attention.distributed import gather_model, is_sharded, reshard_, unwrap
 from wellcond.attention.effective import is_conditioned
 from wellcond.conditioning.apply import folded
 from wellcond.conditioning.effective_state import save_pretrained
@@ -105,7 +105,7 @@ def export(trained: nn.Module | Trainer, folder: str | os.PathLike[str]) -> None
         )
     reshard_(model)
     with folded(model) if is_conditioned(model) else contextlib.nullcontext():
-        if not is_held_together(model):
+        if not is_sharded(model):
             type(model).save_pretrained(model, folder)
         elif state := gather_model(model):
             type(model).save_pretrained(model, folder, state_dict=state)
@@ -223,7 +223,7 @@ class WellcondCallback(TrainerCallback):
         """Log what is left, and export."""
         self._close(parts["model"])
         self._log(state)
-        if self.export_folder is not None and (state.is_world_process_zero or is_held_together(unwrap(parts["model"]))):
+        if self.export_folder is not None and (state.is_world_process_zero or is_sharded(unwrap(parts["model"]))):
             trainer = self._trainer() if self._trainer is not None else None
             export(trainer or parts["model"], Path(args.output_dir, self.export_folder))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from wellcond.errors import WellcondError
 from wellcond.lab.report.table import MISSING, number, show
-from wellcond.run_records import CHECKSUM, COMPLETE, SCHEMA, find_change, find_problem, matches
+from wellcond.run_records import COMPLETE, find_problem, matches, read_record
 
 Rows = list[dict[str, Any]]
 Keys = tuple[str, ...]
@@ -49,11 +49,11 @@ class RunRecordError(WellcondError, ValueError):
 
 @dataclass(frozen=True)
 class Metric:
-    """What the runs of a comparison are judged by."""
+    """The number that a task and its runs are judged by."""
 
     name: str
-    higher_is_better: bool
-    percent: bool
+    higher_is_better: bool = True
+    percent: bool = False
     """Stored as a fraction, shown times 100."""
 
     @classmethod
@@ -75,6 +75,10 @@ class Metric:
     def label(self) -> str:
         """Name with unit, for an axis."""
         return f"{self.name} (%)" if self.percent else self.name
+
+    def is_better(self, a: float, b: float) -> bool:
+        """Whether a is better than b."""
+        return a > b if self.higher_is_better else a < b
 
     @property
     def better(self) -> str:
@@ -278,17 +282,9 @@ def read_json(path: Path, kind: str) -> dict[str, Any]:
     is_run = kind == "wellcond-run"
     advice = REPEAT.format(path.parent) if is_run else f"Restore it, or delete {path} and repeat what wrote it."
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise RunRecordError(path, f"is not readable JSON ({error})", advice) from error
-    if not isinstance(record, dict) or record.get("kind", kind) != kind:
-        raise RunRecordError(path, f"expected a record of kind {kind!r}", advice)
-    if record.get("schema") != SCHEMA:
-        said = f"expected schema {SCHEMA}, found {record.get('schema')!r}"
-        raise RunRecordError(path, said, "It is of another version of wellcond: use that version, or repeat the run.")
-    if problem := find_problem(record) if is_run else find_change(record):
-        raise RunRecordError(path, problem, advice)
-    record.pop(CHECKSUM, None)
+        record = read_record(path, kind)
+    except (OSError, ValueError) as error:
+        raise RunRecordError(path, str(error), advice) from error
     # Generated samples may hold anything; their pages show each such character by its number.
     return {key: value if key == "samples" else _without_controls(value) for key, value in record.items()}
 

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from wellcond.lab.data.base import Data, Dataset
 from wellcond.lab.models.changes import Norms
+from wellcond.lab.report.records import Metric
 from wellcond.lab.settings import Fraction, RecipeError, Settings
 from wellcond.lab.tokenizers import Tokenizer
 
@@ -28,20 +29,6 @@ Keys = Sequence[SampleKey]
 EVALUATION = -1
 IGNORED = -100
 """Label that is not scored, as in `cross_entropy`."""
-
-
-@dataclass(frozen=True)
-class Metric:
-    """The number a task is judged by."""
-
-    name: str
-    higher_is_better: bool = True
-    percent: bool = False
-    """A share that is shown times 100."""
-
-    def better(self, a: float, b: float) -> bool:
-        """Whether a is better than b."""
-        return a > b if self.higher_is_better else a < b
 
 
 class Samples(ABC):

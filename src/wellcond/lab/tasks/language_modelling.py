@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
-from wellcond.attention.distributed import is_held_together
+from wellcond.attention.distributed import is_sharded
 from wellcond.attention.effective import is_conditioned
 from wellcond.conditioning.apply import folded
 from wellcond.lab.data.text import TokenStream, open_token_stream
@@ -199,7 +199,7 @@ def generate_text(
     generator = torch.Generator().manual_seed(0)
     tokens = list(given)
     # Every token is a forward pass, in which a correction would be computed again.
-    folding = is_conditioned(model) and not is_held_together(model)
+    folding = is_conditioned(model) and not is_sharded(model)
     with evaluating(model), folded(model) if folding else contextlib.nullcontext():
         for _ in range(num_tokens):
             output = model(input_ids=torch.tensor([tokens[-context:]], device=device), use_cache=False)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from wellcond.attention.distributed import is_held_together, reshard_, unwrap, whole
+from wellcond.attention.distributed import is_sharded, reshard_, unwrap, whole
 from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite
 from wellcond.lab.seeding import derive, seed_device
@@ -80,7 +80,7 @@ class Engine:
         self.evaluator = Evaluator(recipe, task, self.model, accelerator)
         self.planned_steps, self.learning_rate = self.num_steps, 0.0
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.sharded = is_held_together(unwrap(self.model))
+        self.sharded = is_sharded(unwrap(self.model))
         self.sites = [] if self.sharded else find_attention(unwrap(self.model), strict=False)
         self._losses: list[Tensor] = []
         self.newest_loss: float | None = None
@@ -299,7 +299,7 @@ class Engine:
             check_loss(values["loss"], self.state.step)
             self.state.final = row
             name = self.task.metric.name
-            if self.state.best is None or self.task.metric.better(row[name], self.state.best[name]):
+            if self.state.best is None or self.task.metric.is_better(row[name], self.state.best[name]):
                 self.state.best = row
                 if self.wants_best:
                     self._keep_best(checkpoint.model_tensors(self.model))

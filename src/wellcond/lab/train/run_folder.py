@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from filelock import FileLock, Timeout
 
 from wellcond.errors import WellcondError
 from wellcond.files import to_json, write_atomically
-from wellcond.run_records import CHECKSUM, LOGS, SCHEMA, find_change, find_problem, log_mark, seal
+from wellcond.run_records import LOGS, log_mark, read_record, seal
 
 EMPTY = log_mark(0, hashlib.sha256())
 
@@ -114,18 +113,13 @@ def write_sealed(path: Path, record: dict[str, Any]) -> None:
 
 def read_sealed(path: Path, kind: str, advice: str, needed: Iterable[str] = ()) -> dict[str, Any]:
     """A record of a kind with the fields needed; RunError with the advice if it is anything else, or was changed."""
-    problem = f"expected a record of kind {kind} and schema {SCHEMA}, found something else"
     try:
-        record = json.loads(path.read_text("utf-8"))
-        if isinstance(record, dict) and (record.get("kind"), record.get("schema")) == (kind, SCHEMA):
-            missing = ", ".join(sorted(set(needed) - set(record)))
-            changed = find_problem(record) if kind == "wellcond-run" else find_change(record)
-            problem = f"{missing} missing" if missing else changed
-    except (ValueError, RecursionError) as error:
-        problem = f"is not JSON ({error})"
-    if problem:
-        raise RunError(f"{path}: {problem}\n  {advice}")
-    return {key: value for key, value in record.items() if key != CHECKSUM}
+        record = read_record(path, kind)
+        if missing := ", ".join(sorted(set(needed) - set(record))):
+            raise ValueError(f"{missing} missing")
+        return record
+    except ValueError as error:
+        raise RunError(f"{path}: {error}\n  {advice}") from error
 
 
 def check_links(folder: Path) -> None:
