@@ -104,7 +104,7 @@ def any_distributed(model: nn.Module) -> bool:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether a model is sharded over ranks, also while FSDP2 has put whole weights in place; the same on every rank."""
+    """Whether a model is sharded over ranks, also while FSDP2 has put whole weights in place; alike on every rank."""
     return bool(fsdp_modules(model)) or any_distributed(model)
 
 

@@ -1,3 +1,5 @@
+import bz2
+import gzip
 import json
 import os
 import pickle
@@ -36,6 +38,17 @@ def test_own_files_need_a_path_and_two_column_names(tmp_path, suffix):
     assert pickle.loads(pickle.dumps(bundle.train))[3] == bundle.train[3]
     # Nothing is written beside the data.
     assert sorted(os.listdir(tmp_path)) == [f"a.{suffix}", f"b.{suffix}"]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl.gz", "csv.gz", "tsv.bz2", "csv.zst"])
+def test_compressed_files_are_read_like_plain_ones(tmp_path, suffix):
+    import zstandard
+
+    compress = {"gz": gzip.compress, "bz2": bz2.compress, "zst": zstandard.ZstdCompressor().compress}
+    plain = write_rows(tmp_path / f"plain.{suffix.split('.')[0]}")
+    (tmp_path / f"a.{suffix}").write_bytes(compress[suffix.split(".")[1]](plain.read_bytes()))
+    bundle = load(tmp_path, source="files", train=f"a.{suffix}", evaluation=plain.name, **NAMED)
+    assert [bundle.train[i] for i in range(10)] == [bundle.evaluation[i] for i in range(10)]
 
 
 def test_own_files_are_memory_mapped_in_the_cache_folder(tmp_path, cache_folder):

@@ -251,7 +251,9 @@ def read_table(files: list[Path]) -> Table:
 
 def _read_header(file: Path, separator: str) -> list[str]:
     """Column names of a CSV file; pandas would take a surplus first value for the name of the row."""
-    with file.open(newline="", encoding="utf-8-sig") as stream:
+    import fsspec  # of `datasets`
+
+    with fsspec.open(str(file), "rt", compression="infer", newline="", encoding="utf-8-sig") as stream:
         rows = (row for row in csv.reader(stream, delimiter=separator) if row)
         header, first = next(rows, []), next(rows, [])
     if len(first) != len(header):
