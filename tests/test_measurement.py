@@ -18,7 +18,7 @@ from wellcond.jacobian.capture.forms import captured_form
 from wellcond.jacobian.generic.head import GenericHead
 from wellcond.jacobian.plain import WideForm, dense_jacobian
 from wellcond.jacobian.spectrum import form_spectrum
-from wellcond.lab.report.measurement_page import ReportDataError, render_measurement
+from wellcond.pages.measurement import ReportDataError, render_measurement
 from wellcond.theory import papers_bound
 
 X = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))

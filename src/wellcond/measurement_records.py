@@ -240,6 +240,15 @@ class MeasurementReport:
                 )
         return "\n".join(lines)
 
+    def to_html(self) -> str:
+        """One self-contained page, without scripts: heads, weights, spectra, and what to be careful about.
+
+        Raises: ValueError without Jacobians; MissingExtraError if jinja2 is not installed.
+        """
+        from wellcond.pages.measurement import render_measurement
+
+        return render_measurement(self.to_dict())
+
     def to_frame(self) -> Any:
         """One row per head as a `pandas.DataFrame`, names as in `TrackPoint`; `attrs` say what was measured and how.
 

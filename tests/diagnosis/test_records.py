@@ -1,3 +1,4 @@
+
 """The record of a diagnosis: JSON, text, page; which models it reads; and what it leaves as it was."""
 
 import dataclasses

@@ -401,7 +401,6 @@ def test_a_missing_package_names_its_install_line(usual, monkeypatch, package):
     for name in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    environment.cache_clear()
     with pytest.raises(MissingExtraError, match=rf"{package}.*wellcond\[report\]"):
         if package == "matplotlib":
             draw_static(build_figures(usual)[0])

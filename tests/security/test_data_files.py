@@ -214,7 +214,7 @@ def test_nesting_in_a_record_is_an_error_that_names_the_file(name, tmp_path):
     with pytest.raises(WellcondError, match=name.rpartition("/")[2].replace(".", r"\.")):
         build_report(folder)
     if name.endswith("run.json"):
-        with pytest.raises(WellcondError, match=r"run\.json:? is not JSON"):
+        with pytest.raises(WellcondError, match=r"run\.json: is not readable JSON"):
             RunFolder((folder / name).parent).read_record()
 
 

@@ -16,11 +16,11 @@ from report.test_glue import write_score
 from wellcond.cli.report import print_report
 from wellcond.lab.report.analysis import analyse
 from wellcond.lab.report.glue import rebuild_glue
-from wellcond.lab.report.measurement_page import render_measurement
 from wellcond.lab.report.page import build_report, gather, render_markdown, render_page
 from wellcond.lab.report.plots import draw_static
 from wellcond.lab.report.table import plain_markdown
 from wellcond.lab.reproduce.claims import OTHERS, Claim, Judged, Verdict, claims_markdown
+from wellcond.pages.measurement import render_measurement
 
 TEXTS = {
     "script": "</script><script>alert(1)</script>",

@@ -88,7 +88,6 @@ def measure(
     from wellcond.attention.find import scan_attention
     from wellcond.cli.checkpoints import build_loaded
     from wellcond.cli.inputs import make_batch
-    from wellcond.lab.report.measurement_page import render_measurement
     from wellcond.measurement import measure
 
     built = build_loaded(model, arguments, weights, seed)
@@ -110,7 +109,7 @@ def measure(
     for refusal in scan_attention(built).refusals:
         print(f"not understood: {refusal}")
     _write(output, lambda: report.to_json() + "\n")
-    _write(html, lambda: render_measurement(report.to_dict()))
+    _write(html, report.to_html)
 
 
 def _write(path: Path | None, make: Callable[[], str], *, err: bool = False) -> None:

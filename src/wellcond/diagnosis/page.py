@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from wellcond.diagnosis.records import SEVERITIES, Diagnosis, LayerFacts
 from wellcond.diagnosis.text import COLUMNS, heading, legend, mark, show_number
-from wellcond.errors import needs_extra
+from wellcond.pages import environment
 
 ABOUT = {
     "projection-scale": ("scale_q", "scale_k", "scale_v"),
@@ -24,26 +22,24 @@ def render_diagnosis(diagnosis: Diagnosis) -> str:
 
     Raises: MissingExtraError if jinja2 is not installed.
     """
-    with needs_extra("jinja2", "report"):
-        import jinja2
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
     *facts, _, summary = heading(diagnosis)
     shown = {
         title: name
         for title, name in COLUMNS.items()
         if any(getattr(layer, name) is not None for layer in diagnosis.layers)
     }
-    return environment.get_template("page.html").render(
-        diagnosis=diagnosis,
-        facts=[fact.split(": ", 1) for fact in facts],
-        summary=summary,
-        severities=SEVERITIES,
-        columns=[TITLES.get(title, title) for title in shown],
-        rows=[_row(diagnosis, layer, list(shown.values())) for layer in diagnosis.layers],
-        legend=legend(diagnosis, shown),
+    return (
+        environment()
+        .get_template("diagnosis.html")
+        .render(
+            diagnosis=diagnosis,
+            facts=[fact.split(": ", 1) for fact in facts],
+            summary=summary,
+            severities=SEVERITIES,
+            columns=[TITLES.get(title, title) for title in shown],
+            rows=[_row(diagnosis, layer, list(shown.values())) for layer in diagnosis.layers],
+            legend=legend(diagnosis, shown),
+        )
     )
 
 

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wellcond import pages
 from wellcond.errors import needs_extra
 from wellcond.files import write_atomically
 from wellcond.lab.report.analysis import Analysis, analyse, bottom_line, find_findings
 from wellcond.lab.report.figures import Figure, build_figures, write_csv
 from wellcond.lab.report.load_runs import Comparison, load_comparisons
-from wellcond.lab.report.plots import NUM_COLOURS, asset, draw_static, plots
+from wellcond.lab.report.plots import NUM_COLOURS, draw_static, plots
 from wellcond.lab.report.records import RunRecordError, leaves_of
 from wellcond.lab.report.samples import detections_markdown, find_pictures, find_samples, samples_markdown
 from wellcond.lab.report.table import (
@@ -195,8 +195,8 @@ def render_page(content: Content) -> str:
         for title, names in TABS.items()
     }
     has_more = {"Samples": bool(content.samples), "Detections": bool(content.pictures)}
-    return render(
-        "comparison.html", comparison=content.analysis.comparison, facts=_facts(content.analysis.comparison),
+    return environment().get_template("comparison.html").render(
+        comparison=content.analysis.comparison, facts=_facts(content.analysis.comparison),
         bottom_line=bottom_line(content.analysis), findings=find_findings(content.analysis), content=content,
         tabs={title: shown for title, shown in tabs.items() if any(shown) or has_more.get(title)},
         drawings={f"{figure.name}-{at}": plot for figure, listed in drawn for at, (_, plot) in enumerate(listed)},
@@ -204,22 +204,9 @@ def render_page(content: Content) -> str:
     )  # fmt: skip
 
 
-def render(template: str, **context: Any) -> str:
-    """Text of a page from one of the `templates`, which escapes all that it shows."""
-    return environment().get_template(template).render(**context)
-
-
-@cache
 def environment() -> Environment:
-    """Where templates are found and how they are read."""
-    with needs_extra("jinja2", "report"):
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-        from markupsafe import Markup
-    made = Environment(
-        loader=PackageLoader("wellcond.lab.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
-    made.globals["asset"] = lambda name: Markup(asset(name))
+    """How the templates of this package are read."""
+    made = pages.environment("wellcond.lab.report")
     made.filters |= {"visible": visible, "px": lambda value: f"{value:.6g}"}
     made.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return made

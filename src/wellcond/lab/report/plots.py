@@ -19,6 +19,7 @@ from typing import Any
 from wellcond.errors import needs_extra
 from wellcond.lab.report.figures import BUDGET, HIGH, HIGH_END, LOW, LOW_END, MEAN, Figure, Panel
 from wellcond.lab.report.table import cut
+from wellcond.pages import style
 
 NUM_COLOURS = 10
 LARGEST_POWER = 307
@@ -37,11 +38,6 @@ SETTINGS: Any = {
 CHARACTER = 0.075
 """Width of one in inches."""
 Plot = dict[str, Any]
-
-
-def asset(name: str) -> str:
-    """Text of a style sheet or script of this package, which becomes part of a page."""
-    return (resources.files("wellcond.lab.report") / "templates" / name).read_text("utf-8")
 
 
 def plots(figure: Figure) -> list[tuple[str, Plot]]:
@@ -223,7 +219,8 @@ def _tidy(text: str) -> str:
 @cache
 def _palette() -> dict[str, str]:
     """Colours of the light scheme by name, as the style sheets have them."""
-    found = re.findall(r"--(\w+):(#\w{6})", asset("style.css") + asset("comparison.css"))
+    own = (resources.files("wellcond.lab.report") / "templates" / "comparison.css").read_text("utf-8")
+    found = re.findall(r"--(\w+):(#\w{6})", style() + own)
     return dict(reversed(found))
 
 

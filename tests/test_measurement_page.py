@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import wellcond as wc
-from wellcond.lab.report.measurement_page import ReportDataError, render_measurement
+from wellcond.pages.measurement import ReportDataError, render_measurement
 
 VOID = {"meta", "br"}
 
@@ -106,7 +106,7 @@ def test_weights_without_full_rank_show_it(data):
 
 
 def test_json_gives_the_same_page(report):
-    assert render_measurement(json.loads(report.to_json())) == render_measurement(report.to_dict())
+    assert render_measurement(json.loads(report.to_json())) == render_measurement(report.to_dict()) == report.to_html()
 
 
 def test_dead_heads_are_marked_and_off_the_scale(data):

@@ -7,8 +7,7 @@ from collections import Counter
 from typing import Any
 
 from wellcond.errors import WellcondError
-from wellcond.lab.report.page import render
-from wellcond.lab.report.table import Table, number, show
+from wellcond.pages import environment
 
 SCHEMA = 1
 RAMP = ((236, 244, 250), (172, 207, 230), (97, 160, 206), (41, 105, 168), (11, 47, 98))
@@ -46,17 +45,38 @@ def render_measurement(data: dict[str, Any]) -> str:
         ) from error
     _colour([head for head in heads if not head["dead"]])
     drawn = [head for head in heads if head["spectrum"]]
-    return render(
-        "measurement.html", data=data, run=data.get("run") or {}, heads=heads,
-        table=Table.of("heads", "Heads. * The papers' surrogate is not a bound; see the notes.",
-                       [head["cells"] for head in heads], (), (0, 4, 5, 6, 16)),
-        weights=Table.of("weights", "Extreme singular values of the weights; of grouped queries, the worst",
-                         [_weights(head) for head in heads]),
+    return environment().get_template("measurement.html").render(
+        data=data, run=data.get("run") or {}, heads=heads,
+        table=_table("Heads. * The papers' surrogate is not a bound; see the notes.",
+                     [head["cells"] for head in heads], (0, 4, 5, 6, 16)),
+        weights=_table("Extreme singular values of the weights; of grouped queries, the worst",
+                       [_weights(head) for head in heads]),
         statuses=Counter(head["status"] for head in heads if head["status"] != "exact").most_common(),
         several=any(len(head["row"].get("samples") or ()) > 1 for head in heads), size=(WIDTH, HEIGHT),
         spectra=[_spectra(layer, [head for head in drawn if head["layer"] == layer])
                  for layer in dict.fromkeys(head["layer"] for head in drawn)],
     )  # fmt: skip
+
+
+def _table(title: str, rows: list[dict[str, str]], words: tuple[int, ...] = (0,)) -> Fields:
+    """Rows by column as the template `table.html` takes them; `words` are columns that hold no numbers."""
+    header = list(rows[0]) if rows else []
+    shown = [list(row.values()) for row in rows]
+    return {"title": title, "header": header, "rows": shown, "text_columns": words, "notes": ()}
+
+
+def number(value: Any) -> float:
+    """A number of a report, which JSON may hold as text; NaN where there is none."""
+    try:
+        return math.nan if value is None else float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def show(value: Any, digits: int = 3) -> str:
+    """A number at a glance."""
+    x = number(value)
+    return "\N{EN DASH}" if math.isnan(x) else f"{x:.{digits}g}".replace("inf", "\N{INFINITY}")
 
 
 def _head(layer: Fields, row: Fields) -> Fields:

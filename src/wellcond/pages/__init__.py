@@ -1,0 +1,37 @@
+"""Pages as one self-contained file each, from jinja2 templates that escape every text. No network."""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import TYPE_CHECKING
+
+from wellcond.errors import needs_extra
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+
+def style() -> str:
+    """The style sheet that pages share."""
+    return (resources.files("wellcond.pages") / "style.css").read_text("utf-8")
+
+
+def environment(package: str | None = None) -> Environment:
+    """How templates are read: those of this folder, and those in the folder `templates` of a package.
+
+    Raises: MissingExtraError if jinja2 is not installed.
+    """
+    with needs_extra("jinja2", "report"):
+        from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+        from markupsafe import Markup
+    loader = ChoiceLoader([PackageLoader("wellcond", "pages"), *([PackageLoader(package)] if package else [])])
+    made = Environment(
+        loader=loader,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    made.globals["asset"] = lambda name: Markup(loader.get_source(made, name)[0])  # a style sheet or a script
+    return made
