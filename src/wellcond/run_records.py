@@ -57,7 +57,7 @@ def read_record(path: Path, kind: str) -> dict[str, Any]:
         record = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is not readable JSON ({error})") from error
-    if not isinstance(record, dict) or record.get("kind", kind) != kind:
+    if not isinstance(record, dict) or record.get("kind") != kind:
         raise ValueError(f"expected a record of kind {kind!r}, found something else")
     if record.get("schema") != SCHEMA:
         found = f"found {record.get('schema')!r}: it is of another version of wellcond, which can read it"

@@ -95,11 +95,11 @@ def test_the_record_reads_back(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"kind": ', r"is not JSON .*\n.*delete .* to restart this run"),
-        (b"\xff\xfe", "is not JSON"),
-        (b"[]", "expected a record of kind wellcond-run"),
-        (b'{"kind": "wellcond-run", "schema": 99}', "expected a record of kind wellcond-run"),
-        (b'{"schema": 1}', "expected a record of kind wellcond-run"),
+        (b'{"kind": ', r"is not readable JSON .*\n.*delete .* to restart this run"),
+        (b"\xff\xfe", "is not readable JSON"),
+        (b"[]", "expected a record of kind 'wellcond-run'"),
+        (b'{"kind": "wellcond-run", "schema": 99}', "expected schema 1, found 99: it is of another version"),
+        (b'{"schema": 1}', "expected a record of kind 'wellcond-run'"),
     ],
 )
 def test_what_is_no_record_is_refused(tmp_path, content, message):
