@@ -117,6 +117,6 @@ def test_a_comparison_that_is_stopped_resumes_with_the_same_command(here, hold, 
     assert {record(tmp_path / method / "seed0")["status"] for method in METHODS} == {"interrupted"}
     code, _, more_bars = finish(start(compare_command(tmp_path, "--jobs", 1), FORCE_COLOR="1"))
     assert code == 0, more_bars
-    assert "waiting for a machine with 1 CPUs and 0 GPUs" in bars + more_bars and "samples/s" in bars + more_bars
+    assert "waiting for a machine with 1 CPUs and 0 GPUs" in bars + more_bars
     assert [len(rows) for rows in sessions(tmp_path).values()] == [2, 2]
     assert_same_comparison(tmp_path, here)
