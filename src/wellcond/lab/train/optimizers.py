@@ -216,9 +216,8 @@ def stretching(optimizer: torch.optim.Optimizer, model: nn.Module, factor: float
                 "optimizer.qk_lr_factor: rows of a weight that is sharded over ranks (FSDP2) cannot have a "
                 "learning rate of their own; use DDP or one process, or qk_lr_factor: 1"
             )
-        for weight, axis, rows in held:
-            there = rows.to(weight.device)
-            kept.append((weight, axis, there, weight.detach().index_select(axis, there)))
+        held[:] = [(weight, axis, rows.to(weight.device)) for weight, axis, rows in held]  # sent to a GPU once
+        kept.extend((weight, axis, rows, weight.detach().index_select(axis, rows)) for weight, axis, rows in held)
 
     @torch.no_grad()
     def stretch(*_: Any) -> None:
