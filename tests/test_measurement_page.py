@@ -96,7 +96,7 @@ def test_the_page_says_which_model_which_input_and_which_version(data):
     for said in (data["run"]["model"], data["run"]["input"], f"wellcond {wc.__version__}"):
         assert f"<dd>{said}</dd>" in page
     assert data["run"]["model"].startswith("TransformerEncoder, ") and "float32 (2, 5, 8)" in data["run"]["input"]
-    assert render_measurement(data | {"run": {}}).count("<dd>not recorded</dd>") == 4
+    assert render_measurement(data | {"run": {}}).count("<dd>not recorded</dd>") == 3
 
 
 def test_weights_without_full_rank_show_it(data):
@@ -154,7 +154,7 @@ HOSTILE = "\"><script>alert(1)</script><img src=x onerror=alert(1)>&'"
 def test_hostile_strings_are_escaped(data):
     layer, other = data["layers"]
     layer["name"], other["problem"] = HOSTILE, HOSTILE
-    data["run"] = dict.fromkeys(("model", "input", "command"), HOSTILE)
+    data["run"] = dict.fromkeys(("model", "input", "version"), HOSTILE)
     data["conditioning"] = {"method": HOSTILE, HOSTILE: HOSTILE, "sites": [HOSTILE]}
     data["convention"], data["combine"] = HOSTILE, HOSTILE
     head = layer["heads"][0]

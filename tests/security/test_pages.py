@@ -147,7 +147,7 @@ def test_a_figure_in_a_file(tmp_path):
 def test_the_page_of_a_measurement(text):
     report = wc.measure(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(1, 4, 8))
     data = poisoned(report.to_dict(), text)
-    data["run"] = {"model": text, "input": text, "command": text}
+    data["run"] = {"model": text, "input": text, "version": text}
     data["conditioning"] = {"method": text, text: text, "sites": [text]}
     assert_harmless(render_measurement(data))
 

@@ -26,8 +26,7 @@ def render_measurement(data: dict[str, Any]) -> str:
     """HTML of a measurement: facts, heads, weights, spectra and what to be careful about.
 
     Args:
-        data: `MeasurementReport.to_dict()`, or the JSON of it read back. ``data["run"]`` names ``model``, ``input``,
-            ``version`` and, if there, ``command``.
+        data: `MeasurementReport.to_dict()`, or the JSON of it read back.
 
     Raises: ReportDataError if it is not a measurement.
     """
