@@ -100,7 +100,7 @@ def test_perplexity_per_word_and_bits_per_byte():
     assert found["perplexity"] == pytest.approx(257, rel=1e-6)
     assert found["perplexity_per_word"] == pytest.approx(257 ** (tokens / words), rel=1e-5)
     assert found["bits_per_byte"] == pytest.approx(math.log2(257) * tokens / size, rel=1e-6)
-    assert not task.metric.better(3.0, 2.0)
+    assert not task.metric.is_better(3.0, 2.0)
 
 
 def test_the_test_split_is_scored_as_the_evaluation_is():

@@ -133,7 +133,7 @@ def test_accuracy_of_a_known_model():
     found = metrics(task, task.score(model, evaluation_batch(task)))
     right, wrong = math.log(1 + 2 * math.exp(-9)), 9 + math.log(1 + 2 * math.exp(-9))
     assert found["accuracy"] == 0.75 and found["loss"] == pytest.approx((3 * right + wrong) / 4, rel=1e-5)
-    assert task.metric.better(0.8, 0.7) and task.metric.percent
+    assert task.metric.is_better(0.8, 0.7) and task.metric.percent
 
 
 @torch.no_grad()
@@ -162,7 +162,7 @@ def test_perplexity_is_the_exponential_of_the_mean_over_predicted_tokens():
     found = metrics(task, task.score(model, batch))
     assert found["loss"] == pytest.approx(loss, rel=1e-6)
     assert found["perplexity"] == pytest.approx(math.prod(chances) ** -0.25, rel=1e-6)
-    assert not task.metric.better(3.0, 2.0) and task.metric.better(2.0, 3.0)
+    assert not task.metric.is_better(3.0, 2.0) and task.metric.is_better(2.0, 3.0)
     assert metrics(task, {"loss": 1e6, "count": 1, "words": 1, "bytes": 1})["perplexity"] > 1e300  # and no overflow
 
 
