@@ -11,7 +11,7 @@ from torchvision.ops import FeaturePyramidNetwork
 import wellcond as wc
 import wellcond.lab  # noqa: F401  (adds the models wellcond:NAME)
 from detection.small_detector import HEADS, SWIN, XCIT, batch_of, detector
-from wellcond.lab.models.mask_rcnn import Detector, MaskRcnnOptions
+from wellcond.lab.models.mask_rcnn import Detector, MaskRcnnOptions, SharedBatchNorm
 from wellcond.models import ModelSpecError, build_model
 
 SIZES = [(40, 60), (64, 33), (50, 50)]
@@ -192,3 +192,27 @@ def test_defaults_are_torchvisions():
     )
     with pytest.raises(ValidationError):
         MaskRcnnOptions(num_classes=0)
+
+
+def test_batch_norm_over_ranks_is_batch_norm_of_all_their_samples(tmp_path):
+    """Here of one rank, which DDP must take on a CPU; tests/detection/test_task.py has two."""
+    from torch.distributed import FileStore, destroy_process_group, init_process_group
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    images, weights = 3 + 2 * torch.randn(4, 3, 5, 6), torch.randn(4, 3, 5, 6)
+    init_process_group("gloo", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        results = []
+        for module in (nn.BatchNorm2d(3), DistributedDataParallel(SharedBatchNorm(3))):
+            given = images.clone().requires_grad_()
+            made = module(given)
+            (made * weights).sum().backward()
+            plain = getattr(module, "module", module)
+            gradients = [given.grad, plain.weight.grad, plain.bias.grad]
+            results.append([made, *gradients, plain.running_mean, plain.running_var, plain.eval()(images)])
+            assert plain.num_batches_tracked == 1
+    finally:
+        destroy_process_group()
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,3 @@
-
 """The record of a diagnosis: JSON, text, page; which models it reads; and what it leaves as it was."""
 
 import dataclasses

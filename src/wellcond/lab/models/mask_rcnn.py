@@ -68,12 +68,40 @@ class MaskRcnnOptions(Settings):
     """Of an image, at most."""
 
 
-class SharedBatchNorm(nn.SyncBatchNorm):
-    """Batch norm over all ranks; on CPUs, which torch's class refuses, over the samples of each rank."""
+class SumOverRanks(torch.autograd.Function):
+    """Sum of a tensor over all ranks; so is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        """The sum, a tensor of its own."""
+        total = values.clone()
+        torch.distributed.all_reduce(total)
+        return total
+
+    backward = forward
+
+
+class SharedBatchNorm(nn.BatchNorm2d):
+    """Batch norm over the samples of all ranks, on CPUs too, where DDP refuses torch's own class."""
 
     def forward(self, input: Tensor) -> Tensor:
         """(batch, channels, height, width) to the same."""
-        return nn.BatchNorm2d.forward(self, input) if input.device.type == "cpu" else super().forward(input)
+        if not (self.training and torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return super().forward(input)
+        values, channels = input.float(), input.shape[1]
+        count = values.new_full((1,), values.numel() / channels)
+        sums = [values.sum((0, 2, 3)), values.square().sum((0, 2, 3)), count]
+        total, squares, number = SumOverRanks.apply(torch.cat(sums)).split([channels, channels, 1])
+        mean = total / number
+        variance = squares / number - mean.square()
+        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
+        with torch.no_grad():
+            self.running_mean.lerp_(mean, self.momentum or 0.0)
+            self.running_var.lerp_(variance * number / (number - 1), self.momentum or 0.0)
+            self.num_batches_tracked += 1
+        scale = self.weight * (variance + self.eps).rsqrt()
+        shift = self.bias - mean * scale
+        return (values * scale[:, None, None] + shift[:, None, None]).to(input.dtype)
 
 
 class TimmPyramid(nn.Module):
