@@ -140,11 +140,14 @@ def by_hand(kind: str, recipe: Recipe, steps: int) -> float:
     task = prepare_task(recipe, seed=0, base=None)
     arguments = task.model_arguments(recipe.model.name.partition(":")[0]) | recipe.model.arguments
     model = build_model(recipe.model.name, arguments, auto_class=task.auto_class, local_code=False).train()
-    blocks = task.train if kind == "gpt2" else task.train.blocks
-    stream = torch.from_numpy(np.asarray(blocks.stream.tokens).astype(np.int64))
+    stream = torch.from_numpy(np.asarray(task.train.stream.tokens).astype(np.int64))
     assert task.tokenizer is not None
     special = task.tokenizer.special
-    losses = next_tokens(stream, model) if kind == "gpt2" else hidden_tokens(stream, model, special.ids, special.mask)
+    losses = (
+        next_tokens(stream, model)
+        if kind == "gpt2"
+        else hidden_tokens(stream, model, tuple(special.values()), special["mask"])
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, total_steps=steps + 1, pct_start=0.1)
     start = time.process_time()

@@ -55,7 +55,7 @@ def main() -> None:
     chosen = TypeAdapter(TokenizerChoice).validate_python(choice)
     tokenizer = measured("making the tokeniser", lambda: make_tokenizer(chosen, data.train, "corpus"))
     stream = measured("tokenising", lambda: open_token_stream(data.train, tokenizer, "corpus"), len)
-    print(f"{len(stream):,} tokens of {stream.counts.bytes:,} bytes in {stream.counts.documents:,} documents")
+    print(f"{len(stream):,} tokens of {stream.counts['bytes']:,} bytes in {stream.counts['documents']:,} documents")
     measured("opening it again", lambda: open_token_stream(data.train, tokenizer, "corpus"))
     blocks = TokenBlocks(stream, 512, rest=False)
     order = np.random.default_rng(0).permutation(len(blocks)).tolist()

@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 
 from wellcond.lab.report.analysis import Analysis, analyse
 from wellcond.lab.report.load_runs import Comparison, load_comparisons
-from wellcond.lab.report.statistics import differences_of
+from wellcond.lab.report.statistics import compare_paired
 from wellcond.lab.report.tuning import find_tuning
 
 HERE = Path(__file__).parent
@@ -87,7 +87,9 @@ def shares(analysis: Analysis, method: str, over: str) -> tuple[float, float, fl
     comparison = analysis.comparison
     if method == over or not {method, over} <= set(comparison.methods):
         return None
-    [difference] = differences_of(comparison, analysis.summaries, [(method, over)])
+    values, base = (analysis.summaries[name].values for name in (method, over))
+    better = comparison.metric.higher_is_better
+    difference = compare_paired(method, values, over, base, higher_is_better=better)
     if difference.interval is None:
         return None
     error = error_of(comparison, over)

@@ -23,8 +23,8 @@ import torch
 from scipy.stats import spearmanr, t
 
 import wellcond as wc
-from wellcond.lab.load_recipe import parse_recipe
 from wellcond.lab.methods import MethodSettings
+from wellcond.lab.recipe import Recipe
 from wellcond.lab.report.load_runs import Comparison, load_comparisons
 from wellcond.lab.report.tuning import find_tuning
 from wellcond.lab.train.prepare import prepare_model, prepare_task
@@ -55,7 +55,7 @@ def measured(comparison: Comparison, method: str) -> dict[str, float]:
         config = dict(comparison.finished(method)[seed].record["config"])
         chosen = MethodSettings.model_validate(config.pop("method"))
         config.pop("seed")
-        recipe = parse_recipe(json.dumps(config), f"{comparison.folder}")
+        recipe = Recipe.model_validate(config)
         task = prepare_task(recipe, seed=seed, base=None)
         model = prepare_model(recipe, chosen, task, seed=seed, base=None).eval()
         for layer in wc.diagnose(model, task.probe(4), trained=False).layers:
