@@ -57,7 +57,6 @@ def recipe_of(kind: str, width: int, steps: int, text: Path) -> Recipe:
         task = {
             "name": "masked_language_modelling",
             "length": LENGTH,
-            "mask_fraction": MASKED,
             "tokenizer": tokenizer,
         }
         arguments = {"width": width, "layers": 2, "heads": 4, "feed_forward": 4 * width}
