@@ -167,4 +167,5 @@ def test_a_wrong_value_in_a_recipe_is_a_recipe_error():
             try:
                 Recipe.model_validate(changed)
             except ValidationError as error:
-                assert all(list_problems(error))
+                problems = list_problems(error)
+                assert problems and all(problems)

@@ -1,14 +1,33 @@
-"""Pages as one self-contained file each, from jinja2 templates that escape every text. No network."""
+"""Pages as one self-contained file each, from jinja2 templates that escape every text, and how numbers look in them."""
 
 from __future__ import annotations
 
+import math
 from importlib import resources
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wellcond.errors import needs_extra
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+
+
+MISSING = "\N{EN DASH}"
+INFINITE = "\N{INFINITY}"
+
+
+def number(value: Any) -> float:
+    """A stored number, which JSON may hold as text; NaN where there is none."""
+    try:
+        return math.nan if value is None else float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def show(value: Any, digits: int = 3) -> str:
+    """A number at a glance."""
+    x = number(value)
+    return MISSING if math.isnan(x) else f"{x:.{digits}g}".replace("inf", INFINITE)
 
 
 def style() -> str:

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from wellcond.errors import WellcondError
-from wellcond.pages import environment
+from wellcond.pages import environment, number, show
 
 SCHEMA = 1
 RAMP = ((236, 244, 250), (172, 207, 230), (97, 160, 206), (41, 105, 168), (11, 47, 98))
@@ -62,20 +62,6 @@ def _table(title: str, rows: list[dict[str, str]], words: tuple[int, ...] = (0,)
     header = list(rows[0]) if rows else []
     shown = [list(row.values()) for row in rows]
     return {"title": title, "header": header, "rows": shown, "text_columns": words, "notes": ()}
-
-
-def number(value: Any) -> float:
-    """A number of a report, which JSON may hold as text; NaN where there is none."""
-    try:
-        return math.nan if value is None else float(value)
-    except (TypeError, ValueError):
-        return math.nan
-
-
-def show(value: Any, digits: int = 3) -> str:
-    """A number at a glance."""
-    x = number(value)
-    return "\N{EN DASH}" if math.isnan(x) else f"{x:.{digits}g}".replace("inf", "\N{INFINITY}")
 
 
 def _head(layer: Fields, row: Fields) -> Fields:

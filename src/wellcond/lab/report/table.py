@@ -16,13 +16,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from wellcond.pages import INFINITE, MISSING, number, show  # noqa: F401  (how numbers look, for all of the report)
+
 Value = str | int | float | None
 Values = dict[str, Value]
 Cell = str | tuple[str, Values]
 """What is shown, and the numbers behind it, each by its name in a file for programs."""
 Row = Mapping[str, Cell]
-MISSING = "\N{EN DASH}"
-INFINITE = "\N{INFINITY}"
 PLUS_MINUS = "\N{PLUS-MINUS SIGN}"
 FORMULA = re.compile(r"[=@\t\r]|[+-][A-Za-z(]")
 """How a text begins that a spreadsheet would compute; +1.5 and -0.3 are numbers."""
@@ -109,24 +109,10 @@ def _plain_number(value: float) -> str:
     return str(int(value)) if math.isfinite(value) and value == int(value) and abs(value) < 1e15 else repr(float(value))
 
 
-def number(value: Any) -> float:
-    """A stored number; NaN where there is none."""
-    try:
-        return math.nan if value is None else float(value)
-    except (TypeError, ValueError):
-        return math.nan
-
-
 def finite_mean(values: Iterable[float]) -> float:
     """Mean of the finite values; NaN if there is none."""
     known = [value for value in values if math.isfinite(value)]
     return math.fsum(known) / len(known) if known else math.nan
-
-
-def show(value: Any, digits: int = 3) -> str:
-    """A number at a glance."""
-    x = number(value)
-    return MISSING if math.isnan(x) else f"{x:.{digits}g}".replace("inf", INFINITE)
 
 
 def show_known(value: float | None, form: str) -> str:
