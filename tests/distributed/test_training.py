@@ -17,6 +17,9 @@ METHODS = {
     "polar": {"frozen": True},
     "polar of the whole matrix": {"layout": "joint"},
 }
+KAPPAS = ("condition_number", "pseudo_condition_number")
+UNRESOLVED = 1 / torch.finfo(torch.float32).eps
+"""A condition number of this size follows from the rounding of the weights, which two processes do in another order."""
 QUICK = [
     ("vit", "ddp", "balanced", "after"),
     ("vit", "fsdp", "balanced", "before"),
@@ -114,7 +117,9 @@ def assert_same(two, one, method):
     assert len(two["points"]) == len(one["points"]) > 0
     for ours, theirs in zip(two["points"], one["points"], strict=True):
         for name, value in theirs.items():
-            if isinstance(value, float) and math.isfinite(value):
+            if name in KAPPAS and value > UNRESOLVED:
+                assert ours[name] > UNRESOLVED / 10, name
+            elif isinstance(value, float) and math.isfinite(value):
                 assert ours[name] == pytest.approx(value, rel=0.02, abs=1e-6), name
             else:
                 assert ours[name] == value or value != value, name
