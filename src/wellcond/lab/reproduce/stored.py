@@ -13,7 +13,7 @@ from wellcond.lab.report.glue import SHOWN, GlueScores, load_glue
 from wellcond.lab.report.load_runs import Comparison, load_comparisons
 from wellcond.lab.report.records import Metric, RunRecordError, setting_differences
 from wellcond.lab.report.table import number, show_seeds
-from wellcond.lab.reproduce.catalogue import Entry, Row, Source, catalogue
+from wellcond.lab.reproduce.catalogue import AtScale, Entry, Row, Source, catalogue
 
 RUNS = "runs"
 """Folder of the studies, beside those of the ids."""
@@ -136,61 +136,19 @@ def differences_from_paper(entry: Entry, records: Collection) -> Iterator[str]:
             apart = ""
             if plain is not None and plain is not stored and not may_be_paired(plain, stored, (variant,)):
                 apart = "; another recipe or other settings than the rows above, so that there is no gain over them"
-            title = catalogue().studies[study].title + (f", {variant}," if variant else "")
-            yield f"{title} ran as: {'; '.join(_facts(study, stored.comparison))}{apart}."
+            found, shared = stored.comparison, catalogue().studies[study]
+            ours = shared.at(found.scale)
+            facts = [*what_ran(found, shared.paper), *([ours.note] if ours and ours.note else [])]
+            yield f"{shared.title}{f', {variant},' if variant else ''} ran as: {'; '.join(facts)}{apart}."
 
 
-def _facts(study: str, comparison: Comparison) -> Iterator[str]:
+def what_ran(comparison: Comparison, paper: AtScale | None = None) -> Iterator[str]:
+    """From the records, never the set-up that they stand for: only where they are given are its sizes beside ours."""
     model, data, progress = (comparison.runs[0].part(name) for name in ("model", "data", "progress"))
-    published = catalogue().studies[study].paper
     yield f"recipe {comparison.recipe}, scale {comparison.scale}"
     size = f"{model['parameters'] / 1e6:.2f} M parameters" if model.get("parameters") else "parameters not recorded"
-    yield size + (f" (at scale paper: {published.parameters:g} M)" if published and published.parameters else "")
-    yield f"{data.get('name', 'data not recorded')}, {data.get('train', '?')} training samples" + (
-        f" (at scale paper: {published.samples})" if published and published.samples else ""
-    )
+    yield size + (f" (at scale paper: {paper.parameters:g} M)" if paper and paper.parameters else "")
+    samples = f"{data.get('name', 'data not recorded')}, {data.get('train', '?')} training samples"
+    yield samples + (f" (at scale paper: {paper.samples})" if paper and paper.samples else "")
     yield f"{progress.get('num_steps', '?')} updates, {float(progress.get('num_epochs') or 0):.3g} epochs"
     yield show_seeds(len(comparison.seeds))
-    settings = catalogue().studies[study].at(comparison.scale)
-    if settings is not None and settings.note:
-        yield settings.note
-
-
-FAMILIES = {
-    "timm:vit": "ViT", "timm:deit": "DeiT", "timm:swin": "Swin", "timm:xcit": "XCiT", "timm:davit": "DaViT",
-    "hf:gpt2": "GPT-2", "wellcond:crammed_bert": "Crammed BERT", "wellcond:long_range": "Nystromformer",
-    "wellcond:mask_rcnn": "Mask R-CNN",
-}  # fmt: skip
-DATA = {
-    "uoft-cs/cifar10": "CIFAR-10", "roneneldan/TinyStories": "TinyStories", "stanfordnlp/imdb": "IMDB",
-    "Salesforce/wikitext (wikitext-2-v1)": "WikiText-2", "listops": "ListOps", "pathfinder": "Pathfinder",
-    "acl-citation-pairs": "pairs of papers", "coco2017-mini": "COCO 2017",
-}  # fmt: skip
-EXAMPLES = {"image_classification": "images", "detection": "images", "language_modelling": "texts",
-            "masked_language_modelling": "texts"}  # fmt: skip
-WIDTHS = ("embed_dim", "n_embd", "width", "embed_dims")
-NORMS = {"without_block_norms": "without block norms", "without_attention_norm": "without the attention's norm"}
-
-
-def what_ran(comparison: Comparison) -> str:
-    """Model, its size, data and their size, from the records: never the set-up that they stand for."""
-    run = comparison.runs[0]
-    config, data, parameters = run.part("config"), run.part("data"), run.part("model").get("parameters")
-    model, task = config.get("model") or {}, config.get("task") or {}
-    arguments = model.get("arguments") or {}
-    name = str(model.get("name") or "")
-    family = next((said for start, said in FAMILIES.items() if name.startswith(start)), name.rpartition(":")[2])
-    if "backbone" in arguments:
-        family += f" on {FAMILIES.get('timm:' + str(arguments['backbone']).split('_')[0], arguments['backbone'])}"
-        arguments = arguments.get("backbone_arguments") or {}
-    size = f"{parameters / 1e6:.2f} M parameters" if parameters else ""
-    if width := next((arguments[key] for key in WIDTHS if key in arguments), None):
-        size = f"width {' and '.join(map(str, width)) if isinstance(width, list) else width}"
-    count = ((data.get("fingerprint") or {}).get("train") or {}).get("size") or data.get("train")
-    noun = EXAMPLES.get(str(task.get("name")), "sequences")
-    length = f" of {task['length']}" if noun == "sequences" and task.get("length") else ""
-    parts = [
-        family, size, NORMS.get(str(model.get("norms")), ""), "QK-norm" if arguments.get("qk_norm") else "",
-        DATA.get(str(data.get("name")), str(data.get("name"))), f"{count:,} {noun}{length}" if count else "",
-    ]  # fmt: skip
-    return ", ".join(filter(None, parts))
