@@ -47,8 +47,8 @@ OTHERS = {
 """Claims that no runs decide, by the kind of their rule."""
 STRONG = "strong default"
 """The default whose tokens are scaled as well as a search could: the baseline of a comparison that has one."""
-QUANTITY, LIMIT = "pseudo_condition_number", "papers_bound_log10"
-"""Columns of measurements: kappa of the Jacobian over its non-zero spectrum, and the papers' bound on it."""
+QUANTITY = "pseudo_condition_number"
+"""Column of measurements: kappa of the Jacobian over its non-zero spectrum."""
 ORDERS = Metric("orders of magnitude", higher_is_better=False, percent=False)
 
 Word = Literal["better", "worse", "equal", "undecided", "holds", "fails", "no records", ""]
@@ -111,8 +111,6 @@ class Judged:
     verdict: Verdict
     ran: str = ""
     """What our runs were, from their records; empty if nothing ran."""
-    link: str = ""
-    """Report of the records, from their folder; empty if there is none."""
 
     @property
     def by_runs(self) -> bool:
@@ -138,12 +136,8 @@ def _judge_claim(claim: Claim, results: Path) -> Iterator[Judged]:
         if claim.optional and verdict.word == "no records":
             continue
         of_column = claim.model_copy(update={"setup": claim.setup.replace("{column}", rule.column), "rule": rule})
-        study, report = find_study(results / rule.folder) if rule.folder else None, f"{rule.folder}/report/report.md"
-        if study is None:
-            yield Judged(of_column, verdict)
-        else:
-            link = report if (results / report).is_file() else ""
-            yield Judged(of_column, verdict, "; ".join(what_ran(study.comparison)), link)
+        study = find_study(results / rule.folder) if rule.folder else None
+        yield Judged(of_column, verdict, "; ".join(what_ran(study.comparison)) if study else "")
 
 
 Test = tuple[float | None, Callable[[float | None], Verdict]]
@@ -286,7 +280,11 @@ def _saving(rule: Rule, analysis: Analysis) -> Test:
 def _below(rule: Rule, analysis: Analysis) -> Test:
     """Every measurement of a head against the papers' bound."""
     with np.errstate(divide="ignore"):
-        gaps = [t.columns[LIMIT] - np.log10(t.columns[QUANTITY]) for some in analysis.heads.values() for t in some]
+        gaps = [
+            table.columns["papers_bound_log10"] - np.log10(table.columns[QUANTITY])
+            for tables in analysis.heads.values()
+            for table in tables
+        ]
     every = np.concatenate(gaps or [np.empty(0)])
     known, finite = every[~np.isnan(every)], every[np.isfinite(every)]
     if not len(known):
@@ -356,7 +354,7 @@ def _table(judged: Sequence[Judged]) -> str:
             "claim": plain_markdown(one.claim.claim), "the paper's set-up": plain_markdown(one.claim.setup),
             "what ran": plain_markdown(one.ran), "where": plain_markdown(one.claim.table),
             "verdict": _show_verdict(one.verdict), "evidence": plain_markdown(one.verdict.evidence),
-            "records": f"[table]({one.link})" if one.link else "",
+            "records": f"[table]({one.claim.rule.folder}/report/report.md)" if one.ran else "",
         }
         for one in judged
     ]  # fmt: skip
