@@ -14,39 +14,26 @@ from wellcond.lab.report.match import Matching, show_match
 from wellcond.lab.report.plots import draw_static
 from wellcond.lab.report.records import ROLES
 from wellcond.lab.report.statistics import NO_PAIRS, PairedDifference, Summary, compare_paired, correct, show_p
-from wellcond.lab.report.table import (
-    MISSING,
-    Cell,
-    Table,
-    Values,
-    show,
-    show_known,
-    show_seeds,
-    table_csv,
-    table_markdown,
-)
-from wellcond.lab.reproduce.catalogue import Entry, Part, Source
+from wellcond.lab.report.table import MISSING, Cell, Table, show, show_known, show_seeds, table_csv, table_markdown
+from wellcond.lab.reproduce.catalogue import Entry, Part
 from wellcond.lab.reproduce.computed import static_tables
 from wellcond.lab.reproduce.stored import OWN_METRICS, Collection, StoredStudy, differences_from_paper, may_be_paired
 from wellcond.lab.train.run_folder import writing
 
-GLUE_AVERAGE = f"glue:{AVERAGE}"
 GAINS = (
     "Gains are over the first row, paired by seed, positive is better; p by the paired t test, Holm over the table; "
     "they agree if our interval contains the paper's, both as shares of the baseline's error."
 )
-TOO_LARGE = "> 1e300"  # see `HeadTable.over_steps`
 Y_LABELS = {
     "jacobian": "condition number of J", "loss": "training loss", "match": "to match the default's end",
     "sigma_min": "smallest singular value", "sigma_max": "largest singular value", "kappa": "condition number",
 }  # fmt: skip
 
 
-def outcome_tables(id: str, entry: Entry, scale: str, records: Collection | None) -> list[Table]:
+def outcome_tables(id: str, entry: Entry, scale: str, records: Collection) -> list[Table]:
     """The tables of an id: from records, or for what is computed without runs at a scale."""
     if entry.kind == "static":
         return list(static_tables(entry.static, scale))
-    assert records is not None
     notes = [f"Paper: {entry.paper_note}"] if entry.paper_note else []
     if not entry.has_numbers:
         what = "prints numbers for this" if entry.kind == "figure" else "has this table"
@@ -71,14 +58,15 @@ def _table(id: str, entry: Entry, part: Part, records: Collection, notes: list[s
             values = study.values(row, name) if study else {}
             metric = study.metric(name) if study else OWN_METRICS.get(name, SHOWN)
             paired = {}
-            if base_study and may_be_paired(study, base_study, (row.variant, base_row.variant)):
+            if study and base_study and may_be_paired(study, base_study, (row.variant, base_row.variant)):
                 paired = base_study.values(base_row, name)
             gain = compare_paired(row_name, values, baseline, paired, higher_is_better=metric.higher_is_better)
             gains.append(gain if row_name != baseline else NO_PAIRS)
             found.append((column, row_name, row, study, Summary(values), metric, Summary(paired).mean))
     rows: list[dict[str, Cell]] = []
     for (column, name, row, study, summary, metric, base), gain in zip(found, correct(gains), strict=True):
-        tasks, lost = _averaged(entry, column, study), study.lost(row) if study else 0
+        tasks, runs = _averaged(entry, column, study), study.comparison.of(study.label(row)) if study else ()
+        lost = sum(run.outcome in ("diverged", "failed") for run in runs)
         value, paper_gain = part.mean(name, tasks), part.gain(name, baseline, *tasks)
         paper = part.show(name, column) or MISSING
         if tasks != (column,):
@@ -101,7 +89,7 @@ def _table(id: str, entry: Entry, part: Part, records: Collection, notes: list[s
 
 def _averaged(entry: Entry, column: str, study: StoredStudy | None) -> tuple[str, ...]:
     """Columns that a number is the mean of: itself, or those whose tasks of GLUE were run, if these were not all."""
-    if entry.columns[column].metric != GLUE_AVERAGE or study is None or study.glue is None:
+    if entry.columns[column].metric != f"glue:{AVERAGE}" or study is None or study.glue is None:
         return (column,)
     others = {name: source.metric for name, source in entry.columns.items() if name != column}
     run = tuple(name for name, metric in others.items() if metric.removeprefix("glue:") in study.glue.tasks)
@@ -121,14 +109,14 @@ def _agreement(share: float | None, count: int, error: float, gain: PairedDiffer
     return "above" if low > share else "below" if high < share else "within"
 
 
-def write_outcome(id: str, entry: Entry, scale: str, records: Collection | None, folder: Path) -> list[Table]:
+def write_outcome(id: str, entry: Entry, scale: str, records: Collection, folder: Path) -> list[Table]:
     """Write ID.md, a CSV for each table, and CSV and SVG of each figure; returns the tables."""
     tables = outcome_tables(id, entry, scale, records)
     files: dict[str, str | bytes] = {f"{table.name}.csv": table_csv(table) for table in tables}
     text = [f"# {id}: {entry.title}", ""]
     for table in tables:
         text += [f"## {table.title}", "", table_markdown(table), ""]
-    for figure in [] if records is None else build_figures(id, entry, records):
+    for figure in build_figures(id, entry, records):
         name = figure.name.lower()
         files[f"{name}-points.csv"] = figures.write_csv(figure)
         files[f"{name}.svg"] = draw_static(figure)
@@ -169,8 +157,8 @@ def _panel(entry: Entry, title: str, stored: StoredStudy) -> figures.Panel:
     source, analysis = entry.columns[title], stored.analysis
     quantity, label = source.quantity, Y_LABELS[source.quantity]
     if quantity == "match":
-        found = {name: one for name, one in _matchings(entry, stored).items() if one is not None}
-        return figures.Panel(title, title, f"{analysis.unit}s {label}", figures.match_rows(analysis.unit, found))
+        rows = figures.match_rows(analysis.unit, _matchings(entry, stored))
+        return figures.Panel(title, title, f"{analysis.unit}s {label}", rows)
     named = {name: stored.label(row) for name, row in entry.rows.items() if stored.label(row) in analysis.heads}
     if quantity == "loss":
         losses = figures.curves_of(analysis, "steps", "loss")
@@ -190,10 +178,10 @@ def _panel(entry: Entry, title: str, stored: StoredStudy) -> figures.Panel:
     return figures.curve_panel(title, title, label, curves, log=quantity != "loss")
 
 
-def _matchings(entry: Entry, stored: StoredStudy) -> dict[str, Matching | None]:
-    """By row; None where there are no runs."""
-    found = {name: stored.analysis.matchings.get(stored.label(row)) for name, row in entry.rows.items()}
-    return {name: matching if matching and matching.by_seed else None for name, matching in found.items()}
+def _matchings(entry: Entry, stored: StoredStudy) -> dict[str, Matching]:
+    """By row; without seeds where there are no runs."""
+    known, none = stored.analysis.matchings, Matching({}, None)
+    return {name: known.get(stored.label(row), none) for name, row in entry.rows.items()}
 
 
 def _figure_rows(entry: Entry, records: Collection) -> Iterator[dict[str, Cell]]:
@@ -201,21 +189,20 @@ def _figure_rows(entry: Entry, records: Collection) -> Iterator[dict[str, Cell]]
     for panel, source in entry.columns.items():
         stored = records.study(source)
         if stored is None:
-            yield _figure_row(panel, MISSING, MISSING, {"n": 0})
+            yield _figure_row(panel, MISSING, MISSING, n=0)
         elif source.quantity == "match":
             unit, part = stored.analysis.unit, entry.parts[0]
             for name, matching in _matchings(entry, stored).items():
-                if matching is None:
-                    yield _figure_row(panel, f"{unit}s to match", name, {"n": 0})
+                if not matching.by_seed:
+                    yield _figure_row(panel, f"{unit}s to match", name, n=0)
                     continue
                 saving, count = matching.mean("saving"), len(matching.by_seed)
-                numbers: Values = {
-                    "n": count, "reached": len(matching.reached), "matched": matching.mean(unit), "saving": saving,
-                    "paper": part.mean(name, (panel,)),
-                }  # fmt: skip
                 runs = f"{show_seeds(count)}, mean curve {show_match(matching.of_means, unit)}"
-                ends = matching.show(unit), show_known(saving, "saves {:.0%}")
-                yield _figure_row(panel, f"{unit}s to match", name, numbers, *ends, runs, part.show(name, panel))
+                shown = matching.show(unit), show_known(saving, "saves {:.0%}"), runs, part.show(name, panel) or MISSING
+                yield _figure_row(
+                    panel, f"{unit}s to match", name, *shown, n=count, reached=len(matching.reached),
+                    matched=matching.mean(unit), saving=saving, paper=part.mean(name, (panel,)),
+                )  # fmt: skip
         else:
             drawn = _panel(entry, panel, stored)
             for name, seeds in drawn.by_series().items():
@@ -223,17 +210,19 @@ def _figure_rows(entry: Entry, records: Collection) -> Iterator[dict[str, Cell]]
                 own = [[row.value for row in rows] for seed, rows in seeds.items() if seed.isdigit()]
                 infinite = not means and any(own) and all(math.isinf(value) for values in own for value in values)
                 known = means or [math.inf if infinite else math.nan]
-                numbers = {"n": len(own), "start": known[0], "end": known[-1]}
-                start, end = (TOO_LARGE if infinite else show(value) for value in (known[0], known[-1]))
-                yield _figure_row(panel, drawn.y_label, name, numbers, start, end, show_seeds(len(own)))
+                start, end = ("> 1e300" if infinite else show(value) for value in (known[0], known[-1]))
+                yield _figure_row(
+                    panel, drawn.y_label, name, start, end, show_seeds(len(own)),
+                    n=len(own), start=known[0], end=known[-1],
+                )  # fmt: skip
 
 
 def _figure_row(
-    panel: str, quantity: str, series: str, numbers: Values,
-    start: str = MISSING, end: str = MISSING, runs: str = "no runs", paper: str = "",
+    panel: str, quantity: str, series: str, start: str = MISSING, end: str = MISSING, runs: str = "no runs",
+    paper: str = MISSING, /, **numbers: str | float | None,
 ) -> dict[str, Cell]:  # fmt: skip
     return {
         "panel": (panel, {"panel": panel}), "quantity": (quantity, {"quantity": quantity}),
         "series": (series, {"series": series}), "start, or when matched": (start, numbers), "end, or saving": end,
-        "runs": runs, "paper": paper or MISSING,
+        "runs": runs, "paper": paper,
     }  # fmt: skip

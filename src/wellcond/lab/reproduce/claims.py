@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -17,7 +17,7 @@ from wellcond.lab.report.analysis import Analysis
 from wellcond.lab.report.match import FEWEST_FOR_EXACT, Matching
 from wellcond.lab.report.records import Metric
 from wellcond.lab.report.statistics import ALPHA, PairedDifference, judge
-from wellcond.lab.report.table import plain_markdown, show_seeds
+from wellcond.lab.report.table import Cell, Table, plain_markdown, show_seeds, without_empty_columns
 from wellcond.lab.reproduce.catalogue import catalogue, read_paper_file
 from wellcond.lab.reproduce.stored import find_study, what_ran
 from wellcond.lab.settings import Settings
@@ -126,18 +126,16 @@ def read_claims() -> tuple[Claim, ...]:
 
 def judge_claims(results: Path) -> list[Judged]:
     """Every claim with its verdict, by the committed records of a folder; the same records give the same verdicts."""
-    return [judged for claim in read_claims() for judged in _judge_claim(claim, results)]
-
-
-def _judge_claim(claim: Claim, results: Path) -> Iterator[Judged]:
-    columns = claim.each or {claim.rule.column: claim.rule.folder}
-    rules = [claim.rule.model_copy(update={"column": name, "folder": folder}) for name, folder in columns.items()]
-    for rule, verdict in zip(rules, judge_rules(rules, claim.table, results), strict=True):
-        if claim.optional and verdict.word == "no records":
-            continue
-        of_column = claim.model_copy(update={"setup": claim.setup.replace("{column}", rule.column), "rule": rule})
-        study = find_study(results / rule.folder) if rule.folder else None
-        yield Judged(of_column, verdict, "; ".join(what_ran(study.comparison)) if study else "")
+    found = []
+    for claim in read_claims():
+        columns = claim.each or {claim.rule.column: claim.rule.folder}
+        rules = [claim.rule.model_copy(update={"column": name, "folder": folder}) for name, folder in columns.items()]
+        for rule, verdict in zip(rules, judge_rules(rules, claim.table, results), strict=True):
+            of_column = claim.model_copy(update={"setup": claim.setup.replace("{column}", rule.column), "rule": rule})
+            study = find_study(results / rule.folder) if rule.folder else None
+            if not claim.optional or verdict.word != "no records":
+                found.append(Judged(of_column, verdict, "; ".join(what_ran(study.comparison)) if study else ""))
+    return found
 
 
 Test = tuple[float | None, Callable[[float | None], Verdict]]
@@ -280,11 +278,8 @@ def _saving(rule: Rule, analysis: Analysis) -> Test:
 def _below(rule: Rule, analysis: Analysis) -> Test:
     """Every measurement of a head against the papers' bound."""
     with np.errstate(divide="ignore"):
-        gaps = [
-            table.columns["papers_bound_log10"] - np.log10(table.columns[QUANTITY])
-            for tables in analysis.heads.values()
-            for table in tables
-        ]
+        heads = [table.columns for tables in analysis.heads.values() for table in tables]
+        gaps = [columns["papers_bound_log10"] - np.log10(columns[QUANTITY]) for columns in heads]
     every = np.concatenate(gaps or [np.empty(0)])
     known, finite = every[~np.isnan(every)], every[np.isfinite(every)]
     if not len(known):
@@ -348,8 +343,7 @@ def claims_markdown(judged: Sequence[Judged]) -> str:
 
 
 def _table(judged: Sequence[Judged]) -> str:
-    """Without the columns in which there is nothing."""
-    rows = [
+    rows: list[dict[str, Cell]] = [
         {
             "claim": plain_markdown(one.claim.claim), "the paper's set-up": plain_markdown(one.claim.setup),
             "what ran": plain_markdown(one.ran), "where": plain_markdown(one.claim.table),
@@ -358,10 +352,9 @@ def _table(judged: Sequence[Judged]) -> str:
         }
         for one in judged
     ]  # fmt: skip
-    header = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
-    lines = [header, *([row[name] for name in header] for row in rows)]
-    first, *rest = (f"| {' | '.join(cells)} |" for cells in lines)
-    return "\n".join([first, "|:---" * len(header) + "|", *rest])
+    table = without_empty_columns(Table.of("claims", "", rows))
+    first, *rest = (f"| {' | '.join(cells)} |" for cells in (table.header, *table.rows))
+    return "\n".join([first, "|:---" * len(table.header) + "|", *rest])
 
 
 def _show_verdict(verdict: Verdict) -> str:

@@ -23,10 +23,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from wellcond.lab.report.table import MISSING, Cell, Table
 
-LAM = 10.0
 ROUNDS = 15
 FORMS = ("original", "weight", "activation", "folded")
-ELEMENTWISE = (torch.ops.aten.add, torch.ops.aten.mul, torch.ops.aten.sub)
+ELEMENTWISE = (torch.ops.aten.add, torch.ops.aten.mul)
 """Operations of which every entry of the result counts as one."""
 
 
@@ -51,13 +50,11 @@ class PeakMemory(TorchDispatchMode):
         self.peak = max(self.peak, self.bytes)
 
 
-Size = tuple[int, int, int]
-"""Tokens N, width D, width of a head d."""
-SIZES: dict[str, Size] = {"tiny": (65, 64, 16), "small": (65, 192, 64), "paper": (197, 768, 64)}
-"""Of the ViT of each scale."""
+SIZES = {"tiny": (65, 64, 16), "small": (65, 192, 64), "paper": (197, 768, 64)}
+"""Tokens N, width D and width of a head d in the ViT of each scale."""
 
 
-def count(size: Size, form: str) -> dict[str, float]:
+def count(size: tuple[int, int, int], form: str) -> dict[str, float]:
     """The projections of one head in a form, with the same weights of deviation 0.02 and layer-normed tokens in all.
 
     FLOPs are of the forward pass, the rest of forward and backward. The time is the fastest of several rounds, since
@@ -68,7 +65,7 @@ def count(size: Size, form: str) -> dict[str, float]:
     generator = torch.Generator().manual_seed(0)
     x = nn.functional.layer_norm(torch.randn(n, width, generator=generator), (width,))
     plain = [0.02 * torch.randn(width, d, generator=generator) for _ in range(3)]
-    correction, lam = LAM * torch.eye(width, d), torch.tensor(LAM)
+    correction, lam = 10.0 * torch.eye(width, d), torch.tensor(10.0)
 
     def project(form: str, weights: list[Tensor]) -> list[Tensor]:
         if form == "weight":

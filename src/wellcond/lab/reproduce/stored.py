@@ -72,10 +72,6 @@ class StoredStudy:
             return OWN_METRICS.get(name, SHOWN)
         return self.comparison.result if name == "" else replace(self.comparison.metric, name=name)
 
-    def lost(self, row: Row) -> int:
-        """Runs of a method that diverged or failed."""
-        return sum(run.outcome in ("diverged", "failed") for run in self.comparison.of(self.label(row)))
-
 
 @functools.lru_cache(maxsize=64)
 def find_study(folder: Path) -> StoredStudy | None:
@@ -109,18 +105,16 @@ def study_name(study: str, variant: str) -> str:
     return f"{study}-{variant}" if variant else study
 
 
-def may_be_paired(one: StoredStudy | None, other: StoredStudy | None, variants_used: Iterable[str]) -> bool:
+def may_be_paired(one: StoredStudy, other: StoredStudy, variants: Iterable[str]) -> bool:
     """Whether two stored studies differ by nothing but the settings of these variants.
 
     Committed records of a variant may be of another recipe than the study's, or of the same one under other settings.
     """
-    found = [study.comparison for study in (one, other) if study is not None]
-    if len({(c.recipe, c.scale) for c in found}) != 1:
-        return False
-    variants = [catalogue().variants[name] for name in variants_used if name]
-    meant = {setting.split("=", 1)[0] for variant in variants for setting in variant.settings}
-    first, last = (c.runs[0].part("config") for c in (found[0], found[-1]))
-    return all(line.split(":", 1)[0] in meant for line in setting_differences(first, last))
+    a, b = one.comparison, other.comparison
+    settings = [setting for name in variants if name for setting in catalogue().variants[name].settings]
+    meant = {setting.split("=", 1)[0] for setting in settings}
+    found = setting_differences(a.runs[0].part("config"), b.runs[0].part("config"))
+    return (a.recipe, a.scale) == (b.recipe, b.scale) and all(line.split(":", 1)[0] in meant for line in found)
 
 
 def differences_from_paper(entry: Entry, records: Collection) -> Iterator[str]:
