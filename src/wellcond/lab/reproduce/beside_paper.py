@@ -35,11 +35,11 @@ def outcome_tables(id: str, entry: Entry, scale: str, records: Collection) -> li
     if entry.kind == "static":
         return list(static_tables(entry.static, scale))
     notes = [f"Paper: {entry.paper_note}"] if entry.paper_note else []
-    if not entry.has_numbers:
+    if not any(part.numbers for part in entry.parts):
         what = "prints numbers for this" if entry.kind == "figure" else "has this table"
         notes = [f"No reference: no paper {what}."]
     notes += [f"Here: {entry.note}."] if entry.note else []
-    notes += list(differences_from_paper(entry, records)) or ["There are no runs of this here."]
+    notes += list(dict.fromkeys(differences_from_paper(entry, records))) or ["There are no runs of this here."]
     if entry.kind == "figure":
         rows = _figure_rows(entry, records)
         return [Table.of(id.lower(), f"{id}: {entry.title}", rows, notes, (0, 1, 2, 5, 6))]

@@ -62,7 +62,7 @@ class Study(Settings):
 
     def at(self, scale: str) -> AtScale | None:
         """How it is run at a scale; None if there is nothing to run it on."""
-        return {"tiny": self.tiny, "small": self.small, "paper": self.paper}[scale]
+        return {"tiny": self.tiny, "small": self.small, "paper": self.paper}.get(scale)
 
 
 class Variant(Settings):
@@ -170,11 +170,6 @@ class Entry(Settings):
         return "figure" if any(source.quantity for source in self.columns.values()) else "table"
 
     @property
-    def has_numbers(self) -> bool:
-        """Whether the paper prints numbers."""
-        return any(part.numbers for part in self.parts)
-
-    @property
     def all_rows(self) -> dict[str, Row]:
         """The paper's and ours."""
         return self.rows | self.controls
@@ -204,13 +199,7 @@ class Catalogue(Settings):
 
 @functools.cache
 def catalogue() -> Catalogue:
-    """What ships: ids of paper C first, then paper S, then the ablations.
-
-    Example:
-        >>> entry = catalogue().entries["C-T1"]
-        >>> list(entry.columns), entry.parts[0].gain("conditioned", "default", "ViT-B")
-        (['ViT-B', 'DeiT-B', 'Swin-B', 'XCiT-M', 'DaViT-B'], 1.2)
-    """
+    """What ships: ids of paper C first, then paper S, then the ablations."""
     found: dict[str, Any] = {"studies": {}, "variants": {}, "entries": {}}
     for name in ("C", "S", "ablations"):
         for key, values in read_paper_file(name).items():

@@ -111,6 +111,8 @@ class Judged:
     verdict: Verdict
     ran: str = ""
     """What our runs were, from their records; empty if nothing ran."""
+    link: str = ""
+    """Report of the records, from their folder; empty if there is none."""
 
     @property
     def by_runs(self) -> bool:
@@ -131,10 +133,13 @@ def judge_claims(results: Path) -> list[Judged]:
         columns = claim.each or {claim.rule.column: claim.rule.folder}
         rules = [claim.rule.model_copy(update={"column": name, "folder": folder}) for name, folder in columns.items()]
         for rule, verdict in zip(rules, judge_rules(rules, claim.table, results), strict=True):
+            if claim.optional and verdict.word == "no records":
+                continue
             of_column = claim.model_copy(update={"setup": claim.setup.replace("{column}", rule.column), "rule": rule})
             study = find_study(results / rule.folder) if rule.folder else None
-            if not claim.optional or verdict.word != "no records":
-                found.append(Judged(of_column, verdict, "; ".join(what_ran(study.comparison)) if study else ""))
+            ran = "; ".join(what_ran(study.comparison)) if study else ""
+            report = f"{rule.folder}/report/report.md"
+            found.append(Judged(of_column, verdict, ran, report if ran and (results / report).is_file() else ""))
     return found
 
 
@@ -149,7 +154,7 @@ def judge_rules(rules: Sequence[Rule], table: str, results: Path) -> list[Verdic
     """
     tests = [_test(rule, table, results) for rule in rules]
     corrected = statistics.holm([p for p, _ in tests])
-    return [decide(p) for (_, decide), p in zip(tests, corrected, strict=True)]
+    return [verdict_from(p) for (_, verdict_from), p in zip(tests, corrected, strict=True)]
 
 
 def _test(rule: Rule, table: str, results: Path) -> Test:
@@ -181,9 +186,8 @@ def _gain(rule: Rule, analysis: Analysis, results: Path, table: str) -> Test:
     part = catalogue().entries[table].parts[0] if rule.row else None
     paper = part.share(rule.row, rule.base_row, rule.column) if part else None
     claimed: Word = "equal" if rule.kind == "same" else "better"
-    return difference.p, lambda p: decide(
-        replace(difference, p_holm=p), metric, list(base.values()), paper, lost, claimed
-    )
+    values = list(base.values())
+    return difference.p, lambda p: decide(replace(difference, p_holm=p), metric, values, paper, lost, claimed)
 
 
 def decide(
@@ -348,7 +352,7 @@ def _table(judged: Sequence[Judged]) -> str:
             "claim": plain_markdown(one.claim.claim), "the paper's set-up": plain_markdown(one.claim.setup),
             "what ran": plain_markdown(one.ran), "where": plain_markdown(one.claim.table),
             "verdict": _show_verdict(one.verdict), "evidence": plain_markdown(one.verdict.evidence),
-            "records": f"[table]({one.claim.rule.folder}/report/report.md)" if one.ran else "",
+            "records": f"[table]({one.link})" if one.link else "",
         }
         for one in judged
     ]  # fmt: skip

@@ -21,8 +21,6 @@ OWN_METRICS = {
     "step_ratio": Metric("time of a step / that of the baseline", higher_is_better=False, percent=False),
     "peak_memory": Metric("peak memory, MB", higher_is_better=False, percent=False),
 }
-
-
 TEACHERS = {"runs/": "weight-selection/", "/seed0": ""}
 """Parts of the path of a teacher, and what stands there in the labels of committed records."""
 
@@ -118,11 +116,8 @@ def may_be_paired(one: StoredStudy, other: StoredStudy, variants: Iterable[str])
 
 
 def differences_from_paper(entry: Entry, records: Collection) -> Iterator[str]:
-    """What our runs do otherwise than the paper: a line for each study that has runs."""
-    first: dict[str, tuple[str, Source]] = {}
+    """What our runs do otherwise than the paper: a line for each study that has runs, again for each of its columns."""
     for name, source in entry.columns.items():
-        first.setdefault(source.study, (name, source))
-    for study, (name, source) in first.items():
         for variant in dict.fromkeys(row.variant for row in entry.rows_of(name).values()):
             stored, plain = records.study(source, variant), records.study(source)
             if stored is None:
@@ -130,14 +125,14 @@ def differences_from_paper(entry: Entry, records: Collection) -> Iterator[str]:
             apart = ""
             if plain is not None and plain is not stored and not may_be_paired(plain, stored, (variant,)):
                 apart = "; another recipe or other settings than the rows above, so that there is no gain over them"
-            found, shared = stored.comparison, catalogue().studies[study]
+            found, shared = stored.comparison, catalogue().studies[source.study]
             ours = shared.at(found.scale)
             facts = [*what_ran(found, shared.paper), *([ours.note] if ours and ours.note else [])]
             yield f"{shared.title}{f', {variant},' if variant else ''} ran as: {'; '.join(facts)}{apart}."
 
 
 def what_ran(comparison: Comparison, paper: AtScale | None = None) -> Iterator[str]:
-    """From the records, never the set-up that they stand for: only where they are given are its sizes beside ours."""
+    """What the records ran, never the set-up that they stand for; its sizes, if given, stand beside ours."""
     model, data, progress = (comparison.runs[0].part(name) for name in ("model", "data", "progress"))
     yield f"recipe {comparison.recipe}, scale {comparison.scale}"
     size = f"{model['parameters'] / 1e6:.2f} M parameters" if model.get("parameters") else "parameters not recorded"
