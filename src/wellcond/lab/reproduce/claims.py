@@ -28,13 +28,12 @@ LEAD = (
     "A row says what ran; the set-up of the paper, which is a hundred to a thousand times as large, has a column of "
     "its own. A claim that fails here may hold there, and one that holds here is not confirmed there.",
     "Verdicts are on the first method against the second: better or worse (p < 0.05, paired t test by seed, Holm's "
-    "correction over the rows of one claim, which are one question), equal (both one-sided tests at "
-    "5 % against a margin), or undecided. The margin is half of the paper's gain, carried over as a share of the "
-    "baseline's error, since points of other data mean something else; without a number of the paper it is one "
-    "standard deviation of the baseline over seeds. Epochs are counts and have an exact test (all flips of sign, "
-    "which takes six seeds; equal is less than half of what the paper saves), in shares of the epochs beyond what the "
-    "default itself saves. What so many seeds show is "
-    "a difference that they find with a power of 80 %.",
+    "correction over the rows of one claim, which are one question), equal (both one-sided tests at 5 % against a "
+    "margin), or undecided. The margin is half of the paper's gain, carried over as a share of the baseline's error, "
+    "since points of other data mean something else; without a number of the paper it is one standard deviation of "
+    "the baseline over seeds. Epochs are counts and have an exact test (all flips of sign, which takes six seeds; "
+    "equal is less than half of what the paper saves), in shares of the epochs beyond what the default itself saves. "
+    "What so many seeds show is a difference that they find with a power of 80 %.",
 )
 PAPERS = {
     "C": "Paper C: Conditioned Initialization for Attention",
