@@ -1,18 +1,24 @@
 """Verdicts follow from records by rule."""
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from report.fake_runs import PERPLEXITY, FakeMethod, write_comparison
+from wellcond.lab.report.analysis import HeadTable
 from wellcond.lab.report.records import Metric
 from wellcond.lab.report.statistics import compare_paired, correct
 from wellcond.lab.reproduce.catalogue import catalogue
 from wellcond.lab.reproduce.claims import (
+    QUANTITY,
     STRONG,
     Rule,
+    _kappa,
     claims_markdown,
     decide,
     judge_claims,
@@ -76,6 +82,21 @@ def test_diverged_runs_cannot_win(tmp_path):
     verdict = judge_fake(tmp_path, methods, rule)
     assert verdict.word == "undecided" and "1 diverged" in verdict.evidence
     assert judge_fake(tmp_path / "whole", [methods[0], FakeMethod("conditioned", strong)], rule).word == "better"
+
+
+@pytest.mark.parametrize(("moment", "word"), [("first", "better"), ("last", "undecided")])
+def test_a_method_with_more_infinite_condition_numbers_cannot_win(moment, word):
+    def measured(kappa, at_the_end):
+        values = {seed: np.array([kappa + seed, kappa, kappa + seed, at_the_end, math.nan]) for seed in range(6)}
+        steps = np.array([0.0, 0.0, 10.0, 10.0, 20.0])
+        return [HeadTable(SimpleNamespace(seed=s), {"step": steps, QUANTITY: v}) for s, v in values.items()]
+
+    tables = {"conditioned": measured(10.0, math.inf), "default": measured(1000.0, 1000.0)}
+    rule = Rule(kind="kappa", method="conditioned", over="default", moment=moment)
+    p, verdict_from = _kappa(rule, SimpleNamespace(tables=tables.get))
+    verdict = verdict_from(p)
+    assert verdict.word == word and verdict.evidence.startswith("lower by a factor of")
+    assert ("infinite and in no mean: 6 of conditioned, 0 of default" in verdict.evidence) is (moment == "last")
 
 
 @pytest.mark.parametrize(("seeds", "word"), [(5, "undecided"), (6, "better")])
