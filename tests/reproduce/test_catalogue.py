@@ -26,7 +26,7 @@ NUMBERS_ELSEWHERE = {"ImageNet-21k + default"}
 """Rows of the papers that cannot be run."""
 OWN_METRICS = {"", "step_ratio", "peak_memory"}
 ENTRIES = catalogue().entries
-WITH_NUMBERS = [id for id, entry in ENTRIES.items() if entry.has_numbers]
+WITH_NUMBERS = [id for id, entry in ENTRIES.items() if any(part.numbers for part in entry.parts)]
 DETECTION = {f"{side}_{name}" for side in ("box", "mask") for name in ("AP", "AP50", "AP75")}
 
 

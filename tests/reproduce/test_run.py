@@ -13,6 +13,7 @@ import pytest
 from wellcond.cli.main import main
 from wellcond.lab.reproduce.beside_paper import outcome_tables, write_outcome
 from wellcond.lab.reproduce.catalogue import Entry, catalogue
+from wellcond.lab.reproduce.computed import SIZES, count
 from wellcond.lab.reproduce.plan import PlanOptions, make_plan
 from wellcond.lab.reproduce.stored import Collection, find_study, may_be_paired
 from wellcond.lab.train import glue
@@ -108,6 +109,14 @@ def test_what_is_computed_needs_no_runs(id, words, tmp_path):
     code, shown = call("reproduce", id, "--folder", tmp_path)
     assert code == 0 and words in shown
     assert words in (tmp_path / id / f"{id}.md").read_text().replace("\\", "")
+
+
+def test_the_activation_form_adds_an_operation_for_each_entry():
+    n, width, d = SIZES["paper"]
+    found = count((n, width, d), "activation")
+    assert found["matmul"] == 6 * n * width * d
+    as_one = found["elementwise"] / 2  # a multiplication and an addition, which the paper counts as one operation
+    assert as_one == 3 * n * d and as_one / found["matmul"] == pytest.approx(1 / (2 * width), rel=1e-9)
 
 
 def test_a_plan_costs_nothing(tmp_path):

@@ -115,8 +115,7 @@ def reproduce(
             if study.missing and not any(outcome.interrupted for outcome in outcomes):
                 outcomes += _run_study(study, at_once, cpu=cpu, silent=quiet or json)
     if cli.is_rank_zero():
-        collection = None if entry.kind == "static" else Collection(home)
-        tables = write_outcome(known, plan.entry, scale, collection, home / known)
+        tables = write_outcome(known, plan.entry, scale, Collection(home), home / known)
         _show(tables, as_json=json, quiet=quiet, end=f"written: {home / known / f'{known}.md'}")
     raise typer.Exit(max(map(exit_code, outcomes), default=0))
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
-from wellcond.errors import UnknownChoiceError
+from wellcond.errors import check_choice
 from wellcond.lab.settings import Scale, Settings, read_yaml
 
 SCALES: tuple[Scale, ...] = get_args(Scale)
@@ -39,7 +39,7 @@ class AtScale(_FromText):
     seeds: PositiveInt | None = None
     """How many, from 0; None: those of the recipe."""
     after: str | None = None
-    """The study that comes first."""
+    """The study that comes first; nothing comes before that one."""
     samples: PositiveInt | None = None
     parameters: PositiveFloat | None = None
     note: str = ""
@@ -62,8 +62,7 @@ class Study(Settings):
 
     def at(self, scale: str) -> AtScale | None:
         """How it is run at a scale; None if there is nothing to run it on."""
-        found: AtScale | None = getattr(self, scale)
-        return found
+        return {"tiny": self.tiny, "small": self.small, "paper": self.paper}.get(scale)
 
 
 class Variant(Settings):
@@ -171,16 +170,6 @@ class Entry(Settings):
         return "figure" if any(source.quantity for source in self.columns.values()) else "table"
 
     @property
-    def has_numbers(self) -> bool:
-        """Whether the paper prints numbers."""
-        return any(part.numbers for part in self.parts)
-
-    @property
-    def baseline(self) -> str:
-        """Name of the row that gains are measured from."""
-        return next(iter(self.rows), "")
-
-    @property
     def all_rows(self) -> dict[str, Row]:
         """The paper's and ours."""
         return self.rows | self.controls
@@ -210,13 +199,7 @@ class Catalogue(Settings):
 
 @functools.cache
 def catalogue() -> Catalogue:
-    """What ships: ids of paper C first, then paper S, then the ablations.
-
-    Example:
-        >>> entry = catalogue().entries["C-T1"]
-        >>> list(entry.columns), entry.parts[0].gain("conditioned", "default", "ViT-B")
-        (['ViT-B', 'DeiT-B', 'Swin-B', 'XCiT-M', 'DaViT-B'], 1.2)
-    """
+    """What ships: ids of paper C first, then paper S, then the ablations."""
     found: dict[str, Any] = {"studies": {}, "variants": {}, "entries": {}}
     for name in ("C", "S", "ablations"):
         for key, values in read_paper_file(name).items():
@@ -231,12 +214,8 @@ def read_paper_file(name: str) -> Any:
 
 
 def find_entry(id: str) -> tuple[str, Entry]:
-    """An id as it is written, and its entry.
-
-    Raises: UnknownChoiceError.
-    """
+    """An id as it is written, in any case, and its entry."""
     entries = catalogue().entries
-    for name, entry in entries.items():
-        if name.lower() == id.lower():
-            return name, entry
-    raise UnknownChoiceError("table or figure", id, list(entries))
+    name = next((name for name in entries if name.lower() == id.lower()), id)
+    check_choice("table or figure", name, list(entries))
+    return name, entries[name]

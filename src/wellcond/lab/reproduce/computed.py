@@ -1,4 +1,4 @@
-"""What needs no training: the cost of the fixed correction (S-T8, S-T9, S-F1, A-cost), and claims by construction.
+"""What needs no training: the cost of the fixed correction (S-T8, S-T9, S-F1, A-cost).
 
 Q, K and V of one head, each X W with X of N x D and W of D x d, in the forms that give the same numbers:
   original    X W                              nothing is added
@@ -9,10 +9,8 @@ Q, K and V of one head, each X W with X of N x D and W of D x d, in the forms th
 
 from __future__ import annotations
 
-import copy
 import math
 import time
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,16 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
-from wellcond.attention.find import find_attention
-from wellcond.conditioning.apply import condition_, fold_
-from wellcond.errors import NumericalWarning
 from wellcond.lab.report.table import MISSING, Cell, Table
-from wellcond.theory.weights import theorem38_printed
 
-LAM = 10.0
 ROUNDS = 15
 FORMS = ("original", "weight", "activation", "folded")
-ELEMENTWISE = (torch.ops.aten.add, torch.ops.aten.mul, torch.ops.aten.sub)
+ELEMENTWISE = (torch.ops.aten.add, torch.ops.aten.mul)
 """Operations of which every entry of the result counts as one."""
 
 
@@ -57,14 +50,11 @@ class PeakMemory(TorchDispatchMode):
         self.peak = max(self.peak, self.bytes)
 
 
-Size = tuple[int, int, int]
-"""Tokens N, width D, width of a head d."""
-SIZES: dict[str, Size] = {"tiny": (65, 64, 16), "small": (65, 192, 64), "paper": (197, 768, 64)}
-"""Of the ViT of each scale."""
-NAMED = "N = {}, D = {}, d = {}"
+SIZES = {"tiny": (65, 64, 16), "small": (65, 192, 64), "paper": (197, 768, 64)}
+"""Tokens N, width D and width of a head d in the ViT of each scale."""
 
 
-def count(size: Size, form: str) -> dict[str, float]:
+def count(size: tuple[int, int, int], form: str) -> dict[str, float]:
     """The projections of one head in a form, with the same weights of deviation 0.02 and layer-normed tokens in all.
 
     FLOPs are of the forward pass, the rest of forward and backward. The time is the fastest of several rounds, since
@@ -75,7 +65,7 @@ def count(size: Size, form: str) -> dict[str, float]:
     generator = torch.Generator().manual_seed(0)
     x = nn.functional.layer_norm(torch.randn(n, width, generator=generator), (width,))
     plain = [0.02 * torch.randn(width, d, generator=generator) for _ in range(3)]
-    correction, lam = LAM * torch.eye(width, d), torch.tensor(LAM)
+    correction, lam = 10.0 * torch.eye(width, d), torch.tensor(10.0)
 
     def project(form: str, weights: list[Tensor]) -> list[Tensor]:
         if form == "weight":
@@ -121,9 +111,8 @@ def static_tables(kind: str, scale: str) -> Iterator[Table]:
     """The tables of ``memory`` (S-T8), ``flops`` (S-T9), ``cost`` (both) or ``forms`` (S-F1), at the scale's size."""
     n, width, d = size = SIZES[scale]
     counted = [count(size, form) for form in FORMS]
-    note = (
-        f"One head with {NAMED.format(*size)}; float32, forward and backward. Time is the fastest of {ROUNDS} rounds."
-    )
+    note = f"One head with N = {n}, D = {width}, d = {d}; float32, forward and backward. "
+    note += f"Time is the fastest of {ROUNDS} rounds."
     if kind in ("memory", "cost"):
         weights, outputs = ("3Dd", 3 * width * d), ("3Nd", 3 * n * d)
         formulas: dict[str, tuple[Formula, Formula]] = {
@@ -168,136 +157,3 @@ def _row(
     for side, (text, value) in (("original", plain), ("spectral", spectral)):
         row[f"paper: {side}"] = (text if value is None else f"{text} = {value:{digits}}", {f"paper_{side}": value})
     return row | {f"counted: {f}": (f"{value:{digits}}", {f: value}) for f, value in zip(FORMS, found, strict=True)}
-
-
-WIDTH, HEADS, DEVIATION, TOKENS = 768, 12, 0.02, 16
-ATTENTION = f"an attention of ViT-B's size (width {WIDTH}, {HEADS} heads, weights of deviation {DEVIATION})"
-
-
-def _attention() -> tuple[nn.MultiheadAttention, Tensor]:
-    """An attention as ViT-B starts, and layer-normed tokens."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.random.fork_rng(devices=()):
-        attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-    for weight in (attention.in_proj_weight, attention.out_proj.weight):
-        nn.init.normal_(weight, std=DEVIATION, generator=generator)
-    tokens = torch.randn(1, TOKENS, WIDTH, generator=generator)
-    return attention, nn.functional.layer_norm(tokens, (WIDTH,))
-
-
-def _conditioned(attention: nn.Module, method: str, **options: Any) -> nn.Module:
-    with warnings.catch_warnings():  # lambda = 10 saturates the softmax, which is not the question
-        warnings.simplefilter("ignore", NumericalWarning)
-        return condition_(copy.deepcopy(attention), method, **options)
-
-
-@torch.no_grad()
-def _used_weights(attention: nn.Module) -> list[Tensor]:
-    """Every head's Q, K and V, as the forward pass uses them."""
-    [site] = find_attention(attention)
-    return [site.slots[role].read() for role in "qkv"]
-
-
-def _kappas(attention: nn.Module) -> Tensor:
-    return torch.cat([torch.linalg.cond(weight.double()) for weight in _used_weights(attention)])
-
-
-def _run(attention: nn.Module, tokens: Tensor) -> Tensor:
-    output: Tensor = attention(tokens, tokens, tokens, need_weights=False)[0]
-    return output
-
-
-def _weights() -> tuple[bool, str]:
-    attention, _ = _attention()
-    before, after = _kappas(attention), _kappas(_conditioned(attention, "identity", lam=LAM))
-    lower = int((after < before).sum())
-    evidence = (
-        f"condition_ on {ATTENTION}: lower in {lower} of {len(before)} matrices of a head, largest {before.max():.3g} "
-        f"before and {after.max():.3g} after; with sigma_max below lambda it is at most (lambda + sigma_max) / "
-        "(lambda - sigma_max)"
-    )
-    return lower == len(before), evidence
-
-
-def _theorem35() -> tuple[bool, str]:
-    attention, _ = _attention()
-    with torch.no_grad():  # a head without full rank, where the bound is reached
-        attention.in_proj_weight[1] = attention.in_proj_weight[0]
-    after = _kappas(_conditioned(attention, "polar"))
-    above = int((after > 2 * (1 + 1e-5)).sum())
-    evidence = (
-        f"condition_ on {ATTENTION}, one head rank-deficient: {above} of {len(after)} matrices of a head are above 2, "
-        f"the largest has {after.max():.3f}; it is computed at every step, so that training cannot change it"
-    )
-    return above == 0, evidence
-
-
-def _theorem38() -> tuple[bool, str]:
-    """A = diag(-1.9, 0.1) and lambda = 2 meet the printed hypothesis."""
-    a, lam = torch.diag(torch.tensor([-1.9, 0.1], dtype=torch.float64)), 2.0
-    met = theorem38_printed(a, lam, strict=False).applies
-    before, after = (float(torch.linalg.cond(m)) for m in (a, a + lam * torch.eye(2, dtype=torch.float64)))
-    evidence = (
-        f"A = diag(-1.9, 0.1) with lambda = 2 {'meets' if met else 'does not meet'} the hypothesis, and the condition "
-        f"number goes from {before:.3g} to {after:.3g}; it needs lambda > sigma_max (kappa + 1) / (kappa - 1)"
-    )
-    return not (met and after > before), evidence
-
-
-def _memory() -> tuple[bool, str]:
-    attention, tokens = _attention()
-    conditioned = _conditioned(attention, "identity", lam=LAM)
-    counts = []
-    for module in (attention, conditioned):
-        _run(module, tokens).sum().backward()
-        trained = [p for p in module.parameters() if p.requires_grad]
-        counts.append((sum(p.numel() for p in trained), sum(p.grad.numel() for p in trained if p.grad is not None)))
-    pairs = zip(_used_weights(attention), _used_weights(conditioned), strict=True)
-    added = torch.cat([(after - before).flatten() for before, after in pairs])
-    constants = sorted({round(x, 4) for x in added[added.abs() > 1e-4].tolist()})
-    evidence = (
-        f"condition_ on {ATTENTION}: {counts[0][0]:,} trainable parameters and {counts[0][1]:,} gradients without, "
-        f"{counts[1][0]:,} and {counts[1][1]:,} with it; the non-zero entries of C have "
-        f"{len(constants)} value{'s' if len(constants) != 1 else ''} ({', '.join(f'{x:g}' for x in constants)})"
-    )
-    return counts[0] == counts[1] and len(constants) == 1, evidence
-
-
-def _flops() -> tuple[bool, str]:
-    size = SIZES["paper"]
-    counted = count(size, "activation")
-    # A multiplication and an addition for each entry; the paper counts them as one.
-    as_one, both = counted["elementwise"] / 2 / counted["matmul"], counted["elementwise"] / counted["matmul"]
-    evidence = (
-        f"counted for {NAMED.format(*size)}: {as_one:.3%} with one operation an entry (1 / (2D) = "
-        f"{1 / (2 * size[1]):.3%}), {both:.3%} with the multiplication and the addition"
-    )
-    return abs(as_one * 2 * size[1] - 1) < 1e-9, evidence
-
-
-@torch.no_grad()
-def _folding() -> tuple[bool, str]:
-    attention, tokens = _attention()
-    conditioned = _conditioned(attention, "identity", lam=LAM)
-    wanted = _run(conditioned, tokens)
-    fold_(conditioned)
-    error = float((_run(conditioned, tokens) - wanted).abs().max() / wanted.abs().max())
-    counts = []
-    for module in (attention, conditioned):
-        with FlopCounterMode(display=False) as flops:
-            _run(module, tokens)
-        counts.append(flops.get_total_flops())
-    plain = type(conditioned) is type(attention) and list(conditioned.state_dict()) == list(attention.state_dict())
-    evidence = (
-        f"fold_ on {ATTENTION}: class and state-dict keys {'are' if plain else 'are not'} those of the plain module, "
-        f"{counts[1]:,} FLOPs against {counts[0]:,}; "
-        f"{'its output is that of the conditioned module' if error < 1e-5 else f'its output differs by {error:.0e}'}"
-    )
-    return plain and counts[0] == counts[1] and error < 1e-5, evidence
-
-
-COMPUTED = {
-    "weights": _weights, "theorem35": _theorem35, "theorem38": _theorem38, "memory": _memory, "flops": _flops,
-    "folding": _folding,
-}  # fmt: skip
-"""Whether a claim holds, and the evidence: computed when the page is made, on a real attention."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,8 +65,8 @@ class Plan:
 
     title: str
     entry: Entry
-    studies: tuple[PlannedStudy, ...] = ()
-    left_out: tuple[str, ...] = ()
+    studies: tuple[PlannedStudy, ...]
+    left_out: tuple[str, ...]
     """Columns and panels that are not run at this scale."""
 
     @property
@@ -81,10 +81,7 @@ class Plan:
 
 
 def make_plan(id: str, entry: Entry, scale: str, options: PlanOptions) -> Plan:
-    """All comparisons of an id; nothing is run or written.
-
-    Raises: RecipeError for a method or setting that does not exist.
-    """
+    """All comparisons of an id; nothing is run or written. RecipeError for a method or setting that does not exist."""
     known = list(dict.fromkeys(row.method for row in entry.all_rows.values()))
     if unknown := [method for method in options.methods or () if method not in known]:
         raise RecipeError(f"--methods: expected some of {', '.join(known)}, found {unknown[0]!r}")
@@ -93,28 +90,23 @@ def make_plan(id: str, entry: Entry, scale: str, options: PlanOptions) -> Plan:
     asked: dict[tuple[str, str], list[str]] = {}
     left_out = []
     for title, source in entry.columns.items():
-        if catalogue().studies[source.study].at(scale) is None:
+        settings = catalogue().studies[source.study].at(scale)
+        if settings is None:
             left_out.append(f"{title}: nothing to run it on at scale {scale}")
             continue
+        first = [(settings.after, "")] if settings.after else []
         for row in [row for row in entry.rows_of(title).values() if row.method in wanted]:
-            asked.setdefault((source.study, row.variant), ["default"]).append(row.method)
-    planned: dict[str, PlannedStudy] = {}
-    for (study, variant), methods in asked.items():
-        for made in _with_what_comes_first(study, variant, tuple(dict.fromkeys(methods)), scale, options):
-            planned.setdefault(made.name, made)
-    return Plan(f"{id} at scale {scale}: {entry.title}", entry, tuple(planned.values()), tuple(left_out))
+            for study in (*first, (source.study, row.variant)):
+                asked.setdefault(study, ["default"]).append(row.method)
+    studies = tuple(_plan_study(*study, methods, scale, options) for study, methods in asked.items())
+    return Plan(f"{id} at scale {scale}: {entry.title}", entry, studies, tuple(left_out))
 
 
-def _with_what_comes_first(
-    name: str, variant: str, asked: tuple[str, ...], scale: str, options: PlanOptions
-) -> Iterator[PlannedStudy]:
+def _plan_study(name: str, variant: str, asked: Sequence[str], scale: str, options: PlanOptions) -> PlannedStudy:
     study = catalogue().studies[name]
     settings = study.at(scale)
     assert settings is not None, f"the study {name} is not run at scale {scale}"
-    if settings.after is not None:
-        first = catalogue().studies[settings.after].methods or asked
-        yield from _with_what_comes_first(settings.after, "", first, scale, options)
-    methods = tuple(MethodSettings.model_validate(text) for text in asked)
+    methods = tuple(MethodSettings.model_validate(text) for text in study.methods or dict.fromkeys(asked))
     changes = [*settings.settings, *(catalogue().variants[variant].settings if variant else ()), *options.overrides]
     recipe, _ = load_recipe(settings.recipe, scale=scale, overrides=changes)
     of_study = recipe.seeds if settings.seeds is None else tuple(range(settings.seeds))
@@ -123,7 +115,7 @@ def _with_what_comes_first(
     check_settings(folder, recipe)
     jobs = tuple(plan_comparison(recipe, methods, seeds, folder, base=options.folder, cpu=options.cpu))
     tuned = tuple(job.folder / "glue" / task / "seed-0" for job in jobs for task in (NAMES if study.glue else ()))
-    yield PlannedStudy(folder.name, settings, recipe, methods, seeds, jobs, folder, tuned)
+    return PlannedStudy(folder.name, settings, recipe, methods, seeds, jobs, folder, tuned)
 
 
 def list_table(scale: str, folder: Path) -> Table:
@@ -151,5 +143,4 @@ def plan_table(plan: Plan) -> Table:
         for study in plan.studies
     ]  # fmt: skip
     to_do = f"{plan.missing} of {plan.runs} runs to do." if plan.runs else "It is computed, without runs."
-    notes = (*plan.left_out, to_do)
-    return Table.of("plan", plan.title, rows, notes, (0, 1, 2, 3))
+    return Table.of("plan", plan.title, rows, (*plan.left_out, to_do), (0, 1, 2, 3))

@@ -13,7 +13,7 @@ from wellcond.lab.report.glue import SHOWN, GlueScores, load_glue
 from wellcond.lab.report.load_runs import Comparison, load_comparisons
 from wellcond.lab.report.records import Metric, RunRecordError, setting_differences
 from wellcond.lab.report.table import number, show_seeds
-from wellcond.lab.reproduce.catalogue import Entry, Row, Source, catalogue
+from wellcond.lab.reproduce.catalogue import AtScale, Entry, Row, Source, catalogue
 
 RUNS = "runs"
 """Folder of the studies, beside those of the ids."""
@@ -21,8 +21,6 @@ OWN_METRICS = {
     "step_ratio": Metric("time of a step / that of the baseline", higher_is_better=False, percent=False),
     "peak_memory": Metric("peak memory, MB", higher_is_better=False, percent=False),
 }
-
-
 TEACHERS = {"runs/": "weight-selection/", "/seed0": ""}
 """Parts of the path of a teacher, and what stands there in the labels of committed records."""
 
@@ -72,10 +70,6 @@ class StoredStudy:
             return OWN_METRICS.get(name, SHOWN)
         return self.comparison.result if name == "" else replace(self.comparison.metric, name=name)
 
-    def lost(self, row: Row) -> int:
-        """Runs of a method that diverged or failed."""
-        return sum(run.outcome in ("diverged", "failed") for run in self.comparison.of(self.label(row)))
-
 
 @functools.lru_cache(maxsize=64)
 def find_study(folder: Path) -> StoredStudy | None:
@@ -109,26 +103,21 @@ def study_name(study: str, variant: str) -> str:
     return f"{study}-{variant}" if variant else study
 
 
-def may_be_paired(one: StoredStudy | None, other: StoredStudy | None, variants_used: Iterable[str]) -> bool:
+def may_be_paired(one: StoredStudy, other: StoredStudy, variants: Iterable[str]) -> bool:
     """Whether two stored studies differ by nothing but the settings of these variants.
 
     Committed records of a variant may be of another recipe than the study's, or of the same one under other settings.
     """
-    found = [study.comparison for study in (one, other) if study is not None]
-    if len({(c.recipe, c.scale) for c in found}) != 1:
-        return False
-    variants = [catalogue().variants[name] for name in variants_used if name]
-    meant = {setting.split("=", 1)[0] for variant in variants for setting in variant.settings}
-    first, last = (c.runs[0].part("config") for c in (found[0], found[-1]))
-    return all(line.split(":", 1)[0] in meant for line in setting_differences(first, last))
+    a, b = one.comparison, other.comparison
+    settings = [setting for name in variants if name for setting in catalogue().variants[name].settings]
+    meant = {setting.split("=", 1)[0] for setting in settings}
+    found = setting_differences(a.runs[0].part("config"), b.runs[0].part("config"))
+    return (a.recipe, a.scale) == (b.recipe, b.scale) and all(line.split(":", 1)[0] in meant for line in found)
 
 
 def differences_from_paper(entry: Entry, records: Collection) -> Iterator[str]:
-    """What our runs do otherwise than the paper: a line for each study that has runs."""
-    first: dict[str, tuple[str, Source]] = {}
+    """What our runs do otherwise than the paper: a line for each study that has runs, again for each of its columns."""
     for name, source in entry.columns.items():
-        first.setdefault(source.study, (name, source))
-    for study, (name, source) in first.items():
         for variant in dict.fromkeys(row.variant for row in entry.rows_of(name).values()):
             stored, plain = records.study(source, variant), records.study(source)
             if stored is None:
@@ -136,61 +125,19 @@ def differences_from_paper(entry: Entry, records: Collection) -> Iterator[str]:
             apart = ""
             if plain is not None and plain is not stored and not may_be_paired(plain, stored, (variant,)):
                 apart = "; another recipe or other settings than the rows above, so that there is no gain over them"
-            title = catalogue().studies[study].title + (f", {variant}," if variant else "")
-            yield f"{title} ran as: {'; '.join(_facts(study, stored.comparison))}{apart}."
+            found, shared = stored.comparison, catalogue().studies[source.study]
+            ours = shared.at(found.scale)
+            facts = [*what_ran(found, shared.paper), *([ours.note] if ours and ours.note else [])]
+            yield f"{shared.title}{f', {variant},' if variant else ''} ran as: {'; '.join(facts)}{apart}."
 
 
-def _facts(study: str, comparison: Comparison) -> Iterator[str]:
+def what_ran(comparison: Comparison, paper: AtScale | None = None) -> Iterator[str]:
+    """What the records ran, never the set-up that they stand for; its sizes, if given, stand beside ours."""
     model, data, progress = (comparison.runs[0].part(name) for name in ("model", "data", "progress"))
-    published = catalogue().studies[study].paper
     yield f"recipe {comparison.recipe}, scale {comparison.scale}"
     size = f"{model['parameters'] / 1e6:.2f} M parameters" if model.get("parameters") else "parameters not recorded"
-    yield size + (f" (at scale paper: {published.parameters:g} M)" if published and published.parameters else "")
-    yield f"{data.get('name', 'data not recorded')}, {data.get('train', '?')} training samples" + (
-        f" (at scale paper: {published.samples})" if published and published.samples else ""
-    )
+    yield size + (f" (at scale paper: {paper.parameters:g} M)" if paper and paper.parameters else "")
+    samples = f"{data.get('name', 'data not recorded')}, {data.get('train', '?')} training samples"
+    yield samples + (f" (at scale paper: {paper.samples})" if paper and paper.samples else "")
     yield f"{progress.get('num_steps', '?')} updates, {float(progress.get('num_epochs') or 0):.3g} epochs"
     yield show_seeds(len(comparison.seeds))
-    settings = catalogue().studies[study].at(comparison.scale)
-    if settings is not None and settings.note:
-        yield settings.note
-
-
-FAMILIES = {
-    "timm:vit": "ViT", "timm:deit": "DeiT", "timm:swin": "Swin", "timm:xcit": "XCiT", "timm:davit": "DaViT",
-    "hf:gpt2": "GPT-2", "wellcond:crammed_bert": "Crammed BERT", "wellcond:long_range": "Nystromformer",
-    "wellcond:mask_rcnn": "Mask R-CNN",
-}  # fmt: skip
-DATA = {
-    "uoft-cs/cifar10": "CIFAR-10", "roneneldan/TinyStories": "TinyStories", "stanfordnlp/imdb": "IMDB",
-    "Salesforce/wikitext (wikitext-2-v1)": "WikiText-2", "listops": "ListOps", "pathfinder": "Pathfinder",
-    "acl-citation-pairs": "pairs of papers", "coco2017-mini": "COCO 2017",
-}  # fmt: skip
-EXAMPLES = {"image_classification": "images", "detection": "images", "language_modelling": "texts",
-            "masked_language_modelling": "texts"}  # fmt: skip
-WIDTHS = ("embed_dim", "n_embd", "width", "embed_dims")
-NORMS = {"without_block_norms": "without block norms", "without_attention_norm": "without the attention's norm"}
-
-
-def what_ran(comparison: Comparison) -> str:
-    """Model, its size, data and their size, from the records: never the set-up that they stand for."""
-    run = comparison.runs[0]
-    config, data, parameters = run.part("config"), run.part("data"), run.part("model").get("parameters")
-    model, task = config.get("model") or {}, config.get("task") or {}
-    arguments = model.get("arguments") or {}
-    name = str(model.get("name") or "")
-    family = next((said for start, said in FAMILIES.items() if name.startswith(start)), name.rpartition(":")[2])
-    if "backbone" in arguments:
-        family += f" on {FAMILIES.get('timm:' + str(arguments['backbone']).split('_')[0], arguments['backbone'])}"
-        arguments = arguments.get("backbone_arguments") or {}
-    size = f"{parameters / 1e6:.2f} M parameters" if parameters else ""
-    if width := next((arguments[key] for key in WIDTHS if key in arguments), None):
-        size = f"width {' and '.join(map(str, width)) if isinstance(width, list) else width}"
-    count = ((data.get("fingerprint") or {}).get("train") or {}).get("size") or data.get("train")
-    noun = EXAMPLES.get(str(task.get("name")), "sequences")
-    length = f" of {task['length']}" if noun == "sequences" and task.get("length") else ""
-    parts = [
-        family, size, NORMS.get(str(model.get("norms")), ""), "QK-norm" if arguments.get("qk_norm") else "",
-        DATA.get(str(data.get("name")), str(data.get("name"))), f"{count:,} {noun}{length}" if count else "",
-    ]  # fmt: skip
-    return ", ".join(filter(None, parts))
