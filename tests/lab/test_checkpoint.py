@@ -222,15 +222,6 @@ def test_a_save_that_breaks_keeps_the_old_checkpoint(small, monkeypatch, problem
     assert torch.equal(read_tensors(last_checkpoint(folder), "model")["weight"], before)
 
 
-def test_the_same_step_can_be_saved_again(small):
-    folder, model, optimizer = small
-    save(folder, model, optimizer, step=1)
-    trained(model, optimizer, lambda model: model(torch.ones(1, 2)).sum(), 1)
-    place = save(folder, model, optimizer, step=1)
-    assert torch.equal(read_tensors(place, "model")["weight"], model.weight)
-    assert [path.name for path in folder.iterdir()] == ["step-00000001"]
-
-
 @SHARDED
 def test_best_weights_are_there_where_they_are_asked_for(small, sharded):
     folder, model, optimizer = small

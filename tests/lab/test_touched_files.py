@@ -155,7 +155,7 @@ def test_records_of_two_runs_that_were_swapped_are_refused(finished, tmp_path):
         path.write_bytes(content)
     with pytest.raises(WellcondError, match=r"not of the run in run\.json\n.*delete .*/conditioned/seed\d and repeat"):
         build_report(root, pictures=False)
-    with pytest.raises(RunError, match="seed0 holds a run with other settings"):
+    with pytest.raises(RunError, match="seed0 holds a run under other settings"):
         run_job(job_in(root / "conditioned/seed0"))
 
 

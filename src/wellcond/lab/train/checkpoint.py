@@ -35,7 +35,7 @@ from wellcond.lab.train.run_folder import RunError, RunFolder, writing
 from wellcond.run_records import find_change, seal
 
 NAME = re.compile(r"step-(\d{8,})")
-OURS = re.compile(r"step-\d{8,}|\.step-\d{8,}(\.former)?\.partial")
+OURS = re.compile(r"step-\d{8,}|\.step-\d{8,}\.partial")
 SEPARATOR = "//"
 Tensors = dict[str, Tensor]
 
@@ -121,8 +121,6 @@ def save_checkpoint(
                     sums[f"{kind}.safetensors"] = hashlib.sha256(content).hexdigest()
             if is_main:
                 write_atomically(partial / "state.json", to_json(seal(state | {"step": step, "files": sums})))
-                if place.exists():  # removing it would take longer than renaming it
-                    os.replace(place, folder / f".{place.name}.former.partial")
                 os.replace(partial, place)
     except BaseException:
         if is_main:

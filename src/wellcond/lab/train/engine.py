@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +15,16 @@ from torch import Tensor, nn
 from wellcond.attention.distributed import is_sharded, reshard_, unwrap, whole
 from wellcond.attention.find import find_attention
 from wellcond.attention.site import AttentionSite
+from wellcond.lab.recipe import Recipe
 from wellcond.lab.seeding import derive, seed_device
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask, Batch
 from wellcond.lab.train import checkpoint
 from wellcond.lab.train.batches import UpdatePlan, fetch_batches
 from wellcond.lab.train.evaluate import ConditioningLog, Evaluator, WeightAverage, layer_numbers
-from wellcond.lab.train.length import Diverged, StopFlag, TimeBudget, TrainState, check_loss, ramped_parts
+from wellcond.lab.train.length import Diverged, RunClock, StopFlag, TimeBudget, TrainState, check_loss, ramped_parts
 from wellcond.lab.train.optimizers import set_point
-
-if TYPE_CHECKING:
-    from wellcond.lab.train.run import Session
+from wellcond.lab.train.run_folder import RunFolder
 
 Event = dict[str, Any]
 Observer = Callable[[Event], None]
@@ -39,12 +38,19 @@ class Interrupted(Exception):
 class Engine:
     """Trains one model. Only rank 0 writes to the folder, but for shards of checkpoints."""
 
-    def __init__(self, session: Session, task: AbstractTask, model: nn.Module) -> None:
-        self.session, self.task = session, task
-        self.recipe = recipe = session.job.recipe
-        self.accelerator = accelerator = session.accelerator
-        self.seed, self.folder = session.job.seed, session.folder
-        self.clock, self.observer = session.clock, session.observer
+    def __init__(
+        self,
+        recipe: Recipe,
+        seed: int,
+        task: AbstractTask,
+        model: nn.Module,
+        accelerator: Any,
+        folder: RunFolder,
+        clock: RunClock,
+        observer: Observer,
+    ) -> None:
+        self.recipe, self.seed, self.task, self.accelerator = recipe, seed, task, accelerator
+        self.folder, self.clock, self.observer = folder, clock, observer
         if accelerator.is_fsdp2 and not task.can_be_sharded:  # its ranks would deadlock
             name = recipe.task.model_dump()["name"]
             raise RecipeError(f"task.name: {name} does not run under FSDP; launch it with DDP (torchrun) or alone")
@@ -54,7 +60,7 @@ class Engine:
             num_samples=len(task.train),
             batch_size=training.batch_size,
             accumulate=training.accumulate,
-            seed=self.seed,
+            seed=seed,
             repeats=recipe.augmentation.repeats,
             following=task.following,
             rank=accelerator.process_index,
@@ -67,7 +73,7 @@ class Engine:
         self.best_weights: dict[str, Tensor] | None = None
         """Weights and buffers of the best evaluation so far, on the CPU."""
         self.state = TrainState()
-        self.budget = TimeBudget(training.hours, self.clock, accelerator)
+        self.budget = TimeBudget(training.hours, clock, accelerator)
         self.log = ConditioningLog(recipe, task, model, accelerator, per_epoch)
         self.model, self.optimizer = accelerator.prepare(model, recipe.optimizer.build(model))
         self.average: WeightAverage | None = None
@@ -85,6 +91,8 @@ class Engine:
         self._losses: list[Tensor] = []
         self.newest_loss: float | None = None
         """Mean of the last row of steps.jsonl."""
+        self.results: dict[str, Any] = {}
+        """For the record, after the last update."""
 
     @property
     def full_updates(self) -> float:
@@ -95,6 +103,24 @@ class Engine:
     def epoch(self) -> float:
         """Number of epochs completed."""
         return round(self.full_updates / self.plan.steps_per_epoch, 6)
+
+    def progress(self) -> dict[str, Any]:
+        """What the record says of the training so far."""
+        seconds, per_epoch = self.clock.now()["training"], self.plan.steps_per_epoch
+        return {
+            "final": self.state.final,
+            "best": self.state.best,
+            "progress": {
+                "step": self.state.step,
+                "num_steps": self.num_steps,
+                "epoch": self.epoch,
+                "num_epochs": round(self.num_steps / per_epoch, 6),
+                "steps_per_epoch": per_epoch,
+            },
+            "samples_per_second": self.full_updates * self.plan.batch_size / max(seconds, 1e-9),
+            "seconds_per_step": seconds / max(1, self.state.step),
+            **self.results,
+        }
 
     # Resuming
 
@@ -145,7 +171,6 @@ class Engine:
                 checkpoint.save_checkpoint(folder, step, tensors, state, sharded=self.sharded)
             self.accelerator.wait_for_everyone()
             if self.is_main:
-                self.session.write()
                 self.observer({"event": "saved", "step": step})
 
     # Training
@@ -184,7 +209,7 @@ class Engine:
         self.clock.switch("evaluation")
         with self.evaluated_weights():
             if samples := self.task.write_samples(unwrap(self.model)):
-                self.session.record["samples"] = samples
+                self.results["samples"] = samples
         self._test()
 
     def update(self, step: int, batches: Sequence[Batch], *, want_norms: bool) -> tuple[Tensor, dict[str, float]]:
@@ -325,7 +350,7 @@ class Engine:
             if not math.isfinite(loss := values["loss"]):
                 raise Diverged(f"the loss on the test split is {loss} with the weights of step {tested['step']}")
             row = {"step": tested["step"], "epoch": tested["epoch"], "weights": weights, **values}
-            self.session.record["test"] = row
+            self.results["test"] = row
             if self.is_main:
                 self._track("test", values)
             self.observer({"event": "test", "row": row})

@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import shutil
 import subprocess
 import traceback
 from dataclasses import asdict, dataclass
@@ -22,7 +23,7 @@ from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe, config_hash, differences, override_recipe, with_effect
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask
-from wellcond.lab.train.engine import Engine, Interrupted, Observer
+from wellcond.lab.train.engine import Engine, Event, Interrupted, Observer
 from wellcond.lab.train.length import Diverged, RunClock, StopFlag, peak_memory, reset_peak_memory
 from wellcond.lab.train.prepare import make_accelerator, prepare_model, prepare_task
 from wellcond.lab.train.run_folder import RunError, RunFolder
@@ -45,6 +46,8 @@ class Job:
     local_code: bool = False
     at_once: int = 1
     """Number of concurrent runs of the comparison, including this one."""
+    keep_checkpoints: bool = True
+    """Whether those of a complete run stay."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recipe", override_recipe(self.recipe, self.method))
@@ -69,31 +72,28 @@ def run_job(job: Job, observer: Observer = lambda event: None, *, stop: StopFlag
     """
     check_local_code(job.recipe, trusted=job.local_code)
     accelerator = make_accelerator(job.recipe, job.folder, cpu=job.cpu)
-    folder = RunFolder(job.folder)
-    with contextlib.ExitStack() as held:
-        _lock(folder, accelerator, held)
-        complete = complete_record(job)
-        if complete is None:
-            flag = held.enter_context(StopFlag().listening()) if stop is None else stop
-            return Session(job, folder, accelerator, observer).run(flag)
-        accelerator.wait_for_everyone()
-        observer({"event": "end", "record": complete, "repeated": True})
-        return complete
-
-
-def _lock(folder: RunFolder, accelerator: Any, held: contextlib.ExitStack) -> None:
-    """Lock the folder on rank 0; RunError, on every rank, if it cannot be used."""
     from accelerate.utils import broadcast_object_list
 
-    problem = None
-    if accelerator.is_main_process:
-        try:
-            held.enter_context(folder.opened(patience=5))  # what was killed a moment ago may still be ending
-        except RunError as error:
-            problem = error
-    [problem] = broadcast_object_list([problem])
-    if problem is not None:
-        raise problem
+    folder, problem = RunFolder(job.folder), None
+    with contextlib.ExitStack() as held:
+        if accelerator.is_main_process:
+            try:
+                held.enter_context(folder.opened(patience=5))  # what was killed a moment ago may still be ending
+            except RunError as error:
+                problem = error
+        [problem] = broadcast_object_list([problem])
+        if problem is not None:
+            raise problem
+        record = complete_record(job)
+        if record is None:
+            flag = held.enter_context(StopFlag().listening()) if stop is None else stop
+            record = Session(job, folder, accelerator, observer).run(flag)
+        else:
+            accelerator.wait_for_everyone()
+            observer({"event": "end", "record": record})
+        if record["status"] in COMPLETE and not job.keep_checkpoints and accelerator.is_main_process:
+            shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
+        return record
 
 
 def check_local_code(recipe: Recipe, *, trusted: bool) -> None:
@@ -105,17 +105,21 @@ def check_local_code(recipe: Recipe, *, trusted: bool) -> None:
 def complete_record(job: Job) -> dict[str, Any] | None:
     """The record of a complete run; None if it is missing or incomplete. RunError if it has other settings."""
     record = RunFolder(job.folder).read_record()
-    if record is not None and config_hash(record["config"]) != config_hash(job.config):
-        raise RunError(
-            f"{job.folder} holds a run with other settings ("
-            f"{'; '.join(differences(with_effect(record['config']), with_effect(job.config)))}). Give another folder, "
-            "or delete this one"
-        )
-    return record if record is not None and record["status"] in COMPLETE else None
+    if record is None:
+        return None
+    if config_hash(record["config"]) != config_hash(job.config):
+        other = f"other settings{describe_change(record['config'], job.config)}"
+        raise RunError(f"{job.folder} holds a run under {other}. Give another folder, or delete this one")
+    return record if record["status"] in COMPLETE else None
+
+
+def describe_change(there: dict[str, Any], here: dict[str, Any]) -> str:
+    """Which settings of two runs differ."""
+    return f" ({'; '.join(differences(with_effect(there), with_effect(here)))})"
 
 
 class Session:
-    """One process's session of one run."""
+    """One process's session of one run: it has the record, which an engine's progress goes into."""
 
     def __init__(self, job: Job, folder: RunFolder, accelerator: Any, observer: Observer) -> None:
         self.job, self.folder, self.accelerator, self.observer = job, folder, accelerator, observer
@@ -182,7 +186,9 @@ class Session:
             "parameters": sum(p.numel() for p in model.parameters()),
             "attentions": len(find_attention(model, strict=False)),
         }
-        self.engine = engine = Engine(self, task, model)
+        self.engine = engine = Engine(
+            recipe, job.seed, task, model, self.accelerator, self.folder, self.clock, self._observe
+        )
         step = engine.resume()
         self.record["sessions"] = [*self.record["sessions"], describe_session(self.accelerator, step, job.at_once)]
         self.write()
@@ -225,30 +231,21 @@ class Session:
         self.write()
         for tracker in self.accelerator.trackers:
             tracker.finish()
-        self.observer({"event": "end", "record": self.record, "repeated": False})
+        self.observer({"event": "end", "record": self.record})
         return self.record
+
+    def _observe(self, event: Event) -> None:
+        if event["event"] == "saved":
+            self.write()
+        self.observer(event)
 
     def write(self) -> None:
         """Update the record and write it on rank 0."""
-        engine, seconds = self.engine, self.clock.now()
-        if engine is not None:
-            state, per_epoch = engine.state, engine.plan.steps_per_epoch
-            self.record |= {
-                "final": state.final,
-                "best": state.best,
-                "progress": {
-                    "step": state.step,
-                    "num_steps": engine.num_steps,
-                    "epoch": engine.epoch,
-                    "num_epochs": round(engine.num_steps / per_epoch, 6),
-                    "steps_per_epoch": per_epoch,
-                },
-                "samples_per_second": engine.full_updates * engine.plan.batch_size / max(seconds["training"], 1e-9),
-                "seconds_per_step": seconds["training"] / max(1, state.step),
-            }
+        if self.engine is not None:
+            self.record |= self.engine.progress()
             if self.record["sessions"]:  # it shares the machine once other processes have been seen
                 self.record["sessions"][-1]["alone"] &= has_free_cores()
-        self.record |= {"seconds": seconds, "peak_memory_bytes": peak_memory(self.accelerator.device)}
+        self.record |= {"seconds": self.clock.now(), "peak_memory_bytes": peak_memory(self.accelerator.device)}
         if self.accelerator.is_main_process:
             self.record |= {"logs": marks} if (marks := self.folder.log_marks()) else {}
             self.folder.write_record(self.record)
