@@ -21,7 +21,7 @@ from wellcond.lab.recipe import Recipe, config_hash, override_recipe
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.train.engine import Event
 from wellcond.lab.train.length import StopFlag
-from wellcond.lab.train.run import Job, check_local_code, complete_record, describe_change, run_job
+from wellcond.lab.train.run import Job, complete_record, describe_change, run_job
 from wellcond.lab.train.run_folder import RunError, RunFolder, read_sealed, write_sealed, writing
 from wellcond.models import ModelSpecError
 from wellcond.run_records import SCHEMA
@@ -48,7 +48,6 @@ def plan_comparison(
     recipe: Recipe, methods: Sequence[MethodSettings], seeds: Sequence[int], folder: Path, **options: Any
 ) -> list[Job]:
     """All runs, seed by seed, so that an interrupted comparison has complete pairs; each at its tuned values."""
-    check_local_code(recipe, trusted=options.get("local_code", False))
     check_distinct(methods)
     if not methods:
         raise RecipeError("expected methods to compare, found none; give --methods, or `methods` in the recipe")

@@ -31,10 +31,6 @@ Observer = Callable[[Event], None]
 SECONDS_BETWEEN_EVENTS = 0.2
 
 
-class Interrupted(Exception):
-    """Stopped on request, after a checkpoint."""
-
-
 class Engine:
     """Trains one model. Only rank 0 writes to the folder, but for shards of checkpoints."""
 
@@ -76,21 +72,18 @@ class Engine:
         self.budget = TimeBudget(training.hours, clock, accelerator)
         self.log = ConditioningLog(recipe, task, model, accelerator, per_epoch)
         self.model, self.optimizer = accelerator.prepare(model, recipe.optimizer.build(model))
-        self.average: WeightAverage | None = None
         self.evaluated_weights: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         """Inside, the model has the average, if that is what is evaluated."""
-        if (averaging := training.averaging) is not None:
-            self.average = WeightAverage(unwrap(self.model), averaging.decay)
-            if averaging.evaluate:
-                self.evaluated_weights = self.average.in_place
+        averaging = training.averaging
+        self.average = None if averaging is None else WeightAverage(unwrap(self.model), averaging.decay)
+        if self.average is not None and averaging is not None and averaging.evaluate:
+            self.evaluated_weights = self.average.in_place
         self.evaluator = Evaluator(recipe, task, self.model, accelerator)
         self.planned_steps, self.learning_rate = self.num_steps, 0.0
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.sharded = is_sharded(unwrap(self.model))
         self.sites = [] if self.sharded else find_attention(unwrap(self.model), strict=False)
         self._losses: list[Tensor] = []
-        self.newest_loss: float | None = None
-        """Mean of the last row of steps.jsonl."""
         self.results: dict[str, Any] = {}
         """For the record, after the last update."""
 
@@ -175,14 +168,14 @@ class Engine:
 
     # Training
 
-    def train(self, stop: StopFlag) -> None:
-        """Train from the current step to the end; raises Diverged, or Interrupted after a checkpoint."""
+    def train(self, stop: StopFlag) -> bool:
+        """Train from the current step to the end; False if it was stopped, after a checkpoint. Raises Diverged."""
         state, training = self.state, self.recipe.training
         self.log.begin(self.model, state.step)
         if state.step == 0:
             self._measure_if_due(last=False)
             self._evaluate()
-        told = time.perf_counter()
+        told, shown = time.perf_counter(), None
         self._end_if_time_is_up()
         parts = self.plan.parts(self.full_updates, self.num_steps)
         batches = fetch_batches(self.task.train, parts, workers=training.workers, device=self.accelerator.device)
@@ -200,17 +193,28 @@ class Engine:
             state.step = done
             self._end_if_time_is_up()
             if logged:
-                self._log_step(norms)
+                shown = self._log_step(norms)
             if (now := time.perf_counter()) - told > SECONDS_BETWEEN_EVENTS:
-                event = {"event": "step", "step": done, "loss": self.newest_loss}
+                event = {"event": "step", "step": done, "loss": shown}
                 self.observer(event | {"num_steps": self.budget.steps_expected(done, self.num_steps)})
                 told = now
-            self._at_boundaries(stop)
+            last = done == self.num_steps
+            self._measure_if_due(last=last)
+            if last or done % self.evaluate_every == 0:
+                self._evaluate()
+            # Several ranks synchronise only at logged steps.
+            synchronised = self.plan.processes == 1 or done % training.log_every == 0
+            stopping = synchronised and stop.any_rank(self.accelerator) and not last
+            if last or stopping or done % self.save_every == 0:
+                self.save()
+            if stopping:
+                return False
         self.clock.switch("evaluation")
         with self.evaluated_weights():
             if samples := self.task.write_samples(unwrap(self.model)):
                 self.results["samples"] = samples
         self._test()
+        return True
 
     def update(self, step: int, batches: Sequence[Batch], *, want_norms: bool) -> tuple[Tensor, dict[str, float]]:
         """One update of the weights: forward, backward and step, over accumulations and ranks.
@@ -251,23 +255,8 @@ class Engine:
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum(), norms
 
     def _end_if_time_is_up(self) -> None:
-        self.budget.look()
-        if self.budget.used >= 1:
+        if self.budget.look() >= 1:
             self.num_steps = self.state.step
-
-    def _at_boundaries(self, stop: StopFlag) -> None:
-        step = self.state.step
-        last = step == self.num_steps
-        self._measure_if_due(last=last)
-        if last or step % self.evaluate_every == 0:
-            self._evaluate()
-        # Several ranks synchronise only at logged steps.
-        synchronised = self.plan.processes == 1 or step % self.recipe.training.log_every == 0
-        stopping = synchronised and stop.any_rank(self.accelerator) and not last
-        if last or stopping or step % self.save_every == 0:
-            self.save()
-        if stopping:
-            raise Interrupted
 
     def _take_losses(self) -> None:
         """Move the losses of recent updates to the state, averaged over ranks; raises Diverged if one is not finite."""
@@ -280,12 +269,13 @@ class Engine:
         for number, value in enumerate(values):
             check_loss(value, first + number)
 
-    def _log_step(self, norms: dict[str, float]) -> None:
+    def _log_step(self, norms: dict[str, float]) -> float:
+        """Write a row of steps.jsonl; returns its loss."""
         step = self.state.step
         try:
             self._take_losses()
         finally:  # a loss that is not finite is logged too
-            mean = self.newest_loss = self.state.close_window()
+            mean = self.state.close_window()
             row: dict[str, Any] = {"step": step, "epoch": self.epoch, "loss": mean, "lr": self.learning_rate, **norms}
             if self.is_main:
                 self.folder.append("steps.jsonl", [row])
@@ -293,6 +283,7 @@ class Engine:
         factor, first = self.recipe.training.diverged_above, self.state.first_loss
         if factor is not None and first is not None:
             check_loss(mean, step, factor * max(first, 1e-6))
+        return mean
 
     def _track(self, group: str, values: dict[str, Any]) -> None:
         self.accelerator.log({f"{group}/{name}": value for name, value in values.items()}, step=self.state.step)
@@ -301,15 +292,15 @@ class Engine:
 
     def _measure_if_due(self, *, last: bool) -> None:
         step = self.state.step
-        if not self.log.is_due(step, last=last):
+        if (due := self.log.due(step, last=last)) is None:
             return
         with self.clock.spent_on("measuring"):
             self.observer({"event": "phase", "phase": "measuring"})
-            rows = self.log.measure(step, last=last)
-            if rows and self.is_main:
+            points = self.log.measure(step, jacobian=due == "jacobian")
+            if points and self.is_main:
                 place = {"step": step, "epoch": self.epoch}
-                self.folder.append("conditioning.jsonl", (place | row for row in rows))
-                self.accelerator.log(layer_numbers(rows), step=step)
+                self.folder.append("conditioning.jsonl", (place | point.to_json_dict() for point in points))
+                self.accelerator.log(layer_numbers(points), step=step)
 
     def _evaluate(self) -> None:
         with self.clock.spent_on("evaluation"), self.evaluated_weights():

@@ -12,19 +12,20 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, geometric_mean
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from wellcond.attention.distributed import reshard_, unwrap
 from wellcond.attention.find import find_attention
+from wellcond.integrations.watch import Summaries, summarise
 from wellcond.lab.recipe import Recipe
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask, Samples, evaluating
 from wellcond.lab.train.batches import evaluation_parts, fetch_batches
 from wellcond.lab.train.checkpoint import model_tensors
-from wellcond.tracking import ConditionTracker
+from wellcond.tracking import ConditionTracker, TrackPoint
 
 
 class WeightAverage:
@@ -146,8 +147,8 @@ class ConditioningLog:
                 f"tracking.weights_every: expected at most {MOST_POINTS} measurements, found one every "
                 f"{self.weights_every} of {num_steps} steps; give a longer interval"
             )
-        asked = self.jacobian or self.weights_every
-        self._measures = bool(asked) and (accelerator.is_main_process or accelerator.is_fsdp2)
+        asked = bool(self.jacobian or self.weights_every)
+        self._measures = asked and (accelerator.is_main_process or accelerator.is_fsdp2)
         rounded = accelerator.mixed_precision != "no" and not accelerator.is_fsdp2
         self._copy = copy.deepcopy(plain) if self._measures and rounded else None
         self._model: nn.Module = plain
@@ -171,37 +172,34 @@ class ConditioningLog:
             measured, probe, every=(), heads=settings.heads, budget=None, first_step=step, samples=settings.samples
         )
 
-    def is_due(self, step: int, *, last: bool, jacobian: bool = False) -> bool:
-        """Whether anything, or the Jacobian, is measured after this step."""
+    def due(self, step: int, *, last: bool) -> Literal["jacobian", "weights"] | None:
+        """What is measured after this step; with a Jacobian also weights."""
         if step in self.jacobian or (last and self.jacobian):
-            return True
-        return not jacobian and self.weights_every is not None and (last or step % self.weights_every == 0)
+            return "jacobian"
+        return "weights" if self.weights_every is not None and (last or step % self.weights_every == 0) else None
 
-    def measure(self, step: int, *, last: bool) -> list[dict[str, Any]]:
-        """Rows of a step at which something is due; every rank must call it."""
+    def measure(self, step: int, *, jacobian: bool) -> list[TrackPoint]:
+        """Measure what is due at a step; every rank must call it."""
         if self._tracker is None:
             return []
         if self._copy is not None:
             self._copy.load_state_dict(model_tensors(self._model))
         self._tracker.num_steps = step
-        points = self._tracker.measure_now(jacobian=self.is_due(step, last=last, jacobian=True))
-        return [point.to_json_dict() for point in points]
+        return self._tracker.measure_now(jacobian=jacobian)
 
 
-FOR_TRACKERS = {"kappa_J": "pseudo_condition_number", "kappa_W_Q": "kappa_q", "kappa_W_K": "kappa_k",
-                "kappa_W_V": "kappa_v", "entropy": "normalised_entropy"}  # fmt: skip
-"""What trackers get of every layer, and the field of a row whose mean over heads it is."""
+FOR_TRACKERS: Summaries = [
+    ("kappa_J", "pseudo_condition_number", geometric_mean),
+    *((f"kappa_W_{role.upper()}", f"kappa_{role}", geometric_mean) for role in "qkv"),
+    ("entropy", "normalised_entropy", fmean),
+    ("dead_heads", "dead", sum),
+]
 
 
-def layer_numbers(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Rows of one step as numbers for a tracker, grouped by layer; loggers want finite ones, so others are left out."""
+def layer_numbers(points: Sequence[TrackPoint]) -> dict[str, float]:
+    """Points of one step as numbers for a tracker, grouped by layer."""
     numbers: dict[str, float] = {}
-    for layer in dict.fromkeys(row["layer"] for row in rows):
-        heads = [row for row in rows if row["layer"] == layer]
-        for name, key in FOR_TRACKERS.items():
-            values = [float("nan" if head.get(key) is None else head[key]) for head in heads]
-            if finite := [value for value in values if math.isfinite(value)]:
-                mean = fmean if name == "entropy" else geometric_mean
-                numbers[f"conditioning/{layer}/{name}"] = mean(finite)
-        numbers[f"conditioning/{layer}/dead_heads"] = float(sum(bool(head["dead"]) for head in heads))
+    for layer in dict.fromkeys(point.layer for point in points):
+        heads = [point.to_dict() for point in points if point.layer == layer]
+        numbers |= summarise(f"conditioning/{layer}/", heads, FOR_TRACKERS)
     return numbers

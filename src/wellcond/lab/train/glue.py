@@ -62,8 +62,7 @@ def read_pretrained(folder: Path, base: Path | None = None) -> tuple[dict[str, A
 def glue_recipe(record: dict[str, Any], tokenizer: Path, name: str, limit: int | None = None) -> Recipe:
     """Fine-tuning on a task as in Crammed BERT; models of scale tiny learn faster and from fewer rows.
 
-    Weights, with corrections folded into them, scale and number formats are those of pre-training. `limit` is the
-    largest number of rows of a split; None: 3,000 at scale tiny, all at others; 0: all.
+    `limit` is the largest number of rows of a split; None: 3,000 at scale tiny, all at others; 0: all.
     """
     config, task = record["config"], TASKS[name]
     model, length = config["model"], config["task"]["length"]
@@ -85,7 +84,6 @@ def glue_recipe(record: dict[str, Any], tokenizer: Path, name: str, limit: int |
             "evaluation_split": "validation_matched" if name == "mnli" else "validation",
             "limit_train": rows,
             "limit_evaluation": rows,
-            # Every column is named, so that other data are an error.
             "input": task.columns[0] if len(task.columns) == 1 else list(task.columns),
             "label": "label",
             "label_kind": "number" if task.classes is None else "class",
@@ -94,7 +92,7 @@ def glue_recipe(record: dict[str, Any], tokenizer: Path, name: str, limit: int |
             "name": model["name"] + "_classifier" * crammed,  # those of transformers keep their name
             "arguments": arguments,
             "qk_norm": model.get("qk_norm", False),
-            "encoder": "..",  # from the folder of the tokeniser,
+            "encoder": "..",  # from the folder of the tokeniser
         },
         "optimizer": {"name": "adamw", "lr": size["lr"], "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.0},
         "schedule": {"name": "cosine", "warmup": {"epochs": 0.1 * size["epochs"]}},
@@ -112,12 +110,7 @@ def glue_recipe(record: dict[str, Any], tokenizer: Path, name: str, limit: int |
 
 
 def plan_glue(
-    folder: Path,
-    *,
-    tasks: Sequence[str] = NAMES,
-    limit: int | None = None,
-    base: Path | None = None,
-    cpu: bool = False,
+    folder: Path, *, tasks: Sequence[str] = NAMES, limit: int | None = None, base: Path | None = None, cpu: bool = False
 ) -> list[Job]:
     """All fine-tuning runs of a pre-trained run, or of every finished run of a comparison.
 

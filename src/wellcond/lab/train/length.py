@@ -19,11 +19,7 @@ import torch
 
 
 def ramped_parts(share: float | None, parts: int, point: int, num_steps: int) -> int:
-    """Parts of the update at a point of a schedule, as in Crammed BERT, whose batch is full after 60 % of the time.
-
-    The first updates have fewer parts, so that there are more updates in a given time. `share` is that of the schedule
-    after which the batch has all its parts; None for a full batch from the start.
-    """
+    """Parts of the update at a point of a schedule, all of them after a `share` of it; fewer parts, more updates."""
     return parts if share is None else min(parts, math.ceil(parts * (point + 1) / (share * num_steps)))
 
 
@@ -34,20 +30,20 @@ class TimeBudget:
     """
 
     def __init__(self, hours: float | None, clock: RunClock, accelerator: Any) -> None:
-        """None for no limit; the clock of a resumed run counts earlier sessions."""
         self.hours, self.clock, self.accelerator = hours, clock, accelerator
         self.used = 0.0
         """Share of the time when it was last looked at; training ends at 1."""
 
-    def look(self) -> None:
-        """Read the clock of rank 0; every rank must call it, and all see the same."""
+    def look(self) -> float:
+        """Share of the time by the clock of rank 0; every rank must call it, and all see the same."""
         if self.hours is None:
-            return
+            return 0.0
         self.used = min(1.0, self.clock.now()["training"] / (3600 * self.hours))
         if self.accelerator.num_processes > 1:
             from accelerate.utils import broadcast
 
             self.used = float(broadcast(torch.tensor(self.used, device=self.accelerator.device)))
+        return self.used
 
     def steps_expected(self, step: int, num_steps: int) -> int:
         """Number of updates at the present pace, at most `num_steps`."""
@@ -107,9 +103,6 @@ class TrainState:
         return total / count if count else None
 
 
-ACTIVITIES = ("setup", "training", "evaluation", "measuring", "checkpointing")
-
-
 class RunClock:
     """Wall time of a run, split by activity.
 
@@ -118,9 +111,8 @@ class RunClock:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """Time counts as setting up at first."""
         self.device = device
-        self.seconds = dict.fromkeys(ACTIVITIES, 0.0)
+        self.seconds = dict.fromkeys(("setup", "training", "evaluation", "measuring", "checkpointing"), 0.0)
         self._since, self._activity = time.perf_counter(), "setup"
 
     def synchronize(self) -> None:

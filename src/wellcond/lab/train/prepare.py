@@ -23,9 +23,6 @@ from wellcond.lab.tasks.base import EVALUATION, TASKS, AbstractTask, TaskContext
 from wellcond.models import ModelSpecError, build_model, is_local_code
 from wellcond.weights import load_weights
 
-CALIBRATION_SAMPLES = 64
-"""Of the training set, for starts that are calibrated on data."""
-
 
 def make_accelerator(recipe: Recipe, folder: Path, *, cpu: bool = False) -> Any:
     """An `accelerate.Accelerator` for one run: one process, DDP or FSDP2, by how the program was launched."""
@@ -36,9 +33,8 @@ def make_accelerator(recipe: Recipe, folder: Path, *, cpu: bool = False) -> Any:
     AcceleratorState._reset_state()  # the precision of an earlier run of this process must not persist
     trackers, installed = list(recipe.logging.trackers), [str(name) for name in get_available_trackers()]
     if missing := [name for name in trackers if name not in installed]:  # Accelerate would skip them
-        raise RecipeError(
-            f"logging.trackers: {missing[0]!r} is not installed or not known; expected one of {', '.join(installed)}"
-        )
+        expected = ", ".join(installed)
+        raise RecipeError(f"logging.trackers: {missing[0]!r} is not installed or not known; expected one of {expected}")
     try:
         accelerator = Accelerator(
             mixed_precision=recipe.precision.mixed,
@@ -110,7 +106,6 @@ def prepare_model(
             f"proxy: {method.label} draws the attention again at the scale of the library; expected default, which "
             "is scale-true, or default(library=true)"
         )
-
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "model"))
         model = _build(name, settings.arguments, task, local_code, task.model_arguments(kind))
@@ -136,8 +131,7 @@ def prepare_model(
         return _build(name, {}, task, local_code=False, needed=task.model_arguments(name.partition(":")[0]) | given)
 
     def forward(model: nn.Module) -> None:
-        batch = task.train.fetch([(sample, 0) for sample in range(min(CALIBRATION_SAMPLES, len(task.train)))])
-        task.loss(model, batch)
+        task.loss(model, task.train.fetch([(sample, 0) for sample in range(min(64, len(task.train)))]))
 
     return method.apply_(model, seed=derive(seed, "method"), base=base, build=build_teacher, forward=forward)
 

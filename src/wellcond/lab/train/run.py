@@ -23,7 +23,7 @@ from wellcond.lab.methods import MethodSettings
 from wellcond.lab.recipe import Recipe, config_hash, differences, override_recipe, with_effect
 from wellcond.lab.settings import RecipeError
 from wellcond.lab.tasks.base import AbstractTask
-from wellcond.lab.train.engine import Engine, Event, Interrupted, Observer
+from wellcond.lab.train.engine import Engine, Event, Observer
 from wellcond.lab.train.length import Diverged, RunClock, StopFlag, peak_memory, reset_peak_memory
 from wellcond.lab.train.prepare import make_accelerator, prepare_model, prepare_task
 from wellcond.lab.train.run_folder import RunError, RunFolder
@@ -50,6 +50,8 @@ class Job:
     """Whether those of a complete run stay."""
 
     def __post_init__(self) -> None:
+        if is_local_code(self.recipe.model.name) and not self.local_code:
+            raise RecipeError(TRUST_NEEDED.format(self.recipe.model.name))
         object.__setattr__(self, "recipe", override_recipe(self.recipe, self.method))
 
     @property
@@ -66,11 +68,9 @@ class Job:
 def run_job(job: Job, observer: Observer = lambda event: None, *, stop: StopFlag | None = None) -> dict[str, Any]:
     """Train a run, or resume it; returns its record, with status ``finished``, ``diverged`` or ``interrupted``.
 
-    Ctrl-C and SIGTERM stop it, unless the caller handles signals and has a stop flag.
-
-    Raises: FolderInUse while another command runs it; WellcondError if it fails, which its record says too.
+    Ctrl-C and SIGTERM stop it, unless the caller handles signals and has a stop flag. WellcondError if it fails, which
+    its record says too; FolderInUse while another command runs it.
     """
-    check_local_code(job.recipe, trusted=job.local_code)
     accelerator = make_accelerator(job.recipe, job.folder, cpu=job.cpu)
     from accelerate.utils import broadcast_object_list
 
@@ -94,12 +94,6 @@ def run_job(job: Job, observer: Observer = lambda event: None, *, stop: StopFlag
         if record["status"] in COMPLETE and not job.keep_checkpoints and accelerator.is_main_process:
             shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
         return record
-
-
-def check_local_code(recipe: Recipe, *, trusted: bool) -> None:
-    """Raise RecipeError if a recipe names a file of code that is not trusted."""
-    if is_local_code(recipe.model.name) and not trusted:
-        raise RecipeError(TRUST_NEEDED.format(recipe.model.name))
 
 
 def complete_record(job: Job) -> dict[str, Any] | None:
@@ -146,14 +140,13 @@ class Session:
             self.record["reproducible"] = False  # its schedule follows the clock
 
     def run(self, stop: StopFlag) -> dict[str, Any]:
-        """Train until the end or until it is stopped; returns the record. Raises WellcondError if the run fails."""
+        """Train until the end or until it is stopped; returns the record."""
         try:
-            self._set_up().train(stop)
-            return self._close("finished")
+            if self._set_up().train(stop):
+                return self._close("finished")
+            return self._close("interrupted", "stopped on request; run the same command to resume")
         except Diverged as error:
             return self._close("diverged", str(error))
-        except Interrupted:
-            return self._close("interrupted", "stopped on request; run the same command to resume")
         except KeyboardInterrupt:
             self._close("interrupted", "stopped at once; run the same command to resume from the last checkpoint")
             raise
@@ -195,8 +188,7 @@ class Session:
         if recipe.logging.trackers:
             values = {"method": job.method.label, "seed": job.seed, "recipe": recipe.name}
             self.accelerator.init_trackers("wellcond", config=values)
-        sizes = {"num_steps": engine.num_steps, "batch_size": recipe.training.batch_size}
-        observer({"event": "start", "step": step, **sizes})
+        observer({"event": "start", "step": step, "num_steps": engine.num_steps})
         return engine
 
     def _describe_task(self, task: AbstractTask) -> None:
@@ -251,13 +243,11 @@ class Session:
             self.folder.write_record(self.record)
 
 
-# What a session was made with: no user, host or path names
-
 PACKAGES = ("accelerate", "datasets", "numpy", "scikit-learn", "scipy", "timm", "torchvision", "transformers")
 
 
 def describe_session(accelerator: Any, step: int, at_once: int = 1) -> dict[str, Any]:
-    """Versions, commit and machine of a session; `alone` says whether its cores, or its GPU, are not shared."""
+    """Versions, commit and machine, but no user, host or path; `alone`: its cores, or its GPU, are not shared."""
     device, processes, threads = accelerator.device, accelerator.num_processes, torch.get_num_threads()
     alone = at_once * processes * threads <= num_cores() if device.type == "cpu" else at_once == 1
     return {
@@ -303,8 +293,6 @@ def _commit() -> dict[str, Any]:
     if (root / ".git").exists():
         asked = "git --no-optional-locks describe --always --dirty --abbrev=40 --exclude=*".split()
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            said = subprocess.run(
-                asked, cwd=root, capture_output=True, text=True, check=True, timeout=20
-            ).stdout.strip()
+            said = subprocess.check_output(asked, cwd=root, stderr=subprocess.DEVNULL, text=True, timeout=20).strip()
             return {"commit": said.removesuffix("-dirty"), "dirty": said.endswith("-dirty")}
     return {"commit": None, "dirty": None}
