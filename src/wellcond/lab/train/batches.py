@@ -21,11 +21,10 @@ from wellcond.lab.tasks.base import EVALUATION, Batch, SampleKey, Samples
 class UpdatePlan:
     """Samples of every update, and which of them one process has.
 
-    An update takes the next `batch_size` samples of the epoch's order, in `accumulate` x `processes` equal parts; the
-    samples that remain at the end of an epoch wait for the next order. Which samples an update has depends on neither
-    of the two numbers, so that one process and many compute the same. With `repeats`, the order is that of the first
-    samples alone, and each stands in it so many times in a row, under a draw of its own. A part ends with the
-    `following` samples after it in its update, cyclically, for tasks that mix samples.
+    An update takes the next `batch_size` samples of the epoch's order, in `accumulate` x `processes` equal parts: one
+    process and many compute the same. With `repeats`, the order is that of the first samples alone, and each stands in
+    it so many times in a row, under a draw of its own. A part ends with the `following` samples after it in its update,
+    cyclically, for tasks that mix samples.
     """
 
     num_samples: int
@@ -38,11 +37,9 @@ class UpdatePlan:
     processes: int = 1
 
     def __post_init__(self) -> None:
-        total, parts = self.batch_size, self.accumulate * self.processes
-        if self.num_samples < total:
-            raise RecipeError(
-                f"training.batch_size: expected at most the {self.num_samples} training samples, found {total}"
-            )
+        total, parts, most = self.batch_size, self.accumulate * self.processes, self.num_samples
+        if most < total:
+            raise RecipeError(f"training.batch_size: expected at most the {most} training samples, found {total}")
         if total % parts:
             raise RecipeError(
                 f"training.batch_size over processes x training.accumulate: {total} cannot be divided into {parts} "
@@ -121,5 +118,4 @@ def fetch_batches(
     for batch in source:
         if isinstance(batch, str):
             raise WellcondError(batch)
-        on_cpu = device.type == "cpu"
-        yield batch if on_cpu else {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+        yield {name: value.to(device, non_blocking=True) for name, value in batch.items()}

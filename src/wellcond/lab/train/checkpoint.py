@@ -40,9 +40,6 @@ SEPARATOR = "//"
 Tensors = dict[str, Tensor]
 
 
-# Tensors of models and optimisers
-
-
 def model_tensors(model: nn.Module) -> Tensors:
     """State of a model by plain names; every rank has its shards of what is sharded."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -89,16 +86,12 @@ def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
-# Writing
-
-
 def save_checkpoint(
     folder: Path, step: int, tensors: Mapping[str, Tensors | None], state: dict[str, Any], *, sharded: bool = False
 ) -> Path:
-    """Write one checkpoint, after `step` updates, and remove the older ones; if that fails, they are kept.
+    """Write tensors, by kind, and plain data after `step` updates; then remove older checkpoints.
 
-    `tensors` are those of model, optimizer, average and best; `state` is plain data. If tensors are `sharded`, every
-    rank has its own part and must call it.
+    If tensors are `sharded`, every rank has its own part and must call it.
     """
     place = folder / f"step-{step:08d}"
     partial = folder / f".{place.name}.partial"
@@ -168,9 +161,6 @@ def _write_shards(folder: Path, values: Tensors) -> dict[str, str]:
     mine = folder / f"shard-{_rank() + 1:05d}-model-00001-of-00001.safetensors"
     found = _gather({f"{folder.name}/{mine.name}": _sum(mine)} if mine.exists() else {})
     return {name: value for sums in found for name, value in sums.items()}
-
-
-# Reading
 
 
 def last_checkpoint(folder: Path) -> Path | None:
@@ -247,9 +237,6 @@ def _damage(place: Path) -> Iterator[None]:
         raise RunError(
             f"{place} is damaged ({error}); delete it to resume from an earlier one, or to restart"
         ) from error
-
-
-# Finished runs as the origin of weights
 
 
 def read_finished_run(path: Path, field: str, instead: str) -> tuple[dict[str, Any], Path]:

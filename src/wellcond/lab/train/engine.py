@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -31,22 +31,21 @@ Observer = Callable[[Event], None]
 SECONDS_BETWEEN_EVENTS = 0.2
 
 
+@dataclass(eq=False)
 class Engine:
     """Trains one model. Only rank 0 writes to the folder, but for shards of checkpoints."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        seed: int,
-        task: AbstractTask,
-        model: nn.Module,
-        accelerator: Any,
-        folder: RunFolder,
-        clock: RunClock,
-        observer: Observer,
-    ) -> None:
-        self.recipe, self.seed, self.task, self.accelerator = recipe, seed, task, accelerator
-        self.folder, self.clock, self.observer = folder, clock, observer
+    recipe: Recipe
+    seed: int
+    task: AbstractTask
+    model: nn.Module
+    accelerator: Any
+    folder: RunFolder
+    clock: RunClock
+    observer: Observer
+
+    def __post_init__(self) -> None:
+        recipe, task, accelerator = self.recipe, self.task, self.accelerator
         if accelerator.is_fsdp2 and not task.can_be_sharded:  # its ranks would deadlock
             name = recipe.task.model_dump()["name"]
             raise RecipeError(f"task.name: {name} does not run under FSDP; launch it with DDP (torchrun) or alone")
@@ -56,7 +55,7 @@ class Engine:
             num_samples=len(task.train),
             batch_size=training.batch_size,
             accumulate=training.accumulate,
-            seed=seed,
+            seed=self.seed,
             repeats=recipe.augmentation.repeats,
             following=task.following,
             rank=accelerator.process_index,
@@ -69,15 +68,16 @@ class Engine:
         self.best_weights: dict[str, Tensor] | None = None
         """Weights and buffers of the best evaluation so far, on the CPU."""
         self.state = TrainState()
-        self.budget = TimeBudget(training.hours, clock, accelerator)
-        self.log = ConditioningLog(recipe, task, model, accelerator, per_epoch)
-        self.model, self.optimizer = accelerator.prepare(model, recipe.optimizer.build(model))
+        self.budget = TimeBudget(training.hours, self.clock, accelerator)
+        self.log = ConditioningLog(recipe, task, self.model, accelerator, per_epoch)
+        self.model, self.optimizer = accelerator.prepare(self.model, recipe.optimizer.build(self.model))
         self.evaluated_weights: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         """Inside, the model has the average, if that is what is evaluated."""
-        averaging = training.averaging
-        self.average = None if averaging is None else WeightAverage(unwrap(self.model), averaging.decay)
-        if self.average is not None and averaging is not None and averaging.evaluate:
-            self.evaluated_weights = self.average.in_place
+        self.average: WeightAverage | None = None
+        if training.averaging is not None:
+            self.average = WeightAverage(unwrap(self.model), training.averaging.decay)
+            if training.averaging.evaluate:
+                self.evaluated_weights = self.average.in_place
         self.evaluator = Evaluator(recipe, task, self.model, accelerator)
         self.planned_steps, self.learning_rate = self.num_steps, 0.0
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -114,8 +114,6 @@ class Engine:
             "seconds_per_step": seconds / max(1, self.state.step),
             **self.results,
         }
-
-    # Resuming
 
     def resume(self) -> int:
         """Resume from the last checkpoint, if there is one; returns its step."""
@@ -165,8 +163,6 @@ class Engine:
             self.accelerator.wait_for_everyone()
             if self.is_main:
                 self.observer({"event": "saved", "step": step})
-
-    # Training
 
     def train(self, stop: StopFlag) -> bool:
         """Train from the current step to the end; False if it was stopped, after a checkpoint. Raises Diverged."""
@@ -287,8 +283,6 @@ class Engine:
 
     def _track(self, group: str, values: dict[str, Any]) -> None:
         self.accelerator.log({f"{group}/{name}": value for name, value in values.items()}, step=self.state.step)
-
-    # Evaluation
 
     def _measure_if_due(self, *, last: bool) -> None:
         step = self.state.step

@@ -34,10 +34,7 @@ class WeightAverage:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay, self._model = decay, model
         self._weights = dict(model.named_parameters())
-        self.state = self._copied()
-
-    def _copied(self) -> dict[str, Tensor]:
-        return {name: weight.detach().clone() for name, weight in self._weights.items()}
+        self.state = {name: weight.detach().clone() for name, weight in self._weights.items()}
 
     @torch.no_grad()
     def update(self) -> None:
@@ -47,19 +44,20 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model has the average for a while."""
-        kept = self._copied()
-        self._copy_(self.state)
+        """The model has the average for a while, and the other way round."""
+        self._swap()
         try:
             yield
         finally:
-            self._copy_(kept)
+            self._swap()
 
     @torch.no_grad()
-    def _copy_(self, values: dict[str, Tensor]) -> None:
+    def _swap(self) -> None:
         reshard_(self._model)  # after a forward pass without a backward, FSDP2 would use gathered weights once more
         for name, weight in self._weights.items():
-            weight.copy_(values[name])
+            weight_now = weight.detach().clone()
+            weight.copy_(self.state[name])
+            self.state[name].copy_(weight_now)
 
     def load_(self, state: dict[str, Tensor]) -> None:
         """Take the values of a checkpoint."""
@@ -108,12 +106,6 @@ class Evaluator:
         return self.task.metrics(sums, samples)
 
 
-# Conditioning
-
-
-MOST_POINTS = 100_000
-
-
 def jacobian_steps(num_points: int, num_steps: int) -> frozenset[int]:
     """Step 0, the last step, and logarithmically spaced ones between.
 
@@ -142,10 +134,10 @@ class ConditioningLog:
         num_steps, every = recipe.training.length.in_steps(steps_per_epoch), recipe.tracking.weights_every
         self.jacobian = jacobian_steps(recipe.tracking.jacobian_points, num_steps)
         self.weights_every = None if every is None else every.in_steps(steps_per_epoch)
-        if self.weights_every is not None and num_steps // self.weights_every > MOST_POINTS:
+        if self.weights_every is not None and num_steps // self.weights_every > 100_000:
             raise RecipeError(
-                f"tracking.weights_every: expected at most {MOST_POINTS} measurements, found one every "
-                f"{self.weights_every} of {num_steps} steps; give a longer interval"
+                f"tracking.weights_every: expected at most 100000 measurements, found one every {self.weights_every} "
+                f"of {num_steps} steps; give a longer interval"
             )
         asked = bool(self.jacobian or self.weights_every)
         self._measures = asked and (accelerator.is_main_process or accelerator.is_fsdp2)

@@ -24,10 +24,7 @@ def ramped_parts(share: float | None, parts: int, point: int, num_steps: int) ->
 
 
 class TimeBudget:
-    """Training for a given time, as in Crammed BERT's 24 hours; evaluating, measuring and saving do not count.
-
-    Such a run is not reproducible to the bit: how far the schedule is depends on the speed of the machine.
-    """
+    """Training for a given time, as in Crammed BERT's 24 hours; evaluating, measuring and saving do not count."""
 
     def __init__(self, hours: float | None, clock: RunClock, accelerator: Any) -> None:
         self.hours, self.clock, self.accelerator = hours, clock, accelerator
@@ -78,7 +75,6 @@ class TrainState:
     sum_since_evaluation: float = 0.0
     count_since_evaluation: int = 0
     first_loss: float | None = None
-    """Loss of the first update, which divergence is judged against."""
     final: dict[str, Any] | None = None
     best: dict[str, Any] | None = None
 
@@ -104,11 +100,7 @@ class TrainState:
 
 
 class RunClock:
-    """Wall time of a run, split by activity.
-
-    A device works through a queue, so that the time of an update passes when somebody waits for it: before another
-    activity begins, the clock waits, and the time counts for the one that asked for the work.
-    """
+    """Wall time of a run, split by activity; before another one begins, it waits for what was queued on the device."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device
@@ -116,17 +108,17 @@ class RunClock:
         self._since, self._activity = time.perf_counter(), "setup"
 
     def synchronize(self) -> None:
-        """Wait for the work that is queued on the device; a CPU has none."""
+        """Wait for a device that works through a queue."""
         if self.device is not None and self.device.type != "cpu":
             torch.get_device_module(self.device).synchronize()
 
     def switch(self, activity: str) -> str:
         """From now on time counts for another activity; returns the former one."""
-        if activity != self._activity:
+        if activity != (former := self._activity):
             self.synchronize()
         now = time.perf_counter()
-        self.seconds[self._activity] += now - self._since
-        self._since, former, self._activity = now, self._activity, activity
+        self.seconds[former] += now - self._since
+        self._since, self._activity = now, activity
         return former
 
     @contextlib.contextmanager
@@ -139,7 +131,7 @@ class RunClock:
             self.switch(former)
 
     def now(self) -> dict[str, float]:
-        """Seconds so far, without waiting for the device: what is queued counts once it has been waited for."""
+        """Seconds so far, without waiting for the device."""
         self.switch(self._activity)
         return {name: round(value, 6) for name, value in self.seconds.items()}
 
@@ -158,10 +150,9 @@ def peak_memory(device: torch.device) -> int:
     """Bytes: of the GPU where there is one, of the process otherwise; 0 where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    with contextlib.suppress(OSError):
-        found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
-        return int(found[1]) * 1024 if found else 0
-    return 0
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
+    return int(found[1]) * 1024 if found else 0
 
 
 class StopFlag:
@@ -170,7 +161,7 @@ class StopFlag:
     requested = False
 
     def any_rank(self, accelerator: Any) -> bool:
-        """True if any rank has been asked to stop; every rank must call it."""
+        """Whether any rank has been asked to stop; every rank must call it."""
         if accelerator.num_processes == 1:
             return self.requested
         flag = torch.tensor(float(self.requested), device=accelerator.device)
@@ -192,6 +183,5 @@ class StopFlag:
         try:
             yield self
         finally:
-            for number, handler in former.items():
-                # None: the handler was not set from Python and cannot be restored.
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            for number, handler in former.items():  # None if it was not set from Python
+                signal.signal(number, handler or signal.SIG_DFL)

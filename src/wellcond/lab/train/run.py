@@ -29,6 +29,7 @@ from wellcond.lab.train.prepare import make_accelerator, prepare_model, prepare_
 from wellcond.lab.train.run_folder import RunError, RunFolder
 from wellcond.models import TRUST_NEEDED, is_local_code
 from wellcond.run_records import COMPLETE, SCHEMA
+from wellcond.version import __version__
 
 
 @dataclass(frozen=True)
@@ -179,9 +180,8 @@ class Session:
             "parameters": sum(p.numel() for p in model.parameters()),
             "attentions": len(find_attention(model, strict=False)),
         }
-        self.engine = engine = Engine(
-            recipe, job.seed, task, model, self.accelerator, self.folder, self.clock, self._observe
-        )
+        parts = task, model, self.accelerator, self.folder, self.clock, self._observe
+        self.engine = engine = Engine(recipe, job.seed, *parts)
         step = engine.resume()
         self.record["sessions"] = [*self.record["sessions"], describe_session(self.accelerator, step, job.at_once)]
         self.write()
@@ -250,12 +250,16 @@ def describe_session(accelerator: Any, step: int, at_once: int = 1) -> dict[str,
     """Versions, commit and machine, but no user, host or path; `alone`: its cores, or its GPU, are not shared."""
     device, processes, threads = accelerator.device, accelerator.num_processes, torch.get_num_threads()
     alone = at_once * processes * threads <= num_cores() if device.type == "cpu" else at_once == 1
+    packages = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "wellcond": installed_version("wellcond"),
+        "wellcond": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "packages": {name: version for name in PACKAGES if (version := installed_version(name)) is not None},
+        "packages": packages,
         **_commit(),
         "device": device.type,
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
@@ -277,14 +281,6 @@ def num_cores() -> int:
 def has_free_cores() -> bool:
     """Whether no more threads wanted to run in the last minute than there are cores, but for our own half a one."""
     return hasattr(os, "getloadavg") and os.getloadavg()[0] <= (os.cpu_count() or 1) + 0.5
-
-
-def installed_version(package: str) -> str | None:
-    """Version of a package; None if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _commit() -> dict[str, Any]:
